@@ -1,0 +1,102 @@
+"""Launch configuration: what the operator hands to a pod, as one JSON object in a ConfigMap.
+
+Both sides use these classes, so flags cannot drift apart. Only per-pod facts come from the environment: `POD_NAME`,
+`POD_NAMESPACE`, `POD_IP` (downward API) and `HF_TOKEN` (from the Secret that `spec.model.secretRef` names).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from tandem_api.base import Wire
+from tandem_api.names import GATEWAY_HTTP_PORT, GATEWAY_METRICS_PORT, MODEL_CACHE_PATH, WORKER_HTTP_PORT, WORKER_KV_PORT, Role
+
+Device = Literal["Auto", "CUDA", "CPU"]
+DType = Literal["Auto", "BFloat16", "Float16", "Float32"]
+
+
+class ModelSource(Wire):
+    """Where the weights are."""
+
+    uri: str
+    revision: str = "main"
+    cache_dir: str = MODEL_CACHE_PATH
+    hub_endpoint: str | None = None
+    """Base URL of the model hub that `hf://` names; None is the public one."""
+
+
+class KVConfig(Wire):
+    """The key-value cache of one worker and how its blocks travel."""
+
+    memory_bytes: int | None = None
+    """Size of the block space; None lets the worker derive it from what is free after loading."""
+    block_size: int = 16
+    """Tokens per block."""
+    transport: Literal["TCP"] = "TCP"
+    port: int = WORKER_KV_PORT
+    verify: bool = True
+    """Checksum every block that is received."""
+
+
+class SchedulerConfig(Wire):
+    """Limits of one engine step."""
+
+    max_running_requests: int = 256
+    max_batch_tokens: int = 2048
+    """Tokens computed in one step, prefill chunks and decode tokens together."""
+    local_prefill_max_tokens: int = 16
+    """A decode worker prefills prompts with at most this many uncached tokens itself."""
+
+
+class WorkerConfig(Wire):
+    """Everything a worker pod needs to know."""
+
+    model_name: str
+    """Name of the InferenceModel."""
+    served_name: str
+    """Name that clients pass as `model`."""
+    role: Role
+    revision: str
+    """Revision label of the pod; blocks move between equal revisions only."""
+    model: ModelSource
+    device: Device = "Auto"
+    dtype: DType = "Auto"
+    max_model_len: int | None = None
+    """Prompt plus output tokens of one request; None is what the model supports and the block space holds."""
+    kv: KVConfig = Field(default_factory=KVConfig)
+    scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)
+    http_port: int = WORKER_HTTP_PORT
+    drain_timeout_seconds: float = 60.0
+    """How long running requests may finish after SIGTERM."""
+
+
+class GatewayTimeouts(Wire):
+    """Seconds after which the gateway gives up, each ending in an OpenAI error that says so."""
+
+    header_seconds: float = 10.0
+    """A client must have sent its complete header."""
+    body_seconds: float = 60.0
+    """A client must have sent its complete body."""
+    connect_seconds: float = 2.0
+    """A worker must have accepted the connection."""
+    first_token_seconds: float = 300.0
+    """A worker must have begun its answer."""
+    idle_seconds: float = 60.0
+    """A worker may be silent this long inside an answer."""
+
+
+class GatewayConfig(Wire):
+    """Everything a gateway pod needs to know."""
+
+    model_name: str
+    served_name: str
+    namespace: str
+    disaggregated: bool
+    """True when prefill workers exist as a role of their own."""
+    http_port: int = GATEWAY_HTTP_PORT
+    metrics_port: int = GATEWAY_METRICS_PORT
+    max_body_bytes: int = 8 * 1024 * 1024
+    timeouts: GatewayTimeouts = Field(default_factory=GatewayTimeouts)
+    drain_timeout_seconds: float = 60.0

@@ -1,0 +1,74 @@
+"""Names that two or more parts must agree on: labels, annotations, headers, ports, child objects.
+
+Everything here is a constant or a pure function of names. A part that needs such a name takes it from here and never
+spells it out again.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+GROUP = "tandem.dev"
+VERSION = "v1alpha1"
+API_VERSION = f"{GROUP}/{VERSION}"
+KIND = "InferenceModel"
+PLURAL = "inferencemodels"
+FIELD_MANAGER = "tandem-operator"
+
+LABEL_MODEL = f"{GROUP}/model"
+"""On every child: the name of its InferenceModel."""
+LABEL_ROLE = f"{GROUP}/role"
+"""On pods and role-scoped children: a `Role`."""
+LABEL_REVISION = f"{GROUP}/revision"
+"""On worker pods: the revision whose key-value blocks are compatible with each other."""
+ANNOTATION_CONFIG_HASH = f"{GROUP}/config-hash"
+"""On pod templates: digest of the launch configuration, so that a changed one rolls the pods."""
+ANNOTATION_SPEC_HASH = f"{GROUP}/spec-hash"
+"""On every child: digest of what the operator last applied."""
+MANAGED_BY_LABEL = "app.kubernetes.io/managed-by"
+MANAGED_BY = "tandem-operator"
+
+HEADER_PREFILL = "x-tandem-prefill"
+"""Gateway to decode worker: `host:port` of the prefill worker to use, best first, comma-separated."""
+HEADER_REQUEST_ID = "x-request-id"
+"""Accepted from the client or made by the gateway; echoed on every response and written to every log line."""
+HEADER_DECODE_WORKER = "x-tandem-decode-worker"
+"""Response: the pod that decoded."""
+HEADER_PREFILL_WORKER = "x-tandem-prefill-worker"
+"""Response: the pod that prefilled (the decode pod itself when it did so locally)."""
+
+CONFIG_PATH = "/etc/tandem/config.json"
+"""Where a pod finds its launch configuration."""
+MODEL_CACHE_PATH = "/var/cache/tandem"
+"""Where a worker pod keeps downloaded models: a shared claim or an emptyDir."""
+MODEL_CLAIMS_PATH = "/mnt/models"
+"""Parent folder of the claims that `pvc://CLAIM/path` model URIs name."""
+TERMINATION_MESSAGE_PATH = "/dev/termination-log"
+"""A worker that cannot start writes one JSON object `{"reason": CamelCase, "message": sentence}` here before exiting."""
+
+WORKER_HTTP_PORT = 8000
+WORKER_KV_PORT = 7000
+GATEWAY_HTTP_PORT = 8080
+GATEWAY_METRICS_PORT = 9090
+OPERATOR_METRICS_PORT = 9090
+OPERATOR_HEALTH_PORT = 8081
+SERVICE_PORT = 80
+
+
+class Role(StrEnum):
+    """What a pod of a model does. `UNIFIED` is a decode StatefulSet that also prefills: `spec.prefill` is absent."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    UNIFIED = "unified"
+    GATEWAY = "gateway"
+
+
+def workload_name(model: str, role: Role) -> str:
+    """Name of the StatefulSet, headless Service, ConfigMap and PodDisruptionBudget of a role; of the gateway's too."""
+    return model if role is Role.GATEWAY else f"{model}-{'decode' if role is Role.UNIFIED else role.value}"
+
+
+def service_url(model: str, namespace: str) -> str:
+    """Base URL of the OpenAI API inside the cluster (without `/v1`)."""
+    return f"http://{model}.{namespace}.svc"

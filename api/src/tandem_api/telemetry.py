@@ -1,0 +1,71 @@
+"""What a worker tells about itself at `GET /telemetry`, and the names of the same figures at `GET /metrics`."""
+
+from __future__ import annotations
+
+from tandem_api.base import Wire
+from tandem_api.names import Role
+
+
+class WorkerTelemetry(Wire):
+    """One sample. Figures that the machine cannot measure are absent (None), never zero."""
+
+    model_name: str
+    role: Role
+    revision: str
+    pod: str
+    draining: bool
+    running_requests: int
+    queued_requests: int
+    running_tokens: int
+    """Tokens in the contexts of running requests."""
+    queued_prefill_tokens: int
+    """Uncached prompt tokens not yet computed, of running and queued requests."""
+    kv_blocks_used: int
+    """Blocks held by live requests; cached blocks of ended requests are not counted."""
+    kv_blocks_cached: int
+    """Blocks held by the prefix cache alone: they can be evicted at once."""
+    kv_blocks_total: int
+    kv_eviction_horizon: float
+    """Last-use time (unix seconds) of the newest evicted block; 0 when none was evicted."""
+    prefill_tokens_per_second: float | None = None
+    decode_step_seconds: float | None = None
+    vram_used_bytes: int | None = None
+    vram_total_bytes: int | None = None
+    nvlink_tx_bytes_per_second: float | None = None
+    nvlink_rx_bytes_per_second: float | None = None
+    kv_transfer_bytes_per_second: float | None = None
+
+
+class Metric:
+    """Prometheus metric names. `tandem_worker_*` come from workers, `tandem_gateway_*` from gateways."""
+
+    WORKER_REQUESTS_RUNNING = "tandem_worker_requests_running"
+    WORKER_REQUESTS_QUEUED = "tandem_worker_requests_queued"
+    WORKER_REQUESTS_TOTAL = "tandem_worker_requests_total"
+    WORKER_PROMPT_TOKENS_TOTAL = "tandem_worker_prompt_tokens_total"
+    WORKER_CACHED_TOKENS_TOTAL = "tandem_worker_cached_prompt_tokens_total"
+    WORKER_GENERATED_TOKENS_TOTAL = "tandem_worker_generated_tokens_total"
+    WORKER_KV_BLOCKS_USED = "tandem_worker_kv_blocks_used"
+    WORKER_KV_BLOCKS_CACHED = "tandem_worker_kv_blocks_cached"
+    WORKER_KV_BLOCKS_TOTAL = "tandem_worker_kv_blocks_total"
+    WORKER_KV_TRANSFER_BYTES_TOTAL = "tandem_worker_kv_transfer_bytes_total"
+    WORKER_KV_TRANSFER_FAILURES_TOTAL = "tandem_worker_kv_transfer_failures_total"
+    WORKER_PREFILL_LOCAL_TOTAL = "tandem_worker_prefills_total"
+    """Label `where`: `local`, `remote`, `fallback` (remote failed, done locally)."""
+    WORKER_TTFT_SECONDS = "tandem_worker_time_to_first_token_seconds"
+    WORKER_TPOT_SECONDS = "tandem_worker_time_per_output_token_seconds"
+    WORKER_STEP_SECONDS = "tandem_worker_step_seconds"
+    WORKER_PREEMPTIONS_TOTAL = "tandem_worker_preemptions_total"
+    WORKER_VRAM_USED_BYTES = "tandem_worker_vram_used_bytes"
+    WORKER_VRAM_TOTAL_BYTES = "tandem_worker_vram_total_bytes"
+    WORKER_NVLINK_TX_BYTES_TOTAL = "tandem_worker_nvlink_transmit_bytes_total"
+    WORKER_NVLINK_RX_BYTES_TOTAL = "tandem_worker_nvlink_receive_bytes_total"
+    WORKER_DRAINING = "tandem_worker_draining"
+    GATEWAY_REQUESTS_TOTAL = "tandem_gateway_requests_total"
+    GATEWAY_REQUESTS_IN_FLIGHT = "tandem_gateway_requests_in_flight"
+    GATEWAY_TOKENS_IN_FLIGHT = "tandem_gateway_tokens_in_flight"
+    GATEWAY_ENDPOINTS = "tandem_gateway_endpoints"
+    GATEWAY_RETRIES_TOTAL = "tandem_gateway_retries_total"
+    GATEWAY_CLIENT_DISCONNECTS_TOTAL = "tandem_gateway_client_disconnects_total"
+    GATEWAY_TTFT_SECONDS = "tandem_gateway_time_to_first_token_seconds"
+    GATEWAY_DURATION_SECONDS = "tandem_gateway_request_duration_seconds"

@@ -1,0 +1,1 @@
+"""The Tandem worker: the inference engine"""
