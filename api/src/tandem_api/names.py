@@ -29,7 +29,7 @@ MANAGED_BY_LABEL = "app.kubernetes.io/managed-by"
 MANAGED_BY = "tandem-operator"
 
 HEADER_PREFILL = "x-tandem-prefill"
-"""Gateway to decode worker: `host:port` of the prefill worker to use, best first, comma-separated."""
+"""Gateway to decode worker: `host:port` of the KV port of the prefill worker to use, best first, comma-separated."""
 HEADER_REQUEST_ID = "x-request-id"
 """Accepted from the client or made by the gateway; echoed on every response and written to every log line."""
 HEADER_DECODE_WORKER = "x-tandem-decode-worker"

@@ -1,0 +1,1 @@
+"""Attention backends over the paged block space; the contract is in `base`."""

@@ -1,0 +1,1 @@
+"""The step loop: batches requests, runs the model, samples, delivers tokens."""

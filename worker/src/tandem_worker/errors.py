@@ -1,0 +1,48 @@
+"""Errors of the worker.
+
+    WorkerError
+    ├── RequestError           the client's request cannot be served as it is (HTTP 4xx)
+    │   └── ContextLengthError prompt plus output exceed what the model or the block space holds
+    ├── StartupError           the worker cannot start; reason and message end in the pod's termination message
+    ├── TransferError          a KV transfer failed; the request falls back to local prefill
+    └── EngineStoppedError     the engine no longer takes requests (draining or dead)
+"""
+
+from __future__ import annotations
+
+
+class WorkerError(Exception):
+    """Root of the errors this package raises."""
+
+
+class RequestError(WorkerError):
+    """The request is wrong. `param` names the field of the OpenAI request, `code` is OpenAI's machine-readable code."""
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+        self.status = status
+
+
+class ContextLengthError(RequestError):
+    """Prompt plus requested output do not fit; the message has both lengths."""
+
+    def __init__(self, message: str, *, param: str) -> None:
+        super().__init__(message, param=param, code="context_length_exceeded")
+
+
+class StartupError(WorkerError):
+    """The worker cannot start. `reason` is CamelCase and ends in a condition of the InferenceModel."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class TransferError(WorkerError):
+    """Blocks could not be moved: the peer is gone, refused, or sent data that fails its checksum."""
+
+
+class EngineStoppedError(WorkerError):
+    """The engine takes no requests any more."""

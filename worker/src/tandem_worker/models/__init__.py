@@ -1,0 +1,1 @@
+"""Model families: one file of structure each; layers are shared."""

@@ -1,0 +1,1 @@
+"""Metrics, telemetry and NVML."""

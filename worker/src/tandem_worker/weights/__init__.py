@@ -1,0 +1,1 @@
+"""Checkpoint readers: safetensors and GGUF; the contract is in `base`."""
