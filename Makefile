@@ -1,0 +1,94 @@
+# Tandem's targets. `make help` lists them; CI calls the same ones.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+UV_VERSION := 0.13.8
+UV := $(shell command -v uv 2>/dev/null || echo .cache/tools/bin/uv)
+RUN := $(UV) run --frozen --all-packages
+export UV_PYTHON_DOWNLOADS ?= never
+
+.PHONY: help
+help: ## List the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  \033[1m%-16s\033[0m %s\n", $$1, $$2}'
+
+.cache/tools/bin/uv:
+	@echo "installing uv $(UV_VERSION) into .cache/tools"
+	@python3 -m venv .cache/tools
+	@.cache/tools/bin/python -m pip install --quiet uv==$(UV_VERSION)
+
+.venv/.synced: $(filter .cache/%,$(UV)) uv.lock pyproject.toml $(wildcard */pyproject.toml)
+	@$(UV) sync --frozen --all-packages --quiet
+	@touch $@
+
+.PHONY: setup
+setup: .venv/.synced ## Create the virtual environment from the lock file
+
+# --- the two commands of the README ---------------------------------------------------------------------------------
+
+.PHONY: demo
+demo: setup ## Bring up a cluster, serve a real model through prefill and decode pods, and chat with it
+	@$(RUN) python -m e2e.demo
+
+.PHONY: test
+test: check unit e2e ## Everything the gate runs: checks, unit tests, and the suite on a real cluster
+
+# --- parts of it ----------------------------------------------------------------------------------------------------
+
+.PHONY: check
+check: setup ## Format, lint, types, import rules, generated files
+	@$(RUN) ruff format --check .
+	@$(RUN) ruff check .
+	@$(RUN) pyright
+	@$(RUN) lint-imports --no-logo 2>/dev/null || $(RUN) lint-imports
+
+.PHONY: unit
+unit: setup ## Unit tests (no cluster, no GPU)
+	@$(RUN) pytest tests -m "not cluster and not full and not gpu"
+
+.PHONY: e2e
+e2e: cluster ## The suite on a real Kubernetes; failures leave their evidence in e2e/artifacts
+	@$(RUN) pytest e2e/suite --timeout 600 -o asyncio_mode=strict
+
+.PHONY: test-full
+test-full: setup ## Unit tests with the slow sweeps: every family and parallel layout
+	@$(RUN) pytest tests -m "not cluster and not gpu" --timeout 900
+
+.PHONY: test-gpu
+test-gpu: ## Kernels against their twins and the oracle tests on CUDA
+	@$(RUN) pytest tests -m gpu --timeout 900
+
+.PHONY: cluster
+cluster: setup ## A real Kubernetes with Tandem's images loaded (kind, plain binaries, or KUBECONFIG)
+	@$(RUN) python -m e2e.cluster up
+	@$(RUN) python -m e2e.cluster load
+
+.PHONY: cluster-down
+cluster-down: setup ## Stop the cluster; caches stay
+	@$(RUN) python -m e2e.cluster down
+
+.PHONY: generate
+generate: setup ## Regenerate CRD, chart copies and reference docs from the types in api/
+	@$(RUN) python -m tandem_api.generate
+
+.PHONY: format
+format: setup ## Format and fix what can be fixed
+	@$(RUN) ruff format .
+	@$(RUN) ruff check --fix .
+
+.PHONY: bench-engine
+bench-engine: setup ## The engine against transformers, and its control logic's cost
+	@$(RUN) python -m bench.engine
+
+.PHONY: soak-engine
+soak-engine: setup ## 10,000 random requests in a tiny block space: nothing leaks, nothing changes
+	@$(RUN) python -m bench.engine.soak
+
+.PHONY: bench-gateway
+bench-gateway: setup ## CPU per request and per streamed chunk of the gateway
+	@$(RUN) python -m bench.gateway
+
+.PHONY: clean
+clean: cluster-down ## Stop the cluster and remove every cache
+	@rm -rf .cache .venv
