@@ -1,1 +1,1 @@
-"""Types that cross the boundaries of Tandem's parts: the InferenceModel resource, launch configuration, telemetry, names"""
+"""What crosses the boundaries of Tandem's parts: the InferenceModel type, launch configuration, telemetry and names."""

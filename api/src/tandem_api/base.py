@@ -25,7 +25,9 @@ class Authored(BaseModel):
 class Wire(BaseModel):
     """Sent between Tandem's own processes: camelCase, immutable, unknown fields ignored."""
 
-    model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True, extra="ignore", frozen=True)
+    model_config = ConfigDict(
+        alias_generator=to_camel, populate_by_name=True, extra="ignore", frozen=True, use_attribute_docstrings=True
+    )
 
     def to_json(self) -> str:
         """Serialized form; equal objects give equal text, so its digest names a configuration."""

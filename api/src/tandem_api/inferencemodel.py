@@ -8,42 +8,119 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from tandem_api.base import Authored, Wire
 from tandem_api.launch import Device, DType
 from tandem_api.quantities import DURATION_PATTERN, QUANTITY_PATTERN
+from tandem_api.validation import RULES_KEY, Matches, Satisfies, rule
 
 MODEL_NAME_MAX = 40
 """Child names append a role, an ordinal and a controller hash, and Pod labels end at 63 characters."""
-URI_PATTERN = r"^(hf://[A-Za-z0-9][\w.-]*/[\w.-]+|pvc://[a-z0-9]([a-z0-9.-]*[a-z0-9])?/\S*|file:///\S+)$"
 
-Quantity = Annotated[str, Field(pattern=QUANTITY_PATTERN, max_length=32)]
-Duration = Annotated[str, Field(pattern=DURATION_PATTERN, min_length=2, max_length=16)]
-DNSName = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$", max_length=63)]
+HUB_URI = r"hf://[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9_.-]+"
+CLAIM_URI = r"pvc://[a-z0-9]([a-z0-9-]*[a-z0-9])?/[^ \t\r\n]*"
+FILE_URI = r"file:///[^ \t\r\n]+"
+
+ModelURI = Annotated[
+    str,
+    Matches(
+        f"{HUB_URI}|{CLAIM_URI}|{FILE_URI}",
+        "must be hf://ORGANIZATION/REPOSITORY, pvc://CLAIM/PATH or file:///PATH, without spaces",
+    ),
+    Field(max_length=1024),
+]
+Revision = Annotated[
+    str,
+    Matches(r"[A-Za-z0-9][A-Za-z0-9_./-]*", "must be a branch, a tag or a commit, for example main"),
+    Field(max_length=128),
+]
+Quantity = Annotated[
+    str,
+    BeforeValidator(lambda value: str(value) if type(value) is int else value),
+    Matches(
+        QUANTITY_PATTERN,
+        "must be a Kubernetes quantity: a number and an optional suffix, for example 500m or 16Gi",
+        int_or_string=True,
+    ),
+    Field(max_length=32),
+]
+Duration = Annotated[
+    str,
+    Matches(DURATION_PATTERN, "must be a duration in hours, minutes and seconds, for example 30s or 1h30m"),
+    Field(max_length=16),
+]
+ClientTimeout = Annotated[
+    Duration,
+    Satisfies("!self.matches('^([0-9]+[hms])+$') || duration(self) >= duration('1s')", "must be at least 1s"),
+]
+ObjectName = Annotated[
+    str,
+    Matches(
+        r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?",
+        "must be the name of an object in this namespace: lower-case letters, digits, '-' and '.'",
+    ),
+    Field(max_length=253),
+]
+Image = Annotated[
+    str,
+    Matches(
+        r"[A-Za-z0-9][A-Za-z0-9_.:/@-]*",
+        "must be a container image, for example ghcr.io/tandem-dev/tandem-worker:0.1.0",
+    ),
+    Field(max_length=512),
+]
 PreserveUnknown = Annotated[dict[str, Any], Field(json_schema_extra={"x-kubernetes-preserve-unknown-fields": True})]
 
 
 class SecretKey(Authored):
-    name: DNSName
+    name: ObjectName
     """Name of a Secret in the model's namespace."""
-    key: Annotated[str, Field(pattern=r"^[-._a-zA-Z0-9]+$", max_length=253)] = "token"
+    key: Annotated[
+        str,
+        Matches(r"[-._a-zA-Z0-9]+", "must be a key of the Secret: letters, digits, '-', '_' and '.'"),
+        Field(max_length=253),
+    ] = "token"
     """Key inside the Secret that holds the access token."""
 
 
 class ModelCache(Authored):
-    persistent_volume_claim: DNSName
+    persistent_volume_claim: ObjectName
     """A claim that the workers share: one of them downloads, the others wait and reuse. It must be ReadWriteMany, or
     ReadWriteOnce on a single node."""
 
 
+def _hub_only(field: str, meaning: str, *, unset: str | None = None) -> Any:
+    """A rule that `field` is written only beside an hf:// uri."""
+    absent = f"!has(self.{field})" + ("" if unset is None else f" || self.{field} == '{unset}'")
+    message = f"is {meaning} of an hf:// repository: remove it, or let uri be hf://ORGANIZATION/REPOSITORY"
+    return rule(f"{absent} || self.uri.startsWith('hf://')", message, path=f".{field}")
+
+
 class Model(Authored):
-    uri: Annotated[str, Field(pattern=URI_PATTERN, max_length=1024)]
+    model_config = ConfigDict(
+        json_schema_extra={
+            RULES_KEY: [
+                _hub_only("revision", "the branch, tag or commit", unset="main"),
+                _hub_only("secretRef", "the access token"),
+                _hub_only("cache", "the download folder"),
+            ]
+        }
+    )
+
+    uri: ModelURI
     """Where the weights are: `hf://ORG/REPOSITORY`, `pvc://CLAIM/path`, or `file:///path/in/container`. The folder
     holds safetensors files with a `config.json`, or a GGUF file."""
-    revision: Annotated[str, Field(pattern=r"^[\w./-]+$", max_length=128)] = "main"
+    revision: Revision = "main"
     """Branch, tag or commit of an `hf://` repository."""
-    served_name: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    served_name: (
+        Annotated[
+            str,
+            Matches(r"[A-Za-z0-9][A-Za-z0-9_.:/-]*", "must be letters, digits and '_.:/-', for example smollm2"),
+            Field(max_length=128),
+        ]
+        | None
+    ) = None
     """What clients pass as `model`. Defaults to the object's name."""
     secret_ref: SecretKey | None = None
     """Access token for a private `hf://` repository."""
@@ -54,28 +131,54 @@ class Model(Authored):
 class Resources(Authored):
     """Kubernetes resource requests and limits of the main container."""
 
-    requests: dict[str, Quantity] = Field(default_factory=dict)
-    limits: dict[str, Quantity] = Field(default_factory=dict)
+    model_config = ConfigDict(
+        json_schema_extra={
+            RULES_KEY: [
+                rule(
+                    "!has(self.requests) || !has(self.limits) || self.requests.all(k, !(k in self.limits)"
+                    " || !isQuantity(string(self.requests[k])) || !isQuantity(string(self.limits[k]))"
+                    " || quantity(string(self.requests[k])).compareTo(quantity(string(self.limits[k]))) <= 0)",
+                    "must not be above the limit of the same resource: lower the request or raise the limit",
+                    path=".requests",
+                )
+            ]
+        }
+    )
+
+    requests: Annotated[dict[str, Quantity], Field(max_length=16)] = Field(default_factory=dict)
+    """What the scheduler sets aside, for example `{cpu: 500m, memory: 2Gi}`."""
+    limits: Annotated[dict[str, Quantity], Field(max_length=16)] = Field(default_factory=dict)
+    """What the container may use at most, for example `{nvidia.com/gpu: "1"}`."""
+
+
+class PodTemplate(Authored):
+    """A strategic overlay: maps merge, `containers`, `env`, `volumes` and the like merge by their key."""
+
+    metadata: PreserveUnknown | None = None
+    """Labels and annotations to add. Labels of the groups `tandem.dev` and `app.kubernetes.io` are the operator's."""
+    spec: PreserveUnknown | None = None
+    """Fields of a PodSpec."""
 
 
 class Workload(Authored):
     """What can be said of any group of pods."""
 
     resources: Resources = Field(default_factory=Resources)
-    pod_template: PreserveUnknown | None = None
-    """Strategic overlay on the generated pod template (`metadata` and `spec`), for what has no field of its own:
-    node selectors, tolerations, environment variables, sidecars. Containers merge by name; the main one is `worker`
-    or `gateway`."""
+    """Requests and limits of the main container."""
+    pod_template: PodTemplate | None = None
+    """Strategic overlay on the generated pod template, for what has no field of its own: node selectors, tolerations,
+    environment variables, sidecars. Containers merge by name; the main one is `worker` or `gateway`."""
 
 
 class WorkerRole(Workload):
     """A group of worker pods. `prefill` and `decode` are the same type."""
 
     replicas: Annotated[int, Field(ge=0, le=1000)] = 1
+    """Pods of this role."""
 
 
 class Engine(Authored):
-    image: Annotated[str, Field(min_length=1, max_length=512)] | None = None
+    image: Image | None = None
     """Worker image. Defaults to the one of the operator's release."""
     device: Device = "Auto"
     """`Auto` uses CUDA when the container sees a GPU."""
@@ -92,24 +195,35 @@ class Engine(Authored):
 class KV(Authored):
     transport: Literal["Auto", "TCP"] = "Auto"
     """How blocks move from prefill to decode workers."""
-    memory: Quantity | None = None
+    memory: (
+        Annotated[
+            Quantity,
+            Satisfies(
+                "!isQuantity(string(self)) || quantity(string(self)).compareTo(quantity('16Mi')) >= 0",
+                "must be at least 16Mi",
+            ),
+        ]
+        | None
+    ) = None
     """Size of each worker's block space, for example `2Gi`. Defaults to a share of what is free after loading."""
     verify: bool = True
     """Checksum every received block; a bad one is sent again, then recomputed."""
 
 
 class Timeouts(Authored):
-    first_token: Duration = "300s"
+    first_token: ClientTimeout = "300s"
     """How long a client may wait for the first token."""
-    idle: Duration = "60s"
+    idle: ClientTimeout = "60s"
     """How long a worker may be silent inside an answer."""
 
 
 class Gateway(Workload):
     replicas: Annotated[int, Field(ge=0, le=100)] = 1
-    image: Annotated[str, Field(min_length=1, max_length=512)] | None = None
+    """Pods that take requests; any of them serves any client."""
+    image: Image | None = None
     """Gateway image. Defaults to the one of the operator's release."""
     timeouts: Timeouts = Field(default_factory=Timeouts)
+    """When the gateway gives up on a request."""
 
 
 class Drain(Authored):
@@ -119,22 +233,30 @@ class Drain(Authored):
 
 class InferenceModelSpec(Authored):
     model: Model
+    """What is served."""
     prefill: WorkerRole | None = None
     """Workers that compute prompts. Leave it out for aggregated serving: decode workers then do both."""
     decode: WorkerRole = Field(default_factory=WorkerRole)
     """Workers that generate tokens."""
     engine: Engine = Field(default_factory=Engine)
+    """How the workers compute."""
     kv: KV = Field(default_factory=KV)
+    """The key-value cache and how it moves from prefill to decode workers."""
     gateway: Gateway = Field(default_factory=Gateway)
+    """The OpenAI-compatible endpoint."""
     drain: Drain = Field(default_factory=Drain)
+    """How pods leave."""
     suspend: bool = False
     """Scale every pod of this model to zero and keep the object; set it back to resume."""
 
 
 class RoleStatus(Wire):
     replicas: int = 0
+    """Pods that exist."""
     ready: int = 0
+    """Pods that take requests."""
     updated: int = 0
+    """Pods of the newest template."""
     summary: str = ""
     """`ready/desired`, for the printer columns."""
 
@@ -145,20 +267,29 @@ class Condition(Wire):
     type: str
     status: Literal["True", "False", "Unknown"]
     reason: str
+    """One CamelCase word for programs."""
     message: str
+    """One sentence for people."""
     observed_generation: int | None = None
-    last_transition_time: str = ""
+    """The `metadata.generation` it was concluded from."""
+    last_transition_time: Annotated[str, Field(json_schema_extra={"format": "date-time"})] = ""
 
 
 class InferenceModelStatus(Wire):
     observed_generation: int = 0
+    """The `metadata.generation` that the rest of the status describes."""
     url: str | None = None
+    """Base URL of the OpenAI API inside the cluster."""
     revision: str | None = None
     """Revision that new worker pods get."""
     prefill: RoleStatus | None = None
     decode: RoleStatus | None = None
     gateway: RoleStatus | None = None
-    conditions: list[Condition] = Field(default_factory=list)
+    conditions: list[Condition] = Field(
+        default_factory=list[Condition],
+        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
+    )
+    """Ready sums up; Reconciling and Stalled are present only while true; the others say where it stands."""
 
 
 class ObjectMeta(Wire):
@@ -175,6 +306,19 @@ class ObjectMeta(Wire):
         if len(self.name) > MODEL_NAME_MAX:
             raise ValueError(f"metadata.name has {len(self.name)} characters; use at most {MODEL_NAME_MAX}")
         return self
+
+
+ROOT_RULES = [
+    rule(
+        f"size(self.metadata.name) <= {MODEL_NAME_MAX}",
+        f"metadata.name must have at most {MODEL_NAME_MAX} characters, because pods append their role and number",
+    ),
+    rule(
+        "self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')",
+        "metadata.name becomes the name of a Service: use lower-case letters, digits and '-', beginning with a letter",
+    ),
+]
+"""Of the whole object: CEL sees only `metadata.name` and `metadata.generateName` of the metadata."""
 
 
 class InferenceModel(Wire):

@@ -11,7 +11,14 @@ from typing import Literal
 from pydantic import Field
 
 from tandem_api.base import Wire
-from tandem_api.names import GATEWAY_HTTP_PORT, GATEWAY_METRICS_PORT, MODEL_CACHE_PATH, WORKER_HTTP_PORT, WORKER_KV_PORT, Role
+from tandem_api.names import (
+    GATEWAY_HTTP_PORT,
+    GATEWAY_METRICS_PORT,
+    MODEL_CACHE_PATH,
+    WORKER_HTTP_PORT,
+    WORKER_KV_PORT,
+    Role,
+)
 
 Device = Literal["Auto", "CUDA", "CPU"]
 DType = Literal["Auto", "BFloat16", "Float16", "Float32"]

@@ -44,7 +44,7 @@ MODEL_CACHE_PATH = "/var/cache/tandem"
 MODEL_CLAIMS_PATH = "/mnt/models"
 """Parent folder of the claims that `pvc://CLAIM/path` model URIs name."""
 TERMINATION_MESSAGE_PATH = "/dev/termination-log"
-"""A worker that cannot start writes one JSON object `{"reason": CamelCase, "message": sentence}` here before exiting."""
+"""A worker that cannot start writes one object here before it exits: `{"reason": CamelCase, "message": sentence}`."""
 
 WORKER_HTTP_PORT = 8000
 WORKER_KV_PORT = 7000

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 
-QUANTITY_PATTERN = r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?$"
-DURATION_PATTERN = r"^([0-9]+h)?([0-9]+m)?([0-9]+s)?$"
+QUANTITY_PATTERN = r"[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?"
+DURATION_PATTERN = r"[0-9]+h([0-9]+m)?([0-9]+s)?|[0-9]+m([0-9]+s)?|[0-9]+s"
 
 _QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?")
 _FACTORS = {"m": Decimal("0.001"), None: Decimal(1)} | {
@@ -24,7 +24,9 @@ def parse_quantity(text: str) -> Decimal:
         ValueError: `text` is not a quantity.
     """
     if not (match := _QUANTITY.fullmatch(text)):
-        raise ValueError(f"{text!r} is not a quantity; write a number with an optional suffix, for example 500m or 16Gi")
+        raise ValueError(
+            f"{text!r} is not a quantity; write a number with an optional suffix, for example 500m or 16Gi"
+        )
     return Decimal(match[1]) * _FACTORS[match[2]]
 
 

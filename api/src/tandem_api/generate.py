@@ -1,0 +1,142 @@
+"""Writes what is derived from the types: `python -m tandem_api.generate [--check]`.
+
+The results are committed; a test compares them with what the types say now. PyYAML is a tool of the repository and not
+a dependency of the package, so it is imported here alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tandem_api.inferencemodel import MODEL_NAME_MAX
+from tandem_api.schema import Schema, custom_resource_definition
+from tandem_api.validation import RULES_KEY
+
+ROOT = Path(__file__).resolve().parents[3]
+HEADER = "# Generated from api/src/tandem_api/inferencemodel.py by `make generate`. Do not edit.\n"
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes repeated parts out: a CRD with YAML anchors is hard to read."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def generated_files() -> dict[str, str]:
+    """Path in the repository → text of every generated file."""
+    definition = custom_resource_definition()
+    text = _yaml(definition)
+    kept = definition | {
+        "metadata": definition["metadata"] | {"annotations": {"helm.sh/resource-policy": "keep"}},
+    }
+    chart = f"{{{{- if .Values.crds.install }}}}\n{_yaml(kept)}{{{{- end }}}}\n"
+    return {
+        "crds/tandem.dev_inferencemodels.yaml": HEADER + text,
+        "charts/tandem/templates/crd-inferencemodels.yaml": HEADER + chart,
+        "docs/inferencemodel.md": _reference(definition),
+    }
+
+
+def _yaml(value: Any) -> str:
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
+
+
+def _reference(definition: Schema) -> str:
+    root = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]
+    lines = [
+        "<!-- Generated from api/src/tandem_api/inferencemodel.py by `make generate`. Do not edit. -->",
+        "# InferenceModel",
+        "",
+        "`tandem.dev/v1alpha1`, namespaced, short name `im`. `kubectl explain inferencemodels.tandem.dev.spec` prints",
+        f"the same. The object's name has at most {MODEL_NAME_MAX} characters and becomes the name of a Service.",
+        "",
+        "## spec",
+        "",
+        *_table(root["spec"], prefix=""),
+        "",
+        "## status",
+        "",
+        *_table(root["status"], prefix=""),
+        "",
+        "What the conditions mean and what to do about them: [operations.md](operations.md).",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _table(schema: Schema, *, prefix: str) -> list[str]:
+    return ["| Field | Type | Default | Meaning |", "|---|---|---|---|", *_rows(schema, prefix=prefix)]
+
+
+def _rows(schema: Schema, *, prefix: str) -> list[str]:
+    rows: list[str] = []
+    required = schema.get("required", [])
+    for name, field in schema.get("properties", {}).items():
+        default = field.get("default", "")
+        shown = (
+            "required" if name in required else f"`{str(default).lower()}`" if isinstance(default, bool) else default
+        )
+        shown = (
+            f"`{shown}`"
+            if isinstance(shown, (str, int)) and shown not in ("", "required") and shown is default
+            else shown
+        )
+        cells = [f"`{prefix}{name}`", _type(field), "" if shown == {} else str(shown), _meaning(field)]
+        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        items = field.get("items", {})
+        rows += _rows(field, prefix=f"{prefix}{name}.") + _rows(items, prefix=f"{prefix}{name}[].")
+    return rows
+
+
+def _type(field: Schema) -> str:
+    if "enum" in field:
+        return ", ".join(f"`{choice}`" for choice in field["enum"])
+    if "additionalProperties" in field:
+        return f"map of {_type(field['additionalProperties'])}"
+    if "items" in field:
+        return f"list of {_type(field['items'])}"
+    if field.get("x-kubernetes-int-or-string"):
+        return "quantity"
+    bounds = [
+        f"≥ {field['minimum']}" if "minimum" in field else "",
+        f"≤ {field['maximum']}" if "maximum" in field else "",
+    ]
+    return " ".join([field["type"], *filter(None, bounds)])
+
+
+def _meaning(field: Schema) -> str:
+    rules = [str(entry.get("fieldPath", "")).lstrip(".") for entry in field.get(RULES_KEY, [])]
+    sentences = [
+        f"{f'`{path}` ' if path else ''}{entry['message']}"
+        for path, entry in zip(rules, field.get(RULES_KEY, []), strict=True)
+    ]
+    text = str(field.get("description", ""))
+    if sentences:
+        text += " Checked: " + "; ".join(sentences) + "."
+    return text
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when a file is out of date")
+    check = parser.parse_args(arguments).check
+    stale: list[str] = []
+    for name, text in generated_files().items():
+        path = ROOT / name
+        if not path.exists() or path.read_text() != text:
+            stale.append(name)
+            if not check:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text)
+    for name in stale:
+        sys.stdout.write(f"{'out of date' if check else 'wrote'}: {name}\n")
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""Annotations that state a rule once for both of its judges: pydantic, and the API server through CEL.
+
+The message is a sentence that says what to write; the API server puts the field's path in front of it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, core_schema
+
+RULES_KEY = "x-kubernetes-validations"
+
+
+def cel_string(text: str) -> str:
+    """`text` as a CEL string literal."""
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def rule(expression: str, message: str, *, path: str | None = None) -> Any:
+    """One CEL rule. `path` is relative to where the rule stands, for example `.revision`."""
+    entry = {"rule": expression, "message": message}
+    if path is not None:
+        entry["fieldPath"] = path
+    return entry
+
+
+@dataclass(frozen=True, slots=True)
+class Matches:
+    """The whole string matches `pattern`, which uses only what Python and RE2 read alike: no look-around, no `\\w`."""
+
+    pattern: str
+    message: str
+    int_or_string: bool = False
+    """The API server also takes a bare whole number, as it does for quantities."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        result = handler(schema)
+        matches = f".matches({cel_string(f'^({self.pattern})$')})"
+        if self.int_or_string:
+            del result["type"]
+            result["x-kubernetes-int-or-string"] = True
+            entry = rule(f"string(self){matches}", self.message)
+        else:
+            entry = rule(f"self{matches}", self.message)
+        result[RULES_KEY] = [*result.get(RULES_KEY, []), entry]
+        return result
+
+    def _check(self, value: str) -> str:
+        if not re.fullmatch(self.pattern, value, re.ASCII):
+            raise ValueError(self.message)
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class Satisfies:
+    """A CEL expression over `self` that the API server alone judges; pydantic lets the value pass."""
+
+    expression: str
+    message: str
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        result = handler(schema)
+        result[RULES_KEY] = [*result.get(RULES_KEY, []), rule(self.expression, self.message)]
+        return result
