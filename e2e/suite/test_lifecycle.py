@@ -1,0 +1,117 @@
+"""Objects come and go, and do not disturb each other; the operator may die meanwhile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from e2e.install import NAMESPACE, install_chart, uninstall_chart
+from e2e.suite.conftest import make_namespace
+from e2e.suite.fleet import Fleet, Kubernetes, smollm2, until
+
+
+def ask(fleet: Fleet, model: str) -> str:
+    with fleet.openai(model) as api:
+        answer = api.chat.completions.create(
+            model=model,
+            messages=[{"role": "user", "content": "What is the capital of France?"}],
+            max_tokens=16,
+            temperature=0,
+        )
+        return answer.choices[0].message.content or ""
+
+
+def versions(fleet: Fleet, model: str) -> dict[str, str]:
+    return {name: child["metadata"]["resourceVersion"] for name, child in fleet.children(model).items()}
+
+
+def operator_pods(kubernetes: Kubernetes) -> list[dict[str, Any]]:
+    return kubernetes.request("GET", f"/api/v1/namespaces/{NAMESPACE}/pods")["items"]
+
+
+def test_operator_restart_changes_nothing(main: Fleet, kubernetes: Kubernetes) -> None:
+    before = versions(main, "main")
+    assert before
+    old = operator_pods(kubernetes)
+    for pod in old:
+        kubernetes.request(
+            "DELETE", f"/api/v1/namespaces/{NAMESPACE}/pods/{pod['metadata']['name']}?gracePeriodSeconds=0"
+        )
+    main.patch("main", {"gateway": {"timeouts": {"idle": "61s"}}})  # made while nobody is there to see it
+    generation = main.get("inferencemodels", "main")["metadata"]["generation"]
+    until(
+        "the change to be applied",
+        lambda: main.get("inferencemodels", "main")["status"].get("observedGeneration") == generation,
+        within=60,
+    )
+    main.wait_ready("main")
+    after = versions(main, "main")
+    touched = {name for name in before if before[name] != after.get(name)}
+    assert touched == {"configmaps/main", "deployments/main"}, touched
+
+
+def test_drift_is_corrected(main: Fleet) -> None:
+    main.kubernetes.request(
+        "PATCH", main.path("statefulsets", "main-decode"), {"spec": {"replicas": 0}}, "application/merge-patch+json"
+    )
+    until("replicas back at 1", lambda: main.get("statefulsets", "main-decode")["spec"]["replicas"] == 1, within=15)
+    main.wait_role("main", "decode", 1)
+
+
+@pytest.mark.timeout(400)
+def test_models_side_by_side_then_deleted(fleet: Fleet, tandem: Any, kubernetes: Kubernetes) -> None:
+    """Two in one namespace, one of the same name in another; apply, delete, apply."""
+    other = make_namespace(tandem, kubernetes, fleet.namespace + "-b")
+    try:
+        fleet.apply(smollm2("first", prefill=None))
+        fleet.apply(smollm2("second", prefill=None))
+        other.apply(smollm2("first", prefill=None))
+        for where, model in ((fleet, "first"), (fleet, "second"), (other, "first")):
+            where.wait_ready(model)
+            assert "Paris" in ask(where, model)
+        untouched = versions(fleet, "second"), versions(other, "first")
+        fleet.delete("inferencemodels", "first")
+        until("every child to be gone", lambda: not fleet.children("first") and not fleet.pods("first"), within=15)
+        assert (versions(fleet, "second"), versions(other, "first")) == untouched
+        assert "Paris" in ask(fleet, "second")
+        fleet.apply(smollm2("first", prefill=None))
+        fleet.wait_ready("first")
+        assert "Paris" in ask(fleet, "first")
+    finally:
+        kubernetes.request("DELETE", f"/api/v1/namespaces/{other.namespace}")
+
+
+def test_suspend_and_resume(fleet: Fleet) -> None:
+    fleet.apply(smollm2("nap", prefill=None))
+    fleet.wait_ready("nap")
+    fleet.patch("nap", {"suspend": True})
+    until("every pod to be gone", lambda: not fleet.pods("nap"), within=30)
+    condition = fleet.condition("nap", "Ready")
+    assert condition is not None
+    assert (condition["status"], condition["reason"]) == ("False", "Suspended")
+    fleet.patch("nap", {"suspend": False})
+    fleet.wait_ready("nap")
+    assert "Paris" in ask(fleet, "nap")
+
+
+@pytest.mark.timeout(300)
+def test_helm_upgrade_uninstall_reinstall(main: Fleet, tandem: Any) -> None:
+    """The serving pods live through everything that is done to the operator."""
+
+    def serving() -> dict[str, tuple[str, int]]:
+        return {
+            p["metadata"]["name"]: (p["metadata"]["uid"], p["status"]["containerStatuses"][0]["restartCount"])
+            for p in main.pods("main")
+        }
+
+    before = serving()
+    install_chart(tandem, "--set", "logLevel=debug")
+    assert serving() == before
+    uninstall_chart(tandem)
+    assert main.exists("inferencemodels", "main")
+    assert "Paris" in ask(main, "main")
+    install_chart(tandem)
+    main.wait_ready("main")
+    assert serving() == before
+    assert "Paris" in ask(main, "main")
