@@ -1,0 +1,33 @@
+"""`tandem-gateway`: the process."""
+
+from __future__ import annotations
+
+import gc
+import sys
+
+import uvloop
+
+from tandem_gateway.errors import ConfigError
+from tandem_gateway.logs import configure_logging
+from tandem_gateway.server import Server
+from tandem_gateway.settings import Settings, parse_settings
+
+
+def main() -> None:
+    try:
+        settings = parse_settings(sys.argv[1:])
+    except ConfigError as error:
+        sys.exit(f"tandem-gateway: {error}")
+    configure_logging(settings.log_level)
+    # What is loaded by now stays: the collector need not walk it again.
+    gc.collect()
+    gc.freeze()
+    uvloop.run(_serve(settings))
+
+
+async def _serve(settings: Settings) -> None:
+    await Server(settings).run()
+
+
+if __name__ == "__main__":
+    main()

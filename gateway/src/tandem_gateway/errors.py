@@ -1,0 +1,103 @@
+"""What can go wrong in the gateway, and what the client is told.
+
+GatewayError
+├── ConfigError            the process cannot start with these settings
+├── DiscoveryError         the API server answered something unusable; the last known workers stay
+└── RequestError           ends one request with an OpenAI error
+    ├── BadRequest         400 and its siblings: the client must change the request
+    ├── UnknownModel       404 model_not_found
+    ├── NotRouted          404 or 405: no such path or method
+    ├── NoEndpoint         503: no worker of a role is there
+    ├── UpstreamFailed     502: workers failed and the retries are used up, or a stream broke
+    ├── UpstreamTimeout    504: a worker was silent for too long
+    └── ShuttingDown       503: this gateway is going away
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tandem_api.openai import ErrorType, error_body
+
+
+class GatewayError(Exception):
+    """Base of everything this part raises on purpose."""
+
+
+class ConfigError(GatewayError):
+    """The settings contradict each other or cannot be read."""
+
+
+class DiscoveryError(GatewayError):
+    """The API server's answer cannot be used. `gone` means that the resource version is too old: list again."""
+
+    def __init__(self, message: str, *, gone: bool = False) -> None:
+        super().__init__(message)
+        self.gone = gone
+
+
+class RequestError(GatewayError):
+    """Ends one request. `status` and the rest become an OpenAI error; `headers` are added to the response."""
+
+    status = 500
+    kind: ErrorType = "server_error"
+    code: str | None = None
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int | None = None,
+        param: str | None = None,
+        code: str | None = None,
+        headers: tuple[tuple[str, str], ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = status or self.status
+        self.param = param
+        self.code = code or self.code
+        self.headers = headers
+
+    def body(self) -> dict[str, Any]:
+        return error_body(self.message, kind=self.kind, param=self.param, code=self.code)
+
+
+class BadRequest(RequestError):
+    status = 400
+    kind: ErrorType = "invalid_request_error"
+
+
+class UnknownModel(RequestError):
+    status = 404
+    kind: ErrorType = "invalid_request_error"
+    code = "model_not_found"
+
+
+class NotRouted(RequestError):
+    status = 404
+    kind: ErrorType = "invalid_request_error"
+
+
+class NoEndpoint(RequestError):
+    status = 503
+    kind: ErrorType = "overloaded_error"
+    code = "no_endpoint"
+
+
+class UpstreamFailed(RequestError):
+    status = 502
+    kind: ErrorType = "server_error"
+    code = "upstream_failed"
+
+
+class UpstreamTimeout(RequestError):
+    status = 504
+    kind: ErrorType = "timeout_error"
+    code = "timeout"
+
+
+class ShuttingDown(RequestError):
+    status = 503
+    kind: ErrorType = "overloaded_error"
+    code = "shutting_down"

@@ -1,0 +1,381 @@
+"""The life of one inference request: choose workers, send, pass the answer on, retry while nothing reached the client.
+
+Invariants: every exchange ends exactly once, in `_finish`, which releases its reservation; whatever the client has
+received ends as a complete answer, an OpenAI error, or a stream whose last event is an error event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from enum import IntEnum
+from time import monotonic
+from typing import Protocol
+
+from tandem_api.launch import GatewayTimeouts
+from tandem_api.names import HEADER_DECODE_WORKER, HEADER_PREFILL, HEADER_PREFILL_WORKER, HEADER_REQUEST_ID
+
+from tandem_gateway.errors import NoEndpoint, RequestError, UpstreamFailed, UpstreamTimeout
+from tandem_gateway.http.connection import ClientConnection
+from tandem_gateway.http.request import Request
+from tandem_gateway.http.response import LAST_CHUNK, build_chunk, build_error, build_head
+from tandem_gateway.prompt import Inquiry
+from tandem_gateway.scheduling import Choice, Endpoint, Reservation, Scheduler, missing_role
+from tandem_gateway.sse import EventStream, EventTooLarge, build_event, find_usage
+from tandem_gateway.upstream.base import Call, Failure, Link, ResponseHead
+
+MAX_ATTEMPTS = 3
+MAX_RESETS = 2
+"""Of the attempts may end in a reset: a request that kills its worker must not be handed to all of them."""
+MAX_STALE = 4
+GRACE_SECONDS = 5.0
+"""A request waits this long for a worker to appear: pods are replaced all the time."""
+MAX_HELD_BYTES = 32 * 1024 * 1024
+"""An answer in one piece up to this size is held until it is complete, so that a broken one can still be retried."""
+SLOWEST_TOKENS_PER_SECOND = 4
+"""An answer in one piece shows no sign of life: beyond the first token it may take this long for its tokens."""
+DEFAULT_MAX_TOKENS = 4096
+CLIENT_GONE = 499
+RETRY_HEADER = b"x-tandem-retry"
+_DECODE_WORKER = HEADER_DECODE_WORKER.encode()
+_PREFILL_WORKER = HEADER_PREFILL_WORKER.encode()
+_REQUEST_ID = HEADER_REQUEST_ID.encode()
+_FORWARDED = (b"content-type", b"accept", b"traceparent", b"tracestate")
+"""What a worker may learn of the client's header. Never the x-tandem ones, which name machines to connect to."""
+
+
+class Phase(IntEnum):
+    NEW = 0
+    WAITING = 1
+    """For an endpoint."""
+    SENT = 2
+    """Nothing has reached the client: everything can still be retried."""
+    STREAMING = 3
+    OVER = 4
+
+
+class Context(Protocol):
+    """What exchanges share: the gateway as they see it."""
+
+    scheduler: Scheduler
+    timeouts: GatewayTimeouts
+    draining: bool
+
+    def link(self, endpoint: Endpoint) -> Link: ...
+
+    def on_exchange_end(self, exchange: Exchange) -> None: ...
+
+    def on_retry(self, exchange: Exchange, reason: str) -> None: ...
+
+
+class Exchange:
+    """Sink of its upstream calls and conversation of its client connection."""
+
+    __slots__ = (
+        "_call", "_connection", "_context", "_deadline", "_excluded", "_head", "_held", "_held_bytes", "_loop",
+        "_phase", "_reads", "_reads_seen", "_reservation", "_resets", "_slow", "_stale", "_stream", "_tokens_seen",
+        "attempts", "bytes_out", "choice", "error", "first_byte_at", "inquiry", "request", "request_id", "started_at",
+        "status", "usage",
+    )  # fmt: skip
+
+    def __init__(
+        self, context: Context, connection: ClientConnection, request: Request, inquiry: Inquiry, request_id: bytes
+    ) -> None:
+        self._context = context
+        self._connection = connection
+        self._loop = asyncio.get_running_loop()
+        self.request = request
+        self.inquiry = inquiry
+        self.request_id = request_id
+        self.started_at = monotonic()
+        self.first_byte_at = 0.0
+        self.status = 0
+        self.bytes_out = 0
+        self.attempts = 0
+        self.choice: Choice | None = None
+        self.usage: dict[str, object] | None = None
+        self.error: str | None = None
+        self._phase = Phase.NEW
+        self._deadline = self._loop.time() + GRACE_SECONDS
+        self._call: Call | None = None
+        self._reservation: Reservation | None = None
+        self._excluded: set[str] = set()
+        self._resets = 0
+        self._stale = 0
+        self._slow = False
+        self._head: ResponseHead | None = None
+        self._stream: EventStream | None = None
+        self._held: list[bytes] = []
+        self._held_bytes = 0
+        self._reads = self._reads_seen = self._tokens_seen = 0
+
+    @property
+    def waiting(self) -> bool:
+        return self._phase is Phase.WAITING
+
+    @property
+    def events(self) -> int:
+        return self._stream.events if self._stream is not None else 0
+
+    def dispatch(self) -> None:
+        """Send the request to the best endpoint, or wait for one. Called again whenever endpoints change."""
+        now = self._loop.time()
+        scheduler = self._context.scheduler
+        choice = scheduler.choose(self.inquiry.demand, now, self._excluded)
+        if choice is None:
+            # Everyone was tried: whoever comes back first from its back-off may try again.
+            self._excluded.clear()
+            self._phase = Phase.WAITING
+            return
+        self.choice = choice
+        self.attempts += 1
+        self._reservation = scheduler.reserve(choice, self.inquiry.demand)
+        self._phase = Phase.SENT
+        self._reads_seen = self._reads
+        self._deadline = now + self._answer_seconds()
+        head = build_request_head(self.request, choice, self.request_id)
+        self._call = self._context.link(choice.decode).start(self, head, self.request.body)
+
+    def tick(self, now: float) -> None:
+        """Work off tokens and enforce deadlines; called a few times a second."""
+        if self._reads != self._reads_seen:
+            self._reads_seen = self._reads
+            if self._phase is not Phase.WAITING:
+                self._deadline = now + self._context.timeouts.idle_seconds
+        events = self.events
+        if events != self._tokens_seen and self._reservation is not None:
+            self._reservation.progress(events - self._tokens_seen)
+            self._tokens_seen = events
+        if now >= self._deadline:
+            self._time_out()
+
+    def stop(self, error: RequestError) -> None:
+        """End it from outside."""
+        if self._phase is not Phase.OVER:
+            self._fail(error)
+
+    # the worker's side
+
+    def on_upstream_head(self, head: ResponseHead) -> None:
+        if head.status == 503 and head.get(RETRY_HEADER) is not None:
+            self._drop_call()
+            self._retry("draining", "the worker is shutting down")
+            return
+        assert self.choice is not None
+        self.choice.decode.succeed()
+        self._head = head
+        self._reads += 1
+        if (head.get(b"content-type") or b"").startswith(b"text/event-stream"):
+            self._stream = EventStream()
+
+    def on_upstream_body(self, data: bytes) -> None:
+        self._reads += 1
+        stream = self._stream
+        if stream is None:
+            self._hold(data)
+            return
+        try:
+            data = stream.feed(data)
+        except EventTooLarge:
+            self._drop_call()
+            self._fail(UpstreamFailed("the worker sent an event without end"))
+            return
+        if not data:
+            return
+        if self._phase is not Phase.STREAMING:
+            self._begin()
+        self.bytes_out += len(data)
+        # Inlined build_chunk: this line runs once per token.
+        self._connection.transport.write(data if self.request.http10 else b"%x\r\n%b\r\n" % (len(data), data))
+
+    def on_upstream_end(self) -> None:
+        self._call = None
+        if self._stream is None:
+            self._complete()
+        elif self._stream.done or self._stream.failed:
+            self._end_stream()
+        elif self._phase is Phase.SENT:
+            self._retry("reset", "the worker ended its stream before the first event")
+        else:
+            self._fail(UpstreamFailed("the worker ended its stream before the answer was complete"))
+
+    def on_upstream_failure(self, failure: Failure, detail: str) -> None:
+        self._call = None
+        if self._stream is not None and self._stream.done:
+            self._end_stream()
+        elif self._phase is Phase.SENT:
+            self._retry(failure.value, detail)
+        else:
+            self._fail(UpstreamFailed(f"the answer broke off: {detail}"))
+
+    # the client's side
+
+    def on_client_gone(self) -> None:
+        self._drop_call()
+        self.status = CLIENT_GONE
+        self._finish(keep_alive=False)
+
+    def on_client_slow(self) -> None:
+        self._slow = True
+        if self._call is not None:
+            self._call.pause_reading()
+
+    def on_client_ready(self) -> None:
+        self._slow = False
+        self._reads += 1
+        if self._call is not None:
+            self._call.resume_reading()
+
+    # decisions
+
+    def _answer_seconds(self) -> float:
+        seconds = self._context.timeouts.first_token_seconds
+        if not self.inquiry.stream:
+            seconds += (self.inquiry.max_tokens or DEFAULT_MAX_TOKENS) / SLOWEST_TOKENS_PER_SECOND
+        return seconds
+
+    def _time_out(self) -> None:
+        if self._phase is Phase.WAITING:
+            endpoints = list(self._context.scheduler.endpoints.values())
+            self._fail(NoEndpoint(f"{missing_role(endpoints)}; try again shortly", headers=(("Retry-After", "5"),)))
+            return
+        if self._slow:
+            # The worker is not to blame: it is the client that takes nothing.
+            self._connection.transport.abort()
+            return
+        self._drop_call()
+        if self._head is None:
+            self._fail(UpstreamTimeout("the worker did not begin its answer in time"))
+        else:
+            self._fail(UpstreamTimeout("the worker was silent for too long"))
+
+    def _retry(self, reason: str, detail: str) -> None:
+        """Nothing reached the client: hand the request to another worker, unless it has been round enough."""
+        assert self.choice is not None
+        decode = self.choice.decode
+        now = self._loop.time()
+        self._release()
+        self._head = self._stream = None
+        self._held.clear()
+        self._held_bytes = 0
+        if reason == Failure.STALE.value:
+            self._stale += 1
+            self.attempts -= 1
+        else:
+            decode.fail(now)
+            self._excluded.add(decode.worker.name)
+            self._resets += reason in (Failure.RESET.value, Failure.PROTOCOL.value)
+        if self.attempts >= MAX_ATTEMPTS or self._resets >= MAX_RESETS or self._stale >= MAX_STALE:
+            self._fail(
+                UpstreamFailed(f"no worker could answer after {self.attempts} attempts; the last said: {detail}")
+            )
+            return
+        self._context.on_retry(self, reason)
+        self._deadline = now + GRACE_SECONDS
+        self.dispatch()
+
+    # what the client gets
+
+    def _begin(self) -> None:
+        """The first event is here: from now on the client sees a stream."""
+        assert self._head is not None
+        assert self._reservation is not None
+        self._phase = Phase.STREAMING
+        self.status = self._head.status
+        self.first_byte_at = monotonic()
+        self._reservation.first_token()
+        self.request.body = b""
+        framing = b"" if self.request.http10 else b"\r\ntransfer-encoding: chunked"
+        self._connection.write(build_head(self._head, self.request_id, framing, keep_alive=self._keep_alive))
+
+    def _end_stream(self) -> None:
+        assert self._stream is not None
+        if self._phase is not Phase.STREAMING:
+            self._begin()
+        if not self.request.http10:
+            self._connection.write(LAST_CHUNK)
+        self.usage = find_usage(self._stream.tail)
+        self.error = "worker" if self._stream.failed else None
+        self._finish(keep_alive=self._keep_alive)
+
+    def _hold(self, data: bytes) -> None:
+        self._held.append(data)
+        self._held_bytes += len(data)
+        if self._held_bytes > MAX_HELD_BYTES:
+            self._drop_call()
+            self._fail(UpstreamFailed(f"the worker's answer exceeds {MAX_HELD_BYTES} bytes; ask for a stream"))
+
+    def _complete(self) -> None:
+        """An answer in one piece has arrived."""
+        assert self._head is not None
+        body = b"".join(self._held)
+        self._held.clear()
+        self.status = self._head.status
+        self.first_byte_at = monotonic()
+        if self.status == 200 and b'"usage"' in body:
+            self.usage = find_usage(body)
+        head = build_head(
+            self._head, self.request_id, b"\r\ncontent-length: %d" % len(body), keep_alive=self._keep_alive
+        )
+        self.bytes_out = len(body)
+        self._connection.write(head + body)
+        self._finish(keep_alive=self._keep_alive)
+
+    def _fail(self, error: RequestError) -> None:
+        self._drop_call()
+        self.error = error.code or error.kind
+        if self._phase is Phase.STREAMING:
+            event = build_event(error.body())
+            self._connection.write(event if self.request.http10 else build_chunk(event) + LAST_CHUNK)
+            self._finish(keep_alive=False)
+            return
+        self.status = error.status
+        self._connection.write(build_error(error, self.request_id, keep_alive=self._keep_alive))
+        self._finish(keep_alive=self._keep_alive)
+
+    @property
+    def _keep_alive(self) -> bool:
+        return self.request.keep_alive and not self._context.draining
+
+    # endings
+
+    def _drop_call(self) -> None:
+        call, self._call = self._call, None
+        if call is not None:
+            call.cancel()
+
+    def _release(self) -> None:
+        if self._reservation is not None:
+            self._reservation.release()
+            self._reservation = None
+
+    def _finish(self, *, keep_alive: bool) -> None:
+        if self._phase is Phase.OVER:
+            return
+        self._phase = Phase.OVER
+        self._release()
+        self._context.on_exchange_end(self)
+        self._connection.finish(keep_alive=keep_alive)
+
+    # records
+
+    def worker_names(self) -> tuple[str | None, str | None]:
+        """Decode and prefill worker: as the worker told, else as chosen."""
+        if self.choice is None:
+            return None, None
+        prefill = self.choice.prefill[0] if self.choice.prefill else self.choice.decode
+        head = self._head or ResponseHead(0, [], None)
+        decode_name = head.get(_DECODE_WORKER) or self.choice.decode.worker.name.encode()
+        prefill_name = head.get(_PREFILL_WORKER) or prefill.worker.name.encode()
+        return decode_name.decode("latin-1"), prefill_name.decode("latin-1")
+
+
+def build_request_head(request: Request, choice: Choice, request_id: bytes) -> bytes:
+    """The header that goes to the decode worker. Built from an allow-list; the body follows unchanged."""
+    lines = [f"POST {request.path} HTTP/1.1\r\nhost: {choice.decode.worker.address}\r\n".encode()]
+    headers = request.headers
+    lines += [b"%b: %b\r\n" % (name, headers[name]) for name in _FORWARDED if name in headers]
+    if choice.prefill:
+        addresses = ",".join([endpoint.worker.address for endpoint in choice.prefill])
+        lines.append(f"{HEADER_PREFILL}: {addresses}\r\n".encode())
+    lines.append(b"%b: %b\r\ncontent-length: %d\r\n\r\n" % (_REQUEST_ID, request_id, len(request.body)))
+    return b"".join(lines)

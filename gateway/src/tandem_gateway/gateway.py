@@ -1,0 +1,256 @@
+"""The gateway of one model: what connections, exchanges and discovery share, and the routing between them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import time
+from collections.abc import Iterable
+from itertools import count
+
+from tandem_api.launch import GatewayConfig
+
+from tandem_gateway.access_log import AccessLog
+from tandem_gateway.errors import NotRouted, RequestError, ShuttingDown, UnknownModel
+from tandem_gateway.exchange import Exchange
+from tandem_gateway.http.connection import ClientConnection
+from tandem_gateway.http.request import Request
+from tandem_gateway.http.response import build_error, build_json
+from tandem_gateway.metrics import Metrics
+from tandem_gateway.prompt import INFERENCE_PATHS, read_inquiry
+from tandem_gateway.scheduling import Endpoint, Scheduler, Worker
+from tandem_gateway.upstream.base import Link
+from tandem_gateway.upstream.http1 import Http1Link
+
+TICK_SECONDS = 0.1
+"""Resolution of all deadlines and of the token ledger. One timer for all requests: timers of their own would cost more
+than the requests' own work."""
+MODELS = "/v1/models"
+_REQUEST_ID = re.compile(rb"[\w.:/+=-]{1,128}")
+
+
+class Gateway:
+    def __init__(self, config: GatewayConfig, access_log: AccessLog | None = None) -> None:
+        self.config = config
+        self.timeouts = config.timeouts
+        self.max_body_bytes = config.max_body_bytes
+        self.scheduler = Scheduler(disaggregated=config.disaggregated)
+        self.metrics = Metrics()
+        self.access_log = access_log or AccessLog()
+        self.draining = False
+        self.exchanges: set[Exchange] = set()
+        self.connections: set[ClientConnection] = set()
+        self._links: dict[int, Link] = {}
+        self._request_ids = count(1)
+        self._request_prefix = os.urandom(6).hex()
+        self._created = int(time.time())
+
+    # discovery
+
+    def apply_workers(self, workers: Iterable[Worker]) -> None:
+        """The model's workers are now these. Requests on workers that left run on; waiting ones are placed."""
+        for endpoint in self.scheduler.apply_workers(workers):
+            link = self._links.pop(endpoint.serial, None)
+            if link is not None:
+                link.close()
+        self._place_waiting()
+
+    def link(self, endpoint: Endpoint) -> Link:
+        link = self._links.get(endpoint.serial)
+        if link is None:
+            link = Http1Link(endpoint.worker.address, connect_seconds=self.timeouts.connect_seconds)
+            self._links[endpoint.serial] = link
+        return link
+
+    # connections
+
+    def on_connect(self, connection: ClientConnection) -> None:
+        self.connections.add(connection)
+
+    def on_disconnect(self, connection: ClientConnection) -> None:
+        self.connections.discard(connection)
+
+    def on_request(self, connection: ClientConnection, request: Request) -> None:
+        request_id = self._read_request_id(request)
+        keep_alive = request.keep_alive and not self.draining
+        try:
+            if request.path in INFERENCE_PATHS:
+                self._start_exchange(connection, request, request_id)
+                return
+            payload = self._answer(request)
+        except RequestError as error:
+            status = error.status
+            answer = build_error(error, request_id, keep_alive=keep_alive, with_body=request.method != b"HEAD")
+        else:
+            status = 200
+            answer = build_json(200, payload, request_id, keep_alive=keep_alive, with_body=request.method != b"HEAD")
+        self._count(request.path, status)
+        connection.write(answer)
+        connection.finish(keep_alive=keep_alive)
+
+    def on_refused(self, connection: ClientConnection, error: RequestError) -> None:
+        """The connection could not read a request; it closes itself after this answer."""
+        self._count("", error.status)
+        connection.write(build_error(error, self._make_request_id(), keep_alive=False))
+
+    # requests
+
+    def _start_exchange(self, connection: ClientConnection, request: Request, request_id: bytes) -> None:
+        if request.method != b"POST":
+            raise _wrong_method(request, "POST")
+        inquiry = read_inquiry(
+            request.path,
+            request.body,
+            served_name=self.config.served_name,
+            affinity=request.headers.get(b"x-session-affinity"),
+            estimator=self.scheduler.estimator,
+        )
+        exchange = Exchange(self, connection, request, inquiry, request_id)
+        connection.exchange = exchange
+        self.exchanges.add(exchange)
+        self.metrics.in_flight += 1
+        exchange.dispatch()
+
+    def _answer(self, request: Request) -> object:
+        """What the gateway knows by itself."""
+        model = {
+            "id": self.config.served_name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "tandem",
+        }
+        if request.path != MODELS and not request.path.startswith(f"{MODELS}/"):
+            raise NotRouted(f"unknown path {request.path[:200]!r}", code="unknown_url")
+        if request.method not in (b"GET", b"HEAD"):
+            raise _wrong_method(request, "GET, HEAD")
+        if request.path == MODELS:
+            return {"object": "list", "data": [model]}
+        name = request.path[len(MODELS) + 1 :]
+        if name != self.config.served_name:
+            raise UnknownModel(
+                f"the model {name[:200]!r} does not exist here; this endpoint serves {self.config.served_name!r}",
+                param="model",
+            )
+        return model
+
+    def on_exchange_end(self, exchange: Exchange) -> None:
+        now = time.monotonic()  # the loop's own clock counts whole milliseconds
+        self.exchanges.discard(exchange)
+        metrics = self.metrics
+        metrics.in_flight -= 1
+        self._count(exchange.request.path, exchange.status)
+        if exchange.status == 499:
+            metrics.disconnects += 1
+        metrics.duration.observe(now - exchange.started_at)
+        if exchange.first_byte_at:
+            metrics.ttft.observe(exchange.first_byte_at - exchange.started_at)
+        self._learn(exchange)
+        self.access_log.add(exchange, now)
+
+    def on_retry(self, exchange: Exchange, reason: str) -> None:
+        self.metrics.retries[reason] += 1
+
+    def _learn(self, exchange: Exchange) -> None:
+        usage = exchange.usage
+        if usage is None:
+            if exchange.events > 2 and exchange.status == 200 and exchange.error is None:
+                self.scheduler.estimator.learn_output(exchange.events - 2)
+            return
+        prompt, output = usage.get("prompt_tokens"), usage.get("completion_tokens")
+        if isinstance(prompt, int) and isinstance(output, int):
+            self.scheduler.estimator.learn(
+                prompt_bytes=exchange.inquiry.prompt_bytes, prompt_tokens=prompt, output_tokens=output
+            )
+
+    # time
+
+    def tick(self, now: float) -> None:
+        """Everything that happens because time passes."""
+        for exchange in tuple(self.exchanges):
+            exchange.tick(now)
+        self._place_waiting()
+        for connection in tuple(self.connections):
+            connection.tick(now)
+        for link in self._links.values():
+            link.reap(now)
+        self.access_log.flush()
+
+    def _place_waiting(self) -> None:
+        for exchange in tuple(self.exchanges):
+            if exchange.waiting:
+                exchange.dispatch()
+
+    # shutting down
+
+    def start_draining(self) -> None:
+        """Answers from now on end their connections, so that clients move elsewhere."""
+        self.draining = True
+
+    def close_idle(self) -> None:
+        for connection in tuple(self.connections):
+            connection.close_if_idle()
+
+    def stop(self) -> None:
+        """End what still runs."""
+        for exchange in tuple(self.exchanges):
+            exchange.stop(ShuttingDown("this gateway is shutting down; send the request again"))
+        for connection in tuple(self.connections):
+            connection.transport.close()
+        for link in self._links.values():
+            link.close()
+        self.access_log.flush()
+
+    # records
+
+    def render_metrics(self) -> str:
+        endpoints: dict[tuple[str, str], int] = {}
+        now = asyncio.get_running_loop().time()
+        for endpoint in self.scheduler.endpoints.values():
+            key = (endpoint.worker.role.value, "backoff" if endpoint.backoff_until > now else "available")
+            endpoints[key] = endpoints.get(key, 0) + 1
+        known = self.scheduler.endpoints.values()
+        tokens = {
+            "prefill": sum(endpoint.prefill_tokens for endpoint in known),
+            "decode": sum(endpoint.decode_tokens for endpoint in known),
+        }
+        return self.metrics.render(endpoints=endpoints, tokens=tokens)
+
+    def describe_endpoints(self) -> list[dict[str, object]]:
+        """For people: what the scheduler believes of each worker."""
+        now = asyncio.get_running_loop().time()
+        return [
+            {
+                "name": endpoint.worker.name,
+                "address": endpoint.worker.address,
+                "role": endpoint.worker.role.value,
+                "revision": endpoint.worker.revision,
+                "requests": endpoint.requests,
+                "prefillTokens": endpoint.prefill_tokens,
+                "decodeTokens": endpoint.decode_tokens,
+                "failures": endpoint.failures,
+                "backoffSeconds": round(max(0.0, endpoint.backoff_until - now), 3),
+            }
+            for endpoint in self.scheduler.endpoints.values()
+        ]
+
+    def _count(self, path: str, status: int) -> None:
+        known = path in INFERENCE_PATHS or path == MODELS
+        self.metrics.requests[path if known else "other", status] += 1
+
+    def _read_request_id(self, request: Request) -> bytes:
+        given = request.headers.get(b"x-request-id")
+        return given if given is not None and _REQUEST_ID.fullmatch(given) else self._make_request_id()
+
+    def _make_request_id(self) -> bytes:
+        return f"req-{self._request_prefix}{next(self._request_ids):08x}".encode()
+
+
+def _wrong_method(request: Request, allowed: str) -> NotRouted:
+    method = request.method.decode("latin-1")
+    return NotRouted(
+        f"{request.path} does not accept {method}; use {allowed}",
+        status=405,
+        code="method_not_allowed",
+        headers=(("Allow", allowed),),
+    )

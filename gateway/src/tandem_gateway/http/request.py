@@ -1,0 +1,111 @@
+"""One request as read from a client, and what its header may say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tandem_gateway.errors import BadRequest, RequestError
+
+MAX_HEADER_BYTES = 32 * 1024
+MAX_HEADERS = 128
+_KEPT = frozenset(
+    (
+        b"accept",
+        b"content-encoding",
+        b"content-type",
+        b"expect",
+        b"host",
+        b"traceparent",
+        b"tracestate",
+        b"x-request-id",
+        b"x-session-affinity",
+    )
+)
+
+
+@dataclass(slots=True)
+class Request:
+    """A complete request. Header names are lower case; only those the gateway uses are kept."""
+
+    method: bytes
+    path: str
+    headers: dict[bytes, bytes]
+    body: bytes
+    keep_alive: bool
+    http10: bool
+
+
+@dataclass(slots=True)
+class HeaderReader:
+    """Collects a header field by field and judges it. Strict where two readers could disagree on a message's length."""
+
+    max_body_bytes: int
+    url: bytes = b""
+    kept: dict[bytes, bytes] = field(default_factory=dict[bytes, bytes])
+    size: int = 0
+    count: int = 0
+    content_length: int | None = None
+    chunked: bool = False
+    refusal: RequestError | None = None
+
+    def add_url(self, part: bytes) -> None:
+        self.url += part
+        self._grow(len(part))
+
+    def add(self, name: bytes, value: bytes) -> None:
+        name = name.lower()
+        self.count += 1
+        self._grow(len(name) + len(value))
+        if name in _KEPT:
+            if name in self.kept and name == b"host":
+                self._refuse("the Host header occurs twice")
+            self.kept[name] = value
+        elif name == b"content-length":
+            self._add_length(value)
+        elif name == b"transfer-encoding":
+            if self.chunked or value.strip().lower() != b"chunked":
+                self._refuse("Transfer-Encoding must be exactly 'chunked'")
+            self.chunked = True
+
+    def finish(self, *, http10: bool) -> None:
+        """Judge the complete header; `refusal` tells the outcome."""
+        if self.chunked and self.content_length is not None:
+            self._refuse("Content-Length and Transfer-Encoding exclude each other")
+        if self.chunked and http10:
+            self._refuse("HTTP/1.0 knows no Transfer-Encoding")
+        if b"host" not in self.kept and not http10:
+            self._refuse("the Host header is missing")
+        if self.content_length is not None and self.content_length > self.max_body_bytes:
+            self.refusal = self.refusal or too_large(self.max_body_bytes)
+        encoding = self.kept.get(b"content-encoding", b"identity").lower()
+        if encoding != b"identity":
+            self.refusal = self.refusal or BadRequest(
+                "compressed request bodies are not supported; send them as they are", status=415
+            )
+        if self.kept.get(b"expect", b"100-continue").lower() != b"100-continue":
+            self.refusal = self.refusal or BadRequest("only 'Expect: 100-continue' is supported", status=417)
+
+    def _add_length(self, value: bytes) -> None:
+        if self.content_length is not None or not value.isdigit():
+            self._refuse("Content-Length must be one decimal number")
+            return
+        self.content_length = int(value)
+
+    def _grow(self, size: int) -> None:
+        self.size += size
+        if self.size > MAX_HEADER_BYTES or self.count > MAX_HEADERS:
+            self.refusal = self.refusal or header_too_large()
+
+    def _refuse(self, message: str) -> None:
+        self.refusal = self.refusal or BadRequest(message)
+
+
+def header_too_large() -> RequestError:
+    return BadRequest(
+        f"the request header is too large; at most {MAX_HEADER_BYTES} bytes and {MAX_HEADERS} fields are read",
+        status=431,
+    )
+
+
+def too_large(limit: int) -> RequestError:
+    return BadRequest(f"the request body is too large; at most {limit} bytes are accepted", status=413)

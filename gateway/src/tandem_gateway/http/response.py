@@ -1,0 +1,57 @@
+"""Responses as bytes."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+
+import orjson
+from tandem_api.names import HEADER_REQUEST_ID
+
+from tandem_gateway.errors import RequestError
+from tandem_gateway.upstream.base import ResponseHead
+
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+LAST_CHUNK = b"0\r\n\r\n"
+STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
+_REQUEST_ID = HEADER_REQUEST_ID.encode()
+_REQUEST_ID_LINE = _REQUEST_ID + b": "
+
+
+def build_head(head: ResponseHead, request_id: bytes, framing: bytes, *, keep_alive: bool) -> bytes:
+    """A worker's header as the client gets it. `framing` is the line (or nothing) that tells the body's end."""
+    lines = [STATUS_LINES.get(head.status) or b"HTTP/1.1 %d Unknown\r\n" % head.status]
+    for name, value in head.headers:
+        if name != _REQUEST_ID:
+            lines.append(name + b": " + value + b"\r\n")
+    lines.append(_REQUEST_ID_LINE + request_id)
+    lines.append(framing)
+    lines.append(b"\r\n\r\n" if keep_alive else b"\r\nconnection: close\r\n\r\n")
+    return b"".join(lines)
+
+
+def build_chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def build_json(
+    status: int,
+    payload: object,
+    request_id: bytes,
+    *,
+    keep_alive: bool,
+    headers: tuple[tuple[str, str], ...] = (),
+    with_body: bool = True,
+) -> bytes:
+    """A complete response made by the gateway itself. `with_body` is False for HEAD."""
+    body = orjson.dumps(payload)
+    fields = [(b"content-type", b"application/json")]
+    fields += [(name.lower().encode(), value.encode()) for name, value in headers]
+    length = b"\r\ncontent-length: %d" % len(body)
+    head = build_head(ResponseHead(status, fields, None), request_id, length, keep_alive=keep_alive)
+    return head + body if with_body else head
+
+
+def build_error(error: RequestError, request_id: bytes, *, keep_alive: bool, with_body: bool = True) -> bytes:
+    return build_json(
+        error.status, error.body(), request_id, keep_alive=keep_alive, headers=error.headers, with_body=with_body
+    )

@@ -1,0 +1,156 @@
+"""What the gateway reads of a request's body: enough to route it, no more.
+
+Everything else in the body is the worker's to judge, and goes there byte for byte. Pure: bytes in, facts or an error
+out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import orjson
+
+from tandem_gateway.errors import BadRequest, UnknownModel
+from tandem_gateway.scheduling.affinity import build_seed
+from tandem_gateway.scheduling.demand import Demand, Estimator
+from tandem_gateway.scheduling.prefix import build_chain
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+EMBEDDINGS = "/v1/embeddings"
+INFERENCE_PATHS = frozenset((CHAT, COMPLETIONS, EMBEDDINGS, "/tokenize", "/detokenize"))
+_ROOT_BYTES = 4096
+"""Of a prompt's beginning stand for the session when the client names none."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Inquiry:
+    """A request the gateway can route."""
+
+    stream: bool
+    prompt_bytes: int
+    max_tokens: int | None
+    demand: Demand
+
+
+def read_inquiry(path: str, body: bytes, *, served_name: str, affinity: bytes | None, estimator: Estimator) -> Inquiry:
+    """What `body` asks for.
+
+    Raises:
+        BadRequest: it is not a JSON object, or a parameter that routing needs is missing or of the wrong type.
+        UnknownModel: it names another model.
+    """
+    fields = _read_object(body)
+    _check_model(fields.get("model"), served_name, required=path not in ("/tokenize", "/detokenize"))
+    stream = fields.get("stream")
+    if stream is not None and not isinstance(stream, bool):
+        raise BadRequest("'stream' must be true or false", param="stream", code="invalid_type")
+    if path == CHAT:
+        prompt, root = _read_messages(fields)
+    elif path == COMPLETIONS:
+        prompt = root = _read_prompt(fields)
+    else:
+        prompt = root = b""
+    max_tokens = _read_max_tokens(fields) if prompt else 1
+    demand = Demand(
+        prompt_tokens=_count_tokens(fields.get("prompt"), prompt, estimator),
+        output_tokens=estimator.expected_output(max_tokens),
+        prefix=build_chain(prompt),
+        affinity=build_seed(_affinity_key(fields, affinity) or root[:_ROOT_BYTES]),
+    )
+    return Inquiry(stream=bool(stream), prompt_bytes=len(prompt), max_tokens=max_tokens, demand=demand)
+
+
+def _read_object(body: bytes) -> dict[str, Any]:
+    try:
+        fields: Any = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise BadRequest(f"the request body is not valid JSON: {error}", code="invalid_json") from error
+    if not isinstance(fields, dict):
+        raise BadRequest("the request body must be a JSON object", code="invalid_json")
+    return cast(dict[str, Any], fields)
+
+
+def _check_model(model: Any, served_name: str, *, required: bool) -> None:
+    if model is None:
+        if required:
+            raise BadRequest("you must provide a 'model' parameter", param="model", code="missing_required_parameter")
+        return
+    if not isinstance(model, str):
+        raise BadRequest("'model' must be a string", param="model", code="invalid_type")
+    if model != served_name:
+        raise UnknownModel(
+            f"the model {model[:200]!r} does not exist here; this endpoint serves {served_name!r}", param="model"
+        )
+
+
+def _read_messages(fields: dict[str, Any]) -> tuple[bytes, bytes]:
+    """The conversation as bytes whose prefix stays equal from turn to turn; and its root, up to the first question."""
+    messages: Any = fields.get("messages")
+    if messages is None:
+        raise BadRequest("'messages' is required", param="messages", code="missing_required_parameter")
+    if not isinstance(messages, list) or not messages:
+        raise BadRequest("'messages' must be a list with at least one message", param="messages", code="invalid_type")
+    tools: Any = fields.get("tools")
+    parts = [_canonical(tools, "tools")] if tools else []
+    root_parts = 0
+    for index, message in enumerate(cast(list[Any], messages)):
+        if not isinstance(message, dict):
+            raise BadRequest(f"'messages[{index}]' must be an object", param=f"messages[{index}]", code="invalid_type")
+        message = cast(dict[str, Any], message)
+        role: Any = message.get("role")
+        if not isinstance(role, str):
+            raise BadRequest(
+                f"'messages[{index}].role' must be a string", param=f"messages[{index}].role", code="invalid_type"
+            )
+        content: Any = message.get("content")
+        plain = isinstance(content, str) and len(message) == 2
+        parts.append(f"{role}\0{content}\0".encode() if plain else _canonical(message, f"messages[{index}]"))
+        if role == "user" and not root_parts:
+            root_parts = len(parts)
+    return b"".join(parts), b"".join(parts[: root_parts or None])
+
+
+def _read_prompt(fields: dict[str, Any]) -> bytes:
+    prompt: Any = fields.get("prompt")
+    if prompt is None:
+        raise BadRequest("'prompt' is required", param="prompt", code="missing_required_parameter")
+    if isinstance(prompt, str):
+        return prompt.encode()
+    if isinstance(prompt, list) and prompt:
+        return _canonical(cast(list[Any], prompt), "prompt")
+    raise BadRequest("'prompt' must be a string or a list", param="prompt", code="invalid_type")
+
+
+def _canonical(value: object, param: str) -> bytes:
+    try:
+        return orjson.dumps(value)
+    except orjson.JSONEncodeError as error:  # what was read but cannot be written is nested beyond 250 levels
+        raise BadRequest(f"{param!r} is nested too deeply", param=param, code="invalid_value") from error
+
+
+def _read_max_tokens(fields: dict[str, Any]) -> int | None:
+    """Only an estimate hangs on it: a wrong type is the worker's to refuse."""
+    for name in ("max_completion_tokens", "max_tokens"):
+        value: Any = fields.get(name)
+        if type(value) is int and value > 0:
+            return value
+    return None
+
+
+def _count_tokens(prompt_field: Any, prompt: bytes, estimator: Estimator) -> int:
+    tokens = cast(list[Any], prompt_field) if isinstance(prompt_field, list) else []
+    if tokens and isinstance(tokens[0], int):
+        return len(tokens)
+    return estimator.prompt_tokens(len(prompt))
+
+
+def _affinity_key(fields: dict[str, Any], header: bytes | None) -> bytes | None:
+    if header:
+        return header
+    for name in ("prompt_cache_key", "user"):
+        value: Any = fields.get(name)
+        if isinstance(value, str) and value:
+            return value.encode()
+    return None

@@ -1,0 +1,51 @@
+"""How much work a request is: tokens estimated from bytes, output estimated from what earlier requests produced."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DEFAULT_BYTES_PER_TOKEN = 4.0
+DEFAULT_OUTPUT_TOKENS = 128.0
+_WEIGHT = 0.05
+"""Of one new observation in the moving averages: about the last forty requests count."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Demand:
+    """One request in the scheduler's terms."""
+
+    prompt_tokens: int
+    output_tokens: int
+    prefix: list[int]
+    """Hash chain over the prompt's bytes, one entry per full chunk."""
+    affinity: int
+    """Seed for rendezvous hashing; equal for the turns of one session."""
+
+
+class Estimator:
+    """Learned per model: how many bytes make a token, and how long answers are."""
+
+    __slots__ = ("bytes_per_token", "output_tokens")
+
+    def __init__(self) -> None:
+        self.bytes_per_token = DEFAULT_BYTES_PER_TOKEN
+        self.output_tokens = DEFAULT_OUTPUT_TOKENS
+
+    def prompt_tokens(self, num_bytes: int) -> int:
+        return int(num_bytes / self.bytes_per_token) + 1
+
+    def expected_output(self, max_tokens: int | None) -> int:
+        """At least 1: every request occupies its decode worker."""
+        expected = int(self.output_tokens) + 1
+        return expected if max_tokens is None else max(1, min(max_tokens, expected))
+
+    def learn(self, *, prompt_bytes: int, prompt_tokens: int, output_tokens: int) -> None:
+        """From the `usage` of an answer. Prompts too short to say anything beyond their template are skipped."""
+        if prompt_tokens >= 32 and prompt_bytes >= 32:
+            ratio = min(64.0, max(0.25, prompt_bytes / prompt_tokens))
+            self.bytes_per_token += _WEIGHT * (ratio - self.bytes_per_token)
+        self.learn_output(output_tokens)
+
+    def learn_output(self, output_tokens: int) -> None:
+        """From the number of events of a stream that told no usage."""
+        self.output_tokens += _WEIGHT * (output_tokens - self.output_tokens)

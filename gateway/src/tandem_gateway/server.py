@@ -1,0 +1,130 @@
+"""The running process: listeners, discovery, the clock, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import Coroutine
+from typing import Any
+
+from tandem_gateway.access_log import AccessLog
+from tandem_gateway.admin import Admin
+from tandem_gateway.discovery.kube import ApiServer
+from tandem_gateway.discovery.pods import PodWatcher
+from tandem_gateway.discovery.static import follow_file
+from tandem_gateway.gateway import TICK_SECONDS, Gateway
+from tandem_gateway.http.connection import ClientConnection
+from tandem_gateway.scheduling import Worker
+from tandem_gateway.settings import Settings
+
+log = logging.getLogger(__name__)
+BACKLOG = 1024
+
+
+class Server:
+    """Everything with a beginning and an end. `start` and `stop` are for tests; a process calls `run`."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self.gateway = Gateway(settings.config, AccessLog(None if settings.access_log else _discard))
+        self.admin = Admin(self.gateway)
+        self.http_port = 0
+        self.metrics_port = 0
+        self._listeners: list[asyncio.Server] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._stopping = asyncio.Event()
+
+    async def run(self) -> None:
+        """Serve until SIGTERM or SIGINT, then end in an orderly way."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stopping.set)
+        await self.start()
+        await self._stopping.wait()
+        await self.drain()
+        await self.stop()
+
+    async def start(self) -> None:
+        loop = asyncio.get_running_loop()
+        settings = self._settings
+        config = settings.config
+        self._spawn(self._discover())
+        admin = await asyncio.start_server(self.admin.serve, settings.host, config.metrics_port)
+        data = await loop.create_server(
+            lambda: ClientConnection(self.gateway), settings.host, config.http_port, backlog=BACKLOG
+        )
+        self._listeners = [admin, data]
+        self.metrics_port, self.http_port = (server.sockets[0].getsockname()[1] for server in self._listeners)
+        self._spawn(self._clock())
+        log.info(
+            "listening",
+            extra={"model": config.served_name, "http_port": self.http_port, "metrics_port": self.metrics_port},
+        )
+
+    async def drain(self) -> None:
+        """Unready at once; still accepting while endpoints elsewhere are updated; then finish what runs."""
+        gateway = self.gateway
+        gateway.start_draining()
+        log.info("draining", extra={"in_flight": len(gateway.exchanges)})
+        await asyncio.sleep(self._settings.lame_duck_seconds)
+        self._listeners[1].close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._settings.config.drain_timeout_seconds):
+                while gateway.exchanges:
+                    gateway.close_idle()
+                    await asyncio.sleep(TICK_SECONDS / 2)
+        gateway.close_idle()
+
+    async def stop(self) -> None:
+        left = len(self.gateway.exchanges)
+        for listener in self._listeners:
+            listener.close()
+        self.gateway.stop()
+        # One round of the loop lets last words reach the sockets.
+        await asyncio.sleep(TICK_SECONDS / 2)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        log.info("stopped", extra={"cut_off": left})
+
+    def apply_workers(self, workers: list[Worker]) -> None:
+        self.admin.discovered = True
+        self.gateway.apply_workers(workers)
+
+    async def _discover(self) -> None:
+        settings = self._settings
+        if settings.workers_file is not None:
+            await follow_file(settings.workers_file, self.apply_workers)
+        elif settings.workers:
+            self.apply_workers(list(settings.workers))
+        else:
+            watcher = PodWatcher(
+                ApiServer.in_cluster(),
+                namespace=settings.config.namespace,
+                model=settings.config.model_name,
+                apply=self.apply_workers,
+            )
+            await watcher.run()
+
+    async def _clock(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            self.gateway.tick(loop.time())
+
+    def _spawn(self, job: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(job)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_done)
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        """A part that fails for a reason nobody foresaw ends the process: Kubernetes starts a fresh one."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.critical("a part of the gateway failed", exc_info=error)
+            self._stopping.set()
+
+
+def _discard(_: bytes) -> None:
+    pass

@@ -1,0 +1,91 @@
+"""What the process is told: the launch configuration, and flags for running it without Kubernetes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+from tandem_api.launch import GatewayConfig
+from tandem_api.names import CONFIG_PATH, GATEWAY_HTTP_PORT, GATEWAY_METRICS_PORT, Role
+
+from tandem_gateway.discovery.static import parse_worker
+from tandem_gateway.errors import ConfigError
+from tandem_gateway.scheduling import Worker
+
+LAME_DUCK_SECONDS = 3.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    config: GatewayConfig
+    host: str
+    workers: tuple[Worker, ...]
+    """Fixed workers; empty means that something else tells."""
+    workers_file: Path | None
+    lame_duck_seconds: float
+    """How long connections are still accepted after SIGTERM, while the news of it travels."""
+    log_level: str
+    access_log: bool
+
+
+def parse_settings(arguments: Sequence[str]) -> Settings:
+    """Settings from the command line.
+
+    Raises:
+        ConfigError: a file or flag does not say what it should.
+        SystemExit: wrong usage; argparse has told the user.
+    """
+    options = _build_parser().parse_args(arguments)
+    workers = tuple(parse_worker(text) for text in options.worker)
+    static = bool(workers) or options.workers_file is not None
+    config_path: Path | None = options.config or (None if static else Path(CONFIG_PATH))
+    config = _read_config(config_path) if config_path else _build_config(options, workers)
+    return Settings(
+        config=config,
+        host=options.host or ("::" if ":" in os.environ.get("POD_IP", "") else "0.0.0.0"),
+        workers=workers,
+        workers_file=options.workers_file,
+        lame_duck_seconds=options.lame_duck,
+        log_level=options.log_level,
+        access_log=not options.no_access_log,
+    )
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="tandem-gateway", description="Routes OpenAI requests to Tandem workers.")
+    parser.add_argument("--config", type=Path, help=f"launch configuration (default: {CONFIG_PATH})")
+    parser.add_argument("--host", help="address to listen on (default: all)")
+    parser.add_argument("--lame-duck", type=float, default=LAME_DUCK_SECONDS, metavar="SECONDS")
+    parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    parser.add_argument("--no-access-log", action="store_true")
+    local = parser.add_argument_group("without Kubernetes")
+    local.add_argument("--worker", action="append", default=[], metavar="role=ROLE,url=HOST:PORT[,revision=R][,name=N]")
+    local.add_argument("--workers-file", type=Path, help="one worker per line, written as for --worker; followed")
+    local.add_argument("--served-name", default="model", help="what clients pass as `model`, unless --config says it")
+    local.add_argument("--port", type=int, default=GATEWAY_HTTP_PORT)
+    local.add_argument("--metrics-port", type=int, default=GATEWAY_METRICS_PORT)
+    return parser
+
+
+def _read_config(path: Path) -> GatewayConfig:
+    try:
+        return GatewayConfig.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except ValidationError as error:
+        raise ConfigError(f"{path} is not a gateway configuration: {error}") from error
+
+
+def _build_config(options: argparse.Namespace, workers: tuple[Worker, ...]) -> GatewayConfig:
+    return GatewayConfig(
+        model_name=options.served_name,
+        served_name=options.served_name,
+        namespace="default",
+        disaggregated=any(worker.role is Role.PREFILL for worker in workers),
+        http_port=options.port,
+        metrics_port=options.metrics_port,
+    )

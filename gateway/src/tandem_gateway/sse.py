@@ -1,0 +1,89 @@
+"""Server-sent events on their way through: counted and cut at event borders, never parsed one by one."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import orjson
+
+MAX_EVENT_BYTES = 4 * 1024 * 1024
+DONE = b"[DONE]"
+
+
+class EventTooLarge(Exception):
+    """A single event exceeds MAX_EVENT_BYTES: this is not a token stream."""
+
+
+class EventStream:
+    """Splits what arrives into whole events. O(1) per chunk in the common case of whole events in one read.
+
+    Invariant: everything returned by `feed` ends at an event border, so an error event can follow at any time.
+    """
+
+    __slots__ = ("_last", "_partial", "_previous", "events")
+
+    def __init__(self) -> None:
+        self.events: int = 0
+        self._partial: bytes = b""
+        # Two reads are enough to find the end of the stream and the usage before it.
+        self._previous: bytes = b""
+        self._last: bytes = b""
+
+    def feed(self, data: bytes) -> bytes:
+        """Bytes to pass on now, possibly none.
+
+        Raises:
+            EventTooLarge: no event border within MAX_EVENT_BYTES.
+        """
+        if self._partial or not data.endswith(b"\n\n"):
+            data = self._cut(data)
+            if not data:
+                return data
+        self.events += data.count(b"\n\n")
+        self._previous = self._last
+        self._last = data
+        return data
+
+    def _cut(self, data: bytes) -> bytes:
+        data = self._partial + data
+        border = max(data.rfind(b"\n\n") + 2, data.rfind(b"\r\n\r\n") + 4)
+        if border < 4 and not data.startswith(b"\n\n"):
+            border = 0
+        self._partial = data[border:]
+        if len(self._partial) > MAX_EVENT_BYTES:
+            raise EventTooLarge
+        self.events += data.count(b"\r\n\r\n", 0, border)
+        return data[:border]
+
+    @property
+    def tail(self) -> bytes:
+        return self._previous + self._last
+
+    @property
+    def done(self) -> bool:
+        """The stream said that it is complete."""
+        return self._last.rstrip().endswith(DONE)
+
+    @property
+    def failed(self) -> bool:
+        """The worker itself ended the stream with an error event."""
+        return b'data: {"error"' in self._last or b'data:{"error"' in self._last
+
+
+def find_usage(tail: bytes) -> dict[str, Any] | None:
+    """The `usage` object of the last event that has one."""
+    for event in reversed(tail.replace(b"\r\n", b"\n").split(b"\n\n")):
+        if b'"usage"' not in event:
+            continue
+        try:
+            parsed: Any = orjson.loads(event[event.index(b"{") :])
+        except ValueError:
+            continue
+        usage: Any = cast(dict[str, Any], parsed).get("usage") if isinstance(parsed, dict) else None
+        if isinstance(usage, dict):
+            return cast(dict[str, Any], usage)
+    return None
+
+
+def build_event(payload: dict[str, Any]) -> bytes:
+    return b"data: " + orjson.dumps(payload) + b"\n\n"

@@ -1,0 +1,82 @@
+"""The contract between an exchange and the link that carries it to a worker.
+
+An exchange hands over one request and is called back as the answer arrives. Exactly one of `on_upstream_end` and
+`on_upstream_failure` ends it; after that, and after `Call.cancel`, there are no more callbacks. HTTP/1.1 gives every
+call a connection of its own; a multiplexed link gives it a stream of a shared one. Neither is visible here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+
+class Failure(Enum):
+    """Why a call ended without a complete answer."""
+
+    CONNECT = "connect"
+    """The worker did not accept the connection."""
+    STALE = "stale"
+    """A kept-alive connection was closed before it carried any byte of this answer: says nothing about the worker."""
+    RESET = "reset"
+    """The connection ended before the answer did."""
+    PROTOCOL = "protocol"
+    """The worker sent something that is not HTTP."""
+
+
+@dataclass(slots=True)
+class ResponseHead:
+    """What a worker said before the body. Header names are lower case; hop-by-hop fields are left out."""
+
+    status: int
+    headers: list[tuple[bytes, bytes]]
+    content_length: int | None
+
+    def get(self, name: bytes) -> bytes | None:
+        for key, value in self.headers:
+            if key == name:
+                return value
+        return None
+
+
+class Sink(Protocol):
+    """The side of an exchange that a link calls."""
+
+    def on_upstream_head(self, head: ResponseHead) -> None: ...
+
+    def on_upstream_body(self, data: bytes) -> None: ...
+
+    def on_upstream_end(self) -> None: ...
+
+    def on_upstream_failure(self, failure: Failure, detail: str) -> None: ...
+
+
+class Call(Protocol):
+    """One request on its way."""
+
+    def cancel(self) -> None:
+        """Give up: the worker learns at once. No callback follows."""
+        ...
+
+    def pause_reading(self) -> None:
+        """Stop taking the answer from the worker: the client is slow."""
+        ...
+
+    def resume_reading(self) -> None: ...
+
+
+class Link(Protocol):
+    """Carries calls to one worker."""
+
+    def start(self, sink: Sink, head: bytes, body: bytes) -> Call:
+        """Send a request. `head` is a complete HTTP/1.1 header including the blank line."""
+        ...
+
+    def reap(self, now: float) -> None:
+        """Close what was idle for too long."""
+        ...
+
+    def close(self) -> None:
+        """Close idle connections; calls in flight finish."""
+        ...
