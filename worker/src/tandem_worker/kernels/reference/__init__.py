@@ -1,0 +1,28 @@
+"""Plain-torch twins of the kernels: the oracle of their tests and the backend where no kernel can run."""
+
+from __future__ import annotations
+
+from .attention import paged_decode_attention_reference, paged_prefill_attention_reference
+from .elementwise import (
+    fused_qkv_norm_rope_kv_write_reference,
+    kv_write_reference,
+    latent_write_reference,
+    residual_rms_norm_reference,
+    rms_norm_reference,
+    rope_reference,
+    silu_mul_reference,
+    swiglu_clamped_reference,
+)
+
+__all__ = [
+    "fused_qkv_norm_rope_kv_write_reference",
+    "kv_write_reference",
+    "latent_write_reference",
+    "paged_decode_attention_reference",
+    "paged_prefill_attention_reference",
+    "residual_rms_norm_reference",
+    "rms_norm_reference",
+    "rope_reference",
+    "silu_mul_reference",
+    "swiglu_clamped_reference",
+]
