@@ -41,7 +41,7 @@ check: setup ## Format, lint, types, import rules, generated files
 	@$(RUN) ruff format --check .
 	@$(RUN) ruff check .
 	@$(RUN) pyright
-	@$(RUN) lint-imports --no-logo 2>/dev/null || $(RUN) lint-imports
+	@$(RUN) lint-imports --no-logo
 
 .PHONY: unit
 unit: setup ## Unit tests (no cluster, no GPU)
