@@ -1,0 +1,1 @@
+"""Repeatable measurements: baseline and Tandem interleaved in one run, medians and spread."""

@@ -1,0 +1,1 @@
+"""The engine against transformers, and the cost of its control logic."""

@@ -1,0 +1,137 @@
+"""Worker processes under measurement, and a client that costs them little: raw sockets, events counted, not parsed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+START_LIMIT = 120
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    port: int
+    kv_port: int
+    process: subprocess.Popen[bytes]
+
+    def cpu_seconds(self) -> float:
+        """User plus system time of the process so far."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextmanager
+def worker(role: str, model: Path, dtype: str, threads: int) -> Iterator[Worker]:
+    """A ready worker process on loopback; ended with SIGTERM."""
+    port, kv_port = free_port(), free_port()
+    document = {
+        "modelName": "bench",
+        "servedName": "bench",
+        "role": role,
+        "revision": "bench",
+        "model": {"uri": f"file://{model}"},
+        "device": "CPU",
+        "dtype": dtype,
+        "kv": {"memoryBytes": 2 << 30, "port": kv_port},
+        "httpPort": port,
+        "drainTimeoutSeconds": 1,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        config, log = Path(folder, "config.json"), Path(folder, "log")
+        config.write_text(json.dumps(document))
+        environment = os.environ | {"OMP_NUM_THREADS": str(threads), "POD_NAME": role, "POD_IP": "127.0.0.1"}
+        with log.open("wb") as sink:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tandem_worker", "--config", str(config)],
+                env=environment,
+                stdout=sink,
+                stderr=sink,
+            )
+        try:
+            wait_ready(process, port, log)
+            yield Worker(port, kv_port, process)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def wait_ready(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    deadline = time.monotonic() + START_LIMIT
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise RuntimeError(f"the worker ended with {process.returncode}:\n{log.read_text()[-3000:]}")
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=1):
+                return
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            time.sleep(0.1)
+    raise RuntimeError(f"the worker was not ready within {START_LIMIT} s:\n{log.read_text()[-3000:]}")
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """Seconds from sending until the first token and until the end, and the counted tokens."""
+
+    first: float
+    total: float
+    tokens: int
+
+
+async def stream(port: int, prompt: list[int], new_tokens: int, prefill: str | None = None) -> Stream:
+    """One streamed completion of exactly `new_tokens`. Raises RuntimeError when it is not answered in full."""
+    body: dict[str, Any] = {
+        "model": "bench", "prompt": prompt, "max_tokens": new_tokens, "temperature": 0, "stream": True,
+        "ignore_eos": True, "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    payload = json.dumps(body).encode()
+    extra = f"x-tandem-prefill: {prefill}\r\n" if prefill else ""
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\n{extra}"
+        f"connection: close\r\ncontent-length: {len(payload)}\r\n\r\n"
+    )
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
+    started = time.perf_counter()
+    writer.write(head.encode() + payload)
+    received, first = bytearray(), 0.0
+    while piece := await reader.read(1 << 16):
+        received += piece
+        if not first and b'"text"' in received:
+            first = time.perf_counter() - started
+    total = time.perf_counter() - started
+    writer.close()
+    if b"data: [DONE]" not in received:
+        raise RuntimeError(f"the answer is incomplete: {bytes(received[-500:])!r}")
+    usage = received[received.rindex(b'"completion_tokens":') + len(b'"completion_tokens":') :]
+    return Stream(first, total, int(usage[: usage.index(b",")].strip(b" }")))
+
+
+async def streams(port: int, prompts: list[list[int]], new_tokens: int) -> float:
+    """Wall seconds until all prompts, sent at once, are answered in full."""
+    started = time.perf_counter()
+    results = await asyncio.gather(*(stream(port, prompt, new_tokens) for prompt in prompts))
+    if any(result.tokens != new_tokens for result in results):
+        raise RuntimeError(f"asked for {new_tokens} tokens, got {[result.tokens for result in results]}")
+    return time.perf_counter() - started
