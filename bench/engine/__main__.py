@@ -82,7 +82,8 @@ def measure(name: str, goal: str, rounds: int, once: Callable[[], tuple[float, f
     middle = sorted(results)[len(results) // 2]
     row = Measure(name, goal, ratios, middle[2])
     print(
-        f"  {name:<58} {statistics.median(ratios):6.2f} ({min(ratios):.2f} to {max(ratios):.2f})  goal {goal:<8} {row.detail}"
+        f"  {name:<50} {statistics.median(ratios):6.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        f"  goal {goal:<6} {row.detail}"
     )
     sys.stdout.flush()
     return row
@@ -117,7 +118,8 @@ def main() -> int:
         ]
         bench = Bench(baseline, *workers)
         print(
-            f"SmolLM2-135M-Instruct, {options.dtype}, {options.threads} threads, {platform.processor() or platform.machine()}"
+            f"SmolLM2-135M-Instruct, {options.dtype}, {options.threads} threads, "
+            f"{platform.processor() or platform.machine()}"
         )
         bench.throughput(1, 1)  # warm both sides
         bench.disaggregated(200)
