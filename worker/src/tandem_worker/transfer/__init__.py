@@ -1,1 +1,1 @@
-"""KV blocks between workers: prefill workers push, decode workers receive."""
+"""How key-value blocks move from prefill to decode workers: a contract (`base`) and its TCP implementation."""

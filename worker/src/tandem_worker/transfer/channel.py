@@ -1,0 +1,225 @@
+"""One TCP connection of the transport, owned by one thread.
+
+The owner reads frames as straight-line code. Whenever it would have to wait for bytes it sends what is queued, runs
+what other threads have posted, and otherwise sleeps in `poll`: there is no second thread per connection, no lock around
+the socket, and nothing spins. `read_some` never waits: who reads into key-value blocks holds a guard around that one
+call, so that whoever wants to withdraw the blocks waits for a copy in memory, never for the network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Protocol
+
+from tandem_worker.errors import TransferError
+
+BUFFER_BYTES = 4 << 20
+_MAX_IOVECS = 512
+_MAX_BURST_BYTES = 8 << 20
+_SCRATCH_BYTES = 256 << 10
+
+
+def configure(sock: socket.socket) -> None:
+    """No delay, large buffers, and a kernel that notices a vanished host within seconds.
+
+    A buffer size that is set by hand ends the kernel's own tuning and is cut to `net.core.[rw]mem_max`, which is small
+    by default: it is set only where the machine's owner has raised that limit.
+    """
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for option, limit in ((socket.SO_SNDBUF, "wmem_max"), (socket.SO_RCVBUF, "rmem_max")):
+        if _kernel_limit(limit) >= BUFFER_BYTES:
+            sock.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", 3), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 6000)):
+        if hasattr(socket, option):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+def _kernel_limit(name: str) -> int:
+    try:
+        return int(Path("/proc/sys/net/core", name).read_text())
+    except (OSError, ValueError):  # not visible in every network namespace
+        return 0
+
+
+class Events(Protocol):
+    """What the owner of a channel does while it waits. All are called on the owner's thread."""
+
+    def on_posted(self) -> None:
+        """Another thread called `wake`."""
+        ...
+
+    def on_tick(self, now: float) -> float | None:
+        """Check deadlines. Returns the seconds until the next check; None when there is nothing to watch."""
+        ...
+
+    def next_frame(self) -> Sequence[memoryview | bytes] | None:
+        """More to send; None when there is nothing. Asked for only when everything before it has left."""
+        ...
+
+
+class Waker:
+    """Lets other threads interrupt the owner's sleep. One write per sleep, however often it is called."""
+
+    def __init__(self) -> None:
+        self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._signalled = False
+        self._closing = threading.Lock()
+
+    @property
+    def fd(self) -> int:
+        return self._fd
+
+    @property
+    def signalled(self) -> bool:
+        return self._signalled
+
+    def wake(self) -> None:
+        """Any thread. What was published before this call is seen by the owner after its next `clear`."""
+        if self._signalled:
+            return
+        with self._closing:  # the number of a closed descriptor may already be another file's
+            if self._fd >= 0:
+                self._signalled = True
+                os.eventfd_write(self._fd, 1)
+
+    def clear(self) -> None:
+        """Owner only, before it looks at what was published."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._fd)
+        self._signalled = False
+
+    def close(self) -> None:
+        with self._closing:
+            fd, self._fd = self._fd, -1
+            if fd >= 0:
+                os.close(fd)
+
+
+class Channel:
+    def __init__(
+        self, sock: socket.socket, waker: Waker, events: Events, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self._waker = waker
+        self._events = events
+        self._clock = clock
+        self._out: deque[memoryview] = deque()
+        self._poll = select.poll()
+        self._poll.register(waker.fd, select.POLLIN)
+        self._poll.register(sock, select.POLLIN)
+        self._wants_output = False
+        self.bytes_sent = 0
+        self.last_received = clock()
+
+    def queue(self, *buffers: bytes | memoryview) -> None:
+        """Send after what is queued already. The buffers must not change until they have left."""
+        self._out.extend(memoryview(buffer) for buffer in buffers if len(buffer))
+
+    def read(self, num_bytes: int) -> bytearray:
+        """Exactly that many bytes. Only for what has a bound."""
+        data = bytearray(num_bytes)
+        self._read_all([memoryview(data)])
+        return data
+
+    def read_some(self, buffers: Sequence[memoryview]) -> int:
+        """One non-blocking read; 0 when nothing is there. Raises TransferError at the end of the stream."""
+        try:
+            received = self._sock.recvmsg_into(buffers[:_MAX_IOVECS])[0]
+        except (BlockingIOError, InterruptedError):
+            return 0
+        except OSError as error:
+            raise TransferError(f"the connection was lost: {error.strerror or error}") from error
+        if received == 0:
+            raise TransferError("the peer closed the connection")
+        self.last_received = self._clock()
+        return received
+
+    def discard(self, num_bytes: int) -> None:
+        scratch = memoryview(bytearray(min(num_bytes, _SCRATCH_BYTES)))
+        while num_bytes > 0:
+            if received := self.read_some([scratch[:num_bytes]]):
+                num_bytes -= received
+            else:
+                self.wait()
+
+    def _read_all(self, buffers: list[memoryview]) -> None:
+        while buffers:
+            if received := self.read_some(buffers):
+                advance(buffers, received)
+            else:
+                self.wait()
+
+    def service(self) -> None:
+        """Run what was posted and send what fits, without waiting. Between frames, so that a flood cannot starve it."""
+        if self._waker.signalled:
+            self._waker.clear()
+            self._events.on_posted()
+        self._send()
+
+    def wait(self) -> None:
+        """Until bytes may have arrived. Sends, runs posted work and checks deadlines meanwhile."""
+        while True:
+            self.service()
+            delay = self._events.on_tick(self._clock())
+            wants_output = bool(self._out)
+            if wants_output != self._wants_output:
+                self._poll.modify(self._sock, select.POLLIN | (select.POLLOUT if wants_output else 0))
+                self._wants_output = wants_output
+            ready = dict(self._poll.poll(None if delay is None else max(0.0, delay) * 1000))
+            if ready.get(self._sock.fileno(), 0) & ~select.POLLOUT:
+                return
+
+    def _send(self) -> None:
+        """Until the socket is full or nothing is left; after a burst the owner first looks at what has come in."""
+        burst = 0
+        while self._out or self._refill():
+            if burst >= _MAX_BURST_BYTES:
+                return
+            try:
+                sent = self._sock.sendmsg(list(islice(self._out, _MAX_IOVECS)))
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as error:
+                raise TransferError(f"the connection was lost: {error.strerror or error}") from error
+            burst += sent
+            self._drop_sent(sent)
+
+    def _refill(self) -> bool:
+        frame = self._events.next_frame()
+        if frame is not None:
+            self.queue(*frame)
+        return bool(self._out)
+
+    def _drop_sent(self, sent: int) -> None:
+        self.bytes_sent += sent
+        while sent > 0:
+            head = self._out.popleft()
+            if sent < len(head):
+                self._out.appendleft(head[sent:])
+            sent -= len(head)
+
+    def close(self) -> None:
+        self._out.clear()
+        self._sock.close()
+
+
+def advance(buffers: list[memoryview], received: int) -> None:
+    """Drop the first `received` bytes of `buffers`."""
+    index = 0
+    while index < len(buffers) and received >= len(buffers[index]):
+        received -= len(buffers[index])
+        index += 1
+    del buffers[:index]
+    if received:
+        buffers[0] = buffers[0][received:]

@@ -1,0 +1,347 @@
+"""Decode side: the connection to one prefill worker, shared by all orders that go there.
+
+One thread owns the connection. It connects, agrees with the peer, sends orders and writes what arrives into the
+reserved blocks. `Attempt.landing` guards those blocks: it is held during each write and by whoever withdraws the
+attempt, and a write first looks whether the attempt is still open.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from socket import create_connection
+
+from tandem_worker.engine.base import RemotePrefill
+from tandem_worker.errors import TransferError
+from tandem_worker.transfer import protocol
+from tandem_worker.transfer.base import Identity, TransferTimeouts
+from tandem_worker.transfer.blocks import BlockSpace, BlockWriter, checksum
+from tandem_worker.transfer.channel import Channel, Waker, advance, configure
+from tandem_worker.transfer.protocol import BlockRange, Done, Header, Kind
+from tandem_worker.transfer.reception import Reception
+
+logger = logging.getLogger(__name__)
+
+MAX_RESENDS = 2
+_FROM_PREFILL = frozenset({Kind.BLOCKS, Kind.DONE, Kind.FAILED, Kind.HEARTBEAT})
+_HELLO = frozenset({Kind.HELLO, Kind.REFUSED})
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """One order at one endpoint."""
+
+    order: RemotePrefill
+    reception: Reception
+    transfer: int = 0
+    landing: threading.Lock = field(default_factory=threading.Lock)
+    is_open: bool = True
+    """False once withdrawn or ended: what still arrives is thrown away. Written under `landing`."""
+    resends: int = 0
+    last_progress: float = 0.0
+
+    def close(self) -> bool:
+        """End it; when this returns no byte of it will be written any more. False when it had ended before."""
+        with self.landing:
+            was_open, self.is_open = self.is_open, False
+        return was_open
+
+
+class LinkListener:
+    """What a link reports, on its own thread and without holding a lock. Each attempt ends in at most one report."""
+
+    def attempt_done(self, attempt: Attempt, done: Done, worker: str) -> None:
+        raise NotImplementedError
+
+    def attempt_failed(self, attempt: Attempt, reason: str) -> None:
+        raise NotImplementedError
+
+    def attempt_resent(self, attempt: Attempt) -> None:
+        raise NotImplementedError
+
+    def received(self, num_bytes: int, seconds: float) -> None:
+        raise NotImplementedError
+
+    def link_closed(self, link: Link, reason: str) -> None:
+        raise NotImplementedError
+
+
+class Link:
+    """Implements `channel.Events`."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        identity: Identity,
+        space: BlockSpace,
+        listener: LinkListener,
+        verify: bool,
+        timeouts: TransferTimeouts,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.endpoint = endpoint
+        self._identity = identity
+        self._space = space
+        self._listener = listener
+        self._verify = verify
+        self._timeouts = timeouts
+        self._clock = clock
+        self._lock = threading.Lock()
+        """Guards `_closed`, and that nothing is posted after closing."""
+        self._closed = False
+        self._close_reason: str | None = None
+        self._ordered: deque[Attempt] = deque()
+        self._withdrawn: deque[Attempt] = deque()
+        self._waker = Waker()
+        self._active: dict[int, Attempt] = {}
+        self._next_transfer = 1
+        self._peer: Identity | None = None
+        self._peer_progress = -1
+        self._progressed_at = 0.0
+        self._busy_since: float | None = None
+        self._next_check = 0.0
+        self._handshake_deadline: float | None = None
+        self._channel: Channel | None = None
+        self._thread = threading.Thread(target=self._run, name=f"kv-link-{endpoint}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def established(self) -> bool:
+        """Whether the peer was ever reached and agreed with."""
+        return self._peer is not None
+
+    @property
+    def connected(self) -> bool:
+        return self.established and not self._closed
+
+    def submit(self, attempt: Attempt) -> bool:
+        """Send the order of `attempt` when the connection stands. False when this link is closed. Any thread."""
+        return self._post(self._ordered, attempt)
+
+    def withdraw(self, attempt: Attempt) -> None:
+        """Nothing of `attempt` is written any more when this returns; the peer is told later. Any thread."""
+        if attempt.close():
+            self._post(self._withdrawn, attempt)
+
+    def close(self, reason: str) -> None:
+        """End the connection; open attempts fail with `reason`. Any thread."""
+        self._close_reason = reason
+        self._waker.wake()
+
+    def join(self, timeout: float) -> None:
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
+
+    def _post(self, queue: deque[Attempt], attempt: Attempt) -> bool:
+        with self._lock:
+            if self._closed:
+                return False
+            queue.append(attempt)
+        self._waker.wake()
+        return True
+
+    # The owner's thread.
+
+    def _run(self) -> None:
+        reason = "the link was closed"
+        try:
+            channel = self._connect()
+            writer = self._space.writer()
+            while True:
+                header = protocol.decode_header(channel.read(protocol.HEADER_BYTES), _FROM_PREFILL)
+                self._take(channel, header, writer)
+                channel.service()
+        except TransferError as error:
+            reason = f"{self.endpoint}: {error}"
+        except Exception as error:  # a defect must not leave requests waiting for ever
+            logger.exception("the KV link to %s failed", self.endpoint)
+            reason = f"{self.endpoint}: internal error: {error!r}"
+        finally:
+            self._end(reason)
+
+    def _connect(self) -> Channel:
+        host, _, port = self.endpoint.rpartition(":")
+        try:
+            sock = create_connection((host.strip("[]"), int(port)), timeout=self._timeouts.connect)
+        except (OSError, ValueError, OverflowError) as error:
+            raise TransferError(f"cannot connect: {error}") from error
+        configure(sock)
+        channel = self._channel = Channel(sock, self._waker, self, self._clock)
+        channel.queue(protocol.encode_hello(self._identity))
+        self._handshake_deadline = self._clock() + self._timeouts.handshake
+        header = protocol.decode_header(channel.read(protocol.HEADER_BYTES), _HELLO)
+        body = bytes(channel.read(header.length))
+        if header.kind is Kind.REFUSED:
+            raise TransferError(f"refused: {protocol.decode_text(body)}")
+        peer = protocol.decode_hello(body)
+        if refusal := self._identity.refusal(peer):
+            raise TransferError(refusal)
+        self._peer, self._handshake_deadline = peer, None
+        self._take_posted(channel)
+        return channel
+
+    def _take(self, channel: Channel, header: Header, writer: BlockWriter) -> None:
+        if header.kind is Kind.BLOCKS:
+            self._take_blocks(channel, header, writer)
+            return
+        body = bytes(channel.read(header.length))
+        if header.kind is Kind.HEARTBEAT:
+            if (progress := protocol.decode_heartbeat(body)) != self._peer_progress:
+                self._peer_progress, self._progressed_at = progress, self._clock()
+            return
+        attempt = self._active.get(header.transfer)
+        if attempt is None:
+            return
+        if header.kind is Kind.FAILED:
+            self._fail(attempt, f"{self.endpoint}: {protocol.decode_text(body)}")
+        else:
+            self._take_done(channel, attempt, protocol.decode_done(body))
+
+    def _take_blocks(self, channel: Channel, header: Header, writer: BlockWriter) -> None:
+        if header.length < protocol.BLOCKS_BYTES:
+            raise TransferError("the peer sent a BLOCKS frame that cannot be read")
+        blocks = protocol.decode_blocks_fixed(channel.read(protocol.BLOCKS_BYTES))
+        sums_bytes = protocol.CHECKSUM_BYTES * blocks.count
+        payload_bytes = header.length - protocol.BLOCKS_BYTES - sums_bytes
+        attempt = self._active.get(header.transfer)
+        block_ids = attempt.reception.expected(blocks) if attempt is not None else None
+        if attempt is None or block_ids is None:
+            channel.discard(sums_bytes + payload_bytes)
+            return
+        if payload_bytes != blocks.count * self._space.layout.block_bytes[blocks.layer]:
+            raise TransferError(f"the peer sent a BLOCKS frame of {header.length} bytes, which {blocks} does not take")
+        sums = protocol.decode_checksums(channel.read(sums_bytes))
+        started = self._clock()
+        landed = self._land(channel, attempt, blocks, block_ids, sums, writer)
+        ended = self._clock()
+        if landed:
+            attempt.last_progress = ended
+        self._listener.received(payload_bytes, ended - started)
+
+    def _land(
+        self,
+        channel: Channel,
+        attempt: Attempt,
+        blocks: BlockRange,
+        block_ids: tuple[int, ...],
+        sums: Sequence[int],
+        writer: BlockWriter,
+    ) -> bool:
+        """Receive a payload into the reserved blocks. False when the attempt was withdrawn meanwhile."""
+        views = writer.views(blocks.layer, block_ids)
+        pending = list(views.spans)
+        while pending:
+            with attempt.landing:
+                if not attempt.is_open:
+                    break
+                received = channel.read_some(pending)
+            if received:
+                advance(pending, received)
+            else:
+                channel.wait()
+        if pending:
+            channel.discard(sum(len(view) for view in pending))
+            return False
+        good = [True] * len(block_ids)
+        if self._verify:
+            good = [checksum(view) == wanted for view, wanted in zip(views.blocks, sums, strict=True)]
+        with attempt.landing:
+            if not attempt.is_open:
+                return False
+            writer.commit(blocks.layer, block_ids, good)
+        attempt.reception.record(blocks, good)
+        return True
+
+    def _take_done(self, channel: Channel, attempt: Attempt, done: Done) -> None:
+        assert self._peer is not None, "frames come after the handshake"
+        if not attempt.reception.complete:
+            if attempt.resends == MAX_RESENDS:
+                self._fail(attempt, f"{self.endpoint}: blocks arrived damaged {MAX_RESENDS + 1} times")
+                return
+            attempt.resends += 1
+            self._listener.attempt_resent(attempt)
+            channel.queue(protocol.encode_resend(attempt.transfer, attempt.reception.missing()))
+            return
+        del self._active[attempt.transfer]
+        channel.queue(protocol.encode_release(attempt.transfer))
+        if attempt.close():
+            self._listener.attempt_done(attempt, done, self._peer.worker)
+
+    def _fail(self, attempt: Attempt, reason: str) -> None:
+        self._active.pop(attempt.transfer, None)
+        if self._channel is not None and attempt.transfer:
+            self._channel.queue(protocol.encode_cancel(attempt.transfer))
+        if attempt.close():
+            self._listener.attempt_failed(attempt, reason)
+
+    def _take_posted(self, channel: Channel) -> None:
+        while self._ordered:
+            self._order(channel, self._ordered.popleft())
+        while self._withdrawn:  # after the orders: nobody withdraws what was not submitted before
+            transfer = self._withdrawn.popleft().transfer
+            if self._active.pop(transfer, None) is not None:
+                channel.queue(protocol.encode_cancel(transfer))
+
+    def _order(self, channel: Channel, attempt: Attempt) -> None:
+        if not attempt.is_open:
+            return
+        attempt.transfer, self._next_transfer = self._next_transfer, self._next_transfer + 1
+        attempt.last_progress = self._clock()
+        self._active[attempt.transfer] = attempt
+        try:
+            channel.queue(protocol.encode_prefill(attempt.transfer, attempt.order))
+        except TransferError as error:
+            self._fail(attempt, str(error))
+
+    def _end(self, reason: str) -> None:
+        with self._lock:
+            self._closed = True
+        self._waker.close()
+        if self._channel is not None:
+            self._channel.close()
+        self._listener.link_closed(self, reason)
+        lost = [attempt for attempt in (*self._active.values(), *self._ordered) if attempt.close()]
+        self._active.clear()
+        for attempt in lost:
+            self._listener.attempt_failed(attempt, reason)
+
+    # channel.Events
+
+    def on_posted(self) -> None:
+        if self._close_reason is not None:
+            raise TransferError(self._close_reason)
+        if self._peer is not None and self._channel is not None:  # before the handshake orders wait
+            self._take_posted(self._channel)
+
+    def on_tick(self, now: float) -> float | None:
+        if self._handshake_deadline is not None:
+            if now >= self._handshake_deadline:
+                raise TransferError(f"no hello from the peer within {self._timeouts.handshake:g} s")
+            return self._handshake_deadline - now
+        if not self._active:
+            self._busy_since = None
+            return None
+        if self._busy_since is None:
+            self._busy_since = now
+        if now >= self._next_check:  # `wait` comes here many times a second while blocks arrive
+            self._next_check = now + min(self._timeouts.heartbeat, self._timeouts.silence / 4, self._timeouts.stall / 4)
+            self._check_progress(now, self._busy_since)
+        return self._next_check - now
+
+    def _check_progress(self, now: float, busy_since: float) -> None:
+        assert self._channel is not None, "orders are active on a connection that stands"
+        if now - max(self._channel.last_received, busy_since) > self._timeouts.silence:
+            raise TransferError(f"the peer has been silent for {self._timeouts.silence:g} s")
+        for attempt in list(self._active.values()):
+            if now - max(attempt.last_progress, self._progressed_at) > self._timeouts.stall:
+                self._fail(attempt, f"{self.endpoint}: no progress for {self._timeouts.stall:g} s")
+
+    def next_frame(self) -> None:
+        return None

@@ -1,0 +1,269 @@
+"""Frames of the TCP transport: a pure codec between bytes and values.
+
+A connection is opened by the decode worker. Both sides say HELLO first; then the decode worker sends PREFILL orders,
+each under a number (`transfer`) of its own choosing that it never uses twice on a connection, and the prefill worker
+answers with BLOCKS, then DONE:
+
+    decode ── HELLO, PREFILL, RESEND, RELEASE, CANCEL ──▶ prefill
+    decode ◀─ HELLO or REFUSED, BLOCKS, DONE, FAILED, HEARTBEAT ── prefill
+
+Every frame is a 16-byte header (length of the body, kind, transfer) and a body. All numbers are little-endian. Every
+kind has a largest body, so a stranger's bytes never make us allocate or skip more than that: `decode_header` refuses
+what is larger. All functions raise `TransferError` on what they cannot read, and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+from tandem_worker.engine.base import RemotePrefill
+from tandem_worker.errors import TransferError
+from tandem_worker.transfer.base import Identity
+
+MAGIC = "tandem-kv"
+VERSION = 1
+
+_HEADER = struct.Struct("<IB3xQ")
+_PREFILL = struct.Struct("<IIIiHH")  # tokens, cached tokens, generation, priority, bytes of request id, of salt
+_BLOCKS = struct.Struct("<HHII")  # layer, spare, first index, count
+_RANGE = struct.Struct("<HHII")  # the same, in RESEND
+_DONE = struct.Struct("<I")  # cached tokens
+_HEARTBEAT = struct.Struct("<Q")  # progress of the engine
+
+HEADER_BYTES = _HEADER.size
+BLOCKS_BYTES = _BLOCKS.size
+CHECKSUM_BYTES = 8
+MAX_HELLO_BYTES = 4096
+MAX_TEXT_BYTES = 1024
+MAX_PAYLOAD_BYTES = 4 << 20
+"""Of one BLOCKS frame; a single block may be larger (up to MAX_BLOCK_BYTES) and then travels alone."""
+MAX_BLOCK_BYTES = 64 << 20
+MAX_BLOCKS_PER_FRAME = 1024
+MAX_RESEND_RANGES = 4096
+MAX_TOKENS = 10_485_760
+MAX_LOGITS_BYTES = 8 << 20
+
+
+class Kind(IntEnum):
+    HELLO = 1
+    REFUSED = 2
+    PREFILL = 3
+    BLOCKS = 4
+    DONE = 5
+    FAILED = 6
+    CANCEL = 7
+    RESEND = 8
+    RELEASE = 9
+    HEARTBEAT = 10
+
+
+_MAX_BODY = {
+    Kind.HELLO: MAX_HELLO_BYTES,
+    Kind.REFUSED: MAX_TEXT_BYTES,
+    Kind.PREFILL: _PREFILL.size + 4 * MAX_TOKENS + 2 * 0xFFFF,
+    Kind.BLOCKS: BLOCKS_BYTES + CHECKSUM_BYTES * MAX_BLOCKS_PER_FRAME + MAX_BLOCK_BYTES,
+    Kind.DONE: _DONE.size + MAX_LOGITS_BYTES,
+    Kind.FAILED: MAX_TEXT_BYTES,
+    Kind.CANCEL: 0,
+    Kind.RESEND: _RANGE.size * MAX_RESEND_RANGES,
+    Kind.RELEASE: 0,
+    Kind.HEARTBEAT: _HEARTBEAT.size,
+}
+
+
+class Header(NamedTuple):
+    length: int
+    kind: Kind
+    transfer: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRange:
+    """`count` consecutive blocks of the prompt in one layer, beginning with prompt block `first`."""
+
+    layer: int
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    num_cached_tokens: int
+    logits: bytes
+
+
+def encode_header(kind: Kind, transfer: int, length: int) -> bytes:
+    return _HEADER.pack(length, kind, transfer)
+
+
+def decode_header(data: bytes | bytearray | memoryview, allowed: frozenset[Kind]) -> Header:
+    """`allowed` are the kinds that make sense now: before HELLO only HELLO, and never the peer's own."""
+    length, number, transfer = _HEADER.unpack(data)
+    try:
+        kind = Kind(number)
+    except ValueError:
+        raise TransferError(f"the peer sent a frame of unknown kind {number}") from None
+    if kind not in allowed:
+        raise TransferError(f"the peer sent an unexpected {kind.name} frame")
+    if length > _MAX_BODY[kind]:
+        raise TransferError(f"the peer sent a {kind.name} frame of {length} bytes; at most {_MAX_BODY[kind]} are taken")
+    return Header(length, kind, transfer)
+
+
+def _frame(kind: Kind, transfer: int, body: bytes = b"") -> bytes:
+    return encode_header(kind, transfer, len(body)) + body
+
+
+def encode_hello(identity: Identity) -> bytes:
+    body = json.dumps(
+        {
+            "magic": MAGIC,
+            "version": VERSION,
+            "worker": identity.worker,
+            "revision": identity.revision,
+            "modelDigest": identity.model_digest,
+            "layout": identity.layout,
+        }
+    ).encode()
+    if len(body) > MAX_HELLO_BYTES:
+        raise TransferError(f"our hello takes {len(body)} bytes, more than the {MAX_HELLO_BYTES} that peers accept")
+    return _frame(Kind.HELLO, 0, body)
+
+
+def decode_hello(body: bytes) -> Identity:
+    try:
+        fields = json.loads(body)
+        magic, version = fields["magic"], fields["version"]
+        identity = Identity(
+            worker=str(fields["worker"]),
+            revision=str(fields["revision"]),
+            model_digest=str(fields["modelDigest"]),
+            layout=str(fields["layout"]),
+        )
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise TransferError("the peer's hello is not one of Tandem's KV transport") from error
+    if magic != MAGIC:
+        raise TransferError("the peer's hello is not one of Tandem's KV transport")
+    if version != VERSION:
+        raise TransferError(f"the peer speaks version {version!r} of the KV transport, we speak {VERSION}")
+    return identity
+
+
+def encode_text(kind: Kind, transfer: int, text: str) -> bytes:
+    """REFUSED or FAILED with its reason, cut to what peers accept."""
+    return _frame(kind, transfer, text.encode()[:MAX_TEXT_BYTES])
+
+
+def decode_text(body: bytes) -> str:
+    return body.decode(errors="replace")
+
+
+def _little_endian(values: array[int]) -> array[int]:
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values
+
+
+def encode_prefill(transfer: int, order: RemotePrefill) -> bytes:
+    request_id, salt = order.request_id.encode(), order.cache_salt.encode()
+    if len(request_id) > 0xFFFF or len(salt) > 0xFFFF or len(order.token_ids) > MAX_TOKENS:
+        raise TransferError("the request id, the cache salt or the prompt is too long for the KV transport")
+    fixed = _PREFILL.pack(
+        len(order.token_ids), order.num_cached_tokens, order.generation, order.priority, len(request_id), len(salt)
+    )
+    tokens = _little_endian(array("I", order.token_ids)).tobytes()
+    return _frame(Kind.PREFILL, transfer, fixed + tokens + request_id + salt)
+
+
+def decode_prefill(body: bytes) -> RemotePrefill:
+    """The order as the prefill engine takes it: without blocks and endpoints."""
+    try:
+        num_tokens, cached, generation, priority, id_bytes, salt_bytes = _PREFILL.unpack_from(body)
+        offset = _PREFILL.size + 4 * num_tokens
+        if len(body) != offset + id_bytes + salt_bytes:
+            raise TransferError("the peer sent a PREFILL frame whose length contradicts its contents")
+        tokens = array("I")
+        tokens.frombytes(body[_PREFILL.size : offset])
+        request_id = body[offset : offset + id_bytes].decode()
+        salt = body[offset + id_bytes :].decode()
+    except (struct.error, UnicodeDecodeError) as error:
+        raise TransferError("the peer sent a PREFILL frame that cannot be read") from error
+    if num_tokens == 0 or cached >= num_tokens:
+        raise TransferError("the peer ordered a prefill of no tokens")
+    return RemotePrefill(
+        request_id=request_id,
+        generation=generation,
+        token_ids=tuple(_little_endian(tokens)),
+        num_cached_tokens=cached,
+        block_ids=(),
+        endpoints=(),
+        cache_salt=salt,
+        priority=priority,
+    )
+
+
+def encode_blocks_head(transfer: int, blocks: BlockRange, checksums: Sequence[int], payload_bytes: int) -> bytes:
+    """Everything of a BLOCKS frame but the payload."""
+    sums = _little_endian(array("Q", checksums)).tobytes()
+    fixed = _BLOCKS.pack(blocks.layer, 0, blocks.first, blocks.count)
+    return encode_header(Kind.BLOCKS, transfer, len(fixed) + len(sums) + payload_bytes) + fixed + sums
+
+
+def decode_blocks_fixed(data: bytes | bytearray | memoryview) -> BlockRange:
+    """The first `BLOCKS_BYTES` of a BLOCKS body."""
+    layer, _, first, count = _BLOCKS.unpack(data)
+    if not 0 < count <= MAX_BLOCKS_PER_FRAME:
+        raise TransferError(f"the peer sent a BLOCKS frame of {count} blocks; 1 to {MAX_BLOCKS_PER_FRAME} are taken")
+    return BlockRange(layer, first, count)
+
+
+def decode_checksums(data: bytes | bytearray | memoryview) -> array[int]:
+    sums = array("Q")
+    sums.frombytes(data)
+    return _little_endian(sums)
+
+
+def encode_done(transfer: int, done: Done) -> bytes:
+    return _frame(Kind.DONE, transfer, _DONE.pack(done.num_cached_tokens) + done.logits)
+
+
+def decode_done(body: bytes) -> Done:
+    if len(body) < _DONE.size:
+        raise TransferError("the peer sent a DONE frame that cannot be read")
+    return Done(_DONE.unpack_from(body)[0], body[_DONE.size :])
+
+
+def encode_resend(transfer: int, ranges: Sequence[BlockRange]) -> bytes:
+    body = b"".join(_RANGE.pack(r.layer, 0, r.first, r.count) for r in ranges[:MAX_RESEND_RANGES])
+    return _frame(Kind.RESEND, transfer, body)
+
+
+def decode_resend(body: bytes) -> list[BlockRange]:
+    if not body or len(body) % _RANGE.size:
+        raise TransferError("the peer sent a RESEND frame that cannot be read")
+    return [BlockRange(layer, first, count) for layer, _, first, count in _RANGE.iter_unpack(body)]
+
+
+def encode_cancel(transfer: int) -> bytes:
+    return _frame(Kind.CANCEL, transfer)
+
+
+def encode_release(transfer: int) -> bytes:
+    return _frame(Kind.RELEASE, transfer)
+
+
+def encode_heartbeat(progress: int) -> bytes:
+    return _frame(Kind.HEARTBEAT, 0, _HEARTBEAT.pack(progress))
+
+
+def decode_heartbeat(body: bytes) -> int:
+    if len(body) != _HEARTBEAT.size:
+        raise TransferError("the peer sent a HEARTBEAT frame that cannot be read")
+    return _HEARTBEAT.unpack(body)[0]

@@ -1,0 +1,72 @@
+"""Decode side bookkeeping of one order: which blocks are still missing. Pure.
+
+A block is missing until it arrived with a good checksum. A frame with a block that is not missing is a duplicate and is
+not written anywhere: what was verified stays as it was verified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tandem_worker.engine.base import RemotePrefill
+from tandem_worker.errors import TransferError
+from tandem_worker.transfer.protocol import MAX_BLOCKS_PER_FRAME, BlockRange
+
+
+class Reception:
+    """What has arrived of the blocks behind the ones that were cached here."""
+
+    def __init__(self, order: RemotePrefill, *, num_layers: int, block_size: int) -> None:
+        num_blocks = -(-len(order.token_ids) // block_size)
+        assert order.num_cached_tokens % block_size == 0, "the cached part of a prompt ends at a block boundary"
+        assert len(order.block_ids) >= num_blocks, "the whole prompt is reserved"
+        self._block_ids = order.block_ids[:num_blocks]
+        self._skip = order.num_cached_tokens // block_size
+        self._num_layers = num_layers
+        self._per_layer = num_blocks - self._skip
+        self._arrived = bytearray(num_layers * self._per_layer)
+        self._num_missing = len(self._arrived)
+
+    @property
+    def complete(self) -> bool:
+        return self._num_missing == 0
+
+    def expected(self, blocks: BlockRange) -> tuple[int, ...] | None:
+        """Ids of the local blocks to write; None for a duplicate.
+
+        Raises:
+            TransferError: the order has no such blocks.
+        """
+        if blocks.layer >= self._num_layers or not (
+            self._skip <= blocks.first and blocks.first + blocks.count <= len(self._block_ids)
+        ):
+            raise TransferError(
+                f"the peer sent blocks {blocks.first} to {blocks.first + blocks.count - 1} of layer {blocks.layer}; "
+                f"ordered were {self._skip} to {len(self._block_ids) - 1} of {self._num_layers} layers"
+            )
+        start = self._offset(blocks)
+        if any(self._arrived[start : start + blocks.count]):
+            return None
+        return self._block_ids[blocks.first : blocks.first + blocks.count]
+
+    def record(self, blocks: BlockRange, good: Sequence[bool]) -> None:
+        """Note which of the `expected` blocks arrived intact."""
+        start = self._offset(blocks)
+        self._arrived[start : start + blocks.count] = bytes(good)
+        self._num_missing -= sum(good)
+
+    def missing(self) -> list[BlockRange]:
+        """Runs of blocks that have not arrived intact, each short enough for one frame."""
+        runs: list[BlockRange] = []
+        for layer in range(self._num_layers):
+            row = self._arrived[layer * self._per_layer : (layer + 1) * self._per_layer]
+            start = row.find(0)
+            while start >= 0:
+                end = row.find(1, start)
+                end = min(len(row) if end < 0 else end, start + MAX_BLOCKS_PER_FRAME)
+                runs.append(BlockRange(layer, self._skip + start, end - start))
+                start = row.find(0, end)
+        return runs
+
+    def _offset(self, blocks: BlockRange) -> int:
+        return blocks.layer * self._per_layer + blocks.first - self._skip
