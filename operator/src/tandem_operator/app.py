@@ -1,0 +1,190 @@
+"""The running operator: waits for leadership, then watches and reconciles until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from contextlib import AsyncExitStack, suppress
+from typing import Any
+
+import aiohttp
+import kopf
+from tandem_api import names
+
+from tandem_operator import metrics, web
+from tandem_operator.errors import APIError
+from tandem_operator.kube.client import KubeClient, connect
+from tandem_operator.kube.store import ChildStore
+from tandem_operator.kube.watch import Watcher
+from tandem_operator.leader import LeaderElection
+from tandem_operator.manifests import WATCHED_KINDS, ModelKey
+from tandem_operator.reconciler import Reconciler
+from tandem_operator.recorder import EventRecorder
+from tandem_operator.settings import OperatorSettings
+from tandem_operator.workqueue import WorkQueue
+
+_CRD_POLL_SECONDS = 2.0
+
+log = logging.getLogger(__name__)
+
+
+class Operator:
+    """One process. Followers do nothing but wait for the lease."""
+
+    def __init__(self, settings: OperatorSettings, client: KubeClient) -> None:
+        self._settings = settings
+        self._client = client
+        self._queue = WorkQueue()
+        self._store = ChildStore()
+        recorder = EventRecorder(client, instance=settings.lease.identity)
+        self._reconciler = Reconciler(client, self._store, settings.release, recorder)
+        self._models: set[ModelKey] = set()
+        self._connected = False
+
+    @property
+    def is_ready(self) -> bool:
+        """The API server answers. A follower is ready too: it can take over at once."""
+        return self._connected
+
+    async def run(self) -> int:
+        """Run until SIGTERM (0) or until leadership is lost (1)."""
+        election = LeaderElection(self._client, self._settings.lease)
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+        stopped = asyncio.create_task(stop.wait(), name="stop")
+        if not await _first(stopped, self._prepare(election)):
+            return 0
+        metrics.LEADER.set(1)
+        try:
+            return await self._lead(election, stopped)
+        finally:
+            metrics.LEADER.set(0)
+            await election.release()
+
+    async def _prepare(self, election: LeaderElection) -> None:
+        """Wait for the API server, for the InferenceModel type, and for leadership."""
+        while True:
+            try:
+                await self._client.get(f"/apis/{names.API_VERSION}")
+                break
+            except (APIError, aiohttp.ClientError, TimeoutError) as error:
+                self._connected = isinstance(error, APIError)
+                log.warning("InferenceModel is not served yet; install the CRD", extra={"error": str(error)})
+                await asyncio.sleep(_CRD_POLL_SECONDS)
+        self._connected = True
+        await election.acquire()
+
+    async def _lead(self, election: LeaderElection, stopped: asyncio.Task[Any]) -> int:
+        held = asyncio.create_task(election.hold(), name="lease")
+        tasks: list[asyncio.Task[Any]] = [held]
+        try:
+            watchers = [
+                Watcher(self._client, self._store, kind, namespace, on_change=self._on_child)
+                for kind in WATCHED_KINDS
+                for namespace in self._settings.namespaces or (None,)
+            ]
+            tasks += [asyncio.create_task(watcher.run(), name=f"watch {watcher}") for watcher in watchers]
+            synced = asyncio.gather(*(watcher.synced.wait() for watcher in watchers))
+            if not await _first(stopped, _first(held, synced)):
+                return 0
+            tasks += [asyncio.create_task(self._work(), name="worker") for _ in range(self._settings.workers)]
+            tasks.append(asyncio.create_task(self._resync(), name="resync"))
+            stop_kopf = asyncio.Event()
+            models = asyncio.create_task(self._watch_models(stop_kopf), name="kopf")
+            await asyncio.wait([*tasks, models, stopped], return_when=asyncio.FIRST_COMPLETED)
+            stop_kopf.set()
+            await models
+            return 1 if held.done() else 0
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _watch_models(self, stop: asyncio.Event) -> None:
+        """InferenceModels by kopf. Event handlers alone: kopf then writes neither annotations nor finalizers."""
+        registry = kopf.OperatorRegistry()
+        kopf.on.login(registry=registry)(kopf.login_via_client)
+        kopf.on.event(names.GROUP, names.VERSION, names.PLURAL, registry=registry)(self._on_model)
+        settings = kopf.OperatorSettings()
+        settings.posting.enabled = False
+        settings.scanning.disabled = True  # needs no permission to watch CRDs and namespaces
+        await kopf.operator(
+            registry=registry,
+            settings=settings,
+            standalone=True,
+            clusterwide=not self._settings.namespaces,
+            namespaces=self._settings.namespaces,
+            stop_flag=stop,
+        )
+
+    async def _on_model(self, *, type: str | None, namespace: str | None, name: str, **_: Any) -> None:
+        assert namespace is not None  # InferenceModels are namespaced
+        key = ModelKey(namespace, name)
+        if type == "DELETED":
+            self._models.discard(key)
+            self._queue.forget(key)
+        else:
+            self._models.add(key)
+            self._queue.add(key)
+        metrics.MODELS.set(len(self._models))
+
+    def _on_child(self, key: ModelKey) -> None:
+        self._queue.add(key)
+
+    async def _resync(self) -> None:
+        while True:
+            await asyncio.sleep(self._settings.resync_seconds)
+            for key in self._models:
+                self._queue.add(key)
+
+    async def _work(self) -> None:
+        while True:
+            key = await self._queue.take()
+            metrics.QUEUE_DEPTH.set(len(self._queue))
+            started, failed = time.monotonic(), True
+            try:
+                again = await self._reconciler.reconcile(key)
+                failed = False
+                if again is not None:
+                    self._queue.add_later(key, again)
+            except (APIError, aiohttp.ClientError, TimeoutError) as error:
+                log.warning("will try again", extra={"model": str(key), "error": f"{type(error).__name__}: {error}"})
+            except Exception:
+                # A defect met by one model must not stop the others.
+                log.exception("reconcile failed", extra={"model": str(key)})
+            finally:
+                self._queue.done(key, failed=failed)
+            metrics.RECONCILE_SECONDS.observe(time.monotonic() - started)
+            metrics.RECONCILES.labels("error" if failed else "success").inc()
+
+
+async def _first(winner: asyncio.Future[Any], work: Any) -> bool:
+    """Wait for `work` unless `winner` is done first. True when the work was done."""
+    task = asyncio.ensure_future(work)
+    await asyncio.wait([winner, task], return_when=asyncio.FIRST_COMPLETED)
+    if task.done():
+        task.result()
+        return True
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+    return False
+
+
+async def run_operator(settings: OperatorSettings) -> int:
+    """The exit code of one operator process."""
+    async with AsyncExitStack() as stack:
+        client = await connect()
+        stack.push_async_callback(client.close)
+        operator = Operator(settings, client)
+        await web.serve(
+            stack,
+            health_port=settings.health_port,
+            metrics_port=settings.metrics_port,
+            is_ready=lambda: operator.is_ready,
+        )
+        return await operator.run()

@@ -1,0 +1,117 @@
+"""Why a pod is not up, as a person should read it: one CamelCase reason and one sentence."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, cast
+
+from tandem_operator.manifests import Manifest, dig, dig_list
+
+_IMAGE_REASONS = frozenset({"ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull", "RegistryUnavailable"})
+_CONFIG_REASONS = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunContainerError"})
+_MISSING_CLAIM = re.compile(r'persistentvolumeclaim "([^"]+)" not found')
+_REASON = re.compile(r"[A-Z][A-Za-z0-9]{0,63}")
+_MESSAGE_MAX = 600
+OUT_OF_MEMORY = "OutOfMemory"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Something that keeps the model from being ready."""
+
+    reason: str
+    message: str
+    stalled: bool = False
+    """It needs a person; waiting alone will not do."""
+    from_worker: bool = False
+    """The worker itself said so: it is about the model rather than about Kubernetes."""
+
+
+def role_problem(pods: Iterable[Manifest]) -> Problem | None:
+    """The most telling problem among a role's pods: one that needs a person first, then by pod name."""
+    ordered = sorted(pods, key=lambda pod: str(dig(pod, "metadata", "name")))
+    found = [problem for pod in ordered if (problem := pod_problem(pod)) is not None]
+    return min(found, key=lambda problem: not problem.stalled, default=None)
+
+
+def pod_problem(pod: Manifest) -> Problem | None:
+    """Why this pod is not up; None for a pod that is ready, leaving, or on its way without trouble."""
+    if dig(pod, "metadata", "deletionTimestamp") is not None or is_ready(pod):
+        return None
+    name = str(dig(pod, "metadata", "name"))
+    for status in [*dig_list(pod, "status", "initContainerStatuses"), *dig_list(pod, "status", "containerStatuses")]:
+        if (problem := _container_problem(name, status)) is not None:
+            return problem
+    return _scheduling_problem(name, pod)
+
+
+def is_ready(pod: Manifest) -> bool:
+    return _condition(pod, "Ready").get("status") == "True"
+
+
+def _condition(pod: Manifest, kind: str) -> Manifest:
+    conditions = dig_list(pod, "status", "conditions")
+    return next((condition for condition in conditions if condition.get("type") == kind), Manifest())
+
+
+def _scheduling_problem(name: str, pod: Manifest) -> Problem | None:
+    scheduled = _condition(pod, "PodScheduled")
+    if scheduled.get("status") != "False" or scheduled.get("reason") not in ("Unschedulable", "SchedulingGated"):
+        return None
+    message = str(scheduled.get("message", ""))
+    if claim := _MISSING_CLAIM.search(message):
+        text = f"Pod {name}: PersistentVolumeClaim {claim[1]} does not exist in this namespace; create it"
+        return Problem(reason="VolumeClaimNotFound", message=text, stalled=True)
+    return Problem(reason=str(scheduled["reason"]), message=f"Pod {name}: {_short(message)}")
+
+
+def _container_problem(name: str, status: Manifest) -> Problem | None:
+    waiting = dig(status, "state", "waiting")
+    reason, message = str(dig(waiting, "reason")), str(dig(waiting, "message") or "")
+    image = status.get("image", "")
+    if reason in _IMAGE_REASONS:
+        # The kubelet alternates between the error and its back-off, which quotes the error: keep what is common.
+        detail = message.rpartition("ErrImagePull: ")[2]
+        detail = "" if detail.startswith("Back-off") else f": {_short(detail)}"
+        return Problem(reason="ImagePullFailed", message=f"Pod {name}: cannot pull {image}{detail}", stalled=True)
+    if reason == "InvalidImageName":
+        return Problem(reason=reason, message=f"Pod {name}: {image} is not an image reference", stalled=True)
+    if reason in _CONFIG_REASONS:
+        return Problem(reason=reason, message=f"Pod {name}: {_short(message)}", stalled=True)
+    ended = dig(status, "state", "terminated") or dig(status, "lastState", "terminated")
+    if ended is None or status.get("started") or (ended.get("exitCode") == 0 and not waiting):
+        return None
+    return _exit_problem(name, status, cast(Manifest, ended), looping=reason == "CrashLoopBackOff")
+
+
+def _exit_problem(name: str, status: Manifest, ended: Manifest, *, looping: bool) -> Problem:
+    text = str(ended.get("message") or "").strip()
+    if (said := _worker_message(text)) is not None:
+        return Problem(reason=said[0], message=f"Pod {name}: {_short(said[1])}", stalled=True, from_worker=True)
+    container = status.get("name")
+    if ended.get("reason") == "OOMKilled":
+        sentence = f"Pod {name}: container {container} needs more memory than its limit; raise resources.limits.memory"
+        return Problem(reason=OUT_OF_MEMORY, message=sentence, stalled=looping)
+    last = f": {_short(text.splitlines()[-1])}" if text else ""
+    sentence = f"Pod {name}: container {container} ended with code {ended.get('exitCode')}{last}"
+    return Problem(reason="CrashLoopBackOff" if looping else "ContainerRestarting", message=sentence, stalled=looping)
+
+
+def _worker_message(text: str) -> tuple[str, str] | None:
+    """What a worker wrote before it exited: `{"reason": ..., "message": ...}`."""
+    try:
+        value: Any = json.loads(text)
+    except ValueError:
+        return None
+    reason, message = dig(value, "reason"), dig(value, "message")
+    if not isinstance(reason, str) or not isinstance(message, str) or not _REASON.fullmatch(reason):
+        return None
+    return reason, message
+
+
+def _short(text: str) -> str:
+    flat = " ".join(text.split())
+    return flat if len(flat) <= _MESSAGE_MAX else flat[: _MESSAGE_MAX - 1] + "…"

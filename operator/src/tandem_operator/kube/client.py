@@ -1,0 +1,160 @@
+"""The API server over the official asynchronous client, speaking plain JSON.
+
+The client's typed layer is left out: it would load a class for every Kubernetes type, and objects here are data.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import aiohttp
+from kubernetes.aio import config
+from kubernetes.aio.client import ApiClient, Configuration
+from tandem_api.names import FIELD_MANAGER
+
+from tandem_operator.errors import NotFoundError, api_error
+from tandem_operator.manifests import Kind, Manifest
+
+_TIMEOUT_SECONDS = 30
+_PAGE = 250
+_WATCH_SECONDS = 300
+_APPLY = "application/apply-patch+yaml"
+_MERGE = "application/merge-patch+json"
+
+
+async def connect() -> KubeClient:
+    """A client for the cluster that the process runs in, or else that of KUBECONFIG."""
+    configuration = Configuration()
+    loader: Any = config
+    try:
+        loader.load_incluster_config(client_configuration=configuration)
+    except config.ConfigException:
+        await loader.load_kube_config(client_configuration=configuration)
+    return KubeClient(ApiClient(configuration))
+
+
+class KubeClient:
+    """Requests against the API server. Errors are those of `tandem_operator.errors`."""
+
+    def __init__(self, client: ApiClient) -> None:
+        self._client: Any = client
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    async def get(self, path: str, **query: str) -> Manifest:
+        return await self._json("GET", path, query=query)
+
+    async def find(self, path: str) -> Manifest | None:
+        """The object at `path`, or None."""
+        try:
+            return await self._json("GET", path)
+        except NotFoundError:
+            return None
+
+    async def create(self, path: str, body: Manifest) -> Manifest:
+        return await self._json("POST", path, body=body, query={"fieldManager": FIELD_MANAGER})
+
+    async def replace(self, path: str, body: Manifest) -> Manifest:
+        """Put `body`; its resourceVersion must be the present one."""
+        return await self._json("PUT", path, body=body, query={"fieldManager": FIELD_MANAGER})
+
+    async def apply(self, path: str, body: Manifest, *, force: bool) -> Manifest:
+        """Server-side apply as `tandem-operator`. `force` takes fields over that another manager set."""
+        query = {"fieldManager": FIELD_MANAGER, "force": "true" if force else "false"}
+        return await self._json("PATCH", path, body=body, query=query, content_type=_APPLY)
+
+    async def delete(self, path: str, *, uid: str | None = None) -> None:
+        """Delete the object; with `uid` only if it still is that one. What is gone already counts as deleted."""
+        body: Manifest = {"propagationPolicy": "Background"}
+        if uid is not None:
+            body["preconditions"] = {"uid": uid}
+        try:
+            await self._json("DELETE", path, body=body)
+        except NotFoundError:
+            return
+
+    async def list_pages(self, path: str, *, selector: str | None = None) -> AsyncIterator[Manifest]:
+        """The pages of a list, each as the API server sends it: `items` and `metadata`."""
+        query = {"limit": str(_PAGE)} | ({} if selector is None else {"labelSelector": selector})
+        while True:
+            page = await self._json("GET", path, query=query)
+            yield page
+            token = page["metadata"].get("continue")
+            if not token:
+                return
+            query["continue"] = token
+
+    async def watch(self, path: str, *, selector: str, resource_version: str) -> AsyncIterator[Manifest]:
+        """Watch events after `resource_version` until the API server ends the stream."""
+        query = {
+            "watch": "true",
+            "allowWatchBookmarks": "true",
+            "labelSelector": selector,
+            "resourceVersion": resource_version,
+            "timeoutSeconds": str(_WATCH_SECONDS),
+        }
+        limits = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=_WATCH_SECONDS + 30)
+        response = await self._request("GET", path, query=query, limits=limits)
+        try:
+            if response.status >= 400:
+                raise await _error(response)
+            pending = b""
+            async for chunk in response.content.iter_any():
+                *lines, pending = (pending + chunk).split(b"\n")
+                for line in lines:
+                    yield json.loads(line)
+        finally:
+            response.close()
+
+    async def _json(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, str] | None = None,
+        body: Manifest | None = None,
+        content_type: str = "application/json",
+    ) -> Manifest:
+        limits = aiohttp.ClientTimeout(total=_TIMEOUT_SECONDS)
+        response = await self._request(
+            method, path, query=query or {}, body=body, content_type=content_type, limits=limits
+        )
+        async with response:
+            if response.status >= 400:
+                raise await _error(response)
+            return json.loads(await response.read())
+
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, str],
+        body: Manifest | None = None,
+        content_type: str = "application/json",
+        limits: aiohttp.ClientTimeout,
+    ) -> aiohttp.ClientResponse:
+        headers = {"Accept": "application/json", "Content-Type": content_type}
+        _, url, headers, _, _ = await self._client.param_serialize(
+            method, path, query_params=list(query.items()), header_params=headers, auth_settings=["BearerToken"]
+        )
+        answer = await self._client.call_api(method, url, header_params=headers, body=body, _request_limits=limits)
+        return answer.response
+
+
+async def _error(response: aiohttp.ClientResponse) -> Exception:
+    text = (await response.read()).decode(errors="replace")
+    try:
+        message = str(json.loads(text)["message"])
+    except (ValueError, KeyError, TypeError):
+        message = text[:500] or str(response.reason)
+    return api_error(response.status, message)
+
+
+def object_path(kind: Kind, manifest: Manifest, *, subresource: str | None = None) -> str:
+    """Path of the object that `manifest` describes."""
+    metadata = manifest["metadata"]
+    return kind.path(metadata["namespace"], metadata["name"], subresource=subresource)

@@ -1,0 +1,114 @@
+"""Kubernetes objects as plain data: kinds, references, and reading nested fields.
+
+Objects are JSON as the API server speaks it. Nothing here talks to a cluster.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+from tandem_api import names
+
+Manifest = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One resource type of the API."""
+
+    api_version: str
+    name: str
+    plural: str
+
+    def path(self, namespace: str | None, name: str | None = None, *, subresource: str | None = None) -> str:
+        """URL path of a collection or an object."""
+        parts = ["/apis" if "/" in self.api_version else "/api", self.api_version]
+        parts += ["namespaces", namespace] if namespace is not None else []
+        parts += [self.plural, *(part for part in (name, subresource) if part is not None)]
+        return "/".join(parts)
+
+
+SERVICE_ACCOUNT = Kind("v1", "ServiceAccount", "serviceaccounts")
+ROLE = Kind("rbac.authorization.k8s.io/v1", "Role", "roles")
+ROLE_BINDING = Kind("rbac.authorization.k8s.io/v1", "RoleBinding", "rolebindings")
+CONFIG_MAP = Kind("v1", "ConfigMap", "configmaps")
+NETWORK_POLICY = Kind("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies")
+SERVICE = Kind("v1", "Service", "services")
+POD_DISRUPTION_BUDGET = Kind("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets")
+STATEFUL_SET = Kind("apps/v1", "StatefulSet", "statefulsets")
+DEPLOYMENT = Kind("apps/v1", "Deployment", "deployments")
+POD = Kind("v1", "Pod", "pods")
+EVENT = Kind("v1", "Event", "events")
+LEASE = Kind("coordination.k8s.io/v1", "Lease", "leases")
+INFERENCE_MODEL = Kind(names.API_VERSION, names.KIND, names.PLURAL)
+
+CHILD_KINDS = (
+    SERVICE_ACCOUNT, ROLE, ROLE_BINDING, CONFIG_MAP, NETWORK_POLICY, SERVICE, POD_DISRUPTION_BUDGET, STATEFUL_SET,
+    DEPLOYMENT,
+)  # fmt: skip
+"""What the operator makes, in the order of making: pods start when all they refer to is there."""
+WATCHED_KINDS = (*CHILD_KINDS, POD)
+KIND_BY_NAME = {kind.name: kind for kind in WATCHED_KINDS}
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ModelKey:
+    """Names one InferenceModel in the cluster."""
+
+    namespace: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.name}"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ChildKey:
+    """Names one child within its model's namespace."""
+
+    kind: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name}"
+
+
+def child_key(manifest: Manifest) -> ChildKey:
+    return ChildKey(manifest["kind"], manifest["metadata"]["name"])
+
+
+def dig(value: Any, *path: str | int) -> Any:
+    """The value at `path`, or None where the path ends early."""
+    for step in path:
+        if isinstance(value, dict):
+            value = cast(Manifest, value).get(cast(str, step))
+        elif (
+            isinstance(value, list)
+            and isinstance(step, int)
+            and -len(cast(list[Any], value)) <= step < len(cast(list[Any], value))
+        ):
+            value = cast(list[Any], value)[step]
+        else:
+            return None
+    return value
+
+
+def dig_list(value: Any, *path: str | int) -> list[Manifest]:
+    """The list at `path`; empty where there is none."""
+    found = dig(value, *path)
+    return cast(list[Manifest], found) if isinstance(found, list) else []
+
+
+def labels_of(manifest: Manifest) -> dict[str, str]:
+    return dig(manifest, "metadata", "labels") or {}
+
+
+def annotations_of(manifest: Manifest) -> dict[str, str]:
+    return dig(manifest, "metadata", "annotations") or {}
+
+
+def controller_of(manifest: Manifest) -> Manifest | None:
+    """The owner reference of the object's controller."""
+    owners = dig_list(manifest, "metadata", "ownerReferences")
+    return next((owner for owner in owners if owner.get("controller")), None)

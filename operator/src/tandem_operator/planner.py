@@ -1,0 +1,128 @@
+"""What to do about the children of one model: pure decisions from what is desired and what is there.
+
+Invariants: an object that belongs to somebody else is never written; an object that already says what is desired is not
+written either, so that a restart changes nothing; what is no longer desired goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from tandem_api import names
+from tandem_api.names import MANAGED_BY_LABEL
+
+from tandem_operator.manifests import (
+    CONFIG_MAP,
+    POD,
+    STATEFUL_SET,
+    ChildKey,
+    Manifest,
+    child_key,
+    controller_of,
+    dig,
+    dig_list,
+    labels_of,
+)
+from tandem_operator.matching import satisfies
+from tandem_operator.workloads.blueprint import config_hash
+
+Children = Mapping[ChildKey, Manifest]
+
+
+class Step(Enum):
+    """What to do about one desired child."""
+
+    KEEP = "keep"
+    APPLY = "apply"
+    WAIT = "wait"
+    """It is being deleted, or belongs to an earlier InferenceModel of the same name: it will be gone soon."""
+    TAKEN = "taken"
+    """It belongs to somebody else."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Everything to do for one model, in order."""
+
+    apply: tuple[Manifest, ...] = ()
+    waiting: tuple[ChildKey, ...] = ()
+    taken: tuple[ChildKey, ...] = ()
+    delete: tuple[ChildKey, ...] = ()
+
+
+def plan_children(desired: Iterable[Manifest], live: Children, *, owner_uid: str) -> Plan:
+    """The plan that turns `live` into `desired`.
+
+    `live` may be incomplete: whoever executes the plan asks `plan_step` again for an object found only then.
+    """
+    steps = {
+        child_key(child): (child, plan_step(child, live.get(child_key(child)), owner_uid=owner_uid))
+        for child in desired
+    }
+    return Plan(
+        apply=tuple(child for child, step in steps.values() if step is Step.APPLY),
+        waiting=tuple(key for key, (_, step) in steps.items() if step is Step.WAIT),
+        taken=tuple(key for key, (_, step) in steps.items() if step is Step.TAKEN),
+        delete=tuple(sorted(_surplus(steps.keys(), live, owner_uid=owner_uid))),
+    )
+
+
+def plan_step(desired: Manifest, live: Manifest | None, *, owner_uid: str) -> Step:
+    """What to do about one desired child, given the object of that name."""
+    if live is None:
+        return Step.APPLY
+    owner = controller_of(live)
+    if owner is None:
+        # An orphan of ours, for example after `kubectl delete --cascade=orphan`, is adopted; anything else is not ours.
+        labels, wanted = labels_of(live), labels_of(desired)
+        ours = all(labels.get(key) == wanted[key] for key in (MANAGED_BY_LABEL, names.LABEL_MODEL))
+        if not ours:
+            return Step.TAKEN
+    elif owner.get("uid") != owner_uid:
+        reference = dig_list(desired, "metadata", "ownerReferences")[0]
+        earlier = owner.get("kind") == reference["kind"] and owner.get("name") == reference["name"]
+        return Step.WAIT if earlier else Step.TAKEN
+    if dig(live, "metadata", "deletionTimestamp") is not None:
+        return Step.WAIT
+    return Step.KEEP if satisfies(live, desired) else Step.APPLY
+
+
+def _surplus(desired: Iterable[ChildKey], live: Children, *, owner_uid: str) -> Iterable[ChildKey]:
+    """Owned children that are no longer desired; configurations stay while a pod still starts from them."""
+    wanted = set(desired)
+    in_use = {config_hash(child) for key, child in live.items() if key.kind == POD.name}
+    for key, child in live.items():
+        owner = controller_of(child)
+        if key in wanted or key.kind == POD.name or owner is None or owner.get("uid") != owner_uid:
+            continue
+        if dig(child, "metadata", "deletionTimestamp") is not None:
+            continue
+        if key.kind == CONFIG_MAP.name and config_hash(child) in in_use:
+            continue
+        yield key
+
+
+def plan_broken_pods(live: Children) -> tuple[ChildKey, ...]:
+    """Outdated pods that never came up.
+
+    A StatefulSet replaces one pod at a time and waits for each: after a mistake is fixed, the pods of the mistake would
+    stand in the way one after the other, or for good. They have nothing to lose, so all of them go at once.
+    """
+    current = {
+        str(dig(child, "metadata", "uid")): dig(child, "status", "updateRevision")
+        for key, child in live.items()
+        if key.kind == STATEFUL_SET.name
+        and dig(child, "status", "observedGeneration") == dig(child, "metadata", "generation")
+    }
+    broken: list[ChildKey] = []
+    for key, pod in live.items():
+        owner = controller_of(pod)
+        if key.kind != POD.name or owner is None or dig(pod, "metadata", "deletionTimestamp") is not None:
+            continue
+        revision = current.get(str(owner.get("uid")))
+        outdated = revision is not None and labels_of(pod).get("controller-revision-hash") != revision
+        if outdated and not any(status.get("started") for status in dig_list(pod, "status", "containerStatuses")):
+            broken.append(key)
+    return tuple(sorted(broken))

@@ -1,0 +1,67 @@
+"""Which Kubernetes Events a change deserves. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from tandem_api.inferencemodel import Condition, InferenceModelStatus
+
+from tandem_operator.manifests import Manifest, child_key, dig
+from tandem_operator.planner import Children
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Happening:
+    """One Event to record on the model."""
+
+    kind: Literal["Normal", "Warning"] = "Normal"
+    reason: str
+    message: str
+
+
+def status_happenings(before: InferenceModelStatus, after: InferenceModelStatus) -> list[Happening]:
+    """Events of conditions that changed."""
+    old, new = _by_type(before), _by_type(after)
+    events: list[Happening] = []
+    stalled = new.get("Stalled")
+    if stalled is not None and (stalled.reason, stalled.message) != _said(old.get("Stalled")):
+        events.append(Happening(kind="Warning", reason=stalled.reason, message=stalled.message))
+    if stalled is None and "Stalled" in old:
+        events.append(Happening(reason="Recovered", message=f"no longer stalled: {old['Stalled'].reason}"))
+    for kind, reason in (("ModelReady", "ModelLoaded"), ("Ready", "Ready")):
+        if _is_true(new.get(kind)) and not _is_true(old.get(kind)):
+            events.append(Happening(reason=reason, message=new[kind].message))
+    ready, was = new.get("Ready"), old.get("Ready")
+    if ready is not None and ready.reason == "Suspended" and (was is None or was.reason != "Suspended"):
+        events.append(Happening(reason="Suspended", message="scaling every pod of this model to zero"))
+    return events
+
+
+def apply_happenings(applied: Iterable[Manifest], live: Children) -> list[Happening]:
+    """Events of workloads that are made or scaled; `live` is what was there before."""
+    events: list[Happening] = []
+    for manifest in applied:
+        replicas = dig(manifest, "spec", "replicas")
+        if replicas is None:
+            continue
+        key = child_key(manifest)
+        before = live.get(key)
+        if before is None:
+            events.append(Happening(reason="Created", message=f"created {key} with {replicas} replicas"))
+        elif (was := dig(before, "spec", "replicas")) != replicas:
+            events.append(Happening(reason="Scaled", message=f"scaled {key} from {was} to {replicas}"))
+    return events
+
+
+def _by_type(status: InferenceModelStatus) -> dict[str, Condition]:
+    return {condition.type: condition for condition in status.conditions}
+
+
+def _is_true(condition: Condition | None) -> bool:
+    return condition is not None and condition.status == "True"
+
+
+def _said(condition: Condition | None) -> tuple[str, str] | None:
+    return None if condition is None else (condition.reason, condition.message)

@@ -1,0 +1,126 @@
+"""What every child of one model has in common: names, labels, owner, revision."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from tandem_api import names
+from tandem_api.inferencemodel import InferenceModel, WorkerRole
+from tandem_api.names import Role
+
+from tandem_operator.manifests import CHILD_KINDS, Kind, Manifest, annotations_of
+from tandem_operator.settings import Release
+
+COMPONENT_LABEL = "app.kubernetes.io/component"
+_ORDER = {kind.name: position for position, kind in enumerate(CHILD_KINDS)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blueprint:
+    """One model and the release that serves it."""
+
+    model: InferenceModel
+    release: Release
+
+    @property
+    def name(self) -> str:
+        return self.model.metadata.name
+
+    @property
+    def worker_image(self) -> str:
+        return self.model.spec.engine.image or self.release.worker_image
+
+    @property
+    def gateway_image(self) -> str:
+        return self.model.spec.gateway.image or self.release.gateway_image
+
+    @property
+    def decode_role(self) -> Role:
+        return Role.UNIFIED if self.model.spec.prefill is None else Role.DECODE
+
+    @property
+    def worker_roles(self) -> tuple[Role, ...]:
+        return (self.decode_role,) if self.model.spec.prefill is None else (Role.PREFILL, Role.DECODE)
+
+    @property
+    def worker_account(self) -> str:
+        return f"{self.name}-worker"
+
+    @property
+    def gateway_account(self) -> str:
+        return f"{self.name}-gateway"
+
+    def worker_spec(self, role: Role) -> WorkerRole:
+        if role is Role.PREFILL:
+            assert self.model.spec.prefill is not None
+            return self.model.spec.prefill
+        return self.model.spec.decode
+
+    def replicas(self, wanted: int) -> int:
+        return 0 if self.model.spec.suspend else wanted
+
+    @property
+    def revision(self) -> str:
+        """Digest of all that decides whether two workers' key-value blocks mean the same."""
+        spec = self.model.spec
+        parts = [spec.model.uri, spec.model.revision, self.worker_image, spec.engine.device, spec.engine.dtype]
+        return digest(parts)[:10]
+
+    def selector(self, component: str) -> dict[str, str]:
+        """Labels that select a component's pods. They never change: a selector cannot be changed after creation, and
+        the role of decode workers does change when `spec.prefill` comes or goes."""
+        return {names.LABEL_MODEL: self.name, COMPONENT_LABEL: component}
+
+    def labels(self, component: str, role: Role | None = None) -> dict[str, str]:
+        labels = self.selector(component) | {
+            "app.kubernetes.io/name": "tandem",
+            "app.kubernetes.io/instance": self.name,
+            names.MANAGED_BY_LABEL: names.MANAGED_BY,
+        }
+        return labels if role is None else labels | {names.LABEL_ROLE: role.value}
+
+    def child(
+        self, kind: Kind, name: str, body: dict[str, Any], *, component: str, role: Role | None = None
+    ) -> Manifest:
+        """A child's manifest: owned by the model, labelled, with a digest of itself so that a removed field counts."""
+        metadata: Manifest = {
+            "name": name,
+            "namespace": self.model.metadata.namespace,
+            "labels": self.labels(component, role),
+            "ownerReferences": [self._owner()],
+        }
+        manifest: Manifest = {"apiVersion": kind.api_version, "kind": kind.name, "metadata": metadata, **body}
+        metadata["annotations"] = {names.ANNOTATION_SPEC_HASH: digest(manifest)[:16]}
+        return manifest
+
+    def _owner(self) -> Manifest:
+        return {
+            "apiVersion": names.API_VERSION,
+            "kind": names.KIND,
+            "name": self.name,
+            "uid": self.model.metadata.uid,
+            "controller": True,
+            "blockOwnerDeletion": True,
+        }
+
+    @staticmethod
+    def creation_order(manifest: Manifest) -> tuple[int, str]:
+        return _ORDER[manifest["kind"]], manifest["metadata"]["name"]
+
+
+def component_of(role: Role) -> str:
+    """Value of the component label; decode workers keep theirs when they also prefill."""
+    return "decode" if role is Role.UNIFIED else role.value
+
+
+def digest(value: Any) -> str:
+    """Hexadecimal SHA-256 of a value's canonical JSON."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def config_hash(manifest: Manifest) -> str | None:
+    """The launch configuration that a pod, or a pod template, or its ConfigMap belongs to."""
+    return annotations_of(manifest).get(names.ANNOTATION_CONFIG_HASH)

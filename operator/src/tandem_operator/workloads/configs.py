@@ -1,0 +1,74 @@
+"""Launch configurations and the immutable ConfigMaps that carry them.
+
+A ConfigMap is named after its content. A pod that restarts in the middle of a rollout therefore starts with the
+configuration its template was made for, and never with that of another revision.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from tandem_api import names
+from tandem_api.base import Wire
+from tandem_api.launch import GatewayConfig, GatewayTimeouts, KVConfig, ModelSource, SchedulerConfig, WorkerConfig
+from tandem_api.names import Role
+from tandem_api.quantities import parse_duration, parse_quantity
+
+from tandem_operator.manifests import CONFIG_MAP, Manifest
+from tandem_operator.workloads.blueprint import Blueprint, component_of
+from tandem_operator.workloads.pods import drain_seconds
+
+
+def worker_config(blueprint: Blueprint, role: Role) -> WorkerConfig:
+    """What a worker of `role` is told."""
+    spec = blueprint.model.spec
+    memory = None if spec.kv.memory is None else int(parse_quantity(spec.kv.memory))
+    return WorkerConfig(
+        model_name=blueprint.name,
+        served_name=blueprint.model.served_name,
+        role=role,
+        revision=blueprint.revision,
+        model=ModelSource(
+            uri=spec.model.uri, revision=spec.model.revision, hub_endpoint=blueprint.release.hub_endpoint
+        ),
+        device=spec.engine.device,
+        dtype=spec.engine.dtype,
+        max_model_len=spec.engine.max_model_len,
+        kv=KVConfig(memory_bytes=memory, verify=spec.kv.verify),
+        scheduler=SchedulerConfig(
+            max_running_requests=spec.engine.max_running_requests, max_batch_tokens=spec.engine.max_batch_tokens
+        ),
+        drain_timeout_seconds=drain_seconds(blueprint),
+    )
+
+
+def gateway_config(blueprint: Blueprint) -> GatewayConfig:
+    """What a gateway is told."""
+    spec = blueprint.model.spec
+    return GatewayConfig(
+        model_name=blueprint.name,
+        served_name=blueprint.model.served_name,
+        namespace=blueprint.model.metadata.namespace,
+        disaggregated=spec.prefill is not None,
+        timeouts=GatewayTimeouts(
+            first_token_seconds=parse_duration(spec.gateway.timeouts.first_token),
+            idle_seconds=parse_duration(spec.gateway.timeouts.idle),
+        ),
+        drain_timeout_seconds=drain_seconds(blueprint),
+    )
+
+
+def build_config_map(blueprint: Blueprint, role: Role, config: Wire) -> Manifest:
+    """The ConfigMap that holds `config` where `names.CONFIG_PATH` expects it."""
+    text = config.to_json()
+    text_hash = hashlib.sha256(text.encode()).hexdigest()[:8]
+    file = names.CONFIG_PATH.rsplit("/", 1)[1]
+    manifest = blueprint.child(
+        CONFIG_MAP,
+        f"{names.workload_name(blueprint.name, role)}-{text_hash}",
+        {"data": {file: text}, "immutable": True},
+        component=component_of(role),
+        role=role,
+    )
+    manifest["metadata"]["annotations"][names.ANNOTATION_CONFIG_HASH] = text_hash
+    return manifest

@@ -1,0 +1,77 @@
+"""The children of the gateway: ConfigMap, Service, PodDisruptionBudget, Deployment."""
+
+from __future__ import annotations
+
+from tandem_api import names
+from tandem_api.names import Role
+
+from tandem_operator.manifests import DEPLOYMENT, SERVICE, Manifest
+from tandem_operator.workloads.blueprint import Blueprint
+from tandem_operator.workloads.configs import build_config_map, gateway_config
+from tandem_operator.workloads.pods import grace_seconds, http_probe, pod_template, thread_env
+from tandem_operator.workloads.workers import build_disruption_budget
+
+_COMPONENT = Role.GATEWAY.value
+_ENDPOINT_LAG_SECONDS = 3
+"""After a pod is marked for removal, nodes send it connections for about this long: it must still take them."""
+
+
+def build_gateway(blueprint: Blueprint) -> list[Manifest]:
+    """Everything that runs the gateway."""
+    config = build_config_map(blueprint, Role.GATEWAY, gateway_config(blueprint))
+    children = [config, _build_service(blueprint), _build_deployment(blueprint, config)]
+    if blueprint.model.spec.gateway.replicas > 1:
+        children.append(build_disruption_budget(blueprint, Role.GATEWAY))
+    return children
+
+
+def _build_service(blueprint: Blueprint) -> Manifest:
+    spec = {
+        "type": "ClusterIP",
+        "selector": blueprint.selector(_COMPONENT),
+        "ports": [{"name": "http", "port": names.SERVICE_PORT, "targetPort": "http", "protocol": "TCP"}],
+    }
+    return blueprint.child(SERVICE, blueprint.name, {"spec": spec}, component=_COMPONENT, role=Role.GATEWAY)
+
+
+def _build_deployment(blueprint: Blueprint, config: Manifest) -> Manifest:
+    workload = blueprint.model.spec.gateway
+    template = pod_template(
+        blueprint,
+        Role.GATEWAY,
+        container=_container(blueprint),
+        volumes=[],
+        config=config,
+        spec={
+            "serviceAccountName": blueprint.gateway_account,
+            "automountServiceAccountToken": True,
+            "terminationGracePeriodSeconds": grace_seconds(blueprint) + _ENDPOINT_LAG_SECONDS,
+        },
+        workload=workload,
+        path="spec.gateway",
+    )
+    spec = {
+        "replicas": blueprint.replicas(workload.replicas),
+        "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
+        "revisionHistoryLimit": 3,
+        "selector": {"matchLabels": blueprint.selector(_COMPONENT)},
+        "template": template,
+    }
+    return blueprint.child(DEPLOYMENT, blueprint.name, {"spec": spec}, component=_COMPONENT, role=Role.GATEWAY)
+
+
+def _container(blueprint: Blueprint) -> Manifest:
+    return {
+        "name": "gateway",
+        "image": blueprint.gateway_image,
+        "env": thread_env(blueprint.model.spec.gateway.resources),
+        "ports": [
+            {"name": "http", "containerPort": names.GATEWAY_HTTP_PORT, "protocol": "TCP"},
+            {"name": "metrics", "containerPort": names.GATEWAY_METRICS_PORT, "protocol": "TCP"},
+        ],
+        "startupProbe": http_probe("/readyz", "metrics", period=1, failures=120),
+        "readinessProbe": http_probe("/readyz", "metrics", period=2, failures=2),
+        "livenessProbe": http_probe("/healthz", "metrics", period=10, failures=3),
+        "lifecycle": {"preStop": {"sleep": {"seconds": _ENDPOINT_LAG_SECONDS}}},
+        "volumeMounts": [],
+    }

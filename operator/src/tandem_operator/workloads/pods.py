@@ -1,0 +1,132 @@
+"""Pod templates that meet the `restricted` Pod Security Standard, and the parts they are made of."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from tandem_api import names
+from tandem_api.inferencemodel import Resources, Workload
+from tandem_api.names import Role
+from tandem_api.quantities import parse_duration, parse_quantity
+
+from tandem_operator.manifests import Manifest
+from tandem_operator.overlay import overlay_template
+from tandem_operator.workloads.blueprint import Blueprint, component_of
+
+USER = 65532
+GRACE_SECONDS = 15
+"""Added to the drain timeout before a pod is killed: what the process needs to stop after it has drained."""
+_CONFIG_FOLDER = names.CONFIG_PATH.rsplit("/", 1)[0]
+
+
+def pod_template(
+    blueprint: Blueprint,
+    role: Role,
+    *,
+    container: Manifest,
+    volumes: list[Manifest],
+    config: Manifest,
+    spec: Manifest,
+    workload: Workload,
+    path: str,
+) -> Manifest:
+    """The pod template around one main container, with the person's overlay on top.
+
+    `config` is the ConfigMap's manifest: its hash on the template makes a new configuration roll the pods.
+    """
+    labels = blueprint.labels(component_of(role), role)
+    if role is not Role.GATEWAY:
+        labels[names.LABEL_REVISION] = blueprint.revision
+    template: Manifest = {
+        "metadata": {
+            "labels": labels,
+            "annotations": {
+                names.ANNOTATION_CONFIG_HASH: config["metadata"]["annotations"][names.ANNOTATION_CONFIG_HASH],
+                "kubectl.kubernetes.io/default-container": container["name"],
+            },
+        },
+        "spec": {
+            "enableServiceLinks": False,
+            "securityContext": {
+                "runAsNonRoot": True,
+                "runAsUser": USER,
+                "runAsGroup": USER,
+                "fsGroup": USER,
+                "fsGroupChangePolicy": "OnRootMismatch",
+                "seccompProfile": {"type": "RuntimeDefault"},
+            },
+            "terminationGracePeriodSeconds": grace_seconds(blueprint),
+            **spec,
+            "containers": [_hardened(container, blueprint, workload)],
+            "volumes": [
+                {"name": "config", "configMap": {"name": config["metadata"]["name"]}},
+                {"name": "tmp", "emptyDir": {}},
+                *volumes,
+            ],
+        },
+    }
+    if workload.pod_template is None:
+        return template
+    overlay = workload.pod_template.model_dump(by_alias=True, exclude_none=True)
+    return overlay_template(template, overlay, path=f"{path}.podTemplate")
+
+
+def _hardened(container: Manifest, blueprint: Blueprint, workload: Workload) -> Manifest:
+    return {
+        **container,
+        "imagePullPolicy": blueprint.release.image_pull_policy,
+        "terminationMessagePolicy": "FallbackToLogsOnError",  # the last log lines, where no sentence was left
+        "env": [*_identity_env(), *container["env"]],
+        "resources": _resources(workload.resources),
+        "volumeMounts": [
+            {"name": "config", "mountPath": _CONFIG_FOLDER, "readOnly": True},
+            {"name": "tmp", "mountPath": "/tmp"},
+            *container["volumeMounts"],
+        ],
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        },
+    }
+
+
+def _identity_env() -> list[Manifest]:
+    """Per-pod facts; everything else is in the launch configuration."""
+    fields = {"POD_NAME": "metadata.name", "POD_NAMESPACE": "metadata.namespace", "POD_IP": "status.podIP"}
+    from_fields = [
+        {"name": name, "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": path}}}
+        for name, path in fields.items()
+    ]
+    return [*from_fields, {"name": "HOME", "value": "/tmp"}]
+
+
+def _resources(resources: Resources) -> dict[str, Any]:
+    return {key: value for key, value in resources.model_dump(by_alias=True).items() if value}
+
+
+def thread_env(resources: Resources) -> list[Manifest]:
+    """As many compute threads as the CPU limit allows: libraries would count the node's cores instead."""
+    limit = resources.limits.get("cpu")
+    return (
+        [] if limit is None else [{"name": "OMP_NUM_THREADS", "value": str(max(1, math.ceil(parse_quantity(limit))))}]
+    )
+
+
+def drain_seconds(blueprint: Blueprint) -> float:
+    return parse_duration(blueprint.model.spec.drain.timeout)
+
+
+def grace_seconds(blueprint: Blueprint) -> int:
+    """How long a pod may take to end after SIGTERM."""
+    return math.ceil(drain_seconds(blueprint)) + GRACE_SECONDS
+
+
+def http_probe(path: str, port: str, *, period: int, failures: int, timeout: int = 5) -> Manifest:
+    return {
+        "httpGet": {"path": path, "port": port},
+        "periodSeconds": period,
+        "failureThreshold": failures,
+        "timeoutSeconds": timeout,
+    }

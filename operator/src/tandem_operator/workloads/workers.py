@@ -1,0 +1,110 @@
+"""The children of one worker role: ConfigMap, headless Service, PodDisruptionBudget, StatefulSet."""
+
+from __future__ import annotations
+
+from tandem_api import names
+from tandem_api.names import Role
+
+from tandem_operator.manifests import POD_DISRUPTION_BUDGET, SERVICE, STATEFUL_SET, Manifest
+from tandem_operator.workloads.blueprint import Blueprint, component_of
+from tandem_operator.workloads.configs import build_config_map, worker_config
+from tandem_operator.workloads.pods import http_probe, pod_template, thread_env
+
+_LOADING_SECONDS = 6 * 3600
+"""A worker may download and load this long before it counts as hung: large models come over slow links."""
+_PORTS = (("http", names.WORKER_HTTP_PORT), ("kv", names.WORKER_KV_PORT))
+
+
+def build_workers(blueprint: Blueprint, role: Role) -> list[Manifest]:
+    """Everything that runs the workers of `role`."""
+    config = build_config_map(blueprint, role, worker_config(blueprint, role))
+    return [
+        config,
+        _build_headless_service(blueprint, role),
+        build_disruption_budget(blueprint, role),
+        _build_stateful_set(blueprint, role, config),
+    ]
+
+
+def build_disruption_budget(blueprint: Blueprint, role: Role) -> Manifest:
+    """One pod at a time: a node can always be drained, and never takes the whole role with it."""
+    component = component_of(role)
+    spec = {"maxUnavailable": 1, "selector": {"matchLabels": blueprint.selector(component)}}
+    name = names.workload_name(blueprint.name, role)
+    return blueprint.child(POD_DISRUPTION_BUDGET, name, {"spec": spec}, component=component, role=role)
+
+
+def _build_headless_service(blueprint: Blueprint, role: Role) -> Manifest:
+    component = component_of(role)
+    spec = {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,  # a worker that loads or drains can still be looked at by name
+        "selector": blueprint.selector(component),
+        "ports": [{"name": name, "port": port, "targetPort": name, "protocol": "TCP"} for name, port in _PORTS],
+    }
+    name = names.workload_name(blueprint.name, role)
+    return blueprint.child(SERVICE, name, {"spec": spec}, component=component, role=role)
+
+
+def _build_stateful_set(blueprint: Blueprint, role: Role, config: Manifest) -> Manifest:
+    component = component_of(role)
+    name = names.workload_name(blueprint.name, role)
+    workload = blueprint.worker_spec(role)
+    volumes, mounts = _model_volumes(blueprint)
+    template = pod_template(
+        blueprint,
+        role,
+        container=_container(blueprint, role, mounts),
+        volumes=volumes,
+        config=config,
+        spec={"serviceAccountName": blueprint.worker_account, "automountServiceAccountToken": False},
+        workload=workload,
+        path=f"spec.{component}",
+    )
+    spec = {
+        "replicas": blueprint.replicas(workload.replicas),
+        "serviceName": name,
+        "podManagementPolicy": "Parallel",
+        "updateStrategy": {"type": "RollingUpdate"},
+        "revisionHistoryLimit": 3,
+        "selector": {"matchLabels": blueprint.selector(component)},
+        "template": template,
+    }
+    return blueprint.child(STATEFUL_SET, name, {"spec": spec}, component=component, role=role)
+
+
+def _container(blueprint: Blueprint, role: Role, mounts: list[Manifest]) -> Manifest:
+    return {
+        "name": "worker",
+        "image": blueprint.worker_image,
+        "env": [*_token_env(blueprint), *thread_env(blueprint.worker_spec(role).resources)],
+        "ports": [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in _PORTS],
+        "startupProbe": http_probe("/readyz", "http", period=1, failures=_LOADING_SECONDS),
+        "readinessProbe": http_probe("/readyz", "http", period=2, failures=2),
+        "livenessProbe": http_probe("/healthz", "http", period=10, failures=6),
+        "volumeMounts": mounts,
+    }
+
+
+def _token_env(blueprint: Blueprint) -> list[Manifest]:
+    """The Secret is not optional: a missing one holds the pod back and shows in the model's conditions."""
+    secret = blueprint.model.spec.model.secret_ref
+    if secret is None:
+        return []
+    return [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": secret.name, "key": secret.key}}}]
+
+
+def _model_volumes(blueprint: Blueprint) -> tuple[list[Manifest], list[Manifest]]:
+    """Volumes and mounts that the model's source needs."""
+    source = blueprint.model.spec.model
+    scheme, _, rest = source.uri.partition("://")
+    if scheme == "hf":
+        claim = None if source.cache is None else source.cache.persistent_volume_claim
+        volume: Manifest = {"emptyDir": {}} if claim is None else {"persistentVolumeClaim": {"claimName": claim}}
+        return [{"name": "models", **volume}], [{"name": "models", "mountPath": names.MODEL_CACHE_PATH}]
+    if scheme == "pvc":
+        claim = rest.split("/", 1)[0]
+        path = f"{names.MODEL_CLAIMS_PATH}/{claim}"
+        volume = {"persistentVolumeClaim": {"claimName": claim, "readOnly": True}}
+        return [{"name": "models", **volume}], [{"name": "models", "mountPath": path, "readOnly": True}]
+    return [], []
