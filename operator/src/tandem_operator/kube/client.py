@@ -141,7 +141,7 @@ class KubeClient:
         _, url, headers, _, _ = await self._client.param_serialize(
             method, path, query_params=list(query.items()), header_params=headers, auth_settings=["BearerToken"]
         )
-        answer = await self._client.call_api(method, url, header_params=headers, body=body, _request_limits=limits)
+        answer = await self._client.call_api(method, url, header_params=headers, body=body, _request_timeout=limits)
         return answer.response
 
 
