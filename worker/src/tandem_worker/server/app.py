@@ -1,0 +1,339 @@
+"""The worker's HTTP API: routes, health and the order of checks of a request."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from tandem_api import names
+from tandem_api.launch import WorkerConfig
+from tandem_api.openai import error_body
+from tandem_api.telemetry import WorkerTelemetry
+
+from tandem_worker.engine.base import Engine
+from tandem_worker.errors import RequestError
+from tandem_worker.server.answer import Answerer, Plan
+from tandem_worker.server.chat_request import parse_chat
+from tandem_worker.server.completion_request import parse_completion
+from tandem_worker.server.http import (
+    ServiceError,
+    describe_error,
+    header,
+    read_json,
+    request_id,
+    send_bytes,
+    send_json,
+)
+from tandem_worker.server.hub import ClientGoneError, DeltaHub
+from tandem_worker.server.model import ServedModel
+from tandem_worker.server.output import Usage
+from tandem_worker.server.planning import plan_chat, plan_completion
+from tandem_worker.server.tokens import detokenize, tokenize
+
+_log = logging.getLogger(__name__)
+_ENDPOINT = re.compile(r"[A-Za-z0-9_.\-\[\]:]+:\d{1,5}")
+MAX_PREFILL_ENDPOINTS = 8
+FAILURE_POLL_SECONDS = 0.5
+
+Handler = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutcome:
+    """One finished request, for metrics."""
+
+    path: str
+    status: int
+    """HTTP status; 499 when the client went away."""
+    seconds: float
+    first_token_seconds: float | None
+    usage: Usage | None
+
+
+class RequestObserver(Protocol):
+    def __call__(self, outcome: RequestOutcome) -> None: ...
+
+
+def build_app(
+    engine: Engine,
+    tokenizer: Any,
+    config: WorkerConfig,
+    *,
+    hub: DeltaHub,
+    pod_name: str,
+    ready: Callable[[], bool],
+    telemetry: Callable[[], WorkerTelemetry],
+    metrics_text: Callable[[], str],
+    draining: Callable[[], bool],
+    max_model_len: int | None = None,
+    vocab_size: int | None = None,
+    eos_token_ids: Collection[int] = (),
+    observer: RequestObserver | None = None,
+) -> ASGIApp:
+    """The ASGI application. `hub.deliver` must be the engine's delivery function.
+
+    `max_model_len`, `vocab_size` and `eos_token_ids` come from the loaded model; without them the configuration and
+    the tokenizer are asked. Raises ValueError when no context length is known.
+    """
+    model = ServedModel(
+        tokenizer, config, max_model_len=max_model_len, vocab_size=vocab_size, eos_token_ids=eos_token_ids
+    )
+    state = _State(engine=engine, hub=hub, model=model, ready=ready, draining=draining, observer=observer)
+    api = _Api(state, Answerer(engine, hub, pod_name))
+    status = _Status(state, telemetry, metrics_text)
+    routes = [
+        _route("/v1/chat/completions", state, POST=api.chat),
+        _route("/v1/completions", state, POST=api.completions),
+        _route("/v1/embeddings", state, POST=api.embeddings),
+        _route("/v1/models", state, GET=api.models),
+        _route("/v1/models/{model:path}", state, GET=api.model),
+        _route("/tokenize", state, POST=api.tokenize),
+        _route("/detokenize", state, POST=api.detokenize),
+        _route("/healthz", state, GET=status.healthz),
+        _route("/readyz", state, GET=status.readyz),
+        _route("/metrics", state, GET=status.metrics),
+        _route("/telemetry", state, GET=status.telemetry),
+    ]
+    return Router(routes, default=_not_found, redirect_slashes=False, lifespan=state.lifespan)
+
+
+@dataclass(slots=True, kw_only=True)
+class _State:
+    engine: Engine
+    hub: DeltaHub
+    model: ServedModel
+    ready: Callable[[], bool]
+    draining: Callable[[], bool]
+    observer: RequestObserver | None
+
+    def check_admission(self) -> None:
+        """Raises ServiceError while this worker takes no requests."""
+        if self.engine.failure is not None:
+            raise ServiceError("The engine has failed; this worker is about to restart.", status=503, retry=True)
+        if self.draining():
+            raise ServiceError("This worker is shutting down and takes no new requests.", status=503, retry=True)
+        if not self.ready():
+            raise ServiceError("This worker is still loading the model.", status=503, retry=True)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(self, _app: object) -> AsyncIterator[None]:
+        watcher = asyncio.create_task(self._watch_engine())
+        try:
+            yield
+        finally:
+            watcher.cancel()
+            self.model.prompter.close()
+
+    async def _watch_engine(self) -> None:
+        """A dead step loop delivers nothing more: its requests must not hang."""
+        while True:
+            await asyncio.sleep(FAILURE_POLL_SECONDS)
+            if self.engine.failure is not None:
+                self.hub.fail_all("The engine failed while it worked on this request.")
+
+
+class _Api:
+    def __init__(self, state: _State, answerer: Answerer) -> None:
+        self._state = state
+        self._model = state.model
+        self._answerer = answerer
+        self._created = int(time.time())
+
+    async def chat(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._state.check_admission()
+        body = parse_chat(await read_json(scope, receive), self._model.vocab_size)
+        await self._answer(await plan_chat(body, self._model, prefill_endpoints(scope)), scope, receive, send)
+
+    async def completions(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._state.check_admission()
+        body = parse_completion(await read_json(scope, receive), self._model.vocab_size)
+        await self._answer(await plan_completion(body, self._model, prefill_endpoints(scope)), scope, receive, send)
+
+    async def _answer(self, plan: Plan, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["tandem.usage"] = await self._answerer.run(plan, receive, send, {})
+
+    async def embeddings(self, scope: Scope, receive: Receive, send: Send) -> None:
+        raise RequestError(
+            f"The model '{self._model.name}' generates text; it does not provide embeddings.",
+            param="model",
+            code="unsupported_endpoint",
+        )
+
+    async def models(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send_json(send, {"object": "list", "data": [self._card()]})
+
+    async def model(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._model.check_name(scope["path_params"]["model"])
+        await send_json(send, self._card())
+
+    def _card(self) -> dict[str, object]:
+        return {
+            "id": self._model.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "tandem",
+            "max_model_len": self._model.max_model_len,
+        }
+
+    async def tokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send_json(send, await tokenize(await read_json(scope, receive), self._model))
+
+    async def detokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send_json(send, detokenize(await read_json(scope, receive), self._model))
+
+
+class _Status:
+    """Probes and figures."""
+
+    def __init__(
+        self, state: _State, telemetry: Callable[[], WorkerTelemetry], metrics_text: Callable[[], str]
+    ) -> None:
+        self._state = state
+        self._telemetry = telemetry
+        self._metrics_text = metrics_text
+
+    async def healthz(self, scope: Scope, receive: Receive, send: Send) -> None:
+        failure = self._state.engine.failure
+        if failure is not None:
+            await _send_text(send, 500, f"the engine failed: {type(failure).__name__}: {failure}\n")
+        else:
+            await _send_text(send, 200, "ok\n")
+
+    async def readyz(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._state.draining():
+            await _send_text(send, 503, "draining\n")
+        elif self._state.engine.failure is not None:
+            await _send_text(send, 503, "the engine failed\n")
+        elif not self._state.ready():
+            await _send_text(send, 503, "loading the model\n")
+        else:
+            await _send_text(send, 200, "ok\n")
+
+    async def metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
+        text = self._metrics_text().encode()
+        await send_bytes(send, 200, text, content_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def telemetry(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send_bytes(send, 200, self._telemetry().model_dump_json().encode())
+
+
+async def _send_text(send: Send, status: int, text: str) -> None:
+    await send_bytes(send, status, text.encode(), content_type="text/plain; charset=utf-8")
+
+
+def prefill_endpoints(scope: Scope) -> tuple[str, ...]:
+    """The prefill workers that the gateway names. Raises RequestError."""
+    value = header(scope, names.HEADER_PREFILL)
+    if value is None:
+        return ()
+    endpoints = tuple(part.strip() for part in value.split(",") if part.strip())
+    if len(endpoints) > MAX_PREFILL_ENDPOINTS or not all(_ENDPOINT.fullmatch(part) for part in endpoints):
+        raise RequestError(
+            f"The header {names.HEADER_PREFILL} must be a comma-separated list of at most {MAX_PREFILL_ENDPOINTS} "
+            "host:port pairs.",
+            param=names.HEADER_PREFILL,
+        )
+    return endpoints
+
+
+class _Endpoint:
+    """Runs the handler of a method; errors become OpenAI error bodies; every response carries the request id."""
+
+    def __init__(self, state: _State, handlers: dict[str, Handler]) -> None:
+        self._state = state
+        self._handlers = handlers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        handler = self._handlers.get("GET" if scope["method"] == "HEAD" else scope["method"])
+        if handler is None:
+            await _send_method_error(send, scope, self._handlers)
+            return
+        response = _Response(send, request_id(scope))
+        started = time.perf_counter()
+        try:
+            await handler(scope, receive, response)
+        except ClientGoneError:
+            response.status = 499
+        except Exception as error:
+            await self._fail(error, scope, response)
+        if "POST" in self._handlers:
+            self._report(scope, response, started)
+
+    async def _fail(self, error: Exception, scope: Scope, response: _Response) -> None:
+        status, body, headers = describe_error(error)
+        if status == 500 and not isinstance(error, ServiceError):
+            _log.exception("request failed", extra={"request_id": response.request_id, "path": scope["path"]})
+        if response.status:
+            # Half an answer is out; closing without its end tells the client that it is not complete.
+            raise error
+        await send_json(response, body, status=status, headers=headers)
+
+    def _report(self, scope: Scope, response: _Response, started: float) -> None:
+        seconds = time.perf_counter() - started
+        first = response.first_body
+        outcome = RequestOutcome(
+            path=scope["path"],
+            status=response.status,
+            seconds=seconds,
+            first_token_seconds=None if first is None or response.status != 200 else first - started,
+            usage=scope.get("tandem.usage"),
+        )
+        _log.info(
+            "request",
+            extra={
+                "request_id": response.request_id,
+                "path": outcome.path,
+                "status": outcome.status,
+                "seconds": seconds,
+            },
+        )
+        if self._state.observer is not None:
+            self._state.observer(outcome)
+
+
+class _Response:
+    """The `send` of one request: adds the request id, notes the status and the time of the first byte of the body."""
+
+    __slots__ = ("_send", "first_body", "request_id", "status")
+
+    def __init__(self, send: Send, request_id: str) -> None:
+        self._send = send
+        self.request_id = request_id
+        self.status = 0
+        self.first_body: float | None = None
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            message["headers"].append((names.HEADER_REQUEST_ID.encode(), self.request_id.encode("latin-1")))
+        elif self.first_body is None:
+            self.first_body = time.perf_counter()
+        await self._send(message)
+
+
+def _route(path: str, state: _State, **handlers: Handler) -> Route:
+    return Route(path, endpoint=_Endpoint(state, handlers))
+
+
+async def _send_method_error(send: Send, scope: Scope, handlers: dict[str, Handler]) -> None:
+    allowed = ", ".join(handlers)
+    body = error_body(
+        f"{scope['method']} is not allowed on {scope['path']}; use {allowed}.", kind="invalid_request_error"
+    )
+    await send_json(send, body, status=405, headers={"allow": allowed})
+
+
+async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:
+    if scope["type"] != "http":
+        await send({"type": "websocket.close", "code": 1000})
+        return
+    body = error_body(f"There is no {scope['path']} here.", kind="not_found_error", code="unknown_url")
+    await send_json(send, body, status=404, headers={names.HEADER_REQUEST_ID: request_id(scope)})

@@ -1,0 +1,285 @@
+"""Answers as bytes: server-sent events and whole responses of the two OpenAI endpoints. Pure.
+
+Everything that is the same in all events of a request is encoded once; per event only the new text is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import orjson
+
+from tandem_worker.control.params import TokenLogprob
+from tandem_worker.server.detokenizer import TokenTable
+from tandem_worker.server.logprobs import chat_entries, legacy_entries
+from tandem_worker.server.output import Finish, ToolDelta, Update, Usage
+
+DONE = b"data: [DONE]\n\n"
+
+
+def event(value: object) -> bytes:
+    return b"data: " + orjson.dumps(value) + b"\n\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerHead:
+    """What every event and response of a request repeats."""
+
+    id: str
+    created: int
+    model: str
+    fingerprint: str
+    include_usage: bool
+    return_token_ids: bool
+    with_logprobs: bool
+
+
+class Encoder(Protocol):
+    def opening(self, index: int, prompt_token_ids: Sequence[int]) -> bytes:
+        """The event that comes first for a choice; may be empty."""
+        ...
+
+    def update(self, index: int, update: Update) -> bytes:
+        """Events for what is new in a choice; empty when there is nothing to tell."""
+        ...
+
+    def usage(self, usage: Usage) -> bytes: ...
+
+    def response(self, choices: Sequence[Update], prompts: Sequence[Sequence[int]], usage: Usage) -> dict[str, Any]:
+        """The whole answer; `choices[i]` is everything choice i said, `prompts[i]` its prompt tokens."""
+        ...
+
+
+class ChatEncoder:
+    def __init__(self, head: AnswerHead, table: TokenTable) -> None:
+        self._head = head
+        self._table = table
+        base = {
+            "id": head.id,
+            "object": "chat.completion.chunk",
+            "created": head.created,
+            "model": head.model,
+            "system_fingerprint": head.fingerprint,
+        }
+        # `{...,"choices":[{"index":` i `,"delta":{"content":` text `},"logprobs":null,"finish_reason":null}]}`
+        self._prefix = b"data: " + orjson.dumps(base)[:-1] + b',"choices":[{"index":'
+        self._tail = b'],"usage":null}\n\n' if head.include_usage else b"]}\n\n"
+        self._text_suffix = b'},"logprobs":null,"finish_reason":null}' + self._tail
+        self._usage_prefix = b"data: " + orjson.dumps(base)[:-1] + b',"choices":[],"usage":'
+
+    def opening(self, index: int, prompt_token_ids: Sequence[int]) -> bytes:
+        choice: dict[str, Any] = {
+            "delta": {"role": "assistant", "content": "", "refusal": None},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        if self._head.return_token_ids:
+            choice["prompt_token_ids"] = prompt_token_ids
+        return self._event(index, choice)
+
+    def update(self, index: int, update: Update) -> bytes:
+        plain = not (update.reasoning or update.tools or update.logprobs or self._head.return_token_ids)
+        if plain:
+            head = self._text(index, update.content) if update.content else b""
+        elif update.has_text or update.logprobs or (update.token_ids and self._head.return_token_ids):
+            head = self._event(index, self._rich(update))
+        else:
+            head = b""
+        if update.finish is None:
+            return head
+        return head + self._event(index, {"delta": {}, "logprobs": None, "finish_reason": update.finish})
+
+    def usage(self, usage: Usage) -> bytes:
+        return self._usage_prefix + orjson.dumps(usage.to_json()) + b"}\n\n"
+
+    def _text(self, index: int, text: str) -> bytes:
+        return b'%b%d,"delta":{"content":%b%b' % (self._prefix, index, orjson.dumps(text), self._text_suffix)
+
+    def _event(self, index: int, choice: Mapping[str, Any]) -> bytes:
+        return b"%b%d,%b%b" % (self._prefix, index, orjson.dumps(choice)[1:], self._tail)
+
+    def _rich(self, update: Update) -> dict[str, Any]:
+        delta: dict[str, Any] = {}
+        if update.reasoning:
+            delta["reasoning_content"] = update.reasoning
+        if update.content or not (update.reasoning or update.tools):
+            delta["content"] = update.content
+        if update.tools:
+            delta["tool_calls"] = [_tool_delta(tool) for tool in update.tools]
+        logprobs = {"content": chat_entries(self._table, update.logprobs), "refusal": None} if update.logprobs else None
+        choice: dict[str, Any] = {"delta": delta, "logprobs": logprobs, "finish_reason": None}
+        if self._head.return_token_ids:
+            choice["token_ids"] = update.token_ids
+        return choice
+
+    def response(self, choices: Sequence[Update], prompts: Sequence[Sequence[int]], usage: Usage) -> dict[str, Any]:
+        head = self._head
+        return {
+            "id": head.id,
+            "object": "chat.completion",
+            "created": head.created,
+            "model": head.model,
+            "system_fingerprint": head.fingerprint,
+            "choices": [
+                self._choice(index, choice, prompt)
+                for index, (choice, prompt) in enumerate(zip(choices, prompts, strict=True))
+            ],
+            "usage": usage.to_json(),
+        }
+
+    def _choice(self, index: int, update: Update, prompt: Sequence[int]) -> dict[str, Any]:
+        calls = join_tool_deltas(update.tools)
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": None if calls and not update.content else update.content,
+            "refusal": None,
+        }
+        if update.reasoning:
+            message["reasoning_content"] = update.reasoning
+        if calls:
+            message["tool_calls"] = calls
+        with_logprobs = self._head.with_logprobs
+        logprobs = {"content": chat_entries(self._table, update.logprobs), "refusal": None} if with_logprobs else None
+        choice = {"index": index, "message": message, "logprobs": logprobs, "finish_reason": update.finish}
+        if self._head.return_token_ids:
+            choice["prompt_token_ids"] = prompt
+            choice["token_ids"] = update.token_ids
+        return choice
+
+
+def _tool_delta(tool: ToolDelta) -> dict[str, Any]:
+    if tool.name is None:
+        return {"index": tool.index, "function": {"arguments": tool.arguments}}
+    function = {"name": tool.name, "arguments": tool.arguments}
+    return {"index": tool.index, "id": tool.id, "type": "function", "function": function}
+
+
+def join_tool_deltas(deltas: Sequence[ToolDelta]) -> list[dict[str, Any]]:
+    """The tool calls that a client puts together from these deltas."""
+    calls: list[dict[str, Any]] = []
+    for delta in deltas:
+        if delta.name is not None:
+            function = {"name": delta.name, "arguments": ""}
+            calls.append({"id": delta.id, "type": "function", "function": function})
+        calls[delta.index]["function"]["arguments"] += delta.arguments
+    return calls
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Echo:
+    """The prompt of one choice, repeated before its text."""
+
+    text: str
+    token_ids: Sequence[int]
+    logprobs: Sequence[TokenLogprob | None] | None
+
+
+class CompletionEncoder:
+    """`echoes[i]` is set by the caller (when the first delta is there) if choice i repeats its prompt."""
+
+    def __init__(self, head: AnswerHead, table: TokenTable) -> None:
+        self.echoes: dict[int, Echo] = {}
+        self._head = head
+        self._table = table
+        self._base: dict[str, Any] = {
+            "id": head.id,
+            "object": "text_completion",
+            "created": head.created,
+            "model": head.model,
+            "system_fingerprint": head.fingerprint,
+        }
+        self._prefix = b"data: " + orjson.dumps(self._base)[:-1] + b',"choices":[{"index":'
+        self._tail = b'],"usage":null}\n\n' if head.include_usage else b"]}\n\n"
+        self._text_suffix = b',"logprobs":null,"finish_reason":null}' + self._tail
+        self._usage_prefix = b"data: " + orjson.dumps(self._base)[:-1] + b',"choices":[],"usage":'
+
+    def opening(self, index: int, prompt_token_ids: Sequence[int]) -> bytes:
+        echo = self.echoes.get(index)
+        if echo is None and not self._head.return_token_ids:
+            return b""
+        choice: dict[str, Any] = {"text": "", "logprobs": None, "finish_reason": None}
+        if echo is not None:
+            choice["text"] = echo.text
+            choice["logprobs"] = self._logprobs(Update(), echo)
+        if self._head.return_token_ids:
+            choice["prompt_token_ids"] = prompt_token_ids
+        return self._event(index, choice)
+
+    def update(self, index: int, update: Update) -> bytes:
+        plain = not (update.logprobs or self._head.return_token_ids)
+        if plain:
+            head = self._text(index, update.content) if update.content else b""
+        elif update.content or update.logprobs or update.token_ids:
+            choice: dict[str, Any] = {"text": update.content, "logprobs": None, "finish_reason": None}
+            if update.logprobs:
+                choice["logprobs"] = self._logprobs(update, None, shift=self._shift(index))
+            if self._head.return_token_ids:
+                choice["token_ids"] = update.token_ids
+            head = self._event(index, choice)
+        else:
+            head = b""
+        if update.finish is None:
+            return head
+        return head + self._event(index, {"text": "", "logprobs": None, "finish_reason": update.finish})
+
+    def usage(self, usage: Usage) -> bytes:
+        return self._usage_prefix + orjson.dumps(usage.to_json()) + b"}\n\n"
+
+    def _text(self, index: int, text: str) -> bytes:
+        return b'%b%d,"text":%b%b' % (self._prefix, index, orjson.dumps(text), self._text_suffix)
+
+    def _event(self, index: int, choice: Mapping[str, Any]) -> bytes:
+        return b"%b%d,%b%b" % (self._prefix, index, orjson.dumps(choice)[1:], self._tail)
+
+    def _shift(self, index: int) -> int:
+        echo = self.echoes.get(index)
+        return len(echo.text) if echo is not None else 0
+
+    def _logprobs(self, update: Update, echo: Echo | None, *, shift: int = 0) -> dict[str, Any] | None:
+        if not self._head.with_logprobs:
+            return None
+        logprobs: list[TokenLogprob | None] = list(update.logprobs)
+        token_ids = [logprob.token_id for logprob in update.logprobs]
+        offsets = [offset + shift for offset in update.logprob_offsets]
+        if echo is not None and echo.logprobs is not None:
+            logprobs = [*echo.logprobs, *logprobs]
+            token_ids = [*echo.token_ids, *token_ids]
+            offsets = [*prompt_offsets(self._table, echo.token_ids), *offsets]
+        return legacy_entries(self._table, logprobs, token_ids, offsets)
+
+    def response(self, choices: Sequence[Update], prompts: Sequence[Sequence[int]], usage: Usage) -> dict[str, Any]:
+        return {
+            **self._base,
+            "choices": [
+                self._choice(index, choice, prompt)
+                for index, (choice, prompt) in enumerate(zip(choices, prompts, strict=True))
+            ],
+            "usage": usage.to_json(),
+        }
+
+    def _choice(self, index: int, update: Update, prompt: Sequence[int]) -> dict[str, Any]:
+        echo = self.echoes.get(index)
+        finish: Finish | None = update.finish
+        choice: dict[str, Any] = {
+            "text": (echo.text if echo is not None else "") + update.content,
+            "index": index,
+            "logprobs": self._logprobs(update, echo, shift=self._shift(index)),
+            "finish_reason": finish,
+        }
+        if self._head.return_token_ids:
+            choice["prompt_token_ids"] = prompt
+            choice["token_ids"] = update.token_ids
+        return choice
+
+
+def prompt_offsets(table: TokenTable, token_ids: Sequence[int]) -> list[int]:
+    """Where in the text of the prompt each of its tokens begins, in characters."""
+    offsets: list[int] = []
+    detokenizer = table.new(visible=table.special_ids, continues=True)
+    length = 0
+    for token_id in token_ids:
+        offsets.append(length)
+        length += len(detokenizer.feed(token_id))
+    return offsets

@@ -1,0 +1,139 @@
+"""The ASGI edge: bodies in, JSON and errors out."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+from starlette.types import Receive, Scope, Send
+from tandem_api import names
+from tandem_api.openai import ErrorType, error_body
+
+from tandem_worker.errors import EngineStoppedError, RequestError
+from tandem_worker.server.hub import ClientGoneError
+
+MAX_BODY_BYTES = 8 * 1024 * 1024
+HEADER_RETRY = "x-tandem-retry"
+"""On a 503: nothing was done for this request, another worker may take it."""
+
+_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+_KINDS: Mapping[int, ErrorType] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+Headers = dict[str, str]
+
+
+class BodyTooLargeError(RequestError):
+    def __init__(self) -> None:
+        super().__init__(
+            f"The request body is larger than {MAX_BODY_BYTES // (1024 * 1024)} MiB.",
+            code="request_too_large",
+            status=413,
+        )
+
+
+class ServiceError(Exception):
+    """The server's own failure before an answer began: HTTP 500 or 503."""
+
+    def __init__(self, message: str, *, status: int = 500, retry: bool = False) -> None:
+        super().__init__(message)
+        self.status = status
+        self.retry = retry
+
+
+def header(scope: Scope, name: str) -> str | None:
+    wanted = name.encode()
+    for key, value in scope["headers"]:
+        if key == wanted:
+            return value.decode("latin-1")
+    return None
+
+
+def request_id(scope: Scope) -> str:
+    """The client's `x-request-id` when it is printable and short, else a new one."""
+    given = header(scope, names.HEADER_REQUEST_ID)
+    if given is not None and _REQUEST_ID.fullmatch(given.encode("latin-1")):
+        return given
+    return f"req-{secrets.token_hex(12)}"
+
+
+async def read_json(scope: Scope, receive: Receive) -> Any:
+    """The body as JSON. Raises RequestError (400, 413), ClientGoneError."""
+    length = header(scope, "content-length")
+    if length is not None and length.isdigit() and int(length) > MAX_BODY_BYTES:
+        raise BodyTooLargeError
+    body = await _read_body(receive)
+    if not body:
+        raise RequestError("The request has no body; a JSON object is expected.", code="invalid_json")
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise RequestError(f"The request body is not valid JSON: {error}.", code="invalid_json") from error
+
+
+async def _read_body(receive: Receive) -> bytes:
+    chunks: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError
+        chunk = message.get("body", b"")
+        size += len(chunk)
+        if size > MAX_BODY_BYTES:
+            raise BodyTooLargeError
+        chunks.append(chunk)
+        if not message.get("more_body", False):
+            return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+
+def encode_headers(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
+    return [(key.encode("latin-1"), value.encode("latin-1")) for key, value in headers.items()]
+
+
+async def send_start(send: Send, status: int, headers: Mapping[str, str]) -> None:
+    await send({"type": "http.response.start", "status": status, "headers": encode_headers(headers)})
+
+
+async def send_bytes(
+    send: Send,
+    status: int,
+    body: bytes,
+    *,
+    content_type: str = "application/json",
+    headers: Mapping[str, str] | None = None,
+) -> None:
+    all_headers = {"content-type": content_type, "content-length": str(len(body)), **(headers or {})}
+    await send_start(send, status, all_headers)
+    await send({"type": "http.response.body", "body": body})
+
+
+async def send_json(send: Send, value: object, *, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
+    await send_bytes(send, status, orjson.dumps(value), headers=headers)
+
+
+def describe_error(error: Exception) -> tuple[int, dict[str, Any], Headers]:
+    """Status, OpenAI error body and extra headers of an error."""
+    match error:
+        case RequestError():
+            kind = _KINDS.get(error.status, "invalid_request_error")
+            extra = {"retry-after": "1"} if error.status == 429 else {}
+            return error.status, error_body(str(error), kind=kind, param=error.param, code=error.code), extra
+        case EngineStoppedError():
+            message = str(error) or "This worker is shutting down."
+            return 503, error_body(message, kind="overloaded_error", code="worker_stopping"), {HEADER_RETRY: "1"}
+        case ServiceError():
+            extra = {HEADER_RETRY: "1"} if error.retry else {}
+            kind = _KINDS.get(error.status, "server_error")
+            return error.status, error_body(str(error), kind=kind), extra
+        case _:
+            return 500, error_body("The server had an internal error.", kind="server_error", code="internal_error"), {}

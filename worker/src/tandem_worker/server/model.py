@@ -1,0 +1,80 @@
+"""What the server knows about the model it serves: names, limits, tokens. No weights."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from tandem_api.launch import WorkerConfig
+
+from tandem_worker.errors import ContextLengthError, RequestError
+from tandem_worker.server.detokenizer import TokenTable
+from tandem_worker.server.prompting import Prompter
+
+# Tokens that end a turn or a text, by the names that published vocabularies give them. Checkpoints list several
+# end tokens in generation settings that a tokenizer alone does not carry.
+_END_TOKENS = (
+    "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|eot|>", "<|eom|>",
+    "<｜end▁of▁sentence｜>", "[EOS]", "<|return|>", "<|call|>", "<end_of_turn>",
+)  # fmt: skip
+_UNLIMITED = 10**8
+"""Tokenizers without a limit state a huge one."""
+
+
+class ServedModel:
+    """Shared by all requests. Raises ValueError when no context length is known."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        config: WorkerConfig,
+        *,
+        max_model_len: int | None = None,
+        vocab_size: int | None = None,
+        eos_token_ids: Collection[int] = (),
+    ) -> None:
+        self.name = config.served_name
+        self.fingerprint = f"fp_{config.revision}"
+        self.tokenizer = tokenizer
+        self.table = TokenTable(tokenizer)
+        self.prompter = Prompter(tokenizer)
+        self.vocab_size = vocab_size or len(tokenizer)
+        """Rows of the output matrix: the tokenizer's vocabulary, maybe padded."""
+        self.max_model_len = _context_length(tokenizer, config, max_model_len)
+        self.eos_token_ids = frozenset(eos_token_ids) or end_tokens(tokenizer)
+
+    def check_name(self, name: str) -> None:
+        if name != self.name:
+            raise RequestError(
+                f"The model '{name}' does not exist here. This server serves '{self.name}'.",
+                param="model",
+                code="model_not_found",
+                status=404,
+            )
+
+    def room(self, num_prompt_tokens: int, max_tokens: int | None, *, param: str) -> int:
+        """The allowed output. Raises ContextLengthError when prompt plus `max_tokens` do not fit."""
+        limit = self.max_model_len
+        if num_prompt_tokens + (1 if max_tokens is None else max_tokens) > limit:
+            wanted = "and leaves no room for an answer" if max_tokens is None else f"and {max_tokens} were requested"
+            raise ContextLengthError(
+                f"This model's context length is {limit} tokens. The prompt has {num_prompt_tokens} tokens {wanted}.",
+                param=param,
+            )
+        return limit - num_prompt_tokens if max_tokens is None else max_tokens
+
+
+def end_tokens(tokenizer: Any) -> frozenset[int]:
+    """Tokens that end an answer, as far as the vocabulary tells."""
+    vocabulary: dict[str, int] = tokenizer.get_added_vocab()
+    found = {vocabulary[name] for name in _END_TOKENS if name in vocabulary}
+    if tokenizer.eos_token_id is not None:
+        found.add(int(tokenizer.eos_token_id))
+    return frozenset(found)
+
+
+def _context_length(tokenizer: Any, config: WorkerConfig, given: int | None) -> int:
+    for candidate in (given, config.max_model_len, getattr(tokenizer, "model_max_length", None)):
+        if candidate is not None and candidate < _UNLIMITED:
+            return int(candidate)
+    raise ValueError("the context length is unknown: give max_model_len")

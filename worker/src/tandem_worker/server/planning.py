@@ -1,0 +1,163 @@
+"""From a parsed request to the plan that is run: tokens, limits, choices, encoder."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+
+from tandem_worker.control.params import GenerationRequest, SamplingParams, TokenDelta
+from tandem_worker.server.answer import Plan
+from tandem_worker.server.chat_request import ChatRequest
+from tandem_worker.server.choice import Choice
+from tandem_worker.server.chunks import AnswerHead, ChatEncoder, CompletionEncoder, Echo
+from tandem_worker.server.completion_request import CompletionRequest, Prompt
+from tandem_worker.server.model import ServedModel
+from tandem_worker.server.options import CommonOptions, to_sampling
+
+
+async def plan_chat(request: ChatRequest, model: ServedModel, endpoints: tuple[str, ...]) -> Plan:
+    """Raises RequestError."""
+    model.check_name(request.model)
+    text = model.prompter.render(request)
+    tokens = await model.prompter.encode(text, add_special_tokens=False)
+    room = model.room(len(tokens), request.max_tokens, param="messages")
+    sampling = to_sampling(
+        request.common,
+        max_tokens=room,
+        num_logprobs=request.num_logprobs,
+        eos_token_ids=model.eos_token_ids,
+        grammar=None,
+    )
+    head = _head("chatcmpl", request.common, model, with_logprobs=request.num_logprobs is not None)
+    options = request.common
+    choices = [
+        Choice(index, model.table.new(), stops=options.stop, min_tokens=options.min_tokens)
+        for index in range(options.n)
+    ]
+    return Plan(
+        requests=[_engine_request(head.id, tokens, sampling, options, endpoints)],
+        choices=choices,
+        encoder=ChatEncoder(head, model.table),
+        stream=options.stream,
+        include_usage=options.include_usage,
+    )
+
+
+async def plan_completion(request: CompletionRequest, model: ServedModel, endpoints: tuple[str, ...]) -> Plan:
+    """Raises RequestError."""
+    model.check_name(request.model)
+    options = request.common
+    prompts = [await _prompt_tokens(prompt, model) for prompt in request.prompts]
+    score_only = request.max_tokens == 0
+    head = _head("cmpl", options, model, with_logprobs=request.num_logprobs is not None)
+    requests: list[GenerationRequest] = []
+    choices: list[Choice] = []
+    for position, tokens in enumerate(prompts):
+        sampling = to_sampling(
+            options,
+            max_tokens=model.room(len(tokens), max(request.max_tokens, 1), param="prompt"),
+            num_logprobs=request.num_logprobs,
+            eos_token_ids=model.eos_token_ids,
+            grammar=None,
+        )
+        wanted = request.num_logprobs if request.echo else None
+        requests.append(
+            _engine_request(f"{head.id}-{position}", tokens, sampling, options, endpoints, prompt_logprobs=wanted)
+        )
+        choices += [
+            Choice(
+                position * options.n + index,
+                model.table.new(continues=True),
+                stops=options.stop,
+                min_tokens=options.min_tokens,
+            )
+            for index in range(options.n)
+        ]
+    encoder = CompletionEncoder(head, model.table)
+    plan = Plan(
+        requests=requests,
+        choices=choices,
+        encoder=encoder,
+        stream=options.stream,
+        include_usage=options.include_usage,
+        score_only=score_only,
+    )
+    if request.echo:
+        plan.first_delta = _Echoes(encoder, request.prompts, prompts, options.n, model)
+    return plan
+
+
+class _Echoes:
+    """Puts the prompts before the texts once their logprobs are there."""
+
+    def __init__(
+        self,
+        encoder: CompletionEncoder,
+        prompts: Sequence[Prompt],
+        tokens: Sequence[tuple[int, ...]],
+        n: int,
+        model: ServedModel,
+    ) -> None:
+        self._encoder = encoder
+        self._prompts = prompts
+        self._tokens = tokens
+        self._n = n
+        self._model = model
+
+    def __call__(self, position: int, delta: TokenDelta) -> None:
+        prompt = self._prompts[position]
+        tokens = self._tokens[position]
+        text = prompt if isinstance(prompt, str) else _text_of(tokens, self._model)
+        echo = Echo(text=text, token_ids=tokens, logprobs=delta.prompt_logprobs)
+        for index in range(self._n):
+            self._encoder.echoes[position * self._n + index] = echo
+
+
+def _text_of(tokens: Sequence[int], model: ServedModel) -> str:
+    detokenizer = model.table.new(continues=True)
+    return "".join(detokenizer.feed(token) for token in tokens) + detokenizer.flush()
+
+
+async def _prompt_tokens(prompt: Prompt, model: ServedModel) -> tuple[int, ...]:
+    if not isinstance(prompt, str):
+        return prompt
+    tokens = await model.prompter.encode(prompt, add_special_tokens=True)
+    if tokens:
+        return tokens
+    # OpenAI takes an empty prompt as the beginning of a document.
+    start = model.tokenizer.bos_token_id
+    return (start if start is not None else min(model.eos_token_ids, default=0),)
+
+
+def _head(prefix: str, options: CommonOptions, model: ServedModel, *, with_logprobs: bool) -> AnswerHead:
+    return AnswerHead(
+        id=f"{prefix}-{secrets.token_hex(16)}",
+        created=int(time.time()),
+        model=model.name,
+        fingerprint=model.fingerprint,
+        include_usage=options.include_usage,
+        return_token_ids=options.return_token_ids,
+        with_logprobs=with_logprobs,
+    )
+
+
+def _engine_request(
+    request_id: str,
+    tokens: tuple[int, ...],
+    sampling: SamplingParams,
+    options: CommonOptions,
+    endpoints: tuple[str, ...],
+    *,
+    prompt_logprobs: int | None = None,
+) -> GenerationRequest:
+    return GenerationRequest(
+        request_id=request_id,
+        prompt_token_ids=tokens,
+        sampling=sampling,
+        n=options.n,
+        priority=options.priority,
+        cache_salt=options.cache_salt,
+        prefill_endpoints=endpoints,
+        prompt_logprobs=prompt_logprobs,
+    )

@@ -1,0 +1,140 @@
+"""From conversations and texts to token ids, by the model's own template and tokenizer.
+
+Templates come with models and run in transformers' sandbox. What a template refuses is the client's error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jinja2
+
+from tandem_worker.errors import RequestError
+from tandem_worker.server.chat_request import ChatRequest
+
+INLINE_CHARACTERS = 4096
+"""Longer texts are tokenized on a thread (the tokenizer releases the GIL): they would hold up the streams of others."""
+
+_PROBE = "tandem_probe_argument"
+
+
+class Prompter:
+    """Renders and tokenizes. One per process; `close` ends its thread."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._backend = tokenizer.backend_tokenizer
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
+        self.template = _template_source(tokenizer)
+        self.takes_tools = "tools" in self.template
+        self._object_arguments = self.takes_tools and self._probe_object_arguments()
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False)
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+        if len(text) <= INLINE_CHARACTERS:
+            return self._encode(text, add_special_tokens)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, self._encode, text, add_special_tokens)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
+        # The backend is called directly: the wrapper sets padding and truncation on it, which is not thread-safe.
+        try:
+            return tuple(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        except UnicodeEncodeError as error:
+            raise RequestError("The text contains lone surrogates, which are not valid Unicode.") from error
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._backend.decode(list(token_ids), skip_special_tokens=False)
+
+    def render(self, request: ChatRequest) -> str:
+        """The prompt text of a conversation. Raises RequestError."""
+        if not self.template:
+            raise RequestError(
+                "This model has no chat template: use /v1/completions.", param="messages", code="unsupported_endpoint"
+            )
+        if request.tools.tools and not self.takes_tools:
+            raise RequestError(
+                "This model's chat template has no place for tools: remove 'tools'.",
+                param="tools",
+                code="unsupported_parameter",
+            )
+        try:
+            return self._apply(
+                self._with_arguments(request.messages, as_objects=self._object_arguments),
+                tools=[tool.definition for tool in request.tools.tools] or None,
+                add_generation_prompt=request.add_generation_prompt,
+                continue_final_message=request.continue_final_message,
+                **self._kwargs(request),
+            )
+        except (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise RequestError(
+                f"The model's chat template does not accept this conversation: {error}",
+                param="messages",
+                code="invalid_conversation",
+            ) from error
+
+    def _apply(self, messages: list[dict[str, Any]], **kwargs: Any) -> str:
+        return self._tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)
+
+    def _kwargs(self, request: ChatRequest) -> dict[str, Any]:
+        """Template arguments; `reasoning_effort` becomes whichever of them the template knows."""
+        kwargs = dict(request.template_kwargs)
+        effort = request.reasoning_effort
+        if effort is None:
+            return kwargs
+        if "reasoning_effort" in self.template:
+            kwargs.setdefault("reasoning_effort", effort)
+        elif "enable_thinking" in self.template:
+            kwargs.setdefault("enable_thinking", effort != "none")
+        elif effort != "none" or "<think>" in self.template:
+            raise RequestError(
+                "This model's reasoning effort cannot be chosen: remove 'reasoning_effort'.",
+                param="reasoning_effort",
+                code="unsupported_parameter",
+            )
+        return kwargs
+
+    @staticmethod
+    def _with_arguments(messages: Sequence[Mapping[str, Any]], *, as_objects: bool) -> list[dict[str, Any]]:
+        """Copies in which the arguments of tool calls are objects or JSON text, as the template expects them."""
+        return [
+            {**message, "tool_calls": [_with_argument_form(call, as_objects) for call in message["tool_calls"]]}
+            if "tool_calls" in message
+            else dict(message)
+            for message in messages
+        ]
+
+    def _probe_object_arguments(self) -> bool:
+        """Whether the template wants arguments as objects: some print them as JSON, others join them as text."""
+        function = {"name": "probe", "arguments": json.dumps({_PROBE: "x"})}
+        call = {"id": "call_probe00", "type": "function", "function": function}
+        conversation = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        try:
+            text = self._apply(self._with_arguments(conversation, as_objects=True))
+        except Exception:  # a template may fail in any way; then it gets what OpenAI's API has: text
+            return False
+        return f'"{_PROBE}"' in text
+
+
+def _with_argument_form(call: Mapping[str, Any], as_objects: bool) -> dict[str, Any]:
+    function = dict(call["function"])
+    if as_objects:
+        # A model's malformed call, sent back, stays text.
+        with contextlib.suppress(ValueError):
+            function["arguments"] = json.loads(function["arguments"] or "{}")
+    return {**call, "function": function}
+
+
+def _template_source(tokenizer: Any) -> str:
+    """Source of the chat template; the tool-use one where a tokenizer has several."""
+    template = getattr(tokenizer, "chat_template", None) or ""
+    if isinstance(template, dict):
+        template = template.get("tool_use") or template.get("default") or ""
+    return template

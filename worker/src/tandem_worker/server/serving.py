@@ -1,0 +1,144 @@
+"""Runs the application on a socket, and can be stopped. Signals are the business of whoever starts it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from typing import Any
+
+import orjson
+import uvicorn
+from starlette.types import ASGIApp
+from tandem_api.openai import error_body
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+_log = logging.getLogger(__name__)
+HEADER_TIMEOUT_SECONDS = 10.0
+"""A client must have sent its complete header within this time."""
+KEEP_ALIVE_SECONDS = 75
+
+
+class WorkerProtocol(HttpToolsProtocol):
+    """Adds a deadline for request headers, and OpenAI's error shape where the parser itself refuses."""
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._start_deadline()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_deadline()
+        super().connection_lost(exc)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._start_deadline()
+
+    def on_headers_complete(self) -> None:
+        self._stop_deadline()
+        super().on_headers_complete()
+
+    def _start_deadline(self) -> None:
+        self._stop_deadline()
+        self._deadline = self.loop.call_later(HEADER_TIMEOUT_SECONDS, self._too_slow)
+
+    def _stop_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _too_slow(self) -> None:
+        message = f"The request header was not complete after {HEADER_TIMEOUT_SECONDS:g} s."
+        self._refuse(b"408 Request Timeout", orjson.dumps(error_body(message, kind="timeout_error")))
+
+    def send_400_response(self, msg: str) -> None:
+        text = "The request is not valid HTTP/1.1."
+        self._refuse(
+            b"400 Bad Request", orjson.dumps(error_body(text, kind="invalid_request_error", code="invalid_http"))
+        )
+
+    def _refuse(self, status: bytes, body: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        lines = [
+            b"HTTP/1.1 " + status,
+            b"content-type: application/json",
+            b"content-length: %d" % len(body),
+            b"connection: close",
+        ]
+        self.transport.write(b"\r\n".join(lines) + b"\r\n\r\n" + body)
+        self.transport.close()
+
+
+class RunningServer:
+    """A server that is accepting connections."""
+
+    def __init__(self, server: uvicorn.Server, task: asyncio.Task[None], port: int) -> None:
+        self._server = server
+        self._task = task
+        self.port = port
+
+    async def stop(self, grace_seconds: float = 1.0) -> None:
+        """Stop accepting, let running responses end for `grace_seconds`, then cut them off."""
+        self._server.config.timeout_graceful_shutdown = max(1, round(grace_seconds))
+        self._server.should_exit = True
+        await self._task
+
+    async def wait(self) -> None:
+        """Until the server has ended. Raises what ended it."""
+        await asyncio.shield(self._task)
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listening.set()
+
+    def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
+        return contextlib.nullcontext()
+
+
+async def serve(app: ASGIApp, host: str, port: int, *, backlog: int = 2048) -> RunningServer:
+    """Start serving; returns when connections are accepted. `port` 0 takes a free one. Raises OSError."""
+    # Bound here because uvicorn answers a taken port with sys.exit.
+    listener = _bind(host, port)
+    config = uvicorn.Config(
+        app,
+        http=WorkerProtocol,
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        backlog=backlog,
+    )
+    server = _Server(config)
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    listening = asyncio.create_task(server.listening.wait())
+    await asyncio.wait({task, listening}, return_when=asyncio.FIRST_COMPLETED)
+    listening.cancel()
+    if task.done():
+        listener.close()
+        await task
+    return RunningServer(server, task, listener.getsockname()[1])
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except OSError:
+        listener.close()
+        raise
+    return listener

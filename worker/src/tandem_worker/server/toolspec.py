@@ -1,0 +1,129 @@
+"""`tools`, `tool_choice` and `parallel_tool_calls` of a chat request. Pure."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from tandem_worker.errors import RequestError
+from tandem_worker.server.fields import Fields, refuse
+
+MAX_TOOLS = 128
+_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    name: str
+    parameters: dict[str, Any]
+    """JSON schema of the arguments."""
+    strict: bool
+    definition: dict[str, Any]
+    """As the client sent it: chat templates print it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolOptions:
+    """`mode` is `none` when there are no tools. A named function is `required` with `tools` narrowed to it."""
+
+    mode: Literal["none", "auto", "required"] = "none"
+    tools: tuple[Tool, ...] = ()
+    callable_tools: tuple[Tool, ...] = ()
+    """Those that `tool_choice` leaves; all of `tools` stand in the prompt."""
+    parallel: bool = True
+
+
+def parse_tools(fields: Fields) -> ToolOptions:
+    """Take the tool fields. Raises RequestError."""
+    fields.unsupported("functions", "'functions' is deprecated and not supported: use 'tools'.")
+    fields.unsupported("function_call", "'function_call' is deprecated and not supported: use 'tool_choice'.")
+    tools = _tools(fields)
+    given_choice = fields.given("tool_choice")
+    mode, named = _choice(fields)
+    parallel = fields.boolean("parallel_tool_calls", default=True)
+    if not tools:
+        if given_choice and mode != "none":
+            refuse("tool_choice", "'tool_choice' is only allowed when 'tools' are given.")
+        return ToolOptions()
+    allowed = tools
+    if named is not None:
+        allowed = tuple(tool for tool in tools if tool.name == named)
+        if not allowed:
+            refuse(
+                "tool_choice",
+                f"'tool_choice' names the function '{named}', which is not among 'tools'.",
+                "invalid_value",
+            )
+    if mode == "none":
+        return ToolOptions()
+    # A named function is called once: the client asked for this call, not for a list.
+    return ToolOptions(mode=mode, tools=tools, callable_tools=allowed, parallel=parallel and named is None)
+
+
+def _tools(fields: Fields) -> tuple[Tool, ...]:
+    raw = fields.array("tools") or []
+    if len(raw) > MAX_TOOLS:
+        refuse("tools", f"At most {MAX_TOOLS} tools are supported, but there are {len(raw)}.", "array_above_max_length")
+    tools = tuple(_tool(item, f"tools[{index}]") for index, item in enumerate(raw))
+    seen: set[str] = set()
+    for index, tool in enumerate(tools):
+        if tool.name in seen:
+            refuse(f"tools[{index}].function.name", f"Two tools have the name '{tool.name}'.", "invalid_value")
+        seen.add(tool.name)
+    return tools
+
+
+def _tool(raw: Any, path: str) -> Tool:
+    fields = Fields(raw, path)
+    kind = fields.required_string("type")
+    if kind != "function":
+        refuse(f"{path}.type", f"Tools of type '{kind}' are not supported; 'function' is.", "invalid_value")
+    function = Fields(fields.required("function"), f"{path}.function")
+    name = function.required_string("name")
+    if not _NAME.fullmatch(name):
+        refuse(
+            f"{path}.function.name",
+            f"Invalid function name '{name[:80]}': 1 to 64 letters, digits, underscores, dots or dashes.",
+            "invalid_value",
+        )
+    function.string("description")
+    parameters = function.raw_object("parameters")
+    strict = function.boolean("strict")
+    function.finish()
+    fields.finish()
+    # A function without parameters takes none, as OpenAI documents it.
+    schema = (
+        parameters if parameters is not None else {"type": "object", "properties": {}, "additionalProperties": False}
+    )
+    return Tool(name=name, parameters=schema, strict=strict, definition=raw)
+
+
+def _choice(fields: Fields) -> tuple[Literal["none", "auto", "required"], str | None]:
+    value = fields.take("tool_choice")
+    match value:
+        case None | "auto":
+            return "auto", None
+        case "none":
+            return "none", None
+        case "required":
+            return "required", None
+        case dict():
+            return "required", _named(Fields(value, "tool_choice"))
+        case _:
+            raise RequestError(
+                "Invalid 'tool_choice'. Supported: 'none', 'auto', 'required', or an object that names a function.",
+                param="tool_choice",
+                code="invalid_value",
+            )
+
+
+def _named(fields: Fields) -> str:
+    kind = fields.required_string("type")
+    if kind != "function":
+        refuse("tool_choice.type", f"'tool_choice' of type '{kind}' is not supported; 'function' is.", "invalid_value")
+    function = Fields(fields.required("function"), "tool_choice.function")
+    name = function.required_string("name")
+    function.finish()
+    fields.finish()
+    return name
