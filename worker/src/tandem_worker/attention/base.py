@@ -1,0 +1,72 @@
+"""The contract between a family's attention layers and the device's way of attending over paged blocks.
+
+Keys and values of a token lie together: a block of a layer is `[block_size, 2, num_kv_heads, head_dim]`. Writing a
+token is one contiguous row, and a gathered run of blocks is already `[length, 2, num_kv_heads, head_dim]`, so keys and
+values are views of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from tandem_worker.models.base import ForwardBatch, KVLayerSpec
+
+KV_HEAD_AXIS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AttentionSpec:
+    """What one layer's attention looks like on this rank."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None
+    """Keys that a query sees, its own included."""
+    chunk: int | None = None
+    """A query sees only keys of its own chunk of this many positions (Llama 4)."""
+    sinks: torch.Tensor | None = None
+    """`[num_heads]` logits that take part in the softmax without a value (gpt-oss)."""
+
+
+class StepAttention(Protocol):
+    """Attention of one step. Made once per step, used by every layer."""
+
+    def write(self, kv: torch.Tensor, kv_layer: torch.Tensor) -> None:
+        """Store the new tokens' keys and values, `[T, 2, num_kv_heads, head_dim]`, in their slots."""
+        ...
+
+    def attend(self, q: torch.Tensor, kv: torch.Tensor, kv_layer: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+        """Causal attention of `q` `[T, num_heads, head_dim]` over each sequence's context, written keys included.
+
+        `kv` is what `write` was given. Returns `[T, num_heads * head_dim]`.
+        """
+        ...
+
+
+class AttentionBackend(Protocol):
+    """A way of attending that suits a device."""
+
+    def begin(self, batch: ForwardBatch, block_size: int) -> StepAttention:
+        """Prepare what all layers of a step share."""
+        ...
+
+
+def kv_layer_spec(block_size: int, num_kv_heads: int, head_dim: int) -> KVLayerSpec:
+    """Block shape of a layer with keys and values of equal width."""
+    return KVLayerSpec(block_shape=(block_size, 2, num_kv_heads, head_dim), head_dim_index=KV_HEAD_AXIS)
+
+
+def select_backend(device: torch.device) -> AttentionBackend:
+    """Triton kernels on a GPU, torch's own kernels elsewhere."""
+    if device.type == "cuda":
+        from tandem_worker.attention.triton import TritonAttention
+
+        return TritonAttention()
+    from tandem_worker.attention.cpu import CPUAttention
+
+    return CPUAttention()

@@ -1,0 +1,68 @@
+"""Matrix products with weights that are laid out for the device once, at load.
+
+On x86 CPUs weights are repacked into oneDNN's blocked layout: measured on AVX-512 with SmolLM2's shapes that is 1.2 to
+3 times as fast as the plain layout for 4 to 64 rows, and lets a product take in the residual sum.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from tandem_worker.parallel.collectives import Collective
+
+_PACK_ROWS = 64  # the layout that oneDNN picks for this many rows is the fastest for other counts too
+
+
+def can_pack(weight: torch.Tensor) -> bool:
+    """True where oneDNN's packed layout exists for this weight's device and type."""
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype in {torch.float32, torch.bfloat16}
+        and torch.backends.mkldnn.is_available()
+        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+    )
+
+
+class Linear:
+    """`y = x W^T + b` for x `[T, K]` and W `[N, K]`.
+
+    With `reduce` the ranks hold slices of K: results are summed over them. The bias is then added by rank 0 alone, as
+    is the residual of `add_to`.
+    """
+
+    __slots__ = ("bias", "in_features", "out_features", "packed", "reduce", "weight")
+
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, reduce: Collective | None = None
+    ) -> None:
+        self.out_features, self.in_features = weight.shape
+        self.reduce = reduce
+        self.bias = None if reduce is not None and reduce.rank else bias
+        self.packed = can_pack(weight)
+        if self.packed:
+            weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS)
+        self.weight = weight
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        y = self._product(x)
+        return y if self.reduce is None else self.reduce.all_reduce(y)
+
+    def add_to(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """`residual + x W^T + b` as a new tensor."""
+        if self.reduce is not None:
+            partial = self._product(x) if self.reduce.rank else self._product_added(x, residual)
+            return self.reduce.all_reduce(partial)
+        return self._product_added(x, residual)
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        if self.packed:
+            return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        return functional.linear(x, self.weight, self.bias)
+
+    def _product_added(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        if self.packed:
+            return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.weight, self.bias, "add")
+        if self.bias is not None:
+            residual = residual + self.bias
+        return torch.addmm(residual, x, self.weight.t())

@@ -1,0 +1,49 @@
+"""Gated MLP: `down(silu(gate(x)) * up(x))` (SwiGLU, arXiv:2002.05202)."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from tandem_worker.layers.linear import Linear
+from tandem_worker.parallel.context import ParallelContext
+from tandem_worker.weights.loader import Part, WeightLoader, shard
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """`silu(gate) * up` for `[T, 2I]`, gate first."""
+    if gate_up.is_cuda:
+        from tandem_worker import kernels
+
+        return kernels.silu_mul(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.silu(gate).mul_(up)
+
+
+class GatedMLP:
+    """Gate and up are one matrix; ranks split the intermediate width."""
+
+    __slots__ = ("down", "gate_up")
+
+    def __init__(self, gate_up: Linear, down: Linear) -> None:
+        self.gate_up = gate_up
+        self.down = down
+
+    @classmethod
+    def load(
+        cls, loader: WeightLoader, context: ParallelContext, prefix: str, hidden_size: int, intermediate_size: int
+    ) -> GatedMLP:
+        rank, size = context.tp_rank, context.tp_size
+        what = "intermediate_size"
+        rows = shard(0, intermediate_size, rank, size, what=what)
+        shape = (intermediate_size, hidden_size)
+        gate_up = loader.stack(
+            [Part(name=f"{prefix}{name}_proj.weight", shape=shape, piece=rows) for name in ("gate", "up")]
+        )
+        columns = shard(1, intermediate_size, rank, size, what=what)
+        down = loader.load(f"{prefix}down_proj.weight", (hidden_size, intermediate_size), columns)
+        return cls(Linear(gate_up), Linear(down, reduce=context.tp))
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """`residual + mlp(x)`."""
+        return self.down.add_to(silu_mul(self.gate_up(x)), residual)

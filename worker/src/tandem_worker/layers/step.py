@@ -1,0 +1,27 @@
+"""What the layers of one step share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from tandem_worker.attention.base import StepAttention
+from tandem_worker.layers.rotary import Rotation
+from tandem_worker.models.base import ForwardBatch
+
+
+@dataclass(slots=True, kw_only=True)
+class Step:
+    """One step: its inputs, its attention and the rotations by name (most families have one)."""
+
+    batch: ForwardBatch
+    attention: StepAttention
+    rotation: Rotation
+    extras: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Per-token tensors that only one family needs, computed once per step."""
+
+    def written(self, layer: int) -> None:
+        """Tell the engine that this layer's KV is in place."""
+        if self.batch.on_layer is not None:
+            self.batch.on_layer(layer)

@@ -1,0 +1,114 @@
+"""The frame of every family: embedding, layers, final norm, output projection, and the pipeline around them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from tandem_worker.attention.base import AttentionBackend
+from tandem_worker.layers.embedding import Embedding, LMHead, build_lm_head
+from tandem_worker.layers.norm import RMSNorm
+from tandem_worker.layers.rotary import RotaryEmbedding
+from tandem_worker.layers.step import Step
+from tandem_worker.models.base import ForwardBatch, KVCache, KVCacheSpec, KVLayerSpec
+from tandem_worker.models.config import ModelConfig
+from tandem_worker.parallel.context import ParallelContext
+from tandem_worker.weights.loader import WeightLoader
+
+
+class DecoderLayer(Protocol):
+    """One layer of a family."""
+
+    def kv_layer_spec(self, block_size: int) -> KVLayerSpec: ...
+
+    def forward(self, hidden: torch.Tensor, step: Step, kv_layer: torch.Tensor) -> torch.Tensor:
+        """`[T, hidden]` to `[T, hidden]`; writes the layer's KV."""
+        ...
+
+
+def stage_layers(num_layers: int, context: ParallelContext) -> range:
+    """Layers of this pipeline stage: equal shares, the first stages one longer where it does not divide."""
+    share, longer = divmod(num_layers, context.pp_size)
+    start = context.pp_rank * share + min(context.pp_rank, longer)
+    return range(start, start + share + (context.pp_rank < longer))
+
+
+class DecoderLM:
+    """A causal language model from its layers; satisfies `CausalLM`.
+
+    Under pipeline parallelism each stage has a model of its own layers: hidden states come from the stage before and
+    go to the stage after, and only the last stage returns logits (others return none, `[0, vocab_size]`).
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        loader: WeightLoader,
+        context: ParallelContext,
+        layers: Sequence[DecoderLayer],
+        backend: AttentionBackend,
+        rotary: RotaryEmbedding,
+    ) -> None:
+        self.vocab_size = config.vocab_size
+        self.max_position_embeddings = config.max_position_embeddings
+        self.device = loader.device
+        self.dtype = loader.dtype
+        self._hidden_size = config.hidden_size
+        self._context = context
+        self._layers = layers
+        self._backend = backend
+        self._rotary = rotary
+        shape = (config.vocab_size, config.hidden_size)
+        self._embedding: Embedding | None = None
+        self._norm: RMSNorm | None = None
+        self._head: LMHead | None = None
+        tied = config.tie_word_embeddings and context.is_last_stage
+        if context.is_first_stage or tied:
+            self._embedding = Embedding.load(loader, context, "model.embed_tokens.weight", shape)
+        if context.is_last_stage:
+            self._norm = RMSNorm(loader.load("model.norm.weight", (config.hidden_size,)), config.rms_norm_eps)
+            table = self._embedding.table if tied and self._embedding is not None else None
+            self._head = build_lm_head(loader, context, shape, tied=table)
+
+    def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
+        specs = tuple(layer.kv_layer_spec(block_size) for layer in self._layers)
+        return KVCacheSpec(layers=specs, dtype=self.dtype, block_size=block_size)
+
+    def forward(self, batch: ForwardBatch, kv_cache: KVCache) -> torch.Tensor:
+        """Logits `[N, vocab_size]` float32 of `batch.logits_rows`."""
+        hidden = self._enter(batch)
+        step = self.begin_step(batch, kv_cache.spec.block_size)
+        for layer, kv_layer in zip(self._layers, kv_cache.layers, strict=True):
+            hidden = layer.forward(hidden, step, kv_layer)
+        return self._leave(hidden, batch)
+
+    def begin_step(self, batch: ForwardBatch, block_size: int) -> Step:
+        """What the layers share; families override it to add their own."""
+        return Step(
+            batch=batch,
+            attention=self._backend.begin(batch, block_size),
+            rotation=self._rotary.at(batch.positions, self.dtype),
+        )
+
+    def _enter(self, batch: ForwardBatch) -> torch.Tensor:
+        context = self._context
+        if context.is_first_stage:
+            assert self._embedding is not None
+            return self._embedding(batch.token_ids)
+        assert context.pp is not None
+        like = torch.empty(batch.token_ids.shape[0], self._hidden_size, dtype=self.dtype, device=self.device)
+        return context.pp.receive(like, context.pp_rank - 1)
+
+    def _leave(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        context = self._context
+        if not context.is_last_stage:
+            assert context.pp is not None
+            context.pp.send(hidden, context.pp_rank + 1)
+            return torch.empty(0, self.vocab_size, device=self.device)
+        assert self._norm is not None
+        assert self._head is not None
+        if batch.logits_rows.shape[0] != hidden.shape[0]:
+            hidden = hidden.index_select(0, batch.logits_rows)
+        return self._head(self._norm(hidden))

@@ -1,0 +1,105 @@
+"""The one way to get a model: from a folder or a file to a `CausalLM`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from tandem_worker.errors import StartupError
+from tandem_worker.models.base import CausalLM
+from tandem_worker.models.config import ModelConfig, parse_gguf_metadata, read_config
+from tandem_worker.models.registry import find_family
+from tandem_worker.parallel.context import SINGLE, ParallelContext
+from tandem_worker.weights.base import WeightSource
+from tandem_worker.weights.gguf import GGUFSource, gguf_metadata, open_gguf
+from tandem_worker.weights.loader import WeightLoader
+from tandem_worker.weights.safetensors import SafetensorsSource
+
+_INDEX = "model.safetensors.index.json"
+
+
+def load_model(
+    path: Path,
+    *,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    context: ParallelContext = SINGLE,
+    max_threads: int | None = None,
+) -> CausalLM:
+    """Load this rank's share of the model at `path`: a folder with weights and `config.json`, or a GGUF file.
+
+    `dtype` None chooses by `resolve_dtype`. `max_threads` limits torch's threads from here on. Raises StartupError with
+    a reason and a sentence for everything that a person must fix.
+    """
+    if max_threads is not None:
+        torch.set_num_threads(max_threads)
+    config, source = open_checkpoint(path)
+    load = find_family(config.architecture)
+    chosen = dtype or resolve_dtype(device, config.dtype)
+    with torch.inference_mode():
+        return load(config, WeightLoader(source, dtype=chosen, device=device, prefix=config.name_prefix), context)
+
+
+def resolve_dtype(device: torch.device, checkpoint: torch.dtype) -> torch.dtype:
+    """Element type under `dtype: Auto`: the checkpoint's on a GPU; bfloat16 on a CPU that multiplies it in hardware."""
+    if device.type == "cpu":
+        return torch.bfloat16 if _cpu_multiplies_bfloat16() else torch.float32
+    return checkpoint
+
+
+def _cpu_multiplies_bfloat16() -> bool:
+    capabilities = torch.cpu.get_capabilities()
+    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "amx_tile", "bf16"))
+
+
+def find_gguf(path: Path) -> Path | None:
+    """The GGUF file meant by `path`, or None when it is a folder with other weights."""
+    if path.is_file() and path.suffix == ".gguf":
+        return path
+    if not path.is_dir() or any(path.glob("*.safetensors")):
+        return None
+    files = sorted(path.glob("*.gguf"))
+    if len(files) > 1:
+        raise StartupError(
+            "WeightsAmbiguous",
+            f"{path.name} holds {len(files)} GGUF files ({', '.join(file.name for file in files[:4])}). "
+            "Name one of them in the model URI.",
+        )
+    return files[0] if files else None
+
+
+def open_checkpoint(path: Path) -> tuple[ModelConfig, WeightSource]:
+    """Configuration and weights at `path`, nothing read into memory yet."""
+    if not path.exists():
+        raise StartupError("WeightsNotFound", f"There is no model at {path}.")
+    gguf = find_gguf(path)
+    if gguf is not None:
+        reader = open_gguf(gguf)
+        metadata = gguf_metadata(reader)
+        source = GGUFSource(gguf, reader, metadata)
+        return parse_gguf_metadata(metadata, tied="lm_head.weight" not in source), source
+    files = _safetensors_files(path) if path.is_dir() else []
+    if not files:
+        raise StartupError(
+            "WeightsNotFound", f"{path} holds no weights: neither *.safetensors nor a *.gguf file was found."
+        )
+    return read_config(path / "config.json"), SafetensorsSource(files)
+
+
+def _safetensors_files(folder: Path) -> list[Path]:
+    """Files that the index names, or all there are. Raises StartupError when one of the index is not there."""
+    index = folder / _INDEX
+    if not index.is_file():
+        return sorted(folder.glob("*.safetensors"))
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise StartupError("WeightsCorrupt", f"{_INDEX} cannot be read: {error!r}") from error
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise StartupError(
+            "WeightsIncomplete", f"{len(missing)} of {len(names)} weight files are missing, among them {missing[0]}."
+        )
+    return [folder / name for name in names]

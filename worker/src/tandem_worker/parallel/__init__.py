@@ -1,0 +1,1 @@
+"""Ranks of one model replica: what each holds and how they talk."""

@@ -1,0 +1,45 @@
+"""Where one process stands inside a model replica.
+
+A replica is a grid of `pp_size x ep_size x tp_size` processes. Tensor-parallel ranks share every token and split every
+matrix; pipeline ranks split the layers; expert ranks split the routed experts and each runs a batch of its own (data
+parallel attention), exchanging tokens around the experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tandem_worker.parallel.collectives import Collective
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelContext:
+    """Rank and size along each axis; a collective is None where its axis has one rank."""
+
+    tp_rank: int = 0
+    tp_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
+    ep_rank: int = 0
+    ep_size: int = 1
+    tp: Collective | None = field(default=None, compare=False)
+    pp: Collective | None = field(default=None, compare=False)
+    ep: Collective | None = field(default=None, compare=False)
+
+    @property
+    def world_size(self) -> int:
+        return self.tp_size * self.pp_size * self.ep_size
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp_rank == self.pp_size - 1
+
+
+SINGLE = ParallelContext()
+"""One process holds everything."""

@@ -1,0 +1,45 @@
+"""The contract of a checkpoint reader.
+
+A reader maps tensor names, always those of the Hugging Face checkpoint of the family, to tensors. It reads lazily: what
+a rank does not ask for is never copied into memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Elements `start` to `stop` along axis `dim`."""
+
+    dim: int
+    start: int
+    stop: int
+
+
+class WeightSource(Protocol):
+    """A checkpoint on disk. Every method may raise StartupError."""
+
+    def names(self) -> Iterable[str]:
+        """Names of all tensors."""
+        ...
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor that is there."""
+        ...
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Element type that `read` returns."""
+        ...
+
+    def read(self, name: str, part: Slice | None = None) -> torch.Tensor:
+        """The tensor, or a part of it. It may share memory with the file: copy before writing to it."""
+        ...
