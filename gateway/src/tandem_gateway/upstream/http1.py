@@ -136,6 +136,7 @@ class _Connection(asyncio.Protocol):
         self._reused = False
         self._answering = False
         self._complete = False
+        self._reusable = False
         self._head: ResponseHead | None = None
         self._body: list[bytes] = []
         self.idle_since = 0.0
@@ -222,7 +223,7 @@ class _Connection(asyncio.Protocol):
         if call.paused:
             call.resume_reading()
         call.connection = None
-        if self._parser.should_keep_alive():
+        if self._reusable:
             self._link.release(self, self._loop.time())
         else:
             self.transport.abort()
@@ -260,3 +261,4 @@ class _Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         self._complete = self._answering
+        self._reusable = self._parser.should_keep_alive()  # the parser forgets it when it returns
