@@ -93,18 +93,18 @@ class Operator:
                 return 0
             tasks += [asyncio.create_task(self._work(), name="worker") for _ in range(self._settings.workers)]
             tasks.append(asyncio.create_task(self._resync(), name="resync"))
-            stop_kopf = asyncio.Event()
-            models = asyncio.create_task(self._watch_models(stop_kopf), name="kopf")
-            await asyncio.wait([*tasks, models, stopped], return_when=asyncio.FIRST_COMPLETED)
-            stop_kopf.set()
-            await models
+            # kopf takes over the signal handlers: it ends by itself on SIGTERM.
+            tasks.append(asyncio.create_task(self._watch_models(), name="kopf"))
+            done, _ = await asyncio.wait([*tasks, stopped], return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
             return 1 if held.done() else 0
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _watch_models(self, stop: asyncio.Event) -> None:
+    async def _watch_models(self) -> None:
         """InferenceModels by kopf. Event handlers alone: kopf then writes neither annotations nor finalizers."""
         registry = kopf.OperatorRegistry()
         kopf.on.login(registry=registry)(kopf.login_via_client)
@@ -118,7 +118,6 @@ class Operator:
             standalone=True,
             clusterwide=not self._settings.namespaces,
             namespaces=self._settings.namespaces,
-            stop_flag=stop,
         )
 
     async def _on_model(self, *, type: str | None, namespace: str | None, name: str, **_: Any) -> None:
