@@ -64,10 +64,10 @@ def _paged_decode_attention_kernel(
 
     if SPLIT:
         slot = (row * num_q_heads + heads) * num_splits + split
-        lse = maximum + tl.log2(total)
-        tl.store(lse_ptr + slot, tl.where(total > 0.0, lse, float("-inf")), mask=members < group)
-        parts = accumulated / tl.where(total > 0.0, total, 1.0)[:, None]
-        tl.store(partial_ptr + slot[:, None] * head_dim + dims[None, :], parts, mask=valid & (start < end))
+        divisor = tl.where(total > 0.0, total, 1.0)  # a split without keys: maximum, and so its lse, is -inf
+        tl.store(lse_ptr + slot, maximum + tl.log2(divisor), mask=members < group)
+        parts = accumulated / divisor[:, None]
+        tl.store(partial_ptr + slot[:, None] * head_dim + dims[None, :], parts, mask=valid & (total > 0.0)[:, None])
     else:
         if HAS_SINKS:
             sink = tl.load(sinks_ptr + heads, mask=members < group, other=0.0).to(tl.float32) * 1.4426950408889634

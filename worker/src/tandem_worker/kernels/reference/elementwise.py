@@ -44,8 +44,10 @@ def _rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleav
     wide = compute_dtype(heads)
     x, y = heads[..., first].to(wide), heads[..., second].to(wide)
     c, s = cos[:, None, :].to(wide), sin[:, None, :].to(wide)
-    heads[..., first] = (x * c - y * s).to(heads.dtype)
-    heads[..., second] = (y * c + x * s).to(heads.dtype)
+    # Both results exist before either is stored: x and y are views when nothing had to be widened.
+    rotated_x, rotated_y = x * c - y * s, y * c + x * s
+    heads[..., first] = rotated_x.to(heads.dtype)
+    heads[..., second] = rotated_y.to(heads.dtype)
 
 
 def rope_reference(

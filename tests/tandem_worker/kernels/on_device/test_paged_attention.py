@@ -1,0 +1,117 @@
+"""Paged decode and prefill attention over ragged batches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tandem_worker import kernels
+from tandem_worker.kernels import reference
+
+BLOCK_SIZE = 16
+
+
+@pytest.fixture
+def paged(randn, generator, device):
+    """A block space and the shuffled tables of sequences with given context lengths; unused blocks hold NaN."""
+
+    def build(context_lens, num_kv_heads, head_dim, dtype, block_size=BLOCK_SIZE):
+        counts = [-(-length // block_size) for length in context_lens]
+        num_blocks = sum(counts) + 4
+        order = (torch.randperm(num_blocks - 1, generator=generator) + 1).tolist()
+        cache = randn(num_blocks, 2, num_kv_heads, block_size, head_dim, dtype=dtype)
+        tables = torch.zeros(len(context_lens), max([*counts, 1]) + 1, dtype=torch.int32)
+        for row, count in enumerate(counts):
+            tables[row, :count] = torch.tensor([order.pop() for _ in range(count)], dtype=torch.int32)
+        cache[order] = float("nan")
+        return cache, tables.to(device), torch.tensor(context_lens, dtype=torch.int32, device=device)
+
+    return build
+
+
+OPTIONS = [{}, {"window": 20}, {"chunk": 32}, {"sinks": True}, {"window": 5, "sinks": True}]
+
+
+@pytest.mark.parametrize("num_splits", [1, 3, None])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_decode_attention(paged, randn, wide, assert_matches, half_dtype, num_splits, options):
+    cache, tables, lens = paged([1, 70, 0, 33], 2, 64, half_dtype)
+    q = randn(4, 6, 64, dtype=half_dtype)
+    options = {**options, "sinks": randn(6) if options.get("sinks") else None}
+    expected = reference.paged_decode_attention_reference(*wide(q, cache), tables, lens, scale=0.125, **options)
+    actual = kernels.paged_decode_attention(q, cache, tables, lens, scale=0.125, num_splits=num_splits, **options)
+    assert_matches(actual, expected)
+    assert not actual[2].any(), "a padding row is zero"
+
+
+@pytest.mark.parametrize(("heads", "head_dim", "block_size"), [((9, 3), 64, 16), ((4, 4), 80, 32), ((16, 1), 128, 8)])
+def test_decode_attention_shapes(paged, randn, wide, assert_matches, dtype, heads, head_dim, block_size):
+    cache, tables, lens = paged([37, 9], heads[1], head_dim, dtype, block_size)
+    q = randn(2, heads[0], head_dim, dtype=dtype)
+    expected = reference.paged_decode_attention_reference(*wide(q, cache), tables, lens, scale=0.1)
+    assert_matches(kernels.paged_decode_attention(q, cache, tables, lens, scale=0.1), expected)
+
+
+def test_decode_attention_reads_any_memory_order(paged, randn, wide, assert_matches):
+    cache, tables, lens = paged([21], 2, 32, torch.float16)
+    slot_first = cache.permute(0, 1, 3, 2, 4).contiguous().permute(0, 1, 3, 2, 4)
+    q = randn(1, 3, 4, 32, dtype=torch.float16)[:, 1]
+    expected = reference.paged_decode_attention_reference(*wide(q, cache), tables, lens, scale=0.2)
+    assert_matches(kernels.paged_decode_attention(q, slot_first, tables, lens, scale=0.2), expected)
+
+
+def run_prefill(paged, randn, wide, device, lengths, heads, head_dim, dtype, options):
+    """Kernel and oracle on sequences of (new tokens, context) `lengths`, with two padding rows at the end."""
+    cache, tables, lens = paged([context for _, context in lengths], heads[1], head_dim, dtype)
+    starts = torch.tensor([0, *(new for new, _ in lengths)], device=device).cumsum(0).to(torch.int32)
+    num_tokens = int(starts[-1])
+    q = randn(num_tokens + 2, heads[0], head_dim, dtype=dtype)
+    scale = head_dim**-0.5
+    expected = reference.paged_prefill_attention_reference(
+        *wide(q, cache), tables, starts, lens, scale=scale, **options
+    )
+    actual = kernels.paged_prefill_attention(q, cache, tables, starts, lens, scale=scale, **options)
+    return actual[:num_tokens], expected[:num_tokens]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_prefill_attention(paged, randn, wide, assert_matches, device, half_dtype, options):
+    options = {**options, "sinks": randn(6) if options.get("sinks") else None}
+    lengths = [(1, 40), (20, 20), (0, 0), (17, 50), (1, 1)]
+    assert_matches(*run_prefill(paged, randn, wide, device, lengths, (6, 2), 32, half_dtype, options))
+
+
+@pytest.mark.parametrize(("heads", "head_dim"), [((9, 3), 64), ((2, 2), 80), ((16, 1), 128)])
+def test_prefill_attention_shapes(paged, randn, wide, assert_matches, device, dtype, heads, head_dim):
+    assert_matches(*run_prefill(paged, randn, wide, device, [(35, 35), (3, 90)], heads, head_dim, dtype, {}))
+
+
+@pytest.mark.full
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 60)), min_size=1, max_size=5),
+    heads=st.sampled_from([(1, 1), (3, 1), (8, 2)]),
+    window=st.none() | st.integers(1, 70),
+    chunk=st.none() | st.integers(1, 70),
+)
+def test_prefill_attention_over_any_ragged_batch(
+    paged, randn, wide, assert_matches, device, lengths, heads, window, chunk
+):
+    batch = [(new, new + cached if new else 0) for new, cached in lengths] + [(1, 1)]
+    options = {"window": window, "chunk": chunk}
+    assert_matches(*run_prefill(paged, randn, wide, device, batch, heads, 16, torch.float32, options))
+
+
+def test_attention_refuses_what_it_would_misread(paged, randn):
+    cache, tables, lens = paged([5], 2, 32, torch.float32)
+    with pytest.raises(ValueError, match="3 query heads cannot be grouped over 2 KV heads"):
+        kernels.paged_decode_attention(randn(1, 3, 32), cache, tables, lens, scale=1.0)
+    with pytest.raises(ValueError, match="window must be positive"):
+        kernels.paged_decode_attention(randn(1, 2, 32), cache, tables, lens, scale=1.0, window=0)
+    with pytest.raises(TypeError, match="kv_cache must be float16"):
+        kernels.paged_decode_attention(randn(1, 2, 32, dtype=torch.float16), cache, tables, lens, scale=1.0)
+    with pytest.raises(TypeError, match="block_tables must be int32"):
+        kernels.paged_decode_attention(randn(1, 2, 32), cache, tables.long(), lens, scale=1.0)
+    with pytest.raises(ValueError, match=r"query_start must have shape \[2\]"):
+        kernels.paged_prefill_attention(randn(1, 2, 32), cache, tables, lens, lens, scale=1.0)
