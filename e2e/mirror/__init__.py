@@ -1,0 +1,1 @@
+"""A small model hub for clusters that cannot reach the public one."""

@@ -1,0 +1,220 @@
+"""A Hugging Face-compatible hub that serves one folder of repositories: what `huggingface_hub` asks for, nothing more.
+
+    ROOT/ORG/REPOSITORY/file…           one repository, one revision
+    ROOT/ORG/REPOSITORY/.private        its content is the bearer token that opens it
+
+Endpoints: model info and file tree of a revision, and HEAD/GET of a file with ETag (its sha256), commit and Range.
+For tests, `MIRROR_DROP_AFTER=BYTES` cuts the first download of each file after that many bytes.
+
+Standard library only: it runs in an image that has Python and nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import sys
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+REVISIONS = {"main"}
+CHUNK = 1 << 20
+INFO = re.compile(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?")
+TREE = re.compile(r"/api/models/([^/]+/[^/]+)/tree/([^/]+)")
+FILE = re.compile(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
+RANGE = re.compile(r"bytes=(\d+)-(\d*)")
+
+
+class Refusal(Exception):
+    """An answer that is an error: status, the code that huggingface_hub maps to an exception, a sentence."""
+
+    def __init__(self, status: HTTPStatus, code: str, message: str) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+class Repositories:
+    """The folder. Digests are computed once a file."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root.resolve()
+        self._digests: dict[Path, str] = {}
+
+    def files(self, repository: str) -> list[Path]:
+        folder = self.root / repository
+        return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != ".private")
+
+    def commit(self, repository: str) -> str:
+        """Forty hexadecimal digits that change when any file does."""
+        folder = self.root / repository
+        names = "".join(f"{path.relative_to(folder)} {self.digest(path)}\n" for path in self.files(repository))
+        return hashlib.sha1(names.encode(), usedforsecurity=False).hexdigest()
+
+    def digest(self, path: Path) -> str:
+        if path not in self._digests:
+            with path.open("rb") as source:
+                self._digests[path] = hashlib.file_digest(source, "sha256").hexdigest()
+        return self._digests[path]
+
+    def check(self, repository: str, revision: str | None, authorization: str | None) -> str:
+        """The commit that `revision` names. Raises Refusal as the public hub would."""
+        folder = self.root / repository
+        if ".." in folder.parts or not folder.is_dir():
+            raise Refusal(HTTPStatus.NOT_FOUND, "RepoNotFound", "Repository not found")
+        secret = folder / ".private"
+        if secret.exists() and authorization != f"Bearer {secret.read_text().strip()}":
+            raise Refusal(HTTPStatus.UNAUTHORIZED, "RepoNotFound", "Invalid username or password.")
+        commit = self.commit(repository)
+        if revision is not None and revision not in REVISIONS | {commit}:
+            raise Refusal(HTTPStatus.NOT_FOUND, "RevisionNotFound", f"Invalid rev id: {revision}")
+        return commit
+
+    def find(self, repository: str, name: str) -> Path:
+        path = self.root / repository / name
+        if ".." in path.parts or not path.is_file() or path.name == ".private":
+            raise Refusal(HTTPStatus.NOT_FOUND, "EntryNotFound", "Entry not found")
+        return path
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One request. `repositories`, `drop_after` and `dropped` belong to the server object."""
+
+    server: MirrorServer
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self._answer(body=True)
+
+    def do_HEAD(self) -> None:
+        self._answer(body=False)
+
+    def _answer(self, *, body: bool) -> None:
+        try:
+            self._route(unquote(urlsplit(self.path).path), body=body)
+        except Refusal as refusal:
+            self._json({"error": str(refusal)}, refusal.status, {"X-Error-Code": refusal.code}, body=body)
+        except (BrokenPipeError, ConnectionResetError):
+            self.close_connection = True  # the client went away: nobody is left to tell
+
+    def _route(self, path: str, *, body: bool) -> None:
+        if path in {"/healthz", "/readyz"}:
+            self._json({"status": "ok"}, body=body)
+        elif match := TREE.fullmatch(path):
+            self._allowed(match[1], match[2])
+            self._json(self._tree(match[1]), body=body)
+        elif match := INFO.fullmatch(path):
+            commit = self._allowed(match[1], match[2])
+            self._json(self._info(match[1], commit), body=body)
+        elif match := FILE.fullmatch(path):
+            commit = self._allowed(match[1], match[2])
+            self._file(self.server.repositories.find(match[1], match[3]), commit, body=body)
+        else:
+            raise Refusal(HTTPStatus.NOT_FOUND, "EntryNotFound", "Not found")
+
+    def _allowed(self, repository: str, revision: str | None) -> str:
+        return self.server.repositories.check(repository, revision, self.headers.get("Authorization"))
+
+    def _info(self, repository: str, commit: str) -> dict[str, object]:
+        folder = self.server.repositories.root / repository
+        siblings = [{"rfilename": str(p.relative_to(folder))} for p in self.server.repositories.files(repository)]
+        private = (folder / ".private").exists()
+        return {"_id": commit[:24], "id": repository, "sha": commit, "private": private, "gated": False, "tags": [],
+                "siblings": siblings}  # fmt: skip
+
+    def _tree(self, repository: str) -> list[dict[str, object]]:
+        repositories = self.server.repositories
+        folder = repositories.root / repository
+        return [
+            {
+                "type": "file",
+                "path": str(path.relative_to(folder)),
+                "size": path.stat().st_size,
+                "oid": repositories.digest(path)[:40],
+                "lfs": {"oid": repositories.digest(path), "size": path.stat().st_size, "pointerSize": 134},
+            }
+            for path in repositories.files(repository)
+        ]
+
+    def _file(self, path: Path, commit: str, *, body: bool) -> None:
+        size = path.stat().st_size
+        start, end = 0, size
+        if match := RANGE.fullmatch(self.headers.get("Range", "")):
+            start, end = int(match[1]), min(int(match[2] or size) + 1, size) if match[2] else size
+            if start >= size:
+                self.send_response(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE)
+                self.send_header("Content-Range", f"bytes */{size}")
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+                return
+        digest = self.server.repositories.digest(path)
+        self.send_response(HTTPStatus.PARTIAL_CONTENT if match else HTTPStatus.OK)
+        if match:
+            self.send_header("Content-Range", f"bytes {start}-{end - 1}/{size}")
+        for name, value in {
+            "Content-Type": "application/octet-stream",
+            "Content-Length": str(end - start),
+            "Accept-Ranges": "bytes",
+            "ETag": f'"{digest}"',
+            "X-Linked-ETag": f'"{digest}"',
+            "X-Linked-Size": str(size),
+            "X-Repo-Commit": commit,
+        }.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if body:
+            self._send(path, start, end)
+
+    def _send(self, path: Path, start: int, end: int) -> None:
+        limit = self.server.drop_after
+        cut = limit is not None and path not in self.server.dropped
+        if cut:
+            self.server.dropped.add(path)
+            end = min(end, start + (limit or 0))
+        with path.open("rb") as source:
+            source.seek(start)
+            while start < end and (piece := source.read(min(CHUNK, end - start))):
+                self.wfile.write(piece)
+                start += len(piece)
+        if cut:
+            self.close_connection = True
+
+    def _json(
+        self, document: object, status: HTTPStatus = HTTPStatus.OK, headers: dict[str, str] | None = None, *, body: bool
+    ) -> None:
+        data = json.dumps(document).encode()
+        self.send_response(status)
+        for name, value in {
+            "Content-Type": "application/json",
+            "Content-Length": str(len(data)),
+            **(headers or {}),
+        }.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if body:
+            self.wfile.write(data)
+
+
+class MirrorServer(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], root: Path, drop_after: int | None = None) -> None:
+        super().__init__(address, Handler)
+        self.repositories = Repositories(root)
+        self.drop_after = drop_after
+        self.dropped: set[Path] = set()
+
+
+def main() -> None:
+    root = Path(os.environ.get("MIRROR_ROOT", "/models"))
+    port = int(os.environ.get("MIRROR_PORT", "8080"))
+    drop = os.environ.get("MIRROR_DROP_AFTER")
+    print(f"serving {root} on port {port}", file=sys.stderr)
+    MirrorServer(("0.0.0.0", port), root, int(drop) if drop else None).serve_forever()
+
+
+if __name__ == "__main__":
+    main()
