@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from .checks import FLOATS, require_dtype, require_rows, require_shape, result_like
-from .dispatch import with_twin
+from .dispatch import FUSED_MATH, with_twin
 from .reference.elementwise import silu_mul_reference, swiglu_clamped_reference
 
 _BLOCK = 1024
@@ -48,7 +48,7 @@ def _launch(gate_up: torch.Tensor, out: torch.Tensor | None, alpha: float, limit
     if num_rows and twice:
         _gated_kernel[(num_rows, triton.cdiv(twice // 2, _BLOCK))](
             gate_up, out, twice // 2, gate_up.stride(0), out.stride(0), alpha, limit,
-            CLAMPED=clamped, BLOCK=_BLOCK, num_warps=4,
+            CLAMPED=clamped, BLOCK=_BLOCK, num_warps=4, **FUSED_MATH,
         )  # fmt: skip
     return out
 

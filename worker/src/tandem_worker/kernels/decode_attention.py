@@ -13,7 +13,7 @@ import triton.language as tl
 
 from .attention_checks import LOG2E, cdiv, check_paged_inputs, first_visible, online_softmax
 from .checks import require_shape, result_like
-from .dispatch import with_twin
+from .dispatch import FUSED_MATH, with_twin
 from .reference.attention import paged_decode_attention_reference
 from .split_merge import merge_splits, plan_num_splits
 
@@ -130,7 +130,7 @@ def paged_decode_attention(
         q.stride(0), q.stride(1), *kv_cache.stride()[:4], block_tables.stride(0), out.stride(0), out.stride(1),
         WINDOW=window or 0, CHUNK=chunk or 0, HAS_SINKS=sinks is not None, SPLIT=num_splits > 1,
         BLOCK_G=max(16, triton.next_power_of_2(group)), BLOCK_N=block_n, BLOCK_D=block_d,
-        num_warps=4, num_stages=3,
+        num_warps=4, num_stages=3, **FUSED_MATH,
     )  # fmt: skip
     if num_splits > 1:
         merge_splits(partial, lse, sinks, out)

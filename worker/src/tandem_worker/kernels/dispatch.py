@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import triton
+
+FUSED_MATH: dict[str, Any] = {"enable_fp_fusion": True}
+"""Options of every launch: multiply-adds fuse, whatever the Triton release does when not told (3.10 changes it)."""
 
 P = ParamSpec("P")
 R = TypeVar("R")

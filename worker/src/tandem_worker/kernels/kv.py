@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from .checks import FLOATS, INDEXES, require_dtype, require_rows, require_same_device, require_shape
-from .dispatch import with_twin
+from .dispatch import FUSED_MATH, with_twin
 from .reference.elementwise import kv_write_reference, latent_write_reference
 
 
@@ -86,7 +86,7 @@ def kv_write(k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, slot_mapp
         k, v, kv_cache, slot_mapping, num_heads, head_dim, kv_cache.shape[3],
         k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         kv_cache.stride(0), kv_cache.stride(1), kv_cache.stride(2), kv_cache.stride(3),
-        BLOCK_HEADS=block_heads, BLOCK_D=block_d, num_warps=4,
+        BLOCK_HEADS=block_heads, BLOCK_D=block_d, num_warps=4, **FUSED_MATH,
     )  # fmt: skip
 
 
@@ -109,5 +109,5 @@ def latent_write(latent: torch.Tensor, latent_cache: torch.Tensor, slot_mapping:
     _latent_write_kernel[(latent.shape[0],)](
         latent, latent_cache, slot_mapping, latent.shape[1], latent_cache.shape[1],
         latent.stride(0), latent_cache.stride(0), latent_cache.stride(1),
-        BLOCK=triton.next_power_of_2(latent.shape[1]), num_warps=4,
+        BLOCK=triton.next_power_of_2(latent.shape[1]), num_warps=4, **FUSED_MATH,
     )  # fmt: skip

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .checks import FLOATS, require_dtype, require_rows, require_same_device, require_shape, result_like
-from .dispatch import with_twin
+from .dispatch import FUSED_MATH, with_twin
 from .reference.elementwise import residual_rms_norm_reference, rms_norm_reference
 
 _ELEMENTS_PER_PROGRAM = 4096
@@ -92,7 +92,7 @@ def rms_norm(
     tile = _tile(x.shape[-1])
     _rms_norm_kernel[(triton.cdiv(rows.shape[0], tile["ROWS"]),)](
         rows, weight, out_rows, rows.shape[0], rows.shape[1], rows.stride(0), out_rows.stride(0), eps,
-        HAS_WEIGHT=weight is not None, **tile,
+        HAS_WEIGHT=weight is not None, **tile, **FUSED_MATH,
     )  # fmt: skip
     return out
 
@@ -119,6 +119,7 @@ def residual_rms_norm(
         return out
     tile = _tile(x.shape[1])
     _residual_rms_norm_kernel[(triton.cdiv(x.shape[0], tile["ROWS"]),)](
-        x, residual, weight, out, x.shape[0], x.shape[1], x.stride(0), residual.stride(0), out.stride(0), eps, **tile,
+        x, residual, weight, out, x.shape[0], x.shape[1], x.stride(0), residual.stride(0), out.stride(0), eps,
+        **tile, **FUSED_MATH,
     )  # fmt: skip
     return out

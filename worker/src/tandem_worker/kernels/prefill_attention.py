@@ -14,7 +14,7 @@ import triton.language as tl
 
 from .attention_checks import LOG2E, check_paged_inputs, first_visible, online_softmax
 from .checks import INDEXES, require_dtype, require_same_device, require_shape, result_like
-from .dispatch import with_twin
+from .dispatch import FUSED_MATH, with_twin
 from .reference.attention import paged_prefill_attention_reference
 
 
@@ -176,6 +176,6 @@ def paged_prefill_attention(
         scale * LOG2E, num_sequences, head_dim, kv_cache.shape[3],
         q.stride(0), q.stride(1), *kv_cache.stride()[:4], block_tables.stride(0), out.stride(0), out.stride(1),
         GROUP=group, TOKENS=tokens_per_tile, WINDOW=window or 0, CHUNK=chunk or 0, HAS_SINKS=sinks is not None,
-        BLOCK_D=block_d, **tile,
+        BLOCK_D=block_d, **tile, **FUSED_MATH,
     )  # fmt: skip
     return out

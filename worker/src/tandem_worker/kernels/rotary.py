@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from .checks import FLOATS, INDEXES, require_dtype, require_rows, require_same_device, require_shape
-from .dispatch import with_twin
+from .dispatch import FUSED_MATH, with_twin
 from .reference.elementwise import rope_reference
 
 
@@ -104,5 +104,5 @@ def rope(
         q, keys, cos, sin, positions, q.shape[1], keys.shape[1], half,
         q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), cos.stride(0),
         INTERLEAVED=interleaved, HAS_K=k is not None, BLOCK_HEADS=block_heads, BLOCK_HALF=block_half,
-        num_warps=4,
+        num_warps=4, **FUSED_MATH,
     )  # fmt: skip

@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .dispatch import FUSED_MATH
+
 _MAX_SPLITS = 128
 _WAVES = 2  # programs per multiprocessor to aim for: hides the tail of uneven sequences
 _INTERPRETED_SMS = 4  # the interpreter has no multiprocessors; a few splits exercise the merge
@@ -72,5 +74,5 @@ def merge_splits(partial: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor |
     _merge_splits_kernel[(num_rows, num_heads)](
         partial, lse, lse if sinks is None else sinks, out, num_heads, head_dim, num_splits, out.stride(0),
         out.stride(1), HAS_SINKS=sinks is not None, BLOCK_SPLITS=triton.next_power_of_2(num_splits),
-        BLOCK_D=triton.next_power_of_2(head_dim), num_warps=4,
+        BLOCK_D=triton.next_power_of_2(head_dim), num_warps=4, **FUSED_MATH,
     )  # fmt: skip
