@@ -69,7 +69,7 @@ class PrefillClient(Protocol):
     """Decode side of disaggregation (implemented in `transfer/`)."""
 
     def start(self, order: RemotePrefill) -> None:
-        """Begin; ends in exactly one call of `Engine.remote_prefill_done` or `remote_prefill_failed`, unless cancelled."""
+        """Begin. Ends in one call of `Engine.remote_prefill_done` or `remote_prefill_failed`, unless cancelled."""
         ...
 
     def cancel(self, request_id: str, generation: int) -> None:

@@ -1,0 +1,107 @@
+"""An engine over a small block space, and a client that collects its deltas."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from tandem_api.launch import KVConfig, ModelSource, SchedulerConfig, WorkerConfig
+from tandem_api.names import Role
+from tandem_worker.control.params import FinishReason, GenerationRequest, SamplingParams, TokenDelta, TokenLogprob
+from tandem_worker.engine.build import build_engine
+from tandem_worker.engine.core import EngineCore
+from tandem_worker.models.base import CausalLM
+
+BLOCK_SIZE = 4
+
+
+def build_config(num_blocks: int, bytes_per_block: int, **scheduler: int) -> WorkerConfig:
+    """`num_blocks` can be given out, block 0 not counted."""
+    return WorkerConfig(
+        model_name="m",
+        served_name="m",
+        role=Role.DECODE,
+        revision="r",
+        model=ModelSource(uri="file:///m"),
+        kv=KVConfig(memory_bytes=(num_blocks + 1) * bytes_per_block, block_size=BLOCK_SIZE),
+        scheduler=SchedulerConfig(**scheduler),
+    )
+
+
+class Collector:
+    """Deltas by (request, choice)."""
+
+    def __init__(self) -> None:
+        self.deltas: dict[tuple[str, int], list[TokenDelta]] = defaultdict(list)
+        self.num_calls = 0
+        self.num_finished = 0
+        self._changed = threading.Condition()
+
+    def __call__(self, deltas: Sequence[TokenDelta]) -> None:
+        with self._changed:
+            self.num_calls += 1
+            for delta in deltas:
+                self.deltas[delta.request_id, delta.choice].append(delta)
+                self.num_finished += delta.finish_reason is not None
+            self._changed.notify_all()
+
+    def wait_finished(self, count: int, timeout: float = 30.0) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.num_finished >= count, timeout), (
+                f"{self.num_finished} of {count} choices finished"
+            )
+
+    def wait_tokens(self, request_id: str, count: int, choice: int = 0, timeout: float = 10.0) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.tokens(request_id, choice)) >= count, timeout)
+
+    def tokens(self, request_id: str, choice: int = 0) -> list[int]:
+        return [token for delta in self.deltas[request_id, choice] for token in delta.token_ids]
+
+    def last(self, request_id: str, choice: int = 0) -> TokenDelta:
+        return self.deltas[request_id, choice][-1]
+
+    def reason(self, request_id: str, choice: int = 0) -> FinishReason | None:
+        return self.last(request_id, choice).finish_reason
+
+    def logprobs(self, request_id: str, choice: int = 0) -> list[TokenLogprob]:
+        return [entry for delta in self.deltas[request_id, choice] for entry in delta.logprobs or ()]
+
+
+class Rig:
+    def __init__(self, model: CausalLM, num_blocks: int = 64, *, scheduler: dict[str, int] | None = None, **kw: Any):
+        bytes_per_block = model.kv_cache_spec(BLOCK_SIZE).bytes_per_block
+        config = build_config(num_blocks, bytes_per_block, **(scheduler or {}))
+        self.model = model
+        self.out = Collector()
+        self.engine: EngineCore = build_engine(model, config, self.out, **kw)
+        self._submitted = 0
+
+    def submit(self, request_id: str, prompt: Sequence[int], max_tokens: int = 8, **options: Any) -> None:
+        request_fields = {
+            name: options.pop(name)
+            for name in ("n", "priority", "cache_salt", "prefill_endpoints", "prompt_logprobs")
+            if name in options
+        }
+        sampling = SamplingParams(max_tokens=max_tokens, **({"temperature": 0.0} | options))
+        self.engine.submit(
+            GenerationRequest(
+                request_id=request_id, prompt_token_ids=tuple(prompt), sampling=sampling, **request_fields
+            )
+        )
+        self._submitted += request_fields.get("n", 1)
+
+    def wait(self) -> None:
+        """Until every choice submitted so far has ended."""
+        self.out.wait_finished(self._submitted)
+
+    def run(self, request_id: str, prompt: Sequence[int], max_tokens: int = 8, **options: Any) -> list[int]:
+        self.submit(request_id, prompt, max_tokens, **options)
+        self.wait()
+        return self.out.tokens(request_id)
+
+    def close(self) -> None:
+        self.engine.stop()
+        self.engine._scheduler.blocks.check()

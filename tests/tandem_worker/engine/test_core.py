@@ -1,0 +1,217 @@
+"""The engine as its users see it, on the model that notices wrong blocks."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from tandem_worker.control.params import FinishReason
+from tandem_worker.errors import ContextLengthError, EngineStoppedError, RequestError
+
+from tests.tandem_worker.engine.history_model import HistoryModel, greedy_answer
+from tests.tandem_worker.engine.rig import BLOCK_SIZE, Rig
+
+MakeRig = Callable[..., Rig]
+
+
+def random_prompt(rng: random.Random, low: int, high: int) -> tuple[int, ...]:
+    return tuple(rng.randrange(64) for _ in range(rng.randint(low, high)))
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 31, 32, 33])
+def test_a_prompt_is_continued_greedily(make_rig: MakeRig, length: int) -> None:
+    rig = make_rig()
+    prompt = tuple(range(length))
+    assert rig.run("r", prompt) == greedy_answer(prompt, 8)
+    assert rig.out.reason("r") is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("length", [7, 8, 9])
+def test_a_prompt_seen_before_is_computed_only_where_it_must_be(make_rig: MakeRig, length: int) -> None:
+    rig = make_rig()
+    prompt = tuple(range(length))
+    first = rig.run("a", prompt)
+    computed = rig.model.num_tokens
+    assert rig.run("b", prompt) == first
+    cached = (length - 1) // BLOCK_SIZE * BLOCK_SIZE
+    assert rig.out.last("b").num_cached_tokens == cached
+    assert rig.model.num_tokens - computed == length - cached + 7
+    assert rig.engine.stats().cached_tokens_total == cached
+
+
+def test_an_answer_is_cached_for_the_next_turn(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    answer = rig.run("a", (1, 2, 3, 4, 5), max_tokens=8)
+    rig.run("b", (1, 2, 3, 4, 5, *answer, 9), max_tokens=1)
+    assert rig.out.last("b").num_cached_tokens == 12
+
+
+def test_tenants_do_not_share_blocks(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    rig.run("a", tuple(range(20)), cache_salt="one")
+    rig.run("b", tuple(range(20)), cache_salt="two")
+    assert rig.out.last("b").num_cached_tokens == 0
+
+
+def test_a_stop_token_ends_the_choice_and_is_not_part_of_it(make_rig: MakeRig) -> None:
+    prompt = (1, 2, 3)
+    answer = greedy_answer(prompt, 8)
+    rig = make_rig(eos_token_ids=[answer[4]])
+    assert rig.run("r", prompt) == answer[: answer.index(answer[4])]
+    assert rig.out.last("r").finish_reason is FinishReason.STOP
+    assert rig.out.last("r").stop_token_id == answer[4]
+    assert rig.run("ignored", prompt, ignore_eos=True) == answer
+    assert rig.run("own", prompt, ignore_eos=True, stop_token_ids=frozenset([answer[2]])) == answer[:2]
+    assert len(rig.run("late", prompt, min_tokens=6)) >= 6
+
+
+def test_many_requests_share_steps_and_get_their_own_answers(make_rig: MakeRig) -> None:
+    rng = random.Random(1)
+    rig = make_rig(num_blocks=400, scheduler={"max_batch_tokens": 64})
+    prompts = {f"r{i}": random_prompt(rng, 1, 90) for i in range(30)}
+    for name, prompt in prompts.items():
+        rig.submit(name, prompt, 20)
+    rig.wait()
+    for name, prompt in prompts.items():
+        assert rig.out.tokens(name) == greedy_answer(prompt, 20)
+    assert max(rig.model.batch_sizes) > 5
+
+
+def test_a_block_space_too_small_for_all_preempts_and_changes_nothing(make_rig: MakeRig) -> None:
+    rng = random.Random(2)
+    rig = make_rig(num_blocks=20, scheduler={"max_batch_tokens": 32, "max_running_requests": 8})
+    prompts = {f"r{i}": random_prompt(rng, 1, 30) for i in range(25)}
+    for index, (name, prompt) in enumerate(prompts.items()):
+        rig.submit(name, prompt, 40, priority=index % 3, n=1 + index % 2)
+    rig.wait()
+    for index, (name, prompt) in enumerate(prompts.items()):
+        for choice in range(1 + index % 2):
+            assert rig.out.tokens(name, choice) == greedy_answer(prompt, 40)
+    assert rig.engine.stats().preemptions_total > 0
+    assert rig.engine.stats().kv_eviction_horizon > 0
+
+
+def test_choices_share_the_prompt_and_part_by_copy_on_write(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    prompt = tuple(range(10))
+    rig.submit("r", prompt, 12, n=4, temperature=1.0, seed=7)
+    rig.wait()
+    answers = [rig.out.tokens("r", choice) for choice in range(4)]
+    assert len({tuple(answer) for answer in answers}) == 4
+    assert rig.engine.stats().prompt_tokens_total == 10
+    for choice in range(4):  # each continues from its own blocks: alone it says the same
+        alone = make_rig()
+        alone.submit("r", prompt, 12, n=4, temperature=1.0, seed=7)
+        alone.wait()
+        assert alone.out.tokens("r", choice) == answers[choice]
+
+
+def test_more_choices_than_rows_take_turns(make_rig: MakeRig) -> None:
+    rig = make_rig(scheduler={"max_running_requests": 2})
+    rig.submit("r", (1, 2, 3, 4, 5), 9, n=6)
+    rig.wait()
+    for choice in range(6):
+        assert rig.out.tokens("r", choice) == greedy_answer((1, 2, 3, 4, 5), 9)
+
+
+def test_abort_ends_every_open_choice_and_frees_its_blocks(make_rig: MakeRig) -> None:
+    rig = make_rig(num_blocks=300)
+    rig.submit("r", tuple(range(9)), 1000, n=2)
+    rig.out.wait_tokens("r", 3)
+    rig.engine.abort("r")
+    rig.engine.abort("unknown")
+    rig.wait()
+    assert rig.out.reason("r", 0) is rig.out.reason("r", 1) is FinishReason.ABORT
+    _until(lambda: rig.engine.idle)
+    assert rig.engine.stats().kv_blocks_used == 0
+
+
+def test_a_failed_step_fails_its_requests_and_no_others(make_rig: MakeRig) -> None:
+    model = HistoryModel()
+    rig = make_rig(model)
+    model.fail_once = ValueError("bad")
+    rig.submit("r", (1, 2), 4)
+    rig.wait()
+    assert rig.out.reason("r") is FinishReason.ERROR
+    assert "bad" in (rig.out.last("r").error or "")
+    assert rig.run("next", (1, 2), 4) == greedy_answer((1, 2), 4)
+
+
+def test_a_dead_step_loop_says_so_and_ends_its_requests() -> None:
+    model = HistoryModel()
+    rig = Rig(model)
+    model.fail_once = RuntimeError("CUDA error: device-side assert triggered")
+    rig.submit("r", (1, 2), 4)
+    rig.wait()
+    assert rig.out.reason("r") is FinishReason.ERROR
+    _until(lambda: rig.engine.idle)
+    assert "device-side" in str(rig.engine.failure)
+    with pytest.raises(EngineStoppedError):
+        rig.submit("next", (1, 2))
+
+
+def test_requests_that_cannot_be_served_are_refused(make_rig: MakeRig) -> None:
+    rig = make_rig(num_blocks=4)
+    with pytest.raises(ContextLengthError, match=r"16 tokens.*requested 20 tokens.*12 in the prompt"):
+        rig.submit("a", range(12), 8)
+    with pytest.raises(ContextLengthError, match="16 tokens, but the prompt has 30"):
+        rig.submit("a", range(30), 8)
+    with pytest.raises(RequestError, match="empty"):
+        rig.submit("a", (), 8)
+    with pytest.raises(RequestError, match="outside 0 to 63"):
+        rig.submit("a", (64,), 8)
+    rig.run("longest", range(12), 4)
+
+
+def test_a_full_queue_is_429(make_rig: MakeRig) -> None:
+    rig = make_rig(num_blocks=300, max_queued_requests=2, scheduler={"max_running_requests": 1})
+    rig.submit("busy", (1,), 1000)
+    rig.out.wait_tokens("busy", 1)
+    rig.submit("a", (1,))
+    rig.submit("b", (1,))
+    with pytest.raises(RequestError) as error:
+        rig.submit("c", (1,))
+    assert error.value.status == 429
+    for name in ("busy", "a", "b"):
+        rig.engine.abort(name)
+    rig.wait()
+
+
+def test_draining_finishes_what_is_inside(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    rig.submit("r", (1, 2), 50)
+    rig.engine.drain()
+    with pytest.raises(EngineStoppedError, match="draining"):
+        rig.submit("late", (1,))
+    rig.wait()
+    assert rig.out.reason("r") is FinishReason.LENGTH
+    _until(lambda: rig.engine.idle)
+
+
+def test_an_idle_engine_uses_no_cpu(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    rig.run("r", (1, 2))
+    before = time.process_time()
+    time.sleep(0.3)
+    assert time.process_time() - before < 0.02
+
+
+def test_a_step_delivers_all_its_tokens_in_one_call(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    barrier = threading.Event()
+    rig.engine._send(lambda: barrier.wait(5) and None)
+    for index in range(5):
+        rig.submit(f"r{index}", (index,), 10)
+    barrier.set()
+    rig.wait()
+    assert rig.out.num_calls == 10
+
+
+def _until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)

@@ -1,0 +1,124 @@
+"""Which blocks hold which tokens: names of full blocks, and the order in which idle ones are given up.
+
+A full block is named by a hash chain over (parent, token ids), rooted in (model digest, adapter, salt). The hash is
+BLAKE2b, so that a name is the same on every machine and nobody can craft a prompt that collides with another tenant's.
+
+Idle blocks (named, held by no request) stand in one list from least to most recently used. A request gives its blocks
+back deepest first, so a parent is never older than its children: the list is leaf-first without knowing the tree.
+Every operation is O(1); the state is kept in flat arrays that the garbage collector does not walk.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+
+NAME_BYTES = 16
+_TOKEN_BYTES = 4
+
+
+def build_chain_root(model_digest: str, adapter: str = "", salt: str = "") -> bytes:
+    """Name of the empty prefix. Every part is preceded by its length: no two triples make the same bytes."""
+    digest = blake2b(digest_size=NAME_BYTES)
+    for part in (model_digest, adapter, salt):
+        encoded = part.encode()
+        digest.update(len(encoded).to_bytes(8, "little"))
+        digest.update(encoded)
+    return digest.digest()
+
+
+def extend_chain(parent: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
+    """Names of the full blocks of `token_ids`, the first of which follows `parent`; a partial block has no name."""
+    num_blocks = len(token_ids) // block_size
+    packed = array("I", token_ids[: num_blocks * block_size])
+    if sys.byteorder == "big":
+        packed.byteswap()
+    data = memoryview(packed).cast("B")
+    stride = block_size * _TOKEN_BYTES
+    names: list[bytes] = []
+    for start in range(0, num_blocks * stride, stride):
+        digest = blake2b(parent, digest_size=NAME_BYTES)
+        digest.update(data[start : start + stride])
+        parent = digest.digest()
+        names.append(parent)
+    return names
+
+
+class PrefixCache:
+    """Named blocks and the least-recently-used list of the idle ones.
+
+    Invariants: a name belongs to at most one block and a block has at most one name; only named blocks are idle.
+    The list is circular through block 0, which is never given to a request.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self._block_of: dict[bytes, int] = {}
+        self._names = bytearray(NAME_BYTES * num_blocks)
+        self._named = bytearray(num_blocks)
+        self._newer = array("i", bytes(4 * num_blocks))
+        self._older = array("i", bytes(4 * num_blocks))
+        self._last_use = array("d", bytes(8 * num_blocks))
+        self.num_idle = 0
+        self.horizon = 0.0
+        """Last-use time of the newest block that was evicted; 0 when none was."""
+
+    def __len__(self) -> int:
+        return len(self._block_of)
+
+    def find(self, name: bytes) -> int:
+        """The block of this name, or 0."""
+        return self._block_of.get(name, 0)
+
+    def is_named(self, block: int) -> bool:
+        return bool(self._named[block])
+
+    def register(self, name: bytes, block: int) -> int:
+        """Name a block that a request holds. The block of that name afterwards: an older one keeps its name."""
+        owner = self._block_of.setdefault(name, block)
+        if owner == block and not self._named[block]:
+            self._named[block] = 1
+            self._names[NAME_BYTES * block : NAME_BYTES * (block + 1)] = name
+        return owner
+
+    def add_idle(self, block: int, now: float) -> None:
+        """The last holder of a named block let go of it: it is the most recently used one now."""
+        newest = self._older[0]
+        self._newer[newest] = block
+        self._older[block] = newest
+        self._newer[block] = 0
+        self._older[0] = block
+        self._last_use[block] = now
+        self.num_idle += 1
+
+    def remove_idle(self, block: int) -> None:
+        """An idle block is held again; it keeps its name."""
+        older, newer = self._older[block], self._newer[block]
+        self._newer[older] = newer
+        self._older[newer] = older
+        self.num_idle -= 1
+
+    def touch(self, block: int, now: float) -> None:
+        """Make an idle block the most recently used one."""
+        self.remove_idle(block)
+        self.add_idle(block, now)
+
+    def evict(self) -> int:
+        """Take the name from the least recently used idle block and hand the block out."""
+        block = self._newer[0]
+        assert block != 0, "evict() without an idle block"
+        self.remove_idle(block)
+        self.horizon = max(self.horizon, self._last_use[block])
+        self._named[block] = 0
+        del self._block_of[bytes(self._names[NAME_BYTES * block : NAME_BYTES * (block + 1)])]
+        return block
+
+    def idle_blocks(self) -> list[int]:
+        """Least recently used first. Walks the whole list: for tests and debugging."""
+        blocks: list[int] = []
+        block = self._newer[0]
+        while block:
+            blocks.append(block)
+            block = self._newer[block]
+        return blocks

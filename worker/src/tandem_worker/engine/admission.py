@@ -1,0 +1,42 @@
+"""Checks that a request passes before the engine sees it."""
+
+from __future__ import annotations
+
+from tandem_worker.control.params import GenerationRequest
+from tandem_worker.errors import ContextLengthError, RequestError
+
+
+def check_request(request: GenerationRequest, *, vocab_size: int, max_model_len: int) -> None:
+    """Raises RequestError, or ContextLengthError with both lengths."""
+    check_prompt(request.prompt_token_ids, vocab_size=vocab_size, max_model_len=max_model_len)
+    sampling = request.sampling
+    num_prompt = len(request.prompt_token_ids)
+    if request.n < 1:
+        raise RequestError("n must be at least 1", param="n")
+    if sampling.max_tokens < 0:
+        raise RequestError("max_tokens must not be negative", param="max_tokens")
+    if num_prompt + sampling.max_tokens > max_model_len:
+        raise ContextLengthError(
+            f"This model's maximum context length is {max_model_len} tokens. You requested "
+            f"{num_prompt + sampling.max_tokens} tokens ({num_prompt} in the prompt, {sampling.max_tokens} for the "
+            "answer). Shorten the prompt or the answer.",
+            param="max_tokens",
+        )
+    for token_id in sampling.logit_bias:
+        if not 0 <= token_id < vocab_size:
+            raise RequestError(
+                f"logit_bias names token {token_id}; tokens are 0 to {vocab_size - 1}", param="logit_bias"
+            )
+
+
+def check_prompt(token_ids: tuple[int, ...], *, vocab_size: int, max_model_len: int) -> None:
+    if not token_ids:
+        raise RequestError("the prompt is empty", param="prompt")
+    if len(token_ids) > max_model_len:
+        raise ContextLengthError(
+            f"This model's maximum context length is {max_model_len} tokens, but the prompt has {len(token_ids)}. "
+            "Shorten the prompt.",
+            param="prompt",
+        )
+    if min(token_ids) < 0 or max(token_ids) >= vocab_size:
+        raise RequestError(f"the prompt has token ids outside 0 to {vocab_size - 1}", param="prompt")

@@ -1,0 +1,74 @@
+"""Puts an engine together from a loaded model and the worker's configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from tandem_api.launch import WorkerConfig
+
+from tandem_worker.control.block_manager import BlockManager
+from tandem_worker.control.plan import SchedulerLimits
+from tandem_worker.control.scheduler import Scheduler
+from tandem_worker.engine.base import DeliverFunction, PrefillClient
+from tandem_worker.engine.core import EngineCore
+from tandem_worker.engine.executor import ModelExecutor
+from tandem_worker.engine.memory import observe_kv_memory, plan_max_model_len, plan_num_blocks
+from tandem_worker.errors import StartupError
+from tandem_worker.models.base import CausalLM, allocate_kv_cache
+
+_CPU_STEP_SECONDS = 0.5
+"""A CPU prefills so slowly that full chunks would stall decodes and aborts for seconds."""
+
+
+def build_engine(
+    model: CausalLM,
+    config: WorkerConfig,
+    deliver: DeliverFunction,
+    prefill_client: PrefillClient | None = None,
+    *,
+    eos_token_ids: Iterable[int] = (),
+    model_digest: str = "",
+    max_queued_requests: int = 1024,
+    clock: Callable[[], float] | None = None,
+) -> EngineCore:
+    """An engine that starts with its first request. Raises StartupError when memory or lengths do not fit.
+
+    A prefill client that needs the engine's `kv_cache` may be set afterwards, as `engine.prefill_client`.
+    """
+    spec = model.kv_cache_spec(config.kv.block_size)
+    memory = config.kv.memory_bytes
+    if memory is None:
+        memory = observe_kv_memory(model.device)
+    num_blocks = plan_num_blocks(memory, spec.bytes_per_block)
+    max_model_len = plan_max_model_len(
+        config.max_model_len, model.max_position_embeddings, num_blocks, config.kv.block_size
+    )
+    limits = SchedulerLimits(
+        max_running=config.scheduler.max_running_requests,
+        max_batch_tokens=config.scheduler.max_batch_tokens,
+        local_prefill_max_tokens=config.scheduler.local_prefill_max_tokens,
+    )
+    clocks = {} if clock is None else {"clock": clock}
+    try:
+        scheduler = Scheduler(limits, BlockManager(num_blocks, config.kv.block_size), **clocks)
+    except ValueError as error:
+        raise StartupError("InvalidSchedulerConfig", str(error)) from error
+    engine = EngineCore(
+        scheduler=scheduler,
+        executor=ModelExecutor(
+            model,
+            allocate_kv_cache(spec, num_blocks, torch.device(model.device)),
+            max_rows=scheduler.max_running,
+            max_model_len=max_model_len,
+        ),
+        deliver=deliver,
+        eos_token_ids=frozenset(eos_token_ids),
+        max_model_len=max_model_len,
+        model_digest=model_digest,
+        max_queued_requests=max_queued_requests,
+        target_step_seconds=_CPU_STEP_SECONDS if model.device.type == "cpu" else None,
+        **clocks,
+    )
+    engine.prefill_client = prefill_client
+    return engine

@@ -1,0 +1,284 @@
+"""The engine: a thread that steps while there is work and sleeps when there is none.
+
+Other threads hand it commands through a queue and never touch its state; what they may read (`stats`) is replaced as a
+whole. Checks that only need the request run on the calling thread, so a bad request costs the engine nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from tandem_worker.control.params import FinishReason, GenerationRequest, SamplingParams, TokenDelta
+from tandem_worker.control.plan import StepPlan
+from tandem_worker.control.prefix_cache import build_chain_root, extend_chain
+from tandem_worker.control.request import Request
+from tandem_worker.control.scheduler import Scheduler
+from tandem_worker.engine.admission import check_prompt, check_request
+from tandem_worker.engine.base import (
+    DeliverFunction,
+    EngineStats,
+    LayerListener,
+    PrefillClient,
+    RemotePrefill,
+    RemotePrefillResult,
+)
+from tandem_worker.engine.executor import ModelExecutor
+from tandem_worker.engine.runner import StepRunner
+from tandem_worker.engine.snapshot import build_stats
+from tandem_worker.errors import EngineStoppedError, RequestError
+from tandem_worker.models.base import KVCache
+
+logger = logging.getLogger(__name__)
+
+
+class EngineCore:
+    """Implements `engine.base.Engine`. The thread starts with the first command, or with `start`."""
+
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        executor: ModelExecutor,
+        deliver: DeliverFunction,
+        eos_token_ids: frozenset[int],
+        max_model_len: int,
+        model_digest: str,
+        max_queued_requests: int,
+        target_step_seconds: float | None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.max_model_len = max_model_len
+        self._scheduler = scheduler
+        self._executor = executor
+        self._deliver = deliver
+        self._model_digest = model_digest
+        self._max_queued_requests = max_queued_requests
+        self._clock = clock
+        self._runner = StepRunner(
+            scheduler,
+            executor,
+            eos_token_ids=eos_token_ids,
+            target_step_seconds=target_step_seconds,
+            is_abandoned=self._is_abandoned,
+        )
+        self._wake = threading.Condition()
+        self._commands: deque[Callable[[], None]] = deque()
+        self._open: set[str] = set()
+        """Requests from `submit` until their last delta is delivered."""
+        self._open_peers: set[str] = set()
+        """Peers' prompts from `submit_prefill` until they are released."""
+        self._aborting: set[str] = set()
+        self._releasing: set[str] = set()
+        self._draining = False
+        self._stopping = False
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._started = False
+        self._stats = build_stats(scheduler, self._runner, num_pending=0)
+
+    # -- any thread ----------------------------------------------------------------------------------------------
+
+    @property
+    def kv_cache(self) -> KVCache:
+        return self._executor.kv_cache
+
+    @property
+    def prefill_client(self) -> PrefillClient | None:
+        return self._runner.prefill_client
+
+    @prefill_client.setter
+    def prefill_client(self, client: PrefillClient | None) -> None:
+        """To be set before the first request: the transfer layer is built around this engine's `kv_cache`."""
+        self._runner.prefill_client = client
+
+    def start(self) -> None:
+        with self._wake:
+            if not self._started:
+                self._started = True
+                self._thread.start()
+
+    def submit(self, request: GenerationRequest) -> None:
+        self._check_admitting()
+        check_request(request, vocab_size=self._executor.model.vocab_size, max_model_len=self.max_model_len)
+        inside = self._build_request(
+            id=request.request_id,
+            prompt=request.prompt_token_ids,
+            sampling=request.sampling,
+            cache_salt=request.cache_salt,
+            priority=request.priority,
+        )
+        inside.n = request.n
+        inside.endpoints = request.prefill_endpoints
+        inside.prompt_logprobs = request.prompt_logprobs
+        self._claim(self._open, request.request_id)
+        self._send(partial(self._runner.submit, inside))
+
+    def abort(self, request_id: str) -> None:
+        if request_id in self._open:
+            self._aborting.add(request_id)
+            self._send(partial(self._abort, request_id))
+
+    def submit_prefill(self, order: RemotePrefill, listener: LayerListener) -> None:
+        self._check_admitting()
+        check_prompt(order.token_ids, vocab_size=self._executor.model.vocab_size, max_model_len=self.max_model_len)
+        inside = self._build_request(
+            id=order.request_id,
+            prompt=order.token_ids,
+            sampling=SamplingParams(max_tokens=1),
+            cache_salt=order.cache_salt,
+            priority=order.priority,
+        )
+        inside.serves_peer = True
+        self._claim(self._open_peers, order.request_id)
+        self._send(partial(self._runner.submit_peer, inside, order, listener))
+
+    def release(self, request_id: str) -> None:
+        if request_id in self._open_peers:
+            self._releasing.add(request_id)
+            self._send(partial(self._release, request_id))
+
+    def remote_prefill_done(self, result: RemotePrefillResult) -> None:
+        self._send(partial(self._runner.remote_done, result))
+
+    def remote_prefill_failed(self, request_id: str, generation: int, reason: str) -> None:
+        self._send(partial(self._runner.remote_failed, request_id, generation, reason))
+
+    def stats(self) -> EngineStats:
+        return self._stats
+
+    def drain(self) -> None:
+        self._draining = True
+
+    @property
+    def idle(self) -> bool:
+        return not self._open and not self._open_peers
+
+    @property
+    def failure(self) -> BaseException | None:
+        return self._failure
+
+    def stop(self, timeout: float | None = 10.0) -> None:
+        """End every request with ABORT and the thread with them."""
+        with self._wake:
+            self._draining = self._stopping = True
+            started = self._started
+            self._wake.notify()
+        if started:
+            self._thread.join(timeout)
+
+    # -- calling thread, helpers ---------------------------------------------------------------------------------
+
+    def _check_admitting(self) -> None:
+        if self._failure is not None:
+            raise EngineStoppedError(f"the engine has failed: {self._failure}")
+        if self._draining:
+            raise EngineStoppedError("the engine is draining and takes no new requests")
+
+    def _build_request(
+        self, *, id: str, prompt: tuple[int, ...], sampling: SamplingParams, cache_salt: str, priority: int
+    ) -> Request:
+        root = build_chain_root(self._model_digest, salt=cache_salt)
+        return Request(
+            id=id,
+            prompt=prompt,
+            sampling=sampling,
+            arrival=self._clock(),
+            chain_root=root,
+            prompt_chain=extend_chain(root, prompt, self._scheduler.blocks.block_size),
+            cache_salt=cache_salt,
+            priority=priority,
+        )
+
+    def _claim(self, open_ids: set[str], request_id: str) -> None:
+        with self._wake:
+            if request_id in open_ids:
+                raise RequestError(f"request id {request_id!r} is in use", status=409)
+            if self._scheduler.num_waiting + len(self._commands) >= self._max_queued_requests:
+                raise RequestError(
+                    f"the engine's queue is full ({self._max_queued_requests} requests wait)",
+                    code="queue_full",
+                    status=429,
+                )
+            open_ids.add(request_id)
+
+    def _send(self, command: Callable[[], None]) -> None:
+        self.start()
+        with self._wake:
+            self._commands.append(command)
+            self._wake.notify()
+
+    # -- engine thread -------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            with torch.inference_mode():
+                self._loop()
+            self._runner.end_all(FinishReason.ABORT)
+        except BaseException as error:
+            logger.critical("the step loop died", exc_info=error)
+            self._failure = error
+            self._runner.end_all(FinishReason.ERROR, f"the engine has failed: {error}")
+        self._flush()
+
+    def _loop(self) -> None:
+        busy = False
+        while self._wait(busy):
+            self._run_commands()
+            busy = self._runner.step()
+            self._flush()
+
+    def _wait(self, busy: bool) -> bool:
+        """Sleep until there is something to do. False: stop."""
+        if not busy and not self._commands:
+            with self._wake:
+                while not self._commands and not self._stopping:
+                    self._wake.wait()
+        return not self._stopping
+
+    def _run_commands(self) -> None:
+        commands = self._commands
+        for _ in range(len(commands)):
+            commands.popleft()()
+
+    def _abort(self, request_id: str) -> None:
+        self._runner.abort(request_id)
+        self._aborting.discard(request_id)
+
+    def _release(self, request_id: str) -> None:
+        self._runner.release(request_id)
+        self._releasing.discard(request_id)
+        self._open_peers.discard(request_id)
+
+    def _is_abandoned(self, plan: StepPlan) -> bool:
+        """Every request of this step is being aborted or released."""
+        if not self._aborting and not self._releasing:
+            return False
+        return all(
+            request.id in (self._releasing if request.serves_peer else self._aborting)
+            for request in (sequence.request for sequence in plan.sequences())
+        )
+
+    def _flush(self) -> None:
+        """Publish the figures, then deliver, then forget what has ended: `idle` means delivered."""
+        runner = self._runner
+        self._stats = build_stats(self._scheduler, runner, num_pending=len(self._commands))
+        deltas, runner.deltas = runner.deltas, []
+        if not deltas:
+            return
+        try:
+            self._deliver(deltas)
+        except Exception:
+            logger.exception("deltas could not be delivered")
+        for ended in _ended_requests(deltas, runner):
+            self._open.discard(ended)
+
+
+def _ended_requests(deltas: list[TokenDelta], runner: StepRunner) -> list[str]:
+    return [d.request_id for d in deltas if d.finish_reason is not None and d.request_id not in runner.requests]

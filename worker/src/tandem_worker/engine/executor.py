@@ -1,0 +1,56 @@
+"""Runs the model on a plan: copies, one forward pass, logits of the rows that were asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from tandem_worker.control.plan import StepPlan
+from tandem_worker.engine.batch import BatchBuilder, LogitsLayout
+from tandem_worker.models.base import CausalLM, KVCache
+
+
+class ModelExecutor:
+    def __init__(self, model: CausalLM, kv_cache: KVCache, *, max_rows: int, max_model_len: int) -> None:
+        self.model = model
+        self.kv_cache = kv_cache
+        block_size = kv_cache.spec.block_size
+        self._builder = BatchBuilder(
+            max_rows=max_rows,
+            max_blocks=-(-max_model_len // block_size),
+            block_size=block_size,
+            device=model.device,
+        )
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.kv_cache.layers)
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy-on-write: sources are as they were before this step. Targets are distinct."""
+        if not copies:
+            return
+        pairs = torch.tensor(copies, device=self.model.device)
+        for layer in self.kv_cache.layers:
+            layer.index_copy_(0, pairs[:, 1], layer.index_select(0, pairs[:, 0]))
+
+    def run(self, plan: StepPlan, on_layer: Callable[[int], None] | None) -> tuple[torch.Tensor, LogitsLayout]:
+        batch, layout = self._builder.build(plan, on_layer)
+        return self.model.forward(batch, self.kv_cache), layout
+
+    def load_logits(self, data: bytes) -> torch.Tensor | None:
+        """`[1, vocab]` from a peer's bytes; None when they are not one row of this model's."""
+        if len(data) != self.model.vocab_size * 4:
+            return None
+        return torch.frombuffer(bytearray(data), dtype=torch.float32)[None].to(self.model.device)
+
+    @staticmethod
+    def dump_logits(row: torch.Tensor) -> bytes:
+        return row.detach().to("cpu", torch.float32).contiguous().numpy().tobytes()
+
+
+def is_fatal(error: BaseException) -> bool:
+    """After a device error no later call on that device can be trusted."""
+    accelerator_error = getattr(torch, "AcceleratorError", ())
+    return isinstance(error, accelerator_error) or "CUDA error" in str(error)

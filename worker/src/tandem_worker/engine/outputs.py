@@ -1,0 +1,77 @@
+"""What becomes of a chosen token: does the choice go on, and what is the client told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tandem_worker.control.params import FinishReason, TokenDelta, TokenLogprob
+from tandem_worker.control.request import Sequence
+from tandem_worker.engine.sampling_state import SamplingState
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """`keep`: the token is part of the answer (a stop token is not)."""
+
+    keep: bool
+    finish_reason: FinishReason | None = None
+
+
+_GO_ON = Outcome(True)
+_LENGTH = Outcome(True, FinishReason.LENGTH)
+_STOP_TOKEN = Outcome(False, FinishReason.STOP)
+_GRAMMAR_END = Outcome(True, FinishReason.STOP)
+
+
+def decide_outcome(token_id: int, num_output: int, state: SamplingState) -> Outcome:
+    """`num_output` counts the tokens before this one; `state` has not accepted it yet.
+
+    Raises what the grammar raises when the token breaks it.
+    """
+    if token_id in state.stop_token_ids and num_output >= state.params.min_tokens:
+        return _STOP_TOKEN
+    if not state.plain:
+        state.accept(token_id)
+        if state.grammar is not None and state.grammar.terminated:
+            return _GRAMMAR_END
+    return _LENGTH if num_output + 1 >= state.params.max_tokens else _GO_ON
+
+
+def build_token_delta(
+    sequence: Sequence,
+    token_id: int,
+    outcome: Outcome,
+    logprob: TokenLogprob | None,
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None,
+) -> TokenDelta:
+    request = sequence.request
+    return TokenDelta(
+        request_id=request.id,
+        choice=sequence.choice,
+        token_ids=(token_id,) if outcome.keep else (),
+        logprobs=(logprob,) if outcome.keep and logprob is not None else None,
+        prompt_logprobs=prompt_logprobs,
+        finish_reason=outcome.finish_reason,
+        stop_token_id=None if outcome.keep else token_id,
+        num_cached_tokens=request.num_cached_tokens,
+        prefill_worker=request.prefill_worker,
+    )
+
+
+def build_final_delta(
+    sequence: Sequence,
+    reason: FinishReason,
+    error: str | None = None,
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None,
+) -> TokenDelta:
+    """A choice ends without a token."""
+    request = sequence.request
+    return TokenDelta(
+        request_id=request.id,
+        choice=sequence.choice,
+        prompt_logprobs=prompt_logprobs,
+        finish_reason=reason,
+        num_cached_tokens=request.num_cached_tokens,
+        prefill_worker=request.prefill_worker,
+        error=error,
+    )

@@ -1,0 +1,67 @@
+"""Prefill side of disaggregation: which finished blocks are reported to the transfer layer, and when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tandem_worker.control.plan import Chunk, StepPlan
+from tandem_worker.control.request import Request, Sequence
+from tandem_worker.engine.base import LayerListener, RemotePrefill
+
+
+@dataclass(slots=True, eq=False)
+class PeerPrefill:
+    """A prompt that is computed for another worker. Its blocks stay held until the transfer layer releases it."""
+
+    order: RemotePrefill
+    listener: LayerListener
+    request: Request
+    reported: int
+    """Prompt blocks before this index are with the peer, or have been reported for every layer."""
+
+    @property
+    def sequence(self) -> Sequence:
+        return self.request.choices[0]
+
+    def report_cached(self, num_layers: int, block_size: int) -> None:
+        """Blocks that were found in this worker's prefix cache are complete in every layer."""
+        count = self.sequence.num_computed // block_size
+        if count <= self.reported:
+            return
+        block_ids = tuple(self.sequence.block_ids[self.reported : count])
+        for layer in range(num_layers):
+            self.listener.blocks_ready(self.request.id, layer, self.reported, block_ids)
+        self.reported = count
+
+
+def plan_reports(plan: StepPlan, peers: dict[str, PeerPrefill], block_size: int) -> list[LayerReport]:
+    """What to report after each layer of this step: blocks that its chunks complete and the peer lacks."""
+    reports: list[LayerReport] = []
+    for chunk in plan.chunks:
+        request = chunk.sequence.request
+        if not request.serves_peer:
+            continue
+        peer = peers[request.id]
+        end = _count_complete(chunk, block_size)
+        if end > peer.reported:
+            reports.append(LayerReport(peer, peer.reported, tuple(chunk.sequence.block_ids[peer.reported : end])))
+    return reports
+
+
+@dataclass(frozen=True, slots=True)
+class LayerReport:
+    peer: PeerPrefill
+    first_index: int
+    block_ids: tuple[int, ...]
+
+    def send(self, layer: int) -> None:
+        self.peer.listener.blocks_ready(self.peer.request.id, layer, self.first_index, self.block_ids)
+
+    def confirm(self) -> None:
+        """The step succeeded: every layer has been reported."""
+        self.peer.reported = self.first_index + len(self.block_ids)
+
+
+def _count_complete(chunk: Chunk, block_size: int) -> int:
+    """The prompt's last block is sent as full as it gets."""
+    return -(-chunk.end // block_size) if chunk.final else chunk.end // block_size

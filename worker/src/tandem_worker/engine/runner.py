@@ -1,0 +1,324 @@
+"""What happens on the engine thread: requests come, steps run, tokens go. No thread is known here.
+
+Every handler and `step` leave `deltas` for the caller to deliver. A request is in `requests` from submission until
+its last choice ends; a peer's prompt is in `peers` until it is released.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Callable
+
+import torch
+
+from tandem_worker.control.params import FinishReason, TokenDelta, TokenLogprob
+from tandem_worker.control.plan import StepPlan
+from tandem_worker.control.request import Request, Sequence, SequenceState
+from tandem_worker.control.scheduler import Scheduler
+from tandem_worker.engine.base import LayerListener, PrefillClient, RemotePrefill, RemotePrefillResult
+from tandem_worker.engine.batch import LogitsLayout
+from tandem_worker.engine.executor import ModelExecutor, is_fatal
+from tandem_worker.engine.meter import SpeedMeter
+from tandem_worker.engine.outputs import build_final_delta, build_token_delta, decide_outcome
+from tandem_worker.engine.peers import LayerReport, PeerPrefill, plan_reports
+from tandem_worker.engine.sampler import NO_TOKEN, sample, score_prompt
+from tandem_worker.engine.sampling_state import SamplingState
+
+logger = logging.getLogger(__name__)
+
+_NO_TOKEN_MESSAGE = "the model's output allows no token: it is not a number, or every token is excluded"
+
+
+class StepAbandonedError(Exception):
+    """Raised between layers: nobody waits for this step's result any more."""
+
+
+class Totals:
+    """Counters since the start."""
+
+    __slots__ = ("cached_tokens", "generated_tokens", "prefills_fallback", "prefills_local", "prefills_remote",
+                 "prompt_tokens", "steps")  # fmt: skip
+
+    def __init__(self) -> None:
+        self.prompt_tokens = self.cached_tokens = self.generated_tokens = self.steps = 0
+        self.prefills_local = self.prefills_remote = self.prefills_fallback = 0
+
+
+class StepRunner:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: ModelExecutor,
+        *,
+        eos_token_ids: frozenset[int],
+        target_step_seconds: float | None,
+        is_abandoned: Callable[[StepPlan], bool] = lambda plan: False,
+    ) -> None:
+        self.scheduler = scheduler
+        self.executor = executor
+        self.prefill_client: PrefillClient | None = None
+        self.requests: dict[str, Request] = {}
+        self.peers: dict[str, PeerPrefill] = {}
+        self.deltas: list[TokenDelta] = []
+        self.meter = SpeedMeter()
+        self.totals = Totals()
+        self._eos_token_ids = eos_token_ids
+        self._target_step_seconds = target_step_seconds
+        self._is_abandoned = is_abandoned
+        self._generations = itertools.count(1)
+        self._prompt_scores: dict[str, list[TokenLogprob | None]] = {}
+
+    # -- commands ------------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> None:
+        if self.prefill_client is None:
+            request.endpoints = ()
+        self.requests[request.id] = request
+        self.scheduler.add(request)
+        for choice in request.choices:
+            choice.sampler_state = SamplingState(request.sampling, self._eos_token_ids)
+
+    def submit_peer(self, request: Request, order: RemotePrefill, listener: LayerListener) -> None:
+        block_size = self.scheduler.blocks.block_size
+        self.peers[request.id] = PeerPrefill(order, listener, request, order.num_cached_tokens // block_size)
+        self.scheduler.add(request)
+
+    def abort(self, request_id: str) -> None:
+        request = self.requests.get(request_id)
+        if request is not None:
+            self._end_request(request, FinishReason.ABORT)
+
+    def release(self, request_id: str) -> None:
+        peer = self.peers.pop(request_id, None)
+        if peer is not None:
+            self.scheduler.finish(peer.sequence)
+
+    def remote_done(self, result: RemotePrefillResult) -> None:
+        sequence = self._find_receiving(result.request_id, result.generation)
+        if sequence is None:
+            return
+        logits = self.executor.load_logits(result.logits)
+        if logits is None:
+            self._fall_back(sequence, f"its logits have {len(result.logits)} bytes")
+            return
+        request = sequence.request
+        request.num_cached_tokens = result.num_cached_tokens
+        request.prefill_worker = result.worker
+        self.totals.prefills_remote += 1
+        self.scheduler.receive_done(sequence)
+        self._accept_logits([sequence], logits)
+
+    def remote_failed(self, request_id: str, generation: int, reason: str) -> None:
+        sequence = self._find_receiving(request_id, generation)
+        if sequence is not None:
+            self._fall_back(sequence, reason)
+
+    def end_all(self, reason: FinishReason, error: str | None = None) -> None:
+        for request in list(self.requests.values()):
+            self._end_request(request, reason, error)
+        for peer in list(self.peers.values()):
+            if peer.sequence.state is not SequenceState.HELD:
+                peer.listener.prefill_failed(peer.request.id, error or "the worker stops")
+
+    def _find_receiving(self, request_id: str, generation: int) -> Sequence | None:
+        """The sequence that waits for this attempt; None when the message is late."""
+        request = self.requests.get(request_id)
+        if request is None or request.generation != generation:
+            return None
+        sequence = request.choices[0]
+        return sequence if sequence.state is SequenceState.RECEIVING else None
+
+    def _fall_back(self, sequence: Sequence, reason: str) -> None:
+        logger.warning("remote prefill of %s failed, prefilling here: %s", sequence.request.id, reason)
+        self.totals.prefills_fallback += 1
+        self.scheduler.receive_failed(sequence)
+
+    def _end_request(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
+        for choice in request.choices:
+            if choice.state is not SequenceState.FINISHED:
+                self._end_choice(choice, reason, error)
+
+    def _end_choice(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
+        self.deltas.append(build_final_delta(sequence, reason, error))
+        self._close(sequence)
+
+    def _close(self, sequence: Sequence) -> None:
+        """Free what the choice holds, and forget the request with its last choice."""
+        request = sequence.request
+        if sequence.state is SequenceState.RECEIVING and self.prefill_client is not None:
+            self.prefill_client.cancel(request.id, request.generation)  # no late write may hit a freed block
+        self.scheduler.finish(sequence)
+        sequence.sampler_state = None
+        if request.num_open == 0:
+            self._prompt_scores.pop(request.id, None)
+            self.requests.pop(request.id, None)
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Run one step. False: nothing can be done until a command comes."""
+        began = time.perf_counter()
+        plan = self.scheduler.schedule(self.meter.plan_step_tokens(self._target_step_seconds))
+        self.executor.copy_blocks(plan.copies)
+        for sequence in plan.orders:
+            self._start_remote(sequence)
+        if plan.empty:
+            # A failed start is prefilled here, and a preemption has made room: both want another look.
+            return plan.num_preempted > 0 or any(s.state is SequenceState.RUNNING for s in plan.orders)
+        reports = self._report_cached_and_plan(plan)
+        try:
+            logits, layout = self.executor.run(plan, self._watch_layers(plan, reports))
+        except StepAbandonedError:
+            return True
+        except Exception as error:
+            if is_fatal(error):
+                raise
+            logger.exception("a step failed")
+            self._fail(plan, error)
+            return True
+        for report in reports:
+            report.confirm()
+        self.scheduler.complete(plan)
+        self._accept_step(layout, logits)
+        self.totals.steps += 1
+        self.meter.record(
+            num_prefill_tokens=plan.num_prefill_tokens,
+            num_decodes=len(plan.decodes),
+            seconds=time.perf_counter() - began,
+        )
+        return True
+
+    def _start_remote(self, sequence: Sequence) -> None:
+        request = sequence.request
+        request.generation = next(self._generations)
+        order = RemotePrefill(
+            request_id=request.id,
+            generation=request.generation,
+            token_ids=request.prompt,
+            num_cached_tokens=sequence.num_computed,
+            block_ids=tuple(sequence.block_ids),
+            endpoints=request.endpoints,
+            cache_salt=request.cache_salt,
+            priority=request.priority,
+        )
+        assert self.prefill_client is not None
+        try:
+            self.prefill_client.start(order)
+        except Exception as error:
+            logger.exception("remote prefill could not be started")
+            self._fall_back(sequence, str(error))
+
+    def _report_cached_and_plan(self, plan: StepPlan) -> list[LayerReport]:
+        block_size = self.scheduler.blocks.block_size
+        for chunk in plan.chunks:
+            if chunk.sequence.request.serves_peer:
+                self.peers[chunk.sequence.request.id].report_cached(self.executor.num_layers, block_size)
+        return plan_reports(plan, self.peers, block_size)
+
+    def _watch_layers(self, plan: StepPlan, reports: list[LayerReport]) -> Callable[[int], None] | None:
+        if not plan.chunks:
+            return None  # a decode step is short and reports nothing
+
+        def on_layer(layer: int) -> None:
+            if self._is_abandoned(plan):
+                raise StepAbandonedError
+            for report in reports:
+                report.send(layer)
+
+        return on_layer
+
+    def _fail(self, plan: StepPlan, error: Exception) -> None:
+        message = f"the engine could not compute this request: {type(error).__name__}: {error}"
+        for request in {id(s.request): s.request for s in plan.sequences()}.values():
+            peer = self.peers.get(request.id) if request.serves_peer else None
+            if peer is None:
+                self._end_request(request, FinishReason.ERROR, message)
+            else:
+                self.scheduler.hold_for_peer(peer.sequence)
+                peer.listener.prefill_failed(request.id, message)
+
+    # -- logits to tokens ----------------------------------------------------------------------------------------
+
+    def _accept_step(self, layout: LogitsLayout, logits: torch.Tensor) -> None:
+        for chunk, first in layout.scored:
+            self._score_chunk(chunk.sequence, chunk.start, logits[first : first + chunk.length])
+        if not layout.sequences:
+            return
+        rows = layout.rows
+        self._accept_logits(layout.sequences, logits if rows is None else logits[rows])
+
+    def _score_chunk(self, sequence: Sequence, start: int, logits: torch.Tensor) -> None:
+        request = sequence.request
+        scores = self._prompt_scores.setdefault(request.id, [None])
+        del scores[start + 1 :]  # after a preemption the prompt is computed again
+        targets = list(request.prompt[start + 1 : start + 1 + logits.shape[0]])
+        scores.extend(score_prompt(logits[: len(targets)], targets, request.prompt_logprobs or 0))
+
+    def _accept_logits(self, sequences: list[Sequence], logits: torch.Tensor) -> None:
+        """Choose and deliver the next token of each sequence; row i of `logits` is sequence i's."""
+        sequences, logits = self._expand(sequences, logits)
+        if not sequences:
+            return
+        tokens, logprobs = sample(logits, sequences)
+        for row, sequence in enumerate(sequences):
+            self._accept_token(sequence, tokens[row], logprobs.get(row))
+
+    def _expand(self, sequences: list[Sequence], logits: torch.Tensor) -> tuple[list[Sequence], torch.Tensor]:
+        """Take out what is not sampled here, and repeat the row of a prompt that several choices continue."""
+        first_outputs = [row for row, sequence in enumerate(sequences) if not sequence.output]
+        if not first_outputs:
+            return sequences, logits
+        rows: list[int] = []
+        expanded: list[Sequence] = []
+        for row, sequence in enumerate(sequences):
+            for choice in [sequence] if sequence.output else self._first_choices(sequence, logits[row]):
+                rows.append(row)
+                expanded.append(choice)
+        if rows == list(range(logits.shape[0])):
+            return expanded, logits
+        return expanded, logits[rows]
+
+    def _first_choices(self, sequence: Sequence, row: torch.Tensor) -> list[Sequence]:
+        """A prompt is computed: who continues it here."""
+        request = sequence.request
+        self.totals.prompt_tokens += len(request.prompt)
+        self.totals.cached_tokens += request.num_cached_tokens
+        if request.serves_peer:
+            peer = self.peers[request.id]
+            self.scheduler.hold_for_peer(sequence)
+            peer.listener.prefill_done(request.id, self.executor.dump_logits(row), request.num_cached_tokens)
+            return []
+        if not request.generation:
+            self.totals.prefills_local += 1
+        if request.sampling.max_tokens == 0:
+            scores = self._take_prompt_scores(request)
+            for choice in request.choices:
+                self.deltas.append(build_final_delta(choice, FinishReason.LENGTH, prompt_logprobs=scores))
+                self._close(choice)
+            return []
+        self.scheduler.fork(request)
+        return list(request.choices)
+
+    def _accept_token(self, sequence: Sequence, token: int, logprob: TokenLogprob | None) -> None:
+        if token == NO_TOKEN:
+            self._end_choice(sequence, FinishReason.ERROR, _NO_TOKEN_MESSAGE)
+            return
+        try:
+            outcome = decide_outcome(token, len(sequence.output), sequence.sampler_state)
+        except Exception as error:
+            logger.exception("a grammar refused token %d", token)
+            self._end_choice(sequence, FinishReason.ERROR, f"the grammar refused a token: {error}")
+            return
+        scores = self._take_prompt_scores(sequence.request) if not sequence.output else None
+        self.deltas.append(build_token_delta(sequence, token, outcome, logprob, scores))
+        self.totals.generated_tokens += outcome.keep
+        self.scheduler.append_token(sequence, token)
+        if outcome.finish_reason is not None:
+            self._close(sequence)
+
+    def _take_prompt_scores(self, request: Request) -> tuple[TokenLogprob | None, ...] | None:
+        if request.prompt_logprobs is None:
+            return None
+        return tuple(self._prompt_scores.get(request.id, ()))

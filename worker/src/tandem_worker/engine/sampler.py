@@ -1,0 +1,151 @@
+"""Chooses the next token of every sequence from its logits.
+
+Order of effects: penalties, logit bias, minimum length, grammar; then greedy, or temperature, top-k, top-p, min-p and
+one draw. Every row is computed from that row alone, with constants that do not depend on the batch, so a request's
+tokens do not depend on what it is batched with. Logprobs are those of the model, before any of these effects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+
+import torch
+
+from tandem_worker.control.params import TokenLogprob
+from tandem_worker.control.request import Sequence
+from tandem_worker.engine.draws import draw_uniform
+from tandem_worker.engine.sampling_state import SamplingState
+
+NO_TOKEN = -1
+"""In place of a token where the logits allow none (NaN, or everything forbidden)."""
+_NUM_CANDIDATES = 256
+"""Likeliest tokens that top-k and top-p look at before they sort the whole vocabulary."""
+
+
+def sample(logits: torch.Tensor, sequences: Rows[Sequence]) -> tuple[list[int], dict[int, TokenLogprob]]:
+    """One token per row of `logits` `[N, vocab]`, and the logprobs of the rows that ask for them, by row."""
+    best, winners = logits.max(dim=-1)
+    tokens: list[int] = winners.tolist()
+    if not bool(best.isfinite().all()):
+        tokens = [token if ok else NO_TOKEN for token, ok in zip(tokens, best.isfinite().tolist(), strict=True)]
+    special = [
+        row
+        for row, sequence in enumerate(sequences)
+        if not (sequence.sampler_state.plain and sequence.sampler_state.params.min_tokens <= len(sequence.output))
+        and tokens[row] != NO_TOKEN
+    ]
+    if not special:
+        return tokens, {}
+    chosen = _sample_special(logits[special], [sequences[row] for row in special])
+    for row, token in zip(special, chosen, strict=True):
+        tokens[row] = token
+    return tokens, _compute_logprobs(logits, sequences, tokens)
+
+
+def score_prompt(logits: torch.Tensor, targets: list[int], num_top: int) -> list[TokenLogprob]:
+    """Logprob of token `targets[i]` after row i, with the `num_top` likeliest tokens."""
+    scores = torch.log_softmax(logits, dim=-1)
+    own = scores.gather(1, torch.tensor(targets, device=logits.device)[:, None])[:, 0].tolist()
+    if not num_top:
+        return [TokenLogprob(token_id=token, logprob=value) for token, value in zip(targets, own, strict=True)]
+    top = scores.topk(min(num_top, logits.shape[-1]), dim=-1)
+    return [
+        TokenLogprob(token_id=token, logprob=value, top=tuple(zip(ids, values, strict=True)))
+        for token, value, ids, values in zip(targets, own, top.indices.tolist(), top.values.tolist(), strict=True)
+    ]
+
+
+def _compute_logprobs(logits: torch.Tensor, sequences: Rows[Sequence], tokens: list[int]) -> dict[int, TokenLogprob]:
+    rows = [
+        row
+        for row, sequence in enumerate(sequences)
+        if sequence.sampler_state.params.num_logprobs is not None and tokens[row] != NO_TOKEN
+    ]
+    result: dict[int, TokenLogprob] = {}
+    for row in rows:
+        num_top = sequences[row].sampler_state.params.num_logprobs or 0
+        (result[row],) = score_prompt(logits[row : row + 1], [tokens[row]], num_top)
+    return result
+
+
+def _sample_special(logits: torch.Tensor, sequences: list[Sequence]) -> list[int]:
+    """`logits` is a copy that may be changed."""
+    states: list[SamplingState] = [sequence.sampler_state for sequence in sequences]
+    for row, (sequence, state) in enumerate(zip(sequences, states, strict=True)):
+        state.adjust(logits[row], sequence)
+    best, winners = logits.max(dim=-1)
+    tokens: list[int] = winners.tolist()
+    possible = best.isfinite().tolist()
+    drawn = [row for row, state in enumerate(states) if possible[row] and not state.params.greedy]
+    if drawn:
+        chosen = _draw(logits[drawn], best[drawn], [sequences[row] for row in drawn])
+        for row, token in zip(drawn, chosen, strict=True):
+            tokens[row] = token
+    return [token if ok else NO_TOKEN for token, ok in zip(tokens, possible, strict=True)]
+
+
+def _draw(logits: torch.Tensor, best: torch.Tensor, sequences: list[Sequence]) -> list[int]:
+    params = [sequence.sampler_state.params for sequence in sequences]
+    draws = [
+        draw_uniform(param.seed, sequence.choice, sequence.num_tokens)
+        for param, sequence in zip(params, sequences, strict=True)
+    ]
+    temperatures = torch.tensor([param.temperature for param in params], device=logits.device)
+    # Relative to the best logit, so that a temperature near 0 cannot overflow.
+    probs = torch.softmax((logits - best[:, None]) / temperatures[:, None], dim=-1)
+    ordered = [row for row, param in enumerate(params) if param.top_k > 0 or param.top_p < 1.0]
+    plain = [row for row, param in enumerate(params) if not (param.top_k > 0 or param.top_p < 1.0)]
+    tokens = [0] * len(params)
+    if plain:
+        kept = _apply_min_p(probs[plain], [params[row].min_p for row in plain])
+        for row, token in zip(plain, _invert(kept, [draws[row] for row in plain]).tolist(), strict=True):
+            tokens[row] = token
+    if ordered:
+        limits = [(params[row].top_k, params[row].top_p, params[row].min_p) for row in ordered]
+        chosen = _draw_ordered(probs[ordered], limits, [draws[row] for row in ordered])
+        for row, token in zip(ordered, chosen, strict=True):
+            tokens[row] = token
+    return tokens
+
+
+def _draw_ordered(probs: torch.Tensor, limits: list[tuple[int, float, float]], draws: list[float]) -> list[int]:
+    """Top-k and top-p need the tokens in order. The likeliest few nearly always suffice; else that row is sorted."""
+    vocab = probs.shape[-1]
+    width = min(_NUM_CANDIDATES, vocab)
+    values, ids = probs.topk(width, dim=-1)
+    mass = values.double().sum(dim=-1).tolist()
+    tokens = [0] * len(limits)
+    for row, ((top_k, top_p, min_p), draw) in enumerate(zip(limits, draws, strict=True)):
+        row_values, row_ids = values[row], ids[row]
+        enough = 0 < top_k <= width or (top_k == 0 and mass[row] >= top_p) or width == vocab
+        if not enough:
+            row_values, row_ids = probs[row].sort(descending=True, stable=True)
+        kept = row_values[:top_k] if top_k > 0 else row_values
+        if top_p < 1.0:
+            kept = kept[: _count_top_p(kept, top_p, 1.0 if top_k == 0 else None)]
+        index = _invert(_apply_min_p(kept[None], [min_p]), [draw])
+        tokens[row] = int(row_ids[index[0]])
+    return tokens
+
+
+def _count_top_p(values: torch.Tensor, top_p: float, total: float | None) -> int:
+    """Length of the shortest prefix of descending `values` that holds `top_p` of `total` (None: of their sum)."""
+    running = values.double().cumsum(dim=-1)
+    target = top_p * (float(running[-1]) if total is None else total)
+    return min(int((running < target).sum()) + 1, values.shape[-1])
+
+
+def _apply_min_p(probs: torch.Tensor, min_p: list[float]) -> torch.Tensor:
+    if not any(min_p):
+        return probs
+    threshold = probs.amax(dim=-1, keepdim=True) * torch.tensor(min_p, device=probs.device)[:, None]
+    return probs.masked_fill(probs < threshold, 0.0)
+
+
+def _invert(probs: torch.Tensor, draws: list[float]) -> torch.Tensor:
+    """Where each draw falls in the cumulated probabilities of its row; never where the probability is 0."""
+    cumulated = probs.double().cumsum(dim=-1)
+    total = cumulated[:, -1]
+    target = torch.tensor(draws, dtype=torch.float64, device=probs.device) * total
+    target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulated, target[:, None], right=True)[:, 0]
