@@ -129,7 +129,12 @@ class Channel:
     def read(self, num_bytes: int) -> bytearray:
         """Exactly that many bytes. Only for what has a bound."""
         data = bytearray(num_bytes)
-        self._read_all([memoryview(data)])
+        pending = memoryview(data)
+        while pending:  # of no bytes there is nothing to read: a read of none looks like the end of the stream
+            if received := self.read_some([pending]):
+                pending = pending[received:]
+            else:
+                self.wait()
         return data
 
     def read_some(self, buffers: Sequence[memoryview]) -> int:
@@ -150,13 +155,6 @@ class Channel:
         while num_bytes > 0:
             if received := self.read_some([scratch[:num_bytes]]):
                 num_bytes -= received
-            else:
-                self.wait()
-
-    def _read_all(self, buffers: list[memoryview]) -> None:
-        while buffers:
-            if received := self.read_some(buffers):
-                advance(buffers, received)
             else:
                 self.wait()
 

@@ -1,0 +1,177 @@
+"""KV transport between two processes on loopback: bandwidth and CPU seconds per GB at both ends.
+
+    python bench/transfer/loopback.py [--gib 2] [--layers 32] [--block-kib 64] [--blocks 128] [--no-verify] [--scatter]
+
+One process plays the prefill worker (its engine reports finished layers at once), the other the decode worker. Every
+order moves layers x blocks. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import random
+import resource
+import threading
+import time
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from tandem_worker.engine.base import RemotePrefill, RemotePrefillResult
+from tandem_worker.models.base import KVCacheSpec, KVLayerSpec, allocate_kv_cache
+from tandem_worker.transfer.base import Identity
+from tandem_worker.transfer.blocks import BlockSpace
+from tandem_worker.transfer.client import TcpPrefillClient
+from tandem_worker.transfer.server import TcpPrefillServer
+
+BLOCK_SIZE = 16
+
+
+def build_space(args: argparse.Namespace) -> tuple[BlockSpace, Any]:
+    layer = KVLayerSpec(block_shape=(2, 1, BLOCK_SIZE, args.block_kib * 1024 // (2 * BLOCK_SIZE * 2)))
+    spec = KVCacheSpec(layers=(layer,) * args.layers, dtype=torch.bfloat16, block_size=BLOCK_SIZE)
+    cache = allocate_kv_cache(spec, args.blocks + 1, torch.device("cpu"))
+    return BlockSpace(cache), cache
+
+
+def identity(space: BlockSpace, worker: str) -> Identity:
+    return Identity(worker=worker, revision="bench", model_digest="bench", layout=space.layout.fingerprint)
+
+
+def placement(args: argparse.Namespace, seed: int) -> tuple[int, ...]:
+    """Block ids of the prompt: neighbours, or scattered as in a block space that has been in use."""
+    ids = list(range(1, args.blocks + 1))
+    if args.scatter:
+        random.Random(seed).shuffle(ids)
+    return tuple(ids)
+
+
+def cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+class InstantEngine:
+    """Reports every layer of an order the moment it is submitted."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._layers, self._ids = args.layers, placement(args, 1)
+
+    def submit_prefill(self, order: RemotePrefill, listener: Any) -> None:
+        for layer in range(self._layers):
+            listener.blocks_ready(order.request_id, layer, 0, self._ids)
+        listener.prefill_done(order.request_id, b"\0" * 4096, 0)
+
+    def release(self, request_id: str) -> None: ...
+
+    def abort(self, request_id: str) -> None: ...
+
+    def stats(self) -> Any:
+        return SimpleNamespace(steps_total=0)
+
+
+def run_prefill(args: argparse.Namespace, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    space, cache = build_space(args)
+    for index, layer in enumerate(cache.layers):
+        layer.fill_(index + 1)
+    server = TcpPrefillServer(
+        engine=InstantEngine(args), space=space, identity=identity(space, "prefill"), host="127.0.0.1", port=0
+    )
+    server.start()
+    pipe.send(server.port)
+    pipe.recv()
+    before = cpu_seconds()
+    pipe.send(None)
+    pipe.recv()
+    pipe.send(cpu_seconds() - before)
+    server.close()
+
+
+class Decode:
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+        self.failure: str | None = None
+
+    def remote_prefill_done(self, result: RemotePrefillResult) -> None:
+        self.ended.set()
+
+    def remote_prefill_failed(self, request_id: str, generation: int, reason: str) -> None:
+        self.failure = reason
+        self.ended.set()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gib", type=float, default=2.0)
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--block-kib", type=int, default=64)
+    parser.add_argument("--blocks", type=int, default=128)
+    parser.add_argument("--no-verify", action="store_true")
+    parser.add_argument("--scatter", action="store_true")
+    args = parser.parse_args()
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=run_prefill, args=(args, theirs), daemon=True)
+    process.start()
+    port = ours.recv()
+    torch.set_num_threads(1)
+    space, cache = build_space(args)
+    client, engine = TcpPrefillClient(verify=not args.no_verify), Decode()
+    client.bind(engine, space, identity(space, "decode"))
+    ids = placement(args, 2)
+
+    def transfer(number: int) -> None:
+        engine.ended.clear()
+        client.start(
+            RemotePrefill(
+                request_id="bench",
+                generation=number,
+                token_ids=(0,) * (args.blocks * BLOCK_SIZE),
+                num_cached_tokens=0,
+                block_ids=ids,
+                endpoints=(f"127.0.0.1:{port}",),
+                cache_salt="",
+                priority=0,
+            )
+        )
+        engine.ended.wait()
+        if engine.failure:
+            raise SystemExit(engine.failure)
+
+    transfer(0)
+    order_bytes = args.layers * args.blocks * args.block_kib * 1024
+    rounds = max(1, round(args.gib * 2**30 / order_bytes))
+    ours.send(None)
+    ours.recv()
+    cpu, started = cpu_seconds(), time.perf_counter()
+    for number in range(1, rounds + 1):
+        transfer(number)
+    elapsed, cpu = time.perf_counter() - started, cpu_seconds() - cpu
+    ours.send(None)
+    sender_cpu = ours.recv()
+    for index, layer in enumerate(cache.layers):
+        assert bool((layer[1:] == index + 1).all()), "what arrived is what was sent"
+    gigabytes = rounds * order_bytes / 1e9
+    result = {
+        "order_mb": round(order_bytes / 1e6, 1),
+        "block_kib": args.block_kib,
+        "verify": not args.no_verify,
+        "scatter": args.scatter,
+        "gb_per_s": round(gigabytes / elapsed, 2),
+        "ms_per_order": round(elapsed / rounds * 1e3, 2),
+        "decode_cpu_s_per_gb": round(cpu / gigabytes, 3),
+        "prefill_cpu_s_per_gb": round(sender_cpu / gigabytes, 3),
+    }
+    print(f"{gigabytes:.2f} GB in {rounds} orders of {order_bytes / 1e6:.1f} MB")
+    print(json.dumps(result))
+    client.close()
+    process.join(5)
+
+
+if __name__ == "__main__":
+    main()
