@@ -96,9 +96,7 @@ class Operator:
             # kopf takes over the signal handlers: it ends by itself on SIGTERM.
             tasks.append(asyncio.create_task(self._watch_models(), name="kopf"))
             done, _ = await asyncio.wait([*tasks, stopped], return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-            return 1 if held.done() else 0
+            return _exit_code(done - {stopped})
         finally:
             for task in tasks:
                 task.cancel()
@@ -159,6 +157,15 @@ class Operator:
                 self._queue.done(key, failed=failed)
             metrics.RECONCILE_SECONDS.observe(time.monotonic() - started)
             metrics.RECONCILES.labels("error" if failed else "success").inc()
+
+
+def _exit_code(ended: set[asyncio.Task[Any]]) -> int:
+    """0 after SIGTERM, on which kopf ends; 1 when a part failed or leadership was lost: a fresh process starts over."""
+    for task in ended:
+        if (error := task.exception()) is not None:
+            log.error("stopping: a part has failed", extra={"part": task.get_name(), "error": repr(error)})
+            return 1
+    return 1 if any(task.get_name() == "lease" for task in ended) else 0
 
 
 async def _first(winner: asyncio.Future[Any], work: Any) -> bool:

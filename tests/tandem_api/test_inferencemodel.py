@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+from tandem_api.inferencemodel import InferenceModel
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
+
+
+def parse(**spec: Any) -> InferenceModel:
+    metadata = {"name": "m", "namespace": "n"}
+    return InferenceModel.model_validate({"metadata": metadata, "spec": {"model": {"uri": "hf://a/b"}} | spec})
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_parse(path: Path) -> None:
+    models = [d for d in yaml.safe_load_all(path.read_text()) if d["kind"] == "InferenceModel"]
+    assert models
+    for model in models:
+        model["metadata"]["namespace"] = "default"
+        InferenceModel.model_validate(model)
+
+
+def test_defaults() -> None:
+    model = parse()
+    assert (model.served_name, model.spec.decode.replicas, model.spec.prefill) == ("m", 1, None)
+
+
+def test_unknown_fields_are_refused() -> None:
+    with pytest.raises(ValidationError, match="autoscale"):
+        parse(autoscale=True)
+
+
+@pytest.mark.parametrize("uri", ["hf://a/b", "pvc://claim/", "pvc://claim/a/b", "file:///models/x.gguf"])
+def test_good_uris(uri: str) -> None:
+    assert parse(model={"uri": uri}).spec.model.uri == uri
+
+
+@pytest.mark.parametrize("uri", ["a/b", "hf://a", "https://a/b", "file://models", "pvc://A/b", "hf://a/b\n", ""])
+def test_bad_uris_say_what_to_write(uri: str) -> None:
+    with pytest.raises(ValidationError, match="must be hf://ORGANIZATION/REPOSITORY"):
+        parse(model={"uri": uri})
+
+
+def test_whole_numbers_are_quantities() -> None:
+    model = parse(decode={"resources": {"limits": {"nvidia.com/gpu": 1, "cpu": "500m"}}})
+    assert model.spec.decode.resources.limits == {"nvidia.com/gpu": "1", "cpu": "500m"}
+
+
+@pytest.mark.parametrize("text", ["60", "500ms", "", "1s1h"])
+def test_bad_durations(text: str) -> None:
+    with pytest.raises(ValidationError, match="must be a duration"):
+        parse(drain={"timeout": text})
+
+
+def test_long_names_are_refused() -> None:
+    with pytest.raises(ValidationError, match="at most 40"):
+        InferenceModel.model_validate(
+            {"metadata": {"name": "a" * 41, "namespace": "n"}, "spec": {"model": {"uri": "hf://a/b"}}}
+        )

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from operator_objects import READY, container, pod
+from tandem_operator.causes import Problem, pod_problem, role_problem
+
+
+def waiting(reason: str, message: str = "", **fields: Any) -> dict[str, Any]:
+    return container(state={"waiting": {"reason": reason, "message": message}}, **fields)
+
+
+def problem(**fields: Any) -> Problem:
+    found = pod_problem(pod("m-decode-0", **fields))
+    assert found is not None
+    return found
+
+
+def test_pods_without_trouble() -> None:
+    assert pod_problem(pod("a", **READY)) is None
+    assert pod_problem(pod("a")) is None
+    assert pod_problem(pod("a", **waiting("ContainerCreating"))) is None
+    assert pod_problem(pod("a", metadata={"deletionTimestamp": "x"}, **waiting("ErrImagePull"))) is None
+
+
+def test_image_errors_read_the_same_before_and_during_back_off() -> None:
+    detail = "rpc error: code = NotFound: no-such-image:1: not found"
+    first = problem(**waiting("ErrImagePull", detail))
+    again = problem(**waiting("ImagePullBackOff", f'Back-off pulling image "no-such-image:1": ErrImagePull: {detail}'))
+    assert first == again
+    assert (first.reason, first.stalled) == ("ImagePullFailed", True)
+    assert "no-such-image:1: not found" in first.message
+
+
+def test_bad_image_names() -> None:
+    assert problem(**waiting("InvalidImageName", image="A:B:C")).message.endswith("A:B:C is not an image reference")
+
+
+def test_missing_secrets() -> None:
+    found = problem(**waiting("CreateContainerConfigError", 'secret "hub-token" not found'))
+    assert (found.reason, found.stalled) == ("CreateContainerConfigError", True)
+    assert 'secret "hub-token" not found' in found.message
+
+
+@pytest.mark.parametrize("state", [{"waiting": {"reason": "CrashLoopBackOff"}}, {"running": {}}])
+def test_what_the_worker_said_holds_through_its_restarts(state: dict[str, Any]) -> None:
+    said = json.dumps({"reason": "ModelNotFound", "message": "hf://a/b does not exist"})
+    found = problem(**container(state=state, lastState={"terminated": {"exitCode": 1, "message": said}}))
+    assert found == Problem(
+        reason="ModelNotFound", message="Pod m-decode-0: hf://a/b does not exist", stalled=True, from_worker=True
+    )
+
+
+def test_crashes_without_a_sentence_show_the_last_log_line() -> None:
+    ended = {"terminated": {"exitCode": 1, "message": "Traceback\nValueError: nope\n"}}
+    found = problem(**waiting("CrashLoopBackOff", lastState=ended))
+    assert (found.reason, found.stalled) == ("CrashLoopBackOff", True)
+    assert found.message == "Pod m-decode-0: container worker ended with code 1: ValueError: nope"
+
+
+def test_one_restart_is_not_yet_a_case_for_a_person() -> None:
+    found = problem(**container(state={"running": {}}, lastState={"terminated": {"exitCode": 137}}))
+    assert (found.reason, found.stalled) == ("ContainerRestarting", False)
+
+
+def test_out_of_memory_names_the_remedy() -> None:
+    ended = {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}
+    found = problem(**waiting("CrashLoopBackOff", lastState=ended))
+    assert (found.reason, found.stalled) == ("OutOfMemory", True)
+    assert "raise resources.limits.memory" in found.message
+
+
+@pytest.mark.parametrize("message", ['{"reason": 1}', "[]", '{"reason": "two words", "message": "x"}', '{"a'])
+def test_only_the_agreed_shape_is_a_workers_message(message: str) -> None:
+    ended = {"terminated": {"exitCode": 1, "message": message}}
+    assert problem(**waiting("CrashLoopBackOff", lastState=ended)).reason == "CrashLoopBackOff"
+
+
+def test_scheduling() -> None:
+    def unschedulable(message: str) -> dict[str, Any]:
+        return {
+            "conditions": [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}]
+        }
+
+    found = problem(**unschedulable("0/1 nodes are available: 1 Insufficient cpu."))
+    assert (found.reason, found.stalled) == ("Unschedulable", False)
+    missing = problem(**unschedulable('0/1 nodes: persistentvolumeclaim "cache" not found.'))
+    assert (missing.reason, missing.stalled) == ("VolumeClaimNotFound", True)
+
+
+def test_what_needs_a_person_comes_first() -> None:
+    slow = pod("a", **container(state={"running": {}}, lastState={"terminated": {"exitCode": 137}}))
+    stuck = pod("b", **waiting("ErrImagePull", "not found"))
+    found = role_problem([slow, stuck])
+    assert found is not None
+    assert found.reason == "ImagePullFailed"
+    assert role_problem([pod("c", **READY)]) is None

@@ -1,0 +1,119 @@
+"""Leader election over real HTTP, against a server that keeps one Lease as the API server does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from aiohttp import web
+from kubernetes.aio.client import ApiClient, Configuration
+from tandem_operator.kube.client import KubeClient
+from tandem_operator.leader import LeaderElection
+from tandem_operator.settings import LeaseSettings
+
+FAST = LeaseSettings(namespace="n", name="l", identity="a", duration_seconds=1, renew_seconds=0.05, give_up_seconds=0.5)
+
+
+class LeaseServer:
+    """One Lease with optimistic locking. `broken` makes every answer a 500."""
+
+    def __init__(self) -> None:
+        self.lease: dict[str, Any] | None = None
+        self.broken = False
+        self.url = ""
+
+    async def handle(self, request: web.Request) -> web.Response:
+        if self.broken:
+            return web.json_response({"message": "out of order"}, status=500)
+        if request.method == "GET":
+            found = self.lease is not None
+            return web.json_response(self.lease if found else {"message": "not found"}, status=200 if found else 404)
+        body = await request.json()
+        present = None if self.lease is None else self.lease["metadata"]["resourceVersion"]
+        if body["metadata"].get("resourceVersion") != present:
+            return web.json_response({"message": "conflict"}, status=409)
+        body["metadata"]["resourceVersion"] = str(int(present or 0) + 1)
+        self.lease = body
+        return web.json_response(body)
+
+    @property
+    def holder(self) -> str:
+        assert self.lease is not None
+        return self.lease["spec"]["holderIdentity"]
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[LeaseServer]:
+    leases = LeaseServer()
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", leases.handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    leases.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    yield leases
+    await runner.cleanup()
+
+
+@pytest.fixture
+async def client(server: LeaseServer) -> AsyncIterator[KubeClient]:
+    configuration = Configuration()
+    configuration.host = server.url
+    made = KubeClient(ApiClient(configuration))
+    yield made
+    await made.close()
+
+
+def election(client: KubeClient, identity: str) -> LeaderElection:
+    return LeaderElection(client, replace(FAST, identity=identity))
+
+
+async def test_a_free_lease_is_taken_and_a_held_one_is_not(server: LeaseServer, client: KubeClient) -> None:
+    leader, follower = election(client, "a"), election(client, "b")
+    await leader.acquire()
+    held = asyncio.create_task(leader.hold())
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(follower.acquire(), timeout=1.5)
+    assert server.holder == "a"
+    assert not held.done()
+    held.cancel()
+
+
+async def test_a_released_lease_is_taken_at_once(server: LeaseServer, client: KubeClient) -> None:
+    leader, follower = election(client, "a"), election(client, "b")
+    await leader.acquire()
+    await leader.release()
+    await asyncio.wait_for(follower.acquire(), timeout=0.5)
+    assert server.holder == "b"
+    assert server.lease is not None
+    assert server.lease["spec"]["leaseTransitions"] == 1
+
+
+async def test_a_lease_that_is_not_renewed_runs_out(server: LeaseServer, client: KubeClient) -> None:
+    await election(client, "a").acquire()
+    await asyncio.wait_for(election(client, "b").acquire(), timeout=3)
+    assert server.holder == "b"
+
+
+async def test_a_leader_that_cannot_renew_stops_before_others_may_start(
+    server: LeaseServer, client: KubeClient
+) -> None:
+    leader = election(client, "a")
+    await leader.acquire()
+    server.broken = True
+    await asyncio.wait_for(leader.hold(), timeout=FAST.duration_seconds)
+
+
+async def test_a_leader_whose_lease_was_taken_stops(server: LeaseServer, client: KubeClient) -> None:
+    leader = election(client, "a")
+    await leader.acquire()
+    assert server.lease is not None
+    server.lease["spec"]["holderIdentity"] = "b"
+    server.lease["metadata"]["resourceVersion"] = "77"
+    await asyncio.wait_for(leader.hold(), timeout=0.4)
+    await leader.release()
+    assert server.holder == "b"

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+from operator_objects import UID, blueprint, children, container, pod
+from tandem_operator.manifests import ChildKey, Manifest, child_key
+from tandem_operator.planner import Step, plan_broken_pods, plan_children, plan_step
+from tandem_operator.workloads import build_children
+
+specs = st.fixed_dictionaries(
+    {"prefill": st.none() | st.just({}), "decode": st.fixed_dictionaries({"replicas": st.integers(0, 3)})}
+)
+
+
+def owned(**changes: Any) -> Manifest:
+    (service,) = [c for c in build_children(blueprint()) if child_key(c) == ChildKey("Service", "m")]
+    return service | {"metadata": service["metadata"] | changes}
+
+
+def step(live: Manifest | None) -> Step:
+    return plan_step(owned(), live, owner_uid=UID)
+
+
+@given(spec=specs)
+def test_what_is_there_is_left_alone(spec: dict[str, Any]) -> None:
+    plan = blueprint(**spec)
+    done = plan_children(build_children(plan), children(plan), owner_uid=UID)
+    assert (done.apply, done.delete, done.waiting, done.taken) == ((), (), (), ())
+
+
+@given(old=specs, new=specs)
+def test_one_plan_reaches_the_goal(old: dict[str, Any], new: dict[str, Any]) -> None:
+    live, goal = children(blueprint(**old)), children(blueprint(**new))
+    plan = plan_children(goal.values(), live, owner_uid=UID)
+    after = {key: child for key, child in live.items() if key not in plan.delete}
+    after |= {child_key(child): child for child in plan.apply}
+    assert after == goal
+
+
+def test_missing_children_are_made() -> None:
+    assert step(None) is Step.APPLY
+
+
+def test_drift_is_corrected() -> None:
+    live = owned() | {"spec": owned()["spec"] | {"selector": {"app": "other"}}}
+    assert step(live) is Step.APPLY
+
+
+def test_objects_of_others_are_not_touched() -> None:
+    assert step(owned(ownerReferences=[], labels={})) is Step.TAKEN
+    other = {"kind": "Deployment", "name": "other", "uid": "x", "controller": True}
+    assert step(owned(ownerReferences=[other])) is Step.TAKEN
+
+
+def test_orphans_of_ours_are_adopted() -> None:
+    assert step(owned(ownerReferences=[])) is Step.APPLY
+
+
+def test_children_of_an_earlier_object_of_this_name_are_waited_for() -> None:
+    earlier = {"kind": "InferenceModel", "name": "m", "uid": "earlier", "controller": True}
+    assert step(owned(ownerReferences=[earlier])) is Step.WAIT
+    assert step(owned(deletionTimestamp="2026-01-01T00:00:00Z")) is Step.WAIT
+
+
+def test_only_owned_children_are_pruned() -> None:
+    live = children(blueprint(prefill={}))
+    foreign = ChildKey("Service", "foreign")
+    live[foreign] = owned(name="foreign", ownerReferences=[])
+    plan = plan_children(build_children(blueprint()), live, owner_uid=UID)
+    assert ChildKey("StatefulSet", "m-prefill") in plan.delete
+    assert foreign not in plan.delete
+
+
+def test_a_configuration_stays_while_a_pod_starts_from_it() -> None:
+    live = children(blueprint())
+    (old,) = [key for key in live if key.kind == "ConfigMap" and "decode" in key.name]
+    running = pod("m-decode-0", annotations={"tandem.dev/config-hash": old.name.rsplit("-", 1)[1]})
+    desired = build_children(blueprint(engine={"maxBatchTokens": 64}))
+    assert old in plan_children(desired, live, owner_uid=UID).delete
+    live[ChildKey("Pod", "m-decode-0")] = running
+    assert old not in plan_children(desired, live, owner_uid=UID).delete
+
+
+def broken(*pods: Manifest) -> list[str]:
+    stateful_set = {
+        "metadata": {"uid": "sts-uid", "generation": 2},
+        "status": {"observedGeneration": 2, "updateRevision": "new"},
+    }
+    live = {ChildKey("Pod", p["metadata"]["name"]): p for p in pods}
+    return [key.name for key in plan_broken_pods({ChildKey("StatefulSet", "m-decode"): stateful_set} | live)]
+
+
+def test_outdated_pods_that_never_came_up_are_replaced_at_once() -> None:
+    old = {"controller-revision-hash": "old"}
+    leaving = {"deletionTimestamp": "2026-01-01T00:00:00Z"}
+    assert broken(
+        pod("a", labels=old, **container()),
+        pod("b", labels=old),
+        pod("c", labels=old, **container(started=True)),
+        pod("d", labels=old, metadata=leaving),
+        pod("e", **container()),
+        pod("f", labels=old, owner="another"),
+    ) == ["a", "b"]

@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+from operator_objects import READY, blueprint, children, container, pod
+from tandem_api.inferencemodel import Condition, InferenceModelStatus
+from tandem_operator.causes import Problem
+from tandem_operator.manifests import ChildKey, Manifest
+from tandem_operator.status import build_status, refused_status
+from tandem_operator.workloads import Blueprint
+
+NOW, LATER = "2026-01-01T00:00:00Z", "2026-01-01T00:01:00Z"
+
+
+def settled(plan: Blueprint) -> dict[ChildKey, Manifest]:
+    """Children whose controllers have done all they should."""
+    live = copy.deepcopy(children(plan))
+    for child in live.values():
+        if (count := child.get("spec", {}).get("replicas")) is not None:
+            child["metadata"]["generation"] = 1
+            child["status"] = {
+                "observedGeneration": 1, "replicas": count, "readyReplicas": count, "updatedReplicas": count
+            }  # fmt: skip
+    return live
+
+
+def status(plan: Blueprint, live: dict[ChildKey, Manifest], **more: Any) -> InferenceModelStatus:
+    given = {"problems": [], "failures": {}, "waiting": [], "now": NOW} | more
+    return build_status(plan, live, **given)
+
+
+def by_type(found: InferenceModelStatus) -> dict[str, Condition]:
+    return {condition.type: condition for condition in found.conditions}
+
+
+def test_everything_up() -> None:
+    plan = blueprint(prefill={"replicas": 1}, decode={"replicas": 2})
+    live = settled(plan)
+    live[ChildKey("Pod", "m-decode-0")] = pod("m-decode-0", labels={"tandem.dev/revision": plan.revision}, **READY)
+    found = status(plan, live)
+    conditions = by_type(found)
+    assert (conditions["Ready"].status, conditions["Ready"].reason) == ("True", "AllReplicasReady")
+    assert conditions["Ready"].message == "prefill 1/1, decode 2/2, gateway 1/1"
+    assert not {"Reconciling", "Stalled"} & conditions.keys()
+    assert conditions["ModelReady"].reason == "Loaded"
+    assert found.decode is not None
+    assert (found.decode.summary, found.url) == ("2/2", "http://m.n.svc")
+
+
+def test_without_prefill_there_is_no_prefill_condition() -> None:
+    found = status(blueprint(), settled(blueprint()))
+    assert "PrefillReady" not in by_type(found)
+    assert found.prefill is None
+
+
+def test_a_template_that_its_controller_has_not_seen_is_not_ready() -> None:
+    plan = blueprint()
+    live = settled(plan)
+    live[ChildKey("StatefulSet", "m-decode")]["metadata"]["generation"] = 2
+    conditions = by_type(status(plan, live))
+    assert (conditions["Ready"].status, conditions["Reconciling"].status) == ("False", "True")
+
+
+def test_a_workers_own_words_end_in_stalled_and_model_ready() -> None:
+    plan = blueprint()
+    live = settled(plan)
+    live[ChildKey("StatefulSet", "m-decode")]["status"]["readyReplicas"] = 0
+    said = '{"reason": "ModelNotFound", "message": "no such model"}'
+    ended = {"terminated": {"exitCode": 1, "message": said}}
+    live[ChildKey("Pod", "m-decode-0")] = pod("m-decode-0", **container(lastState=ended))
+    conditions = by_type(status(plan, live))
+    assert {conditions[kind].reason for kind in ("Ready", "Stalled", "ModelReady", "DecodeReady")} == {"ModelNotFound"}
+    assert "Reconciling" not in conditions
+
+
+def test_pods_that_cannot_be_created() -> None:
+    plan = blueprint()
+    live = settled(plan)
+    key = ChildKey("StatefulSet", "m-decode")
+    live[key]["status"] |= {"replicas": 0, "readyReplicas": 0}
+    conditions = by_type(status(plan, live, failures={key: "exceeded quota"}))
+    assert conditions["Stalled"].reason == "PodsNotCreated"
+    assert "exceeded quota" in conditions["DecodeReady"].message
+
+
+def test_suspended() -> None:
+    plan = blueprint(suspend=True)
+    conditions = by_type(status(plan, settled(plan)))
+    assert (conditions["Ready"].status, conditions["Ready"].reason) == ("False", "Suspended")
+    assert "Reconciling" not in conditions
+    leaving = settled(plan)
+    leaving[ChildKey("Deployment", "m")]["status"]["replicas"] = 1
+    assert by_type(status(plan, leaving))["Reconciling"].reason == "Suspended"
+
+
+def test_waiting_for_an_earlier_object() -> None:
+    conditions = by_type(status(blueprint(), settled(blueprint()), waiting=["Service m"]))
+    assert conditions["Reconciling"].reason == "WaitingForRemoval"
+
+
+def test_the_transition_time_moves_with_the_status_alone() -> None:
+    plan = blueprint()
+    first = status(plan, settled(plan))
+    plan = Blueprint(model=plan.model.model_copy(update={"status": first}), release=plan.release)
+    assert status(plan, settled(plan), now=LATER) == first
+    live = settled(plan)
+    live[ChildKey("Deployment", "m")]["status"]["readyReplicas"] = 0
+    conditions = by_type(status(plan, live, now=LATER))
+    assert conditions["Ready"].last_transition_time == LATER
+    assert conditions["DecodeReady"].last_transition_time == NOW
+
+
+def test_a_refused_spec_keeps_what_runs_in_view() -> None:
+    before = status(blueprint(), settled(blueprint()))
+    problem = Problem(reason="InvalidPodTemplate", message="spec.decode…", stalled=True)
+    after = refused_status(problem, before, generation=2, now=LATER)
+    conditions = by_type(after)
+    assert (conditions["Stalled"].reason, conditions["Ready"].status) == ("InvalidPodTemplate", "False")
+    assert conditions["DecodeReady"].status == "True"
+    assert (after.observed_generation, after.decode) == (2, before.decode)
+    assert refused_status(problem, after, generation=2, now="2027-01-01T00:00:00Z") == after
+
+
+@given(
+    ready=st.integers(0, 2),
+    updated=st.integers(0, 2),
+    suspend=st.booleans(),
+    stalled=st.booleans(),
+    waiting=st.booleans(),
+)
+def test_kstatus_rules(ready: int, updated: int, suspend: bool, stalled: bool, waiting: bool) -> None:
+    plan = blueprint(decode={"replicas": 2}, suspend=suspend)
+    live = settled(plan)
+    live[ChildKey("StatefulSet", "m-decode")]["status"] |= {"readyReplicas": ready, "updatedReplicas": updated}
+    problems = [Problem(reason="Rejected", message="no", stalled=True)] if stalled else []
+    conditions = by_type(status(plan, live, problems=problems, waiting=["Service m"] if waiting else []))
+    assert not {"Reconciling", "Stalled"} <= conditions.keys()
+    if conditions["Ready"].status == "True":
+        assert not {"Reconciling", "Stalled"} & conditions.keys()
+        assert not suspend
+    assert ("Stalled" in conditions) == stalled
+    assert all(condition.message and condition.reason for condition in conditions.values())

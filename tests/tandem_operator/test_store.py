@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+from operator_objects import pod
+from tandem_operator.kube.store import ChildStore
+from tandem_operator.manifests import CONFIG_MAP, POD, ChildKey, ModelKey
+
+M = ModelKey("n", "m")
+
+
+def test_children_come_back_whole_but_for_managed_fields() -> None:
+    store = ChildStore()
+    store.put(POD, pod("a", metadata={"managedFields": [{}]}, phase="Running"))
+    (child,) = store.children(M).values()
+    assert child["status"] == {"phase": "Running"}
+    assert (child["kind"], child["apiVersion"]) == ("Pod", "v1")
+    assert "managedFields" not in child["metadata"]
+
+
+def test_what_is_taken_out_can_be_changed() -> None:
+    store = ChildStore()
+    store.put(POD, pod("a"))
+    store.children(M)[ChildKey("Pod", "a")].clear()
+    assert store.children(M)[ChildKey("Pod", "a")]
+
+
+def test_a_list_removes_what_vanished() -> None:
+    store = ChildStore()
+    for name in ("a", "b"):
+        store.put(POD, pod(name))
+    store.put(CONFIG_MAP, pod("b"))
+    assert store.retain(POD, "elsewhere", []) == set()
+    assert store.retain(POD, None, [(M, "a")]) == {M}
+    assert sorted(store.children(M)) == [ChildKey("ConfigMap", "b"), ChildKey("Pod", "a")]
+
+
+def test_the_last_child_takes_the_model_with_it() -> None:
+    store = ChildStore()
+    assert store.put(POD, pod("a")) == M
+    assert store.remove(POD, pod("a")) == M
+    assert store.models() == set()
+    assert store.remove(POD, pod("a")) == M
+
+
+def test_objects_without_a_model_are_ignored() -> None:
+    stranger = {"metadata": {"name": "x", "namespace": "n"}}
+    assert ChildStore().put(POD, stranger) is None

@@ -1,0 +1,176 @@
+"""Golden manifests, and what must hold for every model. `UPDATE_GOLDEN=1 pytest ...` rewrites the golden files."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from operator_objects import RELEASE, blueprint
+from tandem_api.launch import GatewayConfig, WorkerConfig
+from tandem_operator.errors import InvalidOverlayError
+from tandem_operator.manifests import Manifest, child_key
+from tandem_operator.settings import Release
+from tandem_operator.workloads import Blueprint, build_children
+
+GOLDEN = Path(__file__).parent / "golden"
+CASES: dict[str, dict[str, Any]] = {
+    "disaggregated": {"prefill": {"replicas": 1}, "decode": {"replicas": 2}},
+    "aggregated": {"decode": {"replicas": 1}},
+    "everything": {
+        "model": {
+            "uri": "hf://org/repo", "revision": "v2", "servedName": "served",
+            "secretRef": {"name": "hub-token"}, "cache": {"persistentVolumeClaim": "cache"},
+        },
+        "prefill": {
+            "replicas": 3,
+            "resources": {"requests": {"cpu": 2}, "limits": {"cpu": "2500m", "nvidia.com/gpu": 1}},
+            "podTemplate": {
+                "metadata": {"annotations": {"example.com/team": "search"}},
+                "spec": {
+                    "nodeSelector": {"gpu": "yes"},
+                    "containers": [
+                        {"name": "worker", "env": [{"name": "NCCL_DEBUG", "value": "INFO"}]},
+                        {"name": "sidecar", "image": "sidecar:1"},
+                    ],
+                },
+            },
+        },
+        "engine": {"image": "own-worker:2", "device": "CUDA", "dtype": "BFloat16", "maxModelLen": 4096},
+        "kv": {"memory": "2Gi", "verify": False},
+        "gateway": {"replicas": 2, "timeouts": {"firstToken": "10s", "idle": "5s"}},
+        "drain": {"timeout": "90s"},
+    },
+    "claim-suspended": {"model": {"uri": "pvc://models/llama"}, "suspend": True},
+}  # fmt: skip
+
+specs = st.fixed_dictionaries(
+    {
+        "prefill": st.none() | st.fixed_dictionaries({"replicas": st.integers(0, 5)}),
+        "decode": st.fixed_dictionaries({"replicas": st.integers(0, 5)}),
+        "gateway": st.fixed_dictionaries({"replicas": st.integers(0, 3)}),
+        "suspend": st.booleans(),
+        "model": st.sampled_from([{"uri": uri} for uri in ("hf://a/b", "pvc://c/d", "file:///e")]),
+    }
+)
+
+
+def text_of(children: list[Manifest]) -> str:
+    return yaml.safe_dump_all(children, sort_keys=False, width=120)
+
+
+def of_kind(plan: Blueprint, kind: str) -> list[Manifest]:
+    return [child for child in build_children(plan) if child["kind"] == kind]
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_golden(name: str) -> None:
+    text = text_of(build_children(blueprint(**CASES[name])))
+    path = GOLDEN / f"{name}.yaml"
+    if os.environ.get("UPDATE_GOLDEN"):
+        path.write_text(text)
+    assert path.read_text() == text
+
+
+@given(spec=specs)
+def test_children_are_owned_named_apart_and_stable(spec: dict[str, Any]) -> None:
+    plan = blueprint(**spec)
+    made = build_children(plan)
+    assert len({child_key(child) for child in made}) == len(made)
+    assert made == build_children(plan)
+    for child in made:
+        (owner,) = child["metadata"]["ownerReferences"]
+        assert (owner["controller"], owner["uid"]) == (True, plan.model.metadata.uid)
+        assert child["metadata"]["labels"]["tandem.dev/model"] == "m"
+        assert len(child["metadata"]["name"]) <= 63
+
+
+@given(spec=specs)
+def test_pods_meet_the_restricted_standard(spec: dict[str, Any]) -> None:
+    for child in build_children(blueprint(**spec)):
+        if child["kind"] not in ("StatefulSet", "Deployment"):
+            continue
+        pod = child["spec"]["template"]["spec"]
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert not any("hostPath" in volume for volume in pod["volumes"])
+        for container in pod["containers"]:
+            context = container["securityContext"]
+            assert context["allowPrivilegeEscalation"] is False
+            assert context["readOnlyRootFilesystem"] is True
+            assert context["capabilities"] == {"drop": ["ALL"]}
+
+
+@given(spec=specs)
+def test_both_roles_share_the_revision_and_suspension_takes_every_pod(spec: dict[str, Any]) -> None:
+    plan = blueprint(**spec)
+    for child in of_kind(plan, "StatefulSet"):
+        assert child["spec"]["template"]["metadata"]["labels"]["tandem.dev/revision"] == plan.revision
+        assert not plan.model.spec.suspend or child["spec"]["replicas"] == 0
+    for child in of_kind(plan, "Deployment"):
+        assert not plan.model.spec.suspend or child["spec"]["replicas"] == 0
+
+
+def test_what_makes_blocks_incompatible_changes_the_revision() -> None:
+    base = blueprint().revision
+    assert blueprint(decode={"replicas": 7}, drain={"timeout": "1s"}).revision == base
+    others = [
+        blueprint(model={"uri": "hf://org/other"}),
+        blueprint(model={"uri": "hf://org/repo", "revision": "v2"}),
+        blueprint(engine={"dtype": "Float16"}),
+        blueprint(engine={"image": "other:1"}),
+        blueprint(release=Release(worker_image="worker:2", gateway_image="gateway:1")),
+    ]
+    assert len({base, *(other.revision for other in others)}) == 6
+
+
+def test_selectors_never_change_when_prefill_comes_or_goes() -> None:
+    def selectors(plan: Blueprint) -> dict[str, Any]:
+        return {child["metadata"]["name"]: child["spec"]["selector"] for child in of_kind(plan, "StatefulSet")}
+
+    assert selectors(blueprint())["m-decode"] == selectors(blueprint(prefill={}))["m-decode"]
+
+
+def test_configurations_read_back_and_roll_the_pods() -> None:
+    def config_and_template(plan: Blueprint, name: str) -> tuple[str, str]:
+        (workload,) = [
+            c
+            for c in build_children(plan)
+            if c["kind"] != "Service" and c["metadata"]["name"] == name and "template" in c.get("spec", {})
+        ]
+        template = workload["spec"]["template"]
+        volume = template["spec"]["volumes"][0]["configMap"]["name"]
+        (text,) = [c["data"]["config.json"] for c in of_kind(plan, "ConfigMap") if c["metadata"]["name"] == volume]
+        return text, template["metadata"]["annotations"]["tandem.dev/config-hash"]
+
+    worker, before = config_and_template(blueprint(prefill={}), "m-decode")
+    assert WorkerConfig.model_validate_json(worker).role == "decode"
+    assert config_and_template(blueprint(prefill={}, engine={"maxBatchTokens": 64}), "m-decode")[1] != before
+    unified, _ = config_and_template(blueprint(), "m-decode")
+    assert WorkerConfig.model_validate_json(unified).role == "unified"
+    gateway, _ = config_and_template(blueprint(prefill={}), "m")
+    assert GatewayConfig.model_validate_json(gateway).disaggregated
+
+
+def test_workers_get_no_token_and_gateways_may_only_see_pods() -> None:
+    plan = blueprint()
+    (workload,) = of_kind(plan, "StatefulSet")
+    assert workload["spec"]["template"]["spec"]["automountServiceAccountToken"] is False
+    (role,) = of_kind(plan, "Role")
+    assert role["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}]
+
+
+def test_the_release_is_not_in_a_model_that_names_its_own_images() -> None:
+    plan = blueprint(engine={"image": "w:9"}, gateway={"image": "g:9"})
+    assert RELEASE.worker_image not in text_of(build_children(plan))
+    assert RELEASE.gateway_image not in text_of(build_children(plan))
+
+
+def test_overlays_cannot_touch_what_selectors_rest_on() -> None:
+    overlay = {"metadata": {"labels": {"tandem.dev/role": "prefill"}}}
+    with pytest.raises(InvalidOverlayError, match=r"spec\.decode\.podTemplate\.metadata\.labels: tandem\.dev/role"):
+        build_children(blueprint(decode={"podTemplate": overlay}))
