@@ -375,7 +375,7 @@ def build_request_head(request: Request, choice: Choice, request_id: bytes) -> b
     headers = request.headers
     lines += [b"%b: %b\r\n" % (name, headers[name]) for name in _FORWARDED if name in headers]
     if choice.prefill:
-        addresses = ",".join([endpoint.worker.address for endpoint in choice.prefill])
+        addresses = ",".join([e.worker.kv_address or e.worker.address for e in choice.prefill])
         lines.append(f"{HEADER_PREFILL}: {addresses}\r\n".encode())
     lines.append(b"%b: %b\r\ncontent-length: %d\r\n\r\n" % (_REQUEST_ID, request_id, len(request.body)))
     return b"".join(lines)

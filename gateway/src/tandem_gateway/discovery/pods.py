@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from tandem_api.names import LABEL_MODEL, LABEL_REVISION, LABEL_ROLE, WORKER_HTTP_PORT, Role
+from tandem_api.names import LABEL_MODEL, LABEL_REVISION, LABEL_ROLE, WORKER_HTTP_PORT, WORKER_KV_PORT, Role
 
 from tandem_gateway.discovery.kube import LIST_SECONDS, ApiServer, Response, get, parse_object
 from tandem_gateway.errors import DiscoveryError
@@ -44,20 +44,21 @@ def read_worker(pod: Pod) -> Worker | None:
     host = f"[{address}]" if ":" in address else address
     return Worker(
         name=meta["name"],
-        address=f"{host}:{_http_port(pod)}",
+        address=f"{host}:{_port(pod, 'http', WORKER_HTTP_PORT)}",
         role=role,
         revision=labels.get(LABEL_REVISION, ""),
+        kv_address=f"{host}:{_port(pod, 'kv', WORKER_KV_PORT)}",
     )
 
 
-def _http_port(pod: Pod) -> int:
-    """The container port named `http`, else the port that workers use."""
+def _port(pod: Pod, name: str, usual: int) -> int:
+    """The container port of that name, else the port that workers use."""
     spec: dict[str, Any] = pod.get("spec") or {}
     containers: list[dict[str, Any]] = spec.get("containers") or []
     ports: list[dict[str, Any]] = []
     for container in containers:
         ports += container.get("ports") or []
-    return next((int(port["containerPort"]) for port in ports if port.get("name") == "http"), WORKER_HTTP_PORT)
+    return next((int(port["containerPort"]) for port in ports if port.get("name") == name), usual)
 
 
 class PodWatcher:

@@ -14,11 +14,11 @@ from tandem_gateway.scheduling import Worker
 
 log = logging.getLogger(__name__)
 POLL_SECONDS = 0.5
-_KEYS = {"role", "url", "revision", "name"}
+_KEYS = {"role", "url", "kv", "revision", "name"}
 
 
 def parse_worker(text: str) -> Worker:
-    """A worker written as `role=decode,url=HOST:PORT[,revision=R][,name=N]`.
+    """A worker written as `role=decode,url=HOST:PORT[,kv=HOST:PORT][,revision=R][,name=N]`.
 
     Raises:
         ConfigError: `text` is something else.
@@ -36,7 +36,11 @@ def parse_worker(text: str) -> Worker:
     except ValueError as error:
         raise ConfigError(f"worker {text!r}: role is prefill, decode or unified") from error
     return Worker(
-        name=fields.get("name") or address, address=address, role=role, revision=fields.get("revision", "static")
+        name=fields.get("name") or address,
+        address=address,
+        role=role,
+        revision=fields.get("revision", "static"),
+        kv_address=fields.get("kv", ""),
     )
 
 

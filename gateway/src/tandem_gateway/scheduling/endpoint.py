@@ -25,6 +25,8 @@ class Worker:
     """`host:port` of its HTTP API; an IPv6 host stands in brackets."""
     role: Role
     revision: str
+    kv_address: str = ""
+    """`host:port` that decode workers ask for prefills; empty: its HTTP address."""
 
 
 _serials = count(1)
@@ -73,7 +75,7 @@ class Endpoint:
 class Reservation:
     """The tokens one request holds on its prefill and decode endpoint. Every method is safe to call again."""
 
-    __slots__ = ("_decode", "_decode_left", "_open", "_prefill", "_prefill_left")
+    __slots__ = ("_decode", "_decode_left", "_open", "_prefill", "_prefill_left", "_prefilling")
 
     def __init__(self, decode: Endpoint, prefill: Endpoint, *, prefill_tokens: int, decode_tokens: int) -> None:
         """`prefill` is `decode` itself where that worker computes the prompt."""
@@ -82,6 +84,7 @@ class Reservation:
         self._prefill_left = prefill_tokens
         self._decode_left = decode_tokens
         self._open = True
+        self._prefilling = True
         decode.requests += 1
         decode.decode_tokens += decode_tokens
         prefill.prefill_tokens += prefill_tokens
@@ -90,9 +93,9 @@ class Reservation:
 
     def first_token(self) -> None:
         """The prompt is computed: its prefill tokens are worked off."""
-        if self._prefill_left:
+        if self._prefilling:
+            self._prefilling = False
             self._prefill.prefill_tokens -= self._prefill_left
-            self._prefill_left = 0
             if self._prefill is not self._decode:
                 self._prefill.requests -= 1
 
