@@ -1,1 +1,1 @@
-"""Where model files come from: hf://, pvc://, file://; the contract is in `base`."""
+"""Where weights come from: a contract (`base`) and one module per URI scheme; `resolve` is the way in."""
