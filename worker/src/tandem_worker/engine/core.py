@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from tandem_worker.control.params import FinishReason, GenerationRequest, SamplingParams, TokenDelta
+from tandem_worker.control.params import GenerationRequest, SamplingParams, TokenDelta
 from tandem_worker.control.plan import StepPlan
 from tandem_worker.control.prefix_cache import build_chain_root, extend_chain
 from tandem_worker.control.request import Request
@@ -78,6 +78,8 @@ class EngineCore:
         self._releasing: set[str] = set()
         self._draining = False
         self._stopping = False
+        self._ended = False
+        """No command is executed any more."""
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._started = False
@@ -198,6 +200,8 @@ class EngineCore:
 
     def _claim(self, open_ids: set[str], request_id: str) -> None:
         with self._wake:
+            if self._ended:
+                raise EngineStoppedError("the engine has ended")
             if request_id in open_ids:
                 raise RequestError(f"request id {request_id!r} is in use", status=409)
             if self._scheduler.num_waiting + len(self._commands) >= self._max_queued_requests:
@@ -211,8 +215,9 @@ class EngineCore:
     def _send(self, command: Callable[[], None]) -> None:
         self.start()
         with self._wake:
-            self._commands.append(command)
-            self._wake.notify()
+            if not self._ended:
+                self._commands.append(command)
+                self._wake.notify()
 
     # -- engine thread -------------------------------------------------------------------------------------------
 
@@ -220,12 +225,25 @@ class EngineCore:
         try:
             with torch.inference_mode():
                 self._loop()
-            self._runner.end_all(FinishReason.ABORT)
+                self._end()
+                self._runner.end_all()
         except BaseException as error:
             logger.critical("the step loop died", exc_info=error)
             self._failure = error
-            self._runner.end_all(FinishReason.ERROR, f"the engine has failed: {error}")
+            self._end()
+            self._runner.disown_all(f"the engine has failed: {error}")
         self._flush()
+
+    def _end(self) -> None:
+        """Take in what was submitted until now, so that it is answered too; nothing is taken afterwards."""
+        with self._wake:
+            self._ended = True
+        for command in self._commands:
+            try:
+                command()
+            except Exception:
+                logger.exception("a command failed while the engine ended")
+        self._commands.clear()
 
     def _loop(self) -> None:
         busy = False

@@ -115,12 +115,25 @@ class StepRunner:
         if sequence is not None:
             self._fall_back(sequence, reason)
 
-    def end_all(self, reason: FinishReason, error: str | None = None) -> None:
+    def end_all(self) -> None:
+        """The worker stops: everything inside ends here."""
         for request in list(self.requests.values()):
-            self._end_request(request, reason, error)
-        for peer in list(self.peers.values()):
+            self._end_request(request, FinishReason.ABORT)
+        self._fail_peers("the worker stops")
+
+    def disown_all(self, message: str) -> None:
+        """The step loop is dead and its state cannot be trusted: only say so to everyone who waits."""
+        for request in self.requests.values():
+            for choice in request.choices:
+                if choice.state is not SequenceState.FINISHED:
+                    self.deltas.append(build_final_delta(choice, FinishReason.ERROR, message))
+        self.requests.clear()
+        self._fail_peers(message)
+
+    def _fail_peers(self, message: str) -> None:
+        for peer in self.peers.values():
             if peer.sequence.state is not SequenceState.HELD:
-                peer.listener.prefill_failed(peer.request.id, error or "the worker stops")
+                peer.listener.prefill_failed(peer.request.id, message)
 
     def _find_receiving(self, request_id: str, generation: int) -> Sequence | None:
         """The sequence that waits for this attempt; None when the message is late."""

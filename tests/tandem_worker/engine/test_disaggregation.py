@@ -1,0 +1,171 @@
+"""Prefill on one engine, decode on another: same tokens, every block reported once, nothing left behind."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+
+import pytest
+from tandem_worker.control.params import FinishReason
+from tandem_worker.engine.base import RemotePrefill
+from tandem_worker.errors import RequestError
+
+from tests.tandem_worker.engine.history_model import HistoryModel, greedy_answer
+from tests.tandem_worker.engine.rig import BLOCK_SIZE, Rig
+from tests.tandem_worker.engine.wire import Wire
+
+MakeRig = Callable[..., Rig]
+ENDPOINT = ("prefill-0:1",)
+
+
+@pytest.fixture
+def pair(make_rig: MakeRig) -> tuple[Rig, Rig, Wire]:
+    prefill = make_rig(num_blocks=200, scheduler={"max_batch_tokens": 16})
+    decode = make_rig(num_blocks=100, scheduler={"local_prefill_max_tokens": 2})
+    return prefill, decode, Wire(prefill.engine, decode.engine)
+
+
+def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+@pytest.mark.parametrize("length", [3, 4, 5, 15, 16, 17, 40, 63])
+def test_tokens_equal_those_of_one_engine(pair: tuple[Rig, Rig, Wire], length: int) -> None:
+    prefill, decode, wire = pair
+    prompt = tuple(range(length))
+    assert decode.run("r", prompt, prefill_endpoints=ENDPOINT) == greedy_answer(prompt, 8)
+    assert decode.out.last("r").prefill_worker == "prefill-0"
+    assert decode.model.num_tokens == 7, "the decode worker computes no prompt token"
+    until(lambda: prefill.engine.idle)
+    expected = list(range(-(-length // BLOCK_SIZE)))
+    for layer in range(2):
+        sent = [first + i for at, first, ids in wire.reports["r"] if at == layer for i in range(len(ids))]
+        assert sent == expected, "each block of each layer is reported once, in order"
+    assert decode.engine.stats().prefills_remote_total == 1
+
+
+def test_short_and_cached_prompts_are_prefilled_here(pair: tuple[Rig, Rig, Wire]) -> None:
+    _, decode, wire = pair
+    decode.run("short", (1, 2), prefill_endpoints=ENDPOINT)
+    decode.run("first", tuple(range(10)), prefill_endpoints=ENDPOINT)
+    decode.run("again", tuple(range(10)), prefill_endpoints=ENDPOINT)
+    assert list(wire.orders) == ["first"]
+    assert decode.out.last("again").num_cached_tokens == 8
+    assert decode.out.last("again").prefill_worker is None
+
+
+def test_only_missing_blocks_travel_and_cached_ones_go_at_once(pair: tuple[Rig, Rig, Wire]) -> None:
+    prefill, decode, wire = pair
+    prompt = tuple(range(41))
+    other = Rig(HistoryModel(), 100, scheduler={"local_prefill_max_tokens": 2})
+    try:  # the prefill worker learns 32 tokens from another decode worker's request, this one has 8 of them
+        Wire(prefill.engine, other.engine)
+        other.run("warm", prompt[:33], prefill_endpoints=ENDPOINT)
+    finally:
+        other.close()
+    decode.run("mine", prompt[:9], 1)
+    assert decode.run("r", prompt, prefill_endpoints=ENDPOINT) == greedy_answer(prompt, 8)
+    assert wire.orders["r"].num_cached_tokens == 8
+    assert [(layer, first, len(ids)) for layer, first, ids in wire.reports["r"]] == [
+        (0, 2, 6),
+        (1, 2, 6),
+        (0, 8, 3),
+        (1, 8, 3),
+    ]
+    assert decode.out.last("r").num_cached_tokens == 32
+
+
+def test_choices_are_sampled_here_from_the_same_logits(pair: tuple[Rig, Rig, Wire], make_rig: MakeRig) -> None:
+    _, decode, _ = pair
+    alone = make_rig()
+    for rig in (decode, alone):
+        rig.submit("r", tuple(range(18)), 10, n=3, temperature=0.9, seed=3, prefill_endpoints=ENDPOINT)
+        rig.wait()
+    for choice in range(3):
+        assert decode.out.tokens("r", choice) == alone.out.tokens("r", choice)
+
+
+def test_a_failed_remote_prefill_is_done_here(pair: tuple[Rig, Rig, Wire]) -> None:
+    prefill, decode, wire = pair
+    prompt = tuple(range(20))
+    prefill.model.fail_once = ValueError("no")
+    assert decode.run("failed", prompt, prefill_endpoints=ENDPOINT) == greedy_answer(prompt, 8)
+    wire.damage_logits = True
+    prompt = tuple(range(5, 30))
+    assert decode.run("damaged", prompt, prefill_endpoints=ENDPOINT) == greedy_answer(prompt, 8)
+    wire.refuse = "unreachable"
+    prompt = tuple(range(9, 40))
+    assert decode.run("refused", prompt, prefill_endpoints=ENDPOINT) == greedy_answer(prompt, 8)
+    stats = decode.engine.stats()
+    assert (stats.prefills_fallback_total, stats.prefills_remote_total, stats.prefills_local_total) == (3, 0, 0)
+    until(lambda: prefill.engine.idle)
+
+
+def test_abort_while_receiving_cancels_before_it_frees(pair: tuple[Rig, Rig, Wire]) -> None:
+    prefill, decode, wire = pair
+    wire.hold.clear()
+    decode.submit("r", tuple(range(30)), prefill_endpoints=ENDPOINT)
+    until(lambda: "r" in wire.orders and decode.engine.stats().kv_blocks_used == 8)
+    decode.engine.abort("r")
+    decode.wait()
+    assert decode.out.reason("r") is FinishReason.ABORT
+    assert wire.cancelled == [("r", wire.orders["r"].generation)]
+    wire.hold.set()  # the late result finds nobody
+    assert decode.run("next", (1, 2, 3)) == greedy_answer((1, 2, 3), 8)
+    until(lambda: prefill.engine.idle and decode.engine.idle)
+
+
+def test_a_late_result_of_an_earlier_attempt_is_ignored(pair: tuple[Rig, Rig, Wire]) -> None:
+    _, decode, wire = pair
+    wire.hold.clear()
+    decode.submit("r", tuple(range(30)), prefill_endpoints=ENDPOINT)
+    until(lambda: "r" in wire.orders)
+    generation = wire.orders["r"].generation
+    decode.engine.remote_prefill_failed("r", generation - 1, "old")
+    decode.engine.remote_prefill_failed("unknown", generation, "old")
+    wire.hold.set()
+    decode.wait()
+    assert decode.out.tokens("r") == greedy_answer(tuple(range(30)), 8)
+    assert decode.engine.stats().prefills_fallback_total == 0
+
+
+def test_running_requests_are_preempted_beside_receiving_ones(make_rig: MakeRig) -> None:
+    rng = random.Random(5)
+    prefill = make_rig(num_blocks=60, scheduler={"max_batch_tokens": 16})
+    decode = make_rig(num_blocks=24, scheduler={"local_prefill_max_tokens": 2, "max_running_requests": 6})
+    Wire(prefill.engine, decode.engine)
+    prompts = {f"r{i}": tuple(rng.randrange(64) for _ in range(rng.randint(1, 40))) for i in range(40)}
+    for name, prompt in prompts.items():
+        decode.submit(name, prompt, 30, prefill_endpoints=ENDPOINT)
+    decode.wait()
+    for name, prompt in prompts.items():
+        assert decode.out.tokens(name) == greedy_answer(prompt, 30)
+    assert decode.engine.stats().preemptions_total > 0
+    until(lambda: prefill.engine.idle)
+
+
+def test_release_before_the_end_abandons_the_prompt(make_rig: MakeRig) -> None:
+    prefill = make_rig()
+    decode = make_rig()
+    wire = Wire(prefill.engine, decode.engine)
+    order = RemotePrefill(
+        request_id="p",
+        generation=1,
+        token_ids=tuple(range(50)),
+        num_cached_tokens=0,
+        block_ids=tuple(range(1, 14)),
+        endpoints=(),
+        cache_salt="",
+        priority=0,
+    )
+    wire.orders["p"], wire.reports["p"] = order, []
+    prefill.engine.submit_prefill(order, wire)
+    with pytest.raises(RequestError, match="in use"):
+        prefill.engine.submit_prefill(order, wire)
+    prefill.engine.release("p")
+    until(lambda: prefill.engine.idle)
+    assert prefill.engine.stats().kv_blocks_used == 0
