@@ -32,8 +32,8 @@ def root() -> Schema:
 
 def test_references_are_inlined_and_none_is_optional() -> None:
     schema = structural_schema(Outer)
-    inner = {"type": "object", "properties": {"count": {"type": "integer", "default": 3, "minimum": 1}}, "default": {}}
-    assert schema["properties"]["inner"] == inner
+    inner = {"type": "object", "properties": {"count": {"type": "integer", "default": 3, "minimum": 1}}}
+    assert schema["properties"]["inner"] == inner | {"default": {}}
     assert schema["properties"]["maybe"] == inner
     assert "required" not in schema
 
@@ -76,6 +76,12 @@ def test_every_value_has_one_type_and_every_rule_a_sentence() -> None:
         assert not {"$ref", "anyOf", "title", "pattern"} & schema.keys()
         for rule in schema.get(RULES_KEY, []):
             assert rule["message"]
+
+
+def test_a_model_without_prefill_stays_without() -> None:
+    spec = root()["properties"]["spec"]["properties"]
+    assert "default" not in spec["prefill"]
+    assert spec["decode"]["default"] == {}
 
 
 def test_every_field_of_the_spec_is_described() -> None:

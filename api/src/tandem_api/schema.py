@@ -113,7 +113,7 @@ def _structural(source: Schema, *, definitions: Schema, path: str) -> Schema:
         result["items"] = _structural(source["items"], definitions=definitions, path=f"{path}[]")
     if "properties" in source:
         result["properties"] = {
-            name: _with_default(_structural(value, definitions=definitions, path=f"{path}.{name}"))
+            name: _property(value, definitions=definitions, path=f"{path}.{name}")
             for name, value in source["properties"].items()
         }
         required = set(source.get("required", []))
@@ -137,6 +137,13 @@ def _resolve(source: Schema, *, definitions: Schema, path: str) -> Schema:
             target = choices[0]
         source = {**target, **source}
     return source
+
+
+def _property(source: Schema, *, definitions: Schema, path: str) -> Schema:
+    """A field's schema. Leaving out an `X | None` field says something, so such a field gets no default."""
+    schema = _structural(source, definitions=definitions, path=path)
+    is_optional = "default" in source and source["default"] is None
+    return schema if is_optional else _with_default(schema)
 
 
 def _without_defaults(schema: Schema) -> Schema:
