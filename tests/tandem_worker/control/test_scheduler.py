@@ -1,0 +1,331 @@
+"""The scheduler without an engine: a driver that pretends to compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from tandem_worker.control.block_manager import BlockManager
+from tandem_worker.control.params import SamplingParams
+from tandem_worker.control.plan import SchedulerLimits, StepPlan
+from tandem_worker.control.prefix_cache import build_chain_root, extend_chain
+from tandem_worker.control.request import Request, Sequence, SequenceState
+from tandem_worker.control.scheduler import Scheduler
+
+BLOCK_SIZE = 4
+ROOT = build_chain_root("model")
+MAX_BATCH_TOKENS = 16
+
+
+class Driver:
+    """Runs plans and checks each against what any plan must keep."""
+
+    def __init__(self, num_blocks: int = 50, **limits: Any) -> None:
+        self.limits = SchedulerLimits(**({"max_batch_tokens": MAX_BATCH_TOKENS, "max_running": 8} | limits))
+        self.now = 0.0
+        self.blocks = BlockManager(num_blocks + 1, BLOCK_SIZE)
+        self.scheduler = Scheduler(self.limits, self.blocks, clock=lambda: self.now)
+        self.requests: list[Request] = []
+        self.finished: list[str] = []
+
+    def add(self, prompt: list[int], max_tokens: int = 4, **fields: Any) -> Request:
+        request = Request(
+            id=str(len(self.requests)),
+            prompt=tuple(prompt),
+            sampling=SamplingParams(max_tokens=max_tokens),
+            arrival=self.now,
+            chain_root=ROOT,
+            prompt_chain=extend_chain(ROOT, prompt, BLOCK_SIZE),
+            **fields,
+        )
+        self.requests.append(request)
+        self.scheduler.add(request)
+        return request
+
+    def step(self) -> StepPlan:
+        self.now += 1
+        plan = self.scheduler.schedule()
+        self.check_plan(plan)
+        self.scheduler.complete(plan)
+        for sequence in list(plan.sequences()):
+            if sequence.decoding:
+                self.accept(sequence)
+        return plan
+
+    def accept(self, sequence: Sequence) -> None:
+        request = sequence.request
+        if request.serves_peer:
+            self.scheduler.hold_for_peer(sequence)
+            return
+        choices = [sequence]
+        if not sequence.output:
+            self.scheduler.fork(request)
+            choices = request.choices
+        for choice in choices:
+            self.scheduler.append_token(choice, (7 * choice.num_tokens + choice.choice) % 5)
+            if len(choice.output) >= request.sampling.max_tokens:
+                self.finish(choice)
+
+    def finish(self, sequence: Sequence) -> None:
+        self.scheduler.finish(sequence)
+        if sequence.request.num_open == 0:
+            self.finished.append(sequence.request.id)
+
+    def run(self, max_steps: int = 2000) -> None:
+        for _ in range(max_steps):
+            if all(request.num_open == 0 for request in self.requests):
+                return
+            self.step()
+        raise AssertionError("requests starve")
+
+    def check_plan(self, plan: StepPlan) -> None:
+        assert plan.num_tokens <= self.limits.max_batch_tokens
+        sequences = list(plan.sequences())
+        assert len(set(sequences)) == len(sequences)
+        assert len(sequences) <= self.limits.max_running
+        for sequence in sequences:
+            assert sequence.state is SequenceState.RUNNING
+        for chunk in plan.chunks:
+            assert chunk.length > 0
+            assert chunk.start % BLOCK_SIZE == 0
+            assert chunk.final or chunk.end % BLOCK_SIZE == 0
+        written: set[int] = set()
+        for sequence, start, end in [(s, s.num_computed, s.num_computed + 1) for s in plan.decodes] + [
+            (chunk.sequence, chunk.start, chunk.end) for chunk in plan.chunks
+        ]:
+            for index in range(start // BLOCK_SIZE, (end - 1) // BLOCK_SIZE + 1):
+                block = sequence.block_ids[index]
+                assert self.blocks.num_holders(block) == 1, "a shared block is written"
+                assert block not in written
+                written.add(block)
+
+    def check_counts(self) -> None:
+        scheduler = self.scheduler
+        self.blocks.check()
+        choices = [choice for request in self.requests for choice in request.choices]
+        holders: dict[int, int] = {}
+        for choice in choices:
+            for block in choice.block_ids:
+                holders[block] = holders.get(block, 0) + 1
+        assert all(self.blocks.num_holders(b) == holders.get(b, 0) for b in range(1, self.blocks.num_blocks + 1))
+        assert scheduler.rows == sorted(scheduler.running, key=lambda s: s.row)
+        assert [s.row for s in scheduler.rows] == list(range(len(scheduler.rows)))
+        assert scheduler.running == sorted(scheduler.running)
+        assert scheduler.num_waiting == sum(c.state is SequenceState.WAITING for c in choices)
+        assert scheduler.running_tokens == sum(c.num_tokens for c in scheduler.running)
+        queued = sum(
+            c.num_tokens - c.num_computed
+            for c in choices
+            if c.state in (SequenceState.WAITING, SequenceState.RUNNING, SequenceState.RECEIVING) and not c.decoding
+        )
+        assert scheduler.queued_prefill_tokens == queued
+
+
+def test_prefill_is_chunked_beside_decodes() -> None:
+    driver = Driver()
+    driver.add([1, 2], max_tokens=10)
+    driver.step()
+    long = driver.add(list(range(40)))
+    plans = [driver.step() for _ in range(4)]
+    assert [[(c.start, c.length) for c in plan.chunks] for plan in plans] == [
+        [(0, 12)],
+        [(12, 12)],
+        [(24, 12)],
+        [(36, 4)],
+    ]
+    assert all(len(plan.decodes) == 1 for plan in plans)
+    assert long.choices[0].decoding
+
+
+def test_requests_start_in_order_of_arrival_and_none_overtakes() -> None:
+    driver = Driver(num_blocks=12)
+    driver.add(list(range(30)), max_tokens=12)
+    driver.step()
+    big = driver.add(list(range(100, 140)))
+    small = driver.add([1])
+    driver.step()
+    driver.step()
+    assert big.choices[0].state is small.choices[0].state is SequenceState.WAITING
+    driver.run()
+    assert driver.finished == ["0", "1", "2"]
+
+
+def test_a_smaller_priority_number_runs_first_but_waiting_counts() -> None:
+    driver = Driver(max_running=1, seconds_per_priority=10)
+    driver.add([1], max_tokens=30)
+    driver.step()
+    late = driver.add([2], priority=2)  # worth 20 seconds
+    driver.now += 5
+    normal = driver.add([3])
+    driver.now += 30
+    urgent_but_last = driver.add([4], priority=-1)
+    driver.run()
+    assert driver.finished == ["0", normal.id, late.id, urgent_but_last.id]
+
+
+def test_the_last_in_order_is_preempted_and_finds_its_blocks_again() -> None:
+    driver = Driver(num_blocks=6)
+    first = driver.add(list(range(8)), max_tokens=9)
+    driver.step()
+    second = driver.add(list(range(50, 58)), max_tokens=9)
+    plans = []
+    while second.choices[0].state is not SequenceState.WAITING or not plans:
+        plans.append(driver.step())
+    assert plans[-1].num_preempted == 1
+    assert first.choices[0].state is SequenceState.RUNNING
+    driver.run()
+    assert driver.scheduler.preemptions_total >= 1
+    assert driver.finished == ["0", "1"]
+    assert second.num_cached_tokens == 0, "what a preempted request finds again is its own work"
+
+
+def test_a_fully_cached_prompt_still_computes_a_token() -> None:
+    driver = Driver()
+    driver.add(list(range(16)))
+    driver.run()
+    again = driver.add(list(range(16)))
+    plan = driver.step()
+    assert [(c.start, c.length) for c in plan.chunks] == [(12, 4)]
+    assert again.num_cached_tokens == 12
+
+
+def test_prompt_logprobs_bypass_the_cache_in_small_chunks() -> None:
+    driver = Driver(max_scored_chunk=8)
+    driver.add(list(range(16)))
+    driver.run()
+    driver.add(list(range(16)), prompt_logprobs=0)
+    assert [(c.start, c.length) for c in driver.step().chunks] == [(0, 8)]
+
+
+def test_receiving_sequences_hold_blocks_and_cost_no_tokens() -> None:
+    driver = Driver(local_prefill_max_tokens=4)
+    request = driver.add(list(range(20)), endpoints=("p:1",))
+    plan = driver.step()
+    assert plan.empty
+    assert plan.orders == request.choices
+    assert driver.blocks.num_held == 5
+    driver.check_counts()
+    driver.scheduler.receive_done(request.choices[0])
+    driver.accept(request.choices[0])
+    assert driver.step().decodes == request.choices
+    driver.run()
+    driver.add(list(range(20)), endpoints=("p:1",))
+    assert not driver.step().orders, "four uncached tokens are computed here"
+    driver.run()
+
+
+def test_a_peers_prompt_is_never_preempted() -> None:
+    driver = Driver(num_blocks=8)
+    local = driver.add([1, 2, 3], max_tokens=29)
+    driver.step()
+    peer = driver.add(list(range(20)), serves_peer=True)
+    for _ in range(12):
+        driver.step()
+    assert local.choices[0].state is SequenceState.WAITING, "it gave way although it is older"
+    assert peer.choices[0].state is SequenceState.HELD
+    driver.finish(peer.choices[0])
+    driver.run()
+    driver.check_counts()
+
+
+def test_a_token_limit_shortens_prefill_but_not_below_a_block() -> None:
+    driver = Driver()
+    driver.add(list(range(40)))
+    assert driver.scheduler.schedule(max_tokens=1).num_tokens == BLOCK_SIZE
+    assert driver.scheduler.schedule(max_tokens=10).num_tokens == 8
+
+
+def test_a_budget_that_cannot_advance_prefill_is_refused() -> None:
+    with pytest.raises(ValueError, match="must exceed the block size"):
+        Scheduler(SchedulerLimits(max_batch_tokens=4), BlockManager(9, 4))
+
+
+PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=30)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(
+        st.tuples(PROMPTS, st.integers(1, 20), st.integers(1, 3), st.integers(-1, 2), st.integers(0, 5)),
+        min_size=1,
+        max_size=12,
+    ),
+    st.integers(13, 30),
+)
+def test_everything_finishes_and_every_block_comes_back(
+    arrivals: list[tuple[list[int], int, int, int, int]], num_blocks: int
+) -> None:
+    driver = Driver(num_blocks=num_blocks)
+    for prompt, max_tokens, n, priority, steps in arrivals:
+        driver.add(prompt, max_tokens, n=n, priority=priority)
+        for _ in range(steps):
+            driver.step()
+    driver.run()
+    driver.check_counts()
+    assert driver.blocks.num_held == 0
+    assert driver.scheduler.num_waiting == driver.scheduler.queued_prefill_tokens == 0
+
+
+class Life(RuleBasedStateMachine):
+    """Anything a client, a peer or a prefill worker may do, at any time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.driver = Driver(num_blocks=16, local_prefill_max_tokens=4)
+
+    @rule(prompt=PROMPTS, max_tokens=st.integers(1, 12), n=st.integers(1, 3), remote=st.booleans())
+    def submit(self, prompt: list[int], max_tokens: int, n: int, remote: bool) -> None:
+        self.driver.add(prompt, max_tokens, n=n, endpoints=("p:1",) if remote else ())
+
+    @rule(prompt=PROMPTS)
+    def submit_peer(self, prompt: list[int]) -> None:
+        self.driver.add(prompt, serves_peer=True)
+
+    @rule(steps=st.integers(1, 6))
+    def steps(self, steps: int) -> None:
+        for _ in range(steps):
+            self.driver.step()
+
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        open_requests = [request for request in self.driver.requests if request.num_open]
+        if open_requests:
+            for choice in data.draw(st.sampled_from(open_requests)).choices:
+                self.driver.finish(choice)
+
+    @rule(data=st.data(), good=st.booleans())
+    def answer_remote(self, data: st.DataObject, good: bool) -> None:
+        receiving = sorted(self.driver.scheduler.receiving)
+        if receiving:
+            self.answer(data.draw(st.sampled_from(receiving)), good)
+
+    def answer(self, sequence: Sequence, good: bool) -> None:
+        if good:
+            self.driver.scheduler.receive_done(sequence)
+            self.driver.accept(sequence)
+        else:
+            self.driver.scheduler.receive_failed(sequence)
+
+    @invariant()
+    def counts(self) -> None:
+        self.driver.check_counts()
+
+    def teardown(self) -> None:
+        driver = self.driver
+        for _ in range(2000):
+            for sequence in sorted(driver.scheduler.receiving):
+                self.answer(sequence, True)
+            for sequence in list(driver.scheduler.held):
+                driver.finish(sequence)
+            if not any(request.num_open for request in driver.requests):
+                break
+            driver.step()
+        assert not any(request.num_open for request in driver.requests), "requests starve"
+        assert driver.blocks.num_held == 0
+
+
+TestLife = Life.TestCase
+TestLife.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
