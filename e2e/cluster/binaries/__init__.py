@@ -1,0 +1,1 @@
+"""Kubernetes from plain programs, for Linux machines without a Docker engine."""

@@ -1,0 +1,156 @@
+"""Images on the way into containerd: the pause image, the local registry, pulls ahead of the first pod."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import io
+import json
+import tarfile
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+from ..commands import run, succeeds, wait_until
+from ..errors import ClusterError
+from ..images.buildah import Buildah
+from ..images.catalog import Image
+from ..progress import step
+from ..settings import Settings
+from .components import PAUSE_IMAGE, REGISTRY_HOST, REGISTRY_PORT, Plan
+from .network import Addresses
+
+MANIFEST_TYPES = "application/vnd.oci.image.manifest.v1+json, application/vnd.docker.distribution.manifest.v2+json"
+NAMESPACE = "k8s.io"
+
+
+def choose_containerd_root(cache: Path, state: Path) -> Path:
+    """The cache's image store, or one of this cluster's own while another cluster uses the cache's."""
+    shared = cache / "containerd"
+    return state / "containerd-root" if _is_locked(shared / "io.containerd.metadata.v1.bolt" / "meta.db") else shared
+
+
+def _is_locked(database: Path) -> bool:
+    """containerd holds an exclusive lock on its database as long as it runs."""
+    if not database.exists():
+        return False
+    with database.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        fcntl.flock(file, fcntl.LOCK_UN)
+        return False
+
+
+def ctr(state: Path, *arguments: str | Path, timeout: float | None = 60) -> str:
+    socket = state / "containerd" / "containerd.sock"
+    return run("ctr", "--address", socket, "--namespace", NAMESPACE, *arguments, timeout=timeout)
+
+
+def prepare_containerd(plan: Plan, restart: Callable[[], None]) -> None:
+    """Wait for containerd, remove containers of an earlier cluster from its store, and give it the pause image."""
+    _wait_for_containerd(plan)
+    if stale := ctr(plan.state, "containers", "list", "-q").split():
+        ctr(plan.state, "containers", "delete", *stale)
+        restart()  # its CRI plugin has already taken the old containers into its books
+        _wait_for_containerd(plan)
+    if PAUSE_IMAGE not in ctr(plan.state, "images", "list", "-q").split():
+        with tempfile.TemporaryDirectory() as folder:
+            archive = Path(folder) / "pause.tar"
+            write_single_program_image(archive, PAUSE_IMAGE, plan.programs["pause"])
+            ctr(plan.state, "images", "import", "--snapshotter", plan.snapshotter, archive)
+
+
+def _wait_for_containerd(plan: Plan) -> None:
+    wait_until(lambda: succeeds("ctr", "--address", plan.containerd_socket, "version"), "containerd's socket", 30)
+
+
+def write_single_program_image(archive: Path, reference: str, program: Path) -> None:
+    """A Docker archive of one layer with one static program, which is also the entry point."""
+    layer = io.BytesIO()
+    with tarfile.open(fileobj=layer, mode="w") as tar:
+        entry = tarfile.TarInfo(program.name)
+        entry.size, entry.mode = program.stat().st_size, 0o755
+        with program.open("rb") as content:
+            tar.addfile(entry, content)
+    content = layer.getvalue()
+    config = {
+        "architecture": run("go", "env", "GOARCH").strip(),
+        "os": "linux",
+        "config": {"Entrypoint": [f"/{program.name}"], "User": "65535:65535"},
+        "rootfs": {"type": "layers", "diff_ids": ["sha256:" + hashlib.sha256(content).hexdigest()]},
+    }
+    config_name = hashlib.sha256(json.dumps(config).encode()).hexdigest() + ".json"
+    manifest = [{"Config": config_name, "RepoTags": [reference], "Layers": ["layer.tar"]}]
+    members = {
+        config_name: json.dumps(config).encode(),
+        "layer.tar": content,
+        "manifest.json": json.dumps(manifest).encode(),
+    }
+    with tarfile.open(archive, "w") as tar:
+        for name, body in members.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(body)
+            tar.addfile(entry, io.BytesIO(body))
+
+
+def load(settings: Settings, state: Path, addresses: Addresses, wanted: list[Image]) -> dict[str, str]:
+    """Build, push and pull every image that is not where it should be; returns references by part."""
+    registry = f"{addresses.node}:{REGISTRY_PORT}"
+    buildah = Buildah(settings)
+    present = set(ctr(state, "images", "list", "-q").split())
+    references = {}
+    for image in wanted:
+        tag = buildah.tag(image)
+        reference = f"{REGISTRY_HOST}/{image.name}:{tag}"
+        references[image.part] = reference
+        if not has_manifest(registry, image.name, tag):
+            buildah.build(image, tag)
+            with step(f"pushed {image.name}", quiet_below=0.5):
+                buildah.push(image, tag, registry, verify_tls=False)
+        if reference not in present:
+            with step(f"pulled {image.name} into containerd", quiet_below=0.5):
+                pull(state, reference, registry)
+    remove_older(state, references)
+    return references
+
+
+def has_manifest(registry: str, name: str, tag: str) -> bool:
+    return _read_manifest(registry, name, tag) is not None
+
+
+def _read_manifest(registry: str, name: str, tag: str) -> dict | None:
+    request = urllib.request.Request(f"http://{registry}/v2/{name}/manifests/{tag}", headers={"Accept": MANIFEST_TYPES})
+    try:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=10) as answer:
+            return json.load(answer)
+    except urllib.error.HTTPError as error:
+        if error.code == 404:
+            return None
+        raise ClusterError(f"the local registry answers {error.code} for {name}:{tag}") from error
+    except OSError as error:
+        raise ClusterError(f"the local registry does not answer at {registry}: {error}") from error
+
+
+def pull(state: Path, reference: str, registry: str) -> None:
+    """Pull ahead of the first pod, then drop the compressed layers: the unpacked ones are what containers use."""
+    ctr(state, "images", "pull", "--hosts-dir", state / "containerd" / "certs.d", reference, timeout=900)
+    name, tag = reference.removeprefix(f"{REGISTRY_HOST}/").split(":")
+    manifest = _read_manifest(registry, name, tag)
+    assert manifest is not None
+    layers = {layer["digest"] for layer in manifest["layers"]}
+    held = set(ctr(state, "content", "list", "-q").split())
+    if layers & held:
+        ctr(state, "content", "delete", *sorted(layers & held))
+
+
+def remove_older(state: Path, references: dict[str, str]) -> None:
+    """Remove this project's images that no current reference names. Running containers keep their own snapshots."""
+    names = {reference.rpartition(":")[0] for reference in references.values()}
+    listed = ctr(state, "images", "list", "-q").split()
+    older = [ref for ref in listed if ref.rpartition(":")[0] in names and ref not in references.values()]
+    if older:
+        ctr(state, "images", "delete", *older)

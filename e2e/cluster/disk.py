@@ -1,0 +1,37 @@
+"""Says before it starts whether the disk is large enough."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from .errors import ClusterError
+from .progress import say
+
+WHOLE_GIB = 30
+"""An upper bound of the whole set-up: virtual environment, Go caches, build results, image layers, running cluster."""
+NEEDED_COLD_GIB = 22
+"""Below this a first set-up ends with a full disk."""
+NEEDED_WARM_GIB = 3
+"""What a set-up with full caches still writes: logs, containers' own files, downloaded models."""
+GIB = 2**30
+
+
+def judge(free_gib: float, *, warm: bool) -> tuple[bool, str | None]:
+    """(whether to go on, what to tell)."""
+    needed = NEEDED_WARM_GIB if warm else NEEDED_COLD_GIB
+    if free_gib < needed:
+        return False, f"the set-up still needs {needed} GB of disk, and {free_gib:.0f} GB are free"
+    if not warm and free_gib < WHOLE_GIB:
+        return True, f"{free_gib:.0f} GB of disk are free; the whole set-up can take up to {WHOLE_GIB} GB"
+    return True, None
+
+
+def check_disk(cache: Path, *, warm: bool) -> None:
+    """Raise ClusterError when the disk is too small, say so when it is tight."""
+    place = next(folder for folder in (cache, *cache.parents) if folder.exists())
+    go_on, message = judge(shutil.disk_usage(place).free / GIB, warm=warm)
+    if not go_on:
+        raise ClusterError(f"{message} in {place}: free some, or set TANDEM_CACHE to a folder on a larger disk")
+    if message:
+        say(message)

@@ -1,0 +1,71 @@
+"""The backend `existing`: a cluster of somebody else, named by KUBECONFIG. Nothing of it is started or stopped."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from .base import Status
+from .commands import succeeds
+from .errors import ClusterError
+from .gobuild import Builder, find_tool
+from .images.builder import choose_builder
+from .images.catalog import Image
+from .portforward import forward
+from .progress import step
+from .settings import Settings
+
+
+class ExistingBackend:
+    name = "existing"
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.builder = Builder(settings.go_modules, settings.cache)
+
+    @property
+    def kubeconfig(self) -> Path:
+        if self.settings.kubeconfig is None:
+            raise ClusterError("TANDEM_CLUSTER=existing needs KUBECONFIG: the cluster to use")
+        return self.settings.kubeconfig
+
+    def check(self) -> None:
+        if not self.kubeconfig.is_file():
+            raise ClusterError(f"KUBECONFIG names {self.kubeconfig}, which is not a file")
+
+    def _answers(self) -> bool:
+        kubectl = find_tool("kubectl", self.builder)
+        return succeeds(kubectl, "--kubeconfig", self.kubeconfig, "get", "--raw", "/readyz", "--request-timeout=10s")
+
+    def up(self) -> None:
+        if not self._answers():
+            raise ClusterError(f"the cluster of {self.kubeconfig} does not answer")
+
+    def down(self) -> None:
+        """Nothing was started."""
+
+    def status(self) -> Status:
+        return Status(running=self._answers(), detail=f"the cluster of {self.kubeconfig}")
+
+    def load(self, images: list[Image]) -> dict[str, str]:
+        registry = self.settings.registry
+        if registry is None:
+            raise ClusterError(
+                "set TANDEM_REGISTRY to a registry that you can push to and the cluster's nodes pull from, "
+                "e.g. registry.example.com/team"
+            )
+        builder = choose_builder(self.settings)
+        references = {}
+        for image in images:
+            tag = builder.tag(image)
+            builder.build(image, tag)
+            with step(f"pushed {image.name}"):
+                builder.push(image, tag, registry)
+            references[image.part] = f"{registry}/{image.name}:{tag}"
+        return references
+
+    def service_url(self, namespace: str, service: str, port: int) -> AbstractContextManager[str]:
+        return forward(find_tool("kubectl", self.builder), self.kubeconfig, namespace, service, port)
+
+    def logs(self) -> dict[str, Path]:
+        return {}

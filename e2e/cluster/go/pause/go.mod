@@ -1,0 +1,3 @@
+module tandem.dev/e2e/pause
+
+go 1.25.0

@@ -1,0 +1,34 @@
+"""Builds images with a Docker engine."""
+
+from __future__ import annotations
+
+from ..commands import run
+from ..progress import say, step
+from ..settings import Settings
+from .catalog import Image, accelerator_arguments, build_arguments, content_tag
+
+
+class Docker:
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        base = {"BASE_IMAGE": settings.base_image} if settings.base_image else {}
+        self._arguments = base | accelerator_arguments(compiler=settings.worker_compiler)
+
+    def tag(self, image: Image) -> str:
+        return content_tag(self.settings.root, image, self._arguments)
+
+    def build(self, image: Image, tag: str) -> None:
+        log = self.settings.cache / "logs" / f"build-{image.part}.log"
+        say(f"building {image.name} ({log})")
+        with step(f"built {image.name}"):
+            run(
+                "docker", "build", "--file", image.dockerfile, "--tag", f"{image.name}:{tag}",
+                *build_arguments(self._arguments), ".",
+                cwd=self.settings.root, env={"DOCKER_BUILDKIT": "1"}, log=log,
+            )  # fmt: skip
+
+    def push(self, image: Image, tag: str, registry: str, *, verify_tls: bool = True) -> None:
+        """`verify_tls` is the engine's own setting (`insecure-registries`); it cannot be given here."""
+        reference = f"{registry}/{image.name}:{tag}"
+        run("docker", "tag", f"{image.name}:{tag}", reference)
+        run("docker", "push", reference)

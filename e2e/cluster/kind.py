@@ -1,0 +1,97 @@
+"""The backend `kind`: Kubernetes in a container, where a Docker engine answers."""
+
+from __future__ import annotations
+
+import json
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from .base import Status
+from .commands import run, succeeds
+from .errors import ClusterError
+from .gobuild import Builder, find_tool
+from .images.builder import docker_answers
+from .images.catalog import Image
+from .images.docker import Docker
+from .portforward import forward
+from .progress import step
+from .settings import Settings
+
+VOLUMES_ON_NODE = "/var/lib/tandem-volumes"
+
+
+class KindBackend:
+    name = "kind"
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.cluster = f"tandem-{settings.id}"
+        self.builder = Builder(settings.go_modules, settings.cache)
+
+    @property
+    def kubeconfig(self) -> Path:
+        return self.settings.state / "kind.kubeconfig"
+
+    def check(self) -> None:
+        if not docker_answers():
+            raise ClusterError(
+                "kind needs a Docker engine, and `docker info` reaches none; start it, or leave TANDEM_CLUSTER unset "
+                "to get a cluster of plain binaries"
+            )
+
+    def _kind(self, *arguments: str | Path) -> str:
+        return run(find_tool("kind", self.builder), *arguments)
+
+    def up(self) -> None:
+        if self.cluster in self._kind("get", "clusters").split():
+            self._kind("export", "kubeconfig", "--name", self.cluster, "--kubeconfig", self.kubeconfig)
+            if succeeds("kubectl", "--kubeconfig", self.kubeconfig, "get", "--raw", "/readyz"):
+                return
+            self.down()
+        config = self.settings.state / "kind.json"
+        config.parent.mkdir(parents=True, exist_ok=True)
+        (self.settings.state / "volumes").mkdir(exist_ok=True)
+        config.write_text(json.dumps(build_config(self.settings.state / "volumes")))
+        with step("kind cluster is Ready"):
+            self._kind(
+                "create", "cluster", "--name", self.cluster, "--config", config, "--kubeconfig", self.kubeconfig,
+                "--wait", "120s",
+            )  # fmt: skip
+
+    def down(self) -> None:
+        if docker_answers():
+            self._kind("delete", "cluster", "--name", self.cluster)
+
+    def status(self) -> Status:
+        running = self.cluster in self._kind("get", "clusters").split()
+        return Status(running=running, detail=f"kind cluster {self.cluster}")
+
+    def load(self, images: list[Image]) -> dict[str, str]:
+        docker = Docker(self.settings)
+        references = {image.part: f"{image.name}:{docker.tag(image)}" for image in images}
+        for image in images:
+            reference = references[image.part]
+            if not succeeds("docker", "image", "inspect", reference):
+                docker.build(image, docker.tag(image))
+            if not succeeds("docker", "exec", f"{self.cluster}-control-plane", "crictl", "inspecti", reference):
+                with step(f"loaded {image.name} into kind"):
+                    self._kind("load", "docker-image", reference, "--name", self.cluster)
+        return references
+
+    def service_url(self, namespace: str, service: str, port: int) -> AbstractContextManager[str]:
+        return forward(find_tool("kubectl", self.builder), self.kubeconfig, namespace, service, port)
+
+    def logs(self) -> dict[str, Path]:
+        folder = self.settings.state / "kind-logs"
+        self._kind("export", "logs", folder, "--name", self.cluster)
+        return {str(path.relative_to(folder)).replace("/", "_"): path for path in folder.rglob("*.log")}
+
+
+def build_config(volumes: Path) -> dict:
+    """One node that sees the volume pool's folders."""
+    mount = {"hostPath": str(volumes), "containerPath": VOLUMES_ON_NODE}
+    return {
+        "kind": "Cluster",
+        "apiVersion": "kind.x-k8s.io/v1alpha4",
+        "nodes": [{"role": "control-plane", "extraMounts": [mount]}],
+    }
