@@ -1,0 +1,140 @@
+"""`/metrics` and `/telemetry`: the same figures in two forms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tandem_api.names import Role
+from tandem_api.telemetry import Metric, WorkerTelemetry
+
+from tandem_worker.engine.base import EngineStats
+from tandem_worker.observe.exposition import Exposition
+from tandem_worker.observe.nvml import GpuSample
+from tandem_worker.observe.requests import RequestMetrics
+from tandem_worker.transfer.base import TransferStats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerFacts:
+    """What does not change while the process lives."""
+
+    model_name: str
+    role: Role
+    revision: str
+    pod: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSample:
+    """Everything that is measured, at one moment."""
+
+    draining: bool
+    engine: EngineStats
+    gpu: GpuSample
+    transfer: TransferStats | None
+    """None where the role has no transport."""
+
+
+def build_telemetry(facts: WorkerFacts, sample: WorkerSample) -> WorkerTelemetry:
+    engine, gpu = sample.engine, sample.gpu
+    return WorkerTelemetry(
+        model_name=facts.model_name,
+        role=facts.role,
+        revision=facts.revision,
+        pod=facts.pod,
+        draining=sample.draining,
+        running_requests=engine.running_requests,
+        queued_requests=engine.queued_requests,
+        running_tokens=engine.running_tokens,
+        queued_prefill_tokens=engine.queued_prefill_tokens,
+        kv_blocks_used=engine.kv_blocks_used,
+        kv_blocks_cached=engine.kv_blocks_cached,
+        kv_blocks_total=engine.kv_blocks_total,
+        kv_eviction_horizon=engine.kv_eviction_horizon,
+        prefill_tokens_per_second=engine.prefill_tokens_per_second,
+        decode_step_seconds=engine.decode_step_seconds,
+        vram_used_bytes=gpu.vram_used_bytes,
+        vram_total_bytes=gpu.vram_total_bytes,
+        nvlink_tx_bytes_per_second=gpu.nvlink_tx_bytes_per_second,
+        nvlink_rx_bytes_per_second=gpu.nvlink_rx_bytes_per_second,
+        kv_transfer_bytes_per_second=None if sample.transfer is None else sample.transfer.bytes_per_second,
+    )
+
+
+def build_metrics_text(
+    facts: WorkerFacts, sample: WorkerSample, requests: RequestMetrics, memory_bytes: Mapping[str, int]
+) -> str:
+    out = Exposition({"model": facts.model_name, "role": facts.role.value})
+    _add_requests(out, requests)
+    _add_engine(out, sample.engine)
+    _add_transfer(out, sample.transfer)
+    _add_gpu(out, sample.gpu)
+    out.samples(
+        "tandem_worker_memory_bytes",
+        "Memory after start-up, by what it holds.",
+        "gauge",
+        [({"kind": kind}, size) for kind, size in memory_bytes.items()],
+    )
+    out.gauge(Metric.WORKER_DRAINING, "1 while the worker takes no new requests.", int(sample.draining))
+    return out.text()
+
+
+def _add_requests(out: Exposition, requests: RequestMetrics) -> None:
+    statuses = sorted(requests.by_status().items())
+    out.samples(
+        Metric.WORKER_REQUESTS_TOTAL,
+        "Finished HTTP requests by status; 499 when the client went away.",
+        "counter",
+        [({"status": str(status)}, count) for status, count in statuses],
+    )
+    out.histogram(Metric.WORKER_TTFT_SECONDS, "Time to the first token of streamed answers.", requests.ttft)
+    out.histogram(Metric.WORKER_TPOT_SECONDS, "Time per further token of streamed answers.", requests.tpot)
+
+
+def _add_engine(out: Exposition, engine: EngineStats) -> None:
+    out.gauge(Metric.WORKER_REQUESTS_RUNNING, "Requests in the running batch.", engine.running_requests)
+    out.gauge(Metric.WORKER_REQUESTS_QUEUED, "Requests that wait for room.", engine.queued_requests)
+    out.counter(Metric.WORKER_PROMPT_TOKENS_TOTAL, "Prompt tokens taken in.", engine.prompt_tokens_total)
+    out.counter(
+        Metric.WORKER_CACHED_TOKENS_TOTAL, "Prompt tokens found in the prefix cache.", engine.cached_tokens_total
+    )
+    out.counter(Metric.WORKER_GENERATED_TOKENS_TOTAL, "Tokens generated.", engine.generated_tokens_total)
+    out.gauge(Metric.WORKER_KV_BLOCKS_USED, "KV blocks held by live requests.", engine.kv_blocks_used)
+    out.gauge(Metric.WORKER_KV_BLOCKS_CACHED, "KV blocks held by the prefix cache alone.", engine.kv_blocks_cached)
+    out.gauge(Metric.WORKER_KV_BLOCKS_TOTAL, "KV blocks there are.", engine.kv_blocks_total)
+    out.samples(
+        Metric.WORKER_PREFILL_LOCAL_TOTAL,
+        "Prompts prefilled here, by a prefill worker, or here because that failed.",
+        "counter",
+        [
+            ({"where": "local"}, engine.prefills_local_total),
+            ({"where": "remote"}, engine.prefills_remote_total),
+            ({"where": "fallback"}, engine.prefills_fallback_total),
+        ],
+    )
+    out.counter(Metric.WORKER_PREEMPTIONS_TOTAL, "Requests set back to make room.", engine.preemptions_total)
+    out.gauge(Metric.WORKER_STEP_SECONDS, "Smoothed duration of a decode step.", engine.decode_step_seconds)
+
+
+def _add_transfer(out: Exposition, transfer: TransferStats | None) -> None:
+    if transfer is None:
+        return
+    out.samples(
+        Metric.WORKER_KV_TRANSFER_BYTES_TOTAL,
+        "KV bytes moved between workers.",
+        "counter",
+        [({"direction": "sent"}, transfer.bytes_sent), ({"direction": "received"}, transfer.bytes_received)],
+    )
+    out.counter(
+        Metric.WORKER_KV_TRANSFER_FAILURES_TOTAL,
+        "KV transfers that were given up, whatever the reason.",
+        transfer.failures,
+    )
+
+
+def _add_gpu(out: Exposition, gpu: GpuSample) -> None:
+    out.gauge(Metric.WORKER_VRAM_USED_BYTES, "VRAM in use on this worker's GPU.", gpu.vram_used_bytes)
+    out.gauge(Metric.WORKER_VRAM_TOTAL_BYTES, "VRAM of this worker's GPU.", gpu.vram_total_bytes)
+    out.counter(Metric.WORKER_NVLINK_TX_BYTES_TOTAL, "Bytes sent over NVLink.", gpu.nvlink_tx_bytes_total)
+    out.counter(Metric.WORKER_NVLINK_RX_BYTES_TOTAL, "Bytes received over NVLink.", gpu.nvlink_rx_bytes_total)
