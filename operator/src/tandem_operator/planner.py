@@ -15,6 +15,7 @@ from tandem_api.names import MANAGED_BY_LABEL
 
 from tandem_operator.manifests import (
     CONFIG_MAP,
+    DEPLOYMENT,
     POD,
     STATEFUL_SET,
     ChildKey,
@@ -26,9 +27,11 @@ from tandem_operator.manifests import (
     labels_of,
 )
 from tandem_operator.matching import satisfies
-from tandem_operator.workloads.blueprint import config_hash
+from tandem_operator.workloads.blueprint import COMPONENT_LABEL, config_hash
 
 Children = Mapping[ChildKey, Manifest]
+
+_WORKLOADS = (STATEFUL_SET.name, DEPLOYMENT.name)
 
 
 class Step(Enum):
@@ -65,7 +68,7 @@ def plan_children(desired: Iterable[Manifest], live: Children, *, owner_uid: str
         apply=tuple(child for child, step in steps.values() if step is Step.APPLY),
         waiting=tuple(key for key, (_, step) in steps.items() if step is Step.WAIT),
         taken=tuple(key for key, (_, step) in steps.items() if step is Step.TAKEN),
-        delete=tuple(sorted(_surplus(steps.keys(), live, owner_uid=owner_uid))),
+        delete=tuple(sorted(_surplus(steps, live, owner_uid=owner_uid))),
     )
 
 
@@ -89,19 +92,35 @@ def plan_step(desired: Manifest, live: Manifest | None, *, owner_uid: str) -> St
     return Step.KEEP if satisfies(live, desired) else Step.APPLY
 
 
-def _surplus(desired: Iterable[ChildKey], live: Children, *, owner_uid: str) -> Iterable[ChildKey]:
-    """Owned children that are no longer desired; configurations stay while a pod still starts from them."""
-    wanted = set(desired)
+def _surplus(steps: Mapping[ChildKey, tuple[Manifest, Step]], live: Children, *, owner_uid: str) -> Iterable[ChildKey]:
+    """Owned children that are no longer desired; a configuration stays while a pod may start from it."""
     in_use = {config_hash(child) for key, child in live.items() if key.kind == POD.name}
+    rolling = {
+        labels_of(child).get(COMPONENT_LABEL)
+        for key, (child, step) in steps.items()
+        if key.kind in _WORKLOADS and (step is not Step.KEEP or not _is_rolled_out(live[key]))
+    }
     for key, child in live.items():
         owner = controller_of(child)
-        if key in wanted or key.kind == POD.name or owner is None or owner.get("uid") != owner_uid:
+        if key in steps or key.kind == POD.name or owner is None or owner.get("uid") != owner_uid:
             continue
         if dig(child, "metadata", "deletionTimestamp") is not None:
             continue
-        if key.kind == CONFIG_MAP.name and config_hash(child) in in_use:
+        if key.kind == CONFIG_MAP.name and (
+            config_hash(child) in in_use or labels_of(child).get(COMPONENT_LABEL) in rolling
+        ):
             continue
         yield key
+
+
+def _is_rolled_out(workload: Manifest) -> bool:
+    """Whether every pod that its controller makes from now on is of the newest template."""
+    status: Manifest = workload.get("status") or {}
+    if status.get("observedGeneration") != dig(workload, "metadata", "generation"):
+        return False
+    if "updateRevision" in status and status.get("currentRevision") != status["updateRevision"]:
+        return False
+    return (status.get("updatedReplicas") or 0) == (status.get("replicas") or 0)
 
 
 def plan_broken_pods(live: Children) -> tuple[ChildKey, ...]:
