@@ -97,7 +97,8 @@ async def test_length_finish(worker: Any) -> None:
 
 
 async def test_stop_string_across_tokens(worker: Any) -> None:
-    worker.says("one two STOP three")
+    worker.says("one two STOP three and much more that nobody will read")
+    worker.engine.step_seconds = 0.005
     answer = await worker.client.chat.completions.create(model="tiny", messages=HELLO, stop=["STOP", "never"])
     assert answer.choices[0].message.content == "one two "
     assert answer.choices[0].finish_reason == "stop"

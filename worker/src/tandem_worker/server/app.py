@@ -76,15 +76,22 @@ def build_app(
     max_model_len: int | None = None,
     vocab_size: int | None = None,
     eos_token_ids: Collection[int] = (),
+    tool_format: str | None = None,
     observer: RequestObserver | None = None,
 ) -> ASGIApp:
     """The ASGI application. `hub.deliver` must be the engine's delivery function.
 
     `max_model_len`, `vocab_size` and `eos_token_ids` come from the loaded model; without them the configuration and
-    the tokenizer are asked. Raises ValueError when no context length is known.
+    the tokenizer are asked. `tool_format` names a format of tool calls where detection would be wrong. Raises
+    ValueError when no context length is known.
     """
     model = ServedModel(
-        tokenizer, config, max_model_len=max_model_len, vocab_size=vocab_size, eos_token_ids=eos_token_ids
+        tokenizer,
+        config,
+        max_model_len=max_model_len,
+        vocab_size=vocab_size,
+        eos_token_ids=eos_token_ids,
+        tool_format=tool_format,
     )
     state = _State(engine=engine, hub=hub, model=model, ready=ready, draining=draining, observer=observer)
     api = _Api(state, Answerer(engine, hub, pod_name))

@@ -8,8 +8,11 @@ from typing import Any
 from tandem_api.launch import WorkerConfig
 
 from tandem_worker.errors import ContextLengthError, RequestError
+from tandem_worker.server import reasoning
 from tandem_worker.server.detokenizer import TokenTable
 from tandem_worker.server.prompting import Prompter
+from tandem_worker.server.tools.formats import FORMATS, detect
+from tandem_worker.structured.compiler import GrammarCompiler
 
 # Tokens that end a turn or a text, by the names that published vocabularies give them. Checkpoints list several
 # end tokens in generation settings that a tokenizer alone does not carry.
@@ -22,7 +25,10 @@ _UNLIMITED = 10**8
 
 
 class ServedModel:
-    """Shared by all requests. Raises ValueError when no context length is known."""
+    """Shared by all requests. `tool_format` names one of `FORMATS`; None detects it.
+
+    Raises ValueError when no context length is known, KeyError for an unknown format.
+    """
 
     def __init__(
         self,
@@ -32,6 +38,7 @@ class ServedModel:
         max_model_len: int | None = None,
         vocab_size: int | None = None,
         eos_token_ids: Collection[int] = (),
+        tool_format: str | None = None,
     ) -> None:
         self.name = config.served_name
         self.fingerprint = f"fp_{config.revision}"
@@ -42,6 +49,13 @@ class ServedModel:
         """Rows of the output matrix: the tokenizer's vocabulary, maybe padded."""
         self.max_model_len = _context_length(tokenizer, config, max_model_len)
         self.eos_token_ids = frozenset(eos_token_ids) or end_tokens(tokenizer)
+        self.vocabulary: dict[str, int] = tokenizer.get_added_vocab()
+        """Added tokens: marks of turns, tools and reasoning are among them."""
+        template = self.prompter.template
+        self.tool_format = FORMATS[tool_format] if tool_format is not None else detect(self.vocabulary, template)
+        self.reasons = reasoning.BEGIN in self.vocabulary or reasoning.BEGIN in template
+        """The model may think before it answers."""
+        self.grammars = GrammarCompiler(tokenizer, self.vocab_size, self.eos_token_ids)
 
     def check_name(self, name: str) -> None:
         if name != self.name:

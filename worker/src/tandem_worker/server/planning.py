@@ -14,6 +14,7 @@ from tandem_worker.server.chunks import AnswerHead, ChatEncoder, CompletionEncod
 from tandem_worker.server.completion_request import CompletionRequest, Prompt
 from tandem_worker.server.model import ServedModel
 from tandem_worker.server.options import CommonOptions, to_sampling
+from tandem_worker.server.shaping import shape_answer
 
 
 async def plan_chat(request: ChatRequest, model: ServedModel, endpoints: tuple[str, ...]) -> Plan:
@@ -22,17 +23,24 @@ async def plan_chat(request: ChatRequest, model: ServedModel, endpoints: tuple[s
     text = model.prompter.render(request)
     tokens = await model.prompter.encode(text, add_special_tokens=False)
     room = model.room(len(tokens), request.max_tokens, param="messages")
+    shape = await shape_answer(request, model, text)
     sampling = to_sampling(
         request.common,
         max_tokens=room,
         num_logprobs=request.num_logprobs,
         eos_token_ids=model.eos_token_ids,
-        grammar=None,
+        grammar=shape.grammar,
     )
     head = _head("chatcmpl", request.common, model, with_logprobs=request.num_logprobs is not None)
     options = request.common
     choices = [
-        Choice(index, model.table.new(), stops=options.stop, min_tokens=options.min_tokens)
+        Choice(
+            index,
+            model.table.new(visible=shape.visible),
+            stops=options.stop,
+            min_tokens=options.min_tokens,
+            parser=shape.new_parser(),
+        )
         for index in range(options.n)
     ]
     return Plan(
@@ -56,7 +64,7 @@ async def plan_completion(request: CompletionRequest, model: ServedModel, endpoi
     for position, tokens in enumerate(prompts):
         sampling = to_sampling(
             options,
-            max_tokens=model.room(len(tokens), max(request.max_tokens, 1), param="prompt"),
+            max_tokens=model.room(len(tokens), request.max_tokens, param="prompt"),
             num_logprobs=request.num_logprobs,
             eos_token_ids=model.eos_token_ids,
             grammar=None,

@@ -1,0 +1,129 @@
+"""The shape of a chat answer: which tokens are allowed (grammar), and how its text is taken apart (parser)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tandem_worker.control.params import GrammarFactory
+from tandem_worker.errors import RequestError
+from tandem_worker.server import reasoning
+from tandem_worker.server.chat_request import ChatRequest, ResponseFormat
+from tandem_worker.server.model import ServedModel
+from tandem_worker.server.output import TextParser
+from tandem_worker.server.tools.formats import ToolFormat, build_grammar
+from tandem_worker.structured.grammar import AfterReasoningFactory, GrammarError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    grammar: GrammarFactory | None
+    new_parser: Callable[[], TextParser | None]
+    visible: frozenset[int]
+    """Special tokens whose text the parser reads."""
+
+
+async def shape_answer(request: ChatRequest, model: ServedModel, prompt: str) -> Shape:
+    """`prompt` is the rendered conversation. Raises RequestError."""
+    tool_format = _tool_format(request, model)
+    inside = model.reasons and prompt.rstrip().endswith(reasoning.BEGIN)
+    grammar = await _grammar(request, model, tool_format)
+    if grammar is not None:
+        _check_options(request)
+        if model.reasons:
+            grammar = _after_reasoning(grammar, model, prompt, inside=inside)
+    marks = (tool_format.marks if tool_format is not None else ()) + (
+        (reasoning.BEGIN, reasoning.END) if model.reasons else ()
+    )
+
+    def new_parser() -> TextParser | None:
+        tools = tool_format.new_parser(request.tools) if tool_format is not None else None
+        return reasoning.ReasoningParser(tools, inside=inside) if model.reasons else tools
+
+    visible = frozenset(model.vocabulary[mark] for mark in marks if mark in model.vocabulary)
+    return Shape(grammar=grammar, new_parser=new_parser, visible=visible)
+
+
+def _tool_format(request: ChatRequest, model: ServedModel) -> ToolFormat | None:
+    if request.tools.mode == "none":
+        return None
+    if model.tool_format is None:
+        raise RequestError(
+            "It is not known how this model writes tool calls: remove 'tools'.",
+            param="tools",
+            code="unsupported_parameter",
+        )
+    return model.tool_format
+
+
+async def _grammar(request: ChatRequest, model: ServedModel, tool_format: ToolFormat | None) -> GrammarFactory | None:
+    """Raises RequestError when a schema cannot be enforced."""
+    schema = _answer_schema(request.response_format)
+    tools = request.tools
+    if tool_format is None:
+        return None if schema is None else await _answer_grammar(schema, model)
+    if schema is None and tools.mode != "required" and not any(tool.strict for tool in tools.tools):
+        return None
+    if schema is not None:
+        await _answer_grammar(schema, model)  # so that an error names the right one of the schemas
+    return await _tool_grammar(request, model, tool_format, schema)
+
+
+def _answer_schema(answer: ResponseFormat) -> dict[str, Any] | None:
+    if answer.kind == "text":
+        return None
+    return {"type": "object"} if answer.kind == "json_object" else (answer.schema or {})
+
+
+async def _answer_grammar(schema: dict[str, Any], model: ServedModel) -> GrammarFactory:
+    try:
+        return await asyncio.to_thread(model.grammars.compile_json_schema, schema)
+    except GrammarError as error:
+        raise RequestError(
+            f"Invalid schema for response_format: {error}",
+            param="response_format.json_schema.schema",
+            code="invalid_json_schema",
+        ) from error
+
+
+async def _tool_grammar(
+    request: ChatRequest, model: ServedModel, tool_format: ToolFormat, answer_schema: dict[str, Any] | None
+) -> GrammarFactory:
+    """Strict tools' schemas are promised; the others' are enforced where they can be."""
+    for enforce_schemas in (True, False):
+        grammar = build_grammar(
+            tool_format,
+            request.tools,
+            model.vocabulary,
+            answer_schema=answer_schema,
+            enforce_schemas=enforce_schemas,
+        )
+        try:
+            return await asyncio.to_thread(model.grammars.compile_lark, grammar)
+        except GrammarError as error:
+            if not enforce_schemas or all(tool.strict for tool in request.tools.callable_tools):
+                raise RequestError(
+                    f"Invalid schema of a function's parameters: {error}", param="tools", code="invalid_json_schema"
+                ) from error
+    raise AssertionError("unreachable: the second round returns or raises")
+
+
+def _check_options(request: ChatRequest) -> None:
+    """Options that contradict a grammar, which alone says when the answer is over."""
+    if request.common.ignore_eos:
+        raise RequestError("'ignore_eos' is not allowed with structured output.", param="ignore_eos")
+    if request.common.min_tokens:
+        raise RequestError("'min_tokens' is not allowed with structured output.", param="min_tokens")
+
+
+def _after_reasoning(grammar: GrammarFactory, model: ServedModel, prompt: str, *, inside: bool) -> GrammarFactory:
+    if not inside and prompt.rstrip().endswith(reasoning.END):
+        return grammar  # the template closed an empty reasoning
+    begin, end = model.vocabulary.get(reasoning.BEGIN), model.vocabulary.get(reasoning.END)
+    if begin is None or end is None:
+        if not inside:
+            return grammar
+        raise RequestError("This model cannot combine reasoning and structured output.", param="response_format")
+    return AfterReasoningFactory(grammar, begin, end, inside=inside)

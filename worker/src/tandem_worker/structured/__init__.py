@@ -1,0 +1,1 @@
+"""Structured output: JSON schemas and grammars as masks over the next token."""
