@@ -13,10 +13,19 @@ rope(q, k, cos, sin, positions)                            q [T, Hq, D], k [T, H
 silu_mul(gate_up), swiglu_clamped(gate_up)                 [T, 2I], gate first                           [T, I]
 kv_write(k, v, kv_cache, slot_mapping)                     k, v [T, Hk, D], cache [N, 2, Hk, S, D]       in place
 latent_write(latent, latent_cache, slot_mapping)           latent [T, L], cache [N, S, L] (MLA)          in place
+fused_qkv_norm_rope_kv_write(qkv, cos, sin, positions,     qkv [T, (Hq + 2 Hk) D], q_norm=, k_norm= [D]  q [T, Hq, D]
+                             kv_cache, slot_mapping)
 paged_decode_attention(q, kv_cache, block_tables,          q [B, Hq, D], tables [B, M]                   [B, Hq, D]
                        context_lens, scale=)
 paged_prefill_attention(q, kv_cache, block_tables,         q [T, Hq, D], query_start [B + 1]             [T, Hq, D]
                         query_start, context_lens, scale=)
+mla_decode_attention(q, latent_cache, block_tables,        q [B, H, L + R], cache [N, S, L + R]          [B, H, L]
+                     context_lens, latent_dim=, scale=)
+latent_gather(latent_cache, block_tables, kv_start, C)     kv_start [B + 1], C = kv_start[B]             [C, L + R]
+mla_prefill_attention(q, kv, k_rope, query_start,          q [T, H, Dn + R], kv [C, H, Dn + Dv],         [T, H, Dv]
+                      kv_start, scale=)                    k_rope [C, R]
+small_batch_linear(x, weight, bias)                        x [M, K], weight [N, K] in any form           [M, N]
+gate_up_silu(x, weight, bias)                              x [M, K], weight [2I, K] in any form          [M, I]
 ```
 
 Both attentions take `window=` (keys a query sees, its own included), `chunk=` (Llama 4) and `sinks=` `[Hq]` (gpt-oss).
@@ -27,19 +36,29 @@ from __future__ import annotations
 
 from .activation import silu_mul, swiglu_clamped
 from .decode_attention import paged_decode_attention
+from .fused_qkv import fused_qkv_norm_rope_kv_write
 from .kv import kv_write, latent_write
+from .linear import gate_up_silu, small_batch_linear
+from .mla_decode import mla_decode_attention
+from .mla_prefill import latent_gather, mla_prefill_attention
 from .norm import residual_rms_norm, rms_norm
 from .prefill_attention import paged_prefill_attention
 from .rotary import rope
 
 __all__ = [
+    "fused_qkv_norm_rope_kv_write",
+    "gate_up_silu",
     "kv_write",
+    "latent_gather",
     "latent_write",
+    "mla_decode_attention",
+    "mla_prefill_attention",
     "paged_decode_attention",
     "paged_prefill_attention",
     "residual_rms_norm",
     "rms_norm",
     "rope",
     "silu_mul",
+    "small_batch_linear",
     "swiglu_clamped",
 ]

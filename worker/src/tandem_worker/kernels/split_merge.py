@@ -43,7 +43,7 @@ def plan_num_splits(programs_per_split: int, max_tiles: int, device: torch.devic
 @triton.jit
 def _merge_splits_kernel(
     partial_ptr, lse_ptr, sinks_ptr, out_ptr, num_heads, head_dim, num_splits, stride_out_row, stride_out_head,
-    HAS_SINKS: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_SINKS: tl.constexpr, BLOCK_SPLITS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -60,10 +60,15 @@ def _merge_splits_kernel(
     total = tl.sum(weights, axis=0)
     if HAS_SINKS:
         total += tl.exp2(sink - shift)
-    # A split without keys never wrote its part: it must not even be read, whatever lies there may be NaN.
-    mask = (weights > 0.0)[:, None] & (dims < head_dim)[None, :]
-    parts = tl.load(partial_ptr + (first + splits)[:, None] * head_dim + dims[None, :], mask=mask, other=0.0)
-    merged = tl.sum(parts * weights[:, None], axis=0) / tl.where(total > 0.0, total, 1.0)
+    merged = tl.zeros((BLOCK_D,), tl.float32)
+    for start in range(0, num_splits, CHUNK):  # a few splits at a time: all at once would not fit the registers
+        chunk = start + tl.arange(0, CHUNK)
+        weight = tl.exp2(tl.load(lse_ptr + first + chunk, mask=chunk < num_splits, other=float("-inf")) - shift)
+        # A split without keys never wrote its part: it must not even be read, whatever lies there may be NaN.
+        mask = (weight > 0.0)[:, None] & (dims < head_dim)[None, :]
+        parts = tl.load(partial_ptr + (first + chunk)[:, None] * head_dim + dims[None, :], mask=mask, other=0.0)
+        merged += tl.sum(parts * weight[:, None], axis=0)
+    merged = merged / tl.where(total > 0.0, total, 1.0)
     out_ptrs = out_ptr + row * stride_out_row + head * stride_out_head + dims
     tl.store(out_ptrs, merged.to(out_ptr.dtype.element_ty), mask=dims < head_dim)
 
@@ -74,5 +79,6 @@ def merge_splits(partial: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor |
     _merge_splits_kernel[(num_rows, num_heads)](
         partial, lse, lse if sinks is None else sinks, out, num_heads, head_dim, num_splits, out.stride(0),
         out.stride(1), HAS_SINKS=sinks is not None, BLOCK_SPLITS=triton.next_power_of_2(num_splits),
-        BLOCK_D=triton.next_power_of_2(head_dim), num_warps=4, **FUSED_MATH,
+        CHUNK=min(8, triton.next_power_of_2(num_splits)), BLOCK_D=triton.next_power_of_2(head_dim),
+        num_warps=4, **FUSED_MATH,
     )  # fmt: skip

@@ -13,16 +13,23 @@ from .elementwise import (
     silu_mul_reference,
     swiglu_clamped_reference,
 )
+from .linear import gate_up_silu_reference, small_batch_linear_reference
+from .mla import latent_gather_reference, mla_decode_attention_reference, mla_prefill_attention_reference
 
 __all__ = [
     "fused_qkv_norm_rope_kv_write_reference",
+    "gate_up_silu_reference",
     "kv_write_reference",
+    "latent_gather_reference",
     "latent_write_reference",
+    "mla_decode_attention_reference",
+    "mla_prefill_attention_reference",
     "paged_decode_attention_reference",
     "paged_prefill_attention_reference",
     "residual_rms_norm_reference",
     "rms_norm_reference",
     "rope_reference",
     "silu_mul_reference",
+    "small_batch_linear_reference",
     "swiglu_clamped_reference",
 ]

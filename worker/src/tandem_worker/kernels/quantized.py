@@ -1,0 +1,123 @@
+"""Weights in the quantized forms that the kernels read, and their exact values in plain torch.
+
+All forms are row-major `[..., N, K]` (output features, input features), with one leading axis for experts where there
+are several. Loaders bring checkpoint layouts into these forms once; kernels widen tiles in registers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Magnitudes of the four-bit float of the OCP Microscaling Formats specification 1.0; bit 3 is the sign."""
+
+
+def _spread(scale: torch.Tensor, axis: int, group: int, extent: int) -> torch.Tensor:
+    return scale.repeat_interleave(group, dim=axis).narrow(axis, 0, extent)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Fp8Weight:
+    """float8_e4m3fn with one float32 factor per tile (DeepSeek-V3's `weight_scale_inv`): value = data * scale."""
+
+    data: torch.Tensor
+    """`[..., N, K]` float8_e4m3fn."""
+    scale: torch.Tensor
+    """`[..., ceil(N / tile), ceil(K / tile)]` float32."""
+    tile: int = 128
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.data.shape)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        rows, columns = self.shape[-2:]
+        scale = _spread(_spread(self.scale, -2, self.tile, rows), -1, self.tile, columns)
+        return (self.data.float() * scale).to(dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Int4Weight:
+    """Eight 4-bit integers per int32 along K, lowest bits first: value = (nibble - zero) * scale."""
+
+    packed: torch.Tensor
+    """`[..., N, K / 8]` int32."""
+    scale: torch.Tensor
+    """`[..., N, K / group]` of a float dtype."""
+    zero: torch.Tensor | None = None
+    """`[..., N, K / group]` uint8; None: 8 everywhere (symmetric)."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.packed.shape[:-1], self.packed.shape[-1] * 8)
+
+    @property
+    def group(self) -> int:
+        return self.shape[-1] // self.scale.shape[-1]
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        shifts = torch.arange(0, 32, 4, device=self.packed.device, dtype=torch.int32)
+        nibbles = ((self.packed[..., None] >> shifts) & 0xF).flatten(-2).float()
+        columns = self.shape[-1]
+        zero = 8.0 if self.zero is None else _spread(self.zero.float(), -1, self.group, columns)
+        return ((nibbles - zero) * _spread(self.scale.float(), -1, self.group, columns)).to(dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Mxfp4Weight:
+    """Two 4-bit floats per byte along K, low nibble first, one power of two per 32 (OCP MX, gpt-oss)."""
+
+    packed: torch.Tensor
+    """`[..., N, K / 2]` uint8."""
+    scale: torch.Tensor
+    """`[..., N, K / 32]` uint8: the factor is 2 ** (scale - 127)."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.packed.shape[:-1], self.packed.shape[-1] * 2)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        nibbles = torch.stack((self.packed & 0xF, self.packed >> 4), dim=-1).flatten(-2).long()
+        table = torch.tensor((*E2M1_VALUES, *(-value for value in E2M1_VALUES)), device=self.packed.device)
+        factor = torch.exp2(self.scale.float() - 127.0)
+        return (table[nibbles] * _spread(factor, -1, 32, self.shape[-1])).to(dtype)
+
+
+Weight = torch.Tensor | Fp8Weight | Int4Weight | Mxfp4Weight
+
+
+def dequantize(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
+    """The weight's values `[..., N, K]`, whatever its form."""
+    return weight.to(dtype) if isinstance(weight, torch.Tensor) else weight.dequantize(dtype)
+
+
+def quantize_int4(weight: torch.Tensor, group: int) -> Int4Weight:
+    """Round `[..., N, K]` to symmetric 4-bit groups: what tests and benchmarks feed the kernels."""
+    groups = weight.float().unflatten(-1, (-1, group))
+    scale = groups.abs().amax(dim=-1).clamp_min(1e-8) / 7.0
+    nibbles = (groups / scale[..., None]).round().clamp(-8, 7).add(8).to(torch.int32).flatten(-2)
+    shifts = torch.arange(0, 32, 4, device=weight.device, dtype=torch.int32)
+    packed = (nibbles.unflatten(-1, (-1, 8)) << shifts).sum(dim=-1, dtype=torch.int32)
+    return Int4Weight(packed=packed, scale=scale)
+
+
+def quantize_fp8(weight: torch.Tensor, tile: int = 128) -> Fp8Weight:
+    """Round `[..., N, K]` to e4m3 with one factor per tile; N and K are multiples of the tile."""
+    tiles = weight.float().unflatten(-2, (-1, tile)).unflatten(-1, (-1, tile))
+    scale = tiles.abs().amax(dim=(-3, -1)).clamp_min(1e-8) / 448.0
+    data = (tiles / scale[..., None, :, None]).flatten(-2).flatten(-3, -2)
+    return Fp8Weight(data=data.to(torch.float8_e4m3fn), scale=scale, tile=tile)
+
+
+def quantize_mxfp4(weight: torch.Tensor) -> Mxfp4Weight:
+    """Round `[..., N, K]` to the nearest e2m1 value with one power of two per 32."""
+    groups = weight.float().unflatten(-1, (-1, 32))
+    exponent = groups.abs().amax(dim=-1).clamp_min(1e-30).log2().floor() - 2.0
+    scaled = groups / torch.exp2(exponent)[..., None]
+    table = torch.tensor(E2M1_VALUES, device=weight.device)
+    codes = (scaled.abs()[..., None] - table).abs().argmin(dim=-1) + 8 * (scaled < 0)
+    codes = codes.flatten(-2).to(torch.uint8).unflatten(-1, (-1, 2))
+    packed = codes[..., 0] | (codes[..., 1] << 4)
+    return Mxfp4Weight(packed=packed, scale=(exponent + 127).to(torch.uint8))

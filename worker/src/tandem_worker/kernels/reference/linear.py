@@ -1,0 +1,39 @@
+"""Twins of the small-batch products: dequantize, multiply, act."""
+
+from __future__ import annotations
+
+import torch
+
+from ..quantized import Weight, dequantize
+from .elementwise import compute_dtype, silu_mul_reference, swiglu_clamped_reference
+
+
+def small_batch_linear_reference(
+    x: torch.Tensor,
+    weight: Weight,
+    bias: torch.Tensor | None = None,
+    *,
+    num_splits: int | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Twin of `small_batch_linear`: x `[M, K]`, weight `[N, K]` -> `[M, N]`."""
+    del num_splits
+    wide = compute_dtype(x)
+    y = x.to(wide) @ dequantize(weight, wide).t()
+    if bias is not None:
+        y = y + bias.to(wide)
+    return y.to(x.dtype) if out is None else out.copy_(y)
+
+
+def gate_up_silu_reference(
+    x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Twin of `gate_up_silu`: x `[M, K]`, weight `[2I, K]` (gate rows first) -> `[M, I]`."""
+    wide = compute_dtype(x)
+    y = silu_mul_reference(small_batch_linear_reference(x.to(wide), weight, bias))
+    return y.to(x.dtype) if out is None else out.copy_(y)
+
+
+def activate(gate_up: torch.Tensor, clamped: bool) -> torch.Tensor:
+    """The gated activation of an expert, silu or gpt-oss's clamped form."""
+    return swiglu_clamped_reference(gate_up) if clamped else silu_mul_reference(gate_up)

@@ -1,0 +1,167 @@
+"""One tile of a weight, whatever its form, on its way from device memory into the tensor cores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from .checks import FLOATS, require_contiguous, require_dtype, require_same_device, require_shape
+from .quantized import Fp8Weight, Int4Weight, Mxfp4Weight, Weight
+
+PLAIN, FP8, INT4, MXFP4 = range(4)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightArguments:
+    """A weight as kernels take it: pointers and strides, then the constants that select the form."""
+
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    """data, scale, zero; data stands in where the form has none."""
+    strides: tuple[int, int, int, int]
+    """Of data: expert, row; of scale (and zero): expert, row."""
+    constants: dict[str, int | bool]
+
+
+def check_weight(name: str, weight: Weight, dtype: torch.dtype, device: torch.device, rank: int) -> tuple[int, ...]:
+    """The weight's shape, after refusing what the kernels would misread."""
+    shape = weight.shape
+    if len(shape) != rank:
+        raise ValueError(f"{name} must have {rank} axes, got {list(shape)}")
+    parts: dict[str, torch.Tensor] = {}
+    rows, columns = shape[-2:]
+    if isinstance(weight, torch.Tensor):
+        require_dtype(name, weight, dtype)
+        parts["data"] = weight
+    elif isinstance(weight, Fp8Weight):
+        require_dtype(f"{name}.data", weight.data, torch.float8_e4m3fn)
+        require_dtype(f"{name}.scale", weight.scale, torch.float32)
+        tiles = (triton.cdiv(rows, weight.tile), triton.cdiv(columns, weight.tile))
+        require_shape(f"{name}.scale", weight.scale, (*shape[:-2], *tiles))
+        _require_group(name, weight.tile)
+        parts |= {"data": weight.data, "scale": weight.scale}
+    elif isinstance(weight, Int4Weight):
+        require_dtype(f"{name}.packed", weight.packed, torch.int32)
+        require_dtype(f"{name}.scale", weight.scale, *FLOATS)
+        require_shape(f"{name}.scale", weight.scale, (*shape[:-1], None))
+        _require_group(name, weight.group)
+        if columns % weight.group:
+            raise ValueError(f"{name} has {columns} columns, not a multiple of its group of {weight.group}")
+        parts |= {"packed": weight.packed, "scale": weight.scale}
+        if weight.zero is not None:
+            require_dtype(f"{name}.zero", weight.zero, torch.uint8)
+            require_shape(f"{name}.zero", weight.zero, tuple(weight.scale.shape))
+            parts["zero"] = weight.zero
+    else:
+        require_dtype(f"{name}.packed", weight.packed, torch.uint8)
+        require_dtype(f"{name}.scale", weight.scale, torch.uint8)
+        require_shape(f"{name}.scale", weight.scale, (*shape[:-1], columns // 32))
+        parts |= {"packed": weight.packed, "scale": weight.scale}
+    for part, tensor in parts.items():
+        require_contiguous(f"{name}.{part}", tensor)
+        if tensor.device != device:
+            require_same_device(torch.empty(0, device=device), **{f"{name}.{part}": tensor})
+    return tuple(shape)
+
+
+def _require_group(name: str, group: int) -> None:
+    if group < 16 or group & (group - 1):
+        raise ValueError(f"{name} must be quantized in groups of a power of two from 16, got {group}")
+
+
+def weight_arguments(weight: Weight) -> WeightArguments:
+    """Launch arguments of a checked weight."""
+    if isinstance(weight, torch.Tensor):
+        data, scale, zero = weight, weight, weight
+        constants = {"FORMAT": PLAIN, "GROUP_N": 1, "GROUP_K": 1, "HAS_ZERO": False}
+    elif isinstance(weight, Fp8Weight):
+        data, scale, zero = weight.data, weight.scale, weight.scale
+        constants = {"FORMAT": FP8, "GROUP_N": weight.tile, "GROUP_K": weight.tile, "HAS_ZERO": False}
+    elif isinstance(weight, Int4Weight):
+        data, scale = weight.packed, weight.scale
+        zero = weight.scale if weight.zero is None else weight.zero
+        constants = {"FORMAT": INT4, "GROUP_N": 1, "GROUP_K": weight.group, "HAS_ZERO": weight.zero is not None}
+    else:
+        assert isinstance(weight, Mxfp4Weight)
+        data, scale, zero = weight.packed, weight.scale, weight.scale
+        constants = {"FORMAT": MXFP4, "GROUP_N": 1, "GROUP_K": 32, "HAS_ZERO": False}
+    strides = (*(data.stride() if data.dim() == 3 else (0, *data.stride()))[:2],)
+    scale_strides = (*(scale.stride() if scale.dim() == 3 else (0, *scale.stride()))[:2],)
+    return WeightArguments(tensors=(data, scale, zero), strides=(*strides, *scale_strides), constants=constants)
+
+
+@triton.jit
+def widen_e2m1(codes):
+    """Four-bit floats (int32 codes) as float32, by placing exponent and mantissa bits."""
+    magnitude = codes & 7
+    bits = ((magnitude >> 1) + 126) << 23 | (magnitude & 1) << 22
+    value = bits.to(tl.float32, bitcast=True)
+    value = tl.where(magnitude < 2, magnitude.to(tl.float32) * 0.5, value)  # zero and the subnormal 0.5
+    return tl.where(codes >= 8, -value, value)
+
+
+@triton.jit
+def weight_tile(
+    w_ptr, scale_ptr, zero_ptr, rows, num_rows, k_start, num_columns, stride_row, stride_scale_row,
+    FORMAT: tl.constexpr, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, HAS_ZERO: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Rows `[BLOCK_N]` (int64), columns k_start.. of a weight as `[BLOCK_N, BLOCK_K]` of DTYPE; zeros outside."""
+    inside = rows < num_rows
+    columns = k_start + tl.arange(0, BLOCK_K)
+    if FORMAT == 0:
+        mask = inside[:, None] & (columns < num_columns)[None, :]
+        return tl.load(w_ptr + rows[:, None] * stride_row + columns[None, :], mask=mask, other=0.0)
+    else:  # noqa: RET505 - Triton compiles both branches of a constexpr condition only in this form
+        STEP: tl.constexpr = GROUP_K if GROUP_K < BLOCK_K else BLOCK_K
+        GROUPS: tl.constexpr = BLOCK_K // STEP
+        starts = k_start + tl.arange(0, GROUPS) * STEP
+        scale_offsets = (rows // GROUP_N)[:, None] * stride_scale_row + (starts // GROUP_K)[None, :]
+        scale_mask = inside[:, None] & (starts < num_columns)[None, :]
+        if FORMAT == 3:
+            exponents = tl.load(scale_ptr + scale_offsets, mask=scale_mask, other=0).to(tl.int32)
+            scale = (exponents << 23).to(tl.float32, bitcast=True)
+        else:
+            scale = tl.load(scale_ptr + scale_offsets, mask=scale_mask, other=0.0).to(tl.float32)
+        if FORMAT == 1:
+            mask = inside[:, None] & (columns < num_columns)[None, :]
+            data = tl.load(w_ptr + rows[:, None] * stride_row + columns[None, :], mask=mask, other=0.0)
+            values = data.to(tl.float32).reshape(BLOCK_N, GROUPS, STEP)
+        else:
+            PER_WORD: tl.constexpr = 8 if FORMAT == 2 else 2
+            words = k_start // PER_WORD + tl.arange(0, BLOCK_K // PER_WORD)
+            mask = inside[:, None] & (words < num_columns // PER_WORD)[None, :]
+            packed = tl.load(w_ptr + rows[:, None] * stride_row + words[None, :], mask=mask, other=0).to(tl.int32)
+            shifts = 4 * tl.arange(0, PER_WORD)
+            codes = ((packed[:, :, None] >> shifts[None, None, :]) & 15).reshape(BLOCK_N, GROUPS, STEP)
+            if FORMAT == 3:
+                values = widen_e2m1(codes)
+            elif HAS_ZERO:
+                zero = tl.load(zero_ptr + scale_offsets, mask=scale_mask, other=0).to(tl.int32)
+                values = (codes - zero[:, :, None]).to(tl.float32)
+            else:
+                values = (codes - 8).to(tl.float32)
+        return (values * scale[:, :, None]).reshape(BLOCK_N, BLOCK_K).to(DTYPE)
+
+
+@triton.jit
+def product(
+    x_ptr, x_offsets, x_valid, w_ptr, scale_ptr, zero_ptr, rows, num_rows, k_begin, k_end, num_columns,
+    stride_row, stride_scale_row,
+    FORMAT: tl.constexpr, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, HAS_ZERO: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """x rows times weight rows over columns [k_begin, k_end), `[BLOCK_M, BLOCK_N]` float32; k_begin on a tile edge."""
+    accumulated = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k_start in range(k_begin, k_end, BLOCK_K):
+        columns = k_start + tl.arange(0, BLOCK_K)
+        x_mask = x_valid[:, None] & (columns < num_columns)[None, :]
+        x = tl.load(x_ptr + x_offsets[:, None] + columns[None, :], mask=x_mask, other=0.0)
+        w = weight_tile(
+            w_ptr, scale_ptr, zero_ptr, rows, num_rows, k_start, num_columns, stride_row, stride_scale_row,
+            FORMAT, GROUP_N, GROUP_K, HAS_ZERO, BLOCK_N, BLOCK_K, x_ptr.dtype.element_ty,
+        )  # fmt: skip
+        accumulated = tl.dot(x, tl.trans(w), accumulated, input_precision="ieee")
+    return accumulated
