@@ -1,0 +1,129 @@
+"""The completions endpoint: prompt forms, echo, legacy logprobs; tokenize and detokenize; models and probes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+
+def echo_prompt(worker: Any) -> None:
+    """Answers with ` PROMPT`."""
+    worker.engine.script = lambda request, _choice: [
+        *worker.tokenizer.encode(" " + worker.tokenizer.decode(request.prompt_token_ids)),
+        worker.tokenizer.eos_token_id,
+    ]
+
+
+@pytest.mark.parametrize("form", ["string", "strings", "ids", "lists of ids"])
+async def test_prompt_forms(worker: Any, form: str) -> None:
+    echo_prompt(worker)
+    ids = [worker.tokenizer.encode(text) for text in ("one", "two")]
+    prompt: Any = {"string": "one", "strings": ["one", "two"], "ids": ids[0], "lists of ids": ids}[form]
+    answer = await worker.client.completions.create(model="tiny", prompt=prompt)
+    expected = [" one", " two"] if form in ("strings", "lists of ids") else [" one"]
+    assert [choice.text for choice in answer.choices] == expected
+    assert [choice.index for choice in answer.choices] == list(range(len(expected)))
+    assert answer.usage.prompt_tokens == sum(len(item) for item in ids[: len(expected)])
+    assert worker.engine.requests[0].sampling.max_tokens == 16
+
+
+async def test_prompts_times_choices(worker: Any) -> None:
+    echo_prompt(worker)
+    arguments: dict[str, Any] = {"model": "tiny", "prompt": ["one", "two"], "n": 2}
+    answer = await worker.client.completions.create(**arguments)
+    assert [choice.text for choice in answer.choices] == [" one", " one", " two", " two"]
+    texts = ["", "", "", ""]
+    stream = await worker.client.completions.create(**arguments, stream=True, stream_options={"include_usage": True})
+    usage = None
+    async for chunk in stream:
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert texts == [" one", " one", " two", " two"]
+    assert usage.completion_tokens == answer.usage.completion_tokens
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_echo_with_logprobs(worker: Any, stream: bool) -> None:
+    worker.says("end", end=False)
+    arguments: dict[str, Any] = {"model": "tiny", "prompt": "the 🌍", "echo": True, "logprobs": 2, "stream": stream}
+    answer = await worker.client.completions.create(**arguments)
+    chunks = [chunk async for chunk in answer] if stream else [answer]
+    choices = [choice for chunk in chunks for choice in chunk.choices]
+    text = "".join(choice.text for choice in choices)
+    assert text == "the 🌍end"
+    parts = [choice.logprobs for choice in choices if choice.logprobs is not None]
+    tokens = [token for part in parts for token in part.tokens]
+    offsets = [offset for part in parts for offset in part.text_offset]
+    values = [value for part in parts for value in part.token_logprobs]
+    assert values[0] is None
+    assert len(tokens) == len(offsets) == len(values) == len(worker.tokenizer.encode("the 🌍end"))
+    assert all(
+        text[offset:].startswith(token) for token, offset in zip(tokens, offsets, strict=True) if token[0] != "b"
+    )
+    assert worker.engine.requests[0].prompt_logprobs == 2
+
+
+async def test_scoring_a_prompt(worker: Any) -> None:
+    worker.says("never shown")
+    answer = await worker.client.completions.create(model="tiny", prompt="the end", echo=True, logprobs=0, max_tokens=0)
+    assert answer.choices[0].text == "the end"
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.completion_tokens == 0
+    assert len(answer.choices[0].logprobs.tokens) == answer.usage.prompt_tokens
+
+
+async def test_special_tokens_of_a_prompt_are_read(worker: Any) -> None:
+    worker.says("x")
+    await worker.client.completions.create(model="tiny", prompt="<|im_start|>user")
+    assert worker.engine.requests[0].prompt_token_ids[0] == worker.tokenizer.convert_tokens_to_ids("<|im_start|>")
+
+
+async def test_empty_prompt_is_the_start_of_a_document(worker: Any) -> None:
+    worker.says("x")
+    await worker.client.completions.create(model="tiny", prompt="")
+    assert worker.engine.requests[0].prompt_token_ids == (worker.tokenizer.bos_token_id,)
+
+
+async def test_tokenize_and_detokenize(worker: Any) -> None:
+    response = await worker.http.post("/tokenize", json={"model": "tiny", "prompt": "the 🌍"})
+    assert response.json() == {
+        "count": 7,
+        "max_model_len": 4096,
+        "tokens": worker.tokenizer.encode("the 🌍"),
+    }
+    response = await worker.http.post("/detokenize", json={"tokens": response.json()["tokens"]})
+    assert response.json() == {"prompt": "the 🌍"}
+    response = await worker.http.post(
+        "/tokenize", json={"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+    )
+    text = worker.tokenizer.decode(response.json()["tokens"])
+    assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert (await worker.http.post("/detokenize", json={"tokens": ["a"]})).json()["error"]["param"] == "tokens[0]"
+
+
+async def test_long_prompts_are_tokenized_beside_the_loop(worker: Any) -> None:
+    text = "the " * 3000
+    response = await worker.http.post("/tokenize", json={"prompt": text})
+    assert response.json()["tokens"] == worker.tokenizer.encode(text)
+
+
+async def test_models_probes_and_figures(worker: Any) -> None:
+    models = await worker.client.models.list()
+    assert [model.id for model in models.data] == ["tiny"]
+    assert (await worker.client.models.retrieve("tiny")).owned_by == "tandem"
+    assert (await worker.http.get("/v1/models/other/name")).status_code == 404
+    assert (await worker.http.get("/healthz")).text == "ok\n"
+    assert "tandem_worker_draining 0" in (await worker.http.get("/metrics")).text
+    assert (await worker.http.get("/telemetry")).json()["pod"] == "pod-0"
+    assert (await worker.http.head("/healthz")).status_code == 200
+
+
+async def test_outcomes_are_observed(worker: Any) -> None:
+    worker.says("a b c")
+    await worker.client.completions.create(model="tiny", prompt="x")
+    outcome = worker.outcomes[0]
+    assert (outcome.path, outcome.status) == ("/v1/completions", 200)
+    assert outcome.usage.completion_tokens == 6
+    assert 0 < outcome.first_token_seconds <= outcome.seconds
