@@ -103,7 +103,8 @@ class Reconciler:
             now=_now(),
         )
         await self._report(key, raw, status, apply_happenings(outcome.applied, outcome.before))
-        return outcome.look_again or (None if status.conditions[0].status == "True" else _RARELY)
+        moving = any(condition.type in ("Reconciling", "Stalled") for condition in status.conditions)
+        return outcome.look_again or (_RARELY if moving else None)
 
     async def _execute(self, key: ModelKey, model: InferenceModel, desired: Sequence[Manifest]) -> Outcome:
         uid = model.metadata.uid
