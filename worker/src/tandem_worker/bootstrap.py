@@ -1,0 +1,342 @@
+"""Builds a worker from its configuration: model, engine, transport, HTTP application, in phases that are told.
+
+`build_worker` blocks for as long as downloading and loading take and runs on a thread of its own; the HTTP server
+answers probes meanwhile. Heavy imports are inside, so that the environment can be set before torch reads it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import resource
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tandem_api.launch import Device, DType, WorkerConfig
+from tandem_api.names import Role
+
+from tandem_worker.control.params import FinishReason, GenerationRequest, SamplingParams, TokenDelta
+from tandem_worker.environment import PodFacts
+from tandem_worker.errors import StartupError
+from tandem_worker.observe.metrics import WorkerFacts, WorkerSample, build_metrics_text, build_telemetry
+from tandem_worker.observe.nvml import GpuReader
+from tandem_worker.observe.requests import RequestMetrics
+from tandem_worker.server.hub import DeltaHub
+
+if TYPE_CHECKING:
+    import torch
+    from starlette.types import ASGIApp
+
+    from tandem_worker.engine.core import EngineCore
+    from tandem_worker.models.base import CausalLM
+    from tandem_worker.transfer.client import TcpPrefillClient
+    from tandem_worker.transfer.server import TcpPrefillServer
+
+logger = logging.getLogger(__name__)
+
+WARM_UP_SECONDS = 300.0
+_WARM_UP_ID = "tandem-warm-up"
+
+
+class Progress:
+    """Which phase the start is in, and how long each one took. Written by the building thread, read by probes."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.phase = "starting"
+        self.seconds: dict[str, float] = {}
+        self._since = clock()
+
+    def enter(self, phase: str) -> None:
+        now = self._clock()
+        self.seconds[self.phase] = round(now - self._since, 3)
+        self.phase, self._since = phase, now
+        logger.info("%s", phase)
+
+
+class Delivery:
+    """The engine's delivery function: to the HTTP side, but for the warm-up's own request."""
+
+    def __init__(self, hub: DeltaHub) -> None:
+        self._hub = hub
+        self._warm_up = threading.Event()
+        self._outcome: TokenDelta | None = None
+
+    def __call__(self, deltas: Sequence[TokenDelta]) -> None:
+        if not self._warm_up.is_set():
+            for delta in deltas:
+                if delta.request_id == _WARM_UP_ID and delta.finish_reason is not None:
+                    self._outcome = delta
+                    self._warm_up.set()
+        self._hub.deliver(deltas)
+
+    def await_warm_up(self, timeout: float) -> TokenDelta | None:
+        self._warm_up.wait(timeout)
+        return self._outcome
+
+
+@dataclass(slots=True, kw_only=True)
+class Worker:
+    """Everything that runs in this process but the HTTP server."""
+
+    config: WorkerConfig
+    app: ASGIApp
+    engine: EngineCore
+    hub: DeltaHub
+    prefill_server: TcpPrefillServer | None
+    prefill_client: TcpPrefillClient | None
+
+    @property
+    def idle(self) -> bool:
+        return self.engine.idle and self.hub.num_open == 0
+
+    def drain(self) -> None:
+        self.engine.drain()
+        if self.prefill_server is not None:
+            self.prefill_server.drain()
+
+    def close(self) -> None:
+        if self.prefill_server is not None:
+            self.prefill_server.close()
+        if self.prefill_client is not None:
+            self.prefill_client.close()
+        self.engine.stop(timeout=5.0)
+
+
+@dataclass(slots=True, kw_only=True)
+class Switches:
+    """What the process is up to; the HTTP application looks at it."""
+
+    ready: bool = False
+    draining: bool = False
+
+
+@dataclass(slots=True)
+class _Memory:
+    """Bytes by what they hold: what the process, or on a GPU the device, grew by in each phase."""
+
+    on_gpu: bool
+    by_kind: dict[str, int] = field(default_factory=dict)
+
+    def observe(self) -> int:
+        if self.on_gpu:
+            import torch
+
+            return torch.cuda.memory_allocated()
+        return _resident_bytes()
+
+
+def load_config(path: Path) -> WorkerConfig:
+    """Raises StartupError."""
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise StartupError("InvalidConfig", f"The configuration {path} cannot be read: {error}") from error
+    try:
+        return WorkerConfig.model_validate_json(text)
+    except ValueError as error:
+        raise StartupError("InvalidConfig", f"The configuration {path} is not valid: {error}") from error
+
+
+def build_worker(config: WorkerConfig, pod: PodFacts, progress: Progress, switches: Switches) -> Worker:
+    """Raises StartupError with a reason for everything a person can mend."""
+    progress.enter("loading libraries")
+    from tandem_worker.engine.build import build_engine
+    from tandem_worker.models.loader import load_model
+    from tandem_worker.models.tokenizer import load_tokenizer
+    from tandem_worker.server.app import build_app
+    from tandem_worker.sources.digest import model_digest
+    from tandem_worker.sources.resolve import resolve_model
+    from tandem_worker.transfer.client import TcpPrefillClient
+
+    device = resolve_device(config.device)
+    memory = _Memory(on_gpu=device.type == "cuda")
+    progress.enter("fetching the model")
+    path = resolve_model(config.model, pod.token)
+    digest = model_digest(path)
+    progress.enter("loading the tokenizer")
+    tokenizer = load_tokenizer(path)
+    progress.enter("loading weights")
+    before = memory.observe()
+    model = load_model(path, device=device, dtype=resolve_dtype(config.dtype))
+    memory.by_kind["weights"] = max(0, memory.observe() - before)
+    progress.enter("allocating the KV cache")
+    hub = DeltaHub()
+    delivery = Delivery(hub)
+    client = TcpPrefillClient(verify=config.kv.verify) if config.role is Role.DECODE else None
+    end_tokens = observe_end_tokens(path, tokenizer)
+    engine = build_engine(model, config, delivery, client, eos_token_ids=end_tokens, model_digest=digest)
+    cache = engine.kv_cache
+    memory.by_kind["kv"] = cache.num_blocks * cache.spec.bytes_per_block
+    memory.by_kind["other"] = before
+    progress.enter("warming up")
+    warm_up(engine, delivery)
+    progress.enter("starting the KV transport")
+    server = _connect_transport(engine, client, config, pod, digest)
+    figures = _Figures(config, pod, switches, engine, server or client, _gpu_reader(device), memory.by_kind)
+    app = build_app(
+        engine,
+        tokenizer,
+        config,
+        hub=hub,
+        pod_name=pod.pod,
+        ready=lambda: switches.ready,
+        telemetry=figures.telemetry,
+        metrics_text=figures.metrics_text,
+        draining=lambda: switches.draining,
+        max_model_len=engine.max_model_len,
+        vocab_size=model.vocab_size,
+        eos_token_ids=end_tokens,
+        observer=figures.observe_request,
+    )
+    progress.enter("ready")
+    _log_ready(config, model, engine, progress, memory)
+    return Worker(config=config, app=app, engine=engine, hub=hub, prefill_server=server, prefill_client=client)
+
+
+def resolve_device(device: Device) -> torch.device:
+    import torch
+
+    if device == "CPU" or (device == "Auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise StartupError(
+            "DeviceUnavailable",
+            "spec.engine.device is CUDA, but the container sees no GPU: ask for one in resources.limits, "
+            "for example nvidia.com/gpu, or set the device to Auto or CPU.",
+        )
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def resolve_dtype(dtype: DType) -> torch.dtype | None:
+    """None leaves the choice to the loader, which knows the checkpoint."""
+    import torch
+
+    return {"Auto": None, "BFloat16": torch.bfloat16, "Float16": torch.float16, "Float32": torch.float32}[dtype]
+
+
+def observe_end_tokens(path: Path, tokenizer: Any) -> frozenset[int]:
+    """Tokens that end an answer: the tokenizer's, and those that the model's generation settings list."""
+    from tandem_worker.server.model import end_tokens
+
+    found = set(end_tokens(tokenizer))
+    settings = path / "generation_config.json"
+    if settings.is_file():
+        try:
+            listed = json.loads(settings.read_text()).get("eos_token_id")
+        except (ValueError, AttributeError):
+            logger.warning("%s cannot be read; its end tokens are not used", settings.name)
+            listed = None
+        found.update(listed if isinstance(listed, list) else [] if listed is None else [listed])
+    return frozenset(int(token) for token in found)
+
+
+def warm_up(engine: EngineCore, delivery: Delivery) -> None:
+    """One token through the whole engine: kernels are compiled, memory is touched, a broken model is found out."""
+    sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+    engine.submit(GenerationRequest(request_id=_WARM_UP_ID, prompt_token_ids=(0, 1), sampling=sampling))
+    outcome = delivery.await_warm_up(WARM_UP_SECONDS)
+    if outcome is None:
+        raise StartupError("WarmUpFailed", f"The first token was not computed within {WARM_UP_SECONDS:g} s.")
+    if outcome.finish_reason is not FinishReason.LENGTH:
+        raise StartupError("WarmUpFailed", f"The first token could not be computed: {outcome.error}")
+
+
+def _connect_transport(
+    engine: EngineCore, client: TcpPrefillClient | None, config: WorkerConfig, pod: PodFacts, digest: str
+) -> TcpPrefillServer | None:
+    from tandem_worker.transfer.base import Identity
+    from tandem_worker.transfer.blocks import BlockSpace
+    from tandem_worker.transfer.server import TcpPrefillServer
+
+    if config.role not in {Role.PREFILL, Role.DECODE}:
+        return None
+    space = BlockSpace(engine.kv_cache)
+    identity = Identity(worker=pod.pod, revision=config.revision, model_digest=digest, layout=space.layout.fingerprint)
+    if client is not None:
+        client.bind(engine, space, identity)
+        return None
+    host = "::" if ":" in pod.pod_ip else "0.0.0.0"
+    server = TcpPrefillServer(engine=engine, space=space, identity=identity, host=host, port=config.kv.port)
+    try:
+        server.start()
+    except OSError as error:
+        raise StartupError("PortInUse", f"The KV port {config.kv.port} cannot be opened: {error}") from error
+    return server
+
+
+class _Figures:
+    """Answers `/metrics` and `/telemetry`, and counts finished requests."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        pod: PodFacts,
+        switches: Switches,
+        engine: EngineCore,
+        transport: TcpPrefillServer | TcpPrefillClient | None,
+        gpu: GpuReader,
+        memory_bytes: dict[str, int],
+    ) -> None:
+        self._facts = WorkerFacts(model_name=config.model_name, role=config.role, revision=config.revision, pod=pod.pod)
+        self._switches, self._engine, self._transport, self._gpu = switches, engine, transport, gpu
+        self._memory_bytes = memory_bytes
+        self._requests = RequestMetrics()
+
+    def telemetry(self) -> Any:
+        return build_telemetry(self._facts, self._sample())
+
+    def metrics_text(self) -> str:
+        return build_metrics_text(self._facts, self._sample(), self._requests, self._memory_bytes)
+
+    def observe_request(self, outcome: Any) -> None:
+        """An answer that is sent in one piece ends as it begins."""
+        first, usage = outcome.first_token_seconds, outcome.usage
+        self._requests.record(
+            status=outcome.status,
+            seconds=outcome.seconds,
+            first_token_seconds=first,
+            num_generated=0 if usage is None else usage.completion_tokens,
+            streamed=first is not None and outcome.seconds - first > 1e-3,
+        )
+
+    def _sample(self) -> WorkerSample:
+        return WorkerSample(
+            draining=self._switches.draining,
+            engine=self._engine.stats(),
+            gpu=self._gpu.sample(),
+            transfer=None if self._transport is None else self._transport.stats(),
+        )
+
+
+def _gpu_reader(device: torch.device) -> GpuReader:
+    if device.type != "cuda":
+        return GpuReader(None)
+    import torch
+
+    return GpuReader(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+
+
+def _log_ready(config: WorkerConfig, model: CausalLM, engine: EngineCore, progress: Progress, memory: _Memory) -> None:
+    gib = {f"{kind}_gib": round(size / 2**30, 3) for kind, size in memory.by_kind.items()}
+    logger.info(
+        "serving %s",
+        config.served_name,
+        extra={
+            "device": str(model.device),
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "kv_blocks": engine.kv_cache.num_blocks,
+            "max_model_len": engine.max_model_len,
+            "memory": gib | {"peak_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 3)},
+            "seconds": progress.seconds | {"total": round(sum(progress.seconds.values()), 3)},
+        },
+    )
+
+
+def _resident_bytes() -> int:
+    fields = Path("/proc/self/statm").read_text().split()
+    return int(fields[1]) * resource.getpagesize()

@@ -1,0 +1,77 @@
+"""What the process learns from its surroundings, and what it sets before torch is loaded.
+
+The environment is read here and in `__main__` only; everything else is handed what it needs.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tandem_api import names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodFacts:
+    """Per-pod facts: the downward API's, the Secret's, the kubelet's."""
+
+    pod: str
+    namespace: str
+    pod_ip: str
+    token: str | None
+    log_level: str
+    termination_path: Path
+
+
+def observe_pod(environment: Mapping[str, str]) -> PodFacts:
+    return PodFacts(
+        pod=environment.get("POD_NAME") or socket.gethostname(),
+        namespace=environment.get("POD_NAMESPACE", "default"),
+        pod_ip=environment.get("POD_IP", "127.0.0.1"),
+        token=environment.get("HF_TOKEN", "").strip() or None,
+        log_level=environment.get("TANDEM_LOG_LEVEL", "INFO"),
+        termination_path=Path(environment.get("TERMINATION_MESSAGE_PATH") or names.TERMINATION_MESSAGE_PATH),
+    )
+
+
+def plan_threads(affinity: int, cpu_max: str) -> int:
+    """Threads for torch: the CPUs this process may run on, or as many as its quota pays for.
+
+    `cpu_max` is the text of cgroup v2's `cpu.max`: quota and period in microseconds, or `max`.
+    """
+    quota, _, period = cpu_max.strip().partition(" ")
+    if quota.isdigit() and period.isdigit() and int(period) > 0:
+        return max(1, min(affinity, math.ceil(int(quota) / int(period))))
+    return max(1, affinity)
+
+
+def observe_threads(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    try:
+        cpu_max = (cgroup / "cpu.max").read_text()
+    except OSError:
+        cpu_max = "max"
+    return plan_threads(len(os.sched_getaffinity(0)), cpu_max)
+
+
+def prepare_environment(environment: MutableMapping[str, str], *, num_threads: int, cache_dir: str) -> None:
+    """Settings that libraries read when they are imported. What a person has set stays."""
+    defaults = {
+        "OMP_NUM_THREADS": str(num_threads),
+        # Pods share cores: a thread that spins at the end of a parallel region takes them from its neighbours, and from
+        # this process's own HTTP and KV threads.
+        "OMP_WAIT_POLICY": "passive",
+        "GOMP_SPINCOUNT": "0",
+        "KMP_BLOCKTIME": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+        # The root file system is read-only; the cache folder is the one place to write to.
+        "HF_HOME": str(Path(cache_dir, ".huggingface")),
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "TRITON_CACHE_DIR": str(Path(cache_dir, ".triton")),
+    }
+    for name, value in defaults.items():
+        environment.setdefault(name, value)
