@@ -1,0 +1,225 @@
+"""Random walks along the masks: whatever a model prefers, what it writes is valid."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+import torch
+from tandem_worker.control.params import Grammar
+from tandem_worker.server.detokenizer import TokenTable, byte_level_alphabet
+from tandem_worker.server.tools.formats import FORMATS, build_grammar
+from tandem_worker.server.toolspec import Tool, ToolOptions
+from tandem_worker.structured.compiler import MAX_CACHED, GrammarCompiler
+from tandem_worker.structured.grammar import AfterReasoningFactory, GrammarError
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+SCHEMAS: list[dict[str, Any]] = [
+    {"type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}}, "required": ["a"]},
+    {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3},
+    {"enum": ["red", "green", 3, None]},
+    {"type": "string", "minLength": 2, "maxLength": 6},
+    {"type": "string", "pattern": "^[A-Z]{2}-[0-9]{3}$"},
+    {"type": "string", "format": "date"},
+    {"anyOf": [{"type": "null"}, {"type": "integer", "multipleOf": 5, "minimum": 0, "maximum": 1000}]},
+    {"$ref": "#/$defs/p", "$defs": {"p": {"type": "object", "properties": {"n": {"const": 1}}, "required": ["n"],
+     "additionalProperties": False}}},
+    {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 8},
+            "tags": {"type": "array", "items": {"enum": ["x", "y"]}, "maxItems": 2},
+            "inner": {"type": "object", "properties": {"ok": {"type": "boolean"}}, "additionalProperties": False},
+        },
+        "required": ["name", "tags"],
+        "additionalProperties": False,
+    },
+    {"type": "object", "properties": {"x": {"type": "number", "minimum": 0, "maximum": 1}}, "required": ["x"],
+     "additionalProperties": False},
+]  # fmt: skip
+CLOSED = [{**schema, "additionalProperties": False} if "properties" in schema else schema for schema in SCHEMAS]
+MARKS = ["<tool_call>", "</tool_call>", "<think>", "</think>", "<|tool_calls_section_begin|>",
+         "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>", "<|tool_call_argument_begin|>",
+         "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>",
+         "<｜tool▁sep｜>"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    vocab = {piece: index for index, piece in enumerate([*byte_level_alphabet(), '{"', '":', "true", "se"])}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<|end|>", special=True)])
+    backend.add_tokens([AddedToken(mark, special=False) for mark in MARKS])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>")
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer: PreTrainedTokenizerFast) -> GrammarCompiler:
+    return GrammarCompiler(tokenizer, 300, [tokenizer.eos_token_id])  # more rows than tokens, as models have
+
+
+def allowed(grammar: Grammar, words: int = 10) -> list[int]:
+    mask = np.zeros(words, dtype=np.int32)
+    grammar.fill_mask(mask)
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+    return [int(index) for index in np.flatnonzero(bits)]
+
+
+def walk(grammar: Grammar, eos: int, rng: random.Random, limit: int = 600) -> list[int]:
+    """Tokens of a random answer; closing brackets and quotes are preferred a little, so that it ends."""
+    tokens: list[int] = []
+    while not grammar.terminated and len(tokens) < limit:
+        options = allowed(grammar)
+        assert options, "a mask must allow something"
+        assert max(options) < 300
+        token = eos if eos in options and rng.random() < 0.3 else rng.choice(options)
+        grammar.accept(token)
+        if token == eos:
+            return tokens
+        tokens.append(token)
+    return tokens
+
+
+def text_of(tokenizer: Any, tokens: list[int]) -> str:
+    table = TokenTable(tokenizer)
+    return b"".join(table.token_bytes(token) for token in tokens).decode()
+
+
+@pytest.mark.parametrize("index", range(len(CLOSED)))
+def test_schemas(compiler: GrammarCompiler, tokenizer: Any, index: int) -> None:
+    schema = CLOSED[index]
+    factory = compiler.compile_json_schema(schema)
+    validator = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker())
+    for seed in range(12):
+        text = text_of(tokenizer, walk(factory.new(), tokenizer.eos_token_id, random.Random(seed)))
+        validator.validate(json.loads(text))
+
+
+def test_only_an_end_token_follows_the_end(compiler: GrammarCompiler, tokenizer: Any) -> None:
+    grammar = compiler.compile_json_schema({"const": 7}).new()
+    grammar.accept(tokenizer.convert_tokens_to_ids("7"))
+    assert grammar.terminated
+    assert allowed(grammar) == [tokenizer.eos_token_id]
+    grammar.accept(tokenizer.eos_token_id)
+    assert grammar.terminated
+
+
+def test_choices_do_not_share_state(compiler: GrammarCompiler, tokenizer: Any) -> None:
+    factory = compiler.compile_json_schema({"enum": [12, 34]})
+    first, second = factory.new(), factory.new()
+    first.accept(tokenizer.convert_tokens_to_ids("1"))
+    assert allowed(first) == [tokenizer.convert_tokens_to_ids("2")]
+    assert allowed(second) == sorted(tokenizer.convert_tokens_to_ids(["1", "3"]))
+
+
+def test_masks_fit_tensors_and_wider_rows(compiler: GrammarCompiler) -> None:
+    grammar = compiler.compile_json_schema({"type": "object"}).new()
+    mask = torch.full((16,), -1, dtype=torch.int32)
+    grammar.fill_mask(mask)
+    assert mask.tolist()[10:] == [0] * 6
+    assert mask.any()
+
+
+def test_a_forbidden_token_raises(compiler: GrammarCompiler, tokenizer: Any) -> None:
+    grammar = compiler.compile_json_schema({"type": "object"}).new()
+    with pytest.raises(GrammarError, match="not allowed"):
+        grammar.accept(tokenizer.convert_tokens_to_ids("x"))
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"type": "objekt"}, "objekt"),
+        ({"type": "string", "pattern": "("}, "regex"),
+        ({"$ref": "http://127.0.0.1/x"}, "127.0.0.1"),
+        ({"type": "integer", "minimum": 5, "maximum": 2}, "Unsatisfiable"),
+        ({"not": {}}, "not"),
+    ],
+)
+def test_invalid_schemas(compiler: GrammarCompiler, schema: dict[str, Any], message: str) -> None:
+    with pytest.raises(GrammarError, match=message):
+        compiler.compile_json_schema(schema)
+
+
+def test_compiled_grammars_are_kept_up_to_a_limit(compiler: GrammarCompiler) -> None:
+    first = compiler.compile_json_schema({"const": "kept"})
+    assert compiler.compile_json_schema({"const": "kept"}) is first
+    for number in range(MAX_CACHED):
+        compiler.compile_json_schema({"const": number})
+    assert compiler.compile_json_schema({"const": "kept"}) is not first
+
+
+def test_thinking_comes_first(compiler: GrammarCompiler, tokenizer: Any) -> None:
+    begin, end, x, one = tokenizer.convert_tokens_to_ids(["<think>", "</think>", "x", "1"])
+    factory = compiler.compile_json_schema({"const": 1})
+    grammar = AfterReasoningFactory(factory, begin, end, inside=False).new()
+    assert allowed(grammar) == sorted([begin, one])
+    for token in (begin, x):
+        grammar.accept(token)
+        assert not grammar.terminated
+    assert len(allowed(grammar)) == 320
+    grammar.accept(end)
+    assert allowed(grammar) == [one]
+    grammar.accept(one)
+    assert grammar.terminated
+    inside = AfterReasoningFactory(factory, begin, end, inside=True).new()
+    assert len(allowed(inside)) == 320
+
+
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+TOOLS = tuple(
+    Tool(name=name, parameters=schema, strict=True, definition={})
+    for name, schema in (("get_weather", SCHEMAS[8]), ("f", NOTHING))
+)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("parallel", [False, True])
+def test_required_calls_parse_and_validate(
+    compiler: GrammarCompiler, tokenizer: Any, name: str, parallel: bool
+) -> None:
+    tool_format = FORMATS[name]
+    options = ToolOptions(mode="required", tools=TOOLS, callable_tools=TOOLS, parallel=parallel)
+    grammar = build_grammar(tool_format, options, tokenizer.get_added_vocab())
+    factory = compiler.compile_lark(grammar)
+    for seed in range(4):
+        text = text_of(tokenizer, walk(factory.new(), tokenizer.eos_token_id, random.Random(seed), limit=4000))
+        parser = tool_format.new_parser(options)
+        parsed = parser.feed(text)
+        parsed.add(parser.flush())
+        assert parsed.content.strip() == ""
+        starts = [delta for delta in parsed.tools if delta.name is not None]
+        assert starts
+        for start in starts:
+            arguments = "".join(delta.arguments for delta in parsed.tools if delta.index == start.index)
+            schema = next(tool.parameters for tool in TOOLS if tool.name == start.name)
+            jsonschema.validate(json.loads(arguments), schema)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_free_answers_may_be_text_or_strict_calls(compiler: GrammarCompiler, tokenizer: Any, name: str) -> None:
+    tool_format = FORMATS[name]
+    options = ToolOptions(mode="auto", tools=TOOLS, callable_tools=TOOLS)
+    factory = compiler.compile_lark(build_grammar(tool_format, options, tokenizer.get_added_vocab()))
+    grammar = factory.new()
+    for token in tokenizer.encode("Hello, world"):
+        assert token in allowed(grammar)
+        grammar.accept(token)
+    assert tokenizer.eos_token_id in allowed(grammar)
+    assert not grammar.terminated
+    mark = tool_format.marks[0] if name != "llama" else '{"'
+    assert tokenizer.convert_tokens_to_ids(mark) in allowed(factory.new())
+
+
+def test_an_answer_schema_beside_tools(compiler: GrammarCompiler, tokenizer: Any) -> None:
+    options = ToolOptions(mode="auto", tools=TOOLS, callable_tools=TOOLS)
+    lark = build_grammar(FORMATS["hermes"], options, tokenizer.get_added_vocab(), answer_schema={"const": "yes"})
+    grammar = compiler.compile_lark(lark).new()
+    assert allowed(grammar) == sorted(tokenizer.convert_tokens_to_ids(['"', "<tool_call>"]))
