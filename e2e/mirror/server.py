@@ -2,6 +2,7 @@
 
     ROOT/ORG/REPOSITORY/file…           one repository, one revision
     ROOT/ORG/REPOSITORY/.private        its content is the bearer token that opens it
+    ROOT/ORG/REPOSITORY/.corrupt        its files arrive with a wrong first byte, under the right digest (for tests)
 
 Endpoints: model info and file tree of a revision, and HEAD/GET of a file with ETag (its sha256), commit and Range.
 For tests, `MIRROR_DROP_AFTER=BYTES` cuts the first download of each file after that many bytes.
@@ -22,6 +23,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 REVISIONS = {"main"}
+MARKERS = {".private", ".corrupt"}
 CHUNK = 1 << 20
 INFO = re.compile(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?")
 TREE = re.compile(r"/api/models/([^/]+/[^/]+)/tree/([^/]+)")
@@ -46,7 +48,7 @@ class Repositories:
 
     def files(self, repository: str) -> list[Path]:
         folder = self.root / repository
-        return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != ".private")
+        return sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in MARKERS)
 
     def commit(self, repository: str) -> str:
         """Forty hexadecimal digits that change when any file does."""
@@ -73,9 +75,12 @@ class Repositories:
             raise Refusal(HTTPStatus.NOT_FOUND, "RevisionNotFound", f"Invalid rev id: {revision}")
         return commit
 
+    def is_corrupt(self, repository: str) -> bool:
+        return (self.root / repository / ".corrupt").exists()
+
     def find(self, repository: str, name: str) -> Path:
         path = self.root / repository / name
-        if ".." in path.parts or not path.is_file() or path.name == ".private":
+        if ".." in path.parts or not path.is_file() or path.name in MARKERS:
             raise Refusal(HTTPStatus.NOT_FOUND, "EntryNotFound", "Entry not found")
         return path
 
@@ -111,7 +116,9 @@ class Handler(BaseHTTPRequestHandler):
             self._json(self._info(match[1], commit), body=body)
         elif match := FILE.fullmatch(path):
             commit = self._allowed(match[1], match[2])
-            self._file(self.server.repositories.find(match[1], match[3]), commit, body=body)
+            repositories = self.server.repositories
+            corrupt = repositories.is_corrupt(match[1])
+            self._file(repositories.find(match[1], match[3]), commit, body=body, corrupt=corrupt)
         else:
             raise Refusal(HTTPStatus.NOT_FOUND, "EntryNotFound", "Not found")
 
@@ -139,7 +146,7 @@ class Handler(BaseHTTPRequestHandler):
             for path in repositories.files(repository)
         ]
 
-    def _file(self, path: Path, commit: str, *, body: bool) -> None:
+    def _file(self, path: Path, commit: str, *, body: bool, corrupt: bool) -> None:
         size = path.stat().st_size
         start, end = 0, size
         if match := RANGE.fullmatch(self.headers.get("Range", "")):
@@ -166,9 +173,9 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         if body:
-            self._send(path, start, end)
+            self._send(path, start, end, corrupt=corrupt)
 
-    def _send(self, path: Path, start: int, end: int) -> None:
+    def _send(self, path: Path, start: int, end: int, *, corrupt: bool) -> None:
         limit = self.server.drop_after
         cut = limit is not None and path not in self.server.dropped
         if cut:
@@ -177,6 +184,8 @@ class Handler(BaseHTTPRequestHandler):
         with path.open("rb") as source:
             source.seek(start)
             while start < end and (piece := source.read(min(CHUNK, end - start))):
+                if corrupt and start == 0:
+                    piece = bytes([piece[0] ^ 0xFF]) + piece[1:]  # noqa: PLW2901
                 self.wfile.write(piece)
                 start += len(piece)
         if cut:
@@ -210,7 +219,7 @@ class MirrorServer(ThreadingHTTPServer):
 
 def main() -> None:
     root = Path(os.environ.get("MIRROR_ROOT", "/models"))
-    port = int(os.environ.get("MIRROR_PORT", "8080"))
+    port = int(os.environ.get("LISTEN_PORT", "8080"))
     drop = os.environ.get("MIRROR_DROP_AFTER")
     print(f"serving {root} on port {port}", file=sys.stderr)
     MirrorServer(("0.0.0.0", port), root, int(drop) if drop else None).serve_forever()
