@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tandem_worker.engine.base import RemotePrefill
+from tandem_worker.errors import TransferError
+from tandem_worker.transfer import protocol
+from tandem_worker.transfer.base import Identity
+from tandem_worker.transfer.protocol import BlockRange, Done, Header, Kind
+
+EVERY_KIND = frozenset(Kind)
+IDENTITY = Identity(worker="prefill-0", revision="r1", model_digest="abc", layout="bfloat16/16/2x(2,3,16,64)")
+
+
+def split(frame: bytes) -> tuple[Header, bytes]:
+    header = protocol.decode_header(frame[: protocol.HEADER_BYTES], EVERY_KIND)
+    body = frame[protocol.HEADER_BYTES :]
+    assert len(body) == header.length
+    return header, body
+
+
+def test_hello_round_trip() -> None:
+    header, body = split(protocol.encode_hello(IDENTITY))
+    assert header.kind is Kind.HELLO
+    assert protocol.decode_hello(body) == IDENTITY
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"{}", b"\xff\xfe", b'{"magic": "other", "version": 1}', b"1" * 4096])
+def test_hello_of_a_stranger(body: bytes) -> None:
+    with pytest.raises(TransferError, match="hello"):
+        protocol.decode_hello(body)
+
+
+def test_hello_of_another_version() -> None:
+    _, body = split(protocol.encode_hello(IDENTITY))
+    with pytest.raises(TransferError, match="version 2"):
+        protocol.decode_hello(body.replace(b'"version": 1', b'"version": 2'))
+
+
+@given(
+    tokens=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=50),
+    request_id=st.text(max_size=40),
+    salt=st.text(max_size=40),
+    generation=st.integers(0, 2**32 - 1),
+    priority=st.integers(-(2**31), 2**31 - 1),
+    transfer=st.integers(0, 2**64 - 1),
+)
+def test_prefill_round_trip(
+    tokens: list[int], request_id: str, salt: str, generation: int, priority: int, transfer: int
+) -> None:
+    order = RemotePrefill(
+        request_id=request_id,
+        generation=generation,
+        token_ids=tuple(tokens),
+        num_cached_tokens=len(tokens) - 1,
+        block_ids=(),
+        endpoints=(),
+        cache_salt=salt,
+        priority=priority,
+    )
+    header, body = split(protocol.encode_prefill(transfer, order))
+    assert header.transfer == transfer
+    assert protocol.decode_prefill(body) == order
+
+
+@given(st.binary(max_size=200))
+def test_bodies_that_cannot_be_read_raise_nothing_else(body: bytes) -> None:
+    for decode in (protocol.decode_prefill, protocol.decode_hello, protocol.decode_done, protocol.decode_resend,
+                   protocol.decode_heartbeat, protocol.decode_text):  # fmt: skip
+        try:
+            decode(body)
+        except TransferError:
+            continue
+
+
+@given(st.binary(min_size=protocol.HEADER_BYTES, max_size=protocol.HEADER_BYTES))
+def test_header_never_promises_more_than_its_kind_may_have(data: bytes) -> None:
+    try:
+        header = protocol.decode_header(data, EVERY_KIND)
+    except TransferError:
+        return
+    assert header.length <= protocol.MAX_BLOCK_BYTES + (1 << 20)
+
+
+def test_header_of_a_kind_that_is_not_expected() -> None:
+    with pytest.raises(TransferError, match="unexpected BLOCKS"):
+        protocol.decode_header(protocol.encode_header(Kind.BLOCKS, 1, 10), frozenset({Kind.HELLO}))
+
+
+def test_header_of_an_oversized_hello() -> None:
+    with pytest.raises(TransferError, match="at most 4096"):
+        protocol.decode_header(protocol.encode_header(Kind.HELLO, 0, 4097), EVERY_KIND)
+
+
+def test_blocks_head_round_trip() -> None:
+    frame = protocol.encode_blocks_head(7, BlockRange(2, 5, 2), [1, 2**64 - 1], payload_bytes=100)
+    header = protocol.decode_header(frame[: protocol.HEADER_BYTES], EVERY_KIND)
+    rest = frame[protocol.HEADER_BYTES :]
+    assert header == Header(len(rest) + 100, Kind.BLOCKS, 7)
+    assert protocol.decode_blocks_fixed(rest[: protocol.BLOCKS_BYTES]) == BlockRange(2, 5, 2)
+    assert list(protocol.decode_checksums(rest[protocol.BLOCKS_BYTES :])) == [1, 2**64 - 1]
+
+
+def test_blocks_of_none_are_refused() -> None:
+    with pytest.raises(TransferError, match="of 0 blocks"):
+        protocol.decode_blocks_fixed(bytes(protocol.BLOCKS_BYTES))
+
+
+def test_small_frames_round_trip() -> None:
+    ranges = [BlockRange(0, 1, 2), BlockRange(9, 8, 7)]
+    assert protocol.decode_resend(split(protocol.encode_resend(1, ranges))[1]) == ranges
+    assert protocol.decode_done(split(protocol.encode_done(1, Done(16, b"abcd")))[1]) == Done(16, b"abcd")
+    assert protocol.decode_heartbeat(split(protocol.encode_heartbeat(99))[1]) == 99
+    assert split(protocol.encode_cancel(3)) == (Header(0, Kind.CANCEL, 3), b"")
+    assert split(protocol.encode_release(3)) == (Header(0, Kind.RELEASE, 3), b"")
+
+
+def test_long_reasons_are_cut() -> None:
+    _, body = split(protocol.encode_text(Kind.FAILED, 1, "ä" * 2000))
+    assert len(body) <= protocol.MAX_TEXT_BYTES
+    assert protocol.decode_text(body).startswith("ää")
