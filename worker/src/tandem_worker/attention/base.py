@@ -1,8 +1,6 @@
 """The contract between a family's attention layers and the device's way of attending over paged blocks.
 
-Keys and values of a token lie together: a block of a layer is `[block_size, 2, num_kv_heads, head_dim]`. Writing a
-token is one contiguous row, and a gathered run of blocks is already `[length, 2, num_kv_heads, head_dim]`, so keys and
-values are views of it.
+A block of a layer is `[2, num_kv_heads, block_size, head_dim]`: a head's keys of a block are one contiguous run.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import torch
 
 from tandem_worker.models.base import ForwardBatch, KVLayerSpec
 
-KV_HEAD_AXIS = 2
+KV_HEAD_AXIS = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -58,7 +56,7 @@ class AttentionBackend(Protocol):
 
 def kv_layer_spec(block_size: int, num_kv_heads: int, head_dim: int) -> KVLayerSpec:
     """Block shape of a layer with keys and values of equal width."""
-    return KVLayerSpec(block_shape=(block_size, 2, num_kv_heads, head_dim), head_dim_index=KV_HEAD_AXIS)
+    return KVLayerSpec(block_shape=(2, num_kv_heads, block_size, head_dim), head_dim_index=KV_HEAD_AXIS)
 
 
 def select_backend(device: torch.device) -> AttentionBackend:

@@ -23,15 +23,14 @@ class TritonStepAttention:
         self._batch = batch
 
     def write(self, kv: torch.Tensor, kv_layer: torch.Tensor) -> None:
-        kernels.kv_write(kv[:, 0], kv[:, 1], _as_kernels_see_it(kv_layer), self._batch.slot_mapping)
+        kernels.kv_write(kv[:, 0], kv[:, 1], kv_layer, self._batch.slot_mapping)
 
     def attend(self, q: torch.Tensor, kv: torch.Tensor, kv_layer: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
         batch = self._batch
-        cache = _as_kernels_see_it(kv_layer)
         if batch.is_decode:
             out = kernels.paged_decode_attention(
                 q,
-                cache,
+                kv_layer,
                 batch.block_tables,
                 batch.context_lens,
                 scale=spec.scale,
@@ -42,7 +41,7 @@ class TritonStepAttention:
         else:
             out = kernels.paged_prefill_attention(
                 q,
-                cache,
+                kv_layer,
                 batch.block_tables,
                 batch.query_start,
                 batch.context_lens,
@@ -52,8 +51,3 @@ class TritonStepAttention:
                 sinks=spec.sinks,
             )
         return out.flatten(1)
-
-
-def _as_kernels_see_it(kv_layer: torch.Tensor) -> torch.Tensor:
-    """`[N, S, 2, Hk, D]` as the kernels' `[N, 2, Hk, S, D]`, without a copy."""
-    return kv_layer.permute(0, 2, 3, 1, 4)
