@@ -22,11 +22,15 @@ def main() -> None:
     # What is loaded by now stays: the collector need not walk it again.
     gc.collect()
     gc.freeze()
-    uvloop.run(_serve(settings))
+    try:
+        healthy = uvloop.run(_serve(settings))
+    except (ConfigError, OSError) as error:
+        sys.exit(f"tandem-gateway: {error}")
+    sys.exit(0 if healthy else 1)
 
 
-async def _serve(settings: Settings) -> None:
-    await Server(settings).run()
+async def _serve(settings: Settings) -> bool:
+    return await Server(settings).run()
 
 
 if __name__ == "__main__":

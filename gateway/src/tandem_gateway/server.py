@@ -35,9 +35,15 @@ class Server:
         self._listeners: list[asyncio.Server] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = asyncio.Event()
+        self._failed = False
 
-    async def run(self) -> None:
-        """Serve until SIGTERM or SIGINT, then end in an orderly way."""
+    async def run(self) -> bool:
+        """Serve until SIGTERM or SIGINT, then end in an orderly way. False when a part failed.
+
+        Raises:
+            ConfigError: there is nothing to discover workers with.
+            OSError: a port cannot be listened on.
+        """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stopping.set)
@@ -45,12 +51,13 @@ class Server:
         await self._stopping.wait()
         await self.drain()
         await self.stop()
+        return not self._failed
 
     async def start(self) -> None:
         loop = asyncio.get_running_loop()
         settings = self._settings
         config = settings.config
-        self._spawn(self._discover())
+        self._spawn(self._discovery())
         admin = await asyncio.start_server(self.admin.serve, settings.host, config.metrics_port)
         data = await loop.create_server(
             lambda: ClientConnection(self.gateway), settings.host, config.http_port, backlog=BACKLOG
@@ -93,20 +100,23 @@ class Server:
         self.admin.discovered = True
         self.gateway.apply_workers(workers)
 
-    async def _discover(self) -> None:
+    def _discovery(self) -> Coroutine[Any, Any, None]:
+        """The job that tells about workers."""
         settings = self._settings
         if settings.workers_file is not None:
-            await follow_file(settings.workers_file, self.apply_workers)
-        elif settings.workers:
-            self.apply_workers(list(settings.workers))
-        else:
-            watcher = PodWatcher(
-                ApiServer.in_cluster(),
-                namespace=settings.config.namespace,
-                model=settings.config.model_name,
-                apply=self.apply_workers,
-            )
-            await watcher.run()
+            return follow_file(settings.workers_file, self.apply_workers)
+        if settings.workers:
+            return self._apply_fixed(list(settings.workers))
+        watcher = PodWatcher(
+            ApiServer.in_cluster(),
+            namespace=settings.config.namespace,
+            model=settings.config.model_name,
+            apply=self.apply_workers,
+        )
+        return watcher.run()
+
+    async def _apply_fixed(self, workers: list[Worker]) -> None:
+        self.apply_workers(workers)
 
     async def _clock(self) -> None:
         loop = asyncio.get_running_loop()
@@ -123,6 +133,7 @@ class Server:
         """A part that fails for a reason nobody foresaw ends the process: Kubernetes starts a fresh one."""
         if not task.cancelled() and (error := task.exception()) is not None:
             log.critical("a part of the gateway failed", exc_info=error)
+            self._failed = True
             self._stopping.set()
 
 

@@ -18,7 +18,14 @@ import httptools
 from tandem_api.launch import GatewayTimeouts
 
 from tandem_gateway.errors import BadRequest, RequestError
-from tandem_gateway.http.request import MAX_HEADER_BYTES, HeaderReader, Request, header_too_large, too_large
+from tandem_gateway.http.request import (
+    MAX_HEADER_BYTES,
+    HeaderReader,
+    Request,
+    build_plain_head,
+    header_too_large,
+    too_large,
+)
 from tandem_gateway.http.response import CONTINUE
 
 KEEP_ALIVE_SECONDS = 75.0
@@ -75,7 +82,7 @@ class ClientConnection(asyncio.Protocol):
         self._phase = Phase.IDLE
         self._dropped = 0
         self._paused = False
-        self._served = False
+        self._upgrading = False
         self.exchange: Conversation | None = None
         self.closed = False
         self.deadline = 0.0
@@ -94,12 +101,7 @@ class ClientConnection(asyncio.Protocol):
         if self._phase is Phase.DISCARD:
             self._drop(len(data))
             return
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            self._stop_reading()
-        except httptools.HttpParserError as error:
-            self._refuse(BadRequest(f"the request is not valid HTTP: {error}"))
+        self._feed(data)
         if self._phase is Phase.HEADER:
             self._header.size += 0 if self._header.count else len(data)
             if self._header.size > MAX_HEADER_BYTES:
@@ -155,6 +157,7 @@ class ClientConnection(asyncio.Protocol):
             return
         self._phase = Phase.BODY
         self.deadline = self._loop.time() + self._handler.timeouts.body_seconds
+        self._upgrading = self._parser.should_upgrade()
         if b"expect" in header.kept and self.exchange is None:
             self.transport.write(CONTINUE)
 
@@ -169,7 +172,7 @@ class ClientConnection(asyncio.Protocol):
         self._body.append(body)
 
     def on_message_complete(self) -> None:
-        if self._phase is Phase.DISCARD:
+        if self._phase is Phase.DISCARD or self._upgrading:
             return
         header = self._header
         http10 = self._parser.get_http_version() == "1.0"
@@ -188,7 +191,6 @@ class ClientConnection(asyncio.Protocol):
     def finish(self, *, keep_alive: bool) -> None:
         """The current request is answered. Takes the next one, waits for it, or closes."""
         self.exchange = None
-        self._served = True
         if self.closed:
             return
         if not keep_alive:
@@ -218,6 +220,27 @@ class ClientConnection(asyncio.Protocol):
             self._time_out("the request body did not arrive in time")
         else:
             self.transport.abort() if self._phase is Phase.DISCARD else self.transport.close()
+
+    def _feed(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as offer:
+            if self._phase is not Phase.DISCARD:
+                self._decline_upgrade(data[offer.args[0] :])
+        except httptools.HttpParserError as error:
+            self._refuse(BadRequest(f"the request is not valid HTTP: {error}"))
+
+    def _decline_upgrade(self, rest: bytes) -> None:
+        """Read the request as if it had offered nothing: some clients offer HTTP/2 with every first request.
+
+        The parser stops at such an offer, before the body; a fresh one gets the same header without it.
+        """
+        method = self._parser.get_method()
+        if method == b"CONNECT":
+            self._refuse(BadRequest("this is not a proxy"))
+            return
+        self._parser = httptools.HttpRequestParser(self)
+        self._feed(build_plain_head(method, self._header) + rest)
 
     def _time_out(self, message: str) -> None:
         self._refuse(BadRequest(message, status=408, code="request_timeout"))

@@ -100,6 +100,17 @@ class HeaderReader:
         self.refusal = self.refusal or BadRequest(message)
 
 
+def build_plain_head(method: bytes, header: HeaderReader) -> bytes:
+    """The header again, with what the gateway uses of it and nothing else."""
+    lines = [method + b" " + header.url + b" HTTP/1.1\r\n"]
+    lines += [b"%b: %b\r\n" % item for item in header.kept.items() if item[0] != b"expect"]
+    if header.chunked:
+        lines.append(b"transfer-encoding: chunked\r\n")
+    elif header.content_length is not None:
+        lines.append(b"content-length: %d\r\n" % header.content_length)
+    return b"".join(lines) + b"\r\n"
+
+
 def header_too_large() -> RequestError:
     return BadRequest(
         f"the request header is too large; at most {MAX_HEADER_BYTES} bytes and {MAX_HEADERS} fields are read",

@@ -1,0 +1,267 @@
+"""Pods become workers, through an API server that lists, watches, forgets, falls silent and dies."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+from tandem_api.names import LABEL_MODEL, LABEL_REVISION, LABEL_ROLE, Role
+from tandem_gateway.discovery.kube import ApiServer
+from tandem_gateway.discovery.pods import PodWatcher, read_worker
+from tandem_gateway.errors import ConfigError
+from tandem_gateway.scheduling import Worker
+
+
+def make_pod(
+    name: str, *, role: str = "decode", ip: str = "10.0.0.1", version: str = "1", **changes: Any
+) -> dict[str, Any]:
+    pod: dict[str, Any] = {
+        "metadata": {
+            "name": name,
+            "resourceVersion": version,
+            "labels": {LABEL_MODEL: "toy", LABEL_ROLE: role, LABEL_REVISION: "r1"},
+        },
+        "status": {"podIP": ip, "conditions": [{"type": "Ready", "status": "True"}]},
+        "spec": {"containers": [{"name": "worker"}]},
+    }
+    for path, value in changes.items():
+        part, _, key = path.partition("_")
+        pod[part][key] = value
+    return pod
+
+
+def test_a_ready_pod_is_a_worker() -> None:
+    assert read_worker(make_pod("a")) == Worker(
+        name="a", address="10.0.0.1:8000", kv_address="10.0.0.1:7000", role=Role.DECODE, revision="r1"
+    )
+
+
+def test_a_named_port_and_an_ipv6_address_are_used() -> None:
+    ports = [{"name": "metrics", "containerPort": 1}, {"name": "http", "containerPort": 8123}]
+    pod = make_pod("a", ip="fd00::1", spec_containers=[{"name": "sidecar"}, {"name": "worker", "ports": ports}])
+    worker = read_worker(pod)
+    assert worker is not None
+    assert worker.address == "[fd00::1]:8123"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"role": "gateway"},
+        {"role": ""},
+        {"status_conditions": [{"type": "Ready", "status": "False"}]},
+        {"status_conditions": [{"type": "ContainersReady", "status": "True"}]},
+        {"status_conditions": None},
+        {"status_podIP": None},
+        {"metadata_deletionTimestamp": "2026-01-01T00:00:00Z"},
+        {"metadata_labels": None},
+    ],
+)
+def test_other_pods_are_none(changes: dict[str, Any]) -> None:
+    assert read_worker(make_pod("a", **changes)) is None
+
+
+class FakeApiServer:
+    """Lists `pods`; a watch sends what is put into `events`, and ends at None."""
+
+    def __init__(self) -> None:
+        self.pods: list[dict[str, Any]] = []
+        self.version = "10"
+        self.events: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        self.requests: list[dict[str, str]] = []
+        self.tokens: list[str] = []
+        self.refuse: list[int] = []
+        self.port = 0
+        self._server: asyncio.Server | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
+
+    async def start(self, port: int = 0) -> None:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    def stop(self) -> None:
+        assert self._server is not None
+        self._server.close()
+        for writer in self._writers:
+            writer.transport.abort()
+
+    @property
+    def lists(self) -> list[dict[str, str]]:
+        return [query for query in self.requests if "watch" not in query]
+
+    @property
+    def watches(self) -> list[dict[str, str]]:
+        return [query for query in self.requests if "watch" in query]
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
+        try:
+            head = (await reader.readuntil(b"\r\n\r\n")).decode()
+            target = urlsplit(head.split(" ")[1])
+            assert target.path == "/api/v1/namespaces/ns/pods"
+            query = {key: values[0] for key, values in parse_qs(target.query).items()}
+            assert query["labelSelector"] == f"{LABEL_MODEL}=toy"
+            self.requests.append(query)
+            self.tokens.append(head.split("Authorization: Bearer ")[1].split("\r\n")[0])
+            if self.refuse:
+                writer.write(b"HTTP/1.1 %d No\r\ncontent-length: 2\r\n\r\n{}" % self.refuse.pop(0))
+            elif "watch" in query:
+                await self._watch(writer)
+            else:
+                body = {"metadata": {"resourceVersion": self.version}, "items": self.pods}
+                data = json.dumps(body).encode()
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(data) + data)
+            await writer.drain()
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass
+        except asyncio.CancelledError:
+            writer.transport.abort()
+        finally:
+            writer.close()
+
+    async def _watch(self, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+        while (item := await self.events.get()) is not None:
+            line = json.dumps(item).encode() + b"\n"
+            for part in (line[:20], line[20:]):  # an event need not fit one chunk
+                writer.write(b"%x\r\n%b\r\n" % (len(part), part))
+                await writer.drain()
+        writer.write(b"0\r\n\r\n")
+
+
+class Watch:
+    """A watcher under test and what it reported last."""
+
+    def __init__(self, api: FakeApiServer, token: Path) -> None:
+        self.reports: list[list[str]] = []
+        self.token = token
+        server = ApiServer(host="127.0.0.1", port=api.port, ca=None, token=token)
+        watcher = PodWatcher(
+            server, namespace="ns", model="toy", apply=self._apply, silence_seconds=0.4, backoff_first=0.02
+        )
+        self.task = asyncio.create_task(watcher.run())
+
+    def _apply(self, workers: list[Worker]) -> None:
+        self.reports.append(sorted(f"{worker.name}@{worker.address}" for worker in workers))
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(5):
+            while not condition():
+                assert not self.task.done(), self.task
+                await asyncio.sleep(0.01)
+
+    async def until_names(self, *names: str) -> None:
+        await self.until(
+            lambda: bool(self.reports) and [item.split("@")[0] for item in self.reports[-1]] == list(names)
+        )
+
+
+@pytest.fixture
+async def api() -> AsyncIterator[FakeApiServer]:
+    server = FakeApiServer()
+    await server.start()
+    yield server
+    server.stop()
+    await asyncio.sleep(0.02)
+
+
+@pytest.fixture
+async def watch(api: FakeApiServer, tmp_path: Path) -> AsyncIterator[Watch]:
+    token = tmp_path / "token"
+    token.write_text("first\n")
+    api.pods = [make_pod("a"), make_pod("b", status_conditions=[])]
+    found = Watch(api, token)
+    yield found
+    found.task.cancel()
+    await asyncio.gather(found.task, return_exceptions=True)
+
+
+async def test_list_then_watch(api: FakeApiServer, watch: Watch) -> None:
+    await watch.until_names("a")
+    api.events.put_nowait({"type": "MODIFIED", "object": make_pod("b", version="11")})
+    await watch.until_names("a", "b")
+    api.events.put_nowait({"type": "MODIFIED", "object": make_pod("a", version="12", status_conditions=[])})
+    await watch.until_names("b")
+    api.events.put_nowait({"type": "DELETED", "object": make_pod("b", version="13")})
+    await watch.until_names()
+    assert api.watches[0]["resourceVersion"] == "10"
+    assert api.watches[0]["allowWatchBookmarks"] == "true"
+
+
+async def test_changes_that_do_not_matter_are_not_reported(api: FakeApiServer, watch: Watch) -> None:
+    await watch.until_names("a")
+    api.events.put_nowait({"type": "MODIFIED", "object": make_pod("a", version="11")})
+    api.events.put_nowait({"type": "ADDED", "object": make_pod("c", version="12")})
+    await watch.until_names("a", "c")
+    assert len(watch.reports) == 2
+
+
+async def test_a_watch_goes_on_from_the_last_bookmark_without_a_list(api: FakeApiServer, watch: Watch) -> None:
+    await watch.until_names("a")
+    api.events.put_nowait({"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "99"}}})
+    api.events.put_nowait(None)
+    await watch.until(lambda: len(api.watches) == 2)
+    assert api.watches[1]["resourceVersion"] == "99"
+    assert len(api.lists) == 1
+
+
+@pytest.mark.parametrize("as_event", [True, False])
+async def test_a_version_too_old_lists_again(api: FakeApiServer, watch: Watch, as_event: bool) -> None:
+    await watch.until_names("a")
+    api.pods = [make_pod("z", ip="10.0.0.9")]
+    if as_event:
+        status = {"kind": "Status", "code": 410, "message": "too old resource version"}
+        api.events.put_nowait({"type": "ERROR", "object": status})
+    else:
+        api.refuse = [410]
+    api.events.put_nowait(None)
+    await watch.until_names("z")
+    assert len(api.lists) == 2
+
+
+async def test_a_silent_watch_is_opened_anew(api: FakeApiServer, watch: Watch) -> None:
+    await watch.until(lambda: len(api.watches) >= 2)
+    assert watch.reports == [["a@10.0.0.1:8000"]]
+
+
+async def test_losing_the_api_server_keeps_the_workers(api: FakeApiServer, watch: Watch) -> None:
+    await watch.until_names("a")
+    await watch.until(lambda: len(api.watches) == 1)
+    api.stop()
+    await asyncio.sleep(0.3)
+    assert watch.reports == [["a@10.0.0.1:8000"]]
+    api.events = asyncio.Queue()
+    await api.start(api.port)
+    api.events.put_nowait({"type": "ADDED", "object": make_pod("c", version="20")})
+    await watch.until_names("a", "c")
+
+
+async def test_the_token_is_read_again_for_every_connection(api: FakeApiServer, watch: Watch) -> None:
+    await watch.until(lambda: len(api.watches) == 1)
+    watch.token.write_text("second")
+    api.events.put_nowait(None)
+    await watch.until(lambda: len(api.watches) == 2)
+    assert api.tokens == ["first", "first", "second"]
+
+
+@pytest.mark.parametrize("status", [401, 403, 429, 500])
+async def test_refusals_are_tried_again(api: FakeApiServer, tmp_path: Path, status: int) -> None:
+    api.refuse = [status, status]
+    api.pods = [make_pod("a")]
+    (tmp_path / "token").write_text("t")
+    found = Watch(api, tmp_path / "token")
+    await found.until_names("a")
+    assert len(api.lists) == 3
+    found.task.cancel()
+    await asyncio.gather(found.task, return_exceptions=True)
+
+
+def test_outside_a_cluster_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    with pytest.raises(ConfigError, match="--worker"):
+        ApiServer.in_cluster()

@@ -1,0 +1,125 @@
+"""What routing reads of a body, and how it refuses what it cannot use."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tandem_gateway.errors import BadRequest, RequestError, UnknownModel
+from tandem_gateway.prompt import CHAT, COMPLETIONS, EMBEDDINGS, Inquiry, read_inquiry
+from tandem_gateway.scheduling import Estimator
+
+USER = {"role": "user", "content": "hi"}
+
+
+def read(body: Any, path: str = CHAT, affinity: bytes | None = None) -> Inquiry:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return read_inquiry(path, data, served_name="toy", affinity=affinity, estimator=Estimator())
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "says"),
+    [
+        (CHAT, b"", None, "not valid JSON"),
+        (CHAT, b"{", None, "not valid JSON"),
+        (CHAT, b'{"model": "\xff"}', None, "not valid JSON"),
+        (CHAT, b'{"model": "\\ud800"}', None, "not valid JSON"),
+        (CHAT, b"[" * 100_000, None, "not valid JSON"),
+        (CHAT, [], None, "must be a JSON object"),
+        (CHAT, "x", None, "must be a JSON object"),
+        (CHAT, {"messages": [USER]}, "model", "must provide"),
+        (CHAT, {"model": 3, "messages": [USER]}, "model", "must be a string"),
+        (CHAT, {"model": "toy"}, "messages", "required"),
+        (CHAT, {"model": "toy", "messages": []}, "messages", "at least one"),
+        (CHAT, {"model": "toy", "messages": "hi"}, "messages", "list"),
+        (CHAT, {"model": "toy", "messages": [USER, "hi"]}, "messages[1]", "object"),
+        (CHAT, {"model": "toy", "messages": [{"content": "hi"}]}, "messages[0].role", "string"),
+        (CHAT, {"model": "toy", "messages": [USER], "stream": "yes"}, "stream", "true or false"),
+        (CHAT, {"model": "toy", "messages": [USER], "stream": 1}, "stream", "true or false"),
+        (COMPLETIONS, {"model": "toy"}, "prompt", "required"),
+        (COMPLETIONS, {"model": "toy", "prompt": 5}, "prompt", "string or a list"),
+        (COMPLETIONS, {"model": "toy", "prompt": []}, "prompt", "string or a list"),
+    ],
+)
+def test_what_routing_needs_is_checked(path: str, body: Any, param: str | None, says: str) -> None:
+    with pytest.raises(BadRequest, match=says) as caught:
+        read(body, path)
+    assert caught.value.param == param
+    assert caught.value.body()["error"]["type"] == "invalid_request_error"
+
+
+def test_nesting_beyond_reason_is_refused() -> None:
+    content: Any = "x"
+    for _ in range(600):
+        content = [content]
+    with pytest.raises(BadRequest, match="nested too deeply"):
+        read({"model": "toy", "messages": [{"role": "user", "content": content}]})
+
+
+def test_another_model_is_not_found() -> None:
+    with pytest.raises(UnknownModel) as caught:
+        read({"model": "gpt-4", "messages": [USER]})
+    assert (caught.value.status, caught.value.code, caught.value.param) == (404, "model_not_found", "model")
+
+
+def test_what_the_worker_judges_passes() -> None:
+    body = {"model": "toy", "messages": [{"role": "robot", "content": 5}], "max_tokens": "many", "temperature": -3}
+    assert read(body).stream is False
+
+
+def read_status(body: Any, path: str) -> int:
+    """What a client would get: the status of the refusal, or 200."""
+    try:
+        inquiry = read(body, path)
+    except RequestError as error:
+        return error.status
+    assert inquiry.demand.output_tokens >= 1
+    assert inquiry.demand.prompt_tokens >= 1
+    return 200
+
+
+@given(st.binary(max_size=200))
+def test_bytes_are_read_or_refused(body: bytes) -> None:
+    for path in (CHAT, COMPLETIONS, EMBEDDINGS, "/tokenize"):
+        assert 200 <= read_status(body, path) < 500
+
+
+JSON = st.recursive(
+    st.sampled_from([None, True, False, 0, -1, 2**70, 1.5, float("nan"), "", "x", "\0", "ü😀"]),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["role", "content", "x"]), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@given(st.dictionaries(st.sampled_from(["messages", "prompt", "stream", "max_tokens", "tools", "user", "input"]), JSON))
+def test_any_types_are_read_or_refused(fields: dict[str, Any]) -> None:
+    for path in (CHAT, COMPLETIONS, EMBEDDINGS):
+        assert 200 <= read_status({"model": "toy", **fields}, path) < 500
+
+
+def test_turns_of_a_conversation_share_prefix_and_affinity() -> None:
+    system = {"role": "system", "content": "s" * 3000}
+    first = read({"model": "toy", "messages": [system, USER]})
+    second = read(
+        {"model": "toy", "max_tokens": 3, "messages": [system, USER, {"role": "assistant", "content": "a" * 900}, USER]}
+    )
+    other = read({"model": "toy", "messages": [system, {"role": "user", "content": "else"}]})
+    assert len(first.demand.prefix) == 5
+    assert second.demand.prefix[:5] == first.demand.prefix
+    assert second.demand.affinity == first.demand.affinity != other.demand.affinity
+
+
+def test_a_clients_own_key_decides_the_affinity() -> None:
+    body = {"model": "toy", "messages": [USER]}
+    header = read(body, affinity=b"s1").demand.affinity
+    assert header == read({**body, "prompt_cache_key": "s1"}).demand.affinity
+    assert header == read({**body, "user": "s1"}).demand.affinity
+    assert header == read({**body, "user": "u", "prompt_cache_key": "s1"}).demand.affinity
+    assert header != read(body).demand.affinity
+
+
+def test_token_ids_are_counted_exactly() -> None:
+    assert read({"model": "toy", "prompt": list(range(77))}, COMPLETIONS).demand.prompt_tokens == 77

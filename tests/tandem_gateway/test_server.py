@@ -1,0 +1,193 @@
+"""The real process: starts, serves, answers probes, drains, stays small."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import httpx
+import pytest
+from tandem_api.launch import GatewayConfig
+from tandem_api.telemetry import Metric
+
+
+class Process:
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        self.http_port = self.metrics_port = 0
+
+    async def wait_listening(self) -> None:
+        assert self.process.stderr is not None
+        async with asyncio.timeout(20):
+            while line := await self.process.stderr.readline():
+                event = json.loads(line)
+                if event["msg"] == "listening":
+                    self.http_port, self.metrics_port = event["http_port"], event["metrics_port"]
+                    return
+        raise AssertionError("the process ended")
+
+    async def probe(self, path: str) -> httpx.Response:
+        async with httpx.AsyncClient() as client:
+            return await client.get(f"http://127.0.0.1:{self.metrics_port}{path}")
+
+    async def probe_until(self, path: str, status: int) -> bool:
+        async with asyncio.timeout(5):
+            while (await self.probe(path)).status_code != status:
+                await asyncio.sleep(0.02)
+        return True
+
+    async def refuses(self, connect: Callable) -> bool:
+        """Wait until no more connections are accepted."""
+        async with asyncio.timeout(5):
+            while True:
+                try:
+                    await connect(self.http_port)
+                except ConnectionRefusedError:
+                    return True
+                await asyncio.sleep(0.05)
+
+    @property
+    def rss_mib(self) -> float:
+        for line in Path(f"/proc/{self.process.pid}/status").read_text().splitlines():
+            if line.startswith("VmRSS"):
+                return int(line.split()[1]) / 1024
+        raise AssertionError("no VmRSS")
+
+
+@pytest.fixture
+async def launch(tmp_path: Path) -> AsyncIterator[Callable]:
+    started: list[Process] = []
+
+    async def start(*arguments: str, **config: object) -> Process:
+        path = tmp_path / "config.json"
+        fixed = {"namespace": "ns", "disaggregated": False, "http_port": 0, "metrics_port": 0}
+        told = GatewayConfig(model_name="toy", served_name="toy", **fixed, **config)
+        path.write_text(told.to_json())
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "tandem_gateway", "--config", str(path), "--host", "127.0.0.1", *arguments,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        started.append(Process(process))
+        await started[-1].wait_listening()
+        return started[-1]
+
+    yield start
+    for item in started:
+        if item.process.returncode is None:
+            item.process.kill()
+        await item.process.communicate()
+
+
+async def test_serve_observe_and_stop(launch, start_worker, chat) -> None:
+    worker = await start_worker()
+    process = await launch("--worker", f"url=127.0.0.1:{worker.port},name=pod-d", "--lame-duck", "0")
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{process.http_port}") as client:
+        for stream in (False, True):
+            body = {"model": "toy", "messages": [{"role": "user", "content": "hi"}], "stream": stream}
+            answer = await client.post("/v1/chat/completions", json=body, headers={"x-request-id": f"me-{stream}"})
+            assert answer.status_code == 200
+        assert (await client.post("/v1/chat/completions", content=b"{")).status_code == 400
+    assert (await process.probe("/healthz")).text == "ok\n"
+    assert (await process.probe("/readyz")).status_code == 200
+    assert (await process.probe("/nothing")).status_code == 404
+    metrics = (await process.probe("/metrics")).text
+    assert f'{Metric.GATEWAY_REQUESTS_TOTAL}{{path="/v1/chat/completions",code="200"}} 2' in metrics
+    assert f"{Metric.GATEWAY_REQUESTS_IN_FLIGHT} 0" in metrics
+    endpoint = (await process.probe("/debug/endpoints")).json()["endpoints"][0]
+    assert (endpoint["name"], endpoint["requests"], endpoint["decodeTokens"]) == ("pod-d", 0, 0)
+    assert process.rss_mib < 80
+
+    process.process.send_signal(signal.SIGTERM)
+    stdout, _ = await process.process.communicate()
+    assert process.process.returncode == 0
+    lines = [json.loads(line) for line in stdout.splitlines()]
+    assert [line["request_id"] for line in lines] == ["me-False", "me-True"]
+    assert lines[0]["decode"] == "pod-d"
+    assert (lines[0]["cached_tokens"], lines[0]["completion_tokens"], lines[0]["status"]) == (3, 4, 200)
+    assert lines[1]["events"] == 5
+    assert lines[1]["ttft_ms"] > 0
+
+
+async def test_memory_stays_small_after_large_requests(launch, start_worker) -> None:
+    worker = await start_worker()
+    process = await launch("--worker", f"url=127.0.0.1:{worker.port}")
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{process.http_port}") as client:
+        for index in range(8):
+            text = f"{index}" * 6_000_000
+            answer = await client.post("/v1/completions", json={"model": "toy", "prompt": text})
+            assert answer.status_code == 200
+    assert process.rss_mib < 120
+
+
+async def test_drain_finishes_what_runs(launch, start_worker, fault, chat, connect) -> None:
+    worker = await start_worker(default=fault.stream(15, then="error", pause=0.2))
+    process = await launch("--worker", f"url=127.0.0.1:{worker.port}", "--lame-duck", "1.5")
+    reader, writer = await connect(process.http_port)
+    writer.write(chat(stream=True))
+    await reader.readuntil(b"t1 ")
+    process.process.send_signal(signal.SIGTERM)
+    assert await process.probe_until("/readyz", 503)
+    assert (await process.probe("/healthz")).status_code == 200
+    late_reader, late_writer = await connect(process.http_port)
+    late_writer.write(b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n")
+    assert b"connection: close" in await late_reader.read()
+    assert await process.refuses(connect)
+    assert b"t14 " in await reader.read()
+    assert await process.process.wait() == 0
+
+
+async def test_what_outlasts_the_drain_timeout_is_told(launch, start_worker, fault, chat, connect) -> None:
+    worker = await start_worker(default=fault.stream(2, then="hang"))
+    process = await launch("--worker", f"url=127.0.0.1:{worker.port}", "--lame-duck", "0", drain_timeout_seconds=0.3)
+    reader, writer = await connect(process.http_port)
+    writer.write(chat(stream=True))
+    await reader.readuntil(b"t1 ")
+    process.process.send_signal(signal.SIGTERM)
+    answer = await reader.read()
+    assert b"shutting down" in answer
+    assert answer.endswith(b"0\r\n\r\n")
+    assert await process.process.wait() == 0
+
+
+@pytest.mark.parametrize("content", [None, "{", '{"served_name": "x"}'])
+def test_a_bad_configuration_ends_with_a_sentence(tmp_path: Path, content: str | None) -> None:
+    path = tmp_path / "config.json"
+    if content is not None:
+        path.write_text(content)
+    ended = subprocess.run(
+        [sys.executable, "-m", "tandem_gateway", "--config", str(path)], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.startswith(f"tandem-gateway: {'cannot read' if content is None else path}")
+    assert "Traceback" not in ended.stderr
+
+
+def test_outside_a_cluster_without_workers_it_ends_with_a_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    told = GatewayConfig(
+        model_name="m", served_name="m", namespace="n", disaggregated=False, http_port=0, metrics_port=0
+    )
+    path.write_text(told.to_json())
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("KUBERNETES_")}
+    ended = subprocess.run(
+        [sys.executable, "-m", "tandem_gateway", "--config", str(path), "--host", "127.0.0.1"],
+        capture_output=True, text=True, check=False, env=environment,
+    )  # fmt: skip
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("tandem-gateway: ")
+    assert "--worker" in ended.stderr
+
+
+def test_neither_torch_nor_a_web_framework_is_loaded() -> None:
+    script = (
+        "import sys, tandem_gateway.__main__\n"
+        "bad = {'torch', 'numpy', 'aiohttp', 'httpx', 'kubernetes', 'starlette', 'fastapi'} & set(sys.modules)\n"
+        "assert not bad, bad"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)

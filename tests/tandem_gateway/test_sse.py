@@ -1,0 +1,90 @@
+"""Whole events only, counted, whatever the reads look like."""
+
+import json
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tandem_gateway import sse
+from tandem_gateway.sse import EventStream, EventTooLarge, build_event, find_usage
+
+EVENTS = [
+    b'data: {"a":1}\n\n',
+    b": comment\n\n",
+    b"data: x\ndata: y\n\n",
+    b"event: e\ndata: z\n\n",
+    b"data: [DONE]\n\n",
+]
+
+
+@given(st.data(), st.booleans())
+def test_any_fragmentation_gives_the_same_stream_cut_at_event_borders(data: st.DataObject, crlf: bool) -> None:
+    events = [*data.draw(st.lists(st.sampled_from(EVENTS[:-1]), max_size=6)), EVENTS[-1]]
+    whole = b"".join(events).replace(b"\n", b"\r\n") if crlf else b"".join(events)
+    border = b"\r\n\r\n" if crlf else b"\n\n"
+    cuts = sorted({0, len(whole), *data.draw(st.lists(st.integers(0, len(whole)), max_size=8))})
+    stream = EventStream()
+    passed = b""
+    for start, end in pairwise(cuts):
+        part = stream.feed(whole[start:end])
+        assert not part or part.endswith(border)
+        passed += part
+    assert passed == whole
+    assert stream.events == len(events)
+    assert stream.done
+
+
+def test_an_event_cut_short_is_held_back() -> None:
+    stream = EventStream()
+    assert stream.feed(b'data: 1\n\ndata: {"ha') == b"data: 1\n\n"
+    assert stream.feed(b'lf"') == b""
+    assert not stream.done
+
+
+def test_an_event_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "MAX_EVENT_BYTES", 1000)
+    stream = EventStream()
+    stream.feed(b"x" * 900)
+    with pytest.raises(EventTooLarge):
+        stream.feed(b"x" * 200)
+
+
+def test_the_workers_own_error_event_is_recognised_and_text_about_errors_is_not() -> None:
+    stream = EventStream()
+    stream.feed(b'data: {"choices":[{"delta":{"content":"data: {\\"error\\""}}]}\n\n')
+    assert not stream.failed
+    stream.feed(build_event({"error": {"message": "x"}}))
+    assert stream.failed
+
+
+def test_done_inside_a_text_does_not_end_the_stream() -> None:
+    stream = EventStream()
+    stream.feed(b'data: {"content":"[DONE]"}\n\n')
+    assert not stream.done
+
+
+@pytest.mark.parametrize(
+    "tail",
+    [
+        b'data: {"choices":[],"usage":{"prompt_tokens":3}}\n\ndata: [DONE]\n\n',
+        b'data: {"usage":{"prompt_tokens":3}}\r\n\r\ndata: [DONE]\r\n\r\n',
+        b'data: {"usage":{"prompt_tokens":3}}\n\ndata: {"usage":null}\n\n',
+        b'data: {broken "usage"\n\ndata:{"usage":{"prompt_tokens":3}}\n\ndata: {cut "usage"',
+    ],
+)
+def test_usage_is_found_in_the_last_event_that_has_one(tail: bytes) -> None:
+    assert find_usage(tail) == {"prompt_tokens": 3}
+
+
+@pytest.mark.parametrize(
+    "tail", [b"", b'data: "usage"\n\n', b'data: ["usage"]\n\n', b'data: {"usage":7}\n\n', b'"usage"']
+)
+def test_no_usage_is_none(tail: bytes) -> None:
+    assert find_usage(tail) is None
+
+
+def test_built_events_are_json() -> None:
+    assert json.loads(build_event({"error": {"message": "a\nb"}}).removeprefix(b"data: ")) == {
+        "error": {"message": "a\nb"}
+    }
