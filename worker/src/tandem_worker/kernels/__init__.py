@@ -26,6 +26,8 @@ mla_prefill_attention(q, kv, k_rope, query_start,          q [T, H, Dn + R], kv 
                       kv_start, scale=)                    k_rope [C, R]
 small_batch_linear(x, weight, bias)                        x [M, K], weight [N, K] in any form           [M, N]
 gate_up_silu(x, weight, bias)                              x [M, K], weight [2I, K] in any form          [M, I]
+moe_route(logits, top_k)                                   [T, E]                                        2 x [T, top_k]
+fused_moe(x, gate_up, down, topk_weights, topk_ids)        x [T, H], [E, 2I, H], [E, H, I], [T, top_k]   [T, H]
 ```
 
 Both attentions take `window=` (keys a query sees, its own included), `chunk=` (Llama 4) and `sinks=` `[Hq]` (gpt-oss).
@@ -41,11 +43,14 @@ from .kv import kv_write, latent_write
 from .linear import gate_up_silu, small_batch_linear
 from .mla_decode import mla_decode_attention
 from .mla_prefill import latent_gather, mla_prefill_attention
+from .moe import fused_moe
 from .norm import residual_rms_norm, rms_norm
 from .prefill_attention import paged_prefill_attention
 from .rotary import rope
+from .routing import moe_route
 
 __all__ = [
+    "fused_moe",
     "fused_qkv_norm_rope_kv_write",
     "gate_up_silu",
     "kv_write",
@@ -53,6 +58,7 @@ __all__ = [
     "latent_write",
     "mla_decode_attention",
     "mla_prefill_attention",
+    "moe_route",
     "paged_decode_attention",
     "paged_prefill_attention",
     "residual_rms_norm",

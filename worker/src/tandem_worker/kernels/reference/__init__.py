@@ -15,8 +15,10 @@ from .elementwise import (
 )
 from .linear import gate_up_silu_reference, small_batch_linear_reference
 from .mla import latent_gather_reference, mla_decode_attention_reference, mla_prefill_attention_reference
+from .moe import fused_moe_reference, moe_route_reference
 
 __all__ = [
+    "fused_moe_reference",
     "fused_qkv_norm_rope_kv_write_reference",
     "gate_up_silu_reference",
     "kv_write_reference",
@@ -24,6 +26,7 @@ __all__ = [
     "latent_write_reference",
     "mla_decode_attention_reference",
     "mla_prefill_attention_reference",
+    "moe_route_reference",
     "paged_decode_attention_reference",
     "paged_prefill_attention_reference",
     "residual_rms_norm_reference",
