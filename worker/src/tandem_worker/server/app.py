@@ -94,9 +94,12 @@ def build_app(
         tool_format=tool_format,
     )
     state = _State(engine=engine, hub=hub, model=model, ready=ready, draining=draining, observer=observer)
-    api = _Api(state, Answerer(engine, hub, pod_name))
-    status = _Status(state, telemetry, metrics_text)
-    routes = [
+    routes = _routes(state, _Api(state, Answerer(engine, hub, pod_name)), _Status(state, telemetry, metrics_text))
+    return Router(routes, default=_not_found, redirect_slashes=False, lifespan=state.lifespan)
+
+
+def _routes(state: _State, api: _Api, status: _Status) -> list[Route]:
+    return [
         _route("/v1/chat/completions", state, POST=api.chat),
         _route("/v1/completions", state, POST=api.completions),
         _route("/v1/embeddings", state, POST=api.embeddings),
@@ -109,7 +112,6 @@ def build_app(
         _route("/metrics", state, GET=status.metrics),
         _route("/telemetry", state, GET=status.telemetry),
     ]
-    return Router(routes, default=_not_found, redirect_slashes=False, lifespan=state.lifespan)
 
 
 @dataclass(slots=True, kw_only=True)
