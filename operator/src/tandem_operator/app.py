@@ -7,7 +7,7 @@ import logging
 import signal
 import time
 from contextlib import AsyncExitStack, suppress
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import kopf
@@ -113,6 +113,7 @@ class Operator:
         await kopf.operator(
             registry=registry,
             settings=settings,
+            identity=cast(Any, self._settings.lease.identity),  # kopf's own guess fails for a user without a name
             standalone=True,
             clusterwide=not self._settings.namespaces,
             namespaces=self._settings.namespaces,

@@ -99,7 +99,8 @@ def _identity_env() -> list[Manifest]:
         {"name": name, "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": path}}}
         for name, path in fields.items()
     ]
-    return [*from_fields, {"name": "HOME", "value": "/tmp"}]
+    # Libraries ask for the user's name and home; an image need not have an entry for this user id.
+    return [*from_fields, {"name": "HOME", "value": "/tmp"}, {"name": "USER", "value": "tandem"}]
 
 
 def _resources(resources: Resources) -> dict[str, Any]:
