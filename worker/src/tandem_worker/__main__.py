@@ -32,7 +32,7 @@ from tandem_worker.observe.logging import configure_logging
 if TYPE_CHECKING:
     from tandem_worker.bootstrap import Worker
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("tandem_worker")
 
 _DRAIN_POLL_SECONDS = 0.05
 

@@ -1,0 +1,152 @@
+"""A prefill and a decode process: the same tokens as one process, through every failure."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+pytestmark = pytest.mark.timeout(240)
+TEXT = "The quick brown fox jumps over the lazy dog. "
+USED = "tandem_worker_kv_blocks_used"
+
+
+def oracle(model: Path, prompt: list[int], count: int) -> list[int]:
+    """Greedy tokens of transformers in float32."""
+    from transformers import LlamaForCausalLM
+
+    reference = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.inference_mode():
+        tokens = reference.generate(
+            torch.tensor([prompt]), max_new_tokens=count, do_sample=False, eos_token_id=-1, pad_token_id=0
+        )
+    return tokens[0, len(prompt) :].tolist()
+
+
+def prefills(worker: Any, where: str) -> float:
+    return worker.metric("tandem_worker_prefills_total", where=where)
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    return torch.randint(1, 256, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.mark.parametrize("length", [17, 32, 48, 129, 500])
+def test_tokens_equal_transformers(pair: SimpleNamespace, length: int) -> None:
+    prompt = prompt_of(length, seed=length)
+    before = prefills(pair.decode, "remote")
+    answer = pair.decode.complete(
+        prompt, prefill=pair.prefill.kv, max_tokens=12, ignore_eos=True, return_token_ids=True
+    )
+    assert answer["choices"][0]["token_ids"] == oracle(pair.model, prompt, 12)
+    assert answer["headers"]["x-tandem-prefill-worker"] == ("prefill-0" if length > 17 else "prefill-0")
+    assert prefills(pair.decode, "remote") == before + 1
+
+
+def test_a_follow_up_turn_reports_cached_tokens(pair: SimpleNamespace) -> None:
+    prompt = prompt_of(200, seed=1)
+    first = pair.decode.complete(prompt, prefill=pair.prefill.kv)
+    again = pair.decode.complete(prompt + prompt_of(100, seed=2), prefill=pair.prefill.kv)
+    assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 192
+
+
+def test_what_the_prefill_worker_has_cached_counts(pair: SimpleNamespace) -> None:
+    """The decode worker never saw this prefix; the prefill worker computed it for somebody else."""
+    prompt = prompt_of(160, seed=3)
+    pair.prefill.complete(prompt, max_tokens=1)
+    answer = pair.decode.complete(prompt + [5] * 40, prefill=pair.prefill.kv)
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 160
+
+
+def test_nothing_stays_allocated(pair: SimpleNamespace) -> None:
+    for seed in range(5):
+        pair.decode.complete(prompt_of(100 + seed, seed=100 + seed), prefill=pair.prefill.kv, max_tokens=2)
+    for worker in (pair.prefill, pair.decode):
+        pair_used = lambda worker=worker: worker.metric(USED) == 0
+        deadline = time.monotonic() + 1
+        while not pair_used():
+            assert time.monotonic() < deadline
+
+
+def test_both_ends_count_the_same_bytes(pair: SimpleNamespace) -> None:
+    pair.decode.complete(prompt_of(64, seed=8), prefill=pair.prefill.kv, max_tokens=2)
+    name = "tandem_worker_kv_transfer_bytes_total"
+    assert pair.decode.metric(name, direction="received") == pair.prefill.metric(name, direction="sent") > 0
+
+
+@pytest.mark.parametrize("delay", [0.05, 0.3])
+def test_a_client_that_leaves_frees_blocks_on_both(
+    pair: SimpleNamespace, workers: SimpleNamespace, delay: float
+) -> None:
+    body = {"model": "tiny", "prompt": prompt_of(1800, seed=int(delay * 100)), "max_tokens": 4000, "ignore_eos": True,
+            "stream": True}  # fmt: skip
+    with pytest.raises(httpx.ReadTimeout), httpx.stream(
+        "POST", pair.decode.url + "/v1/completions", json=body, headers={"x-tandem-prefill": pair.prefill.kv},
+        timeout=httpx.Timeout(10, read=delay),
+    ) as answer:  # fmt: skip
+        for _ in answer.iter_raw():
+            raise httpx.ReadTimeout("the client has seen enough")
+    for worker in (pair.decode, pair.prefill):
+        workers.eventually(lambda worker=worker: worker.metric(USED) == 0, 2.0, "no block is in use")
+
+
+def test_an_unreachable_prefill_worker_is_done_without(pair: SimpleNamespace) -> None:
+    prompt = prompt_of(90, seed=9)
+    before = prefills(pair.decode, "fallback")
+    answer = pair.decode.complete(prompt, prefill="127.0.0.1:1", max_tokens=6, ignore_eos=True, return_token_ids=True)
+    assert answer["choices"][0]["token_ids"] == oracle(pair.model, prompt, 6)
+    assert answer["headers"]["x-tandem-prefill-worker"] == "decode-0"
+    assert prefills(pair.decode, "fallback") == before + 1
+
+
+def test_another_revision_is_done_without(pair: SimpleNamespace, workers: SimpleNamespace, tmp_path: Path) -> None:
+    with workers.run(tmp_path, "prefill", pair.model, revision="r2") as other:
+        workers.await_ready(other)
+        answer = pair.decode.complete(prompt_of(70, seed=10), prefill=f"{other.kv}, {pair.prefill.kv}", max_tokens=2)
+    assert answer["headers"]["x-tandem-prefill-worker"] == "prefill-0"
+
+
+def test_killing_the_prefill_worker_mid_request(
+    pair: SimpleNamespace, workers: SimpleNamespace, tmp_path: Path
+) -> None:
+    with workers.run(tmp_path, "prefill", pair.model, scheduler={"maxBatchTokens": 16}) as victim:
+        workers.await_ready(victim)
+        prompt, answer = prompt_of(3000, seed=11), {}
+        before = prefills(pair.decode, "fallback")
+        options = {"max_tokens": 6, "ignore_eos": True, "return_token_ids": True}
+        request = threading.Thread(
+            target=lambda: answer.update(pair.decode.complete(prompt, prefill=victim.kv, **options))
+        )
+        request.start()
+        workers.eventually(lambda: victim.metric(USED) > 0, 10, "the prefill worker computes")
+        victim.process.send_signal(signal.SIGKILL)
+        request.join(30)
+    assert answer["choices"][0]["token_ids"] == oracle(pair.model, prompt, 6)
+    assert prefills(pair.decode, "fallback") == before + 1
+
+
+def test_a_draining_prefill_worker_finishes_its_prompts(
+    pair: SimpleNamespace, workers: SimpleNamespace, tmp_path: Path
+) -> None:
+    with workers.run(tmp_path, "prefill", pair.model, scheduler={"maxBatchTokens": 16}) as leaving:
+        workers.await_ready(leaving)
+        answer: dict[str, Any] = {}
+        request = threading.Thread(
+            target=lambda: answer.update(
+                pair.decode.complete(prompt_of(2500, seed=12), prefill=leaving.kv, max_tokens=2)
+            )
+        )
+        request.start()
+        workers.eventually(lambda: leaving.metric(USED) > 0, 10, "the prefill worker computes")
+        leaving.process.send_signal(signal.SIGTERM)
+        request.join(30)
+        assert answer["headers"]["x-tandem-prefill-worker"] == "prefill-0"
+        assert leaving.process.wait(10) == 0

@@ -1,0 +1,79 @@
+"""The process from outside: why it cannot start, how it tells that it is starting, how it ends."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+
+def termination_message(worker: Any) -> dict[str, str]:
+    return json.loads(worker.log.with_suffix(".termination").read_text())
+
+
+@pytest.mark.timeout(120)
+def test_a_missing_model_is_told_to_the_operator(workers: SimpleNamespace, tmp_path: Path) -> None:
+    with workers.run(tmp_path, "unified", tmp_path / "absent") as worker:
+        assert worker.process.wait(100) == 1
+    message = termination_message(worker)
+    assert message["reason"] == "ModelNotFound"
+    assert str(tmp_path / "absent") in message["message"]
+
+
+@pytest.mark.timeout(60)
+def test_a_configuration_that_is_not_valid(workers: SimpleNamespace, tmp_path: Path) -> None:
+    with workers.run(tmp_path, "conductor", tmp_path) as worker:
+        assert worker.process.wait(50) == 1
+    message = termination_message(worker)
+    assert message["reason"] == "InvalidConfig"
+    assert "role" in message["message"]
+
+
+@pytest.mark.timeout(200)
+def test_probes_answer_early_and_sigterm_drains(workers: SimpleNamespace, tiny_model: Path, tmp_path: Path) -> None:
+    with workers.run(tmp_path, "unified", tiny_model) as worker:
+        seen: set[tuple[int, int]] = set()
+
+        def probe() -> bool:
+            try:
+                health, ready = worker.get("/healthz").status_code, worker.get("/readyz").status_code
+            except httpx.TransportError:
+                return False
+            seen.add((health, ready))
+            return ready == 200
+
+        workers.eventually(probe, 150, "ready")
+        assert seen == {(200, 503), (200, 200)}
+        assert worker.get("/telemetry").json()["draining"] is False
+        answer: dict[str, Any] = {}
+        options = {"max_tokens": 600, "ignore_eos": True}
+        request = threading.Thread(target=lambda: answer.update(worker.complete("hello", **options)))
+        request.start()
+        workers.eventually(lambda: worker.metric("tandem_worker_kv_blocks_used") > 0, 10, "the request runs")
+        worker.process.send_signal(signal.SIGTERM)
+        workers.eventually(lambda: worker.get("/readyz").text == "draining\n", 5, "draining")
+        refused = httpx.post(worker.url + "/v1/completions", json={"model": "tiny", "prompt": "late"})
+        assert (refused.status_code, refused.headers["x-tandem-retry"]) == (503, "1")
+        assert worker.process.wait(30) == 0
+        request.join(5)
+    assert answer["usage"]["completion_tokens"] == 600
+    assert not worker.logged('"level":"error"')
+
+
+@pytest.mark.timeout(200)
+def test_a_second_sigterm_ends_at_once(workers: SimpleNamespace, tiny_model: Path, tmp_path: Path) -> None:
+    with workers.run(tmp_path, "unified", tiny_model) as worker:
+        workers.await_ready(worker)
+        body = {"model": "tiny", "prompt": "hello", "max_tokens": 7000, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", worker.url + "/v1/completions", json=body, timeout=30) as answer:
+            next(answer.iter_lines())
+            worker.process.send_signal(signal.SIGTERM)
+            workers.eventually(lambda: worker.get("/readyz").status_code == 503, 5, "draining")
+            worker.process.send_signal(signal.SIGTERM)
+            assert worker.process.wait(2) == 1
