@@ -185,7 +185,7 @@ class Handler(BaseHTTPRequestHandler):
             source.seek(start)
             while start < end and (piece := source.read(min(CHUNK, end - start))):
                 if corrupt and start == 0:
-                    piece = bytes([piece[0] ^ 0xFF]) + piece[1:]  # noqa: PLW2901
+                    piece = bytes([piece[0] ^ 0xFF]) + piece[1:]
                 self.wfile.write(piece)
                 start += len(piece)
         if cut:

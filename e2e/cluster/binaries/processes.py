@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -77,23 +76,13 @@ class Processes:
     def start(self, name: str, command: list[str], program: str, env: dict[str, str] | None = None) -> None:
         """Start `command`, which ends up executing `program` in the same process, detached from this one."""
         self.log_folder.mkdir(parents=True, exist_ok=True)
-        with self.log(name).open("a") as log:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                cwd=self.file.parent,
-                env={**os.environ, **(env or {})},
-            )
-        wait_until(lambda: process.poll() is not None or observe_arguments(process.pid)[:1] == [program], name, 10)
-        if process.poll() is not None:
+        pid = _spawn(command, self.log(name), {**os.environ, **(env or {})})
+        wait_until(lambda: _has_ended(pid) or observe_arguments(pid)[:1] == [program], name, 10)
+        started = observe_start_time(pid)
+        if started is None:
             raise ClusterError(f"{name} ended at once:\n{self.tail(name)}")
-        started = observe_start_time(process.pid)
-        assert started is not None
         others = [record for record in self.read() if record.name != name]
-        self._write([*others, Record(name=name, pid=process.pid, started=started, program=program)])
+        self._write([*others, Record(name=name, pid=pid, started=started, program=program)])
 
     def dead(self) -> list[str]:
         """Names of recorded processes that no longer run."""
@@ -110,6 +99,26 @@ class Processes:
         for record in reversed(records):
             stop_process(record)
         self._write([record for record in self.read() if record not in records])
+
+
+def _spawn(command: list[str], log: Path, env: dict[str, str]) -> int:
+    """The id of a process in a session of its own, which lives on after this program. Output is appended to `log`."""
+    with log.open("a") as out:
+        return os.posix_spawnp(
+            command[0],
+            command,
+            env,
+            setsid=True,
+            file_actions=[
+                (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+                (os.POSIX_SPAWN_DUP2, out.fileno(), 1),
+                (os.POSIX_SPAWN_DUP2, out.fileno(), 2),
+            ],
+        )
+
+
+def _has_ended(pid: int) -> bool:
+    return observe_start_time(pid) is None
 
 
 def stop_process(record: Record) -> None:

@@ -1,0 +1,131 @@
+"""Small decisions: backend, settings, disk, volumes, mirrors, artifacts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from e2e.cluster import mirror
+from e2e.cluster.artifacts import list_containers
+from e2e.cluster.binaries.api import is_node_ready
+from e2e.cluster.choose import choose_name
+from e2e.cluster.disk import judge
+from e2e.cluster.errors import ClusterError, CommandFailed
+from e2e.cluster.images.base_image import parse_mirror
+from e2e.cluster.settings import find_ca_bundle, read_settings
+from e2e.cluster.storage import POOL_SIZE, plan_pool, volume_names
+
+
+@pytest.mark.parametrize(
+    ("asked", "docker", "name"),
+    [(None, True, "kind"), (None, False, "binaries"), ("existing", True, "existing"), ("binaries", True, "binaries")],
+)
+def test_the_backend_is_the_asked_one_or_what_the_machine_can(asked: str | None, docker: bool, name: str) -> None:
+    assert choose_name(asked, docker=docker) == name
+
+
+def test_a_misspelled_backend_is_answered_with_the_choices() -> None:
+    with pytest.raises(ClusterError, match="kind, binaries, existing"):
+        choose_name("minikube", docker=False)
+
+
+def test_empty_variables_count_as_unset(tmp_path: Path) -> None:
+    settings = read_settings({"TANDEM_CACHE": "", "TANDEM_CLUSTER": "", "KUBECONFIG": ""}, tmp_path)
+    assert (settings.cache, settings.backend, settings.kubeconfig) == (tmp_path / ".cache", None, None)
+
+
+def test_a_shared_cache_leaves_the_state_in_the_checkout(tmp_path: Path) -> None:
+    settings = read_settings({"TANDEM_CACHE": str(tmp_path / "shared")}, tmp_path / "checkout")
+    assert settings.cache == tmp_path / "shared"
+    assert settings.state == tmp_path / "checkout" / ".cache" / "cluster"
+
+
+def test_two_checkouts_have_clusters_of_different_names(tmp_path: Path) -> None:
+    assert read_settings({}, tmp_path / "a").id != read_settings({}, tmp_path / "b").id
+
+
+def test_the_named_certificate_bundle_wins(tmp_path: Path) -> None:
+    bundle = tmp_path / "own.crt"
+    bundle.touch()
+    assert find_ca_bundle({"SSL_CERT_FILE": str(bundle)}) == bundle
+
+
+@pytest.mark.parametrize(
+    ("free", "warm", "go_on", "says"),
+    [(100, False, True, False), (25, False, True, True), (10, False, False, True), (10, True, True, False),
+     (1, True, False, True)],
+)  # fmt: skip
+def test_disk_is_judged_before_the_start(free: float, warm: bool, go_on: bool, says: bool) -> None:
+    verdict, message = judge(free, warm=warm)
+    assert verdict is go_on
+    assert (message is not None) is says
+
+
+def volume(name: str, phase: str) -> dict[str, Any]:
+    return {"metadata": {"name": name}, "status": {"phase": phase}}
+
+
+def test_an_empty_cluster_gets_the_whole_pool() -> None:
+    assert plan_pool([]) == ([], volume_names())
+
+
+def test_released_volumes_are_made_anew_and_bound_ones_left_alone() -> None:
+    phases = ["Bound", "Released"] + ["Available"] * (POOL_SIZE - 2)
+    existing = [volume(name, phase) for name, phase in zip(volume_names(), phases, strict=True)]
+    assert plan_pool(existing) == ([volume_names()[1]], [volume_names()[1]])
+
+
+def test_volumes_of_others_are_left_alone() -> None:
+    released, wanted = plan_pool([volume("theirs", "Released")])
+    assert "theirs" not in released + wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("Types: deb\nURIs: http://mirror.example/debian\nSuites: bookworm\n", "http://mirror.example/debian"),
+        ("deb [signed-by=/x.gpg] https://mirror.example/debian/ bookworm main\n", "https://mirror.example/debian/"),
+        ("deb https://other.example/node nodistro main\n", None),
+        ("# deb http://commented.example/debian bookworm main\n", None),
+    ],
+)
+def test_the_machines_own_debian_mirror_is_found(text: str, address: str | None) -> None:
+    assert parse_mirror(text) == address
+
+
+def test_the_mirrors_manifest_gets_its_image() -> None:
+    objects = mirror.build_objects(mirror.MANIFEST.read_text(), "registry/mirror:1")
+    (deployment,) = (o for o in objects if o["kind"] == "Deployment")
+    assert [c["image"] for c in deployment["spec"]["template"]["spec"]["containers"]] == ["registry/mirror:1"]
+    assert "IMAGE" not in yaml.safe_dump_all(objects).split()
+
+
+def container(name: str, state: str, restarts: int) -> dict[str, Any]:
+    return {"name": name, "state": {state: {}}, "restartCount": restarts}
+
+
+@pytest.mark.parametrize(
+    ("state", "restarts", "runs"),
+    [("running", 0, [False]), ("running", 2, [False, True]), ("waiting", 0, []), ("waiting", 1, [False, True])],
+)
+def test_logs_are_collected_of_all_runs_there_were(state: str, restarts: int, runs: list[bool]) -> None:
+    pod = {
+        "metadata": {"namespace": "n", "name": "p"},
+        "status": {"containerStatuses": [container("c", state, restarts)]},
+    }
+    assert list(list_containers(pod)) == [("n", "p", "c", previous) for previous in runs]
+
+
+@pytest.mark.parametrize(
+    ("status", "taints", "ready"), [("True", [], True), ("True", [{"key": "not-ready"}], False), ("False", [], False)]
+)
+def test_a_node_is_ready_once_pods_may_go_there(status: str, taints: list[Any], ready: bool) -> None:
+    node = {"spec": {"taints": taints}, "status": {"conditions": [{"type": "Ready", "status": status}]}}
+    assert is_node_ready(node) is ready
+
+
+def test_a_failed_command_tells_what_the_program_said() -> None:
+    assert "no such container" in str(CommandFailed(["ctr", "x"], 1, "line\nno such container\n"))
