@@ -46,57 +46,67 @@ def extend_chain(parent: bytes, token_ids: Sequence[int], block_size: int) -> li
     return names
 
 
+_STRIDE = 4
+_NEWER, _OLDER, _LAST_USE, _NAMED = range(_STRIDE)
+_MICROSECONDS = 1e6
+
+
 class PrefixCache:
     """Named blocks and the least-recently-used list of the idle ones.
 
     Invariants: a name belongs to at most one block and a block has at most one name; only named blocks are idle.
-    The list is circular through block 0, which is never given to a request.
+    The list is circular through block 0, which is never given to a request. What is known of a block stands together
+    (neighbours in the list, last use, whether it has a name): in a large cache every place that is looked at is a miss
+    of the processor's caches.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self._block_of: dict[bytes, int] = {}
         self._names = bytearray(NAME_BYTES * num_blocks)
-        self._named = bytearray(num_blocks)
-        self._newer = array("i", bytes(4 * num_blocks))
-        self._older = array("i", bytes(4 * num_blocks))
-        self._last_use = array("d", bytes(8 * num_blocks))
+        self._records = array("q", bytes(8 * _STRIDE * num_blocks))
+        self._horizon = 0
         self.num_idle = 0
-        self.horizon = 0.0
-        """Last-use time of the newest block that was evicted; 0 when none was."""
 
     def __len__(self) -> int:
         return len(self._block_of)
+
+    @property
+    def horizon(self) -> float:
+        """Last-use time of the newest block that was evicted; 0 when none was."""
+        return self._horizon / _MICROSECONDS
 
     def find(self, name: bytes) -> int:
         """The block of this name, or 0."""
         return self._block_of.get(name, 0)
 
     def is_named(self, block: int) -> bool:
-        return bool(self._named[block])
+        return self._records[_STRIDE * block + _NAMED] != 0
 
     def register(self, name: bytes, block: int) -> int:
         """Name a block that a request holds. The block of that name afterwards: an older one keeps its name."""
         owner = self._block_of.setdefault(name, block)
-        if owner == block and not self._named[block]:
-            self._named[block] = 1
+        if owner == block and not self._records[_STRIDE * block + _NAMED]:
+            self._records[_STRIDE * block + _NAMED] = 1
             self._names[NAME_BYTES * block : NAME_BYTES * (block + 1)] = name
         return owner
 
     def add_idle(self, block: int, now: float) -> None:
         """The last holder of a named block let go of it: it is the most recently used one now."""
-        newest = self._older[0]
-        self._newer[newest] = block
-        self._older[block] = newest
-        self._newer[block] = 0
-        self._older[0] = block
-        self._last_use[block] = now
+        records, at = self._records, _STRIDE * block
+        newest = records[_OLDER]
+        records[_STRIDE * newest + _NEWER] = block
+        records[at] = 0
+        records[at + _OLDER] = newest
+        records[at + _LAST_USE] = int(now * _MICROSECONDS)
+        records[_OLDER] = block
         self.num_idle += 1
 
     def remove_idle(self, block: int) -> None:
         """An idle block is held again; it keeps its name."""
-        older, newer = self._older[block], self._newer[block]
-        self._newer[older] = newer
-        self._older[newer] = older
+        records, at = self._records, _STRIDE * block
+        newer, older = records[at], records[at + _OLDER]
+        records[_STRIDE * older + _NEWER] = newer
+        records[_STRIDE * newer + _OLDER] = older
         self.num_idle -= 1
 
     def touch(self, block: int, now: float) -> None:
@@ -106,19 +116,21 @@ class PrefixCache:
 
     def evict(self) -> int:
         """Take the name from the least recently used idle block and hand the block out."""
-        block = self._newer[0]
+        records = self._records
+        block = records[_NEWER]
         assert block != 0, "evict() without an idle block"
         self.remove_idle(block)
-        self.horizon = max(self.horizon, self._last_use[block])
-        self._named[block] = 0
+        at = _STRIDE * block
+        self._horizon = max(self._horizon, records[at + _LAST_USE])
+        records[at + _NAMED] = 0
         del self._block_of[bytes(self._names[NAME_BYTES * block : NAME_BYTES * (block + 1)])]
         return block
 
     def idle_blocks(self) -> list[int]:
         """Least recently used first. Walks the whole list: for tests and debugging."""
         blocks: list[int] = []
-        block = self._newer[0]
+        block = self._records[_NEWER]
         while block:
             blocks.append(block)
-            block = self._newer[block]
+            block = self._records[_STRIDE * block + _NEWER]
         return blocks

@@ -21,6 +21,9 @@ NO_TOKEN = -1
 _NUM_CANDIDATES = 256
 """Likeliest tokens that top-k and top-p look at before they sort the whole vocabulary."""
 
+_LEAST_TEMPERATURE = 1e-6
+"""float32 can still divide by it; the likeliest token is certain long before."""
+
 
 def sample(logits: torch.Tensor, sequences: Rows[Sequence]) -> tuple[list[int], dict[int, TokenLogprob]]:
     """One token per row of `logits` `[N, vocab]`, and the logprobs of the rows that ask for them, by row."""
@@ -90,7 +93,7 @@ def _draw(logits: torch.Tensor, best: torch.Tensor, sequences: list[Sequence]) -
         draw_uniform(param.seed, sequence.choice, sequence.num_tokens)
         for param, sequence in zip(params, sequences, strict=True)
     ]
-    temperatures = torch.tensor([param.temperature for param in params], device=logits.device)
+    temperatures = torch.tensor([max(param.temperature, _LEAST_TEMPERATURE) for param in params], device=logits.device)
     # Relative to the best logit, so that a temperature near 0 cannot overflow.
     probs = torch.softmax((logits - best[:, None]) / temperatures[:, None], dim=-1)
     ordered = [row for row, param in enumerate(params) if param.top_k > 0 or param.top_p < 1.0]
