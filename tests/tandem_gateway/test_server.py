@@ -38,7 +38,7 @@ class Process:
 
     async def probe_until(self, path: str, status: int) -> bool:
         async with asyncio.timeout(5):
-            while (await self.probe(path)).status_code != status:
+            while (await self.probe(path)).status_code != status:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         return True
 

@@ -22,6 +22,8 @@ def main() -> None:
     # What is loaded by now stays: the collector need not walk it again.
     gc.collect()
     gc.freeze()
+    # Requests leave hardly any cycles: collecting less often costs little memory and saves time on each.
+    gc.set_threshold(10_000, 20, 50)
     try:
         healthy = uvloop.run(_serve(settings))
     except (ConfigError, OSError) as error:

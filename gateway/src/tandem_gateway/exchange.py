@@ -38,6 +38,7 @@ CLIENT_GONE = 499
 RETRY_HEADER = b"x-tandem-retry"
 _DECODE_WORKER = HEADER_DECODE_WORKER.encode()
 _PREFILL_WORKER = HEADER_PREFILL_WORKER.encode()
+_PREFILL = HEADER_PREFILL.encode()
 _REQUEST_ID = HEADER_REQUEST_ID.encode()
 _FORWARDED = (b"content-type", b"accept", b"traceparent", b"tracestate")
 """What a worker may learn of the client's header. Never the x-tandem ones, which name machines to connect to."""
@@ -261,7 +262,7 @@ class Exchange:
             self._stale += 1
             self.attempts -= 1
         else:
-            decode.fail(now)
+            self._context.scheduler.fail(decode, now)
             self._excluded.add(decode.worker.name)
             self._resets += reason in (Failure.RESET.value, Failure.PROTOCOL.value)
         if self.attempts >= MAX_ATTEMPTS or self._resets >= MAX_RESETS or self._stale >= MAX_STALE:
@@ -371,11 +372,11 @@ class Exchange:
 
 def build_request_head(request: Request, choice: Choice, request_id: bytes) -> bytes:
     """The header that goes to the decode worker. Built from an allow-list; the body follows unchanged."""
-    lines = [f"POST {request.path} HTTP/1.1\r\nhost: {choice.decode.worker.address}\r\n".encode()]
+    lines = [b"POST %b HTTP/1.1\r\nhost: %b\r\n" % (request.path.encode(), choice.decode.host)]
     headers = request.headers
     lines += [b"%b: %b\r\n" % (name, headers[name]) for name in _FORWARDED if name in headers]
     if choice.prefill:
-        addresses = ",".join([e.worker.kv_address or e.worker.address for e in choice.prefill])
-        lines.append(f"{HEADER_PREFILL}: {addresses}\r\n".encode())
+        addresses = b",".join([endpoint.prefill_address for endpoint in choice.prefill])
+        lines.append(b"%b: %b\r\n" % (_PREFILL, addresses))
     lines.append(b"%b: %b\r\ncontent-length: %d\r\n\r\n" % (_REQUEST_ID, request_id, len(request.body)))
     return b"".join(lines)

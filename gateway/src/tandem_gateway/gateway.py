@@ -37,7 +37,7 @@ class Gateway:
         self.max_body_bytes = config.max_body_bytes
         self.scheduler = Scheduler(disaggregated=config.disaggregated)
         self.metrics = Metrics()
-        self.access_log = access_log or AccessLog()
+        self.access_log = access_log
         self.draining = False
         self.exchanges: set[Exchange] = set()
         self.connections: set[ClientConnection] = set()
@@ -146,7 +146,8 @@ class Gateway:
         if exchange.first_byte_at:
             metrics.ttft.observe(exchange.first_byte_at - exchange.started_at)
         self._learn(exchange)
-        self.access_log.add(exchange, now)
+        if self.access_log is not None:
+            self.access_log.add(exchange, now)
 
     def on_retry(self, exchange: Exchange, reason: str) -> None:
         self.metrics.retries[reason] += 1
@@ -174,7 +175,8 @@ class Gateway:
             connection.tick(now)
         for link in self._links.values():
             link.reap(now)
-        self.access_log.flush()
+        if self.access_log is not None:
+            self.access_log.flush()
 
     def _place_waiting(self) -> None:
         for exchange in tuple(self.exchanges):
@@ -199,7 +201,8 @@ class Gateway:
             connection.transport.close()
         for link in self._links.values():
             link.close()
-        self.access_log.flush()
+        if self.access_log is not None:
+            self.access_log.flush()
 
     # records
 

@@ -28,7 +28,7 @@ class Server:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self.gateway = Gateway(settings.config, AccessLog(None if settings.access_log else _discard))
+        self.gateway = Gateway(settings.config, AccessLog() if settings.access_log else None)
         self.admin = Admin(self.gateway)
         self.http_port = 0
         self.metrics_port = 0
@@ -135,7 +135,3 @@ class Server:
             log.critical("a part of the gateway failed", exc_info=error)
             self._failed = True
             self._stopping.set()
-
-
-def _discard(_: bytes) -> None:
-    pass

@@ -72,6 +72,8 @@ class EventStream:
 
 def find_usage(tail: bytes) -> dict[str, Any] | None:
     """The `usage` object of the last event that has one."""
+    if b'"usage"' not in tail:
+        return None
     for event in reversed(tail.replace(b"\r\n", b"\n").split(b"\n\n")):
         if b'"usage"' not in event:
             continue

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tandem_api.names import Role
 from tandem_gateway.scheduling import Demand, Endpoint, Worker, missing_role
-from tandem_gateway.scheduling.picker import MAX_PREFILL, TOLERANCE_TOKENS, pick
+from tandem_gateway.scheduling.picker import MAX_PREFILL, TOLERANCE_TOKENS, group_by_revision, pick
 
 D, P = Role.DECODE, Role.PREFILL
 
@@ -21,7 +21,7 @@ def demand(prompt: int = 100, *, output: int = 50, affinity: int = 7) -> Demand:
 
 
 def names(endpoints: list[Endpoint], wanted: Demand, cached: dict[int, int] | None = None) -> tuple[str, ...]:
-    choice = pick(endpoints, wanted, cached or {}, disaggregated=True)
+    choice = pick(group_by_revision(endpoints), wanted, cached or {}, disaggregated=True)
     assert choice is not None
     return (choice.decode.worker.name, *(endpoint.worker.name for endpoint in choice.prefill))
 
@@ -58,7 +58,7 @@ def test_without_any_prefill_worker_a_decode_worker_computes_the_prompt_itself()
 
 def test_without_a_decode_worker_there_is_no_choice() -> None:
     endpoints = [make("p1", P)]
-    assert pick(endpoints, demand(), {}, disaggregated=True) is None
+    assert pick(group_by_revision(endpoints), demand(), {}, disaggregated=True) is None
     assert "decode" in missing_role(endpoints)
 
 
@@ -92,7 +92,7 @@ def test_a_pair_is_of_one_revision_and_its_load_is_bounded(
         make(f"e{index}", role, revision, prefill=prefill, decode=decode)
         for index, (role, revision, prefill, decode) in enumerate(fleet)
     ]
-    choice = pick(endpoints, demand(prompt, affinity=affinity), {}, disaggregated=True)
+    choice = pick(group_by_revision(endpoints), demand(prompt, affinity=affinity), {}, disaggregated=True)
     if choice is None:
         assert not any(endpoint.worker.role is D for endpoint in endpoints)
         return
@@ -112,7 +112,7 @@ def test_nobody_starves_and_nobody_drowns_under_one_single_session(count: int) -
     """All requests carry the same key and nothing ends: the load still spreads within the tolerance."""
     endpoints = [make(f"d{index}", D) for index in range(count)]
     for _ in range(40 * count):
-        choice = pick(endpoints, demand(100, affinity=1), {}, disaggregated=False)
+        choice = pick(group_by_revision(endpoints), demand(100, affinity=1), {}, disaggregated=False)
         assert choice is not None
         choice.decode.prefill_tokens += 100
     loads = [endpoint.prefill_tokens for endpoint in endpoints]

@@ -49,7 +49,7 @@ def test_a_request_returns_to_where_its_prefix_is_even_against_some_load() -> No
 def test_endpoints_in_back_off_or_tried_already_are_left_out() -> None:
     scheduler = Scheduler(disaggregated=False)
     scheduler.apply_workers([worker("a"), worker("b")])
-    scheduler.endpoints["a"].fail(10.0)
+    scheduler.fail(scheduler.endpoints["a"], 10.0)
     choice = scheduler.choose(demand(), 10.1)
     assert choice is not None
     assert choice.decode.worker.name == "b"

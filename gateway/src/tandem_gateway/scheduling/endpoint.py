@@ -36,22 +36,17 @@ class Endpoint:
     """A worker with its load and health as seen from this gateway."""
 
     __slots__ = (
-        "affinity_seed",
-        "backoff_until",
-        "decode_tokens",
-        "failures",
-        "gone",
-        "prefill_tokens",
-        "requests",
-        "serial",
-        "worker",
-    )
+        "affinity_seed", "backoff_until", "decode_tokens", "failures", "gone", "host", "prefill_address",
+        "prefill_tokens", "requests", "serial", "worker",
+    )  # fmt: skip
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
         self.serial = next(_serials)
         """Names this incarnation: a worker that left and came back has an empty cache."""
         self.affinity_seed = worker.name.encode()
+        self.host = worker.address.encode()
+        self.prefill_address = (worker.kv_address or worker.address).encode()
         self.requests = 0
         self.prefill_tokens = 0
         """Uncached prompt tokens sent here and not yet computed."""

@@ -7,9 +7,10 @@ on one endpoint while another is free: bounded load, and nobody starves. One pas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
+from operator import itemgetter
 
 from tandem_api.names import Role
 
@@ -39,31 +40,32 @@ class Choice:
     cached_tokens: int
 
 
-@dataclass(slots=True)
-class _Best:
-    """Running result of one pass over the endpoints of one role and revision."""
-
-    endpoint: Endpoint
-    score: float
+Group = tuple[list[Endpoint], list[Endpoint]]
+"""The decode and the prefill endpoints of one revision."""
 
 
-def pick(
-    endpoints: Sequence[Endpoint], demand: Demand, cached: Mapping[int, int], *, disaggregated: bool
-) -> Choice | None:
-    """The best pair of one revision among `endpoints` (already filtered), or None without a decode endpoint.
+def group_by_revision(endpoints: Iterable[Endpoint]) -> list[Group]:
+    groups: dict[str, Group] = {}
+    for endpoint in endpoints:
+        group = groups.setdefault(endpoint.worker.revision, ([], []))
+        group[endpoint.worker.role is Role.PREFILL].append(endpoint)
+    return list(groups.values())
+
+
+def pick(groups: Iterable[Group], demand: Demand, cached: Mapping[int, int], *, disaggregated: bool) -> Choice | None:
+    """The best pair of one revision among endpoints that are available, or None without a decode endpoint.
 
     `cached` gives the estimated cached prompt tokens by endpoint serial. A revision without prefill endpoints is taken
     only when no revision is complete: its decode workers compute prompts themselves, slower but right.
     """
     best: tuple[tuple[bool, float], Choice] | None = None
-    for decodes, prefills in _by_revision(endpoints).values():
+    for decodes, prefills in groups:
         if not decodes:
             continue
-        alone = not prefills
-        found = _pick_in_revision(decodes, prefills, demand, cached)
-        rank = (disaggregated and alone, found[0])
+        score, choice = _pick_in_group(decodes, prefills, demand, cached)
+        rank = (disaggregated and not prefills, score)
         if best is None or rank < best[0]:
-            best = (rank, found[1])
+            best = (rank, choice)
     return best[1] if best else None
 
 
@@ -74,27 +76,19 @@ def missing_role(endpoints: Sequence[Endpoint]) -> str:
     return "every decode worker of this model refused the connection a moment ago"
 
 
-def _by_revision(endpoints: Sequence[Endpoint]) -> dict[str, tuple[list[Endpoint], list[Endpoint]]]:
-    groups: dict[str, tuple[list[Endpoint], list[Endpoint]]] = {}
-    for endpoint in endpoints:
-        group = groups.setdefault(endpoint.worker.revision, ([], []))
-        group[endpoint.worker.role is Role.PREFILL].append(endpoint)
-    return groups
-
-
-def _pick_in_revision(
+def _pick_in_group(
     decodes: list[Endpoint], prefills: list[Endpoint], demand: Demand, cached: Mapping[int, int]
 ) -> tuple[float, Choice]:
     prompt = demand.prompt_tokens
     if not prefills:
-        best = _pick_one(decodes, demand, cached, _unified_score)
-        hit = min(prompt, cached.get(best.endpoint.serial, 0))
-        return best.score, Choice(best.endpoint, [], prompt - hit, hit)
-    prefill = _pick_one(prefills, demand, cached, _prefill_score)
-    decode = _pick_one(decodes, demand, cached, _decode_score)
-    hit = min(prompt, cached.get(prefill.endpoint.serial, 0))
-    ranked = [prefill.endpoint, *_alternates(prefills, prefill.endpoint, demand, cached)]
-    return prefill.score + decode.score, Choice(decode.endpoint, ranked, prompt - hit, hit)
+        score, unified = _pick_one(decodes, demand, cached, _unified_score)
+        hit = min(prompt, cached.get(unified.serial, 0))
+        return score, Choice(unified, [], prompt - hit, hit)
+    prefill_score, prefill = _pick_one(prefills, demand, cached, _prefill_score)
+    decode_score, decode = _pick_one(decodes, demand, cached, _decode_score)
+    hit = min(prompt, cached.get(prefill.serial, 0))
+    ranked = [prefill, *_alternates(prefills, prefill, demand, cached)]
+    return prefill_score + decode_score, Choice(decode, ranked, prompt - hit, hit)
 
 
 def _prefill_score(endpoint: Endpoint, prompt: int, cached: Mapping[int, int]) -> float:
@@ -110,16 +104,22 @@ def _unified_score(endpoint: Endpoint, prompt: int, cached: Mapping[int, int]) -
     return _prefill_score(endpoint, prompt, cached) + DECODE_WEIGHT * endpoint.decode_tokens
 
 
-def _pick_one(endpoints: list[Endpoint], demand: Demand, cached: Mapping[int, int], score: _Score) -> _Best:
+def _pick_one(
+    endpoints: list[Endpoint], demand: Demand, cached: Mapping[int, int], score: _Score
+) -> tuple[float, Endpoint]:
+    prompt = demand.prompt_tokens
     if len(endpoints) == 1:
-        return _Best(endpoints[0], score(endpoints[0], demand.prompt_tokens, cached))
-    scores = [score(endpoint, demand.prompt_tokens, cached) for endpoint in endpoints]
-    limit = min(scores) + TOLERANCE_TOKENS
-    within = [index for index, value in enumerate(scores) if value <= limit]
-    winner = within[0]
-    if len(within) > 1:
-        winner = max(within, key=lambda index: weigh(endpoints[index], demand.affinity))
-    return _Best(endpoints[winner], scores[winner])
+        return score(endpoints[0], prompt, cached), endpoints[0]
+    scored = [(score(endpoint, prompt, cached), endpoint) for endpoint in endpoints]
+    limit = min(scored, key=_SCORE)[0] + TOLERANCE_TOKENS
+    within = [item for item in scored if item[0] <= limit]
+    if len(within) == 1:
+        return within[0]
+    seed = demand.affinity
+    return max(within, key=lambda item: weigh(item[1], seed))
+
+
+_SCORE = itemgetter(0)
 
 
 def _alternates(prefills: list[Endpoint], best: Endpoint, demand: Demand, cached: Mapping[int, int]) -> list[Endpoint]:

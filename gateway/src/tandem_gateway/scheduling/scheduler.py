@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from tandem_gateway.scheduling.demand import Demand, Estimator
 from tandem_gateway.scheduling.endpoint import Endpoint, Reservation, Worker
-from tandem_gateway.scheduling.picker import Choice, pick
+from tandem_gateway.scheduling.picker import Choice, Group, group_by_revision, pick
 from tandem_gateway.scheduling.prefix import CHUNK_BYTES, PrefixIndex
 
 
@@ -18,6 +18,9 @@ class Scheduler:
         self.endpoints: dict[str, Endpoint] = {}
         self.estimator = Estimator()
         self.index = PrefixIndex()
+        self._groups: list[Group] = []
+        self._unhealthy_until = 0.0
+        """No endpoint backs off after this: the groups can be used as they are."""
 
     def apply_workers(self, workers: Iterable[Worker]) -> list[Endpoint]:
         """Make the endpoints those of `workers`; returns the endpoints that left.
@@ -33,24 +36,31 @@ class Scheduler:
         for name, worker in wanted.items():
             if name not in self.endpoints:
                 self.endpoints[name] = Endpoint(worker)
+        self._groups = group_by_revision(self.endpoints.values())
         return left
+
+    def fail(self, endpoint: Endpoint, now: float) -> None:
+        """The endpoint refused or dropped a request: leave it out for a short while."""
+        endpoint.fail(now)
+        self._unhealthy_until = max(self._unhealthy_until, endpoint.backoff_until)
 
     def choose(self, demand: Demand, now: float, excluded: set[str] | None = None) -> Choice | None:
         """The pair for this request, or None when no decode endpoint may serve it now. Changes nothing."""
-        candidates = filter_available(self.endpoints.values(), now, excluded)
+        groups = self._groups
+        if excluded or now < self._unhealthy_until:
+            groups = group_by_revision(filter_available(self.endpoints.values(), now, excluded))
         cached: dict[int, int] = {}
         if demand.prefix:
             tokens = CHUNK_BYTES / self.estimator.bytes_per_token
             cached = {serial: int(chunks * tokens) for serial, chunks in self.index.match(demand.prefix).items()}
-        return pick(candidates, demand, cached, disaggregated=self.disaggregated)
+        return pick(groups, demand, cached, disaggregated=self.disaggregated)
 
     def reserve(self, choice: Choice, demand: Demand) -> Reservation:
         """Count the request on its endpoints and remember where its prefix now is."""
         prefill = choice.prefill[0] if choice.prefill else choice.decode
         if demand.prefix:
-            self.index.record(demand.prefix, prefill.serial)
-            if prefill is not choice.decode:
-                self.index.record(demand.prefix, choice.decode.serial)
+            decode = choice.decode
+            self.index.record(demand.prefix, (decode.serial,) if prefill is decode else (prefill.serial, decode.serial))
         return Reservation(
             choice.decode, prefill, prefill_tokens=choice.uncached_tokens, decode_tokens=demand.output_tokens
         )
