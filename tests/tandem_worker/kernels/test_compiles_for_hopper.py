@@ -51,6 +51,19 @@ FORMS: dict[str, Callable[[], object]] = {
         packed=zeros(4096, 2048, dtype=torch.uint8), scale=zeros(4096, 128, dtype=torch.uint8)
     ),
 }
+SLOW = ("fused_moe", "gate_up_silu", "small_batch_linear fp8", "small_batch_linear mxfp4")
+"""Compilations of several seconds each."""
+ROWS = torch.zeros(4)
+COUNTS = torch.zeros(4, 151936, dtype=torch.int32)
+LOGITS = torch.zeros(4, 151936)
+SAMPLING: dict[str, Callable[[], object]] = {
+    "apply_penalties": lambda: kernels.apply_penalties(LOGITS, COUNTS.bool(), COUNTS, ROWS, ROWS, ROWS),
+    "apply_logit_bias": lambda: kernels.apply_logit_bias(LOGITS, TABLE, ROWS[:, None].repeat(1, 64)),
+    "apply_bitmask": lambda: kernels.apply_bitmask(LOGITS, COUNTS[:, :4748].contiguous()),
+    "draw_uniform": lambda: kernels.draw_uniform(POSITIONS, POSITIONS, POSITIONS),
+    "sample_tokens": lambda: kernels.sample_tokens(LOGITS, ROWS, ROWS, LENGTHS, ROWS, ROWS),
+    "token_logprobs": lambda: kernels.token_logprobs(LOGITS, POSITIONS, 20),
+}
 SIMPLE: dict[str, Callable[[], object]] = {
     "rms_norm": lambda: kernels.rms_norm(zeros(4, 4096), zeros(4096), 1e-5),
     "rms_norm per head": lambda: kernels.rms_norm(zeros(4, 32, 128), zeros(128), 1e-5),
@@ -147,7 +160,14 @@ def test_memory_bound_kernels(compiled_launches, name):
     assert ".v4.b32" in compiled[0].ptx, "loads are not 16 bytes wide"
 
 
-@pytest.mark.parametrize("name", MATRIX)
+@pytest.mark.parametrize("name", SAMPLING)
+def test_sampling_kernels(compiled_launches, name):
+    check_resources(compiled_launches(SAMPLING[name]))
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] if name.startswith(SLOW) else []) for name in MATRIX]
+)
 def test_matrix_kernels(compiled_launches, name):
     call, instruction = MATRIX[name]
     compiled = compiled_launches(call)

@@ -26,6 +26,14 @@ mla_prefill_attention(q, kv, k_rope, query_start,          q [T, H, Dn + R], kv 
                       kv_start, scale=)                    k_rope [C, R]
 small_batch_linear(x, weight, bias)                        x [M, K], weight [N, K] in any form           [M, N]
 gate_up_silu(x, weight, bias)                              x [M, K], weight [2I, K] in any form          [M, I]
+apply_penalties(logits, prompt_seen, output_counts,        [B, V], penalties [B]                         in place
+                presence, frequency, repetition)
+apply_logit_bias(logits, ids, values)                      [B, V], [B, N]                                in place
+apply_bitmask(logits, bitmask)                             [B, V], [B, ceil(V / 32)]                     in place
+draw_uniform(seeds, choices, positions)                    [B]                                           [B]
+sample_tokens(logits, uniforms, temperature, top_k,        [B, V], [B]                                   tokens [B]
+              top_p, min_p)
+token_logprobs(logits, tokens, num_top)                    [B, V], [B]                                   [B], 2 x [B, n]
 moe_route(logits, top_k)                                   [T, E]                                        2 x [T, top_k]
 fused_moe(x, gate_up, down, topk_weights, topk_ids)        x [T, H], [E, 2I, H], [E, H, I], [T, top_k]   [T, H]
 ```
@@ -41,6 +49,7 @@ from .decode_attention import paged_decode_attention
 from .fused_qkv import fused_qkv_norm_rope_kv_write
 from .kv import kv_write, latent_write
 from .linear import gate_up_silu, small_batch_linear
+from .logit_edits import apply_bitmask, apply_logit_bias, apply_penalties
 from .mla_decode import mla_decode_attention
 from .mla_prefill import latent_gather, mla_prefill_attention
 from .moe import fused_moe
@@ -48,8 +57,13 @@ from .norm import residual_rms_norm, rms_norm
 from .prefill_attention import paged_prefill_attention
 from .rotary import rope
 from .routing import moe_route
+from .sampling import draw_uniform, sample_tokens, token_logprobs
 
 __all__ = [
+    "apply_bitmask",
+    "apply_logit_bias",
+    "apply_penalties",
+    "draw_uniform",
     "fused_moe",
     "fused_qkv_norm_rope_kv_write",
     "gate_up_silu",
@@ -64,7 +78,9 @@ __all__ = [
     "residual_rms_norm",
     "rms_norm",
     "rope",
+    "sample_tokens",
     "silu_mul",
     "small_batch_linear",
     "swiglu_clamped",
+    "token_logprobs",
 ]

@@ -4,6 +4,11 @@ A pair is one (token, choice); pair p belongs to token p // top_k. Pairs of an e
 list padded to whole blocks of rows, and every block knows its expert. Sizes follow from shapes alone.
 """
 
+# Kernel bodies are Triton's language in Python's syntax, which its annotations do not describe:
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false, reportReturnType=false
+# pyright: reportPossiblyUnboundVariable=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -5,6 +5,11 @@ once per KV head and not once per query head. Flash-Decoding's split over the co
 size. The grid follows from shapes only, so a captured CUDA graph serves all lengths that fit its block table.
 """
 
+# Kernel bodies are Triton's language in Python's syntax, which its annotations do not describe:
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false, reportReturnType=false
+# pyright: reportPossiblyUnboundVariable=false
+
 from __future__ import annotations
 
 import torch

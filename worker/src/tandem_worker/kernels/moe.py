@@ -5,6 +5,11 @@ chose it, which gathers that expert's other pairs itself (no sorting, no extra l
 block map built on the device. Sums over a token's experts run in a fixed order, so results do not vary between runs.
 """
 
+# Kernel bodies are Triton's language in Python's syntax, which its annotations do not describe:
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false, reportReturnType=false
+# pyright: reportPossiblyUnboundVariable=false
+
 from __future__ import annotations
 
 import torch

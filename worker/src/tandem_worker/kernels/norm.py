@@ -4,6 +4,11 @@ Both are bound by memory: one read and one write per element. A program takes as
 independent loads, so that short rows (per-head QK norm, D = 64..128) run at the same bandwidth as hidden-size rows.
 """
 
+# Kernel bodies are Triton's language in Python's syntax, which its annotations do not describe:
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false, reportReturnType=false
+# pyright: reportPossiblyUnboundVariable=false
+
 from __future__ import annotations
 
 import torch

@@ -1,5 +1,10 @@
 """Which experts a token goes to: scores, optional bias and groups, the best few, their weights."""
 
+# Kernel bodies are Triton's language in Python's syntax, which its annotations do not describe:
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false, reportReturnType=false
+# pyright: reportPossiblyUnboundVariable=false
+
 from __future__ import annotations
 
 import torch

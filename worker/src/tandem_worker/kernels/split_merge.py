@@ -4,6 +4,11 @@ Flash-Decoding (Dao et al., 2023): each split leaves its normalized output and t
 outputs weighted by exp(lse - max) is the attention over all. Base 2 throughout.
 """
 
+# Kernel bodies are Triton's language in Python's syntax, which its annotations do not describe:
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false, reportReturnType=false
+# pyright: reportPossiblyUnboundVariable=false
+
 from __future__ import annotations
 
 from functools import lru_cache

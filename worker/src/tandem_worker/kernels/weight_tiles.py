@@ -1,5 +1,10 @@
 """One tile of a weight, whatever its form, on its way from device memory into the tensor cores."""
 
+# Kernel bodies are Triton's language in Python's syntax, which its annotations do not describe:
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false, reportReturnType=false
+# pyright: reportPossiblyUnboundVariable=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -87,9 +92,12 @@ def weight_arguments(weight: Weight) -> WeightArguments:
         assert isinstance(weight, Mxfp4Weight)
         data, scale, zero = weight.packed, weight.scale, weight.scale
         constants = {"FORMAT": MXFP4, "GROUP_N": 1, "GROUP_K": 32, "HAS_ZERO": False}
-    strides = (*(data.stride() if data.dim() == 3 else (0, *data.stride()))[:2],)
-    scale_strides = (*(scale.stride() if scale.dim() == 3 else (0, *scale.stride()))[:2],)
-    return WeightArguments(tensors=(data, scale, zero), strides=(*strides, *scale_strides), constants=constants)
+    strides = (*_expert_and_row(data), *_expert_and_row(scale))
+    return WeightArguments(tensors=(data, scale, zero), strides=strides, constants=constants)
+
+
+def _expert_and_row(tensor: torch.Tensor) -> tuple[int, int]:
+    return (tensor.stride(0) if tensor.dim() == 3 else 0), tensor.stride(-2)
 
 
 @triton.jit

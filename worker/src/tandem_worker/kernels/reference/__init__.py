@@ -16,8 +16,20 @@ from .elementwise import (
 from .linear import gate_up_silu_reference, small_batch_linear_reference
 from .mla import latent_gather_reference, mla_decode_attention_reference, mla_prefill_attention_reference
 from .moe import fused_moe_reference, moe_route_reference
+from .sampling import (
+    apply_bitmask_reference,
+    apply_logit_bias_reference,
+    apply_penalties_reference,
+    draw_uniform_reference,
+    sample_tokens_reference,
+    token_logprobs_reference,
+)
 
 __all__ = [
+    "apply_bitmask_reference",
+    "apply_logit_bias_reference",
+    "apply_penalties_reference",
+    "draw_uniform_reference",
     "fused_moe_reference",
     "fused_qkv_norm_rope_kv_write_reference",
     "gate_up_silu_reference",
@@ -32,7 +44,9 @@ __all__ = [
     "residual_rms_norm_reference",
     "rms_norm_reference",
     "rope_reference",
+    "sample_tokens_reference",
     "silu_mul_reference",
     "small_batch_linear_reference",
     "swiglu_clamped_reference",
+    "token_logprobs_reference",
 ]

@@ -1,0 +1,137 @@
+"""Logit edits, draws, sampling and logprobs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tandem_worker import kernels
+from tandem_worker.kernels import reference, sampling
+from tandem_worker.kernels.reference.sampling import philox4x32
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Several blocks per row, without a large vocabulary."""
+    monkeypatch.setattr(sampling, "_BLOCK", 128)
+
+
+def per_row(device, *values, dtype=torch.float32):
+    return torch.tensor(values, dtype=dtype, device=device)
+
+
+def test_philox_known_answers():
+    """The vectors published with Random123."""
+    assert philox4x32((0, 0, 0, 0), (0, 0)) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
+    ones = 0xFFFFFFFF
+    assert philox4x32((ones,) * 4, (ones,) * 2) == (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)
+
+
+def test_draws_depend_on_seed_choice_and_position_only(device):
+    seeds = per_row(device, 0, 1, -1, 1 << 40, 0, 0, dtype=torch.int64)
+    choices = per_row(device, 0, 0, 0, 0, 1, 0, dtype=torch.int64)
+    positions = per_row(device, 0, 0, 5, 0, 0, 1, dtype=torch.int64)
+    draws = kernels.draw_uniform(seeds, choices, positions)
+    assert torch.equal(draws, reference.draw_uniform_reference(seeds, choices, positions))
+    assert len(set(draws.tolist())) == 6
+    assert ((draws >= 0) & (draws < 1)).all()
+
+
+def test_penalties(randn, assert_matches, device, generator):
+    logits = randn(3, 100)
+    seen = (torch.rand(3, 100, generator=generator) < 0.3).to(device)
+    counts = torch.randint(-3, 4, (3, 100), generator=generator).clamp_min(0).int().to(device)
+    penalties = [per_row(device, 0.5, 0.0, -1.0), per_row(device, 0.2, 0.0, 0.7), per_row(device, 1.3, 1.0, 1.0)]
+    expected = logits.clone()
+    reference.apply_penalties_reference(expected, seen, counts, *penalties)
+    kernels.apply_penalties(logits, seen, counts, *penalties)
+    assert_matches(logits, expected, 1e-6)
+
+
+def test_logit_bias(randn, device):
+    logits, values = randn(2, 50), randn(2, 3)
+    ids = torch.tensor([[4, 49, -1], [-1, -1, 0]], dtype=torch.int32, device=device)
+    expected = logits.clone()
+    reference.apply_logit_bias_reference(expected, ids, values)
+    kernels.apply_logit_bias(logits, ids, values)
+    assert torch.equal(logits, expected)
+
+
+def test_bitmask(randn, device, generator):
+    logits = randn(3, 75)
+    bitmask = torch.randint(-(2**31), 2**31 - 1, (3, 3), generator=generator, dtype=torch.int32).to(device)
+    bitmask[1] = -1
+    expected = logits.clone()
+    reference.apply_bitmask_reference(expected, bitmask)
+    kernels.apply_bitmask(logits, bitmask)
+    assert torch.equal(logits, expected)
+
+
+SETTINGS = [
+    (0, 1.0, 0.0),
+    (5, 1.0, 0.0),
+    (0, 0.7, 0.0),
+    (0, 1.0, 0.1),
+    (20, 0.8, 0.02),
+    (1, 1.0, 0.0),
+    (500, 0.01, 0.0),
+]
+
+
+@pytest.mark.parametrize(("top_k", "top_p", "min_p"), SETTINGS)
+def test_samples_equal_the_twins(randn, device, generator, top_k, top_p, min_p):
+    logits = randn(2, 150, scale=2.0)
+    logits[0, 40:] = float("-inf")
+    uniforms, temperature = torch.rand(2, generator=generator).to(device), per_row(device, 0.6, 1.5)
+    p, low = (torch.full((2,), value, device=device) for value in (top_p, min_p))
+    ks = torch.full((2,), top_k, dtype=torch.int32, device=device)
+    arguments = (logits, uniforms, temperature, ks, p, low)
+    assert torch.equal(kernels.sample_tokens(*arguments), reference.sample_tokens_reference(*arguments))
+
+
+def test_even_draws_reproduce_the_distribution(randn, device):
+    """One row per draw on an even grid: every token comes up in proportion to its weight, to within one draw."""
+    num_draws = 16
+    weights = torch.tensor([0.5, 0.25, 0.125, 0.125], device=device)
+    logits = weights.log().repeat(num_draws, 1)
+    uniforms = (torch.arange(num_draws, device=device) + 0.5) / num_draws
+    ones = torch.ones(num_draws, device=device)
+    tokens = kernels.sample_tokens(logits, uniforms, ones, ones.int() * 0, ones, ones * 0)
+    assert torch.bincount(tokens.cpu(), minlength=4).tolist() == [8, 4, 2, 2]
+
+
+def test_greedy_ties_and_rows_without_a_token(device):
+    logits = torch.zeros(5, 130, device=device)
+    logits[0, [7, 99]] = 3.0
+    logits[1] = float("-inf")
+    logits[2, 5] = float("nan")
+    logits[3, 5] = float("inf")
+    logits[4, 129] = 1e-3
+    zeros = torch.zeros(5, device=device)
+    tokens = kernels.sample_tokens(logits, zeros, zeros, zeros.int(), zeros + 1, zeros)
+    assert tokens.tolist() == [7, -1, -1, -1, 129]
+
+
+@pytest.mark.parametrize("num_top", [0, 1, 20])
+def test_logprobs(randn, assert_matches, device, num_top):
+    logits = randn(3, 200, scale=3.0)
+    logits[1, :64] = float("-inf")
+    logits[2, [3, 150]] = 40.0
+    tokens = per_row(device, 0, 199, 3, dtype=torch.int64)
+    own, top, ids = kernels.token_logprobs(logits, tokens, num_top)
+    expected_own, expected_top, expected_ids = reference.token_logprobs_reference(logits, tokens, num_top)
+    assert_matches(own, expected_own)
+    assert torch.equal(ids, expected_ids)
+    if num_top:
+        assert_matches(top, expected_top)
+
+
+def test_sampling_refuses_what_it_would_misread(randn, device):
+    logits, ones = randn(2, 40), torch.ones(2, device=device)
+    with pytest.raises(TypeError, match="logits must be float32"):
+        kernels.apply_bitmask(logits.half(), torch.zeros(2, 2, dtype=torch.int32, device=device))
+    with pytest.raises(ValueError, match=r"bitmask must have shape \[2, 2\]"):
+        kernels.apply_bitmask(logits, torch.zeros(2, 1, dtype=torch.int32, device=device))
+    with pytest.raises(TypeError, match="top_k must be int32 or int64"):
+        kernels.sample_tokens(logits, ones, ones, ones, ones, ones)
+    with pytest.raises(ValueError, match="num_top must be 0 to 20, got 21"):
+        kernels.token_logprobs(logits, ones.int(), 21)

@@ -1,0 +1,114 @@
+"""Twins of the sampling kernels."""
+
+from __future__ import annotations
+
+import torch
+
+_MASK32 = 0xFFFFFFFF
+NO_TOKEN = -1
+
+
+def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
+    """Ten rounds of Philox (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011)."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        first, second = 0xD2511F53 * c0, 0xCD9E8D57 * c2
+        c0, c1, c2, c3 = (second >> 32) ^ c1 ^ k0, second & _MASK32, (first >> 32) ^ c3 ^ k1, first & _MASK32
+        k0, k1 = (k0 + 0x9E3779B9) & _MASK32, (k1 + 0xBB67AE85) & _MASK32
+    return c0, c1, c2, c3
+
+
+def draw_uniform_reference(seeds: torch.Tensor, choices: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Twin of `draw_uniform`: seeds, choices, positions `[B]` -> `[B]` float32 in [0, 1)."""
+    draws = []
+    for seed, choice, position in zip(seeds.tolist(), choices.tolist(), positions.tolist(), strict=True):
+        word = philox4x32((position & _MASK32, choice & _MASK32, 0, 0), (seed & _MASK32, (seed >> 32) & _MASK32))[0]
+        draws.append((word >> 8) * 2.0**-24)
+    return torch.tensor(draws, dtype=torch.float32, device=seeds.device)
+
+
+def apply_penalties_reference(
+    logits: torch.Tensor,
+    prompt_seen: torch.Tensor,
+    output_counts: torch.Tensor,
+    presence: torch.Tensor,
+    frequency: torch.Tensor,
+    repetition: torch.Tensor,
+) -> None:
+    """Twin of `apply_penalties`: logits, prompt_seen, output_counts `[B, V]`, penalties `[B]`; in place."""
+    emitted = output_counts > 0
+    penalty = repetition[:, None]
+    penalized = torch.where(logits > 0, logits / penalty, logits * penalty)
+    adjusted = torch.where(emitted | (prompt_seen != 0), penalized, logits)
+    adjusted = adjusted - frequency[:, None] * output_counts - presence[:, None] * emitted
+    logits.copy_(adjusted)
+
+
+def apply_logit_bias_reference(logits: torch.Tensor, ids: torch.Tensor, values: torch.Tensor) -> None:
+    """Twin of `apply_logit_bias`: logits `[B, V]`, ids and values `[B, N]`, -1 for unused entries; in place."""
+    used = ids >= 0
+    rows = torch.arange(logits.shape[0], device=logits.device)[:, None].expand_as(ids)
+    logits.index_put_((rows[used], ids[used].long()), values[used].to(logits.dtype), accumulate=True)
+
+
+def apply_bitmask_reference(logits: torch.Tensor, bitmask: torch.Tensor) -> None:
+    """Twin of `apply_bitmask`: logits `[B, V]`, bitmask `[B, ceil(V / 32)]` int32; in place."""
+    shifts = torch.arange(32, dtype=torch.int32, device=bitmask.device)
+    allowed = ((bitmask[..., None] >> shifts) & 1).bool().flatten(1)[:, : logits.shape[1]]
+    logits.masked_fill_(~allowed, float("-inf"))
+
+
+def sample_tokens_reference(
+    logits: torch.Tensor,
+    uniforms: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+) -> torch.Tensor:
+    """Twin of `sample_tokens`: logits `[B, V]`, the rest `[B]` -> tokens `[B]` int64."""
+    tokens = []
+    for row, draw, heat, k, p, low in zip(
+        logits.double(), uniforms.tolist(), temperature.tolist(), top_k.tolist(), top_p.tolist(), min_p.tolist(),
+        strict=True,
+    ):  # fmt: skip
+        best, winner = row.max(dim=0)
+        if not bool(best.isfinite()):
+            tokens.append(NO_TOKEN)
+        elif heat == 0.0:
+            tokens.append(int(winner))
+        else:
+            weights = torch.exp((row - best) / heat)
+            tokens.append(_draw(weights, _kept(weights, k, p, low), draw))
+    return torch.tensor(tokens, dtype=torch.int64, device=logits.device)
+
+
+def _kept(weights: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
+    """Which tokens may be drawn; tokens as likely as the last one kept stay too."""
+    kept = weights >= min_p
+    ordered = weights.sort(descending=True).values
+    if 0 < top_k < len(weights):
+        kept &= weights >= ordered[top_k - 1]
+        ordered = ordered[ordered >= ordered[top_k - 1]]
+    if top_p < 1.0:
+        running = ordered.cumsum(dim=0)
+        last = int((running < top_p * running[-1]).sum())
+        kept &= weights >= ordered[min(last, len(ordered) - 1)]
+    return kept
+
+
+def _draw(weights: torch.Tensor, kept: torch.Tensor, draw: float) -> int:
+    running = torch.where(kept, weights, 0.0).cumsum(dim=0)
+    index = int(torch.searchsorted(running, draw * running[-1], right=True))
+    return min(index, int(kept.nonzero()[-1]))
+
+
+def token_logprobs_reference(
+    logits: torch.Tensor, tokens: torch.Tensor, num_top: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Twin of `token_logprobs`: logits `[B, V]`, tokens `[B]` -> `[B]`, `[B, num_top]` and ids `[B, num_top]`."""
+    scores = torch.log_softmax(logits.double(), dim=-1)
+    own = scores.gather(1, tokens.long().clamp_min(0)[:, None])[:, 0]
+    ordered = scores.sort(dim=-1, descending=True, stable=True)
+    return own.float(), ordered.values[:, :num_top].float(), ordered.indices[:, :num_top]
