@@ -67,7 +67,7 @@ class CPUStepAttention:
             self._layouts[spec.window, spec.chunk] = layout
         if not layout.prefills and len(layout.decodes) == 1:
             return self._attend_decodes(layout.decodes[0], q, kv_layer, spec)
-        out = q.new_empty(q.shape[0], spec.num_heads * spec.head_dim)
+        out = q.new_empty(q.shape[0], spec.num_heads * (spec.value_dim or spec.head_dim))
         for group in layout.decodes:
             assert group.rows is not None
             out.index_copy_(0, group.rows, self._attend_decodes(group, q.index_select(0, group.rows), kv_layer, spec))
@@ -80,7 +80,9 @@ class CPUStepAttention:
     ) -> torch.Tensor:
         """`q` `[G, Hq, D]` to `[G, Hq * D]`."""
         gathered = self._backend.gather(kv_layer, group.runs)
-        keys, values = gathered.view(2, group.size * spec.num_kv_heads, -1, spec.head_dim)
+        keys, values = _keys_and_values(
+            gathered.view(-1, group.size * spec.num_kv_heads, group.num_keys, spec.head_dim), spec
+        )
         scores = _scores(q.reshape(keys.shape[0], -1, spec.head_dim), keys, spec.scale)
         if group.mask is not None:
             scores.view(group.size, spec.num_heads, -1).add_(group.mask)
@@ -94,17 +96,26 @@ class CPUStepAttention:
         if sequence.runs is None:
             context = kv[sequence.start : sequence.stop].permute(1, 2, 0, 3)
         else:
-            context = self._backend.gather(kv_layer, sequence.runs).view(2, spec.num_kv_heads, -1, spec.head_dim)
-            context = context[:, :, : sequence.length]
+            gathered = self._backend.gather(kv_layer, sequence.runs)
+            num_keys = -(-sequence.length // self._block_size) * self._block_size
+            context = gathered.view(-1, spec.num_kv_heads, num_keys, spec.head_dim)[:, :, : sequence.length]
         queries = q[sequence.start : sequence.stop]
-        if q.dtype == torch.float32 and sequence.runs is None and spec.sinks is None and _sees_all(sequence):
+        if q.dtype == torch.float32 and sequence.runs is None and _is_plain_causal(sequence, spec):
             return _fused_causal(queries, context, spec)
         return _attend_tiles(sequence, queries, context.contiguous(), spec)
 
 
-def _sees_all(sequence: PrefillSequence) -> bool:
-    """Whether every query sees all keys before it, so that plain causal attention is right."""
-    return all(tile.first == 0 for tile in sequence.tiles) and sequence.tiles[-1].mask is not None
+def _keys_and_values(context: torch.Tensor, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both from `[2, batch, K, D]`, or from MLA's `[1, batch, K, D]`."""
+    if spec.value_dim is None:
+        return context[0], context[1]
+    return context[0], context[0, ..., : spec.value_dim]
+
+
+def _is_plain_causal(sequence: PrefillSequence, spec: AttentionSpec) -> bool:
+    """Whether every query sees all keys before it, and nothing but keys takes part in the softmax."""
+    narrowest = min(spec.window or sequence.length, spec.chunk or sequence.length)
+    return sequence.length <= narrowest and spec.sinks is None and spec.value_dim is None
 
 
 def _fused_causal(q: torch.Tensor, context: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
@@ -123,11 +134,11 @@ def _fused_causal(q: torch.Tensor, context: torch.Tensor, spec: AttentionSpec) -
 def _attend_tiles(
     sequence: PrefillSequence, q: torch.Tensor, context: torch.Tensor, spec: AttentionSpec
 ) -> torch.Tensor:
-    """`q` `[n, Hq, D]` over `[2, Hk, length, D]`, a tile of queries at a time, to `[n, Hq * D]`."""
-    keys, values = context
-    num_kv_heads, dim = spec.num_kv_heads, spec.head_dim
+    """`q` `[n, Hq, D]` over `[2 or 1, Hk, length, D]`, a tile of queries at a time, to `[n, Hq * D]`."""
+    keys, values = _keys_and_values(context, spec)
+    num_kv_heads, dim = spec.num_kv_heads, values.shape[-1]
     grouped = q.unflatten(1, (num_kv_heads, -1)).transpose(0, 1).contiguous()  # [Hk, n, group, D]
-    out = torch.empty_like(grouped)
+    out = grouped.new_empty(*grouped.shape[:-1], dim)
     sinks = None if spec.sinks is None else spec.sinks.view(num_kv_heads, 1, -1, 1)
     for tile in sequence.tiles:
         count = tile.stop - tile.start

@@ -1,7 +1,7 @@
 """How the CPU attends over a step's sequences: groups, gather lists, masks. Built once per step, used by all layers.
 
 Gather lists name runs of `block_size` keys or values of one head, so that gathering also brings each head's keys
-together: `[2, sequences, num_kv_heads, blocks]` runs.
+together: `[2, sequences, num_kv_heads, blocks]` runs (MLA: `[1, sequences, 1, blocks]`).
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ class DecodeGroup:
 
     rows: torch.Tensor | None  # [G] their tokens in T; None: the whole batch, in order
     runs: torch.Tensor  # gather list
-    mask: torch.Tensor | None  # [G, 1, keys] additive; None when nothing is hidden
+    mask: torch.Tensor | None  # [G, 1, num_keys] additive; None when nothing is hidden
     size: int
+    num_keys: int  # per sequence, padding included
 
 
 @dataclass(slots=True)
@@ -92,8 +93,8 @@ class LayoutBuilder:
         self._block_size = block_size
         self._spec = spec
         self._dtype = dtype
-        heads = torch.arange(spec.num_kv_heads)
-        self._heads = torch.stack((heads, heads + spec.num_kv_heads)).view(2, 1, -1, 1)
+        planes = 2 if spec.value_dim is None else 1  # keys and values, or latents that are both
+        self._heads = torch.arange(planes * spec.num_kv_heads).view(planes, 1, -1, 1)
 
     def build(self, max_keys: int) -> Layout:
         """`max_keys` bounds the keys, padding included, that a decode group gathers."""
@@ -126,7 +127,7 @@ class LayoutBuilder:
 
     def _runs(self, blocks: torch.Tensor) -> torch.Tensor:
         """Gather list of blocks `[G, blocks]`."""
-        return (blocks.view(1, blocks.shape[0], 1, -1) * (2 * self._spec.num_kv_heads) + self._heads).flatten()
+        return (blocks.view(1, blocks.shape[0], 1, -1) * self._heads.numel() + self._heads).flatten()
 
     def _plan_decodes(self, members: list[tuple[int, int]], firsts: list[int], whole: bool) -> DecodeGroup:
         size = self._block_size
@@ -148,6 +149,7 @@ class LayoutBuilder:
             runs=self._runs(blocks),
             mask=self._decode_mask(heads, ends, num_blocks * size),
             size=len(members),
+            num_keys=num_blocks * size,
         )
 
     def _decode_mask(self, starts: list[int], ends: list[int], num_keys: int) -> torch.Tensor | None:

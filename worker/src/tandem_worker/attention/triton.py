@@ -21,12 +21,18 @@ class TritonStepAttention:
 
     def __init__(self, batch: ForwardBatch) -> None:
         self._batch = batch
+        self._token_tables: torch.Tensor | None = None
 
     def write(self, kv: torch.Tensor, kv_layer: torch.Tensor) -> None:
+        if kv.shape[1] == 1:
+            kernels.latent_write(kv[:, 0, 0], kv_layer, self._batch.slot_mapping)
+            return
         kernels.kv_write(kv[:, 0], kv[:, 1], kv_layer, self._batch.slot_mapping)
 
     def attend(self, q: torch.Tensor, kv: torch.Tensor, kv_layer: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
         batch = self._batch
+        if spec.value_dim is not None:
+            return self._attend_latents(q, kv_layer, spec, spec.value_dim)
         if batch.is_decode:
             out = kernels.paged_decode_attention(
                 q,
@@ -51,3 +57,14 @@ class TritonStepAttention:
                 sinks=spec.sinks,
             )
         return out.flatten(1)
+
+    def _attend_latents(self, q: torch.Tensor, latents: torch.Tensor, spec: AttentionSpec, rank: int) -> torch.Tensor:
+        """MLA in absorbed form. Several new tokens of a sequence are attended as if each were a sequence."""
+        batch = self._batch
+        tables, contexts = batch.block_tables, batch.context_lens
+        if not batch.is_decode:
+            if self._token_tables is None:
+                lengths = batch.query_start.diff().long()
+                self._token_tables = tables.repeat_interleave(lengths, dim=0, output_size=q.shape[0])
+            tables, contexts = self._token_tables, (batch.positions + 1).int()
+        return kernels.mla_decode_attention(q, latents, tables, contexts, latent_dim=rank, scale=spec.scale).flatten(1)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from tandem_worker.attention.base import AttentionSpec
+from tandem_worker.attention.base import AttentionSpec, kv_layer_spec
 from tandem_worker.errors import StartupError
 from tandem_worker.layers.linear import Linear
-from tandem_worker.layers.norm import HeadNorm
 from tandem_worker.layers.step import Step
+from tandem_worker.models.base import KVLayerSpec
 from tandem_worker.models.config import ModelConfig
 from tandem_worker.parallel.context import ParallelContext
 from tandem_worker.weights.base import Slice
@@ -39,41 +40,79 @@ class HeadShare:
         return cls(heads // size, local_kv, rank * heads // size, rank * kv_heads // size)
 
 
+Placement = Callable[[torch.Tensor, int, Step], None]
+"""Brings positions into `[T, num_heads + num_kv_heads, head_dim]`, query heads first, in place."""
+
+
+def rotate_half(heads: torch.Tensor, num_heads: int, step: Step) -> None:
+    """Rotary embedding of queries and keys alike: the placement of most families."""
+    step.rotation.rotate_half_(heads)
+
+
 class SelfAttention:
     """Projections around a `StepAttention`. The output joins the residual stream."""
 
     def __init__(
-        self,
-        qkv: Linear,
-        out: Linear,
-        spec: AttentionSpec,
-        *,
-        index: int,
-        head_norm: HeadNorm | None = None,
-        rotary: bool = True,
+        self, qkv: Linear, out: Linear, spec: AttentionSpec, *, index: int, place: Placement = rotate_half
     ) -> None:
+        """`index` is the layer's place among this rank's layers."""
         self.qkv = qkv
         self.out = out
         self.spec = spec
-        self.head_norm = head_norm
-        self.rotary = rotary
+        self._place = place
         self._index = index
-        self._num_rotated = spec.num_heads + spec.num_kv_heads
+        self._num_placed = spec.num_heads + spec.num_kv_heads
+
+    def kv_layer_spec(self, block_size: int) -> KVLayerSpec:
+        return kv_layer_spec(block_size, self.spec.num_kv_heads, self.spec.head_dim)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor, step: Step, kv_layer: torch.Tensor) -> torch.Tensor:
         """`residual + attention(x)` for `[T, hidden]`. Writes this layer's KV."""
         spec = self.spec
         heads = self.qkv(x).view(x.shape[0], -1, spec.head_dim)
-        rotated = heads[:, : self._num_rotated]
-        if self.head_norm is not None:
-            self.head_norm.normalize_(rotated, spec.num_heads)
-        if self.rotary:
-            step.rotation.rotate_half_(rotated)
+        self._place(heads[:, : self._num_placed], spec.num_heads, step)
         kv = heads[:, spec.num_heads :].unflatten(1, (2, spec.num_kv_heads))
         step.attention.write(kv, kv_layer)
         step.written(self._index)
         attended = step.attention.attend(heads[:, : spec.num_heads], kv, kv_layer, spec)
         return self.out.add_to(attended, residual)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionOptions:
+    """What a family's layer has beyond plain grouped-query attention."""
+
+    window: int | None = None
+    chunk: int | None = None
+    sinks: torch.Tensor | None = None
+    place: Placement = rotate_half
+
+
+def load_attention(
+    config: ModelConfig,
+    loader: WeightLoader,
+    context: ParallelContext,
+    *,
+    layer: int,
+    index: int,
+    options: AttentionOptions | None = None,
+) -> SelfAttention:
+    """Attention of the checkpoint's layer `layer`, which is number `index` of this rank."""
+    options = options or AttentionOptions()
+    share = HeadShare.of(config, context)
+    spec = AttentionSpec(
+        num_heads=share.num_heads,
+        num_kv_heads=share.num_kv_heads,
+        head_dim=config.head_dim,
+        scale=config.head_dim**-0.5,
+        window=options.window,
+        chunk=options.chunk,
+        sinks=options.sinks,
+    )
+    prefix = f"model.layers.{layer}.self_attn."
+    qkv = load_qkv(config, loader, share, prefix)
+    out = load_output(config, loader, share, context, prefix)
+    return SelfAttention(qkv, out, spec, index=index, place=options.place)
 
 
 def load_qkv(config: ModelConfig, loader: WeightLoader, share: HeadShare, prefix: str) -> Linear:

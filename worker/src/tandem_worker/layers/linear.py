@@ -51,16 +51,17 @@ class Linear:
     def add_to(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """`residual + x W^T + b` as a new tensor."""
         if self.reduce is not None:
-            partial = self._product(x) if self.reduce.rank else self._product_added(x, residual)
+            partial = self._product(x) if self.reduce.rank else self.add_partial(x, residual)
             return self.reduce.all_reduce(partial)
-        return self._product_added(x, residual)
+        return self.add_partial(x, residual)
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         if self.packed:
             return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return functional.linear(x, self.weight, self.bias)
 
-    def _product_added(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    def add_partial(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """`residual + x W^T + b` of this rank's slice, not summed over ranks."""
         if self.packed:
             return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.weight, self.bias, "add")
         if self.bias is not None:

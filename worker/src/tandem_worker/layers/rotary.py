@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tandem_worker.errors import StartupError
-from tandem_worker.models.config import RopeConfig
+from tandem_worker.models.config import ModelConfig, RopeConfig
 
 
 def build_inverse_frequencies(
@@ -82,6 +82,12 @@ class RotaryEmbedding:
         frequencies, self.factor = build_inverse_frequencies(rope, dim, max_position_embeddings=max_position_embeddings)
         self.inverse_frequencies = frequencies.to(device)
 
+    @classmethod
+    def of(cls, config: ModelConfig, device: torch.device, dim: int | None = None) -> RotaryEmbedding:
+        """For heads of `dim`, by default the model's `head_dim`."""
+        limit = config.max_position_embeddings
+        return cls(config.rope, dim or config.head_dim, max_position_embeddings=limit, device=device)
+
     def scale_frequencies(self, divisors: torch.Tensor) -> None:
         """Divide each frequency, `[dim / 2]`: GGUF files carry Llama 3's scaling in this form."""
         self.inverse_frequencies = self.inverse_frequencies / divisors.to(self.inverse_frequencies)
@@ -94,26 +100,42 @@ class RotaryEmbedding:
 
 
 class Rotation:
-    """`cos` and `sin` are `[T, D / 2]`; the wide forms are made once for the half-split layout."""
+    """Cosines and sines `[T, D / 2]` of a step; `rotate_*` turn the first D dimensions of every head in place."""
 
-    __slots__ = ("_cos_wide", "_sin_wide", "cos", "sin")
+    __slots__ = ("_rows", "_wide", "cos", "sin")
 
     def __init__(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
         self.cos = cos
         self.sin = sin
-        self._cos_wide = torch.cat((cos, cos), dim=-1).unsqueeze(1)
-        self._sin_wide = torch.cat((-sin, sin), dim=-1).unsqueeze(1)
+        self._rows: torch.Tensor | None = None
+        self._wide: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def rotate_half_(self, heads: torch.Tensor) -> None:
-        """Rotate `[T, H, D]` in place; element i pairs with i + D / 2."""
+        """`[T, H, D]` where element i pairs with i + D / 2."""
+        if heads.is_cuda:
+            self._launch(heads, interleaved=False)
+            return
+        if self._wide is None:
+            cos = torch.cat((self.cos, self.cos), dim=-1).unsqueeze(1)
+            self._wide = cos, torch.cat((-self.sin, self.sin), dim=-1).unsqueeze(1)
+        cos, sin = self._wide
         half = heads.shape[-1] // 2
         swapped = torch.cat((heads[..., half:], heads[..., :half]), dim=-1)
-        heads.mul_(self._cos_wide).addcmul_(swapped, self._sin_wide)
+        heads.mul_(cos).addcmul_(swapped, sin)
 
-    def rotate_interleaved(self, heads: torch.Tensor) -> torch.Tensor:
-        """Rotate `[T, H, D]` where element 2i pairs with 2i + 1; the result keeps that order."""
-        pairs = heads.float().unflatten(-1, (-1, 2))
-        even, odd = pairs[..., 0], pairs[..., 1]
-        cos, sin = self.cos.float().unsqueeze(1), self.sin.float().unsqueeze(1)
-        rotated = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1)
-        return rotated.flatten(-2).to(heads.dtype)
+    def rotate_interleaved_(self, heads: torch.Tensor) -> None:
+        """`[T, H, D]` where element 2i pairs with 2i + 1."""
+        if heads.is_cuda:
+            self._launch(heads, interleaved=True)
+            return
+        even, odd = heads[..., 0::2].float(), heads[..., 1::2].float()
+        cos, sin = self.cos.unsqueeze(1), self.sin.unsqueeze(1)
+        rotated = even * cos - odd * sin, odd * cos + even * sin
+        heads[..., 0::2], heads[..., 1::2] = rotated
+
+    def _launch(self, heads: torch.Tensor, *, interleaved: bool) -> None:
+        from tandem_worker import kernels
+
+        if self._rows is None:
+            self._rows = torch.arange(heads.shape[0], device=heads.device)
+        kernels.rope(heads, None, self.cos, self.sin, self._rows, interleaved=interleaved)

@@ -46,8 +46,6 @@ class ModelConfig:
     tie_word_embeddings: bool
     dtype: torch.dtype
     """Element type of the checkpoint."""
-    name_prefix: str = ""
-    """What stands before `model.` in this checkpoint's tensor names."""
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     def get(self, key: str, default: Any) -> Any:
@@ -55,9 +53,12 @@ class ModelConfig:
         value = self.raw.get(key)
         return default if value is None else value
 
-    def need(self, key: str, kind: type[Number]) -> Number:
-        """A number that the family cannot do without. Raises StartupError when it is absent or not a number."""
-        return _need(self.raw, key, kind)
+    def need(self, key: str, kind: type[Number], *, alias: str = "") -> Number:
+        """A number that the family cannot do without; `alias` is its other published name.
+
+        Raises StartupError when it is absent or not a number.
+        """
+        return _need(self.raw, alias if alias in self.raw else key, kind)
 
     @property
     def quantization(self) -> Mapping[str, Any] | None:

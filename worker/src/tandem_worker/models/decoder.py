@@ -28,6 +28,52 @@ class DecoderLayer(Protocol):
         ...
 
 
+class AttentionPart(Protocol):
+    """The first half of a layer."""
+
+    def kv_layer_spec(self, block_size: int) -> KVLayerSpec: ...
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor, step: Step, kv_layer: torch.Tensor) -> torch.Tensor:
+        """`residual + attention(x)`; writes the layer's KV."""
+        ...
+
+
+class MLPPart(Protocol):
+    """The second half of a layer, dense or a mixture of experts."""
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """`residual + mlp(x)`."""
+        ...
+
+
+class PreNormLayer:
+    """Attention and MLP, each behind a norm and added to the residual stream: the layer of every family here."""
+
+    def __init__(self, input_norm: RMSNorm, attention: AttentionPart, mlp_norm: RMSNorm, mlp: MLPPart) -> None:
+        self.input_norm = input_norm
+        self.attention = attention
+        self.mlp_norm = mlp_norm
+        self.mlp = mlp
+
+    @classmethod
+    def load(
+        cls, config: ModelConfig, loader: WeightLoader, layer: int, attention: AttentionPart, mlp: MLPPart
+    ) -> PreNormLayer:
+        """Around parts that are loaded already, with the norms of the checkpoint's layer `layer`."""
+        norms = [
+            RMSNorm(loader.load(f"model.layers.{layer}.{name}.weight", (config.hidden_size,)), config.rms_norm_eps)
+            for name in ("input_layernorm", "post_attention_layernorm")
+        ]
+        return cls(norms[0], attention, norms[1], mlp)
+
+    def kv_layer_spec(self, block_size: int) -> KVLayerSpec:
+        return self.attention.kv_layer_spec(block_size)
+
+    def forward(self, hidden: torch.Tensor, step: Step, kv_layer: torch.Tensor) -> torch.Tensor:
+        hidden = self.attention.forward(self.input_norm(hidden), hidden, step, kv_layer)
+        return self.mlp.forward(self.mlp_norm(hidden), hidden)
+
+
 def stage_layers(num_layers: int, context: ParallelContext) -> range:
     """Layers of this pipeline stage: equal shares, the first stages one longer where it does not divide."""
     share, longer = divmod(num_layers, context.pp_size)

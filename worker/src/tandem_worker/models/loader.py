@@ -17,6 +17,8 @@ from tandem_worker.weights.gguf import GGUFSource, gguf_metadata, open_gguf
 from tandem_worker.weights.loader import WeightLoader
 from tandem_worker.weights.safetensors import SafetensorsSource
 
+_EMBEDDING = "model.embed_tokens.weight"
+_LANGUAGE_MODEL = "language_model."
 _INDEX = "model.safetensors.index.json"
 
 
@@ -39,7 +41,15 @@ def load_model(
     load = find_family(config.architecture)
     chosen = dtype or resolve_dtype(device, config.dtype)
     with torch.inference_mode():
-        return load(config, WeightLoader(source, dtype=chosen, device=device, prefix=config.name_prefix), context)
+        return load(config, WeightLoader(source, dtype=chosen, device=device, prefix=find_prefix(source)), context)
+
+
+def find_prefix(source: WeightSource) -> str:
+    """What stands before `model.` in the tensor names: multimodal checkpoints put their language model's name there."""
+    for name in source.names():
+        if name.endswith(_EMBEDDING) and (name == _EMBEDDING or name.startswith(_LANGUAGE_MODEL)):
+            return name.removesuffix(_EMBEDDING)
+    return ""
 
 
 def resolve_dtype(device: torch.device, checkpoint: torch.dtype) -> torch.dtype:

@@ -14,7 +14,14 @@ from tandem_worker.weights.loader import WeightLoader
 LoadFunction = Callable[[ModelConfig, WeightLoader, ParallelContext], CausalLM]
 
 _FAMILIES = {
+    "DeepseekV3ForCausalLM": "deepseek:load_deepseek",
+    "GptOssForCausalLM": "gpt_oss:load_gpt_oss",
+    "KimiK25ForConditionalGeneration": "deepseek:load_deepseek",
+    "Llama4ForCausalLM": "llama4:load_llama4",
+    "Llama4ForConditionalGeneration": "llama4:load_llama4",
     "LlamaForCausalLM": "llama:load_llama",
+    "Qwen3ForCausalLM": "qwen3:load_qwen3",
+    "Qwen3MoeForCausalLM": "qwen3:load_qwen3_moe",
 }
 """Architecture, as `config.json` names it, to `module:function` of this package."""
 
