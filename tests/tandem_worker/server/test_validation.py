@@ -161,6 +161,19 @@ async def test_bodies_that_are_no_json_objects(worker: Any, content: bytes) -> N
         assert response.json()["error"]["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize("depth", [200, 1000])
+async def test_deep_nesting_ends_in_an_answer(worker: Any, sane: dict[str, Any], depth: int) -> None:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(depth // 2):
+        schema = {"type": "array", "items": schema}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    answer = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    for options in ({"tools": [tool], "tool_choice": "required"}, {"response_format": answer}, {"metadata": schema}):
+        response = await worker.http.post("/v1/chat/completions", json={**sane, **options})
+        assert response.status_code in (200, 400), response.text
+    assert (await worker.http.get("/healthz")).status_code == 200
+
+
 async def test_unknown_model(worker: Any) -> None:
     response = await worker.http.post("/v1/chat/completions", json={"model": "gpt-9", "messages": HELLO})
     assert response.status_code == 404

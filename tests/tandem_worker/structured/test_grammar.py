@@ -10,12 +10,14 @@ import jsonschema
 import numpy as np
 import pytest
 import torch
+from llguidance import LLMatcher, LLParserLimits
+from llguidance.hf import from_tokenizer
 from tandem_worker.control.params import Grammar
 from tandem_worker.server.detokenizer import TokenTable, byte_level_alphabet
 from tandem_worker.server.tools.formats import FORMATS, build_grammar
 from tandem_worker.server.toolspec import Tool, ToolOptions
 from tandem_worker.structured.compiler import MAX_CACHED, GrammarCompiler
-from tandem_worker.structured.grammar import AfterReasoningFactory, GrammarError
+from tandem_worker.structured.grammar import AfterReasoningFactory, GrammarError, TokenGrammarFactory
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -131,6 +133,17 @@ def test_a_forbidden_token_raises(compiler: GrammarCompiler, tokenizer: Any) -> 
     grammar = compiler.compile_json_schema({"type": "object"}).new()
     with pytest.raises(GrammarError, match="not allowed"):
         grammar.accept(tokenizer.convert_tokens_to_ids("x"))
+
+
+def test_a_grammar_at_its_limits_ends_with_an_error_on_accept(tokenizer: Any) -> None:
+    limits = LLParserLimits(step_lexer_fuel=1, step_max_items=1)
+    matcher = LLMatcher(
+        from_tokenizer(tokenizer, n_vocab=300), LLMatcher.grammar_from_json_schema({}), log_level=0, limits=limits
+    )
+    grammar = TokenGrammarFactory(matcher, 10, frozenset({0, tokenizer.eos_token_id})).new()
+    assert allowed(grammar) == [1]
+    with pytest.raises(GrammarError, match="too complex"):
+        grammar.accept(1)
 
 
 @pytest.mark.parametrize(

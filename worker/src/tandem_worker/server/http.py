@@ -135,5 +135,8 @@ def describe_error(error: Exception) -> tuple[int, dict[str, Any], Headers]:
             extra = {HEADER_RETRY: "1"} if error.retry else {}
             kind = _KINDS.get(error.status, "server_error")
             return error.status, error_body(str(error), kind=kind), extra
+        case RecursionError():
+            message = "The request is nested too deeply."
+            return 400, error_body(message, kind="invalid_request_error", code="invalid_json"), {}
         case _:
             return 500, error_body("The server had an internal error.", kind="server_error", code="internal_error"), {}

@@ -6,6 +6,7 @@ masks is accepted token by token. `fill_mask` costs tens of microseconds and rel
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -22,29 +23,41 @@ class GrammarError(WorkerError):
 class TokenGrammar:
     """State of one choice. Not thread-safe; used on the engine thread.
 
-    `accept` raises GrammarError for a token that the mask forbade.
+    `accept` raises GrammarError for a token that the mask forbade, and when the grammar's limits were reached.
     """
 
-    __slots__ = ("_eos_token_ids", "_matcher", "_words")
+    __slots__ = ("_eos_token_ids", "_matcher", "_refused", "_words")
 
     def __init__(self, matcher: LLMatcher, words: int, eos_token_ids: frozenset[int]) -> None:
         self._matcher = matcher
         self._words = words
         self._eos_token_ids = eos_token_ids
+        self._refused = next(token for token in itertools.count() if token not in eos_token_ids)
 
     def fill_mask(self, mask: object) -> None:
-        """`mask`: one contiguous row of int32 words (a CPU tensor or array); words beyond the vocabulary become 0."""
+        """`mask`: one contiguous row of int32 words (a CPU tensor or array); words beyond the vocabulary become 0.
+
+        Never raises. When the grammar has hit a resource limit the mask leaves one token, which `accept` refuses: so
+        the choice ends with an error, and neither as a valid answer nor with the step loop of all others.
+        """
         row = _row(mask)
+        if not self._matcher.is_error():
+            self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, self._words * 4)
+            row[self._words :] = 0
         if self._matcher.is_error():
-            raise GrammarError(self._matcher.get_error())
-        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, self._words * 4)
-        row[self._words :] = 0
+            row[:] = 0
+            row[self._refused // 32] = _bit(self._refused)
 
     def accept(self, token_id: int) -> None:
+        if self._matcher.is_error():
+            raise GrammarError(f"the grammar is too complex: {self._first_line()}")
         if self._matcher.is_stopped() and token_id in self._eos_token_ids:
             return
         if not self._matcher.consume_token(token_id):
-            raise GrammarError(f"token {token_id} is not allowed here: {self._matcher.get_error()}")
+            raise GrammarError(f"token {token_id} is not allowed here: {self._first_line()}")
+
+    def _first_line(self) -> str:
+        return self._matcher.get_error().strip().partition("\n")[0]
 
     @property
     def terminated(self) -> bool:
