@@ -54,11 +54,10 @@ class Samples:
         if decode_only:
             self.decode_only.append(schedule)
 
-    @property
-    def typical(self) -> float:
-        """Mean of all steps without the 2% that a busy machine inflates most."""
-        kept = sorted(self.schedule)[: max(1, len(self.schedule) * 98 // 100)]
-        return statistics.fmean(kept)
+
+def typical(seconds: list[float]) -> float:
+    """Mean without the 2% that a busy machine inflates most."""
+    return statistics.fmean(sorted(seconds)[: max(1, len(seconds) * 98 // 100)])
 
 
 class Fleet:
@@ -148,10 +147,10 @@ def report(fleet: Fleet, base: Samples) -> dict[str, float]:
     result = {
         "prompt_tokens": fleet.prompt_tokens,
         "cached_blocks": fleet.num_cached,
-        "schedule_ms": round(samples.typical * 1e3, 4),
-        "decode_only_ms": round(statistics.median(samples.decode_only) * 1e3, 4),
-        "build_ms": round(statistics.median(samples.build) * 1e3, 4),
-        "growth": round(samples.typical / base.typical, 3),
+        "schedule_ms": round(typical(samples.schedule) * 1e3, 4),
+        "decode_only_ms": round(typical(samples.decode_only) * 1e3, 4),
+        "build_ms": round(typical(samples.build) * 1e3, 4),
+        "growth": round(typical(samples.schedule) / typical(base.schedule), 3),
     }
     print("".join(f"{value:>17}" for value in result.values()), flush=True)
     return result

@@ -18,7 +18,8 @@ class Wire:
         decode.prefill_client = self
         self.orders: dict[str, RemotePrefill] = {}
         self.reports: dict[str, list[tuple[int, int, tuple[int, ...]]]] = {}
-        self.cancelled: list[tuple[str, int]] = []
+        self._writing = threading.Lock()
+        self.cancelled: set[tuple[str, int]] = set()
         self.hold = threading.Event()
         """Cleared: results do not leave the prefill side."""
         self.hold.set()
@@ -45,19 +46,21 @@ class Wire:
         self.prefill.submit_prefill(sent, self)
 
     def cancel(self, request_id: str, generation: int) -> None:
-        self.cancelled.append((request_id, generation))
+        with self._writing:
+            self.cancelled.add((request_id, generation))
         self.prefill.release(request_id)
 
     # LayerListener
 
     def blocks_ready(self, request_id: str, layer: int, first_index: int, block_ids: Sequence[int]) -> None:
         self.reports[request_id].append((layer, first_index, tuple(block_ids)))
-        if (request_id, self.orders[request_id].generation) in self.cancelled:
-            return
         targets = self.orders[request_id].block_ids[first_index : first_index + len(block_ids)]
         assert len(targets) == len(block_ids)
-        for source, target in zip(block_ids, targets, strict=True):
-            self.decode.kv_cache.layers[layer][target] = self.prefill.kv_cache.layers[layer][source]
+        with self._writing:
+            if (request_id, self.orders[request_id].generation) in self.cancelled:
+                return
+            for source, target in zip(block_ids, targets, strict=True):
+                self.decode.kv_cache.layers[layer][target] = self.prefill.kv_cache.layers[layer][source]
 
     def prefill_done(self, request_id: str, logits: bytes, num_cached_tokens: int) -> None:
         threading.Thread(target=self._finish, args=(request_id, logits, num_cached_tokens)).start()
