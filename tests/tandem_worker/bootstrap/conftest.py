@@ -105,8 +105,11 @@ def run_worker(folder: Path, role: str, model: Path, **changes: Any) -> Iterator
     config.write_text(json.dumps(document))
     termination.touch()
     environment = os.environ | {
-        "POD_NAME": f"{role}-0", "POD_IP": "127.0.0.1", "OMP_NUM_THREADS": "1", "TERMINATION_MESSAGE_PATH": str(termination),
-    }  # fmt: skip
+        "POD_NAME": f"{role}-0",
+        "POD_IP": "127.0.0.1",
+        "OMP_NUM_THREADS": "1",
+        "TERMINATION_MESSAGE_PATH": str(termination),
+    }
     with log.open("wb") as sink:
         process = subprocess.Popen(
             [sys.executable, "-m", "tandem_worker", "--config", str(config), "--host", "127.0.0.1"],
@@ -127,7 +130,11 @@ def await_ready(worker: WorkerProcess) -> WorkerProcess:
         except httpx.TransportError:
             return False
 
-    eventually(ready, START_SECONDS, f"ready; log:\n{worker.log.read_text()}")
+    try:
+        eventually(ready, START_SECONDS, "the worker is ready")
+    except AssertionError as error:
+        error.add_note(worker.log.read_text())
+        raise
     return worker
 
 

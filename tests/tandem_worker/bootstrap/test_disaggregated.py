@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import signal
+import socket
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import pytest
 import torch
 
@@ -46,7 +46,7 @@ def test_tokens_equal_transformers(pair: SimpleNamespace, length: int) -> None:
         prompt, prefill=pair.prefill.kv, max_tokens=12, ignore_eos=True, return_token_ids=True
     )
     assert answer["choices"][0]["token_ids"] == oracle(pair.model, prompt, 12)
-    assert answer["headers"]["x-tandem-prefill-worker"] == ("prefill-0" if length > 17 else "prefill-0")
+    assert answer["headers"]["x-tandem-prefill-worker"] == "prefill-0"
     assert prefills(pair.decode, "remote") == before + 1
 
 
@@ -66,14 +66,11 @@ def test_what_the_prefill_worker_has_cached_counts(pair: SimpleNamespace) -> Non
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 160
 
 
-def test_nothing_stays_allocated(pair: SimpleNamespace) -> None:
+def test_nothing_stays_allocated(pair: SimpleNamespace, workers: SimpleNamespace) -> None:
     for seed in range(5):
         pair.decode.complete(prompt_of(100 + seed, seed=100 + seed), prefill=pair.prefill.kv, max_tokens=2)
     for worker in (pair.prefill, pair.decode):
-        pair_used = lambda worker=worker: worker.metric(USED) == 0
-        deadline = time.monotonic() + 1
-        while not pair_used():
-            assert time.monotonic() < deadline
+        workers.eventually(lambda worker=worker: worker.metric(USED) == 0, 1.0, "no block is in use")
 
 
 def test_both_ends_count_the_same_bytes(pair: SimpleNamespace) -> None:
@@ -82,18 +79,29 @@ def test_both_ends_count_the_same_bytes(pair: SimpleNamespace) -> None:
     assert pair.decode.metric(name, direction="received") == pair.prefill.metric(name, direction="sent") > 0
 
 
-@pytest.mark.parametrize("delay", [0.05, 0.3])
+@pytest.mark.parametrize("length", [40, 1800])
 def test_a_client_that_leaves_frees_blocks_on_both(
-    pair: SimpleNamespace, workers: SimpleNamespace, delay: float
+    pair: SimpleNamespace, workers: SimpleNamespace, length: int
 ) -> None:
-    body = {"model": "tiny", "prompt": prompt_of(1800, seed=int(delay * 100)), "max_tokens": 4000, "ignore_eos": True,
-            "stream": True}  # fmt: skip
-    with pytest.raises(httpx.ReadTimeout), httpx.stream(
-        "POST", pair.decode.url + "/v1/completions", json=body, headers={"x-tandem-prefill": pair.prefill.kv},
-        timeout=httpx.Timeout(10, read=delay),
-    ) as answer:  # fmt: skip
-        for _ in answer.iter_raw():
-            raise httpx.ReadTimeout("the client has seen enough")
+    """The short prompt is decoding when the client leaves, the long one is still being computed elsewhere."""
+    body = json.dumps(
+        {
+            "model": "tiny",
+            "prompt": prompt_of(length, seed=length),
+            "max_tokens": 4000,
+            "ignore_eos": True,
+            "stream": True,
+        }
+    )
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        f"x-tandem-prefill: {pair.prefill.kv}\r\ncontent-length: {len(body)}\r\n\r\n"
+    )
+    host, _, port = pair.decode.url.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port))) as client:
+        client.sendall((head + body).encode())
+        busy = pair.prefill if length > 1000 else pair.decode
+        workers.eventually(lambda: busy.metric(USED) > 0, 10, "the request runs")
     for worker in (pair.decode, pair.prefill):
         workers.eventually(lambda worker=worker: worker.metric(USED) == 0, 2.0, "no block is in use")
 
