@@ -113,7 +113,7 @@ def load(settings: Settings, state: Path, addresses: Addresses, wanted: list[Ima
                 buildah.push(image, tag, registry, verify_tls=False)
         if reference not in present:
             with step(f"pulled {image.name} into containerd", quiet_below=0.5):
-                pull(state, reference, registry)
+                pull(state, reference)
     remove_older(state, references)
     return references
 
@@ -135,16 +135,9 @@ def _read_manifest(registry: str, name: str, tag: str) -> dict | None:
         raise ClusterError(f"the local registry does not answer at {registry}: {error}") from error
 
 
-def pull(state: Path, reference: str, registry: str) -> None:
-    """Pull ahead of the first pod, then drop the compressed layers: the unpacked ones are what containers use."""
+def pull(state: Path, reference: str) -> None:
+    """Pull ahead of the first pod. Layers stay in the content store, so the next pull fetches new ones only."""
     ctr(state, "images", "pull", "--hosts-dir", state / "containerd" / "certs.d", reference, timeout=900)
-    name, tag = reference.removeprefix(f"{REGISTRY_HOST}/").split(":")
-    manifest = _read_manifest(registry, name, tag)
-    assert manifest is not None
-    layers = {layer["digest"] for layer in manifest["layers"]}
-    held = set(ctr(state, "content", "list", "-q").split())
-    if layers & held:
-        ctr(state, "content", "delete", *sorted(layers & held))
 
 
 def remove_older(state: Path, references: dict[str, str]) -> None:
