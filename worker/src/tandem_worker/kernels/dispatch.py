@@ -11,7 +11,7 @@ from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-import triton
+from triton import knobs
 
 FUSED_MATH: dict[str, Any] = {"enable_fp_fusion": True}
 """Options of every launch: multiply-adds fuse, whatever the Triton release does when not told (3.10 changes it)."""
@@ -22,7 +22,7 @@ R = TypeVar("R")
 
 def interpreting() -> bool:
     """True when kernels are executed by Triton's interpreter (decided when Triton was imported)."""
-    return bool(triton.knobs.runtime.interpret)
+    return bool(knobs.runtime.interpret)
 
 
 def runs_on_triton(tensor: torch.Tensor) -> bool:

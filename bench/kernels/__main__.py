@@ -1,0 +1,74 @@
+"""How far every kernel stands from the device's limits: `python -m bench.kernels [--theme NAME] [--out DIRECTORY]`.
+
+Prints a table, then one JSON object as the last line; with --out also writes it to a file. Needs a GPU, and says so
+without one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+import triton
+
+from bench.kernels.cases import THEMES
+from bench.kernels.measure import Ceilings, Result, measure, measure_ceilings
+
+
+def report(results: list[Result], failures: dict[str, str], ceilings: Ceilings) -> dict[str, object]:
+    """Everything a reader of the numbers needs to place them."""
+    return {
+        "device": torch.cuda.get_device_name(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "ceilings": asdict(ceilings),
+        "kernels": [asdict(result) | {"achieved": round(result.achieved, 3)} for result in results],
+        "failures": failures,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Measure every kernel against copy bandwidth and matmul rate.")
+    parser.add_argument("--theme", choices=sorted(THEMES), action="append", help="measure only these (repeatable)")
+    parser.add_argument("--out", type=Path, help="directory for kernels.json")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("The kernel benchmark needs a CUDA device: none is visible.", file=sys.stderr)
+        return 2
+    torch.manual_seed(0)
+    ceilings = measure_ceilings()
+    print(f"{torch.cuda.get_device_name()}: copy {ceilings.copy_bytes_per_s / 1e12:.2f} TB/s, ", end="")
+    print(f"bf16 matmul {ceilings.matmul_flops_per_s / 1e12:.0f} TFLOP/s")
+    print(f"{'kernel':<64}{'us':>10}{'GB/s':>9}{'TFLOP/s':>9}{'limit us':>10}{'achieved':>10}  bound by")
+    results: list[Result] = []
+    failures: dict[str, str] = {}
+    for theme in arguments.theme or THEMES:
+        for case in THEMES[theme]():
+            try:
+                result = measure(case, ceilings)
+            except Exception as error:  # one kernel that fails must not hide the others' numbers
+                failures[case.name] = f"{type(error).__name__}: {error}"
+                print(f"{case.name:<64}  failed: {failures[case.name][:120]}")
+                continue
+            results.append(result)
+            print(
+                f"{result.name:<64}{result.microseconds:>10.1f}{result.gigabytes_per_s:>9.0f}"
+                f"{result.teraflops_per_s:>9.1f}{result.limit_microseconds:>10.1f}{result.achieved:>10.0%}"
+                f"  {result.bound_by}"
+            )
+    line = json.dumps(report(results, failures, ceilings))
+    if arguments.out:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        (arguments.out / "kernels.json").write_text(line + "\n")
+    print(line)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
