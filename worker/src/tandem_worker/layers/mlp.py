@@ -20,6 +20,17 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return functional.silu(gate).mul_(up)
 
 
+def swiglu_clamped(gate_up: torch.Tensor, *, alpha: float = 1.702, limit: float = 7.0) -> torch.Tensor:
+    """gpt-oss's activation for `[T, 2I]`: clamped, a sigmoid sharpened by alpha, and one added to `up`."""
+    if gate_up.is_cuda:
+        from tandem_worker import kernels
+
+        return kernels.swiglu_clamped(gate_up, alpha=alpha, limit=limit)
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate = gate.clamp(max=limit)
+    return (up.clamp(-limit, limit) + 1) * gate * torch.sigmoid(gate * alpha)
+
+
 class GatedMLP:
     """Gate and up are one matrix; ranks split the intermediate width."""
 

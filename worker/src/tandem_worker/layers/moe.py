@@ -79,6 +79,39 @@ class Experts:
             down.append(Linear(loader.load(name, (hidden_size, intermediate_size), columns)))
         return cls(gate_up, down, ep=context.ep)
 
+    @classmethod
+    def load_stacked(
+        cls,
+        loader: WeightLoader,
+        context: ParallelContext,
+        prefix: str,
+        *,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        interleaved: bool,
+        activation: Activation = silu_mul,
+    ) -> Experts:
+        """Experts that are published as one tensor, `[expert, in, out]`, with biases where there are any.
+
+        `interleaved` says that columns of gate and up alternate; otherwise gate is the first half.
+        """
+        rank, size = context.tp_rank, context.tp_size
+        piece = shard(0, intermediate_size, rank, size, what="intermediate_size") or Slice(0, 0, intermediate_size)
+        wide = torch.arange(2 * intermediate_size)
+        order = torch.stack((wide[0::2], wide[1::2])) if interleaved else wide.view(2, -1)
+        columns = order[:, piece.start : piece.stop].flatten()
+        gate_up, down = [], []
+        for expert in expert_share(num_experts, context):
+            one = _StackedReader(loader, prefix, num_experts, expert)
+            weight = one.read("gate_up_proj", hidden_size, 2 * intermediate_size)[:, columns]
+            bias = one.read_bias("gate_up_proj_bias", 2 * intermediate_size)
+            gate_up.append(Linear(loader.place(weight.t()), None if bias is None else loader.place(bias[columns])))
+            weight = one.read("down_proj", intermediate_size, hidden_size)[piece.start : piece.stop]
+            bias = one.read_bias("down_proj_bias", hidden_size) if rank == 0 else None
+            down.append(Linear(loader.place(weight.t()), None if bias is None else loader.place(bias)))
+        return cls(gate_up, down, ep=context.ep, activation=activation)
+
     def forward(self, x: torch.Tensor, routing: Routing, *, weigh_input: bool = False) -> torch.Tensor:
         """`[T, hidden]` to `[T, hidden]`, a partial sum under tensor parallelism.
 
@@ -119,6 +152,25 @@ class Experts:
         owners = torch.arange(local, device=rows.device).repeat(ep.size).repeat_interleave(received.flatten())
         returned = ep.all_to_all(self._apply(arrived, owners), receive_counts, send_counts)
         return torch.empty_like(rows).index_copy_(0, order, returned)
+
+
+class _StackedReader:
+    """Reads one expert out of tensors that hold all of them."""
+
+    def __init__(self, loader: WeightLoader, prefix: str, num_experts: int, expert: int) -> None:
+        self._loader = loader
+        self._prefix = prefix
+        self._num_experts = num_experts
+        self._piece = Slice(0, expert, expert + 1)
+
+    def read_bias(self, name: str, width: int) -> torch.Tensor | None:
+        """As `read`; None where the checkpoint has no such bias."""
+        return self.read(name, width) if self._loader.has(f"{self._prefix}{name}") else None
+
+    def read(self, name: str, *shape: int) -> torch.Tensor:
+        """The expert's `shape`, as stored."""
+        name = f"{self._prefix}{name}"
+        return self._loader.read(Part(name=name, shape=(self._num_experts, *shape), piece=self._piece))[0]
 
 
 class MoE:
@@ -204,12 +256,26 @@ class GroupedSigmoidRouter:
         return Routing(experts, weights * self._scale)
 
 
-def load_stacked(
-    loader: WeightLoader,
-    name: str,
-    shape: tuple[int, int, int],
-    expert: int,
-) -> torch.Tensor:
-    """One expert's matrix `[in, out]` out of a tensor that holds all of them, in the loader's type, as `[out, in]`."""
-    part = Part(name=name, shape=shape, piece=Slice(0, expert, expert + 1))
-    return loader.read(part)[0].t().to(loader.dtype)
+class ChosenSoftmaxRouter:
+    """Top k of the logits, then a softmax over these alone (gpt-oss)."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor, top_k: int) -> None:
+        self._weight = weight
+        self._bias = bias
+        self._top_k = top_k
+
+    def __call__(self, x: torch.Tensor) -> Routing:
+        logits, experts = torch.addmm(self._bias, x, self._weight.t()).topk(self._top_k, dim=-1)
+        return Routing(experts, logits.softmax(-1, dtype=torch.float32))
+
+
+class SigmoidRouter:
+    """Top k of the logits, each weighted by its own sigmoid (Llama 4)."""
+
+    def __init__(self, weight: torch.Tensor, top_k: int) -> None:
+        self._weight = weight
+        self._top_k = top_k
+
+    def __call__(self, x: torch.Tensor) -> Routing:
+        logits, experts = (x @ self._weight.t()).topk(self._top_k, dim=-1)
+        return Routing(experts, logits.float().sigmoid())

@@ -72,6 +72,10 @@ class WeightLoader:
             start += shape[0]
         return result
 
+    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor that was put together from `read` ones, in the model's type on its device, contiguous."""
+        return tensor.to(device=self.device, dtype=self.dtype).contiguous()
+
     def read(self, part: Part) -> torch.Tensor:
         """The part as the source has it: own element type, possibly sharing the file's memory."""
         name = self._prefix + part.name

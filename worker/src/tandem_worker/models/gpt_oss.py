@@ -1,0 +1,63 @@
+"""gpt-oss (arXiv:2508.10925): attention sinks, every other layer a sliding window, experts with biases."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from tandem_worker.attention.base import select_backend
+from tandem_worker.layers.attention import AttentionOptions, HeadShare, load_attention
+from tandem_worker.layers.mlp import swiglu_clamped
+from tandem_worker.layers.moe import ChosenSoftmaxRouter, Experts, MoE
+from tandem_worker.layers.rotary import RotaryEmbedding
+from tandem_worker.models.config import ModelConfig
+from tandem_worker.models.decoder import DecoderLM, PreNormLayer, stage_layers
+from tandem_worker.parallel.context import ParallelContext
+from tandem_worker.weights.base import Slice
+from tandem_worker.weights.loader import WeightLoader
+
+
+def _attention_options(
+    config: ModelConfig, loader: WeightLoader, context: ParallelContext, layer: int
+) -> AttentionOptions:
+    share = HeadShare.of(config, context)
+    heads = Slice(0, share.first_head, share.first_head + share.num_heads)
+    kinds = config.get("layer_types", [])
+    sliding = kinds[layer] == "sliding_attention" if kinds else layer % 2 == 0
+    return AttentionOptions(
+        window=config.need("sliding_window", int) if sliding else None,
+        sinks=loader.load(f"model.layers.{layer}.self_attn.sinks", (config.num_heads,), heads, dtype=torch.float32),
+    )
+
+
+def _load_moe(config: ModelConfig, loader: WeightLoader, context: ParallelContext, prefix: str) -> MoE:
+    num_experts = config.need("num_local_experts", int)
+    router = ChosenSoftmaxRouter(
+        loader.load(f"{prefix}router.weight", (num_experts, config.hidden_size)),
+        loader.load(f"{prefix}router.bias", (num_experts,)),
+        config.need("num_experts_per_tok", int),
+    )
+    experts = Experts.load_stacked(
+        loader,
+        context,
+        f"{prefix}experts.",
+        num_experts=num_experts,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        interleaved=True,
+        activation=partial(swiglu_clamped, limit=float(config.get("swiglu_limit", 7.0))),
+    )
+    return MoE(router, experts, None, context.tp)
+
+
+def load_gpt_oss(config: ModelConfig, loader: WeightLoader, context: ParallelContext) -> DecoderLM:
+    """A gpt-oss model on this rank."""
+    layers = []
+    for index, layer in enumerate(stage_layers(config.num_layers, context)):
+        options = _attention_options(config, loader, context, layer)
+        attention = load_attention(config, loader, context, layer=layer, index=index, options=options)
+        moe = _load_moe(config, loader, context, f"model.layers.{layer}.mlp.")
+        layers.append(PreNormLayer.load(config, loader, layer, attention, moe))
+    rotary = RotaryEmbedding.of(config, loader.device)
+    return DecoderLM(config, loader, context, layers, select_backend(loader.device), rotary)
