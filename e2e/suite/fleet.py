@@ -48,15 +48,14 @@ class Kubernetes:
 
     def request(self, method: str, path: str, body: object = None, content_type: str = "application/json") -> Any:
         """Response body: parsed when it is JSON, text otherwise. Raises client.ApiException."""
-        response = self._client.call_api(
-            path,
-            method,
-            body=body,
-            header_params={"Content-Type": content_type, "Accept": "application/json, text/plain"},
-            auth_settings=["BearerToken"],
-            _preload_content=False,
-        )[0]
-        text = response.data.decode()
+        headers = {"Content-Type": content_type, "Accept": "application/json, text/plain"}
+        method, url, headers, body, _ = self._client.param_serialize(
+            method, path, header_params=headers, body=body, auth_settings=["BearerToken"]
+        )
+        response = self._client.call_api(method, url, header_params=headers, body=body)
+        text = response.read().decode()
+        if not 200 <= response.status < 300:
+            raise client.ApiException(status=response.status, reason=response.reason, body=text)
         try:
             return json.loads(text)
         except json.JSONDecodeError:
