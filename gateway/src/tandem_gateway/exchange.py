@@ -74,8 +74,8 @@ class Exchange:
     __slots__ = (
         "_call", "_connection", "_context", "_deadline", "_excluded", "_head", "_held", "_held_bytes", "_loop",
         "_phase", "_reads", "_reads_seen", "_reservation", "_resets", "_slow", "_stale", "_stream", "_tokens_seen",
-        "attempts", "bytes_out", "choice", "error", "first_byte_at", "inquiry", "request", "request_id", "started_at",
-        "status", "usage",
+        "_unsent", "attempts", "bytes_out", "choice", "error", "first_byte_at", "inquiry", "request", "request_id",
+        "started_at", "status", "usage",
     )  # fmt: skip
 
     def __init__(
@@ -103,6 +103,7 @@ class Exchange:
         self._resets = 0
         self._stale = 0
         self._slow = False
+        self._unsent = b""
         self._head: ResponseHead | None = None
         self._stream: EventStream | None = None
         self._held: list[bytes] = []
@@ -168,7 +169,7 @@ class Exchange:
         if (head.get(b"content-type") or b"").startswith(b"text/event-stream"):
             self._stream = EventStream()
 
-    def on_upstream_body(self, data: bytes) -> None:
+    def on_upstream_body(self, data: bytes, *, final: bool) -> None:
         self._reads += 1
         stream = self._stream
         if stream is None:
@@ -182,11 +183,15 @@ class Exchange:
             return
         if not data:
             return
-        if self._phase is not Phase.STREAMING:
-            self._begin()
         self.bytes_out += len(data)
         # Inlined build_chunk: this line runs once per token.
-        self._connection.transport.write(data if self.request.http10 else b"%x\r\n%b\r\n" % (len(data), data))
+        out = data if self.request.http10 else b"%x\r\n%b\r\n" % (len(data), data)
+        if self._phase is not Phase.STREAMING:
+            out = self._begin() + out
+        if final:
+            self._unsent = out
+        else:
+            self._connection.transport.write(out)
 
     def on_upstream_end(self) -> None:
         self._call = None
@@ -276,8 +281,8 @@ class Exchange:
 
     # what the client gets
 
-    def _begin(self) -> None:
-        """The first event is here: from now on the client sees a stream."""
+    def _begin(self) -> bytes:
+        """The first event is here: from now on the client sees a stream, which begins with the returned header."""
         assert self._head is not None
         assert self._reservation is not None
         self._phase = Phase.STREAMING
@@ -286,14 +291,11 @@ class Exchange:
         self._reservation.first_token()
         self.request.body = b""
         framing = b"" if self.request.http10 else b"\r\ntransfer-encoding: chunked"
-        self._connection.write(build_head(self._head, self.request_id, framing, keep_alive=self._keep_alive))
+        return build_head(self._head, self.request_id, framing, keep_alive=self._keep_alive)
 
     def _end_stream(self) -> None:
         assert self._stream is not None
-        if self._phase is not Phase.STREAMING:
-            self._begin()
-        if not self.request.http10:
-            self._connection.write(LAST_CHUNK)
+        self._connection.write(self._unsent + (b"" if self.request.http10 else LAST_CHUNK))
         self.usage = find_usage(self._stream.tail)
         self.error = "worker" if self._stream.failed else None
         self._finish(keep_alive=self._keep_alive)
@@ -326,7 +328,7 @@ class Exchange:
         self.error = error.code or error.kind
         if self._phase is Phase.STREAMING:
             event = build_event(error.body())
-            self._connection.write(event if self.request.http10 else build_chunk(event) + LAST_CHUNK)
+            self._connection.write(self._unsent + (event if self.request.http10 else build_chunk(event) + LAST_CHUNK))
             self._finish(keep_alive=False)
             return
         self.status = error.status

@@ -61,7 +61,7 @@ class PrefixIndex:
             if holders is last and holders is not None:
                 continue
             found: Holders = holders or ()
-            survivors = tuple(serial for serial in alive if serial in found) if depth else found
+            survivors: Holders = tuple([serial for serial in alive if serial in found]) if depth else found
             for serial in alive:
                 if serial not in survivors:
                     depths[serial] = depth

@@ -17,8 +17,8 @@ from tandem_gateway.upstream.base import Failure, ResponseHead, Sink
 
 IDLE_SECONDS = 15.0
 MAX_IDLE = 256
-WRITE_JOIN_BYTES = 16 * 1024
-"""Head and body up to this size leave in one segment; joining larger ones would cost more than a second write."""
+WRITE_JOIN_BYTES = 64 * 1024
+"""Head and body up to this size leave in one write; copying larger ones would cost more than a second one."""
 MAX_HEAD_BYTES = 64 * 1024
 _HOP_BY_HOP = frozenset(
     (b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"proxy-connection", b"upgrade", b"trailer")
@@ -213,7 +213,8 @@ class _Connection(asyncio.Protocol):
         if parts:
             self._body = []
             if call.sink is not None:
-                call.sink.on_upstream_body(parts[0] if len(parts) == 1 else b"".join(parts))
+                data = parts[0] if len(parts) == 1 else b"".join(parts)
+                call.sink.on_upstream_body(data, final=self._complete)
 
     def _finish(self, call: Http1Call) -> None:
         """A complete answer: the connection is free before the exchange hears of it, for it may start the next call."""

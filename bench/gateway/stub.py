@@ -1,0 +1,100 @@
+"""Two small servers for measurements: `engine` streams tokens without computing any, `relay` copies bytes.
+
+usage: stub.py engine PORT | stub.py relay PORT TARGET_PORT
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+
+import uvloop
+
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+EVENT = b'data: {"id":"c","object":"chat.completion.chunk","created":1,"model":"m","choices":[{"index":0,"delta":{"content":"token "},"finish_reason":null}]}\n\n'  # noqa: E501
+CHUNK = b"%x\r\n%b\r\n" % (len(EVENT), EVENT)
+END = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
+LENGTH = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
+TOKENS = re.compile(rb'"max_tokens": ?(\d+)')
+INTERVAL = re.compile(rb'"seed": ?(\d+)')
+"""Microseconds between tokens."""
+
+
+class Engine(asyncio.Protocol):
+    def __init__(self) -> None:
+        self.buffer = bytearray()
+
+    def connection_made(self, transport) -> None:
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self.buffer += data
+        border = self.buffer.find(b"\r\n\r\n")
+        if border < 0:
+            return
+        match = LENGTH.search(self.buffer, 0, border)
+        end = border + 4 + (int(match[1]) if match else 0)
+        if len(self.buffer) < end:
+            return
+        body = bytes(self.buffer[border + 4 : end])
+        del self.buffer[:end]
+        tokens = int(TOKENS.search(body)[1])
+        interval = int(INTERVAL.search(body)[1]) / 1e6
+        if interval:
+            self.transport.write(HEAD + CHUNK)
+            self.step(tokens - 1, interval, asyncio.get_running_loop().time() + interval)
+        else:
+            self.transport.write(HEAD + CHUNK * tokens + END)
+
+    def step(self, left: int, interval: float, due: float) -> None:
+        if self.transport.is_closing():
+            return
+        if not left:
+            self.transport.write(END)
+            return
+        asyncio.get_running_loop().call_at(due, self.emit, left, interval, due)
+
+    def emit(self, left: int, interval: float, due: float) -> None:
+        self.transport.write(CHUNK)
+        self.step(left - 1, interval, due + interval)
+
+
+class Relay(asyncio.Protocol):
+    """One side of a pair of connections."""
+
+    def __init__(self, target: int | None) -> None:
+        self.target = target
+        self.other: Relay | None = None
+        self.early: list[bytes] = []
+
+    def connection_made(self, transport) -> None:
+        self.transport = transport
+        if self.target is not None:
+            self.task = asyncio.get_running_loop().create_task(self.connect(self.target))
+
+    async def connect(self, port: int) -> None:
+        _, other = await asyncio.get_running_loop().create_connection(lambda: Relay(None), "127.0.0.1", port)
+        other.other, self.other = self, other
+        other.transport.writelines(self.early)
+
+    def data_received(self, data: bytes) -> None:
+        if self.other is None:
+            self.early.append(data)
+        else:
+            self.other.transport.write(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self.other is not None:
+            self.other.transport.close()
+
+
+async def main(kind: str, port: int, target: int | None) -> None:
+    loop = asyncio.get_running_loop()
+    factory = Engine if kind == "engine" else lambda: Relay(target)
+    server = await loop.create_server(factory, "127.0.0.1", port)
+    await server.serve_forever()
+
+
+if __name__ == "__main__":
+    uvloop.run(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else None))
