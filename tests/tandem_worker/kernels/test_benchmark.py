@@ -40,6 +40,7 @@ def test_achieved_is_the_share_of_the_limit():
     assert result.achieved == 0.75
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_says_that_it_needs_a_gpu():
     child = subprocess.run(
