@@ -5,11 +5,14 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
-from tandem_worker.control.params import FinishReason
+import torch
+from tandem_worker.control.params import FinishReason, TokenDelta
 from tandem_worker.errors import ContextLengthError, EngineStoppedError, RequestError
+from tandem_worker.models.base import ForwardBatch, KVCache
 
 from tests.tandem_worker.engine.history_model import HistoryModel, greedy_answer
 from tests.tandem_worker.engine.rig import BLOCK_SIZE, Rig
@@ -215,3 +218,76 @@ def _until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.002)
+
+
+class SlowModel(HistoryModel):
+    """Waits between its layers until it is let on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered, self.gate = threading.Event(), threading.Event()
+        self.num_finished_steps = 0
+
+    def forward(self, batch: ForwardBatch, kv_cache: KVCache) -> torch.Tensor:
+        inner = batch.on_layer
+
+        def on_layer(layer: int) -> None:
+            self.entered.set()
+            assert self.gate.wait(10)
+            if inner is not None:
+                inner(layer)
+
+        logits = super().forward(replace(batch, on_layer=on_layer), kv_cache)
+        self.num_finished_steps += 1
+        return logits
+
+
+def test_a_prompt_that_nobody_waits_for_is_left_between_layers(make_rig: MakeRig) -> None:
+    model = SlowModel()
+    rig = make_rig(model)
+    rig.submit("r", tuple(range(30)))
+    assert model.entered.wait(5)
+    rig.engine.abort("r")
+    model.gate.set()
+    rig.wait()
+    assert rig.out.reason("r") is FinishReason.ABORT
+    assert model.num_finished_steps == 0
+    assert rig.run("next", tuple(range(30))) == greedy_answer(tuple(range(30)), 8)
+
+
+def test_stop_ends_what_is_inside_and_answers_what_was_waiting() -> None:
+    rig = Rig(HistoryModel(), 300, scheduler={"max_running_requests": 1})
+    rig.submit("running", (1,), 1000)
+    rig.submit("waiting", (1,), 1000)
+    rig.out.wait_tokens("running", 2)
+    rig.close()
+    assert rig.out.reason("running") is rig.out.reason("waiting") is FinishReason.ABORT
+    assert rig.engine.idle
+    assert rig.engine.failure is None
+    with pytest.raises(EngineStoppedError):
+        rig.submit("late", (1,))
+
+
+def test_a_request_id_is_used_once_at_a_time(make_rig: MakeRig) -> None:
+    rig = make_rig(num_blocks=300)
+    rig.submit("r", (1,), 1000)
+    with pytest.raises(RequestError, match="in use"):
+        rig.submit("r", (1,))
+    rig.engine.abort("r")
+    rig.wait()
+    _until(lambda: rig.engine.idle)
+    rig.submit("r", (1,), 2)
+    rig.wait()
+
+
+def test_a_delivery_that_fails_does_not_stop_the_engine(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    deliver, failures = rig.engine._deliver, iter([ValueError("no")])
+
+    def fail_once(deltas: Sequence[TokenDelta]) -> None:
+        deliver(deltas)
+        for failure in failures:
+            raise failure
+
+    rig.engine._deliver = fail_once
+    assert rig.run("r", (1, 2)) == greedy_answer((1, 2), 8)

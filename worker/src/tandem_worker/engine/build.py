@@ -30,10 +30,12 @@ def build_engine(
     eos_token_ids: Iterable[int] = (),
     model_digest: str = "",
     max_queued_requests: int = 1024,
+    cuda_graphs: bool = False,
     clock: Callable[[], float] | None = None,
 ) -> EngineCore:
     """An engine that starts with its first request. Raises StartupError when memory or lengths do not fit.
 
+    The model serves this engine alone: it may keep scratch space between calls. `cuda_graphs` records decode steps.
     A prefill client that needs the engine's `kv_cache` may be set afterwards, as `engine.prefill_client`.
     """
     spec = model.kv_cache_spec(config.kv.block_size)
@@ -44,24 +46,15 @@ def build_engine(
     max_model_len = plan_max_model_len(
         config.max_model_len, model.max_position_embeddings, num_blocks, config.kv.block_size
     )
-    limits = SchedulerLimits(
-        max_running=config.scheduler.max_running_requests,
-        max_batch_tokens=config.scheduler.max_batch_tokens,
-        local_prefill_max_tokens=config.scheduler.local_prefill_max_tokens,
-    )
     clocks = {} if clock is None else {"clock": clock}
-    try:
-        scheduler = Scheduler(limits, BlockManager(num_blocks, config.kv.block_size), **clocks)
-    except ValueError as error:
-        raise StartupError("InvalidSchedulerConfig", str(error)) from error
+    scheduler = Scheduler(_plan_limits(config), BlockManager(num_blocks, config.kv.block_size), **clocks)
+    kv_cache = allocate_kv_cache(spec, num_blocks, torch.device(model.device))
+    executor = ModelExecutor(model, kv_cache, max_rows=scheduler.max_running, max_model_len=max_model_len)
+    if cuda_graphs and model.device.type == "cuda":
+        executor.record_graphs()
     engine = EngineCore(
         scheduler=scheduler,
-        executor=ModelExecutor(
-            model,
-            allocate_kv_cache(spec, num_blocks, torch.device(model.device)),
-            max_rows=scheduler.max_running,
-            max_model_len=max_model_len,
-        ),
+        executor=executor,
         deliver=deliver,
         eos_token_ids=frozenset(eos_token_ids),
         max_model_len=max_model_len,
@@ -72,3 +65,17 @@ def build_engine(
     )
     engine.prefill_client = prefill_client
     return engine
+
+
+def _plan_limits(config: WorkerConfig) -> SchedulerLimits:
+    wanted, block_size = config.scheduler, config.kv.block_size
+    if wanted.max_batch_tokens <= block_size:
+        raise StartupError(
+            "InvalidSchedulerConfig",
+            f"maxBatchTokens is {wanted.max_batch_tokens}; it must exceed the block size of {block_size} tokens",
+        )
+    return SchedulerLimits(
+        max_running=wanted.max_running_requests,
+        max_batch_tokens=wanted.max_batch_tokens,
+        local_prefill_max_tokens=wanted.local_prefill_max_tokens,
+    )

@@ -8,6 +8,7 @@ import torch
 
 from tandem_worker.control.plan import StepPlan
 from tandem_worker.engine.batch import BatchBuilder, LogitsLayout
+from tandem_worker.engine.cuda_graphs import DecodeGraphs, Recorder, plan_batch_sizes
 from tandem_worker.models.base import CausalLM, KVCache
 
 
@@ -16,16 +17,27 @@ class ModelExecutor:
         self.model = model
         self.kv_cache = kv_cache
         block_size = kv_cache.spec.block_size
+        self._max_rows = max_rows
+        self._max_blocks = -(-max_model_len // block_size)
         self._builder = BatchBuilder(
-            max_rows=max_rows,
-            max_blocks=-(-max_model_len // block_size),
-            block_size=block_size,
-            device=model.device,
+            max_rows=max_rows, max_blocks=self._max_blocks, block_size=block_size, device=model.device
         )
+        self._graphs: DecodeGraphs | None = None
 
     @property
     def num_layers(self) -> int:
         return len(self.kv_cache.layers)
+
+    def record_graphs(self, recorder: Recorder | None = None) -> None:
+        """From now on decode steps replay recordings. The model must allow it (see `cuda_graphs`)."""
+        with torch.inference_mode():
+            self._graphs = DecodeGraphs(
+                self.model,
+                self.kv_cache,
+                max_blocks=self._max_blocks,
+                batch_sizes=plan_batch_sizes(self._max_rows),
+                recorder=recorder,
+            )
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy-on-write: sources are as they were before this step. Targets are distinct."""
@@ -37,6 +49,10 @@ class ModelExecutor:
 
     def run(self, plan: StepPlan, on_layer: Callable[[int], None] | None) -> tuple[torch.Tensor, LogitsLayout]:
         batch, layout = self._builder.build(plan, on_layer)
+        if self._graphs is not None and not plan.chunks:
+            logits = self._graphs.run(batch)
+            if logits is not None:
+                return logits, layout
         return self.model.forward(batch, self.kv_cache), layout
 
     def load_logits(self, data: bytes) -> torch.Tensor | None:

@@ -1,0 +1,71 @@
+"""The handling of recordings, with a recorder that simply calls the function again."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from tandem_worker.engine.cuda_graphs import CudaRecorder, plan_batch_sizes
+
+from tests.tandem_worker.engine.history_model import HistoryModel, greedy_answer
+from tests.tandem_worker.engine.rig import Rig
+
+MakeRig = Callable[..., Rig]
+
+
+class CallAgain:
+    """Like a graph: the same tensors go in and out every time."""
+
+    def __init__(self) -> None:
+        self.num_replays = 0
+
+    def record(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+        result = run()
+
+        def replay() -> None:
+            self.num_replays += 1
+            result.copy_(run())
+
+        return replay, result
+
+
+class PaddedModel(HistoryModel):
+    """Padding rows write to one slot, which the model's own checks would take for a defect."""
+
+    def _check(self, batch: object) -> None: ...
+
+
+@pytest.mark.parametrize("max_rows", [1, 3, 8, 50, 64, 256, 300, 1000])
+def test_sizes_reach_the_largest_batch(max_rows: int) -> None:
+    sizes = plan_batch_sizes(max_rows)
+    assert sizes == sorted(set(sizes))
+    assert sizes[0] == 1
+    assert sizes[-1] == max_rows
+
+
+def test_decodes_from_recordings_give_the_same_tokens(make_rig: MakeRig) -> None:
+    rng = random.Random(3)
+    rig = make_rig(PaddedModel(), num_blocks=60, scheduler={"max_running_requests": 12})
+    recorder = CallAgain()
+    rig.engine._executor.record_graphs(recorder)
+    prompts = [tuple(rng.randrange(64) for _ in range(rng.randint(1, 40))) for _ in range(25)]
+    for index, prompt in enumerate(prompts):
+        rig.submit(f"r{index}", prompt, 5 + index)
+    rig.wait()
+    for index, prompt in enumerate(prompts):
+        assert rig.out.tokens(f"r{index}") == greedy_answer(prompt, 5 + index)
+    assert recorder.num_replays > 20
+
+
+@pytest.mark.gpu
+def test_a_recording_repeats_the_function_on_new_content() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    device = torch.device("cuda")
+    value = torch.ones(4, device=device)
+    replay, result = CudaRecorder(device).record(lambda: value * 2)
+    value.fill_(21)
+    replay()
+    assert result.tolist() == [42.0] * 4
