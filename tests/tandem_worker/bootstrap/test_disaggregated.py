@@ -125,7 +125,7 @@ def test_another_revision_is_done_without(pair: SimpleNamespace, workers: Simple
 def test_killing_the_prefill_worker_mid_request(
     pair: SimpleNamespace, workers: SimpleNamespace, tmp_path: Path
 ) -> None:
-    with workers.run(tmp_path, "prefill", pair.model, scheduler={"maxBatchTokens": 16}) as victim:
+    with workers.run(tmp_path, "prefill", pair.model, scheduler={"maxBatchTokens": 32}) as victim:
         workers.await_ready(victim)
         prompt, answer = prompt_of(3000, seed=11), {}
         before = prefills(pair.decode, "fallback")
@@ -144,7 +144,7 @@ def test_killing_the_prefill_worker_mid_request(
 def test_a_draining_prefill_worker_finishes_its_prompts(
     pair: SimpleNamespace, workers: SimpleNamespace, tmp_path: Path
 ) -> None:
-    with workers.run(tmp_path, "prefill", pair.model, scheduler={"maxBatchTokens": 16}) as leaving:
+    with workers.run(tmp_path, "prefill", pair.model, scheduler={"maxBatchTokens": 32}) as leaving:
         workers.await_ready(leaving)
         answer: dict[str, Any] = {}
         request = threading.Thread(

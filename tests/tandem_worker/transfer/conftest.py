@@ -20,9 +20,7 @@ from tandem_worker.transfer.client import TcpPrefillClient
 from tandem_worker.transfer.server import TcpPrefillServer
 
 LAYERS, BLOCK_SIZE = 3, 4
-QUICK = TransferTimeouts(
-    connect=0.5, handshake=0.5, retry_after=0.05, heartbeat=0.05, silence=0.4, stall=0.3
-)
+QUICK = TransferTimeouts(connect=0.5, handshake=0.5, retry_after=0.05, heartbeat=0.05, silence=0.4, stall=0.3)
 
 
 def build_cache(num_blocks: int = 16, *, dtype: torch.dtype = torch.float32, heads: int = 2) -> KVCache:
@@ -116,9 +114,7 @@ class Pair:
         fill(self.source)
         self.client = TcpPrefillClient(verify=verify, timeouts=QUICK)
         space = BlockSpace(self.target)
-        self.identity = Identity(
-            worker="decode-0", revision="r1", model_digest="d1", layout=space.layout.fingerprint
-        )
+        self.identity = Identity(worker="decode-0", revision="r1", model_digest="d1", layout=space.layout.fingerprint)
         self.client.bind(self.decode, space, self.identity)
         self.server: TcpPrefillServer | None = None
 
@@ -134,7 +130,9 @@ class Pair:
         self.server.start()
         return f"127.0.0.1:{self.server.port}"
 
-    def order(self, *endpoints: str, tokens: int = 30, cached: int = 0, generation: int = 1, name: str = "a") -> RemotePrefill:
+    def order(
+        self, *endpoints: str, tokens: int = 30, cached: int = 0, generation: int = 1, name: str = "a"
+    ) -> RemotePrefill:
         count = -(-tokens // BLOCK_SIZE)
         return RemotePrefill(
             request_id=name,

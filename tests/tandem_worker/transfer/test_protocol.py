@@ -26,7 +26,9 @@ def test_hello_round_trip() -> None:
     assert protocol.decode_hello(body) == IDENTITY
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"{}", b"\xff\xfe", b'{"magic": "other", "version": 1}', b"1" * 4096])
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"{}", b"\xff\xfe", b'{"magic": "other", "version": 1}', b"1" * 4096]
+)
 def test_hello_of_a_stranger(body: bytes) -> None:
     with pytest.raises(TransferError, match="hello"):
         protocol.decode_hello(body)

@@ -100,7 +100,11 @@ class _Process:
             raise StartupError("PortInUse", f"Port {self._config.http_port} cannot be opened: {error}") from error
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
-        worker = await asyncio.to_thread(build_worker, self._config, self._pod, self._progress, self._switches)
+        try:
+            worker = await asyncio.to_thread(build_worker, self._config, self._pod, self._progress, self._switches)
+        except BaseException:
+            await server.stop()
+            raise
         await app.install(worker.app)
         self._switches.ready = True
         await self._stop.wait()

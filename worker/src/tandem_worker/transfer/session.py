@@ -147,6 +147,7 @@ class Session:
         try:
             self._shake_hands()
             while True:
+                self._channel.service()
                 header = protocol.decode_header(self._channel.read(protocol.HEADER_BYTES), _FROM_DECODE)
                 self._take(header, bytes(self._channel.read(header.length)))
         except TransferError as error:
@@ -159,8 +160,9 @@ class Session:
 
     def _shake_hands(self) -> None:
         header = protocol.decode_header(self._channel.read(protocol.HEADER_BYTES), _HELLO)
+        body = bytes(self._channel.read(header.length))
         try:
-            peer = protocol.decode_hello(bytes(self._channel.read(header.length)))
+            peer = protocol.decode_hello(body)
             refusal = self._identity.refusal(peer)
         except TransferError as error:
             peer, refusal = None, str(error)
