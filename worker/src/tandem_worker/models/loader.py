@@ -15,6 +15,7 @@ from tandem_worker.parallel.context import SINGLE, ParallelContext
 from tandem_worker.weights.base import WeightSource
 from tandem_worker.weights.gguf import GGUFSource, gguf_metadata, open_gguf
 from tandem_worker.weights.loader import WeightLoader
+from tandem_worker.weights.quantized import dequantize_source
 from tandem_worker.weights.safetensors import SafetensorsSource
 
 _EMBEDDING = "model.embed_tokens.weight"
@@ -95,7 +96,8 @@ def open_checkpoint(path: Path) -> tuple[ModelConfig, WeightSource]:
         raise StartupError(
             "WeightsNotFound", f"{path} holds no weights: neither *.safetensors nor a *.gguf file was found."
         )
-    return read_config(path / "config.json"), SafetensorsSource(files)
+    config = read_config(path / "config.json")
+    return config, dequantize_source(SafetensorsSource(files), config.quantization)
 
 
 def _safetensors_files(folder: Path) -> list[Path]:
