@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+from tandem_api.names import Role
+from tandem_api.telemetry import Metric
+from tandem_worker.engine.base import EngineStats
+from tandem_worker.observe.exposition import Exposition, Histogram
+from tandem_worker.observe.metrics import WorkerFacts, WorkerSample, build_metrics_text, build_telemetry
+from tandem_worker.observe.nvml import NO_GPU, GpuSample
+from tandem_worker.observe.requests import RequestMetrics
+from tandem_worker.transfer.base import BandwidthMeter, TransferStats
+
+FACTS = WorkerFacts(model_name="smollm2", role=Role.DECODE, revision="r1", pod="smollm2-decode-0")
+ENGINE = EngineStats(
+    running_requests=1, queued_requests=2, running_tokens=3, queued_prefill_tokens=4, kv_blocks_used=5,
+    kv_blocks_cached=6, kv_blocks_total=7, kv_eviction_horizon=8.5, prefill_tokens_per_second=None,
+    decode_step_seconds=0.01, prompt_tokens_total=10, cached_tokens_total=11, generated_tokens_total=12,
+    preemptions_total=13, steps_total=14, prefills_local_total=15, prefills_remote_total=16, prefills_fallback_total=17,
+)  # fmt: skip
+GPU = GpuSample(
+    vram_used_bytes=20, vram_total_bytes=21, nvlink_tx_bytes_total=22, nvlink_rx_bytes_total=23,
+    nvlink_tx_bytes_per_second=24.0, nvlink_rx_bytes_per_second=25.0,
+)  # fmt: skip
+SAMPLE_LINE = re.compile(r'[a-z_]+(\{[a-z]+="[^"]*"(,[a-z]+="[^"]*")*\})? (\+Inf|-?[0-9.e+-]+)')
+
+
+def sample(gpu: GpuSample = GPU, transfer: TransferStats | None = None) -> WorkerSample:
+    return WorkerSample(draining=True, engine=ENGINE, gpu=gpu, transfer=transfer)
+
+
+def text(**changes: object) -> str:
+    requests = RequestMetrics()
+    requests.record(status=200, seconds=1.0, first_token_seconds=0.2, num_generated=5, streamed=True)
+    return build_metrics_text(FACTS, sample(**changes), requests, {"weights": 1 << 30})  # type: ignore[arg-type]
+
+
+def test_every_worker_metric_is_there_once() -> None:
+    lines = text(transfer=TransferStats(bytes_received=99)).splitlines()
+    for attribute, name in vars(Metric).items():
+        if attribute.startswith("WORKER_"):
+            assert sum(line.startswith(f"# TYPE {name} ") for line in lines) == 1, name
+
+
+def test_every_line_is_prometheus_text() -> None:
+    for line in text(transfer=TransferStats()).splitlines():
+        assert line.startswith("# ") or SAMPLE_LINE.fullmatch(line), line
+
+
+def test_what_cannot_be_measured_is_absent() -> None:
+    exposition = text(gpu=NO_GPU)
+    assert "vram" not in exposition
+    assert "nvlink" not in exposition
+    assert "transfer" not in exposition
+
+
+def test_telemetry_has_the_same_figures() -> None:
+    telemetry = build_telemetry(FACTS, sample(transfer=TransferStats(bytes_per_second=3e9)))
+    assert (telemetry.model_name, telemetry.role, telemetry.pod) == ("smollm2", Role.DECODE, "smollm2-decode-0")
+    assert (telemetry.kv_blocks_used, telemetry.kv_eviction_horizon, telemetry.draining) == (5, 8.5, True)
+    assert (telemetry.vram_used_bytes, telemetry.nvlink_rx_bytes_per_second) == (20, 25.0)
+    assert telemetry.kv_transfer_bytes_per_second == 3e9
+    assert build_telemetry(FACTS, sample(gpu=NO_GPU)).vram_used_bytes is None
+
+
+def test_histogram_buckets_accumulate() -> None:
+    histogram = Histogram([0.1, 1.0])
+    for value in (0.05, 0.1, 0.5, 7.0):
+        histogram.observe(value)
+    out = Exposition({"role": "decode"})
+    out.histogram("h", "Help.", histogram)
+    assert out.text().splitlines()[2:] == [
+        'h_bucket{role="decode",le="0.1"} 2', 'h_bucket{role="decode",le="1"} 3', 'h_bucket{role="decode",le="+Inf"} 4',
+        'h_sum{role="decode"} 7.65', 'h_count{role="decode"} 4',
+    ]  # fmt: skip
+
+
+def test_label_values_are_escaped() -> None:
+    out = Exposition({"model": 'a"b\\c\nd'})
+    out.gauge("g", "Help.", 1)
+    assert out.text().splitlines()[-1] == 'g{model="a\\"b\\\\c\\nd"} 1'
+
+
+@pytest.mark.parametrize(("streamed", "first"), [(False, 0.9), (True, None)])
+def test_only_streamed_answers_have_a_first_token_time(streamed: bool, first: float | None) -> None:
+    requests = RequestMetrics()
+    requests.record(status=200, seconds=1.0, first_token_seconds=first, num_generated=5, streamed=streamed)
+    assert requests.ttft.snapshot()[1] == 0
+    assert requests.by_status() == {200: 1}
+
+
+def test_time_per_token_counts_the_tokens_after_the_first() -> None:
+    requests = RequestMetrics()
+    requests.record(status=200, seconds=1.0, first_token_seconds=0.2, num_generated=5, streamed=True)
+    assert requests.tpot.snapshot()[1] == pytest.approx(0.2)
+
+
+def test_bandwidth_follows_the_larger_transfers() -> None:
+    meter = BandwidthMeter()
+    assert meter.rate is None
+    meter.observe(64_000_000, 0.064)
+    meter.observe(0, 1.0)
+    assert meter.rate == pytest.approx(1e9)
+    meter.observe(64_000_000, 0.032)
+    assert meter.rate == pytest.approx(1.5e9)
