@@ -121,3 +121,33 @@ def test_block_zero_is_never_given_out() -> None:
     manager = BlockManager(5, BLOCK_SIZE)
     assert sorted(manager.allocate(4)) == [1, 2, 3, 4]
     assert manager.num_available == 0
+
+
+def compute_twice() -> tuple[BlockManager, list[bytes], list[int], list[int]]:
+    """Two sequences that computed the same first block at the same time; the second one went further."""
+    manager = BlockManager(8, BLOCK_SIZE)
+    names = extend_chain(ROOT, [1, 2, 3, 4], BLOCK_SIZE)
+    first, second = manager.allocate(1), manager.allocate(2)
+    for name, block in [(names[0], first[0]), (names[0], second[0]), (names[1], second[1])]:
+        manager.cache.register(name, block)
+    return manager, names, first, second
+
+
+def test_a_child_keeps_the_block_that_has_its_parents_name_in_use() -> None:
+    manager, names, first, second = compute_twice()
+    manager.release(first, names[:1], now=1.0)
+    manager.release(second, names, now=2.0)
+    assert manager.cache.idle_blocks() == [second[1], first[0]], "the parent is evicted last"
+    assert manager.match_prefix(names, 2) == [first[0], second[1]]
+    manager.check()
+
+
+def test_a_parent_whose_namesake_was_evicted_takes_the_name() -> None:
+    manager, names, first, second = compute_twice()
+    manager.release(first, names[:1], now=1.0)
+    rest = manager.allocate(manager.num_available)
+    assert manager.match_prefix(names, 2) == []
+    manager.release(second, names, now=2.0)
+    assert manager.match_prefix(names, 2) == second
+    manager.release(rest, [], now=3.0)
+    manager.check()

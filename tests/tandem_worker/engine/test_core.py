@@ -204,8 +204,14 @@ def test_an_idle_engine_uses_no_cpu(make_rig: MakeRig) -> None:
 
 def test_a_step_delivers_all_its_tokens_in_one_call(make_rig: MakeRig) -> None:
     rig = make_rig()
-    barrier = threading.Event()
-    rig.engine._send(lambda: barrier.wait(5) and None)
+    entered, barrier = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        entered.set()
+        barrier.wait(5)
+
+    rig.engine._send(hold)
+    assert entered.wait(5)
     for index in range(5):
         rig.submit(f"r{index}", (index,), 10)
     barrier.set()
