@@ -23,6 +23,9 @@ MINIMUM_GO = (1, 21)
 ENVIRONMENT = {"CGO_ENABLED": "0", "GOFLAGS": "-buildvcs=false"}
 """Static programs: they run in images without a C library, and no C compiler is needed."""
 
+KEPT_RESULTS = 3
+"""Results of each program that stay."""
+
 VERSION = "k8s.io/component-base/version"
 
 
@@ -49,11 +52,13 @@ PROGRAMS = {
             _kubernetes,
             ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kube-proxy", "kubectl"),
         ),
-        Program(name="etcd", module="etcd", package="go.etcd.io/etcd/server/v3"),
-        Program(name="coredns", module="coredns", package="."),
-        Program(name="registry", module="registry", package="github.com/distribution/distribution/v3/cmd/registry"),
+        # In one module with Kubernetes: what they have in common is compiled once.
+        Program(name="etcd", module="kubernetes", package="go.etcd.io/etcd/server/v3"),
+        Program(name="coredns", module="kubernetes", package="./coredns"),
+        Program(name="helm", module="kubernetes", package="helm.sh/helm/v3/cmd/helm"),
+        Program(name="pull", module="kubernetes", package="./pull"),
+        Program(name="registry", module="registry", package="."),
         Program(name="pause", module="pause", package="."),
-        Program(name="helm", module="helm", package="helm.sh/helm/v3/cmd/helm"),
         Program(name="kind", module="kind", package="sigs.k8s.io/kind"),
     )
 }
@@ -62,7 +67,8 @@ PROGRAMS = {
 def content_key(program: Program, module: Path, go_version: str) -> str:
     """16 hex digits over everything the result depends on."""
     digest = hashlib.sha256(repr((program, go_version, sorted(ENVIRONMENT.items()))).encode())
-    for path in sorted([module / "go.mod", module / "go.sum", *module.glob("*.go")]):
+    own = module.joinpath(program.package).glob("*.go") if program.package.startswith(".") else ()
+    for path in sorted([module / "go.mod", module / "go.sum", *own]):
         if path.exists():
             digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
@@ -116,13 +122,14 @@ class Builder:
                 cwd=self.modules / program.module, env=ENVIRONMENT, log=self.results / f"{name}.log",
             )  # fmt: skip
             unfinished.rename(target)
-        self._remove_older(name, keep=target.parent)
+        self._remove_oldest(name)
         return target
 
-    def _remove_older(self, name: str, keep: Path) -> None:
-        for folder in self.results.glob(f"{name}-" + "?" * 16):
-            if folder != keep:
-                shutil.rmtree(folder)
+    def _remove_oldest(self, name: str) -> None:
+        """Keep a few: other checkouts may share the folder, and their clusters may run from it."""
+        folders = sorted(self.results.glob(f"{name}-" + "?" * 16), key=lambda folder: folder.stat().st_mtime)
+        for folder in folders[:-KEPT_RESULTS]:
+            shutil.rmtree(folder)
 
 
 def find_tool(name: str, builder: Builder) -> Path:

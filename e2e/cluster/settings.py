@@ -36,7 +36,7 @@ class Settings:
         return hashlib.sha256(str(self.state).encode()).hexdigest()[:6]
 
     @property
-    def worker_compiler(self) -> bool:
+    def has_gpu(self) -> bool:
         """Whether workers may meet a GPU: this machine has one, or the cluster is somebody else's."""
         return self.backend == "existing" or Path("/dev/nvidiactl").exists()
 

@@ -18,6 +18,7 @@ from e2e.cluster.binaries.processes import (
     parse_start_time,
     stop_process,
 )
+from e2e.cluster.commands import wait_until
 from e2e.cluster.errors import ClusterError
 
 
@@ -26,7 +27,9 @@ def sleeper() -> Iterator[Record]:
     process = subprocess.Popen(["sleep", "60"])
     started = observe_start_time(process.pid)
     assert started is not None
-    yield Record(name="sleeper", pid=process.pid, started=started, program="sleep")
+    record = Record(name="sleeper", pid=process.pid, started=started, program="sleep")
+    wait_until(lambda: is_alive(record), "sleep", 10)  # its arguments show a moment after its start
+    yield record
     process.kill()
     process.wait()
 

@@ -38,8 +38,8 @@ def test_another_compiler_changes_the_key(module: Path) -> None:
 def test_every_program_is_pinned(program: Program) -> None:
     folder = read_settings().go_modules / program.module
     assert (folder / "go.mod").is_file()
-    if program.package == ".":
-        assert (folder / "main.go").is_file()
+    if program.package.startswith("."):
+        assert (folder / program.package / "main.go").is_file()
     else:
         assert program.package in (folder / "go.mod").read_text()
 

@@ -25,7 +25,7 @@ from .processes import Processes
 
 PROGRAMS = (
     "etcd", "registry", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kube-proxy",
-    "coredns", "pause",
+    "coredns", "pause", "pull",
 )  # fmt: skip
 KEPT = ("volumes",)
 MAX_PATH = 60
@@ -107,6 +107,7 @@ class BinariesBackend:
 
     def _start(self, plan: Plan) -> None:
         self.state.mkdir(parents=True, exist_ok=True)
+        images.bound_registry(plan.registry_storage)
         with step("prepared network, keys and configuration"):
             self.namespace.create(plan.addresses)
             machine.create_control_group(control_groups(), self.group)
@@ -193,7 +194,7 @@ class BinariesBackend:
         plan = self._read_plan()
         if plan is None:
             raise ClusterError("no cluster is up; start it with `python -m e2e.cluster up`")
-        return images.load(self.settings, self.state, Addresses(slot=plan["slot"]), wanted)
+        return images.load(self.settings, self.builder.build("pull"), Addresses(slot=plan["slot"]), wanted)
 
     def service_url(self, namespace: str, service: str, port: int) -> AbstractContextManager[str]:
         address = run(

@@ -185,7 +185,7 @@ state = "{folder}/state"
     config_path = "{folder}/certs.d"
   [plugins."io.containerd.grpc.v1.cri".containerd]
     snapshotter = "{plan.snapshotter}"
-    discard_unpacked_layers = false
+    discard_unpacked_layers = true
 """
 
 

@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import io
 import json
+import shutil
 import tarfile
 import tempfile
 import urllib.error
@@ -24,6 +25,8 @@ from .network import Addresses
 
 MANIFEST_TYPES = "application/vnd.oci.image.manifest.v1+json, application/vnd.docker.distribution.manifest.v2+json"
 NAMESPACE = "k8s.io"
+REGISTRY_LIMIT = 7 * 2**30
+"""Bytes; about three generations of the worker's dependencies."""
 
 
 def choose_containerd_root(cache: Path, state: Path) -> Path:
@@ -97,47 +100,42 @@ def write_single_program_image(archive: Path, reference: str, program: Path) -> 
             tar.addfile(entry, io.BytesIO(body))
 
 
-def load(settings: Settings, state: Path, addresses: Addresses, wanted: list[Image]) -> dict[str, str]:
+def load(settings: Settings, puller: Path, addresses: Addresses, wanted: list[Image]) -> dict[str, str]:
     """Build, push and pull every image that is not where it should be; returns references by part."""
-    registry = f"{addresses.node}:{REGISTRY_PORT}"
+    registry, state = f"{addresses.node}:{REGISTRY_PORT}", settings.state
     buildah = Buildah(settings)
-    present = set(ctr(state, "images", "list", "-q").split())
     references = {}
     for image in wanted:
         tag = buildah.tag(image)
-        reference = f"{REGISTRY_HOST}/{image.name}:{tag}"
-        references[image.part] = reference
         if not has_manifest(registry, image.name, tag):
             buildah.build(image, tag)
             with step(f"pushed {image.name}", quiet_below=0.5):
                 buildah.push(image, tag, registry, verify_tls=False)
-        if reference not in present:
-            with step(f"pulled {image.name} into containerd", quiet_below=0.5):
-                pull(state, reference)
+        references[image.part] = f"{REGISTRY_HOST}/{image.name}:{tag}"
+        with step(f"pulled {image.name} into containerd", quiet_below=0.5):
+            run(puller, f"unix://{state / 'containerd' / 'containerd.sock'}", references[image.part], timeout=900)
     remove_older(state, references)
     return references
 
 
 def has_manifest(registry: str, name: str, tag: str) -> bool:
-    return _read_manifest(registry, name, tag) is not None
-
-
-def _read_manifest(registry: str, name: str, tag: str) -> dict | None:
-    request = urllib.request.Request(f"http://{registry}/v2/{name}/manifests/{tag}", headers={"Accept": MANIFEST_TYPES})
+    url = f"http://{registry}/v2/{name}/manifests/{tag}"
+    request = urllib.request.Request(url, headers={"Accept": MANIFEST_TYPES}, method="HEAD")
     try:
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=10) as answer:
-            return json.load(answer)
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=10):
+            return True
     except urllib.error.HTTPError as error:
         if error.code == 404:
-            return None
+            return False
         raise ClusterError(f"the local registry answers {error.code} for {name}:{tag}") from error
     except OSError as error:
         raise ClusterError(f"the local registry does not answer at {registry}: {error}") from error
 
 
-def pull(state: Path, reference: str) -> None:
-    """Pull ahead of the first pod. Layers stay in the content store, so the next pull fetches new ones only."""
-    ctr(state, "images", "pull", "--hosts-dir", state / "containerd" / "certs.d", reference, timeout=900)
+def bound_registry(storage: Path) -> None:
+    """Empty a registry that has grown: it never forgets a layer, and the next `load` pushes what is current."""
+    if sum(file.stat().st_size for file in storage.rglob("*") if file.is_file()) > REGISTRY_LIMIT:
+        shutil.rmtree(storage)
 
 
 def remove_older(state: Path, references: dict[str, str]) -> None:

@@ -42,7 +42,7 @@ class Buildah:
         return self.settings.cache / "logs" / f"build-{part}.log"
 
     def _arguments(self) -> dict[str, str]:
-        return {"BASE_IMAGE": self.base, **accelerator_arguments(compiler=self.settings.worker_compiler)}
+        return {"BASE_IMAGE": self.base, **accelerator_arguments(gpu=self.settings.has_gpu)}
 
     def tag(self, image: Image) -> str:
         return content_tag(self.settings.root, image, self._arguments())
@@ -63,8 +63,8 @@ class Buildah:
 
     def push(self, image: Image, tag: str, registry: str, *, verify_tls: bool = True) -> None:
         self._buildah(
-            "push", f"--tls-verify={str(verify_tls).lower()}", f"localhost/{image.name}:{tag}",
-            f"docker://{registry}/{image.name}:{tag}",
+            "push", "--compression-format", "zstd", f"--tls-verify={str(verify_tls).lower()}",
+            f"localhost/{image.name}:{tag}", f"docker://{registry}/{image.name}:{tag}",
         )  # fmt: skip
 
     def _share_uv_cache(self) -> None:

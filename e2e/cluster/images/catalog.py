@@ -29,19 +29,19 @@ class Image:
         return f"tandem-{self.part}"
 
 
-def _member(part: str) -> Image:
+def _member(part: str, *extra: str) -> Image:
     manifests = tuple(f"{member}/pyproject.toml" for member in MEMBERS)
     return Image(
         part=part,
         dockerfile=f"{part}/Dockerfile",
-        sources=(*WORKSPACE, *manifests, "api/src", f"{part}/src"),
+        sources=(*WORKSPACE, *manifests, "api/src", f"{part}/src", *extra),
     )
 
 
 IMAGES = [
     _member("operator"),
     _member("gateway"),
-    _member("worker"),
+    _member("worker", "worker/image"),
     Image(part="mirror", dockerfile="e2e/mirror/Dockerfile", sources=(".dockerignore", "e2e/mirror")),
 ]
 
@@ -67,9 +67,9 @@ def content_tag(root: Path, image: Image, arguments: dict[str, str]) -> str:
     return digest.hexdigest()[:16]
 
 
-def accelerator_arguments(*, compiler: bool) -> dict[str, str]:
-    """Triton needs a C compiler where it launches kernels; a worker image for machines without a GPU has none."""
-    return {"COMPILER": "yes" if compiler else "no"}
+def accelerator_arguments(*, gpu: bool) -> dict[str, str]:
+    """A worker image for machines without a GPU is half the size."""
+    return {"GPU": "yes" if gpu else "no"}
 
 
 def build_arguments(arguments: dict[str, str]) -> list[str]:

@@ -12,7 +12,7 @@ class Docker:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         base = {"BASE_IMAGE": settings.base_image} if settings.base_image else {}
-        self._arguments = base | accelerator_arguments(compiler=settings.worker_compiler)
+        self._arguments = base | accelerator_arguments(gpu=settings.has_gpu)
 
     def tag(self, image: Image) -> str:
         return content_tag(self.settings.root, image, self._arguments)
