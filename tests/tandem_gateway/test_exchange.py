@@ -141,8 +141,29 @@ async def test_an_unreachable_address_is_a_connect_failure(start_gateway, start_
     await dead.stop()
     running = await start_gateway(dead)
     status, body = await read_answer(running, chat())
-    assert status in (502, 503)
-    assert error_of(body)["message"]
+    assert status == 503
+    assert error_of(body)["code"] == "no_endpoint"
+
+
+async def test_a_worker_that_restarts_in_place_is_waited_for(start_gateway, start_worker, chat) -> None:
+    worker = await start_worker()
+    running = await start_gateway(worker)
+    port = worker.port
+    await worker.stop()
+    task = asyncio.create_task(read_answer(running, chat()))
+    await asyncio.sleep(0.8)
+    await worker.start(port)
+    status, _ = await task
+    assert status == 200
+
+
+async def test_when_every_worker_drains_the_client_is_told_to_come_back(
+    start_gateway, start_worker, fault, chat
+) -> None:
+    running = await start_gateway(*[await start_worker(f"d{index}", default=fault.drain) for index in range(3)])
+    answer = await running.raw(chat(headers="connection: close\r\n"))
+    assert answer.startswith(b"HTTP/1.1 503")
+    assert b"retry-after" in answer
 
 
 async def test_without_workers_the_answer_says_which_role_is_missing(start_gateway, chat, monkeypatch) -> None:

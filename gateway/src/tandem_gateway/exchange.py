@@ -35,6 +35,7 @@ SLOWEST_TOKENS_PER_SECOND = 4
 """An answer in one piece shows no sign of life: beyond the first token it may take this long for its tokens."""
 DEFAULT_MAX_TOKENS = 4096
 CLIENT_GONE = 499
+RETRY_AFTER = (("Retry-After", "5"),)
 RETRY_HEADER = b"x-tandem-retry"
 _DECODE_WORKER = HEADER_DECODE_WORKER.encode()
 _PREFILL_WORKER = HEADER_PREFILL_WORKER.encode()
@@ -72,10 +73,10 @@ class Exchange:
     """Sink of its upstream calls and conversation of its client connection."""
 
     __slots__ = (
-        "_call", "_connection", "_context", "_deadline", "_excluded", "_head", "_held", "_held_bytes", "_loop",
-        "_phase", "_reads", "_reads_seen", "_reservation", "_resets", "_slow", "_stale", "_stream", "_tokens_seen",
-        "_unsent", "attempts", "bytes_out", "choice", "error", "first_byte_at", "inquiry", "request", "request_id",
-        "started_at", "status", "usage",
+        "_call", "_connection", "_context", "_deadline", "_excluded", "_give_up_at", "_head", "_held", "_held_bytes",
+        "_loop", "_phase", "_reads", "_reads_seen", "_reservation", "_resets", "_slow", "_stale", "_stream",
+        "_tokens_seen", "_unsent", "attempts", "bytes_out", "choice", "error", "first_byte_at", "inquiry", "request",
+        "request_id", "started_at", "status", "usage",
     )  # fmt: skip
 
     def __init__(
@@ -100,6 +101,7 @@ class Exchange:
         self._call: Call | None = None
         self._reservation: Reservation | None = None
         self._excluded: set[str] = set()
+        self._give_up_at = 0.0
         self._resets = 0
         self._stale = 0
         self._slow = False
@@ -242,7 +244,7 @@ class Exchange:
     def _time_out(self) -> None:
         if self._phase is Phase.WAITING:
             endpoints = list(self._context.scheduler.endpoints.values())
-            self._fail(NoEndpoint(f"{missing_role(endpoints)}; try again shortly", headers=(("Retry-After", "5"),)))
+            self._fail(NoEndpoint(f"{missing_role(endpoints)}; try again shortly", headers=RETRY_AFTER))
             return
         if self._slow:
             # The worker is not to blame: it is the client that takes nothing.
@@ -270,13 +272,22 @@ class Exchange:
             self._context.scheduler.fail(decode, now)
             self._excluded.add(decode.worker.name)
             self._resets += reason in (Failure.RESET.value, Failure.PROTOCOL.value)
-        if self.attempts >= MAX_ATTEMPTS or self._resets >= MAX_RESETS or self._stale >= MAX_STALE:
+        self._give_up_at = self._give_up_at or now + GRACE_SECONDS
+        if reason == Failure.CONNECT.value:
+            # Costs nothing but time: a pod that restarts in place is back within the grace, or another takes over.
+            exhausted = now >= self._give_up_at
+        else:
+            exhausted = self.attempts >= MAX_ATTEMPTS or self._resets >= MAX_RESETS or self._stale >= MAX_STALE
+        if exhausted and not self._resets:
+            self._fail(NoEndpoint(f"no worker is available: {detail}; try again shortly", headers=RETRY_AFTER))
+            return
+        if exhausted:
             self._fail(
                 UpstreamFailed(f"no worker could answer after {self.attempts} attempts; the last said: {detail}")
             )
             return
         self._context.on_retry(self, reason)
-        self._deadline = now + GRACE_SECONDS
+        self._deadline = self._give_up_at
         self.dispatch()
 
     # what the client gets

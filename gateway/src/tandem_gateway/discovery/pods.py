@@ -85,23 +85,28 @@ class PodWatcher:
 
     async def run(self) -> None:
         """Never returns; every failure is logged and tried again."""
+        loop = asyncio.get_running_loop()
         pause = self._backoff_first
         while True:
+            began = loop.time()
             try:
                 if self._version is None:
                     await self._list()
-                    pause = self._backoff_first
                 await self._watch()
-                pause = self._backoff_first
-                continue
+                # The server ends a watch after minutes. One that ends at once is a fault: no hurry to open the next.
+                if loop.time() - began > self._backoff_first:
+                    pause = self._backoff_first
+                    continue
             except DiscoveryError as error:
                 if error.gone:
                     self._version = None
                     log.info("the watch is too old; listing again")
                 else:
                     log.warning("discovery failed; the last known workers stay", extra={"error": str(error)})
-            except (OSError, TimeoutError, ValueError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
+            except (OSError, ValueError, KeyError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
                 log.warning("the API server is out of reach; the last known workers stay", extra={"error": repr(error)})
+            if loop.time() - began > BACKOFF_MAX:
+                pause = self._backoff_first  # it had worked for a while
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(pause * 2, BACKOFF_MAX)
 

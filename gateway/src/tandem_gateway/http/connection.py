@@ -1,8 +1,9 @@
 """One client connection: reads requests strictly and in order, hands each to the gateway, writes what comes back.
 
-One request is answered at a time. Requests that a client pipelines wait in `_ready`, and while any waits nothing more
-is read, so what a client can make the gateway hold is bounded. A client that closes its sending side has gone: nothing
-else tells a closed connection from a patient one, and an abandoned generation costs a GPU.
+One request is answered at a time; requests that a client pipelines wait in `_ready`. Reading never pauses, for a
+paused socket does not tell that its client went away, and an abandoned generation costs a GPU. Instead a client that
+sends too far ahead is cut off, which bounds what it can make the gateway hold. A client that closes its sending side
+has gone: nothing else tells a closed connection from a patient one.
 """
 
 from __future__ import annotations
@@ -81,8 +82,9 @@ class ClientConnection(asyncio.Protocol):
         self._body_bytes = 0
         self._phase = Phase.IDLE
         self._dropped = 0
-        self._paused = False
+        self._ahead = 0
         self._upgrading = False
+        self._messages = 0
         self.exchange: Conversation | None = None
         self.closed = False
         self.deadline = 0.0
@@ -101,10 +103,17 @@ class ClientConnection(asyncio.Protocol):
         if self._phase is Phase.DISCARD:
             self._drop(len(data))
             return
+        if self.exchange is not None:
+            self._ahead += len(data)
+            if self._ahead > self._handler.max_body_bytes + MAX_HEADER_BYTES:
+                self.transport.abort()
+                return
+        before = self._messages
         self._feed(data)
-        if self._phase is Phase.HEADER:
-            self._header.size += 0 if self._header.count else len(data)
-            if self._header.size > MAX_HEADER_BYTES:
+        if self._phase is Phase.HEADER and self._messages == before:
+            # All of this read belongs to the unfinished header.
+            self._header.received += len(data)
+            if self._header.received > MAX_HEADER_BYTES:
                 self._refuse(header_too_large())
         if self._ready or self.exchange is not None:
             self._advance()
@@ -172,6 +181,7 @@ class ClientConnection(asyncio.Protocol):
         self._body.append(body)
 
     def on_message_complete(self) -> None:
+        self._messages += 1
         if self._phase is Phase.DISCARD or self._upgrading:
             return
         header = self._header
@@ -202,9 +212,9 @@ class ClientConnection(asyncio.Protocol):
         elif self._phase is Phase.DISCARD:
             self._linger()
         else:
-            self._resume()
-            if self._phase is Phase.IDLE:
-                self.deadline = self._loop.time() + KEEP_ALIVE_SECONDS
+            self._ahead = 0
+            waiting = self._phase is Phase.IDLE
+            self.deadline = self._loop.time() + (KEEP_ALIVE_SECONDS if waiting else self._handler.timeouts.body_seconds)
 
     def close_if_idle(self) -> None:
         if self.exchange is None and not self._ready and self._phase is Phase.IDLE:
@@ -247,7 +257,7 @@ class ClientConnection(asyncio.Protocol):
         self._advance()
 
     def _advance(self) -> None:
-        """Start the next request if none runs; stop reading while there is more than the client may send ahead."""
+        """Start the next request if none runs."""
         while self._ready and self.exchange is None and not self.closed:
             item = self._ready.popleft()
             if isinstance(item, Request):
@@ -256,8 +266,6 @@ class ClientConnection(asyncio.Protocol):
                 self._handler.on_refused(self, item)
                 self._linger()
                 return
-        if self.exchange is not None and (self._ready or self._phase is not Phase.IDLE):
-            self._pause()
 
     def _refuse(self, error: RequestError) -> None:
         """Answer with `error` after what came before it, then end the connection: its framing is not to be trusted."""
@@ -277,19 +285,8 @@ class ClientConnection(asyncio.Protocol):
         self.deadline = self._loop.time() + LINGER_SECONDS
         if self.transport.can_write_eof():
             self.transport.write_eof()
-        self._resume()
 
     def _drop(self, size: int) -> None:
         self._dropped += size
         if self._dropped > LINGER_BYTES:
             self.transport.abort()
-
-    def _pause(self) -> None:
-        if not self._paused:
-            self._paused = True
-            self.transport.pause_reading()
-
-    def _resume(self) -> None:
-        if self._paused:
-            self._paused = False
-            self.transport.resume_reading()

@@ -43,6 +43,8 @@ class HeaderReader:
     url: bytes = b""
     kept: dict[bytes, bytes] = field(default_factory=dict[bytes, bytes])
     size: int = 0
+    received: int = 0
+    """Bytes read while it was unfinished: a single field without end never reaches `add`."""
     count: int = 0
     content_length: int | None = None
     chunked: bool = False
