@@ -231,7 +231,7 @@ class _Status:
         await send_bytes(send, 200, text, content_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def telemetry(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send_bytes(send, 200, self._telemetry().model_dump_json().encode())
+        await send_bytes(send, 200, self._telemetry().to_json().encode())
 
 
 async def _send_text(send: Send, status: int, text: str) -> None:
