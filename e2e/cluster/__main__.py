@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import fcntl
 import json
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -63,8 +64,7 @@ def replenish_storage(settings: Settings, backend: Backend) -> None:
 
 def down(settings: Settings, backend: Backend) -> None:
     backend.down()
-    for file in (settings.record_file, settings.images_file):
-        file.unlink(missing_ok=True)
+    shutil.rmtree(settings.state, ignore_errors=True)
     say("the cluster is stopped; caches stay")
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from ..base import Status, constant_url
 from ..commands import run, wait_until
 from ..errors import ClusterError
-from ..gobuild import Builder, check_go
+from ..gobuild import Builder, check_go, find_tool
 from ..images.catalog import Image
 from ..progress import say, step
 from ..settings import Settings
@@ -27,7 +27,6 @@ PROGRAMS = (
     "etcd", "registry", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kube-proxy",
     "coredns", "pause", "pull",
 )  # fmt: skip
-KEPT = ("volumes",)
 MAX_PATH = 60
 """The kubelet's sockets lie up to 45 characters below the state folder, and a socket's path ends at 107."""
 
@@ -147,15 +146,9 @@ class BinariesBackend:
         return True
 
     def _grant_dns(self) -> None:
-        binding = {
-            "apiVersion": "rbac.authorization.k8s.io/v1",
-            "kind": "ClusterRoleBinding",
-            "metadata": {"name": "tandem-dns"},
-            "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "view"},
-            "subjects": [{"apiGroup": "rbac.authorization.k8s.io", "kind": "User", "name": components.DNS_ROLE_USER}],
-        }
-        kubectl = shutil.which("kubectl") or self.builder.build("kubectl")
-        run(kubectl, "--kubeconfig", self.kubeconfig, "apply", "-f", "-", stdin=json.dumps(binding))
+        items = {"apiVersion": "v1", "kind": "List", "items": components.dns_permissions()}
+        kubectl = find_tool("kubectl", self.builder)
+        run(kubectl, "--kubeconfig", self.kubeconfig, "apply", "-f", "-", stdin=json.dumps(items))
 
     def _wait_for_network(self, plan: Plan) -> None:
         addresses = plan.addresses
@@ -173,7 +166,7 @@ class BinariesBackend:
         self._remove()
 
     def _remove(self) -> None:
-        teardown.remove_cluster(self.state, self.processes, control_groups(), self.group, self.namespace, KEPT)
+        teardown.remove_cluster(self.state, self.processes, control_groups(), self.group, self.namespace)
 
     def status(self) -> Status:
         records = self.processes.read()
@@ -198,7 +191,7 @@ class BinariesBackend:
 
     def service_url(self, namespace: str, service: str, port: int) -> AbstractContextManager[str]:
         address = run(
-            shutil.which("kubectl") or self.builder.build("kubectl"),
+            find_tool("kubectl", self.builder),
             "--kubeconfig", self.kubeconfig, "-n", namespace, "get", "service", service,
             "-o", "jsonpath={.spec.clusterIP}",
         )  # fmt: skip

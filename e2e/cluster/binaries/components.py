@@ -19,7 +19,7 @@ REGISTRY_HOST = "registry.tandem.internal:5000"
 """The registry's name in image references. containerd maps it to the node's address; nothing resolves it."""
 REGISTRY_PORT = 5000
 PAUSE_IMAGE = f"{REGISTRY_HOST}/pause:1"
-DNS_ROLE_USER = "system:coredns"
+DNS_USER = "system:coredns"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +100,7 @@ def controller_manager(plan: Plan) -> list[str]:
         "--use-service-account-credentials=true",
         "--leader-elect=false",
         "--bind-address=127.0.0.1",
+        "--node-monitor-period=1s",  # how soon a new node's taint goes
     ]
 
 
@@ -225,6 +226,24 @@ def corefile(plan: Plan) -> str:
   }}
 }}
 """
+
+
+def dns_permissions() -> list[dict[str, Any]]:
+    """A role of its own: the built-in `view` is empty until a controller has filled it."""
+    name, group = {"name": "tandem-dns"}, "rbac.authorization.k8s.io"
+    rules = [
+        {"apiGroups": [""], "resources": ["services", "pods", "namespaces"], "verbs": ["list", "watch"]},
+        {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["list", "watch"]},
+    ]
+    role = {"apiVersion": f"{group}/v1", "kind": "ClusterRole", "metadata": name, "rules": rules}
+    binding = {
+        "apiVersion": f"{group}/v1",
+        "kind": "ClusterRoleBinding",
+        "metadata": name,
+        "roleRef": {"apiGroup": group, "kind": "ClusterRole", **name},
+        "subjects": [{"apiGroup": group, "kind": "User", "name": DNS_USER}],
+    }
+    return [role, binding]
 
 
 def registry_config(plan: Plan) -> dict[str, Any]:

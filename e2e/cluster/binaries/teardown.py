@@ -17,15 +17,8 @@ from .network import Namespace
 from .processes import Processes, observe_arguments
 
 
-def remove_cluster(
-    state: Path,
-    processes: Processes,
-    groups: ControlGroups,
-    group: str,
-    namespace: Namespace,
-    keep: tuple[str, ...] = (),
-) -> None:
-    """Safe to run at any time and twice. Files named in `keep`, directly below `state`, stay."""
+def remove_cluster(state: Path, processes: Processes, groups: ControlGroups, group: str, namespace: Namespace) -> None:
+    """Safe to run at any time and twice."""
     # The kubelet first, or it would restart what is killed next.
     processes.stop("kubelet")
     kill_containers(groups, group)
@@ -35,13 +28,8 @@ def remove_cluster(
     unmount_below(state)
     namespace.remove()
     remove_control_group(groups, group)
-    for entry in state.iterdir() if state.exists() else ():
-        if entry.name in keep:
-            continue
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
-        else:
-            entry.unlink()
+    if state.exists():
+        shutil.rmtree(state)
 
 
 def kill_containers(groups: ControlGroups, group: str) -> None:
