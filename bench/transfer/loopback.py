@@ -20,7 +20,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-
 from tandem_worker.engine.base import RemotePrefill, RemotePrefillResult
 from tandem_worker.models.base import KVCacheSpec, KVLayerSpec, allocate_kv_cache
 from tandem_worker.transfer.base import Identity

@@ -115,6 +115,7 @@ def test_an_unreachable_prefill_worker_is_done_without(pair: SimpleNamespace) ->
     assert prefills(pair.decode, "fallback") == before + 1
 
 
+@pytest.mark.full
 def test_another_revision_is_done_without(pair: SimpleNamespace, workers: SimpleNamespace, tmp_path: Path) -> None:
     with workers.run(tmp_path, "prefill", pair.model, revision="r2") as other:
         workers.await_ready(other)

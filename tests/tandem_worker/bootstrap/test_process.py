@@ -24,6 +24,7 @@ def test_a_missing_model_is_told_to_the_operator(workers: SimpleNamespace, tmp_p
     message = termination_message(worker)
     assert message["reason"] == "ModelNotFound"
     assert str(tmp_path / "absent") in message["message"]
+    assert not worker.logged("Traceback")
 
 
 @pytest.mark.timeout(60)
@@ -66,6 +67,7 @@ def test_probes_answer_early_and_sigterm_drains(workers: SimpleNamespace, tiny_m
     assert not worker.logged('"level":"error"')
 
 
+@pytest.mark.full
 @pytest.mark.timeout(200)
 def test_a_second_sigterm_ends_at_once(workers: SimpleNamespace, tiny_model: Path, tmp_path: Path) -> None:
     with workers.run(tmp_path, "unified", tiny_model) as worker:
