@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from tandem_worker.errors import StartupError
 from tandem_worker.models.loader import load_model, open_checkpoint
 from tandem_worker.weights.base import Slice
+from tandem_worker.weights.gguf import gguf_metadata, open_gguf
 from tandem_worker.weights.loader import Part, WeightLoader, shard
 from tandem_worker.weights.safetensors import SafetensorsSource
 
@@ -224,3 +225,21 @@ def test_several_gguf_files_are_ambiguous(tmp_path: Path) -> None:
     for name in ("a.gguf", "b.gguf"):
         (tmp_path / name).write_bytes(b"")
     assert reason(tmp_path)[0] == "WeightsAmbiguous"
+
+
+def test_gguf_vocabulary_is_counted_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_token_list([f"token{index}" for index in range(3000)])
+    writer.add_token_scores([0.0] * 3000)
+    writer.add_context_length(77)
+    writer.add_tensor("output_norm.weight", np.arange(4, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    reader = open_gguf(path)
+    metadata = gguf_metadata(reader)
+    assert metadata["tokenizer.num_tokens"] == 3000
+    assert metadata["llama.context_length"] == 77
+    assert reader.tensors[0].data.tolist() == [0, 1, 2, 3]

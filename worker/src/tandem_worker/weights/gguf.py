@@ -7,6 +7,7 @@ them restores the half-split order that every family here computes with.
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,11 +47,11 @@ _BLOCK_PATTERN = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
 def open_gguf(path: Path) -> GGUFReader:
     """Parse a GGUF file. Raises StartupError when it is truncated or not GGUF."""
-    from gguf import GGUFReader
+    from tandem_worker.weights.gguf_reader import LeanGGUFReader
 
     try:
-        return GGUFReader(path)
-    except (ValueError, OSError, IndexError, KeyError) as error:
+        return LeanGGUFReader(path)
+    except (ValueError, OSError, IndexError, KeyError, struct.error) as error:
         raise StartupError(
             "WeightsCorrupt", f"{path.name} is not a complete GGUF file ({error}). Download the model again."
         ) from error

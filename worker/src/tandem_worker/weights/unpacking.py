@@ -47,7 +47,13 @@ def int_groups(
 
 
 def gptq(
-    words: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, groups: torch.Tensor | None, bits: int, *, offset: int
+    words: torch.Tensor,
+    zeros: torch.Tensor,
+    scales: torch.Tensor,
+    groups: torch.Tensor | None,
+    bits: int,
+    *,
+    offset: int,
 ) -> torch.Tensor:
     """GPTQ: words along K `[K * bits / 32, N]`, zeros along N, scales `[K / group, N]`; `[N, K]`.
 
