@@ -18,7 +18,7 @@ from ..commands import run, succeeds, wait_until
 from ..errors import ClusterError
 from ..images.buildah import Buildah
 from ..images.catalog import Image
-from ..progress import step
+from ..progress import say, step
 from ..settings import Settings
 from .components import PAUSE_IMAGE, REGISTRY_HOST, REGISTRY_PORT, Plan
 from .network import Addresses
@@ -101,7 +101,10 @@ def write_single_program_image(archive: Path, reference: str, program: Path) -> 
 
 
 def load(settings: Settings, puller: Path, addresses: Addresses, wanted: list[Image]) -> dict[str, str]:
-    """Build, push and pull every image that is not where it should be; returns references by part."""
+    """Build, push and pull every image that is not where it should be; returns references by part.
+
+    containerd holds these images and no older ones afterwards. Running containers keep their own snapshots.
+    """
     registry, state = f"{addresses.node}:{REGISTRY_PORT}", settings.state
     buildah = Buildah(settings)
     references = {}
@@ -112,9 +115,11 @@ def load(settings: Settings, puller: Path, addresses: Addresses, wanted: list[Im
             with step(f"pushed {image.name}", quiet_below=0.5):
                 buildah.push(image, tag, registry, verify_tls=False)
         references[image.part] = f"{REGISTRY_HOST}/{image.name}:{tag}"
-        with step(f"pulled {image.name} into containerd", quiet_below=0.5):
-            run(puller, f"unix://{state / 'containerd' / 'containerd.sock'}", references[image.part], timeout=900)
-    remove_older(state, references)
+    socket = f"unix://{state / 'containerd' / 'containerd.sock'}"
+    pulled = run(puller, "-socket", socket, "-keep", PAUSE_IMAGE, *references.values(), timeout=1200)
+    for reference, seconds in (line.split("\t") for line in pulled.splitlines()):
+        if float(seconds) >= 0.5:
+            say(f"pulled {reference} into containerd … {seconds} s")
     return references
 
 
@@ -136,12 +141,3 @@ def bound_registry(storage: Path) -> None:
     """Empty a registry that has grown: it never forgets a layer, and the next `load` pushes what is current."""
     if sum(file.stat().st_size for file in storage.rglob("*") if file.is_file()) > REGISTRY_LIMIT:
         shutil.rmtree(storage)
-
-
-def remove_older(state: Path, references: dict[str, str]) -> None:
-    """Remove this project's images that no current reference names. Running containers keep their own snapshots."""
-    names = {reference.rpartition(":")[0] for reference in references.values()}
-    listed = ctr(state, "images", "list", "-q").split()
-    older = [ref for ref in listed if ref.rpartition(":")[0] in names and ref not in references.values()]
-    if older:
-        ctr(state, "images", "delete", *older)

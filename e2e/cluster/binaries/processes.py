@@ -15,7 +15,8 @@ from pathlib import Path
 from ..commands import wait_until
 from ..errors import ClusterError
 
-STOP_LIMIT = 10.0
+STOP_LIMIT = 3.0
+"""Seconds for a polite end; nothing here has state worth a longer wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
