@@ -21,7 +21,7 @@ LINES = 5000
 def dump(kubectl: Kubectl, control_plane: Mapping[str, Path], folder: Path) -> None:
     """Never raises for a single piece that cannot be had: the reason stands in its file instead."""
     folder.mkdir(parents=True, exist_ok=True)
-    _write(folder / "overview.txt", kubectl, "get", "all,im", "-A", "-o", "wide")
+    _write(folder / "overview.txt", kubectl, "get", "all", "-A", "-o", "wide")
     _write(folder / "events.txt", kubectl, "get", "events", "-A", "--sort-by=.lastTimestamp")
     _write(folder / "nodes.txt", kubectl, "describe", "nodes")
     for kind in KINDS:

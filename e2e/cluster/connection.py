@@ -53,10 +53,18 @@ def write_record(settings: Settings, backend: Backend, kubectl: Path, helm: Path
 
 
 def recorded_settings(settings: Settings) -> Settings:
-    """Settings with the backend and kubeconfig that `up` used, so that later commands need no environment variables."""
+    """Settings with the backend and kubeconfig that `up` used, so that later commands need no environment variables.
+
+    Raises ClusterError when TANDEM_CLUSTER asks for another backend than the one that is up.
+    """
     if not settings.record_file.exists():
         return settings
     record = json.loads(settings.record_file.read_text())
+    if settings.backend not in {None, record["backend"]}:
+        raise ClusterError(
+            f"TANDEM_CLUSTER asks for `{settings.backend}`, but the cluster that is up is `{record['backend']}`: "
+            "unset it, or stop that cluster first (`make cluster-down`)"
+        )
     return replace(
         settings,
         backend=record["backend"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from e2e.cluster import mirror
 from e2e.cluster.artifacts import list_containers
 from e2e.cluster.binaries.api import is_node_ready
 from e2e.cluster.choose import choose_name
+from e2e.cluster.connection import recorded_settings
 from e2e.cluster.disk import judge
 from e2e.cluster.errors import ClusterError, CommandFailed
 from e2e.cluster.images.base_image import parse_mirror
@@ -129,3 +131,20 @@ def test_a_node_is_ready_once_pods_may_go_there(status: str, taints: list[Any], 
 
 def test_a_failed_command_tells_what_the_program_said() -> None:
     assert "no such container" in str(CommandFailed(["ctr", "x"], 1, "line\nno such container\n"))
+
+
+def test_another_backend_than_the_running_one_is_refused(tmp_path: Path) -> None:
+    (tmp_path / ".cache" / "cluster").mkdir(parents=True)
+    record = {"backend": "binaries", "kubeconfig": "/k", "registry": None}
+    settings = read_settings({"TANDEM_CLUSTER": "kind"}, tmp_path)
+    settings.record_file.write_text(json.dumps(record))
+    with pytest.raises(ClusterError, match="the cluster that is up is `binaries`"):
+        recorded_settings(settings)
+
+
+def test_later_commands_need_no_variables(tmp_path: Path) -> None:
+    (tmp_path / ".cache" / "cluster").mkdir(parents=True)
+    settings = read_settings({}, tmp_path)
+    settings.record_file.write_text(json.dumps({"backend": "existing", "kubeconfig": "/k", "registry": "r"}))
+    recorded = recorded_settings(settings)
+    assert (recorded.backend, recorded.kubeconfig, recorded.registry) == ("existing", Path("/k"), "r")
