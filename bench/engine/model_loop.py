@@ -39,18 +39,21 @@ class Loop:
         self.cache: KVCache = allocate_kv_cache(model.kv_cache_spec(BLOCK_SIZE), num_blocks, model.device)
 
     def prefill(self, prompts: list[list[int]], reserve: int, chunk: int = 2048) -> tuple[torch.Tensor, torch.Tensor]:
-        """Prompts one after another in chunks; their block tables and first tokens."""
-        per_sequence = -(-(max(map(len, prompts)) + reserve) // BLOCK_SIZE)
+        """Equally long prompts, at most `chunk` tokens in a batch; their block tables and first tokens."""
+        length = len(prompts[0])
+        per_sequence = -(-(length + reserve) // BLOCK_SIZE)
         shuffled = torch.randperm(self.cache.num_blocks - 1)[: len(prompts) * per_sequence] + 1
         tables = shuffled.view(len(prompts), per_sequence).int()
         first = []
-        for index, prompt in enumerate(prompts):
+        together = max(1, chunk // length)
+        for index in range(0, len(prompts), together):
+            ids = torch.tensor(prompts[index : index + together])
+            rows = tables[index : index + together]
             logits = torch.empty(0)
-            for start in range(0, len(prompt), chunk):
-                ids = torch.tensor(prompt[start : start + chunk])
-                logits = self._forward(
-                    ids, torch.arange(start, start + len(ids)).view(1, -1), tables[index : index + 1]
-                )
+            for start in range(0, length, chunk):
+                piece = ids[:, start : start + chunk]
+                positions = torch.arange(start, start + piece.shape[1]).expand(len(rows), -1)
+                logits = self._forward(piece.flatten(), positions, rows)
             first.append(logits.argmax(-1))
         return tables, torch.cat(first)
 

@@ -68,7 +68,7 @@ def gptq(
 
 
 def awq(words: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """AWQ, 4 bits: words along N `[K, N / 8]` with interleaved columns, zeros alike, scales `[K / group, N]`; `[N, K]`."""
+    """AWQ, 4 bits: words along N `[K, N / 8]`, columns interleaved, zeros alike, scales `[K / group, N]`; `[N, K]`."""
     group = words.shape[0] // scales.shape[0]
     values = _awq_values(words) - _awq_values(zeros).repeat_interleave(group, 0)
     return (values.float() * scales.float().repeat_interleave(group, 0)).t()
