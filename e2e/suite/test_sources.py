@@ -23,10 +23,10 @@ def test_shared_cache_is_downloaded_once(fleet: Fleet) -> None:
     manifest["spec"]["model"]["cache"] = {"persistentVolumeClaim": "models"}
     fleet.apply(manifest)
     fleet.wait_ready("cached")
-    fleet.wait_role("cached", "decode", 2)
+    fleet.wait_role("cached", "unified", 2)
     logs = [
         fleet.cluster.kubectl("-n", fleet.namespace, "logs", p["metadata"]["name"], "-c", "worker")
-        for p in fleet.pods("cached", "decode")
+        for p in fleet.pods("cached", "unified")
     ]
-    downloads = [log for log in logs if '"event": "download"' in log or '"event":"download"' in log]
+    downloads = [log for log in logs if '"message":"downloading ' in log]
     assert len(downloads) == 1, f"{len(downloads)} of 2 workers downloaded"
