@@ -60,6 +60,8 @@ class Metric:
     WORKER_VRAM_TOTAL_BYTES = "tandem_worker_vram_total_bytes"
     WORKER_NVLINK_TX_BYTES_TOTAL = "tandem_worker_nvlink_transmit_bytes_total"
     WORKER_NVLINK_RX_BYTES_TOTAL = "tandem_worker_nvlink_receive_bytes_total"
+    WORKER_MEMORY_BYTES = "tandem_worker_memory_bytes"
+    """Label `kind`: `weights`, `kv`, `other`."""
     WORKER_DRAINING = "tandem_worker_draining"
     GATEWAY_REQUESTS_TOTAL = "tandem_gateway_requests_total"
     GATEWAY_REQUESTS_IN_FLIGHT = "tandem_gateway_requests_in_flight"

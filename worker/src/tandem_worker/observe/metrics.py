@@ -71,7 +71,7 @@ def build_metrics_text(
     _add_transfer(out, sample.transfer)
     _add_gpu(out, sample.gpu)
     out.samples(
-        "tandem_worker_memory_bytes",
+        Metric.WORKER_MEMORY_BYTES,
         "Memory after start-up, by what it holds.",
         "gauge",
         [({"kind": kind}, size) for kind, size in memory_bytes.items()],
