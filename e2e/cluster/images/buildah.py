@@ -84,4 +84,5 @@ class Buildah:
         listed = self._buildah("images", "--format", "{{.Name}}:{{.Tag}}").split()
         older = [ref for ref in listed if ref.startswith(f"{name}:") and ref != f"{name}:{tag}"]
         if older:
-            self._buildah("rmi", *older)
+            # By force: an interrupted build leaves its working container on the image it began from.
+            self._buildah("rmi", "--force", *older)
