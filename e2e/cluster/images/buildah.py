@@ -73,7 +73,7 @@ class Buildah:
         buildah keeps a cache mount in `$TMPDIR/buildah-cache/<target>`.
         """
         link = self.folder / "tmp" / "buildah-cache" / UV_CACHE_IN_BUILD
-        cache = Path(os.environ.get("UV_CACHE_DIR") or run("uv", "cache", "dir").strip())
+        cache = Path(os.environ.get("UV_CACHE_DIR") or run(os.environ.get("UV", "uv"), "cache", "dir").strip())
         cache.mkdir(parents=True, exist_ok=True)
         link.parent.mkdir(parents=True, exist_ok=True)
         if not link.is_symlink():

@@ -1,11 +1,11 @@
 """Errors of the worker.
 
-    WorkerError
-    ├── RequestError           the client's request cannot be served as it is (HTTP 4xx)
-    │   └── ContextLengthError prompt plus output exceed what the model or the block space holds
-    ├── StartupError           the worker cannot start; reason and message end in the pod's termination message
-    ├── TransferError          a KV transfer failed; the request falls back to local prefill
-    └── EngineStoppedError     the engine no longer takes requests (draining or dead)
+WorkerError
+├── RequestError           the client's request cannot be served as it is (HTTP 4xx)
+│   └── ContextLengthError prompt plus output exceed what the model or the block space holds
+├── StartupError           the worker cannot start; reason and message end in the pod's termination message
+├── TransferError          a KV transfer failed; the request falls back to local prefill
+└── EngineStoppedError     the engine no longer takes requests (draining or dead)
 """
 
 from __future__ import annotations
