@@ -15,6 +15,7 @@ from tandem_api.names import (
     GATEWAY_HTTP_PORT,
     GATEWAY_METRICS_PORT,
     MODEL_CACHE_PATH,
+    WORKER_GROUP_PORT,
     WORKER_HTTP_PORT,
     WORKER_KV_PORT,
     Role,
@@ -43,8 +44,42 @@ class KVConfig(Wire):
     """Tokens per block."""
     transport: Literal["TCP"] = "TCP"
     port: int = WORKER_KV_PORT
+    """Of the pod's first rank; the others follow it, one port each."""
     verify: bool = True
     """Checksum every block that is received."""
+
+
+class Parallelism(Wire):
+    """How one replica is spread over ranks (processes, one device each): `data x pipeline x expert x tensor` of them."""
+
+    tensor: int = 1
+    """Ranks that split every matrix and every attention head of a layer among them."""
+    pipeline: int = 1
+    """Stages that split the layers."""
+    expert: int = 1
+    """Ranks that split the routed experts; each runs a batch of its own through attention."""
+    data: int = 1
+    """Complete copies of all of the above behind one endpoint."""
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor * self.pipeline * self.expert * self.data
+
+
+class GroupConfig(Wire):
+    """The pods and processes of one replica. Pod ordinals run through a group before the next one begins."""
+
+    parallelism: Parallelism = Field(default_factory=Parallelism)
+    num_nodes: int = 1
+    """Pods of one replica (`nodesPerReplica`); divides the number of ranks. The first one of a group leads it."""
+    service: str = ""
+    """Headless Service under which the pods find each other: `POD.SERVICE` is a pod's name in its own namespace."""
+    port: int = WORKER_GROUP_PORT
+    """The leader's port at which the ranks meet."""
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.parallelism.num_ranks // self.num_nodes
 
 
 class SchedulerConfig(Wire):
@@ -74,6 +109,7 @@ class WorkerConfig(Wire):
     """Prompt plus output tokens of one request; None is what the model supports and the block space holds."""
     kv: KVConfig = Field(default_factory=KVConfig)
     scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)
+    group: GroupConfig = Field(default_factory=GroupConfig)
     http_port: int = WORKER_HTTP_PORT
     drain_timeout_seconds: float = 60.0
     """How long running requests may finish after SIGTERM."""

@@ -48,6 +48,9 @@ TERMINATION_MESSAGE_PATH = "/dev/termination-log"
 
 WORKER_HTTP_PORT = 8000
 WORKER_KV_PORT = 7000
+"""Of a pod's first rank; the others of the pod take the ports after it."""
+WORKER_GROUP_PORT = 6900
+"""Where the ranks of a replica meet."""
 GATEWAY_HTTP_PORT = 8080
 GATEWAY_METRICS_PORT = 9090
 OPERATOR_METRICS_PORT = 9090
