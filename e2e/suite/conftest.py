@@ -1,13 +1,14 @@
 """Fixtures of the suite: the cluster, Tandem installed in it, a namespace a test, and one fleet that many tests share.
 
-A failing test leaves pods, events and logs of every part in `e2e/artifacts/<test>/`.
+A failing test leaves pods, events and logs of every part in `e2e/artifacts/<test>/`. The end of the run lists what
+tests measured and what conditions said.
 """
 
 from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ import pytest
 
 from e2e.cluster import connect
 from e2e.install import install_chart
-from e2e.suite.fleet import Fleet, Kubernetes, smollm2
+from e2e.suite.fleet import Fleet, Kubernetes, Say, smollm2
 
 ARTIFACTS = Path(__file__).resolve().parent.parent / "artifacts"
+_SAID = "said"
 RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
 
 
@@ -62,6 +64,27 @@ def main(tandem: Any, kubernetes: Kubernetes) -> Iterator[Fleet]:
     made.wait_ready("main")
     yield made
     kubernetes.request("DELETE", f"/api/v1/namespaces/{made.namespace}")
+
+
+@pytest.fixture
+def say(record_property: Callable[[str, object], None]) -> Say:
+    """Adds a line to the list at the end of the run."""
+    return lambda line: record_property(_SAID, line)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    lines = [
+        text
+        for reports in terminalreporter.stats.values()
+        for report in reports
+        if getattr(report, "when", "") == "call"
+        for name, text in report.user_properties
+        if name == _SAID
+    ]
+    if lines:
+        terminalreporter.section("seen on the way")
+        for line in lines:
+            terminalreporter.write_line(line)
 
 
 @pytest.hookimpl(wrapper=True)

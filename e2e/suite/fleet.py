@@ -17,6 +17,8 @@ import openai
 from kubernetes import client, config
 
 Object = dict[str, Any]
+Say = Callable[[str], None]
+"""Of the fixture `say`."""
 T = TypeVar("T")
 
 

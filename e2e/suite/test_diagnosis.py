@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from e2e.suite.fleet import Fleet, smollm2, until
+from e2e.suite.fleet import Fleet, Say, smollm2, until
 
 PRIVATE = "hf://tandem-e2e/private-smollm2"  # the mirror asks for a token
 TOKEN = "tandem-e2e-token"
@@ -23,19 +23,19 @@ def cause(fleet: Fleet, model: str, *fragments: str) -> dict[str, Any] | None:
 
 
 @pytest.mark.timeout(400)
-def test_wrong_image_then_missing_model(fleet: Fleet) -> None:
+def test_wrong_image_then_missing_model(fleet: Fleet, say: Say) -> None:
     """One object through two mistakes to a running model, never deleted."""
     manifest = smollm2("mistaken", prefill=None)
     manifest["spec"]["engine"]["image"] = "registry.invalid/no-such-image:1"
     fleet.apply(manifest)
     seen = until("the image to be named", lambda: cause(fleet, "mistaken", "no-such-image"), within=60)
-    print("wrong image:", seen["type"], seen["reason"], "-", seen["message"])
+    say(f"wrong image: {seen['type']} {seen['reason']}: {seen['message']}")
 
     del manifest["spec"]["engine"]["image"]
     manifest["spec"]["model"]["uri"] = "hf://HuggingFaceTB/no-such-model"
     fleet.apply(manifest)
     seen = until("the model to be named", lambda: cause(fleet, "mistaken", "no-such-model"), within=120)
-    print("missing model:", seen["type"], seen["reason"], "-", seen["message"])
+    say(f"missing model: {seen['type']} {seen['reason']}: {seen['message']}")
 
     fleet.apply(smollm2("mistaken", prefill=None))
     fleet.wait_ready("mistaken", within=180)
@@ -43,12 +43,12 @@ def test_wrong_image_then_missing_model(fleet: Fleet) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_missing_secret_then_wrong_token(fleet: Fleet) -> None:
+def test_missing_secret_then_wrong_token(fleet: Fleet, say: Say) -> None:
     manifest = smollm2("secretive", prefill=None)
     manifest["spec"]["model"] |= {"uri": PRIVATE, "secretRef": {"name": "hub-token"}}
     fleet.apply(manifest)
     seen = until("the Secret to be named", lambda: cause(fleet, "secretive", "hub-token"), within=60)
-    print("missing Secret:", seen["type"], seen["reason"], "-", seen["message"])
+    say(f"missing Secret: {seen['type']} {seen['reason']}: {seen['message']}")
     fleet.apply(
         {
             "apiVersion": "v1",

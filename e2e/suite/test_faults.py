@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from e2e.suite.fleet import Fleet, smollm2, until
+from e2e.suite.fleet import Fleet, Say, smollm2, until
 from e2e.suite.load import Outcome, run_load, stream_once, varied_prompts
 
 KILL = """
@@ -42,7 +42,7 @@ def pair(tandem: object, main: Fleet) -> Iterator[Fleet]:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("role", ["decode", "prefill"])
-def test_kill_under_load(pair: Fleet, role: str) -> None:
+def test_kill_under_load(pair: Fleet, role: str, say: Say) -> None:
     main = pair
     outcomes: list[Outcome] = []
     with main.url("pair") as url:
@@ -65,7 +65,7 @@ def test_kill_under_load(pair: Fleet, role: str) -> None:
         until("a new request to succeed", new_request_succeeds, within=10)
         recovered = time.monotonic() - killed
         sender.join()
-    print(f"{role} killed: a new request succeeded after {recovered:.1f} s")
+    say(f"{role} killed: a new request succeeded after {recovered:.1f} s")
     hung = [outcome for outcome in outcomes if outcome.hung]
     assert not hung, f"{len(hung)} requests never ended; the first: {hung[0]}"
     failed = [outcome for outcome in outcomes if not outcome.complete]

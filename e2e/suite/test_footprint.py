@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from e2e.install import NAMESPACE
-from e2e.suite.fleet import Fleet, Kubernetes, until
+from e2e.suite.fleet import Fleet, Kubernetes, Say, until
 
 RSS = "print(next(l.split()[1] for l in open('/proc/1/status') if l.startswith('VmRSS')))"
 NO_TORCH = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is not None)"
@@ -19,7 +19,9 @@ def pod_of(kubernetes: Kubernetes, namespace: str, part: str) -> str:
 
 
 @pytest.mark.parametrize(("part", "limit_mb"), [("operator", 120), ("gateway", 80)])
-def test_memory_and_contents(main: Fleet, tandem: Any, kubernetes: Kubernetes, part: str, limit_mb: int) -> None:
+def test_memory_and_contents(
+    main: Fleet, tandem: Any, kubernetes: Kubernetes, say: Say, part: str, limit_mb: int
+) -> None:
     namespace = NAMESPACE if part == "operator" else main.namespace
 
     def run(code: str) -> str:
@@ -28,5 +30,5 @@ def test_memory_and_contents(main: Fleet, tandem: Any, kubernetes: Kubernetes, p
 
     run(NO_TORCH)
     megabytes = until("memory figure", lambda: int(run(RSS)) / 1000, within=10)
-    print(f"{part}: {megabytes:.0f} MB resident (limit {limit_mb}), no torch in the image")
+    say(f"{part}: {megabytes:.0f} MB resident (limit {limit_mb}), no torch in the image")
     assert megabytes < limit_mb

@@ -50,7 +50,7 @@ class KVConfig(Wire):
 
 
 class Parallelism(Wire):
-    """How one replica is spread over ranks (processes, one device each): `data x pipeline x expert x tensor` of them."""
+    """How one replica is spread over ranks, one process and device each: `data x pipeline x expert x tensor`."""
 
     tensor: int = 1
     """Ranks that split every matrix and every attention head of a layer among them."""
