@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from tandem_worker.control.plan import StepPlan
-from tandem_worker.engine.batch import BatchBuilder, LogitsLayout
+from tandem_worker.engine.batch import BatchBuilder
 from tandem_worker.engine.cuda_graphs import DecodeGraphs, Recorder, plan_batch_sizes
+from tandem_worker.engine.step import StepOutput
 from tandem_worker.models.base import CausalLM, KVCache
 
 
@@ -39,7 +40,7 @@ class ModelExecutor:
                 recorder=recorder,
             )
 
-    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+    def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy-on-write: sources are as they were before this step. Targets are distinct."""
         if not copies:
             return
@@ -47,13 +48,14 @@ class ModelExecutor:
         for layer in self.kv_cache.layers:
             layer.index_copy_(0, pairs[:, 1], layer.index_select(0, pairs[:, 0]))
 
-    def run(self, plan: StepPlan, on_layer: Callable[[int], None] | None) -> tuple[torch.Tensor, LogitsLayout]:
+    def run(self, plan: StepPlan, on_layer: Callable[[int], None] | None) -> StepOutput:
+        self._copy_blocks(plan.copies)
         batch, layout = self._builder.build(plan, on_layer)
         if self._graphs is not None and not plan.chunks:
             logits = self._graphs.run(batch)
             if logits is not None:
-                return logits, layout
-        return self.model.forward(batch, self.kv_cache), layout
+                return StepOutput(logits, layout)
+        return StepOutput(self.model.forward(batch, self.kv_cache), layout)
 
     def load_logits(self, data: bytes) -> torch.Tensor | None:
         """`[1, vocab]` from a peer's bytes; None when they are not one row of this model's."""

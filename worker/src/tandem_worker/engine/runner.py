@@ -1,7 +1,7 @@
 """What happens on the engine thread: requests come, steps run, tokens go. No thread is known here.
 
-Every handler and `step` leave `deltas` for the caller to deliver. A request is in `requests` from submission until
-its last choice ends; a peer's prompt is in `peers` until it is released.
+Every handler and `finish_step` leave `deltas` for the caller to deliver. A request is in `requests` from submission
+until its last choice ends; a peer's prompt is in `peers` until it is released.
 """
 
 from __future__ import annotations
@@ -25,14 +25,11 @@ from tandem_worker.engine.outputs import build_final_delta, build_token_delta, d
 from tandem_worker.engine.peers import LayerReport, PeerPrefill, plan_reports
 from tandem_worker.engine.sampler import NO_TOKEN, sample, score_prompt
 from tandem_worker.engine.sampling_state import SamplingState
+from tandem_worker.engine.step import PendingStep, StepAbandonedError
 
 logger = logging.getLogger(__name__)
 
 _NO_TOKEN_MESSAGE = "the model's output allows no token: it is not a number, or every token is excluded"
-
-
-class StepAbandonedError(Exception):
-    """Raised between layers: nobody waits for this step's result any more."""
 
 
 class Totals:
@@ -172,36 +169,63 @@ class StepRunner:
 
     def step(self) -> bool:
         """Run one step. False: nothing can be done until a command comes."""
+        step = self.begin_step()
+        if step is None:
+            return False
+        self.launch_step(step)
+        self.finish_step(step)
+        return True
+
+    def begin_step(self) -> PendingStep | None:
+        """Plan a step and order remote prefills. None: nothing can be computed until a command comes.
+
+        Between `begin_step` and `finish_step` something launches the plan: `launch_step`, or one call for the steps
+        of several runners.
+        """
         began = time.perf_counter()
-        plan = self.scheduler.schedule(self.meter.plan_step_tokens(self._target_step_seconds))
-        self.executor.copy_blocks(plan.copies)
-        for sequence in plan.orders:
-            self._start_remote(sequence)
-        if plan.empty:
+        plan = self._plan()
+        while plan.empty:
             # A failed start is prefilled here, and a preemption has made room: both want another look.
-            return plan.num_preempted > 0 or any(s.state is SequenceState.RUNNING for s in plan.orders)
+            if not plan.num_preempted and not any(s.state is SequenceState.RUNNING for s in plan.orders):
+                return None
+            plan = self._plan()
         reports = self._report_cached_and_plan(plan)
+        return PendingStep(plan, reports, self._watch_layers(plan, reports), began)
+
+    def launch_step(self, step: PendingStep) -> None:
+        """Run the forward pass. Raises only what nothing can be computed after."""
         try:
-            logits, layout = self.executor.run(plan, self._watch_layers(plan, reports))
-        except StepAbandonedError:
-            return True
+            step.output = self.executor.run(step.plan, step.on_layer)
         except Exception as error:
             if is_fatal(error):
                 raise
-            logger.exception("a step failed")
-            self._fail(plan, error)
-            return True
-        for report in reports:
+            step.error = error
+
+    def finish_step(self, step: PendingStep) -> None:
+        """Turn a launched step's logits into tokens, or end the requests that it could not compute."""
+        plan = step.plan
+        if step.output is None:
+            assert step.error is not None, "the step was not launched"
+            if not isinstance(step.error, StepAbandonedError):
+                logger.error("a step failed", exc_info=step.error)
+                self._fail(plan, step.error)
+            return
+        for report in step.reports:
             report.confirm()
         self.scheduler.complete(plan)
-        self._accept_step(layout, logits)
+        self._accept_step(step.output.layout, step.output.logits)
         self.totals.steps += 1
         self.meter.record(
             num_prefill_tokens=plan.num_prefill_tokens,
             num_decodes=len(plan.decodes),
-            seconds=time.perf_counter() - began,
+            seconds=time.perf_counter() - step.began,
         )
-        return True
+
+    def _plan(self) -> StepPlan:
+        plan = self.scheduler.schedule(self.meter.plan_step_tokens(self._target_step_seconds))
+        for sequence in plan.orders:
+            self._start_remote(sequence)
+        return plan
 
     def _start_remote(self, sequence: Sequence) -> None:
         request = sequence.request
