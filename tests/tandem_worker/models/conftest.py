@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,14 +59,15 @@ class PagedSequences:
             contexts.append(len(self.tokens[sequence]))
         width = max(len(self.blocks[sequence]) for sequence in new)
         tables = [self.blocks[sequence] + [0] * (width - len(self.blocks[sequence])) for sequence in new]
+        tensor = partial(torch.tensor, device=self.model.device)
         return ForwardBatch(
-            token_ids=torch.tensor(token_ids),
-            positions=torch.tensor(positions),
-            slot_mapping=torch.tensor(slots),
-            block_tables=torch.tensor(tables, dtype=torch.int32),
-            query_start=torch.tensor(starts, dtype=torch.int32),
-            context_lens=torch.tensor(contexts, dtype=torch.int32),
-            logits_rows=torch.tensor(starts[1:]) - 1,
+            token_ids=tensor(token_ids),
+            positions=tensor(positions),
+            slot_mapping=tensor(slots),
+            block_tables=tensor(tables, dtype=torch.int32),
+            query_start=tensor(starts, dtype=torch.int32),
+            context_lens=tensor(contexts, dtype=torch.int32),
+            logits_rows=tensor(starts[1:]) - 1,
             query_lens_host=tuple(len(tokens) for tokens in new.values()),
             context_lens_host=tuple(contexts),
             on_layer=on_layer,

@@ -43,6 +43,13 @@ def test_small_batch_linear_shapes(randn, wide, assert_matches, dtype, shape):
     assert_matches(kernels.small_batch_linear(x, weight), reference.small_batch_linear_reference(*wide(x, weight)))
 
 
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_small_batch_linear_adds_a_residual(randn, wide, assert_matches, dtype, num_splits):
+    x, weight, residual = randn(5, 72, dtype=dtype), randn(40, 72, dtype=dtype), randn(5, 50, dtype=dtype)[:, :40]
+    expected = reference.small_batch_linear_reference(*wide(x, weight), residual=wide(residual))
+    assert_matches(kernels.small_batch_linear(x, weight, residual=residual, num_splits=num_splits), expected)
+
+
 @pytest.mark.parametrize("form", ["plain", "fp8", "int4 of 32", "mxfp4"])
 def test_gate_up_silu(randn, wide, assert_matches, half_dtype, form):
     x, bias = randn(5, 256, dtype=half_dtype), randn(256)

@@ -74,7 +74,8 @@ def test_fused_moe_of_one_rank_with_biases(randn, assert_matches, monkeypatch, g
     monkeypatch.setattr(moe, "_MAX_UNSORTED_PAIRS", 0 if mapped else 256)
     x = randn(24, 64, dtype=dtype)
     gate_up, down = randn(3, 96, 64, dtype=dtype, scale=0.2), randn(3, 64, 48, dtype=dtype, scale=0.2)
-    options = {"gate_up_bias": randn(3, 96), "down_bias": randn(3, 64), "clamped": True, "first_expert": 2}
+    options = {"gate_up_bias": randn(3, 96), "down_bias": randn(3, 64), "swiglu_limit": 3.0, "first_expert": 2}
+    options["residual"] = randn(24, 64, dtype=dtype)
     weights, ids = route(generator, device, 24, 4, 2)
     expected = reference.fused_moe_reference(x.double(), gate_up.double(), down.double(), weights, ids, **options)
     assert_matches(kernels.fused_moe(x, gate_up, down, weights, ids, **options), expected)

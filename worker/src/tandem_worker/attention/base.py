@@ -6,11 +6,14 @@ A block of a layer is `[2, num_kv_heads, block_size, head_dim]`: a head's keys o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from tandem_worker.models.base import ForwardBatch, KVLayerSpec
+
+if TYPE_CHECKING:
+    from tandem_worker.attention.latent import LatentSpec
 
 KV_HEAD_AXIS = 1
 
@@ -51,6 +54,12 @@ class StepAttention(Protocol):
         """
         ...
 
+    def attend_latents(
+        self, queries: torch.Tensor, kv: torch.Tensor, kv_layer: torch.Tensor, spec: LatentSpec
+    ) -> torch.Tensor:
+        """MLA of `queries` `[T, num_heads, nope_dim + rope_dim]` over latents; `[T, num_heads * value_width]`."""
+        ...
+
 
 class AttentionBackend(Protocol):
     """A way of attending that suits a device."""
@@ -68,14 +77,3 @@ def kv_layer_spec(block_size: int, num_kv_heads: int, head_dim: int) -> KVLayerS
 def latent_layer_spec(block_size: int, width: int) -> KVLayerSpec:
     """Block shape of an MLA layer: latents, which every tensor-parallel rank holds whole."""
     return KVLayerSpec(block_shape=(block_size, width), head_dim_index=None)
-
-
-def select_backend(device: torch.device) -> AttentionBackend:
-    """Triton kernels on a GPU, torch's own kernels elsewhere."""
-    if device.type == "cuda":
-        from tandem_worker.attention.triton import TritonAttention
-
-        return TritonAttention()
-    from tandem_worker.attention.cpu import CPUAttention
-
-    return CPUAttention()

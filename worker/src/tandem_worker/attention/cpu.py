@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from tandem_worker.attention.base import AttentionSpec
 from tandem_worker.attention.cpu_layout import DecodeGroup, Layout, LayoutBuilder, PrefillSequence
+from tandem_worker.attention.latent import LatentSpec
 from tandem_worker.models.base import ForwardBatch
 
 _GROUP_BYTES = 4 << 20  # gathered keys and values of a decode group: they should stay in the cache
@@ -74,6 +75,12 @@ class CPUStepAttention:
         for sequence in layout.prefills:
             out[sequence.start : sequence.stop] = self._attend_prefill(sequence, q, kv, kv_layer, spec)
         return out
+
+    def attend_latents(
+        self, queries: torch.Tensor, kv: torch.Tensor, kv_layer: torch.Tensor, spec: LatentSpec
+    ) -> torch.Tensor:
+        attended = self.attend(spec.absorb(queries), kv, kv_layer, spec.attention)
+        return spec.bring_out(attended.view(queries.shape[0], spec.attention.num_heads, -1))
 
     def _attend_decodes(
         self, group: DecodeGroup, q: torch.Tensor, kv_layer: torch.Tensor, spec: AttentionSpec

@@ -24,7 +24,7 @@ mla_decode_attention(q, latent_cache, block_tables,        q [B, H, L + R], cach
 latent_gather(latent_cache, block_tables, kv_start, C)     kv_start [B + 1], C = kv_start[B]             [C, L + R]
 mla_prefill_attention(q, kv, k_rope, query_start,          q [T, H, Dn + R], kv [C, H, Dn + Dv],         [T, H, Dv]
                       kv_start, scale=)                    k_rope [C, R]
-small_batch_linear(x, weight, bias)                        x [M, K], weight [N, K] in any form           [M, N]
+small_batch_linear(x, weight, bias, residual=)             x [M, K], weight [N, K] in any form           [M, N]
 gate_up_silu(x, weight, bias)                              x [M, K], weight [2I, K] in any form          [M, I]
 apply_penalties(logits, prompt_seen, output_counts,        [B, V], penalties [B]                         in place
                 presence, frequency, repetition)

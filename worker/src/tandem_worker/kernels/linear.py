@@ -30,9 +30,9 @@ _MAX_SPLITS = 16
 
 @triton.jit
 def _small_batch_linear_kernel(
-    x_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, out_ptr, partial_ptr, num_rows, num_outputs, num_columns,
-    columns_per_split, stride_x, stride_w_expert, stride_w, stride_scale_expert, stride_scale, stride_out,
-    HAS_BIAS: tl.constexpr, SPLIT: tl.constexpr,
+    x_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, residual_ptr, out_ptr, partial_ptr, num_rows, num_outputs, num_columns,
+    columns_per_split, stride_x, stride_w_expert, stride_w, stride_scale_expert, stride_scale, stride_residual,
+    stride_out, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SPLIT: tl.constexpr,
     FORMAT: tl.constexpr, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, HAS_ZERO: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -52,14 +52,17 @@ def _small_batch_linear_kernel(
     else:
         if HAS_BIAS:
             y += tl.load(bias_ptr + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)[None, :]
+        if HAS_RESIDUAL:
+            residual_ptrs = residual_ptr + rows[:, None] * stride_residual + outputs[None, :]
+            y += tl.load(residual_ptrs, mask=mask, other=0.0).to(tl.float32)
         out_ptrs = out_ptr + rows[:, None] * stride_out + outputs[None, :]
         tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _sum_splits_kernel(
-    partial_ptr, bias_ptr, out_ptr, num_rows, num_outputs, num_splits, stride_out,
-    HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    partial_ptr, bias_ptr, residual_ptr, out_ptr, num_rows, num_outputs, num_splits, stride_residual, stride_out,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     outputs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -69,6 +72,8 @@ def _sum_splits_kernel(
         total += tl.load(partial_ptr + (split * num_rows + row) * num_outputs + outputs, mask=mask, other=0.0)
     if HAS_BIAS:
         total += tl.load(bias_ptr + outputs, mask=mask, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        total += tl.load(residual_ptr + row * stride_residual + outputs, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * stride_out + outputs, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -129,17 +134,26 @@ def small_batch_linear(
     weight: Weight,
     bias: torch.Tensor | None = None,
     *,
+    residual: torch.Tensor | None = None,
     num_splits: int | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x @ weight.T + bias for few rows (up to about 64), weight in any form of `quantized`.
+    """residual + x @ weight.T + bias for few rows (up to about 64), weight in any form of `quantized`.
 
-    x `[M, K]` bf16, fp16 or fp32; weight `[N, K]` of x's dtype or quantized; bias `[N]`. -> `[M, N]` as x. K is split
-    where N alone does not fill the device (`num_splits` overrides). Products accumulate in float32. Raises `ValueError`
-    for shapes, strides and group sizes, `TypeError` for dtypes and devices.
+    x `[M, K]` bf16, fp16 or fp32; weight `[N, K]` of x's dtype or quantized; bias `[N]`; residual `[M, N]` of any float
+    dtype (`out` may be it). -> `[M, N]` as x. K is split where N alone does not fill the device (`num_splits`
+    overrides). Products accumulate in float32. Raises `ValueError` for shapes, strides and group sizes, `TypeError` for
+    dtypes and devices.
     """
     num_outputs = _check_inputs(x, weight, bias)
     num_rows, num_columns = x.shape
+    if residual is not None:
+        require_shape("residual", residual, (num_rows, num_outputs))
+        require_dtype("residual", residual, *FLOATS)
+        require_rows("residual", residual)
+        require_same_device(x, residual=residual)
+    bias_or_x, residual_or_x = (x if tensor is None else tensor for tensor in (bias, residual))
+    sums = {"HAS_BIAS": bias is not None, "HAS_RESIDUAL": residual is not None}
     out = result_like("out", out, (num_rows, num_outputs), x)
     if num_rows == 0:
         return out
@@ -156,14 +170,14 @@ def small_batch_linear(
     arguments = weight_arguments(weight)
     grid = (triton.cdiv(num_outputs, tile["BLOCK_N"]), num_splits, triton.cdiv(num_rows, tile["BLOCK_M"]))
     _small_batch_linear_kernel[grid](
-        x, *arguments.tensors, x if bias is None else bias, out, partial, num_rows, num_outputs, num_columns,
-        columns_per_split, x.stride(0), *arguments.strides, out.stride(0),
-        HAS_BIAS=bias is not None, SPLIT=num_splits > 1, **arguments.constants, **tile, **FUSED_MATH,
+        x, *arguments.tensors, bias_or_x, residual_or_x, out, partial, num_rows, num_outputs, num_columns,
+        columns_per_split, x.stride(0), *arguments.strides, residual_or_x.stride(0), out.stride(0),
+        SPLIT=num_splits > 1, **sums, **arguments.constants, **tile, **FUSED_MATH,
     )  # fmt: skip
     if num_splits > 1:
         _sum_splits_kernel[(num_rows, triton.cdiv(num_outputs, 1024))](
-            partial, x if bias is None else bias, out, num_rows, num_outputs, num_splits, out.stride(0),
-            HAS_BIAS=bias is not None, BLOCK=1024, num_warps=4, **FUSED_MATH,
+            partial, bias_or_x, residual_or_x, out, num_rows, num_outputs, num_splits, residual_or_x.stride(0),
+            out.stride(0), **sums, BLOCK=1024, num_warps=4, **FUSED_MATH,
         )  # fmt: skip
     return out
 

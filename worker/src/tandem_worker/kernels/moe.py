@@ -38,7 +38,7 @@ _MAX_UNSORTED_PAIRS = 256  # beyond, gathering an expert's pairs in every progra
 @triton.jit
 def _expert_rows(
     pairs, num_pairs, expert, x_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, topk_weights_ptr, out_ptr, width,
-    num_columns, top_k, stride_x, stride_w_expert, stride_w, stride_scale_expert, stride_scale, stride_out,
+    num_columns, top_k, limit, stride_x, stride_w_expert, stride_w, stride_scale_expert, stride_scale, stride_out,
     GATED: tl.constexpr, CLAMPED: tl.constexpr, HAS_BIAS: tl.constexpr,
     FORMAT: tl.constexpr, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, HAS_ZERO: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -74,7 +74,7 @@ def _expert_rows(
         )  # fmt: skip
         if HAS_BIAS:
             up += tl.load(bias_ptr + width + outputs, mask=inside, other=0.0).to(tl.float32)[None, :]
-        y = gated(y, up, 1.702, 7.0, CLAMPED)
+        y = gated(y, up, 1.702, limit, CLAMPED)
     else:
         y *= tl.load(topk_weights_ptr + rows, mask=valid, other=0.0).to(tl.float32)[:, None]
     out_ptrs = out_ptr + rows[:, None] * stride_out + outputs[None, :]
@@ -84,7 +84,7 @@ def _expert_rows(
 @triton.jit
 def _expert_kernel(
     ids_ptr, map_pairs_ptr, map_experts_ptr, x_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, topk_weights_ptr, out_ptr,
-    num_pairs, num_experts, first_expert, width, num_columns, top_k,
+    num_pairs, num_experts, first_expert, width, num_columns, top_k, limit,
     stride_x, stride_w_expert, stride_w, stride_scale_expert, stride_scale, stride_out,
     MAPPED: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, HAS_BIAS: tl.constexpr,
     FORMAT: tl.constexpr, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, HAS_ZERO: tl.constexpr,
@@ -98,8 +98,8 @@ def _expert_kernel(
         pairs = tl.load(map_pairs_ptr + unit * BLOCK_M + tl.arange(0, BLOCK_M))
         _expert_rows(
             pairs, num_pairs, expert, x_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, topk_weights_ptr, out_ptr, width,
-            num_columns, top_k, stride_x, stride_w_expert, stride_w, stride_scale_expert, stride_scale, stride_out,
-            GATED, CLAMPED, HAS_BIAS, FORMAT, GROUP_N, GROUP_K, HAS_ZERO, BLOCK_M, BLOCK_N, BLOCK_K,
+            num_columns, top_k, limit, stride_x, stride_w_expert, stride_w, stride_scale_expert, stride_scale,
+            stride_out, GATED, CLAMPED, HAS_BIAS, FORMAT, GROUP_N, GROUP_K, HAS_ZERO, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
     else:
         expert = tl.load(ids_ptr + unit) - first_expert
@@ -118,18 +118,22 @@ def _expert_kernel(
             pairs = tl.where(start + slots < count, pairs, num_pairs)
             _expert_rows(
                 pairs, num_pairs, expert, x_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, topk_weights_ptr, out_ptr, width,
-                num_columns, top_k, stride_x, stride_w_expert, stride_w, stride_scale_expert, stride_scale, stride_out,
-                GATED, CLAMPED, HAS_BIAS, FORMAT, GROUP_N, GROUP_K, HAS_ZERO, BLOCK_M, BLOCK_N, BLOCK_K,
+                num_columns, top_k, limit, stride_x, stride_w_expert, stride_w, stride_scale_expert, stride_scale,
+                stride_out, GATED, CLAMPED, HAS_BIAS, FORMAT, GROUP_N, GROUP_K, HAS_ZERO, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
 
 
 @triton.jit
 def _sum_experts_kernel(
-    parts_ptr, ids_ptr, out_ptr, num_experts, first_expert, width, stride_out, TOP_K: tl.constexpr, BLOCK: tl.constexpr
-):
+    parts_ptr, ids_ptr, residual_ptr, out_ptr, num_experts, first_expert, width, stride_residual, stride_out,
+    HAS_RESIDUAL: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
+    if HAS_RESIDUAL:
+        residual = tl.load(residual_ptr + token * stride_residual + columns, mask=columns < width, other=0.0)
+        total += residual.to(tl.float32)
     for choice in tl.static_range(TOP_K):
         expert = tl.load(ids_ptr + token * TOP_K + choice) - first_expert
         # Nobody wrote the part of an expert that lives on another rank.
@@ -180,16 +184,18 @@ def fused_moe(
     *,
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
-    clamped: bool = False,
+    swiglu_limit: float | None = None,
+    residual: torch.Tensor | None = None,
     first_expert: int = 0,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Sum over each token's experts of weight * down(act(gate(x)) * up(x)).
+    """residual plus the sum over each token's experts of weight * down(act(gate(x)) * up(x)).
 
     x `[T, H]`; gate_up `[E, 2I, H]` (gate rows first) and down `[E, H, I]` of x's dtype or in a form of `quantized`;
     topk_weights `[T, top_k]` float32 and topk_ids `[T, top_k]` int32 as `moe_route` returns them; biases `[E, 2I]` and
-    `[E, H]`; `clamped` selects gpt-oss's activation. The E experts held here are first_expert onward: others
-    contribute nothing (expert parallelism sums over ranks). -> `[T, H]` as x. Raises `ValueError` for shapes, strides
+    `[E, H]`; `swiglu_limit` selects gpt-oss's clamped activation; residual `[T, H]` of any float dtype. The E experts
+    held here are first_expert onward: others contribute nothing (expert parallelism sums over ranks). -> `[T, H]` as x.
+    Raises `ValueError` for shapes, strides
     and group sizes, `TypeError` for dtypes and devices.
     """
     num_experts, width = _check_experts(x, gate_up, down, topk_weights, topk_ids)
@@ -198,21 +204,27 @@ def fused_moe(
             require_shape(name, bias, (num_experts, columns))
             require_contiguous(name, bias)
             require_same_device(x, **{name: bias})
+    if residual is not None:
+        require_shape("residual", residual, tuple(x.shape))
+        require_dtype("residual", residual, *FLOATS)
+        require_rows("residual", residual)
+        require_same_device(x, residual=residual)
     out = result_like("out", out, tuple(x.shape), x)
     num_pairs, top_k = topk_ids.numel(), topk_ids.shape[1]
     if num_pairs == 0:
-        return out.zero_()
+        return out.zero_() if residual is None else out.copy_(residual)
     mapped = num_pairs > _MAX_UNSORTED_PAIRS
     tile = _tile_shape(mapped, num_pairs // num_experts, x.element_size())
     block_map = build_block_map(topk_ids, num_experts, tile["BLOCK_M"], first_expert) if mapped else None
     hidden = torch.empty((num_pairs, width), dtype=x.dtype, device=x.device)
     parts = torch.empty((num_pairs, x.shape[1]), dtype=torch.float32, device=x.device)
     shared = (topk_weights, topk_ids, block_map, num_experts, first_expert, tile)
-    _launch_experts(x, gate_up, gate_up_bias, hidden, *shared, gated_by=1 + clamped)
-    _launch_experts(hidden, down, down_bias, parts, *shared, gated_by=0)
+    _launch_experts(x, gate_up, gate_up_bias, hidden, *shared, is_gate_up=True, limit=swiglu_limit)
+    _launch_experts(hidden, down, down_bias, parts, *shared, is_gate_up=False, limit=None)
     _sum_experts_kernel[(x.shape[0], triton.cdiv(x.shape[1], 1024))](
-        parts, topk_ids, out, num_experts, first_expert, x.shape[1], out.stride(0), TOP_K=top_k, BLOCK=1024,
-        num_warps=4, **FUSED_MATH,
+        parts, topk_ids, parts if residual is None else residual, out, num_experts, first_expert, x.shape[1],
+        0 if residual is None else residual.stride(0), out.stride(0), HAS_RESIDUAL=residual is not None, TOP_K=top_k,
+        BLOCK=1024, num_warps=4, **FUSED_MATH,
     )  # fmt: skip
     return out
 
@@ -229,9 +241,10 @@ def _launch_experts(
     first_expert: int,
     tile: dict[str, int],
     *,
-    gated_by: int,
+    is_gate_up: bool,
+    limit: float | None,
 ) -> None:
-    """One of the two products; `gated_by` is 0 for down, 1 for silu, 2 for the clamped activation."""
+    """One of the two products: gate/up with its activation (clamped where there is a limit), or down."""
     num_pairs = topk_ids.numel()
     units = num_pairs if block_map is None else block_map.experts.shape[0]
     pairs, experts = (topk_ids, topk_ids) if block_map is None else (block_map.pairs, block_map.experts)
@@ -239,8 +252,8 @@ def _launch_experts(
     _expert_kernel[(units, triton.cdiv(out.shape[1], tile["BLOCK_N"]))](
         topk_ids, pairs, experts, x, *arguments.tensors, x if bias is None else bias, topk_weights, out,
         num_pairs, num_experts, first_expert, out.shape[1], x.shape[1], topk_ids.shape[1],
-        x.stride(0), *arguments.strides, out.stride(0),
-        MAPPED=block_map is not None, GATED=gated_by > 0, CLAMPED=gated_by == 2, HAS_BIAS=bias is not None,
+        limit or 0.0, x.stride(0), *arguments.strides, out.stride(0),
+        MAPPED=block_map is not None, GATED=is_gate_up, CLAMPED=limit is not None, HAS_BIAS=bias is not None,
         BLOCK_P=triton.next_power_of_2(num_pairs) if block_map is None else 1,
         **arguments.constants, **tile, **FUSED_MATH,
     )  # fmt: skip

@@ -6,7 +6,7 @@ are several. Loaders bring checkpoint layouts into these forms once; kernels wid
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -86,6 +86,54 @@ class Mxfp4Weight:
 
 
 Weight = torch.Tensor | Fp8Weight | Int4Weight | Mxfp4Weight
+
+
+class WeightStack:
+    """Weights of one form, shape and device, copied one after another into one with a leading axis.
+
+    Nothing is held twice: the whole is allocated when the first comes.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._filled = 0
+        self._first: Weight | None = None
+        self._parts: dict[str, torch.Tensor] = {}
+
+    def append(self, weight: Weight) -> None:
+        parts = _tensors(weight)
+        if self._first is None:
+            self._first = weight
+            self._parts = {name: part.new_empty((self._count, *part.shape)) for name, part in parts.items()}
+        if type(weight) is not type(self._first) or parts.keys() != self._parts.keys():
+            raise TypeError(f"a {type(weight).__name__} cannot be stacked with a {type(self._first).__name__}")
+        for name, part in parts.items():
+            self._parts[name][self._filled].copy_(part)
+        self._filled += 1
+
+    def whole(self) -> Weight:
+        """`[count, ...]`. Raises ValueError when another number of weights was appended."""
+        if self._first is None or self._filled != self._count:
+            raise ValueError(f"{self._filled} of {self._count} weights were stacked")
+        if isinstance(self._first, torch.Tensor):
+            return self._parts["data"]
+        return replace(self._first, **self._parts)
+
+    def tensor(self) -> torch.Tensor | None:
+        """As `whole` for plain tensors; None when none was appended."""
+        if self._first is None:
+            return None
+        whole = self.whole()
+        assert isinstance(whole, torch.Tensor)
+        return whole
+
+
+def _tensors(weight: Weight) -> dict[str, torch.Tensor]:
+    """The tensors a weight consists of, by field."""
+    if isinstance(weight, torch.Tensor):
+        return {"data": weight}
+    values = {entry.name: getattr(weight, entry.name) for entry in fields(weight)}
+    return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
 
 def dequantize(weight: Weight, dtype: torch.dtype) -> torch.Tensor:

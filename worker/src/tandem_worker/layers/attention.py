@@ -10,6 +10,7 @@ import torch
 from tandem_worker.attention.base import AttentionSpec, kv_layer_spec
 from tandem_worker.errors import StartupError
 from tandem_worker.layers.linear import Linear
+from tandem_worker.layers.norm import HeadNorm
 from tandem_worker.layers.step import Step
 from tandem_worker.models.base import KVLayerSpec
 from tandem_worker.models.config import ModelConfig
@@ -44,17 +45,27 @@ Placement = Callable[[torch.Tensor, int, Step], None]
 """Brings positions into `[T, num_heads + num_kv_heads, head_dim]`, query heads first, in place."""
 
 
-def rotate_half(heads: torch.Tensor, num_heads: int, step: Step) -> None:
-    """Rotary embedding of queries and keys alike: the placement of most families."""
-    step.rotation.rotate_half_(heads)
+@dataclass(frozen=True, slots=True)
+class Rotate:
+    """Rotary embedding of queries and keys alike, after a norm of each head where there is one."""
+
+    norm: HeadNorm | None = None
+    interleaved: bool = False
+    """Element 2i pairs with 2i + 1, not i with i + D / 2."""
+
+    def __call__(self, heads: torch.Tensor, num_heads: int, step: Step) -> None:
+        if self.norm is not None:
+            self.norm.normalize_(heads, num_heads)
+        if self.interleaved:
+            step.rotation.rotate_interleaved_(heads)
+        else:
+            step.rotation.rotate_half_(heads)
 
 
 class SelfAttention:
     """Projections around a `StepAttention`. The output joins the residual stream."""
 
-    def __init__(
-        self, qkv: Linear, out: Linear, spec: AttentionSpec, *, index: int, place: Placement = rotate_half
-    ) -> None:
+    def __init__(self, qkv: Linear, out: Linear, spec: AttentionSpec, *, index: int, place: Placement) -> None:
         """`index` is the layer's place among this rank's layers."""
         self.qkv = qkv
         self.out = out
@@ -66,8 +77,10 @@ class SelfAttention:
     def kv_layer_spec(self, block_size: int) -> KVLayerSpec:
         return kv_layer_spec(block_size, self.spec.num_kv_heads, self.spec.head_dim)
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor, step: Step, kv_layer: torch.Tensor) -> torch.Tensor:
-        """`residual + attention(x)` for `[T, hidden]`. Writes this layer's KV."""
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, step: Step, kv_layer: torch.Tensor
+    ) -> torch.Tensor:
+        """`residual + attention(x)` for `[T, hidden]`; None adds nothing. Writes this layer's KV."""
         spec = self.spec
         heads = self.qkv(x).view(x.shape[0], -1, spec.head_dim)
         self._place(heads[:, : self._num_placed], spec.num_heads, step)
@@ -78,6 +91,9 @@ class SelfAttention:
         return self.out.add_to(attended, residual)
 
 
+ROTATE = Rotate()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionOptions:
     """What a family's layer has beyond plain grouped-query attention."""
@@ -85,7 +101,7 @@ class AttentionOptions:
     window: int | None = None
     chunk: int | None = None
     sinks: torch.Tensor | None = None
-    place: Placement = rotate_half
+    place: Placement = ROTATE
 
 
 def load_attention(
@@ -112,7 +128,7 @@ def load_attention(
     prefix = f"model.layers.{layer}.self_attn."
     qkv = load_qkv(config, loader, share, prefix)
     out = load_output(config, loader, share, context, prefix)
-    return SelfAttention(qkv, out, spec, index=index, place=options.place)
+    return loader.backend.self_attention(qkv, out, spec, index=index, place=options.place)
 
 
 def load_qkv(config: ModelConfig, loader: WeightLoader, share: HeadShare, prefix: str) -> Linear:
@@ -130,7 +146,7 @@ def load_qkv(config: ModelConfig, loader: WeightLoader, share: HeadShare, prefix
         weights.append(Part(name=f"{prefix}{name}_proj.weight", shape=shape, piece=piece))
         biases.append(Part(name=f"{prefix}{name}_proj.bias", shape=shape[:1], piece=piece))
     bias = loader.stack(biases) if loader.has(biases[0].name) else None
-    return Linear(loader.stack(weights), bias)
+    return loader.backend.linear(loader.stack(weights), bias)
 
 
 def load_output(
@@ -143,4 +159,5 @@ def load_output(
         piece = Slice(1, share.first_head * dim, (share.first_head + share.num_heads) * dim)
     name = f"{prefix}o_proj."
     bias = loader.load(f"{name}bias", (config.hidden_size,)) if loader.has(f"{name}bias") else None
-    return Linear(loader.load(f"{name}weight", (config.hidden_size, width), piece), bias, reduce=context.tp)
+    weight = loader.load(f"{name}weight", (config.hidden_size, width), piece)
+    return loader.backend.linear(weight, bias, reduce=context.tp)

@@ -38,8 +38,8 @@ class Embedding:
 class LMHead:
     """Logits of hidden states, whole on every rank."""
 
-    def __init__(self, weight: torch.Tensor, vocab_size: int, gather: Collective | None) -> None:
-        self._linear = Linear(weight)
+    def __init__(self, linear: Linear, vocab_size: int, gather: Collective | None) -> None:
+        self._linear = linear
         self._vocab_size = vocab_size
         self._gather = gather
 
@@ -68,4 +68,4 @@ def build_lm_head(
     if context.tp_size > 1:
         share = -(-shape[0] // context.tp_size)
         weight = functional.pad(weight, (0, 0, 0, share - weight.shape[0]))
-    return LMHead(weight, shape[0], context.tp)
+    return LMHead(loader.backend.linear(weight), shape[0], context.tp)

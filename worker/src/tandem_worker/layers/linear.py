@@ -48,8 +48,10 @@ class Linear:
         y = self._product(x)
         return y if self.reduce is None else self.reduce.all_reduce(y)
 
-    def add_to(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """`residual + x W^T + b` as a new tensor."""
+    def add_to(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        """`residual + x W^T + b` as a new tensor; without a residual as a call."""
+        if residual is None:
+            return self(x)
         if self.reduce is not None:
             partial = self._product(x) if self.reduce.rank else self.add_partial(x, residual)
             return self.reduce.all_reduce(partial)

@@ -12,20 +12,12 @@ from tandem_worker.weights.loader import Part, WeightLoader, shard
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """`silu(gate) * up` for `[T, 2I]`, gate first."""
-    if gate_up.is_cuda:
-        from tandem_worker import kernels
-
-        return kernels.silu_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.silu(gate).mul_(up)
 
 
 def swiglu_clamped(gate_up: torch.Tensor, *, alpha: float = 1.702, limit: float = 7.0) -> torch.Tensor:
     """gpt-oss's activation for `[T, 2I]`: clamped, a sigmoid sharpened by alpha, and one added to `up`."""
-    if gate_up.is_cuda:
-        from tandem_worker import kernels
-
-        return kernels.swiglu_clamped(gate_up, alpha=alpha, limit=limit)
     gate, up = gate_up.chunk(2, dim=-1)
     gate = gate.clamp(max=limit)
     return (up.clamp(-limit, limit) + 1) * gate * torch.sigmoid(gate * alpha)
@@ -53,7 +45,8 @@ class GatedMLP:
         )
         columns = shard(1, intermediate_size, rank, size, what=what)
         down = loader.load(f"{prefix}down_proj.weight", (hidden_size, intermediate_size), columns)
-        return cls(Linear(gate_up), Linear(down, reduce=context.tp))
+        backend = loader.backend
+        return backend.mlp(backend.linear(gate_up), backend.linear(down, reduce=context.tp))
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """`residual + mlp(x)`."""

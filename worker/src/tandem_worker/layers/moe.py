@@ -6,31 +6,33 @@ back (arXiv:2006.16668). Tensor ranks split each expert's intermediate width; th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
-from tandem_worker.errors import StartupError
 from tandem_worker.layers.linear import Linear
-from tandem_worker.layers.mlp import GatedMLP, silu_mul
+from tandem_worker.layers.mlp import GatedMLP, silu_mul, swiglu_clamped
+from tandem_worker.layers.routers import Route, Routing
 from tandem_worker.parallel.collectives import Collective
 from tandem_worker.parallel.context import ParallelContext
 from tandem_worker.weights.base import Slice
 from tandem_worker.weights.loader import Part, WeightLoader, shard
 
-Activation = Callable[[torch.Tensor], torch.Tensor]
+if TYPE_CHECKING:
+    from tandem_worker.kernels.quantized import Weight
 
 
-@dataclass(frozen=True, slots=True)
-class Routing:
-    """Per token its experts `[T, k]` int64 and their weights `[T, k]`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertWeights:
+    """One expert: gate rows before up rows, `[2 I, hidden]`, and down `[hidden, I]`."""
 
-    experts: torch.Tensor
-    weights: torch.Tensor
-
-
-Router = Callable[[torch.Tensor], Routing]
+    gate_up: Weight
+    down: Weight
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
 
 
 def expert_share(num_experts: int, context: ParallelContext) -> range:
@@ -44,16 +46,23 @@ class Experts:
 
     def __init__(
         self,
-        gate_up: Sequence[Linear],
-        down: Sequence[Linear],
+        weights: Iterable[ExpertWeights],
         *,
+        num_local: int,
         ep: Collective | None,
-        activation: Activation = silu_mul,
+        swiglu_limit: float | None = None,
     ) -> None:
-        self._gate_up = gate_up
-        self._down = down
+        """`num_local` experts of this rank. `swiglu_limit` selects gpt-oss's clamped activation."""
+        self._num_local = num_local
         self._ep = ep
-        self._activation = activation
+        self._activation = silu_mul if swiglu_limit is None else partial(swiglu_clamped, limit=swiglu_limit)
+        self._gate_up: list[Linear] = []
+        self._down: list[Linear] = []
+        for weight in weights:
+            assert isinstance(weight.gate_up, torch.Tensor)
+            assert isinstance(weight.down, torch.Tensor)
+            self._gate_up.append(Linear(weight.gate_up, weight.gate_up_bias))
+            self._down.append(Linear(weight.down, weight.down_bias))
 
     @classmethod
     def load(
@@ -70,14 +79,17 @@ class Experts:
         rank, size, what = context.tp_rank, context.tp_size, "moe_intermediate_size"
         rows = shard(0, intermediate_size, rank, size, what=what)
         columns = shard(1, intermediate_size, rank, size, what=what)
-        gate_up, down = [], []
         shape = (intermediate_size, hidden_size)
-        for expert in expert_share(num_experts, context):
-            names = (f"{prefix}{expert}.gate_proj.weight", f"{prefix}{expert}.up_proj.weight")
-            gate_up.append(Linear(loader.stack([Part(name=name, shape=shape, piece=rows) for name in names])))
-            name = f"{prefix}{expert}.down_proj.weight"
-            down.append(Linear(loader.load(name, (hidden_size, intermediate_size), columns)))
-        return cls(gate_up, down, ep=context.ep)
+        share = expert_share(num_experts, context)
+
+        def read() -> Iterator[ExpertWeights]:
+            for expert in share:
+                one = f"{prefix}{expert}."
+                gate_up = [Part(name=f"{one}{name}_proj.weight", shape=shape, piece=rows) for name in ("gate", "up")]
+                down = Part(name=f"{one}down_proj.weight", shape=shape[::-1], piece=columns)
+                yield ExpertWeights(gate_up=loader.stack(gate_up), down=loader.stack([down]))
+
+        return loader.backend.experts(read(), num_local=len(share), ep=context.ep)
 
     @classmethod
     def load_stacked(
@@ -90,7 +102,7 @@ class Experts:
         hidden_size: int,
         intermediate_size: int,
         interleaved: bool,
-        activation: Activation = silu_mul,
+        swiglu_limit: float | None = None,
     ) -> Experts:
         """Experts that are published as one tensor, `[expert, in, out]`, with biases where there are any.
 
@@ -101,19 +113,28 @@ class Experts:
         wide = torch.arange(2 * intermediate_size)
         order = torch.stack((wide[0::2], wide[1::2])) if interleaved else wide.view(2, -1)
         columns = order[:, piece.start : piece.stop].flatten()
-        gate_up, down = [], []
-        for expert in expert_share(num_experts, context):
-            one = _StackedReader(loader, prefix, num_experts, expert)
-            weight = one.read("gate_up_proj", hidden_size, 2 * intermediate_size)[:, columns]
-            bias = one.read_bias("gate_up_proj_bias", 2 * intermediate_size)
-            gate_up.append(Linear(loader.place(weight.t()), None if bias is None else loader.place(bias[columns])))
-            weight = one.read("down_proj", intermediate_size, hidden_size)[piece.start : piece.stop]
-            bias = one.read_bias("down_proj_bias", hidden_size) if rank == 0 else None
-            down.append(Linear(loader.place(weight.t()), None if bias is None else loader.place(bias)))
-        return cls(gate_up, down, ep=context.ep, activation=activation)
+        share = expert_share(num_experts, context)
 
-    def forward(self, x: torch.Tensor, routing: Routing, *, weigh_input: bool = False) -> torch.Tensor:
-        """`[T, hidden]` to `[T, hidden]`, a partial sum under tensor parallelism.
+        def read() -> Iterator[ExpertWeights]:
+            for expert in share:
+                one = _StackedReader(loader, prefix, num_experts, expert)
+                gate_up = one.read("gate_up_proj", hidden_size, 2 * intermediate_size)[:, columns]
+                down = one.read("down_proj", intermediate_size, hidden_size)[piece.start : piece.stop]
+                gate_up_bias = one.read_bias("gate_up_proj_bias", 2 * intermediate_size)
+                down_bias = one.read_bias("down_proj_bias", hidden_size) if rank == 0 else None
+                yield ExpertWeights(
+                    gate_up=loader.place(gate_up.t()),
+                    down=loader.place(down.t()),
+                    gate_up_bias=None if gate_up_bias is None else loader.place(gate_up_bias[columns]),
+                    down_bias=None if down_bias is None else loader.place(down_bias),
+                )
+
+        return loader.backend.experts(read(), num_local=len(share), ep=context.ep, swiglu_limit=swiglu_limit)
+
+    def add_to(
+        self, x: torch.Tensor, routing: Routing, residual: torch.Tensor, *, weigh_input: bool = False
+    ) -> torch.Tensor:
+        """`residual + experts(x)` for `[T, hidden]`, a partial sum under tensor parallelism.
 
         `weigh_input` scales what an expert is given instead of what it returns (Llama 4).
         """
@@ -126,12 +147,12 @@ class Experts:
         out = self._apply(rows, experts) if self._ep is None else self._exchange(rows, experts, self._ep)
         if not weigh_input:
             out = out * weights
-        return out.view(num_tokens, width, -1).sum(1)
+        return residual + out.view(num_tokens, width, -1).sum(1)
 
     def _apply(self, rows: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """Each of `rows` `[R, hidden]` through its local expert."""
         order = torch.argsort(experts, stable=True)
-        counts = torch.bincount(experts, minlength=len(self._gate_up)).tolist()
+        counts = torch.bincount(experts, minlength=self._num_local).tolist()
         pieces = []
         for gate_up, down, piece in zip(self._gate_up, self._down, rows[order].split(counts), strict=True):
             if piece.shape[0]:
@@ -143,7 +164,7 @@ class Experts:
 
     def _exchange(self, rows: torch.Tensor, experts: torch.Tensor, ep: Collective) -> torch.Tensor:
         """As `_apply`, with experts on all expert ranks. Ranks without tokens take part with none."""
-        local = len(self._gate_up)
+        local = self._num_local
         order = torch.argsort(experts, stable=True)
         sent = torch.bincount(experts, minlength=local * ep.size).view(ep.size, local)
         received = ep.all_to_all(sent, [1] * ep.size, [1] * ep.size)
@@ -178,14 +199,14 @@ class MoE:
 
     def __init__(
         self,
-        router: Router,
+        route: Route,
         experts: Experts,
         shared: GatedMLP | None,
         tp: Collective | None,
         *,
         weigh_input: bool = False,
     ) -> None:
-        self._router = router
+        self._route = route
         self._experts = experts
         self._shared = shared
         self._tp = tp
@@ -193,89 +214,9 @@ class MoE:
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """`residual + moe(x)`."""
-        out = self._experts.forward(x, self._router(x), weigh_input=self._weigh_input)
         if self._tp is not None and self._tp.rank:
             residual = torch.zeros_like(residual)  # rank 0 alone brings the residual into the sum
-        out = residual + out if self._shared is None else self._shared.forward_partial(x, residual) + out
+        if self._shared is not None:
+            residual = self._shared.forward_partial(x, residual)
+        out = self._experts.add_to(x, self._route(x), residual, weigh_input=self._weigh_input)
         return out if self._tp is None else self._tp.all_reduce(out)
-
-
-class SoftmaxRouter:
-    """Top k of a softmax over all experts, optionally normalized to sum 1 (Qwen3-MoE)."""
-
-    def __init__(self, weight: torch.Tensor, top_k: int, *, normalize: bool) -> None:
-        self._weight = weight
-        self._top_k = top_k
-        self._normalize = normalize
-
-    def __call__(self, x: torch.Tensor) -> Routing:
-        probabilities = torch.softmax(x @ self._weight.t(), dim=-1, dtype=torch.float32)
-        weights, experts = probabilities.topk(self._top_k, dim=-1)
-        if self._normalize:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return Routing(experts, weights)
-
-
-class GroupedSigmoidRouter:
-    """DeepSeek-V3's routing without auxiliary loss (arXiv:2412.19437): sigmoid scores, a bias that only takes part in
-    the choice, and first a choice of groups by the sum of each group's two best."""
-
-    def __init__(
-        self,
-        weight: torch.Tensor,
-        bias: torch.Tensor,
-        *,
-        top_k: int,
-        num_groups: int,
-        top_groups: int,
-        normalize: bool,
-        scale: float,
-    ) -> None:
-        if bias.shape[0] % num_groups:
-            raise StartupError("ConfigInvalid", f"{bias.shape[0]} experts do not divide into n_group = {num_groups}.")
-        self._weight = weight.float()
-        self._bias = bias.float()
-        self._top_k = top_k
-        self._num_groups = num_groups
-        self._top_groups = top_groups
-        self._normalize = normalize
-        self._scale = scale
-
-    def __call__(self, x: torch.Tensor) -> Routing:
-        scores = torch.sigmoid(x.float() @ self._weight.t())
-        choice = scores + self._bias
-        if self._top_groups < self._num_groups:
-            groups = choice.view(choice.shape[0], self._num_groups, -1)
-            best = groups.topk(2, dim=-1).values.sum(-1).topk(self._top_groups, dim=-1).indices
-            hidden = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(1, best, False)
-            choice = groups.masked_fill(hidden.unsqueeze(-1), float("-inf")).flatten(1)
-        experts = choice.topk(self._top_k, dim=-1).indices
-        weights = scores.gather(1, experts)
-        if self._normalize:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return Routing(experts, weights * self._scale)
-
-
-class ChosenSoftmaxRouter:
-    """Top k of the logits, then a softmax over these alone (gpt-oss)."""
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor, top_k: int) -> None:
-        self._weight = weight
-        self._bias = bias
-        self._top_k = top_k
-
-    def __call__(self, x: torch.Tensor) -> Routing:
-        logits, experts = torch.addmm(self._bias, x, self._weight.t()).topk(self._top_k, dim=-1)
-        return Routing(experts, logits.softmax(-1, dtype=torch.float32))
-
-
-class SigmoidRouter:
-    """Top k of the logits, each weighted by its own sigmoid (Llama 4)."""
-
-    def __init__(self, weight: torch.Tensor, top_k: int) -> None:
-        self._weight = weight
-        self._top_k = top_k
-
-    def __call__(self, x: torch.Tensor) -> Routing:
-        logits, experts = (x @ self._weight.t()).topk(self._top_k, dim=-1)
-        return Routing(experts, logits.float().sigmoid())

@@ -23,10 +23,6 @@ class RMSNorm:
         self._doubled = torch.cat((weight, weight)) if plain and weight is not None else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if x.is_cuda:
-            from tandem_worker import kernels
-
-            return kernels.rms_norm(x, self.weight, self.eps)
         if self._doubled is not None and x.shape[0] <= _FEW_ROWS:
             doubled = torch.cat((x, -x), dim=-1)  # its mean is 0 and its variance is the mean square
             return functional.layer_norm(doubled, self._doubled.shape, self._doubled, None, self.eps)[
@@ -50,10 +46,4 @@ class HeadNorm:
 
     def normalize_(self, heads: torch.Tensor, num_heads: int) -> None:
         """Normalize `[T, num_heads + num_kv_heads, head_dim]` in place, query heads first."""
-        if heads.is_cuda:
-            from tandem_worker import kernels
-
-            kernels.rms_norm(heads[:, :num_heads], self.query_weight, self.eps, out=heads[:, :num_heads])
-            kernels.rms_norm(heads[:, num_heads:], self.key_weight, self.eps, out=heads[:, num_heads:])
-            return
         torch.mul(functional.rms_norm(heads, heads.shape[-1:], None, self.eps), self.weights, out=heads)

@@ -10,6 +10,7 @@ import torch
 
 from tandem_worker.errors import StartupError
 from tandem_worker.models.config import ModelConfig, RopeConfig
+from tandem_worker.weights.loader import WeightLoader
 
 
 def build_inverse_frequencies(
@@ -78,15 +79,29 @@ def yarn_mscale(factor: float, mscale: float) -> float:
 class RotaryEmbedding:
     """Cosines and sines of a step's positions, computed once per step and shared by all layers."""
 
-    def __init__(self, rope: RopeConfig, dim: int, *, max_position_embeddings: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        rope: RopeConfig,
+        dim: int,
+        *,
+        max_position_embeddings: int,
+        device: torch.device,
+        rotation: type[Rotation],
+    ) -> None:
         frequencies, self.factor = build_inverse_frequencies(rope, dim, max_position_embeddings=max_position_embeddings)
         self.inverse_frequencies = frequencies.to(device)
+        self._rotation = rotation
 
     @classmethod
-    def of(cls, config: ModelConfig, device: torch.device, dim: int | None = None) -> RotaryEmbedding:
+    def of(cls, config: ModelConfig, loader: WeightLoader, dim: int | None = None) -> RotaryEmbedding:
         """For heads of `dim`, by default the model's `head_dim`."""
-        limit = config.max_position_embeddings
-        return cls(config.rope, dim or config.head_dim, max_position_embeddings=limit, device=device)
+        return cls(
+            config.rope,
+            dim or config.head_dim,
+            max_position_embeddings=config.max_position_embeddings,
+            device=loader.device,
+            rotation=loader.backend.rotation,
+        )
 
     def scale_frequencies(self, divisors: torch.Tensor) -> None:
         """Divide each frequency, `[dim / 2]`: GGUF files carry Llama 3's scaling in this form."""
@@ -96,25 +111,21 @@ class RotaryEmbedding:
         """Rotation by `positions` `[T]`; angles are computed in float32."""
         angles = torch.outer(positions.float(), self.inverse_frequencies)
         cos, sin = angles.cos() * self.factor, angles.sin() * self.factor
-        return Rotation(cos.to(dtype), sin.to(dtype))
+        return self._rotation(cos.to(dtype), sin.to(dtype))
 
 
 class Rotation:
     """Cosines and sines `[T, D / 2]` of a step; `rotate_*` turn the first D dimensions of every head in place."""
 
-    __slots__ = ("_rows", "_wide", "cos", "sin")
+    __slots__ = ("_wide", "cos", "sin")
 
     def __init__(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
         self.cos = cos
         self.sin = sin
-        self._rows: torch.Tensor | None = None
         self._wide: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def rotate_half_(self, heads: torch.Tensor) -> None:
         """`[T, H, D]` where element i pairs with i + D / 2."""
-        if heads.is_cuda:
-            self._launch(heads, interleaved=False)
-            return
         if self._wide is None:
             cos = torch.cat((self.cos, self.cos), dim=-1).unsqueeze(1)
             self._wide = cos, torch.cat((-self.sin, self.sin), dim=-1).unsqueeze(1)
@@ -125,17 +136,7 @@ class Rotation:
 
     def rotate_interleaved_(self, heads: torch.Tensor) -> None:
         """`[T, H, D]` where element 2i pairs with 2i + 1."""
-        if heads.is_cuda:
-            self._launch(heads, interleaved=True)
-            return
         even, odd = heads[..., 0::2].float(), heads[..., 1::2].float()
         cos, sin = self.cos.unsqueeze(1), self.sin.unsqueeze(1)
         rotated = even * cos - odd * sin, odd * cos + even * sin
         heads[..., 0::2], heads[..., 1::2] = rotated
-
-    def _launch(self, heads: torch.Tensor, *, interleaved: bool) -> None:
-        from tandem_worker import kernels
-
-        if self._rows is None:
-            self._rows = torch.arange(heads.shape[0], device=heads.device)
-        kernels.rope(heads, None, self.cos, self.sin, self._rows, interleaved=interleaved)

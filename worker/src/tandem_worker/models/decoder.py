@@ -7,7 +7,6 @@ from typing import Protocol
 
 import torch
 
-from tandem_worker.attention.base import AttentionBackend
 from tandem_worker.layers.embedding import Embedding, LMHead, build_lm_head
 from tandem_worker.layers.norm import RMSNorm
 from tandem_worker.layers.rotary import RotaryEmbedding
@@ -33,8 +32,10 @@ class AttentionPart(Protocol):
 
     def kv_layer_spec(self, block_size: int) -> KVLayerSpec: ...
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor, step: Step, kv_layer: torch.Tensor) -> torch.Tensor:
-        """`residual + attention(x)`; writes the layer's KV."""
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, step: Step, kv_layer: torch.Tensor
+    ) -> torch.Tensor:
+        """`residual + attention(x)`, where None adds nothing; writes the layer's KV."""
         ...
 
 
@@ -58,13 +59,14 @@ class PreNormLayer:
     @classmethod
     def load(
         cls, config: ModelConfig, loader: WeightLoader, layer: int, attention: AttentionPart, mlp: MLPPart
-    ) -> PreNormLayer:
+    ) -> DecoderLayer:
         """Around parts that are loaded already, with the norms of the checkpoint's layer `layer`."""
+        backend, shape = loader.backend, (config.hidden_size,)
         norms = [
-            RMSNorm(loader.load(f"model.layers.{layer}.{name}.weight", (config.hidden_size,)), config.rms_norm_eps)
+            backend.norm(loader.load(f"model.layers.{layer}.{name}.weight", shape), config.rms_norm_eps)
             for name in ("input_layernorm", "post_attention_layernorm")
         ]
-        return cls(norms[0], attention, norms[1], mlp)
+        return (backend.layer or cls)(norms[0], attention, norms[1], mlp)
 
     def kv_layer_spec(self, block_size: int) -> KVLayerSpec:
         return self.attention.kv_layer_spec(block_size)
@@ -94,7 +96,6 @@ class DecoderLM:
         loader: WeightLoader,
         context: ParallelContext,
         layers: Sequence[DecoderLayer],
-        backend: AttentionBackend,
         rotary: RotaryEmbedding,
     ) -> None:
         self.vocab_size = config.vocab_size
@@ -104,7 +105,7 @@ class DecoderLM:
         self._hidden_size = config.hidden_size
         self._context = context
         self._layers = layers
-        self._backend = backend
+        self._backend = loader.backend.attention()
         self._rotary = rotary
         shape = (config.vocab_size, config.hidden_size)
         self._embedding: Embedding | None = None
@@ -114,7 +115,8 @@ class DecoderLM:
         if context.is_first_stage or tied:
             self._embedding = Embedding.load(loader, context, "model.embed_tokens.weight", shape)
         if context.is_last_stage:
-            self._norm = RMSNorm(loader.load("model.norm.weight", (config.hidden_size,)), config.rms_norm_eps)
+            weight = loader.load("model.norm.weight", (config.hidden_size,))
+            self._norm = loader.backend.norm(weight, config.rms_norm_eps)
             table = self._embedding.table if tied and self._embedding is not None else None
             self._head = build_lm_head(loader, context, shape, tied=table)
 

@@ -1,20 +1,20 @@
 """DeepSeek-V3 (arXiv:2412.19437), Kimi K2 and the language model of Kimi K2.5.
 
-Multi-head latent attention is computed in absorbed form: a token's cached latent is its key for every head, queries are
-first brought into the latent space, and what they gather there is brought out again (arXiv:2405.04434, section 2.1).
+A token's cached latent is its key and its value for every head (arXiv:2405.04434, section 2.1); whether it is attended
+to as it lies or expanded first is the attention backend's choice (`attention.latent`).
 """
 
 from __future__ import annotations
 
 import torch
 
-from tandem_worker.attention.base import AttentionSpec, latent_layer_spec, select_backend
+from tandem_worker.attention.base import AttentionSpec, latent_layer_spec
+from tandem_worker.attention.latent import LatentSpec
 from tandem_worker.errors import StartupError
-from tandem_worker.layers.linear import Linear
 from tandem_worker.layers.mlp import GatedMLP
-from tandem_worker.layers.moe import Experts, GroupedSigmoidRouter, MoE
-from tandem_worker.layers.norm import RMSNorm
+from tandem_worker.layers.moe import Experts, MoE
 from tandem_worker.layers.rotary import RotaryEmbedding, yarn_mscale
+from tandem_worker.layers.routers import GroupedSigmoidRouter
 from tandem_worker.layers.step import Step
 from tandem_worker.models.base import KVLayerSpec
 from tandem_worker.models.config import ModelConfig
@@ -36,17 +36,11 @@ class LatentAttention:
         self._interleaved = bool(config.get("rope_interleave", True))
         self._heads = shard(0, config.num_heads, context.tp_rank, context.tp_size, what="attention heads")
         self._num_heads = config.num_heads // context.tp_size
-        self._spec = AttentionSpec(
-            num_heads=self._num_heads,
-            num_kv_heads=1,
-            head_dim=self._rank + self._rope,
-            scale=_attention_scale(config, self._nope + self._rope),
-            value_dim=self._rank,
-        )
         self._load(config, loader, context, f"model.layers.{layer}.self_attn.")
 
     def _load(self, config: ModelConfig, loader: WeightLoader, context: ParallelContext, prefix: str) -> None:
         hidden, heads, eps = config.hidden_size, config.num_heads, config.rms_norm_eps
+        linear, norm = loader.backend.linear, loader.backend.norm
         value_dim = config.need("v_head_dim", int)
         query_rank = config.get("q_lora_rank", 0)
         down = [Part(name=f"{prefix}kv_a_proj_with_mqa.weight", shape=(self._rank + self._rope, hidden))]
@@ -54,30 +48,41 @@ class LatentAttention:
         rows = shard(0, width, context.tp_rank, context.tp_size, what="query width")
         if query_rank:
             down.insert(0, Part(name=f"{prefix}q_a_proj.weight", shape=(query_rank, hidden)))
-            self._query_norm = RMSNorm(loader.load(f"{prefix}q_a_layernorm.weight", (query_rank,)), eps)
-            self._query = Linear(loader.load(f"{prefix}q_b_proj.weight", (width, query_rank), rows))
+            self._query_norm = norm(loader.load(f"{prefix}q_a_layernorm.weight", (query_rank,)), eps)
+            self._query = linear(loader.load(f"{prefix}q_b_proj.weight", (width, query_rank), rows))
         else:
             self._query_norm = None
-            self._query = Linear(loader.load(f"{prefix}q_proj.weight", (width, hidden), rows))
+            self._query = linear(loader.load(f"{prefix}q_proj.weight", (width, hidden), rows))
         self._query_rank = int(query_rank)
         biases = [Part(name=part.name.replace(".weight", ".bias"), shape=part.shape[:1]) for part in down]
-        self._down = Linear(loader.stack(down), loader.stack(biases) if loader.has(biases[0].name) else None)
-        self._latent_norm = RMSNorm(loader.load(f"{prefix}kv_a_layernorm.weight", (self._rank,)), eps)
+        self._down = linear(loader.stack(down), loader.stack(biases) if loader.has(biases[0].name) else None)
+        self._latent_norm = norm(loader.load(f"{prefix}kv_a_layernorm.weight", (self._rank,)), eps)
         expand = (heads * (self._nope + value_dim), self._rank)
         piece = shard(0, expand[0], context.tp_rank, context.tp_size, what="key and value width")
         expanded = loader.load(f"{prefix}kv_b_proj.weight", expand, piece).view(self._num_heads, -1, self._rank)
-        self._key_in = expanded[:, : self._nope].contiguous()  # [H, nope, rank]
-        self._value_out = expanded[:, self._nope :].transpose(1, 2).contiguous()  # [H, rank, value]
+        self._spec = LatentSpec(
+            attention=AttentionSpec(
+                num_heads=self._num_heads,
+                num_kv_heads=1,
+                head_dim=self._rank + self._rope,
+                scale=_attention_scale(config, self._nope + self._rope),
+                value_dim=self._rank,
+            ),
+            expand=expanded,
+            nope_dim=self._nope,
+        )
         columns = shard(1, heads * value_dim, context.tp_rank, context.tp_size, what="value width")
         out = loader.load(f"{prefix}o_proj.weight", (hidden, heads * value_dim), columns)
         bias = loader.load(f"{prefix}o_proj.bias", (hidden,)) if loader.has(f"{prefix}o_proj.bias") else None
-        self._out = Linear(out, bias, reduce=context.tp)
+        self._out = linear(out, bias, reduce=context.tp)
 
     def kv_layer_spec(self, block_size: int) -> KVLayerSpec:
         return latent_layer_spec(block_size, self._rank + self._rope)
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor, step: Step, kv_layer: torch.Tensor) -> torch.Tensor:
-        """`residual + attention(x)` for `[T, hidden]`. Writes this layer's latents."""
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, step: Step, kv_layer: torch.Tensor
+    ) -> torch.Tensor:
+        """`residual + attention(x)` for `[T, hidden]`; None adds nothing. Writes this layer's latents."""
         down = self._down(x)
         queries = x
         if self._query_norm is not None:
@@ -91,11 +96,7 @@ class LatentAttention:
         kv = latents.unsqueeze(1)
         step.attention.write(kv, kv_layer)
         step.written(self._index)
-        inside = torch.bmm(queries[..., : self._nope].transpose(0, 1), self._key_in).transpose(0, 1)
-        q = torch.cat((inside, queries[..., self._nope :]), dim=-1)
-        attended = step.attention.attend(q, kv, kv_layer, self._spec).view(x.shape[0], self._num_heads, -1)
-        values = torch.bmm(attended.transpose(0, 1), self._value_out).transpose(0, 1)
-        return self._out.add_to(values.flatten(1), residual)
+        return self._out.add_to(step.attention.attend_latents(queries, kv, kv_layer, self._spec), residual)
 
     def _rotate_(self, heads: torch.Tensor, step: Step) -> None:
         if self._interleaved:
@@ -140,7 +141,7 @@ def _load_moe(config: ModelConfig, loader: WeightLoader, context: ParallelContex
     shared = None
     if num_shared:
         shared = GatedMLP.load(loader, context, f"{prefix}shared_experts.", hidden, intermediate * num_shared)
-    return MoE(router, experts, shared, context.tp)
+    return MoE(loader.backend.route(router), experts, shared, context.tp)
 
 
 def load_deepseek(config: ModelConfig, loader: WeightLoader, context: ParallelContext) -> DecoderLM:
@@ -157,5 +158,5 @@ def load_deepseek(config: ModelConfig, loader: WeightLoader, context: ParallelCo
             mlp = _load_moe(config, loader, context, prefix)
         attention = LatentAttention(config, loader, context, layer=layer, index=index)
         layers.append(PreNormLayer.load(config, loader, layer, attention, mlp))
-    rotary = RotaryEmbedding.of(config, loader.device, config.need("qk_rope_head_dim", int))
-    return DecoderLM(config, loader, context, layers, select_backend(loader.device), rotary)
+    rotary = RotaryEmbedding.of(config, loader, config.need("qk_rope_head_dim", int))
+    return DecoderLM(config, loader, context, layers, rotary)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 
-from tandem_worker.attention.base import select_backend
 from tandem_worker.layers.attention import AttentionOptions, HeadShare, load_attention
-from tandem_worker.layers.mlp import swiglu_clamped
-from tandem_worker.layers.moe import ChosenSoftmaxRouter, Experts, MoE
+from tandem_worker.layers.moe import Experts, MoE
 from tandem_worker.layers.rotary import RotaryEmbedding
+from tandem_worker.layers.routers import ChosenSoftmaxRouter
 from tandem_worker.models.config import ModelConfig
 from tandem_worker.models.decoder import DecoderLM, PreNormLayer, stage_layers
 from tandem_worker.parallel.context import ParallelContext
@@ -46,9 +43,9 @@ def _load_moe(config: ModelConfig, loader: WeightLoader, context: ParallelContex
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
         interleaved=True,
-        activation=partial(swiglu_clamped, limit=float(config.get("swiglu_limit", 7.0))),
+        swiglu_limit=float(config.get("swiglu_limit", 7.0)),
     )
-    return MoE(router, experts, None, context.tp)
+    return MoE(loader.backend.route(router), experts, None, context.tp)
 
 
 def load_gpt_oss(config: ModelConfig, loader: WeightLoader, context: ParallelContext) -> DecoderLM:
@@ -59,5 +56,5 @@ def load_gpt_oss(config: ModelConfig, loader: WeightLoader, context: ParallelCon
         attention = load_attention(config, loader, context, layer=layer, index=index, options=options)
         moe = _load_moe(config, loader, context, f"model.layers.{layer}.mlp.")
         layers.append(PreNormLayer.load(config, loader, layer, attention, moe))
-    rotary = RotaryEmbedding.of(config, loader.device)
-    return DecoderLM(config, loader, context, layers, select_backend(loader.device), rotary)
+    rotary = RotaryEmbedding.of(config, loader)
+    return DecoderLM(config, loader, context, layers, rotary)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from tandem_worker.attention.base import select_backend
 from tandem_worker.layers.attention import load_attention
 from tandem_worker.layers.mlp import GatedMLP
 from tandem_worker.layers.rotary import RotaryEmbedding
@@ -28,7 +27,7 @@ def load_llama(config: ModelConfig, loader: WeightLoader, context: ParallelConte
         )
         for index, layer in enumerate(stage_layers(config.num_layers, context))
     ]
-    rotary = RotaryEmbedding.of(config, loader.device)
+    rotary = RotaryEmbedding.of(config, loader)
     if loader.has(_ROPE_DIVISORS):
         rotary.scale_frequencies(loader.load(_ROPE_DIVISORS, (config.head_dim // 2,), dtype=torch.float32))
-    return DecoderLM(config, loader, context, layers, select_backend(loader.device), rotary)
+    return DecoderLM(config, loader, context, layers, rotary)

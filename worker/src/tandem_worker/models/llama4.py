@@ -4,30 +4,17 @@ attends to everything without positions, its queries sharpened as the context gr
 from __future__ import annotations
 
 import torch
-from torch.nn import functional
 
-from tandem_worker.attention.base import select_backend
-from tandem_worker.layers.attention import AttentionOptions, load_attention
+from tandem_worker.layers.attention import AttentionOptions, HeadShare, Rotate, load_attention
 from tandem_worker.layers.mlp import GatedMLP
-from tandem_worker.layers.moe import Experts, MoE, SigmoidRouter
+from tandem_worker.layers.moe import Experts, MoE
 from tandem_worker.layers.rotary import RotaryEmbedding
+from tandem_worker.layers.routers import SigmoidRouter
 from tandem_worker.layers.step import Step
 from tandem_worker.models.config import ModelConfig
 from tandem_worker.models.decoder import DecoderLM, MLPPart, PreNormLayer, stage_layers
 from tandem_worker.parallel.context import ParallelContext
 from tandem_worker.weights.loader import WeightLoader
-
-
-class RotateThenNorm:
-    """Rotation of neighbouring pairs, then a norm without weights where the model has one."""
-
-    def __init__(self, eps: float | None) -> None:
-        self._eps = eps
-
-    def __call__(self, heads: torch.Tensor, num_heads: int, step: Step) -> None:
-        step.rotation.rotate_interleaved_(heads)
-        if self._eps is not None:
-            heads.copy_(functional.rms_norm(heads, heads.shape[-1:], None, self._eps))
 
 
 class TemperByPosition:
@@ -50,12 +37,17 @@ def _leave(heads: torch.Tensor, num_heads: int, step: Step) -> None:
     """No positions at all."""
 
 
-def _attention_options(config: ModelConfig, layer: int) -> AttentionOptions:
+def _attention_options(
+    config: ModelConfig, loader: WeightLoader, context: ParallelContext, layer: int
+) -> AttentionOptions:
     rotary = config.get("no_rope_layers", [])  # 1 where a layer has rotary positions, in spite of the name
     interval = int(config.get("no_rope_layer_interval", 4))
     if rotary[layer] if rotary else (layer + 1) % interval:
-        eps = config.rms_norm_eps if config.get("use_qk_norm", True) else None
-        return AttentionOptions(chunk=config.get("attention_chunk_size", None), place=RotateThenNorm(eps))
+        norm = None
+        if config.get("use_qk_norm", True):  # without weights, so it makes no difference that it is published as last
+            share, ones = HeadShare.of(config, context), loader.place(torch.ones(config.head_dim))
+            norm = loader.backend.head_norm(ones, ones, share.num_heads, share.num_kv_heads, config.rms_norm_eps)
+        return AttentionOptions(chunk=config.get("attention_chunk_size", None), place=Rotate(norm, interleaved=True))
     if not config.get("attn_temperature_tuning", True):
         return AttentionOptions(place=_leave)
     place = TemperByPosition(float(config.get("floor_scale", 8192)), float(config.get("attn_scale", 0.1)))
@@ -77,7 +69,7 @@ def _load_moe(config: ModelConfig, loader: WeightLoader, context: ParallelContex
         interleaved=False,
     )
     shared = GatedMLP.load(loader, context, f"{prefix}shared_expert.", hidden, config.intermediate_size)
-    return MoE(router, experts, shared, context.tp, weigh_input=True)
+    return MoE(loader.backend.route(router), experts, shared, context.tp, weigh_input=True)
 
 
 def load_llama4(config: ModelConfig, loader: WeightLoader, context: ParallelContext) -> DecoderLM:
@@ -93,8 +85,8 @@ def load_llama4(config: ModelConfig, loader: WeightLoader, context: ParallelCont
         else:
             width = config.need("intermediate_size_mlp", int)
             mlp = GatedMLP.load(loader, context, prefix, config.hidden_size, width)
-        options = _attention_options(config, layer)
+        options = _attention_options(config, loader, context, layer)
         attention = load_attention(config, loader, context, layer=layer, index=index, options=options)
         layers.append(PreNormLayer.load(config, loader, layer, attention, mlp))
-    rotary = RotaryEmbedding.of(config, loader.device)
-    return DecoderLM(config, loader, context, layers, select_backend(loader.device), rotary)
+    rotary = RotaryEmbedding.of(config, loader)
+    return DecoderLM(config, loader, context, layers, rotary)

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from tandem_worker.errors import StartupError
+from tandem_worker.layers.backend import BackendName
 from tandem_worker.models.base import CausalLM
 from tandem_worker.models.config import ModelConfig, parse_gguf_metadata, read_config
 from tandem_worker.models.registry import find_family
@@ -29,12 +30,13 @@ def load_model(
     device: torch.device,
     dtype: torch.dtype | None = None,
     context: ParallelContext = SINGLE,
+    backend: BackendName | None = None,
     max_threads: int | None = None,
 ) -> CausalLM:
     """Load this rank's share of the model at `path`: a folder with weights and `config.json`, or a GGUF file.
 
-    `dtype` None chooses by `resolve_dtype`. `max_threads` limits torch's threads from here on. Raises StartupError with
-    a reason and a sentence for everything that a person must fix.
+    `dtype` None chooses by `resolve_dtype`, `backend` None by the device. `max_threads` limits torch's threads from
+    here on. Raises StartupError with a reason and a sentence for everything that a person must fix.
     """
     if max_threads is not None:
         torch.set_num_threads(max_threads)
@@ -42,7 +44,8 @@ def load_model(
     load = find_family(config.architecture)
     chosen = dtype or resolve_dtype(device, config.dtype)
     with torch.inference_mode():
-        return load(config, WeightLoader(source, dtype=chosen, device=device, prefix=find_prefix(source)), context)
+        loader = WeightLoader(source, dtype=chosen, device=device, prefix=find_prefix(source), backend=backend)
+        return load(config, loader, context)
 
 
 def find_prefix(source: WeightSource) -> str:

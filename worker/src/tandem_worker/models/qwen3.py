@@ -4,30 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-
-from tandem_worker.attention.base import select_backend
-from tandem_worker.layers.attention import AttentionOptions, HeadShare, SelfAttention, load_attention
+from tandem_worker.layers.attention import AttentionOptions, HeadShare, Rotate, SelfAttention, load_attention
 from tandem_worker.layers.mlp import GatedMLP
-from tandem_worker.layers.moe import Experts, MoE, SoftmaxRouter
-from tandem_worker.layers.norm import HeadNorm
+from tandem_worker.layers.moe import Experts, MoE
 from tandem_worker.layers.rotary import RotaryEmbedding
-from tandem_worker.layers.step import Step
+from tandem_worker.layers.routers import SoftmaxRouter
 from tandem_worker.models.config import ModelConfig
 from tandem_worker.models.decoder import DecoderLM, MLPPart, PreNormLayer, stage_layers
 from tandem_worker.parallel.context import ParallelContext
 from tandem_worker.weights.loader import WeightLoader
-
-
-class NormThenRotate:
-    """Normalizes query and key heads before their rotation."""
-
-    def __init__(self, norm: HeadNorm) -> None:
-        self._norm = norm
-
-    def __call__(self, heads: torch.Tensor, num_heads: int, step: Step) -> None:
-        self._norm.normalize_(heads, num_heads)
-        step.rotation.rotate_half_(heads)
 
 
 def load_qwen3(config: ModelConfig, loader: WeightLoader, context: ParallelContext) -> DecoderLM:
@@ -69,7 +54,7 @@ def _load_moe(config: ModelConfig, loader: WeightLoader, context: ParallelContex
         hidden_size=config.hidden_size,
         intermediate_size=config.need("moe_intermediate_size", int),
     )
-    return MoE(router, experts, None, context.tp)
+    return MoE(loader.backend.route(router), experts, None, context.tp)
 
 
 def _load(
@@ -79,8 +64,8 @@ def _load(
         PreNormLayer.load(config, loader, layer, _attention(config, loader, context, layer, index), mlp(layer))
         for index, layer in enumerate(stage_layers(config.num_layers, context))
     ]
-    rotary = RotaryEmbedding.of(config, loader.device)
-    return DecoderLM(config, loader, context, layers, select_backend(loader.device), rotary)
+    rotary = RotaryEmbedding.of(config, loader)
+    return DecoderLM(config, loader, context, layers, rotary)
 
 
 def _attention(
@@ -88,12 +73,12 @@ def _attention(
 ) -> SelfAttention:
     share = HeadShare.of(config, context)
     prefix, shape = f"model.layers.{layer}.self_attn.", (config.head_dim,)
-    norm = HeadNorm(
+    norm = loader.backend.head_norm(
         loader.load(f"{prefix}q_norm.weight", shape),
         loader.load(f"{prefix}k_norm.weight", shape),
         share.num_heads,
         share.num_kv_heads,
         config.rms_norm_eps,
     )
-    options = AttentionOptions(place=NormThenRotate(norm))
+    options = AttentionOptions(place=Rotate(norm))
     return load_attention(config, loader, context, layer=layer, index=index, options=options)

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from tandem_worker.errors import StartupError
 from tandem_worker.weights.base import Slice, WeightSource
+
+if TYPE_CHECKING:
+    from tandem_worker.layers.backend import BackendName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,10 +50,22 @@ def shard(dim: int, extent: int, rank: int, size: int, *, what: str) -> Slice | 
 class WeightLoader:
     """Reads parts of a checkpoint into tensors of `dtype` on `device`."""
 
-    def __init__(self, source: WeightSource, *, dtype: torch.dtype, device: torch.device, prefix: str = "") -> None:
+    def __init__(
+        self,
+        source: WeightSource,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        prefix: str = "",
+        backend: BackendName | None = None,
+    ) -> None:
+        """`backend` None is the one that suits the device."""
+        from tandem_worker.layers.backend import build_backend, select_backend
+
         self.source = source
         self.dtype = dtype
         self.device = device
+        self.backend = build_backend(select_backend(device) if backend is None else backend)
         self._prefix = prefix
 
     def has(self, name: str) -> bool:

@@ -13,15 +13,18 @@ def small_batch_linear_reference(
     weight: Weight,
     bias: torch.Tensor | None = None,
     *,
+    residual: torch.Tensor | None = None,
     num_splits: int | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Twin of `small_batch_linear`: x `[M, K]`, weight `[N, K]` -> `[M, N]`."""
+    """Twin of `small_batch_linear`: x `[M, K]`, weight `[N, K]`, residual `[M, N]` -> `[M, N]`."""
     del num_splits
     wide = compute_dtype(x)
     y = x.to(wide) @ dequantize(weight, wide).t()
     if bias is not None:
         y = y + bias.to(wide)
+    if residual is not None:
+        y = y + residual.to(wide)
     return y.to(x.dtype) if out is None else out.copy_(y)
 
 
@@ -34,6 +37,6 @@ def gate_up_silu_reference(
     return y.to(x.dtype) if out is None else out.copy_(y)
 
 
-def activate(gate_up: torch.Tensor, clamped: bool) -> torch.Tensor:
-    """The gated activation of an expert, silu or gpt-oss's clamped form."""
-    return swiglu_clamped_reference(gate_up) if clamped else silu_mul_reference(gate_up)
+def activate(gate_up: torch.Tensor, limit: float | None) -> torch.Tensor:
+    """The gated activation of an expert: silu, or gpt-oss's clamped form where there is a limit."""
+    return silu_mul_reference(gate_up) if limit is None else swiglu_clamped_reference(gate_up, limit=limit)

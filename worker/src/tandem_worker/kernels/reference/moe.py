@@ -46,13 +46,14 @@ def fused_moe_reference(
     *,
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
-    clamped: bool = False,
+    swiglu_limit: float | None = None,
+    residual: torch.Tensor | None = None,
     first_expert: int = 0,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Twin of `fused_moe`: x `[T, H]`, gate_up `[E, 2I, H]`, down `[E, H, I]` -> `[T, H]`."""
     wide = compute_dtype(x)
-    total = torch.zeros(x.shape, dtype=wide, device=x.device)
+    total = torch.zeros(x.shape, dtype=wide, device=x.device) if residual is None else residual.to(wide, copy=True)
     gate_up_values, down_values = dequantize(gate_up, wide), dequantize(down, wide)
     local = topk_ids.long() - first_expert
     for expert in range(gate_up_values.shape[0]):
@@ -62,7 +63,7 @@ def fused_moe_reference(
         hidden = x[tokens].to(wide) @ gate_up_values[expert].t()
         if gate_up_bias is not None:
             hidden = hidden + gate_up_bias[expert].to(wide)
-        y = activate(hidden, clamped) @ down_values[expert].t()
+        y = activate(hidden, swiglu_limit) @ down_values[expert].t()
         if down_bias is not None:
             y = y + down_bias[expert].to(wide)
         total.index_add_(0, tokens, y * topk_weights[tokens, choices, None].to(wide))

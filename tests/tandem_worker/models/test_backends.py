@@ -1,0 +1,128 @@
+"""Every family on the Triton backend gives the logits it gives on the torch backend.
+
+Here the kernels' twins run, which tests the wiring; `test_backends_interpreted.py` runs the same file in Triton's
+interpreter, and on a machine with a GPU `-m gpu` runs the compiled kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tandem_worker.layers.backend import BackendName, build_backend, select_backend
+from tandem_worker.models.loader import load_model
+from transformers import DeepseekV3Config, GptOssConfig, Llama4TextConfig, LlamaConfig, Qwen3Config, Qwen3MoeConfig
+
+COMMON = {
+    "vocab_size": 41,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT = {
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 10,
+    "num_nextn_predict_layers": 0,
+    "num_key_value_heads": 4,
+}
+SINKS = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5}
+CHUNKED = {
+    "intermediate_size_mlp": 40,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 1,
+    "attention_chunk_size": 8,
+    "floor_scale": 6,
+    "no_rope_layers": [1, 0],
+    "interleave_moe_layer_step": 1,
+}
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: LlamaConfig(**COMMON, attention_bias=True, tie_word_embeddings=True),
+    "qwen3": lambda: Qwen3Config(**COMMON),
+    "qwen3_moe": lambda: Qwen3MoeConfig(**COMMON, **EXPERTS, norm_topk_prob=True, mlp_only_layers=[1]),
+    "deepseek": lambda: DeepseekV3Config(**{**COMMON, "head_dim": None, **LATENT}),
+    "gpt_oss": lambda: GptOssConfig(**COMMON, **SINKS, rope_parameters={"rope_type": "default", "rope_theta": 1e4}),
+    "llama4": lambda: Llama4TextConfig(
+        **COMMON, **CHUNKED, rope_parameters={"rope_type": "default", "rope_theta": 1e4}
+    ),
+    "llama4_top2": lambda: Llama4TextConfig(
+        **{**COMMON, **CHUNKED, "num_experts_per_tok": 2, "use_qk_norm": False},
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    ),
+}
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+    ),
+]
+LIMIT = 1e-4
+
+
+def steps() -> list[dict[int, Sequence[int]]]:
+    """Whole prompts and chunks, a chunk end inside a block beside a decode, then decodes alone."""
+    tokens = torch.randint(3, 41, (3, 24), generator=torch.Generator().manual_seed(5)).tolist()
+    return [
+        {0: tokens[0][:1], 1: tokens[1][:9]},
+        {0: tokens[0][1:2], 1: tokens[1][9:14], 2: tokens[2][:6]},
+        {1: tokens[1][14:15], 0: tokens[0][2:3], 2: tokens[2][6:7]},
+        {2: tokens[2][7:8], 1: tokens[1][15:16]},
+    ]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_backends_agree(
+    family: str, device: str, save_random_model: Any, paged_sequences: Any, logits_error: Any, tmp_path: Path
+) -> None:
+    save_random_model(CONFIGS[family]())
+    runs = []
+    for name, place in ((BackendName.TORCH, "cpu"), (BackendName.TRITON, device)):
+        model = load_model(tmp_path, device=torch.device(place), dtype=torch.float32, backend=name)
+        run = paged_sequences(model)
+        for _ in range(3):
+            run.add()
+        runs.append(run)
+    for number, new in enumerate(steps()):
+        expected, actual = (run.step(new).cpu() for run in runs)
+        assert logits_error(actual, expected) < LIMIT, f"step {number}"
+
+
+def test_many_rows_take_the_other_products(
+    save_random_model: Any, paged_sequences: Any, logits_error: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond the few rows of decode, weights go to the ordinary matrix product."""
+    from tandem_worker.layers import triton
+
+    save_random_model(CONFIGS["llama"]())
+    logits = []
+    for name, few in ((BackendName.TORCH, 64), (BackendName.TRITON, 0)):
+        monkeypatch.setattr(triton, "MAX_FEW_ROWS", few)
+        run = paged_sequences(load_model(tmp_path, device=torch.device("cpu"), dtype=torch.float32, backend=name))
+        run.add()
+        logits.append(run.step({0: [3, 4, 5]}))
+    assert logits_error(logits[1], logits[0]) < LIMIT
+
+
+def test_the_device_chooses_and_a_name_overrides() -> None:
+    assert select_backend(torch.device("cpu")) is BackendName.TORCH
+    assert select_backend(torch.device("cuda")) is BackendName.TRITON
+    assert all(build_backend(name).name is name for name in BackendName)

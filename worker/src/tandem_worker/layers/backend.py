@@ -1,0 +1,84 @@
+"""What a model is built from: torch's operations, or the Triton kernels.
+
+This is the one place that chooses. A `WeightLoader` carries the choice to the families and layers, which build their
+parts from its classes and never ask where a tensor lives. Both backends run on any device, the kernels through their
+twins where no GPU is and Triton does not interpret, so the wiring of one is tested against the other on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tandem_worker.layers.linear import Linear
+from tandem_worker.layers.mlp import GatedMLP
+from tandem_worker.layers.moe import Experts
+from tandem_worker.layers.norm import HeadNorm, RMSNorm
+from tandem_worker.layers.rotary import Rotation
+from tandem_worker.layers.routers import Route, Router
+
+if TYPE_CHECKING:
+    from tandem_worker.attention.base import AttentionBackend
+    from tandem_worker.layers.attention import SelfAttention
+
+
+class BackendName(StrEnum):
+    TORCH = "torch"
+    TRITON = "triton"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backend:
+    """The classes that layers are made of."""
+
+    name: BackendName
+    keeps_packed: bool
+    """Quantized weights stay as they are; otherwise they are dequantized at load."""
+    attention: Callable[[], AttentionBackend]
+    linear: type[Linear]
+    norm: type[RMSNorm]
+    head_norm: type[HeadNorm]
+    rotation: type[Rotation]
+    self_attention: type[SelfAttention]
+    mlp: type[GatedMLP]
+    experts: type[Experts]
+    route: Callable[[Router], Route]
+    """The function that chooses experts by a router's rule."""
+    layer: Callable[..., Any] | None = None
+    """In place of `PreNormLayer`, with its arguments."""
+
+
+@lru_cache(maxsize=2)
+def build_backend(name: BackendName) -> Backend:
+    """The backend of that name. Triton is imported only for its own."""
+    from tandem_worker.layers.attention import SelfAttention
+
+    if name is BackendName.TRITON:
+        from tandem_worker.layers.triton import TRITON
+
+        return TRITON
+    from tandem_worker.attention.cpu import CPUAttention
+
+    return Backend(
+        name=name,
+        keeps_packed=False,
+        attention=CPUAttention,
+        linear=Linear,
+        norm=RMSNorm,
+        head_norm=HeadNorm,
+        rotation=Rotation,
+        self_attention=SelfAttention,
+        mlp=GatedMLP,
+        experts=Experts,
+        route=lambda router: router,
+    )
+
+
+def select_backend(device: torch.device) -> BackendName:
+    """The kernels on a GPU, torch elsewhere."""
+    return BackendName.TRITON if device.type == "cuda" else BackendName.TORCH
