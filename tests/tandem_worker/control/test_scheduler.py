@@ -21,9 +21,16 @@ MAX_BATCH_TOKENS = 16
 
 
 class Driver:
-    """Runs plans and checks each against what any plan must keep."""
+    """Runs plans and checks each against what any plan must keep.
 
-    def __init__(self, num_blocks: int = 50, **limits: Any) -> None:
+    `ahead`: the tokens of a step become known only after the next one was planned, where the plans allow it.
+    """
+
+    def __init__(self, num_blocks: int = 50, *, ahead: bool = False, **limits: Any) -> None:
+        self.ahead = ahead
+        self.under_way: tuple[StepPlan, list[Sequence]] | None = None
+        self.cancelled = False
+        """The next step that is finished has failed."""
         self.limits = SchedulerLimits(**({"max_batch_tokens": MAX_BATCH_TOKENS, "max_running": 8} | limits))
         self.now = 0.0
         self.blocks = BlockManager(num_blocks + 1, BLOCK_SIZE)
@@ -31,11 +38,11 @@ class Driver:
         self.requests: list[Request] = []
         self.finished: list[str] = []
 
-    def add(self, prompt: list[int], max_tokens: int = 4, **fields: Any) -> Request:
+    def add(self, prompt: list[int], max_tokens: int = 4, *, lockstep: bool = False, **fields: Any) -> Request:
         request = Request(
             id=str(len(self.requests)),
             prompt=tuple(prompt),
-            sampling=SamplingParams(max_tokens=max_tokens),
+            sampling=SamplingParams(max_tokens=max_tokens, stop_token_ids=frozenset(fields.pop("stop", ()))),
             arrival=self.now,
             chain_root=ROOT,
             prompt_chain=extend_chain(ROOT, prompt, BLOCK_SIZE),
@@ -43,17 +50,33 @@ class Driver:
         )
         self.requests.append(request)
         self.scheduler.add(request)
+        for choice in request.choices:
+            choice.lockstep = lockstep
         return request
 
     def step(self) -> StepPlan:
         self.now += 1
         plan = self.scheduler.schedule()
         self.check_plan(plan)
-        self.scheduler.complete(plan)
-        for sequence in list(plan.sequences()):
-            if sequence.decoding:
-                self.accept(sequence)
+        producing = [*plan.decodes, *(chunk.sequence for chunk in plan.chunks if chunk.final)]
+        before, self.under_way = self.under_way, None
+        if before is not None:
+            self.finish_step(*before)
+        if self.ahead and not plan.lockstep and not plan.empty:
+            self.under_way = (plan, producing)
+        else:
+            self.finish_step(plan, producing)
         return plan
+
+    def finish_step(self, plan: StepPlan, producing: list[Sequence]) -> None:
+        if self.cancelled:
+            self.cancelled = False
+            self.scheduler.cancel(plan)
+            return
+        self.scheduler.complete(plan)
+        for sequence in producing:
+            if sequence.state is not SequenceState.FINISHED:
+                self.accept(sequence)
 
     def accept(self, sequence: Sequence) -> None:
         request = sequence.request
@@ -65,9 +88,16 @@ class Driver:
             self.scheduler.fork(request)
             choices = request.choices
         for choice in choices:
-            self.scheduler.append_token(choice, (7 * choice.num_tokens + choice.choice) % 5)
-            if len(choice.output) >= request.sampling.max_tokens:
+            token = (7 * choice.num_tokens + choice.choice) % 5
+            self.scheduler.append_token(choice, token)
+            if len(choice.output) >= request.sampling.max_tokens or token in request.sampling.stop_token_ids:
                 self.finish(choice)
+
+    def settle(self) -> None:
+        """Finish the step that is under way."""
+        if self.under_way is not None:
+            self.finish_step(*self.under_way)
+            self.under_way = None
 
     def finish(self, sequence: Sequence) -> None:
         self.scheduler.finish(sequence)
@@ -77,6 +107,7 @@ class Driver:
     def run(self, max_steps: int = 2000) -> None:
         for _ in range(max_steps):
             if all(request.num_open == 0 for request in self.requests):
+                self.settle()
                 return
             self.step()
         raise AssertionError("requests starve")
@@ -93,9 +124,12 @@ class Driver:
             assert chunk.start % BLOCK_SIZE == 0
             assert chunk.final or chunk.end % BLOCK_SIZE == 0
         written: set[int] = set()
-        for sequence, start, end in [(s, s.num_computed, s.num_computed + 1) for s in plan.decodes] + [
+        for sequence, start, end in [(s, s.num_planned - 1, s.num_planned) for s in plan.decodes] + [
             (chunk.sequence, chunk.start, chunk.end) for chunk in plan.chunks
         ]:
+            assert end <= sequence.last_input or sequence.request.serves_peer or end == sequence.num_prompt, (
+                "nobody asked"
+            )
             for index in range(start // BLOCK_SIZE, (end - 1) // BLOCK_SIZE + 1):
                 block = sequence.block_ids[index]
                 assert self.blocks.num_holders(block) == 1, "a shared block is written"
@@ -110,6 +144,8 @@ class Driver:
         for choice in choices:
             for block in choice.block_ids:
                 holders[block] = holders.get(block, 0) + 1
+        assert all(c.state is not SequenceState.FINISHED or not c.block_ids or c.under_way for c in choices)
+        assert all(c.num_computed == c.num_planned for c in choices) or self.under_way is not None
         assert all(self.blocks.num_holders(b) == holders.get(b, 0) for b in range(1, self.blocks.num_blocks + 1))
         assert scheduler.rows == sorted(scheduler.running, key=lambda s: s.row)
         assert [s.row for s in scheduler.rows] == list(range(len(scheduler.rows)))
@@ -117,7 +153,7 @@ class Driver:
         assert scheduler.num_waiting == sum(c.state is SequenceState.WAITING for c in choices)
         assert scheduler.running_tokens == sum(c.num_tokens for c in scheduler.running)
         queued = sum(
-            c.num_tokens - c.num_computed
+            c.num_tokens - c.num_planned
             for c in choices
             if c.state in (SequenceState.WAITING, SequenceState.RUNNING, SequenceState.RECEIVING) and not c.decoding
         )
@@ -254,11 +290,12 @@ PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=30)
         max_size=12,
     ),
     st.integers(13, 30),
+    st.booleans(),
 )
 def test_everything_finishes_and_every_block_comes_back(
-    arrivals: list[tuple[list[int], int, int, int, int]], num_blocks: int
+    arrivals: list[tuple[list[int], int, int, int, int]], num_blocks: int, ahead: bool
 ) -> None:
-    driver = Driver(num_blocks=num_blocks)
+    driver = Driver(num_blocks=num_blocks, ahead=ahead)
     for prompt, max_tokens, n, priority, steps in arrivals:
         driver.add(prompt, max_tokens, n=n, priority=priority)
         for _ in range(steps):
@@ -272,13 +309,23 @@ def test_everything_finishes_and_every_block_comes_back(
 class Life(RuleBasedStateMachine):
     """Anything a client, a peer or a prefill worker may do, at any time."""
 
+    AHEAD = False
+
     def __init__(self) -> None:
         super().__init__()
-        self.driver = Driver(num_blocks=16, local_prefill_max_tokens=4)
+        self.driver = Driver(num_blocks=16, local_prefill_max_tokens=4, ahead=self.AHEAD)
 
-    @rule(prompt=PROMPTS, max_tokens=st.integers(1, 12), n=st.integers(1, 3), remote=st.booleans())
-    def submit(self, prompt: list[int], max_tokens: int, n: int, remote: bool) -> None:
-        self.driver.add(prompt, max_tokens, n=n, endpoints=("p:1",) if remote else ())
+    @rule(
+        prompt=PROMPTS,
+        max_tokens=st.integers(1, 12),
+        n=st.integers(1, 3),
+        remote=st.booleans(),
+        lockstep=st.sampled_from([False, False, False, True]),
+        stop=st.sets(st.integers(0, 4), max_size=1),
+    )
+    def submit(self, prompt: list[int], max_tokens: int, n: int, remote: bool, lockstep: bool, stop: set[int]) -> None:
+        endpoints = ("p:1",) if remote else ()
+        self.driver.add(prompt, max_tokens, n=n, endpoints=endpoints, lockstep=lockstep, stop=stop)
 
     @rule(prompt=PROMPTS)
     def submit_peer(self, prompt: list[int]) -> None:
@@ -288,6 +335,15 @@ class Life(RuleBasedStateMachine):
     def steps(self, steps: int) -> None:
         for _ in range(steps):
             self.driver.step()
+
+    @rule()
+    def fail_a_step(self) -> None:
+        """It was not computed, and is tried again."""
+        self.driver.settle()
+        self.driver.cancelled = True
+        self.driver.step()
+        self.driver.settle()
+        self.driver.cancelled = False
 
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
@@ -323,9 +379,17 @@ class Life(RuleBasedStateMachine):
             if not any(request.num_open for request in driver.requests):
                 break
             driver.step()
+        driver.settle()
+        driver.check_counts()
         assert not any(request.num_open for request in driver.requests), "requests starve"
         assert driver.blocks.num_held == 0
 
 
-TestLife = Life.TestCase
-TestLife.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+class LifeAhead(Life):
+    """The same, while tokens become known one step late."""
+
+    AHEAD = True
+
+
+TestLife, TestLifeAhead = Life.TestCase, LifeAhead.TestCase
+TestLife.settings = TestLifeAhead.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -7,10 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tandem_worker.control.params import SamplingParams
+from tandem_worker.control.params import SamplingParams, TokenLogprob
 from tandem_worker.control.request import Request, Sequence
 from tandem_worker.engine.draws import draw_uniform
-from tandem_worker.engine.sampler import NO_TOKEN, sample, score_prompt
+from tandem_worker.engine.sampler import NO_TOKEN, choose_tokens, compute_logprobs, score_prompt
 from tandem_worker.engine.sampling_state import SamplingState
 
 VOCAB = 600
@@ -30,6 +30,11 @@ def build_sequence(output: list[int] | None = None, *, choice: int = 0, prompt: 
 
 def random_logits(rows: int, seed: int = 0, scale: float = 3.0) -> torch.Tensor:
     return torch.randn((rows, VOCAB), generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def sample(logits: torch.Tensor, sequences: list[Sequence]) -> tuple[list[int], dict[int, TokenLogprob]]:
+    tokens = choose_tokens(logits, sequences).tolist()
+    return tokens, compute_logprobs(logits, sequences, tokens)
 
 
 def frequencies(logits: torch.Tensor, count: int = 2000, **params: Any) -> torch.Tensor:
@@ -126,11 +131,11 @@ def test_penalties_are_kept_up_to_date_and_can_be_rebuilt() -> None:
     going_on = build_sequence(**params)
     logits = random_logits(1, scale=0.2)
     for _ in range(12):
-        (token,), _ = sample(logits.clone(), [going_on])
-        going_on.sampler_state.accept(token)
-        going_on.output.append(token)
         rebuilt = build_sequence(list(going_on.output), **params)
-        assert sample(logits.clone(), [rebuilt])[0] == sample(logits.clone(), [going_on])[0]
+        (expected,), _ = sample(logits.clone(), [rebuilt])
+        (token,), _ = sample(logits.clone(), [going_on])
+        assert token == expected
+        going_on.output.append(token)
     assert len(set(going_on.output)) > 1
 
 

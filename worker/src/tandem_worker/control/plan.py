@@ -52,6 +52,8 @@ class StepPlan:
     orders: list[Sequence] = field(default_factory=list[Sequence])
     """Now RECEIVING: their remote prefill is to be started."""
     num_preempted: int = 0
+    lockstep: bool = False
+    """The next step cannot be planned before this one's tokens are known: the host has a part in choosing them."""
 
     @property
     def empty(self) -> bool:

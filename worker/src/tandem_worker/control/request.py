@@ -67,6 +67,11 @@ class Request:
     choices: list[Sequence] = field(default_factory=list["Sequence"])
 
     @property
+    def starts_on_host(self) -> bool:
+        """Between the prompt's logits and the second token there is something that only the host can do."""
+        return self.n > 1 or self.serves_peer or self.prompt_logprobs is not None or self.sampling.max_tokens == 0
+
+    @property
     def num_open(self) -> int:
         return sum(1 for choice in self.choices if choice.state is not SequenceState.FINISHED)
 
@@ -74,18 +79,24 @@ class Request:
 class Sequence:
     """One choice: its tokens, how many of them have their KV computed, and where that is.
 
-    Invariants: `num_computed <= num_tokens`; while RUNNING, `block_ids` covers `num_computed` tokens and chunks begin
-    at block boundaries; `chain` names at least the first `num_named` blocks.
+    Invariants: `num_computed <= num_planned`, and the two are equal unless a step under way computes this sequence;
+    `num_computed <= num_tokens`, while `num_planned` may count tokens that are chosen but not known here yet; while
+    RUNNING, `block_ids` covers `num_planned` tokens and chunks begin at block boundaries; `chain` names at least the
+    first `num_named` blocks.
     """
 
     __slots__ = (
         "block_ids",
         "chain",
         "choice",
+        "chosen_at",
         "decoding",
         "key",
+        "last_input",
+        "lockstep",
         "num_computed",
         "num_named",
+        "num_planned",
         "num_prompt",
         "num_synced",
         "output",
@@ -106,10 +117,17 @@ class Sequence:
         self.state = SequenceState.WAITING if choice == 0 else SequenceState.PARKED
         self.prompt = request.prompt
         self.num_prompt = len(request.prompt)
+        self.last_input = self.num_prompt + request.sampling.max_tokens - 1
+        """Position of the token that is never computed: the answer's last."""
         self.output: list[int] = []
         self.num_computed = 0
+        """Tokens whose KV finished steps have computed."""
+        self.num_planned = 0
+        """The same, with those of the steps under way."""
         self.decoding = False
-        """All tokens but the newest are computed: the next step is one token."""
+        """All tokens but the newest are computed or planned: the next step is one token."""
+        self.lockstep = False
+        """The host must see each token of this sequence before the next one can be chosen."""
         self.block_ids: list[int] = []
         self.chain: list[bytes] = request.prompt_chain
         self.num_named = 0
@@ -122,6 +140,8 @@ class Sequence:
         """This sequence's share of the scheduler's count of prompt tokens to be computed."""
         self.retry_required = 0
         """Blocks this sequence lacked when it was last refused; 0 when it was not."""
+        self.chosen_at = 0
+        """Place of this sequence's newest token among those that the step under way chooses."""
         self.sampler_state: Any = None
         """Belongs to the engine's sampler; survives preemption."""
 
@@ -131,6 +151,16 @@ class Sequence:
     @property
     def num_tokens(self) -> int:
         return self.num_prompt + len(self.output)
+
+    @property
+    def next_position(self) -> int:
+        """Position of the token that is chosen next: behind all that are known, and those that are planned."""
+        return max(self.num_planned, self.num_tokens)
+
+    @property
+    def under_way(self) -> bool:
+        """A step that is not finished reads and writes this sequence's blocks."""
+        return self.num_planned > self.num_computed
 
     def move_to(self, state: SequenceState) -> None:
         assert state is SequenceState.FINISHED or state in _NEXT_STATES[self.state], f"{self.state} to {state}"

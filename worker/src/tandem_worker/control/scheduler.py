@@ -8,6 +8,10 @@ largest key gives up its own, so the first in order always advances and every se
 A sequence gets the blocks of all its known tokens on admission; later it takes one block at a time. Chunks end at
 block boundaries except the last, so each prompt block is completed by exactly one step. The work of a step is
 proportional to the sequences in it; the prefix cache is walked once per admission.
+
+Steps are scheduled, then completed or cancelled, in this order. One more may be scheduled before the last one is
+completed, unless that one is `lockstep`: its sequences then decode tokens that are not known here yet. A sequence that
+ends meanwhile keeps its blocks until the steps that still write to them are over.
 """
 
 from __future__ import annotations
@@ -77,7 +81,7 @@ class Scheduler:
                 continue
             choice.block_ids = list(leader.block_ids)
             self.blocks.hold(choice.block_ids)
-            choice.num_computed = leader.num_computed
+            choice.num_computed = choice.num_planned = leader.num_computed
             choice.num_named = leader.num_named
             choice.decoding = leader.decoding
             self._start_running(choice)
@@ -93,8 +97,10 @@ class Scheduler:
         """End a sequence in any state and let go of its blocks. The caller has cancelled writes of a RECEIVING one."""
         if sequence.state is SequenceState.FINISHED:
             return
-        self._leave(sequence)
+        self._withdraw(sequence)
         sequence.move_to(SequenceState.FINISHED)
+        if not sequence.under_way:
+            self._release_blocks(sequence)
         if len(self._waiting) > 2 * self.num_waiting + 64:
             self._waiting = [waiting for waiting in self._waiting if waiting.state is SequenceState.WAITING]
             heapq.heapify(self._waiting)
@@ -108,7 +114,7 @@ class Scheduler:
     def receive_done(self, sequence: Sequence) -> None:
         """The prefill worker wrote all prompt blocks; the caller samples the first token from its logits."""
         self.receiving.discard(sequence)
-        sequence.num_computed = sequence.num_tokens
+        sequence.num_computed = sequence.num_planned = sequence.num_tokens
         self._start_running(sequence)
         self._name_full_blocks(sequence)
         sequence.decoding = True
@@ -137,14 +143,40 @@ class Scheduler:
         """The forward pass succeeded: tokens count as computed, full blocks get their names."""
         block_size = self.blocks.block_size
         for sequence in plan.decodes:
-            sequence.num_computed += 1
-            if not sequence.num_computed % block_size:
-                self._name_full_blocks(sequence)
+            if sequence.state is SequenceState.RUNNING:
+                sequence.num_computed += 1
+                if not sequence.num_computed % block_size:
+                    self._name_full_blocks(sequence)
+            else:
+                self._settle(sequence, 1)
         for sequence, _, length in plan.chunks:
-            sequence.num_computed += length
-            self._name_full_blocks(sequence)
-            sequence.decoding = sequence.num_computed == sequence.num_tokens
-            self._count_queued(sequence)
+            if sequence.state is SequenceState.RUNNING:
+                sequence.num_computed += length
+                self._name_full_blocks(sequence)
+            else:
+                self._settle(sequence, length)
+
+    def cancel(self, plan: StepPlan) -> None:
+        """The forward pass was not made, or failed: nothing of it counts."""
+        for sequence in plan.decodes:
+            if sequence.state is SequenceState.RUNNING:
+                sequence.num_planned -= 1
+            else:
+                self._settle(sequence, 1)
+        for sequence, _, length in plan.chunks:
+            if sequence.state is SequenceState.RUNNING:
+                sequence.num_planned -= length
+                sequence.decoding = False
+                self._count_queued(sequence)
+            else:
+                self._settle(sequence, length)
+
+    def _settle(self, sequence: Sequence, length: int) -> None:
+        """A step is over for a sequence that left in the meantime; a preempted one has given its blocks back before."""
+        if sequence.state is SequenceState.FINISHED and sequence.under_way:
+            sequence.num_planned -= length
+            if not sequence.under_way:
+                self._release_blocks(sequence)
 
     def _plan_decodes(self, plan: StepPlan) -> list[Sequence]:
         """Give every decode its slot. The sequences that are still prefilling, in order."""
@@ -154,10 +186,12 @@ class Scheduler:
             sequence = running[index]
             if not sequence.decoding:
                 prefilling.append(sequence)
-            elif self._reserve_slot(sequence, plan):
+            elif sequence.num_planned < sequence.last_input:  # else the step under way chooses its last token
+                if not self._reserve_slot(sequence, plan):
+                    continue  # it preempted itself: the next one has moved to this index
+                sequence.num_planned += 1
                 plan.decodes.append(sequence)
-            else:
-                continue  # it preempted itself: the next one has moved to this index
+                plan.lockstep |= sequence.lockstep
             index += 1
         if plan.num_preempted:
             return [sequence for sequence in prefilling if sequence.state is SequenceState.RUNNING]
@@ -165,7 +199,7 @@ class Scheduler:
 
     def _reserve_slot(self, sequence: Sequence, plan: StepPlan) -> bool:
         """Make sure that the next token's KV has a place of its own. False: the sequence was preempted."""
-        index = sequence.num_computed // self.blocks.block_size
+        index = sequence.num_planned // self.blocks.block_size
         blocks, block_ids = self.blocks, sequence.block_ids
         fresh = index == len(block_ids)
         if not fresh and not blocks.is_shared(block_ids[index]):
@@ -192,7 +226,8 @@ class Scheduler:
         return next(sequence for sequence in reversed(self.running) if not sequence.request.serves_peer)
 
     def _preempt(self, sequence: Sequence) -> None:
-        self._leave(sequence)
+        self._withdraw(sequence)
+        self._release_blocks(sequence)
         sequence.move_to(SequenceState.WAITING)
         self._enqueue(sequence)
         self.preemptions_total += 1
@@ -203,7 +238,7 @@ class Scheduler:
         return budget
 
     def _add_chunk(self, plan: StepPlan, sequence: Sequence, budget: int) -> int:
-        start = sequence.num_computed
+        start = sequence.num_planned
         length = sequence.num_tokens - start
         if sequence.request.prompt_logprobs is not None:
             budget = min(budget, max(self._limits.max_scored_chunk, self.blocks.block_size))
@@ -211,6 +246,13 @@ class Scheduler:
             length = budget - budget % self.blocks.block_size
         if length:
             plan.chunks.append(Chunk(sequence, start, length))
+            sequence.num_planned += length
+            if sequence.num_planned == sequence.num_tokens:
+                sequence.decoding = True
+                plan.lockstep |= sequence.lockstep or (not sequence.output and sequence.request.starts_on_host)
+            elif sequence.request.prompt_logprobs is not None:
+                plan.lockstep = True
+            self._count_queued(sequence)
         return length
 
     def _admit(self, plan: StepPlan, budget: int) -> None:
@@ -267,7 +309,7 @@ class Scheduler:
         blocks.hold(matched)
         sequence.block_ids = matched + blocks.allocate(num_total - len(matched))
         sequence.num_named = len(matched)
-        sequence.num_computed = len(matched) * blocks.block_size
+        sequence.num_computed = sequence.num_planned = len(matched) * blocks.block_size
         request = sequence.request
         if not request.admitted:  # what is found after a preemption is this request's own work
             request.admitted = True
@@ -301,8 +343,8 @@ class Scheduler:
         self.running_tokens -= sequence.num_tokens
         self._count_queued(sequence)
 
-    def _leave(self, sequence: Sequence) -> None:
-        """Take a sequence out of wherever it is; its blocks stay cached as far as they have names."""
+    def _withdraw(self, sequence: Sequence) -> None:
+        """Take a sequence out of wherever it is."""
         if sequence.state is SequenceState.RUNNING:
             self._stop_running(sequence)
         elif sequence.state is SequenceState.WAITING:
@@ -311,10 +353,13 @@ class Scheduler:
         self.held.discard(sequence)
         self.queued_prefill_tokens -= sequence.queued_tokens
         sequence.queued_tokens = 0
+
+    def _release_blocks(self, sequence: Sequence) -> None:
+        """Let go of a sequence's blocks; they stay cached as far as they have names."""
         if sequence.block_ids:
             self.blocks.release(sequence.block_ids, sequence.chain[: sequence.num_named], self._clock())
         sequence.block_ids = []
-        sequence.num_computed = sequence.num_named = 0
+        sequence.num_computed = sequence.num_planned = sequence.num_named = 0
         sequence.decoding = False
 
     def _name_full_blocks(self, sequence: Sequence) -> None:
@@ -328,6 +373,6 @@ class Scheduler:
 
     def _count_queued(self, sequence: Sequence) -> None:
         """Bring this sequence's share of `queued_prefill_tokens` up to date."""
-        tokens = 0 if sequence.decoding else sequence.num_tokens - sequence.num_computed
+        tokens = 0 if sequence.decoding else sequence.num_tokens - sequence.num_planned
         self.queued_prefill_tokens += tokens - sequence.queued_tokens
         sequence.queued_tokens = tokens

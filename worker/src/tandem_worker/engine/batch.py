@@ -80,7 +80,10 @@ class BatchBuilder:
         self._block_size = block_size
         self._device = device
 
-    def build(self, plan: StepPlan, on_layer: Callable[[int], None] | None) -> tuple[ForwardBatch, LogitsLayout]:
+    def build(
+        self, plan: StepPlan, on_layer: Callable[[int], None] | None, chosen: torch.Tensor | None = None
+    ) -> tuple[ForwardBatch, LogitsLayout]:
+        """`chosen`: `[N]` tokens of the step under way, each at its sequence's `chosen_at`."""
         decodes = sorted(plan.decodes, key=_row_of)
         sequences = decodes + [chunk.sequence for chunk in plan.chunks]
         self.table.sync(sequences)
@@ -94,6 +97,9 @@ class BatchBuilder:
             context_lens.append(chunk.end)
         layout, logits_rows = self._layout(decodes, plan.chunks)
         inputs = self._to_device(np.concatenate(arrays, axis=1) if plan.chunks else arrays[0])
+        if min(tokens, default=0) < 0:
+            assert chosen is not None
+            self._fill_late(inputs[0], arrays[0][0], chosen)
         lengths = np.zeros((2, len(sequences) + 1), dtype=np.int32)
         np.cumsum(query_lens, out=lengths[0, 1:])
         lengths[1, :-1] = context_lens
@@ -116,13 +122,26 @@ class BatchBuilder:
 
     def _decode_arrays(self, decodes: list[Sequence]) -> tuple[list[int], list[int], list[int]]:
         size = self._block_size
-        tokens = [sequence.output[-1] for sequence in decodes]
-        positions = [sequence.num_computed for sequence in decodes]
+        positions = [sequence.num_planned - 1 for sequence in decodes]
+        tokens = [
+            sequence.output[-1] if position < sequence.num_prompt + len(sequence.output) else ~sequence.chosen_at
+            for sequence, position in zip(decodes, positions, strict=True)
+        ]
         slots = [
             sequence.block_ids[position // size] * size + position % size
             for sequence, position in zip(decodes, positions, strict=True)
         ]
         return tokens, positions, slots
+
+    def _fill_late(self, token_ids: torch.Tensor, known: np.ndarray, chosen: torch.Tensor) -> None:
+        """Take the tokens that the host does not know yet from where they were chosen; `known` has `~place` there."""
+        rows = np.flatnonzero(known < 0)
+        places, count = ~known[rows], len(rows)
+        if rows[-1] == count - 1 and np.array_equal(places, rows):
+            token_ids[:count].copy_(chosen[:count])
+        else:
+            index = self._to_device(np.stack([rows, places]))
+            token_ids[index[0]] = chosen[index[1]]
 
     def _chunk_arrays(self, chunk: Chunk) -> np.ndarray:
         """`[3, length]`: token ids, positions, slots. Chunks begin at a block boundary."""

@@ -31,9 +31,12 @@ def build_engine(
     model_digest: str = "",
     max_queued_requests: int = 1024,
     cuda_graphs: bool = False,
+    runs_ahead: bool | None = None,
     clock: Callable[[], float] | None = None,
 ) -> EngineCore:
     """An engine that starts with its first request. Raises StartupError when memory or lengths do not fit.
+
+    `runs_ahead` (see `StepRunner`): None is yes on a GPU; a CPU computes on the thread that would plan meanwhile.
 
     The model serves this engine alone: it may keep scratch space between calls. `cuda_graphs` records decode steps.
     A prefill client that needs the engine's `kv_cache` may be set afterwards, as `engine.prefill_client`.
@@ -60,6 +63,7 @@ def build_engine(
         max_model_len=max_model_len,
         model_digest=model_digest,
         max_queued_requests=max_queued_requests,
+        runs_ahead=model.device.type == "cuda" if runs_ahead is None else runs_ahead,
         target_step_seconds=_CPU_STEP_SECONDS if model.device.type == "cpu" else None,
         **clocks,
     )

@@ -52,6 +52,7 @@ class EngineCore:
         model_digest: str,
         max_queued_requests: int,
         target_step_seconds: float | None,
+        runs_ahead: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.max_model_len = max_model_len
@@ -67,6 +68,7 @@ class EngineCore:
             eos_token_ids=eos_token_ids,
             target_step_seconds=target_step_seconds,
             is_abandoned=self._is_abandoned,
+            runs_ahead=runs_ahead,
         )
         self._wake = threading.Condition()
         self._commands: deque[Callable[[], None]] = deque()

@@ -9,12 +9,22 @@ import torch
 from tandem_worker.control.plan import StepPlan
 from tandem_worker.engine.batch import BatchBuilder
 from tandem_worker.engine.cuda_graphs import DecodeGraphs, Recorder, plan_batch_sizes
+from tandem_worker.engine.host_copy import HostCopier, HostCopy, build_copier
+from tandem_worker.engine.sampler import choose_tokens
 from tandem_worker.engine.step import StepOutput
 from tandem_worker.models.base import CausalLM, KVCache
 
 
 class ModelExecutor:
-    def __init__(self, model: CausalLM, kv_cache: KVCache, *, max_rows: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        kv_cache: KVCache,
+        *,
+        max_rows: int,
+        max_model_len: int,
+        copier: HostCopier | None = None,
+    ) -> None:
         self.model = model
         self.kv_cache = kv_cache
         block_size = kv_cache.spec.block_size
@@ -24,6 +34,8 @@ class ModelExecutor:
             max_rows=max_rows, max_blocks=self._max_blocks, block_size=block_size, device=model.device
         )
         self._graphs: DecodeGraphs | None = None
+        self._copier = copier or build_copier(model.device)
+        self._chosen: torch.Tensor | None = None
 
     @property
     def num_layers(self) -> int:
@@ -50,12 +62,24 @@ class ModelExecutor:
 
     def run(self, plan: StepPlan, on_layer: Callable[[int], None] | None) -> StepOutput:
         self._copy_blocks(plan.copies)
-        batch, layout = self._builder.build(plan, on_layer)
+        batch, layout = self._builder.build(plan, on_layer, self._chosen)
         if self._graphs is not None and not plan.chunks:
             logits = self._graphs.run(batch)
             if logits is not None:
                 return StepOutput(logits, layout)
         return StepOutput(self.model.forward(batch, self.kv_cache), layout)
+
+    def choose(self, output: StepOutput) -> HostCopy:
+        """Launch the choice of every next token, `[N]` int64 in the order of `layout.sequences`.
+
+        The next `run` may decode them before they are on the host.
+        """
+        logits, layout = output
+        tokens = choose_tokens(logits if layout.rows is None else logits[layout.rows], layout.sequences)
+        for place, sequence in enumerate(layout.sequences):
+            sequence.chosen_at = place
+        self._chosen = tokens.clamp(min=0)  # after NO_TOKEN nothing follows, but the lookup must not fail
+        return self._copier.start(tokens)
 
     def load_logits(self, data: bytes) -> torch.Tensor | None:
         """`[1, vocab]` from a peer's bytes; None when they are not one row of this model's."""

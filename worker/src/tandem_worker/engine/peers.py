@@ -17,7 +17,10 @@ class PeerPrefill:
     listener: LayerListener
     request: Request
     reported: int
-    """Prompt blocks before this index are with the peer, or have been reported for every layer."""
+    """Prompt blocks before this index are with the peer, or are reported by the steps so far planned.
+
+    A step that fails or is abandoned ends every peer's prompt in it, so nothing is ever reported again.
+    """
 
     @property
     def sequence(self) -> Sequence:
@@ -45,6 +48,7 @@ def plan_reports(plan: StepPlan, peers: dict[str, PeerPrefill], block_size: int)
         end = _count_complete(chunk, block_size)
         if end > peer.reported:
             reports.append(LayerReport(peer, peer.reported, tuple(chunk.sequence.block_ids[peer.reported : end])))
+            peer.reported = end
     return reports
 
 
@@ -56,10 +60,6 @@ class LayerReport:
 
     def send(self, layer: int) -> None:
         self.peer.listener.blocks_ready(self.peer.request.id, layer, self.first_index, self.block_ids)
-
-    def confirm(self) -> None:
-        """The step succeeded: every layer has been reported."""
-        self.peer.reported = self.first_index + len(self.block_ids)
 
 
 def _count_complete(chunk: Chunk, block_size: int) -> int:

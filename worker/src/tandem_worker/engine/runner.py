@@ -23,7 +23,7 @@ from tandem_worker.engine.executor import ModelExecutor, is_fatal
 from tandem_worker.engine.meter import SpeedMeter
 from tandem_worker.engine.outputs import build_final_delta, build_token_delta, decide_outcome
 from tandem_worker.engine.peers import LayerReport, PeerPrefill, plan_reports
-from tandem_worker.engine.sampler import NO_TOKEN, sample, score_prompt
+from tandem_worker.engine.sampler import NO_TOKEN, choose_tokens, compute_logprobs, score_prompt
 from tandem_worker.engine.sampling_state import SamplingState
 from tandem_worker.engine.step import PendingStep, StepAbandonedError
 
@@ -52,7 +52,9 @@ class StepRunner:
         eos_token_ids: frozenset[int],
         target_step_seconds: float | None,
         is_abandoned: Callable[[StepPlan], bool] = lambda plan: False,
+        runs_ahead: bool = False,
     ) -> None:
+        """`runs_ahead`: steps are launched before the tokens of the one before are known, where that is possible."""
         self.scheduler = scheduler
         self.executor = executor
         self.prefill_client: PrefillClient | None = None
@@ -64,6 +66,10 @@ class StepRunner:
         self._eos_token_ids = eos_token_ids
         self._target_step_seconds = target_step_seconds
         self._is_abandoned = is_abandoned
+        self._runs_ahead = runs_ahead
+        self._under_way: PendingStep | None = None
+        """Launched, and finished after the next one is launched."""
+        self._last_finish = 0.0
         self._generations = itertools.count(1)
         self._prompt_scores: dict[str, list[TokenLogprob | None]] = {}
 
@@ -76,6 +82,7 @@ class StepRunner:
         self.scheduler.add(request)
         for choice in request.choices:
             choice.sampler_state = SamplingState(request.sampling, self._eos_token_ids)
+            choice.lockstep = choice.sampler_state.needs_host
 
     def submit_peer(self, request: Request, order: RemotePrefill, listener: LayerListener) -> None:
         block_size = self.scheduler.blocks.block_size
@@ -114,6 +121,9 @@ class StepRunner:
 
     def end_all(self) -> None:
         """The worker stops: everything inside ends here."""
+        if self._under_way is not None:
+            self.finish_step(self._under_way)
+            self._under_way = None
         for request in list(self.requests.values()):
             self._end_request(request, FinishReason.ABORT)
         self._fail_peers("the worker stops")
@@ -168,58 +178,76 @@ class StepRunner:
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Run one step. False: nothing can be done until a command comes."""
+        """Launch a step, and finish the one before it or itself. False: nothing can be done until a command comes."""
         step = self.begin_step()
-        if step is None:
-            return False
-        self.launch_step(step)
-        self.finish_step(step)
-        return True
+        if step is not None:
+            self.launch_step(step)
+        before, self._under_way = self._under_way, None
+        if before is not None:
+            self.finish_step(before)
+        if step is not None:
+            if step.chosen is not None:
+                self._under_way = step
+            else:
+                self.finish_step(step)
+        return step is not None or before is not None
 
     def begin_step(self) -> PendingStep | None:
         """Plan a step and order remote prefills. None: nothing can be computed until a command comes.
 
         Between `begin_step` and `finish_step` something launches the plan: `launch_step`, or one call for the steps
-        of several runners.
+        of several runners, which sets `output` or `error` of each.
         """
         began = time.perf_counter()
         plan = self._plan()
         while plan.empty:
             # A failed start is prefilled here, and a preemption has made room: both want another look.
-            if not plan.num_preempted and not any(s.state is SequenceState.RUNNING for s in plan.orders):
+            retry = plan.num_preempted > 0 or any(s.state is SequenceState.RUNNING for s in plan.orders)
+            if not retry or self._under_way is not None:
                 return None
             plan = self._plan()
         reports = self._report_cached_and_plan(plan)
-        return PendingStep(plan, reports, self._watch_layers(plan, reports), began)
+        return PendingStep(plan, self._watch_layers(plan, reports), began)
 
     def launch_step(self, step: PendingStep) -> None:
-        """Run the forward pass. Raises only what nothing can be computed after."""
+        """Run the forward pass, and choose the tokens if the host has no part in that.
+
+        Raises only what nothing can be computed after.
+        """
         try:
             step.output = self.executor.run(step.plan, step.on_layer)
+            if self._runs_ahead and not step.plan.lockstep:
+                step.chosen = self.executor.choose(step.output)
         except Exception as error:
             if is_fatal(error):
                 raise
             step.error = error
 
     def finish_step(self, step: PendingStep) -> None:
-        """Turn a launched step's logits into tokens, or end the requests that it could not compute."""
-        plan = step.plan
-        if step.output is None:
-            assert step.error is not None, "the step was not launched"
+        """Deliver a launched step's tokens, or end the requests that it could not compute."""
+        plan, output = step.plan, step.output
+        if step.error is not None:
+            self.scheduler.cancel(plan)
             if not isinstance(step.error, StepAbandonedError):
                 logger.error("a step failed", exc_info=step.error)
                 self._fail(plan, step.error)
             return
-        for report in step.reports:
-            report.confirm()
-        self.scheduler.complete(plan)
-        self._accept_step(step.output.layout, step.output.logits)
+        assert output is not None, "the step was not launched"
+        if step.chosen is None:
+            self.scheduler.complete(plan)
+            self._accept_step(output.layout, output.logits)
+        else:
+            tokens = step.chosen.wait().tolist()
+            self.scheduler.complete(plan)
+            self._accept_chosen(output.layout.sequences, tokens)
         self.totals.steps += 1
+        now = time.perf_counter()
         self.meter.record(
             num_prefill_tokens=plan.num_prefill_tokens,
             num_decodes=len(plan.decodes),
-            seconds=time.perf_counter() - step.began,
+            seconds=now - max(step.began, self._last_finish),
         )
+        self._last_finish = now
 
     def _plan(self) -> StepPlan:
         plan = self.scheduler.schedule(self.meter.plan_step_tokens(self._target_step_seconds))
@@ -298,9 +326,19 @@ class StepRunner:
         sequences, logits = self._expand(sequences, logits)
         if not sequences:
             return
-        tokens, logprobs = sample(logits, sequences)
+        tokens: list[int] = choose_tokens(logits, sequences).tolist()
+        logprobs = compute_logprobs(logits, sequences, tokens)
         for row, sequence in enumerate(sequences):
             self._accept_token(sequence, tokens[row], logprobs.get(row))
+
+    def _accept_chosen(self, sequences: list[Sequence], tokens: list[int]) -> None:
+        """Deliver tokens that were chosen at launch. Those of choices that have ended since are dropped."""
+        for sequence, token in zip(sequences, tokens, strict=True):
+            if sequence.state is SequenceState.FINISHED:
+                continue
+            if not sequence.output:
+                self._count_prompt(sequence.request)
+            self._accept_token(sequence, token, None)
 
     def _expand(self, sequences: list[Sequence], logits: torch.Tensor) -> tuple[list[Sequence], torch.Tensor]:
         """Take out what is not sampled here, and repeat the row of a prompt that several choices continue."""
@@ -320,15 +358,12 @@ class StepRunner:
     def _first_choices(self, sequence: Sequence, row: torch.Tensor) -> list[Sequence]:
         """A prompt is computed: who continues it here."""
         request = sequence.request
-        self.totals.prompt_tokens += len(request.prompt)
-        self.totals.cached_tokens += request.num_cached_tokens
+        self._count_prompt(request)
         if request.serves_peer:
             peer = self.peers[request.id]
             self.scheduler.hold_for_peer(sequence)
             peer.listener.prefill_done(request.id, self.executor.dump_logits(row), request.num_cached_tokens)
             return []
-        if not request.generation:
-            self.totals.prefills_local += 1
         if request.sampling.max_tokens == 0:
             scores = self._take_prompt_scores(request)
             for choice in request.choices:
@@ -337,6 +372,12 @@ class StepRunner:
             return []
         self.scheduler.fork(request)
         return list(request.choices)
+
+    def _count_prompt(self, request: Request) -> None:
+        self.totals.prompt_tokens += len(request.prompt)
+        self.totals.cached_tokens += request.num_cached_tokens
+        if not request.generation and not request.serves_peer:
+            self.totals.prefills_local += 1
 
     def _accept_token(self, sequence: Sequence, token: int, logprob: TokenLogprob | None) -> None:
         if token == NO_TOKEN:

@@ -25,24 +25,33 @@ _LEAST_TEMPERATURE = 1e-6
 """float32 can still divide by it; the likeliest token is certain long before."""
 
 
-def sample(logits: torch.Tensor, sequences: Rows[Sequence]) -> tuple[list[int], dict[int, TokenLogprob]]:
-    """One token per row of `logits` `[N, vocab]`, and the logprobs of the rows that ask for them, by row."""
+def choose_tokens(logits: torch.Tensor, sequences: Rows[Sequence]) -> torch.Tensor:
+    """One token per row of `logits` `[N, vocab]`: `[N]` int64 on its device, NO_TOKEN where none is possible.
+
+    Rows that take the likeliest token cost the host no waiting.
+    """
     best, winners = logits.max(dim=-1)
-    tokens: list[int] = winners.tolist()
-    if not bool(best.isfinite().all()):
-        tokens = [token if ok else NO_TOKEN for token, ok in zip(tokens, best.isfinite().tolist(), strict=True)]
+    tokens = torch.where(best.isfinite(), winners, NO_TOKEN)
     special = [
         row
         for row, sequence in enumerate(sequences)
-        if not (sequence.sampler_state.plain and sequence.sampler_state.params.min_tokens <= len(sequence.output))
-        and tokens[row] != NO_TOKEN
+        if not sequence.sampler_state.plain
+        or sequence.next_position - sequence.num_prompt < sequence.sampler_state.params.min_tokens
     ]
-    if not special:
-        return tokens, {}
-    chosen = _sample_special(logits[special], [sequences[row] for row in special])
-    for row, token in zip(special, chosen, strict=True):
-        tokens[row] = token
-    return tokens, _compute_logprobs(logits, sequences, tokens)
+    if special:
+        chosen = _sample_special(logits[special], [sequences[row] for row in special])
+        tokens[special] = torch.where(tokens[special] == NO_TOKEN, NO_TOKEN, chosen)
+    return tokens
+
+
+def compute_logprobs(logits: torch.Tensor, sequences: Rows[Sequence], tokens: list[int]) -> dict[int, TokenLogprob]:
+    """Logprobs of the chosen tokens of the rows that ask for them, by row."""
+    result: dict[int, TokenLogprob] = {}
+    for row, sequence in enumerate(sequences):
+        num_top = sequence.sampler_state.params.num_logprobs
+        if num_top is not None and tokens[row] != NO_TOKEN:
+            (result[row],) = score_prompt(logits[row : row + 1], [tokens[row]], num_top)
+    return result
 
 
 def score_prompt(logits: torch.Tensor, targets: list[int], num_top: int) -> list[TokenLogprob]:
@@ -58,39 +67,29 @@ def score_prompt(logits: torch.Tensor, targets: list[int], num_top: int) -> list
     ]
 
 
-def _compute_logprobs(logits: torch.Tensor, sequences: Rows[Sequence], tokens: list[int]) -> dict[int, TokenLogprob]:
-    rows = [
-        row
-        for row, sequence in enumerate(sequences)
-        if sequence.sampler_state.params.num_logprobs is not None and tokens[row] != NO_TOKEN
-    ]
-    result: dict[int, TokenLogprob] = {}
-    for row in rows:
-        num_top = sequences[row].sampler_state.params.num_logprobs or 0
-        (result[row],) = score_prompt(logits[row : row + 1], [tokens[row]], num_top)
-    return result
-
-
-def _sample_special(logits: torch.Tensor, sequences: list[Sequence]) -> list[int]:
-    """`logits` is a copy that may be changed."""
+def _sample_special(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
+    """`[N]`; `logits` is a copy that may be changed."""
     states: list[SamplingState] = [sequence.sampler_state for sequence in sequences]
     for row, (sequence, state) in enumerate(zip(sequences, states, strict=True)):
         state.adjust(logits[row], sequence)
     best, winners = logits.max(dim=-1)
-    tokens: list[int] = winners.tolist()
-    possible = best.isfinite().tolist()
-    drawn = [row for row, state in enumerate(states) if possible[row] and not state.params.greedy]
+    tokens = torch.where(best.isfinite(), winners, NO_TOKEN)
+    drawn = [row for row, state in enumerate(states) if not state.params.greedy]
+    if drawn:
+        possible = best[drawn].isfinite().tolist()
+        drawn = [row for row, ok in zip(drawn, possible, strict=True) if ok]
     if drawn:
         chosen = _draw(logits[drawn], best[drawn], [sequences[row] for row in drawn])
-        for row, token in zip(drawn, chosen, strict=True):
-            tokens[row] = token
-    return [token if ok else NO_TOKEN for token, ok in zip(tokens, possible, strict=True)]
+        tokens[drawn] = torch.tensor(chosen, device=tokens.device)
+    for row, state in enumerate(states):
+        state.count(tokens[row])
+    return tokens
 
 
 def _draw(logits: torch.Tensor, best: torch.Tensor, sequences: list[Sequence]) -> list[int]:
     params = [sequence.sampler_state.params for sequence in sequences]
     draws = [
-        draw_uniform(param.seed, sequence.choice, sequence.num_tokens)
+        draw_uniform(param.seed, sequence.choice, sequence.next_position)
         for param, sequence in zip(params, sequences, strict=True)
     ]
     temperatures = torch.tensor([max(param.temperature, _LEAST_TEMPERATURE) for param in params], device=logits.device)

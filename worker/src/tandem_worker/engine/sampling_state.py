@@ -45,12 +45,21 @@ class SamplingState:
     def _penalizes_output(self) -> bool:
         return self.params.presence_penalty != 0.0 or self.params.frequency_penalty != 0.0
 
-    def accept(self, token_id: int) -> None:
-        """Take note of a chosen token. Raises what the grammar raises when it forbids the token."""
+    @property
+    def needs_host(self) -> bool:
+        """The host takes part in every choice (grammar), or reports on it (logprobs)."""
+        return self.params.grammar is not None or self.params.num_logprobs is not None
+
+    def count(self, token: torch.Tensor) -> None:
+        """Take note of a chosen token (a scalar) where penalties are computed, without waiting for it."""
+        token = token.clamp(min=0)
         if self._counts is not None:
-            self._counts[token_id] += 1
+            self._counts[token] += 1
         if self._seen is not None:
-            self._seen[token_id] = True
+            self._seen[token] = True
+
+    def accept(self, token_id: int) -> None:
+        """Raises what the grammar raises when it forbids the token."""
         if self.grammar is not None:
             self.grammar.accept(token_id)
 
@@ -70,7 +79,7 @@ class SamplingState:
         if params.logit_bias:
             ids, values = self._bias_tensors(logits)
             logits[ids] += values
-        if len(sequence.output) < params.min_tokens and self.stop_token_ids:
+        if sequence.next_position - sequence.num_prompt < params.min_tokens and self.stop_token_ids:
             logits[list(self.stop_token_ids)] = -torch.inf
         if self.grammar is not None:
             self._apply_grammar(self.grammar, logits)

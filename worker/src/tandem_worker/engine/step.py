@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tandem_worker.control.plan import StepPlan
 from tandem_worker.engine.batch import LogitsLayout
-from tandem_worker.engine.peers import LayerReport
 
 if TYPE_CHECKING:
     import torch
+
+    from tandem_worker.engine.host_copy import HostCopy
 
 
 class StepAbandonedError(Exception):
@@ -32,10 +33,11 @@ class PendingStep:
     """A planned step. Whoever launches it sets `output`, or `error` when that failed."""
 
     plan: StepPlan
-    reports: list[LayerReport]
     on_layer: Callable[[int], None] | None
     """To be called after each layer of the forward pass with its index; raises StepAbandonedError."""
     began: float
     """`time.perf_counter()` before it was planned."""
     output: StepOutput | None = None
+    chosen: HostCopy | None = None
+    """The tokens, when they were chosen at launch; else `finish_step` chooses them."""
     error: Exception | None = None
