@@ -63,3 +63,27 @@ def test_long_names_are_refused() -> None:
         InferenceModel.model_validate(
             {"metadata": {"name": "a" * 41, "namespace": "n"}, "spec": {"model": {"uri": "hf://a/b"}}}
         )
+
+
+def test_a_role_is_one_process_unless_it_says_otherwise() -> None:
+    role = parse().spec.decode
+    assert (role.nodes_per_replica, role.parallelism.for_launch().num_ranks, role.ranks_per_pod) == (1, 1, 1)
+
+
+def test_ranks_are_shared_out_among_the_pods() -> None:
+    role = parse(prefill={"nodesPerReplica": 2, "parallelism": {"tensor": 4, "pipeline": 2, "data": 3}}).spec.prefill
+    assert role is not None
+    assert (role.parallelism.for_launch().num_ranks, role.ranks_per_pod) == (24, 12)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_ranks_that_cannot_be_shared_out_are_refused(role: str) -> None:
+    with pytest.raises(ValidationError, match="nodesPerReplica must divide the ranks"):
+        parse(**{role: {"nodesPerReplica": 2, "parallelism": {"tensor": 3}}})
+
+
+@pytest.mark.parametrize("axis", ["tensor", "pipeline", "expert", "data"])
+@pytest.mark.parametrize("count", [0, 65])
+def test_axes_are_bounded(axis: str, count: int) -> None:
+    with pytest.raises(ValidationError, match=axis):
+        parse(decode={"parallelism": {axis: count}})

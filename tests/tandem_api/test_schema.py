@@ -103,3 +103,18 @@ def test_strings_that_cel_reads_are_bounded() -> None:
 
 def test_the_status_has_no_defaults() -> None:
     assert not any("default" in schema for schema in every_schema(root()["properties"]["status"]))
+
+
+def test_roles_carry_the_rules_of_parallelism_and_the_defaults_that_these_read() -> None:
+    """CEL sees defaulted objects, but for the default of the role itself: `parallelism` alone may be missing there."""
+    for role in ("prefill", "decode"):
+        schema = root()["properties"]["spec"]["properties"][role]
+        assert [entry["fieldPath"] for entry in schema[RULES_KEY]] == [
+            ".nodesPerReplica", ".parallelism", ".resources.limits"
+        ]  # fmt: skip
+        assert all(entry["rule"].startswith("!has(self.parallelism) || ") for entry in schema[RULES_KEY])
+        assert schema["properties"]["nodesPerReplica"]["default"] == 1
+        spread = schema["properties"]["parallelism"]
+        assert spread["default"] == {}
+        assert {axis["default"] for axis in spread["properties"].values()} == {1}
+    assert RULES_KEY not in root()["properties"]["spec"]["properties"]["gateway"]

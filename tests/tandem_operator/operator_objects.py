@@ -43,4 +43,15 @@ def container(**fields: Any) -> Manifest:
     return {"containerStatuses": [{"name": "worker", "image": "worker:1", "started": False} | fields]}
 
 
+def stateful_set(*, nodes: int = 1, **fields: Any) -> Manifest:
+    """A live StatefulSet whose newest template is `new`."""
+    labels = {"tandem.dev/nodes-per-replica": str(nodes)}
+    return {
+        "kind": "StatefulSet",
+        "metadata": {"name": "m-decode", "namespace": "n", "uid": "sts-uid", "generation": 2},
+        "spec": {"template": {"metadata": {"labels": labels}}} | fields,
+        "status": {"observedGeneration": 2, "updateRevision": "new"},
+    }
+
+
 READY = {"conditions": [{"type": "Ready", "status": "True"}], **container(started=True)}

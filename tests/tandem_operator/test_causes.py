@@ -12,6 +12,11 @@ def waiting(reason: str, message: str = "", **fields: Any) -> dict[str, Any]:
     return container(state={"waiting": {"reason": reason, "message": message}}, **fields)
 
 
+UNSCHEDULABLE = {
+    "conditions": [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "no GPU"}]
+}
+
+
 def problem(**fields: Any) -> Problem:
     found = pod_problem(pod("m-decode-0", **fields))
     assert found is not None
@@ -88,6 +93,24 @@ def test_scheduling() -> None:
     assert (found.reason, found.stalled) == ("Unschedulable", False)
     missing = problem(**unschedulable('0/1 nodes: persistentvolumeclaim "cache" not found.'))
     assert (missing.reason, missing.stalled) == ("VolumeClaimNotFound", True)
+
+
+def test_a_member_of_a_group_is_named_with_its_place() -> None:
+    labels = {"tandem.dev/nodes-per-replica": "2"}
+    found = pod_problem(pod("m-decode-3", labels=labels, **waiting("ErrImagePull", "not found")))
+    assert found is not None
+    assert found.message.startswith("Pod m-decode-3 (node 1 of replica 1): cannot pull worker:1")
+
+
+@pytest.mark.parametrize("culprit", [waiting("ErrImagePull", "not found"), UNSCHEDULABLE])
+def test_the_pod_that_took_its_group_down_is_named_not_the_ones_that_miss_it(culprit: dict[str, Any]) -> None:
+    said = json.dumps({"reason": "GroupIncomplete", "message": "rank 1 is gone"})
+    lost = waiting("CrashLoopBackOff", lastState={"terminated": {"exitCode": 1, "message": said}})
+    first = role_problem([pod("m-decode-0", **lost), pod("m-decode-1", **culprit)])
+    assert first is not None
+    assert "m-decode-1" in first.message
+    alone = role_problem([pod("m-decode-0", **lost), pod("m-decode-1")])
+    assert alone == Problem(reason="GroupIncomplete", message="Pod m-decode-0: rank 1 is gone")
 
 
 def test_what_needs_a_person_comes_first() -> None:

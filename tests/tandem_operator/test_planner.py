@@ -4,9 +4,9 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
-from operator_objects import UID, blueprint, children, container, pod
+from operator_objects import READY, UID, blueprint, children, container, pod, stateful_set
 from tandem_operator.manifests import ChildKey, Manifest, child_key
-from tandem_operator.planner import Step, plan_broken_pods, plan_children, plan_step
+from tandem_operator.planner import Step, plan_children, plan_outdated_pods, plan_step
 from tandem_operator.workloads import build_children
 
 specs = st.fixed_dictionaries(
@@ -97,23 +97,55 @@ def test_a_configuration_stays_while_a_pod_may_start_from_it() -> None:
     assert pruned()
 
 
-def broken(*pods: Manifest) -> list[str]:
-    stateful_set = {
-        "metadata": {"uid": "sts-uid", "generation": 2},
-        "status": {"observedGeneration": 2, "updateRevision": "new"},
-    }
+def outdated(workload: Manifest, *pods: Manifest) -> list[str]:
     live = {ChildKey("Pod", p["metadata"]["name"]): p for p in pods}
-    return [key.name for key in plan_broken_pods({ChildKey("StatefulSet", "m-decode"): stateful_set} | live)]
+    return [key.name for key in plan_outdated_pods({ChildKey("StatefulSet", "m-decode"): workload} | live)]
+
+
+OLD = {"controller-revision-hash": "old"}
+LEAVING = {"deletionTimestamp": "2026-01-01T00:00:00Z"}
 
 
 def test_outdated_pods_that_never_came_up_are_replaced_at_once() -> None:
-    old = {"controller-revision-hash": "old"}
-    leaving = {"deletionTimestamp": "2026-01-01T00:00:00Z"}
-    assert broken(
-        pod("a", labels=old, **container()),
-        pod("b", labels=old),
-        pod("c", labels=old, **container(started=True)),
-        pod("d", labels=old, metadata=leaving),
+    pods = [
+        pod("a", labels=OLD, **container()),
+        pod("b", labels=OLD),
+        pod("c", labels=OLD, **container(started=True)),
+        pod("d", labels=OLD, metadata=LEAVING),
         pod("e", **container()),
-        pod("f", labels=old, owner="another"),
-    ) == ["a", "b"]
+        pod("f", labels=OLD, owner="another"),
+    ]
+    assert outdated(stateful_set(), *pods) == ["a", "b"]
+    unseen = stateful_set()
+    unseen["status"]["observedGeneration"] = 1
+    assert outdated(unseen, *pods) == []
+
+
+def test_outdated_groups_are_replaced_as_a_whole() -> None:
+    workload = stateful_set(nodes=2, replicas=4)
+    pods = [pod(f"m-decode-{number}", labels=OLD, **READY) for number in range(4)]
+    assert outdated(workload, *pods) == ["m-decode-2", "m-decode-3"]
+
+
+def test_a_configuration_of_groups_goes_though_their_set_never_says_that_it_is_current() -> None:
+    """With updates on delete the controller leaves `currentRevision` behind for good."""
+    spec = {"replicas": 1, "nodesPerReplica": 2, "parallelism": {"pipeline": 2}}
+    live, new = (
+        children(blueprint(decode=spec)),
+        children(blueprint(decode=spec, engine={"maxBatchTokens": 64})),
+    )
+    (old,) = [key for key in live if key.kind == "ConfigMap" and "decode" in key.name]
+    workload = new[ChildKey("StatefulSet", "m-decode")]
+    workload["metadata"]["generation"] = 2
+    revisions = {"observedGeneration": 2, "currentRevision": "old", "updateRevision": "new", "replicas": 2}
+    workload["status"] = revisions | {"updatedReplicas": 1}
+    live[ChildKey("StatefulSet", "m-decode")] = workload
+    assert old not in plan_children(new.values(), live, owner_uid=UID).delete
+    workload["status"]["updatedReplicas"] = 2
+    assert old in plan_children(new.values(), live, owner_uid=UID).delete
+
+
+def test_the_policy_of_a_group_goes_with_the_group() -> None:
+    spec = {"nodesPerReplica": 2, "parallelism": {"tensor": 2}}
+    plan = plan_children(build_children(blueprint()), children(blueprint(decode=spec)), owner_uid=UID)
+    assert ChildKey("NetworkPolicy", "m-decode") in plan.delete

@@ -16,15 +16,27 @@ NOW, LATER = "2026-01-01T00:00:00Z", "2026-01-01T00:01:00Z"
 
 
 def settled(plan: Blueprint) -> dict[ChildKey, Manifest]:
-    """Children whose controllers have done all they should."""
+    """Children whose controllers have done all they should; workers have not loaded this revision."""
     live = copy.deepcopy(children(plan))
-    for child in live.values():
-        if (count := child.get("spec", {}).get("replicas")) is not None:
-            child["metadata"]["generation"] = 1
-            child["status"] = {
-                "observedGeneration": 1, "replicas": count, "readyReplicas": count, "updatedReplicas": count
-            }  # fmt: skip
+    for key, child in list(live.items()):
+        if (count := child.get("spec", {}).get("replicas")) is None:
+            continue
+        child["metadata"]["generation"] = 1
+        child["status"] = {"observedGeneration": 1}
+        if key.kind == "Deployment":
+            child["status"] |= {"replicas": count, "readyReplicas": count, "updatedReplicas": count}
+            continue
+        child["status"]["updateRevision"] = "new"
+        template = child["spec"]["template"]["metadata"]["labels"]
+        for number in range(count):
+            name = f"{key.name}-{number}"
+            component = template["app.kubernetes.io/component"]
+            live[ChildKey("Pod", name)] = pod(name, component=component, labels=template, **READY)
     return live
+
+
+def unready(live: dict[ChildKey, Manifest], name: str) -> None:
+    live[ChildKey("Pod", name)]["status"] = container()
 
 
 def status(plan: Blueprint, live: dict[ChildKey, Manifest], **more: Any) -> InferenceModelStatus:
@@ -38,9 +50,7 @@ def by_type(found: InferenceModelStatus) -> dict[str, Condition]:
 
 def test_everything_up() -> None:
     plan = blueprint(prefill={"replicas": 1}, decode={"replicas": 2})
-    live = settled(plan)
-    live[ChildKey("Pod", "m-decode-0")] = pod("m-decode-0", labels={"tandem.dev/revision": plan.revision}, **READY)
-    found = status(plan, live)
+    found = status(plan, settled(plan))
     conditions = by_type(found)
     assert (conditions["Ready"].status, conditions["Ready"].reason) == ("True", "AllReplicasReady")
     assert conditions["Ready"].message == "prefill 1/1, decode 2/2, gateway 1/1"
@@ -48,6 +58,55 @@ def test_everything_up() -> None:
     assert conditions["ModelReady"].reason == "Loaded"
     assert found.decode is not None
     assert (found.decode.summary, found.url) == ("2/2", "http://m.n.svc")
+
+
+GROUPS = {"replicas": 2, "nodesPerReplica": 2, "parallelism": {"pipeline": 2}}
+
+
+def test_groups_are_counted_not_pods() -> None:
+    plan = blueprint(decode=GROUPS)
+    found = status(plan, settled(plan)).decode
+    assert found is not None
+    assert (found.replicas, found.ready, found.updated, found.summary) == (2, 2, 2, "2/2")
+
+
+def test_one_pod_makes_its_group_unready_and_is_named() -> None:
+    plan = blueprint(decode=GROUPS)
+    live = settled(plan)
+    ended = {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}
+    live[ChildKey("Pod", "m-decode-3")]["status"] = container(lastState=ended)
+    found = status(plan, live)
+    assert found.decode is not None
+    assert (found.decode.replicas, found.decode.ready, found.decode.summary) == (2, 1, "1/2")
+    conditions = by_type(found)
+    assert conditions["DecodeReady"].reason == "OutOfMemory"
+    assert "Pod m-decode-3 (node 1 of replica 1)" in conditions["DecodeReady"].message
+
+
+def test_half_a_group_of_the_newest_template_is_not_updated() -> None:
+    plan = blueprint(decode=GROUPS)
+    live = settled(plan)
+    live[ChildKey("Pod", "m-decode-1")]["metadata"]["labels"]["controller-revision-hash"] = "old"
+    found = status(plan, live)
+    assert found.decode is not None
+    assert (found.decode.ready, found.decode.updated) == (2, 1)
+    assert by_type(found)["Reconciling"].status == "True"
+
+
+def test_a_missing_pod_of_a_group_is_missed() -> None:
+    plan = blueprint(decode=GROUPS)
+    live = settled(plan)
+    key = ChildKey("StatefulSet", "m-decode")
+    del live[ChildKey("Pod", "m-decode-3")]
+    assert by_type(status(plan, live, failures={key: "exceeded quota"}))["Stalled"].reason == "PodsNotCreated"
+
+
+def test_a_single_ready_pod_of_a_group_has_not_loaded_the_model() -> None:
+    plan = blueprint(decode=GROUPS | {"replicas": 1})
+    live = settled(plan)
+    assert by_type(status(plan, live))["ModelReady"].reason == "Loaded"
+    unready(live, "m-decode-1")
+    assert by_type(status(plan, live))["ModelReady"].reason == "Loading"
 
 
 def test_without_prefill_there_is_no_prefill_condition() -> None:
@@ -67,7 +126,6 @@ def test_a_template_that_its_controller_has_not_seen_is_not_ready() -> None:
 def test_a_workers_own_words_end_in_stalled_and_model_ready() -> None:
     plan = blueprint()
     live = settled(plan)
-    live[ChildKey("StatefulSet", "m-decode")]["status"]["readyReplicas"] = 0
     said = '{"reason": "ModelNotFound", "message": "no such model"}'
     ended = {"terminated": {"exitCode": 1, "message": said}}
     live[ChildKey("Pod", "m-decode-0")] = pod("m-decode-0", **container(lastState=ended))
@@ -80,7 +138,7 @@ def test_pods_that_cannot_be_created() -> None:
     plan = blueprint()
     live = settled(plan)
     key = ChildKey("StatefulSet", "m-decode")
-    live[key]["status"] |= {"replicas": 0, "readyReplicas": 0}
+    del live[ChildKey("Pod", "m-decode-0")]
     conditions = by_type(status(plan, live, failures={key: "exceeded quota"}))
     assert conditions["Stalled"].reason == "PodsNotCreated"
     assert "exceeded quota" in conditions["DecodeReady"].message
@@ -134,7 +192,12 @@ def test_a_refused_spec_keeps_what_runs_in_view() -> None:
 def test_kstatus_rules(ready: int, updated: int, suspend: bool, stalled: bool, waiting: bool) -> None:
     plan = blueprint(decode={"replicas": 2}, suspend=suspend)
     live = settled(plan)
-    live[ChildKey("StatefulSet", "m-decode")]["status"] |= {"readyReplicas": ready, "updatedReplicas": updated}
+    for number in range(2):
+        name = f"m-decode-{number}"
+        if ChildKey("Pod", name) in live and number >= ready:
+            unready(live, name)
+        if ChildKey("Pod", name) in live and number >= updated:
+            live[ChildKey("Pod", name)]["metadata"]["labels"]["controller-revision-hash"] = "old"
     problems = [Problem(reason="Rejected", message="no", stalled=True)] if stalled else []
     conditions = by_type(status(plan, live, problems=problems, waiting=["Service m"] if waiting else []))
     assert not {"Reconciling", "Stalled"} <= conditions.keys()

@@ -34,4 +34,4 @@ def test_workloads_that_are_made_or_scaled() -> None:
     created = apply_happenings(build_children(one), {})
     assert sorted(happening.reason for happening in created) == ["Created", "Created"]
     (scaled,) = apply_happenings(build_children(three), children(one))
-    assert scaled.message == "scaled StatefulSet m-decode from 1 to 3"
+    assert scaled.message == "scaled StatefulSet m-decode from 1 to 3 pods"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from operator_objects import RELEASE, blueprint
+from tandem_api import names
 from tandem_api.launch import GatewayConfig, WorkerConfig
 from tandem_operator.errors import InvalidOverlayError
 from tandem_operator.manifests import Manifest, child_key
 from tandem_operator.settings import Release
 from tandem_operator.workloads import Blueprint, build_children
+from tandem_operator.workloads.configs import worker_config
 
 GOLDEN = Path(__file__).parent / "golden"
 CASES: dict[str, dict[str, Any]] = {
@@ -45,13 +48,33 @@ CASES: dict[str, dict[str, Any]] = {
         "gateway": {"replicas": 2, "timeouts": {"firstToken": "10s", "idle": "5s"}},
         "drain": {"timeout": "90s"},
     },
+    "groups": {
+        "prefill": {"replicas": 1},
+        "decode": {
+            "replicas": 2,
+            "nodesPerReplica": 2,
+            "parallelism": {"tensor": 2, "pipeline": 2},
+            "resources": {"limits": {"cpu": 8, "nvidia.com/gpu": 2}},
+        },
+    },
     "claim-suspended": {"model": {"uri": "pvc://models/llama"}, "suspend": True},
 }  # fmt: skip
 
+parallelism = st.fixed_dictionaries(
+    {axis: st.integers(1, 3) for axis in ("tensor", "pipeline", "expert", "data")}
+).flatmap(
+    lambda spread: st.fixed_dictionaries(
+        {
+            "parallelism": st.just(spread),
+            "nodesPerReplica": st.sampled_from([n for n in range(1, 9) if math.prod(spread.values()) % n == 0]),
+            "replicas": st.integers(0, 5),
+        }
+    )
+)
 specs = st.fixed_dictionaries(
     {
-        "prefill": st.none() | st.fixed_dictionaries({"replicas": st.integers(0, 5)}),
-        "decode": st.fixed_dictionaries({"replicas": st.integers(0, 5)}),
+        "prefill": st.none() | parallelism,
+        "decode": parallelism,
         "gateway": st.fixed_dictionaries({"replicas": st.integers(0, 3)}),
         "suspend": st.booleans(),
         "model": st.sampled_from([{"uri": uri} for uri in ("hf://a/b", "pvc://c/d", "file:///e")]),
@@ -59,8 +82,15 @@ specs = st.fixed_dictionaries(
 )
 
 
+class PlainDumper(yaml.SafeDumper):
+    """Writes repeated parts out."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
 def text_of(children: list[Manifest]) -> str:
-    return yaml.safe_dump_all(children, sort_keys=False, width=120)
+    return yaml.dump_all(children, Dumper=PlainDumper, sort_keys=False, width=120)
 
 
 def of_kind(plan: Blueprint, kind: str) -> list[Manifest]:
@@ -126,6 +156,69 @@ def test_what_makes_blocks_incompatible_changes_the_revision() -> None:
         blueprint(release=Release(worker_image="worker:2", gateway_image="gateway:1")),
     ]
     assert len({base, *(other.revision for other in others)}) == 6
+
+
+@given(spec=specs)
+def test_replicas_are_whole_groups_and_every_rank_has_its_ports(spec: dict[str, Any]) -> None:
+    plan = blueprint(**spec)
+    (workers,) = [c for c in of_kind(plan, "NetworkPolicy") if c["metadata"]["name"] == "m-worker"]
+    kv = workers["spec"]["ingress"][1]["ports"][0]
+    for role, workload in zip(plan.worker_roles, sorted(of_kind(plan, "StatefulSet"), key=by_component), strict=True):
+        wanted = plan.worker_spec(role)
+        size, template = wanted.nodes_per_replica, workload["spec"]["template"]
+        assert template["metadata"]["labels"]["tandem.dev/nodes-per-replica"] == str(size)
+        assert workload["spec"]["replicas"] == (0 if plan.model.spec.suspend else wanted.replicas * size)
+        assert workload["spec"]["podManagementPolicy"] == "Parallel"
+        assert workload["spec"]["updateStrategy"]["type"] == ("RollingUpdate" if size == 1 else "OnDelete")
+        group = worker_config(plan, role).group
+        assert (group.num_nodes, group.ranks_per_node) == (size, wanted.ranks_per_pod)
+        services = {c["metadata"]["name"]: c["spec"] for c in of_kind(plan, "Service")}
+        assert services[group.service]["clusterIP"] == "None"
+        assert services[group.service]["publishNotReadyAddresses"], "ranks meet before they are ready"
+        assert workload["spec"]["serviceName"] == group.service
+        (container,) = template["spec"]["containers"]
+        numbers = [port["containerPort"] for port in container["ports"]]
+        assert len(set(numbers)) == len(numbers)
+        assert all(len(port["name"]) <= 15 for port in container["ports"])
+        ranks = range(names.WORKER_KV_PORT, names.WORKER_KV_PORT + group.ranks_per_node)
+        assert set(ranks) <= set(numbers)
+        assert kv["port"] == ranks[0]
+        assert ranks[-1] <= kv.get("endPort", ranks[0])
+        shared = [mount["name"] for mount in container["volumeMounts"] if mount["mountPath"] == "/dev/shm"]
+        assert bool(shared) == (group.ranks_per_node > 1)
+        policies = {c["metadata"]["name"] for c in of_kind(plan, "NetworkPolicy")}
+        assert (group.service in policies) == (size > 1)
+
+
+def by_component(child: Manifest) -> bool:
+    return child["metadata"]["name"] != "m-prefill"
+
+
+def test_parallelism_rolls_its_own_role_and_leaves_the_revision() -> None:
+    """Blocks mean the same however a worker is spread, so the other role serves on."""
+
+    def templates(plan: Blueprint) -> dict[str, str]:
+        return {
+            c["metadata"]["name"]: c["spec"]["template"]["metadata"]["annotations"]["tandem.dev/config-hash"]
+            for c in of_kind(plan, "StatefulSet")
+        }
+
+    single = blueprint(prefill={})
+    spread = blueprint(prefill={}, decode={"parallelism": {"tensor": 2}})
+    assert spread.revision == single.revision
+    assert templates(spread)["m-prefill"] == templates(single)["m-prefill"]
+    assert templates(spread)["m-decode"] != templates(single)["m-decode"]
+
+
+def test_ranks_of_a_pod_share_its_cpu_limit() -> None:
+    def threads(**decode: Any) -> str:
+        (workload,) = of_kind(blueprint(decode={"resources": {"limits": {"cpu": 8}}} | decode), "StatefulSet")
+        (container,) = workload["spec"]["template"]["spec"]["containers"]
+        return next(entry["value"] for entry in container["env"] if entry["name"] == "OMP_NUM_THREADS")
+
+    assert threads() == "8"
+    assert threads(parallelism={"tensor": 3}) == "3"
+    assert threads(parallelism={"tensor": 4}, nodesPerReplica=4) == "8"
 
 
 def test_selectors_never_change_when_prefill_comes_or_goes() -> None:

@@ -11,12 +11,15 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from tandem_api.base import Authored, Wire
-from tandem_api.launch import Device, DType
+from tandem_api.launch import Device, DType, Parallelism
 from tandem_api.quantities import DURATION_PATTERN, QUANTITY_PATTERN
 from tandem_api.validation import RULES_KEY, Matches, Satisfies, rule
 
 MODEL_NAME_MAX = 40
 """Child names append a role, an ordinal and a controller hash, and Pod labels end at 63 characters."""
+GPU_RESOURCE = "nvidia.com/gpu"
+RANKS_PER_POD_MAX = 64
+"""Each rank listens at a KV port of its own, counted up from the first one."""
 
 HUB_URI = r"hf://[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9_.-]+"
 CLAIM_URI = r"pvc://[a-z0-9]([a-z0-9-]*[a-z0-9])?/[^ \t\r\n]*"
@@ -170,11 +173,78 @@ class Workload(Authored):
     environment variables, sidecars. Containers merge by name; the main one is `worker` or `gateway`."""
 
 
+class RoleParallelism(Authored):
+    """How one replica is spread over ranks. A rank is a process with a device of its own."""
+
+    tensor: Annotated[int, Field(ge=1, le=64)] = 1
+    """Ranks that split every matrix and the attention heads of a layer among them. They talk in every layer: keep them
+    on one node where they fit."""
+    pipeline: Annotated[int, Field(ge=1, le=64)] = 1
+    """Stages that split the layers. They talk once a stage and step, so they suit several nodes."""
+    expert: Annotated[int, Field(ge=1, le=64)] = 1
+    """Ranks that split the routed experts of a mixture-of-experts model; each computes attention for a batch of its
+    own."""
+    data: Annotated[int, Field(ge=1, le=64)] = 1
+    """Copies of all of the above behind one endpoint."""
+
+    def for_launch(self) -> Parallelism:
+        """The same, as pods are told."""
+        return Parallelism(**self.model_dump())
+
+
+_SPREAD = "!has(self.parallelism) || "
+"""The API server also judges the default of `spec.decode`, and does so before it has filled in the defaults inside."""
+_RANKS = "self.parallelism.tensor * self.parallelism.pipeline * self.parallelism.expert * self.parallelism.data"
+_GPUS = f"string(self.resources.limits['{GPU_RESOURCE}'])"
+_NUM_GPUS = f"quantity({_GPUS}).asInteger()"
+_UNEVEN = "must divide the ranks, tensor x pipeline x expert x data, evenly: change it or spec.*.parallelism"
+
+
 class WorkerRole(Workload):
-    """A group of worker pods. `prefill` and `decode` are the same type."""
+    """Worker pods of one kind. `prefill` and `decode` are the same type, and may be spread differently: the key-value
+    cache is cut anew on its way."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            RULES_KEY: [
+                rule(f"{_SPREAD}({_RANKS}) % self.nodesPerReplica == 0", _UNEVEN, path=".nodesPerReplica"),
+                rule(
+                    f"{_SPREAD}({_RANKS}) / self.nodesPerReplica <= {RANKS_PER_POD_MAX}",
+                    f"puts more than {RANKS_PER_POD_MAX} ranks into a pod: raise nodesPerReplica",
+                    path=".parallelism",
+                ),
+                rule(
+                    f"{_SPREAD}!has(self.resources) || !has(self.resources.limits)"
+                    f" || !('{GPU_RESOURCE}' in self.resources.limits)"
+                    f" || !isQuantity({_GPUS}) || quantity({_GPUS}).isInteger()"
+                    f" && ({_NUM_GPUS} == 0 || {_NUM_GPUS} * self.nodesPerReplica == {_RANKS})",
+                    f"must be one {GPU_RESOURCE} for each rank of a pod: tensor x pipeline x expert x data, divided by"
+                    " nodesPerReplica",
+                    path=".resources.limits",
+                ),
+            ]
+        }
+    )
 
     replicas: Annotated[int, Field(ge=0, le=1000)] = 1
-    """Pods of this role."""
+    """Replicas of this role: each serves by itself and consists of `nodesPerReplica` pods."""
+    nodes_per_replica: Annotated[int, Field(ge=1, le=64)] = 1
+    """Pods of one replica, for models that need more devices than a node has. They start, serve and end as a group; the
+    first one of each group takes its requests."""
+    parallelism: RoleParallelism = Field(default_factory=RoleParallelism)
+    """How one replica is spread over devices: tensor x pipeline x expert x data of them, shared out evenly among its
+    pods."""
+
+    @property
+    def ranks_per_pod(self) -> int:
+        """Processes, and devices, of one pod."""
+        return self.parallelism.for_launch().num_ranks // self.nodes_per_replica
+
+    @model_validator(mode="after")
+    def _divides(self) -> WorkerRole:
+        if self.parallelism.for_launch().num_ranks % self.nodes_per_replica:
+            raise ValueError(f"nodesPerReplica {_UNEVEN}")
+        return self
 
 
 class Engine(Authored):
@@ -251,12 +321,14 @@ class InferenceModelSpec(Authored):
 
 
 class RoleStatus(Wire):
+    """Counts of replicas: groups of `nodesPerReplica` pods, single pods where that is 1."""
+
     replicas: int = 0
-    """Pods that exist."""
+    """Replicas of which any pod exists."""
     ready: int = 0
-    """Pods that take requests."""
+    """Replicas of which every pod is ready."""
     updated: int = 0
-    """Pods of the newest template."""
+    """Replicas of which every pod is of the newest template."""
     summary: str = ""
     """`ready/desired`, for the printer columns."""
 

@@ -21,12 +21,18 @@ LABEL_ROLE = f"{GROUP}/role"
 """On pods and role-scoped children: a `Role`."""
 LABEL_REVISION = f"{GROUP}/revision"
 """On worker pods: the revision whose key-value blocks are compatible with each other."""
+LABEL_NODES_PER_REPLICA = f"{GROUP}/nodes-per-replica"
+"""On worker pods: how many pods, by their ordinals one after another, form one replica."""
 ANNOTATION_CONFIG_HASH = f"{GROUP}/config-hash"
 """On pod templates: digest of the launch configuration, so that a changed one rolls the pods."""
 ANNOTATION_SPEC_HASH = f"{GROUP}/spec-hash"
 """On every child: digest of what the operator last applied."""
 MANAGED_BY_LABEL = "app.kubernetes.io/managed-by"
 MANAGED_BY = "tandem-operator"
+
+REASON_GROUP_INCOMPLETE = "GroupIncomplete"
+"""Reason in the termination message of a worker that ended because another pod of its group was missing or lost: what
+went wrong is to be found there."""
 
 HEADER_PREFILL = "x-tandem-prefill"
 """Gateway to decode worker: `host:port` of the KV port of the prefill worker to use, best first, comma-separated."""
@@ -70,6 +76,18 @@ class Role(StrEnum):
 def workload_name(model: str, role: Role) -> str:
     """Name of the StatefulSet, headless Service, ConfigMap and PodDisruptionBudget of a role; of the gateway's too."""
     return model if role is Role.GATEWAY else f"{model}-{'decode' if role is Role.UNIFIED else role.value}"
+
+
+def pod_ordinal(pod: str) -> int:
+    """Place of a StatefulSet's pod in its set: the number that its name ends with.
+
+    Raises:
+        ValueError: `pod` is not the name of such a pod.
+    """
+    _, dash, number = pod.rpartition("-")
+    if not dash or not (number.isascii() and number.isdigit()):
+        raise ValueError(f"{pod!r} is not the name of a StatefulSet's pod: it does not end with - and a number")
+    return int(number)
 
 
 def service_url(model: str, namespace: str) -> str:

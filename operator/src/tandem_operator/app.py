@@ -67,13 +67,17 @@ class Operator:
 
     async def _prepare(self, election: LeaderElection) -> None:
         """Wait for the API server, for the InferenceModel type, and for leadership."""
+        said = ""
         while True:
             try:
                 await self._client.get(f"/apis/{names.API_VERSION}")
                 break
             except (APIError, aiohttp.ClientError, TimeoutError) as error:
                 self._connected = isinstance(error, APIError)
-                log.warning("InferenceModel is not served yet; install the CRD", extra={"error": str(error)})
+                if said != str(error):
+                    said = str(error)
+                    text = "InferenceModel is not served yet; install the CRD" if self._connected else "no API server"
+                    log.warning(f"{text}; will try again", extra={"error": said})
                 await asyncio.sleep(_CRD_POLL_SECONDS)
         self._connected = True
         await election.acquire()
@@ -144,16 +148,17 @@ class Operator:
             key = await self._queue.take()
             metrics.QUEUE_DEPTH.set(len(self._queue))
             started, failed = time.monotonic(), True
+            retry = {"model": str(key), "failures": self._queue.failures(key) + 1}
             try:
                 again = await self._reconciler.reconcile(key)
                 failed = False
                 if again is not None:
                     self._queue.add_later(key, again)
             except (APIError, aiohttp.ClientError, TimeoutError) as error:
-                log.warning("will try again", extra={"model": str(key), "error": f"{type(error).__name__}: {error}"})
+                log.warning("will try again", extra=retry | {"error": f"{type(error).__name__}: {error}"})
             except Exception:
                 # A defect met by one model must not stop the others.
-                log.exception("reconcile failed", extra={"model": str(key)})
+                log.exception("reconcile failed; will try again", extra=retry)
             finally:
                 self._queue.done(key, failed=failed)
             metrics.RECONCILE_SECONDS.observe(time.monotonic() - started)

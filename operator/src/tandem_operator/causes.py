@@ -8,6 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
+from tandem_api.names import REASON_GROUP_INCOMPLETE
+
+from tandem_operator.groups import describe_pod, is_leaving, is_ready
 from tandem_operator.manifests import Manifest, dig, dig_list
 
 _IMAGE_REASONS = frozenset({"ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull", "RegistryUnavailable"})
@@ -31,25 +34,24 @@ class Problem:
 
 
 def role_problem(pods: Iterable[Manifest]) -> Problem | None:
-    """The most telling problem among a role's pods: one that needs a person first, then by pod name."""
+    """The most telling problem among a role's pods: one that needs a person first, then by pod name. When a pod takes
+    its group down, the others only say that it is missing: theirs come last."""
     ordered = sorted(pods, key=lambda pod: str(dig(pod, "metadata", "name")))
     found = [problem for pod in ordered if (problem := pod_problem(pod)) is not None]
-    return min(found, key=lambda problem: not problem.stalled, default=None)
+    return min(
+        found, key=lambda problem: (problem.reason == REASON_GROUP_INCOMPLETE, not problem.stalled), default=None
+    )
 
 
 def pod_problem(pod: Manifest) -> Problem | None:
     """Why this pod is not up; None for a pod that is ready, leaving, or on its way without trouble."""
-    if dig(pod, "metadata", "deletionTimestamp") is not None or is_ready(pod):
+    if is_leaving(pod) or is_ready(pod):
         return None
-    name = str(dig(pod, "metadata", "name"))
+    name = describe_pod(pod)
     for status in [*dig_list(pod, "status", "initContainerStatuses"), *dig_list(pod, "status", "containerStatuses")]:
         if (problem := _container_problem(name, status)) is not None:
             return problem
     return _scheduling_problem(name, pod)
-
-
-def is_ready(pod: Manifest) -> bool:
-    return _condition(pod, "Ready").get("status") == "True"
 
 
 def _condition(pod: Manifest, kind: str) -> Manifest:
@@ -63,9 +65,9 @@ def _scheduling_problem(name: str, pod: Manifest) -> Problem | None:
         return None
     message = str(scheduled.get("message", ""))
     if claim := _MISSING_CLAIM.search(message):
-        text = f"Pod {name}: PersistentVolumeClaim {claim[1]} does not exist in this namespace; create it"
+        text = f"{name}: PersistentVolumeClaim {claim[1]} does not exist in this namespace; create it"
         return Problem(reason="VolumeClaimNotFound", message=text, stalled=True)
-    return Problem(reason=str(scheduled["reason"]), message=f"Pod {name}: {_short(message)}")
+    return Problem(reason=str(scheduled["reason"]), message=f"{name}: {_short(message)}")
 
 
 def _container_problem(name: str, status: Manifest) -> Problem | None:
@@ -76,11 +78,11 @@ def _container_problem(name: str, status: Manifest) -> Problem | None:
         # The kubelet alternates between the error and its back-off, which quotes the error: keep what is common.
         detail = message.rpartition("ErrImagePull: ")[2]
         detail = "" if detail.startswith("Back-off") else f": {_short(detail)}"
-        return Problem(reason="ImagePullFailed", message=f"Pod {name}: cannot pull {image}{detail}", stalled=True)
+        return Problem(reason="ImagePullFailed", message=f"{name}: cannot pull {image}{detail}", stalled=True)
     if reason == "InvalidImageName":
-        return Problem(reason=reason, message=f"Pod {name}: {image} is not an image reference", stalled=True)
+        return Problem(reason=reason, message=f"{name}: {image} is not an image reference", stalled=True)
     if reason in _CONFIG_REASONS:
-        return Problem(reason=reason, message=f"Pod {name}: {_short(message)}", stalled=True)
+        return Problem(reason=reason, message=f"{name}: {_short(message)}", stalled=True)
     ended = dig(status, "state", "terminated") or dig(status, "lastState", "terminated")
     if ended is None or status.get("started") or (ended.get("exitCode") == 0 and not waiting):
         return None
@@ -90,13 +92,15 @@ def _container_problem(name: str, status: Manifest) -> Problem | None:
 def _exit_problem(name: str, status: Manifest, ended: Manifest, *, looping: bool) -> Problem:
     text = str(ended.get("message") or "").strip()
     if (said := _worker_message(text)) is not None:
-        return Problem(reason=said[0], message=f"Pod {name}: {_short(said[1])}", stalled=True, from_worker=True)
+        # A member that misses another is started again until the group is whole: that one needs a person, if any does.
+        its_own = said[0] != REASON_GROUP_INCOMPLETE
+        return Problem(reason=said[0], message=f"{name}: {_short(said[1])}", stalled=its_own, from_worker=its_own)
     container = status.get("name")
     if ended.get("reason") == "OOMKilled":
-        sentence = f"Pod {name}: container {container} needs more memory than its limit; raise resources.limits.memory"
+        sentence = f"{name}: container {container} needs more memory than its limit; raise resources.limits.memory"
         return Problem(reason=OUT_OF_MEMORY, message=sentence, stalled=looping)
     last = f": {_short(text.splitlines()[-1])}" if text else ""
-    sentence = f"Pod {name}: container {container} ended with code {ended.get('exitCode')}{last}"
+    sentence = f"{name}: container {container} ended with code {ended.get('exitCode')}{last}"
     return Problem(reason="CrashLoopBackOff" if looping else "ContainerRestarting", message=sentence, stalled=looping)
 
 

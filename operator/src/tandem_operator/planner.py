@@ -13,6 +13,7 @@ from enum import Enum
 from tandem_api import names
 from tandem_api.names import MANAGED_BY_LABEL
 
+from tandem_operator.groups import group_pods, group_size, is_leaving, plan_replacement, revision_of
 from tandem_operator.manifests import (
     CONFIG_MAP,
     DEPLOYMENT,
@@ -25,6 +26,7 @@ from tandem_operator.manifests import (
     dig,
     dig_list,
     labels_of,
+    template_labels_of,
 )
 from tandem_operator.matching import satisfies
 from tandem_operator.workloads.blueprint import COMPONENT_LABEL, config_hash
@@ -118,30 +120,44 @@ def _is_rolled_out(workload: Manifest) -> bool:
     status: Manifest = workload.get("status") or {}
     if status.get("observedGeneration") != dig(workload, "metadata", "generation"):
         return False
-    if "updateRevision" in status and status.get("currentRevision") != status["updateRevision"]:
+    by_controller = dig(workload, "spec", "updateStrategy", "type") != "OnDelete"  # else it leaves currentRevision be
+    if by_controller and "updateRevision" in status and status.get("currentRevision") != status["updateRevision"]:
         return False
     return (status.get("updatedReplicas") or 0) == (status.get("replicas") or 0)
 
 
-def plan_broken_pods(live: Children) -> tuple[ChildKey, ...]:
+def plan_outdated_pods(live: Children) -> tuple[ChildKey, ...]:
+    """Outdated pods to delete now, so that their StatefulSet makes them anew."""
+    outdated: list[ChildKey] = []
+    for key, workload in live.items():
+        revision = dig(workload, "status", "updateRevision")
+        is_seen = dig(workload, "status", "observedGeneration") == dig(workload, "metadata", "generation")
+        if key.kind != STATEFUL_SET.name or revision is None or not is_seen:
+            continue
+        uid = dig(workload, "metadata", "uid")
+        pods = [
+            pod for key, pod in live.items() if key.kind == POD.name and (controller_of(pod) or {}).get("uid") == uid
+        ]
+        size = group_size(template_labels_of(workload))
+        if size == 1:
+            chosen = _broken_pods(pods, revision=revision)
+        else:
+            replicas = dig(workload, "spec", "replicas") // size
+            chosen = plan_replacement(group_pods(pods, size), replicas=replicas, revision=revision)
+        outdated += [child_key(pod) for pod in chosen]
+    return tuple(sorted(outdated))
+
+
+def _broken_pods(pods: Iterable[Manifest], *, revision: str) -> list[Manifest]:
     """Outdated pods that never came up.
 
     A StatefulSet replaces one pod at a time and waits for each: after a mistake is fixed, the pods of the mistake would
     stand in the way one after the other, or for good. They have nothing to lose, so all of them go at once.
     """
-    current = {
-        str(dig(child, "metadata", "uid")): dig(child, "status", "updateRevision")
-        for key, child in live.items()
-        if key.kind == STATEFUL_SET.name
-        and dig(child, "status", "observedGeneration") == dig(child, "metadata", "generation")
-    }
-    broken: list[ChildKey] = []
-    for key, pod in live.items():
-        owner = controller_of(pod)
-        if key.kind != POD.name or owner is None or dig(pod, "metadata", "deletionTimestamp") is not None:
-            continue
-        revision = current.get(str(owner.get("uid")))
-        outdated = revision is not None and labels_of(pod).get("controller-revision-hash") != revision
-        if outdated and not any(status.get("started") for status in dig_list(pod, "status", "containerStatuses")):
-            broken.append(key)
-    return tuple(sorted(broken))
+    return [
+        pod
+        for pod in pods
+        if revision_of(pod) != revision
+        and not is_leaving(pod)
+        and not any(status.get("started") for status in dig_list(pod, "status", "containerStatuses"))
+    ]

@@ -31,7 +31,7 @@ from tandem_operator.manifests import (
     dig,
 )
 from tandem_operator.parsing import parse_model, parse_status
-from tandem_operator.planner import Plan, Step, plan_broken_pods, plan_children, plan_step
+from tandem_operator.planner import Plan, Step, plan_children, plan_outdated_pods, plan_step
 from tandem_operator.recorder import EventRecorder
 from tandem_operator.settings import Release
 from tandem_operator.status import build_status, refused_status
@@ -114,8 +114,10 @@ class Reconciler:
         for manifest in plan.apply:
             await self._apply(manifest, outcome, uid=uid, known=child_key(manifest) in live)
         self._note(plan, outcome)
-        for child in (*plan.delete, *plan_broken_pods(outcome.children)):
-            await self._delete(key, child, outcome)
+        for child in plan.delete:
+            await self._delete(key, child, outcome, why="no longer wanted")
+        for pod in plan_outdated_pods(outcome.children):
+            await self._delete(key, pod, outcome, why="made from an older template")
         outcome.failures = await self._creation_failures(outcome.children)
         return outcome
 
@@ -146,7 +148,7 @@ class Reconciler:
             text = f"{key} exists and belongs to somebody else: rename this model, or delete that object"
             outcome.problems.append(Problem(reason="ChildNameTaken", message=text, stalled=True))
 
-    async def _delete(self, key: ModelKey, child: ChildKey, outcome: Outcome) -> None:
+    async def _delete(self, key: ModelKey, child: ChildKey, outcome: Outcome, *, why: str) -> None:
         removed = outcome.children.pop(child)
         path = KIND_BY_NAME[child.kind].path(key.namespace, child.name)
         try:
@@ -154,7 +156,7 @@ class Reconciler:
         except ConflictError:
             return  # another object of that name by now: the next look decides about it
         metrics.WRITES.labels("delete", child.kind).inc()
-        log.info("deleted", extra={"model": str(key), "child": str(child)})
+        log.info("deleted", extra={"model": str(key), "child": str(child), "why": why})
 
     async def _creation_failures(self, children: dict[ChildKey, Manifest]) -> dict[ChildKey, str]:
         """Why StatefulSets could not create pods. Their status does not say; Events do."""

@@ -1,10 +1,14 @@
-"""Kubernetes Events on InferenceModels. They are for people: one that cannot be written is logged and forgotten."""
+"""Kubernetes Events on InferenceModels. They are for people: one that cannot be written is logged and forgotten.
+
+An Event is named after what it says. One that repeats, as those of a pod that crashes again and again do, is counted on
+the Event that is there and fills neither `kubectl describe` nor the API server.
+"""
 
 from __future__ import annotations
 
 import datetime
+import hashlib
 import logging
-import uuid
 
 import aiohttp
 from tandem_api import names
@@ -29,16 +33,23 @@ class EventRecorder:
         """Write one Event about the model with this uid."""
         log.info(happening.message, extra={"model": str(key), "event": happening.reason})
         try:
-            await self._client.create(EVENT.path(key.namespace), self._build(key, uid, happening))
+            event = self._build(key, uid, happening)
+            path = EVENT.path(key.namespace, event["metadata"]["name"])
+            if (earlier := await self._client.find(path)) is None:
+                await self._client.create(EVENT.path(key.namespace), event)
+            else:
+                await self._client.replace(path, repeated(earlier, now=event["lastTimestamp"]))
         except (APIError, aiohttp.ClientError, TimeoutError) as error:
             log.warning("cannot write an event", extra={"model": str(key), "error": str(error)})
 
     def _build(self, key: ModelKey, uid: str, happening: Happening) -> Manifest:
+        said = f"{uid} {happening.kind} {happening.reason} {happening.message}"
+        name = f"{key.name}.{hashlib.sha256(said.encode()).hexdigest()[:16]}"
         now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         return {
             "apiVersion": EVENT.api_version,
             "kind": EVENT.name,
-            "metadata": {"name": f"{key.name}.{uuid.uuid4().hex[:16]}", "namespace": key.namespace},
+            "metadata": {"name": name, "namespace": key.namespace},
             "involvedObject": {
                 "apiVersion": names.API_VERSION,
                 "kind": names.KIND,
@@ -56,3 +67,8 @@ class EventRecorder:
             "reportingComponent": names.FIELD_MANAGER,
             "reportingInstance": self._instance,
         }
+
+
+def repeated(event: Manifest, *, now: str) -> Manifest:
+    """`event`, seen once more."""
+    return event | {"count": (event.get("count") or 1) + 1, "lastTimestamp": now}

@@ -14,7 +14,8 @@ from tandem_api import names
 from tandem_api.inferencemodel import Condition, InferenceModelStatus, RoleStatus
 from tandem_api.names import Role
 
-from tandem_operator.causes import Problem, is_ready, role_problem
+from tandem_operator.causes import Problem, role_problem
+from tandem_operator.groups import Group, group_pods
 from tandem_operator.manifests import DEPLOYMENT, POD, STATEFUL_SET, ChildKey, Manifest, dig, dig_list, labels_of
 from tandem_operator.planner import Children
 from tandem_operator.workloads.blueprint import COMPONENT_LABEL, Blueprint, component_of
@@ -24,7 +25,7 @@ State = Literal["True", "False", "Unknown"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleState:
-    """One role as it is."""
+    """One role as it is, counted in replicas."""
 
     role: Role
     desired: int
@@ -56,23 +57,34 @@ def observe_role(blueprint: Blueprint, role: Role, live: Children, failures: Map
     kind = DEPLOYMENT if role is Role.GATEWAY else STATEFUL_SET
     key = ChildKey(kind.name, names.workload_name(blueprint.name, role))
     workload = live.get(key, {})
-    wanted = blueprint.model.spec.gateway if role is Role.GATEWAY else blueprint.worker_spec(role)
     pods = pods_of(component_of(role), live)
     problem = role_problem(pods)
     failure = failures.get(key) or replica_failure(workload)
-    desired = blueprint.replicas(wanted.replicas)
-    if failure and problem is None and len(pods) < desired:
+    if role is Role.GATEWAY:
+        desired = desired_pods = blueprint.replicas(blueprint.model.spec.gateway.replicas)
+        counts = tuple(dig(workload, "status", name) or 0 for name in ("replicas", "readyReplicas", "updatedReplicas"))
+    else:
+        spec = blueprint.worker_spec(role)
+        desired, desired_pods = blueprint.replicas(spec.replicas), blueprint.num_pods(role)
+        revision = str(dig(workload, "status", "updateRevision"))
+        counts = _count_groups(group_pods(pods, spec.nodes_per_replica), revision=revision)
+    if failure and problem is None and len(pods) < desired_pods:
         problem = Problem(reason="PodsNotCreated", message=f"{key}: {failure}", stalled=True)
     generation = dig(workload, "metadata", "generation")
     return RoleState(
         role=role,
         desired=desired,
-        replicas=dig(workload, "status", "replicas") or 0,
-        ready=dig(workload, "status", "readyReplicas") or 0,
-        updated=dig(workload, "status", "updatedReplicas") or 0,
+        replicas=counts[0],
+        ready=counts[1],
+        updated=counts[2],
         observed=generation is not None and generation == dig(workload, "status", "observedGeneration"),
         problem=problem,
     )
+
+
+def _count_groups(groups: Sequence[Group], *, revision: str) -> tuple[int, int, int]:
+    """Replicas that exist, that are ready, and that are of this revision of the template."""
+    return len(groups), sum(group.is_ready for group in groups), sum(group.is_of(revision) for group in groups)
 
 
 def pods_of(component: str, live: Children) -> list[Manifest]:
@@ -187,11 +199,10 @@ def _model_condition(blueprint: Blueprint, workers: Sequence[RoleState], live: C
     told = next((state.problem for state in workers if state.problem is not None and state.problem.from_worker), None)
     if told is not None:
         return _condition("ModelReady", "False", told.reason, told.message)
-    revision = blueprint.revision
     loaded = any(
-        is_ready(pod) and labels_of(pod).get(names.LABEL_REVISION) == revision
+        group.is_ready and labels_of(group.pods[0]).get(names.LABEL_REVISION) == blueprint.revision
         for state in workers
-        for pod in pods_of(state.component, live)
+        for group in group_pods(pods_of(state.component, live), blueprint.worker_spec(state.role).nodes_per_replica)
     )
     if loaded:
         return _condition("ModelReady", "True", "Loaded", f"{uri} is loaded")

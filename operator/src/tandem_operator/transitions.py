@@ -49,9 +49,9 @@ def apply_happenings(applied: Iterable[Manifest], live: Children) -> list[Happen
         key = child_key(manifest)
         before = live.get(key)
         if before is None:
-            events.append(Happening(reason="Created", message=f"created {key} with {replicas} replicas"))
+            events.append(Happening(reason="Created", message=f"created {key} with {replicas} pods"))
         elif (was := dig(before, "spec", "replicas")) != replicas:
-            events.append(Happening(reason="Scaled", message=f"scaled {key} from {was} to {replicas}"))
+            events.append(Happening(reason="Scaled", message=f"scaled {key} from {was} to {replicas} pods"))
     return events
 
 

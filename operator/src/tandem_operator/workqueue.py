@@ -70,6 +70,10 @@ class WorkQueue:
         elif failed:
             self.add_later(key, self._next_delay(key))
 
+    def failures(self, key: ModelKey) -> int:
+        """How often in a row this key has failed."""
+        return self._failures.get(key, 0)
+
     def forget(self, key: ModelKey) -> None:
         """Drop what is remembered of a key whose object is gone."""
         self._failures.pop(key, None)
@@ -77,7 +81,7 @@ class WorkQueue:
             timer.cancel()
 
     def _next_delay(self, key: ModelKey) -> float:
-        failures = self._failures.get(key, 0)
+        failures = self.failures(key)
         self._failures[key] = failures + 1
         delay = min(_FIRST_RETRY_SECONDS * 2 ** min(failures, 16), _LAST_RETRY_SECONDS)
         return delay * random.uniform(0.75, 1.25)

@@ -1,4 +1,4 @@
-"""Pods become workers, through an API server that lists, watches, forgets, falls silent and dies."""
+"""The workers follow an API server that lists, watches, forgets, falls silent and dies."""
 
 from __future__ import annotations
 
@@ -10,60 +10,12 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
-from tandem_api.names import LABEL_MODEL, LABEL_REVISION, LABEL_ROLE, Role
+from discovery_pods import make_pod
+from tandem_api.names import LABEL_MODEL
 from tandem_gateway.discovery.kube import ApiServer
-from tandem_gateway.discovery.pods import PodWatcher, read_worker
+from tandem_gateway.discovery.pods import PodWatcher
 from tandem_gateway.errors import ConfigError
 from tandem_gateway.scheduling import Worker
-
-
-def make_pod(
-    name: str, *, role: str = "decode", ip: str = "10.0.0.1", version: str = "1", **changes: Any
-) -> dict[str, Any]:
-    pod: dict[str, Any] = {
-        "metadata": {
-            "name": name,
-            "resourceVersion": version,
-            "labels": {LABEL_MODEL: "toy", LABEL_ROLE: role, LABEL_REVISION: "r1"},
-        },
-        "status": {"podIP": ip, "conditions": [{"type": "Ready", "status": "True"}]},
-        "spec": {"containers": [{"name": "worker"}]},
-    }
-    for path, value in changes.items():
-        part, _, key = path.partition("_")
-        pod[part][key] = value
-    return pod
-
-
-def test_a_ready_pod_is_a_worker() -> None:
-    assert read_worker(make_pod("a")) == Worker(
-        name="a", address="10.0.0.1:8000", kv_address="10.0.0.1:7000", role=Role.DECODE, revision="r1"
-    )
-
-
-def test_a_named_port_and_an_ipv6_address_are_used() -> None:
-    ports = [{"name": "metrics", "containerPort": 1}, {"name": "http", "containerPort": 8123}]
-    pod = make_pod("a", ip="fd00::1", spec_containers=[{"name": "sidecar"}, {"name": "worker", "ports": ports}])
-    worker = read_worker(pod)
-    assert worker is not None
-    assert worker.address == "[fd00::1]:8123"
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"role": "gateway"},
-        {"role": ""},
-        {"status_conditions": [{"type": "Ready", "status": "False"}]},
-        {"status_conditions": [{"type": "ContainersReady", "status": "True"}]},
-        {"status_conditions": None},
-        {"status_podIP": None},
-        {"metadata_deletionTimestamp": "2026-01-01T00:00:00Z"},
-        {"metadata_labels": None},
-    ],
-)
-def test_other_pods_are_none(changes: dict[str, Any]) -> None:
-    assert read_worker(make_pod("a", **changes)) is None
 
 
 class FakeApiServer:
@@ -199,6 +151,18 @@ async def test_changes_that_do_not_matter_are_not_reported(api: FakeApiServer, w
     api.events.put_nowait({"type": "ADDED", "object": make_pod("c", version="12")})
     await watch.until_names("a", "c")
     assert len(watch.reports) == 2
+
+
+async def test_a_group_is_reported_once_whole_and_withdrawn_when_any_pod_goes(api: FakeApiServer, watch: Watch) -> None:
+    await watch.until_names("a")
+    for number in (0, 1):
+        event = make_pod(f"toy-decode-{number}", nodes=2, ip=f"10.0.1.{number}", version=f"2{number}")
+        api.events.put_nowait({"type": "ADDED", "object": event})
+    await watch.until_names("a", "toy-decode-0")
+    follower = make_pod("toy-decode-1", nodes=2, ip="10.0.1.1", version="22", status_conditions=[])
+    api.events.put_nowait({"type": "MODIFIED", "object": follower})
+    await watch.until_names("a")
+    assert len(watch.reports) == 3, "what does not change the workers is not reported"
 
 
 async def test_a_watch_goes_on_from_the_last_bookmark_without_a_list(api: FakeApiServer, watch: Watch) -> None:

@@ -1,4 +1,4 @@
-"""Workers as Pods: which Pod is one, and how the set follows the API server.
+"""How the set of workers follows the API server; which Pods are workers is decided in `members`.
 
 List, then watch from the list's resource version; bookmarks move that version on, so that a reconnect costs nothing.
 Version too old (410): list again. Server unreachable: keep the last workers and try again with growing pauses.
@@ -12,9 +12,10 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from tandem_api.names import LABEL_MODEL, LABEL_REVISION, LABEL_ROLE, WORKER_HTTP_PORT, WORKER_KV_PORT, Role
+from tandem_api.names import LABEL_MODEL
 
 from tandem_gateway.discovery.kube import LIST_SECONDS, ApiServer, Response, get, parse_object
+from tandem_gateway.discovery.members import Member, Pod, read_member, select_workers
 from tandem_gateway.errors import DiscoveryError
 from tandem_gateway.scheduling import Worker
 
@@ -24,41 +25,6 @@ SILENCE_SECONDS = 90.0
 """A watch without events brings a bookmark about every minute; one that brings nothing at all is taken for dead."""
 BACKOFF_FIRST = 0.5
 BACKOFF_MAX = 15.0
-_ROLES = {Role.PREFILL.value: Role.PREFILL, Role.DECODE.value: Role.DECODE, Role.UNIFIED.value: Role.UNIFIED}
-
-Pod = dict[str, Any]
-
-
-def read_worker(pod: Pod) -> Worker | None:
-    """The worker that a Pod is, or None while it is none: not ready, being deleted, without address or role."""
-    meta: dict[str, Any] = pod.get("metadata") or {}
-    status: dict[str, Any] = pod.get("status") or {}
-    labels: dict[str, str] = meta.get("labels") or {}
-    role = _ROLES.get(labels.get(LABEL_ROLE, ""))
-    address = status.get("podIP")
-    if role is None or not address or meta.get("deletionTimestamp"):
-        return None
-    conditions: list[dict[str, Any]] = status.get("conditions") or []
-    if not any(item.get("type") == "Ready" and item.get("status") == "True" for item in conditions):
-        return None
-    host = f"[{address}]" if ":" in address else address
-    return Worker(
-        name=meta["name"],
-        address=f"{host}:{_port(pod, 'http', WORKER_HTTP_PORT)}",
-        role=role,
-        revision=labels.get(LABEL_REVISION, ""),
-        kv_address=f"{host}:{_port(pod, 'kv', WORKER_KV_PORT)}",
-    )
-
-
-def _port(pod: Pod, name: str, usual: int) -> int:
-    """The container port of that name, else the port that workers use."""
-    spec: dict[str, Any] = pod.get("spec") or {}
-    containers: list[dict[str, Any]] = spec.get("containers") or []
-    ports: list[dict[str, Any]] = []
-    for container in containers:
-        ports += container.get("ports") or []
-    return next((int(port["containerPort"]) for port in ports if port.get("name") == name), usual)
 
 
 class PodWatcher:
@@ -80,7 +46,8 @@ class PodWatcher:
         self._apply = apply
         self._silence = silence_seconds
         self._backoff_first = backoff_first
-        self._workers: dict[str, Worker] = {}
+        self._members: dict[str, Member] = {}
+        self._workers: list[Worker] | None = None
         self._version: str | None = None
 
     async def run(self) -> None:
@@ -122,8 +89,8 @@ class PodWatcher:
             raise DiscoveryError(f"listing Pods: {response.status} {body.get('message', '')}")
         self._version = body["metadata"]["resourceVersion"]
         pods: list[Pod] = body.get("items") or []
-        workers = (read_worker(pod) for pod in pods)
-        self._workers = {worker.name: worker for worker in workers if worker is not None}
+        members = (read_member(pod) for pod in pods)
+        self._members = {member.worker.name: member for member in members if member is not None}
         self._report()
 
     async def _watch(self) -> None:
@@ -164,15 +131,19 @@ class PodWatcher:
         if kind == "BOOKMARK":
             return
         name: str = thing["metadata"]["name"]
-        worker = read_worker(thing) if kind in ("ADDED", "MODIFIED") else None
-        if worker == self._workers.get(name):
+        member = read_member(thing) if kind in ("ADDED", "MODIFIED") else None
+        if member == self._members.get(name):
             return
-        if worker is None:
-            del self._workers[name]
+        if member is None:
+            del self._members[name]
         else:
-            self._workers[name] = worker
+            self._members[name] = member
         self._report()
 
     def _report(self) -> None:
-        log.info("workers changed", extra={"workers": sorted(self._workers)})
-        self._apply(list(self._workers.values()))
+        workers = select_workers(self._members.values())
+        if workers == self._workers:
+            return
+        self._workers = workers
+        log.info("workers changed", extra={"workers": sorted(worker.name for worker in workers)})
+        self._apply(workers)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 
 import aiohttp
@@ -21,6 +22,8 @@ from tandem_operator.manifests import Kind, Manifest, ModelKey
 SELECTOR = f"{names.MANAGED_BY_LABEL}={names.MANAGED_BY},{names.LABEL_MODEL}"
 """Evaluated by the API server: other people's objects never travel."""
 _BACKOFF_SECONDS = (0.2, 1.0, 2.0, 5.0, 10.0, 30.0)
+_HEALTHY_SECONDS = 30.0
+"""A watch that lasted this long had worked: that it breaks now says nothing about the failures before it."""
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +54,7 @@ class Watcher:
         failures = 0
         version: str | None = None
         while True:
+            started = time.monotonic()
             try:
                 version = version or await self._list()
                 version = await self._follow(version)
@@ -58,6 +62,7 @@ class Watcher:
             except ExpiredError:
                 version = None
             except (APIError, aiohttp.ClientError, TimeoutError, ValueError) as error:
+                failures = 0 if time.monotonic() - started > _HEALTHY_SECONDS else failures
                 delay = _BACKOFF_SECONDS[min(failures, len(_BACKOFF_SECONDS) - 1)]
                 failures += 1
                 log.warning("watch failed", extra={"kind": self._kind.name, "error": str(error), "retry_in": delay})

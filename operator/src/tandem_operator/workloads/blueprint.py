@@ -62,9 +62,15 @@ class Blueprint:
     def replicas(self, wanted: int) -> int:
         return 0 if self.model.spec.suspend else wanted
 
+    def num_pods(self, role: Role) -> int:
+        """Pods of a worker role: whole groups."""
+        spec = self.worker_spec(role)
+        return self.replicas(spec.replicas) * spec.nodes_per_replica
+
     @property
     def revision(self) -> str:
-        """Digest of all that decides whether two workers' key-value blocks mean the same."""
+        """Digest of all that decides whether two workers' key-value blocks mean the same. Parallelism does not: blocks
+        are cut anew between workers that are spread differently."""
         spec = self.model.spec
         parts = [spec.model.uri, spec.model.revision, self.worker_image, spec.engine.device, spec.engine.dtype]
         return digest(parts)[:10]

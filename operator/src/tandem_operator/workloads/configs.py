@@ -10,7 +10,15 @@ import hashlib
 
 from tandem_api import names
 from tandem_api.base import Wire
-from tandem_api.launch import GatewayConfig, GatewayTimeouts, KVConfig, ModelSource, SchedulerConfig, WorkerConfig
+from tandem_api.launch import (
+    GatewayConfig,
+    GatewayTimeouts,
+    GroupConfig,
+    KVConfig,
+    ModelSource,
+    SchedulerConfig,
+    WorkerConfig,
+)
 from tandem_api.names import Role
 from tandem_api.quantities import parse_duration, parse_quantity
 
@@ -23,6 +31,7 @@ def worker_config(blueprint: Blueprint, role: Role) -> WorkerConfig:
     """What a worker of `role` is told."""
     spec = blueprint.model.spec
     memory = None if spec.kv.memory is None else int(parse_quantity(spec.kv.memory))
+    worker = blueprint.worker_spec(role)
     return WorkerConfig(
         model_name=blueprint.name,
         served_name=blueprint.model.served_name,
@@ -37,6 +46,11 @@ def worker_config(blueprint: Blueprint, role: Role) -> WorkerConfig:
         kv=KVConfig(memory_bytes=memory, verify=spec.kv.verify),
         scheduler=SchedulerConfig(
             max_running_requests=spec.engine.max_running_requests, max_batch_tokens=spec.engine.max_batch_tokens
+        ),
+        group=GroupConfig(
+            parallelism=worker.parallelism.for_launch(),
+            num_nodes=worker.nodes_per_replica,
+            service=names.workload_name(blueprint.name, role),
         ),
         drain_timeout_seconds=drain_seconds(blueprint),
     )

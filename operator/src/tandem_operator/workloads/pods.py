@@ -38,6 +38,7 @@ def pod_template(
     labels = blueprint.labels(component_of(role), role)
     if role is not Role.GATEWAY:
         labels[names.LABEL_REVISION] = blueprint.revision
+        labels[names.LABEL_NODES_PER_REPLICA] = str(blueprint.worker_spec(role).nodes_per_replica)
     template: Manifest = {
         "metadata": {
             "labels": labels,
@@ -107,12 +108,12 @@ def _resources(resources: Resources) -> dict[str, Any]:
     return {key: value for key, value in resources.model_dump(by_alias=True).items() if value}
 
 
-def thread_env(resources: Resources) -> list[Manifest]:
-    """As many compute threads as the CPU limit allows: libraries would count the node's cores instead."""
+def thread_env(resources: Resources, *, processes: int = 1) -> list[Manifest]:
+    """As many compute threads as the CPU limit allows each process: libraries would count the node's cores instead."""
     limit = resources.limits.get("cpu")
-    return (
-        [] if limit is None else [{"name": "OMP_NUM_THREADS", "value": str(max(1, math.ceil(parse_quantity(limit))))}]
-    )
+    if limit is None:
+        return []
+    return [{"name": "OMP_NUM_THREADS", "value": str(max(1, math.ceil(parse_quantity(limit) / processes)))}]
 
 
 def drain_seconds(blueprint: Blueprint) -> float:

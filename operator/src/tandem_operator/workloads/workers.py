@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tandem_api import names
+from tandem_api.inferencemodel import WorkerRole
 from tandem_api.names import Role
 
 from tandem_operator.manifests import POD_DISRUPTION_BUDGET, SERVICE, STATEFUL_SET, Manifest
@@ -12,7 +13,6 @@ from tandem_operator.workloads.pods import http_probe, pod_template, thread_env
 
 _LOADING_SECONDS = 6 * 3600
 """A worker may download and load this long before it counts as hung: large models come over slow links."""
-_PORTS = (("http", names.WORKER_HTTP_PORT), ("kv", names.WORKER_KV_PORT))
 
 
 def build_workers(blueprint: Blueprint, role: Role) -> list[Manifest]:
@@ -27,11 +27,28 @@ def build_workers(blueprint: Blueprint, role: Role) -> list[Manifest]:
 
 
 def build_disruption_budget(blueprint: Blueprint, role: Role) -> Manifest:
-    """One pod at a time: a node can always be drained, and never takes the whole role with it."""
+    """One pod at a time: a node can always be drained, and never takes the whole role with it.
+
+    Of groups too, one *pod*: it makes its whole group unready, which uses the budget up until that group serves again.
+    A budget of as many pods as a group has would let a drain break that many groups. What is not ready may go without
+    asking: it serves nobody, and must not keep a node from being drained.
+    """
     component = component_of(role)
-    spec = {"maxUnavailable": 1, "selector": {"matchLabels": blueprint.selector(component)}}
+    spec = {
+        "maxUnavailable": 1,
+        "unhealthyPodEvictionPolicy": "AlwaysAllow",
+        "selector": {"matchLabels": blueprint.selector(component)},
+    }
     name = names.workload_name(blueprint.name, role)
     return blueprint.child(POD_DISRUPTION_BUDGET, name, {"spec": spec}, component=component, role=role)
+
+
+def _ports(workload: WorkerRole) -> list[tuple[str, int]]:
+    """Names and numbers: HTTP, the KV port of every rank of the pod, and where the ranks of several pods meet."""
+    first = names.WORKER_KV_PORT
+    ports = [("http", names.WORKER_HTTP_PORT), ("kv", first)]
+    ports += [(f"kv-{rank}", first + rank) for rank in range(1, workload.ranks_per_pod)]
+    return ports if workload.nodes_per_replica == 1 else [*ports, ("group", names.WORKER_GROUP_PORT)]
 
 
 def _build_headless_service(blueprint: Blueprint, role: Role) -> Manifest:
@@ -40,7 +57,10 @@ def _build_headless_service(blueprint: Blueprint, role: Role) -> Manifest:
         "clusterIP": "None",
         "publishNotReadyAddresses": True,  # a worker that loads or drains can still be looked at by name
         "selector": blueprint.selector(component),
-        "ports": [{"name": name, "port": port, "targetPort": name, "protocol": "TCP"} for name, port in _PORTS],
+        "ports": [
+            {"name": name, "port": port, "targetPort": name, "protocol": "TCP"}
+            for name, port in _ports(blueprint.worker_spec(role))
+        ],
     }
     name = names.workload_name(blueprint.name, role)
     return blueprint.child(SERVICE, name, {"spec": spec}, component=component, role=role)
@@ -50,7 +70,7 @@ def _build_stateful_set(blueprint: Blueprint, role: Role, config: Manifest) -> M
     component = component_of(role)
     name = names.workload_name(blueprint.name, role)
     workload = blueprint.worker_spec(role)
-    volumes, mounts = _model_volumes(blueprint)
+    volumes, mounts = _volumes(blueprint, workload)
     template = pod_template(
         blueprint,
         role,
@@ -62,10 +82,12 @@ def _build_stateful_set(blueprint: Blueprint, role: Role, config: Manifest) -> M
         path=f"spec.{component}",
     )
     spec = {
-        "replicas": blueprint.replicas(workload.replicas),
+        "replicas": blueprint.num_pods(role),
         "serviceName": name,
         "podManagementPolicy": "Parallel",
-        "updateStrategy": {"type": "RollingUpdate"},
+        # A StatefulSet replaces pod by pod and waits for each, but a pod of the new template is never ready beside one
+        # of the old: the operator replaces groups as a whole.
+        "updateStrategy": {"type": "RollingUpdate" if workload.nodes_per_replica == 1 else "OnDelete"},
         "revisionHistoryLimit": 3,
         "selector": {"matchLabels": blueprint.selector(component)},
         "template": template,
@@ -74,11 +96,12 @@ def _build_stateful_set(blueprint: Blueprint, role: Role, config: Manifest) -> M
 
 
 def _container(blueprint: Blueprint, role: Role, mounts: list[Manifest]) -> Manifest:
+    workload = blueprint.worker_spec(role)
     return {
         "name": "worker",
         "image": blueprint.worker_image,
-        "env": [*_token_env(blueprint), *thread_env(blueprint.worker_spec(role).resources)],
-        "ports": [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in _PORTS],
+        "env": [*_token_env(blueprint), *thread_env(workload.resources, processes=workload.ranks_per_pod)],
+        "ports": [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in _ports(workload)],
         "startupProbe": http_probe("/readyz", "http", period=1, failures=_LOADING_SECONDS),
         "readinessProbe": http_probe("/readyz", "http", period=2, failures=2),
         "livenessProbe": http_probe("/healthz", "http", period=10, failures=6),
@@ -92,6 +115,16 @@ def _token_env(blueprint: Blueprint) -> list[Manifest]:
     if secret is None:
         return []
     return [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": secret.name, "key": secret.key}}}]
+
+
+def _volumes(blueprint: Blueprint, workload: WorkerRole) -> tuple[list[Manifest], list[Manifest]]:
+    """Volumes and mounts: what the model's source needs, and memory that the ranks of a pod share."""
+    volumes, mounts = _model_volumes(blueprint)
+    if workload.ranks_per_pod > 1:
+        # The 64 MiB that container runtimes mount there are too few for NCCL. It counts to the container's memory.
+        volumes = [*volumes, {"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]
+        mounts = [*mounts, {"name": "shared-memory", "mountPath": "/dev/shm"}]
+    return volumes, mounts
 
 
 def _model_volumes(blueprint: Blueprint) -> tuple[list[Manifest], list[Manifest]]:

@@ -1,0 +1,173 @@
+"""Replicas of several ranks and pods: they answer as one process does, come and go as a whole, and recover."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from e2e.suite import test_answers
+from e2e.suite.fleet import Fleet, Object, is_ready, smollm2, until
+from e2e.suite.load import Outcome, stream_once
+from e2e.suite.test_answers import NEW_TOKENS, WORDS, assert_same
+from e2e.suite.test_faults import KILL, SHARED_PROCESSES, restarts
+
+oracle = test_answers.oracle
+"""Module-wide: transformers in float32."""
+
+MODEL = "group"
+NODES = 2
+PROMPT_LENGTHS = (1, 16, 17, 33, 150, 400)
+
+
+@pytest.fixture(scope="module")
+def staged(tandem: object, main: Fleet) -> Iterator[Fleet]:
+    """Model `group` beside `main`: one prefill worker of one process, and decode workers of two stages in two pods."""
+    manifest = smollm2(MODEL)
+    manifest["spec"]["decode"] |= {
+        "nodesPerReplica": NODES, "parallelism": {"pipeline": NODES}, "podTemplate": SHARED_PROCESSES
+    }  # fmt: skip
+    main.apply(manifest)
+    main.wait_ready(MODEL)
+    yield main
+    main.delete("inferencemodels", MODEL)
+    until("every pod of the group to be gone", lambda: not main.pods(MODEL), within=60)
+
+
+def pod_names(fleet: Fleet, role: str = "decode") -> list[str]:
+    return sorted(pod["metadata"]["name"] for pod in fleet.pods(MODEL, role))
+
+
+def assert_greedy(fleet: Fleet, model: str, oracle: tuple[Any, Any]) -> None:
+    """Prompts below, at and above a block boundary, answered as transformers answers them."""
+    with fleet.openai(model) as api:
+        for length in PROMPT_LENGTHS:
+            rng = random.Random(f"group {length}")
+            text = "".join(rng.choice(WORDS) for _ in range(length + 8))
+            prompt = oracle[1](text)["input_ids"][:length]
+            response = api.completions.create(
+                model=model, prompt=prompt, max_tokens=NEW_TOKENS, temperature=0, extra_body={"return_token_ids": True}
+            )
+            assert_same(list((response.choices[0].model_extra or {})["token_ids"]), oracle, prompt)
+
+
+async def ask_once(url: str) -> Outcome:
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0) as api:
+        return await stream_once(api, MODEL, "Are you there? Answer with one word.", 4, 20)
+
+
+@pytest.mark.timeout(300)
+def test_two_stages_in_two_pods_answer_as_one_process(staged: Fleet, oracle: tuple[Any, Any]) -> None:
+    """Blocks of the prefill worker's one process are cut anew for the two stages."""
+    assert pod_names(staged) == [f"{MODEL}-decode-0", f"{MODEL}-decode-1"]
+    assert_greedy(staged, MODEL, oracle)
+
+
+def test_replicas_are_counted_and_only_the_leader_is_asked(staged: Fleet) -> None:
+    status = staged.get("inferencemodels", MODEL)["status"]["decode"]
+    assert (status["replicas"], status["ready"], status["updated"], status["summary"]) == (1, 1, 1, "1/1")
+    with staged.openai(MODEL) as api:
+        raw = [
+            api.chat.completions.with_raw_response.create(
+                model=MODEL, messages=[{"role": "user", "content": f"Count to {number}."}], max_tokens=2
+            )
+            for number in range(4)
+        ]
+    assert {answer.headers["x-tandem-decode-worker"] for answer in raw} == {f"{MODEL}-decode-0"}
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("node", range(NODES))
+def test_a_killed_pod_takes_its_group_down_and_the_group_comes_back(
+    staged: Fleet, oracle: tuple[Any, Any], node: int
+) -> None:
+    staged.wait_ready(MODEL)
+    victim = pod_names(staged)[node]
+    before = restart_count(staged, victim)
+    staged.cluster.kubectl("-n", staged.namespace, "exec", victim, "-c", "worker", "--", "python3", "-c", KILL)
+    until("the killed container to be ready again", lambda: restarts(staged, victim) > before, within=180)
+    staged.wait_role(MODEL, "decode", NODES)
+    staged.wait_ready(MODEL)
+    with staged.url(MODEL) as url:
+        until("a new request to succeed", lambda: asyncio.run(ask_once(url)).complete, within=30)
+    assert_greedy(staged, MODEL, oracle)
+    staged.wait_blocks_free(MODEL, within=10)
+
+
+def restart_count(fleet: Fleet, pod: str) -> int:
+    return fleet.get("pods", pod)["status"]["containerStatuses"][0]["restartCount"]
+
+
+@pytest.mark.timeout(400)
+def test_scaling_adds_and_removes_whole_groups(staged: Fleet) -> None:
+    staged.wait_ready(MODEL)
+    first = {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in staged.pods(MODEL, "decode")}
+    staged.patch(MODEL, {"decode": {"replicas": 2}})
+    staged.wait_role(MODEL, "decode", 2 * NODES)
+    staged.wait_ready(MODEL)
+    assert staged.get("inferencemodels", MODEL)["status"]["decode"]["summary"] == "2/2"
+    staged.patch(MODEL, {"decode": {"replicas": 1}})
+    staged.wait_role(MODEL, "decode", NODES)
+    staged.wait_ready(MODEL)
+    assert {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in staged.pods(MODEL, "decode")} == first
+
+
+@pytest.mark.timeout(400)
+def test_a_changed_configuration_replaces_the_group_as_a_whole(staged: Fleet, oracle: tuple[Any, Any]) -> None:
+    staged.wait_ready(MODEL)
+    before = {pod["metadata"]["uid"] for pod in staged.pods(MODEL, "decode")}
+    staged.patch(MODEL, {"engine": {"maxBatchTokens": 1024}})
+
+    def replaced() -> bool:
+        pods = staged.pods(MODEL, "decode")
+        hashes = {pod["metadata"]["annotations"]["tandem.dev/config-hash"] for pod in pods}
+        assert [is_ready(pod) for pod in pods] == [True] * NODES
+        assert not before & {pod["metadata"]["uid"] for pod in pods}
+        assert len(hashes) == 1, hashes
+        return True
+
+    until("every pod of the group to be a new one", replaced, within=240)
+    staged.wait_ready(MODEL)
+    assert_greedy(staged, MODEL, oracle)
+
+
+@pytest.mark.timeout(300)
+def test_suspend_and_resume_a_group(staged: Fleet) -> None:
+    staged.patch(MODEL, {"suspend": True})
+    until("every pod to be gone", lambda: not staged.pods(MODEL), within=60)
+    staged.patch(MODEL, {"suspend": False})
+    staged.wait_ready(MODEL)
+    with staged.url(MODEL) as url:
+        until("a new request to succeed", lambda: asyncio.run(ask_once(url)).complete, within=30)
+
+
+def one_pod_of_three_ranks(name: str) -> Object:
+    """SmolLM2 has 9 heads and 3 heads of keys and values: three ranks have the same share of both."""
+    manifest = smollm2(name, prefill=None)
+    manifest["spec"]["decode"]["parallelism"] = {"tensor": 3}
+    return manifest
+
+
+@pytest.mark.timeout(400)
+def test_three_ranks_in_one_pod_then_one_then_gone(fleet: Fleet, oracle: tuple[Any, Any]) -> None:
+    """Turned on, seen working, undone, deleted: one object all along."""
+    fleet.apply(one_pod_of_three_ranks("split"))
+    fleet.wait_ready("split")
+    assert len(fleet.pods("split", "unified")) == 1
+    assert_greedy(fleet, "split", oracle)
+    fleet.apply(smollm2("split", prefill=None))
+
+    def single() -> bool:
+        pods = fleet.pods("split", "unified")
+        assert [is_ready(pod) for pod in pods] == [True]
+        return [port["name"] for port in pods[0]["spec"]["containers"][0]["ports"]] == ["http", "kv"]
+
+    until("a pod of one rank", single, within=180)
+    fleet.wait_ready("split")
+    assert_greedy(fleet, "split", oracle)
+    fleet.delete("inferencemodels", "split")
+    until("every child to be gone", lambda: not fleet.children("split") and not fleet.pods("split"), within=30)

@@ -1,0 +1,120 @@
+"""Which Pods are workers to send requests to.
+
+A replica is one Pod, or a group of `tandem.dev/nodes-per-replica` Pods with consecutive ordinals in one StatefulSet.
+The first Pod of a group takes its requests, and does so only while every Pod of the group is ready: the group computes
+as a whole or not at all.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from tandem_api.names import (
+    ANNOTATION_CONFIG_HASH,
+    LABEL_NODES_PER_REPLICA,
+    LABEL_REVISION,
+    LABEL_ROLE,
+    WORKER_HTTP_PORT,
+    WORKER_KV_PORT,
+    Role,
+    pod_ordinal,
+)
+
+from tandem_gateway.scheduling import Worker
+
+log = logging.getLogger(__name__)
+_ROLES = {Role.PREFILL.value: Role.PREFILL, Role.DECODE.value: Role.DECODE, Role.UNIFIED.value: Role.UNIFIED}
+
+Pod = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replica:
+    """Names a group of Pods. Pods that were told different things do not form one."""
+
+    stateful_set: str
+    index: int
+    size: int
+    config: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A ready Pod."""
+
+    worker: Worker
+    replica: Replica | None = None
+    """The group it belongs to; None for a Pod that is a replica by itself."""
+    leads: bool = True
+
+
+def read_member(pod: Pod) -> Member | None:
+    """What a Pod is; None while it is nothing: not ready, being deleted, without address, role or place."""
+    meta: dict[str, Any] = pod.get("metadata") or {}
+    status: dict[str, Any] = pod.get("status") or {}
+    labels: dict[str, str] = meta.get("labels") or {}
+    role = _ROLES.get(labels.get(LABEL_ROLE, ""))
+    address = status.get("podIP")
+    if role is None or not address or meta.get("deletionTimestamp"):
+        return None
+    conditions: list[dict[str, Any]] = status.get("conditions") or []
+    if not any(item.get("type") == "Ready" and item.get("status") == "True" for item in conditions):
+        return None
+    host = f"[{address}]" if ":" in address else address
+    worker = Worker(
+        name=meta["name"],
+        address=f"{host}:{_port(pod, 'http', WORKER_HTTP_PORT)}",
+        role=role,
+        revision=labels.get(LABEL_REVISION, ""),
+        kv_address=f"{host}:{_port(pod, 'kv', WORKER_KV_PORT)}",
+    )
+    if labels.get(LABEL_NODES_PER_REPLICA, "1") == "1":
+        return Member(worker=worker)
+    try:
+        return _read_place(worker, meta)
+    except ValueError as error:
+        log.warning("not a worker: its place in its group cannot be read", extra={"error": str(error)})
+        return None
+
+
+def _read_place(worker: Worker, meta: dict[str, Any]) -> Member:
+    """The member of a group that a worker is.
+
+    Raises:
+        ValueError: the Pod's name or label has no number.
+    """
+    size = max(1, int(meta["labels"][LABEL_NODES_PER_REPLICA]))
+    annotations: dict[str, str] = meta.get("annotations") or {}
+    index, node = divmod(pod_ordinal(worker.name), size)
+    replica = Replica(
+        stateful_set=worker.name.rpartition("-")[0],
+        index=index,
+        size=size,
+        config=annotations.get(ANNOTATION_CONFIG_HASH, ""),
+    )
+    return Member(worker=worker, replica=replica, leads=node == 0)
+
+
+def select_workers(members: Iterable[Member]) -> list[Worker]:
+    """The members to send requests to: single Pods, and the leaders of groups that are ready as a whole."""
+    known = list(members)
+    ready = Counter(member.replica for member in known)
+    return [
+        member.worker
+        for member in known
+        if member.leads and (member.replica is None or ready[member.replica] == member.replica.size)
+    ]
+
+
+def _port(pod: Pod, name: str, usual: int) -> int:
+    """The container port of that name, else the port that workers use."""
+    spec: dict[str, Any] = pod.get("spec") or {}
+    containers: list[dict[str, Any]] = spec.get("containers") or []
+    ports: list[dict[str, Any]] = []
+    for container in containers:
+        ports += container.get("ports") or []
+    return next((int(port["containerPort"]) for port in ports if port.get("name") == name), usual)

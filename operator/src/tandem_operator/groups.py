@@ -1,0 +1,97 @@
+"""Groups: the pods of one replica, by the arithmetic of their ordinals. Pure.
+
+Replica `g` of `size` pods consists of the ordinals `g * size` up to `g * size + size - 1`; its first pod leads it. A
+StatefulSet adds and removes pods at its end, so that a multiple of `size` pods always is a number of whole groups. A
+group of one is a pod.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from tandem_api import names
+
+from tandem_operator.manifests import Manifest, dig, dig_list, labels_of
+
+_REVISION_LABEL = "controller-revision-hash"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """The present pods of one replica."""
+
+    index: int
+    size: int
+    """Pods that it should have."""
+    pods: tuple[Manifest, ...]
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.pods) == self.size
+
+    @property
+    def is_ready(self) -> bool:
+        """Every pod is there, ready, and stays."""
+        return self.is_complete and all(is_ready(pod) and not is_leaving(pod) for pod in self.pods)
+
+    def is_of(self, revision: str) -> bool:
+        """Every pod is there and made from this revision of its StatefulSet's template."""
+        return self.is_complete and not self.outdated(revision)
+
+    def outdated(self, revision: str) -> list[Manifest]:
+        """Pods made from another revision that are not on their way out."""
+        return [pod for pod in self.pods if revision_of(pod) != revision and not is_leaving(pod)]
+
+
+def group_size(labels: dict[str, str]) -> int:
+    """Pods of one replica, by the labels of a pod or of a pod template."""
+    return int(labels.get(names.LABEL_NODES_PER_REPLICA, 1))
+
+
+def group_pods(pods: Iterable[Manifest], size: int) -> list[Group]:
+    """The groups of which any pod is there, in order."""
+    found: dict[int, list[Manifest]] = {}
+    for pod in sorted(pods, key=lambda pod: names.pod_ordinal(pod["metadata"]["name"])):
+        found.setdefault(names.pod_ordinal(pod["metadata"]["name"]) // size, []).append(pod)
+    return [Group(index=index, size=size, pods=tuple(members)) for index, members in found.items()]
+
+
+def describe_pod(pod: Manifest) -> str:
+    """`Pod NAME`, and where several pods form a replica, its place there."""
+    name, size = str(dig(pod, "metadata", "name")), group_size(labels_of(pod))
+    if size == 1:
+        return f"Pod {name}"
+    replica, node = divmod(names.pod_ordinal(name), size)
+    return f"Pod {name} (node {node} of replica {replica})"
+
+
+def plan_replacement(groups: Sequence[Group], *, replicas: int, revision: str) -> list[Manifest]:
+    """Outdated pods to delete now, so that their StatefulSet makes them anew from `revision`.
+
+    Whole groups go, because pods of two templates do not form one. Outdated groups that do not serve go at once; of
+    those that do, the last one goes when nothing is missing. `replicas` is the number of groups that should be ready.
+    """
+    outdated = [group for group in groups if group.outdated(revision)]
+    idle = [group for group in outdated if not group.is_ready]
+    serving = sum(group.is_ready for group in groups if group.index < replicas)
+    if not idle and serving >= replicas:
+        idle = outdated[-1:]
+    return [pod for group in idle for pod in group.outdated(revision)]
+
+
+def is_ready(pod: Manifest) -> bool:
+    """The kubelet says so; the pod may be leaving nevertheless."""
+    return any(
+        condition.get("type") == "Ready" and condition.get("status") == "True"
+        for condition in dig_list(pod, "status", "conditions")
+    )
+
+
+def is_leaving(pod: Manifest) -> bool:
+    return dig(pod, "metadata", "deletionTimestamp") is not None
+
+
+def revision_of(pod: Manifest) -> str | None:
+    """The revision of its StatefulSet's template that a pod was made from."""
+    return labels_of(pod).get(_REVISION_LABEL)
