@@ -14,9 +14,10 @@ def test_runs_of_neighbours() -> None:
 def test_views_are_the_block_space(kit: SimpleNamespace) -> None:
     cache = kit.build_cache(dtype=torch.bfloat16)
     space = BlockSpace(cache)
-    views = space.writer().views(1, (3, 4, 9))
-    assert [len(span) for span in views.spans] == [2 * len(views.blocks[0]), len(views.blocks[0])]
-    views.blocks[1][:] = b"\x3f" * len(views.blocks[1])
+    views = space.writer(space.locate(dict.fromkeys(range(3)))).views(1, (3, 4, 9))
+    ((first,), (second,), _) = views.blocks
+    assert [len(span) for span in views.spans] == [2 * len(first), len(first)]
+    second[:] = b"\x3f" * len(second)
     assert cache.layers[1][4].view(torch.uint8).eq(0x3F).all()
     assert not cache.layers[1][3].any()
 

@@ -66,7 +66,7 @@ class ScriptedPeer:
 
     def blocks(self, transfer: int, blocks: BlockRange, *, damage: bool = False) -> bytes:
         payload = [self.block(blocks.layer, blocks.first + i) for i in range(blocks.count)]
-        sums = [checksum(memoryview(part)) for part in payload]
+        sums = [checksum((memoryview(part),)) for part in payload]
         body = bytearray(b"".join(payload))
         if damage:
             body[len(body) // 2] ^= 0x10
@@ -406,7 +406,7 @@ def stranger(pair: Any) -> socket.socket:
 @pytest.mark.parametrize(
     "data",
     [b"GET / HTTP/1.1\r\nhost: x\r\n\r\n", b"\x16\x03\x01" + bytes(300), bytes(64), b"\xff" * 64,
-     protocol.encode_header(Kind.HELLO, 0, 4096 + 1), protocol.encode_header(Kind.PREFILL, 1, 40_000_000),
+     protocol.encode_header(Kind.HELLO, 0, 16384 + 1), protocol.encode_header(Kind.PREFILL, 1, 40_000_000),
      protocol.encode_header(Kind.HELLO, 0, 10) + b"0123456789", protocol.encode_release(1)],
 )  # fmt: skip
 def test_a_stranger_is_dropped(pair: Any, kit: SimpleNamespace, data: bytes) -> None:

@@ -1,16 +1,20 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tandem_worker.engine.base import RemotePrefill
 from tandem_worker.errors import TransferError
 from tandem_worker.transfer import protocol
-from tandem_worker.transfer.base import Identity
+from tandem_worker.transfer.base import Identity, KVShard, RankAddress
 from tandem_worker.transfer.protocol import BlockRange, Done, Header, Kind
 
 EVERY_KIND = frozenset(Kind)
 IDENTITY = Identity(worker="prefill-0", revision="r1", model_digest="abc", layout="bfloat16/16/2x(2,3,16,64)")
+SHARDS = [KVShard(first_layer=0, num_layers=1, tp_rank=rank, tp_size=2) for rank in range(2)]
+RANKS = tuple(RankAddress(endpoint=f"10.0.0.1:{7000 + rank}", shard=shard) for rank, shard in enumerate(SHARDS))
 
 
 def split(frame: bytes) -> tuple[Header, bytes]:
@@ -20,10 +24,20 @@ def split(frame: bytes) -> tuple[Header, bytes]:
     return header, body
 
 
-def test_hello_round_trip() -> None:
-    header, body = split(protocol.encode_hello(IDENTITY))
+@pytest.mark.parametrize("identity", [IDENTITY, replace(IDENTITY, shard=SHARDS[1], ranks=RANKS)])
+def test_hello_round_trip(identity: Identity) -> None:
+    header, body = split(protocol.encode_hello(identity))
     assert header.kind is Kind.HELLO
-    assert protocol.decode_hello(body) == IDENTITY
+    assert protocol.decode_hello(body) == identity
+
+
+@pytest.mark.parametrize(
+    "shard", ["[0, 0, 0, 1]", "[0, 1, 1, 1]", "[-1, 1, 0, 1]", "[0, 1, 0]", "[0, 1e999, 0, 1]", "7"]
+)
+def test_hello_with_a_shard_that_cannot_be(shard: str) -> None:
+    _, body = split(protocol.encode_hello(IDENTITY))
+    with pytest.raises(TransferError, match="hello"):
+        protocol.decode_hello(body.replace(b'"shard": null', b'"shard": ' + shard.encode()))
 
 
 @pytest.mark.parametrize(
@@ -36,8 +50,8 @@ def test_hello_of_a_stranger(body: bytes) -> None:
 
 def test_hello_of_another_version() -> None:
     _, body = split(protocol.encode_hello(IDENTITY))
-    with pytest.raises(TransferError, match="version 2"):
-        protocol.decode_hello(body.replace(b'"version": 1', b'"version": 2'))
+    with pytest.raises(TransferError, match="version 3"):
+        protocol.decode_hello(body.replace(b'"version": 2', b'"version": 3'))
 
 
 @given(
@@ -69,7 +83,7 @@ def test_prefill_round_trip(
 @given(st.binary(max_size=200))
 def test_bodies_that_cannot_be_read_raise_nothing_else(body: bytes) -> None:
     for decode in (protocol.decode_prefill, protocol.decode_hello, protocol.decode_done, protocol.decode_resend,
-                   protocol.decode_heartbeat, protocol.decode_text):  # fmt: skip
+                   protocol.decode_heartbeat, protocol.decode_text, protocol.decode_attach):  # fmt: skip
         try:
             decode(body)
         except TransferError:
@@ -91,8 +105,8 @@ def test_header_of_a_kind_that_is_not_expected() -> None:
 
 
 def test_header_of_an_oversized_hello() -> None:
-    with pytest.raises(TransferError, match="at most 4096"):
-        protocol.decode_header(protocol.encode_header(Kind.HELLO, 0, 4097), EVERY_KIND)
+    with pytest.raises(TransferError, match="at most 16384"):
+        protocol.decode_header(protocol.encode_header(Kind.HELLO, 0, 16385), EVERY_KIND)
 
 
 def test_blocks_head_round_trip() -> None:

@@ -3,24 +3,13 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tandem_worker.engine.base import RemotePrefill
 from tandem_worker.errors import TransferError
 from tandem_worker.transfer.protocol import BlockRange
 from tandem_worker.transfer.reception import Reception
 
 
 def reception(*, tokens: int = 40, cached: int = 8, layers: int = 2) -> Reception:
-    order = RemotePrefill(
-        request_id="a",
-        generation=1,
-        token_ids=(0,) * tokens,
-        num_cached_tokens=cached,
-        block_ids=tuple(range(100, 100 + -(-tokens // 4))),
-        endpoints=(),
-        cache_salt="",
-        priority=0,
-    )
-    return Reception(order, num_layers=layers, block_size=4)
+    return Reception(tuple(range(100, 100 + -(-tokens // 4))), cached // 4, range(layers))
 
 
 def test_blocks_go_where_they_were_reserved() -> None:

@@ -11,59 +11,19 @@ Invariants of every transport:
   then given up; it is never used.
 - When `PrefillClient.cancel` has returned, nothing of that generation is written any more.
 - The prefill end keeps blocks allocated until its peer has acknowledged them or is gone, and not longer.
+
+Where a worker is a group of ranks, all of this holds of the group: its first rank orders, or takes orders, and the
+others follow through a `GroupChannel`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import groupby
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from tandem_worker.engine.base import Engine, EngineStats, LayerListener, RemotePrefill, RemotePrefillResult
-
-if TYPE_CHECKING:
-    from tandem_worker.models.base import KVCacheSpec
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KVLayout:
-    """Shape of the block space as far as a peer must share it. The number of blocks is each worker's own affair."""
-
-    dtype: str
-    block_size: int
-    """Tokens per block."""
-    block_shapes: tuple[tuple[int, ...], ...]
-    """One shape per layer."""
-    block_bytes: tuple[int, ...]
-    """Bytes of one block, per layer."""
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.block_bytes)
-
-    @property
-    def fingerprint(self) -> str:
-        """Equal for equal layouts and readable in an error message: `bfloat16/16/30x(2,3,16,64)`."""
-        runs = ((shape, len(list(run))) for shape, run in groupby(self.block_shapes))
-        shapes = "+".join(f"{count}x({','.join(map(str, shape))})" for shape, count in runs)
-        return f"{self.dtype}/{self.block_size}/{shapes}"
-
-    @classmethod
-    def of(cls, spec: KVCacheSpec) -> KVLayout:
-        shapes = tuple(layer.block_shape for layer in spec.layers)
-        sizes: list[int] = []
-        for shape in shapes:
-            elements = 1
-            for extent in shape:
-                elements *= extent
-            sizes.append(elements * spec.dtype.itemsize)
-        return cls(
-            dtype=str(spec.dtype).removeprefix("torch."),
-            block_size=spec.block_size,
-            block_shapes=shapes,
-            block_bytes=tuple(sizes),
-        )
+from tandem_worker.transfer.layout import KVLayout, KVShard, RankAddress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +35,11 @@ class Identity:
     revision: str
     model_digest: str
     layout: str
-    """`KVLayout.fingerprint`."""
+    """`KVLayout.fingerprint` of the whole model, however it is spread over ranks."""
+    shard: KVShard | None = None
+    """What the speaking rank holds; None is the whole model."""
+    ranks: tuple[RankAddress, ...] = ()
+    """Prefill end: all ranks that hold an order's blocks, the first of which takes orders. Empty: the speaker alone."""
 
     def refusal(self, peer: Identity) -> str | None:
         """Why blocks of `peer` must not be mixed with ours; None when they may."""
@@ -159,6 +123,18 @@ class PrefillServer(Protocol):
     def stats(self) -> TransferStats: ...
 
 
+class GroupChannel(Protocol):
+    """Rank 0's way to the other ranks of its worker."""
+
+    @property
+    def num_followers(self) -> int: ...
+
+    def post(self, message: bytes) -> None:
+        """Any thread. Each follower handles `message` in the order of the posts and steps that it is sent: after the
+        steps that were sent before it are computed, before those that are sent later."""
+        ...
+
+
 Clock = Callable[[], float]
 
 
@@ -185,10 +161,13 @@ __all__ = [
     "BandwidthMeter",
     "DecodeEngine",
     "Engine",
+    "GroupChannel",
     "Identity",
     "KVLayout",
+    "KVShard",
     "PrefillEngine",
     "PrefillServer",
+    "RankAddress",
     "TransferStats",
     "TransferTimeouts",
 ]

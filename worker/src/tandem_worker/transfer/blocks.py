@@ -1,18 +1,19 @@
 """Bytes of KV blocks, as the transport reads and writes them.
 
-On the CPU a block is sent from and received into the block space itself: no copy in between. On a GPU both directions
-pass through pinned host memory: gathered blocks are copied out behind an event on the engine's stream, received ones
-are copied in once their checksums are good.
+On the CPU a block, or a slice of it, is sent from and received into the block space itself: no copy in between. On a
+GPU both directions pass through pinned host memory: gathered blocks are copied out behind an event on the engine's
+stream, received ones are copied in once their checksums are good. Layers are numbered as in the whole model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64, xxh3_64_intdigest
 
-from tandem_worker.transfer.base import KVLayout
+from tandem_worker.transfer.layout import KVLayout, KVShard
+from tandem_worker.transfer.slicing import Piece, Slices, locate
 
 if TYPE_CHECKING:
     import torch
@@ -21,9 +22,9 @@ if TYPE_CHECKING:
 
 
 class Views(NamedTuple):
-    """The same bytes twice: block by block, and as few contiguous runs."""
+    """The same bytes twice: block by block, each in its runs, and as few contiguous runs."""
 
-    blocks: list[memoryview]
+    blocks: list[tuple[memoryview, ...]]
     spans: list[memoryview]
 
 
@@ -48,13 +49,25 @@ class BlockWriter(Protocol):
 
 
 class BlockSpace:
-    """Makes readers and writers for a `KVCache`."""
+    """Makes readers and writers for a `KVCache`.
 
-    def __init__(self, kv_cache: KVCache) -> None:
-        self.layout = KVLayout.of(kv_cache.spec)
+    In a group `shard` says which part of the blocks of `layout` this rank's cache holds; without them it holds all.
+    Raises ValueError when the cache is not that part.
+    """
+
+    def __init__(self, kv_cache: KVCache, shard: KVShard | None = None, layout: KVLayout | None = None) -> None:
+        share = KVLayout.of(kv_cache.spec)
+        self.layout = layout or share
+        self.shard = shard or self.layout.whole_shard
+        if self.layout.share(self.shard) != share:
+            raise ValueError(f"a cache of {share.fingerprint} does not hold {self.shard} of {self.layout.fingerprint}")
         self._layers = kv_cache.layers
         self._on_gpu = kv_cache.layers[0].is_cuda
         self._bytes = () if self._on_gpu else tuple(_host_bytes(layer) for layer in kv_cache.layers)
+
+    def locate(self, slices: Slices) -> dict[int, Piece]:
+        """Where these slices lie in this rank's blocks."""
+        return locate(self.layout, self.shard, slices)
 
     def fence(self) -> object:
         """Called on the engine thread: marks the point of its stream at which the blocks just reported are written."""
@@ -66,48 +79,60 @@ class BlockSpace:
         event.record()
         return event
 
-    def reader(self) -> BlockReader:
-        if self._on_gpu:
-            return _DeviceReader(self._layers, self.layout)
-        return _HostBlocks(self._bytes, self.layout)
+    def reader(self, pieces: Mapping[int, Piece]) -> BlockReader:
+        return _DeviceReader(self._layers, pieces) if self._on_gpu else _HostBlocks(self._bytes, pieces)
 
-    def writer(self) -> BlockWriter:
-        if self._on_gpu:
-            return _DeviceWriter(self._layers, self.layout)
-        return _HostBlocks(self._bytes, self.layout)
+    def writer(self, pieces: Mapping[int, Piece]) -> BlockWriter:
+        return _DeviceWriter(self._layers, pieces) if self._on_gpu else _HostBlocks(self._bytes, pieces)
 
 
 class _HostBlocks:
     """Reader and writer in one: the views are the block space."""
 
-    def __init__(self, layers: Sequence[memoryview], layout: KVLayout) -> None:
+    def __init__(self, layers: Sequence[memoryview], pieces: Mapping[int, Piece]) -> None:
         self._layers = layers
-        self._block_bytes = layout.block_bytes
+        self._pieces = pieces
 
     def views(self, layer: int, block_ids: Sequence[int], fence: object = None) -> Views:
-        size, space = self._block_bytes[layer], self._layers[layer]
-        blocks = [space[block * size : (block + 1) * size] for block in block_ids]
-        spans = [space[first * size : end * size] for first, end in contiguous_runs(block_ids)]
-        return Views(blocks, spans)
+        piece = self._pieces[layer]
+        size, space = piece.block_bytes, self._layers[piece.layer]
+        if piece.narrow is None:
+            blocks = [(space[block * size : (block + 1) * size],) for block in block_ids]
+            return Views(blocks, [space[first * size : end * size] for first, end in contiguous_runs(block_ids)])
+        sliced = [
+            tuple(space[block * size + start : block * size + end] for start, end in piece.runs) for block in block_ids
+        ]
+        return Views(sliced, [run for runs in sliced for run in runs])
 
     def commit(self, layer: int, block_ids: Sequence[int], good: Sequence[bool]) -> None:
         pass
 
 
-class _DeviceReader:
-    def __init__(self, layers: Sequence[torch.Tensor], layout: KVLayout) -> None:
+class _DeviceBlocks:
+    def __init__(self, layers: Sequence[torch.Tensor], pieces: Mapping[int, Piece]) -> None:
         import torch
 
-        self._layers, self._layout = layers, layout
+        self._layers, self._pieces = layers, pieces
         self._stream = torch.cuda.Stream(layers[0].device)
         self._staging: torch.Tensor | None = None
 
+    def _slice(self, piece: Piece) -> torch.Tensor:
+        """This piece of every block, `[num_blocks, *piece.shape]`: a view."""
+        layer = self._layers[piece.layer]
+        if piece.narrow is None:
+            return layer
+        axis, first, count = piece.narrow
+        return layer.narrow(axis + 1, first, count)
+
+
+class _DeviceReader(_DeviceBlocks):
     def views(self, layer: int, block_ids: Sequence[int], fence: object) -> Views:
         import torch
 
-        size = self._layout.block_bytes[layer]
+        piece = self._pieces[layer]
+        size = piece.num_bytes
         self._staging = staging = _pinned(self._staging, size * len(block_ids))
-        source = self._layers[layer]
+        source = self._slice(piece)
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             if isinstance(fence, torch.cuda.Event):
                 self._stream.wait_event(fence)
@@ -118,16 +143,9 @@ class _DeviceReader:
         return _staged_views(staging, size, len(block_ids))
 
 
-class _DeviceWriter:
-    def __init__(self, layers: Sequence[torch.Tensor], layout: KVLayout) -> None:
-        import torch
-
-        self._layers, self._layout = layers, layout
-        self._stream = torch.cuda.Stream(layers[0].device)
-        self._staging: torch.Tensor | None = None
-
+class _DeviceWriter(_DeviceBlocks):
     def views(self, layer: int, block_ids: Sequence[int]) -> Views:
-        size = self._layout.block_bytes[layer]
+        size = self._pieces[layer].num_bytes
         self._staging = staging = _pinned(self._staging, size * len(block_ids))
         return _staged_views(staging, size, len(block_ids))
 
@@ -138,9 +156,10 @@ class _DeviceWriter:
         rows = [row for row, intact in enumerate(good) if intact]
         if not rows:
             return
-        target = self._layers[layer]
-        received = self._staging[: self._layout.block_bytes[layer] * len(block_ids)]
-        blocks = received.view(target.dtype).view(len(block_ids), *target.shape[1:])
+        piece = self._pieces[layer]
+        target = self._slice(piece)
+        received = self._staging[: piece.num_bytes * len(block_ids)]
+        blocks = received.view(target.dtype).view(len(block_ids), *piece.shape)
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             on_device = blocks.to(target.device, non_blocking=True)
             if len(rows) < len(block_ids):
@@ -163,7 +182,7 @@ def contiguous_runs(block_ids: Sequence[int]) -> list[tuple[int, int]]:
 
 def _staged_views(staging: torch.Tensor, size: int, count: int) -> Views:
     view = staging.numpy().data
-    return Views([view[i * size : (i + 1) * size] for i in range(count)], [view[: count * size]])
+    return Views([(view[i * size : (i + 1) * size],) for i in range(count)], [view[: count * size]])
 
 
 def _wait_without_spinning(stream: torch.cuda.Stream) -> None:
@@ -190,5 +209,11 @@ def _host_bytes(layer: torch.Tensor) -> memoryview:
     return layer.view(torch.uint8).reshape(-1).numpy().data
 
 
-def checksum(view: memoryview) -> int:
-    return xxh3_64_intdigest(view)
+def checksum(runs: Sequence[memoryview]) -> int:
+    """xxh3-64 of these bytes one after another."""
+    if len(runs) == 1:
+        return xxh3_64_intdigest(runs[0])
+    digest = xxh3_64()
+    for run in runs:
+        digest.update(run)
+    return digest.intdigest()

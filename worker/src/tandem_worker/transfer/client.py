@@ -1,19 +1,28 @@
-"""Decode end of the TCP transport: `engine.base.PrefillClient` over one `Link` per prefill worker."""
+"""Decode end of the TCP transport: `engine.base.PrefillClient` on the first rank, and what its followers do."""
 
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 from tandem_worker.engine.base import RemotePrefill, RemotePrefillResult
-from tandem_worker.transfer.base import BandwidthMeter, DecodeEngine, Identity, TransferStats, TransferTimeouts
+from tandem_worker.errors import TransferError
+from tandem_worker.transfer.base import DecodeEngine, GroupChannel, Identity, TransferStats, TransferTimeouts
 from tandem_worker.transfer.blocks import BlockSpace
-from tandem_worker.transfer.link import Attempt, Link, LinkListener
-from tandem_worker.transfer.protocol import Done
-from tandem_worker.transfer.reception import Reception
+from tandem_worker.transfer.layout import RankAddress
+from tandem_worker.transfer.messages import (
+    Arrived,
+    Failed,
+    Receive,
+    Withdraw,
+    decode_message,
+    encode_message,
+)
+from tandem_worker.transfer.receiver import Intake, IntakeListener, RankReceiver
 
 logger = logging.getLogger(__name__)
 
@@ -26,16 +35,20 @@ class _Order:
     remaining: list[str]
     """Endpoints not tried yet, the next one last."""
     reasons: list[str] = field(default_factory=list)
-    attempt: Attempt | None = None
-    link: Link | None = None
+    intake: Intake | None = None
+    """Of the endpoint that is being tried."""
+    told_followers: bool = False
+    """They receive from that endpoint too."""
+    num_receiving: int = 0
+    """Ranks that do not have everything yet."""
     cancelled: bool = False
 
 
-class TcpPrefillClient(LinkListener):
-    """Fills reserved blocks from prefill workers.
+class TcpPrefillClient(IntakeListener):
+    """Fills reserved blocks from prefill workers, on this rank and on those that follow it.
 
-    An order goes to its endpoints one after another until one of them delivers; when none is left the engine is told to
-    prefill itself. Locks are taken in the order client, link, attempt.
+    An order goes to its endpoints one after another until one of them delivers to every rank; when none is left the
+    engine is told to prefill itself.
     """
 
     def __init__(
@@ -45,26 +58,23 @@ class TcpPrefillClient(LinkListener):
         timeouts: TransferTimeouts | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._verify = verify
-        self._timeouts = timeouts or TransferTimeouts()
-        self._clock = clock
+        self._receiver = RankReceiver(self, verify=verify, timeouts=timeouts or TransferTimeouts(), clock=clock)
         self._lock = threading.Lock()
         self._orders: dict[tuple[str, int], _Order] = {}
-        self._by_attempt: dict[Attempt, _Order] = {}
-        self._links: dict[str, Link] = {}
-        self._down_until: dict[str, tuple[float, str]] = {}
+        self._by_transfer: dict[int, _Order] = {}
         self._engine: DecodeEngine | None = None
-        self._space: BlockSpace | None = None
-        self._identity: Identity | None = None
-        self._closed = False
-        self._bytes_received = 0
+        self._group: GroupChannel | None = None
         self._failures = 0
-        self._resends = 0
-        self._meter = BandwidthMeter()
 
-    def bind(self, engine: DecodeEngine, space: BlockSpace, identity: Identity) -> None:
-        """Join with the engine, which is built with this client and owns the block space. Before the first `start`."""
-        self._engine, self._space, self._identity = engine, space, identity
+    def bind(
+        self, engine: DecodeEngine, space: BlockSpace, identity: Identity, group: GroupChannel | None = None
+    ) -> None:
+        """Join with the engine, which is built with this client and owns the block space. Before the first `start`.
+
+        `group` is the way to the ranks that follow this one; what they answer is for `handle`.
+        """
+        self._engine, self._group = engine, group
+        self._receiver.bind(space, replace(identity, shard=space.shard))
 
     def start(self, order: RemotePrefill) -> None:
         entry = _Order(order, list(reversed(order.endpoints)))
@@ -78,31 +88,30 @@ class TcpPrefillClient(LinkListener):
             if entry is None:
                 return
             entry.cancelled = True
-            attempt, link = entry.attempt, entry.link
-            if attempt is not None:
-                self._by_attempt.pop(attempt, None)
-        if attempt is not None and link is not None:
-            link.withdraw(attempt)
+        self._leave(entry)
 
     def stats(self) -> TransferStats:
-        with self._lock:
-            return TransferStats(
-                bytes_received=self._bytes_received,
-                failures=self._failures,
-                resends=self._resends,
-                connections=sum(link.connected for link in self._links.values()),
-                bytes_per_second=self._meter.rate,
-            )
+        return replace(self._receiver.stats(), failures=self._failures)
 
     def close(self) -> None:
         """Drop every connection; what is open fails and no order is taken any more."""
+        self._receiver.close()
+
+    def handle(self, message: bytes) -> None:
+        """What a follower answered. Raises TransferError."""
+        answer = decode_message(message)
+        if not isinstance(answer, Arrived | Failed):
+            raise TransferError(f"{type(answer).__name__} is not for the first rank")
         with self._lock:
-            self._closed = True
-            links = list(self._links.values())
-        for link in links:
-            link.close("this worker is shutting down")
-        for link in links:
-            link.join(timeout=2.0)
+            entry = self._by_transfer.get(answer.transfer)
+            intake = None if entry is None else entry.intake
+        if intake is None:
+            return
+        if isinstance(answer, Arrived):
+            self.intake_arrived(intake)
+        else:
+            self._receiver.withdraw(intake)
+            self.intake_failed(intake, answer.reason)
 
     def _try_next(self, entry: _Order) -> None:
         """Hand the order to the next endpoint that can be tried, or give up."""
@@ -110,7 +119,7 @@ class TcpPrefillClient(LinkListener):
             with self._lock:
                 if entry.cancelled:
                     return
-                if not entry.remaining or self._closed:
+                if not entry.remaining:
                     self._orders.pop((entry.order.request_id, entry.order.generation), None)
                     self._failures += 1
                     break
@@ -125,79 +134,140 @@ class TcpPrefillClient(LinkListener):
 
     def _submit(self, entry: _Order, endpoint: str) -> bool:
         """Under the lock."""
-        until, reason = self._down_until.get(endpoint, (0.0, ""))
-        if self._clock() < until:
-            entry.reasons.append(reason)
+        transfer = secrets.randbits(64)
+        try:
+            entry.intake = self._receiver.order(transfer, entry.order, endpoint)
+        except TransferError as error:
+            entry.reasons.append(str(error))
             return False
-        assert self._space is not None, "bind comes before start"
-        layout = self._space.layout
-        attempt = Attempt(
-            entry.order, Reception(entry.order, num_layers=layout.num_layers, block_size=layout.block_size)
-        )
-        link = self._links.get(endpoint)
-        if link is None or not link.submit(attempt):
-            link = self._links[endpoint] = self._build_link(endpoint)
-            link.submit(attempt)  # before it starts, for it may end at once
-            link.start()
-        entry.attempt, entry.link = attempt, link
-        self._by_attempt[attempt] = entry
+        entry.told_followers = False
+        entry.num_receiving = 1 + (0 if self._group is None else self._group.num_followers)
+        self._by_transfer[transfer] = entry
         return True
 
-    def _build_link(self, endpoint: str) -> Link:
-        assert self._space is not None, "bind comes before start"
-        assert self._identity is not None, "bind comes before start"
-        return Link(
-            endpoint,
-            identity=self._identity,
-            space=self._space,
-            listener=self,
-            verify=self._verify,
-            timeouts=self._timeouts,
-            clock=self._clock,
-        )
-
-    # LinkListener
-
-    def attempt_done(self, attempt: Attempt, done: Done, worker: str) -> None:
+    def _leave(self, entry: _Order) -> None:
+        """Nothing of the endpoint that was tried is written any more, on any rank, by what runs after this."""
+        intake = entry.intake
+        if intake is None:
+            return
+        self._receiver.withdraw(intake)
         with self._lock:
-            entry = self._by_attempt.pop(attempt, None)
+            self._by_transfer.pop(intake.transfer, None)
+            if entry.told_followers and self._group is not None:
+                entry.told_followers = False
+                self._group.post(encode_message(Withdraw(intake.transfer)))
+
+    # IntakeListener
+
+    def intake_ordered(self, intake: Intake, ranks: Sequence[RankAddress]) -> None:
+        if self._group is None:
+            return
+        with self._lock:
+            entry = self._by_transfer.get(intake.transfer)
             if entry is None or entry.cancelled:
                 return
+            order = entry.order
+            block_size = self._receiver.block_size
+            block_ids = order.block_ids[: -(-len(order.token_ids) // block_size)]
+            first = order.num_cached_tokens // block_size
+            message = Receive(intake.transfer, order.request_id, block_ids, first, tuple(ranks))
+            self._group.post(encode_message(message))
+            entry.told_followers = True
+
+    def intake_arrived(self, intake: Intake) -> None:
+        """Here or on a follower."""
+        with self._lock:
+            entry = self._by_transfer.get(intake.transfer)
+            if entry is None or entry.cancelled:
+                return
+            entry.num_receiving -= 1
+            if entry.num_receiving:
+                return
+            del self._by_transfer[intake.transfer]
             del self._orders[(entry.order.request_id, entry.order.generation)]
         assert self._engine is not None, "bind comes before start"
+        assert intake.done is not None, "this rank's own intake has arrived"
+        self._receiver.release(intake)
         self._engine.remote_prefill_done(
             RemotePrefillResult(
                 request_id=entry.order.request_id,
                 generation=entry.order.generation,
-                logits=done.logits,
-                num_cached_tokens=done.num_cached_tokens,
-                worker=worker,
+                logits=intake.done.logits,
+                num_cached_tokens=intake.done.num_cached_tokens,
+                worker=intake.worker,
             )
         )
 
-    def attempt_failed(self, attempt: Attempt, reason: str) -> None:
+    def intake_failed(self, intake: Intake, reason: str) -> None:
+        """Here or on a follower."""
         with self._lock:
-            entry = self._by_attempt.pop(attempt, None)
+            entry = self._by_transfer.pop(intake.transfer, None)
         if entry is not None:
             entry.reasons.append(reason)
+            self._leave(entry)
             self._try_next(entry)
 
-    def attempt_resent(self, attempt: Attempt) -> None:
-        logger.warning("received damaged blocks, asking for them again", extra={"request_id": attempt.order.request_id})
-        with self._lock:
-            self._resends += 1
 
-    def received(self, num_bytes: int, seconds: float) -> None:
-        with self._lock:
-            self._bytes_received += num_bytes
-            self._meter.observe(num_bytes, seconds)
+class FollowingReceiver(IntakeListener):
+    """The decode end on a rank that follows: does what the first rank's `TcpPrefillClient` posts, and answers."""
 
-    def link_closed(self, link: Link, reason: str) -> None:
+    def __init__(
+        self,
+        space: BlockSpace,
+        identity: Identity,
+        answer: Callable[[bytes], None],
+        *,
+        verify: bool = True,
+        timeouts: TransferTimeouts | None = None,
+    ) -> None:
+        """`answer` brings a message to the first rank's `TcpPrefillClient.handle`; called on any thread."""
+        self._answer = answer
+        self._receiver = RankReceiver(self, verify=verify, timeouts=timeouts or TransferTimeouts())
+        self._receiver.bind(space, replace(identity, shard=space.shard))
+        self._lock = threading.Lock()
+        self._intakes: dict[int, Intake] = {}
+
+    def handle(self, message: bytes) -> None:
+        """What the first rank posted, in its place among the steps. Raises TransferError.
+
+        After a withdrawal nothing of that transfer is written any more.
+        """
+        order = decode_message(message)
+        if isinstance(order, Receive):
+            self._receive(order)
+        elif isinstance(order, Withdraw):
+            with self._lock:
+                intake = self._intakes.pop(order.transfer, None)
+            if intake is not None:
+                self._receiver.withdraw(intake)
+        else:
+            raise TransferError(f"{type(order).__name__} is not for a rank that receives")
+
+    def stats(self) -> TransferStats:
+        return self._receiver.stats()
+
+    def close(self) -> None:
+        self._receiver.close()
+
+    def _receive(self, order: Receive) -> None:
+        with self._lock:  # it may end before it is noted
+            try:
+                intake = self._receiver.attach(
+                    order.transfer, order.request_id, order.block_ids, order.first, order.ranks
+                )
+            except TransferError as error:
+                self._answer(encode_message(Failed(order.transfer, str(error))))
+                return
+            self._intakes[order.transfer] = intake
+
+    def intake_arrived(self, intake: Intake) -> None:
+        self._end(intake, Arrived(intake.transfer))
+
+    def intake_failed(self, intake: Intake, reason: str) -> None:
+        self._end(intake, Failed(intake.transfer, reason))
+
+    def _end(self, intake: Intake, message: Arrived | Failed) -> None:
         with self._lock:
-            if self._links.get(link.endpoint) is link:
-                del self._links[link.endpoint]
-            if not link.established:
-                self._down_until[link.endpoint] = (self._clock() + self._timeouts.retry_after, reason)
-            if len(self._down_until) > 1024:  # endpoints come and go with their pods
-                now = self._clock()
-                self._down_until = {e: entry for e, entry in self._down_until.items() if entry[0] > now}
+            if self._intakes.pop(intake.transfer, None) is None:
+                return  # withdrawn meanwhile
+        self._answer(encode_message(message))

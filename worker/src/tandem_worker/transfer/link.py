@@ -1,4 +1,4 @@
-"""Decode side: the connection to one prefill worker, shared by all orders that go there.
+"""Decode side: the connection of one decode rank to one prefill rank, shared by all orders that go there.
 
 One thread owns the connection. It connects, agrees with the peer, sends orders and writes what arrives into the
 reserved blocks. `Attempt.landing` guards those blocks: it is held during each write and by whoever withdraws the
@@ -21,8 +21,10 @@ from tandem_worker.transfer import protocol
 from tandem_worker.transfer.base import Identity, TransferTimeouts
 from tandem_worker.transfer.blocks import BlockSpace, BlockWriter, checksum
 from tandem_worker.transfer.channel import Channel, Waker, advance, configure
+from tandem_worker.transfer.layout import RankAddress
 from tandem_worker.transfer.protocol import BlockRange, Done, Header, Kind
 from tandem_worker.transfer.reception import Reception
+from tandem_worker.transfer.slicing import Piece, agree
 
 logger = logging.getLogger(__name__)
 
@@ -33,14 +35,23 @@ _HELLO = frozenset({Kind.HELLO, Kind.REFUSED})
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """One order at one endpoint."""
+    """What one connection is to bring of one order."""
 
-    order: RemotePrefill
-    reception: Reception
-    transfer: int = 0
+    transfer: int
+    request_id: str
+    block_ids: tuple[int, ...]
+    """Reserved for the prompt, in order."""
+    first: int
+    """Blocks of the prompt before this index are here."""
+    order: RemotePrefill | None
+    """To be given to the peer; None where this connection attaches to an order that goes to another rank."""
+    reception: Reception | None = None
+    """From the moment the peer is told."""
     landing: threading.Lock = field(default_factory=threading.Lock)
     is_open: bool = True
     """False once withdrawn or ended: what still arrives is thrown away. Written under `landing`."""
+    arrived: bool = False
+    """The peer has sent everything; an order's blocks stay allocated there until `Link.release`."""
     resends: int = 0
     last_progress: float = 0.0
 
@@ -52,7 +63,14 @@ class Attempt:
 
 
 class LinkListener:
-    """What a link reports, on its own thread and without holding a lock. Each attempt ends in at most one report."""
+    """What a link reports, on its own thread and without holding a lock.
+
+    An attempt that brought everything may still fail until it is released: only then were its blocks surely kept.
+    """
+
+    def attempt_ordered(self, attempt: Attempt, ranks: Sequence[RankAddress], mine: int) -> None:
+        """An order is on its way to a worker of these ranks; the connection leads to number `mine` of them."""
+        raise NotImplementedError
 
     def attempt_done(self, attempt: Attempt, done: Done, worker: str) -> None:
         raise NotImplementedError
@@ -97,10 +115,13 @@ class Link:
         self._close_reason: str | None = None
         self._ordered: deque[Attempt] = deque()
         self._withdrawn: deque[Attempt] = deque()
+        self._released: deque[Attempt] = deque()
         self._waker = Waker()
         self._active: dict[int, Attempt] = {}
-        self._next_transfer = 1
         self._peer: Identity | None = None
+        self._ranks: tuple[RankAddress, ...] = ()
+        self._mine = 0
+        self._pieces: dict[int, Piece] = {}
         self._peer_progress = -1
         self._progressed_at = 0.0
         self._busy_since: float | None = None
@@ -130,6 +151,11 @@ class Link:
         if attempt.close():
             self._post(self._withdrawn, attempt)
 
+    def release(self, attempt: Attempt) -> None:
+        """The peer may give the blocks of this order back: all of it has arrived, everywhere. Any thread."""
+        if attempt.close():
+            self._post(self._released, attempt)
+
     def close(self, reason: str) -> None:
         """End the connection; open attempts fail with `reason`. Any thread."""
         self._close_reason = reason
@@ -153,7 +179,7 @@ class Link:
         reason = "the link was closed"
         try:
             channel = self._connect()
-            writer = self._space.writer()
+            writer = self._space.writer(self._pieces)
             while True:
                 header = protocol.decode_header(channel.read(protocol.HEADER_BYTES), _FROM_PREFILL)
                 self._take(channel, header, writer)
@@ -183,9 +209,19 @@ class Link:
         peer = protocol.decode_hello(body)
         if refusal := self._identity.refusal(peer):
             raise TransferError(refusal)
+        self._agree(peer)
         self._peer, self._handshake_deadline = peer, None
         self._take_posted(channel)
         return channel
+
+    def _agree(self, peer: Identity) -> None:
+        """Find out what this connection moves. Raises TransferError."""
+        layout = self._space.layout
+        theirs = peer.shard or layout.whole_shard
+        self._ranks = peer.ranks or (RankAddress(endpoint=self.endpoint, shard=theirs),)
+        slices = agree(layout, [rank.shard for rank in self._ranks], theirs, self._space.shard)
+        self._pieces = self._space.locate(slices)
+        self._mine = next(index for index, rank in enumerate(self._ranks) if rank.shard == theirs)
 
     def _take(self, channel: Channel, header: Header, writer: BlockWriter) -> None:
         if header.kind is Kind.BLOCKS:
@@ -211,11 +247,12 @@ class Link:
         sums_bytes = protocol.CHECKSUM_BYTES * blocks.count
         payload_bytes = header.length - protocol.BLOCKS_BYTES - sums_bytes
         attempt = self._active.get(header.transfer)
-        block_ids = attempt.reception.expected(blocks) if attempt is not None else None
+        reception = None if attempt is None else attempt.reception
+        block_ids = None if reception is None else reception.expected(blocks)
         if attempt is None or block_ids is None:
             channel.discard(sums_bytes + payload_bytes)
             return
-        if payload_bytes != blocks.count * self._space.layout.block_bytes[blocks.layer]:
+        if payload_bytes != blocks.count * self._pieces[blocks.layer].num_bytes:
             raise TransferError(f"the peer sent a BLOCKS frame of {header.length} bytes, which {blocks} does not take")
         sums = protocol.decode_checksums(channel.read(sums_bytes))
         started = self._clock()
@@ -251,16 +288,19 @@ class Link:
             return False
         good = [True] * len(block_ids)
         if self._verify:
-            good = [checksum(view) == wanted for view, wanted in zip(views.blocks, sums, strict=True)]
+            good = [checksum(runs) == wanted for runs, wanted in zip(views.blocks, sums, strict=True)]
         with attempt.landing:
             if not attempt.is_open:
                 return False
             writer.commit(blocks.layer, block_ids, good)
+        assert attempt.reception is not None, "it said what is expected"
         attempt.reception.record(blocks, good)
         return True
 
     def _take_done(self, channel: Channel, attempt: Attempt, done: Done) -> None:
         assert self._peer is not None, "frames come after the handshake"
+        if attempt.arrived or attempt.reception is None:
+            return
         if not attempt.reception.complete:
             if attempt.resends == MAX_RESENDS:
                 self._fail(attempt, f"{self.endpoint}: blocks arrived damaged {MAX_RESENDS + 1} times")
@@ -269,14 +309,17 @@ class Link:
             self._listener.attempt_resent(attempt)
             channel.queue(protocol.encode_resend(attempt.transfer, attempt.reception.missing()))
             return
-        del self._active[attempt.transfer]
-        channel.queue(protocol.encode_release(attempt.transfer))
-        if attempt.close():
-            self._listener.attempt_done(attempt, done, self._peer.worker)
+        attempt.arrived, attempt.last_progress = True, self._clock()
+        if attempt.order is None:  # the order itself keeps the blocks
+            del self._active[attempt.transfer]
+            channel.queue(protocol.encode_release(attempt.transfer))
+            if not attempt.close():
+                return
+        self._listener.attempt_done(attempt, done, self._peer.worker)
 
     def _fail(self, attempt: Attempt, reason: str) -> None:
         self._active.pop(attempt.transfer, None)
-        if self._channel is not None and attempt.transfer:
+        if self._channel is not None:
             self._channel.queue(protocol.encode_cancel(attempt.transfer))
         if attempt.close():
             self._listener.attempt_failed(attempt, reason)
@@ -284,21 +327,28 @@ class Link:
     def _take_posted(self, channel: Channel) -> None:
         while self._ordered:
             self._order(channel, self._ordered.popleft())
-        while self._withdrawn:  # after the orders: nobody withdraws what was not submitted before
-            transfer = self._withdrawn.popleft().transfer
-            if self._active.pop(transfer, None) is not None:
-                channel.queue(protocol.encode_cancel(transfer))
+        # After the orders: nobody withdraws or releases what was not submitted before.
+        for queue, encode in ((self._withdrawn, protocol.encode_cancel), (self._released, protocol.encode_release)):
+            while queue:
+                transfer = queue.popleft().transfer
+                if self._active.pop(transfer, None) is not None:
+                    channel.queue(encode(transfer))
 
     def _order(self, channel: Channel, attempt: Attempt) -> None:
         if not attempt.is_open:
             return
-        attempt.transfer, self._next_transfer = self._next_transfer, self._next_transfer + 1
+        attempt.reception = Reception(attempt.block_ids, attempt.first, tuple(self._pieces))
         attempt.last_progress = self._clock()
         self._active[attempt.transfer] = attempt
+        if attempt.order is None:
+            channel.queue(protocol.encode_attach(attempt.transfer, len(attempt.block_ids) - attempt.first))
+            return
         try:
             channel.queue(protocol.encode_prefill(attempt.transfer, attempt.order))
         except TransferError as error:
             self._fail(attempt, str(error))
+            return
+        self._listener.attempt_ordered(attempt, self._ranks, self._mine)
 
     def _end(self, reason: str) -> None:
         with self._lock:
@@ -340,7 +390,11 @@ class Link:
         if now - max(self._channel.last_received, busy_since) > self._timeouts.silence:
             raise TransferError(f"the peer has been silent for {self._timeouts.silence:g} s")
         for attempt in list(self._active.values()):
-            if now - max(attempt.last_progress, self._progressed_at) > self._timeouts.stall:
+            if attempt.order is None:
+                continue  # its order, on another connection, is watched
+            # What has arrived waits for other ranks, and the peer's engine has no part in that any more.
+            progressed = attempt.last_progress if attempt.arrived else max(attempt.last_progress, self._progressed_at)
+            if now - progressed > self._timeouts.stall:
                 self._fail(attempt, f"{self.endpoint}: no progress for {self._timeouts.stall:g} s")
 
     def next_frame(self) -> None:

@@ -1,11 +1,14 @@
 """Frames of the TCP transport: a pure codec between bytes and values.
 
 A connection is opened by the decode worker. Both sides say HELLO first; then the decode worker sends PREFILL orders,
-each under a number (`transfer`) of its own choosing that it never uses twice on a connection, and the prefill worker
-answers with BLOCKS, then DONE:
+each under a random number (`transfer`) that it never uses again, and the prefill worker answers with BLOCKS, then DONE:
 
-    decode ── HELLO, PREFILL, RESEND, RELEASE, CANCEL ──▶ prefill
+    decode ── HELLO, PREFILL, ATTACH, RESEND, RELEASE, CANCEL ──▶ prefill
     decode ◀─ HELLO or REFUSED, BLOCKS, DONE, FAILED, HEARTBEAT ── prefill
+
+In groups the order goes from first rank to first rank. Every other pair of ranks that has something to move opens a
+connection of its own, on which the decode rank says ATTACH under the order's number. A connection moves the slice of
+each block that its two ranks have in common; layers are numbered as in the whole model.
 
 Every frame is a 16-byte header (length of the body, kind, transfer) and a body. All numbers are little-endian. Every
 kind has a largest body, so a stranger's bytes never make us allocate or skip more than that: `decode_header` refuses
@@ -21,26 +24,28 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tandem_worker.engine.base import RemotePrefill
 from tandem_worker.errors import TransferError
 from tandem_worker.transfer.base import Identity
+from tandem_worker.transfer.layout import KVShard, RankAddress
 
 MAGIC = "tandem-kv"
-VERSION = 1
+VERSION = 2
 
 _HEADER = struct.Struct("<IB3xQ")
 _PREFILL = struct.Struct("<IIIiHH")  # tokens, cached tokens, generation, priority, bytes of request id, of salt
 _BLOCKS = struct.Struct("<HHII")  # layer, spare, first index, count
 _RANGE = struct.Struct("<HHII")  # the same, in RESEND
 _DONE = struct.Struct("<I")  # cached tokens
+_ATTACH = struct.Struct("<I")  # blocks of the prompt that are wanted
 _HEARTBEAT = struct.Struct("<Q")  # progress of the engine
 
 HEADER_BYTES = _HEADER.size
 BLOCKS_BYTES = _BLOCKS.size
 CHECKSUM_BYTES = 8
-MAX_HELLO_BYTES = 4096
+MAX_HELLO_BYTES = 16384
 MAX_TEXT_BYTES = 1024
 MAX_PAYLOAD_BYTES = 4 << 20
 """Of one BLOCKS frame; a single block may be larger (up to MAX_BLOCK_BYTES) and then travels alone."""
@@ -62,6 +67,7 @@ class Kind(IntEnum):
     RESEND = 8
     RELEASE = 9
     HEARTBEAT = 10
+    ATTACH = 11
 
 
 _MAX_BODY = {
@@ -75,6 +81,7 @@ _MAX_BODY = {
     Kind.RESEND: _RANGE.size * MAX_RESEND_RANGES,
     Kind.RELEASE: 0,
     Kind.HEARTBEAT: _HEARTBEAT.size,
+    Kind.ATTACH: _ATTACH.size,
 }
 
 
@@ -130,6 +137,8 @@ def encode_hello(identity: Identity) -> bytes:
             "revision": identity.revision,
             "modelDigest": identity.model_digest,
             "layout": identity.layout,
+            "shard": None if identity.shard is None else encode_shard(identity.shard),
+            "ranks": encode_ranks(identity.ranks),
         }
     ).encode()
     if len(body) > MAX_HELLO_BYTES:
@@ -141,19 +150,42 @@ def decode_hello(body: bytes) -> Identity:
     try:
         fields = json.loads(body)
         magic, version = fields["magic"], fields["version"]
+        if magic == MAGIC and version != VERSION:
+            raise TransferError(f"the peer speaks version {version!r} of the KV transport, we speak {VERSION}")
         identity = Identity(
             worker=str(fields["worker"]),
             revision=str(fields["revision"]),
             model_digest=str(fields["modelDigest"]),
             layout=str(fields["layout"]),
+            shard=None if fields["shard"] is None else decode_shard(fields["shard"]),
+            ranks=decode_ranks(fields["ranks"]),
         )
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise TransferError("the peer's hello is not one of Tandem's KV transport") from error
     if magic != MAGIC:
         raise TransferError("the peer's hello is not one of Tandem's KV transport")
-    if version != VERSION:
-        raise TransferError(f"the peer speaks version {version!r} of the KV transport, we speak {VERSION}")
     return identity
+
+
+def encode_shard(shard: KVShard) -> list[int]:
+    return [shard.first_layer, shard.num_layers, shard.tp_rank, shard.tp_size]
+
+
+def decode_shard(numbers: Sequence[int]) -> KVShard:
+    """Raises ValueError, TypeError."""
+    first, count, tp_rank, tp_size = (int(number) for number in numbers)
+    if not (0 <= first <= 0xFFFF and 0 < count <= 0xFFFF and 0 <= tp_rank < tp_size):
+        raise ValueError(f"{numbers} is not a shard")
+    return KVShard(first_layer=first, num_layers=count, tp_rank=tp_rank, tp_size=tp_size)
+
+
+def encode_ranks(ranks: Sequence[RankAddress]) -> list[list[Any]]:
+    return [[rank.endpoint, *encode_shard(rank.shard)] for rank in ranks]
+
+
+def decode_ranks(entries: Sequence[Sequence[Any]]) -> tuple[RankAddress, ...]:
+    """Raises ValueError, TypeError."""
+    return tuple(RankAddress(endpoint=str(where), shard=decode_shard(shard)) for where, *shard in entries)
 
 
 def encode_text(kind: Kind, transfer: int, text: str) -> bytes:
@@ -257,6 +289,21 @@ def encode_cancel(transfer: int) -> bytes:
 
 def encode_release(transfer: int) -> bytes:
     return _frame(Kind.RELEASE, transfer)
+
+
+def encode_attach(transfer: int, num_blocks: int) -> bytes:
+    """Join the order that was or will be given under the same number to the first rank of the prefill group."""
+    return _frame(Kind.ATTACH, transfer, _ATTACH.pack(num_blocks))
+
+
+def decode_attach(body: bytes) -> int:
+    """How many blocks of the prompt the order is about: all behind those that the decode worker has."""
+    if len(body) != _ATTACH.size:
+        raise TransferError("the peer sent an ATTACH frame that cannot be read")
+    num_blocks = _ATTACH.unpack(body)[0]
+    if num_blocks == 0:
+        raise TransferError("the peer attached to an order for no blocks")
+    return num_blocks
 
 
 def encode_heartbeat(progress: int) -> bytes:

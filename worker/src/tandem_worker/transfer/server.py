@@ -1,4 +1,8 @@
-"""Prefill end of the TCP transport: takes connections of decode workers, one `Session` each."""
+"""Prefill end of the TCP transport: takes connections of decode ranks, one `Session` each.
+
+Every rank of a prefill group has a server. The first rank's has the engine and takes orders; the others' hear from it
+through a `GroupChannel` what is ready, and send their slices to who attaches.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,12 @@ import itertools
 import logging
 import socket
 import threading
+from dataclasses import replace
 
-from tandem_worker.transfer.base import Identity, PrefillEngine, TransferStats, TransferTimeouts
+from tandem_worker.transfer.base import GroupChannel, Identity, PrefillEngine, TransferStats, TransferTimeouts
 from tandem_worker.transfer.blocks import BlockSpace
+from tandem_worker.transfer.messages import Message, decode_message, encode_message
+from tandem_worker.transfer.outbox import Outbox
 from tandem_worker.transfer.session import Session, SessionTotals
 
 logger = logging.getLogger(__name__)
@@ -24,16 +31,23 @@ class TcpPrefillServer:
     def __init__(
         self,
         *,
-        engine: PrefillEngine,
+        engine: PrefillEngine | None,
         space: BlockSpace,
         identity: Identity,
         host: str = "0.0.0.0",
         port: int,
+        group: GroupChannel | None = None,
         timeouts: TransferTimeouts | None = None,
     ) -> None:
+        """`engine` is None on ranks that follow, `group` is the first rank's way to them.
+
+        Of a group, `identity.ranks` names every rank, the same way on all of them.
+        """
         self._engine = engine
         self._space = space
-        self._identity = identity
+        self._identity = replace(identity, shard=space.shard)
+        self._group = group
+        self._outbox = Outbox(space, None if group is None else self._tell_followers)
         self._address = (host, port)
         self._timeouts = timeouts or TransferTimeouts()
         self._totals = SessionTotals()
@@ -59,6 +73,10 @@ class TcpPrefillServer:
 
     def drain(self) -> None:
         self._draining = True
+
+    def handle(self, message: bytes) -> None:
+        """On a follower: what the first rank posted, in its place among the steps. Raises TransferError."""
+        self._outbox.handle(decode_message(message))
 
     def stats(self) -> TransferStats:
         with self._lock:
@@ -106,6 +124,7 @@ class TcpPrefillServer:
                     sock,
                     f"{address[0]}:{address[1]}-{next(self._numbers)}",
                     engine=self._engine,
+                    outbox=self._outbox,
                     space=self._space,
                     identity=self._identity,
                     draining=lambda: self._draining,
@@ -114,7 +133,11 @@ class TcpPrefillServer:
                     on_closed=self._forget,
                 )
                 self._sessions.add(session)
-            session.start()
+                session.start()  # before `close` can see it
+
+    def _tell_followers(self, message: Message) -> None:
+        assert self._group is not None
+        self._group.post(encode_message(message))
 
     def _forget(self, session: Session) -> None:
         with self._lock:
