@@ -40,6 +40,8 @@ def read(body: Any, path: str = CHAT, affinity: bytes | None = None) -> Inquiry:
         (COMPLETIONS, {"model": "toy"}, "prompt", "required"),
         (COMPLETIONS, {"model": "toy", "prompt": 5}, "prompt", "string or a list"),
         (COMPLETIONS, {"model": "toy", "prompt": []}, "prompt", "string or a list"),
+        (EMBEDDINGS, {"model": "toy"}, "input", "required"),
+        (EMBEDDINGS, {"model": "toy", "input": 5}, "input", "string or a list"),
     ],
 )
 def test_what_routing_needs_is_checked(path: str, body: Any, param: str | None, says: str) -> None:
@@ -123,3 +125,12 @@ def test_a_clients_own_key_decides_the_affinity() -> None:
 
 def test_token_ids_are_counted_exactly() -> None:
     assert read({"model": "toy", "prompt": list(range(77))}, COMPLETIONS).demand.prompt_tokens == 77
+    assert read({"model": "toy", "input": list(range(77))}, EMBEDDINGS).demand.prompt_tokens == 77
+
+
+def test_only_what_decodes_goes_through_a_pair() -> None:
+    assert not read({"model": "toy", "messages": [USER]}).demand.local
+    assert not read({"model": "toy", "prompt": "x"}, COMPLETIONS).demand.local
+    embedding = read({"model": "toy", "input": "x" * 400}, EMBEDDINGS).demand
+    assert embedding.local
+    assert (embedding.prompt_tokens, embedding.output_tokens) == (101, 1)

@@ -83,9 +83,11 @@ class GroupConfig(Wire):
 
 
 class SchedulerConfig(Wire):
-    """Limits of one engine step."""
+    """Limits of the engine's steps and of the queue before them."""
 
     max_running_requests: int = 256
+    max_queued_requests: int = 1024
+    """Requests that may wait for their turn; further ones are answered 429."""
     max_batch_tokens: int = 2048
     """Tokens computed in one step, prefill chunks and decode tokens together."""
     local_prefill_max_tokens: int = 16

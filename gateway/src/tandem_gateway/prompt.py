@@ -49,15 +49,19 @@ def read_inquiry(path: str, body: bytes, *, served_name: str, affinity: bytes | 
     if path == CHAT:
         prompt, root = _read_messages(fields)
     elif path == COMPLETIONS:
-        prompt = root = _read_prompt(fields)
+        prompt = root = _read_prompt(fields, "prompt")
+    elif path == EMBEDDINGS:
+        prompt = root = _read_prompt(fields, "input")
     else:
         prompt = root = b""
-    max_tokens = _read_max_tokens(fields) if prompt else 1
+    generates = path in (CHAT, COMPLETIONS)
+    max_tokens = _read_max_tokens(fields) if generates else 1
     demand = Demand(
-        prompt_tokens=_count_tokens(fields.get("prompt"), prompt, estimator),
+        prompt_tokens=_count_tokens(fields.get("input" if path == EMBEDDINGS else "prompt"), prompt, estimator),
         output_tokens=estimator.expected_output(max_tokens),
         prefix=build_chain(prompt),
         affinity=build_seed(_affinity_key(fields, affinity) or root[:_ROOT_BYTES]),
+        local=not generates,
     )
     return Inquiry(stream=bool(stream), prompt_bytes=len(prompt), max_tokens=max_tokens, demand=demand)
 
@@ -112,15 +116,15 @@ def _read_messages(fields: dict[str, Any]) -> tuple[bytes, bytes]:
     return b"".join(parts), b"".join(parts[: root_parts or None])
 
 
-def _read_prompt(fields: dict[str, Any]) -> bytes:
-    prompt: Any = fields.get("prompt")
+def _read_prompt(fields: dict[str, Any], name: str) -> bytes:
+    prompt: Any = fields.get(name)
     if prompt is None:
-        raise BadRequest("'prompt' is required", param="prompt", code="missing_required_parameter")
+        raise BadRequest(f"'{name}' is required", param=name, code="missing_required_parameter")
     if isinstance(prompt, str):
         return prompt.encode()
     if isinstance(prompt, list) and prompt:
-        return _canonical(cast(list[Any], prompt), "prompt")
-    raise BadRequest("'prompt' must be a string or a list", param="prompt", code="invalid_type")
+        return _canonical(cast(list[Any], prompt), name)
+    raise BadRequest(f"'{name}' must be a string or a list", param=name, code="invalid_type")
 
 
 def _canonical(value: object, param: str) -> bytes:

@@ -33,6 +33,12 @@ def test_the_least_loaded_of_each_role_is_paired() -> None:
     assert names(endpoints, demand()) == ("d2", "p2", "p1")
 
 
+def test_what_is_not_decoded_needs_no_prefill_worker() -> None:
+    endpoints = [make("p1", P), make("d1", D, prefill=500), make("d2", D, decode=100)]
+    wanted = Demand(prompt_tokens=100, output_tokens=1, prefix=[], affinity=7, local=True)
+    assert names(endpoints, wanted) == ("d2",)
+
+
 def test_a_cached_prefix_outweighs_a_queue_shorter_than_it() -> None:
     warm, cold = make("p1", P, prefill=300), make("p2", P)
     endpoints = [warm, cold, make("d1", D)]

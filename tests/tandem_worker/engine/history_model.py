@@ -38,6 +38,7 @@ class HistoryModel:
         self.max_position_embeddings = max_position_embeddings
         self.device = torch.device("cpu")
         self.dtype = torch.float32
+        self.embedding = None
         self.fail_once: Exception | None = None
         self.batch_sizes: list[int] = []
         self.num_tokens = 0

@@ -82,7 +82,7 @@ class Rig:
     def submit(self, request_id: str, prompt: Sequence[int], max_tokens: int = 8, **options: Any) -> None:
         request_fields = {
             name: options.pop(name)
-            for name in ("n", "priority", "cache_salt", "prefill_endpoints", "prompt_logprobs")
+            for name in ("n", "priority", "cache_salt", "prefill_endpoints", "prompt_logprobs", "pooling")
             if name in options
         }
         sampling = SamplingParams(max_tokens=max_tokens, **({"temperature": 0.0} | options))

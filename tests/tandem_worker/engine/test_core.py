@@ -132,6 +132,24 @@ def test_abort_ends_every_open_choice_and_frees_its_blocks(make_rig: MakeRig) ->
     assert rig.engine.stats().kv_blocks_used == 0
 
 
+def test_a_choice_is_aborted_alone_and_frees_its_blocks_at_once(make_rig: MakeRig) -> None:
+    rig = make_rig(num_blocks=600)
+    prompt = tuple(range(9))
+    rig.submit("r", prompt, 1000, n=3)
+    rig.out.wait_tokens("r", 200)
+    for choice in (0, 2):  # choice 0 computed the prompt that all share
+        rig.engine.abort("r", choice)
+    _until(lambda: rig.out.num_finished == 2)
+    used = rig.engine.stats().kv_blocks_used
+    assert used <= (len(prompt) + len(rig.out.tokens("r", 1))) // 4 + 2  # those of one choice, which has gone on since
+    assert rig.out.reason("r", 0) is rig.out.reason("r", 2) is FinishReason.ABORT
+    assert not rig.engine.idle
+    rig.engine.abort("r", 0)  # it has ended: nothing happens
+    rig.wait()
+    assert rig.out.reason("r", 1) is FinishReason.LENGTH
+    assert rig.out.tokens("r", 1) == greedy_answer(prompt, 1000)
+
+
 def test_a_failed_step_fails_its_requests_and_no_others(make_rig: MakeRig) -> None:
     model = HistoryModel()
     rig = make_rig(model)
@@ -170,7 +188,7 @@ def test_requests_that_cannot_be_served_are_refused(make_rig: MakeRig) -> None:
 
 
 def test_a_full_queue_is_429(make_rig: MakeRig) -> None:
-    rig = make_rig(num_blocks=300, max_queued_requests=2, scheduler={"max_running_requests": 1})
+    rig = make_rig(num_blocks=300, scheduler={"max_running_requests": 1, "max_queued_requests": 2})
     rig.submit("busy", (1,), 1000)
     rig.out.wait_tokens("busy", 1)
     rig.submit("a", (1,))

@@ -94,6 +94,7 @@ class ScriptedEngine:
     idle: bool = True
     requests: list[GenerationRequest] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
+    aborted_choices: list[tuple[str, int]] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
     gate: threading.Event = field(default_factory=threading.Event)
     """Cleared: nothing is delivered."""
@@ -110,8 +111,11 @@ class ScriptedEngine:
         self.threads.append(thread)
         thread.start()
 
-    def abort(self, request_id: str) -> None:
-        self.aborted.append(request_id)
+    def abort(self, request_id: str, choice: int | None = None) -> None:
+        if choice is None:
+            self.aborted.append(request_id)
+        else:
+            self.aborted_choices.append((request_id, choice))
 
     def _run(self, request: GenerationRequest) -> None:
         answers = [list(self.script(request, choice))[: request.sampling.max_tokens] for choice in range(request.n)]
@@ -132,7 +136,7 @@ class ScriptedEngine:
             deltas = [
                 delta
                 for choice, answer in enumerate(answers)
-                if start <= len(answer)
+                if start <= len(answer) and (request.request_id, choice) not in self.aborted_choices
                 for delta in [self._delta(request, choice, answer, start, stop)]
             ]
             self.hub.deliver(deltas)

@@ -96,13 +96,29 @@ async def test_length_finish(worker: Any) -> None:
     assert worker.engine.requests[0].sampling.max_tokens == 4
 
 
+async def test_a_choice_that_meets_a_stop_string_ends_alone(worker: Any) -> None:
+    """Its blocks are free while the others go on; a stop string may end in the middle of a token, or with one."""
+    rest = " and so on" * 40
+    answers = [
+        worker.tokenizer.encode(text) for text in ("on and" + rest, "one STOP two" + rest, "the Paris STO" + rest)
+    ]
+    worker.engine.script = lambda _request, choice: answers[choice]
+    worker.engine.step_seconds = 0.001
+    answer = await worker.client.chat.completions.create(model="tiny", messages=HELLO, stop=["STOP", "ari"], n=3)
+    request = worker.engine.requests[0].request_id
+    assert sorted(worker.engine.aborted_choices) == [(request, 1), (request, 2)]
+    assert not worker.engine.aborted
+    said = [(choice.message.content, choice.finish_reason) for choice in answer.choices]
+    assert said == [("on and" + rest, "length"), ("one ", "stop"), ("the P", "stop")]
+
+
 async def test_stop_string_across_tokens(worker: Any) -> None:
     worker.says("one two STOP three and much more that nobody will read")
     worker.engine.step_seconds = 0.005
     answer = await worker.client.chat.completions.create(model="tiny", messages=HELLO, stop=["STOP", "never"])
     assert answer.choices[0].message.content == "one two "
     assert answer.choices[0].finish_reason == "stop"
-    assert worker.engine.aborted == [worker.engine.requests[0].request_id]
+    assert worker.engine.aborted_choices == [(worker.engine.requests[0].request_id, 0)]
     stream = await worker.client.chat.completions.create(model="tiny", messages=HELLO, stop="STOP", stream=True)
     chunks = [chunk async for chunk in stream]
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "one two "

@@ -16,6 +16,11 @@ def test_shards_with_their_index() -> None:
     ]  # fmt: skip
 
 
+def test_pooling_of_an_embedding_model() -> None:
+    names = ("1_Pooling/config.json", "modules.json", "model.safetensors")
+    assert chosen(*names, "2_Other/config.json", "onnx/model.onnx") == [*names]
+
+
 def test_safetensors_before_gguf() -> None:
     assert chosen("a.Q8_0.gguf", "model.safetensors") == ["model.safetensors"]
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from tandem_api.launch import Device, DType, WorkerConfig
 from tandem_api.names import Role
 
-from tandem_worker.control.params import FinishReason, GenerationRequest, SamplingParams, TokenDelta
+from tandem_worker.control.params import EmbeddingSpec, FinishReason, GenerationRequest, SamplingParams, TokenDelta
 from tandem_worker.environment import PodFacts
 from tandem_worker.errors import StartupError
 from tandem_worker.observe.metrics import WorkerFacts, WorkerSample, build_metrics_text, build_telemetry
@@ -174,7 +174,7 @@ def build_worker(config: WorkerConfig, pod: PodFacts, progress: Progress, switch
     memory.by_kind["kv"] = cache.num_blocks * cache.spec.bytes_per_block
     memory.by_kind["other"] = before
     progress.enter("warming up")
-    warm_up(engine, delivery)
+    warm_up(engine, delivery, model.embedding)
     progress.enter("starting the KV transport")
     server = _connect_transport(engine, client, config, pod, digest)
     figures = _Figures(config, pod, switches, engine, server or client, _gpu_reader(device), memory.by_kind)
@@ -191,6 +191,7 @@ def build_worker(config: WorkerConfig, pod: PodFacts, progress: Progress, switch
         max_model_len=engine.max_model_len,
         vocab_size=model.vocab_size,
         eos_token_ids=end_tokens,
+        embedding=model.embedding,
         observer=figures.observe_request,
     )
     progress.enter("ready")
@@ -235,14 +236,17 @@ def observe_end_tokens(path: Path, tokenizer: Any) -> frozenset[int]:
     return frozenset(int(token) for token in found)
 
 
-def warm_up(engine: EngineCore, delivery: Delivery) -> None:
+def warm_up(engine: EngineCore, delivery: Delivery, embedding: EmbeddingSpec | None = None) -> None:
     """One token through the whole engine: kernels are compiled, memory is touched, a broken model is found out."""
-    sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-    engine.submit(GenerationRequest(request_id=_WARM_UP_ID, prompt_token_ids=(0, 1), sampling=sampling))
+    sampling = SamplingParams(max_tokens=1 if embedding is None else 0, temperature=0.0, ignore_eos=True)
+    pooling = None if embedding is None else embedding.pooling
+    engine.submit(
+        GenerationRequest(request_id=_WARM_UP_ID, prompt_token_ids=(0, 1), sampling=sampling, pooling=pooling)
+    )
     outcome = delivery.await_warm_up(WARM_UP_SECONDS)
     if outcome is None:
         raise StartupError("WarmUpFailed", f"The first token was not computed within {WARM_UP_SECONDS:g} s.")
-    if outcome.finish_reason is not FinishReason.LENGTH:
+    if outcome.finish_reason not in (FinishReason.LENGTH, FinishReason.STOP):
         raise StartupError("WarmUpFailed", f"The first token could not be computed: {outcome.error}")
 
 

@@ -20,6 +20,8 @@ class Demand:
     """Hash chain over the prompt's bytes, one entry per full chunk."""
     affinity: int
     """Seed for rendezvous hashing; equal for the turns of one session."""
+    local: bool = False
+    """Nothing is decoded: the worker that answers computes the prompt itself."""
 
 
 class Estimator:

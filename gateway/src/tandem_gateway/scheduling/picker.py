@@ -62,7 +62,7 @@ def pick(groups: Iterable[Group], demand: Demand, cached: Mapping[int, int], *, 
     for decodes, prefills in groups:
         if not decodes:
             continue
-        score, choice = _pick_in_group(decodes, prefills, demand, cached)
+        score, choice = _pick_in_group(decodes, [] if demand.local else prefills, demand, cached)
         rank = (disaggregated and not prefills, score)
         if best is None or rank < best[0]:
             best = (rank, choice)

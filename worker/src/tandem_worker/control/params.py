@@ -31,6 +31,23 @@ class GrammarFactory(Protocol):
     def new(self) -> Grammar: ...
 
 
+class Pooling(StrEnum):
+    """How one vector is made of a prompt's hidden states: the last one, their mean, or the first one."""
+
+    LAST = "last"
+    MEAN = "mean"
+    CLS = "cls"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingSpec:
+    """What an embedding model makes of a text: `size` numbers, of length 1 if it normalizes."""
+
+    pooling: Pooling
+    normalize: bool
+    size: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How the next token is chosen. Draws are keyed by (seed, choice, position), so they survive resuming."""
@@ -74,6 +91,8 @@ class GenerationRequest:
     """`host:port` of prefill workers' KV ports, best first; empty: prefill here."""
     prompt_logprobs: int | None = None
     """Wanted logprobs of prompt tokens (`echo`); such a prompt bypasses prefix cache hits."""
+    pooling: Pooling | None = None
+    """The prompt's embedding is wanted and nothing is generated (`max_tokens` 0, `n` 1). For embedding models alone."""
 
 
 class FinishReason(StrEnum):
@@ -101,6 +120,8 @@ class TokenDelta:
     logprobs: tuple[TokenLogprob, ...] | None = None
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     """On the first delta, when asked for: one entry per prompt token, None for the first."""
+    embedding: bytes | None = None
+    """Of a request with `pooling`: float32 in native byte order, `hidden_size` of them, not normalized."""
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     """The stop token that ended the choice."""

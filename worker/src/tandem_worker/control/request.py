@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from tandem_worker.control.params import SamplingParams
+from tandem_worker.control.params import Pooling, SamplingParams
 from tandem_worker.control.prefix_cache import extend_chain
 
 
@@ -55,6 +55,7 @@ class Request:
     cache_salt: str = ""
     endpoints: tuple[str, ...] = ()
     prompt_logprobs: int | None = None
+    pooling: Pooling | None = None
     serves_peer: bool = False
     """Prefill side of disaggregation: the prompt is computed for another worker and not continued here."""
     admitted: bool = False
@@ -70,6 +71,11 @@ class Request:
     def starts_on_host(self) -> bool:
         """Between the prompt's logits and the second token there is something that only the host can do."""
         return self.n > 1 or self.serves_peer or self.prompt_logprobs is not None or self.sampling.max_tokens == 0
+
+    @property
+    def reads_every_position(self) -> bool:
+        """The prompt's every row is looked at: cached blocks, which have none, are of no use."""
+        return self.prompt_logprobs is not None or self.pooling in (Pooling.MEAN, Pooling.CLS)
 
     @property
     def num_open(self) -> int:

@@ -250,7 +250,7 @@ class Scheduler:
             if sequence.num_planned == sequence.num_tokens:
                 sequence.decoding = True
                 plan.lockstep |= sequence.lockstep or (not sequence.output and sequence.request.starts_on_host)
-            elif sequence.request.prompt_logprobs is not None:
+            elif sequence.request.reads_every_position:
                 plan.lockstep = True
             self._count_queued(sequence)
         return length
@@ -297,7 +297,7 @@ class Scheduler:
         if sequence.retry_required > available and self._steps_since_refusal < _RETRY_STEPS and not idle:
             return False
         num_total = blocks.count_blocks(sequence.num_tokens)
-        bypass = sequence.request.prompt_logprobs is not None and not sequence.output
+        bypass = sequence.request.reads_every_position and not sequence.output
         max_matched = 0 if bypass else (sequence.num_tokens - 1) // blocks.block_size
         matched = blocks.match_prefix(sequence.chain, max_matched)
         required = blocks.count_required(matched, num_total)

@@ -98,8 +98,11 @@ class Engine(Protocol):
         """Queue a request. Raises EngineStoppedError, ContextLengthError, RequestError (429 when the queue is full)."""
         ...
 
-    def abort(self, request_id: str) -> None:
-        """End a request and free its blocks. Unknown ids are ignored. Delivers a final ABORT delta per open choice."""
+    def abort(self, request_id: str, choice: int | None = None) -> None:
+        """End a request, or one choice that has had a token, and free its blocks. What has ended is ignored.
+
+        Delivers a final ABORT delta per choice that was open.
+        """
         ...
 
     def submit_prefill(self, order: RemotePrefill, listener: LayerListener) -> None:

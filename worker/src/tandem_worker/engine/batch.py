@@ -162,7 +162,7 @@ class BatchBuilder:
         scored: list[tuple[Chunk, int]] = []
         first = len(decodes)
         for chunk in chunks:
-            if chunk.sequence.request.prompt_logprobs is not None and not chunk.sequence.output:
+            if chunk.sequence.request.reads_every_position and not chunk.sequence.output:
                 scored.append((chunk, len(logits_rows)))
                 logits_rows.extend(range(first, first + chunk.length))
             elif chunk.final:

@@ -121,13 +121,18 @@ class EngineCore:
         inside.n = request.n
         inside.endpoints = request.prefill_endpoints
         inside.prompt_logprobs = request.prompt_logprobs
+        inside.pooling = request.pooling
         self._claim(self._open, request.request_id)
         self._send(partial(self._runner.submit, inside))
 
-    def abort(self, request_id: str) -> None:
-        if request_id in self._open:
+    def abort(self, request_id: str, choice: int | None = None) -> None:
+        if request_id not in self._open:
+            return
+        if choice is None:
             self._aborting.add(request_id)
             self._send(partial(self._abort, request_id))
+        else:
+            self._send(partial(self._runner.abort_choice, request_id, choice))
 
     def submit_prefill(self, order: RemotePrefill, listener: LayerListener) -> None:
         self._check_admitting()

@@ -63,6 +63,7 @@ def build_final_delta(
     reason: FinishReason,
     error: str | None = None,
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None,
+    embedding: bytes | None = None,
 ) -> TokenDelta:
     """A choice ends without a token."""
     request = sequence.request
@@ -70,6 +71,7 @@ def build_final_delta(
         request_id=request.id,
         choice=sequence.choice,
         prompt_logprobs=prompt_logprobs,
+        embedding=embedding,
         finish_reason=reason,
         num_cached_tokens=request.num_cached_tokens,
         prefill_worker=request.prefill_worker,

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from tandem_worker.control.params import FinishReason, TokenDelta, TokenLogprob
+from tandem_worker.control.params import FinishReason, Pooling, TokenDelta, TokenLogprob
 from tandem_worker.control.plan import StepPlan
 from tandem_worker.control.request import Request, Sequence, SequenceState
 from tandem_worker.control.scheduler import Scheduler
@@ -23,6 +23,7 @@ from tandem_worker.engine.executor import ModelExecutor, is_fatal
 from tandem_worker.engine.meter import SpeedMeter
 from tandem_worker.engine.outputs import build_final_delta, build_token_delta, decide_outcome
 from tandem_worker.engine.peers import LayerReport, PeerPrefill, plan_reports
+from tandem_worker.engine.pooling import Pool
 from tandem_worker.engine.sampler import NO_TOKEN, choose_tokens, compute_logprobs, score_prompt
 from tandem_worker.engine.sampling_state import SamplingState
 from tandem_worker.engine.step import PendingStep, StepAbandonedError
@@ -72,6 +73,7 @@ class StepRunner:
         self._last_finish = 0.0
         self._generations = itertools.count(1)
         self._prompt_scores: dict[str, list[TokenLogprob | None]] = {}
+        self._pools: dict[str, Pool] = {}
 
     # -- commands ------------------------------------------------------------------------------------------------
 
@@ -93,6 +95,12 @@ class StepRunner:
         request = self.requests.get(request_id)
         if request is not None:
             self._end_request(request, FinishReason.ABORT)
+
+    def abort_choice(self, request_id: str, choice: int) -> None:
+        """Before its first token a choice stays: the others wait for the prompt that choice 0 computes."""
+        request = self.requests.get(request_id)
+        if request is not None and request.choices[choice].output:
+            self._end_choice(request.choices[choice], FinishReason.ABORT)
 
     def release(self, request_id: str) -> None:
         peer = self.peers.pop(request_id, None)
@@ -157,10 +165,11 @@ class StepRunner:
 
     def _end_request(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         for choice in request.choices:
-            if choice.state is not SequenceState.FINISHED:
-                self._end_choice(choice, reason, error)
+            self._end_choice(choice, reason, error)
 
     def _end_choice(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
+        if sequence.state is SequenceState.FINISHED:
+            return
         self.deltas.append(build_final_delta(sequence, reason, error))
         self._close(sequence)
 
@@ -173,6 +182,7 @@ class StepRunner:
         sequence.sampler_state = None
         if request.num_open == 0:
             self._prompt_scores.pop(request.id, None)
+            self._pools.pop(request.id, None)
             self.requests.pop(request.id, None)
 
     # -- steps ---------------------------------------------------------------------------------------------------
@@ -308,11 +318,13 @@ class StepRunner:
 
     def _accept_step(self, layout: LogitsLayout, logits: torch.Tensor) -> None:
         for chunk, first in layout.scored:
-            self._score_chunk(chunk.sequence, chunk.start, logits[first : first + chunk.length])
-        if not layout.sequences:
-            return
-        rows = layout.rows
-        self._accept_logits(layout.sequences, logits if rows is None else logits[rows])
+            rows = logits[first : first + chunk.length]
+            if chunk.sequence.request.pooling is not None:
+                self._pools.setdefault(chunk.sequence.request.id, Pool()).add(chunk.start, rows)
+            else:
+                self._score_chunk(chunk.sequence, chunk.start, rows)
+        if layout.sequences:
+            self._accept_logits(layout.sequences, logits if layout.rows is None else logits[layout.rows])
 
     def _score_chunk(self, sequence: Sequence, start: int, logits: torch.Tensor) -> None:
         request = sequence.request
@@ -364,6 +376,9 @@ class StepRunner:
             self.scheduler.hold_for_peer(sequence)
             peer.listener.prefill_done(request.id, self.executor.dump_logits(row), request.num_cached_tokens)
             return []
+        if request.pooling is not None:
+            self._deliver_embedding(sequence, row)
+            return []
         if request.sampling.max_tokens == 0:
             scores = self._take_prompt_scores(request)
             for choice in request.choices:
@@ -378,6 +393,17 @@ class StepRunner:
         self.totals.cached_tokens += request.num_cached_tokens
         if not request.generation and not request.serves_peer:
             self.totals.prefills_local += 1
+
+    def _deliver_embedding(self, sequence: Sequence, row: torch.Tensor) -> None:
+        request = sequence.request
+        assert request.pooling is not None
+        pooled = row if request.pooling is Pooling.LAST else self._pools[request.id].read(request.pooling)
+        if not bool(pooled.isfinite().all()):
+            self._end_choice(sequence, FinishReason.ERROR, "the model's output is not a number")
+            return
+        embedding = self.executor.dump_logits(pooled)
+        self.deltas.append(build_final_delta(sequence, FinishReason.STOP, embedding=embedding))
+        self._close(sequence)
 
     def _accept_token(self, sequence: Sequence, token: int, logprob: TokenLogprob | None) -> None:
         if token == NO_TOKEN:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     import torch
 
+    from tandem_worker.control.params import EmbeddingSpec
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVLayerSpec:
@@ -88,11 +90,16 @@ class CausalLM(Protocol):
     max_position_embeddings: int
     device: torch.device
     dtype: torch.dtype
+    embedding: EmbeddingSpec | None
+    """None: the model generates."""
 
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec: ...
 
     def forward(self, batch: ForwardBatch, kv_cache: KVCache) -> torch.Tensor:
-        """Logits `[N, vocab_size]` of `batch.logits_rows`, float32. Writes this batch's KV into `kv_cache`."""
+        """Logits `[N, vocab_size]` of `batch.logits_rows`, float32. Writes this batch's KV into `kv_cache`.
+
+        Of an embedding model, in place of logits, the final hidden states `[N, embedding.size]`.
+        """
         ...
 
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from tandem_worker.control.params import EmbeddingSpec
 from tandem_worker.errors import StartupError
 
 Number = TypeVar("Number", int, float)
@@ -46,6 +47,8 @@ class ModelConfig:
     tie_word_embeddings: bool
     dtype: torch.dtype
     """Element type of the checkpoint."""
+    embedding: EmbeddingSpec | None = None
+    """Of a model that computes embeddings: such a one has no output matrix."""
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     def get(self, key: str, default: Any) -> Any:

@@ -102,6 +102,7 @@ class DecoderLM:
         self.max_position_embeddings = config.max_position_embeddings
         self.device = loader.device
         self.dtype = loader.dtype
+        self.embedding = config.embedding
         self._hidden_size = config.hidden_size
         self._context = context
         self._layers = layers
@@ -111,12 +112,14 @@ class DecoderLM:
         self._embedding: Embedding | None = None
         self._norm: RMSNorm | None = None
         self._head: LMHead | None = None
-        tied = config.tie_word_embeddings and context.is_last_stage
+        generates = context.is_last_stage and config.embedding is None
+        tied = config.tie_word_embeddings and generates
         if context.is_first_stage or tied:
             self._embedding = Embedding.load(loader, context, "model.embed_tokens.weight", shape)
         if context.is_last_stage:
             weight = loader.load("model.norm.weight", (config.hidden_size,))
             self._norm = loader.backend.norm(weight, config.rms_norm_eps)
+        if generates:
             table = self._embedding.table if tied and self._embedding is not None else None
             self._head = build_lm_head(loader, context, shape, tied=table)
 
@@ -125,7 +128,7 @@ class DecoderLM:
         return KVCacheSpec(layers=specs, dtype=self.dtype, block_size=block_size)
 
     def forward(self, batch: ForwardBatch, kv_cache: KVCache) -> torch.Tensor:
-        """Logits `[N, vocab_size]` float32 of `batch.logits_rows`."""
+        """Logits `[N, vocab_size]` float32 of `batch.logits_rows`; an embedding model's hidden states instead."""
         hidden = self._enter(batch)
         step = self.begin_step(batch, kv_cache.spec.block_size)
         for layer, kv_layer in zip(self._layers, kv_cache.layers, strict=True):
@@ -156,7 +159,7 @@ class DecoderLM:
             context.pp.send(hidden, context.pp_rank + 1)
             return torch.empty(0, self.vocab_size, device=self.device)
         assert self._norm is not None
-        assert self._head is not None
         if batch.logits_rows.shape[0] != hidden.shape[0]:
             hidden = hidden.index_select(0, batch.logits_rows)
-        return self._head(self._norm(hidden))
+        hidden = self._norm(hidden)
+        return hidden.float() if self._head is None else self._head(hidden)

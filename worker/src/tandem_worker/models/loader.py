@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,8 +12,10 @@ from tandem_worker.errors import StartupError
 from tandem_worker.layers.backend import BackendName
 from tandem_worker.models.base import CausalLM
 from tandem_worker.models.config import ModelConfig, parse_gguf_metadata, read_config
+from tandem_worker.models.embedding import MODULES, read_embedding_spec
 from tandem_worker.models.registry import find_family
 from tandem_worker.parallel.context import SINGLE, ParallelContext
+from tandem_worker.weights.bare import BareSource
 from tandem_worker.weights.base import WeightSource
 from tandem_worker.weights.gguf import GGUFSource, gguf_metadata, open_gguf
 from tandem_worker.weights.loader import WeightLoader
@@ -20,6 +23,7 @@ from tandem_worker.weights.quantized import dequantize_source
 from tandem_worker.weights.safetensors import SafetensorsSource
 
 _EMBEDDING = "model.embed_tokens.weight"
+_BARE_EMBEDDING = "embed_tokens.weight"
 _LANGUAGE_MODEL = "language_model."
 _INDEX = "model.safetensors.index.json"
 
@@ -100,7 +104,15 @@ def open_checkpoint(path: Path) -> tuple[ModelConfig, WeightSource]:
             "WeightsNotFound", f"{path} holds no weights: neither *.safetensors nor a *.gguf file was found."
         )
     config = read_config(path / "config.json")
-    return config, dequantize_source(SafetensorsSource(files), config.quantization)
+    config = replace(config, embedding=read_embedding_spec(path, config.hidden_size))
+    if config.embedding is None and config.architecture.endswith("Model"):
+        raise StartupError(
+            "UnsupportedArchitecture",
+            f"{config.architecture} has no output matrix, so it cannot generate text, and no {MODULES} says how it "
+            "makes embeddings.",
+        )
+    source = dequantize_source(SafetensorsSource(files), config.quantization)
+    return config, BareSource(source) if _BARE_EMBEDDING in source else source
 
 
 def _safetensors_files(folder: Path) -> list[Path]:

@@ -20,10 +20,13 @@ _FAMILIES = {
     "Llama4ForCausalLM": "llama4:load_llama4",
     "Llama4ForConditionalGeneration": "llama4:load_llama4",
     "LlamaForCausalLM": "llama:load_llama",
+    "LlamaModel": "llama:load_llama",
     "Qwen3ForCausalLM": "qwen3:load_qwen3",
+    "Qwen3Model": "qwen3:load_qwen3",
     "Qwen3MoeForCausalLM": "qwen3:load_qwen3_moe",
 }
-"""Architecture, as `config.json` names it, to `module:function` of this package."""
+"""Architecture, as `config.json` names it, to `module:function` of this package. Those called `...Model` have no output
+matrix: they compute embeddings."""
 
 
 def supported_architectures() -> tuple[str, ...]:

@@ -18,11 +18,13 @@ from tandem_api.launch import WorkerConfig
 from tandem_api.openai import error_body
 from tandem_api.telemetry import WorkerTelemetry
 
+from tandem_worker.control.params import EmbeddingSpec
 from tandem_worker.engine.base import Engine
 from tandem_worker.errors import RequestError
 from tandem_worker.server.answer import Answerer, Plan
 from tandem_worker.server.chat_request import parse_chat
 from tandem_worker.server.completion_request import parse_completion
+from tandem_worker.server.embeddings import Embedder
 from tandem_worker.server.http import (
     ServiceError,
     describe_error,
@@ -77,13 +79,14 @@ def build_app(
     vocab_size: int | None = None,
     eos_token_ids: Collection[int] = (),
     tool_format: str | None = None,
+    embedding: EmbeddingSpec | None = None,
     observer: RequestObserver | None = None,
 ) -> ASGIApp:
     """The ASGI application. `hub.deliver` must be the engine's delivery function.
 
     `max_model_len`, `vocab_size` and `eos_token_ids` come from the loaded model; without them the configuration and
-    the tokenizer are asked. `tool_format` names a format of tool calls where detection would be wrong. Raises
-    ValueError when no context length is known.
+    the tokenizer are asked. `tool_format` names a format of tool calls where detection would be wrong. `embedding`
+    is given for an embedding model. Raises ValueError when no context length is known.
     """
     model = ServedModel(
         tokenizer,
@@ -92,9 +95,11 @@ def build_app(
         vocab_size=vocab_size,
         eos_token_ids=eos_token_ids,
         tool_format=tool_format,
+        embedding=embedding,
     )
     state = _State(engine=engine, hub=hub, model=model, ready=ready, draining=draining, observer=observer)
-    routes = _routes(state, _Api(state, Answerer(engine, hub, pod_name)), _Status(state, telemetry, metrics_text))
+    api = _Api(state, Answerer(engine, hub, pod_name), Embedder(engine, hub, pod_name, model))
+    routes = _routes(state, api, _Status(state, telemetry, metrics_text))
     return Router(routes, default=_not_found, redirect_slashes=False, lifespan=state.lifespan)
 
 
@@ -150,19 +155,22 @@ class _State:
 
 
 class _Api:
-    def __init__(self, state: _State, answerer: Answerer) -> None:
+    def __init__(self, state: _State, answerer: Answerer, embedder: Embedder) -> None:
         self._state = state
         self._model = state.model
         self._answerer = answerer
+        self._embedder = embedder
         self._created = int(time.time())
 
     async def chat(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._state.check_admission()
+        self._model.check_generates()
         body = parse_chat(await read_json(scope, receive), self._model.vocab_size)
         await self._answer(await plan_chat(body, self._model, prefill_endpoints(scope)), scope, receive, send)
 
     async def completions(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._state.check_admission()
+        self._model.check_generates()
         body = parse_completion(await read_json(scope, receive), self._model.vocab_size)
         await self._answer(await plan_completion(body, self._model, prefill_endpoints(scope)), scope, receive, send)
 
@@ -170,11 +178,8 @@ class _Api:
         scope["tandem.usage"] = await self._answerer.run(plan, receive, send, {})
 
     async def embeddings(self, scope: Scope, receive: Receive, send: Send) -> None:
-        raise RequestError(
-            f"The model '{self._model.name}' generates text; it does not provide embeddings.",
-            param="model",
-            code="unsupported_endpoint",
-        )
+        self._state.check_admission()
+        scope["tandem.usage"] = await self._embedder.run(await read_json(scope, receive), receive, send)
 
     async def models(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send_json(send, {"object": "list", "data": [self._card()]})

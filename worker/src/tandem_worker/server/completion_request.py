@@ -30,7 +30,7 @@ def parse_completion(body: object, vocab_size: int) -> CompletionRequest:
     """Raises RequestError."""
     fields = Fields(body)
     model = fields.required_string("model")
-    prompts = _prompts(fields.required("prompt"), vocab_size)
+    prompts = parse_prompts(fields.required("prompt"), vocab_size, name="prompt", limit=MAX_PROMPTS)
     echo = fields.boolean("echo")
     max_tokens = fields.integer("max_tokens", minimum=0)
     if max_tokens == 0 and not echo:
@@ -58,25 +58,25 @@ def parse_completion(body: object, vocab_size: int) -> CompletionRequest:
     return request
 
 
-def _prompts(value: Any, vocab_size: int) -> tuple[Prompt, ...]:
-    """The four forms: a string, strings, token ids, or lists of token ids."""
+def parse_prompts(value: Any, vocab_size: int, *, name: str, limit: int) -> tuple[Prompt, ...]:
+    """The four forms: a string, strings, token ids, or lists of token ids. Raises RequestError."""
     if isinstance(value, str):
         return (value,)
     if not isinstance(value, list):
-        wrong_type("prompt", "a string, an array of strings, an array of token ids, or an array of those", value)
+        wrong_type(name, "a string, an array of strings, an array of token ids, or an array of those", value)
     if not value:
-        refuse("prompt", "'prompt' must not be empty.", "empty_array")
+        refuse(name, f"'{name}' must not be empty.", "empty_array")
     if isinstance(value[0], int) and not isinstance(value[0], bool):
-        return (check_token_ids(value, "prompt", vocab_size),)
-    if len(value) > MAX_PROMPTS:
+        return (check_token_ids(value, name, vocab_size),)
+    if len(value) > limit:
         refuse(
-            "prompt",
-            f"At most {MAX_PROMPTS} prompts are supported, but there are {len(value)}.",
+            name,
+            f"'{name}' may be an array of at most {limit} texts, but there are {len(value)}.",
             "array_above_max_length",
         )
     prompts: list[Prompt] = []
     for index, item in enumerate(value):
-        path = f"prompt[{index}]"
+        path = f"{name}[{index}]"
         if isinstance(item, list):
             prompts.append(check_token_ids(item, path, vocab_size))
         elif isinstance(item, str):
@@ -84,7 +84,7 @@ def _prompts(value: Any, vocab_size: int) -> tuple[Prompt, ...]:
         else:
             wrong_type(path, "a string or an array of token ids", item)
         if type(prompts[index]) is not type(prompts[0]):
-            refuse(path, "'prompt' must not mix strings and token ids.", "invalid_type")
+            refuse(path, f"'{name}' must not mix strings and token ids.", "invalid_type")
     return tuple(prompts)
 
 

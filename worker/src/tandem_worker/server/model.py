@@ -7,6 +7,7 @@ from typing import Any
 
 from tandem_api.launch import WorkerConfig
 
+from tandem_worker.control.params import EmbeddingSpec
 from tandem_worker.errors import ContextLengthError, RequestError
 from tandem_worker.server import reasoning
 from tandem_worker.server.detokenizer import TokenTable
@@ -39,9 +40,12 @@ class ServedModel:
         vocab_size: int | None = None,
         eos_token_ids: Collection[int] = (),
         tool_format: str | None = None,
+        embedding: EmbeddingSpec | None = None,
     ) -> None:
         self.name = config.served_name
         self.fingerprint = f"fp_{config.revision}"
+        self.embedding = embedding
+        """None: the model generates text."""
         self.tokenizer = tokenizer
         self.table = TokenTable(tokenizer)
         self.prompter = Prompter(tokenizer)
@@ -64,6 +68,15 @@ class ServedModel:
                 param="model",
                 code="model_not_found",
                 status=404,
+            )
+
+    def check_generates(self) -> None:
+        """Raises RequestError for an embedding model."""
+        if self.embedding is not None:
+            raise RequestError(
+                f"The model '{self.name}' computes embeddings and generates no text: use /v1/embeddings.",
+                param="model",
+                code="unsupported_endpoint",
             )
 
     def room(self, num_prompt_tokens: int, max_tokens: int | None, *, param: str) -> int:

@@ -12,9 +12,11 @@ _SIDE_FILES = frozenset(
     {
         "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
         "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "tiktoken.model",
-        "chat_template.json", "chat_template.jinja", "model.safetensors.index.json",
+        "chat_template.json", "chat_template.jinja", "model.safetensors.index.json", "modules.json",
     }
 )  # fmt: skip
+_POOLING = re.compile(r"\d+_Pooling/config\.json")
+"""Of embedding models; `modules.json` names the folder."""
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 _GGUF_PREFERENCE = (
     "BF16", "F16", "Q8_0", "Q6_K", "Q5_K_M", "Q5_K_S", "Q5_1", "Q5_0", "Q4_K_M", "Q4_K_S", "Q4_1", "Q4_0", "F32",
@@ -37,6 +39,7 @@ def select_files(files: Iterable[RepositoryFile], repository: str) -> list[Repos
 
     Raises StartupError NoWeights.
     """
+    files = list(files)
     top = [file for file in files if "/" not in file.path]
     weights = _select_safetensors(top) or _select_gguf(top)
     if not weights:
@@ -45,6 +48,7 @@ def select_files(files: Iterable[RepositoryFile], repository: str) -> list[Repos
         )
     names = {file.path for file in weights}
     side = [file for file in top if file.path in _SIDE_FILES and file.path not in names]
+    side += (file for file in files if _POOLING.fullmatch(file.path))
     return sorted(side, key=lambda file: file.path) + weights
 
 
