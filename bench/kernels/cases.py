@@ -170,7 +170,14 @@ BYTES_PER_WEIGHT = {"bf16": 2.0, "fp8": 1.0, "int4": 0.5 + 2 / 32, "mxfp4": 0.5 
 
 
 def products() -> Iterator[Case]:
+    like = randn(1)
     for form, per_weight in BYTES_PER_WEIGHT.items():
+        if form != "bf16":
+            yield Case(
+                name=f"widen {form} N=4096 K=12288", bytes=4096 * 12288 * (per_weight + 2),
+                run=lambda w: kernels.widen(like, w),
+                inputs=rotate(lambda f=form: (random_weight(f, 4096, 12288),), 4096 * 12288 * (per_weight + 2)),
+            )  # fmt: skip
         for rows in (1, 8, 64):
             size = 4096 * 12288 * per_weight
             yield Case(

@@ -65,6 +65,11 @@ SAMPLING: dict[str, Callable[[], object]] = {
     "token_logprobs": lambda: kernels.token_logprobs(LOGITS, POSITIONS, 20),
 }
 SIMPLE: dict[str, Callable[[], object]] = {
+    **{
+        f"widen {form}": (lambda make=make: kernels.widen(zeros(1), make()))
+        for form, make in FORMS.items()
+        if form != "bf16"
+    },
     "rms_norm": lambda: kernels.rms_norm(zeros(4, 4096), zeros(4096), 1e-5),
     "rms_norm per head": lambda: kernels.rms_norm(zeros(4, 32, 128), zeros(128), 1e-5),
     "residual_rms_norm": lambda: kernels.residual_rms_norm(zeros(4, 4096), zeros(4, 4096), zeros(4096), 1e-5),

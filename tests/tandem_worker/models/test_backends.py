@@ -6,14 +6,18 @@ interpreter, and on a machine with a GPU `-m gpu` runs the compiled kernels.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from tandem_worker.kernels.quantized import quantize_fp8, quantize_int4, quantize_mxfp4
 from tandem_worker.layers.backend import BackendName, build_backend, select_backend
 from tandem_worker.models.loader import load_model
+from torch.nn import functional
 from transformers import DeepseekV3Config, GptOssConfig, Llama4TextConfig, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 COMMON = {
@@ -67,6 +71,45 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         rope_parameters={"rope_type": "default", "rope_theta": 1e4},
     ),
 }
+
+
+def quantize(folder: Path, method: str) -> None:
+    """Rounds a saved checkpoint's matrices and saves them in a published layout."""
+    tensors, quantized = load_file(folder / "model.safetensors"), {}
+    for name, weight in tensors.items():
+        if method == "mxfp4" and name.endswith("_proj") and "experts" in name:
+            packed = quantize_mxfp4(weight.transpose(1, 2))
+            quantized[f"{name}_blocks"] = packed.packed.unflatten(-1, (-1, 16))
+            quantized[f"{name}_scales"] = packed.scale
+        elif method == "fp8" and "_proj" in name and "kv_b" not in name and name.endswith(".weight"):
+            rows, columns = (-(-extent // 16) * 16 for extent in weight.shape)
+            padded = functional.pad(weight, (0, columns - weight.shape[1], 0, rows - weight.shape[0]))
+            packed = quantize_fp8(padded, 16)
+            quantized[name] = packed.data[: weight.shape[0], : weight.shape[1]].contiguous()
+            quantized[f"{name}_scale_inv"] = packed.scale
+        elif method == "compressed-tensors" and "_proj" in name:
+            packed = quantize_int4(weight, 16)
+            quantized[f"{name}_packed"], quantized[f"{name}_scale"] = packed.packed, packed.scale
+            quantized[f"{name}_shape"] = torch.tensor(weight.shape)
+        else:
+            quantized[name] = weight
+    save_file(quantized, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": method, "weight_block_size": [16, 16]}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+QUANTIZED: dict[str, tuple[Callable[[], Any], str]] = {
+    "qwen3_moe_int4": (CONFIGS["qwen3_moe"], "compressed-tensors"),
+    "deepseek_fp8": (CONFIGS["deepseek"], "fp8"),
+    "gpt_oss_mxfp4": (
+        lambda: GptOssConfig(
+            **{**COMMON, **SINKS, "intermediate_size": 64}, rope_parameters={"rope_type": "default", "rope_theta": 1e4}
+        ),
+        "mxfp4",
+    ),
+}
+CASES = (*CONFIGS, *QUANTIZED)
 DEVICES = [
     "cpu",
     pytest.param(
@@ -89,11 +132,14 @@ def steps() -> list[dict[int, Sequence[int]]]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", CASES)
 def test_backends_agree(
     family: str, device: str, save_random_model: Any, paged_sequences: Any, logits_error: Any, tmp_path: Path
 ) -> None:
-    save_random_model(CONFIGS[family]())
+    config, method = QUANTIZED.get(family) or (CONFIGS[family], None)
+    save_random_model(config())
+    if method is not None:
+        quantize(tmp_path, method)
     runs = []
     for name, place in ((BackendName.TORCH, "cpu"), (BackendName.TRITON, device)):
         model = load_model(tmp_path, device=torch.device(place), dtype=torch.float32, backend=name)

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.tandem_worker.models.test_backends import CONFIGS
+from tests.tandem_worker.models.test_backends import CASES
 
-DEFAULT = ("qwen3_moe", "deepseek")
+DEFAULT = ("qwen3_moe_int4", "deepseek")
 FILE = Path(__file__).with_name("test_backends.py")
 
 
@@ -31,6 +31,6 @@ def report(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("family", [pytest.param(f, marks=() if f in DEFAULT else pytest.mark.full) for f in CONFIGS])
+@pytest.mark.parametrize("family", [pytest.param(f, marks=() if f in DEFAULT else pytest.mark.full) for f in CASES])
 def test_models_agree_in_the_interpreter(family: str, report: str) -> None:
     assert f"[{family}-cpu] PASSED" in report, report

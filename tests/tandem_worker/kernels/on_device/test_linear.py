@@ -58,6 +58,12 @@ def test_gate_up_silu(randn, wide, assert_matches, half_dtype, form):
     assert_matches(kernels.gate_up_silu(x, weight, bias), expected)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_widen(randn, half_dtype, form):
+    weight = in_form(form, randn(128, 256, scale=0.2), half_dtype)
+    assert torch.equal(kernels.widen(randn(1, dtype=half_dtype), weight), dequantize(weight, half_dtype))
+
+
 @pytest.mark.parametrize(("form", "limit"), [("fp8", 0.04), ("int4 of 32", 0.12), ("mxfp4", 0.16)])
 def test_quantized_forms_are_close_to_what_they_round(randn, form, limit):
     weight = randn(128, 256)

@@ -25,6 +25,7 @@ latent_gather(latent_cache, block_tables, kv_start, C)     kv_start [B + 1], C =
 mla_prefill_attention(q, kv, k_rope, query_start,          q [T, H, Dn + R], kv [C, H, Dn + Dv],         [T, H, Dv]
                       kv_start, scale=)                    k_rope [C, R]
 small_batch_linear(x, weight, bias, residual=)             x [M, K], weight [N, K] in any form           [M, N]
+widen(like, weight)                                        weight [N, K] in any form                     [N, K]
 gate_up_silu(x, weight, bias)                              x [M, K], weight [2I, K] in any form          [M, I]
 apply_penalties(logits, prompt_seen, output_counts,        [B, V], penalties [B]                         in place
                 presence, frequency, repetition)
@@ -58,6 +59,7 @@ from .prefill_attention import paged_prefill_attention
 from .rotary import rope
 from .routing import moe_route
 from .sampling import draw_uniform, sample_tokens, token_logprobs
+from .widen import widen
 
 __all__ = [
     "apply_bitmask",
@@ -83,4 +85,5 @@ __all__ = [
     "small_batch_linear",
     "swiglu_clamped",
     "token_logprobs",
+    "widen",
 ]

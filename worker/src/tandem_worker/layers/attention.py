@@ -146,7 +146,7 @@ def load_qkv(config: ModelConfig, loader: WeightLoader, share: HeadShare, prefix
         weights.append(Part(name=f"{prefix}{name}_proj.weight", shape=shape, piece=piece))
         biases.append(Part(name=f"{prefix}{name}_proj.bias", shape=shape[:1], piece=piece))
     bias = loader.stack(biases) if loader.has(biases[0].name) else None
-    return loader.backend.linear(loader.stack(weights), bias)
+    return loader.backend.linear(loader.matrix(weights), bias)
 
 
 def load_output(
@@ -159,5 +159,5 @@ def load_output(
         piece = Slice(1, share.first_head * dim, (share.first_head + share.num_heads) * dim)
     name = f"{prefix}o_proj."
     bias = loader.load(f"{name}bias", (config.hidden_size,)) if loader.has(f"{name}bias") else None
-    weight = loader.load(f"{name}weight", (config.hidden_size, width), piece)
+    weight = loader.matrix([Part(name=f"{name}weight", shape=(config.hidden_size, width), piece=piece)])
     return loader.backend.linear(weight, bias, reduce=context.tp)

@@ -6,10 +6,15 @@ On x86 CPUs weights are repacked into oneDNN's blocked layout: measured on AVX-5
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch.nn import functional
 
 from tandem_worker.parallel.collectives import Collective
+
+if TYPE_CHECKING:
+    from tandem_worker.kernels.quantized import Weight
 
 _PACK_ROWS = 64  # the layout that oneDNN picks for this many rows is the fastest for other counts too
 
@@ -33,16 +38,15 @@ class Linear:
 
     __slots__ = ("bias", "in_features", "out_features", "packed", "reduce", "weight")
 
-    def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, reduce: Collective | None = None
-    ) -> None:
+    def __init__(self, weight: Weight, bias: torch.Tensor | None = None, *, reduce: Collective | None = None) -> None:
+        assert isinstance(weight, torch.Tensor), "this backend multiplies plain weights"
         self.out_features, self.in_features = weight.shape
         self.reduce = reduce
         self.bias = None if reduce is not None and reduce.rank else bias
         self.packed = can_pack(weight)
-        if self.packed:
-            weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS)
-        self.weight = weight
+        self.weight: torch.Tensor = (
+            torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS) if self.packed else weight
+        )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         y = self._product(x)

@@ -40,11 +40,13 @@ class GatedMLP:
         what = "intermediate_size"
         rows = shard(0, intermediate_size, rank, size, what=what)
         shape = (intermediate_size, hidden_size)
-        gate_up = loader.stack(
+        gate_up = loader.matrix(
             [Part(name=f"{prefix}{name}_proj.weight", shape=shape, piece=rows) for name in ("gate", "up")]
         )
         columns = shard(1, intermediate_size, rank, size, what=what)
-        down = loader.load(f"{prefix}down_proj.weight", (hidden_size, intermediate_size), columns)
+        down = loader.matrix(
+            [Part(name=f"{prefix}down_proj.weight", shape=(hidden_size, intermediate_size), piece=columns)]
+        )
         backend = loader.backend
         return backend.mlp(backend.linear(gate_up), backend.linear(down, reduce=context.tp))
 

@@ -59,8 +59,6 @@ class Experts:
         self._gate_up: list[Linear] = []
         self._down: list[Linear] = []
         for weight in weights:
-            assert isinstance(weight.gate_up, torch.Tensor)
-            assert isinstance(weight.down, torch.Tensor)
             self._gate_up.append(Linear(weight.gate_up, weight.gate_up_bias))
             self._down.append(Linear(weight.down, weight.down_bias))
 
@@ -87,7 +85,7 @@ class Experts:
                 one = f"{prefix}{expert}."
                 gate_up = [Part(name=f"{one}{name}_proj.weight", shape=shape, piece=rows) for name in ("gate", "up")]
                 down = Part(name=f"{one}down_proj.weight", shape=shape[::-1], piece=columns)
-                yield ExpertWeights(gate_up=loader.stack(gate_up), down=loader.stack([down]))
+                yield ExpertWeights(gate_up=loader.matrix(gate_up), down=loader.matrix([down]))
 
         return loader.backend.experts(read(), num_local=len(share), ep=context.ep)
 
@@ -118,13 +116,11 @@ class Experts:
         def read() -> Iterator[ExpertWeights]:
             for expert in share:
                 one = _StackedReader(loader, prefix, num_experts, expert)
-                gate_up = one.read("gate_up_proj", hidden_size, 2 * intermediate_size)[:, columns]
-                down = one.read("down_proj", intermediate_size, hidden_size)[piece.start : piece.stop]
                 gate_up_bias = one.read_bias("gate_up_proj_bias", 2 * intermediate_size)
                 down_bias = one.read_bias("down_proj_bias", hidden_size) if rank == 0 else None
                 yield ExpertWeights(
-                    gate_up=loader.place(gate_up.t()),
-                    down=loader.place(down.t()),
+                    gate_up=one.matrix("gate_up_proj", hidden_size, 2 * intermediate_size, outputs=columns),
+                    down=one.matrix("down_proj", intermediate_size, hidden_size, inputs=piece),
                     gate_up_bias=None if gate_up_bias is None else loader.place(gate_up_bias[columns]),
                     down_bias=None if down_bias is None else loader.place(down_bias),
                 )
@@ -190,8 +186,33 @@ class _StackedReader:
 
     def read(self, name: str, *shape: int) -> torch.Tensor:
         """The expert's `shape`, as stored."""
-        name = f"{self._prefix}{name}"
-        return self._loader.read(Part(name=name, shape=(self._num_experts, *shape), piece=self._piece))[0]
+        return self._loader.read(self._part(name, *shape))[0]
+
+    def matrix(
+        self,
+        name: str,
+        num_inputs: int,
+        num_outputs: int,
+        *,
+        inputs: Slice | None = None,
+        outputs: torch.Tensor | None = None,
+    ) -> Weight:
+        """The expert's `[outputs, inputs]` from what is stored the other way round; None takes all."""
+        packed = self._loader.packed(self._part(name, num_inputs, num_outputs))
+        if packed is not None:
+            from tandem_worker.weights.packing import narrow, select_rows
+
+            part = None if inputs is None else Slice(1, inputs.start, inputs.stop)
+            cut = narrow(packed if outputs is None else select_rows(packed, outputs), part)
+            if cut is not None:
+                return self._loader.move(cut)
+        weight = self.read(name, num_inputs, num_outputs)
+        if inputs is not None:
+            weight = weight[inputs.start : inputs.stop]
+        return self._loader.place((weight if outputs is None else weight[:, outputs]).t())
+
+    def _part(self, name: str, *shape: int) -> Part:
+        return Part(name=f"{self._prefix}{name}", shape=(self._num_experts, *shape), piece=self._piece)
 
 
 class MoE:

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from tandem_worker import kernels
 from tandem_worker.attention.triton import TritonAttention, TritonStepAttention
-from tandem_worker.kernels.quantized import Weight, WeightStack, dequantize
+from tandem_worker.kernels.quantized import Weight, WeightStack
 from tandem_worker.layers.attention import Rotate, SelfAttention
 from tandem_worker.layers.backend import Backend, BackendName
 from tandem_worker.layers.linear import Linear
@@ -50,14 +50,14 @@ class TritonLinear(Linear):
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         if x.shape[0] <= MAX_FEW_ROWS:
             return kernels.small_batch_linear(x, self.form, self.bias)
-        return functional.linear(x, dequantize(self.form, x.dtype), self.bias)
+        return functional.linear(x, kernels.widen(x, self.form), self.bias)
 
     def add_partial(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         if x.shape[0] <= MAX_FEW_ROWS:
             return kernels.small_batch_linear(x, self.form, self.bias, residual=residual)
         if self.bias is not None:
             residual = residual + self.bias
-        return torch.addmm(residual, x, dequantize(self.form, x.dtype).t())
+        return torch.addmm(residual, x, kernels.widen(x, self.form).t())
 
 
 class TritonRMSNorm(RMSNorm):

@@ -49,13 +49,17 @@ class LatentAttention:
         if query_rank:
             down.insert(0, Part(name=f"{prefix}q_a_proj.weight", shape=(query_rank, hidden)))
             self._query_norm = norm(loader.load(f"{prefix}q_a_layernorm.weight", (query_rank,)), eps)
-            self._query = linear(loader.load(f"{prefix}q_b_proj.weight", (width, query_rank), rows))
+            self._query = linear(
+                loader.matrix([Part(name=f"{prefix}q_b_proj.weight", shape=(width, query_rank), piece=rows)])
+            )
         else:
             self._query_norm = None
-            self._query = linear(loader.load(f"{prefix}q_proj.weight", (width, hidden), rows))
+            self._query = linear(
+                loader.matrix([Part(name=f"{prefix}q_proj.weight", shape=(width, hidden), piece=rows)])
+            )
         self._query_rank = int(query_rank)
         biases = [Part(name=part.name.replace(".weight", ".bias"), shape=part.shape[:1]) for part in down]
-        self._down = linear(loader.stack(down), loader.stack(biases) if loader.has(biases[0].name) else None)
+        self._down = linear(loader.matrix(down), loader.stack(biases) if loader.has(biases[0].name) else None)
         self._latent_norm = norm(loader.load(f"{prefix}kv_a_layernorm.weight", (self._rank,)), eps)
         expand = (heads * (self._nope + value_dim), self._rank)
         piece = shard(0, expand[0], context.tp_rank, context.tp_size, what="key and value width")
@@ -72,7 +76,7 @@ class LatentAttention:
             nope_dim=self._nope,
         )
         columns = shard(1, heads * value_dim, context.tp_rank, context.tp_size, what="value width")
-        out = loader.load(f"{prefix}o_proj.weight", (hidden, heads * value_dim), columns)
+        out = loader.matrix([Part(name=f"{prefix}o_proj.weight", shape=(hidden, heads * value_dim), piece=columns)])
         bias = loader.load(f"{prefix}o_proj.bias", (hidden,)) if loader.has(f"{prefix}o_proj.bias") else None
         self._out = linear(out, bias, reduce=context.tp)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from tandem_worker.weights.gguf import GGUFSource, gguf_metadata, open_gguf
 from tandem_worker.weights.loader import WeightLoader
 from tandem_worker.weights.quantized import dequantize_source
 from tandem_worker.weights.safetensors import SafetensorsSource
+
+logger = logging.getLogger(__name__)
 
 _EMBEDDING = "model.embed_tokens.weight"
 _BARE_EMBEDDING = "embed_tokens.weight"
@@ -49,7 +52,10 @@ def load_model(
     chosen = dtype or resolve_dtype(device, config.dtype)
     with torch.inference_mode():
         loader = WeightLoader(source, dtype=chosen, device=device, prefix=find_prefix(source), backend=backend)
-        return load(config, loader, context)
+        model = load(config, loader, context)
+    if loader.forms:
+        logger.info("quantized weights", extra={"matrices": dict(loader.forms)})
+    return model
 
 
 def find_prefix(source: WeightSource) -> str:

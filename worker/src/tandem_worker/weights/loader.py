@@ -5,16 +5,19 @@ Each tensor is copied once, from the mapped file into its final place, so peak m
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from tandem_worker.errors import StartupError
 from tandem_worker.weights.base import Slice, WeightSource
+from tandem_worker.weights.quantized import DequantizedSource
 
 if TYPE_CHECKING:
+    from tandem_worker.kernels.quantized import Weight
     from tandem_worker.layers.backend import BackendName
 
 
@@ -66,6 +69,9 @@ class WeightLoader:
         self.dtype = dtype
         self.device = device
         self.backend = build_backend(select_backend(device) if backend is None else backend)
+        self.forms: Counter[str] = Counter()
+        """Matrices of a quantized checkpoint by the form they are kept in."""
+        self._keeps_packed = self.backend.keeps_packed and isinstance(source, DequantizedSource)
         self._prefix = prefix
 
     def has(self, name: str) -> bool:
@@ -88,12 +94,44 @@ class WeightLoader:
             start += shape[0]
         return result
 
+    def matrix(self, parts: Sequence[Part]) -> Weight:
+        """As `stack`, for a matrix that is only multiplied with: packed where backend and layout allow."""
+        packed = None
+        if self._keeps_packed:
+            from tandem_worker.weights.packing import concatenate
+
+            packed = concatenate([self.packed(part) for part in parts])
+            self.forms["plain" if packed is None else type(packed).__name__] += 1
+        return self.stack(parts) if packed is None else self.move(packed)
+
+    def packed(self, part: Part) -> Weight | None:
+        """A quantized matrix as kernels multiply it, `[N, K]`, in host memory; None where it has no such form.
+
+        Of a stacked tensor `[E, K, N]` the one expert that `part` cuts out.
+        """
+        if not self._keeps_packed:
+            return None
+        assert isinstance(self.source, DequantizedSource)
+        return self.source.packed(self._find(part), part.piece)
+
+    def move(self, weight: Weight) -> Weight:
+        """A packed weight on the model's device."""
+        if isinstance(weight, torch.Tensor):
+            return self.place(weight)
+        values = {entry.name: getattr(weight, entry.name) for entry in fields(weight)}
+        moved = {name: value.to(self.device) for name, value in values.items() if isinstance(value, torch.Tensor)}
+        return replace(weight, **moved)
+
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor that was put together from `read` ones, in the model's type on its device, contiguous."""
         return tensor.to(device=self.device, dtype=self.dtype).contiguous()
 
     def read(self, part: Part) -> torch.Tensor:
         """The part as the source has it: own element type, possibly sharing the file's memory."""
+        return self.source.read(self._find(part), part.piece)
+
+    def _find(self, part: Part) -> str:
+        """The source's name of a tensor that is there, in the shape that is expected."""
         name = self._prefix + part.name
         if name not in self.source:
             raise StartupError(
@@ -107,4 +145,4 @@ class WeightLoader:
                 f"Tensor {name} has shape {list(found)}, but the configuration asks for {list(part.shape)}. "
                 "config.json and weights belong to different models.",
             )
-        return self.source.read(name, part.piece)
+        return name

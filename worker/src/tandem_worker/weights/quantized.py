@@ -1,4 +1,4 @@
-"""A quantized checkpoint seen as a plain one: each matrix is dequantized when it is read.
+"""A quantized checkpoint seen as a plain one: each matrix is dequantized when it is read, or handed out packed.
 
 Which layout a matrix has is told by the names beside it; the checkpoint's `quantization_config` settles the rest.
 """
@@ -6,13 +6,16 @@ Which layout a matrix has is told by the names beside it; the checkpoint's `quan
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tandem_worker.errors import StartupError
 from tandem_worker.weights import unpacking
 from tandem_worker.weights.base import Slice, WeightSource
+
+if TYPE_CHECKING:
+    from tandem_worker.kernels.quantized import Weight
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _METHODS = ("fp8", "compressed-tensors", "gptq", "awq", "mxfp4")
@@ -98,6 +101,49 @@ class DequantizedSource:
             value = self._read_words(stem)
         return value if part is None else value.narrow(part.dim, part.start, part.stop - part.start)
 
+    def packed(self, name: str, part: Slice | None = None) -> Weight | None:
+        """The matrix as kernels multiply it, `[N, K]` (stacked experts: one, by a part of length 1 along them).
+
+        None where it is not quantized, or its layout has no such form: `read` then dequantizes it.
+        """
+        from tandem_worker.weights import packing
+
+        if f"{name}_blocks" in self._source:
+            assert part is not None
+            blocks, scales = (self._source.read(f"{name}_{kind}", part)[0] for kind in ("blocks", "scales"))
+            return packing.mxfp4(blocks, scales)
+        stem = name.removesuffix(".weight")
+        whole: Weight | None = None
+        if name in self._source:
+            if self._source.dtype(name) in _FLOAT8 and f"{stem}.weight_scale_inv" in self._source:
+                scale = self._side(f"{stem}.weight_scale_inv")
+                if scale.dim() == 2:
+                    whole = packing.fp8_blocks(self._source.read(name), scale, self._fp8_block())
+        elif self._bits != 4:
+            return None
+        elif f"{stem}.weight_packed" in self._source:
+            zeros = self._optional(f"{stem}.weight_zero_point")
+            packed, scale = self._side(f"{stem}.weight_packed"), self._side(f"{stem}.weight_scale")
+            if packed.shape[1] * 8 == self._packed_shape(stem)[1]:
+                whole = packing.int4_groups(packed, scale, zeros)
+        else:
+            words, zeros = self._side(f"{stem}.qweight"), self._side(f"{stem}.qzeros")
+            scales = self._side(f"{stem}.scales")
+            if self._method == "awq":
+                whole = packing.awq(words, zeros, scales)
+            else:
+                groups = self._optional(f"{stem}.g_idx")
+                whole = packing.gptq(words, zeros, scales, groups, offset=self._gptq_offset())
+        return None if whole is None else packing.narrow(whole, part)
+
+    def _fp8_block(self) -> tuple[int, int]:
+        rows, columns = self._quantization.get("weight_block_size") or (128, 128)
+        return int(rows), int(columns)
+
+    def _gptq_offset(self) -> int:
+        """What stored zero points lack."""
+        return 0 if self._quantization.get("checkpoint_format") == "gptq_v2" else 1
+
     def _side(self, name: str) -> torch.Tensor:
         if name not in self._source:
             raise StartupError("WeightsIncomplete", f"The checkpoint is quantized but lacks tensor {name}.")
@@ -117,8 +163,7 @@ class DequantizedSource:
         scale = self._side(f"{stem}.weight_scale_inv")
         if scale.dim() < 2:
             return unpacking.scaled(weight, scale)
-        rows, columns = self._quantization.get("weight_block_size") or (128, 128)
-        return unpacking.fp8_blocks(weight, scale, (int(rows), int(columns)))
+        return unpacking.fp8_blocks(weight, scale, self._fp8_block())
 
     def _read_packed(self, stem: str) -> torch.Tensor:
         zeros = self._optional(f"{stem}.weight_zero_point")
@@ -130,9 +175,8 @@ class DequantizedSource:
         scales = self._side(f"{stem}.scales")
         if self._method == "awq":
             return unpacking.awq(words, zeros, scales)
-        offset = 0 if self._quantization.get("checkpoint_format") == "gptq_v2" else 1
         groups = self._optional(f"{stem}.g_idx")
-        return unpacking.gptq(words, zeros, scales, groups, self._bits, offset=offset)
+        return unpacking.gptq(words, zeros, scales, groups, self._bits, offset=self._gptq_offset())
 
     def _read_mxfp4(self, name: str, part: Slice | None) -> torch.Tensor:
         """Stacked experts `[E, in, out]`; a part along the experts reads no others."""

@@ -70,11 +70,12 @@ def gptq(
 def awq(words: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """AWQ, 4 bits: words along N `[K, N / 8]`, columns interleaved, zeros alike, scales `[K / group, N]`; `[N, K]`."""
     group = words.shape[0] // scales.shape[0]
-    values = _awq_values(words) - _awq_values(zeros).repeat_interleave(group, 0)
+    values = awq_values(words) - awq_values(zeros).repeat_interleave(group, 0)
     return (values.float() * scales.float().repeat_interleave(group, 0)).t()
 
 
-def _awq_values(words: torch.Tensor) -> torch.Tensor:
+def awq_values(words: torch.Tensor) -> torch.Tensor:
+    """int32 `[R, N / 8]` to the values `[R, N]` in the matrix's own order of columns."""
     values = unpack_words(words, 4).unflatten(-1, (-1, 8))
     return values[..., list(_AWQ_COLUMNS)].flatten(-2)
 

@@ -13,7 +13,7 @@ from .elementwise import (
     silu_mul_reference,
     swiglu_clamped_reference,
 )
-from .linear import gate_up_silu_reference, small_batch_linear_reference
+from .linear import gate_up_silu_reference, small_batch_linear_reference, widen_reference
 from .mla import latent_gather_reference, mla_decode_attention_reference, mla_prefill_attention_reference
 from .moe import fused_moe_reference, moe_route_reference
 from .sampling import (
@@ -49,4 +49,5 @@ __all__ = [
     "small_batch_linear_reference",
     "swiglu_clamped_reference",
     "token_logprobs_reference",
+    "widen_reference",
 ]

@@ -28,6 +28,12 @@ def small_batch_linear_reference(
     return y.to(x.dtype) if out is None else out.copy_(y)
 
 
+def widen_reference(like: torch.Tensor, weight: Weight, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Twin of `widen`: the weight's values `[N, K]` in the dtype of `like`."""
+    y = dequantize(weight, like.dtype)
+    return y if out is None else out.copy_(y)
+
+
 def gate_up_silu_reference(
     x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, *, out: torch.Tensor | None = None
 ) -> torch.Tensor:
