@@ -87,17 +87,19 @@ def measure(name: str, goal: str, rounds: int, once: Callable[[], tuple[float, f
     return row
 
 
-def run(bench: Bench, rounds: int) -> list[Measure]:
-    return [
-        measure("1 stream / generate", "≥1.5", rounds, lambda: bench.throughput(1, 1)),
-        measure("8 streams / generate, batch of 8", "≥1.5", rounds, lambda: bench.throughput(8, 8)),
-        measure("8 streams / generate, one after another", "≥5", rounds, lambda: bench.throughput(8, 1)),
-        measure("32 streams / generate, one after another", "≥12", rounds, lambda: bench.throughput(32, 1)),
-        measure("prompt of 1,000 tokens / generate", "≥1.2", rounds, lambda: bench.prompt_speed(1000)),
-        measure("prompt of 4,000 tokens / generate", "≥1.2", rounds, lambda: bench.prompt_speed(4000)),
-        measure("TTFT, 90% of 2,000 tokens cached / uncached", "≤0.20", rounds, lambda: bench.cached(2000)),
-        measure("TTFT of 2,000 tokens, prefill + decode / unified", "≤1.05", rounds, lambda: bench.disaggregated(2000)),
+def run(bench: Bench, rounds: int, only: str) -> list[Measure]:
+    """The rows whose name contains `only`."""
+    rows: list[tuple[str, str, Callable[[], tuple[float, float, str]]]] = [
+        ("1 stream / generate", "≥1.5", lambda: bench.throughput(1, 1)),
+        ("8 streams / generate, batch of 8", "≥1.5", lambda: bench.throughput(8, 8)),
+        ("8 streams / generate, one after another", "≥5", lambda: bench.throughput(8, 1)),
+        ("32 streams / generate, one after another", "≥12", lambda: bench.throughput(32, 1)),
+        ("prompt of 1,000 tokens / generate", "≥1.2", lambda: bench.prompt_speed(1000)),
+        ("prompt of 4,000 tokens / generate", "≥1.2", lambda: bench.prompt_speed(4000)),
+        ("TTFT, 90% of 2,000 tokens cached / uncached", "≤0.20", lambda: bench.cached(2000)),
+        ("TTFT of 2,000 tokens, prefill + decode / unified", "≤1.05", lambda: bench.disaggregated(2000)),
     ]
+    return [measure(name, goal, rounds, once) for name, goal, once in rows if only in name]
 
 
 def main() -> int:
@@ -105,6 +107,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", default="BFloat16", choices=["BFloat16", "Float32"])
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--only", default="", help="rows whose name contains this")
     options = parser.parse_args()
     gguf = find_model()
     torch_dtype = {"BFloat16": "bfloat16", "Float32": "float32"}[options.dtype]
@@ -121,7 +124,7 @@ def main() -> int:
         )
         bench.throughput(1, 1)  # warm both sides
         bench.disaggregated(200)
-        rows = run(bench, options.rounds)
+        rows = run(bench, options.rounds, options.only)
     print(json.dumps({row.name: {"goal": row.goal, "ratios": [round(r, 3) for r in row.ratios]} for row in rows}))
     return 0
 

@@ -14,6 +14,7 @@ from tandem_worker.attention.cpu_layout import DecodeGroup, Layout, LayoutBuilde
 from tandem_worker.attention.latent import LatentSpec
 from tandem_worker.models.base import ForwardBatch
 
+_FUSED_KEYS = 640  # torch's fused kernel has less to launch; beyond so many keys in a decode group it is the slower one
 _GROUP_BYTES = 4 << 20  # gathered keys and values of a decode group: they should stay in the cache
 
 
@@ -87,6 +88,8 @@ class CPUStepAttention:
     ) -> torch.Tensor:
         """`q` `[G, Hq, D]` to `[G, Hq * D]`."""
         gathered = self._backend.gather(kv_layer, group.runs)
+        if group.size * group.num_keys <= _FUSED_KEYS and spec.sinks is None and spec.value_dim is None:
+            return _fused_decodes(group, q, gathered, spec)
         keys, values = _keys_and_values(
             gathered.view(-1, group.size * spec.num_kv_heads, group.num_keys, spec.head_dim), spec
         )
@@ -117,6 +120,15 @@ def _keys_and_values(context: torch.Tensor, spec: AttentionSpec) -> tuple[torch.
     if spec.value_dim is None:
         return context[0], context[1]
     return context[0], context[0, ..., : spec.value_dim]
+
+
+def _fused_decodes(group: DecodeGroup, q: torch.Tensor, gathered: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+    """`q` `[G, Hq, D]` to `[G, Hq * D]` by torch's kernel: the heads that share a KV head are its queries."""
+    context = gathered.view(2, group.size, spec.num_kv_heads, group.num_keys, spec.head_dim)
+    mask = None if group.mask is None else group.mask.unsqueeze(1)
+    queries = q.unflatten(1, (spec.num_kv_heads, -1))
+    out = functional.scaled_dot_product_attention(queries, context[0], context[1], attn_mask=mask, scale=spec.scale)
+    return out.reshape(group.size, -1)
 
 
 def _is_plain_causal(sequence: PrefillSequence, spec: AttentionSpec) -> bool:
