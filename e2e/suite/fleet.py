@@ -176,7 +176,9 @@ class Fleet:
 
     def blocks_in_use(self, model: str) -> dict[str, int]:
         workers = [
-            p for p in self.pods(model) if p["metadata"]["labels"]["tandem.dev/role"] != "gateway" and is_ready(p)
+            p
+            for p in self.pods(model)
+            if p["metadata"]["labels"]["tandem.dev/role"] != "gateway" and is_ready(p) and leads(p)
         ]
         return {p["metadata"]["name"]: self.telemetry(p["metadata"]["name"])["kvBlocksUsed"] for p in workers}
 
@@ -208,6 +210,12 @@ def is_ready(pod: Object) -> bool:
     if pod["metadata"].get("deletionTimestamp"):
         return False
     return any(c["type"] == "Ready" and c["status"] == "True" for c in pod.get("status", {}).get("conditions", []))
+
+
+def leads(pod: Object) -> bool:
+    """Whether it is the first pod of its replica: the one that keeps the replica's figures."""
+    nodes = int(pod["metadata"]["labels"].get("tandem.dev/nodes-per-replica", 1))
+    return int(pod["metadata"]["name"].rpartition("-")[2]) % nodes == 0
 
 
 def smollm2(name: str, *, prefill: int | None = 1, decode: int = 1, **overrides: Any) -> Object:

@@ -26,8 +26,8 @@ PROMPT_LENGTHS = (1, 16, 17, 33, 150, 400)
 
 @pytest.fixture(scope="module")
 def staged(tandem: object, main: Fleet) -> Iterator[Fleet]:
-    """Model `group` beside `main`: one prefill worker of one process, and decode workers of two stages in two pods."""
-    manifest = smollm2(MODEL)
+    """Model `group` beside `main`: one replica of two stages in two pods."""
+    manifest = smollm2(MODEL, prefill=None)
     manifest["spec"]["decode"] |= {
         "nodesPerReplica": NODES, "parallelism": {"pipeline": NODES}, "podTemplate": SHARED_PROCESSES
     }  # fmt: skip
@@ -38,8 +38,9 @@ def staged(tandem: object, main: Fleet) -> Iterator[Fleet]:
     until("every pod of the group to be gone", lambda: not main.pods(MODEL), within=60)
 
 
-def pod_names(fleet: Fleet, role: str = "decode") -> list[str]:
-    return sorted(pod["metadata"]["name"] for pod in fleet.pods(MODEL, role))
+def workers(fleet: Fleet) -> list[Object]:
+    """The pods of the group by name."""
+    return sorted(fleet.pods(MODEL, "unified"), key=lambda pod: pod["metadata"]["name"])
 
 
 def assert_greedy(fleet: Fleet, model: str, oracle: tuple[Any, Any]) -> None:
@@ -62,8 +63,7 @@ async def ask_once(url: str) -> Outcome:
 
 @pytest.mark.timeout(300)
 def test_two_stages_in_two_pods_answer_as_one_process(staged: Fleet, oracle: tuple[Any, Any]) -> None:
-    """Blocks of the prefill worker's one process are cut anew for the two stages."""
-    assert pod_names(staged) == [f"{MODEL}-decode-0", f"{MODEL}-decode-1"]
+    assert [pod["metadata"]["name"] for pod in workers(staged)] == [f"{MODEL}-decode-0", f"{MODEL}-decode-1"]
     assert_greedy(staged, MODEL, oracle)
 
 
@@ -86,11 +86,11 @@ def test_a_killed_pod_takes_its_group_down_and_the_group_comes_back(
     staged: Fleet, oracle: tuple[Any, Any], node: int
 ) -> None:
     staged.wait_ready(MODEL)
-    victim = pod_names(staged)[node]
+    victim = workers(staged)[node]["metadata"]["name"]
     before = restart_count(staged, victim)
     staged.cluster.kubectl("-n", staged.namespace, "exec", victim, "-c", "worker", "--", "python3", "-c", KILL)
     until("the killed container to be ready again", lambda: restarts(staged, victim) > before, within=180)
-    staged.wait_role(MODEL, "decode", NODES)
+    staged.wait_role(MODEL, "unified", NODES)
     staged.wait_ready(MODEL)
     with staged.url(MODEL) as url:
         until("a new request to succeed", lambda: asyncio.run(ask_once(url)).complete, within=30)
@@ -105,25 +105,25 @@ def restart_count(fleet: Fleet, pod: str) -> int:
 @pytest.mark.timeout(400)
 def test_scaling_adds_and_removes_whole_groups(staged: Fleet) -> None:
     staged.wait_ready(MODEL)
-    first = {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in staged.pods(MODEL, "decode")}
+    first = {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in workers(staged)}
     staged.patch(MODEL, {"decode": {"replicas": 2}})
-    staged.wait_role(MODEL, "decode", 2 * NODES)
+    staged.wait_role(MODEL, "unified", 2 * NODES)
     staged.wait_ready(MODEL)
     assert staged.get("inferencemodels", MODEL)["status"]["decode"]["summary"] == "2/2"
     staged.patch(MODEL, {"decode": {"replicas": 1}})
-    staged.wait_role(MODEL, "decode", NODES)
+    staged.wait_role(MODEL, "unified", NODES)
     staged.wait_ready(MODEL)
-    assert {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in staged.pods(MODEL, "decode")} == first
+    assert {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in workers(staged)} == first
 
 
 @pytest.mark.timeout(400)
 def test_a_changed_configuration_replaces_the_group_as_a_whole(staged: Fleet, oracle: tuple[Any, Any]) -> None:
     staged.wait_ready(MODEL)
-    before = {pod["metadata"]["uid"] for pod in staged.pods(MODEL, "decode")}
+    before = {pod["metadata"]["uid"] for pod in workers(staged)}
     staged.patch(MODEL, {"engine": {"maxBatchTokens": 1024}})
 
     def replaced() -> bool:
-        pods = staged.pods(MODEL, "decode")
+        pods = workers(staged)
         hashes = {pod["metadata"]["annotations"]["tandem.dev/config-hash"] for pod in pods}
         assert [is_ready(pod) for pod in pods] == [True] * NODES
         assert not before & {pod["metadata"]["uid"] for pod in pods}
@@ -143,6 +143,26 @@ def test_suspend_and_resume_a_group(staged: Fleet) -> None:
     staged.wait_ready(MODEL)
     with staged.url(MODEL) as url:
         until("a new request to succeed", lambda: asyncio.run(ask_once(url)).complete, within=30)
+
+
+@pytest.mark.timeout(400)
+def test_prefill_and_decode_may_be_spread_differently(fleet: Fleet, oracle: tuple[Any, Any]) -> None:
+    """Blocks of three tensor ranks in one pod are cut anew for two stages in two pods."""
+    manifest = smollm2("resliced")
+    manifest["spec"]["prefill"]["parallelism"] = {"tensor": 3}
+    manifest["spec"]["decode"] |= {"nodesPerReplica": NODES, "parallelism": {"pipeline": NODES}}
+    fleet.apply(manifest)
+    fleet.wait_ready("resliced", within=300)
+    assert_greedy(fleet, "resliced", oracle)
+    with fleet.openai("resliced") as api:
+        raw = api.chat.completions.with_raw_response.create(
+            model="resliced",
+            messages=[{"role": "user", "content": "Name the pods that served this, in a few careful words, please."}],
+            max_tokens=2,
+        )
+    assert raw.headers["x-tandem-prefill-worker"] == "resliced-prefill-0"
+    assert raw.headers["x-tandem-decode-worker"] == "resliced-decode-0"
+    fleet.wait_blocks_free("resliced", within=10)
 
 
 def one_pod_of_three_ranks(name: str) -> Object:

@@ -12,6 +12,7 @@ def waiting(reason: str, message: str = "", **fields: Any) -> dict[str, Any]:
     return container(state={"waiting": {"reason": reason, "message": message}}, **fields)
 
 
+KILLED = {"exitCode": 137, "reason": "Error"}
 UNSCHEDULABLE = {
     "conditions": [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "no GPU"}]
 }
@@ -102,15 +103,29 @@ def test_a_member_of_a_group_is_named_with_its_place() -> None:
     assert found.message.startswith("Pod m-decode-3 (node 1 of replica 1): cannot pull worker:1")
 
 
-@pytest.mark.parametrize("culprit", [waiting("ErrImagePull", "not found"), UNSCHEDULABLE])
-def test_the_pod_that_took_its_group_down_is_named_not_the_ones_that_miss_it(culprit: dict[str, Any]) -> None:
-    said = json.dumps({"reason": "GroupIncomplete", "message": "rank 1 is gone"})
-    lost = waiting("CrashLoopBackOff", lastState={"terminated": {"exitCode": 1, "message": said}})
-    first = role_problem([pod("m-decode-0", **lost), pod("m-decode-1", **culprit)])
+def lost(reason: str, *, looping: bool) -> dict[str, Any]:
+    said = json.dumps({"reason": reason, "message": "rank 1 is gone"})
+    state = {"waiting": {"reason": "CrashLoopBackOff"}} if looping else {"running": {}}
+    return container(state=state, lastState={"terminated": {"exitCode": 1, "message": said}})
+
+
+@pytest.mark.parametrize("reason", ["GroupIncomplete", "GroupLost"])
+@pytest.mark.parametrize("looping", [True, False])
+@pytest.mark.parametrize(
+    "culprit", [waiting("ErrImagePull", "not found"), UNSCHEDULABLE, container(lastState={"terminated": KILLED})]
+)
+def test_the_pod_that_took_its_group_down_is_named_not_the_ones_that_miss_it(
+    culprit: dict[str, Any], looping: bool, reason: str
+) -> None:
+    first = role_problem([pod("m-decode-0", **lost(reason, looping=looping)), pod("m-decode-1", **culprit)])
     assert first is not None
     assert "m-decode-1" in first.message
-    alone = role_problem([pod("m-decode-0", **lost), pod("m-decode-1")])
-    assert alone == Problem(reason="GroupIncomplete", message="Pod m-decode-0: rank 1 is gone")
+
+
+@pytest.mark.parametrize("looping", [True, False])
+def test_a_group_needs_a_person_only_when_it_is_lost_again_and_again(looping: bool) -> None:
+    found = role_problem([pod("m-decode-0", **lost("GroupLost", looping=looping)), pod("m-decode-1")])
+    assert found == Problem(reason="GroupLost", message="Pod m-decode-0: rank 1 is gone", stalled=looping)
 
 
 def test_what_needs_a_person_comes_first() -> None:

@@ -6,15 +6,15 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
-from operator_objects import READY, pod
+from operator_objects import READY, container, pod
 from tandem_operator.groups import Group, describe_pod, group_pods, group_size, plan_replacement
 from tandem_operator.manifests import Manifest
 
 sizes = st.integers(1, 5)
 
 
-def member(number: int, *, revision: str = "new", ready: bool = True, leaving: bool = False) -> Manifest:
-    fields: dict[str, Any] = READY if ready else {}
+def member(number: int, *, revision: str = "new", state: str = "ready", leaving: bool = False) -> Manifest:
+    fields: dict[str, Any] = {"ready": READY, "unready": container(started=True), "starting": container()}[state]
     metadata = {"deletionTimestamp": "2026-01-01T00:00:00Z"} if leaving else {}
     return pod(f"m-decode-{number}", labels={"controller-revision-hash": revision}, metadata=metadata, **fields)
 
@@ -57,7 +57,11 @@ def test_pods_without_the_label_are_replicas_by_themselves() -> None:
 
 
 states = st.fixed_dictionaries(
-    {"revision": st.sampled_from(["old", "new"]), "ready": st.booleans(), "leaving": st.booleans()}
+    {
+        "revision": st.sampled_from(["old", "new"]),
+        "state": st.sampled_from(["ready", "unready", "starting"]),
+        "leaving": st.booleans(),
+    }
 )
 
 
@@ -70,22 +74,32 @@ def replaced(groups: list[Group], *, replicas: int) -> dict[int, list[int]]:
 
 
 @given(size=st.integers(1, 3), replicas=st.integers(1, 4), data=st.data())
-def test_at_most_one_serving_group_goes_and_only_when_none_is_missing(
+def test_at_most_one_group_that_may_serve_goes_and_only_while_all_others_are_ready(
     size: int, replicas: int, data: st.DataObject
 ) -> None:
     pods = [member(number, **data.draw(states)) for number in range(replicas * size) if data.draw(st.booleans())]
     groups = group_pods(pods, size)
     by_index = {group.index: group for group in groups}
     chosen = replaced(groups, replicas=replicas) if groups else {}
-    serving = [index for index in chosen if by_index[index].is_ready]
-    assert len(serving) <= 1
-    if serving:
-        assert all(index in by_index and by_index[index].is_ready for index in range(replicas))
     for index, numbers in chosen.items():
         assert numbers == ordinals(by_index[index].outdated("new")), "all that is old of a group goes together"
+        if not by_index[index].is_broken:
+            assert len(chosen) == 1
+            assert all(other in by_index and by_index[other].is_ready for other in set(range(replicas)) - {index})
     for index, group in by_index.items():
-        if group.outdated("new") and not group.is_ready:
-            assert index in chosen, "what serves nobody does not wait"
+        if group.outdated("new") and group.is_broken:
+            assert index in chosen, "what cannot be serving does not wait"
+
+
+def test_a_node_that_is_out_of_reach_does_not_cost_the_pods_that_may_be_serving_there() -> None:
+    """The control plane calls all of its pods unready, whatever they do."""
+    unreachable = [member(number, revision="old", state="unready") for number in range(3)]
+    assert replaced(group_pods([*unreachable, member(3, revision="old")], 1), replicas=4) == {}
+    assert replaced(group_pods([unreachable[0], member(1, revision="old")], 1), replicas=2) == {0: [0]}
+
+
+def test_pods_beyond_the_wanted_replicas_are_left_to_their_stateful_set() -> None:
+    assert replaced(group_pods([member(0), member(1, revision="old")], 1), replicas=1) == {}
 
 
 @given(size=st.integers(1, 3), replicas=st.integers(1, 4))

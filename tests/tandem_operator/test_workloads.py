@@ -169,7 +169,6 @@ def test_replicas_are_whole_groups_and_every_rank_has_its_ports(spec: dict[str, 
         assert template["metadata"]["labels"]["tandem.dev/nodes-per-replica"] == str(size)
         assert workload["spec"]["replicas"] == (0 if plan.model.spec.suspend else wanted.replicas * size)
         assert workload["spec"]["podManagementPolicy"] == "Parallel"
-        assert workload["spec"]["updateStrategy"]["type"] == ("RollingUpdate" if size == 1 else "OnDelete")
         group = worker_config(plan, role).group
         assert (group.num_nodes, group.ranks_per_node) == (size, wanted.ranks_per_pod)
         services = {c["metadata"]["name"]: c["spec"] for c in of_kind(plan, "Service")}

@@ -275,7 +275,8 @@ class KV(Authored):
         ]
         | None
     ) = None
-    """Size of each worker's block space, for example `2Gi`. Defaults to a share of what is free after loading."""
+    """Size of each worker's block space, for example `2Gi`; of each rank's, where a replica has several. Defaults to a
+    share of what is free after loading."""
     verify: bool = True
     """Checksum every received block; a bad one is sent again, then recomputed."""
 

@@ -31,8 +31,9 @@ MANAGED_BY_LABEL = "app.kubernetes.io/managed-by"
 MANAGED_BY = "tandem-operator"
 
 REASON_GROUP_INCOMPLETE = "GroupIncomplete"
-"""Reason in the termination message of a worker that ended because another pod of its group was missing or lost: what
-went wrong is to be found there."""
+REASON_GROUP_LOST = "GroupLost"
+"""Reasons in the termination message of a worker that ended because a rank of its group did not come, or is gone: where
+that rank's pod says something of its own, that is the cause."""
 
 HEADER_PREFILL = "x-tandem-prefill"
 """Gateway to decode worker: `host:port` of the KV port of the prefill worker to use, best first, comma-separated."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
-from tandem_api.names import REASON_GROUP_INCOMPLETE
+from tandem_api.names import REASON_GROUP_INCOMPLETE, REASON_GROUP_LOST
 
 from tandem_operator.groups import describe_pod, is_leaving, is_ready
 from tandem_operator.manifests import Manifest, dig, dig_list
@@ -17,6 +17,7 @@ _IMAGE_REASONS = frozenset({"ErrImagePull", "ImagePullBackOff", "ErrImageNeverPu
 _CONFIG_REASONS = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunContainerError"})
 _MISSING_CLAIM = re.compile(r'persistentvolumeclaim "([^"]+)" not found')
 _REASON = re.compile(r"[A-Z][A-Za-z0-9]{0,63}")
+_GROUP_REASONS = frozenset({REASON_GROUP_INCOMPLETE, REASON_GROUP_LOST})
 _MESSAGE_MAX = 600
 OUT_OF_MEMORY = "OutOfMemory"
 
@@ -35,12 +36,10 @@ class Problem:
 
 def role_problem(pods: Iterable[Manifest]) -> Problem | None:
     """The most telling problem among a role's pods: one that needs a person first, then by pod name. When a pod takes
-    its group down, the others only say that it is missing: theirs come last."""
+    its group down, the others only say that it is gone: theirs come last."""
     ordered = sorted(pods, key=lambda pod: str(dig(pod, "metadata", "name")))
     found = [problem for pod in ordered if (problem := pod_problem(pod)) is not None]
-    return min(
-        found, key=lambda problem: (problem.reason == REASON_GROUP_INCOMPLETE, not problem.stalled), default=None
-    )
+    return min(found, key=lambda problem: (problem.reason in _GROUP_REASONS, not problem.stalled), default=None)
 
 
 def pod_problem(pod: Manifest) -> Problem | None:
@@ -92,9 +91,11 @@ def _container_problem(name: str, status: Manifest) -> Problem | None:
 def _exit_problem(name: str, status: Manifest, ended: Manifest, *, looping: bool) -> Problem:
     text = str(ended.get("message") or "").strip()
     if (said := _worker_message(text)) is not None:
-        # A member that misses another is started again until the group is whole: that one needs a person, if any does.
-        its_own = said[0] != REASON_GROUP_INCOMPLETE
-        return Problem(reason=said[0], message=f"{name}: {_short(said[1])}", stalled=its_own, from_worker=its_own)
+        # The members of a group that ended meet anew; only when they end again and again does it need a person.
+        its_own = said[0] not in _GROUP_REASONS
+        return Problem(
+            reason=said[0], message=f"{name}: {_short(said[1])}", stalled=its_own or looping, from_worker=its_own
+        )
     container = status.get("name")
     if ended.get("reason") == "OOMKilled":
         sentence = f"{name}: container {container} needs more memory than its limit; raise resources.limits.memory"

@@ -35,6 +35,11 @@ class Group:
         """Every pod is there, ready, and stays."""
         return self.is_complete and all(is_ready(pod) and not is_leaving(pod) for pod in self.pods)
 
+    @property
+    def is_broken(self) -> bool:
+        """It cannot be serving: a pod is missing, leaving or not up. A pod that was up and is unready for now is."""
+        return not self.is_complete or any(is_leaving(pod) or not has_started(pod) for pod in self.pods)
+
     def is_of(self, revision: str) -> bool:
         """Every pod is there and made from this revision of its StatefulSet's template."""
         return self.is_complete and not self.outdated(revision)
@@ -69,15 +74,16 @@ def describe_pod(pod: Manifest) -> str:
 def plan_replacement(groups: Sequence[Group], *, replicas: int, revision: str) -> list[Manifest]:
     """Outdated pods to delete now, so that their StatefulSet makes them anew from `revision`.
 
-    Whole groups go, because pods of two templates do not form one. Outdated groups that do not serve go at once; of
-    those that do, the last one goes when nothing is missing. `replicas` is the number of groups that should be ready.
+    Whole groups go, because pods of two templates do not form one. Broken groups go at once: after a mistake is fixed,
+    the pods of the mistake have nothing to lose. Of those that may be serving, one goes at a time, the last first, and
+    only while all others are ready. `replicas` is the number of groups that should be ready.
     """
-    outdated = [group for group in groups if group.outdated(revision)]
-    idle = [group for group in outdated if not group.is_ready]
-    serving = sum(group.is_ready for group in groups if group.index < replicas)
-    if not idle and serving >= replicas:
-        idle = outdated[-1:]
-    return [pod for group in idle for pod in group.outdated(revision)]
+    outdated = [group for group in groups if group.outdated(revision) and group.index < replicas]
+    chosen = [group for group in outdated if group.is_broken]
+    if not chosen:
+        ready = {group.index for group in groups if group.is_ready and group.index < replicas}
+        chosen = [group for group in outdated if len(ready | {group.index}) == replicas][-1:]
+    return [pod for group in chosen for pod in group.outdated(revision)]
 
 
 def is_ready(pod: Manifest) -> bool:
@@ -86,6 +92,12 @@ def is_ready(pod: Manifest) -> bool:
         condition.get("type") == "Ready" and condition.get("status") == "True"
         for condition in dig_list(pod, "status", "conditions")
     )
+
+
+def has_started(pod: Manifest) -> bool:
+    """Every container runs and has passed its startup probe."""
+    statuses = dig_list(pod, "status", "containerStatuses")
+    return bool(statuses) and all(status.get("started") for status in statuses)
 
 
 def is_leaving(pod: Manifest) -> bool:

@@ -13,7 +13,7 @@ from enum import Enum
 from tandem_api import names
 from tandem_api.names import MANAGED_BY_LABEL
 
-from tandem_operator.groups import group_pods, group_size, is_leaving, plan_replacement, revision_of
+from tandem_operator.groups import group_pods, group_size, plan_replacement
 from tandem_operator.manifests import (
     CONFIG_MAP,
     DEPLOYMENT,
@@ -94,6 +94,18 @@ def plan_step(desired: Manifest, live: Manifest | None, *, owner_uid: str) -> St
     return Step.KEEP if satisfies(live, desired) else Step.APPLY
 
 
+def plan_clearing(desired: Manifest, live: Manifest | None) -> Manifest | None:
+    """A merge patch of what has to go before `desired` can be applied; None where nothing does.
+
+    Server-side apply leaves alone what its manager did not set, but the API server does not admit the `rollingUpdate`
+    that it had filled in itself beside another strategy.
+    """
+    strategy = dig(desired, "spec", "updateStrategy", "type")
+    if strategy != "OnDelete" or dig(live, "spec", "updateStrategy", "rollingUpdate") is None:
+        return None
+    return {"spec": {"updateStrategy": {"type": strategy, "rollingUpdate": None}}}
+
+
 def _surplus(steps: Mapping[ChildKey, tuple[Manifest, Step]], live: Children, *, owner_uid: str) -> Iterable[ChildKey]:
     """Owned children that are no longer desired; a configuration stays while a pod may start from it."""
     in_use = {config_hash(child) for key, child in live.items() if key.kind == POD.name}
@@ -120,9 +132,6 @@ def _is_rolled_out(workload: Manifest) -> bool:
     status: Manifest = workload.get("status") or {}
     if status.get("observedGeneration") != dig(workload, "metadata", "generation"):
         return False
-    by_controller = dig(workload, "spec", "updateStrategy", "type") != "OnDelete"  # else it leaves currentRevision be
-    if by_controller and "updateRevision" in status and status.get("currentRevision") != status["updateRevision"]:
-        return False
     return (status.get("updatedReplicas") or 0) == (status.get("replicas") or 0)
 
 
@@ -139,25 +148,7 @@ def plan_outdated_pods(live: Children) -> tuple[ChildKey, ...]:
             pod for key, pod in live.items() if key.kind == POD.name and (controller_of(pod) or {}).get("uid") == uid
         ]
         size = group_size(template_labels_of(workload))
-        if size == 1:
-            chosen = _broken_pods(pods, revision=revision)
-        else:
-            replicas = dig(workload, "spec", "replicas") // size
-            chosen = plan_replacement(group_pods(pods, size), replicas=replicas, revision=revision)
+        replicas = dig(workload, "spec", "replicas") // size
+        chosen = plan_replacement(group_pods(pods, size), replicas=replicas, revision=revision)
         outdated += [child_key(pod) for pod in chosen]
     return tuple(sorted(outdated))
-
-
-def _broken_pods(pods: Iterable[Manifest], *, revision: str) -> list[Manifest]:
-    """Outdated pods that never came up.
-
-    A StatefulSet replaces one pod at a time and waits for each: after a mistake is fixed, the pods of the mistake would
-    stand in the way one after the other, or for good. They have nothing to lose, so all of them go at once.
-    """
-    return [
-        pod
-        for pod in pods
-        if revision_of(pod) != revision
-        and not is_leaving(pod)
-        and not any(status.get("started") for status in dig_list(pod, "status", "containerStatuses"))
-    ]

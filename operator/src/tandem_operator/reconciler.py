@@ -31,7 +31,7 @@ from tandem_operator.manifests import (
     dig,
 )
 from tandem_operator.parsing import parse_model, parse_status
-from tandem_operator.planner import Plan, Step, plan_children, plan_outdated_pods, plan_step
+from tandem_operator.planner import Plan, Step, plan_children, plan_clearing, plan_outdated_pods, plan_step
 from tandem_operator.recorder import EventRecorder
 from tandem_operator.settings import Release
 from tandem_operator.status import build_status, refused_status
@@ -124,14 +124,17 @@ class Reconciler:
     async def _apply(self, manifest: Manifest, outcome: Outcome, *, uid: str, known: bool) -> None:
         """Apply one child. What the cache does not know is read first: it may be somebody else's."""
         key, path = child_key(manifest), object_path(KIND_BY_NAME[manifest["kind"]], manifest)
-        if not known and (found := await self._client.find(path)) is not None:
-            step = plan_step(manifest, found, owner_uid=uid)
+        live = outcome.before.get(key)
+        if not known and (live := await self._client.find(path)) is not None:
+            step = plan_step(manifest, live, owner_uid=uid)
             if step is Step.WAIT or step is Step.TAKEN:
                 blocked = Plan(waiting=(key,)) if step is Step.WAIT else Plan(taken=(key,))
                 self._note(blocked, outcome)
                 return
             known = True
         try:
+            if (patch := plan_clearing(manifest, live)) is not None:
+                await self._client.merge(path, patch)
             # Without force where nothing is: an object that somebody makes in this moment is a conflict, not a prey.
             outcome.children[key] = await self._client.apply(path, manifest, force=known)
         except (RejectedError, ForbiddenError) as error:

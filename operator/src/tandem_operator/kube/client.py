@@ -66,6 +66,11 @@ class KubeClient:
         query = {"fieldManager": FIELD_MANAGER, "force": "true" if force else "false"}
         return await self._json("PATCH", path, body=body, query=query, content_type=_APPLY)
 
+    async def merge(self, path: str, patch: Manifest) -> Manifest:
+        """JSON merge patch: null removes a field, whoever set it."""
+        query = {"fieldManager": FIELD_MANAGER}
+        return await self._json("PATCH", path, body=patch, query=query, content_type=_MERGE)
+
     async def delete(self, path: str, *, uid: str | None = None) -> None:
         """Delete the object; with `uid` only if it still is that one. What is gone already counts as deleted."""
         body: Manifest = {"propagationPolicy": "Background"}

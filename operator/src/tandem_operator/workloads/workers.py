@@ -85,9 +85,9 @@ def _build_stateful_set(blueprint: Blueprint, role: Role, config: Manifest) -> M
         "replicas": blueprint.num_pods(role),
         "serviceName": name,
         "podManagementPolicy": "Parallel",
-        # A StatefulSet replaces pod by pod and waits for each, but a pod of the new template is never ready beside one
-        # of the old: the operator replaces groups as a whole.
-        "updateStrategy": {"type": "RollingUpdate" if workload.nodes_per_replica == 1 else "OnDelete"},
+        # A StatefulSet replaces pod by pod and waits for each, but in a group a pod of the new template is never ready
+        # beside one of the old, and pods of a mistake never are: the operator replaces whole groups.
+        "updateStrategy": {"type": "OnDelete"},
         "revisionHistoryLimit": 3,
         "selector": {"matchLabels": blueprint.selector(component)},
         "template": template,
