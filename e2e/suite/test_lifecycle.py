@@ -58,6 +58,18 @@ def test_drift_is_corrected(main: Fleet) -> None:
         "PATCH", main.path("statefulsets", "main-decode"), {"spec": {"replicas": 0}}, "application/merge-patch+json"
     )
     until("replicas back at 1", lambda: main.get("statefulsets", "main-decode")["spec"]["replicas"] == 1, within=15)
+    strategy = {"type": "RollingUpdate", "rollingUpdate": {"partition": 0}}
+    main.kubernetes.request(
+        "PATCH",
+        main.path("statefulsets", "main-decode"),
+        {"spec": {"updateStrategy": strategy}},
+        "application/merge-patch+json",
+    )
+    until(
+        "the update strategy back at the operator's",
+        lambda: main.get("statefulsets", "main-decode")["spec"]["updateStrategy"] == {"type": "OnDelete"},
+        within=15,
+    )
     main.wait_role("main", "decode", 1)
 
 
