@@ -1,9 +1,11 @@
 """KV transport between two processes on loopback: bandwidth and CPU seconds per GB at both ends.
 
     python bench/transfer/loopback.py [--gib 2] [--layers 32] [--block-kib 64] [--blocks 128] [--no-verify] [--scatter]
+                                      [--tp 2]
 
-One process plays the prefill worker (its engine reports finished layers at once), the other the decode worker. Every
-order moves layers x blocks. The last line is one JSON object.
+One process plays the prefill worker (its engine reports finished layers at once), the other the decode worker, or the
+first of its tensor-parallel ranks, which takes its heads out of every block. Every order moves layers x blocks of
+block-kib at the decode end. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from typing import Any
 import torch
 from tandem_worker.engine.base import RemotePrefill, RemotePrefillResult
 from tandem_worker.models.base import KVCacheSpec, KVLayerSpec, allocate_kv_cache
-from tandem_worker.transfer.base import Identity
+from tandem_worker.transfer.base import Identity, KVLayout, KVShard
 from tandem_worker.transfer.blocks import BlockSpace
 from tandem_worker.transfer.client import TcpPrefillClient
 from tandem_worker.transfer.server import TcpPrefillServer
@@ -30,11 +32,18 @@ from tandem_worker.transfer.server import TcpPrefillServer
 BLOCK_SIZE = 16
 
 
-def build_space(args: argparse.Namespace) -> tuple[BlockSpace, Any]:
-    layer = KVLayerSpec(block_shape=(2, 1, BLOCK_SIZE, args.block_kib * 1024 // (2 * BLOCK_SIZE * 2)))
-    spec = KVCacheSpec(layers=(layer,) * args.layers, dtype=torch.bfloat16, block_size=BLOCK_SIZE)
-    cache = allocate_kv_cache(spec, args.blocks + 1, torch.device("cpu"))
-    return BlockSpace(cache), cache
+def build_space(args: argparse.Namespace, *, whole: bool) -> tuple[BlockSpace, Any]:
+    """All heads of the model, or those of the first of `--tp` ranks."""
+
+    def build_spec(num_heads: int) -> KVCacheSpec:
+        shape = (2, num_heads, BLOCK_SIZE, args.block_kib * 1024 // (2 * BLOCK_SIZE * 2))
+        layer = KVLayerSpec(block_shape=shape, head_dim_index=1)
+        return KVCacheSpec(layers=(layer,) * args.layers, dtype=torch.bfloat16, block_size=BLOCK_SIZE)
+
+    layout = KVLayout.of(build_spec(args.tp))
+    shard = KVShard(first_layer=0, num_layers=args.layers, tp_size=1 if whole else args.tp)
+    cache = allocate_kv_cache(build_spec(args.tp if whole else 1), args.blocks + 1, torch.device("cpu"))
+    return BlockSpace(cache, shard, layout), cache
 
 
 def identity(space: BlockSpace, worker: str) -> Identity:
@@ -75,7 +84,7 @@ class InstantEngine:
 
 def run_prefill(args: argparse.Namespace, pipe: Connection) -> None:
     torch.set_num_threads(1)
-    space, cache = build_space(args)
+    space, cache = build_space(args, whole=True)
     for index, layer in enumerate(cache.layers):
         layer.fill_(index + 1)
     server = TcpPrefillServer(
@@ -112,6 +121,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=128)
     parser.add_argument("--no-verify", action="store_true")
     parser.add_argument("--scatter", action="store_true")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks of the decode worker")
     args = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -119,7 +129,7 @@ def main() -> None:
     process.start()
     port = ours.recv()
     torch.set_num_threads(1)
-    space, cache = build_space(args)
+    space, cache = build_space(args, whole=False)
     client, engine = TcpPrefillClient(verify=not args.no_verify), Decode()
     client.bind(engine, space, identity(space, "decode"))
     ids = placement(args, 2)
@@ -161,6 +171,7 @@ def main() -> None:
         "block_kib": args.block_kib,
         "verify": not args.no_verify,
         "scatter": args.scatter,
+        "tp": args.tp,
         "gb_per_s": round(gigabytes / elapsed, 2),
         "ms_per_order": round(elapsed / rounds * 1e3, 2),
         "decode_cpu_s_per_gb": round(cpu / gigabytes, 3),
