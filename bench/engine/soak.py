@@ -1,9 +1,10 @@
 """Thousands of random requests through an engine whose block space is far too small for them.
 
-Lengths, shared prefixes, choices, priorities, sampling, tenants, aborts and remote prefill are drawn at random. At the
-end no block may be in use, every answer must equal that of an engine with room for everything, and an aborted answer
-must be the beginning of one. The model's next token depends on every token that it reads through the block tables, so
-a block that was lost, shared wrongly or overwritten shows as a wrong answer.
+Lengths, shared prefixes, choices, priorities, sampling, tenants, aborts and remote prefill are drawn at random, and so
+is whether a preempted request's KV is moved to the host or computed again. Every other request goes to an engine that
+runs one step ahead of its tokens. At the end no block may be in use, every answer must equal that of an engine with
+room for everything, and an aborted answer must be the beginning of one. The model's next token depends on every token
+that it reads through the block tables, so a block that was lost, shared wrongly or overwritten shows as a wrong answer.
 
     python -m bench.engine.soak --requests 10000
 """
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from tandem_worker.control.params import FinishReason, GenerationRequest, SamplingParams, TokenDelta
+from tandem_worker.engine.base import EngineStats
 from tandem_worker.engine.build import build_engine
 from tandem_worker.engine.core import EngineCore
 
@@ -33,6 +35,7 @@ WINDOW = 80
 MAX_PROMPT, MAX_OUTPUT = 70, 40
 TIGHT_BLOCKS = 40
 """Room for one and a half of the longest requests."""
+HOST_BLOCKS = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,10 +113,12 @@ class Run:
                 raise TimeoutError(f"a request hangs: {engine.stats()}")
 
 
-def start_engine(run: Run, num_blocks: int, **scheduler: int) -> EngineCore:
+def start_engine(
+    run: Run, num_blocks: int, *, host_blocks: int = 0, ahead: bool = False, **scheduler: int
+) -> EngineCore:
     model = HistoryModel()
-    config = build_config(num_blocks, model.kv_cache_spec(BLOCK_SIZE).bytes_per_block, **scheduler)
-    return build_engine(model, config, run.deliver)
+    config = build_config(num_blocks, model.kv_cache_spec(BLOCK_SIZE).bytes_per_block, host_blocks, **scheduler)
+    return build_engine(model, config, run.deliver, runs_ahead=ahead)
 
 
 def wait_idle(engine: EngineCore) -> None:
@@ -122,10 +127,13 @@ def wait_idle(engine: EngineCore) -> None:
         time.sleep(0.01)
 
 
-def run_tight(jobs: list[Job], *, remote: bool) -> tuple[Run, EngineCore, list[str]]:
+def run_tight(jobs: list[Job], *, remote: bool, ahead: bool) -> tuple[Run, EngineStats, list[str]]:
     """The run under pressure, and what is wrong with the engines after it."""
     run = Run(jobs, with_aborts=True)
-    engine = start_engine(run, TIGHT_BLOCKS, max_running_requests=12, max_batch_tokens=32, local_prefill_max_tokens=8)
+    limits = {"max_running_requests": 12, "max_batch_tokens": 32, "local_prefill_max_tokens": 8}
+    engine = start_engine(run, TIGHT_BLOCKS, host_blocks=HOST_BLOCKS, ahead=ahead, **limits)
+    rng = random.Random(len(jobs))
+    engine._scheduler.prefers_move = lambda num_tokens, num_blocks: rng.random() < 0.5
     engines = [engine]
     if remote:
         prefill = start_engine(Run([], with_aborts=False), 3 * TIGHT_BLOCKS, max_batch_tokens=32)
@@ -140,12 +148,14 @@ def run_tight(jobs: list[Job], *, remote: bool) -> tuple[Run, EngineCore, list[s
             problems.append(f"the engine is not idle, or failed: {each.failure}")
         if each.stats().kv_blocks_used:
             problems.append(f"{each.stats().kv_blocks_used} blocks are still in use")
-    return run, engine, problems
+        if each._scheduler.host.num_held:
+            problems.append(f"{each._scheduler.host.num_held} host blocks are still in use")
+    return run, engine.stats(), problems
 
 
-def compare(jobs: list[Job], tight: Run, roomy: Run) -> list[str]:
+def compare(tight: Run, roomy: Run) -> list[str]:
     problems: list[str] = []
-    for job in jobs:
+    for job in tight.jobs:
         for choice in range(job.request.n):
             key = (job.request.request_id, choice)
             answer, expected, reason = tight.answers[key], roomy.answers[key], tight.reasons.get(key)
@@ -179,20 +189,29 @@ def main() -> int:
     prefixes = [tuple(rng.randrange(64) for _ in range(40)) for _ in range(12)]
     jobs = [draw_job(rng, index, prefixes, remote=not options.no_remote) for index in range(options.requests)]
     began = time.monotonic()
-    tight, engine, problems = run_tight(jobs, remote=not options.no_remote)
+    runs = [run_tight(jobs[ahead::2], remote=not options.no_remote, ahead=bool(ahead)) for ahead in range(2)]
     seconds = time.monotonic() - began
     unpressured = [replace(job, request=replace(job.request, prefill_endpoints=(), priority=0)) for job in jobs]
     roomy = Run(unpressured, with_aborts=False)
     roomy_engine = start_engine(roomy, 40_000, max_batch_tokens=4096)
     roomy.feed(roomy_engine)
     roomy_engine.stop()
-    problems += compare(jobs, tight, roomy) + check_oracle(jobs, roomy)
-    stats = engine.stats()
+    problems = check_oracle(jobs, roomy)
+    for tight, _, wrong in runs:
+        problems += wrong + compare(tight, roomy)
+    total = {
+        name: sum(getattr(stats, name) for _, stats, _ in runs)
+        for name in EngineStats.__slots__
+        if name.endswith(("_total", "_used"))
+    }
+    num_aborted = sum(reason is FinishReason.ABORT for tight, _, _ in runs for reason in tight.reasons.values())
     print(f"{options.requests} requests in {seconds:.0f} s with {TIGHT_BLOCKS} blocks of {BLOCK_SIZE} tokens")
-    print(f"steps {stats.steps_total}, tokens {stats.generated_tokens_total}, preemptions {stats.preemptions_total}")
-    print(f"cached prompt tokens {stats.cached_tokens_total} of {stats.prompt_tokens_total}")
-    print(f"remote prefills {stats.prefills_remote_total}, fallbacks {stats.prefills_fallback_total}")
-    print(f"aborted choices {sum(reason is FinishReason.ABORT for reason in tight.reasons.values())}")
+    print(f"steps {total['steps_total']}, tokens {total['generated_tokens_total']}")
+    recomputed, moved = total["preemptions_recompute_total"], total["preemptions_move_total"]
+    print(f"preemptions {recomputed} computed again, {moved} moved to the host ({HOST_BLOCKS} blocks)")
+    print(f"cached prompt tokens {total['cached_tokens_total']} of {total['prompt_tokens_total']}")
+    print(f"remote prefills {total['prefills_remote_total']}, fallbacks {total['prefills_fallback_total']}")
+    print(f"aborted choices {num_aborted}")
     for problem in problems[:20]:
         print("WRONG:", problem)
     print(
@@ -202,8 +221,9 @@ def main() -> int:
                 "passed": not problems,
                 "requests": options.requests,
                 "seconds": round(seconds, 1),
-                "preemptions": stats.preemptions_total,
-                "blocks_in_use": stats.kv_blocks_used,
+                "preemptions_recompute": recomputed,
+                "preemptions_move": moved,
+                "blocks_in_use": total["kv_blocks_used"],
                 "wrong": len(problems),
             }
         )

@@ -40,6 +40,8 @@ class KVConfig(Wire):
 
     memory_bytes: int | None = None
     """Size of the block space; None lets the worker derive it from what is free after loading."""
+    host_memory_bytes: int = 0
+    """Host memory to which the blocks of preempted requests may be moved instead of being computed again; 0: none."""
     block_size: int = 16
     """Tokens per block."""
     transport: Literal["TCP"] = "TCP"

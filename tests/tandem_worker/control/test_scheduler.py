@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tandem_worker.control.block_manager import BlockManager
+from tandem_worker.control.host_blocks import HostBlocks
 from tandem_worker.control.params import SamplingParams
 from tandem_worker.control.plan import SchedulerLimits, StepPlan
 from tandem_worker.control.prefix_cache import build_chain_root, extend_chain
@@ -23,10 +24,11 @@ MAX_BATCH_TOKENS = 16
 class Driver:
     """Runs plans and checks each against what any plan must keep.
 
-    `ahead`: the tokens of a step become known only after the next one was planned, where the plans allow it.
+    It keeps what every block holds: for each token a digest of all tokens up to it. `ahead`: the tokens of a step
+    become known only after the next one was planned, where the plans allow it.
     """
 
-    def __init__(self, num_blocks: int = 50, *, ahead: bool = False, **limits: Any) -> None:
+    def __init__(self, num_blocks: int = 50, *, ahead: bool = False, num_host_blocks: int = 0, **limits: Any) -> None:
         self.ahead = ahead
         self.under_way: tuple[StepPlan, list[Sequence]] | None = None
         self.cancelled = False
@@ -34,7 +36,10 @@ class Driver:
         self.limits = SchedulerLimits(**({"max_batch_tokens": MAX_BATCH_TOKENS, "max_running": 8} | limits))
         self.now = 0.0
         self.blocks = BlockManager(num_blocks + 1, BLOCK_SIZE)
-        self.scheduler = Scheduler(self.limits, self.blocks, clock=lambda: self.now)
+        self.host = HostBlocks(num_host_blocks)
+        self.scheduler = Scheduler(self.limits, self.blocks, clock=lambda: self.now, host=self.host)
+        self.contents: dict[int, dict[int, int]] = {}
+        self.host_contents: dict[int, dict[int, int]] = {}
         self.requests: list[Request] = []
         self.finished: list[str] = []
 
@@ -58,6 +63,7 @@ class Driver:
         self.now += 1
         plan = self.scheduler.schedule()
         self.check_plan(plan)
+        self.compute(plan)
         producing = [*plan.decodes, *(chunk.sequence for chunk in plan.chunks if chunk.final)]
         before, self.under_way = self.under_way, None
         if before is not None:
@@ -88,7 +94,7 @@ class Driver:
             self.scheduler.fork(request)
             choices = request.choices
         for choice in choices:
-            token = (7 * choice.num_tokens + choice.choice) % 5
+            token = token_at(choice, choice.num_tokens)
             self.scheduler.append_token(choice, token)
             if len(choice.output) >= request.sampling.max_tokens or token in request.sampling.stop_token_ids:
                 self.finish(choice)
@@ -111,6 +117,35 @@ class Driver:
                 return
             self.step()
         raise AssertionError("requests starve")
+
+    def compute(self, plan: StepPlan) -> None:
+        """Move, copy and write what the plan says; what a token's computation reads must be what came before it."""
+        assert not (plan.moves_out and plan.moves_in)
+        for block, host_block in plan.moves_out:
+            self.host_contents[host_block] = dict(self.contents.get(block, {}))
+        for host_block, block in plan.moves_in:
+            self.contents[block] = dict(self.host_contents[host_block])
+        sources = [dict(self.contents[source]) for source, _ in plan.copies]
+        for (_, target), content in zip(plan.copies, sources, strict=True):
+            self.contents[target] = content
+        spans = [(s, s.num_planned - 1, s.num_planned) for s in plan.decodes]
+        for sequence, start, end in spans + [(chunk.sequence, chunk.start, chunk.end) for chunk in plan.chunks]:
+            digests = digests_of(sequence, end)
+            for position in range(start):
+                block = self.contents[sequence.block_ids[position // BLOCK_SIZE]]
+                assert block[position % BLOCK_SIZE] == digests[position], "another token's KV is read"
+            self.write(sequence, start, digests)
+
+    def write(self, sequence: Sequence, start: int, digests: list[int]) -> None:
+        for position in range(start, len(digests)):
+            block = self.contents.setdefault(sequence.block_ids[position // BLOCK_SIZE], {})
+            block[position % BLOCK_SIZE] = digests[position]
+
+    def receive(self, sequence: Sequence) -> None:
+        """A prefill worker has computed the prompt."""
+        self.write(sequence, sequence.num_computed, digests_of(sequence, sequence.num_prompt))
+        self.scheduler.receive_done(sequence)
+        self.accept(sequence)
 
     def check_plan(self, plan: StepPlan) -> None:
         assert plan.num_tokens <= self.limits.max_batch_tokens
@@ -139,6 +174,7 @@ class Driver:
     def check_counts(self) -> None:
         scheduler = self.scheduler
         self.blocks.check()
+        self.host.check([block for request in self.requests for c in request.choices for block in c.host_blocks])
         choices = [choice for request in self.requests for choice in request.choices]
         holders: dict[int, int] = {}
         for choice in choices:
@@ -153,11 +189,25 @@ class Driver:
         assert scheduler.num_waiting == sum(c.state is SequenceState.WAITING for c in choices)
         assert scheduler.running_tokens == sum(c.num_tokens for c in scheduler.running)
         queued = sum(
-            c.num_tokens - c.num_planned
+            c.num_tokens - c.num_planned - c.num_saved
             for c in choices
             if c.state in (SequenceState.WAITING, SequenceState.RUNNING, SequenceState.RECEIVING) and not c.decoding
         )
         assert scheduler.queued_prefill_tokens == queued
+
+
+def token_at(sequence: Sequence, position: int) -> int:
+    if position < sequence.num_prompt:
+        return sequence.prompt[position]
+    return (7 * position + sequence.choice) % 5
+
+
+def digests_of(sequence: Sequence, end: int) -> list[int]:
+    digest, digests = 0, []
+    for position in range(end):
+        digest = hash((digest, token_at(sequence, position)))
+        digests.append(digest)
+    return digests
 
 
 def test_prefill_is_chunked_beside_decodes() -> None:
@@ -213,9 +263,32 @@ def test_the_last_in_order_is_preempted_and_finds_its_blocks_again() -> None:
     assert plans[-1].num_preempted == 1
     assert first.choices[0].state is SequenceState.RUNNING
     driver.run()
-    assert driver.scheduler.preemptions_total >= 1
+    assert driver.scheduler.num_recomputed >= 1
     assert driver.finished == ["0", "1"]
     assert second.num_cached_tokens == 0, "what a preempted request finds again is its own work"
+
+
+@pytest.mark.parametrize("num_host_blocks", [0, 8])
+def test_a_preempted_sequence_goes_on_where_it_was_when_the_host_has_room(num_host_blocks: int) -> None:
+    driver = Driver(num_blocks=6, num_host_blocks=num_host_blocks)
+    driver.add(list(range(8)), max_tokens=9)
+    driver.step()
+    second = driver.add(list(range(50, 58)), max_tokens=9).choices[0]
+    while not second.output or second.state is not SequenceState.WAITING:
+        plan = driver.step()
+    assert len(plan.moves_out) == len(second.host_blocks) == (num_host_blocks and 3)
+    num_tokens, chunks = second.num_tokens, []
+    while second.state is SequenceState.WAITING:
+        plan = driver.step()
+        chunks += [chunk for chunk in plan.chunks if chunk.sequence is second]
+    if num_host_blocks:
+        assert second in plan.decodes, "it decodes at once"
+        assert (driver.scheduler.num_moved, driver.scheduler.num_recomputed) == (1, 0)
+    else:
+        assert sum(chunk.end for chunk in chunks) == num_tokens
+        assert (driver.scheduler.num_moved, driver.scheduler.num_recomputed) == (0, 1)
+    assert not second.host_blocks
+    driver.run()
 
 
 def test_a_fully_cached_prompt_still_computes_a_token() -> None:
@@ -244,8 +317,7 @@ def test_receiving_sequences_hold_blocks_and_cost_no_tokens() -> None:
     assert plan.orders == request.choices
     assert driver.blocks.num_held == 5
     driver.check_counts()
-    driver.scheduler.receive_done(request.choices[0])
-    driver.accept(request.choices[0])
+    driver.receive(request.choices[0])
     assert driver.step().decodes == request.choices
     driver.run()
     driver.add(list(range(20)), endpoints=("p:1",))
@@ -291,18 +363,19 @@ PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=30)
     ),
     st.integers(13, 30),
     st.booleans(),
+    st.sampled_from([0, 10, 100]),
 )
 def test_everything_finishes_and_every_block_comes_back(
-    arrivals: list[tuple[list[int], int, int, int, int]], num_blocks: int, ahead: bool
+    arrivals: list[tuple[list[int], int, int, int, int]], num_blocks: int, ahead: bool, num_host_blocks: int
 ) -> None:
-    driver = Driver(num_blocks=num_blocks, ahead=ahead)
+    driver = Driver(num_blocks=num_blocks, ahead=ahead, num_host_blocks=num_host_blocks)
     for prompt, max_tokens, n, priority, steps in arrivals:
         driver.add(prompt, max_tokens, n=n, priority=priority)
         for _ in range(steps):
             driver.step()
     driver.run()
     driver.check_counts()
-    assert driver.blocks.num_held == 0
+    assert driver.blocks.num_held == driver.host.num_held == 0
     assert driver.scheduler.num_waiting == driver.scheduler.queued_prefill_tokens == 0
 
 
@@ -310,10 +383,14 @@ class Life(RuleBasedStateMachine):
     """Anything a client, a peer or a prefill worker may do, at any time."""
 
     AHEAD = False
+    HOST_BLOCKS = 0
 
     def __init__(self) -> None:
         super().__init__()
-        self.driver = Driver(num_blocks=16, local_prefill_max_tokens=4, ahead=self.AHEAD)
+        self.driver = Driver(
+            num_blocks=16, local_prefill_max_tokens=4, ahead=self.AHEAD, num_host_blocks=self.HOST_BLOCKS
+        )
+        self.driver.scheduler.prefers_move = lambda num_tokens, num_blocks: num_tokens % 3 != 0
 
     @rule(
         prompt=PROMPTS,
@@ -360,8 +437,7 @@ class Life(RuleBasedStateMachine):
 
     def answer(self, sequence: Sequence, good: bool) -> None:
         if good:
-            self.driver.scheduler.receive_done(sequence)
-            self.driver.accept(sequence)
+            self.driver.receive(sequence)
         else:
             self.driver.scheduler.receive_failed(sequence)
 
@@ -381,15 +457,24 @@ class Life(RuleBasedStateMachine):
             driver.step()
         driver.settle()
         driver.check_counts()
+        assert driver.host.num_held == 0
         assert not any(request.num_open for request in driver.requests), "requests starve"
         assert driver.blocks.num_held == 0
 
 
-class LifeAhead(Life):
+class LifeWithHost(Life):
+    """Preempted sequences may go to the host."""
+
+    HOST_BLOCKS = 14
+
+
+class LifeAhead(LifeWithHost):
     """The same, while tokens become known one step late."""
 
     AHEAD = True
 
 
-TestLife, TestLifeAhead = Life.TestCase, LifeAhead.TestCase
-TestLife.settings = TestLifeAhead.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestLife, TestLifeWithHost, TestLifeAhead = Life.TestCase, LifeWithHost.TestCase, LifeAhead.TestCase
+TestLife.settings = TestLifeWithHost.settings = TestLifeAhead.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None
+)

@@ -17,7 +17,7 @@ from tandem_worker.models.base import CausalLM
 BLOCK_SIZE = 4
 
 
-def build_config(num_blocks: int, bytes_per_block: int, **scheduler: int) -> WorkerConfig:
+def build_config(num_blocks: int, bytes_per_block: int, host_blocks: int = 0, **scheduler: int) -> WorkerConfig:
     """`num_blocks` can be given out, block 0 not counted."""
     return WorkerConfig(
         model_name="m",
@@ -25,7 +25,11 @@ def build_config(num_blocks: int, bytes_per_block: int, **scheduler: int) -> Wor
         role=Role.DECODE,
         revision="r",
         model=ModelSource(uri="file:///m"),
-        kv=KVConfig(memory_bytes=(num_blocks + 1) * bytes_per_block, block_size=BLOCK_SIZE),
+        kv=KVConfig(
+            memory_bytes=(num_blocks + 1) * bytes_per_block,
+            host_memory_bytes=host_blocks * bytes_per_block,
+            block_size=BLOCK_SIZE,
+        ),
         scheduler=SchedulerConfig(**scheduler),
     )
 
@@ -71,9 +75,17 @@ class Collector:
 
 
 class Rig:
-    def __init__(self, model: CausalLM, num_blocks: int = 64, *, scheduler: dict[str, int] | None = None, **kw: Any):
+    def __init__(
+        self,
+        model: CausalLM,
+        num_blocks: int = 64,
+        *,
+        host_blocks: int = 0,
+        scheduler: dict[str, int] | None = None,
+        **kw: Any,
+    ) -> None:
         bytes_per_block = model.kv_cache_spec(BLOCK_SIZE).bytes_per_block
-        config = build_config(num_blocks, bytes_per_block, **(scheduler or {}))
+        config = build_config(num_blocks, bytes_per_block, host_blocks, **(scheduler or {}))
         self.model = model
         self.out = Collector()
         self.engine: EngineCore = build_engine(model, config, self.out, **kw)

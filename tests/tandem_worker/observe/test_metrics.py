@@ -17,7 +17,8 @@ ENGINE = EngineStats(
     running_requests=1, queued_requests=2, running_tokens=3, queued_prefill_tokens=4, kv_blocks_used=5,
     kv_blocks_cached=6, kv_blocks_total=7, kv_eviction_horizon=8.5, prefill_tokens_per_second=None,
     decode_step_seconds=0.01, prompt_tokens_total=10, cached_tokens_total=11, generated_tokens_total=12,
-    preemptions_total=13, steps_total=14, prefills_local_total=15, prefills_remote_total=16, prefills_fallback_total=17,
+    preemptions_recompute_total=13, preemptions_move_total=18, steps_total=14, prefills_local_total=15,
+    prefills_remote_total=16, prefills_fallback_total=17,
 )  # fmt: skip
 GPU = GpuSample(
     vram_used_bytes=20, vram_total_bytes=21, nvlink_tx_bytes_total=22, nvlink_rx_bytes_total=23,

@@ -42,13 +42,20 @@ class Chunk(NamedTuple):
 
 @dataclass(slots=True)
 class StepPlan:
-    """Done in this order: copies, orders, one forward pass over decodes and chunks."""
+    """Done in this order: moves, orders, copies, one forward pass over decodes and chunks.
+
+    A plan moves out or in, never both: in a step that preempts nobody is admitted.
+    """
 
     decodes: list[Sequence] = field(default_factory=list[Sequence])
     """One token each."""
     chunks: list[Chunk] = field(default_factory=list[Chunk])
     copies: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     """(source, target) blocks of copy-on-write."""
+    moves_out: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    """(block, host block): KV of preempted sequences, before anything of this step is written."""
+    moves_in: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    """(host block, block)."""
     orders: list[Sequence] = field(default_factory=list[Sequence])
     """Now RECEIVING: their remote prefill is to be started."""
     num_preempted: int = 0

@@ -4,9 +4,10 @@
                   │            ▲          │
                   └▶ RECEIVING ┘          │      every state ──▶ FINISHED
 
-PARKED choices wait for choice 0 to compute the prompt that they share. WAITING ones hold no blocks. RECEIVING ones
-hold the blocks that a prefill worker writes to and cost no compute. RUNNING ones are prefilling or decoding. HELD is
-the prefill side's end: computed, blocks kept until they are sent.
+PARKED choices wait for choice 0 to compute the prompt that they share. WAITING ones hold no blocks, except
+in host memory after a preemption that moved theirs. RECEIVING ones hold the blocks that a prefill worker writes to and
+cost no compute. RUNNING ones are prefilling or decoding. HELD is the prefill side's end: computed, blocks kept until
+they are sent.
 """
 
 from __future__ import annotations
@@ -97,6 +98,7 @@ class Sequence:
         "choice",
         "chosen_at",
         "decoding",
+        "host_blocks",
         "key",
         "last_input",
         "lockstep",
@@ -104,6 +106,7 @@ class Sequence:
         "num_named",
         "num_planned",
         "num_prompt",
+        "num_saved",
         "num_synced",
         "output",
         "prompt",
@@ -135,6 +138,10 @@ class Sequence:
         self.lockstep = False
         """The host must see each token of this sequence before the next one can be chosen."""
         self.block_ids: list[int] = []
+        self.host_blocks: list[int] = []
+        """Where this sequence's KV is while it waits after a preemption that moved it."""
+        self.num_saved = 0
+        """Tokens whose KV is in `host_blocks`."""
         self.chain: list[bytes] = request.prompt_chain
         self.num_named = 0
         """Leading blocks that are in the prefix cache (under this block or an equal one)."""

@@ -1,9 +1,10 @@
-"""Which sequences run in the next step: continuous batching with chunked prefill, preemption by recompute.
+"""Which sequences run in the next step: continuous batching with chunked prefill and preemption.
 
 Order of service is a fixed key per sequence, (arrival + priority * seconds_per_priority, submission, choice). Decodes
 take one token each, then prefill chunks fill the token budget, then waiting sequences are admitted strictly in order:
 the head of the queue is never overtaken, so nothing starves. When blocks run out the running sequence with the
-largest key gives up its own, so the first in order always advances and every sequence eventually is the first.
+largest key gives up its own, so the first in order always advances and every sequence eventually is the first. Its KV
+is computed again later, or moved to host memory and back where that is cheaper and there is room.
 
 A sequence gets the blocks of all its known tokens on admission; later it takes one block at a time. Chunks end at
 block boundaries except the last, so each prompt block is completed by exactly one step. The work of a step is
@@ -22,6 +23,7 @@ from bisect import insort
 from collections.abc import Callable
 
 from tandem_worker.control.block_manager import BlockManager
+from tandem_worker.control.host_blocks import HostBlocks
 from tandem_worker.control.plan import Chunk, SchedulerLimits, StepPlan
 from tandem_worker.control.request import Request, Sequence, SequenceState
 
@@ -30,7 +32,13 @@ _RETRY_STEPS = 16
 
 
 class Scheduler:
-    def __init__(self, limits: SchedulerLimits, blocks: BlockManager, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        blocks: BlockManager,
+        clock: Callable[[], float] = time.time,
+        host: HostBlocks | None = None,
+    ) -> None:
         if limits.max_batch_tokens <= blocks.block_size:
             raise ValueError(
                 f"max_batch_tokens ({limits.max_batch_tokens}) must exceed the block size ({blocks.block_size}): "
@@ -38,6 +46,9 @@ class Scheduler:
             )
         self._limits = limits
         self.blocks = blocks
+        self.host = host or HostBlocks(0)
+        self.prefers_move: Callable[[int, int], bool] = lambda num_tokens, num_blocks: True
+        """Whether a victim with so many computed tokens and blocks is moved, if the host has room."""
         self._clock = clock
         # Decodes always fit into the budget and leave room for one block of prefill.
         self.max_running = min(limits.max_running, limits.max_batch_tokens - blocks.block_size)
@@ -56,7 +67,10 @@ class Scheduler:
         """Tokens in the contexts of running sequences."""
         self.queued_prefill_tokens = 0
         """Tokens to be computed before their sequences decode, without those already found in the cache."""
-        self.preemptions_total = 0
+        self.num_recomputed = 0
+        """Preemptions after which KV is computed again."""
+        self.num_moved = 0
+        """Preemptions that moved KV to the host."""
 
     # -- requests come and go ------------------------------------------------------------------------------------
 
@@ -98,6 +112,7 @@ class Scheduler:
         if sequence.state is SequenceState.FINISHED:
             return
         self._withdraw(sequence)
+        self._release_host(sequence)
         sequence.move_to(SequenceState.FINISHED)
         if not sequence.under_way:
             self._release_blocks(sequence)
@@ -189,9 +204,7 @@ class Scheduler:
             elif sequence.num_planned < sequence.last_input:  # else the step under way chooses its last token
                 if not self._reserve_slot(sequence, plan):
                     continue  # it preempted itself: the next one has moved to this index
-                sequence.num_planned += 1
-                plan.decodes.append(sequence)
-                plan.lockstep |= sequence.lockstep
+                self._add_decode(plan, sequence)
             index += 1
         if plan.num_preempted:
             return [sequence for sequence in prefilling if sequence.state is SequenceState.RUNNING]
@@ -206,8 +219,7 @@ class Scheduler:
             return True
         while not blocks.num_available:
             victim = self._last_preemptable()
-            self._preempt(victim)
-            plan.num_preempted += 1
+            self._preempt(victim, plan)
             if victim is sequence:
                 return False
             if not fresh and not blocks.is_shared(block_ids[index]):
@@ -225,12 +237,26 @@ class Scheduler:
         """Blocks of a peer's prompt are being sent: it is never preempted, and needs no further block either."""
         return next(sequence for sequence in reversed(self.running) if not sequence.request.serves_peer)
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: Sequence, plan: StepPlan) -> None:
+        plan.num_preempted += 1
+        count = self.blocks.count_blocks(sequence.num_planned)
+        if 0 < count <= self.host.num_available and self.prefers_move(sequence.num_planned, count):
+            sequence.host_blocks = self.host.allocate(count)
+            sequence.num_saved = sequence.num_planned  # a step under way has written its part when the move begins
+            plan.moves_out.extend(zip(sequence.block_ids, sequence.host_blocks, strict=False))
+            self.num_moved += 1
+        else:
+            self.num_recomputed += 1
         self._withdraw(sequence)
         self._release_blocks(sequence)
         sequence.move_to(SequenceState.WAITING)
         self._enqueue(sequence)
-        self.preemptions_total += 1
+
+    @staticmethod
+    def _add_decode(plan: StepPlan, sequence: Sequence) -> None:
+        sequence.num_planned += 1
+        plan.decodes.append(sequence)
+        plan.lockstep |= sequence.lockstep
 
     def _plan_chunks(self, plan: StepPlan, prefilling: list[Sequence], budget: int) -> int:
         for sequence in prefilling:
@@ -267,7 +293,7 @@ class Scheduler:
             remote_possible = self._may_go_remote(sequence)
             if budget < min(block_size, sequence.num_tokens) and not remote_possible:
                 break
-            if not self._take_blocks(sequence, idle=plan.empty):
+            if not self._take_blocks(sequence, plan):
                 break
             heapq.heappop(self._waiting)
             self.num_waiting -= 1
@@ -279,26 +305,32 @@ class Scheduler:
                 plan.orders.append(sequence)
             else:
                 self._start_running(sequence)
-                budget -= self._add_chunk(plan, sequence, budget)
+                if sequence.decoding:
+                    self._add_decode(plan, sequence)
+                    budget -= 1
+                else:
+                    budget -= self._add_chunk(plan, sequence, budget)
 
     def _may_go_remote(self, sequence: Sequence) -> bool:
         request = sequence.request
-        return bool(request.endpoints) and not sequence.output and request.prompt_logprobs is None
+        fresh = not sequence.output and not sequence.num_saved
+        return bool(request.endpoints) and fresh and request.prompt_logprobs is None
 
-    def _take_blocks(self, sequence: Sequence, idle: bool) -> bool:
+    def _take_blocks(self, sequence: Sequence, plan: StepPlan) -> bool:
         """Hold the cached prefix and allocate the rest, or change nothing. At least one token stays to be computed.
 
         Matching walks the prompt, so a refused sequence is matched again only when the blocks it lacked may be there,
-        now and then, or when nothing else is to be done (`idle`).
+        now and then, or when nothing else is to be done (`plan` is empty).
         """
         blocks = self.blocks
         headroom = -(-len(self.running) // 4)
         available = blocks.num_available - headroom
-        if sequence.retry_required > available and self._steps_since_refusal < _RETRY_STEPS and not idle:
+        if sequence.retry_required > available and self._steps_since_refusal < _RETRY_STEPS and not plan.empty:
             return False
         num_total = blocks.count_blocks(sequence.num_tokens)
         bypass = sequence.request.reads_every_position and not sequence.output
-        max_matched = 0 if bypass else (sequence.num_tokens - 1) // blocks.block_size
+        num_saved = sequence.num_saved
+        max_matched = 0 if bypass else (num_saved or sequence.num_tokens - 1) // blocks.block_size
         matched = blocks.match_prefix(sequence.chain, max_matched)
         required = blocks.count_required(matched, num_total)
         if required > available:
@@ -309,12 +341,21 @@ class Scheduler:
         blocks.hold(matched)
         sequence.block_ids = matched + blocks.allocate(num_total - len(matched))
         sequence.num_named = len(matched)
-        sequence.num_computed = sequence.num_planned = len(matched) * blocks.block_size
+        sequence.num_computed = sequence.num_planned = num_saved or len(matched) * blocks.block_size
+        if num_saved:
+            self._fetch(sequence, len(matched), plan)
         request = sequence.request
         if not request.admitted:  # what is found after a preemption is this request's own work
             request.admitted = True
             request.num_cached_tokens = sequence.num_computed
         return True
+
+    def _fetch(self, sequence: Sequence, first: int, plan: StepPlan) -> None:
+        """Move blocks back in that are not in the prefix cache any more, `first` and later ones."""
+        pairs = list(zip(sequence.host_blocks, sequence.block_ids, strict=False))
+        plan.moves_in.extend(pairs[first:])
+        sequence.decoding = bool(sequence.output) and sequence.num_computed == sequence.num_tokens - 1
+        self._release_host(sequence)
 
     # -- bookkeeping ---------------------------------------------------------------------------------------------
 
@@ -354,6 +395,11 @@ class Scheduler:
         self.queued_prefill_tokens -= sequence.queued_tokens
         sequence.queued_tokens = 0
 
+    def _release_host(self, sequence: Sequence) -> None:
+        self.host.release(sequence.host_blocks)
+        sequence.host_blocks = []
+        sequence.num_saved = 0
+
     def _release_blocks(self, sequence: Sequence) -> None:
         """Let go of a sequence's blocks; they stay cached as far as they have names."""
         if sequence.block_ids:
@@ -373,6 +419,6 @@ class Scheduler:
 
     def _count_queued(self, sequence: Sequence) -> None:
         """Bring this sequence's share of `queued_prefill_tokens` up to date."""
-        tokens = 0 if sequence.decoding else sequence.num_tokens - sequence.num_planned
+        tokens = 0 if sequence.decoding else sequence.num_tokens - sequence.num_planned - sequence.num_saved
         self.queued_prefill_tokens += tokens - sequence.queued_tokens
         sequence.queued_tokens = tokens

@@ -29,11 +29,16 @@ class EngineStats:
     prompt_tokens_total: int
     cached_tokens_total: int
     generated_tokens_total: int
-    preemptions_total: int
+    preemptions_recompute_total: int
+    preemptions_move_total: int
     steps_total: int
     prefills_local_total: int
     prefills_remote_total: int
     prefills_fallback_total: int
+
+    @property
+    def preemptions_total(self) -> int:
+        return self.preemptions_recompute_total + self.preemptions_move_total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,12 +8,19 @@ import torch
 from tandem_api.launch import WorkerConfig
 
 from tandem_worker.control.block_manager import BlockManager
+from tandem_worker.control.host_blocks import HostBlocks
 from tandem_worker.control.plan import SchedulerLimits
 from tandem_worker.control.scheduler import Scheduler
 from tandem_worker.engine.base import DeliverFunction, PrefillClient
 from tandem_worker.engine.core import EngineCore
 from tandem_worker.engine.executor import ModelExecutor
-from tandem_worker.engine.memory import observe_kv_memory, plan_max_model_len, plan_num_blocks
+from tandem_worker.engine.memory import (
+    observe_available_memory,
+    observe_kv_memory,
+    plan_max_model_len,
+    plan_num_blocks,
+    plan_num_host_blocks,
+)
 from tandem_worker.errors import StartupError
 from tandem_worker.models.base import CausalLM, allocate_kv_cache
 
@@ -49,9 +56,19 @@ def build_engine(
         config.max_model_len, model.max_position_embeddings, num_blocks, config.kv.block_size
     )
     clocks = {} if clock is None else {"clock": clock}
-    scheduler = Scheduler(_plan_limits(config), BlockManager(num_blocks, config.kv.block_size), **clocks)
+    num_host_blocks = plan_num_host_blocks(
+        config.kv.host_memory_bytes, spec.bytes_per_block, observe_available_memory()
+    )
+    scheduler = Scheduler(
+        _plan_limits(config),
+        BlockManager(num_blocks, config.kv.block_size),
+        host=HostBlocks(num_host_blocks),
+        **clocks,
+    )
     kv_cache = allocate_kv_cache(spec, num_blocks, torch.device(model.device))
     executor = ModelExecutor(model, kv_cache, max_rows=scheduler.max_running, max_model_len=max_model_len)
+    if num_host_blocks:
+        executor.add_host_store(num_host_blocks)
     if cuda_graphs and model.device.type == "cuda":
         executor.record_graphs()
     engine = EngineCore(

@@ -10,6 +10,7 @@ from tandem_worker.control.plan import StepPlan
 from tandem_worker.engine.batch import BatchBuilder
 from tandem_worker.engine.cuda_graphs import DecodeGraphs, Recorder, plan_batch_sizes
 from tandem_worker.engine.host_copy import HostCopier, HostCopy, build_copier
+from tandem_worker.engine.host_store import HostStore
 from tandem_worker.engine.sampler import choose_tokens
 from tandem_worker.engine.step import StepOutput
 from tandem_worker.models.base import CausalLM, KVCache
@@ -34,6 +35,9 @@ class ModelExecutor:
             max_rows=max_rows, max_blocks=self._max_blocks, block_size=block_size, device=model.device
         )
         self._graphs: DecodeGraphs | None = None
+        self.host_store: HostStore | None = None
+        self.seconds_per_moved_block = 0.0
+        """To the host and back."""
         self._copier = copier or build_copier(model.device)
         self._chosen: torch.Tensor | None = None
 
@@ -51,6 +55,20 @@ class ModelExecutor:
                 batch_sizes=plan_batch_sizes(self._max_rows),
                 recorder=recorder,
             )
+
+    def add_host_store(self, num_blocks: int) -> None:
+        """Allow plans that move blocks to the host."""
+        self.host_store = HostStore(self.kv_cache, num_blocks)
+        self.seconds_per_moved_block = self.host_store.measure_seconds_per_block()
+
+    def move_blocks(self, plan: StepPlan) -> None:
+        """Move KV to the host and back. What fails here is lost, so an error is not to be survived."""
+        if plan.moves_out:
+            assert self.host_store is not None
+            self.host_store.move_out(plan.moves_out)
+        if plan.moves_in:
+            assert self.host_store is not None
+            self.host_store.move_in(plan.moves_in)
 
     def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy-on-write: sources are as they were before this step. Targets are distinct."""

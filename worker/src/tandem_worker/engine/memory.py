@@ -29,6 +29,24 @@ def plan_num_blocks(memory_bytes: int, bytes_per_block: int) -> int:
     return num_blocks
 
 
+def plan_num_host_blocks(memory_bytes: int, bytes_per_block: int, available_bytes: int) -> int:
+    """Blocks of preempted requests that the host keeps; 0 when none are wanted."""
+    if not memory_bytes:
+        return 0
+    if memory_bytes < bytes_per_block:
+        raise StartupError(
+            "HostKVTooSmall",
+            f"kv.host_memory_bytes is {memory_bytes}, but one block takes {bytes_per_block}; raise it, or set it to 0",
+        )
+    if memory_bytes > available_bytes:
+        raise StartupError(
+            "HostKVTooLarge",
+            f"kv.host_memory_bytes is {memory_bytes}, but {available_bytes} bytes of host memory are free; lower it, "
+            "or raise the memory limit of the pod",
+        )
+    return memory_bytes // bytes_per_block
+
+
 def plan_max_model_len(wanted: int | None, supported: int, num_blocks: int, block_size: int) -> int:
     """Longest prompt plus output of one request."""
     capacity = (num_blocks - 1) * block_size

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import torch
 
+from tandem_worker.control.host_blocks import is_moving_cheaper
 from tandem_worker.control.params import FinishReason, Pooling, TokenDelta, TokenLogprob
 from tandem_worker.control.plan import StepPlan
 from tandem_worker.control.request import Request, Sequence, SequenceState
@@ -71,6 +72,7 @@ class StepRunner:
         self._under_way: PendingStep | None = None
         """Launched, and finished after the next one is launched."""
         self._last_finish = 0.0
+        scheduler.prefers_move = self._prefers_move
         self._generations = itertools.count(1)
         self._prompt_scores: dict[str, list[TokenLogprob | None]] = {}
         self._pools: dict[str, Pool] = {}
@@ -261,9 +263,18 @@ class StepRunner:
 
     def _plan(self) -> StepPlan:
         plan = self.scheduler.schedule(self.meter.plan_step_tokens(self._target_step_seconds))
+        self.executor.move_blocks(plan)
         for sequence in plan.orders:
             self._start_remote(sequence)
         return plan
+
+    def _prefers_move(self, num_tokens: int, num_blocks: int) -> bool:
+        return is_moving_cheaper(
+            num_tokens,
+            num_blocks,
+            seconds_per_block=self.executor.seconds_per_moved_block,
+            prefill_tokens_per_second=self.meter.prefill_tokens_per_second,
+        )
 
     def _start_remote(self, sequence: Sequence) -> None:
         request = sequence.request

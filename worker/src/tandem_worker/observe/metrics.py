@@ -113,7 +113,15 @@ def _add_engine(out: Exposition, engine: EngineStats) -> None:
             ({"where": "fallback"}, engine.prefills_fallback_total),
         ],
     )
-    out.counter(Metric.WORKER_PREEMPTIONS_TOTAL, "Requests set back to make room.", engine.preemptions_total)
+    out.samples(
+        Metric.WORKER_PREEMPTIONS_TOTAL,
+        "Requests set back to make room, their KV to be computed again or moved to the host.",
+        "counter",
+        [
+            ({"kind": "recompute"}, engine.preemptions_recompute_total),
+            ({"kind": "move"}, engine.preemptions_move_total),
+        ],
+    )
     out.gauge(Metric.WORKER_STEP_SECONDS, "Smoothed duration of a decode step.", engine.decode_step_seconds)
 
 
