@@ -364,13 +364,17 @@ class StepRunner:
             self._accept_token(sequence, token, None)
 
     def _expand(self, sequences: list[Sequence], logits: torch.Tensor) -> tuple[list[Sequence], torch.Tensor]:
-        """Take out what is not sampled here, and repeat the row of a prompt that several choices continue."""
-        first_outputs = [row for row, sequence in enumerate(sequences) if not sequence.output]
-        if not first_outputs:
+        """Take out what is not sampled here, and repeat the row of a prompt that several choices continue.
+
+        A choice may have ended in the step before, whose tokens were not known when this one was planned.
+        """
+        if all(sequence.output and sequence.state is not SequenceState.FINISHED for sequence in sequences):
             return sequences, logits
         rows: list[int] = []
         expanded: list[Sequence] = []
         for row, sequence in enumerate(sequences):
+            if sequence.state is SequenceState.FINISHED:
+                continue
             for choice in [sequence] if sequence.output else self._first_choices(sequence, logits[row]):
                 rows.append(row)
                 expanded.append(choice)
