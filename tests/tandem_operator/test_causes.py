@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from operator_objects import READY, container, pod
-from tandem_operator.causes import Problem, pod_problem, role_problem
+from tandem_operator.causes import Problem, creation_failure, pod_problem, role_problem
 
 
 def waiting(reason: str, message: str = "", **fields: Any) -> dict[str, Any]:
@@ -69,6 +69,31 @@ def test_crashes_without_a_sentence_show_the_last_log_line() -> None:
 def test_one_restart_is_not_yet_a_case_for_a_person() -> None:
     found = problem(**container(state={"running": {}}, lastState={"terminated": {"exitCode": 137}}))
     assert (found.reason, found.stalled) == ("ContainerRestarting", False)
+
+
+@pytest.mark.parametrize(
+    ("restarts", "ran_until", "stalled"),
+    [(1, "00:00:09", False), (2, "00:00:09", True), (2, "00:11:00", False)],
+)
+def test_a_crash_loop_stays_one_while_the_container_tries_again(restarts: int, ran_until: str, stalled: bool) -> None:
+    times = {"startedAt": "2026-01-01T00:00:00Z", "finishedAt": f"2026-01-01T{ran_until}Z"}
+    ended = {"terminated": {"exitCode": 1, "message": "nope"} | times}
+    found = problem(**container(state={"running": {}}, lastState=ended, restartCount=restarts))
+    assert found.stalled == stalled
+    if stalled:
+        assert found == problem(**waiting("CrashLoopBackOff", lastState=ended, restartCount=restarts))
+
+
+def event(reason: str, second: int, message: str = "") -> dict[str, Any]:
+    return {"reason": reason, "lastTimestamp": f"2026-01-01T00:00:{second:02}Z", "message": message}
+
+
+def test_a_failure_to_create_pods_ends_with_the_next_pod() -> None:
+    quota = event("FailedCreate", 5, "exceeded quota")
+    assert creation_failure([event("SuccessfulCreate", 4), quota]) == "exceeded quota"
+    assert creation_failure([event("SuccessfulCreate", 5), quota]) == "exceeded quota"
+    assert creation_failure([quota, event("SuccessfulCreate", 6), event("SuccessfulDelete", 7)]) is None
+    assert creation_failure([]) is None
 
 
 def test_out_of_memory_names_the_remedy() -> None:

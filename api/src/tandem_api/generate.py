@@ -58,6 +58,8 @@ def _reference(definition: Schema) -> str:
         "",
         "## spec",
         "",
+        _meaning(root["spec"]),
+        "",
         *_table(root["spec"], prefix=""),
         "",
         "## status",

@@ -302,7 +302,25 @@ class Drain(Authored):
     """How long a pod that is being removed may finish what it runs."""
 
 
+_BATCH_RANKS = " && ".join(
+    f"self.{role}.parallelism.{axis} == 1" for role in ("prefill", "decode") for axis in ("expert", "data")
+)
+
+
 class InferenceModelSpec(Authored):
+    model_config = ConfigDict(
+        json_schema_extra={
+            RULES_KEY: [
+                rule(
+                    f"!has(self.prefill) || ({_BATCH_RANKS})",
+                    "needs expert and data ranks of both roles to be 1, because blocks are not yet moved between them:"
+                    " leave prefill out, or use tensor and pipeline ranks",
+                    path=".prefill",
+                )
+            ]
+        }
+    )
+
     model: Model
     """What is served."""
     prefill: WorkerRole | None = None

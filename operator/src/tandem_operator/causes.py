@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 from typing import Any, cast
 
 from tandem_api.names import REASON_GROUP_INCOMPLETE, REASON_GROUP_LOST
@@ -19,6 +20,8 @@ _MISSING_CLAIM = re.compile(r'persistentvolumeclaim "([^"]+)" not found')
 _REASON = re.compile(r"[A-Z][A-Za-z0-9]{0,63}")
 _GROUP_REASONS = frozenset({REASON_GROUP_INCOMPLETE, REASON_GROUP_LOST})
 _MESSAGE_MAX = 600
+_BACKOFF_RESET = timedelta(minutes=10)
+"""A container that ran this long starts with a clean slate for the kubelet."""
 OUT_OF_MEMORY = "OutOfMemory"
 
 
@@ -85,7 +88,20 @@ def _container_problem(name: str, status: Manifest) -> Problem | None:
     ended = dig(status, "state", "terminated") or dig(status, "lastState", "terminated")
     if ended is None or status.get("started") or (ended.get("exitCode") == 0 and not waiting):
         return None
-    return _exit_problem(name, status, cast(Manifest, ended), looping=reason == "CrashLoopBackOff")
+    ended = cast(Manifest, ended)
+    return _exit_problem(name, status, ended, looping=reason == "CrashLoopBackOff" or _ends_quickly(status, ended))
+
+
+def _ends_quickly(status: Manifest, ended: Manifest) -> bool:
+    """Whether a container that runs just now is between two turns of a crash loop.
+
+    Without this the model would be stalled while the kubelet backs off and recovered while the container tries again.
+    """
+    try:
+        began, finished = (datetime.fromisoformat(str(ended.get(name))) for name in ("startedAt", "finishedAt"))
+    except ValueError:
+        return False
+    return (status.get("restartCount") or 0) >= 2 and finished - began < _BACKOFF_RESET
 
 
 def _exit_problem(name: str, status: Manifest, ended: Manifest, *, looping: bool) -> Problem:
@@ -103,6 +119,16 @@ def _exit_problem(name: str, status: Manifest, ended: Manifest, *, looping: bool
     last = f": {_short(text.splitlines()[-1])}" if text else ""
     sentence = f"{name}: container {container} ended with code {ended.get('exitCode')}{last}"
     return Problem(reason="CrashLoopBackOff" if looping else "ContainerRestarting", message=sentence, stalled=looping)
+
+
+def creation_failure(events: Iterable[Manifest]) -> str | None:
+    """Why a workload could not create a pod, by the Events about it; None when it has since created one."""
+    outcomes = [event for event in events if event.get("reason") in ("FailedCreate", "SuccessfulCreate")]
+    # Times are whole seconds: of two in one, the failure is what is still open.
+    last = max(
+        outcomes, key=lambda event: (str(event.get("lastTimestamp")), event["reason"] == "FailedCreate"), default=None
+    )
+    return None if last is None or last["reason"] == "SuccessfulCreate" else str(last.get("message"))
 
 
 def _worker_message(text: str) -> tuple[str, str] | None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from tandem_api.inferencemodel import InferenceModel, InferenceModelStatus
 
 from tandem_operator import metrics
-from tandem_operator.causes import Problem
+from tandem_operator.causes import Problem, creation_failure
 from tandem_operator.errors import ConflictError, ForbiddenError, ModelError, NotFoundError, RejectedError
 from tandem_operator.kube.client import KubeClient, object_path
 from tandem_operator.kube.store import ChildStore
@@ -169,11 +169,10 @@ class Reconciler:
             uid = str(dig(child, "metadata", "uid"))
             if key.kind != STATEFUL_SET.name or owners.count(uid) >= dig(child, "spec", "replicas"):
                 continue
-            selector = f"involvedObject.uid={uid},reason=FailedCreate"
+            selector = f"involvedObject.uid={uid}"
             found = await self._client.get(EVENT.path(child["metadata"]["namespace"]), fieldSelector=selector)
-            events = sorted(found["items"], key=lambda event: str(event.get("lastTimestamp") or ""))
-            if events:
-                failures[key] = str(events[-1].get("message"))
+            if (failure := creation_failure(found["items"])) is not None:
+                failures[key] = failure
         return failures
 
     async def _report(
