@@ -34,7 +34,9 @@ def test_wrong_image_then_missing_model(fleet: Fleet, say: Say) -> None:
     del manifest["spec"]["engine"]["image"]
     manifest["spec"]["model"]["uri"] = "hf://HuggingFaceTB/no-such-model"
     fleet.apply(manifest)
-    seen = until("the model to be named", lambda: cause(fleet, "mistaken", "no-such-model"), within=120)
+    seen = until(
+        "the model to be named", lambda: cause(fleet, "mistaken", "ModelNotFound", "no-such-model"), within=120
+    )
     say(f"missing model: {seen['type']} {seen['reason']}: {seen['message']}")
 
     fleet.apply(smollm2("mistaken", prefill=None))
