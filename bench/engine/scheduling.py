@@ -112,7 +112,7 @@ class Fleet:
         began = time.thread_time()
         plan = self.scheduler.schedule()
         planned = time.thread_time()
-        self.builder.build(plan, None)
+        self.builder.assemble(self.builder.describe(plan)[0])
         built = time.thread_time()
         num_ended = self._accept(plan)
         ended = time.thread_time()

@@ -92,9 +92,11 @@ def build_model(folder: Path) -> Path:
 
 
 @contextmanager
-def run_worker(folder: Path, role: str, model: Path, **changes: Any) -> Iterator[WorkerProcess]:
+def run_worker(
+    folder: Path, role: str, model: Path, *, environment: dict[str, str] | None = None, **changes: Any
+) -> Iterator[WorkerProcess]:
     """A worker process; not necessarily ready yet. Killed at the end if it has not ended by itself."""
-    port, kv_port = free_port(), free_port()
+    port, kv_port = free_port(), free_port()  # a group takes the ports after the KV port too
     document = {
         "modelName": MODEL, "servedName": MODEL, "role": role, "revision": "r1", "httpPort": port,
         "model": {"uri": f"file://{model}", "cacheDir": str(folder / "cache")}, "device": "CPU", "dtype": "Float32",
@@ -104,16 +106,20 @@ def run_worker(folder: Path, role: str, model: Path, **changes: Any) -> Iterator
     config, log, termination = (folder / f"{role}-{port}.{kind}" for kind in ("json", "log", "termination"))
     config.write_text(json.dumps(document))
     termination.touch()
-    environment = os.environ | {
-        "POD_NAME": f"{role}-0",
-        "POD_IP": "127.0.0.1",
-        "OMP_NUM_THREADS": "1",
-        "TERMINATION_MESSAGE_PATH": str(termination),
-    }
+    variables = (
+        os.environ
+        | {
+            "POD_NAME": f"{role}-0",
+            "POD_IP": "127.0.0.1",
+            "OMP_NUM_THREADS": "1",
+            "TERMINATION_MESSAGE_PATH": str(termination),
+        }
+        | (environment or {})
+    )
     with log.open("wb") as sink:
         process = subprocess.Popen(
             [sys.executable, "-m", "tandem_worker", "--config", str(config), "--host", "127.0.0.1"],
-            env=environment, stdout=sink, stderr=sink,
+            env=variables, stdout=sink, stderr=sink,
         )  # fmt: skip
     try:
         yield WorkerProcess(process, f"http://127.0.0.1:{port}", f"127.0.0.1:{kv_port}", log)
@@ -150,7 +156,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def workers() -> SimpleNamespace:
     """How tests start workers of their own."""
-    return SimpleNamespace(run=run_worker, await_ready=await_ready, end=end, eventually=eventually)
+    return SimpleNamespace(run=run_worker, await_ready=await_ready, end=end, eventually=eventually, free_port=free_port)
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,12 @@ import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from tandem_worker.models.base import CausalLM, ForwardBatch, KVCache, allocate_kv_cache
 from tandem_worker.models.loader import load_model
 from tandem_worker.parallel.context import SINGLE, ParallelContext
-from tandem_worker.parallel.groups import GroupShape, join_group, leave_group
+from tandem_worker.parallel.groups import join_group, leave_group
+from tandem_worker.parallel.shape import GroupShape
 
 BLOCK_SIZE = 4
 
@@ -65,7 +67,8 @@ def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     rank = int(sys.argv[2])
     shape = GroupShape(**job["shape"])
-    context = join_group(shape, rank, init_method=f"file://{job['rendezvous']}", device=torch.device("cpu"))
+    store = dist.FileStore(job["rendezvous"], shape.world_size)
+    context = join_group(shape, rank, store=store, device=torch.device("cpu"))
     for number, model in enumerate(job["models"]):
         prompts = model["prompts"][context.ep_rank]  # expert ranks serve different requests
         logits = run_steps(load(model["folder"], context), prompts)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tandem_worker.parallel.groups import GroupShape, axis_ranks
+from tandem_worker.parallel.shape import GroupShape, axis_ranks
 
 PROGRAM = Path(__file__).with_name("rank_program.py")
 VOCABULARY = 97
@@ -113,7 +113,7 @@ def run_ranks(shape: dict[str, int], models: dict[str, dict[str, Any]], families
     assert [process.returncode for process in processes] == [0] * grid.world_size, errors
     for number, family in enumerate(families):
         for rank in range(grid.world_size):
-            _, ep_rank, pp_rank = grid.coordinates(rank)
+            _, ep_rank, pp_rank, _ = grid.coordinates(rank)
             logits = torch.load(out / f"logits-{number}-{rank}.pt")
             if pp_rank < grid.pp - 1:
                 assert logits.shape[1] == 0
@@ -142,13 +142,20 @@ def test_equals_one_process(shape, families, models, tmp_path: Path) -> None:
 
 
 def test_every_rank_is_in_one_group_per_axis() -> None:
-    shape = GroupShape(tp=2, ep=3, pp=2)
-    for axis, size in (("tp", 2), ("ep", 3), ("pp", 2)):
+    shape = GroupShape(tp=2, ep=3, pp=2, dp=2)
+    for axis, size in (("tp", 2), ("ep", 3), ("pp", 2), ("dp", 2)):
         groups = axis_ranks(shape, axis)
         assert {len(group) for group in groups} == {size}
-        assert sorted(rank for group in groups for rank in group) == list(range(12))
+        assert sorted(rank for group in groups for rank in group) == list(range(24))
 
 
 def test_coordinates_are_the_inverse_of_rank() -> None:
-    shape = GroupShape(tp=2, ep=3, pp=2)
-    assert [shape.rank(*shape.coordinates(rank)) for rank in range(12)] == list(range(12))
+    shape = GroupShape(tp=2, ep=3, pp=2, dp=2)
+    assert [shape.rank(*shape.coordinates(rank)) for rank in range(24)] == list(range(24))
+
+
+def test_every_lane_has_one_speaker_on_its_last_stage() -> None:
+    shape = GroupShape(tp=2, ep=3, pp=2, dp=2)
+    speakers = [shape.speaker(lane) for lane in range(shape.num_lanes)]
+    assert [shape.lane(rank) for rank in speakers] == list(range(6))
+    assert {(shape.coordinates(rank).tp, shape.coordinates(rank).pp) for rank in speakers} == {(0, 1)}

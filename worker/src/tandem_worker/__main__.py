@@ -11,12 +11,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
-import json
 import logging
 import os
 import signal
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,12 +22,16 @@ from typing import TYPE_CHECKING
 from tandem_api import names
 from tandem_api.launch import WorkerConfig
 
+from tandem_worker.ending import end_process
 from tandem_worker.environment import PodFacts, observe_pod, observe_threads, prepare_environment
-from tandem_worker.errors import StartupError
+from tandem_worker.errors import GroupLostError, StartupError
 from tandem_worker.observe.logging import configure_logging
 
 if TYPE_CHECKING:
     from tandem_worker.bootstrap import Worker
+    from tandem_worker.group.leading import LeadingPod
+    from tandem_worker.group.link import Loss
+    from tandem_worker.group.topology import NodePlace
 
 logger = logging.getLogger("tandem_worker")
 
@@ -42,54 +43,74 @@ def main(arguments: Sequence[str] | None = None) -> None:
     pod = observe_pod(os.environ)
     configure_logging(pod.log_level, {"pod": pod.pod})
     try:
+        if options.follow:
+            from tandem_worker.group.following import run_child
+
+            run_child(pod)
         config = _configure(options.config, pod)
         _run(config, pod, options.host)
     except StartupError as error:
-        _fail(pod, error.reason, str(error))
+        end_process(pod, error.reason, str(error))
     except Exception as error:
         logger.exception("the worker cannot start")
-        _fail(pod, "StartFailed", f"The worker failed unexpectedly: {type(error).__name__}: {error}")
+        end_process(pod, "StartFailed", f"The worker failed unexpectedly: {type(error).__name__}: {error}")
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tandem-worker", description="The Tandem inference worker.")
     parser.add_argument("--config", type=Path, default=Path(names.CONFIG_PATH), help="launch configuration (JSON)")
     parser.add_argument("--host", default=None, help="address to listen on (default: all)")
+    # A worker starts the processes of its other ranks itself, and orders them on their standard input.
+    parser.add_argument("--follow", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
 
 def _configure(path: Path, pod: PodFacts) -> WorkerConfig:
     """Read the configuration, then set up what torch and others read when they are imported."""
     from tandem_worker.bootstrap import load_config
+    from tandem_worker.group.topology import plan_node
 
     config = load_config(path)
     configure_logging(pod.log_level, {"pod": pod.pod, "model": config.model_name, "role": config.role.value})
-    prepare_environment(os.environ, num_threads=observe_threads(), cache_dir=config.model.cache_dir)
+    num_threads = max(1, observe_threads() // len(plan_node(config.group, pod.pod).ranks))
+    prepare_environment(os.environ, num_threads=num_threads, cache_dir=config.model.cache_dir)
     return config
 
 
 def _run(config: WorkerConfig, pod: PodFacts, host: str | None) -> None:
     import uvloop
 
+    from tandem_worker.group.topology import check_support, plan_node
+
+    place = plan_node(config.group, pod.pod)
+    check_support(config)
     address = host or ("::" if ":" in pod.pod_ip else "0.0.0.0")
+    if place.leads:
+        process = _Process(config, pod, place)
+    else:
+        from tandem_worker.group.following import FollowerPod
+
+        process = FollowerPod(config, pod, place)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_Process(config, pod).run(address))
+        runner.run(process.run(address))
 
 
 class _Process:
     """The life of the process on its event loop."""
 
-    def __init__(self, config: WorkerConfig, pod: PodFacts) -> None:
+    def __init__(self, config: WorkerConfig, pod: PodFacts, place: NodePlace) -> None:
         from tandem_worker.bootstrap import Progress, Switches
 
         self._config = config
         self._pod = pod
+        self._place = place
         self._progress = Progress()
         self._switches = Switches()
         self._stop = asyncio.Event()
+        self._lost: Loss | None = None
 
     async def run(self, host: str) -> None:
-        from tandem_worker.bootstrap import build_worker
+        from tandem_worker.group.link import Loss
         from tandem_worker.server.serving import serve
         from tandem_worker.staging import StagedApp
 
@@ -100,18 +121,69 @@ class _Process:
             raise StartupError("PortInUse", f"Port {self._config.http_port} cannot be opened: {error}") from error
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+        group = self._open_group()
         try:
-            worker = await asyncio.to_thread(build_worker, self._config, self._pod, self._progress, self._switches)
-        except BaseException:
+            worker = await self._build(group)
+        except BaseException as error:
+            if group is not None:
+                group.leader.lose(Loss(f"rank 0 cannot start: {error}", getattr(error, "reason", "GroupLost")))
             await server.stop()
             raise
         await app.install(worker.app)
         self._switches.ready = True
         await self._stop.wait()
         await self._drain(worker)
+        if self._lost is not None:
+            await worker.fail(self._lost.message)
+            end_process(self._pod, self._lost.reason, self._lost.message)
         await server.stop(grace_seconds=1.0)
         await asyncio.to_thread(worker.close)
         logger.info("ended")
+
+    async def _build(self, group: LeadingPod | None) -> Worker:
+        """Raises StartupError; GroupLostError without waiting for a step that a lost rank will never take part in."""
+        from tandem_worker.bootstrap import build_worker
+
+        building = asyncio.ensure_future(
+            asyncio.to_thread(build_worker, self._config, self._pod, self._progress, self._switches, group)
+        )
+        stopped = asyncio.ensure_future(self._stop.wait())
+        await asyncio.wait({building, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if self._lost is not None:
+            end_process(self._pod, self._lost.reason, self._lost.message)
+        try:
+            return await building
+        except GroupLostError:
+            await stopped  # the cause comes by way of `on_lost`
+            assert self._lost is not None
+            end_process(self._pod, self._lost.reason, self._lost.message)
+        finally:
+            stopped.cancel()
+
+    def _open_group(self) -> LeadingPod | None:
+        if self._config.group.parallelism.num_ranks == 1:
+            return None
+        from tandem_worker.group.leading import LeadingPod
+
+        loop = asyncio.get_running_loop()
+
+        def on_lost(cause: Loss) -> None:
+            loop.call_soon_threadsafe(self._on_lost, cause)
+
+        def on_leaving() -> None:
+            loop.call_soon_threadsafe(self._on_leaving)
+
+        return LeadingPod(self._config, self._pod, self._place, on_lost=on_lost, on_leaving=on_leaving)
+
+    def _on_lost(self, cause: Loss) -> None:
+        self._lost = cause
+        self._switches.draining = True
+        self._stop.set()
+
+    def _on_leaving(self) -> None:
+        """Another pod of the group must end. That ends the group, so finish what is running."""
+        if self._switches.ready and not self._switches.draining:
+            self._on_signal()
 
     def _on_signal(self) -> None:
         if not self._switches.ready or self._switches.draining:
@@ -123,26 +195,19 @@ class _Process:
         self._stop.set()
 
     async def _drain(self, worker: Worker) -> None:
+        """Until nothing is left to finish, or nothing can be finished any more."""
         worker.drain()
         timeout = self._config.drain_timeout_seconds
         logger.info("draining for at most %g s", timeout)
         deadline = time.monotonic() + timeout
         # The engine ends requests on its own thread and has nobody to tell: a look now and then is all it takes.
-        while not worker.idle and worker.engine.failure is None and time.monotonic() < deadline:  # noqa: ASYNC110
+        while not worker.idle and not self._is_broken(worker) and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(_DRAIN_POLL_SECONDS)
         if not worker.idle:
             logger.warning("requests are cut off: the drain timeout has passed or the engine has failed")
 
-
-def _fail(pod: PodFacts, reason: str, message: str) -> None:
-    """Tell the operator, through the kubelet, and a person, through the log. Ends the process."""
-    logger.critical("cannot start: %s", message, extra={"reason": reason})
-    if pod.termination_path.exists():  # the kubelet makes it; outside Kubernetes there is none
-        with contextlib.suppress(OSError):
-            pod.termination_path.write_text(json.dumps({"reason": reason, "message": message[:3000]}))
-    logging.shutdown()
-    sys.stderr.flush()
-    os._exit(1)  # threads of torch or of a half-built engine must not keep the pod from restarting
+    def _is_broken(self, worker: Worker) -> bool:
+        return self._lost is not None or worker.engine.failure is not None
 
 
 if __name__ == "__main__":

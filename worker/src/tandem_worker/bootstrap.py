@@ -6,6 +6,8 @@ answers probes meanwhile. Heavy imports are inside, so that the environment can 
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import logging
 import resource
@@ -21,7 +23,7 @@ from tandem_api.names import Role
 
 from tandem_worker.control.params import EmbeddingSpec, FinishReason, GenerationRequest, SamplingParams, TokenDelta
 from tandem_worker.environment import PodFacts
-from tandem_worker.errors import StartupError
+from tandem_worker.errors import GroupLostError, StartupError
 from tandem_worker.observe.metrics import WorkerFacts, WorkerSample, build_metrics_text, build_telemetry
 from tandem_worker.observe.nvml import GpuReader
 from tandem_worker.observe.requests import RequestMetrics
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from tandem_worker.engine.core import EngineCore
+    from tandem_worker.engine.group_executor import GroupSeat
+    from tandem_worker.group.leading import LeadingPod
     from tandem_worker.models.base import CausalLM
     from tandem_worker.transfer.client import TcpPrefillClient
     from tandem_worker.transfer.server import TcpPrefillServer
@@ -89,6 +93,7 @@ class Worker:
     hub: DeltaHub
     prefill_server: TcpPrefillServer | None
     prefill_client: TcpPrefillClient | None
+    group: LeadingPod | None = None
 
     @property
     def idle(self) -> bool:
@@ -105,6 +110,17 @@ class Worker:
         if self.prefill_client is not None:
             self.prefill_client.close()
         self.engine.stop(timeout=5.0)
+        if self.group is not None:
+            self.group.stop()
+
+    async def fail(self, cause: str, grace_seconds: float = 2.0) -> None:
+        """End every request with an error, for the engine cannot; on the event loop. Waits until they are answered."""
+        self.engine.fail(GroupLostError(cause))
+        self.hub.fail_all(f"The worker has lost a part of itself: {cause}")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_seconds):
+                while self.hub.num_open:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -142,41 +158,56 @@ def load_config(path: Path) -> WorkerConfig:
         raise StartupError("InvalidConfig", f"The configuration {path} is not valid: {error}") from error
 
 
-def build_worker(config: WorkerConfig, pod: PodFacts, progress: Progress, switches: Switches) -> Worker:
-    """Raises StartupError with a reason for everything a person can mend."""
+def build_worker(
+    config: WorkerConfig, pod: PodFacts, progress: Progress, switches: Switches, group: LeadingPod | None = None
+) -> Worker:
+    """`group`: the other ranks, where there are any, which this process leads.
+
+    Raises StartupError with a reason for everything a person can mend, GroupLostError when another rank cannot go on.
+    """
+    from tandem_worker.sources.digest import model_digest
+    from tandem_worker.sources.resolve import resolve_model
+
+    progress.enter("fetching the model")
+    path = resolve_model(config.model, pod.token)
+    if group is not None:
+        group.start(path)
     progress.enter("loading libraries")
     from tandem_worker.engine.build import build_engine
     from tandem_worker.models.loader import load_model
     from tandem_worker.models.tokenizer import load_tokenizer
+    from tandem_worker.parallel.context import SINGLE
     from tandem_worker.server.app import build_app
-    from tandem_worker.sources.digest import model_digest
-    from tandem_worker.sources.resolve import resolve_model
     from tandem_worker.transfer.client import TcpPrefillClient
 
     device = resolve_device(config.device)
     memory = _Memory(on_gpu=device.type == "cuda")
-    progress.enter("fetching the model")
-    path = resolve_model(config.model, pod.token)
     digest = model_digest(path)
     progress.enter("loading the tokenizer")
     tokenizer = load_tokenizer(path)
+    seat = None
+    if group is not None:
+        progress.enter("waiting for the group")
+        seat = group.form(path, device, resolve_dtype(config.dtype))
     progress.enter("loading weights")
     before = memory.observe()
-    model = load_model(path, device=device, dtype=resolve_dtype(config.dtype))
+    model = load_model(
+        path, device=device, dtype=resolve_dtype(config.dtype), context=SINGLE if seat is None else seat.context
+    )
     memory.by_kind["weights"] = max(0, memory.observe() - before)
     progress.enter("allocating the KV cache")
     hub = DeltaHub()
     delivery = Delivery(hub)
     client = TcpPrefillClient(verify=config.kv.verify) if config.role is Role.DECODE else None
     end_tokens = observe_end_tokens(path, tokenizer)
-    engine = build_engine(model, config, delivery, client, eos_token_ids=end_tokens, model_digest=digest)
+    engine = build_engine(model, config, delivery, client, eos_token_ids=end_tokens, model_digest=digest, group=seat)
     cache = engine.kv_cache
     memory.by_kind["kv"] = cache.num_blocks * cache.spec.bytes_per_block
     memory.by_kind["other"] = before
     progress.enter("warming up")
     warm_up(engine, delivery, model.embedding)
     progress.enter("starting the KV transport")
-    server = _connect_transport(engine, client, config, pod, digest)
+    server = _connect_transport(engine, client, config, pod, digest, seat)
     figures = _Figures(config, pod, switches, engine, server or client, _gpu_reader(device), memory.by_kind)
     app = build_app(
         engine,
@@ -196,10 +227,19 @@ def build_worker(config: WorkerConfig, pod: PodFacts, progress: Progress, switch
     )
     progress.enter("ready")
     _log_ready(config, model, engine, progress, memory)
-    return Worker(config=config, app=app, engine=engine, hub=hub, prefill_server=server, prefill_client=client)
+    return Worker(
+        config=config,
+        app=app,
+        engine=engine,
+        hub=hub,
+        prefill_server=server,
+        prefill_client=client,
+        group=group,
+    )
 
 
-def resolve_device(device: Device) -> torch.device:
+def resolve_device(device: Device, local_rank: int = 0) -> torch.device:
+    """`local_rank` chooses among the GPUs of the pod. Raises StartupError."""
     import torch
 
     if device == "CPU" or (device == "Auto" and not torch.cuda.is_available()):
@@ -210,7 +250,14 @@ def resolve_device(device: Device) -> torch.device:
             "spec.engine.device is CUDA, but the container sees no GPU: ask for one in resources.limits, "
             "for example nvidia.com/gpu, or set the device to Auto or CPU.",
         )
-    return torch.device("cuda", torch.cuda.current_device())
+    if local_rank >= torch.cuda.device_count():
+        raise StartupError(
+            "DeviceUnavailable",
+            f"The container sees {torch.cuda.device_count()} GPUs, too few for a rank each: ask for as many in "
+            "resources.limits as there are ranks in a pod.",
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
 
 
 def resolve_dtype(dtype: DType) -> torch.dtype | None:
@@ -251,26 +298,38 @@ def warm_up(engine: EngineCore, delivery: Delivery, embedding: EmbeddingSpec | N
 
 
 def _connect_transport(
-    engine: EngineCore, client: TcpPrefillClient | None, config: WorkerConfig, pod: PodFacts, digest: str
+    engine: EngineCore,
+    client: TcpPrefillClient | None,
+    config: WorkerConfig,
+    pod: PodFacts,
+    digest: str,
+    seat: GroupSeat | None,
 ) -> TcpPrefillServer | None:
+    from tandem_worker.group.transport import group_identity, listening_host, start_server
     from tandem_worker.transfer.base import Identity
     from tandem_worker.transfer.blocks import BlockSpace
     from tandem_worker.transfer.server import TcpPrefillServer
 
     if config.role not in {Role.PREFILL, Role.DECODE}:
         return None
-    space = BlockSpace(engine.kv_cache)
-    identity = Identity(worker=pod.pod, revision=config.revision, model_digest=digest, layout=space.layout.fingerprint)
+    leader = None
+    if seat is None or seat.plan is None:
+        space = BlockSpace(engine.kv_cache)
+        layout = space.layout.fingerprint
+        identity = Identity(worker=pod.pod, revision=config.revision, model_digest=digest, layout=layout)
+    else:
+        leader = seat.leader
+        space = BlockSpace(engine.kv_cache, seat.plan.ranks[0].shard, seat.plan.layout)
+        identity = group_identity(config, pod, digest, seat.plan)
     if client is not None:
-        client.bind(engine, space, identity)
+        if leader is not None:
+            leader.on_answer = client.handle
+        client.bind(engine, space, identity, leader)
         return None
-    host = "::" if ":" in pod.pod_ip else "0.0.0.0"
-    server = TcpPrefillServer(engine=engine, space=space, identity=identity, host=host, port=config.kv.port)
-    try:
-        server.start()
-    except OSError as error:
-        raise StartupError("PortInUse", f"The KV port {config.kv.port} cannot be opened: {error}") from error
-    return server
+    server = TcpPrefillServer(
+        engine=engine, space=space, identity=identity, host=listening_host(pod), port=config.kv.port, group=leader
+    )
+    return start_server(server, config.kv.port)
 
 
 class _Figures:

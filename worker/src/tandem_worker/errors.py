@@ -4,6 +4,7 @@ WorkerError
 ├── RequestError           the client's request cannot be served as it is (HTTP 4xx)
 │   └── ContextLengthError prompt plus output exceed what the model or the block space holds
 ├── StartupError           the worker cannot start; reason and message end in the pod's termination message
+├── GroupLostError         a process of this worker's group is gone: nothing can be computed any more
 ├── TransferError          a KV transfer failed; the request falls back to local prefill
 └── EngineStoppedError     the engine no longer takes requests (draining or dead)
 """
@@ -38,6 +39,10 @@ class StartupError(WorkerError):
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
         self.reason = reason
+
+
+class GroupLostError(WorkerError):
+    """A process of the group is gone, so that this one must end too; the message says which and why."""
 
 
 class TransferError(WorkerError):

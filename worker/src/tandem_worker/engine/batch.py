@@ -1,4 +1,7 @@
-"""From a step's plan to the tensors of one `ForwardBatch`.
+"""From a step's plan to the tensors of one `ForwardBatch`, in two halves.
+
+`describe` turns a plan into a `StepInput`: flat host arrays without anything that follows from the rest. `assemble`
+turns that into tensors. Every rank of a group assembles the same description; only the first one describes.
 
 The block table of every running sequence lives in one row of a table that persists between steps; a step writes only
 the entries that are new. A step in which all running sequences decode uses the table in place.
@@ -15,6 +18,20 @@ import torch
 from tandem_worker.control.plan import Chunk, StepPlan
 from tandem_worker.control.request import Sequence
 from tandem_worker.models.base import ForwardBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInput:
+    """One step over B sequences with T new tokens. Positions and slots follow from lengths and the block table."""
+
+    copies: np.ndarray  # [C, 2] int64, (source, target) blocks, copied before anything else
+    token_ids: np.ndarray  # [T] int64; `~place` where only the device knows the token: see `BatchBuilder.assemble`
+    rows: np.ndarray  # [B] int64, each sequence's row of the block table
+    query_lens: np.ndarray  # [B] int64
+    context_lens: np.ndarray  # [B] int64, new tokens included
+    logits_rows: np.ndarray  # [N] int64, rows of T
+    table_runs: np.ndarray  # [R, 3] int64: row, first column and end of what changed in the block table
+    table_values: np.ndarray  # block ids of these runs, one run after another
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +56,8 @@ class BlockTable:
         self._shared = torch.from_numpy(self.host)
         self._tensor = self._shared if device.type == "cpu" else self._shared.to(device)
 
-    def sync(self, sequences: list[Sequence]) -> None:
-        """Write what changed in these sequences' blocks since their last step."""
+    def sync(self, sequences: list[Sequence]) -> list[tuple[int, int, int]]:
+        """Write what changed in these sequences' blocks since their last step: `(row, first column, end)` each."""
         dirty: list[tuple[int, int, int]] = []
         host, filled = self.host, self._filled
         for sequence in sequences:
@@ -56,82 +73,113 @@ class BlockTable:
             filled[row] = count
             sequence.num_synced = count
             dirty.append((row, synced, end))
-        if dirty and self._tensor is not self._shared:
-            self._upload(dirty)
+        return dirty
 
-    def _upload(self, dirty: list[tuple[int, int, int]]) -> None:
+    def read(self, runs: list[tuple[int, int, int]]) -> np.ndarray:
+        """The block ids of these runs, one run after another."""
+        if not runs:
+            return np.zeros(0, dtype=np.int32)
+        return np.concatenate([self.host[row, start:end] for row, start, end in runs])
+
+    def write(self, runs: np.ndarray, values: np.ndarray) -> None:
+        """Apply what another rank's `sync` found; where it was this table's own, only the device's copy lacks it."""
+        if not len(runs):
+            return
         width = self.host.shape[1]
-        index = np.concatenate([np.arange(row * width + start, row * width + end) for row, start, end in dirty])
-        values = self.host.reshape(-1)[index]
-        target = self._tensor.view(-1)
-        target[torch.from_numpy(index).to(self._device)] = torch.from_numpy(values).to(self._device)
+        index = np.concatenate([np.arange(row * width + start, row * width + end) for row, start, end in runs])
+        self.host.reshape(-1)[index] = values
+        if self._tensor is not self._shared:
+            target = self._tensor.view(-1)
+            values = values.astype(np.int32, copy=False)
+            target[torch.from_numpy(index).to(self._device)] = torch.from_numpy(values).to(self._device)
 
-    def select(self, rows: list[int], width: int) -> torch.Tensor:
+    def select(self, rows: np.ndarray, width: int) -> torch.Tensor:
         """`[len(rows), width]`; a view where the rows are the first ones in order."""
-        if rows[-1] == len(rows) - 1 and rows == list(range(len(rows))):
+        if rows[-1] == len(rows) - 1 and bool((rows == np.arange(len(rows))).all()):
             return self._tensor[: len(rows), :width]
-        index = torch.tensor(rows, device=self._device)
-        return self._tensor[:, :width].index_select(0, index)
+        return self._tensor[:, :width].index_select(0, torch.from_numpy(rows).to(self._device))
 
 
 class BatchBuilder:
     def __init__(self, *, max_rows: int, max_blocks: int, block_size: int, device: torch.device) -> None:
-        self.table = BlockTable(max_rows, max_blocks, device)
+        self.table = BlockTable(max_rows + 1, max_blocks, device)  # the last row stays 0
         self._block_size = block_size
         self._device = device
 
-    def build(
-        self, plan: StepPlan, on_layer: Callable[[int], None] | None, chosen: torch.Tensor | None = None
-    ) -> tuple[ForwardBatch, LogitsLayout]:
-        """`chosen`: `[N]` tokens of the step under way, each at its sequence's `chosen_at`."""
+    def describe(self, plan: StepPlan) -> tuple[StepInput, LogitsLayout]:
         decodes = sorted(plan.decodes, key=_row_of)
-        sequences = decodes + [chunk.sequence for chunk in plan.chunks]
-        self.table.sync(sequences)
-        tokens, positions, slots = self._decode_arrays(decodes)
-        query_lens = [1] * len(decodes)
-        context_lens = [position + 1 for position in positions]
-        arrays = [np.array([tokens, positions, slots], dtype=np.int64)]
-        for chunk in plan.chunks:
-            arrays.append(self._chunk_arrays(chunk))
-            query_lens.append(chunk.length)
-            context_lens.append(chunk.end)
-        layout, logits_rows = self._layout(decodes, plan.chunks)
-        inputs = self._to_device(np.concatenate(arrays, axis=1) if plan.chunks else arrays[0])
-        if min(tokens, default=0) < 0:
-            assert chosen is not None
-            self._fill_late(inputs[0], arrays[0][0], chosen)
-        lengths = np.zeros((2, len(sequences) + 1), dtype=np.int32)
+        chunks = plan.chunks
+        sequences = decodes + [chunk.sequence for chunk in chunks]
+        runs = self.table.sync(sequences)
+        positions = [sequence.num_planned - 1 for sequence in decodes]
+        tokens = [np.array(_newest_tokens(decodes, positions), dtype=np.int64)]
+        tokens += [np.asarray(chunk.sequence.slice_tokens(chunk.start, chunk.end), dtype=np.int64) for chunk in chunks]
+        layout, logits_rows = self._layout(decodes, chunks)
+        step = StepInput(
+            copies=np.array(plan.copies, dtype=np.int64).reshape(-1, 2),
+            token_ids=np.concatenate(tokens) if chunks else tokens[0],
+            rows=np.array([sequence.row for sequence in sequences], dtype=np.int64),
+            query_lens=np.array([1] * len(decodes) + [chunk.length for chunk in chunks], dtype=np.int64),
+            context_lens=np.array(
+                [position + 1 for position in positions] + [chunk.end for chunk in chunks], dtype=np.int64
+            ),
+            logits_rows=np.array(logits_rows, dtype=np.int64),
+            table_runs=np.array(runs, dtype=np.int64).reshape(-1, 3),
+            table_values=self.table.read(runs),
+        )
+        return step, layout
+
+    def describe_padding(self) -> StepInput:
+        """One token that is written to block 0 and whose logits nobody wants."""
+        none = np.zeros(0, dtype=np.int64)
+        return StepInput(
+            copies=none.reshape(0, 2),
+            token_ids=np.zeros(1, dtype=np.int64),
+            rows=np.array([len(self.table.host) - 1]),
+            query_lens=np.ones(1, dtype=np.int64),
+            context_lens=np.ones(1, dtype=np.int64),
+            logits_rows=none,
+            table_runs=none.reshape(0, 3),
+            table_values=none,
+        )
+
+    def assemble(
+        self,
+        step: StepInput,
+        on_layer: Callable[[int], None] | None = None,
+        chosen: torch.Tensor | None = None,
+    ) -> ForwardBatch:
+        """`chosen`: `[N]` tokens of the step under way, each at its sequence's `chosen_at`."""
+        self.table.write(step.table_runs, step.table_values)
+        size, query_lens, context_lens = self._block_size, step.query_lens, step.context_lens
+        num_tokens, num_sequences = len(step.token_ids), len(query_lens)
+        inputs = np.empty((3, num_tokens), dtype=np.int64)
+        inputs[0] = step.token_ids
+        lengths = np.zeros((2, num_sequences + 1), dtype=np.int32)
         np.cumsum(query_lens, out=lengths[0, 1:])
         lengths[1, :-1] = context_lens
-        shape = self._to_device(lengths)
-        batch = ForwardBatch(
-            token_ids=inputs[0],
-            positions=inputs[1],
-            slot_mapping=inputs[2],
-            block_tables=self.table.select(
-                [sequence.row for sequence in sequences], -(-max(context_lens) // self._block_size)
-            ),
+        positions, rows = context_lens - 1, step.rows
+        if num_tokens != num_sequences:
+            positions = np.arange(num_tokens) + np.repeat(context_lens - lengths[0, 1:], query_lens)
+            rows = np.repeat(rows, query_lens)
+        inputs[1] = positions
+        inputs[2] = self.table.host[rows, positions // size] * np.int64(size) + positions % size
+        inputs_there, shape = self._to_device(inputs), self._to_device(lengths)
+        if int(step.token_ids.min()) < 0:
+            assert chosen is not None
+            self._fill_late(inputs_there[0], step.token_ids, chosen)
+        return ForwardBatch(
+            token_ids=inputs_there[0],
+            positions=inputs_there[1],
+            slot_mapping=inputs_there[2],
+            block_tables=self.table.select(step.rows, -(-int(context_lens.max()) // size)),
             query_start=shape[0],
             context_lens=shape[1, :-1],
-            logits_rows=self._to_device(np.array(logits_rows, dtype=np.int64)),
-            query_lens_host=tuple(query_lens),
-            context_lens_host=tuple(context_lens),
+            logits_rows=self._to_device(step.logits_rows),
+            query_lens_host=tuple(query_lens.tolist()),
+            context_lens_host=tuple(context_lens.tolist()),
             on_layer=on_layer,
         )
-        return batch, layout
-
-    def _decode_arrays(self, decodes: list[Sequence]) -> tuple[list[int], list[int], list[int]]:
-        size = self._block_size
-        positions = [sequence.num_planned - 1 for sequence in decodes]
-        tokens = [
-            sequence.output[-1] if position < sequence.num_prompt + len(sequence.output) else ~sequence.chosen_at
-            for sequence, position in zip(decodes, positions, strict=True)
-        ]
-        slots = [
-            sequence.block_ids[position // size] * size + position % size
-            for sequence, position in zip(decodes, positions, strict=True)
-        ]
-        return tokens, positions, slots
 
     def _fill_late(self, token_ids: torch.Tensor, known: np.ndarray, chosen: torch.Tensor) -> None:
         """Take the tokens that the host does not know yet from where they were chosen; `known` has `~place` there."""
@@ -142,16 +190,6 @@ class BatchBuilder:
         else:
             index = self._to_device(np.stack([rows, places]))
             token_ids[index[0]] = chosen[index[1]]
-
-    def _chunk_arrays(self, chunk: Chunk) -> np.ndarray:
-        """`[3, length]`: token ids, positions, slots. Chunks begin at a block boundary."""
-        size = self._block_size
-        arrays = np.empty((3, chunk.length), dtype=np.int64)
-        arrays[0] = chunk.sequence.slice_tokens(chunk.start, chunk.end)
-        positions = np.arange(chunk.start, chunk.end)
-        arrays[1] = positions
-        arrays[2] = self.table.host[chunk.sequence.row, positions // size] * np.int64(size) + positions % size
-        return arrays
 
     @staticmethod
     def _layout(decodes: list[Sequence], chunks: list[Chunk]) -> tuple[LogitsLayout, list[int]]:
@@ -179,6 +217,14 @@ class BatchBuilder:
         if self._device.type == "cpu":
             return host
         return host.pin_memory().to(self._device, non_blocking=True)
+
+
+def _newest_tokens(decodes: list[Sequence], positions: list[int]) -> list[int]:
+    """The token at each position; `~place` where the host does not know it yet."""
+    return [
+        sequence.output[-1] if position < sequence.num_prompt + len(sequence.output) else ~sequence.chosen_at
+        for sequence, position in zip(decodes, positions, strict=True)
+    ]
 
 
 def _row_of(sequence: Sequence) -> int:

@@ -14,11 +14,11 @@ from tandem_worker.control.scheduler import Scheduler
 from tandem_worker.engine.base import DeliverFunction, PrefillClient
 from tandem_worker.engine.core import EngineCore
 from tandem_worker.engine.executor import ModelExecutor
+from tandem_worker.engine.group_executor import GroupExecutor, GroupSeat
 from tandem_worker.engine.memory import (
     observe_available_memory,
-    observe_kv_memory,
+    observe_num_blocks,
     plan_max_model_len,
-    plan_num_blocks,
     plan_num_host_blocks,
 )
 from tandem_worker.errors import StartupError
@@ -39,47 +39,55 @@ def build_engine(
     cuda_graphs: bool = False,
     runs_ahead: bool | None = None,
     clock: Callable[[], float] | None = None,
+    group: GroupSeat | None = None,
 ) -> EngineCore:
     """An engine that starts with its first request. Raises StartupError when memory or lengths do not fit.
 
-    `runs_ahead` (see `StepRunner`): None is yes on a GPU; a CPU computes on the thread that would plan meanwhile.
+    `runs_ahead` (see `StepRunner`): None is yes on a single GPU. A CPU computes on the thread that would plan
+    meanwhile, and the ranks of a group are told tokens that the host knows.
 
     The model serves this engine alone: it may keep scratch space between calls. `cuda_graphs` records decode steps.
-    A prefill client that needs the engine's `kv_cache` may be set afterwards, as `engine.prefill_client`.
+    A prefill client that needs the engine's `kv_cache` may be set afterwards, as `engine.prefill_client`. With a
+    `group`, this process is rank 0, `model` is its share, and the others have loaded theirs or soon will.
     """
-    spec = model.kv_cache_spec(config.kv.block_size)
-    memory = config.kv.memory_bytes
-    if memory is None:
-        memory = observe_kv_memory(model.device)
-    num_blocks = plan_num_blocks(memory, spec.bytes_per_block)
-    max_model_len = plan_max_model_len(
-        config.max_model_len, model.max_position_embeddings, num_blocks, config.kv.block_size
-    )
+    block_size = config.kv.block_size
+    reports = [] if group is None else group.collect(model, config, model_digest)
+    num_blocks = min((report.num_blocks for report in reports), default=0) or observe_num_blocks(model, config)
+    max_model_len = plan_max_model_len(config.max_model_len, model.max_position_embeddings, num_blocks, block_size)
     clocks = {} if clock is None else {"clock": clock}
+    spec = model.kv_cache_spec(block_size)
     num_host_blocks = plan_num_host_blocks(
         config.kv.host_memory_bytes, spec.bytes_per_block, observe_available_memory()
     )
-    scheduler = Scheduler(
-        _plan_limits(config),
-        BlockManager(num_blocks, config.kv.block_size),
-        host=HostBlocks(num_host_blocks),
-        **clocks,
-    )
+    num_lanes = 1 if group is None else group.shape.num_lanes
+    schedulers = [
+        Scheduler(
+            _plan_limits(config), BlockManager(num_blocks, block_size), host=HostBlocks(num_host_blocks), **clocks
+        )
+        for _ in range(num_lanes)
+    ]
     kv_cache = allocate_kv_cache(spec, num_blocks, torch.device(model.device))
-    executor = ModelExecutor(model, kv_cache, max_rows=scheduler.max_running, max_model_len=max_model_len)
+    max_rows = schedulers[0].max_running
+    if group is None:
+        executor = ModelExecutor(model, kv_cache, max_rows=max_rows, max_model_len=max_model_len)
+    else:
+        plan = group.announce(reports, max_rows=max_rows, max_model_len=max_model_len)
+        executor = GroupExecutor(model, kv_cache, group, plan)
     if num_host_blocks:
         executor.add_host_store(num_host_blocks)
+    if runs_ahead is None:
+        runs_ahead = model.device.type == "cuda" and group is None
     if cuda_graphs and model.device.type == "cuda":
         executor.record_graphs()
     engine = EngineCore(
-        scheduler=scheduler,
+        schedulers=schedulers,
         executor=executor,
         deliver=deliver,
         eos_token_ids=frozenset(eos_token_ids),
         max_model_len=max_model_len,
         model_digest=model_digest,
         max_queued_requests=config.scheduler.max_queued_requests,
-        runs_ahead=model.device.type == "cuda" if runs_ahead is None else runs_ahead,
+        runs_ahead=runs_ahead,
         target_step_seconds=_CPU_STEP_SECONDS if model.device.type == "cpu" else None,
         **clocks,
     )

@@ -10,12 +10,12 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 
-from tandem_worker.control.params import GenerationRequest, SamplingParams, TokenDelta
+from tandem_worker.control.params import GenerationRequest, SamplingParams
 from tandem_worker.control.plan import StepPlan
 from tandem_worker.control.prefix_cache import build_chain_root, extend_chain
 from tandem_worker.control.request import Request
@@ -30,6 +30,8 @@ from tandem_worker.engine.base import (
     RemotePrefillResult,
 )
 from tandem_worker.engine.executor import ModelExecutor
+from tandem_worker.engine.group_executor import GroupExecutor
+from tandem_worker.engine.lanes import LaneRunner
 from tandem_worker.engine.runner import StepRunner
 from tandem_worker.engine.snapshot import build_stats
 from tandem_worker.errors import EngineStoppedError, RequestError
@@ -44,7 +46,7 @@ class EngineCore:
     def __init__(
         self,
         *,
-        scheduler: Scheduler,
+        schedulers: Sequence[Scheduler],
         executor: ModelExecutor,
         deliver: DeliverFunction,
         eos_token_ids: frozenset[int],
@@ -55,21 +57,28 @@ class EngineCore:
         runs_ahead: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
+        """One scheduler, or one for each lane of a group's executor."""
         self.max_model_len = max_model_len
-        self._scheduler = scheduler
+        self._scheduler = schedulers[0]
         self._executor = executor
         self._deliver = deliver
         self._model_digest = model_digest
         self._max_queued_requests = max_queued_requests
         self._clock = clock
-        self._runner = StepRunner(
-            scheduler,
-            executor,
-            eos_token_ids=eos_token_ids,
-            target_step_seconds=target_step_seconds,
-            is_abandoned=self._is_abandoned,
-            runs_ahead=runs_ahead,
-        )
+        runners = [
+            StepRunner(
+                scheduler,
+                executor,
+                eos_token_ids=eos_token_ids,
+                target_step_seconds=target_step_seconds,
+                is_abandoned=self._is_abandoned if executor.can_abandon else lambda plan: False,
+                runs_ahead=runs_ahead,
+            )
+            for scheduler in schedulers
+        ]
+        self._runner = runners[0]
+        if isinstance(executor, GroupExecutor) and len(runners) > 1:
+            self._runner = LaneRunner(runners, executor)
         self._wake = threading.Condition()
         self._commands: deque[Callable[[], None]] = deque()
         self._open: set[str] = set()
@@ -85,7 +94,7 @@ class EngineCore:
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._started = False
-        self._stats = build_stats(scheduler, self._runner, num_pending=0)
+        self._stats = build_stats(self._runner.lanes, num_pending=0)
 
     # -- any thread ----------------------------------------------------------------------------------------------
 
@@ -173,6 +182,10 @@ class EngineCore:
     def failure(self) -> BaseException | None:
         return self._failure
 
+    def fail(self, error: BaseException) -> None:
+        """Admit nothing any more, because of `error`: the step loop may wait forever for something that is gone."""
+        self._failure = self._failure or error
+
     def stop(self, timeout: float | None = 10.0) -> None:
         """End every request with ABORT and the thread with them."""
         with self._wake:
@@ -211,7 +224,10 @@ class EngineCore:
                 raise EngineStoppedError("the engine has ended")
             if request_id in open_ids:
                 raise RequestError(f"request id {request_id!r} is in use", status=409)
-            if self._scheduler.num_waiting + len(self._commands) >= self._max_queued_requests:
+            if (
+                sum(lane.scheduler.num_waiting for lane in self._runner.lanes) + len(self._commands)
+                >= self._max_queued_requests
+            ):
                 raise RequestError(
                     f"the engine's queue is full ({self._max_queued_requests} requests wait)",
                     code="queue_full",
@@ -293,17 +309,14 @@ class EngineCore:
     def _flush(self) -> None:
         """Publish the figures, then deliver, then forget what has ended: `idle` means delivered."""
         runner = self._runner
-        self._stats = build_stats(self._scheduler, runner, num_pending=len(self._commands))
-        deltas, runner.deltas = runner.deltas, []
+        self._stats = build_stats(runner.lanes, num_pending=len(self._commands))
+        deltas = runner.take_deltas()
         if not deltas:
             return
         try:
             self._deliver(deltas)
         except Exception:
             logger.exception("deltas could not be delivered")
-        for ended in _ended_requests(deltas, runner):
-            self._open.discard(ended)
-
-
-def _ended_requests(deltas: list[TokenDelta], runner: StepRunner) -> list[str]:
-    return [d.request_id for d in deltas if d.finish_reason is not None and d.request_id not in runner.requests]
+        for delta in deltas:
+            if delta.finish_reason is not None and not runner.knows(delta.request_id):
+                self._open.discard(delta.request_id)

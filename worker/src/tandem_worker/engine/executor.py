@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from tandem_worker.control.plan import StepPlan
-from tandem_worker.engine.batch import BatchBuilder
+from tandem_worker.engine.batch import BatchBuilder, StepInput
 from tandem_worker.engine.cuda_graphs import DecodeGraphs, Recorder, plan_batch_sizes
 from tandem_worker.engine.host_copy import HostCopier, HostCopy, build_copier
 from tandem_worker.engine.host_store import HostStore
 from tandem_worker.engine.sampler import choose_tokens
 from tandem_worker.engine.step import StepOutput
+from tandem_worker.errors import GroupLostError
 from tandem_worker.models.base import CausalLM, KVCache
 
 
 class ModelExecutor:
+    can_abandon = True
+    """A step may be left between layers, by an exception of its `on_layer`."""
+
     def __init__(
         self,
         model: CausalLM,
@@ -70,22 +75,27 @@ class ModelExecutor:
             assert self.host_store is not None
             self.host_store.move_in(plan.moves_in)
 
-    def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy-on-write: sources are as they were before this step. Targets are distinct."""
-        if not copies:
-            return
-        pairs = torch.tensor(copies, device=self.model.device)
-        for layer in self.kv_cache.layers:
-            layer.index_copy_(0, pairs[:, 1], layer.index_select(0, pairs[:, 0]))
-
     def run(self, plan: StepPlan, on_layer: Callable[[int], None] | None) -> StepOutput:
-        self._copy_blocks(plan.copies)
-        batch, layout = self._builder.build(plan, on_layer, self._chosen)
-        if self._graphs is not None and not plan.chunks:
+        step, layout = self._builder.describe(plan)
+        return StepOutput(self.compute(step, on_layer), layout)
+
+    def compute(self, step: StepInput, on_layer: Callable[[int], None] | None) -> torch.Tensor:
+        """Logits `[N, vocab]` of a described step."""
+        self._copy_blocks(step.copies)
+        batch = self._builder.assemble(step, on_layer, self._chosen)
+        if self._graphs is not None and on_layer is None:
             logits = self._graphs.run(batch)
             if logits is not None:
-                return StepOutput(logits, layout)
-        return StepOutput(self.model.forward(batch, self.kv_cache), layout)
+                return logits
+        return self.model.forward(batch, self.kv_cache)
+
+    def _copy_blocks(self, copies: np.ndarray) -> None:
+        """Copy-on-write: sources are as they were before this step. Targets are distinct."""
+        if not len(copies):
+            return
+        pairs = torch.from_numpy(copies).to(self.model.device)
+        for layer in self.kv_cache.layers:
+            layer.index_copy_(0, pairs[:, 1], layer.index_select(0, pairs[:, 0]))
 
     def choose(self, output: StepOutput) -> HostCopy:
         """Launch the choice of every next token, `[N]` int64 in the order of `layout.sequences`.
@@ -111,6 +121,6 @@ class ModelExecutor:
 
 
 def is_fatal(error: BaseException) -> bool:
-    """After a device error no later call on that device can be trusted."""
-    accelerator_error = getattr(torch, "AcceleratorError", ())
-    return isinstance(error, accelerator_error) or "CUDA error" in str(error)
+    """After a device error no later call on that device can be trusted; without one rank the others compute nothing."""
+    fatal = (GroupLostError, getattr(torch, "AcceleratorError", GroupLostError))
+    return isinstance(error, fatal) or "CUDA error" in str(error)

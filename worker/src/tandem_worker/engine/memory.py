@@ -9,6 +9,9 @@ from tandem_worker.errors import StartupError
 
 if TYPE_CHECKING:
     import torch
+    from tandem_api.launch import WorkerConfig
+
+    from tandem_worker.models.base import CausalLM
 
 _GIB = 1024**3
 _CUDA_FRACTION = 0.85
@@ -59,6 +62,16 @@ def plan_max_model_len(wanted: int | None, supported: int, num_blocks: int, bloc
             "KVCacheTooSmall", f"maxModelLen is {wanted}, but the KV cache holds {capacity} tokens; give it more memory"
         )
     return wanted
+
+
+def observe_num_blocks(model: CausalLM, config: WorkerConfig) -> int:
+    """KV blocks that this process has memory for. Ranks of one pod share what a pod without GPUs has."""
+    memory = config.kv.memory_bytes
+    if memory is None:
+        memory = observe_kv_memory(model.device)
+        if model.device.type == "cpu":
+            memory //= config.group.ranks_per_node
+    return plan_num_blocks(memory, model.kv_cache_spec(config.kv.block_size).bytes_per_block)
 
 
 def observe_kv_memory(device: torch.device) -> int:

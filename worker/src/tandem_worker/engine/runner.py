@@ -77,6 +77,20 @@ class StepRunner:
         self._prompt_scores: dict[str, list[TokenLogprob | None]] = {}
         self._pools: dict[str, Pool] = {}
 
+    @property
+    def lanes(self) -> tuple[StepRunner, ...]:
+        """This one alone; see `LaneRunner`."""
+        return (self,)
+
+    def knows(self, request_id: str) -> bool:
+        """Whether some choice of the request is still open."""
+        return request_id in self.requests
+
+    def take_deltas(self) -> list[TokenDelta]:
+        """What is to be delivered now."""
+        deltas, self.deltas = self.deltas, []
+        return deltas
+
     # -- commands ------------------------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:

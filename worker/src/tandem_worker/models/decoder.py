@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -77,10 +79,23 @@ class PreNormLayer:
 
 
 def stage_layers(num_layers: int, context: ParallelContext) -> range:
-    """Layers of this pipeline stage: equal shares, the first stages one longer where it does not divide."""
+    """Layers of this pipeline stage. Unless the context says which: equal shares, the first ones longer if need be."""
+    if context.layers is not None:
+        return context.layers
     share, longer = divmod(num_layers, context.pp_size)
     start = context.pp_rank * share + min(context.pp_rank, longer)
     return range(start, start + share + (context.pp_rank < longer))
+
+
+class PartSeconds(NamedTuple):
+    """How long the parts of one step took."""
+
+    enter: float
+    """Embedding, and what the layers share."""
+    layers: float
+    """All layers of this stage."""
+    leave: float
+    """Final norm and output projection."""
 
 
 class DecoderLM:
@@ -134,6 +149,24 @@ class DecoderLM:
         for layer, kv_layer in zip(self._layers, kv_cache.layers, strict=True):
             hidden = layer.forward(hidden, step, kv_layer)
         return self._leave(hidden, batch)
+
+    def time_parts(self, batch: ForwardBatch, kv_cache: KVCache) -> PartSeconds:
+        """As `forward`, on a clock: how long each part takes once the device has finished the one before."""
+        times = [self._clock()]
+        hidden = self._enter(batch)
+        step = self.begin_step(batch, kv_cache.spec.block_size)
+        times.append(self._clock())
+        for layer, kv_layer in zip(self._layers, kv_cache.layers, strict=True):
+            hidden = layer.forward(hidden, step, kv_layer)
+        times.append(self._clock())
+        self._leave(hidden, batch)
+        times.append(self._clock())
+        return PartSeconds(*(after - before for before, after in itertools.pairwise(times)))
+
+    def _clock(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
 
     def begin_step(self, batch: ForwardBatch, block_size: int) -> Step:
         """What the layers share; families override it to add their own."""

@@ -27,6 +27,10 @@ class ParallelContext:
     tp: Collective | None = field(default=None, compare=False)
     pp: Collective | None = field(default=None, compare=False)
     ep: Collective | None = field(default=None, compare=False)
+    layers: range | None = None
+    """Layers of this rank's pipeline stage; None shares them equally."""
+    world: Collective | None = field(default=None, compare=False)
+    """All ranks of the replica."""
 
     @property
     def world_size(self) -> int:

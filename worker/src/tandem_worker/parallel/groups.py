@@ -1,11 +1,8 @@
-"""Process groups over `torch.distributed`: gloo between CPUs, NCCL between GPUs.
-
-Ranks are numbered with the tensor axis innermost, then expert, then pipeline: ranks that talk most are neighbours.
-"""
+"""Process groups over `torch.distributed`: gloo between CPUs, NCCL between GPUs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -13,68 +10,47 @@ import torch.distributed as dist
 
 from tandem_worker.errors import StartupError
 from tandem_worker.parallel.context import ParallelContext
+from tandem_worker.parallel.shape import GroupShape, axis_ranks
 
 _TIMEOUT = timedelta(minutes=5)
 
 
-@dataclass(frozen=True, slots=True)
-class GroupShape:
-    """Ranks along each axis of a replica."""
-
-    tp: int = 1
-    ep: int = 1
-    pp: int = 1
-
-    @property
-    def world_size(self) -> int:
-        return self.tp * self.ep * self.pp
-
-    def coordinates(self, rank: int) -> tuple[int, int, int]:
-        """`(tp_rank, ep_rank, pp_rank)` of a global rank."""
-        return rank % self.tp, rank // self.tp % self.ep, rank // (self.tp * self.ep)
-
-    def rank(self, tp: int, ep: int, pp: int) -> int:
-        return (pp * self.ep + ep) * self.tp + tp
-
-
-def axis_ranks(shape: GroupShape, axis: str) -> list[list[int]]:
-    """Global ranks of every group along `axis`, in an order that all ranks agree on."""
-    groups: dict[tuple[int, ...], list[int]] = {}
-    index = ("tp", "ep", "pp").index(axis)
-    for rank in range(shape.world_size):
-        place = shape.coordinates(rank)
-        groups.setdefault(place[:index] + place[index + 1 :], []).append(rank)
-    return list(groups.values())
-
-
 def join_group(
-    shape: GroupShape, rank: int, *, init_method: str, device: torch.device, timeout: timedelta = _TIMEOUT
+    shape: GroupShape,
+    rank: int,
+    *,
+    store: dist.Store,  # pyright: ignore[reportPrivateImportUsage]
+    device: torch.device,
+    stage_ends: Sequence[int] | None = None,
+    timeout: timedelta = _TIMEOUT,
 ) -> ParallelContext:
-    """Meet the other ranks at `init_method` (for example `tcp://HOST:PORT` of ordinal 0) and say who this one is.
+    """Meet the other ranks in `store` and say who this one is. Stage i's layers end before layer `stage_ends[i]`.
 
-    Raises StartupError when they do not come together in time.
+    Raises StartupError when the others do not come in time.
     """
     backend = "nccl" if device.type == "cuda" else "gloo"
     try:
-        dist.init_process_group(
-            backend, init_method=init_method, rank=rank, world_size=shape.world_size, timeout=timeout
-        )
+        dist.init_process_group(backend, store=store, rank=rank, world_size=shape.world_size, timeout=timeout)
     except (RuntimeError, ValueError, TimeoutError) as error:
         raise StartupError(
-            "GroupIncomplete", f"Rank {rank} did not meet the other {shape.world_size - 1} at {init_method}: {error}"
+            "GroupIncomplete", f"Rank {rank} did not meet the other {shape.world_size - 1}: {error}"
         ) from error
     collectives = {axis: _build_axis(shape, axis, rank) for axis in ("tp", "ep", "pp")}
-    tp_rank, ep_rank, pp_rank = shape.coordinates(rank)
+    world = dist.group.WORLD
+    assert isinstance(world, dist.ProcessGroup)
+    place = shape.coordinates(rank)
     return ParallelContext(
-        tp_rank=tp_rank,
+        tp_rank=place.tp,
         tp_size=shape.tp,
-        ep_rank=ep_rank,
+        ep_rank=place.ep,
         ep_size=shape.ep,
-        pp_rank=pp_rank,
+        pp_rank=place.pp,
         pp_size=shape.pp,
         tp=collectives["tp"],
         ep=collectives["ep"],
         pp=collectives["pp"],
+        layers=None if stage_ends is None else shape.stage_layers(rank, stage_ends),
+        world=DistributedCollective(world, list(range(shape.world_size)), rank),
     )
 
 

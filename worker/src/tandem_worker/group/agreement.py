@@ -1,0 +1,56 @@
+"""What the ranks of a group must have in common, and what they decide from what each has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tandem_api.base import Wire
+
+from tandem_worker.errors import StartupError
+from tandem_worker.transfer.layout import KVLayout, KVShard, RankAddress
+
+
+class RankReport(Wire):
+    """What one rank has after loading its share of the model."""
+
+    num_blocks: int
+    """KV blocks that fit into its memory, block 0 included."""
+    digest: str
+    """Of the whole model."""
+    dtype: str
+    endpoint: str
+    """Where the rank takes KV connections, where its role does."""
+    shard: KVShard
+    """Its part of every block."""
+    share: KVLayout
+    """Shape of that part."""
+
+
+class GroupPlan(Wire):
+    """What every rank sets up alike."""
+
+    num_blocks: int
+    layout: KVLayout
+    """Of the blocks of the whole model."""
+    ranks: tuple[RankAddress, ...]
+    max_rows: int
+    """Sequences of one step."""
+    max_model_len: int
+
+
+def check_reports(reports: Sequence[RankReport]) -> None:
+    """Raises StartupError where ranks do not match; `reports[i]` is rank i's."""
+    first = reports[0]
+    for rank, report in enumerate(reports):
+        if report.digest != first.digest:
+            raise StartupError(
+                "GroupMismatch",
+                f"Rank {rank} has loaded another model than rank 0 (digest {report.digest} instead of {first.digest}): "
+                "the pods of a group must see the same files; pin model.revision to a commit.",
+            )
+        if report.dtype != first.dtype:
+            raise StartupError(
+                "GroupMismatch",
+                f"Rank {rank} computes in {report.dtype}, rank 0 in {first.dtype}: set the engine's dtype instead of "
+                "leaving it to what each machine supports.",
+            )

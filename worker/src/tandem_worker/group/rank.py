@@ -1,0 +1,130 @@
+"""One rank: joining the grid, loading its share of the model, and a follower's loop over the leader's steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from tandem_api.launch import WorkerConfig
+
+from tandem_worker.engine.group_executor import RankExecutor, describe_rank
+from tandem_worker.environment import PodFacts
+from tandem_worker.errors import GroupLostError
+from tandem_worker.group.agreement import GroupPlan
+from tandem_worker.group.children import RankOrder
+from tandem_worker.group.link import Kind
+from tandem_worker.group.topology import check_model, count_experts
+from tandem_worker.group.transport import open_follower_transport, rank_endpoint
+from tandem_worker.group.wire import decode_step
+from tandem_worker.models.base import allocate_kv_cache
+from tandem_worker.models.config import ModelConfig
+from tandem_worker.models.loader import load_model, open_checkpoint
+from tandem_worker.models.stages import plan_stages
+from tandem_worker.parallel.context import ParallelContext
+from tandem_worker.parallel.groups import join_group
+from tandem_worker.parallel.shape import GroupShape
+
+if TYPE_CHECKING:
+    from tandem_worker.group.leader import GroupLeader
+    from tandem_worker.group.member import GroupMember
+
+
+def check_checkpoint(config: WorkerConfig, path: Path) -> ModelConfig:
+    """What the model at `path` is made of. Raises StartupError when it cannot be split as the configuration asks."""
+    model, _ = open_checkpoint(path)
+    check_model(
+        config.group.parallelism,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        num_layers=model.num_layers,
+        num_experts=count_experts(model.raw),
+    )
+    return model
+
+
+def form_group(
+    leader: GroupLeader, shape: GroupShape, path: Path, *, device: torch.device, dtype: torch.dtype | None
+) -> ParallelContext:
+    """Rank 0: cut the model into stages, wait for everybody, connect the grid. Raises GroupLostError, StartupError."""
+    stage_ends = plan_stages(path, shape, device=device, dtype=dtype)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]
+    leader.gather({"storePort": store.port, "stageEnds": stage_ends})
+    return join_group(shape, 0, store=store, device=device, stage_ends=stage_ends)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Follower:
+    """A rank that follows, and what it knows of itself and its model."""
+
+    member: GroupMember
+    order: RankOrder
+    pod: PodFacts
+    path: Path
+    figures: ModelConfig
+    digest: str
+    device: torch.device
+    dtype: torch.dtype | None
+
+    def run(self, enter: Callable[[str], None], on_ready: Callable[[], None]) -> None:
+        """Until the leader stops it. `enter` is told each phase, `on_ready` the first computed step.
+
+        Raises GroupLostError, StartupError.
+        """
+        member, config = self.member, self.order.config
+        enter("waiting for the group")
+        context = self._join(member.meet(self.order.leader_host, self.order.leader_port))
+        enter("loading weights")
+        model = load_model(self.path, device=self.device, dtype=self.dtype, context=context)
+        endpoint = rank_endpoint(config, self.pod, self.order.local_rank)
+        report = describe_rank(model, config, self.digest, context, self.figures, endpoint)
+        member.report(report.to_json().encode())
+        enter("waiting for the other ranks to load")
+        kind, payload = member.receive()
+        if kind is not Kind.PLAN:
+            raise GroupLostError(f"the leader sent {kind.name} where its plan was expected")
+        plan = GroupPlan.model_validate_json(payload)
+        kv_cache = allocate_kv_cache(model.kv_cache_spec(config.kv.block_size), plan.num_blocks, self.device)
+        handle = open_follower_transport(
+            config,
+            self.pod,
+            self.order.local_rank,
+            digest=self.digest,
+            kv_cache=kv_cache,
+            shard=report.shard,
+            plan=plan,
+            answer=member.answer,
+        )
+        executor = RankExecutor(model, kv_cache, context, GroupShape.of(config.group.parallelism), plan)
+        enter("warming up")
+        with torch.inference_mode():
+            _compute_steps(member, executor, handle, on_ready)
+
+    def _join(self, welcome: dict[str, Any]) -> ParallelContext:
+        store = dist.TCPStore(self.member.leader_address, welcome["storePort"], is_master=False)  # pyright: ignore[reportPrivateImportUsage]
+        shape = GroupShape.of(self.order.config.group.parallelism)
+        return join_group(shape, self.order.rank, store=store, device=self.device, stage_ends=welcome["stageEnds"])
+
+
+def _compute_steps(
+    member: GroupMember,
+    executor: RankExecutor,
+    handle: Callable[[bytes], None] | None,
+    on_ready: Callable[[], None],
+) -> None:
+    waiting = True
+    while True:
+        kind, payload = member.receive()
+        if kind is Kind.STOP:
+            return
+        if kind is Kind.TRANSFER:
+            assert handle is not None, "only roles that move blocks are told of transfers"
+            handle(payload)
+            continue
+        executor.compute(decode_step(payload))
+        if waiting:
+            waiting = False
+            on_ready()

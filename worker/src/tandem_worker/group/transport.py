@@ -1,0 +1,76 @@
+"""The KV endpoints of a group: one per rank, at the pod's KV port plus the rank's number within the pod."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from tandem_api.launch import WorkerConfig
+from tandem_api.names import Role
+
+from tandem_worker.environment import PodFacts
+from tandem_worker.errors import StartupError
+from tandem_worker.group.agreement import GroupPlan
+from tandem_worker.transfer.base import Identity
+from tandem_worker.transfer.blocks import BlockSpace
+from tandem_worker.transfer.client import FollowingReceiver
+from tandem_worker.transfer.layout import KVShard
+from tandem_worker.transfer.server import TcpPrefillServer
+
+if TYPE_CHECKING:
+    from tandem_worker.models.base import KVCache
+
+
+def rank_endpoint(config: WorkerConfig, pod: PodFacts, local_rank: int) -> str:
+    """Where a rank takes connections, `host:port`."""
+    host = f"[{pod.pod_ip}]" if ":" in pod.pod_ip else pod.pod_ip
+    return f"{host}:{config.kv.port + local_rank}"
+
+
+def listening_host(pod: PodFacts) -> str:
+    return "::" if ":" in pod.pod_ip else "0.0.0.0"
+
+
+def group_identity(config: WorkerConfig, pod: PodFacts, digest: str, plan: GroupPlan) -> Identity:
+    return Identity(
+        worker=pod.pod,
+        revision=config.revision,
+        model_digest=digest,
+        layout=plan.layout.fingerprint,
+        ranks=plan.ranks if config.role is Role.PREFILL else (),
+    )
+
+
+def start_server(server: TcpPrefillServer, port: int) -> TcpPrefillServer:
+    """Raises StartupError when the port is taken."""
+    try:
+        server.start()
+    except OSError as error:
+        raise StartupError("PortInUse", f"The KV port {port} cannot be opened: {error}") from error
+    return server
+
+
+def open_follower_transport(
+    config: WorkerConfig,
+    pod: PodFacts,
+    local_rank: int,
+    *,
+    digest: str,
+    kv_cache: KVCache,
+    shard: KVShard,
+    plan: GroupPlan,
+    answer: Callable[[bytes], None],
+) -> Callable[[bytes], None] | None:
+    """A following rank's end of transfers: what handles rank 0's posts, in their place among the steps.
+
+    None where the role moves no blocks. `answer` brings a message to rank 0. Raises StartupError.
+    """
+    if config.role is Role.UNIFIED:
+        return None
+    space = BlockSpace(kv_cache, shard, plan.layout)
+    identity = group_identity(config, pod, digest, plan)
+    if config.role is Role.DECODE:
+        return FollowingReceiver(space, identity, answer, verify=config.kv.verify).handle
+    port = config.kv.port + local_rank
+    server = TcpPrefillServer(engine=None, space=space, identity=identity, host=listening_host(pod), port=port)
+    return start_server(server, port).handle
