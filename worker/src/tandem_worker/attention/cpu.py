@@ -10,11 +10,12 @@ import torch
 from torch.nn import functional
 
 from tandem_worker.attention.base import AttentionSpec
-from tandem_worker.attention.cpu_layout import DecodeGroup, Layout, LayoutBuilder, PrefillSequence
+from tandem_worker.attention.cpu_layout import DecodeGroup, Layout, LayoutBuilder, PrefillSequence, QueryTile
 from tandem_worker.attention.latent import LatentSpec
 from tandem_worker.models.base import ForwardBatch
 
 _FUSED_KEYS = 640  # torch's fused kernel has less to launch; beyond so many keys in a decode group it is the slower one
+_APART_KEYS = 1024  # from so many keys on, heads of a prefill tile are attended one by one
 _GROUP_BYTES = 4 << 20  # gathered keys and values of a decode group: they should stay in the cache
 
 
@@ -97,7 +98,7 @@ class CPUStepAttention:
         if group.mask is not None:
             scores.view(group.size, spec.num_heads, -1).add_(group.mask)
         sinks = None if spec.sinks is None else spec.sinks.view(spec.num_kv_heads, -1, 1).repeat(group.size, 1, 1)
-        return torch.bmm(_softmax(scores, sinks), values).view(group.size, -1)
+        return _weigh(_softmax(scores, sinks), values).view(group.size, -1)
 
     def _attend_prefill(
         self, sequence: PrefillSequence, q: torch.Tensor, kv: torch.Tensor, kv_layer: torch.Tensor, spec: AttentionSpec
@@ -158,22 +159,54 @@ def _attend_tiles(
     num_kv_heads, dim = spec.num_kv_heads, values.shape[-1]
     grouped = q.unflatten(1, (num_kv_heads, -1)).transpose(0, 1).contiguous()  # [Hk, n, group, D]
     out = grouped.new_empty(*grouped.shape[:-1], dim)
-    sinks = None if spec.sinks is None else spec.sinks.view(num_kv_heads, 1, -1, 1)
     for tile in sequence.tiles:
-        count = tile.stop - tile.start
-        queries = grouped[:, tile.start : tile.stop].flatten(1, 2)
-        scores = _scores(queries, keys[:, tile.first : tile.last], spec.scale)
-        if tile.mask is not None:
-            scores.view(num_kv_heads, count, -1, scores.shape[-1])[..., -tile.mask.shape[-1] :].add_(tile.mask)
-        tile_sinks = None if sinks is None else sinks.expand(-1, count, -1, -1).reshape(num_kv_heads, -1, 1)
-        attended = torch.bmm(_softmax(scores, tile_sinks), values[:, tile.first : tile.last])
-        out[:, tile.start : tile.stop] = attended.view(num_kv_heads, count, -1, dim)
+        # A run of keys of several heads is not contiguous, and is copied before a batched product: of few keys that
+        # costs less than the products one by one.
+        apart = num_kv_heads > 1 and tile.last - tile.first >= _APART_KEYS
+        for first, last in [(head, head + 1) for head in range(num_kv_heads)] if apart else [(0, num_kv_heads)]:
+            _attend_tile(
+                tile,
+                grouped[first:last, tile.start : tile.stop],
+                keys[first:last, tile.first : tile.last],
+                values[first:last, tile.first : tile.last],
+                None if spec.sinks is None else spec.sinks.view(num_kv_heads, 1, -1, 1)[first:last],
+                spec.scale,
+                out[first:last, tile.start : tile.stop],
+            )
     return out.transpose(0, 1).reshape(q.shape[0], -1)
+
+
+def _attend_tile(
+    tile: QueryTile,
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    sinks: torch.Tensor | None,
+    scale: float,
+    out: torch.Tensor,
+) -> None:
+    """`q` `[heads, queries, group, D]` over `[heads, keys, D]` into `out`; `sinks` `[heads, 1, group, 1]`."""
+    heads, count = q.shape[:2]
+    scores = _scores(q.flatten(1, 2), keys, scale)
+    if tile.mask is not None:
+        scores.view(heads, count, -1, scores.shape[-1])[..., -tile.mask.shape[-1] :].add_(tile.mask)
+    if sinks is not None:
+        sinks = sinks.expand(-1, count, -1, -1).reshape(heads, -1, 1)
+    out.copy_(_weigh(_softmax(scores, sinks), values).view_as(out))
 
 
 def _scores(q: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
     """`scale * q keys^T` for `[batch, Q, D]` and `[batch, K, D]`."""
+    if q.shape[0] == 1:  # torch copies the one operand of a batched product that is a part of a larger tensor
+        return torch.addmm(q.new_zeros(1, 1), q[0], keys[0].t(), beta=0, alpha=scale).unsqueeze(0)
     return torch.baddbmm(q.new_zeros(1, 1, 1), q, keys.transpose(1, 2), beta=0, alpha=scale)
+
+
+def _weigh(shares: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """`shares values` for `[batch, Q, K]` and `[batch, K, D]`."""
+    if shares.shape[0] == 1:
+        return torch.mm(shares[0], values[0]).unsqueeze(0)
+    return torch.bmm(shares, values)
 
 
 def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:

@@ -15,7 +15,7 @@ from tandem_worker.attention.base import AttentionSpec
 from tandem_worker.attention.visibility import first_visible, visible_mask
 from tandem_worker.models.base import ForwardBatch
 
-QUERY_TILE = 64  # queries attended together; measured: 64 beats 128 and 256 in bfloat16
+_QUERY_TILES = ((1000, 128), (0, 64))  # keys from which so many queries are attended together; measured in bfloat16
 _MAX_PADDING = 0.25  # share of a group's keys that may be padding
 _MIN_SAVING = 512  # keys; a further group costs about as much as attending over this many
 
@@ -170,9 +170,10 @@ class LayoutBuilder:
         if position > 0:
             runs = self._runs(self._tables[index : index + 1, skip : -(-context // self._block_size)])
         skipped = skip * self._block_size
+        size = next(tile for keys, tile in _QUERY_TILES if context - skipped >= keys)
         tiles = [
-            self._plan_tile(offset, min(offset + QUERY_TILE, stop - start), position, skipped)
-            for offset in range(0, stop - start, QUERY_TILE)
+            self._plan_tile(offset, min(offset + size, stop - start), position, skipped)
+            for offset in range(0, stop - start, size)
         ]
         return PrefillSequence(start, stop, runs, context - skipped, skipped, tiles)
 
