@@ -32,6 +32,8 @@ from tandem_worker.engine.step import PendingStep, StepAbandonedError
 logger = logging.getLogger(__name__)
 
 _NO_TOKEN_MESSAGE = "the model's output allows no token: it is not a number, or every token is excluded"
+_ALONE = 2
+"""A prompt with the engine to itself may take this much longer steps: larger chunks read less of their context anew."""
 
 
 class Totals:
@@ -276,7 +278,10 @@ class StepRunner:
         self._last_finish = now
 
     def _plan(self) -> StepPlan:
-        plan = self.scheduler.schedule(self.meter.plan_step_tokens(self._target_step_seconds))
+        target = self._target_step_seconds
+        if target is not None and self.scheduler.num_waiting + len(self.scheduler.running) <= 1:
+            target *= _ALONE
+        plan = self.scheduler.schedule(self.meter.plan_step_tokens(target))
         self.executor.move_blocks(plan)
         for sequence in plan.orders:
             self._start_remote(sequence)
