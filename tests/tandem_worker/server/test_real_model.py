@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -145,8 +146,27 @@ async def generate(client: openai.AsyncOpenAI, number: int) -> None:
 
 
 async def test_structured_answers_are_valid(client: openai.AsyncOpenAI, real: Real) -> None:
-    await asyncio.gather(*(generate(client, number) for number in range(len(SCHEMAS))))
+    await asyncio.gather(*(generate(client, number) for number in range(25)))
     await until_free(real)
+
+
+async def test_json_objects_and_grammars(client: openai.AsyncOpenAI) -> None:
+    async def ask(answer_format: Any) -> str:
+        answer = await client.chat.completions.create(
+            model="smollm2", messages=QUESTION, seed=3, max_tokens=100, response_format=answer_format
+        )
+        assert answer.choices[0].message.content is not None
+        return answer.choices[0].message.content
+
+    lark = 'start: CITY ("," CITY)?\nCITY: "Paris" | "Lyon"'
+    json_object, regex, sentence = await asyncio.gather(
+        ask({"type": "json_object"}),
+        ask({"type": "grammar", "grammar": {"syntax": "regex", "definition": "[A-Z][a-z]{2,6} [0-9]{4}"}}),
+        ask({"type": "grammar", "grammar": {"syntax": "lark", "definition": lark}}),
+    )
+    assert json_object.startswith("{")
+    assert re.fullmatch("[A-Z][a-z]{2,6} [0-9]{4}", regex)
+    assert re.fullmatch("(Paris|Lyon)(,(Paris|Lyon))?", sentence)
 
 
 @pytest.mark.full

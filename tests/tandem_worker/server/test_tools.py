@@ -19,7 +19,26 @@ ASK: Any = [{"role": "user", "content": "How is the weather in Paris?"}]
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 
 
-async def test_agent_loop(worker: Any) -> None:
+async def collect(stream: Any) -> tuple[dict[str, Any], str]:
+    """The message that a client puts together from a stream, and why it ended."""
+    message: dict[str, Any] = {"role": "assistant", "content": ""}
+    finish = ""
+    async for chunk in stream:
+        choice = chunk.choices[0]
+        message["content"] += choice.delta.content or ""
+        finish = choice.finish_reason or finish
+        for part in choice.delta.tool_calls or []:
+            calls = message.setdefault("tool_calls", [])
+            if part.id:
+                calls.append(
+                    {"id": part.id, "type": part.type, "function": {"name": part.function.name, "arguments": ""}}
+                )
+            calls[part.index]["function"]["arguments"] += part.function.arguments or ""
+    return message, finish
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_agent_loop(worker: Any, stream: bool) -> None:
     """The model calls the tool, the tool answers, the model uses what it said."""
 
     def script(request: Any, _choice: int) -> list[int]:
@@ -30,17 +49,23 @@ async def test_agent_loop(worker: Any) -> None:
     worker.engine.script = script
     messages = list(ASK)
     for _ in range(3):
-        answer = await worker.client.chat.completions.create(model="tiny", messages=messages, tools=[WEATHER])
-        message = answer.choices[0].message
-        messages.append(message.model_dump())
-        if not message.tool_calls:
+        answer = await worker.client.chat.completions.create(
+            model="tiny", messages=messages, tools=[WEATHER], stream=stream
+        )
+        if stream:
+            message, finish = await collect(answer)
+        else:
+            message, finish = answer.choices[0].message.model_dump(), answer.choices[0].finish_reason
+        messages.append(message)
+        if not message.get("tool_calls"):
             break
-        assert answer.choices[0].finish_reason == "tool_calls"
-        for call in message.tool_calls:
-            assert call.function.name == "get_weather"
-            assert json.loads(call.function.arguments) == {"city": "Paris"}
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": "{'sky': 'sunny'}"})
-    assert message.content == "It is sunny."
+        assert finish == "tool_calls"
+        for call in message["tool_calls"]:
+            assert call["function"]["name"] == "get_weather"
+            assert json.loads(call["function"]["arguments"]) == {"city": "Paris"}
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": "{'sky': 'sunny'}"})
+    assert message["content"] == "It is sunny."
+    assert finish == "stop"
     assert len(worker.engine.requests) == 2
     second = worker.tokenizer.decode(worker.engine.requests[1].prompt_token_ids)
     assert '{"name": "get_weather", "arguments": {"city": "Paris"}}' in second

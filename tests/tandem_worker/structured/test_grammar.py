@@ -14,6 +14,7 @@ from llguidance import LLMatcher, LLParserLimits
 from llguidance.hf import from_tokenizer
 from tandem_worker.control.params import Grammar
 from tandem_worker.server.detokenizer import TokenTable, byte_level_alphabet
+from tandem_worker.server.tools import harmony
 from tandem_worker.server.tools.formats import FORMATS, build_grammar
 from tandem_worker.server.toolspec import Tool, ToolOptions
 from tandem_worker.structured.compiler import MAX_CACHED, GrammarCompiler
@@ -48,7 +49,7 @@ CLOSED = [{**schema, "additionalProperties": False} if "properties" in schema el
 MARKS = ["<tool_call>", "</tool_call>", "<think>", "</think>", "<|tool_calls_section_begin|>",
          "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>", "<|tool_call_argument_begin|>",
          "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>",
-         "<｜tool▁sep｜>"]  # fmt: skip
+         "<｜tool▁sep｜>", *harmony.MARKS]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +58,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken("<|end|>", special=True)])
+    backend.add_special_tokens([AddedToken("<|endoftext|>", special=True)])
     backend.add_tokens([AddedToken(mark, special=False) for mark in MARKS])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>")
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
 
 
 @pytest.fixture(scope="module")
@@ -74,14 +75,14 @@ def allowed(grammar: Grammar, words: int = 10) -> list[int]:
     return [int(index) for index in np.flatnonzero(bits)]
 
 
-def walk(grammar: Grammar, eos: int, rng: random.Random, limit: int = 600) -> list[int]:
-    """Tokens of a random answer; closing brackets and quotes are preferred a little, so that it ends."""
+def walk(grammar: Grammar, eos: int, rng: random.Random, limit: int = 600, favoured: int = -1) -> list[int]:
+    """Tokens of a random answer. The end and the `favoured` token are preferred, so that texts have an end."""
     tokens: list[int] = []
     while not grammar.terminated and len(tokens) < limit:
         options = allowed(grammar)
         assert options, "a mask must allow something"
         assert max(options) < 300
-        token = eos if eos in options and rng.random() < 0.3 else rng.choice(options)
+        token = next((end for end in (eos, favoured) if end in options and rng.random() < 0.3), rng.choice(options))
         grammar.accept(token)
         if token == eos:
             return tokens
@@ -203,11 +204,12 @@ def test_required_calls_parse_and_validate(
     grammar = build_grammar(tool_format, options, tokenizer.get_added_vocab())
     factory = compiler.compile_lark(grammar)
     for seed in range(4):
-        text = text_of(tokenizer, walk(factory.new(), tokenizer.eos_token_id, random.Random(seed), limit=4000))
+        end = tokenizer.convert_tokens_to_ids(harmony.END)
+        text = text_of(tokenizer, walk(factory.new(), tokenizer.eos_token_id, random.Random(seed), 4000, end))
         parser = tool_format.new_parser(options)
         parsed = parser.feed(text)
         parsed.add(parser.flush())
-        assert parsed.content.strip() == ""
+        assert parsed.content.strip() == "" or name == "harmony"  # whose remarks may come first
         starts = [delta for delta in parsed.tools if delta.name is not None]
         assert starts
         for start in starts:
@@ -222,12 +224,13 @@ def test_free_answers_may_be_text_or_strict_calls(compiler: GrammarCompiler, tok
     options = ToolOptions(mode="auto", tools=TOOLS, callable_tools=TOOLS)
     factory = compiler.compile_lark(build_grammar(tool_format, options, tokenizer.get_added_vocab()))
     grammar = factory.new()
-    for token in tokenizer.encode("Hello, world"):
+    head = "<|channel|>final<|message|>" if name == "harmony" else ""
+    for token in tokenizer.encode(f"{head}Hello, world"):
         assert token in allowed(grammar)
         grammar.accept(token)
     assert tokenizer.eos_token_id in allowed(grammar)
     assert not grammar.terminated
-    mark = tool_format.marks[0] if name != "llama" else '{"'
+    mark = {"llama": '{"', "pythonic": "[", "harmony": harmony.CHANNEL}.get(name, tool_format.marks[0])
     assert tokenizer.convert_tokens_to_ids(mark) in allowed(factory.new())
 
 

@@ -25,9 +25,11 @@ _RESERVED_KWARGS = frozenset({
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseFormat:
-    kind: Literal["text", "json_object", "json_schema"] = "text"
+    kind: Literal["text", "json_object", "json_schema", "regex", "lark"] = "text"
     schema: dict[str, Any] | None = None
     """Only with `json_schema`; an absent schema allows any JSON value."""
+    definition: str = ""
+    """Of a regex, or of a grammar in Lark."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +81,8 @@ def parse_chat(body: object, vocab_size: int) -> ChatRequest:
         template_kwargs=_template_kwargs(fields),
         common=parse_common(fields, vocab_size),
     )
+    if request.response_format.definition and tools.mode != "none":
+        refuse("response_format", "A grammar and 'tools' exclude each other: leave one out.")
     if request.response_format.kind != "text" and tools.mode == "required":
         refuse("response_format", "'response_format' and a required tool call exclude each other: leave one out.")
     _refuse_unsupported(fields)
@@ -96,9 +100,11 @@ def _refuse_unsupported(fields: Fields) -> None:
     fields.unsupported("verbosity", "'verbosity' is not supported: leave it out or 'medium'.", harmless=["medium"])
     fields.unsupported(
         "prompt_cache_retention",
-        "Prompt cache retention cannot be chosen: leave it out or 'in_memory'.",
+        "'prompt_cache_retention' cannot be chosen: leave it out or 'in_memory'.",
         harmless=["in_memory", "in-memory"],
     )
+    fields.unsupported("prompt_cache_options", "Prompt caching cannot be configured: remove 'prompt_cache_options'.")
+    fields.unsupported("moderation", "This server does not moderate: remove 'moderation'.")
     fields.unsupported("suffix", "'suffix' is not an option of chat completions.")
 
 
@@ -136,9 +142,22 @@ def _response_format(fields: Fields) -> ResponseFormat:
             inner.finish()
             given.finish()
             return ResponseFormat(kind=kind, schema=schema)
+        case "grammar":
+            inner = Fields(given.required("grammar"), "response_format.grammar")
+            syntax = inner.required_string("syntax")
+            if syntax not in ("regex", "lark"):
+                refuse(
+                    "response_format.grammar.syntax",
+                    f"Invalid grammar syntax '{syntax}'. Supported: 'regex', 'lark'.",
+                    "invalid_value",
+                )
+            definition = inner.required_string("definition", allow_empty=False)
+            inner.finish()
+            given.finish()
+            return ResponseFormat(kind=syntax, definition=definition)
         case _:
             raise RequestError(
-                f"Invalid response format '{kind}'. Supported: 'text', 'json_object', 'json_schema'.",
+                f"Invalid response format '{kind}'. Supported: 'text', 'json_object', 'json_schema', 'grammar'.",
                 param="response_format.type",
                 code="invalid_value",
             )

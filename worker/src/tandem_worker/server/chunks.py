@@ -31,9 +31,21 @@ class AnswerHead:
     created: int
     model: str
     fingerprint: str
+    service_tier: str | None
     include_usage: bool
     return_token_ids: bool
     with_logprobs: bool
+
+    def fields(self, kind: str) -> dict[str, Any]:
+        """The members that every object of this answer begins with."""
+        fields: dict[str, Any] = {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+        }
+        return fields if self.service_tier is None else {**fields, "service_tier": self.service_tier}
 
 
 class Encoder(Protocol):
@@ -56,13 +68,7 @@ class ChatEncoder:
     def __init__(self, head: AnswerHead, table: TokenTable) -> None:
         self._head = head
         self._table = table
-        base = {
-            "id": head.id,
-            "object": "chat.completion.chunk",
-            "created": head.created,
-            "model": head.model,
-            "system_fingerprint": head.fingerprint,
-        }
+        base = head.fields("chat.completion.chunk")
         # `{...,"choices":[{"index":` i `,"delta":{"content":` text `},"logprobs":null,"finish_reason":null}]}`
         self._prefix = b"data: " + orjson.dumps(base)[:-1] + b',"choices":[{"index":'
         self._tail = b'],"usage":null}\n\n' if head.include_usage else b"]}\n\n"
@@ -115,13 +121,8 @@ class ChatEncoder:
         return choice
 
     def response(self, choices: Sequence[Update], prompts: Sequence[Sequence[int]], usage: Usage) -> dict[str, Any]:
-        head = self._head
         return {
-            "id": head.id,
-            "object": "chat.completion",
-            "created": head.created,
-            "model": head.model,
-            "system_fingerprint": head.fingerprint,
+            **self._head.fields("chat.completion"),
             "choices": [
                 self._choice(index, choice, prompt)
                 for index, (choice, prompt) in enumerate(zip(choices, prompts, strict=True))
@@ -183,13 +184,7 @@ class CompletionEncoder:
         self.echoes: dict[int, Echo] = {}
         self._head = head
         self._table = table
-        self._base: dict[str, Any] = {
-            "id": head.id,
-            "object": "text_completion",
-            "created": head.created,
-            "model": head.model,
-            "system_fingerprint": head.fingerprint,
-        }
+        self._base = head.fields("text_completion")
         self._prefix = b"data: " + orjson.dumps(self._base)[:-1] + b',"choices":[{"index":'
         self._tail = b'],"usage":null}\n\n' if head.include_usage else b"]}\n\n"
         self._text_suffix = b',"logprobs":null,"finish_reason":null}' + self._tail

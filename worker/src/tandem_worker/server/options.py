@@ -45,10 +45,13 @@ class CommonOptions:
     return_token_ids: bool
     cache_salt: str
     priority: int
+    service_tier: str | None
+    """The one there is, when the client named a tier: the answer then does so too."""
 
 
 def parse_common(fields: Fields, vocab_size: int) -> CommonOptions:
     """Take the shared options out of `fields`. Raises RequestError."""
+    names_tier = fields.given("service_tier")
     take_metadata(fields)
     stream = fields.boolean("stream")
     seed = fields.integer("seed", minimum=INT64_MIN, maximum=INT64_MAX)
@@ -72,6 +75,7 @@ def parse_common(fields: Fields, vocab_size: int) -> CommonOptions:
         return_token_ids=fields.boolean("return_token_ids"),
         cache_salt=fields.string("cache_salt", max_length=256) or "",
         priority=fields.integer("priority", minimum=-1000, maximum=1000) or 0,
+        service_tier="default" if names_tier else None,
     )
 
 

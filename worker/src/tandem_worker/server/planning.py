@@ -144,6 +144,7 @@ def _head(prefix: str, options: CommonOptions, model: ServedModel, *, with_logpr
         created=int(time.time()),
         model=model.name,
         fingerprint=model.fingerprint,
+        service_tier=options.service_tier,
         include_usage=options.include_usage,
         return_token_ids=options.return_token_ids,
         with_logprobs=with_logprobs,

@@ -16,6 +16,7 @@ import jinja2
 
 from tandem_worker.errors import RequestError
 from tandem_worker.server.chat_request import ChatRequest
+from tandem_worker.server.tools.harmony import CHANNEL
 
 INLINE_CHARACTERS = 4096
 """Longer texts are tokenized on a thread (the tokenizer releases the GIL): they would hold up the streams of others."""
@@ -33,6 +34,7 @@ class Prompter:
         self.template = _template_source(tokenizer)
         self.takes_tools = "tools" in self.template
         self._object_arguments = self.takes_tools and self._probe_object_arguments()
+        self._harmony = CHANNEL in self.template
 
     def close(self) -> None:
         self._thread.shutdown(wait=False)
@@ -67,8 +69,8 @@ class Prompter:
             )
         try:
             return self._apply(
-                self._with_arguments(request.messages, as_objects=self._object_arguments),
-                tools=[tool.definition for tool in request.tools.tools] or None,
+                self._prepare(request.messages),
+                tools=[self._define(tool.definition) for tool in request.tools.tools] or None,
                 add_generation_prompt=request.add_generation_prompt,
                 continue_final_message=request.continue_final_message,
                 **self._kwargs(request),
@@ -82,6 +84,20 @@ class Prompter:
 
     def _apply(self, messages: list[dict[str, Any]], **kwargs: Any) -> str:
         return self._tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)
+
+    def _prepare(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Raises RequestError for what the template would leave out in silence."""
+        prepared = self._with_arguments(messages, as_objects=self._object_arguments)
+        if self._harmony:
+            for index, message in enumerate(prepared):
+                _to_harmony(message, f"messages[{index}]")
+        return prepared
+
+    def _define(self, definition: dict[str, Any]) -> dict[str, Any]:
+        """Harmony templates print a description whether there is one or not."""
+        if not self._harmony:
+            return definition
+        return {**definition, "function": {"description": "", **definition["function"]}}
 
     def _kwargs(self, request: ChatRequest) -> dict[str, Any]:
         """Template arguments; `reasoning_effort` becomes whichever of them the template knows."""
@@ -120,7 +136,8 @@ class Prompter:
             text = self._apply(self._with_arguments(conversation, as_objects=True))
         except Exception:  # a template may fail in any way; then it gets what OpenAI's API has: text
             return False
-        return f'"{_PROBE}"' in text
+        # As Python writes a dictionary: the template expected text.
+        return _PROBE in text and f"'{_PROBE}'" not in text
 
 
 def _with_argument_form(call: Mapping[str, Any], as_objects: bool) -> dict[str, Any]:
@@ -130,6 +147,28 @@ def _with_argument_form(call: Mapping[str, Any], as_objects: bool) -> dict[str, 
         with contextlib.suppress(ValueError):
             function["arguments"] = json.loads(function["arguments"] or "{}")
     return {**call, "function": function}
+
+
+def _to_harmony(message: dict[str, Any], path: str) -> None:
+    """Reasoning is `thinking` there, and stands in one place with what was said before a call."""
+    if message["role"] == "system" and path != "messages[0]":
+        raise RequestError(
+            "This model has one system (or developer) message, at the beginning: move its text there.",
+            param=f"{path}.role",
+            code="invalid_conversation",
+        )
+    thinking = message.pop("reasoning_content", None)
+    calls = message.get("tool_calls", ())
+    if len(calls) > 1:
+        raise RequestError(
+            f"This model calls one function per message, but '{path}' has {len(calls)} calls: make a message of each.",
+            param=f"{path}.tool_calls",
+            code="invalid_conversation",
+        )
+    if calls and thinking and message["content"]:
+        thinking, message["content"] = f"{thinking}\n\n{message['content']}", ""
+    if thinking:
+        message["thinking"] = thinking
 
 
 def _template_source(tokenizer: Any) -> str:

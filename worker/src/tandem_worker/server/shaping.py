@@ -32,6 +32,11 @@ async def shape_answer(request: ChatRequest, model: ServedModel, prompt: str) ->
     grammar = await _grammar(request, model, tool_format)
     if grammar is not None:
         _check_options(request)
+        if request.continue_final_message and tool_format is not None and tool_format.always:
+            raise RequestError(
+                "'continue_final_message' is not allowed with structured output of this model.",
+                param="continue_final_message",
+            )
         if model.reasons:
             grammar = _after_reasoning(grammar, model, prompt, inside=inside)
     marks = (tool_format.marks if tool_format is not None else ()) + (
@@ -40,6 +45,8 @@ async def shape_answer(request: ChatRequest, model: ServedModel, prompt: str) ->
 
     def new_parser() -> TextParser | None:
         tools = tool_format.new_parser(request.tools) if tool_format is not None else None
+        if tools is not None and tool_format is not None:
+            tools.feed(tool_format.read_opening(prompt))
         return reasoning.ReasoningParser(tools, inside=inside) if model.reasons else tools
 
     visible = frozenset(model.vocabulary[mark] for mark in marks if mark in model.vocabulary)
@@ -47,6 +54,8 @@ async def shape_answer(request: ChatRequest, model: ServedModel, prompt: str) ->
 
 
 def _tool_format(request: ChatRequest, model: ServedModel) -> ToolFormat | None:
+    if model.tool_format is not None and model.tool_format.always:
+        return model.tool_format
     if request.tools.mode == "none":
         return None
     if model.tool_format is None:
@@ -60,6 +69,8 @@ def _tool_format(request: ChatRequest, model: ServedModel) -> ToolFormat | None:
 
 async def _grammar(request: ChatRequest, model: ServedModel, tool_format: ToolFormat | None) -> GrammarFactory | None:
     """Raises RequestError when a schema cannot be enforced."""
+    if request.response_format.definition:
+        return await _free_grammar(request.response_format, model, tool_format)
     schema = _answer_schema(request.response_format)
     tools = request.tools
     if tool_format is None:
@@ -69,6 +80,23 @@ async def _grammar(request: ChatRequest, model: ServedModel, tool_format: ToolFo
     if schema is not None:
         await _answer_grammar(schema, model)  # so that an error names the right one of the schemas
     return await _tool_grammar(request, model, tool_format, schema)
+
+
+async def _free_grammar(answer: ResponseFormat, model: ServedModel, tool_format: ToolFormat | None) -> GrammarFactory:
+    """A regex or a grammar of the client's own."""
+    if tool_format is not None and tool_format.always:
+        raise RequestError(
+            "This model's answers have a frame that a grammar of your own does not know: use a JSON schema.",
+            param="response_format.type",
+            code="unsupported_parameter",
+        )
+    compile_grammar = model.grammars.compile_regex if answer.kind == "regex" else model.grammars.compile_lark
+    try:
+        return await asyncio.to_thread(compile_grammar, answer.definition)
+    except GrammarError as error:
+        raise RequestError(
+            f"Invalid grammar: {error}", param="response_format.grammar.definition", code="invalid_grammar"
+        ) from error
 
 
 def _answer_schema(answer: ResponseFormat) -> dict[str, Any] | None:
@@ -93,14 +121,14 @@ async def _tool_grammar(
 ) -> GrammarFactory:
     """Strict tools' schemas are promised; the others' are enforced where they can be."""
     for enforce_schemas in (True, False):
-        grammar = build_grammar(
-            tool_format,
-            request.tools,
-            model.vocabulary,
-            answer_schema=answer_schema,
-            enforce_schemas=enforce_schemas,
-        )
         try:
+            grammar = build_grammar(
+                tool_format,
+                request.tools,
+                model.vocabulary,
+                answer_schema=answer_schema,
+                enforce_schemas=enforce_schemas,
+            )
             return await asyncio.to_thread(model.grammars.compile_lark, grammar)
         except GrammarError as error:
             if not enforce_schemas or all(tool.strict for tool in request.tools.callable_tools):

@@ -42,6 +42,10 @@ class GrammarCompiler:
         """Answers are sentences of the grammar, in llguidance's dialect of Lark. Raises GrammarError."""
         return self._compile(LLMatcher.grammar_from_lark(grammar))
 
+    def compile_regex(self, grammar: str) -> TokenGrammarFactory:
+        """`grammar` is a regex: answers are texts that it matches as a whole. Raises GrammarError."""
+        return self._compile(LLMatcher.grammar_from_regex(grammar))
+
     def _compile(self, grammar: str) -> TokenGrammarFactory:
         with self._lock:
             known = self._cache.get(grammar)

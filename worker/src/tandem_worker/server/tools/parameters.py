@@ -1,0 +1,68 @@
+"""Grammars of calls whose parameters are not one JSON object: each parameter on its own, in the schema's order."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tandem_worker.structured.compiler import embed_json_schema
+from tandem_worker.structured.grammar import GrammarError
+
+_ROOT_KEYS = frozenset(
+    {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "title", "description", "strict"}
+)
+
+
+class Parameters:
+    """The parameters of one function. Raises GrammarError for a schema that is more than a list of properties."""
+
+    def __init__(self, schema: Mapping[str, Any]) -> None:
+        odd = schema.keys() - _ROOT_KEYS
+        if odd:
+            raise GrammarError(f"'{min(odd)}' cannot be enforced beside the properties in this model's format of calls")
+        self._definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        self.properties: dict[str, Any] = dict(schema.get("properties", {}))
+        self.required = frozenset(schema.get("required", ()))
+        missing = self.required - self.properties.keys()
+        if missing:
+            raise GrammarError(f"the required property '{min(missing)}' is not among the properties")
+        self.open = not self.properties and schema.get("additionalProperties") is not False
+        """Nothing is said about them: any are allowed."""
+
+    def json_value(self, key: str) -> str:
+        """Right side of a Lark rule for a value written as JSON."""
+        schema = self.properties[key]
+        return embed_json_schema({**schema, **self._definitions} if isinstance(schema, Mapping) else {})
+
+    def sequence(self, rule_of: Callable[[str], str], separator: str = "") -> str:
+        """Lark expression: the required ones and any of the others, in order. `separator` is a Lark string."""
+        keys = list(self.properties)
+        if not separator:
+            return " ".join(rule_of(key) + ("" if key in self.required else "?") for key in keys) or '""'
+        options: list[str] = []
+        for index, key in enumerate(keys):
+            rest = [(f"{separator} {rule_of(other)}", other in self.required) for other in keys[index + 1 :]]
+            options.append(" ".join([rule_of(key), *(text if needed else f"({text})?" for text, needed in rest)]))
+            if key in self.required:
+                break
+        else:
+            options.append('""')
+        return f"({' | '.join(options)})"
+
+
+_TEXT_KEYS = frozenset(
+    {"type", "title", "description", "default", "examples", "enum", "const", "minLength", "maxLength"}
+)
+
+
+def text_value(schema: Mapping[str, Any], forbidden: str) -> str:
+    """Right side of a Lark terminal: a plain text that does not contain the regex `forbidden`. Raises GrammarError."""
+    odd = schema.keys() - _TEXT_KEYS
+    if odd:
+        raise GrammarError(f"'{min(odd)}' of a string cannot be enforced in this model's format of calls")
+    choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if choices is not None:
+        return " | ".join(json.dumps(str(choice)) for choice in choices)
+    low, high = schema.get("minLength", 0), schema.get("maxLength", "")
+    return f"/(?s:.{{{low},{high}}})/ & ~/(?s:.*){forbidden}(?s:.*)/"
