@@ -21,13 +21,15 @@ oracle = test_answers.oracle
 
 MODEL = "group"
 NODES = 2
+SPACE = {"memory": "128Mi"}
+"""Of each rank: nearly 3,000 tokens even where it holds every head of every layer."""
 PROMPT_LENGTHS = (1, 16, 17, 33, 150, 400)
 
 
 @pytest.fixture(scope="module")
 def staged(tandem: object, main: Fleet) -> Iterator[Fleet]:
     """Model `group` beside `main`: one replica of two stages in two pods."""
-    manifest = smollm2(MODEL, prefill=None)
+    manifest = smollm2(MODEL, prefill=None, kv=SPACE)
     manifest["spec"]["decode"] |= {
         "nodesPerReplica": NODES, "parallelism": {"pipeline": NODES}, "podTemplate": SHARED_PROCESSES
     }  # fmt: skip
@@ -148,7 +150,7 @@ def test_suspend_and_resume_a_group(staged: Fleet) -> None:
 @pytest.mark.timeout(400)
 def test_prefill_and_decode_may_be_spread_differently(fleet: Fleet, oracle: tuple[Any, Any]) -> None:
     """Blocks of three tensor ranks in one pod are cut anew for two stages in two pods."""
-    manifest = smollm2("resliced")
+    manifest = smollm2("resliced", kv=SPACE)
     manifest["spec"]["prefill"]["parallelism"] = {"tensor": 3}
     manifest["spec"]["decode"] |= {"nodesPerReplica": NODES, "parallelism": {"pipeline": NODES}}
     fleet.apply(manifest)
@@ -167,7 +169,7 @@ def test_prefill_and_decode_may_be_spread_differently(fleet: Fleet, oracle: tupl
 
 def one_pod_of_three_ranks(name: str) -> Object:
     """SmolLM2 has 9 heads and 3 heads of keys and values: three ranks have the same share of both."""
-    manifest = smollm2(name, prefill=None)
+    manifest = smollm2(name, prefill=None, kv=SPACE)
     manifest["spec"]["decode"]["parallelism"] = {"tensor": 3}
     return manifest
 
@@ -179,7 +181,7 @@ def test_three_ranks_in_one_pod_then_one_then_gone(fleet: Fleet, oracle: tuple[A
     fleet.wait_ready("split")
     assert len(fleet.pods("split", "unified")) == 1
     assert_greedy(fleet, "split", oracle)
-    fleet.apply(smollm2("split", prefill=None))
+    fleet.apply(smollm2("split", prefill=None, kv=SPACE))
 
     def single() -> bool:
         pods = fleet.pods("split", "unified")
