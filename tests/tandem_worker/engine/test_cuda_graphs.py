@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tandem_worker.engine.cuda_graphs import CudaRecorder, plan_batch_sizes
+from tandem_worker.engine.cuda_graphs import CudaRecorder, DecodeGraphs, plan_batch_sizes
+from tandem_worker.models.base import allocate_kv_cache
 
 from tests.tandem_worker.engine.history_model import HistoryModel, greedy_answer
 from tests.tandem_worker.engine.rig import Rig
@@ -29,6 +30,9 @@ class CallAgain:
             result.copy_(run())
 
         return replay, result
+
+    def memory_bytes(self) -> int:
+        return 100 * self.num_replays
 
 
 class PaddedModel(HistoryModel):
@@ -57,6 +61,13 @@ def test_decodes_from_recordings_give_the_same_tokens(make_rig: MakeRig) -> None
     for index, prompt in enumerate(prompts):
         assert rig.out.tokens(f"r{index}") == greedy_answer(prompt, 5 + index)
     assert recorder.num_replays > 20
+
+
+def test_recordings_share_one_tensor_of_logits() -> None:
+    model = PaddedModel()
+    cache = allocate_kv_cache(model.kv_cache_spec(4), 8, torch.device("cpu"))
+    graphs = DecodeGraphs(model, cache, max_blocks=4, batch_sizes=[1, 2, 4], recorder=CallAgain())
+    assert len({recording.logits.data_ptr() for recording in graphs._recordings.values()}) == 1
 
 
 @pytest.mark.gpu

@@ -3,7 +3,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tandem_worker.engine.memory import observe_available_memory, plan_max_model_len, plan_num_blocks
+from tandem_worker.engine.memory import (
+    observe_available_memory,
+    plan_gpu_kv_memory,
+    plan_max_model_len,
+    plan_num_blocks,
+)
 from tandem_worker.errors import StartupError
 
 
@@ -12,6 +17,12 @@ def test_blocks_fill_the_memory() -> None:
     with pytest.raises(StartupError, match="one block takes 300") as error:
         plan_num_blocks(500, 300)
     assert error.value.reason == "KVCacheTooSmall"
+
+
+def test_the_block_space_takes_what_activations_leave() -> None:
+    assert plan_gpu_kv_memory(1000, 200) == 760
+    assert plan_gpu_kv_memory(1000, 2000) == 0
+    assert plan_gpu_kv_memory(1000, None) == 850
 
 
 @pytest.mark.parametrize(

@@ -145,6 +145,15 @@ class _Memory:
             return torch.cuda.memory_allocated()
         return _resident_bytes()
 
+    def observe_other(self, before: int) -> int:
+        """What neither tensors nor graphs take: `before` loading, or on a GPU the driver's and the libraries' share."""
+        if not self.on_gpu:
+            return before
+        import torch
+
+        free, total = torch.cuda.mem_get_info()
+        return max(0, total - free - torch.cuda.memory_reserved())
+
 
 def load_config(path: Path) -> WorkerConfig:
     """Raises StartupError."""
@@ -195,15 +204,27 @@ def build_worker(
         path, device=device, dtype=resolve_dtype(config.dtype), context=SINGLE if seat is None else seat.context
     )
     memory.by_kind["weights"] = max(0, memory.observe() - before)
+    arena = None if seat is not None else _measure_arena(model, config, progress, memory)
     progress.enter("allocating the KV cache")
     hub = DeltaHub()
     delivery = Delivery(hub)
     client = TcpPrefillClient(verify=config.kv.verify) if config.role is Role.DECODE else None
     end_tokens = observe_end_tokens(path, tokenizer)
-    engine = build_engine(model, config, delivery, client, eos_token_ids=end_tokens, model_digest=digest, group=seat)
+    engine = build_engine(
+        model,
+        config,
+        delivery,
+        client,
+        eos_token_ids=end_tokens,
+        model_digest=digest,
+        cuda_graphs=pod.cuda_graphs and seat is None,
+        arena_bytes=arena,
+        group=seat,
+    )
     cache = engine.kv_cache
     memory.by_kind["kv"] = cache.num_blocks * cache.spec.bytes_per_block
-    memory.by_kind["other"] = before
+    memory.by_kind["graphs"] = engine.graph_bytes
+    memory.by_kind["other"] = memory.observe_other(before)
     progress.enter("warming up")
     warm_up(engine, delivery, model.embedding)
     progress.enter("starting the KV transport")
@@ -236,6 +257,21 @@ def build_worker(
         prefill_client=client,
         group=group,
     )
+
+
+def _measure_arena(model: CausalLM, config: WorkerConfig, progress: Progress, memory: _Memory) -> int:
+    """Bytes for activations. In a group all ranks would have to compute at once, so it is not done there."""
+    from tandem_worker.engine.arena import measure_arena
+
+    progress.enter("measuring activations")
+    limits = config.scheduler
+    memory.by_kind["arena"] = measure_arena(
+        model,
+        max_batch_tokens=limits.max_batch_tokens,
+        max_rows=limits.max_running_requests,
+        block_size=config.kv.block_size,
+    )
+    return memory.by_kind["arena"]
 
 
 def resolve_device(device: Device, local_rank: int = 0) -> torch.device:

@@ -25,6 +25,8 @@ class PodFacts:
     token: str | None
     log_level: str
     termination_path: Path
+    cuda_graphs: bool = True
+    """Record decode steps on a GPU. Without, each kernel is launched by itself, so that an error names it."""
 
 
 def observe_pod(environment: Mapping[str, str]) -> PodFacts:
@@ -34,6 +36,7 @@ def observe_pod(environment: Mapping[str, str]) -> PodFacts:
         pod_ip=environment.get("POD_IP", "127.0.0.1"),
         token=environment.get("HF_TOKEN", "").strip() or None,
         log_level=environment.get("TANDEM_LOG_LEVEL", "INFO"),
+        cuda_graphs=environment.get("TANDEM_CUDA_GRAPHS", "1") != "0",
         termination_path=Path(environment.get("TERMINATION_MESSAGE_PATH") or names.TERMINATION_MESSAGE_PATH),
     )
 

@@ -37,6 +37,7 @@ def build_engine(
     eos_token_ids: Iterable[int] = (),
     model_digest: str = "",
     cuda_graphs: bool = False,
+    arena_bytes: int | None = None,
     runs_ahead: bool | None = None,
     clock: Callable[[], float] | None = None,
     group: GroupSeat | None = None,
@@ -46,13 +47,15 @@ def build_engine(
     `runs_ahead` (see `StepRunner`): None is yes on a single GPU. A CPU computes on the thread that would plan
     meanwhile, and the ranks of a group are told tokens that the host knows.
 
-    The model serves this engine alone: it may keep scratch space between calls. `cuda_graphs` records decode steps.
+    The model serves this engine alone: it may keep scratch space between calls. `cuda_graphs` records decode steps on a
+    GPU. `arena_bytes` is what activations take (`arena.measure_arena`), None where that is not measured.
     A prefill client that needs the engine's `kv_cache` may be set afterwards, as `engine.prefill_client`. With a
     `group`, this process is rank 0, `model` is its share, and the others have loaded theirs or soon will.
     """
     block_size = config.kv.block_size
     reports = [] if group is None else group.collect(model, config, model_digest)
-    num_blocks = min((report.num_blocks for report in reports), default=0) or observe_num_blocks(model, config)
+    num_blocks = min((report.num_blocks for report in reports), default=0)
+    num_blocks = num_blocks or observe_num_blocks(model, config, arena_bytes)
     max_model_len = plan_max_model_len(config.max_model_len, model.max_position_embeddings, num_blocks, block_size)
     clocks = {} if clock is None else {"clock": clock}
     spec = model.kv_cache_spec(block_size)
@@ -77,7 +80,7 @@ def build_engine(
         executor.add_host_store(num_host_blocks)
     if runs_ahead is None:
         runs_ahead = model.device.type == "cuda" and group is None
-    if cuda_graphs and model.device.type == "cuda":
+    if cuda_graphs and model.device.type == "cuda" and model.embedding is None:
         executor.record_graphs()
     engine = EngineCore(
         schedulers=schedulers,

@@ -99,6 +99,11 @@ class EngineCore:
     # -- any thread ----------------------------------------------------------------------------------------------
 
     @property
+    def graph_bytes(self) -> int:
+        """Device memory that recordings of decode steps take; 0 without them."""
+        return self._executor.graph_bytes
+
+    @property
     def kv_cache(self) -> KVCache:
         return self._executor.kv_cache
 

@@ -25,6 +25,10 @@ class Recorder(Protocol):
         """The replay, and the tensor that holds the result after each one."""
         ...
 
+    def memory_bytes(self) -> int:
+        """Of the device, taken so far by everything."""
+        ...
+
 
 class CudaRecorder:
     """Recordings of one device share a memory pool: only one of them runs at a time."""
@@ -45,6 +49,11 @@ class CudaRecorder:
             result = run()
         self._pool = self._pool or graph.pool()
         return graph.replay, result
+
+    def memory_bytes(self) -> int:
+        torch.cuda.synchronize(self._device)
+        free, total = torch.cuda.mem_get_info(self._device)
+        return total - free
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +78,21 @@ class DecodeGraphs:
         *,
         max_blocks: int,
         batch_sizes: Sequence[int],
-        recorder: Recorder | None = None,
+        recorder: Recorder,
     ) -> None:
-        """Records every size, largest first so that smaller ones fit into its memory. Under inference mode."""
+        """Records every size, largest first so that smaller ones fit into its memory. Under inference mode.
+
+        All leave their logits in one tensor: one per recording would hold hundreds of MB each for good.
+        """
         self._sizes = sorted(batch_sizes)
         self._recordings: dict[int, _Recording] = {}
-        recorder = recorder or CudaRecorder(model.device)
+        shared = torch.empty((self._sizes[-1], model.vocab_size), dtype=torch.float32, device=model.device)
         for size in reversed(self._sizes):
-            batch = _build_static_batch(size, max_blocks, kv_cache.spec.block_size, model.device)
-            replay, logits = recorder.record(lambda batch=batch: model.forward(batch, kv_cache))
+            batch = build_static_batch(size, max_blocks, kv_cache.spec.block_size, model.device)
+            out = shared[:size]
+            replay, logits = recorder.record(
+                lambda batch=batch, out=out: out.copy_(model.forward(batch, kv_cache), non_blocking=True)
+            )
             self._recordings[size] = _Recording(batch, replay, logits)
 
     def run(self, batch: ForwardBatch) -> torch.Tensor | None:
@@ -92,7 +107,8 @@ class DecodeGraphs:
         return recording.logits[:count]
 
 
-def _build_static_batch(size: int, max_blocks: int, block_size: int, device: torch.device) -> ForwardBatch:
+def build_static_batch(size: int, max_blocks: int, block_size: int, device: torch.device) -> ForwardBatch:
+    """Decodes of `size` sequences at position 0 of block 0, whose host-side lengths are the longest there are."""
     return ForwardBatch(
         token_ids=torch.zeros(size, dtype=torch.int64, device=device),
         positions=torch.zeros(size, dtype=torch.int64, device=device),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -9,13 +11,15 @@ import torch
 
 from tandem_worker.control.plan import StepPlan
 from tandem_worker.engine.batch import BatchBuilder, StepInput
-from tandem_worker.engine.cuda_graphs import DecodeGraphs, Recorder, plan_batch_sizes
+from tandem_worker.engine.cuda_graphs import CudaRecorder, DecodeGraphs, Recorder, plan_batch_sizes
 from tandem_worker.engine.host_copy import HostCopier, HostCopy, build_copier
 from tandem_worker.engine.host_store import HostStore
 from tandem_worker.engine.sampler import choose_tokens
 from tandem_worker.engine.step import StepOutput
 from tandem_worker.errors import GroupLostError
 from tandem_worker.models.base import CausalLM, KVCache
+
+logger = logging.getLogger(__name__)
 
 
 class ModelExecutor:
@@ -43,6 +47,8 @@ class ModelExecutor:
         self.host_store: HostStore | None = None
         self.seconds_per_moved_block = 0.0
         """To the host and back."""
+        self.graph_bytes = 0
+        """What the recordings of decode steps take."""
         self._copier = copier or build_copier(model.device)
         self._chosen: torch.Tensor | None = None
 
@@ -52,14 +58,22 @@ class ModelExecutor:
 
     def record_graphs(self, recorder: Recorder | None = None) -> None:
         """From now on decode steps replay recordings. The model must allow it (see `cuda_graphs`)."""
+        sizes, began = plan_batch_sizes(self._max_rows), time.perf_counter()
+        recorder = recorder or CudaRecorder(self.model.device)
+        before = recorder.memory_bytes()
         with torch.inference_mode():
             self._graphs = DecodeGraphs(
-                self.model,
-                self.kv_cache,
-                max_blocks=self._max_blocks,
-                batch_sizes=plan_batch_sizes(self._max_rows),
-                recorder=recorder,
+                self.model, self.kv_cache, max_blocks=self._max_blocks, batch_sizes=sizes, recorder=recorder
             )
+        self.graph_bytes = max(0, recorder.memory_bytes() - before)
+        logger.info(
+            "decode steps are recorded",
+            extra={
+                "batch_sizes": sizes,
+                "seconds": round(time.perf_counter() - began, 3),
+                "gib": round(self.graph_bytes / 2**30, 3),
+            },
+        )
 
     def add_host_store(self, num_blocks: int) -> None:
         """Allow plans that move blocks to the host."""

@@ -14,8 +14,10 @@ if TYPE_CHECKING:
     from tandem_worker.models.base import CausalLM
 
 _GIB = 1024**3
-_CUDA_FRACTION = 0.85
-"""Of the VRAM that is free after loading; the rest is for activations, graphs and the allocator's slack."""
+_CUDA_FRACTION = 0.95
+"""Of the VRAM that weights and measured activations leave; the rest is for graphs and the allocator's slack."""
+_UNMEASURED_FRACTION = 0.85
+"""Of the VRAM that weights leave, where nobody has measured activations."""
 _CPU_FRACTION = 0.25
 _CPU_LIMIT = 4 * _GIB
 
@@ -64,24 +66,34 @@ def plan_max_model_len(wanted: int | None, supported: int, num_blocks: int, bloc
     return wanted
 
 
-def observe_num_blocks(model: CausalLM, config: WorkerConfig) -> int:
+def observe_num_blocks(model: CausalLM, config: WorkerConfig, arena_bytes: int | None = None) -> int:
     """KV blocks that this process has memory for. Ranks of one pod share what a pod without GPUs has."""
     memory = config.kv.memory_bytes
     if memory is None:
-        memory = observe_kv_memory(model.device)
+        memory = observe_kv_memory(model.device, arena_bytes)
         if model.device.type == "cpu":
             memory //= config.group.ranks_per_node
     return plan_num_blocks(memory, model.kv_cache_spec(config.kv.block_size).bytes_per_block)
 
 
-def observe_kv_memory(device: torch.device) -> int:
-    """Bytes that the block space may take on this device, measured now (weights are loaded)."""
+def plan_gpu_kv_memory(free_bytes: int, arena_bytes: int | None) -> int:
+    """Bytes for the block space out of what is free beside the weights. `arena_bytes` None: not measured."""
+    if arena_bytes is None:
+        return int(free_bytes * _UNMEASURED_FRACTION)
+    return int(max(0, free_bytes - arena_bytes) * _CUDA_FRACTION)
+
+
+def observe_kv_memory(device: torch.device, arena_bytes: int | None = None) -> int:
+    """Bytes that the block space may take on this device, measured now (weights are loaded, activations are not).
+
+    `arena_bytes` is what activations take at their most (`arena.measure_arena`).
+    """
     if device.type == "cuda":
         import torch
 
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(device)
-        return int(free * _CUDA_FRACTION)
+        return plan_gpu_kv_memory(free, arena_bytes)
     return min(int(observe_available_memory() * _CPU_FRACTION), _CPU_LIMIT)
 
 

@@ -72,7 +72,7 @@ def build_metrics_text(
     _add_gpu(out, sample.gpu)
     out.samples(
         Metric.WORKER_MEMORY_BYTES,
-        "Memory after start-up, by what it holds.",
+        "Memory after start-up, by what it holds; `arena` is what activations take at their most.",
         "gauge",
         [({"kind": kind}, size) for kind, size in memory_bytes.items()],
     )

@@ -1,0 +1,53 @@
+"""What activations take, counted while a forward pass runs."""
+
+from __future__ import annotations
+
+import torch
+from tandem_worker.engine.arena import AllocationCounter, measure_arena
+
+from tests.tandem_worker.engine.history_model import HistoryModel
+
+
+def test_the_peak_counts_what_is_held_at_once() -> None:
+    with AllocationCounter() as counter:
+        kept = torch.zeros(1000)  # 4000 bytes
+        for _ in range(5):
+            kept = kept + 1  # the old and the new one at a time
+        view = kept[:10]
+        del kept
+        more = torch.zeros(500)
+        more.add_(1)
+    assert counter.peak == 8000
+    assert view.numel() + more.numel() == 510
+
+
+def test_what_was_there_before_is_not_counted() -> None:
+    before = torch.zeros(1000)
+    with AllocationCounter() as counter:
+        before.mul_(2)
+        before[:10].add_(1)
+        before.view(10, 100)
+    assert counter.peak == 0
+
+
+class WideModel(HistoryModel):
+    """Allocates 100 bytes per token."""
+
+    def _check(self, batch: object) -> None: ...
+
+    def forward(self, batch, kv_cache):
+        scratch = torch.empty(batch.token_ids.shape[0], 25)
+        logits = super().forward(batch, kv_cache)
+        del scratch
+        return logits
+
+
+def test_the_arena_grows_with_tokens_and_holds_the_logits() -> None:
+    def measure(model: HistoryModel, tokens: int, rows: int) -> int:
+        return measure_arena(model, max_batch_tokens=tokens, max_rows=rows, block_size=4)
+
+    plain, wide = HistoryModel(), WideModel()
+    extra = measure(wide, 3200, 8) - measure(plain, 3200, 8)
+    assert 300_000 <= extra <= 320_000
+    row = plain.vocab_size * 4
+    assert measure(plain, 64, 16) - measure(plain, 64, 8) == 8 * row

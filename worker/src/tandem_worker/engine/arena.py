@@ -1,0 +1,118 @@
+"""How much memory activations take at their most: what a forward pass over the largest batch allocates on top.
+
+On a GPU the largest batch is run once over scratch blocks and the allocator's high-water mark is read. A CPU would take
+seconds for that: there a batch of a few tokens is run, new tensors are counted while they live, and the result is
+scaled, as activations grow with the tokens.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tandem_worker.models.base import CausalLM, ForwardBatch, allocate_kv_cache
+
+_FEW_TOKENS = 32
+
+
+def measure_arena(model: CausalLM, *, max_batch_tokens: int, max_rows: int, block_size: int) -> int:
+    """Bytes beyond weights and KV that a step of `max_batch_tokens` with logits of `max_rows` sequences needs.
+
+    The model runs alone: with other ranks, all of them would have to take part.
+    """
+    if model.device.type == "cuda":
+        return _run_on_gpu(model, max_batch_tokens, max_rows, block_size)
+    tokens = min(_FEW_TOKENS, max_batch_tokens)
+    counter = AllocationCounter()
+    _forward(model, tokens, 1, block_size, counter)
+    row = model.vocab_size * 4
+    return max(0, counter.peak - row) * -(-max_batch_tokens // tokens) + row * max_rows
+
+
+def _run_on_gpu(model: CausalLM, tokens: int, rows: int, block_size: int) -> int:
+    torch.cuda.synchronize(model.device)
+    torch.cuda.reset_peak_memory_stats(model.device)
+    before = torch.cuda.memory_allocated(model.device)
+    kv_bytes = _forward(model, tokens, rows, block_size, None)
+    torch.cuda.synchronize(model.device)
+    peak = torch.cuda.max_memory_allocated(model.device)
+    torch.cuda.empty_cache()
+    return max(0, peak - before - kv_bytes)
+
+
+def _forward(model: CausalLM, tokens: int, rows: int, block_size: int, mode: TorchDispatchMode | None) -> int:
+    """One prompt of `tokens` tokens, logits of its last `rows`; returns the bytes of the scratch blocks."""
+    spec = model.kv_cache_spec(block_size)
+    num_blocks = -(-tokens // block_size) + 1
+    cache = allocate_kv_cache(spec, num_blocks, model.device)
+    batch = build_prompt_batch(tokens, min(rows, tokens), block_size, model.device)
+    with torch.inference_mode():
+        if mode is None:
+            model.forward(batch, cache)
+        else:
+            with mode:
+                model.forward(batch, cache)
+    return num_blocks * spec.bytes_per_block
+
+
+def build_prompt_batch(tokens: int, rows: int, block_size: int, device: torch.device) -> ForwardBatch:
+    """A prompt of zeros in blocks 1 and following."""
+    positions = torch.arange(tokens, device=device)
+    num_blocks = -(-tokens // block_size)
+    return ForwardBatch(
+        token_ids=torch.zeros(tokens, dtype=torch.int64, device=device),
+        positions=positions,
+        slot_mapping=positions + block_size,
+        block_tables=torch.arange(1, num_blocks + 1, dtype=torch.int32, device=device)[None],
+        query_start=torch.tensor([0, tokens], dtype=torch.int32, device=device),
+        context_lens=torch.tensor([tokens], dtype=torch.int32, device=device),
+        logits_rows=torch.arange(tokens - rows, tokens, device=device),
+        query_lens_host=(tokens,),
+        context_lens_host=(tokens,),
+    )
+
+
+class AllocationCounter(TorchDispatchMode):
+    """Bytes of the storages that operations made and that are still held; `peak` is their most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._held = 0
+        self._users: dict[int, list[int]] = {}
+        """By a storage's address: its bytes, and the tensors over it that are alive."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        inputs = {
+            leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs)) if _has_storage(leaf)
+        } - self._users.keys()
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if _has_storage(leaf) and leaf.untyped_storage().data_ptr() not in inputs:
+                self._add(leaf)
+        return result
+
+    def _add(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        address, size = storage.data_ptr(), storage.nbytes()
+        entry = self._users.setdefault(address, [size, 0])
+        if entry[1] == 0:
+            self._held += size
+            self.peak = max(self.peak, self._held)
+        entry[1] += 1
+        weakref.finalize(tensor, self._drop, address)
+
+    def _drop(self, address: int) -> None:
+        entry = self._users[address]
+        entry[1] -= 1
+        if entry[1] == 0:
+            self._held -= entry[0]
+            del self._users[address]
+
+
+def _has_storage(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.untyped_storage().nbytes() > 0
