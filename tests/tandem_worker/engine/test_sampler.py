@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tandem_worker.control.params import SamplingParams, TokenLogprob
 from tandem_worker.control.request import Request, Sequence
-from tandem_worker.engine.draws import draw_uniform
 from tandem_worker.engine.sampler import NO_TOKEN, choose_tokens, compute_logprobs, score_prompt
 from tandem_worker.engine.sampling_state import SamplingState
+from tandem_worker.philox import draw_uniform
 
 VOCAB = 600
 """More than the sampler's candidates: both its paths are reached."""

@@ -14,7 +14,7 @@ from tandem_worker.engine.batch import BatchBuilder, StepInput
 from tandem_worker.engine.cuda_graphs import CudaRecorder, DecodeGraphs, Recorder, plan_batch_sizes
 from tandem_worker.engine.host_copy import HostCopier, HostCopy, build_copier
 from tandem_worker.engine.host_store import HostStore
-from tandem_worker.engine.sampler import choose_tokens
+from tandem_worker.engine.sampler import build_sampler
 from tandem_worker.engine.step import StepOutput
 from tandem_worker.errors import GroupLostError
 from tandem_worker.models.base import CausalLM, KVCache
@@ -49,6 +49,7 @@ class ModelExecutor:
         """To the host and back."""
         self.graph_bytes = 0
         """What the recordings of decode steps take."""
+        self.sampler = build_sampler(model.vocab_size, model.device)
         self._copier = copier or build_copier(model.device)
         self._chosen: torch.Tensor | None = None
 
@@ -117,7 +118,7 @@ class ModelExecutor:
         The next `run` may decode them before they are on the host.
         """
         logits, layout = output
-        tokens = choose_tokens(logits if layout.rows is None else logits[layout.rows], layout.sequences)
+        tokens = self.sampler.choose_tokens(logits if layout.rows is None else logits[layout.rows], layout.sequences)
         for place, sequence in enumerate(layout.sequences):
             sequence.chosen_at = place
         self._chosen = tokens.clamp(min=0)  # after NO_TOKEN nothing follows, but the lookup must not fail

@@ -25,7 +25,7 @@ from tandem_worker.engine.meter import SpeedMeter
 from tandem_worker.engine.outputs import build_final_delta, build_token_delta, decide_outcome
 from tandem_worker.engine.peers import LayerReport, PeerPrefill, plan_reports
 from tandem_worker.engine.pooling import Pool
-from tandem_worker.engine.sampler import NO_TOKEN, choose_tokens, compute_logprobs, score_prompt
+from tandem_worker.engine.sampler import NO_TOKEN, score_prompt
 from tandem_worker.engine.sampling_state import SamplingState
 from tandem_worker.engine.step import PendingStep, StepAbandonedError
 
@@ -368,8 +368,9 @@ class StepRunner:
         sequences, logits = self._expand(sequences, logits)
         if not sequences:
             return
-        tokens: list[int] = choose_tokens(logits, sequences).tolist()
-        logprobs = compute_logprobs(logits, sequences, tokens)
+        sampler = self.executor.sampler
+        tokens: list[int] = sampler.choose_tokens(logits, sequences).tolist()
+        logprobs = sampler.compute_logprobs(logits, sequences, tokens)
         for row, sequence in enumerate(sequences):
             self._accept_token(sequence, tokens[row], logprobs.get(row))
 

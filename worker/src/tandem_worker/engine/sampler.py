@@ -1,4 +1,4 @@
-"""Chooses the next token of every sequence from its logits.
+"""Chooses the next token of every sequence from its logits: with torch here, with kernels in `device_sampler`.
 
 Order of effects: penalties, logit bias, minimum length, grammar; then greedy, or temperature, top-k, top-p, min-p and
 one draw. Every row is computed from that row alone, with constants that do not depend on the batch, so a request's
@@ -8,21 +8,57 @@ tokens do not depend on what it is batched with. Logprobs are those of the model
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
+from typing import Protocol
 
 import torch
 
 from tandem_worker.control.params import TokenLogprob
 from tandem_worker.control.request import Sequence
-from tandem_worker.engine.draws import draw_uniform
 from tandem_worker.engine.sampling_state import SamplingState
+from tandem_worker.philox import draw_uniform
 
 NO_TOKEN = -1
 """In place of a token where the logits allow none (NaN, or everything forbidden)."""
 _NUM_CANDIDATES = 256
 """Likeliest tokens that top-k and top-p look at before they sort the whole vocabulary."""
 
-_LEAST_TEMPERATURE = 1e-6
+LEAST_TEMPERATURE = 1e-6
 """float32 can still divide by it; the likeliest token is certain long before."""
+
+
+class Sampler(Protocol):
+    """Both backends choose the same tokens, so a choice may go on with the other one."""
+
+    def choose_tokens(self, logits: torch.Tensor, sequences: Rows[Sequence]) -> torch.Tensor:
+        """One token per row of `logits` `[N, vocab]`: `[N]` int64 on its device, NO_TOKEN where none is possible."""
+        ...
+
+    def compute_logprobs(
+        self, logits: torch.Tensor, sequences: Rows[Sequence], tokens: list[int]
+    ) -> dict[int, TokenLogprob]:
+        """Logprobs of the chosen tokens of the rows that ask for them, by row."""
+        ...
+
+
+class HostSampler:
+    """By torch's operations: the sampler of CPUs."""
+
+    def choose_tokens(self, logits: torch.Tensor, sequences: Rows[Sequence]) -> torch.Tensor:
+        return choose_tokens(logits, sequences)
+
+    def compute_logprobs(
+        self, logits: torch.Tensor, sequences: Rows[Sequence], tokens: list[int]
+    ) -> dict[int, TokenLogprob]:
+        return compute_logprobs(logits, sequences, tokens)
+
+
+def build_sampler(vocab_size: int, device: torch.device) -> Sampler:
+    """The sampler that suits a device."""
+    if device.type != "cuda":
+        return HostSampler()
+    from tandem_worker.engine.device_sampler import DeviceSampler
+
+    return DeviceSampler(vocab_size, device)
 
 
 def choose_tokens(logits: torch.Tensor, sequences: Rows[Sequence]) -> torch.Tensor:
@@ -92,7 +128,7 @@ def _draw(logits: torch.Tensor, best: torch.Tensor, sequences: list[Sequence]) -
         draw_uniform(param.seed, sequence.choice, sequence.next_position)
         for param, sequence in zip(params, sequences, strict=True)
     ]
-    temperatures = torch.tensor([max(param.temperature, _LEAST_TEMPERATURE) for param in params], device=logits.device)
+    temperatures = torch.tensor([max(param.temperature, LEAST_TEMPERATURE) for param in params], device=logits.device)
     # Relative to the best logit, so that a temperature near 0 cannot overflow.
     probs = torch.softmax((logits - best[:, None]) / temperatures[:, None], dim=-1)
     ordered = [row for row, param in enumerate(params) if param.top_k > 0 or param.top_p < 1.0]
@@ -111,7 +147,11 @@ def _draw(logits: torch.Tensor, best: torch.Tensor, sequences: list[Sequence]) -
 
 
 def _draw_ordered(probs: torch.Tensor, limits: list[tuple[int, float, float]], draws: list[float]) -> list[int]:
-    """Top-k and top-p need the tokens in order. The likeliest few nearly always suffice; else that row is sorted."""
+    """Top-k and top-p need the tokens in order. The likeliest few nearly always suffice; else that row is sorted.
+
+    Tokens as likely as the last one kept are kept too, and the draw goes through what is left in vocabulary order: no
+    result depends on an order among equals.
+    """
     vocab = probs.shape[-1]
     width = min(_NUM_CANDIDATES, vocab)
     values, ids = probs.topk(width, dim=-1)
@@ -119,15 +159,25 @@ def _draw_ordered(probs: torch.Tensor, limits: list[tuple[int, float, float]], d
     tokens = [0] * len(limits)
     for row, ((top_k, top_p, min_p), draw) in enumerate(zip(limits, draws, strict=True)):
         row_values, row_ids = values[row], ids[row]
-        enough = 0 < top_k <= width or (top_k == 0 and mass[row] >= top_p) or width == vocab
-        if not enough:
+        enough = 0 < top_k <= width or (top_k == 0 and mass[row] >= top_p)
+        least = _least_kept(row_values, top_k, top_p) if enough else 0.0
+        if least <= float(row_values[-1]) and width < vocab:  # the rest may hold equals of the last one
             row_values, row_ids = probs[row].sort(descending=True, stable=True)
-        kept = row_values[:top_k] if top_k > 0 else row_values
-        if top_p < 1.0:
-            kept = kept[: _count_top_p(kept, top_p, 1.0 if top_k == 0 else None)]
-        index = _invert(_apply_min_p(kept[None], [min_p]), [draw])
-        tokens[row] = int(row_ids[index[0]])
+            least = _least_kept(row_values, top_k, top_p)
+        least = max(least, min_p * float(row_values[0]))
+        kept, order = row_ids[row_values >= least].sort()
+        index = _invert(row_values[: len(order)][order][None], [draw])
+        tokens[row] = int(kept[index[0]])
     return tokens
+
+
+def _least_kept(values: torch.Tensor, top_k: int, top_p: float) -> float:
+    """The smallest of descending `values` that top-k and then top-p keep."""
+    if 0 < top_k < len(values):
+        values = values[values >= values[top_k - 1]]
+    if top_p < 1.0:
+        values = values[: _count_top_p(values, top_p, 1.0 if top_k == 0 else None)]
+    return float(values[-1])
 
 
 def _count_top_p(values: torch.Tensor, top_p: float, total: float | None) -> int:

@@ -15,7 +15,7 @@ _WORD_BITS = 32
 class SamplingState:
     """Built from the tokens at hand, so that a choice that was moved goes on as it was."""
 
-    __slots__ = ("_bias", "_counts", "_mask", "_seen", "grammar", "params", "plain", "stop_token_ids")
+    __slots__ = ("_bias", "_counts", "_mask", "_seen", "grammar", "kept_counts", "params", "plain", "stop_token_ids")
 
     def __init__(self, params: SamplingParams, eos_token_ids: frozenset[int]) -> None:
         self.params = params
@@ -25,6 +25,8 @@ class SamplingState:
         self.grammar: Grammar | None = params.grammar.new() if params.grammar is not None else None
         self.plain = self._is_plain()
         """The likeliest token is the answer and nothing is to be reported about it."""
+        self.kept_counts: torch.Tensor | None = None
+        """`[vocab]`, how often each token was chosen: the device sampler's while this state is in no batch of it."""
         self._counts: torch.Tensor | None = None
         self._seen: torch.Tensor | None = None
         self._bias: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -37,9 +39,13 @@ class SamplingState:
             and params.num_logprobs is None
             and params.grammar is None
             and not params.logit_bias
-            and not self._penalizes_output
-            and params.repetition_penalty == 1.0
+            and not self.penalizes
         )
+
+    @property
+    def penalizes(self) -> bool:
+        """The choice depends on which tokens there were."""
+        return self._penalizes_output or self.params.repetition_penalty != 1.0
 
     @property
     def _penalizes_output(self) -> bool:

@@ -4,27 +4,15 @@ from __future__ import annotations
 
 import torch
 
-_MASK32 = 0xFFFFFFFF
+from tandem_worker.philox import draw_uniform
+
 NO_TOKEN = -1
-
-
-def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Ten rounds of Philox (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011)."""
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(10):
-        first, second = 0xD2511F53 * c0, 0xCD9E8D57 * c2
-        c0, c1, c2, c3 = (second >> 32) ^ c1 ^ k0, second & _MASK32, (first >> 32) ^ c3 ^ k1, first & _MASK32
-        k0, k1 = (k0 + 0x9E3779B9) & _MASK32, (k1 + 0xBB67AE85) & _MASK32
-    return c0, c1, c2, c3
 
 
 def draw_uniform_reference(seeds: torch.Tensor, choices: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Twin of `draw_uniform`: seeds, choices, positions `[B]` -> `[B]` float32 in [0, 1)."""
-    draws = []
-    for seed, choice, position in zip(seeds.tolist(), choices.tolist(), positions.tolist(), strict=True):
-        word = philox4x32((position & _MASK32, choice & _MASK32, 0, 0), (seed & _MASK32, (seed >> 32) & _MASK32))[0]
-        draws.append((word >> 8) * 2.0**-24)
+    keys = zip(seeds.tolist(), choices.tolist(), positions.tolist(), strict=True)
+    draws = [draw_uniform(seed, choice, position) for seed, choice, position in keys]
     return torch.tensor(draws, dtype=torch.float32, device=seeds.device)
 
 

@@ -1,0 +1,136 @@
+"""Both samplers choose the same tokens, and the device's does not build its parameters anew without need.
+
+On a CPU the kernels' twins run; `kernels/on_device/test_sampling.py` compares kernels with twins.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tandem_worker.control.request import Sequence
+from tandem_worker.engine.device_sampler import DeviceSampler
+from tandem_worker.engine.sampler import NO_TOKEN, HostSampler
+
+from tests.tandem_worker.engine.test_sampler import VOCAB, Forbidding, build_sequence, random_logits
+
+CPU = torch.device("cpu")
+OPTIONS = st.fixed_dictionaries(
+    {
+        "seed": st.integers(-(2**63), 2**64 - 1),
+        "temperature": st.sampled_from([0.0, 1e-9, 0.3, 1.0, 2.5]),
+        "top_k": st.sampled_from([0, 1, 5, 300, VOCAB, VOCAB + 9]),
+        "top_p": st.sampled_from([1.0, 0.01, 0.5, 0.95]),
+        "min_p": st.sampled_from([0.0, 0.02, 0.5, 1.0]),
+        "presence_penalty": st.sampled_from([0.0, 0.0, 0.7]),
+        "frequency_penalty": st.sampled_from([0.0, 0.0, -0.4]),
+        "repetition_penalty": st.sampled_from([1.0, 1.0, 1.3]),
+        "logit_bias": st.sampled_from([{}, {7: 3.0}, {2: 50.0, 9: -100.0}]),
+        "min_tokens": st.sampled_from([0, 0, 3]),
+    }
+)
+
+
+def sampler() -> DeviceSampler:
+    return DeviceSampler(VOCAB, CPU)
+
+
+def answers(sampler: Any, options: list[dict[str, Any]], num_steps: int) -> list[list[int]]:
+    """Tokens of sequences that are sampled together; the logits are the same for every sampler."""
+    sequences = [build_sequence(choice=row, **params) for row, params in enumerate(options)]
+    for step in range(num_steps):
+        tokens = sampler.choose_tokens(random_logits(len(options), step), sequences).tolist()
+        for sequence, token in zip(sequences, tokens, strict=True):
+            sequence.output.append(token)
+    return [sequence.output for sequence in sequences]
+
+
+@settings(max_examples=60, deadline=None)
+@given(options=st.lists(OPTIONS, min_size=1, max_size=4))
+def test_both_samplers_choose_the_same_tokens(options: list[dict[str, Any]]) -> None:
+    assert answers(sampler(), options, 5) == answers(HostSampler(), options, 5)
+
+
+def test_equals_at_the_edge_stay_on_both() -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 100:] = -1.0
+    for position in range(40):
+        for params in ({"top_k": 10}, {"top_p": 0.05}, {"top_k": 10, "top_p": 0.5}):
+            sequence = build_sequence([0] * position, **params)
+            tokens = [each.choose_tokens(logits, [sequence]).item() for each in (sampler(), HostSampler())]
+            assert tokens[0] == tokens[1]
+            assert tokens[0] < 100
+
+
+def test_parameters_are_built_when_the_batch_changes_only() -> None:
+    device = sampler()
+    sequences = [build_sequence(choice=row, frequency_penalty=0.1 * row) for row in range(3)]
+    for _ in range(6):
+        step(device, sequences)
+    assert device.num_rebuilt == 1
+    step(device, sequences[:2])
+    assert device.num_rebuilt == 2
+    step(device, [*sequences[:2], build_sequence(min_tokens=2)])
+    assert device.num_rebuilt == 3
+
+
+def step(device: Any, sequences: list[Sequence], seed: int = 1) -> list[int]:
+    tokens = device.choose_tokens(random_logits(len(sequences), seed, scale=0.5), sequences).tolist()
+    for sequence, token in zip(sequences, tokens, strict=True):
+        sequence.output.append(token)
+    return tokens
+
+
+def test_the_minimum_length_ends_with_one_rebuild() -> None:
+    device, sequence = sampler(), build_sequence(temperature=0.0, min_tokens=3)
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 2] = 9.0  # a stop token
+    for count in range(6):
+        token = device.choose_tokens(logits, [sequence]).item()
+        assert (token == 2) == (count >= 3)
+        sequence.output.append(token)
+    assert device.num_rebuilt == 2
+
+
+def test_counts_survive_leaving_the_batch_before_the_host_knows_the_tokens() -> None:
+    params = {"temperature": 0.0, "frequency_penalty": 0.9}
+    expected = build_sequence(**params)
+    host = HostSampler()
+    for number in range(8):
+        step(host, [expected], number)
+    device, mine, other = sampler(), build_sequence(**params), build_sequence(presence_penalty=1.0)
+    pending: list[int] = []
+    for number in range(8):
+        mine.num_planned = mine.num_prompt + number  # chosen, but not appended: one step ahead
+        batch = [mine, other] if number % 3 else [mine]
+        logits = random_logits(2, number, scale=0.5)[: len(batch)]
+        logits[0] = random_logits(1, number, scale=0.5)[0]
+        pending.append(int(device.choose_tokens(logits, batch)[0]))
+    assert pending == expected.output
+
+
+def test_grammars_and_impossible_rows() -> None:
+    device = sampler()
+    logits = random_logits(4)
+    logits[1, 7] = torch.nan
+    tokens = device.choose_tokens(
+        logits, [Forbidding.row([0b1001]), build_sequence(), Forbidding.row(), build_sequence(temperature=0.0)]
+    ).tolist()
+    assert tokens[0] in {0, 3}
+    assert tokens[1:3] == [NO_TOKEN] * 2
+    assert tokens[3] == int(logits[3].argmax())
+
+
+@pytest.mark.parametrize("num_top", [0, 3, 30])
+def test_logprobs_are_those_of_the_host(num_top: int) -> None:
+    logits = random_logits(3)
+    sequences = [build_sequence(num_logprobs=num_top), build_sequence(), build_sequence(num_logprobs=1)]
+    ours, theirs = (each.compute_logprobs(logits, sequences, [4, 5, 6]) for each in (sampler(), HostSampler()))
+    assert ours.keys() == theirs.keys() == {0, 2}
+    for row, logprob in ours.items():
+        assert logprob.token_id == theirs[row].token_id
+        assert logprob.logprob == pytest.approx(theirs[row].logprob, abs=1e-5)
+        assert [token for token, _ in logprob.top] == [token for token, _ in theirs[row].top]
