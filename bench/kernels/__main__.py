@@ -1,13 +1,15 @@
 """How far every kernel stands from the device's limits: `python -m bench.kernels [--theme NAME] [--out DIRECTORY]`.
 
-Prints a table, then one JSON object as the last line; with --out also writes it to a file. Needs a GPU, and says so
-without one.
+Prints a table, then one JSON object as the last line. With --out both that object and a plot of the achieved shares are
+written, named after device and date. `--plot FILE` draws an earlier run's object again, which needs no GPU; measuring
+does, and says so without one.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -18,6 +20,7 @@ import triton
 
 from bench.kernels.cases import THEMES
 from bench.kernels.measure import Ceilings, Result, measure, measure_ceilings
+from bench.kernels.plot import draw_achieved
 
 
 def report(results: list[Result], failures: dict[str, str], ceilings: Ceilings) -> dict[str, object]:
@@ -33,11 +36,27 @@ def report(results: list[Result], failures: dict[str, str], ceilings: Ceilings) 
     }
 
 
+def write(found: dict[str, object], line: str, folder: Path) -> Path:
+    """The report and its plot, named after device and date."""
+    folder.mkdir(parents=True, exist_ok=True)
+    device = re.sub(r"[^a-z0-9]+", "-", str(found["device"]).lower()).strip("-")
+    path = folder / f"kernels-{device}-{found['date']}.json"
+    path.write_text(line + "\n")
+    path.with_suffix(".svg").write_text(draw_achieved(found))
+    return path
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Measure every kernel against copy bandwidth and matmul rate.")
     parser.add_argument("--theme", choices=sorted(THEMES), action="append", help="measure only these (repeatable)")
-    parser.add_argument("--out", type=Path, help="directory for kernels.json")
+    parser.add_argument("--out", type=Path, help="directory for kernels-DEVICE-DATE.json and .svg")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="only draw the results in this file, beside it")
     arguments = parser.parse_args()
+    if arguments.plot:
+        target = arguments.plot.with_suffix(".svg")
+        target.write_text(draw_achieved(json.loads(arguments.plot.read_text())))
+        print(target)
+        return 0
     if not torch.cuda.is_available():
         print("The kernel benchmark needs a CUDA device: none is visible.", file=sys.stderr)
         return 2
@@ -62,10 +81,10 @@ def main() -> int:
                 f"{result.teraflops_per_s:>9.1f}{result.limit_microseconds:>10.1f}{result.achieved:>10.0%}"
                 f"  {result.bound_by}"
             )
-    line = json.dumps(report(results, failures, ceilings))
+    found = report(results, failures, ceilings)
+    line = json.dumps(found)
     if arguments.out:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        (arguments.out / "kernels.json").write_text(line + "\n")
+        print(f"written: {write(found, line, arguments.out)}")
     print(line)
     return 1 if failures else 0
 

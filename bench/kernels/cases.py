@@ -201,7 +201,7 @@ def experts() -> Iterator[Case]:
         for tokens in (1, 4, 16, 64, 2048):
             logits = randn(tokens, num_experts, dtype=torch.float32)
             weights, ids = kernels.moe_route(logits, 8)
-            touched = len(set(ids.flatten().tolist()))
+            touched = num_experts * (1 - (1 - 8 / num_experts) ** tokens)  # of random choices, on average
             yield Case(
                 name=f"fused_moe {form} T={tokens}", bytes=touched * 3 * hidden * width * per_weight,
                 flops=2 * tokens * 8 * 3 * hidden * width,
@@ -244,9 +244,9 @@ def sampling() -> Iterator[Case]:
         ("top_k", 1.0, 50, 1.0),
         ("top_p", 1.0, 0, 0.9),
     ):
+        parameters = per_row(heat), per_row(k, torch.int32), per_row(p), per_row(0.0)
         yield Case(name=f"sample_tokens {name} [{rows}, {vocab}]", bytes=size, inputs=[(logits(),), (logits(),)],
-                   run=lambda x, h=heat, k=k, p=p: kernels.sample_tokens(
-                       x, uniforms, per_row(h), per_row(k, torch.int32), per_row(p), per_row(0.0)))  # fmt: skip
+                   run=lambda x, p=parameters: kernels.sample_tokens(x, uniforms, *p))  # fmt: skip
     yield Case(name="token_logprobs 20", bytes=size, inputs=[(logits(),), (logits(),)],
                run=lambda x: kernels.token_logprobs(x, longs, 20))  # fmt: skip
 
