@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from collections.abc import Callable
+from typing import Any
 
+import jsonschema
 import pytest
 from tandem_worker.control.params import FinishReason
 from tandem_worker.engine.base import RemotePrefill
 from tandem_worker.errors import RequestError
+from tandem_worker.structured.compiler import GrammarCompiler
 
 from tests.tandem_worker.engine.history_model import HistoryModel, greedy_answer
 from tests.tandem_worker.engine.rig import BLOCK_SIZE, Rig
 from tests.tandem_worker.engine.wire import Wire
+from tests.tandem_worker.server.conftest import byte_level_tokenizer
 
 MakeRig = Callable[..., Rig]
 ENDPOINT = ("prefill-0:1",)
@@ -87,6 +92,30 @@ def test_choices_are_sampled_here_from_the_same_logits(pair: tuple[Rig, Rig, Wir
         rig.wait()
     for choice in range(3):
         assert decode.out.tokens("r", choice) == alone.out.tokens("r", choice)
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"enum": ["x", "yy"]}, "b": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+
+
+def test_a_grammar_leads_from_the_first_token_on(make_rig: MakeRig) -> None:
+    """The first token comes from the prefill worker's logits, the mask from here."""
+    tokenizer = byte_level_tokenizer()
+    prefill, decode, alone = (make_rig(HistoryModel(vocab_size=300), num_blocks=100) for _ in range(3))
+    wire = Wire(prefill.engine, decode.engine)
+    grammar = GrammarCompiler(tokenizer, 300, [tokenizer.eos_token_id]).compile_json_schema(SCHEMA)
+    for seed in range(12):
+        options: dict[str, Any] = {"temperature": 1.0, "seed": seed, "grammar": grammar}
+        prompt = tuple(range(seed, seed + 30))
+        answer = decode.run(f"r{seed}", prompt, 200, prefill_endpoints=ENDPOINT, **options)
+        assert answer == alone.run(f"r{seed}", prompt, 200, **options)
+        assert decode.out.reason(f"r{seed}") is FinishReason.STOP
+        jsonschema.validate(json.loads(tokenizer.decode(answer)), SCHEMA)
+    assert len(wire.orders) == decode.engine.stats().prefills_remote_total == 12
 
 
 def test_a_failed_remote_prefill_is_done_here(pair: tuple[Rig, Rig, Wire]) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
 import pytest
+from tandem_worker.structured.grammar import GrammarError
 
 WEATHER: Any = {
     "type": "function",
@@ -122,6 +124,30 @@ async def test_a_required_call_is_constrained(worker: Any) -> None:
         assert worker.engine.requests[-1].sampling.grammar is not None
     await worker.client.chat.completions.create(model="tiny", messages=ASK, tools=[WEATHER])
     assert worker.engine.requests[-1].sampling.grammar is None
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+async def test_only_allowed_tools_are_called(worker: Any, mode: str) -> None:
+    """The others stay in the prompt, so that it does not change from turn to turn."""
+    worker.says(CALL)
+    other = {"type": "function", "function": {"name": "get_time", "parameters": {"type": "object"}}}
+    choice: Any = {
+        "type": "allowed_tools",
+        "allowed_tools": {"mode": mode, "tools": [{"type": "function", "function": {"name": "get_weather"}}]},
+    }
+    await worker.client.chat.completions.create(model="tiny", messages=ASK, tools=[WEATHER, other], tool_choice=choice)
+    request = worker.engine.requests[-1]
+    assert "get_time" in worker.tokenizer.decode(request.prompt_token_ids)
+    grammar = request.sampling.grammar.new()
+    for token in worker.tokenizer.encode(CALL):
+        grammar.accept(token)
+    grammar = request.sampling.grammar.new()
+    with pytest.raises(GrammarError):
+        for token in worker.tokenizer.encode(CALL.replace("get_weather", "get_time")):
+            grammar.accept(token)
+    grammar = request.sampling.grammar.new()
+    with contextlib.nullcontext() if mode == "auto" else pytest.raises(GrammarError):
+        grammar.accept(worker.tokenizer.encode("No")[0])
 
 
 async def test_schemas_that_cannot_be_enforced(worker: Any) -> None:

@@ -64,6 +64,11 @@ CHAT: list[tuple[dict[str, Any], str | None]] = [
     ({"tools": {}}, "tools"),
     ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
     ({"tools": [TOOL], "tool_choice": "always"}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": {"type": "custom", "custom": {"name": "f"}}}, "tool_choice.type"),
+    ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}},
+     "tool_choice.allowed_tools"),
+    ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {
+        "mode": "auto", "tools": [{"type": "function", "function": {"name": "g"}}]}}}, "tool_choice"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"functions": []}, "functions"),
     ({"function_call": "auto"}, "function_call"),

@@ -75,7 +75,8 @@ async def _grammar(request: ChatRequest, model: ServedModel, tool_format: ToolFo
     tools = request.tools
     if tool_format is None:
         return None if schema is None else await _answer_grammar(schema, model)
-    if schema is None and tools.mode != "required" and not any(tool.strict for tool in tools.tools):
+    free = tools.mode != "required" and not tools.narrowed and not any(tool.strict for tool in tools.tools)
+    if schema is None and free:
         return None
     if schema is not None:
         await _answer_grammar(schema, model)  # so that an error names the right one of the schemas

@@ -25,13 +25,27 @@ class Tool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolOptions:
-    """`mode` is `none` when there are no tools. A named function is `required` with `tools` narrowed to it."""
+    """`mode` is `none` when there are no tools. A named function is `required` with `callable_tools` narrowed to it."""
 
     mode: Literal["none", "auto", "required"] = "none"
     tools: tuple[Tool, ...] = ()
     callable_tools: tuple[Tool, ...] = ()
     """Those that `tool_choice` leaves; all of `tools` stand in the prompt."""
     parallel: bool = True
+
+    @property
+    def narrowed(self) -> bool:
+        """The prompt shows functions that must not be called."""
+        return len(self.callable_tools) < len(self.tools)
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """`tool_choice`; `names` are None where all functions may be called."""
+
+    mode: Literal["none", "auto", "required"]
+    names: tuple[str, ...] | None = None
+    single: bool = False
 
 
 def parse_tools(fields: Fields) -> ToolOptions:
@@ -40,25 +54,24 @@ def parse_tools(fields: Fields) -> ToolOptions:
     fields.unsupported("function_call", "'function_call' is deprecated and not supported: use 'tool_choice'.")
     tools = _tools(fields)
     given_choice = fields.given("tool_choice")
-    mode, named = _choice(fields)
+    choice = _choice(fields)
     parallel = fields.boolean("parallel_tool_calls", default=True)
     if not tools:
-        if given_choice and mode != "none":
+        if given_choice and choice.mode != "none":
             refuse("tool_choice", "'tool_choice' is only allowed when 'tools' are given.")
         return ToolOptions()
-    allowed = tools
-    if named is not None:
-        allowed = tuple(tool for tool in tools if tool.name == named)
-        if not allowed:
+    for name in choice.names or ():
+        if all(tool.name != name for tool in tools):
             refuse(
                 "tool_choice",
-                f"'tool_choice' names the function '{named}', which is not among 'tools'.",
+                f"'tool_choice' names the function '{name}', which is not among 'tools'.",
                 "invalid_value",
             )
-    if mode == "none":
+    if choice.mode == "none":
         return ToolOptions()
+    allowed = tuple(tool for tool in tools if choice.names is None or tool.name in choice.names)
     # A named function is called once: the client asked for this call, not for a list.
-    return ToolOptions(mode=mode, tools=tools, callable_tools=allowed, parallel=parallel and named is None)
+    return ToolOptions(mode=choice.mode, tools=tools, callable_tools=allowed, parallel=parallel and not choice.single)
 
 
 def _tools(fields: Fields) -> tuple[Tool, ...]:
@@ -99,30 +112,51 @@ def _tool(raw: Any, path: str) -> Tool:
     return Tool(name=name, parameters=schema, strict=strict, definition=raw)
 
 
-def _choice(fields: Fields) -> tuple[Literal["none", "auto", "required"], str | None]:
+def _choice(fields: Fields) -> _Choice:
     value = fields.take("tool_choice")
     match value:
-        case None | "auto":
-            return "auto", None
-        case "none":
-            return "none", None
-        case "required":
-            return "required", None
+        case None:
+            return _Choice("auto")
+        case "none" | "auto" | "required":
+            return _Choice(value)
         case dict():
-            return "required", _named(Fields(value, "tool_choice"))
+            return _chosen(Fields(value, "tool_choice"))
         case _:
             raise RequestError(
-                "Invalid 'tool_choice'. Supported: 'none', 'auto', 'required', or an object that names a function.",
+                "Invalid 'tool_choice'. Supported: 'none', 'auto', 'required', or an object that names functions.",
                 param="tool_choice",
                 code="invalid_value",
             )
 
 
-def _named(fields: Fields) -> str:
+def _chosen(fields: Fields) -> _Choice:
     kind = fields.required_string("type")
-    if kind != "function":
-        refuse("tool_choice.type", f"'tool_choice' of type '{kind}' is not supported; 'function' is.", "invalid_value")
-    function = Fields(fields.required("function"), "tool_choice.function")
+    if kind == "function":
+        return _Choice("required", (_function_name(fields),), single=True)
+    if kind != "allowed_tools":
+        refuse(
+            "tool_choice.type",
+            f"'tool_choice' of type '{kind}' is not supported; 'function' and 'allowed_tools' are.",
+            "invalid_value",
+        )
+    given = Fields(fields.required("allowed_tools"), "tool_choice.allowed_tools")
+    fields.finish()
+    mode = given.choice("mode", ("auto", "required"))
+    listed = given.array("tools")
+    given.finish()
+    if mode is None or not listed:
+        refuse("tool_choice.allowed_tools", "'allowed_tools' needs a 'mode' and at least one of 'tools'.")
+    names: list[str] = []
+    for index, item in enumerate(listed):
+        tool = Fields(item, f"tool_choice.allowed_tools.tools[{index}]")
+        if tool.required_string("type") != "function":
+            refuse(tool.name("type"), "Only tools of type 'function' can be allowed.", "invalid_value")
+        names.append(_function_name(tool))
+    return _Choice("required" if mode == "required" else "auto", tuple(names))
+
+
+def _function_name(fields: Fields) -> str:
+    function = Fields(fields.required("function"), fields.name("function"))
     name = function.required_string("name")
     function.finish()
     fields.finish()
