@@ -351,6 +351,29 @@ def test_a_budget_that_cannot_advance_prefill_is_refused() -> None:
         Scheduler(SchedulerLimits(max_batch_tokens=4), BlockManager(9, 4))
 
 
+@settings(max_examples=30, deadline=None)
+@given(
+    st.integers(-2, 3),
+    st.lists(st.tuples(st.integers(-3, 3), st.integers(1, 30), st.integers(1, 12)), min_size=1, max_size=5),
+    st.booleans(),
+)
+def test_no_stream_of_urgent_requests_keeps_one_from_ending(
+    priority: int, others: list[tuple[int, int, int]], ahead: bool
+) -> None:
+    """Others keep coming, of whatever priority, as fast as they are served."""
+    driver = Driver(num_blocks=13, ahead=ahead, num_host_blocks=8, max_running=3, seconds_per_priority=20)
+    mine = driver.add(list(range(20)), max_tokens=12, priority=priority)
+    for step in range(2000):
+        if not mine.num_open:
+            return
+        open_others = sum(request.num_open for request in driver.requests) - mine.num_open
+        if open_others < 6:
+            other_priority, length, max_tokens = others[step % len(others)]
+            driver.add([step % 7] * length, max_tokens, priority=other_priority)
+        driver.step()
+    raise AssertionError("it starves")
+
+
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=30)
 
 

@@ -24,6 +24,7 @@ def build_sequence(output: list[int] | None = None, *, choice: int = 0, prompt: 
     )
     sequence = Sequence(request, choice, (0, 0, 0))
     sequence.sampler_state = SamplingState(sampling, frozenset([2]))
+    sequence.lockstep = sequence.sampler_state.needs_host
     sequence.output = output or []
     return sequence
 

@@ -110,9 +110,12 @@ class TokenLogprob:
     """The likeliest tokens with their logprobs, best first."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class TokenDelta:
-    """New tokens of one choice. The last delta of a choice has `finish_reason` and may have no token."""
+    """New tokens of one choice. The last delta of a choice has `finish_reason` and may have no token.
+
+    Nobody changes one. It is not frozen because one is made per token, and that would make it three times as dear.
+    """
 
     request_id: str
     choice: int

@@ -196,13 +196,15 @@ class Scheduler:
     def _plan_decodes(self, plan: StepPlan) -> list[Sequence]:
         """Give every decode its slot. The sequences that are still prefilling, in order."""
         prefilling: list[Sequence] = []
-        running, index = self.running, 0
+        running, index, block_size = self.running, 0, self.blocks.block_size
         while index < len(running):
             sequence = running[index]
             if not sequence.decoding:
                 prefilling.append(sequence)
             elif sequence.num_planned < sequence.last_input:  # else the step under way chooses its last token
-                if not self._reserve_slot(sequence, plan):
+                # A block that the last decode wrote to and did not fill is this sequence's own.
+                begun = sequence.num_planned > sequence.num_prompt and sequence.num_planned % block_size
+                if not begun and not self._reserve_slot(sequence, plan):
                     continue  # it preempted itself: the next one has moved to this index
                 self._add_decode(plan, sequence)
             index += 1

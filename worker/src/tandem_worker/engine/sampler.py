@@ -67,13 +67,8 @@ def choose_tokens(logits: torch.Tensor, sequences: Rows[Sequence]) -> torch.Tens
     Rows that take the likeliest token cost the host no waiting.
     """
     best, winners = logits.max(dim=-1)
-    tokens = torch.where(best.isfinite(), winners, NO_TOKEN)
-    special = [
-        row
-        for row, sequence in enumerate(sequences)
-        if not sequence.sampler_state.plain
-        or sequence.next_position - sequence.num_prompt < sequence.sampler_state.params.min_tokens
-    ]
+    tokens = torch.where(best.abs() < torch.inf, winners, NO_TOKEN)
+    special = [row for row, sequence in enumerate(sequences) if not sequence.sampler_state.is_plain_for(sequence)]
     if special:
         chosen = _sample_special(logits[special], [sequences[row] for row in special])
         tokens[special] = torch.where(tokens[special] == NO_TOKEN, NO_TOKEN, chosen)
@@ -83,8 +78,8 @@ def choose_tokens(logits: torch.Tensor, sequences: Rows[Sequence]) -> torch.Tens
 def compute_logprobs(logits: torch.Tensor, sequences: Rows[Sequence], tokens: list[int]) -> dict[int, TokenLogprob]:
     """Logprobs of the chosen tokens of the rows that ask for them, by row."""
     result: dict[int, TokenLogprob] = {}
-    for row, sequence in enumerate(sequences):
-        num_top = sequence.sampler_state.params.num_logprobs
+    for row in [row for row, sequence in enumerate(sequences) if sequence.lockstep]:
+        num_top = sequences[row].sampler_state.params.num_logprobs
         if num_top is not None and tokens[row] != NO_TOKEN:
             (result[row],) = score_prompt(logits[row : row + 1], [tokens[row]], num_top)
     return result

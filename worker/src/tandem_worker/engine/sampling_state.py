@@ -51,6 +51,11 @@ class SamplingState:
     def _penalizes_output(self) -> bool:
         return self.params.presence_penalty != 0.0 or self.params.frequency_penalty != 0.0
 
+    def is_plain_for(self, sequence: Sequence) -> bool:
+        """The likeliest token is the answer now: `plain`, and no stop token is to be kept away."""
+        least = self.params.min_tokens
+        return self.plain and (least == 0 or sequence.next_position - sequence.num_prompt >= least)
+
     @property
     def needs_host(self) -> bool:
         """The host takes part in every choice (grammar), or reports on it (logprobs)."""
