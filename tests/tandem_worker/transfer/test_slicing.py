@@ -129,3 +129,20 @@ def test_the_layout_of_the_model_follows_from_those_of_its_ranks(num_heads: int 
     if num_heads is not None:
         with pytest.raises(ValueError, match=r"allocates|cannot be split"):
             KVLayout.join(shares, num_kv_heads=3)
+
+
+@pytest.mark.parametrize("heads", [range(1), range(1, 3), range(3, 4), range(4)])
+def test_runs_of_bytes_and_a_view_of_the_tensor_are_the_same_slice(heads: range) -> None:
+    """The CPU moves the former, a GPU the latter."""
+    layout = build_layout(1, 4)
+    (layer,) = build_whole(layout, NUM_BLOCKS)
+    piece = locate(layout, layout.whole_shard, {0: heads})[0]
+    data = layer.reshape(NUM_BLOCKS, -1).view(torch.uint8)
+    by_runs = torch.cat([data[1, start:end] for start, end in piece.runs])
+    view = layer
+    if piece.narrow is not None:
+        axis, first, count = piece.narrow
+        view = layer.narrow(axis + 1, first, count)
+    assert view.shape[1:] == piece.shape
+    assert torch.equal(view[1].reshape(-1).view(torch.uint8), by_runs)
+    assert torch.equal(view[1], layer[1, :, heads.start : heads.stop])
