@@ -124,7 +124,8 @@ class Link:
         self._pieces: dict[int, Piece] = {}
         self._peer_progress = -1
         self._progressed_at = 0.0
-        self._busy_since: float | None = None
+        self._watching_since: float | None = None
+        """Since when this thread has looked after its orders, without a long sleep in between."""
         self._next_check = 0.0
         self._handshake_deadline: float | None = None
         self._channel: Channel | None = None
@@ -376,25 +377,29 @@ class Link:
                 raise TransferError(f"no hello from the peer within {self._timeouts.handshake:g} s")
             return self._handshake_deadline - now
         if not self._active:
-            self._busy_since = None
+            self._watching_since = None
             return None
-        if self._busy_since is None:
-            self._busy_since = now
+        timeouts = self._timeouts
+        period = min(timeouts.heartbeat, timeouts.silence / 4, timeouts.stall / 4)
+        if self._watching_since is None:
+            self._watching_since, self._next_check = now, now + period
         if now >= self._next_check:  # `wait` comes here many times a second while blocks arrive
-            self._next_check = now + min(self._timeouts.heartbeat, self._timeouts.silence / 4, self._timeouts.stall / 4)
-            self._check_progress(now, self._busy_since)
+            if now - self._next_check > timeouts.heartbeat:
+                self._watching_since = now  # the whole process may have stood still: that is not the peer's silence
+            self._next_check = now + period
+            self._check_progress(now, self._watching_since)
         return self._next_check - now
 
-    def _check_progress(self, now: float, busy_since: float) -> None:
+    def _check_progress(self, now: float, watching_since: float) -> None:
         assert self._channel is not None, "orders are active on a connection that stands"
-        if now - max(self._channel.last_received, busy_since) > self._timeouts.silence:
+        if now - max(self._channel.last_received, watching_since) > self._timeouts.silence:
             raise TransferError(f"the peer has been silent for {self._timeouts.silence:g} s")
         for attempt in list(self._active.values()):
             if attempt.order is None:
                 continue  # its order, on another connection, is watched
             # What has arrived waits for other ranks, and the peer's engine has no part in that any more.
             progressed = attempt.last_progress if attempt.arrived else max(attempt.last_progress, self._progressed_at)
-            if now - progressed > self._timeouts.stall:
+            if now - max(progressed, watching_since) > self._timeouts.stall:
                 self._fail(attempt, f"{self.endpoint}: no progress for {self._timeouts.stall:g} s")
 
     def next_frame(self) -> None:
