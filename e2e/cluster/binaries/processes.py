@@ -97,6 +97,8 @@ class Processes:
     def stop(self, *names: str) -> None:
         """Stop the named processes, or all in reverse order of start: politely, then for good."""
         records = [record for record in self.read() if not names or record.name in names]
+        if not records:
+            return
         for record in reversed(records):
             stop_process(record)
         self._write([record for record in self.read() if record not in records])
