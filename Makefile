@@ -8,6 +8,7 @@ UV_VERSION := 0.13.8
 UV := $(shell command -v uv 2>/dev/null || echo .cache/tools/bin/uv)
 RUN := $(UV) run --frozen --all-packages
 export UV_PYTHON_DOWNLOADS ?= never
+unexport PYTHONDONTWRITEBYTECODE  # importing torch without byte code costs every process 3 seconds
 
 .PHONY: help
 help: ## List the targets
@@ -19,7 +20,7 @@ help: ## List the targets
 	@.cache/tools/bin/python -m pip install --quiet uv==$(UV_VERSION)
 
 .venv/.synced: $(filter .cache/%,$(UV)) uv.lock pyproject.toml $(wildcard */pyproject.toml)
-	@$(UV) sync --frozen --all-packages --quiet
+	@$(UV) sync --frozen --all-packages --quiet --compile-bytecode
 	@touch $@
 
 .PHONY: setup
@@ -45,7 +46,7 @@ check: setup ## Format, lint, types, import rules, generated files
 
 .PHONY: unit
 unit: setup ## Unit tests (no cluster, no GPU)
-	@$(RUN) pytest tests -m "not cluster and not full and not gpu"
+	@OMP_NUM_THREADS=1 $(RUN) pytest tests -n 2 --dist loadfile -m "not cluster and not full and not gpu"
 
 .PHONY: e2e
 e2e: cluster ## The suite on a real Kubernetes; failures leave their evidence in e2e/artifacts
