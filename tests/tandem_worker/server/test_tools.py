@@ -138,16 +138,17 @@ async def test_only_allowed_tools_are_called(worker: Any, mode: str) -> None:
     await worker.client.chat.completions.create(model="tiny", messages=ASK, tools=[WEATHER, other], tool_choice=choice)
     request = worker.engine.requests[-1]
     assert "get_time" in worker.tokenizer.decode(request.prompt_token_ids)
-    grammar = request.sampling.grammar.new()
-    for token in worker.tokenizer.encode(CALL):
-        grammar.accept(token)
-    grammar = request.sampling.grammar.new()
-    with pytest.raises(GrammarError):
-        for token in worker.tokenizer.encode(CALL.replace("get_weather", "get_time")):
+
+    def follow(text: str) -> None:
+        grammar = request.sampling.grammar.new()
+        for token in worker.tokenizer.encode(text):
             grammar.accept(token)
-    grammar = request.sampling.grammar.new()
+
+    follow(CALL)
+    with pytest.raises(GrammarError):
+        follow(CALL.replace("get_weather", "get_time"))
     with contextlib.nullcontext() if mode == "auto" else pytest.raises(GrammarError):
-        grammar.accept(worker.tokenizer.encode("No")[0])
+        follow("No")
 
 
 async def test_schemas_that_cannot_be_enforced(worker: Any) -> None:
