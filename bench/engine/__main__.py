@@ -1,7 +1,8 @@
-"""`make bench-engine`: the worker's HTTP API against transformers' `generate`, on the same cores in the same run.
+"""`make bench-engine`: the worker's HTTP API against transformers, on the same cores in the same run.
 
 Each round measures baseline and Tandem in turn; a ratio is taken within a round, and the table shows the median and the
-spread of the rounds. The last line is one JSON object.
+spread of the rounds, wall and CPU time. Then follows what scheduling costs per step. The last line is one JSON object;
+`--record FOLDER` writes it there too, named after machine and date.
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
 
-from bench.engine import server
-from bench.engine.baseline import Baseline
+from bench.engine import scheduling, server
+from bench.engine.baseline import Baseline, Cost
 from e2e.model import find_model
 
 PROMPT, NEW = 64, 64
@@ -27,13 +31,28 @@ VOCABULARY = 49_000
 
 
 @dataclass(frozen=True, slots=True)
-class Measure:
-    """One row: what the ratio says, its goal, and the ratio of each round."""
+class Sample:
+    """One round of one row. `cpu` is None where no baseline process is compared."""
+
+    ratio: float
+    detail: str
+    cpu: float | None = None
+    """CPU time per token, ours / theirs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What a ratio says, its goal ("≥" or "≤" and a number, or nothing), and how a round is measured."""
 
     name: str
     goal: str
-    ratios: list[float]
-    detail: str
+    once: Callable[[], Sample]
+
+    def met(self, ratio: float) -> bool | None:
+        if not self.goal:
+            return None
+        bound = float(self.goal[1:])
+        return ratio >= bound if self.goal[0] == "≥" else ratio <= bound
 
 
 class Bench:
@@ -47,59 +66,93 @@ class Bench:
         """Fresh random prompts: nothing is in any cache."""
         return [[self._random.randrange(1000, VOCABULARY) for _ in range(length)] for _ in range(count)]
 
-    def throughput(self, concurrency: int, batch: int) -> tuple[float, float, str]:
-        """(ratio, ours in tokens/s, detail): `concurrency` streams against `generate` on `batch` prompts at a time."""
-        theirs = batch * NEW / self.baseline.seconds(self.prompts(batch, PROMPT), NEW)
-        ours = (
-            concurrency * NEW / asyncio.run(server.streams(self.unified.port, self.prompts(concurrency, PROMPT), NEW))
+    def ours(self, prompts: list[list[int]], new_tokens: int) -> Cost:
+        """All prompts at once, each as a stream of its own over HTTP."""
+        before = self.unified.cpu_seconds()
+        wall = asyncio.run(server.streams(self.unified.port, prompts, new_tokens))
+        return Cost(wall, self.unified.cpu_seconds() - before)
+
+    def throughput(self, concurrency: int, batch: int, *, continuous: bool = False) -> Sample:
+        """`concurrency` streams against the baseline on `batch` prompts at a time."""
+        theirs = self.baseline.run(self.prompts(batch, PROMPT), NEW, continuous=continuous)
+        ours = self.ours(self.prompts(concurrency, PROMPT), NEW)
+        mine, other = concurrency * NEW / ours.wall, batch * NEW / theirs.wall
+        return Sample(
+            mine / other,
+            f"{mine:.0f} against {other:.0f} tokens/s",
+            (ours.cpu / concurrency) / (theirs.cpu / batch),
         )
-        return ours / theirs, ours, f"{ours:.0f} against {theirs:.0f} tokens/s"
 
-    def prompt_speed(self, length: int) -> tuple[float, float, str]:
-        theirs = length / self.baseline.seconds(self.prompts(1, length), 1)
-        ours = length / asyncio.run(server.stream(self.unified.port, self.prompts(1, length)[0], 1)).total
-        return ours / theirs, ours, f"{ours:.0f} against {theirs:.0f} prompt tokens/s"
+    def prompt_speed(self, length: int) -> Sample:
+        theirs = self.baseline.run(self.prompts(1, length), 1)
+        ours = self.ours(self.prompts(1, length), 1)
+        detail = f"{length / ours.wall:.0f} against {length / theirs.wall:.0f} prompt tokens/s"
+        return Sample(theirs.wall / ours.wall, detail, ours.cpu / theirs.cpu)
 
-    def cached(self, length: int) -> tuple[float, float, str]:
+    def cached(self, length: int) -> Sample:
         cold = self.prompts(1, length)[0]
         first = asyncio.run(server.stream(self.unified.port, cold, 1)).first
         warm = cold[: length * 9 // 10] + self.prompts(1, length - length * 9 // 10)[0]
         second = asyncio.run(server.stream(self.unified.port, warm, 1)).first
-        return second / first, second, f"TTFT {second * 1e3:.0f} against {first * 1e3:.0f} ms"
+        return Sample(second / first, f"TTFT {second * 1e3:.0f} against {first * 1e3:.0f} ms")
 
-    def disaggregated(self, length: int) -> tuple[float, float, str]:
+    def disaggregated(self, length: int) -> Sample:
         one = asyncio.run(server.stream(self.unified.port, self.prompts(1, length)[0], 2)).first
         target = f"127.0.0.1:{self.prefill.kv_port}"
         two = asyncio.run(server.stream(self.decode.port, self.prompts(1, length)[0], 2, target)).first
-        return two / one, two, f"TTFT {two * 1e3:.0f} against {one * 1e3:.0f} ms"
+        return Sample(two / one, f"TTFT {two * 1e3:.0f} against {one * 1e3:.0f} ms")
 
 
-def measure(name: str, goal: str, rounds: int, once: Callable[[], tuple[float, float, str]]) -> Measure:
-    results = [once() for _ in range(rounds)]
-    ratios = [result[0] for result in results]
-    middle = sorted(results)[len(results) // 2]
-    row = Measure(name, goal, ratios, middle[2])
+def measure(row: Row, rounds: int) -> dict[str, object]:
+    """Print the row; its figures."""
+    samples = [row.once() for _ in range(rounds)]
+    ratios = sorted(sample.ratio for sample in samples)
+    middle = sorted(samples, key=lambda sample: sample.ratio)[rounds // 2]
+    ratio, met = statistics.median(ratios), row.met(statistics.median(ratios))
+    cpus = [sample.cpu for sample in samples if sample.cpu is not None]
+    cpu = statistics.median(cpus) if cpus else None
     print(
-        f"  {name:<50} {statistics.median(ratios):6.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-        f"  goal {goal:<6} {row.detail}"
+        f"  {row.name:<50} {ratio:6.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})  {row.goal:<6}"
+        f" {'' if met is None else 'met' if met else 'missed':<7} CPU {'-' if cpu is None else f'{cpu:.2f}':<5}"
+        f" {middle.detail}",
+        flush=True,
     )
-    sys.stdout.flush()
-    return row
+    return {
+        "goal": row.goal,
+        "met": met,
+        "ratio": round(ratio, 3),
+        "rounds": [round(value, 3) for value in ratios],
+        "cpu_ratio": None if cpu is None else round(cpu, 3),
+        "detail": middle.detail,
+    }
 
 
-def run(bench: Bench, rounds: int, only: str) -> list[Measure]:
-    """The rows whose name contains `only`."""
-    rows: list[tuple[str, str, Callable[[], tuple[float, float, str]]]] = [
-        ("1 stream / generate", "≥1.5", lambda: bench.throughput(1, 1)),
-        ("8 streams / generate, batch of 8", "≥1.5", lambda: bench.throughput(8, 8)),
-        ("8 streams / generate, one after another", "≥5", lambda: bench.throughput(8, 1)),
-        ("32 streams / generate, one after another", "≥12", lambda: bench.throughput(32, 1)),
-        ("prompt of 1,000 tokens / generate", "≥1.2", lambda: bench.prompt_speed(1000)),
-        ("prompt of 4,000 tokens / generate", "≥1.2", lambda: bench.prompt_speed(4000)),
-        ("TTFT, 90% of 2,000 tokens cached / uncached", "≤0.20", lambda: bench.cached(2000)),
-        ("TTFT of 2,000 tokens, prefill + decode / unified", "≤1.05", lambda: bench.disaggregated(2000)),
+def build_rows(bench: Bench) -> list[Row]:
+    return [
+        Row("1 stream / generate", "≥1.5", lambda: bench.throughput(1, 1)),
+        Row("8 streams / generate, batch of 8", "≥1.5", lambda: bench.throughput(8, 8)),
+        Row("8 streams / generate, one after another", "≥5", lambda: bench.throughput(8, 1)),
+        Row("32 streams / generate, one after another", "≥12", lambda: bench.throughput(32, 1)),
+        Row("8 streams / continuous batching", "", lambda: bench.throughput(8, 8, continuous=True)),
+        Row("32 streams / continuous batching", "", lambda: bench.throughput(32, 32, continuous=True)),
+        Row("prompt of 1,000 tokens / generate", "≥1.2", lambda: bench.prompt_speed(1000)),
+        Row("prompt of 4,000 tokens / generate", "≥1.2", lambda: bench.prompt_speed(4000)),
+        Row("TTFT, 90% of 2,000 tokens cached / uncached", "≤0.20", lambda: bench.cached(2000)),
+        Row("TTFT of 2,000 tokens, prefill + decode / unified", "≤1.05", lambda: bench.disaggregated(2000)),
     ]
-    return [measure(name, goal, rounds, once) for name, goal, once in rows if only in name]
+
+
+def describe_machine(threads: int, dtype: str) -> dict[str, object]:
+    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    return {
+        "processor": models[0].split(":", 1)[1].strip() if models else platform.machine(),
+        "threads": threads,
+        "dtype": dtype,
+        "model": "SmolLM2-135M-Instruct",
+        "date": datetime.now(UTC).date().isoformat(),
+        "python": platform.python_version(),
+        **{package: version(package) for package in ("torch", "transformers")},
+    }
 
 
 def main() -> int:
@@ -107,10 +160,13 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", default="BFloat16", choices=["BFloat16", "Float32"])
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--only", default="", help="rows whose name contains this")
+    parser.add_argument("--only", default="", help="rows whose name contains this, and no scheduling")
+    parser.add_argument("--record", type=Path, metavar="FOLDER", help="write the last line there")
     options = parser.parse_args()
     gguf = find_model()
     torch_dtype = {"BFloat16": "bfloat16", "Float32": "float32"}[options.dtype]
+    found: dict[str, object] = {"machine": describe_machine(options.threads, options.dtype)}
+    print(", ".join(str(value) for value in describe_machine(options.threads, options.dtype).values()))
     with ExitStack() as stack:
         baseline = stack.enter_context(Baseline(str(gguf.parent), gguf.name, torch_dtype, options.threads))
         workers = [
@@ -118,14 +174,19 @@ def main() -> int:
             for role in ("unified", "prefill", "decode")
         ]
         bench = Bench(baseline, *workers)
-        print(
-            f"SmolLM2-135M-Instruct, {options.dtype}, {options.threads} threads, "
-            f"{platform.processor() or platform.machine()}"
-        )
         bench.throughput(1, 1)  # warm both sides
         bench.disaggregated(200)
-        rows = run(bench, options.rounds, options.only)
-    print(json.dumps({row.name: {"goal": row.goal, "ratios": [round(r, 3) for r in row.ratios]} for row in rows}))
+        rows = [row for row in build_rows(bench) if options.only in row.name]
+        found["rows"] = {row.name: measure(row, options.rounds) for row in rows}
+    if not options.only:
+        found["scheduling"] = scheduling.run(scheduling.SIZES)
+    line = json.dumps(found, ensure_ascii=False)
+    if options.record:
+        options.record.mkdir(parents=True, exist_ok=True)
+        machine = "".join(c if c.isalnum() else "-" for c in platform.machine())
+        file = options.record / f"engine-{machine}-{options.threads}cores-{datetime.now(UTC).date()}.json"
+        file.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    print(line)
     return 0
 
 

@@ -16,6 +16,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -144,9 +145,14 @@ class _Process:
         """Raises StartupError; GroupLostError without waiting for a step that a lost rank will never take part in."""
         from tandem_worker.bootstrap import build_worker
 
-        building = asyncio.ensure_future(
-            asyncio.to_thread(build_worker, self._config, self._pod, self._progress, self._switches, group)
+        # The thread must end: libgomp counts the helpers of every thread that ever computed, and as soon as it counts
+        # more threads than cores, none of them waits for work without going to sleep (decode steps take half as long
+        # again).
+        builder = ThreadPoolExecutor(1, thread_name_prefix="build")
+        building = asyncio.get_running_loop().run_in_executor(
+            builder, build_worker, self._config, self._pod, self._progress, self._switches, group
         )
+        builder.shutdown(wait=False)
         stopped = asyncio.ensure_future(self._stop.wait())
         await asyncio.wait({building, stopped}, return_when=asyncio.FIRST_COMPLETED)
         if self._lost is not None:
