@@ -12,8 +12,8 @@ from tandem_worker.weights.loader import Part, WeightLoader, shard
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """`silu(gate) * up` for `[T, 2I]`, gate first."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return functional.silu(gate).mul_(up)
+    width = gate_up.shape[-1] // 2
+    return functional.silu(gate_up.narrow(-1, 0, width)).mul_(gate_up.narrow(-1, width, width))
 
 
 def swiglu_clamped(gate_up: torch.Tensor, *, alpha: float = 1.702, limit: float = 7.0) -> torch.Tensor:

@@ -130,8 +130,7 @@ class Rotation:
             cos = torch.cat((self.cos, self.cos), dim=-1).unsqueeze(1)
             self._wide = cos, torch.cat((-self.sin, self.sin), dim=-1).unsqueeze(1)
         cos, sin = self._wide
-        half = heads.shape[-1] // 2
-        swapped = torch.cat((heads[..., half:], heads[..., :half]), dim=-1)
+        swapped = heads.roll(heads.shape[-1] // 2, -1)
         heads.mul_(cos).addcmul_(swapped, sin)
 
     def rotate_interleaved_(self, heads: torch.Tensor) -> None:
