@@ -32,7 +32,7 @@ from tandem_worker.engine.step import PendingStep, StepAbandonedError
 logger = logging.getLogger(__name__)
 
 _NO_TOKEN_MESSAGE = "the model's output allows no token: it is not a number, or every token is excluded"
-_ALONE = 2
+_ALONE = 3.0
 """A prompt with the engine to itself may take this much longer steps: larger chunks read less of their context anew."""
 
 
