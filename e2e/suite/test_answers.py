@@ -37,8 +37,18 @@ def api(main: Fleet) -> Iterator[openai.OpenAI]:
         yield client
 
 
+_EXPECTED: dict[tuple[int, ...], tuple[list[int], list[float]]] = {}
+
+
 def expected(model: Any, prompt: list[int], stop: set[int]) -> tuple[list[int], list[float]]:
-    """Greedy continuation and, per step, the margin between the two best logits."""
+    """Greedy continuation and, per step, the margin between the two best logits. Computed once per prompt."""
+    key = tuple(prompt)
+    if key not in _EXPECTED:
+        _EXPECTED[key] = _compute(model, prompt, stop)
+    return _EXPECTED[key]
+
+
+def _compute(model: Any, prompt: list[int], stop: set[int]) -> tuple[list[int], list[float]]:
     tokens, margins = [], []
     with torch.inference_mode():
         out = model(torch.tensor([prompt]), use_cache=True, logits_to_keep=1)

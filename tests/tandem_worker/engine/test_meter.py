@@ -27,6 +27,16 @@ def test_the_step_size_follows_the_measured_rate() -> None:
     meter.record(num_prefill_tokens=1000, num_decodes=0, seconds=1.0)
     assert meter.plan_step_tokens(0.5) == 500
     meter.record(num_prefill_tokens=40, num_decodes=0, seconds=400.0)
-    for _ in range(50):
+    assert meter.plan_step_tokens(0.5) > 470  # 40 tokens say little
+    for _ in range(200):
         meter.record(num_prefill_tokens=40, num_decodes=0, seconds=400.0)
     assert meter.plan_step_tokens(0.5) == 64
+
+
+def test_a_large_chunk_corrects_what_small_ones_beside_decodes_have_left() -> None:
+    meter = SpeedMeter()
+    for _ in range(100):
+        meter.record(num_prefill_tokens=64, num_decodes=31, seconds=0.2)
+    assert meter.plan_step_tokens(1.0) < 500
+    meter.record(num_prefill_tokens=1000, num_decodes=0, seconds=1.0)
+    assert meter.plan_step_tokens(1.0) > 750

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-_WEIGHT = 0.2
+import math
+
+_STEP_WEIGHT = 0.2
+_MEMORY_TOKENS = 1024
+"""The prefill rate is an average over about so many tokens: a few small chunks beside decodes hardly count."""
 _MIN_PREFILL_TOKENS = 32
 """A smaller chunk measures the overhead of a step, not the rate."""
 _UNMEASURED_TOKENS = 256
@@ -10,7 +14,7 @@ _MIN_STEP_TOKENS = 64
 
 
 class SpeedMeter:
-    """Exponentially weighted averages over steps."""
+    """Exponentially weighted averages: of decode steps, and over prefilled tokens."""
 
     def __init__(self) -> None:
         self.prefill_tokens_per_second: float | None = None
@@ -19,11 +23,12 @@ class SpeedMeter:
     def record(self, *, num_prefill_tokens: int, num_decodes: int, seconds: float) -> None:
         if num_prefill_tokens == 0:
             if num_decodes:
-                self.decode_step_seconds = _smooth(self.decode_step_seconds, seconds)
+                self.decode_step_seconds = _smooth(self.decode_step_seconds, seconds, _STEP_WEIGHT)
         elif num_prefill_tokens >= _MIN_PREFILL_TOKENS and seconds > 0:
             share = num_prefill_tokens / (num_prefill_tokens + num_decodes)
             rate = num_prefill_tokens / (seconds * share)
-            self.prefill_tokens_per_second = _smooth(self.prefill_tokens_per_second, rate)
+            weight = 1 - math.exp(-num_prefill_tokens / _MEMORY_TOKENS)
+            self.prefill_tokens_per_second = _smooth(self.prefill_tokens_per_second, rate, weight)
 
     def plan_step_tokens(self, target_seconds: float | None) -> int | None:
         """Tokens that take about `target_seconds`; None: as many as fit."""
@@ -34,5 +39,5 @@ class SpeedMeter:
         return max(_MIN_STEP_TOKENS, int(self.prefill_tokens_per_second * target_seconds))
 
 
-def _smooth(average: float | None, value: float) -> float:
-    return value if average is None else average + _WEIGHT * (value - average)
+def _smooth(average: float | None, value: float, weight: float) -> float:
+    return value if average is None else average + weight * (value - average)
