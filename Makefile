@@ -89,7 +89,7 @@ soak-engine: setup ## 10,000 random requests in a tiny block space: nothing leak
 
 .PHONY: bench-gateway
 bench-gateway: setup ## CPU per request and per streamed chunk of the gateway
-	@$(RUN) python -m bench.gateway
+	@$(RUN) python bench/gateway/run.py
 
 .PHONY: clean
 clean: cluster-down ## Stop the cluster and remove every cache
