@@ -72,7 +72,7 @@ def test_probes_answer_early_and_sigterm_drains(workers: SimpleNamespace, tiny_m
 def test_a_second_sigterm_ends_at_once(workers: SimpleNamespace, tiny_model: Path, tmp_path: Path) -> None:
     with workers.run(tmp_path, "unified", tiny_model) as worker:
         workers.await_ready(worker)
-        body = {"model": "tiny", "prompt": "hello", "max_tokens": 7000, "ignore_eos": True, "stream": True}
+        body = {"model": "tiny", "prompt": "hello", "max_tokens": 7000, "n": 8, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", worker.url + "/v1/completions", json=body, timeout=30) as answer:
             next(answer.iter_lines())
             worker.process.send_signal(signal.SIGTERM)
