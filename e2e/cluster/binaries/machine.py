@@ -151,10 +151,10 @@ def processes_in_group(groups: ControlGroups, name: str) -> set[int]:
     """Ids of all processes in the group and below: the containers of one cluster."""
     found: set[int] = set()
     for root in groups.roots:
-        for file in (root / name).rglob("cgroup.procs"):
+        for folder, _, _ in os.walk(root / name):  # passes over folders that go away meanwhile, as rglob does not
             try:
-                found.update(int(line) for line in file.read_text().split())
-            except OSError:  # the group went away meanwhile
+                found.update(int(line) for line in Path(folder, "cgroup.procs").read_text().split())
+            except OSError:  # this one went away between the two
                 continue
     return found
 
@@ -165,6 +165,5 @@ def remove_control_group(groups: ControlGroups, name: str) -> None:
         top = root / name
         if not top.exists():
             continue
-        for folder in sorted((p for p in top.rglob("*") if p.is_dir()), key=lambda p: -len(p.parts)):
+        for folder, _, _ in reversed(list(os.walk(top))):
             subprocess.run(["rmdir", folder], check=False, capture_output=True)
-        subprocess.run(["rmdir", top], check=False, capture_output=True)
