@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import torch
 from tandem_worker.engine.arena import AllocationCounter, measure_arena
 
@@ -51,3 +54,18 @@ def test_the_arena_grows_with_tokens_and_holds_the_logits() -> None:
     assert 300_000 <= extra <= 320_000
     row = plain.vocab_size * 4
     assert measure(plain, 64, 16) - measure(plain, 64, 8) == 8 * row
+
+
+COUNT = """
+import sys, torch
+from tandem_worker.engine.arena import AllocationCounter
+with AllocationCounter() as counter:
+    torch.zeros(1000) + 1
+assert counter.peak == 8000, counter.peak
+sys.exit("torch._dynamo" in sys.modules)
+"""
+
+
+def test_counting_does_not_load_the_compiler() -> None:
+    """It would take seconds of every worker's start, and memory for as long as it runs."""
+    assert subprocess.run([sys.executable, "-c", COUNT], check=False).returncode == 0

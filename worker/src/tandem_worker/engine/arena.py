@@ -86,6 +86,11 @@ class AllocationCounter(TorchDispatchMode):
         self._users: dict[int, list[int]] = {}
         """By a storage's address: its bytes, and the tensors over it that are alive."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here; the default, True, imports all of torch's compiler: 900 modules, 2 s of a start."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         inputs = {
             leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs)) if _has_storage(leaf)
