@@ -15,7 +15,7 @@ from enum import Enum, auto
 
 from tandem_worker.server.output import Parsed, ToolDelta
 from tandem_worker.server.tools.marks import cut_at_mark
-from tandem_worker.server.tools.numbering import CallNumbers
+from tandem_worker.server.tools.stepping import SteppingParser
 
 FENCE_BEGIN, FENCE_END = "```json\n", "\n```"
 _KIMI_ID = re.compile(r"(?:functions\.)?(?P<name>.+):\d+")
@@ -61,25 +61,13 @@ class _In(Enum):
     ARGUMENTS = auto()
 
 
-class DelimitedParser:
-    reasoning = False
-
+class DelimitedParser(SteppingParser):
     def __init__(self, marks: Marks, *, parallel: bool = True) -> None:
-        self.complete = False
+        super().__init__(parallel=parallel)
         self._marks = marks
-        self._parallel = parallel
         self._state = _In.TEXT
-        self._buffer = ""
-        self._numbers = CallNumbers()
         self._ends: tuple[str, ...] = ()
         self._has_arguments = False
-
-    def feed(self, text: str) -> Parsed:
-        self._buffer += text
-        out = Parsed()
-        while not self.complete and self._step(out):
-            pass
-        return out
 
     def flush(self) -> Parsed:
         out = Parsed()
@@ -92,7 +80,6 @@ class DelimitedParser:
         return out
 
     def _step(self, out: Parsed) -> bool:
-        """One transition; false when more text is needed."""
         marks = self._marks
         match self._state:
             case _In.TEXT:

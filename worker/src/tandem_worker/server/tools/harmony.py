@@ -14,7 +14,7 @@ from enum import Enum, auto
 
 from tandem_worker.server.output import Parsed, ToolDelta
 from tandem_worker.server.tools.marks import cut_at_mark
-from tandem_worker.server.tools.numbering import CallNumbers
+from tandem_worker.server.tools.stepping import SteppingParser
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
@@ -37,32 +37,22 @@ def read_opening(prompt: str) -> str:
     return prompt.rpartition(START)[2] if START in prompt else ""
 
 
-class HarmonyParser:
+class HarmonyParser(SteppingParser):
     """`calls` tells whether the client knows functions; without them a message to one is content.
 
     Text that has no header, as models write that were trained otherwise, is content.
     """
 
     def __init__(self, *, calls: bool, parallel: bool = True) -> None:
-        self.complete = False
+        super().__init__(parallel=parallel)
         self._calls = calls
-        self._parallel = parallel
-        self._buffer = ""
         self._kind: _Kind | None = None  # of the message that is being read; None: its header is
         self._said: set[_Kind] = set()
         self._begun = False  # the message has had text
-        self._numbers = CallNumbers()
 
     @property
     def reasoning(self) -> bool:
         return self._kind is _Kind.REASONING
-
-    def feed(self, text: str) -> Parsed:
-        self._buffer += text
-        out = Parsed()
-        while not self.complete and self._buffer and self._step(out):
-            pass
-        return out
 
     def flush(self) -> Parsed:
         out = Parsed()
@@ -77,7 +67,6 @@ class HarmonyParser:
         return out
 
     def _step(self, out: Parsed) -> bool:
-        """One transition; false when more text is needed."""
         if self._kind is None:
             return self._read_header(out)
         before, mark, self._buffer = cut_at_mark(self._buffer, (END, CALL, RETURN, START, CHANNEL))

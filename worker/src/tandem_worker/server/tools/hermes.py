@@ -7,7 +7,7 @@ from enum import Enum, auto
 from tandem_worker.server.output import Parsed, ToolDelta
 from tandem_worker.server.tools.json_call import JsonCall
 from tandem_worker.server.tools.marks import cut_at_mark
-from tandem_worker.server.tools.numbering import CallNumbers
+from tandem_worker.server.tools.stepping import SteppingParser
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 
@@ -18,24 +18,12 @@ class _In(Enum):
     TAIL = auto()
 
 
-class HermesParser:
-    reasoning = False
-
+class HermesParser(SteppingParser):
     def __init__(self, *, parallel: bool = True) -> None:
-        self.complete = False
-        self._parallel = parallel
+        super().__init__(parallel=parallel)
         self._state = _In.TEXT
-        self._buffer = ""
         self._call = JsonCall()
-        self._numbers = CallNumbers()
         self._told = False
-
-    def feed(self, text: str) -> Parsed:
-        self._buffer += text
-        out = Parsed()
-        while not self.complete and self._step(out):
-            pass
-        return out
 
     def flush(self) -> Parsed:
         out = Parsed()
@@ -49,7 +37,6 @@ class HermesParser:
         return out
 
     def _step(self, out: Parsed) -> bool:
-        """One transition; false when more text is needed."""
         match self._state:
             case _In.TEXT:
                 before, mark, self._buffer = cut_at_mark(self._buffer, [BEGIN], drop_space=True)

@@ -11,7 +11,7 @@ from enum import Enum, auto
 
 from tandem_worker.server.output import Parsed, ToolDelta
 from tandem_worker.server.tools.json_call import JsonCall
-from tandem_worker.server.tools.numbering import CallNumbers
+from tandem_worker.server.tools.stepping import SteppingParser
 
 PYTHON_TAG = "<|python_tag|>"
 
@@ -23,26 +23,14 @@ class _In(Enum):
     TEXT = auto()
 
 
-class LlamaParser:
-    reasoning = False
-
+class LlamaParser(SteppingParser):
     def __init__(self, names: Collection[str], *, parallel: bool = True) -> None:
-        self.complete = False
+        super().__init__(parallel=parallel)
         self._names = frozenset(names)
-        self._parallel = parallel
         self._state = _In.START
-        self._buffer = ""
         self._before = ""  # what stood before the call: shown if it is none
         self._call = JsonCall()
-        self._numbers = CallNumbers()
         self._told = False
-
-    def feed(self, text: str) -> Parsed:
-        self._buffer += text
-        out = Parsed()
-        while not self.complete and self._step(out):
-            pass
-        return out
 
     def flush(self) -> Parsed:
         out = Parsed()
@@ -56,7 +44,6 @@ class LlamaParser:
         return out
 
     def _step(self, out: Parsed) -> bool:
-        """One transition; false when more text is needed."""
         match self._state:
             case _In.START:
                 return self._start()

@@ -10,8 +10,8 @@ from collections.abc import Collection
 from enum import Enum, auto
 
 from tandem_worker.server.output import Parsed, ToolDelta
-from tandem_worker.server.tools.numbering import CallNumbers
 from tandem_worker.server.tools.python_literal import KeywordArguments
+from tandem_worker.server.tools.stepping import SteppingParser
 
 BEGIN, END = "<|python_start|>", "<|python_end|>"
 _OPENING = re.compile(r"\s*([\w.-]*)\s*(\(?)")
@@ -26,25 +26,13 @@ class _In(Enum):
     TEXT = auto()
 
 
-class PythonicParser:
-    reasoning = False
-
+class PythonicParser(SteppingParser):
     def __init__(self, names: Collection[str], *, parallel: bool = True) -> None:
-        self.complete = False
+        super().__init__(parallel=parallel)
         self._names = frozenset(names)
-        self._parallel = parallel
         self._state = _In.START
-        self._buffer = ""
         self._before = ""  # what stood before a call: shown if it is none
         self._arguments = KeywordArguments()
-        self._numbers = CallNumbers()
-
-    def feed(self, text: str) -> Parsed:
-        self._buffer += text
-        out = Parsed()
-        while not self.complete and self._buffer and self._step(out):
-            pass
-        return out
 
     def flush(self) -> Parsed:
         out = Parsed()
@@ -54,7 +42,6 @@ class PythonicParser:
         return out
 
     def _step(self, out: Parsed) -> bool:
-        """One transition; false when more text is needed."""
         match self._state:
             case _In.START:
                 return self._start()

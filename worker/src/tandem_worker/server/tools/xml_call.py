@@ -21,8 +21,8 @@ from typing import Any
 from tandem_worker.server.output import Parsed, ToolDelta
 from tandem_worker.server.tools.hermes import BEGIN, END
 from tandem_worker.server.tools.marks import cut_at_mark
-from tandem_worker.server.tools.numbering import CallNumbers
 from tandem_worker.server.tools.python_literal import read_literal
+from tandem_worker.server.tools.stepping import SteppingParser
 
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
@@ -52,28 +52,16 @@ def is_text(schema: object) -> bool:
     return bool(schema.get("enum")) and all(isinstance(item, str) for item in schema["enum"])
 
 
-class XmlParser:
-    reasoning = False
-
+class XmlParser(SteppingParser):
     def __init__(self, schemas: Mapping[str, Mapping[str, Any]], *, parallel: bool = True) -> None:
         """`schemas`: of each function's parameters; they tell texts from numbers."""
-        self.complete = False
+        super().__init__(parallel=parallel)
         self._schemas = schemas
-        self._parallel = parallel
         self._state = _In.TEXT
-        self._buffer = ""
-        self._numbers = CallNumbers()
         self._name = ""
         self._num_parameters = 0
         self._text = False
         self._value = ""  # of a parameter that is no text
-
-    def feed(self, text: str) -> Parsed:
-        self._buffer += text
-        out = Parsed()
-        while not self.complete and self._buffer and self._step(out):
-            pass
-        return out
 
     def flush(self) -> Parsed:
         out = Parsed()
@@ -95,7 +83,6 @@ class XmlParser:
         return out
 
     def _step(self, out: Parsed) -> bool:
-        """One transition; false when more text is needed."""
         match self._state:
             case _In.TEXT:
                 before, mark, self._buffer = cut_at_mark(self._buffer, [BEGIN, FUNCTION], drop_space=True)
