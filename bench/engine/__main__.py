@@ -165,8 +165,9 @@ def main() -> int:
     options = parser.parse_args()
     gguf = find_model()
     torch_dtype = {"BFloat16": "bfloat16", "Float32": "float32"}[options.dtype]
-    found: dict[str, object] = {"machine": describe_machine(options.threads, options.dtype)}
-    print(", ".join(str(value) for value in describe_machine(options.threads, options.dtype).values()))
+    machine = describe_machine(options.threads, options.dtype)
+    found: dict[str, object] = {"machine": machine}
+    print(", ".join(str(value) for value in machine.values()))
     with ExitStack() as stack:
         baseline = stack.enter_context(Baseline(str(gguf.parent), gguf.name, torch_dtype, options.threads))
         workers = [
@@ -183,8 +184,8 @@ def main() -> int:
     line = json.dumps(found, ensure_ascii=False)
     if options.record:
         options.record.mkdir(parents=True, exist_ok=True)
-        machine = "".join(c if c.isalnum() else "-" for c in platform.machine())
-        file = options.record / f"engine-{machine}-{options.threads}cores-{datetime.now(UTC).date()}.json"
+        architecture = "".join(c if c.isalnum() else "-" for c in platform.machine())
+        file = options.record / f"engine-{architecture}-{options.threads}cores-{machine['date']}.json"
         file.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
     print(line)
     return 0
