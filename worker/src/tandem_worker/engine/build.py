@@ -74,7 +74,7 @@ def build_engine(
     if group is None:
         executor = ModelExecutor(model, kv_cache, max_rows=max_rows, max_model_len=max_model_len)
     else:
-        plan = group.announce(reports, max_rows=max_rows, max_model_len=max_model_len)
+        plan = group.announce(reports, num_blocks=num_blocks, max_rows=max_rows, max_model_len=max_model_len)
         executor = GroupExecutor(model, kv_cache, group, plan)
     if num_host_blocks:
         executor.add_host_store(num_host_blocks)

@@ -47,10 +47,12 @@ class GroupSeat:
         check_reports(reports)
         return reports
 
-    def announce(self, reports: Sequence[RankReport], *, max_rows: int, max_model_len: int) -> GroupPlan:
+    def announce(
+        self, reports: Sequence[RankReport], *, num_blocks: int, max_rows: int, max_model_len: int
+    ) -> GroupPlan:
         """Raises GroupLostError."""
         plan = GroupPlan(
-            num_blocks=min(report.num_blocks for report in reports),
+            num_blocks=num_blocks,
             layout=KVLayout.join([(report.shard, report.share) for report in reports], self.model.num_kv_heads),
             ranks=tuple(RankAddress(endpoint=report.endpoint, shard=report.shard) for report in reports),
             max_rows=max_rows,

@@ -52,8 +52,12 @@ class GatedMLP:
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """`residual + mlp(x)`."""
-        return self.down.add_to(silu_mul(self.gate_up(x)), residual)
+        return self.down.add_to(self._hidden(x), residual)
 
     def forward_partial(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """As `forward`, but this rank's share of the sum; `residual` is added as given."""
-        return self.down.add_partial(silu_mul(self.gate_up(x)), residual)
+        return self.down.add_partial(self._hidden(x), residual)
+
+    def _hidden(self, x: torch.Tensor) -> torch.Tensor:
+        """`silu(gate(x)) * up(x)`, `[T, I]`."""
+        return silu_mul(self.gate_up(x))

@@ -8,7 +8,6 @@ weights widened beforehand.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
@@ -25,11 +24,8 @@ from tandem_worker.layers.norm import HeadNorm, RMSNorm
 from tandem_worker.layers.rotary import Rotation
 from tandem_worker.layers.routers import Route, Router, Routing
 from tandem_worker.layers.step import Step
-from tandem_worker.models.base import KVLayerSpec
+from tandem_worker.models.decoder import PreNormLayer
 from tandem_worker.parallel.collectives import Collective
-
-if TYPE_CHECKING:
-    from tandem_worker.models.decoder import AttentionPart, MLPPart
 
 MAX_FEW_ROWS = 64
 """Rows up to which a product reads its weight in the split-K kernel."""
@@ -125,12 +121,6 @@ class TritonSelfAttention(SelfAttention):
 class TritonMLP(GatedMLP):
     __slots__ = ()
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        return self.down.add_to(self._hidden(x), residual)
-
-    def forward_partial(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        return self.down.add_partial(self._hidden(x), residual)
-
     def _hidden(self, x: torch.Tensor) -> torch.Tensor:
         gate_up = self.gate_up
         assert isinstance(gate_up, TritonLinear)
@@ -218,25 +208,15 @@ def build_route(router: Router) -> Route:
     return TritonRouter(router)
 
 
-class TritonLayer:
-    """`PreNormLayer` whose second norm takes in the sum before it.
+class TritonLayer(PreNormLayer):
+    """A layer whose second norm takes in the sum before it.
 
     The sum after the MLP belongs to the next layer's norm; it is left to the product, which adds it as it writes.
     """
 
-    def __init__(
-        self, input_norm: TritonRMSNorm, attention: AttentionPart, mlp_norm: TritonRMSNorm, mlp: MLPPart
-    ) -> None:
-        self.input_norm = input_norm
-        self.attention = attention
-        self.mlp_norm = mlp_norm
-        self.mlp = mlp
-
-    def kv_layer_spec(self, block_size: int) -> KVLayerSpec:
-        return self.attention.kv_layer_spec(block_size)
-
     def forward(self, hidden: torch.Tensor, step: Step, kv_layer: torch.Tensor) -> torch.Tensor:
         """Overwrites `hidden`, which nobody else holds."""
+        assert isinstance(self.mlp_norm, TritonRMSNorm)
         attended = self.attention.forward(self.input_norm(hidden), None, step, kv_layer)
         return self.mlp.forward(self.mlp_norm.after_sum(attended, hidden), hidden)
 
