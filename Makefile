@@ -24,7 +24,11 @@ help: ## List the targets
 	@touch $@
 
 .PHONY: setup
-setup: .venv/.synced ## Create the virtual environment from the lock file
+setup: .venv/.synced native ## Create the virtual environment from the lock file, build the CPU kernels
+
+.PHONY: native
+native:
+	@$(MAKE) --silent -C worker/src/tandem_worker/native
 
 # --- the two commands of the README ---------------------------------------------------------------------------------
 

@@ -13,6 +13,8 @@ from pathlib import Path
 WORKSPACE = ("pyproject.toml", "uv.lock", ".dockerignore")
 MEMBERS = ("api", "operator", "gateway", "worker")
 IGNORED = {"__pycache__", ".pytest_cache", ".ruff_cache"}
+MADE = {".pyc", ".o", ".so"}
+"""Suffixes of what builds leave beside the sources: each image makes its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +57,7 @@ def source_files(root: Path, image: Image) -> list[Path]:
             files.update(file for file in path.rglob("*") if file.is_file() and not IGNORED & set(file.parts))
         else:
             files.add(path)
-    return sorted(file for file in files if file.suffix != ".pyc")
+    return sorted(file for file in files if file.suffix not in MADE)
 
 
 def content_tag(root: Path, image: Image, arguments: dict[str, str]) -> str:

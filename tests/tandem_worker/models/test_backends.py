@@ -1,7 +1,7 @@
-"""Every family on the Triton backend gives the logits it gives on the torch backend.
+"""Every family gives on the other backends the logits it gives on the torch backend.
 
-Here the kernels' twins run, which tests the wiring; `test_backends_interpreted.py` runs the same file in Triton's
-interpreter, and on a machine with a GPU `-m gpu` runs the compiled kernels.
+Of Triton's kernels the twins run here, which tests the wiring; `test_backends_interpreted.py` runs the same file in
+Triton's interpreter, and on a machine with a GPU `-m gpu` runs the compiled kernels.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tandem_worker import native
 from tandem_worker.kernels.quantized import quantize_fp8, quantize_int4, quantize_mxfp4
 from tandem_worker.layers.backend import BackendName, build_backend, select_backend
 from tandem_worker.models.loader import load_model
@@ -152,6 +153,34 @@ def test_backends_agree(
         assert logits_error(actual, expected) < LIMIT, f"step {number}"
 
 
+@pytest.mark.skipif(native.find_obstacle() is not None, reason=str(native.find_obstacle()))
+@pytest.mark.parametrize("family", CASES)
+def test_cpu_kernels_are_as_exact_as_torch(
+    family: str, save_random_model: Any, paged_sequences: Any, logits_error: Any, tmp_path: Path
+) -> None:
+    """Both compute in bfloat16; what they lack to float32 is compared."""
+    config, method = QUANTIZED.get(family) or (CONFIGS[family], None)
+    save_random_model(config())
+    if method is not None:
+        quantize(tmp_path, method)
+    runs = []
+    for name, dtype in (
+        (BackendName.TORCH, torch.float32),
+        (BackendName.TORCH, torch.bfloat16),
+        (BackendName.NATIVE, torch.bfloat16),
+    ):
+        run = paged_sequences(load_model(tmp_path, device=torch.device("cpu"), dtype=dtype, backend=name))
+        for _ in range(3):
+            run.add()
+        runs.append(run)
+    errors = torch.zeros(2)
+    for new in steps():
+        expected, *actual = (run.step(new) for run in runs)
+        errors += torch.tensor([logits_error(one, expected) for one in actual])
+    plain, kernels = errors.tolist()
+    assert kernels < 1.3 * plain
+
+
 def test_many_rows_take_the_other_products(
     save_random_model: Any, paged_sequences: Any, logits_error: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,7 +197,11 @@ def test_many_rows_take_the_other_products(
     assert logits_error(logits[1], logits[0]) < LIMIT
 
 
-def test_the_device_chooses_and_a_name_overrides() -> None:
-    assert select_backend(torch.device("cpu")) is BackendName.TORCH
-    assert select_backend(torch.device("cuda")) is BackendName.TRITON
+def test_device_and_type_choose_and_a_name_overrides(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, half = torch.device("cpu"), torch.bfloat16
+    assert select_backend(cpu, torch.float32) is BackendName.TORCH
+    assert select_backend(torch.device("cuda"), half) is BackendName.TRITON
+    for obstacle, expected in ((None, BackendName.NATIVE), ("not here", BackendName.TORCH)):
+        monkeypatch.setattr(native, "find_obstacle", lambda found=obstacle: found)
+        assert select_backend(cpu, half) is expected
     assert all(build_backend(name).name is name for name in BackendName)

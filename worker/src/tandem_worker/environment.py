@@ -41,6 +41,11 @@ def observe_pod(environment: Mapping[str, str]) -> PodFacts:
     )
 
 
+def wants_native_kernels() -> bool:
+    """Unless a person rules them out, to compare with torch's operations or to find an error."""
+    return os.environ.get("TANDEM_NATIVE_KERNELS", "1") != "0"
+
+
 def plan_threads(affinity: int, cpu_max: str) -> int:
     """Threads for torch: the CPUs this process may run on, or as many as its quota pays for.
 

@@ -1,4 +1,4 @@
-"""What a model is built from: torch's operations, or the Triton kernels.
+"""What a model is built from: torch's operations, the CPU kernels, or the Triton kernels.
 
 This is the one place that chooses. A `WeightLoader` carries the choice to the families and layers, which build their
 parts from its classes and never ask where a tensor lives. Both backends run on any device, the kernels through their
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tandem_worker import native
 from tandem_worker.layers.linear import Linear
 from tandem_worker.layers.mlp import GatedMLP
 from tandem_worker.layers.moe import Experts
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 class BackendName(StrEnum):
     TORCH = "torch"
+    NATIVE = "native"
     TRITON = "triton"
 
 
@@ -53,7 +55,7 @@ class Backend:
     """In place of `PreNormLayer`, with its arguments."""
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=3)
 def build_backend(name: BackendName) -> Backend:
     """The backend of that name. Triton is imported only for its own."""
     from tandem_worker.layers.attention import SelfAttention
@@ -62,6 +64,10 @@ def build_backend(name: BackendName) -> Backend:
         from tandem_worker.layers.triton import TRITON
 
         return TRITON
+    if name is BackendName.NATIVE:
+        from tandem_worker.layers.native import NATIVE
+
+        return NATIVE
     from tandem_worker.attention.cpu import CPUAttention
 
     return Backend(
@@ -79,6 +85,10 @@ def build_backend(name: BackendName) -> Backend:
     )
 
 
-def select_backend(device: torch.device) -> BackendName:
-    """The kernels on a GPU, torch elsewhere."""
-    return BackendName.TRITON if device.type == "cuda" else BackendName.TORCH
+def select_backend(device: torch.device, dtype: torch.dtype) -> BackendName:
+    """The Triton kernels on a GPU, the CPU kernels for bfloat16 where they run, torch elsewhere."""
+    if device.type == "cuda":
+        return BackendName.TRITON
+    if dtype == torch.bfloat16 and native.find_obstacle() is None:
+        return BackendName.NATIVE
+    return BackendName.TORCH

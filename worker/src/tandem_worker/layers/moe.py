@@ -44,6 +44,8 @@ def expert_share(num_experts: int, context: ParallelContext) -> range:
 class Experts:
     """Gated MLPs, each applied to the rows that are routed to it."""
 
+    linear = Linear
+
     def __init__(
         self,
         weights: Iterable[ExpertWeights],
@@ -59,8 +61,8 @@ class Experts:
         self._gate_up: list[Linear] = []
         self._down: list[Linear] = []
         for weight in weights:
-            self._gate_up.append(Linear(weight.gate_up, weight.gate_up_bias))
-            self._down.append(Linear(weight.down, weight.down_bias))
+            self._gate_up.append(self.linear(weight.gate_up, weight.gate_up_bias))
+            self._down.append(self.linear(weight.down, weight.down_bias))
 
     @classmethod
     def load(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from tandem_worker import native
 from tandem_worker.errors import StartupError
 from tandem_worker.layers.backend import BackendName
 from tandem_worker.models.base import CausalLM
@@ -53,9 +54,16 @@ def load_model(
     with torch.inference_mode():
         loader = WeightLoader(source, dtype=chosen, device=device, prefix=find_prefix(source), backend=backend)
         model = load(config, loader, context)
+    _log_backend(loader)
     if loader.forms:
         logger.info("quantized weights", extra={"matrices": dict(loader.forms)})
     return model
+
+
+def _log_backend(loader: WeightLoader) -> None:
+    name, obstacle = loader.backend.name, native.find_obstacle()
+    missed = name is BackendName.TORCH and loader.dtype == torch.bfloat16 and obstacle is not None
+    logger.info("layers are made of the %s backend", name, extra={"why": obstacle} if missed else {})
 
 
 def find_prefix(source: WeightSource) -> str:

@@ -62,13 +62,13 @@ class WeightLoader:
         prefix: str = "",
         backend: BackendName | None = None,
     ) -> None:
-        """`backend` None is the one that suits the device."""
+        """`backend` None is the one that suits device and element type."""
         from tandem_worker.layers.backend import build_backend, select_backend
 
         self.source = source
         self.dtype = dtype
         self.device = device
-        self.backend = build_backend(select_backend(device) if backend is None else backend)
+        self.backend = build_backend(select_backend(device, dtype) if backend is None else backend)
         self.forms: Counter[str] = Counter()
         """Matrices of a quantized checkpoint by the form they are kept in."""
         self._keeps_packed = self.backend.keeps_packed and isinstance(source, DequantizedSource)

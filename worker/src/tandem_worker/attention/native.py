@@ -1,0 +1,33 @@
+"""Attention by the CPU kernels: prefills and decodes of a step in one call, read from the blocks where they lie."""
+
+from __future__ import annotations
+
+import torch
+
+from tandem_worker import native
+from tandem_worker.attention.base import AttentionSpec
+from tandem_worker.attention.cpu import CPUAttention, CPUStepAttention
+from tandem_worker.models.base import ForwardBatch
+from tandem_worker.native.library import LANES
+
+
+class NativeAttention(CPUAttention):
+    def begin(self, batch: ForwardBatch, block_size: int) -> CPUStepAttention:
+        return NativeStepAttention(self, batch, block_size)
+
+
+class NativeStepAttention(CPUStepAttention):
+    """Latents, whose keys are their values, and heads of odd widths are left to torch."""
+
+    def __init__(self, backend: CPUAttention, batch: ForwardBatch, block_size: int) -> None:
+        super().__init__(backend, batch, block_size)
+        self._steps: dict[tuple[int | None, int | None], native.AttentionStep] = {}
+
+    def attend(self, q: torch.Tensor, kv: torch.Tensor, kv_layer: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+        if spec.value_dim is not None or spec.head_dim % LANES:
+            return super().attend(q, kv, kv_layer, spec)
+        step = self._steps.get((spec.window, spec.chunk))
+        if step is None:
+            step = native.AttentionStep(self._batch, self._block_size, spec)
+            self._steps[spec.window, spec.chunk] = step
+        return step.attend(q, kv_layer, spec.sinks)

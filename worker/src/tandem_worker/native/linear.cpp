@@ -1,0 +1,133 @@
+// Products of few rows with a packed weight, which are bound by reading it: each thread streams its columns once.
+//
+// Weights are in the layout that oneDNN chooses for these types, [N / 64][K / 2][64][2], N padded with zeros to a
+// multiple of 64, so both read the same memory.
+#include <omp.h>
+
+#include <algorithm>
+
+#include "simd.h"
+
+namespace tandem {
+namespace {
+
+constexpr int kMaxRows = 6;      // rows of 64 columns whose sums fit the registers beside the weights
+constexpr Index kAhead = 4096;   // bytes; measured: less leaves the memory waiting
+constexpr Index kNone = 0;
+
+struct Product {
+    const bf16* weight;
+    Index columns;  // N
+    Index inner;    // K
+    const bf16* rows;
+    Index row_stride;
+    const bf16* bias;      // [N] or null
+    const bf16* residual;  // as `out`, or null
+    bf16* out;             // [rows, N]
+};
+
+// Shares `count` blocks among the threads of the region, in runs.
+struct Share {
+    Index first, last;
+    explicit Share(Index count) {
+        const Index threads = omp_get_num_threads(), thread = omp_get_thread_num();
+        first = count * thread / threads;
+        last = count * (thread + 1) / threads;
+    }
+};
+
+template <int R, Index ahead>
+void columns_of(const Product& p, Index block, Index row) {
+    __m512 sums[R][4];
+    for (int r = 0; r < R; ++r)
+        for (int v = 0; v < 4; ++v) sums[r][v] = _mm512_setzero_ps();
+    multiply<R, 4, ahead>(sums, p.rows + row * p.row_stride, p.row_stride, p.weight + block * kColumns * p.inner,
+                          2 * kColumns, p.inner / 2);
+    for (int v = 0; v < 4; ++v) {
+        const Index column = block * kColumns + v * kLanes;
+        const __mmask16 mask = first_lanes(p.columns - column);
+        if (!mask) break;
+        const __m512 bias = p.bias ? load(p.bias + column, mask) : _mm512_setzero_ps();
+        for (int r = 0; r < R; ++r) {
+            const Index at = (row + r) * p.columns + column;
+            __m512 sum = _mm512_add_ps(sums[r][v], bias);
+            if (p.residual) sum = _mm512_add_ps(sum, load(p.residual + at, mask));
+            store(p.out + at, sum, mask);
+        }
+    }
+}
+
+// Gate and up stand one after the other in the weight, `columns` rows each.
+template <int R, Index ahead>
+void gated_columns_of(const Product& p, Index block, Index row) {
+    __m512 gate[R][4], up[R][4];
+    for (int r = 0; r < R; ++r)
+        for (int v = 0; v < 4; ++v) gate[r][v] = up[r][v] = _mm512_setzero_ps();
+    const bf16* rows = p.rows + row * p.row_stride;
+    const Index up_block = p.columns / kColumns + block;
+    multiply<R, 4, ahead>(gate, rows, p.row_stride, p.weight + block * kColumns * p.inner, 2 * kColumns, p.inner / 2);
+    multiply<R, 4, ahead>(up, rows, p.row_stride, p.weight + up_block * kColumns * p.inner, 2 * kColumns, p.inner / 2);
+    for (int v = 0; v < 4; ++v) {
+        const Index column = block * kColumns + v * kLanes;
+        for (int r = 0; r < R; ++r) {
+            __m512 first = gate[r][v], second = up[r][v];
+            if (p.bias) {
+                first = _mm512_add_ps(first, load(p.bias + column));
+                second = _mm512_add_ps(second, load(p.bias + p.columns + column));
+            }
+            store(p.out + (row + r) * p.columns + column, _mm512_mul_ps(silu(first), second));
+        }
+    }
+}
+
+using Step = void (*)(const Product&, Index block, Index row);
+
+template <Index ahead>
+constexpr Step kPlain[kMaxRows + 1] = {nullptr,
+                                       columns_of<1, ahead>,
+                                       columns_of<2, ahead>,
+                                       columns_of<3, ahead>,
+                                       columns_of<4, ahead>,
+                                       columns_of<5, ahead>,
+                                       columns_of<6, ahead>};
+
+template <Index ahead>
+constexpr Step kGated[kMaxRows + 1] = {nullptr,
+                                       gated_columns_of<1, ahead>,
+                                       gated_columns_of<2, ahead>,
+                                       gated_columns_of<3, ahead>,
+                                       gated_columns_of<4, ahead>,
+                                       gated_columns_of<5, ahead>,
+                                       gated_columns_of<6, ahead>};
+
+// The first rows bring a block of columns into the cache, the others find it there.
+void run(const Product& product, Index num_rows, const Step* cold, const Step* warm) {
+    const Index blocks = (product.columns + kColumns - 1) / kColumns;
+    const Index passes = (num_rows + kMaxRows - 1) / kMaxRows;
+#pragma omp parallel
+    {
+        const Share share(blocks);
+        for (Index block = share.first; block < share.last; ++block)
+            for (Index pass = 0; pass < passes; ++pass) {
+                const Index row = num_rows * pass / passes, next = num_rows * (pass + 1) / passes;
+                (pass ? warm : cold)[next - row](product, block, row);
+            }
+    }
+}
+
+}  // namespace
+}  // namespace tandem
+
+using namespace tandem;
+
+// out [rows, N] = x [rows, K] W^T + bias + residual
+TANDEM_EXPORT void tandem_linear(const bf16* weight, Index columns, Index inner, const bf16* x, Index x_stride, Index rows,
+                              const bf16* bias, const bf16* residual, bf16* out) {
+    run({weight, columns, inner, x, x_stride, bias, residual, out}, rows, kPlain<kAhead>, kPlain<kNone>);
+}
+
+// out [rows, I] = silu(x Wg^T + bg) * (x Wu^T + bu), the weight being [2 I, K], gate first, I a multiple of 64
+TANDEM_EXPORT void tandem_gate_up_silu(const bf16* weight, Index columns, Index inner, const bf16* x, Index x_stride,
+                                    Index rows, const bf16* bias, bf16* out) {
+    run({weight, columns, inner, x, x_stride, bias, nullptr, out}, rows, kGated<kAhead>, kGated<kNone>);
+}
