@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
@@ -25,6 +26,13 @@ def test_kernels_serve_where_the_cpu_can() -> None:
     """A gate on such a machine must not skip what follows."""
     if torch.cpu.get_capabilities().get("avx512_bf16"):
         assert native.find_obstacle() is None
+
+
+@pytest.fixture(autouse=True, scope="module")
+def several_threads() -> None:
+    """More than a machine may have cores: items are then taken in every order."""
+    if native.find_obstacle() is None:
+        native.use_threads(4)
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -64,6 +72,19 @@ def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
     _packed, address = pack(weight)
     together = native.linear(address, 128, x, None)
     assert all(torch.equal(native.linear(address, 128, x[i : i + 1], None)[0], together[i]) for i in range(17))
+
+
+@needs_kernels
+def test_threads_that_call_at_once_do_not_meet() -> None:
+    weight, x = random(6400, 64), random(3, 64)
+    _packed, address = pack(weight)
+    expected = native.linear(address, 6400, x, None)
+
+    def call(_: int) -> bool:
+        return torch.equal(native.linear(address, 6400, x, None), expected)
+
+    with ThreadPoolExecutor(3) as callers:
+        assert all(callers.map(call, range(3000)))
 
 
 @needs_kernels

@@ -12,3 +12,4 @@ from tandem_worker.native.library import packed_address as packed_address
 from tandem_worker.native.library import place_heads as place_heads
 from tandem_worker.native.library import rms_norm as rms_norm
 from tandem_worker.native.library import silu_mul as silu_mul
+from tandem_worker.native.library import use_threads as use_threads

@@ -2,13 +2,11 @@
 //
 // The query heads that share a KV head, of several neighbouring queries, are the rows of a tile. 64 keys at a time are
 // packed as the product wants them, which costs little beside what the rows do with them.
-#include <omp.h>
-
 #include <algorithm>
 #include <limits>
 #include <vector>
 
-#include "simd.h"
+#include "pool.h"
 
 namespace tandem {
 namespace {
@@ -339,12 +337,9 @@ TANDEM_EXPORT void tandem_attention(const TandemAttention* attention) {
     float* partials = partial_results.data();
     const std::vector<Item>& items = plan.items;
     const std::vector<Merge>& merges = plan.merges;
-#pragma omp parallel
-    {
+    for_each_item(Index(items.size()), [&](Index i) {
         static thread_local Scratch mine;
-#pragma omp for schedule(dynamic)
-        for (std::size_t i = 0; i < items.size(); ++i) attend(a, items[i], mine, partials);
-#pragma omp for schedule(static) nowait
-        for (std::size_t i = 0; i < merges.size(); ++i) merge(a, merges[i], partials);
-    }
+        attend(a, items[i], mine, partials);
+    });
+    for_each_item(Index(merges.size()), [&](Index i) { merge(a, merges[i], partials); });
 }

@@ -32,6 +32,7 @@ _SIGNATURES: dict[str, list[type]] = {
         *(_Address, _Address, _Address, _Address, _Index),
     ],
     "tandem_attention": [_Address],
+    "tandem_use_threads": [_Index],
 }
 
 
@@ -64,12 +65,22 @@ def find_obstacle() -> str | None:
 
 @lru_cache(maxsize=1)
 def _load() -> ctypes.CDLL:
-    """Raises OSError. OpenMP's symbols come from torch's runtime, which importing torch has made visible to all."""
+    """Raises OSError."""
     library = ctypes.CDLL(str(LIBRARY))
     for name, arguments in _SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, None
+    library.tandem_use_threads(torch.get_num_threads())
     return library
+
+
+def use_threads(count: int) -> None:
+    """Let kernels use up to `count` threads, the caller's included. At first it is as many as torch has.
+
+    They are the kernels' own: a region of OpenMP waits for all its threads, and on a core that other processes want
+    too, one may be away for milliseconds.
+    """
+    _load().tandem_use_threads(count)
 
 
 def packed_address(packed: torch.Tensor, weight: torch.Tensor) -> int | None:

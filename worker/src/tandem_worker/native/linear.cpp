@@ -1,12 +1,8 @@
-// Products of few rows with a packed weight, which are bound by reading it: each thread streams its columns once.
+// Products of few rows with a packed weight, which are bound by reading it: each block of columns is read once.
 //
 // Weights are in the layout that oneDNN chooses for these types, [N / 64][K / 2][64][2], N padded with zeros to a
 // multiple of 64, so both read the same memory.
-#include <omp.h>
-
-#include <algorithm>
-
-#include "simd.h"
+#include "pool.h"
 
 namespace tandem {
 namespace {
@@ -24,16 +20,6 @@ struct Product {
     const bf16* bias;      // [N] or null
     const bf16* residual;  // as `out`, or null
     bf16* out;             // [rows, N]
-};
-
-// Shares `count` blocks among the threads of the region, in runs.
-struct Share {
-    Index first, last;
-    explicit Share(Index count) {
-        const Index threads = omp_get_num_threads(), thread = omp_get_thread_num();
-        first = count * thread / threads;
-        last = count * (thread + 1) / threads;
-    }
 };
 
 template <int R, Index ahead>
@@ -104,15 +90,12 @@ constexpr Step kGated[kMaxRows + 1] = {nullptr,
 void run(const Product& product, Index num_rows, const Step* cold, const Step* warm) {
     const Index blocks = (product.columns + kColumns - 1) / kColumns;
     const Index passes = (num_rows + kMaxRows - 1) / kMaxRows;
-#pragma omp parallel
-    {
-        const Share share(blocks);
-        for (Index block = share.first; block < share.last; ++block)
-            for (Index pass = 0; pass < passes; ++pass) {
-                const Index row = num_rows * pass / passes, next = num_rows * (pass + 1) / passes;
-                (pass ? warm : cold)[next - row](product, block, row);
-            }
-    }
+    for_each_item(blocks, [&](Index block) {
+        for (Index pass = 0; pass < passes; ++pass) {
+            const Index row = num_rows * pass / passes, next = num_rows * (pass + 1) / passes;
+            (pass ? warm : cold)[next - row](product, block, row);
+        }
+    });
 }
 
 }  // namespace
