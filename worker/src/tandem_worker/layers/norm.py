@@ -5,13 +5,11 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-_FEW_ROWS = 8  # up to here torch's composed rms_norm costs more than layer_norm over a row and its negative
-
 
 class RMSNorm:
     """`x / rms(x) * weight` over the last dimension, computed in float32. `weight` None: no scale."""
 
-    __slots__ = ("_doubled", "eps", "shape", "weight")
+    __slots__ = ("eps", "shape", "weight")
 
     def __init__(self, weight: torch.Tensor | None, eps: float, dim: int | None = None) -> None:
         """`dim` is the width that is normalized when that is not the weight's whole shape."""
@@ -19,14 +17,8 @@ class RMSNorm:
         self.weight = weight
         self.shape = (dim,) if dim is not None else (weight.shape[-1],)  # pyright: ignore[reportOptionalMemberAccess]
         self.eps = eps
-        plain = weight is not None and weight.shape == self.shape and weight.device.type == "cpu"
-        self._doubled = torch.cat((weight, weight)) if plain and weight is not None else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self._doubled is not None and x.shape[0] <= _FEW_ROWS:
-            doubled = torch.cat((x, -x), dim=-1)  # its mean is 0 and its variance is the mean square
-            normed = functional.layer_norm(doubled, self._doubled.shape, self._doubled, None, self.eps)
-            return normed.narrow(1, 0, self.shape[0])
         return functional.rms_norm(x, self.shape, self.weight, self.eps)
 
 
