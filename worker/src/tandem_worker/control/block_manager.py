@@ -91,11 +91,12 @@ class BlockManager:
         """Let go of one sequence's blocks, deepest first; `names` are those of its leading full blocks.
 
         Two requests may have computed the same block at the same time; the one without the name is freed, and the
-        named one counts as used now: its children were.
+        named one counts as used now: its children were. A block that has its name already is not looked up again: in
+        a large cache that look-up misses the processor's caches.
         """
         for index in range(len(blocks) - 1, -1, -1):
             block = blocks[index]
-            if index < len(names):
+            if index < len(names) and not self.cache.is_named(block):
                 owner = self.cache.register(names[index], block)
                 if owner != block and not self._holders[owner]:
                     self.cache.touch(owner, now)
