@@ -1,9 +1,9 @@
-"""Layers made of the CPU kernels, where weights and heads have the shapes that these take; torch has the rest.
-
-Products of many rows are bound by arithmetic, not by reading weights, and belong to oneDNN.
-"""
+"""Layers made of the CPU kernels, where weights and heads have the shapes that these take; torch has the rest."""
 
 from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
 
 import torch
 
@@ -21,12 +21,17 @@ from tandem_worker.layers.step import Step
 from tandem_worker.native.library import COLUMNS
 from tandem_worker.parallel.collectives import Collective
 
-MAX_FEW_ROWS = 64
-"""Rows up to which a product is the kernel's. Measured on Zen 4: at 128 rows oneDNN is as fast."""
+
+def most_rows(capabilities: Mapping[str, bool]) -> int:
+    """Rows up to which a product is the kernels': all, unless oneDNN has AMX, which multiplies many rows faster."""
+    return 32 if capabilities.get("amx_bf16", False) else sys.maxsize
+
+
+MAX_ROWS = most_rows(torch.cpu.get_capabilities())
 
 
 class NativeLinear(Linear):
-    """A product that reads oneDNN's packed weight itself when rows are few."""
+    """A product that reads oneDNN's packed weight itself."""
 
     __slots__ = ("address",)
 
@@ -37,12 +42,12 @@ class NativeLinear(Linear):
         """None where the layout is another one."""
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
-        if self.address is None or x.shape[0] > MAX_FEW_ROWS:
+        if self.address is None or x.shape[0] > MAX_ROWS:
             return super()._product(x)
         return native.linear(self.address, self.out_features, x, self.bias)
 
     def add_partial(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        if self.address is None or x.shape[0] > MAX_FEW_ROWS:
+        if self.address is None or x.shape[0] > MAX_ROWS:
             return super().add_partial(x, residual)
         return native.linear(self.address, self.out_features, x, self.bias, residual)
 
@@ -63,7 +68,7 @@ class NativeMLP(GatedMLP):
         gate_up = self.gate_up
         assert isinstance(gate_up, NativeLinear)
         width = gate_up.out_features // 2
-        if gate_up.address is None or width % COLUMNS or x.shape[0] > MAX_FEW_ROWS:
+        if gate_up.address is None or width % COLUMNS or x.shape[0] > MAX_ROWS:
             return native.silu_mul(gate_up(x))
         return native.gate_up_silu(gate_up.address, width, x, gate_up.bias)
 

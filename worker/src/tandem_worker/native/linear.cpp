@@ -1,7 +1,10 @@
-// Products of few rows with a packed weight, which are bound by reading it: each block of columns is read once.
+// Products with a packed weight. Of few rows they are bound by reading it: each block of columns is read once. Of many they
+// are bound by arithmetic: six rows of 64 columns are summed in registers.
 //
 // Weights are in the layout that oneDNN chooses for these types, [N / 64][K / 2][64][2], N padded with zeros to a
 // multiple of 64, so both read the same memory.
+#include <algorithm>
+
 #include "pool.h"
 
 namespace tandem {
@@ -10,6 +13,7 @@ namespace {
 constexpr int kMaxRows = 6;      // rows of 64 columns whose sums fit the registers beside the weights
 constexpr Index kAhead = 4096;   // bytes; measured: less leaves the memory waiting
 constexpr Index kNone = 0;
+constexpr Index kCachedElements = 1 << 17;  // of the rows, a quarter of a MiB
 
 struct Product {
     const bf16* weight;
@@ -86,15 +90,17 @@ constexpr Step kGated[kMaxRows + 1] = {nullptr,
                                        gated_columns_of<5, ahead>,
                                        gated_columns_of<6, ahead>};
 
-// The first rows bring a block of columns into the cache, the others find it there.
+// An item is a block of columns with as many rows as stay in a core's cache. Its first rows bring the weights into the
+// cache, the others find them there.
 void run(const Product& product, Index num_rows, const Step* cold, const Step* warm) {
     const Index blocks = (product.columns + kColumns - 1) / kColumns;
-    const Index passes = (num_rows + kMaxRows - 1) / kMaxRows;
-    for_each_item(blocks, [&](Index block) {
-        for (Index pass = 0; pass < passes; ++pass) {
-            const Index row = num_rows * pass / passes, next = num_rows * (pass + 1) / passes;
-            (pass ? warm : cold)[next - row](product, block, row);
-        }
+    const Index most = std::max<Index>(kMaxRows, kCachedElements / product.inner / kMaxRows * kMaxRows);
+    const Index chunks = (num_rows + most - 1) / most;
+    for_each_item(chunks * blocks, [&](Index item) {
+        const Index block = item % blocks, last = std::min(num_rows, (item / blocks + 1) * most);
+        const Step* step = cold;
+        for (Index row = item / blocks * most; row < last; row += kMaxRows, step = warm)
+            step[std::min<Index>(kMaxRows, last - row)](product, block, row);
     });
 }
 
