@@ -14,7 +14,7 @@ from tandem_worker.control.params import SamplingParams
 from tandem_worker.control.plan import SchedulerLimits, StepPlan
 from tandem_worker.control.prefix_cache import build_chain_root, extend_chain
 from tandem_worker.control.request import Request, Sequence, SequenceState
-from tandem_worker.control.scheduler import Scheduler
+from tandem_worker.control.scheduler import Scheduler, first_chunk
 
 BLOCK_SIZE = 4
 ROOT = build_chain_root("model")
@@ -219,8 +219,8 @@ def test_prefill_is_chunked_beside_decodes() -> None:
     assert [[(c.start, c.length) for c in plan.chunks] for plan in plans] == [
         [(0, 12)],
         [(12, 12)],
-        [(24, 12)],
-        [(36, 4)],
+        [(24, 8)],
+        [(32, 8)],
     ]
     assert all(len(plan.decodes) == 1 for plan in plans)
     assert long.choices[0].decoding
@@ -234,9 +234,27 @@ def test_requests_start_in_order_of_arrival_and_none_overtakes() -> None:
     small = driver.add([1])
     driver.step()
     driver.step()
-    assert big.choices[0].state is small.choices[0].state is SequenceState.WAITING
+    assert big.choices[0].state is SequenceState.WAITING
+    while big.choices[0].state is SequenceState.WAITING:
+        assert small.choices[0].state is SequenceState.WAITING
+        driver.step()
     driver.run()
-    assert driver.finished == ["0", "1", "2"]
+    assert len(driver.finished) == 3
+
+
+@given(length=st.integers(1, 500), most=st.integers(0, 200), block_size=st.sampled_from([1, 4, 16]))
+def test_chunks_are_few_and_about_equal(length: int, most: int, block_size: int) -> None:
+    if most < block_size:
+        assert first_chunk(length, most, block_size) == 0
+        return
+    chunks: list[int] = []
+    while sum(chunks) < length:
+        rest = length - sum(chunks)
+        chunks.append(min(rest, first_chunk(rest, most, block_size)))
+    assert max(chunks) <= most
+    assert all(chunk % block_size == 0 for chunk in chunks[:-1])
+    assert len(chunks) == -(-length // (most - most % block_size))
+    assert max(chunks) - min(chunks) < 2 * block_size
 
 
 def test_a_smaller_priority_number_runs_first_but_waiting_counts() -> None:

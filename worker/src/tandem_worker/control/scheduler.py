@@ -31,6 +31,18 @@ _RETRY_STEPS = 16
 """A refused head of the queue is matched against the cache again after this many steps at the latest."""
 
 
+def first_chunk(length: int, most: int, block_size: int) -> int:
+    """Tokens of the first of as few chunks of `length` as `most` tokens each allow, in whole blocks; 0 if none fits.
+
+    Chunks are about equal: a short last one would cost a pass over the weights for few tokens.
+    """
+    num_blocks, fitting = -(-length // block_size), most // block_size
+    if fitting == 0:
+        return 0
+    num_chunks = -(-num_blocks // fitting)
+    return -(-num_blocks // num_chunks) * block_size
+
+
 class Scheduler:
     def __init__(
         self,
@@ -271,7 +283,7 @@ class Scheduler:
         if sequence.request.prompt_logprobs is not None:
             budget = min(budget, max(self._limits.max_scored_chunk, self.blocks.block_size))
         if length > budget:
-            length = budget - budget % self.blocks.block_size
+            length = first_chunk(length, budget, self.blocks.block_size)
         if length:
             plan.chunks.append(Chunk(sequence, start, length))
             sequence.num_planned += length
