@@ -12,13 +12,15 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from e2e.model import find_model
-from e2e.suite.fleet import Fleet
+from e2e.suite.fleet import Fleet, smollm2
 
 BLOCK = 16
 CHUNK = 2048  # spec.engine.maxBatchTokens by default
 NEW_TOKENS = 12
 TIE = 2e-4
 """Two logits closer than this are a tie that two summation orders may break differently; float32 noise is 1e-5."""
+HALF_TIE = 0.5
+"""The same for weights and sums rounded to bfloat16."""
 
 
 @pytest.fixture(scope="module")
@@ -62,24 +64,31 @@ def _compute(model: Any, prompt: list[int], stop: set[int]) -> tuple[list[int], 
     return tokens, margins
 
 
-def assert_same(got: list[int], oracle: tuple[Any, Any], prompt: list[int]) -> None:
+def assert_same(got: list[int], oracle: tuple[Any, Any], prompt: list[int], tie: float = TIE) -> None:
     """`got` is the greedy continuation without its stop token; a proven tie ends the comparison."""
     model, tokenizer = oracle
     stop = {tokenizer.eos_token_id}
     tokens, margins = expected(model, prompt, stop)
     want = [token for token in tokens if token not in stop]
     for position, (mine, theirs) in enumerate(zip(got, want, strict=False)):
-        if mine != theirs and margins[position] < TIE:
+        if mine != theirs and margins[position] < tie:
             return
         assert mine == theirs, f"token {position} of {got} differs from {want}, margin {margins[position]:.2g}"
     assert len(got) == len(want), (got, want)
 
 
-def complete(api: openai.OpenAI, prompt: list[int]) -> tuple[list[int], Any]:
+def complete(api: openai.OpenAI, prompt: list[int], model: str = "main") -> tuple[list[int], Any]:
     response = api.completions.create(
-        model="main", prompt=prompt, max_tokens=NEW_TOKENS, temperature=0, extra_body={"return_token_ids": True}
+        model=model, prompt=prompt, max_tokens=NEW_TOKENS, temperature=0, extra_body={"return_token_ids": True}
     )
     return list(response.choices[0].model_extra["token_ids"]), response.usage
+
+
+def write(length: int, oracle: tuple[Any, Any]) -> list[int]:
+    """A prompt of that many tokens, always the same."""
+    rng = random.Random(length)
+    text = "".join(rng.choice(WORDS) for _ in range(length + 8))
+    return oracle[1](text)["input_ids"][:length]
 
 
 def lengths() -> list[int]:
@@ -92,9 +101,7 @@ def lengths() -> list[int]:
 
 @pytest.mark.parametrize("length", lengths())
 def test_token_prompts(api: openai.OpenAI, oracle: tuple[Any, Any], length: int) -> None:
-    rng = random.Random(length)
-    text = "".join(rng.choice(WORDS) for _ in range(length + 8))
-    prompt = oracle[1](text)["input_ids"][:length]
+    prompt = write(length, oracle)
     got, usage = complete(api, prompt)
     assert usage.prompt_tokens == length
     assert_same(got, oracle, prompt)
@@ -156,6 +163,21 @@ def test_cached_prefixes_give_the_same_tokens(api: openai.OpenAI, oracle: tuple[
     got, usage = complete(api, prompt)
     assert usage.prompt_tokens_details.cached_tokens == cached // BLOCK * BLOCK, usage
     assert_same(got, oracle, prompt)
+
+
+@pytest.mark.timeout(300)
+def test_bfloat16(fleet: Fleet, oracle: tuple[Any, Any]) -> None:
+    """What users get without saying anything; by the CPU kernels where the CPU is one for them."""
+    fleet.apply(smollm2("half", engine={"device": "CPU", "dtype": "BFloat16"}))
+    fleet.wait_ready("half")
+    with fleet.openai("half") as api:
+        for length in (1, BLOCK, 5 * BLOCK + 3, 400):
+            prompt = write(length, oracle)
+            assert_same(complete(api, prompt, "half")[0], oracle, prompt, HALF_TIE)
+    if torch.cpu.get_capabilities().get("avx512_bf16"):
+        for pod in fleet.pods("half", "prefill") + fleet.pods("half", "decode"):
+            log = fleet.cluster.kubectl("-n", fleet.namespace, "logs", pod["metadata"]["name"], "-c", "worker")
+            assert "layers are made of the native backend" in log
 
 
 def test_the_pair_that_served_is_named(main: Fleet, api: openai.OpenAI) -> None:

@@ -1,8 +1,8 @@
 """What a model is built from: torch's operations, the CPU kernels, or the Triton kernels.
 
 This is the one place that chooses. A `WeightLoader` carries the choice to the families and layers, which build their
-parts from its classes and never ask where a tensor lives. Both backends run on any device, the kernels through their
-twins where no GPU is and Triton does not interpret, so the wiring of one is tested against the other on a CPU.
+parts from its classes and never ask where a tensor lives. Torch's and Triton's run on any device, the kernels through
+their twins where no GPU is and Triton does not interpret, so the wiring of one is tested against the other on a CPU.
 """
 
 from __future__ import annotations
