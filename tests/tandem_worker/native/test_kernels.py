@@ -11,9 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tandem_worker import native
-from tandem_worker.attention.base import AttentionSpec
 from tandem_worker.attention.visibility import visible_mask
-from tandem_worker.models.base import ForwardBatch
 from torch.nn import functional
 
 BFLOAT16 = 2.0**-8
@@ -190,38 +188,31 @@ def check_attention(case: Case) -> None:
     queries = [new for new, _ in case.sequences]
     qkv = torch.randn(sum(queries), num_heads + 3, case.width, generator=generator).bfloat16()
     q = qkv[:, :num_heads]
-    spec = AttentionSpec(
+    scale = case.width**-0.5
+    sinks = torch.randn(num_heads, generator=generator) if case.sinks else None
+    start = torch.tensor([0, *queries]).cumsum(0).int()
+    step = native.AttentionStep(
+        tables,
+        start,
+        torch.tensor(lengths, dtype=torch.int32),
         num_heads=num_heads,
         num_kv_heads=case.num_kv_heads,
         head_dim=case.width,
-        scale=case.width**-0.5,
+        block_size=size,
+        scale=scale,
         window=case.window,
         chunk=case.chunk,
-        sinks=torch.randn(num_heads, generator=generator) if case.sinks else None,
     )
-    start = torch.tensor([0, *queries]).cumsum(0).int()
-    unused = torch.empty(0, dtype=torch.int64)
-    batch = ForwardBatch(
-        token_ids=unused,
-        positions=unused,
-        slot_mapping=unused,
-        block_tables=tables,
-        query_start=start,
-        context_lens=torch.tensor(lengths, dtype=torch.int32),
-        logits_rows=unused,
-        query_lens_host=tuple(queries),
-        context_lens_host=tuple(lengths),
-    )
-    actual = native.AttentionStep(batch, size, spec).attend(q, layer, spec.sinks)
+    actual = step.attend(q, layer, sinks)
     for index, (new, length) in enumerate(case.sequences):
         rows = slice(int(start[index]), int(start[index + 1]))
         keys, values = contexts[index].repeat_interleave(case.group, dim=1)
         mask = visible_mask(
             torch.arange(length - new, length), torch.arange(length), case.window, case.chunk, torch.float64
         )
-        scores = torch.einsum("thd,hkd->htk", q[rows].double(), keys) * spec.scale + mask
-        if spec.sinks is not None:
-            scores = torch.cat((scores, spec.sinks.double().view(-1, 1, 1).expand(-1, new, 1)), -1)
+        scores = torch.einsum("thd,hkd->htk", q[rows].double(), keys) * scale + mask
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.double().view(-1, 1, 1).expand(-1, new, 1)), -1)
         shares = scores.softmax(-1)[..., :length]
         expected = torch.einsum("htk,hkd->thd", shares, values).flatten(1)
         assert error(actual[rows], expected) < 2 * BFLOAT16, f"sequence {index}"

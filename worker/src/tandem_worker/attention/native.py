@@ -28,6 +28,17 @@ class NativeStepAttention(CPUStepAttention):
             return super().attend(q, kv, kv_layer, spec)
         step = self._steps.get((spec.window, spec.chunk))
         if step is None:
-            step = native.AttentionStep(self._batch, self._block_size, spec)
-            self._steps[spec.window, spec.chunk] = step
+            batch = self._batch
+            step = self._steps[spec.window, spec.chunk] = native.AttentionStep(
+                batch.block_tables,
+                batch.query_start,
+                batch.context_lens,
+                num_heads=spec.num_heads,
+                num_kv_heads=spec.num_kv_heads,
+                head_dim=spec.head_dim,
+                block_size=self._block_size,
+                scale=spec.scale,
+                window=spec.window,
+                chunk=spec.chunk,
+            )
         return step.attend(q, kv_layer, spec.sinks)

@@ -5,15 +5,10 @@ from __future__ import annotations
 import ctypes
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from tandem_worker.environment import wants_native_kernels
-
-if TYPE_CHECKING:
-    from tandem_worker.attention.base import AttentionSpec
-    from tandem_worker.models.base import ForwardBatch
 
 LIBRARY = Path(__file__).with_name("libtandem_cpu.so")
 COLUMNS = 64
@@ -180,23 +175,37 @@ def place_heads(
 class AttentionStep:
     """Attention of one step for layers of one kind: the sequences are described once."""
 
-    __slots__ = ("_batch", "_call", "_reference")
+    __slots__ = ("_call", "_reference", "_tensors")
 
-    def __init__(self, batch: ForwardBatch, block_size: int, spec: AttentionSpec) -> None:
-        self._batch = batch  # its tensors must live as long as their addresses are used
+    def __init__(
+        self,
+        block_tables: torch.Tensor,
+        query_start: torch.Tensor,
+        context_lens: torch.Tensor,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        scale: float,
+        window: int | None = None,
+        chunk: int | None = None,
+    ) -> None:
+        """int32 tensors as in `ForwardBatch`; the rest as in `AttentionSpec`."""
+        self._tensors = block_tables, query_start, context_lens  # they must live as long as their addresses are used
         self._call = _Attention(
-            tables=batch.block_tables.data_ptr(),
-            query_start=batch.query_start.data_ptr(),
-            context_lens=batch.context_lens.data_ptr(),
-            num_sequences=len(batch.query_lens_host),
-            table_width=batch.block_tables.stride(0),
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            width=spec.head_dim,
+            tables=block_tables.data_ptr(),
+            query_start=query_start.data_ptr(),
+            context_lens=context_lens.data_ptr(),
+            num_sequences=query_start.shape[0] - 1,
+            table_width=block_tables.stride(0),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            width=head_dim,
             block_size=block_size,
-            window=spec.window or 0,
-            chunk=spec.chunk or 0,
-            scale=spec.scale,
+            window=window or 0,
+            chunk=chunk or 0,
+            scale=scale,
         )
         self._reference = ctypes.addressof(self._call)
 
