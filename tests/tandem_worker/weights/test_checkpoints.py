@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tandem_worker.errors import StartupError
+from tandem_worker.layers.backend import BackendName, build_backend
 from tandem_worker.models.loader import load_model, open_checkpoint
 from tandem_worker.weights.base import Slice
 from tandem_worker.weights.gguf import gguf_metadata, open_gguf
@@ -124,7 +125,8 @@ def test_shard_of_the_index_is_missing(tmp_path: Path) -> None:
 
 def test_parts_are_stacked_and_converted(tmp_path: Path) -> None:
     save_file({"a": torch.arange(12.0).view(4, 3), "b": torch.ones(2, 3)}, tmp_path / "x.safetensors")
-    loader = WeightLoader(SafetensorsSource([tmp_path / "x.safetensors"]), dtype=torch.bfloat16, device=CPU)
+    source = SafetensorsSource([tmp_path / "x.safetensors"])
+    loader = WeightLoader(source, dtype=torch.bfloat16, device=CPU, backend=build_backend(BackendName.TORCH))
     parts = [Part(name="a", shape=(4, 3), piece=Slice(0, 1, 3)), Part(name="b", shape=(2, 3))]
     stacked = loader.stack(parts)
     assert stacked.dtype == torch.bfloat16

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tandem_worker.kernels.quantized import Fp8Weight, Int4Weight, Mxfp4Weight
-from tandem_worker.layers.backend import BackendName
+from tandem_worker.layers.backend import BackendName, build_backend
 from tandem_worker.models.loader import open_checkpoint
 from tandem_worker.weights import packing
 from tandem_worker.weights.base import Slice
@@ -54,7 +54,11 @@ def awq(name: str, rows: int, columns: int, group: int) -> dict[str, torch.Tenso
 def load(folder: Path, quantization: dict[str, Any], tensors: dict[str, torch.Tensor], **options: Any) -> WeightLoader:
     (folder / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": quantization}))
     save_file(tensors, folder / "model.safetensors")
-    options = {"dtype": torch.float32, "device": torch.device("cpu"), "backend": BackendName.TRITON} | options
+    options = {
+        "dtype": torch.float32,
+        "device": torch.device("cpu"),
+        "backend": build_backend(BackendName.TRITON),
+    } | options
     return WeightLoader(open_checkpoint(folder)[1], **options)
 
 
@@ -138,5 +142,5 @@ def test_mxfp4_is_taken_as_it_is(tmp_path: Path) -> None:
 
 
 def test_the_torch_backend_dequantizes(tmp_path: Path) -> None:
-    loader = load(tmp_path, COMPRESSED, compressed("a", 24, 64, 32), backend=BackendName.TORCH)
+    loader = load(tmp_path, COMPRESSED, compressed("a", 24, 64, 32), backend=build_backend(BackendName.TORCH))
     assert isinstance(loader.matrix([Part(name="a.weight", shape=(24, 64))]), torch.Tensor)

@@ -11,7 +11,7 @@ import torch
 
 from tandem_worker import native
 from tandem_worker.errors import StartupError
-from tandem_worker.layers.backend import BackendName
+from tandem_worker.layers.backend import BackendName, build_backend, select_backend
 from tandem_worker.models.base import CausalLM
 from tandem_worker.models.config import ModelConfig, parse_gguf_metadata, read_config
 from tandem_worker.models.embedding import MODULES, read_embedding_spec
@@ -43,16 +43,17 @@ def load_model(
 ) -> CausalLM:
     """Load this rank's share of the model at `path`: a folder with weights and `config.json`, or a GGUF file.
 
-    `dtype` None chooses by `resolve_dtype`, `backend` None by the device. `max_threads` limits torch's threads from
-    here on. Raises StartupError with a reason and a sentence for everything that a person must fix.
+    `dtype` None chooses by `resolve_dtype`, `backend` None by device and element type. `max_threads` limits torch's
+    threads from here on. Raises StartupError with a reason and a sentence for everything that a person must fix.
     """
     if max_threads is not None:
         torch.set_num_threads(max_threads)
     config, source = open_checkpoint(path)
     load = find_family(config.architecture)
     chosen = dtype or resolve_dtype(device, config.dtype)
+    parts = build_backend(backend or select_backend(device, chosen))
     with torch.inference_mode():
-        loader = WeightLoader(source, dtype=chosen, device=device, prefix=find_prefix(source), backend=backend)
+        loader = WeightLoader(source, dtype=chosen, device=device, backend=parts, prefix=find_prefix(source))
         model = load(config, loader, context)
     _log_backend(loader)
     if loader.forms:

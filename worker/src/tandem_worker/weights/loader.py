@@ -18,7 +18,7 @@ from tandem_worker.weights.quantized import DequantizedSource
 
 if TYPE_CHECKING:
     from tandem_worker.kernels.quantized import Weight
-    from tandem_worker.layers.backend import BackendName
+    from tandem_worker.layers.backend import Backend
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,19 +59,17 @@ class WeightLoader:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        backend: Backend,
         prefix: str = "",
-        backend: BackendName | None = None,
     ) -> None:
-        """`backend` None is the one that suits device and element type."""
-        from tandem_worker.layers.backend import build_backend, select_backend
-
+        """`backend` says in which form matrices are kept; families build their layers from it."""
         self.source = source
         self.dtype = dtype
         self.device = device
-        self.backend = build_backend(select_backend(device, dtype) if backend is None else backend)
+        self.backend = backend
         self.forms: Counter[str] = Counter()
         """Matrices of a quantized checkpoint by the form they are kept in."""
-        self._keeps_packed = self.backend.keeps_packed and isinstance(source, DequantizedSource)
+        self._keeps_packed = backend.keeps_packed and isinstance(source, DequantizedSource)
         self._prefix = prefix
 
     def has(self, name: str) -> bool:
