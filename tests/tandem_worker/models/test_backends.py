@@ -132,22 +132,30 @@ def steps() -> list[dict[int, Sequence[int]]]:
     ]
 
 
+def save_family(family: str, save_random_model: Any, folder: Path) -> None:
+    config, method = QUANTIZED.get(family) or (CONFIGS[family], None)
+    save_random_model(config())
+    if method is not None:
+        quantize(folder, method)
+
+
+def three_sequences(model: Any, paged_sequences: Any) -> Any:
+    run = paged_sequences(model)
+    for _ in range(3):
+        run.add()
+    return run
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("family", CASES)
 def test_backends_agree(
     family: str, device: str, save_random_model: Any, paged_sequences: Any, logits_error: Any, tmp_path: Path
 ) -> None:
-    config, method = QUANTIZED.get(family) or (CONFIGS[family], None)
-    save_random_model(config())
-    if method is not None:
-        quantize(tmp_path, method)
+    save_family(family, save_random_model, tmp_path)
     runs = []
     for name, place in ((BackendName.TORCH, "cpu"), (BackendName.TRITON, device)):
         model = load_model(tmp_path, device=torch.device(place), dtype=torch.float32, backend=name)
-        run = paged_sequences(model)
-        for _ in range(3):
-            run.add()
-        runs.append(run)
+        runs.append(three_sequences(model, paged_sequences))
     for number, new in enumerate(steps()):
         expected, actual = (run.step(new).cpu() for run in runs)
         assert logits_error(actual, expected) < LIMIT, f"step {number}"
@@ -159,20 +167,15 @@ def test_cpu_kernels_are_as_exact_as_torch(
     family: str, save_random_model: Any, paged_sequences: Any, logits_error: Any, tmp_path: Path
 ) -> None:
     """Both compute in bfloat16; what they lack to float32 is compared."""
-    config, method = QUANTIZED.get(family) or (CONFIGS[family], None)
-    save_random_model(config())
-    if method is not None:
-        quantize(tmp_path, method)
+    save_family(family, save_random_model, tmp_path)
     runs = []
     for name, dtype in (
         (BackendName.TORCH, torch.float32),
         (BackendName.TORCH, torch.bfloat16),
         (BackendName.NATIVE, torch.bfloat16),
     ):
-        run = paged_sequences(load_model(tmp_path, device=torch.device("cpu"), dtype=dtype, backend=name))
-        for _ in range(3):
-            run.add()
-        runs.append(run)
+        model = load_model(tmp_path, device=torch.device("cpu"), dtype=dtype, backend=name)
+        runs.append(three_sequences(model, paged_sequences))
     errors = torch.zeros(2)
     for new in steps():
         expected, *actual = (run.step(new) for run in runs)
@@ -195,6 +198,19 @@ def test_many_rows_take_the_other_products(
         run.add()
         logits.append(run.step({0: [3, 4, 5]}))
     assert logits_error(logits[1], logits[0]) < LIMIT
+
+
+def test_many_rows_are_left_to_amx_where_there_is_one() -> None:
+    from tandem_worker.layers.native import most_rows
+
+    assert most_rows({"avx512_bf16": True, "amx_bf16": True}) == 32
+    assert most_rows({"avx512_bf16": True}) > 1 << 30
+
+
+def test_a_backend_refuses_an_element_type_it_does_not_compute_in(save_random_model: Any, tmp_path: Path) -> None:
+    save_random_model(CONFIGS["llama"]())
+    with pytest.raises(ValueError, match=r"native .*bfloat16"):
+        load_model(tmp_path, device=torch.device("cpu"), dtype=torch.float32, backend=BackendName.NATIVE)
 
 
 def test_device_and_type_choose_and_a_name_overrides(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ from tandem_worker import native
 from tandem_worker.attention.base import AttentionSpec
 from tandem_worker.attention.cpu import CPUAttention, CPUStepAttention
 from tandem_worker.models.base import ForwardBatch
-from tandem_worker.native.library import LANES
 
 
 class NativeAttention(CPUAttention):
@@ -24,7 +23,7 @@ class NativeStepAttention(CPUStepAttention):
         self._steps: dict[tuple[int | None, int | None], native.AttentionStep] = {}
 
     def attend(self, q: torch.Tensor, kv: torch.Tensor, kv_layer: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
-        if spec.value_dim is not None or spec.head_dim % LANES:
+        if spec.value_dim is not None or spec.head_dim % native.LANES:
             return super().attend(q, kv, kv_layer, spec)
         step = self._steps.get((spec.window, spec.chunk))
         if step is None:

@@ -51,6 +51,8 @@ class Backend:
     experts: type[Experts]
     route: Callable[[Router], Route]
     """The function that chooses experts by a router's rule."""
+    dtype: torch.dtype | None = None
+    """The one element type it computes in; None: any."""
     layer: Callable[..., Any] | None = None
     """In place of `PreNormLayer`, with its arguments."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
@@ -11,14 +12,12 @@ from tandem_worker import native
 from tandem_worker.attention.native import NativeAttention
 from tandem_worker.kernels.quantized import Weight
 from tandem_worker.layers.attention import Rotate, SelfAttention
-from tandem_worker.layers.backend import Backend, BackendName
+from tandem_worker.layers.backend import BackendName, build_backend
 from tandem_worker.layers.linear import Linear
 from tandem_worker.layers.mlp import GatedMLP
 from tandem_worker.layers.moe import Experts
-from tandem_worker.layers.norm import HeadNorm, RMSNorm
-from tandem_worker.layers.rotary import Rotation
+from tandem_worker.layers.norm import RMSNorm
 from tandem_worker.layers.step import Step
-from tandem_worker.native.library import COLUMNS
 from tandem_worker.parallel.collectives import Collective
 
 
@@ -68,7 +67,7 @@ class NativeMLP(GatedMLP):
         gate_up = self.gate_up
         assert isinstance(gate_up, NativeLinear)
         width = gate_up.out_features // 2
-        if gate_up.address is None or width % COLUMNS or x.shape[0] > MAX_ROWS:
+        if gate_up.address is None or width % native.COLUMNS or x.shape[0] > MAX_ROWS:
             return native.silu_mul(gate_up(x))
         return native.gate_up_silu(gate_up.address, width, x, gate_up.bias)
 
@@ -95,16 +94,14 @@ class NativeExperts(Experts):
     linear = NativeLinear
 
 
-NATIVE = Backend(
+NATIVE = replace(
+    build_backend(BackendName.TORCH),
     name=BackendName.NATIVE,
-    keeps_packed=False,
+    dtype=torch.bfloat16,
     attention=NativeAttention,
     linear=NativeLinear,
     norm=NativeRMSNorm,
-    head_norm=HeadNorm,
-    rotation=Rotation,
     self_attention=NativeSelfAttention,
     mlp=NativeMLP,
     experts=NativeExperts,
-    route=lambda router: router,
 )

@@ -44,7 +44,8 @@ def load_model(
     """Load this rank's share of the model at `path`: a folder with weights and `config.json`, or a GGUF file.
 
     `dtype` None chooses by `resolve_dtype`, `backend` None by device and element type. `max_threads` limits torch's
-    threads from here on. Raises StartupError with a reason and a sentence for everything that a person must fix.
+    threads from here on. Raises StartupError with a reason and a sentence for everything that a person must
+    fix, ValueError for a `backend` that does not compute in `dtype`.
     """
     if max_threads is not None:
         torch.set_num_threads(max_threads)
@@ -52,6 +53,8 @@ def load_model(
     load = find_family(config.architecture)
     chosen = dtype or resolve_dtype(device, config.dtype)
     parts = build_backend(backend or select_backend(device, chosen))
+    if parts.dtype not in {None, chosen}:
+        raise ValueError(f"the {parts.name} backend computes in {parts.dtype}, not in {chosen}")
     with torch.inference_mode():
         loader = WeightLoader(source, dtype=chosen, device=device, backend=parts, prefix=find_prefix(source))
         model = load(config, loader, context)
@@ -62,9 +65,10 @@ def load_model(
 
 
 def _log_backend(loader: WeightLoader) -> None:
-    name, obstacle = loader.backend.name, native.find_obstacle()
-    missed = name is BackendName.TORCH and loader.dtype == torch.bfloat16 and obstacle is not None
-    logger.info("layers are made of the %s backend", name, extra={"why": obstacle} if missed else {})
+    name = loader.backend.name
+    # Elsewhere nobody asks: where there is no obstacle, looking for one loads the kernels and starts their threads.
+    why = native.find_obstacle() if name is BackendName.TORCH and loader.dtype == torch.bfloat16 else None
+    logger.info("layers are made of the %s backend", name, extra={} if why is None else {"why": why})
 
 
 def find_prefix(source: WeightSource) -> str:

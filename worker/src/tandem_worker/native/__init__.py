@@ -4,6 +4,8 @@
 `find_obstacle` says why, and layers are made of torch's operations instead.
 """
 
+from tandem_worker.native.library import COLUMNS as COLUMNS
+from tandem_worker.native.library import LANES as LANES
 from tandem_worker.native.library import AttentionStep as AttentionStep
 from tandem_worker.native.library import find_obstacle as find_obstacle
 from tandem_worker.native.library import gate_up_silu as gate_up_silu

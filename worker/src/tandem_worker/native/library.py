@@ -32,7 +32,7 @@ _SIGNATURES: dict[str, list[type]] = {
 
 
 class _Attention(ctypes.Structure):
-    """`TandemAttention` of attention.cpp."""
+    """`Attention` of attention.cpp."""
 
     _fields_ = (
         *((name, _Address) for name in ("q", "out", "layer", "tables", "query_start", "context_lens", "sinks")),
@@ -53,14 +53,14 @@ def find_obstacle() -> str | None:
         return f"{LIBRARY.name} is not built: `make setup` does it, or `make` in {LIBRARY.parent}."
     try:
         _load()
-    except OSError as error:
+    except (OSError, AttributeError) as error:  # the latter: built from other sources
         return f"{LIBRARY.name} cannot be loaded: {error}."
     return None
 
 
 @lru_cache(maxsize=1)
 def _load() -> ctypes.CDLL:
-    """Raises OSError."""
+    """Raises OSError, and AttributeError when it lacks a kernel."""
     library = ctypes.CDLL(str(LIBRARY))
     for name, arguments in _SIGNATURES.items():
         function = getattr(library, name)
