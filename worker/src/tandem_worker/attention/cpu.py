@@ -45,7 +45,6 @@ class CPUStepAttention:
         self._backend = backend
         self._batch = batch
         self._block_size = block_size
-        self._tables = batch.block_tables.to(torch.int64)
         self._layouts: dict[tuple[int | None, int | None], Layout] = {}
         self._rows: torch.Tensor | None = None
 
@@ -65,7 +64,7 @@ class CPUStepAttention:
     def attend(self, q: torch.Tensor, kv: torch.Tensor, kv_layer: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
         layout = self._layouts.get((spec.window, spec.chunk))
         if layout is None:
-            builder = LayoutBuilder(self._batch, self._tables, self._block_size, spec, q.dtype)
+            builder = LayoutBuilder(self._batch, self._block_size, spec, q.dtype)
             layout = builder.build(_GROUP_BYTES // (2 * spec.num_kv_heads * spec.head_dim * q.itemsize))
             self._layouts[spec.window, spec.chunk] = layout
         if not layout.prefills and len(layout.decodes) == 1:

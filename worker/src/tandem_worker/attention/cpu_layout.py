@@ -85,11 +85,9 @@ class Layout:
 class LayoutBuilder:
     """Layouts of one batch for a window, a chunk length and a number of KV heads."""
 
-    def __init__(
-        self, batch: ForwardBatch, tables: torch.Tensor, block_size: int, spec: AttentionSpec, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, batch: ForwardBatch, block_size: int, spec: AttentionSpec, dtype: torch.dtype) -> None:
         self._batch = batch
-        self._tables = tables
+        self._tables = batch.block_tables.to(torch.int64)
         self._block_size = block_size
         self._spec = spec
         self._dtype = dtype

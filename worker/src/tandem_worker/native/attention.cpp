@@ -1,6 +1,6 @@
 // Causal attention over paged blocks for any mix of prefills and decodes (online softmax, arXiv:2205.14135).
 //
-// The query heads that share a KV head, of several neighbouring queries, are the rows of a tile. 64 keys at a time are
+// The query heads that share a KV head, of several neighbouring queries, are the rows of a tile. 128 keys at a time are
 // packed as the product wants them, which costs little beside what the rows do with them.
 #include <algorithm>
 #include <limits>
@@ -11,18 +11,15 @@
 namespace tandem {
 namespace {
 
-constexpr Index kKeys = 128;         // keys attended together
-constexpr Index kTileRows = 192;      // rows of a tile, unless one query has more heads
+constexpr Index kKeys = 128;        // keys attended together
+constexpr Index kTileRows = 192;     // rows of a tile, unless one query has more heads
 constexpr Index kSplitKeys = 1024;   // a lone query's keys are split from so many on: it has no other parallelism
 constexpr float kHidden = -std::numeric_limits<float>::infinity();
 
 }  // namespace
-}  // namespace tandem
-
-using namespace tandem;
 
 // One step over B sequences, T new tokens in all. `context_lens` count the new tokens too.
-struct TandemAttention {
+struct Attention {
     const bf16* q;  // [T, num_heads, width], tokens `q_stride` elements apart
     bf16* out;      // [T, num_heads * width]
     const bf16* layer;  // [blocks, 2, num_kv_heads, block_size, width]
@@ -36,7 +33,6 @@ struct TandemAttention {
     float scale;
 };
 
-namespace tandem {
 namespace {
 
 // Part of the work: a tile of queries of one sequence and KV head over the keys from `first` to `last`.
@@ -55,7 +51,7 @@ struct Merge {
     Index partial, count;
 };
 
-Index first_visible(const TandemAttention& a, Index position) {
+Index first_visible(const Attention& a, Index position) {
     Index first = 0;
     if (a.window) first = std::max(first, position + 1 - a.window);
     if (a.chunk) first = std::max(first, position / a.chunk * a.chunk);
@@ -69,7 +65,7 @@ struct Plan {
     std::vector<Merge> merges;
     Index partials = 0;
 
-    void build(const TandemAttention& a) {
+    void build(const Attention& a) {
         items.clear();
         merges.clear();
         partials = 0;
@@ -189,9 +185,10 @@ void product(const bf16* rows, Index row_stride, const bf16* block, Index pair_s
              float* out, Index out_stride) {
     __m512 sums[R][V];
     for (int r = 0; r < R; ++r)
-        for (int v = 0; v < V; ++v)
-            sums[r][v] = shrink ? _mm512_mul_ps(_mm512_set1_ps(shrink[r]), _mm512_loadu_ps(out + r * out_stride + v * kLanes))
-                                : _mm512_setzero_ps();
+        for (int v = 0; v < V; ++v) {
+            const float* before = out + r * out_stride + v * kLanes;
+            sums[r][v] = shrink ? _mm512_mul_ps(_mm512_set1_ps(shrink[r]), _mm512_loadu_ps(before)) : _mm512_setzero_ps();
+        }
     multiply<R, V>(sums, rows, row_stride, block, pair_stride, pairs);
     for (int r = 0; r < R; ++r)
         for (int v = 0; v < V; ++v) _mm512_storeu_ps(out + r * out_stride + v * kLanes, sums[r][v]);
@@ -236,7 +233,8 @@ void take_in(const float* scores, Index count, float scale, Index visible_from, 
     const Index vectors = count / kLanes;
     for (Index v = 0; v < vectors; ++v) {
         const __mmask16 mask = first_lanes(visible_to - v * kLanes) & ~first_lanes(visible_from - v * kLanes);
-        s[v] = _mm512_mask_mul_ps(_mm512_set1_ps(kHidden), mask, _mm512_loadu_ps(scores + v * kLanes), _mm512_set1_ps(scale));
+        s[v] = _mm512_mask_mul_ps(_mm512_set1_ps(kHidden), mask, _mm512_loadu_ps(scores + v * kLanes),
+                                  _mm512_set1_ps(scale));
         top = _mm512_max_ps(top, s[v]);
     }
     const float now = std::max(greatest, _mm512_reduce_max_ps(top));
@@ -256,7 +254,7 @@ void take_in(const float* scores, Index count, float scale, Index visible_from, 
     greatest = now;
 }
 
-void attend(const TandemAttention& a, const Item& item, Scratch& mine, float* partials) {
+void attend(const Attention& a, const Item& item, Scratch& mine, float* partials) {
     const Index group = a.num_heads / a.num_kv_heads, rows = item.num_queries * group, width = a.width;
     mine.reserve(rows, width);
     for (Index r = 0; r < rows; ++r) {
@@ -305,7 +303,7 @@ void attend(const TandemAttention& a, const Item& item, Scratch& mine, float* pa
     }
 }
 
-void merge(const TandemAttention& a, const Merge& m, const float* partials) {
+void merge(const Attention& a, const Merge& m, const float* partials) {
     const Index group = a.num_heads / a.num_kv_heads, length = a.width + 2;
     for (Index r = 0; r < group; ++r) {
         const auto part = [&](Index s) { return partials + ((m.partial + s) * group + r) * length; };
@@ -326,9 +324,11 @@ void merge(const TandemAttention& a, const Merge& m, const float* partials) {
 }  // namespace
 }  // namespace tandem
 
+using namespace tandem;
+
 // `width` must be a multiple of 16. Rows of `out` without a query are left alone.
-TANDEM_EXPORT void tandem_attention(const TandemAttention* attention) {
-    const TandemAttention& a = *attention;
+TANDEM_EXPORT void tandem_attention(const Attention* attention) {
+    const Attention& a = *attention;
     static thread_local Plan plan;
     static thread_local std::vector<float> partial_results;
     plan.build(a);

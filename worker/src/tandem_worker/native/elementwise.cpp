@@ -50,8 +50,8 @@ void rotate_half(bf16* head, const bf16* cos, const bf16* sin, Index width) {
 using namespace tandem;
 
 // y [rows, width], contiguous, from x with rows `x_stride` apart
-TANDEM_EXPORT void tandem_rms_norm(const bf16* x, Index x_stride, Index rows, Index width, const bf16* weight, float eps,
-                                bf16* y) {
+TANDEM_EXPORT void tandem_rms_norm(const bf16* x, Index x_stride, Index rows, Index width, const bf16* weight,
+                                   float eps, bf16* y) {
     for_each_row(rows, width, [&](Index row) { normalize(x + row * x_stride, weight, eps, width, y + row * width); });
 }
 

@@ -1,5 +1,5 @@
-// Products with a packed weight. Of few rows they are bound by reading it: each block of columns is read once. Of many they
-// are bound by arithmetic: six rows of 64 columns are summed in registers.
+// Products with a packed weight. Of few rows they are bound by reading it: each block of columns is read once. Of many
+// they are bound by arithmetic: six rows of 64 columns are summed in registers.
 //
 // Weights are in the layout that oneDNN chooses for these types, [N / 64][K / 2][64][2], N padded with zeros to a
 // multiple of 64, so both read the same memory.
@@ -110,13 +110,13 @@ void run(const Product& product, Index num_rows, const Step* cold, const Step* w
 using namespace tandem;
 
 // out [rows, N] = x [rows, K] W^T + bias + residual
-TANDEM_EXPORT void tandem_linear(const bf16* weight, Index columns, Index inner, const bf16* x, Index x_stride, Index rows,
-                              const bf16* bias, const bf16* residual, bf16* out) {
+TANDEM_EXPORT void tandem_linear(const bf16* weight, Index columns, Index inner, const bf16* x, Index x_stride,
+                                 Index rows, const bf16* bias, const bf16* residual, bf16* out) {
     run({weight, columns, inner, x, x_stride, bias, residual, out}, rows, kPlain<kAhead>, kPlain<kNone>);
 }
 
 // out [rows, I] = silu(x Wg^T + bg) * (x Wu^T + bu), the weight being [2 I, K], gate first, I a multiple of 64
 TANDEM_EXPORT void tandem_gate_up_silu(const bf16* weight, Index columns, Index inner, const bf16* x, Index x_stride,
-                                    Index rows, const bf16* bias, bf16* out) {
+                                       Index rows, const bf16* bias, bf16* out) {
     run({weight, columns, inner, x, x_stride, bias, nullptr, out}, rows, kGated<kAhead>, kGated<kNone>);
 }

@@ -73,7 +73,8 @@ inline void multiply(__m512 (&sums)[R][V], const bf16* rows, Index row_stride, c
 #pragma GCC unroll 4
         for (int v = 0; v < V; ++v) {
             columns[v] = (__m512bh)_mm512_loadu_si512(line + v * 2 * kLanes);
-            if constexpr (ahead > 0) _mm_prefetch(reinterpret_cast<const char*>(line + v * 2 * kLanes) + ahead, _MM_HINT_T0);
+            if constexpr (ahead > 0)
+                _mm_prefetch(reinterpret_cast<const char*>(line + v * 2 * kLanes) + ahead, _MM_HINT_T0);
         }
 #pragma GCC unroll 6
         for (int r = 0; r < R; ++r) {
