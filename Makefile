@@ -55,7 +55,7 @@ unit: setup ## Unit tests (no cluster, no GPU)
 .PHONY: e2e
 e2e: cluster ## The suite on a real Kubernetes; failures leave their evidence in e2e/artifacts
 	@HELM=$$($(RUN) python -c 'from e2e.cluster import connect; print(connect().helm)') \
-		$(RUN) pytest e2e/suite tests/charts --timeout 600 --durations 10 -rA --show-capture=no
+		$(RUN) pytest e2e/suite tests/charts --timeout 600 --durations 10 -rA --show-capture=no --tb=short
 
 .PHONY: test-full
 test-full: setup ## Unit tests with the slow sweeps: every family and parallel layout

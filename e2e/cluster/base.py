@@ -51,7 +51,10 @@ class Backend(Protocol):
         ...
 
     def service_url(self, namespace: str, service: str, port: int) -> AbstractContextManager[str]:
-        """A URL that reaches a Service from this machine for the time of the block."""
+        """A URL that reaches a Service from this machine for the time of the block.
+
+        Raises ClusterError when nothing answers there: the Service or its pods are missing.
+        """
         ...
 
     def logs(self) -> dict[str, Path]:

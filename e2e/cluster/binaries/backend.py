@@ -29,6 +29,8 @@ PROGRAMS = (
 )  # fmt: skip
 MAX_PATH = 60
 """The kubelet's sockets lie up to 45 characters below the state folder, and a socket's path ends at 107."""
+_ROUTE_LIMIT = 30
+"""Seconds for a Service's address to answer once its pods are ready. kube-proxy took up to 7 on a busy machine."""
 
 
 class BinariesBackend:
@@ -197,6 +199,14 @@ class BinariesBackend:
         )  # fmt: skip
         if address in {"", "None"}:
             raise ClusterError(f"Service {namespace}/{service} has no ClusterIP")
+        # kube-proxy learns of a ready pod apart from whoever reads the pod's status, on a busy machine seconds later.
+        # Until then the node has no route for the ClusterIP.
+        wait_until(
+            lambda: connects(address, port),
+            f"a connection to Service {namespace}/{service} ({address}:{port}), which has no ready pod or is not "
+            f"known to kube-proxy yet ({self.processes.log_folder / 'kube-proxy.log'})",
+            _ROUTE_LIMIT,
+        )
         return constant_url(f"http://{address}:{port}")
 
     def logs(self) -> dict[str, Path]:
