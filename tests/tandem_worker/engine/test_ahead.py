@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 from tandem_worker.control.params import FinishReason
+from tandem_worker.engine.device_sampler import DeviceSampler
 from tandem_worker.engine.host_copy import CudaCopier, HostCopy
+from tandem_worker.engine.sampler import HostSampler
 
 from tests.tandem_worker.engine.history_model import HistoryModel, greedy_answer
 from tests.tandem_worker.engine.rig import Rig
@@ -41,12 +43,14 @@ class _Late:
         return self._copier.wait(self._tensor, self._launched)
 
 
-@pytest.fixture
-def make_ahead(make_rig: Callable[..., Rig]) -> Callable[..., tuple[Rig, LateCopier]]:
+@pytest.fixture(params=[HostSampler, DeviceSampler])
+def make_ahead(make_rig: Callable[..., Rig], request: pytest.FixtureRequest) -> Callable[..., tuple[Rig, LateCopier]]:
     def make(**kw: Any) -> tuple[Rig, LateCopier]:
         rig = make_rig(runs_ahead=True, **kw)
         copier = LateCopier(rig.model)
         rig.engine._executor._copier = copier
+        if request.param is DeviceSampler:  # the one that a GPU has; its kernels have twins
+            rig.engine._executor.sampler = DeviceSampler(rig.model.vocab_size, torch.device("cpu"))
         return rig, copier
 
     return make
@@ -60,6 +64,13 @@ def test_a_step_is_launched_before_the_last_ones_tokens_are_known(make_ahead: Ma
     assert rig.run("r", PROMPT, 8) == greedy_answer(PROMPT, 8)
     assert copier.lead == [1] * 7 + [0], "only after the last token, whose place is known, nothing is launched"
     assert len(rig.model.batch_sizes) == 8
+
+
+def test_steps_that_end_no_prompt_choose_no_token(make_ahead: MakeAhead) -> None:
+    rig, copier = make_ahead(num_blocks=32, scheduler={"max_batch_tokens": 16})
+    prompt = tuple(range(50))
+    assert rig.run("r", prompt, 4) == greedy_answer(prompt, 4)
+    assert len(copier.lead) == 4 + 3, "three steps of a part of the prompt"
 
 
 def test_what_was_computed_after_a_stop_token_is_dropped(make_ahead: MakeAhead) -> None:

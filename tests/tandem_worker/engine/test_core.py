@@ -161,6 +161,22 @@ def test_a_failed_step_fails_its_requests_and_no_others(make_rig: MakeRig) -> No
     assert rig.run("next", (1, 2), 4) == greedy_answer((1, 2), 4)
 
 
+def test_a_failed_step_lets_go_of_no_block_before_the_device_is_done(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make_rig()
+    events: list[str] = []
+    blocks, executor = rig.engine._scheduler.blocks, rig.engine._executor
+    release = blocks.release
+    monkeypatch.setattr(executor, "settle", lambda: events.append("settled"))
+    monkeypatch.setattr(blocks, "release", lambda *args: (events.append("released"), release(*args)))
+    rig.model.fail_once = ValueError("bad")
+    rig.submit("r", (1, 2), 4)
+    rig.wait()
+    _until(lambda: rig.engine.idle)
+    assert events == ["settled", "released"]
+
+
 def test_a_dead_step_loop_says_so_and_ends_its_requests() -> None:
     model = HistoryModel()
     rig = Rig(model)

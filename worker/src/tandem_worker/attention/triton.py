@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch.nn import functional
 
 from tandem_worker import kernels
 from tandem_worker.attention.base import AttentionSpec
 from tandem_worker.attention.latent import LatentSpec, plan_expanded
+from tandem_worker.device import upload
 from tandem_worker.models.base import ForwardBatch
 
 _MAX_EXPANDED_BYTES = 1 << 30
@@ -133,9 +135,9 @@ def _plan_latents(batch: ForwardBatch, spec: LatentSpec) -> _LatentPlan:
         (rows if index in expanded else others).extend(range(first, first + length))
         first += length
     return _LatentPlan(
-        rows=torch.tensor(rows, device=device) if rows else None,
-        others=torch.tensor(others, device=device) if others else None,
-        tables=batch.block_tables.index_select(0, torch.tensor(chosen, dtype=torch.int64, device=device)),
+        rows=upload(np.array(rows), device) if rows else None,
+        others=upload(np.array(others), device) if others else None,
+        tables=batch.block_tables.index_select(0, upload(np.array(chosen, dtype=np.int64), device)),
         query_start=_starts([batch.query_lens_host[index] for index in chosen], device),
         kv_start=_starts([batch.context_lens_host[index] for index in chosen], device),
         num_keys=sum(batch.context_lens_host[index] for index in chosen),
@@ -144,7 +146,7 @@ def _plan_latents(batch: ForwardBatch, spec: LatentSpec) -> _LatentPlan:
 
 def _starts(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
     """Where each run begins, and the end of the last, `[len(lengths) + 1]` int32."""
-    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+    return upload(np.cumsum([0, *lengths], dtype=np.int32), device)
 
 
 def _attend_expanded(queries: torch.Tensor, latents: torch.Tensor, plan: _LatentPlan, spec: LatentSpec) -> torch.Tensor:

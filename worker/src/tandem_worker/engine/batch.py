@@ -17,6 +17,7 @@ import torch
 
 from tandem_worker.control.plan import Chunk, StepPlan
 from tandem_worker.control.request import Sequence
+from tandem_worker.device import upload
 from tandem_worker.models.base import ForwardBatch
 
 
@@ -91,13 +92,13 @@ class BlockTable:
         if self._tensor is not self._shared:
             target = self._tensor.view(-1)
             values = values.astype(np.int32, copy=False)
-            target[torch.from_numpy(index).to(self._device)] = torch.from_numpy(values).to(self._device)
+            target[upload(index, self._device)] = upload(values, self._device)
 
     def select(self, rows: np.ndarray, width: int) -> torch.Tensor:
         """`[len(rows), width]`; a view where the rows are the first ones in order."""
         if rows[-1] == len(rows) - 1 and bool((rows == np.arange(len(rows))).all()):
             return self._tensor[: len(rows), :width]
-        return self._tensor[:, :width].index_select(0, torch.from_numpy(rows).to(self._device))
+        return self._tensor[:, :width].index_select(0, upload(rows, self._device))
 
 
 class BatchBuilder:
@@ -164,7 +165,7 @@ class BatchBuilder:
             rows = np.repeat(rows, query_lens)
         inputs[1] = positions
         inputs[2] = self.table.host[rows, positions // size] * np.int64(size) + positions % size
-        inputs_there, shape = self._to_device(inputs), self._to_device(lengths)
+        inputs_there, shape = upload(inputs, self._device), upload(lengths, self._device)
         if int(step.token_ids.min()) < 0:
             assert chosen is not None
             self._fill_late(inputs_there[0], step.token_ids, chosen)
@@ -175,7 +176,7 @@ class BatchBuilder:
             block_tables=self.table.select(step.rows, -(-int(context_lens.max()) // size)),
             query_start=shape[0],
             context_lens=shape[1, :-1],
-            logits_rows=self._to_device(step.logits_rows),
+            logits_rows=upload(step.logits_rows, self._device),
             query_lens_host=tuple(query_lens.tolist()),
             context_lens_host=tuple(context_lens.tolist()),
             on_layer=on_layer,
@@ -188,7 +189,7 @@ class BatchBuilder:
         if rows[-1] == count - 1 and np.array_equal(places, rows):
             token_ids[:count].copy_(chosen[:count])
         else:
-            index = self._to_device(np.stack([rows, places]))
+            index = upload(np.stack([rows, places]), self._device)
             token_ids[index[0]] = chosen[index[1]]
 
     @staticmethod
@@ -211,12 +212,6 @@ class BatchBuilder:
             first += chunk.length
         identity = rows == list(range(len(logits_rows)))
         return LogitsLayout(sequences, None if identity else rows, scored), logits_rows
-
-    def _to_device(self, array: np.ndarray) -> torch.Tensor:
-        host = torch.from_numpy(array)
-        if self._device.type == "cpu":
-            return host
-        return host.pin_memory().to(self._device, non_blocking=True)
 
 
 def _newest_tokens(decodes: list[Sequence], positions: list[int]) -> list[int]:

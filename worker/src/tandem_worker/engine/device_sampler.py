@@ -16,6 +16,7 @@ import torch
 from tandem_worker import kernels
 from tandem_worker.control.params import SamplingParams, TokenLogprob
 from tandem_worker.control.request import Sequence
+from tandem_worker.device import upload
 from tandem_worker.engine.sampler import LEAST_TEMPERATURE, NO_TOKEN, score_prompt
 from tandem_worker.engine.sampling_state import SamplingState
 
@@ -77,6 +78,8 @@ class DeviceSampler:
 
     def choose_tokens(self, logits: torch.Tensor, sequences: Rows[Sequence]) -> torch.Tensor:
         """As `HostSampler.choose_tokens`; the host waits for nothing."""
+        if not sequences:  # a step of unfinished prompts
+            return torch.empty(0, dtype=torch.int64, device=self._device)
         states: list[SamplingState] = [sequence.sampler_state for sequence in sequences]
         positions = [sequence.next_position for sequence in sequences]
         batch = self._batch
@@ -144,7 +147,7 @@ class DeviceSampler:
         for row, state in enumerate(states):
             if state.grammar is not None:
                 state.grammar.fill_mask(mask[row])
-        return mask.to(self._device)
+        return upload(mask, self._device)
 
     # -- building a batch ----------------------------------------------------------------------------------------
 
@@ -154,8 +157,9 @@ class DeviceSampler:
         params = [state.params for state in states]
         seeds = np.array([param.seed & ((1 << 64) - 1) for param in params], dtype=np.uint64).view(np.int64)
         choices = [sequence.choice for sequence in sequences]
-        whole = self._upload(np.array([seeds, choices, positions, [param.top_k for param in params]], dtype=np.int64))
-        real = self._upload(np.array([[_heat(p), p.top_p, p.min_p] for p in params], dtype=np.float32).T.copy())
+        integers = np.array([seeds, choices, positions, [param.top_k for param in params]], dtype=np.int64)
+        reals = np.array([[_heat(p), p.top_p, p.min_p] for p in params], dtype=np.float32).T.copy()
+        whole, real = upload(integers, self._device), upload(reals, self._device)
         ends = [
             sequence.num_prompt + param.min_tokens if position - sequence.num_prompt < param.min_tokens else 0
             for sequence, param, position in zip(sequences, params, positions, strict=True)
@@ -185,18 +189,18 @@ class DeviceSampler:
         output = torch.zeros((len(rows), self._vocab), dtype=torch.int32, device=self._device)
         for place, row in enumerate(rows):
             state, sequence = states[row], sequences[row]
-            seen[place, torch.tensor(sequence.prompt, device=self._device)] = True
+            seen[place].index_fill_(0, upload(np.array(sequence.prompt, dtype=np.int64), self._device), True)
             if state.kept_counts is not None:
                 output[place] = state.kept_counts
                 state.kept_counts = None
             elif sequence.output:
-                known = torch.tensor(sequence.output, dtype=torch.int64).bincount(minlength=self._vocab)
-                output[place] = known.to(self._device, torch.int32)
+                known = np.bincount(sequence.output, minlength=self._vocab).astype(np.int32)
+                output[place] = upload(known, self._device)
         params = [states[row].params for row in rows]
         table = [[p.presence_penalty, p.frequency_penalty, p.repetition_penalty] for p in params]
-        penalties = self._upload(np.array(table, dtype=np.float32).T.copy())
+        penalties = upload(np.array(table, dtype=np.float32).T.copy(), self._device)
         return _Counts(
-            rows=torch.tensor(rows, device=self._device),
+            rows=upload(np.array(rows, dtype=np.int64), self._device),
             seen=seen,
             output=output,
             presence=penalties[0],
@@ -229,13 +233,7 @@ class DeviceSampler:
         for row, bias in enumerate(biases):
             ids[row, : len(bias)] = list(bias)
             values[row, : len(bias)] = list(bias.values())
-        return self._upload(ids), self._upload(values)
-
-    def _upload(self, array: np.ndarray) -> torch.Tensor:
-        host = torch.from_numpy(array)
-        if self._device.type == "cpu":
-            return host
-        return host.pin_memory().to(self._device, non_blocking=True)
+        return upload(ids, self._device), upload(values, self._device)
 
 
 def _heat(params: SamplingParams) -> float:

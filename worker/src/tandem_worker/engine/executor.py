@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from tandem_worker.control.plan import StepPlan
+from tandem_worker.device import upload, wait_for_launched
 from tandem_worker.engine.batch import BatchBuilder, StepInput
 from tandem_worker.engine.cuda_graphs import CudaRecorder, DecodeGraphs, Recorder, plan_batch_sizes
 from tandem_worker.engine.host_copy import HostCopier, HostCopy, build_copier
@@ -104,11 +105,15 @@ class ModelExecutor:
                 return logits
         return self.model.forward(batch, self.kv_cache)
 
+    def settle(self) -> None:
+        """Return when nothing that was launched is still to be computed: its blocks may be let go of."""
+        wait_for_launched(self.model.device)
+
     def _copy_blocks(self, copies: np.ndarray) -> None:
         """Copy-on-write: sources are as they were before this step. Targets are distinct."""
         if not len(copies):
             return
-        pairs = torch.from_numpy(copies).to(self.model.device)
+        pairs = upload(copies, self.model.device)
         for layer in self.kv_cache.layers:
             layer.index_copy_(0, pairs[:, 1], layer.index_select(0, pairs[:, 0]))
 
@@ -118,7 +123,9 @@ class ModelExecutor:
         The next `run` may decode them before they are on the host.
         """
         logits, layout = output
-        tokens = self.sampler.choose_tokens(logits if layout.rows is None else logits[layout.rows], layout.sequences)
+        if layout.rows is not None:
+            logits = logits[upload(np.array(layout.rows, dtype=np.int64), logits.device)]
+        tokens = self.sampler.choose_tokens(logits, layout.sequences)
         for place, sequence in enumerate(layout.sequences):
             sequence.chosen_at = place
         self._chosen = tokens.clamp(min=0)  # after NO_TOKEN nothing follows, but the lookup must not fail

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from tandem_worker.device import wait_for_launched
 from tandem_worker.models.base import KVCache
 
 _MEASURED_BLOCKS = 32
@@ -36,7 +37,7 @@ class HostStore:
             gathered = layer.index_select(0, index)
             for first, host, count in runs:
                 stored[host : host + count].copy_(gathered[first : first + count], non_blocking=True)
-        self._wait()
+        wait_for_launched(self._device)
 
     def move_in(self, pairs: Sequence[tuple[int, int]]) -> None:
         """(host block, device block) pairs; what is launched afterwards finds them."""
@@ -57,18 +58,12 @@ class HostStore:
             began = time.perf_counter()
             self.move_out(pairs)
             self.move_in([(host, block) for block, host in pairs])
-            self._wait()
+            wait_for_launched(self._device)
             seconds = time.perf_counter() - began
         return seconds / count
 
     def _index(self, blocks: list[int]) -> torch.Tensor:
         return torch.tensor(blocks, device=self._device)
-
-    def _wait(self) -> None:
-        if self._device.type == "cuda":
-            done = torch.cuda.Event(blocking=True)
-            done.record(torch.cuda.current_stream(self._device))
-            done.synchronize()
 
 
 def find_runs(blocks: list[int]) -> list[tuple[int, int, int]]:

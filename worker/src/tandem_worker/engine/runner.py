@@ -254,6 +254,10 @@ class StepRunner:
     def finish_step(self, step: PendingStep) -> None:
         """Deliver a launched step's tokens, or end the requests that it could not compute."""
         plan, output = step.plan, step.output
+        if step.chosen is None:
+            # Its tokens, if it has any, would wait too. An abandoned step or a part of a prompt has none, and its
+            # blocks may be let go of next: the device must not write to them when they are another's.
+            self.executor.settle()
         if step.error is not None:
             self.scheduler.cancel(plan)
             if not isinstance(step.error, StepAbandonedError):

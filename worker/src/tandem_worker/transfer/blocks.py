@@ -129,6 +129,8 @@ class _DeviceReader(_DeviceBlocks):
     def views(self, layer: int, block_ids: Sequence[int], fence: object) -> Views:
         import torch
 
+        from tandem_worker.device import wait_for_launched
+
         piece = self._pieces[layer]
         size = piece.num_bytes
         self._staging = staging = _pinned(self._staging, size * len(block_ids))
@@ -139,7 +141,7 @@ class _DeviceReader(_DeviceBlocks):
             index = torch.tensor(block_ids, device=source.device)
             gathered = source.index_select(0, index).reshape(-1).view(torch.uint8)
             staging[: gathered.numel()].copy_(gathered, non_blocking=True)
-            _wait_without_spinning(self._stream)
+            wait_for_launched(source.device)
         return _staged_views(staging, size, len(block_ids))
 
 
@@ -151,6 +153,8 @@ class _DeviceWriter(_DeviceBlocks):
 
     def commit(self, layer: int, block_ids: Sequence[int], good: Sequence[bool]) -> None:
         import torch
+
+        from tandem_worker.device import wait_for_launched
 
         assert self._staging is not None, "commit follows views"
         rows = [row for row, intact in enumerate(good) if intact]
@@ -166,7 +170,7 @@ class _DeviceWriter(_DeviceBlocks):
                 on_device = on_device[rows]
             index = torch.tensor([block_ids[row] for row in rows], device=target.device)
             target.index_copy_(0, index, on_device)
-            _wait_without_spinning(self._stream)
+            wait_for_launched(target.device)
 
 
 def contiguous_runs(block_ids: Sequence[int]) -> list[tuple[int, int]]:
@@ -183,14 +187,6 @@ def contiguous_runs(block_ids: Sequence[int]) -> list[tuple[int, int]]:
 def _staged_views(staging: torch.Tensor, size: int, count: int) -> Views:
     view = staging.numpy().data
     return Views([(view[i * size : (i + 1) * size],) for i in range(count)], [view[: count * size]])
-
-
-def _wait_without_spinning(stream: torch.cuda.Stream) -> None:
-    import torch
-
-    event = torch.cuda.Event(blocking=True)
-    event.record(stream)
-    event.synchronize()
 
 
 def _pinned(buffer: torch.Tensor | None, num_bytes: int) -> torch.Tensor:
