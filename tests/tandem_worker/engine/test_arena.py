@@ -6,9 +6,10 @@ import subprocess
 import sys
 
 import torch
-from tandem_worker.engine.arena import AllocationCounter, measure_arena
+from tandem_worker.engine.arena import AllocationCounter, measure_arena, measure_recordings
 
 from tests.tandem_worker.engine.history_model import HistoryModel
+from tests.tandem_worker.engine.test_cuda_graphs import PaddedModel
 
 
 def test_the_peak_counts_what_is_held_at_once() -> None:
@@ -54,6 +55,18 @@ def test_the_arena_grows_with_tokens_and_holds_the_logits() -> None:
     assert 300_000 <= extra <= 320_000
     row = plain.vocab_size * 4
     assert measure(plain, 64, 16) - measure(plain, 64, 8) == 8 * row
+
+
+def test_recordings_hold_their_inputs_and_logits_beside_their_activations() -> None:
+    def measure(model: HistoryModel, rows: int, length: int = 64) -> int:
+        return measure_recordings(model, max_rows=rows, max_model_len=length, block_size=4)
+
+    plain, wide = PaddedModel(), WideModel()
+    assert measure(wide, 80) - measure(plain, 80) == 80 * 100
+    row = plain.vocab_size * 4
+    assert measure(plain, 80) - measure(plain, 40) > 40 * 2 * row, "the recording's own logits and the shared ones"
+    table = measure(plain, 8, 6400) - measure(plain, 8, 64)
+    assert table >= 8 * (6400 - 64), "one int32 for four tokens"
 
 
 COUNT = """

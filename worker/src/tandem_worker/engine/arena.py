@@ -1,5 +1,7 @@
 """How much memory activations take at their most: what a forward pass over the largest batch allocates on top.
 
+And what recorded decode steps take beside them.
+
 On a GPU the largest batch is run once over scratch blocks and the allocator's high-water mark is read. A CPU would take
 seconds for that: there a batch of a few tokens is run, new tensors are counted while they live, and the result is
 scaled, as activations grow with the tokens.
@@ -14,7 +16,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tandem_worker.models.base import CausalLM, ForwardBatch, allocate_kv_cache
+from tandem_worker.engine.cuda_graphs import build_static_batch
+from tandem_worker.models.base import CausalLM, ForwardBatch, KVCache, allocate_kv_cache
 
 _FEW_TOKENS = 32
 
@@ -25,38 +28,44 @@ def measure_arena(model: CausalLM, *, max_batch_tokens: int, max_rows: int, bloc
     The model runs alone: with other ranks, all of them would have to take part.
     """
     if model.device.type == "cuda":
-        return _run_on_gpu(model, max_batch_tokens, max_rows, block_size)
+        return _measure_prompt(model, max_batch_tokens, max_rows, block_size)
     tokens = min(_FEW_TOKENS, max_batch_tokens)
-    counter = AllocationCounter()
-    _forward(model, tokens, 1, block_size, counter)
     row = model.vocab_size * 4
-    return max(0, counter.peak - row) * -(-max_batch_tokens // tokens) + row * max_rows
+    return max(0, _measure_prompt(model, tokens, 1, block_size) - row) * -(-max_batch_tokens // tokens) + row * max_rows
 
 
-def _run_on_gpu(model: CausalLM, tokens: int, rows: int, block_size: int) -> int:
+def measure_recordings(model: CausalLM, *, max_rows: int, max_model_len: int, block_size: int) -> int:
+    """Bytes that recorded decode steps (`cuda_graphs`) keep: their inputs, logits and the widest one's activations.
+
+    They come on top of the arena: what a recording has allocated nothing else may use.
+    """
+    cache = allocate_kv_cache(model.kv_cache_spec(block_size), 2, model.device)
+    batch = build_static_batch(max_rows, -(-max_model_len // block_size), block_size, model.device)
+    kept = batch.block_tables.nbytes + max_rows * model.vocab_size * 4
+    return kept + _measure_forward(model, batch, cache)
+
+
+def _measure_prompt(model: CausalLM, tokens: int, rows: int, block_size: int) -> int:
+    """Of one prompt of `tokens` tokens, with logits of its last `rows`."""
+    cache = allocate_kv_cache(model.kv_cache_spec(block_size), -(-tokens // block_size) + 1, model.device)
+    return _measure_forward(model, build_prompt_batch(tokens, min(rows, tokens), block_size, model.device), cache)
+
+
+def _measure_forward(model: CausalLM, batch: ForwardBatch, cache: KVCache) -> int:
+    """The most bytes that a forward pass holds beside what there was before it."""
+    if model.device.type != "cuda":
+        with torch.inference_mode(), AllocationCounter() as counter:
+            model.forward(batch, cache)
+        return counter.peak
     torch.cuda.synchronize(model.device)
     torch.cuda.reset_peak_memory_stats(model.device)
     before = torch.cuda.memory_allocated(model.device)
-    kv_bytes = _forward(model, tokens, rows, block_size, None)
+    with torch.inference_mode():
+        model.forward(batch, cache)
     torch.cuda.synchronize(model.device)
     peak = torch.cuda.max_memory_allocated(model.device)
     torch.cuda.empty_cache()
-    return max(0, peak - before - kv_bytes)
-
-
-def _forward(model: CausalLM, tokens: int, rows: int, block_size: int, mode: TorchDispatchMode | None) -> int:
-    """One prompt of `tokens` tokens, logits of its last `rows`; returns the bytes of the scratch blocks."""
-    spec = model.kv_cache_spec(block_size)
-    num_blocks = -(-tokens // block_size) + 1
-    cache = allocate_kv_cache(spec, num_blocks, model.device)
-    batch = build_prompt_batch(tokens, min(rows, tokens), block_size, model.device)
-    with torch.inference_mode():
-        if mode is None:
-            model.forward(batch, cache)
-        else:
-            with mode:
-                model.forward(batch, cache)
-    return num_blocks * spec.bytes_per_block
+    return max(0, peak - before)
 
 
 def build_prompt_batch(tokens: int, rows: int, block_size: int, device: torch.device) -> ForwardBatch:

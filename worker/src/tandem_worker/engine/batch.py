@@ -154,18 +154,20 @@ class BatchBuilder:
         self.table.write(step.table_runs, step.table_values)
         size, query_lens, context_lens = self._block_size, step.query_lens, step.context_lens
         num_tokens, num_sequences = len(step.token_ids), len(query_lens)
-        inputs = np.empty((3, num_tokens), dtype=np.int64)
-        inputs[0] = step.token_ids
-        lengths = np.zeros((2, num_sequences + 1), dtype=np.int32)
-        np.cumsum(query_lens, out=lengths[0, 1:])
-        lengths[1, :-1] = context_lens
+        # Rows begin at multiples of 16 bytes whatever their length: kernels are compiled for how pointers are aligned.
+        inputs = np.zeros((3, _round_up(num_tokens, 2)), dtype=np.int64)
+        lengths = np.zeros((2, _round_up(num_sequences + 1, 4)), dtype=np.int32)
+        np.cumsum(query_lens, out=lengths[0, 1 : num_sequences + 1])
+        lengths[1, :num_sequences] = context_lens
         positions, rows = context_lens - 1, step.rows
         if num_tokens != num_sequences:
-            positions = np.arange(num_tokens) + np.repeat(context_lens - lengths[0, 1:], query_lens)
+            first = np.repeat(context_lens - lengths[0, 1 : num_sequences + 1], query_lens)
+            positions = np.arange(num_tokens) + first
             rows = np.repeat(rows, query_lens)
-        inputs[1] = positions
-        inputs[2] = self.table.host[rows, positions // size] * np.int64(size) + positions % size
-        inputs_there, shape = upload(inputs, self._device), upload(lengths, self._device)
+        inputs[0, :num_tokens] = step.token_ids
+        inputs[1, :num_tokens] = positions
+        inputs[2, :num_tokens] = self.table.host[rows, positions // size] * np.int64(size) + positions % size
+        inputs_there, shape = upload(inputs, self._device)[:, :num_tokens], upload(lengths, self._device)
         if int(step.token_ids.min()) < 0:
             assert chosen is not None
             self._fill_late(inputs_there[0], step.token_ids, chosen)
@@ -174,8 +176,8 @@ class BatchBuilder:
             positions=inputs_there[1],
             slot_mapping=inputs_there[2],
             block_tables=self.table.select(step.rows, -(-int(context_lens.max()) // size)),
-            query_start=shape[0],
-            context_lens=shape[1, :-1],
+            query_start=shape[0, : num_sequences + 1],
+            context_lens=shape[1, :num_sequences],
             logits_rows=upload(step.logits_rows, self._device),
             query_lens_host=tuple(query_lens.tolist()),
             context_lens_host=tuple(context_lens.tolist()),
@@ -220,6 +222,10 @@ def _newest_tokens(decodes: list[Sequence], positions: list[int]) -> list[int]:
         sequence.output[-1] if position < sequence.num_prompt + len(sequence.output) else ~sequence.chosen_at
         for sequence, position in zip(decodes, positions, strict=True)
     ]
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
 
 def _row_of(sequence: Sequence) -> int:

@@ -11,6 +11,7 @@ from tandem_worker.control.block_manager import BlockManager
 from tandem_worker.control.host_blocks import HostBlocks
 from tandem_worker.control.plan import SchedulerLimits
 from tandem_worker.control.scheduler import Scheduler
+from tandem_worker.engine.arena import measure_recordings
 from tandem_worker.engine.base import DeliverFunction, PrefillClient
 from tandem_worker.engine.core import EngineCore
 from tandem_worker.engine.executor import ModelExecutor
@@ -55,7 +56,8 @@ def build_engine(
     block_size = config.kv.block_size
     reports = [] if group is None else group.collect(model, config, model_digest)
     num_blocks = min((report.num_blocks for report in reports), default=0)
-    num_blocks = num_blocks or observe_num_blocks(model, config, arena_bytes)
+    records = cuda_graphs and model.device.type == "cuda" and model.embedding is None
+    num_blocks = num_blocks or _plan_num_blocks(model, config, arena_bytes, records=records)
     max_model_len = plan_max_model_len(config.max_model_len, model.max_position_embeddings, num_blocks, block_size)
     clocks = {} if clock is None else {"clock": clock}
     spec = model.kv_cache_spec(block_size)
@@ -80,7 +82,7 @@ def build_engine(
         executor.add_host_store(num_host_blocks)
     if runs_ahead is None:
         runs_ahead = model.device.type == "cuda" and group is None
-    if cuda_graphs and model.device.type == "cuda" and model.embedding is None:
+    if records:
         executor.record_graphs()
     engine = EngineCore(
         schedulers=schedulers,
@@ -96,6 +98,19 @@ def build_engine(
     )
     engine.prefill_client = prefill_client
     return engine
+
+
+def _plan_num_blocks(model: CausalLM, config: WorkerConfig, arena_bytes: int | None, *, records: bool) -> int:
+    """KV blocks beside what else the device has to hold."""
+    num_blocks = observe_num_blocks(model, config, arena_bytes)
+    if not records or arena_bytes is None:
+        return num_blocks
+    block_size = config.kv.block_size
+    longest = plan_max_model_len(config.max_model_len, model.max_position_embeddings, num_blocks, block_size)
+    recorded = measure_recordings(
+        model, max_rows=config.scheduler.max_running_requests, max_model_len=longest, block_size=block_size
+    )
+    return observe_num_blocks(model, config, arena_bytes + recorded)
 
 
 def _plan_limits(config: WorkerConfig) -> SchedulerLimits:

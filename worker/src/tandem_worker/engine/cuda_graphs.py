@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -35,17 +35,19 @@ class CudaRecorder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._stream = torch.cuda.Stream(device)
+        """One for all: cuBLAS keeps a workspace of 32 MiB for each stream that it was ever called on."""
         self._pool: Any = None
 
     def record(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-        stream = torch.cuda.Stream(self._device)
+        stream = self._stream
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             for _ in range(2):  # compiles kernels and fills the allocator before anything is recorded
                 run()
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream):
             result = run()
         self._pool = self._pool or graph.pool()
         return graph.replay, result
@@ -82,14 +84,16 @@ class DecodeGraphs:
     ) -> None:
         """Records every size, largest first so that smaller ones fit into its memory. Under inference mode.
 
-        All leave their logits in one tensor: one per recording would hold hundreds of MB each for good.
+        All read the same tensors and leave their logits in the same one: block tables and logits of each would hold
+        hundreds of MB for good.
         """
         self._sizes = sorted(batch_sizes)
         self._recordings: dict[int, _Recording] = {}
-        shared = torch.empty((self._sizes[-1], model.vocab_size), dtype=torch.float32, device=model.device)
+        largest = self._sizes[-1]
+        inputs = build_static_batch(largest, max_blocks, kv_cache.spec.block_size, model.device)
+        shared = torch.empty((largest, model.vocab_size), dtype=torch.float32, device=model.device)
         for size in reversed(self._sizes):
-            batch = build_static_batch(size, max_blocks, kv_cache.spec.block_size, model.device)
-            out = shared[:size]
+            batch, out = _first_rows(inputs, size), shared[:size]
             replay, logits = recorder.record(
                 lambda batch=batch, out=out: out.copy_(model.forward(batch, kv_cache), non_blocking=True)
             )
@@ -119,6 +123,22 @@ def build_static_batch(size: int, max_blocks: int, block_size: int, device: torc
         logits_rows=torch.arange(size, dtype=torch.int64, device=device),
         query_lens_host=(1,) * size,
         context_lens_host=(max_blocks * block_size,) * size,
+    )
+
+
+def _first_rows(batch: ForwardBatch, size: int) -> ForwardBatch:
+    """The first sequences of a batch of decodes: views."""
+    return replace(
+        batch,
+        token_ids=batch.token_ids[:size],
+        positions=batch.positions[:size],
+        slot_mapping=batch.slot_mapping[:size],
+        block_tables=batch.block_tables[:size],
+        query_start=batch.query_start[: size + 1],
+        context_lens=batch.context_lens[:size],
+        logits_rows=batch.logits_rows[:size],
+        query_lens_host=batch.query_lens_host[:size],
+        context_lens_host=batch.context_lens_host[:size],
     )
 
 

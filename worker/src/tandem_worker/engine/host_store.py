@@ -24,10 +24,12 @@ class HostStore:
         self.num_blocks = num_blocks
         self._layers = kv_cache.layers
         self._device = kv_cache.layers[0].device
-        pinned = self._device.type == "cuda"
-        self._stored = [
-            torch.zeros((num_blocks, *layer.shape[1:]), dtype=layer.dtype, pin_memory=pinned) for layer in self._layers
-        ]
+        self._stored = [torch.zeros((num_blocks, *layer.shape[1:]), dtype=layer.dtype) for layer in self._layers]
+        if self._device.type == "cuda":
+            for (
+                stored
+            ) in self._stored:  # torch's own pinned memory comes in powers of two: up to twice what was planned
+                torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(stored.data_ptr(), stored.nbytes, 0)))
 
     def move_out(self, pairs: Sequence[tuple[int, int]]) -> None:
         """(device block, host block) pairs; returns when the host has them."""
