@@ -11,9 +11,8 @@ import contextlib
 import json
 import logging
 import resource
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 from tandem_api.launch import Device, DType, WorkerConfig
 from tandem_api.names import Role
 
-from tandem_worker.control.params import EmbeddingSpec, FinishReason, GenerationRequest, SamplingParams, TokenDelta
 from tandem_worker.environment import PodFacts
 from tandem_worker.errors import GroupLostError, StartupError
 from tandem_worker.observe.metrics import WorkerFacts, WorkerSample, build_metrics_text, build_telemetry
 from tandem_worker.observe.nvml import GpuReader
 from tandem_worker.observe.requests import RequestMetrics
 from tandem_worker.server.hub import DeltaHub
+from tandem_worker.warm_up import Delivery, plan_warm_up, warm_up
 
 if TYPE_CHECKING:
     import torch
@@ -41,9 +40,6 @@ if TYPE_CHECKING:
     from tandem_worker.transfer.server import TcpPrefillServer
 
 logger = logging.getLogger(__name__)
-
-WARM_UP_SECONDS = 300.0
-_WARM_UP_ID = "tandem-warm-up"
 
 
 class Progress:
@@ -60,27 +56,6 @@ class Progress:
         self.seconds[self.phase] = round(now - self._since, 3)
         self.phase, self._since = phase, now
         logger.info("%s", phase)
-
-
-class Delivery:
-    """The engine's delivery function: to the HTTP side, but for the warm-up's own request."""
-
-    def __init__(self, hub: DeltaHub) -> None:
-        self._hub = hub
-        self._warm_up = threading.Event()
-        self._outcome: TokenDelta | None = None
-
-    def __call__(self, deltas: Sequence[TokenDelta]) -> None:
-        if not self._warm_up.is_set():
-            for delta in deltas:
-                if delta.request_id == _WARM_UP_ID and delta.finish_reason is not None:
-                    self._outcome = delta
-                    self._warm_up.set()
-        self._hub.deliver(deltas)
-
-    def await_warm_up(self, timeout: float) -> TokenDelta | None:
-        self._warm_up.wait(timeout)
-        return self._outcome
 
 
 @dataclass(slots=True, kw_only=True)
@@ -226,7 +201,7 @@ def build_worker(
     memory.by_kind["graphs"] = engine.graph_bytes
     memory.by_kind["other"] = memory.observe_other(before)
     progress.enter("warming up")
-    warm_up(engine, delivery, model.embedding)
+    warm_up(engine, delivery, plan_warm_up(engine.max_model_len, model.embedding, on_gpu=device.type == "cuda"))
     progress.enter("starting the KV transport")
     server = _connect_transport(engine, client, config, pod, digest, seat)
     figures = _Figures(config, pod, switches, engine, server or client, _gpu_reader(device), memory.by_kind)
@@ -317,20 +292,6 @@ def observe_end_tokens(path: Path, tokenizer: Any) -> frozenset[int]:
             listed = None
         found.update(listed if isinstance(listed, list) else [] if listed is None else [listed])
     return frozenset(int(token) for token in found)
-
-
-def warm_up(engine: EngineCore, delivery: Delivery, embedding: EmbeddingSpec | None = None) -> None:
-    """One token through the whole engine: kernels are compiled, memory is touched, a broken model is found out."""
-    sampling = SamplingParams(max_tokens=1 if embedding is None else 0, temperature=0.0, ignore_eos=True)
-    pooling = None if embedding is None else embedding.pooling
-    engine.submit(
-        GenerationRequest(request_id=_WARM_UP_ID, prompt_token_ids=(0, 1), sampling=sampling, pooling=pooling)
-    )
-    outcome = delivery.await_warm_up(WARM_UP_SECONDS)
-    if outcome is None:
-        raise StartupError("WarmUpFailed", f"The first token was not computed within {WARM_UP_SECONDS:g} s.")
-    if outcome.finish_reason not in (FinishReason.LENGTH, FinishReason.STOP):
-        raise StartupError("WarmUpFailed", f"The first token could not be computed: {outcome.error}")
 
 
 def _connect_transport(

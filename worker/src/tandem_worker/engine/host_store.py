@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 
@@ -26,10 +27,10 @@ class HostStore:
         self._device = kv_cache.layers[0].device
         self._stored = [torch.zeros((num_blocks, *layer.shape[1:]), dtype=layer.dtype) for layer in self._layers]
         if self._device.type == "cuda":
-            for (
-                stored
-            ) in self._stored:  # torch's own pinned memory comes in powers of two: up to twice what was planned
-                torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(stored.data_ptr(), stored.nbytes, 0)))
+            # Not torch's own pinned memory: that comes in powers of two, up to twice what was planned.
+            runtime = cast(Any, torch.cuda.cudart())
+            for stored in self._stored:
+                torch.cuda.check_error(int(runtime.cudaHostRegister(stored.data_ptr(), stored.nbytes, 0)))
 
     def move_out(self, pairs: Sequence[tuple[int, int]]) -> None:
         """(device block, host block) pairs; returns when the host has them."""

@@ -33,7 +33,7 @@ class BlockMap:
     """`[max_blocks]` int32, expert of each block, -1 for blocks without work."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs", "max_blocks"])
 def _count_pairs_kernel(
     ids_ptr, offsets_ptr, experts_ptr, pairs_ptr, num_pairs, num_experts, first_expert, max_blocks,
     BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, BLOCK_CHUNK: tl.constexpr,
@@ -61,7 +61,7 @@ def _count_pairs_kernel(
         tl.store(pairs_ptr + slots, tl.zeros((CHUNK,), tl.int32) + num_pairs, mask=slots < max_blocks * BLOCK_M)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def _place_pairs_kernel(ids_ptr, offsets_ptr, pairs_ptr, num_pairs, first_expert, CHUNK: tl.constexpr):
     """One program per expert: its pairs in their order, so that results do not vary between runs."""
     expert = tl.program_id(0)

@@ -23,7 +23,7 @@ from .reference.attention import paged_decode_attention_reference
 from .split_merge import merge_splits, plan_num_splits
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits", "stride_table"])
 def _paged_decode_attention_kernel(
     q_ptr, cache_ptr, tables_ptr, lens_ptr, sinks_ptr, out_ptr, partial_ptr, lse_ptr,
     scale_log2, group, num_q_heads, head_dim, block_size, num_splits,

@@ -28,7 +28,7 @@ from .weight_tiles import check_weight, product, weight_arguments
 _MAX_SPLITS = 16
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _small_batch_linear_kernel(
     x_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, residual_ptr, out_ptr, partial_ptr, num_rows, num_outputs, num_columns,
     columns_per_split, stride_x, stride_w_expert, stride_w, stride_scale_expert, stride_scale, stride_residual,
@@ -59,7 +59,7 @@ def _small_batch_linear_kernel(
         tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_splits"])
 def _sum_splits_kernel(
     partial_ptr, bias_ptr, residual_ptr, out_ptr, num_rows, num_outputs, num_splits, stride_residual, stride_out,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
@@ -77,7 +77,7 @@ def _sum_splits_kernel(
     tl.store(out_ptr + row * stride_out + outputs, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _gate_up_silu_kernel(
     x_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, out_ptr, num_rows, width, num_columns,
     stride_x, stride_w_expert, stride_w, stride_scale_expert, stride_scale, stride_out, HAS_BIAS: tl.constexpr,

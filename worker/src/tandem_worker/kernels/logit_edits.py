@@ -41,7 +41,7 @@ def _penalties_kernel(
     tl.store(logits_ptr + row * stride_logits + columns, logits, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_entries", "stride_ids", "stride_values"])
 def _logit_bias_kernel(
     logits_ptr, ids_ptr, values_ptr, num_entries, vocab, stride_logits, stride_ids, stride_values, BLOCK: tl.constexpr
 ):

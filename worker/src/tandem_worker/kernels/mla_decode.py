@@ -24,7 +24,7 @@ from .reference.mla import mla_decode_attention_reference
 from .split_merge import merge_splits, plan_num_splits
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits", "stride_table"])
 def _mla_decode_attention_kernel(
     q_ptr, cache_ptr, tables_ptr, lens_ptr, out_ptr, partial_ptr, lse_ptr,
     scale_log2, num_heads, block_size, num_splits,

@@ -23,7 +23,7 @@ from .prefill_attention import sequence_of_tile
 from .reference.mla import latent_gather_reference, mla_prefill_attention_reference
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_sequences"])
 def _mla_prefill_attention_kernel(
     q_ptr, kv_ptr, k_rope_ptr, query_start_ptr, kv_start_ptr, out_ptr, scale_log2, num_sequences, nope_dim, value_dim,
     stride_q_token, stride_q_head, stride_kv_token, stride_kv_head, stride_rope, stride_out_token, stride_out_head,
@@ -70,7 +70,7 @@ def _mla_prefill_attention_kernel(
     tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=valid[:, None] & (values < value_dim)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_sequences", "stride_table"])
 def _latent_gather_kernel(
     cache_ptr, tables_ptr, kv_start_ptr, out_ptr, num_sequences, width, block_size,
     stride_block, stride_slot, stride_table, stride_out, BLOCK: tl.constexpr,

@@ -81,7 +81,7 @@ def _expert_rows(
     tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=valid[:, None] & inside[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def _expert_kernel(
     ids_ptr, map_pairs_ptr, map_experts_ptr, x_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, topk_weights_ptr, out_ptr,
     num_pairs, num_experts, first_expert, width, num_columns, top_k, limit,

@@ -23,7 +23,7 @@ _ELEMENTS_PER_PROGRAM = 4096
 _MAX_WIDTH = 65536  # a row must fit the registers of one program
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
     x_ptr, weight_ptr, out_ptr, num_rows, width, stride_x, stride_out, eps,
     HAS_WEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -39,7 +39,7 @@ def _rms_norm_kernel(
     tl.store(out_ptr + rows[:, None] * stride_out + columns[None, :], y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _residual_rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, num_rows, width, stride_x, stride_residual, stride_out, eps,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,

@@ -69,7 +69,7 @@ def _attend(
     return accumulated, maximum, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_sequences", "stride_table"])
 def _paged_prefill_attention_kernel(
     q_ptr, cache_ptr, tables_ptr, query_start_ptr, lens_ptr, sinks_ptr, out_ptr,
     scale_log2, num_sequences, head_dim, block_size,

@@ -24,7 +24,7 @@ from .reference.sampling import draw_uniform_reference, sample_tokens_reference,
 _BLOCK = 4096
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _draw_uniform_kernel(seeds_ptr, choices_ptr, positions_ptr, out_ptr, num_rows, BLOCK: tl.constexpr):
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = rows < num_rows

@@ -45,7 +45,7 @@ def plan_num_splits(programs_per_split: int, max_tiles: int, device: torch.devic
     return max(1, min(wanted, max_tiles, _MAX_SPLITS))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def _merge_splits_kernel(
     partial_ptr, lse_ptr, sinks_ptr, out_ptr, num_heads, head_dim, num_splits, stride_out_row, stride_out_head,
     HAS_SINKS: tl.constexpr, BLOCK_SPLITS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_D: tl.constexpr,
