@@ -40,7 +40,8 @@ def compile_for_hopper(kernel: JITFunction, args: tuple, options: dict) -> Compi
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(kernel.params):
         value = bound[parameter.name]
-        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+        specialized = not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1 and specialized):
             signature[parameter.name], constants[parameter.name] = "constexpr", value
             continue
         if isinstance(value, torch.Tensor):
@@ -49,7 +50,7 @@ def compile_for_hopper(kernel: JITFunction, args: tuple, options: dict) -> Compi
             signature[parameter.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
         else:
             signature[parameter.name] = "fp32"
-        if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
+        if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0 and specialized):
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, attributes)
     launch = {name: options[name] for name in _LAUNCH_OPTIONS if name in options}

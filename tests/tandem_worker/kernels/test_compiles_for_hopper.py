@@ -5,13 +5,16 @@ No GPU takes part: Triton brings its own assembler. One call per operation, at t
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
+from pkgutil import iter_modules
 
 import pytest
 import torch
 from tandem_worker import kernels
 from tandem_worker.kernels.quantized import Fp8Weight, Int4Weight, Mxfp4Weight
 from triton import knobs
+from triton.runtime.jit import JITFunction
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -178,3 +181,27 @@ def test_matrix_kernels(compiled_launches, name):
     compiled = compiled_launches(call)
     check_resources(compiled)
     assert any(instruction in kernel.ptx for kernel in compiled)
+
+
+VARYING = {"num_rows", "num_pairs", "num_sequences", "num_splits", "num_entries", "max_blocks", "stride_table"}
+"""Integers that change from step to step."""
+
+
+def launched_kernels() -> list[JITFunction]:
+    modules = [importlib.import_module(f"{kernels.__name__}.{found.name}") for found in iter_modules(kernels.__path__)]
+    members = [member for module in modules for name, member in vars(module).items() if name.endswith("_kernel")]
+    return [member for member in members if isinstance(member, JITFunction)]
+
+
+def test_the_size_of_a_batch_does_not_ask_for_another_kernel() -> None:
+    """Triton would compile one for 1, one for multiples of 16 and one for others, each while a stream waits."""
+    found = launched_kernels()
+    assert len(found) > 25
+    static = ("_widen_kernel", "_rope_kernel", "_fused_qkv_kernel")  # of a weight; of the table of angles
+    specialized = [
+        f"{kernel.__name__}({parameter.name})"
+        for kernel in found
+        for parameter in kernel.params
+        if parameter.name in VARYING and not parameter.do_not_specialize and kernel.__name__ not in static
+    ]
+    assert specialized == []
