@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -24,10 +26,17 @@ START_SECONDS = 150
 MODEL = "tiny"
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def free_port(neighbours: int = 0) -> int:
+    """A port that nobody listens on, nor on the `neighbours` after it.
+
+    Below those that the kernel gives to outgoing connections, which would take it before the worker does.
+    """
+    while True:
+        first = random.randrange(15000, 32000)
+        with contextlib.ExitStack() as held, contextlib.suppress(OSError):
+            for port in range(first, first + 1 + neighbours):
+                held.enter_context(socket.socket()).bind(("0.0.0.0", port))
+            return first
 
 
 def eventually(condition: Callable[[], bool], seconds: float, what: str) -> float:
@@ -96,7 +105,7 @@ def run_worker(
     folder: Path, role: str, model: Path, *, environment: dict[str, str] | None = None, **changes: Any
 ) -> Iterator[WorkerProcess]:
     """A worker process; not necessarily ready yet. Killed at the end if it has not ended by itself."""
-    port, kv_port = free_port(), free_port()  # a group takes the ports after the KV port too
+    port, kv_port = free_port(), free_port(neighbours=7)  # a group takes the ports after the KV port too
     document = {
         "modelName": MODEL, "servedName": MODEL, "role": role, "revision": "r1", "httpPort": port,
         "model": {"uri": f"file://{model}", "cacheDir": str(folder / "cache")}, "device": "CPU", "dtype": "Float32",
