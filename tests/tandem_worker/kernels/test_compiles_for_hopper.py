@@ -50,6 +50,9 @@ FORMS: dict[str, Callable[[], object]] = {
         data=zeros(4096, 4096, dtype=torch.float8_e4m3fn), scale=zeros(32, 32, dtype=torch.float32)
     ),
     "int4": lambda: Int4Weight(packed=zeros(4096, 512, dtype=torch.int32), scale=zeros(4096, 128)),
+    "int4 of wide groups": lambda: Int4Weight(
+        packed=zeros(4096, 512, dtype=torch.int32), scale=zeros(4096, 32), zero=zeros(4096, 32, dtype=torch.uint8)
+    ),
     "mxfp4": lambda: Mxfp4Weight(
         packed=zeros(4096, 2048, dtype=torch.uint8), scale=zeros(4096, 128, dtype=torch.uint8)
     ),
@@ -108,12 +111,15 @@ MATRIX: dict[str, tuple[Callable[[], object], str]] = {
         ),
         "wgmma",
     ),
-    "mla_decode_attention of one rank's 16 heads": (
-        lambda: kernels.mla_decode_attention(
-            zeros(4, 16, 576), zeros(4, 64, 576), TABLE, LENGTHS, latent_dim=512, scale=0.1
-        ),
-        "mma.sync",
-    ),
+    **{
+        f"mla_decode_attention of one rank's {heads} heads": (
+            lambda heads=heads: kernels.mla_decode_attention(
+                zeros(4, heads, 576), zeros(4, 64, 576), TABLE, LENGTHS, latent_dim=512, scale=0.1
+            ),
+            "mma.sync",
+        )
+        for heads in (16, 32)
+    },
     "mla_prefill_attention": (
         lambda: kernels.mla_prefill_attention(
             zeros(4096, 16, 192), zeros(4096, 16, 256), zeros(4096, 64), STARTS, STARTS, scale=0.1
@@ -146,6 +152,10 @@ def fused_moe(form: str, num_tokens: int) -> None:
             case "int4":
                 packed = zeros(8, rows, columns // 8, dtype=torch.int32)
                 return Int4Weight(packed=packed, scale=zeros(8, rows, columns // 32))
+            case "int4 of wide groups":
+                packed = zeros(8, rows, columns // 8, dtype=torch.int32)
+                zero = zeros(8, rows, columns // 128, dtype=torch.uint8)
+                return Int4Weight(packed=packed, scale=zeros(8, rows, columns // 128), zero=zero)
         packed = zeros(8, rows, columns // 2, dtype=torch.uint8)
         return Mxfp4Weight(packed=packed, scale=zeros(8, rows, columns // 32, dtype=torch.uint8))
 
@@ -181,6 +191,12 @@ def test_matrix_kernels(compiled_launches, name):
     compiled = compiled_launches(call)
     check_resources(compiled)
     assert any(instruction in kernel.ptx for kernel in compiled)
+
+
+def test_scales_of_wide_groups_are_loaded_once(compiled_launches):
+    """And not once for each weight: 64 loads per thread and tile."""
+    (kernel, *_) = compiled_launches(MATRIX["small_batch_linear int4 of wide groups"][0])
+    assert kernel.ptx.count("ld.global") <= 16
 
 
 VARYING = {"num_rows", "num_pairs", "num_sequences", "num_splits", "num_entries", "max_blocks", "stride_table"}

@@ -86,8 +86,10 @@ def _paged_decode_attention_kernel(
 
 
 def _keys_per_tile(block_d: int, element_size: int) -> int:
-    """Keys per tile: with three stages in flight, keys and values of a tile must fit shared memory three times."""
-    return max(16, min(128, 32768 // (block_d * element_size)))
+    """Keys per tile. Loads through the block table take two of Triton's stages each: five stages keep two tiles of keys
+    and values under way, and larger tiles would not fit that often.
+    """
+    return max(16, min(128, 16384 // (block_d * element_size)))
 
 
 @with_twin(paged_decode_attention_reference)
@@ -135,7 +137,7 @@ def paged_decode_attention(
         q.stride(0), q.stride(1), *kv_cache.stride()[:4], block_tables.stride(0), out.stride(0), out.stride(1),
         WINDOW=window or 0, CHUNK=chunk or 0, HAS_SINKS=sinks is not None, SPLIT=num_splits > 1,
         BLOCK_G=max(16, triton.next_power_of_2(group)), BLOCK_N=block_n, BLOCK_D=block_d,
-        num_warps=4, num_stages=3, **FUSED_MATH,
+        num_warps=4, num_stages=5, **FUSED_MATH,
     )  # fmt: skip
     if num_splits > 1:
         merge_splits(partial, lse, sinks, out)

@@ -81,7 +81,7 @@ def _tile_shape(num_heads: int, element_size: int) -> dict[str, int]:
         return {"BLOCK_H": min(block_h, 16), "BLOCK_N": 16, "num_warps": 4, "num_stages": 1}
     if block_h >= 64:
         return {"BLOCK_H": block_h, "BLOCK_N": 32, "num_warps": 8, "num_stages": 2}
-    return {"BLOCK_H": block_h, "BLOCK_N": 32, "num_warps": 4, "num_stages": 3}
+    return {"BLOCK_H": block_h, "BLOCK_N": 32, "num_warps": 8, "num_stages": 5}
 
 
 @with_twin(mla_decode_attention_reference)

@@ -173,6 +173,6 @@ def mla_prefill_attention(
         q.stride(0), q.stride(1), kv.stride(0), kv.stride(1), k_rope.stride(0), out.stride(0), out.stride(1),
         ROPE=rope_dim, BLOCK_NOPE=max(16, triton.next_power_of_2(nope_dim)),
         BLOCK_V=max(16, triton.next_power_of_2(value_dim)), BLOCK_M=block_m, BLOCK_N=32 if q.element_size() > 2 else 64,
-        num_warps=4 if small else 8, num_stages=1 if q.element_size() > 2 else 2, **FUSED_MATH,
+        num_warps=4 if small else 8, num_stages=1 if q.element_size() > 2 else 3, **FUSED_MATH,
     )  # fmt: skip
     return out

@@ -69,7 +69,10 @@ def _attend(
     return accumulated, maximum, total
 
 
-@triton.jit(do_not_specialize=["num_sequences", "stride_table"])
+@triton.jit(
+    do_not_specialize=["num_sequences", "stride_table"],
+    do_not_specialize_on_alignment=["tables_ptr", "lens_ptr"],  # they begin behind the decodes of a step
+)
 def _paged_prefill_attention_kernel(
     q_ptr, cache_ptr, tables_ptr, query_start_ptr, lens_ptr, sinks_ptr, out_ptr,
     scale_log2, num_sequences, head_dim, block_size,
@@ -137,8 +140,8 @@ def _tile_shape(num_tokens: int, num_sequences: int, group: int, block_d: int, e
     largest = 64 if wide else 128
     needed = max(16, triton.next_power_of_2(triton.cdiv(num_tokens, num_sequences) * group))
     block_m = max(min(largest, needed), triton.next_power_of_2(group))
-    block_n = max(16, min(64 if wide else 128, 16384 // (block_d * element_size // 2)))
-    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": 8 if block_m >= 128 else 4, "num_stages": 2}
+    block_n = max(16, min(64 if wide else 128, 8192 // (block_d * element_size // 2)))
+    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": 8 if block_m >= 128 else 4, "num_stages": 5}
 
 
 @with_twin(paged_prefill_attention_reference)

@@ -48,7 +48,7 @@ def _mass_above(row_ptr, vocab, best, inverse_heat, threshold, BLOCK: tl.constex
     """Number and summed weight of the tokens whose logits are at or above the ordered bits `threshold`."""
     count = tl.zeros((BLOCK,), tl.int32)
     mass = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, vocab, BLOCK):
+    for start in tl.range(0, vocab, BLOCK, num_stages=4):
         columns = start + tl.arange(0, BLOCK)
         logits = tl.load(row_ptr + columns, mask=columns < vocab, other=float("-inf"))
         kept = (ordered_bits(logits) >= threshold) & (columns < vocab)
@@ -85,7 +85,7 @@ def _sample_kernel(
     maxima = tl.full((BLOCK,), float("-inf"), tl.float32)
     winners = tl.zeros((BLOCK,), tl.int32)
     poisoned = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, vocab, BLOCK):
+    for start in tl.range(0, vocab, BLOCK, num_stages=4):
         columns = start + tl.arange(0, BLOCK)
         logits = tl.load(row_ptr + columns, mask=columns < vocab, other=float("-inf"))
         is_nan = logits != logits  # noqa: PLR0124
@@ -120,7 +120,7 @@ def _sample_kernel(
     running = mass * 0.0
     token = vocab
     last = count * 0
-    for start in range(0, vocab, BLOCK):
+    for start in tl.range(0, vocab, BLOCK, num_stages=4):
         columns = start + tl.arange(0, BLOCK)
         logits = tl.load(row_ptr + columns, mask=columns < vocab, other=float("-inf"))
         kept = (ordered_bits(logits) >= threshold) & (columns < vocab)

@@ -111,47 +111,66 @@ def widen_e2m1(codes):
 
 
 @triton.jit
+def scale_tile(
+    scale_ptr, zero_ptr, rows, num_rows, k_start, num_columns, stride_scale_row,
+    FORMAT: tl.constexpr, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, HAS_ZERO: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Scales and zero points of one tile as stored, `[BLOCK_N, steps]`; zeros where the form has none, and outside.
+
+    A wide group's scale is there several times: of a tile with fewer elements than threads every thread would load one
+    for each of its weights.
+    """
+    WIDEST: tl.constexpr = 32 if FORMAT > 1 and BLOCK_K > 32 else BLOCK_K
+    STEP: tl.constexpr = GROUP_K if GROUP_K < WIDEST else WIDEST
+    starts = k_start + tl.arange(0, BLOCK_K // STEP) * STEP
+    if FORMAT == 0:
+        scale = tl.zeros((1, 1), tl.float32)
+        return scale, scale
+    else:  # noqa: RET505 - Triton compiles both branches of a constexpr condition only in this form
+        offsets = (rows // GROUP_N)[:, None] * stride_scale_row + (starts // GROUP_K)[None, :]
+        mask = (rows < num_rows)[:, None] & (starts < num_columns)[None, :]
+        scale = tl.load(scale_ptr + offsets, mask=mask, other=0)
+        zero = tl.load(zero_ptr + offsets, mask=mask, other=0) if HAS_ZERO else scale
+        return scale, zero
+
+
+@triton.jit
 def weight_tile(
-    w_ptr, scale_ptr, zero_ptr, rows, num_rows, k_start, num_columns, stride_row, stride_scale_row,
-    FORMAT: tl.constexpr, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, HAS_ZERO: tl.constexpr,
+    w_ptr, scale, zero, rows, num_rows, k_start, num_columns, stride_row,
+    FORMAT: tl.constexpr, HAS_ZERO: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Rows `[BLOCK_N]` (int64), columns k_start.. of a weight as `[BLOCK_N, BLOCK_K]` of DTYPE; zeros outside."""
+    """Rows `[BLOCK_N]` (int64), columns k_start.. of a weight as `[BLOCK_N, BLOCK_K]` of DTYPE; zeros outside.
+
+    `scale` and `zero` are that tile's, of `scale_tile`.
+    """
     inside = rows < num_rows
     columns = k_start + tl.arange(0, BLOCK_K)
     if FORMAT == 0:
         mask = inside[:, None] & (columns < num_columns)[None, :]
         return tl.load(w_ptr + rows[:, None] * stride_row + columns[None, :], mask=mask, other=0.0)
     else:  # noqa: RET505 - Triton compiles both branches of a constexpr condition only in this form
-        STEP: tl.constexpr = GROUP_K if GROUP_K < BLOCK_K else BLOCK_K
-        GROUPS: tl.constexpr = BLOCK_K // STEP
-        starts = k_start + tl.arange(0, GROUPS) * STEP
-        scale_offsets = (rows // GROUP_N)[:, None] * stride_scale_row + (starts // GROUP_K)[None, :]
-        scale_mask = inside[:, None] & (starts < num_columns)[None, :]
-        if FORMAT == 3:
-            exponents = tl.load(scale_ptr + scale_offsets, mask=scale_mask, other=0).to(tl.int32)
-            scale = (exponents << 23).to(tl.float32, bitcast=True)
-        else:
-            scale = tl.load(scale_ptr + scale_offsets, mask=scale_mask, other=0.0).to(tl.float32)
+        STEPS: tl.constexpr = scale.shape[1]
+        STEP: tl.constexpr = BLOCK_K // STEPS
+        factor = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True) if FORMAT == 3 else scale.to(tl.float32)
         if FORMAT == 1:
             mask = inside[:, None] & (columns < num_columns)[None, :]
             data = tl.load(w_ptr + rows[:, None] * stride_row + columns[None, :], mask=mask, other=0.0)
-            values = data.to(tl.float32).reshape(BLOCK_N, GROUPS, STEP)
+            values = data.to(tl.float32).reshape(BLOCK_N, STEPS, STEP)
         else:
             PER_WORD: tl.constexpr = 8 if FORMAT == 2 else 2
             words = k_start // PER_WORD + tl.arange(0, BLOCK_K // PER_WORD)
             mask = inside[:, None] & (words < num_columns // PER_WORD)[None, :]
             packed = tl.load(w_ptr + rows[:, None] * stride_row + words[None, :], mask=mask, other=0).to(tl.int32)
             shifts = 4 * tl.arange(0, PER_WORD)
-            codes = ((packed[:, :, None] >> shifts[None, None, :]) & 15).reshape(BLOCK_N, GROUPS, STEP)
+            codes = ((packed[:, :, None] >> shifts[None, None, :]) & 15).reshape(BLOCK_N, STEPS, STEP)
             if FORMAT == 3:
                 values = widen_e2m1(codes)
             elif HAS_ZERO:
-                zero = tl.load(zero_ptr + scale_offsets, mask=scale_mask, other=0).to(tl.int32)
-                values = (codes - zero[:, :, None]).to(tl.float32)
+                values = (codes - zero.to(tl.int32)[:, :, None]).to(tl.float32)
             else:
                 values = (codes - 8).to(tl.float32)
-        return (values * scale[:, :, None]).reshape(BLOCK_N, BLOCK_K).to(DTYPE)
+        return (values * factor[:, :, None]).reshape(BLOCK_N, BLOCK_K).to(DTYPE)
 
 
 @triton.jit
@@ -161,15 +180,29 @@ def product(
     FORMAT: tl.constexpr, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, HAS_ZERO: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """x rows times weight rows over columns [k_begin, k_end), `[BLOCK_M, BLOCK_N]` float32; k_begin on a tile edge."""
+    """x rows times weight rows over columns [k_begin, k_end), `[BLOCK_M, BLOCK_N]` float32; k_begin on a tile edge.
+
+    Scales are too narrow for Triton's pipeline: the next tile's are asked for by hand before this one is used.
+    """
     accumulated = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    scale, zero = scale_tile(
+        scale_ptr, zero_ptr, rows, num_rows, k_begin, num_columns, stride_scale_row,
+        FORMAT, GROUP_N, GROUP_K, HAS_ZERO, BLOCK_K,
+    )  # fmt: skip
     for k_start in range(k_begin, k_end, BLOCK_K):
+        next_scale, next_zero = scale_tile(
+            scale_ptr, zero_ptr, rows, num_rows, k_start + (BLOCK_K if FORMAT >= 2 else 0), num_columns,
+            stride_scale_row, FORMAT, GROUP_N, GROUP_K, HAS_ZERO, BLOCK_K,
+        )  # fmt: skip
+        if FORMAT == 1:
+            scale, zero = next_scale, next_zero
         columns = k_start + tl.arange(0, BLOCK_K)
         x_mask = x_valid[:, None] & (columns < num_columns)[None, :]
         x = tl.load(x_ptr + x_offsets[:, None] + columns[None, :], mask=x_mask, other=0.0)
         w = weight_tile(
-            w_ptr, scale_ptr, zero_ptr, rows, num_rows, k_start, num_columns, stride_row, stride_scale_row,
-            FORMAT, GROUP_N, GROUP_K, HAS_ZERO, BLOCK_N, BLOCK_K, x_ptr.dtype.element_ty,
+            w_ptr, scale, zero, rows, num_rows, k_start, num_columns, stride_row,
+            FORMAT, HAS_ZERO, BLOCK_N, BLOCK_K, x_ptr.dtype.element_ty,
         )  # fmt: skip
         accumulated = tl.dot(x, tl.trans(w), accumulated, input_precision="ieee")
+        scale, zero = next_scale, next_zero
     return accumulated

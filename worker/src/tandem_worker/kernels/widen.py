@@ -18,7 +18,7 @@ from .checks import FLOATS, require_dtype, result_like
 from .dispatch import FUSED_MATH, with_twin
 from .quantized import Weight
 from .reference.linear import widen_reference
-from .weight_tiles import check_weight, weight_arguments, weight_tile
+from .weight_tiles import check_weight, scale_tile, weight_arguments, weight_tile
 
 _BLOCK_N, _BLOCK_K = 16, 256
 
@@ -31,9 +31,13 @@ def _widen_kernel(
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     k_start = tl.program_id(1) * BLOCK_K
+    scale, zero = scale_tile(
+        scale_ptr, zero_ptr, rows, num_rows, k_start, num_columns, stride_scale,
+        FORMAT, GROUP_N, GROUP_K, HAS_ZERO, BLOCK_K,
+    )  # fmt: skip
     values = weight_tile(
-        w_ptr, scale_ptr, zero_ptr, rows, num_rows, k_start, num_columns, stride_w, stride_scale,
-        FORMAT, GROUP_N, GROUP_K, HAS_ZERO, BLOCK_N, BLOCK_K, out_ptr.dtype.element_ty,
+        w_ptr, scale, zero, rows, num_rows, k_start, num_columns, stride_w,
+        FORMAT, HAS_ZERO, BLOCK_N, BLOCK_K, out_ptr.dtype.element_ty,
     )  # fmt: skip
     columns = k_start + tl.arange(0, BLOCK_K)
     mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
