@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, DTypeLike
+
+_ALIGNMENT = 16
+"""Bytes."""
 
 
 def upload(values: np.ndarray | torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -14,6 +23,20 @@ def upload(values: np.ndarray | torch.Tensor, device: torch.device) -> torch.Ten
     """
     host = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+
+
+def upload_rows(rows: Sequence[ArrayLike], dtype: DTypeLike, device: torch.device) -> list[torch.Tensor]:
+    """Rows of any lengths as tensors of `dtype` on `device`, brought there together.
+
+    Each begins at a multiple of 16 bytes, whatever the lengths: Triton compiles a kernel for how pointers are aligned.
+    """
+    arrays = [np.asarray(row, dtype=dtype) for row in rows]
+    step = _ALIGNMENT // arrays[0].itemsize
+    whole = np.zeros((len(arrays), -(-max(map(len, arrays)) // step) * step), dtype=dtype)
+    for place, array in zip(whole, arrays, strict=True):
+        place[: len(array)] = array
+    there = upload(whole, device)
+    return [row[: len(array)] for row, array in zip(there, arrays, strict=True)]
 
 
 def wait_for_launched(device: torch.device) -> None:

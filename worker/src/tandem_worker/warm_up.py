@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tandem_worker.control.params import EmbeddingSpec, FinishReason, GenerationRequest, SamplingParams, TokenDelta
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 WARM_UP_SECONDS = 300.0
 """For each request: compiling is part of it."""
 _NAME = "tandem-warm-up"
-_LONGEST = 128
-"""Tokens of a prompt from which on attention takes its largest tiles."""
+_LONGEST = 2048
+"""Tokens of a prompt from which on attention and experts take their largest tiles."""
 
 
 class Delivery:
@@ -64,7 +65,6 @@ def plan_warm_up(max_model_len: int, embedding: EmbeddingSpec | None, *, on_gpu:
         frequency_penalty=0.1,
         repetition_penalty=1.1,
         logit_bias={0: 0.0},
-        num_logprobs=1,
         ignore_eos=True,
     )
     greedy = SamplingParams(max_tokens=1 if embedding is None else 0, temperature=0.0, ignore_eos=True)
@@ -73,7 +73,7 @@ def plan_warm_up(max_model_len: int, embedding: EmbeddingSpec | None, *, on_gpu:
         longest = min(_LONGEST, max_model_len - 1)
         requests += [(length, greedy) for length in _powers_of_two(4, longest)]
         if embedding is None:
-            requests.append((2, sampled))
+            requests += [(2, replace(sampled, num_logprobs=count)) for count in (0, 1, 20)]
     return [
         GenerationRequest(
             request_id=f"{_NAME}-{number}",

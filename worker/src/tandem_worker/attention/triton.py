@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,10 +28,16 @@ class TritonAttention:
 
 
 class TritonStepAttention:
-    """One step. Batches of one token per sequence use the split-KV kernel, others the one for several queries."""
+    """One step. Sequences with one token come first and use the split-KV kernel, others the one for several queries.
+
+    In one kernel a tile is either too wide for decodes, of which it has one row each, or too narrow for a prompt.
+    """
 
     def __init__(self, batch: ForwardBatch) -> None:
         self._batch = batch
+        lengths = batch.query_lens_host
+        self._num_decodes = next((index for index, length in enumerate(lengths) if length != 1), len(lengths))
+        self._prompt_starts: torch.Tensor | None = None
         self._token_tables: torch.Tensor | None = None
         self._latent_plan: _LatentPlan | None = None
 
@@ -45,31 +52,28 @@ class TritonStepAttention:
 
     def attend_cached(self, q: torch.Tensor, kv_layer: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
         """As `attend`: the new keys and values are read from their blocks like the others."""
-        batch = self._batch
-        if batch.is_decode:
-            out = kernels.paged_decode_attention(
-                q,
-                kv_layer,
-                batch.block_tables,
-                batch.context_lens,
-                scale=spec.scale,
-                window=spec.window,
-                chunk=spec.chunk,
-                sinks=spec.sinks,
+        batch, count = self._batch, self._num_decodes
+        options: dict[str, Any] = {
+            "scale": spec.scale, "window": spec.window, "chunk": spec.chunk, "sinks": spec.sinks
+        }  # fmt: skip
+        tables, contexts = batch.block_tables, batch.context_lens
+        out = q.new_empty(q.shape)
+        if count:
+            kernels.paged_decode_attention(
+                q[:count], kv_layer, tables[:count], contexts[:count], out=out[:count], **options
             )
-        else:
-            out = kernels.paged_prefill_attention(
-                q,
-                kv_layer,
-                batch.block_tables,
-                batch.query_start,
-                batch.context_lens,
-                scale=spec.scale,
-                window=spec.window,
-                chunk=spec.chunk,
-                sinks=spec.sinks,
+        if count < contexts.shape[0]:
+            kernels.paged_prefill_attention(
+                q[count:], kv_layer, tables[count:], self._starts(), contexts[count:], out=out[count:], **options
             )
         return out.flatten(1)
+
+    def _starts(self) -> torch.Tensor:
+        """Where the sequences behind the decodes begin among their own tokens."""
+        if self._prompt_starts is None:
+            count = self._num_decodes
+            self._prompt_starts = self._batch.query_start[count:] - count
+        return self._prompt_starts
 
     def attend_latents(
         self, queries: torch.Tensor, kv: torch.Tensor, kv_layer: torch.Tensor, spec: LatentSpec

@@ -17,7 +17,7 @@ import torch
 
 from tandem_worker.control.plan import Chunk, StepPlan
 from tandem_worker.control.request import Sequence
-from tandem_worker.device import upload
+from tandem_worker.device import upload, upload_rows
 from tandem_worker.models.base import ForwardBatch
 
 
@@ -154,30 +154,25 @@ class BatchBuilder:
         self.table.write(step.table_runs, step.table_values)
         size, query_lens, context_lens = self._block_size, step.query_lens, step.context_lens
         num_tokens, num_sequences = len(step.token_ids), len(query_lens)
-        # Rows begin at multiples of 16 bytes whatever their length: kernels are compiled for how pointers are aligned.
-        inputs = np.zeros((3, _round_up(num_tokens, 2)), dtype=np.int64)
-        lengths = np.zeros((2, _round_up(num_sequences + 1, 4)), dtype=np.int32)
-        np.cumsum(query_lens, out=lengths[0, 1 : num_sequences + 1])
-        lengths[1, :num_sequences] = context_lens
+        query_start = np.zeros(num_sequences + 1, dtype=np.int32)
+        np.cumsum(query_lens, out=query_start[1:])
         positions, rows = context_lens - 1, step.rows
         if num_tokens != num_sequences:
-            first = np.repeat(context_lens - lengths[0, 1 : num_sequences + 1], query_lens)
-            positions = np.arange(num_tokens) + first
+            positions = np.arange(num_tokens) + np.repeat(context_lens - query_start[1:], query_lens)
             rows = np.repeat(rows, query_lens)
-        inputs[0, :num_tokens] = step.token_ids
-        inputs[1, :num_tokens] = positions
-        inputs[2, :num_tokens] = self.table.host[rows, positions // size] * np.int64(size) + positions % size
-        inputs_there, shape = upload(inputs, self._device)[:, :num_tokens], upload(lengths, self._device)
+        slots = self.table.host[rows, positions // size] * np.int64(size) + positions % size
+        token_ids, there, slot_mapping = upload_rows([step.token_ids, positions, slots], np.int64, self._device)
+        starts, contexts = upload_rows([query_start, context_lens], np.int32, self._device)
         if int(step.token_ids.min()) < 0:
             assert chosen is not None
-            self._fill_late(inputs_there[0], step.token_ids, chosen)
+            self._fill_late(token_ids, step.token_ids, chosen)
         return ForwardBatch(
-            token_ids=inputs_there[0],
-            positions=inputs_there[1],
-            slot_mapping=inputs_there[2],
+            token_ids=token_ids,
+            positions=there,
+            slot_mapping=slot_mapping,
             block_tables=self.table.select(step.rows, -(-int(context_lens.max()) // size)),
-            query_start=shape[0, : num_sequences + 1],
-            context_lens=shape[1, :num_sequences],
+            query_start=starts,
+            context_lens=contexts,
             logits_rows=upload(step.logits_rows, self._device),
             query_lens_host=tuple(query_lens.tolist()),
             context_lens_host=tuple(context_lens.tolist()),
@@ -222,10 +217,6 @@ def _newest_tokens(decodes: list[Sequence], positions: list[int]) -> list[int]:
         sequence.output[-1] if position < sequence.num_prompt + len(sequence.output) else ~sequence.chosen_at
         for sequence, position in zip(decodes, positions, strict=True)
     ]
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
 
 
 def _row_of(sequence: Sequence) -> int:

@@ -16,7 +16,7 @@ import torch
 from tandem_worker import kernels
 from tandem_worker.control.params import SamplingParams, TokenLogprob
 from tandem_worker.control.request import Sequence
-from tandem_worker.device import upload
+from tandem_worker.device import upload, upload_rows
 from tandem_worker.engine.sampler import LEAST_TEMPERATURE, NO_TOKEN, score_prompt
 from tandem_worker.engine.sampling_state import SamplingState
 
@@ -113,7 +113,8 @@ class DeviceSampler:
             return {row: score_prompt(logits[row : row + 1], [tokens[row]], top)[0] for row, top in wanted.items()}
         rows = list(wanted)
         chosen = torch.tensor([tokens[row] for row in rows], device=self._device)
-        own, top, ids = kernels.token_logprobs(logits[rows], chosen, most)
+        reported = min(most if most < 2 else _MAX_TOP, logits.shape[1])  # each number is a kernel of its own
+        own, top, ids = kernels.token_logprobs(logits[rows], chosen, reported)
         return {
             row: TokenLogprob(
                 token_id=tokens[row],
@@ -157,9 +158,10 @@ class DeviceSampler:
         params = [state.params for state in states]
         seeds = np.array([param.seed & ((1 << 64) - 1) for param in params], dtype=np.uint64).view(np.int64)
         choices = [sequence.choice for sequence in sequences]
-        integers = np.array([seeds, choices, positions, [param.top_k for param in params]], dtype=np.int64)
-        reals = np.array([[_heat(p), p.top_p, p.min_p] for p in params], dtype=np.float32).T.copy()
-        whole, real = upload(integers, self._device), upload(reals, self._device)
+        top_k = [param.top_k for param in params]
+        whole = upload_rows([seeds, choices, positions, top_k], np.int64, self._device)
+        chances = ([_heat(p) for p in params], [p.top_p for p in params], [p.min_p for p in params])
+        real = upload_rows(chances, np.float32, self._device)
         ends = [
             sequence.num_prompt + param.min_tokens if position - sequence.num_prompt < param.min_tokens else 0
             for sequence, param, position in zip(sequences, params, positions, strict=True)
@@ -198,7 +200,7 @@ class DeviceSampler:
                 output[place] = upload(known, self._device)
         params = [states[row].params for row in rows]
         table = [[p.presence_penalty, p.frequency_penalty, p.repetition_penalty] for p in params]
-        penalties = upload(np.array(table, dtype=np.float32).T.copy(), self._device)
+        penalties = upload_rows(list(zip(*table, strict=True)), np.float32, self._device)
         return _Counts(
             rows=upload(np.array(rows, dtype=np.int64), self._device),
             seen=seen,
