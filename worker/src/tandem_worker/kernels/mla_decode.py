@@ -31,9 +31,10 @@ def _mla_decode_attention_kernel(
     stride_q_row, stride_q_head, stride_block, stride_slot, stride_table, stride_out_row, stride_out_head,
     SPLIT: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    heads = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
+    head_tiles = tl.cdiv(num_heads, BLOCK_H)
+    row = (tl.program_id(0) // head_tiles).to(tl.int64)  # a grid's other axes end at 65,535
+    heads = tl.program_id(0) % head_tiles * BLOCK_H + tl.arange(0, BLOCK_H)
     split = tl.program_id(1)
-    row = tl.program_id(2).to(tl.int64)
     latent_dims = tl.arange(0, LATENT)
     rope_dims = LATENT + tl.arange(0, ROPE)
     valid = heads < num_heads
@@ -130,7 +131,7 @@ def mla_decode_attention(
     if num_splits > 1:
         partial = torch.empty((num_rows, num_heads, num_splits, latent_dim), dtype=torch.float32, device=q.device)
         lse = torch.empty((num_rows, num_heads, num_splits), dtype=torch.float32, device=q.device)
-    _mla_decode_attention_kernel[(head_tiles, num_splits, num_rows)](
+    _mla_decode_attention_kernel[(num_rows * head_tiles, num_splits)](
         q, latent_cache, block_tables, context_lens, out, partial, lse,
         scale * LOG2E, num_heads, latent_cache.shape[1], num_splits,
         q.stride(0), q.stride(1), latent_cache.stride(0), latent_cache.stride(1), block_tables.stride(0),
