@@ -34,10 +34,11 @@ class Delivery:
         self._ends: queue.SimpleQueue[TokenDelta] | None = queue.SimpleQueue()
 
     def __call__(self, deltas: Sequence[TokenDelta]) -> None:
-        if self._ends is not None:
+        ends = self._ends  # the end that is put last makes the worker warm
+        if ends is not None:
             for delta in deltas:
                 if delta.finish_reason is not None:
-                    self._ends.put(delta)
+                    ends.put(delta)
         self._hub.deliver(deltas)
 
     def await_end(self, timeout: float) -> TokenDelta | None:
