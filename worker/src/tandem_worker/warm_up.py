@@ -92,10 +92,11 @@ def warm_up(engine: EngineCore, delivery: Delivery, requests: Sequence[Generatio
     for request in requests:
         engine.submit(request)
         end = delivery.await_end(WARM_UP_SECONDS)
+        what = f"a prompt of {len(request.prompt_token_ids)} tokens"
         if end is None:
-            raise StartupError("WarmUpFailed", f"The first tokens were not computed within {WARM_UP_SECONDS:g} s.")
+            raise StartupError("WarmUpFailed", f"Warming up: {what} was not computed within {WARM_UP_SECONDS:g} s.")
         if end.finish_reason not in (FinishReason.LENGTH, FinishReason.STOP):
-            raise StartupError("WarmUpFailed", f"The first tokens could not be computed: {end.error}")
+            raise StartupError("WarmUpFailed", f"Warming up: {what} could not be computed: {end.error}")
     delivery.finish()
 
 

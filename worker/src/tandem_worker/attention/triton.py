@@ -37,7 +37,7 @@ class TritonStepAttention:
         self._batch = batch
         lengths = batch.query_lens_host
         self._num_decodes = next((index for index, length in enumerate(lengths) if length != 1), len(lengths))
-        self._prompt_starts: torch.Tensor | None = None
+        self._prompt_query_start = batch.query_start if self._num_decodes == 0 else None
         self._token_tables: torch.Tensor | None = None
         self._latent_plan: _LatentPlan | None = None
 
@@ -64,16 +64,22 @@ class TritonStepAttention:
             )
         if count < contexts.shape[0]:
             kernels.paged_prefill_attention(
-                q[count:], kv_layer, tables[count:], self._starts(), contexts[count:], out=out[count:], **options
+                q[count:],
+                kv_layer,
+                tables[count:],
+                self._query_start_of_prompts(),
+                contexts[count:],
+                out=out[count:],
+                **options,
             )
         return out.flatten(1)
 
-    def _starts(self) -> torch.Tensor:
+    def _query_start_of_prompts(self) -> torch.Tensor:
         """Where the sequences behind the decodes begin among their own tokens."""
-        if self._prompt_starts is None:
+        if self._prompt_query_start is None:
             count = self._num_decodes
-            self._prompt_starts = self._batch.query_start[count:] - count
-        return self._prompt_starts
+            self._prompt_query_start = self._batch.query_start[count:] - count
+        return self._prompt_query_start
 
     def attend_latents(
         self, queries: torch.Tensor, kv: torch.Tensor, kv_layer: torch.Tensor, spec: LatentSpec

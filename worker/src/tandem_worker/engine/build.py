@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 
 import torch
@@ -24,6 +25,8 @@ from tandem_worker.engine.memory import (
 )
 from tandem_worker.errors import StartupError
 from tandem_worker.models.base import CausalLM, allocate_kv_cache
+
+logger = logging.getLogger(__name__)
 
 _CPU_STEP_SECONDS = 0.5
 """A CPU prefills so slowly that full chunks would stall decodes and aborts for seconds."""
@@ -101,15 +104,16 @@ def build_engine(
 
 
 def _plan_num_blocks(model: CausalLM, config: WorkerConfig, arena_bytes: int | None, *, records: bool) -> int:
-    """KV blocks beside what else the device has to hold."""
+    """KV blocks beside what else the device has to hold, unless the configuration says how many bytes they take."""
     num_blocks = observe_num_blocks(model, config, arena_bytes)
-    if not records or arena_bytes is None:
+    if not records or arena_bytes is None or config.kv.memory_bytes is not None:
         return num_blocks
     block_size = config.kv.block_size
     longest = plan_max_model_len(config.max_model_len, model.max_position_embeddings, num_blocks, block_size)
     recorded = measure_recordings(
         model, max_rows=config.scheduler.max_running_requests, max_model_len=longest, block_size=block_size
     )
+    logger.info("memory is set aside for recorded decode steps", extra={"gib": round(recorded / 2**30, 3)})
     return observe_num_blocks(model, config, arena_bytes + recorded)
 
 

@@ -199,8 +199,12 @@ class DeviceSampler:
                 known = np.bincount(sequence.output, minlength=self._vocab).astype(np.int32)
                 output[place] = upload(known, self._device)
         params = [states[row].params for row in rows]
-        table = [[p.presence_penalty, p.frequency_penalty, p.repetition_penalty] for p in params]
-        penalties = upload_rows(list(zip(*table, strict=True)), np.float32, self._device)
+        table = (
+            [p.presence_penalty for p in params],
+            [p.frequency_penalty for p in params],
+            [p.repetition_penalty for p in params],
+        )
+        penalties = upload_rows(table, np.float32, self._device)
         return _Counts(
             rows=upload(np.array(rows, dtype=np.int64), self._device),
             seen=seen,

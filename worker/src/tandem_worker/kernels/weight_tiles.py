@@ -182,7 +182,8 @@ def product(
 ):  # fmt: skip
     """x rows times weight rows over columns [k_begin, k_end), `[BLOCK_M, BLOCK_N]` float32; k_begin on a tile edge.
 
-    Scales are too narrow for Triton's pipeline: the next tile's are asked for by hand before this one is used.
+    Scales of 4-bit forms are too narrow for Triton's pipeline: the next tile's are asked for by hand before this one is
+    used. Those of FP8 are float32, which the pipeline brings by itself.
     """
     accumulated = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     scale, zero = scale_tile(
