@@ -23,10 +23,15 @@ def can_pack(weight: torch.Tensor) -> bool:
     """True where oneDNN's packed layout exists for this weight's device and type."""
     return (
         weight.device.type == "cpu"
-        and weight.dtype in {torch.float32, torch.bfloat16}
         and torch.backends.mkldnn.is_available()
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+        and (weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and _packs_bfloat16()))
     )
+
+
+def _packs_bfloat16() -> bool:
+    """oneDNN has its bfloat16 layouts for CPUs with AVX-512 only; torch raises where it is asked for one elsewhere."""
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 class Linear:
