@@ -18,6 +18,7 @@ from tandem_api.names import (
     WORKER_GROUP_PORT,
     WORKER_HTTP_PORT,
     WORKER_KV_PORT,
+    WORKER_METRICS_PORT,
     Role,
 )
 
@@ -115,6 +116,11 @@ class WorkerConfig(Wire):
     scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)
     group: GroupConfig = Field(default_factory=GroupConfig)
     http_port: int = WORKER_HTTP_PORT
+    """Inference alone; wants `names.HEADER_TOKEN` where there are keys."""
+    metrics_port: int = WORKER_METRICS_PORT
+    """Probes, metrics and telemetry."""
+    keys_path: str | None = None
+    """Folder with `names.PEERS_KEY_FILE` and `names.API_KEY_FILE`; None: peers and gateways are not authenticated."""
     drain_timeout_seconds: float = 60.0
     """How long running requests may finish after SIGTERM."""
 
@@ -144,6 +150,8 @@ class GatewayConfig(Wire):
     """True when prefill workers exist as a role of their own."""
     http_port: int = GATEWAY_HTTP_PORT
     metrics_port: int = GATEWAY_METRICS_PORT
+    keys_path: str | None = None
+    """Folder with `names.API_KEY_FILE`; None: no token is shown to workers."""
     max_body_bytes: int = 8 * 1024 * 1024
     timeouts: GatewayTimeouts = Field(default_factory=GatewayTimeouts)
     drain_timeout_seconds: float = 60.0

@@ -44,6 +44,16 @@ HEADER_DECODE_WORKER = "x-tandem-decode-worker"
 HEADER_PREFILL_WORKER = "x-tandem-prefill-worker"
 """Response: the pod that prefilled (the decode pod itself when it did so locally)."""
 
+HEADER_TOKEN = "x-tandem-token"
+"""Gateway to worker: `keys.bearer_token`. Without it a worker that has keys answers 401."""
+
+KEYS_PATH = "/etc/tandem/keys"
+"""Folder of the pod's keys: the mounted Secret."""
+PEERS_KEY_FILE = "peers.json"
+"""In the Secret and in the folder: what workers prove to each other. Workers only."""
+API_KEY_FILE = "api.json"
+"""What gateways show workers. Workers and gateways."""
+
 CONFIG_PATH = "/etc/tandem/config.json"
 """Where a pod finds its launch configuration."""
 MODEL_CACHE_PATH = "/var/cache/tandem"
@@ -54,6 +64,8 @@ TERMINATION_MESSAGE_PATH = "/dev/termination-log"
 """A worker that cannot start writes one object here before it exits: `{"reason": CamelCase, "message": sentence}`."""
 
 WORKER_HTTP_PORT = 8000
+WORKER_METRICS_PORT = 9090
+"""Probes, metrics and telemetry."""
 WORKER_KV_PORT = 7000
 """Of a pod's first rank; the others of the pod take the ports after it."""
 WORKER_GROUP_PORT = 6900
@@ -77,6 +89,11 @@ class Role(StrEnum):
 def workload_name(model: str, role: Role) -> str:
     """Name of the StatefulSet, headless Service, ConfigMap and PodDisruptionBudget of a role; of the gateway's too."""
     return model if role is Role.GATEWAY else f"{model}-{'decode' if role is Role.UNIFIED else role.value}"
+
+
+def keys_name(model: str) -> str:
+    """Name of the Secret with the keys of a model's pods."""
+    return f"{model}-keys"
 
 
 def pod_ordinal(pod: str) -> int:

@@ -6,6 +6,8 @@ WorkerError
 ├── StartupError           the worker cannot start; reason and message end in the pod's termination message
 ├── GroupLostError         a process of this worker's group is gone: nothing can be computed any more
 ├── TransferError          a KV transfer failed; the request falls back to local prefill
+├── AuthenticationError    a peer does not have a key of this model, or does not believe ours
+├── ThreadStartError       the system has no thread for what must run beside the rest
 └── EngineStoppedError     the engine no longer takes requests (draining or dead)
 """
 
@@ -47,6 +49,18 @@ class GroupLostError(WorkerError):
 
 class TransferError(WorkerError):
     """Blocks could not be moved: the peer is gone, refused, or sent data that fails its checksum."""
+
+
+class AuthenticationError(WorkerError):
+    """A peer did not prove a key of this model's ring. `reason` is one word for metrics, where there is one."""
+
+    def __init__(self, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class ThreadStartError(WorkerError):
+    """The system starts no more threads: a limit on processes or memory is reached."""
 
 
 class EngineStoppedError(WorkerError):
