@@ -74,6 +74,13 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 }
 
 
+SCHEMES: dict[str, dict[str, Any]] = {
+    "fp8": {"weight_block_size": [16, 16]},
+    "compressed-tensors": {"config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "int"}}}},
+    "mxfp4": {},
+}
+
+
 def quantize(folder: Path, method: str) -> None:
     """Rounds a saved checkpoint's matrices and saves them in a published layout."""
     tensors, quantized = load_file(folder / "model.safetensors"), {}
@@ -96,7 +103,7 @@ def quantize(folder: Path, method: str) -> None:
             quantized[name] = weight
     save_file(quantized, folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": method, "weight_block_size": [16, 16]}
+    config["quantization_config"] = {"quant_method": method, **SCHEMES[method]}
     (folder / "config.json").write_text(json.dumps(config))
 
 
