@@ -76,6 +76,7 @@ class ConfigKeys:
     rope_theta: float = 10000.0
     rope_parameters: Mapping[str, Any] = field(default_factory=dict)
     """What stands for absent or null `rope_parameters`."""
+    rope_kinds: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
     wrapper: ConfigKeys | None = None
     """Of multimodal checkpoints: the keys around `text_config`."""
 

@@ -48,6 +48,7 @@ KEYS = ConfigKeys(
         "for_llm_compressor": "chooses among implementations of the same computation",
     },
     rope_theta=500000.0,
+    rope_kinds=("default", "linear", "llama3"),  # yarn's factor would be lost in the norm, which is published as last
 )
 MULTIMODAL_KEYS = replace(
     KEYS,
@@ -55,11 +56,12 @@ MULTIMODAL_KEYS = replace(
         model_types=("llama4",),
         reads={"text_config": REQUIRED, "tie_word_embeddings": False, "quantization_config": None},
         ignores=dict.fromkeys(
-            ("vision_config", "image_token_index", "boi_token_index", "eoi_token_index", "dtype", "torch_dtype"),
+            ("vision_config", "image_token_index", "boi_token_index", "eoi_token_index", "image_token_id",
+             "boi_token_id", "eoi_token_id", "dtype", "torch_dtype"),
             "of images, which are not taken, or repeated in text_config",
         ),
     ),
-)
+)  # fmt: skip
 _FULL, _CHUNKED = "full_attention", "chunked_attention"
 
 

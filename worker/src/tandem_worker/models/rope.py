@@ -48,9 +48,9 @@ def parse_rope(
     if None not in (kind, older) and kind != older:
         raise StartupError("ConfigInvalid", f"{where}: {name} has the types {kind!r} and {older!r}; one is meant.")
     kind = str(kind or older or "default")
-    if kind not in SCALING_KEYS:
+    if kind not in keys.rope_kinds:
         raise refuse_keys(
-            [f"{name}.rope_type is {kind!r:.60} (known: {', '.join(SCALING_KEYS)})"],
+            [f"{name}.rope_type is {kind!r:.60} (known: {', '.join(keys.rope_kinds)})"],
             architecture=architecture,
             where=where,
         )
