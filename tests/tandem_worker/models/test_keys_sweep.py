@@ -36,11 +36,17 @@ _LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 _OLD_YARN = {"type": "yarn", **{key: value for key, value in _YARN.items() if not key.startswith("rope_")}}
+_EXPERTS: list[Any] = [
+    {"num_experts": 8, "num_local_experts": 8, "n_routed_experts": 16},
+    {"num_experts": 16, "num_local_experts": 16, "n_routed_experts": 16},
+    {"num_experts": 6, "num_local_experts": 8, "n_routed_experts": 6},
+]
+PER_LAYER = ("layer_types", "no_rope_layers", "moe_layers")
 CHANGES: dict[str, list[Any]] = {
     "vocab_size": [101],
     "hidden_size": [40],
-    "intermediate_size": [72],
-    "num_hidden_layers": [2],
+    "intermediate_size": [{"intermediate_size": 72, "mlp_only_layers": [1]}],
+    "num_hidden_layers": [{"num_hidden_layers": 2} | dict.fromkeys(PER_LAYER, ABSENT), 2],
     "num_attention_heads": [2, {"num_attention_heads": 8, "num_key_value_heads": 8}],
     "num_key_value_heads": [1, 4, None],
     "head_dim": [8, None, ABSENT],
@@ -75,15 +81,18 @@ CHANGES: dict[str, list[Any]] = {
         {"use_sliding_window": False, "sliding_window": 5, "layer_types": ABSENT},
         ABSENT,
     ],
-    "sliding_window": [7, None, ABSENT, {"use_sliding_window": True, "sliding_window": None}],
+    "sliding_window": [
+        {"use_sliding_window": True, "sliding_window": 5, "layer_types": ABSENT, "max_window_layers": 0},
+        7, None, ABSENT, {"use_sliding_window": True, "sliding_window": None},
+    ],
     "max_window_layers": [
         1, {"use_sliding_window": True, "sliding_window": 5, "layer_types": ABSENT, "max_window_layers": 2},
         {"use_sliding_window": True, "sliding_window": 5, "layer_types": ABSENT, "max_window_layers": ABSENT},
     ],
     "moe_intermediate_size": [16],
-    "num_experts": [4],
-    "num_local_experts": [4],
-    "n_routed_experts": [16],
+    "num_experts": _EXPERTS,
+    "num_local_experts": _EXPERTS,
+    "n_routed_experts": _EXPERTS,
     "num_experts_per_tok": [1, 3],
     "decoder_sparse_step": [2, ABSENT],
     "mlp_only_layers": [[1], None, ABSENT],
@@ -130,6 +139,7 @@ EXTRA_IGNORES = {
     "label2id": {"x": 0},
     "problem_type": None,
     "dtype": "float32",
+    "initializer_range": 0.5,
 }
 GATE = {
     ("llama3", "mlp_bias"), ("llama3", "attention_bias"), ("llama3", "rope_scaling"), ("qwen3", "use_sliding_window"),
@@ -150,6 +160,8 @@ def cases() -> list[Any]:
 
 def changes_of(specimen: Specimen, key: str) -> list[dict[str, Any]]:
     values = LAYER_TYPES[specimen.family] if key == "layer_types" else CHANGES.get(key)
+    if specimen.keys.kind(key) == "ignored":
+        values = None
     if values is None:
         assert specimen.keys.kind(key) != "read" or key in EXTRA_IGNORES | {"torch_dtype": 0}, "say how to change it"
         small = specimen.small()
