@@ -140,6 +140,7 @@ EXTRA_IGNORES = {
     "problem_type": None,
     "dtype": "float32",
     "initializer_range": 0.5,
+    "return_dict": None,  # transformers' own models break on False
 }
 GATE = {
     ("llama3", "mlp_bias"), ("llama3", "attention_bias"), ("llama3", "rope_scaling"), ("qwen3", "use_sliding_window"),
