@@ -176,6 +176,12 @@ def test_a_missing_tensor_of_another_stage_is_found_before_anything_is_read(tmp_
         load(tmp_path, context=ParallelContext(pp_size=3, pp_rank=0))
 
 
+def test_the_same_weights_in_another_layout_lie_beside_them(tmp_path: Path) -> None:
+    save_family("llama3", tmp_path)
+    save_file({"layers.0.attention.wq.weight": torch.ones(2)}, tmp_path / "consolidated.safetensors")
+    load(tmp_path)
+
+
 def test_tensors_of_a_gguf_file(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     write_gguf(path, gguf.GGMLQuantizationType.F16, extra={"blk.0.attn_sub_norm.weight": np.ones(4, dtype=np.float32)})

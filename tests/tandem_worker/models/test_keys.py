@@ -6,6 +6,7 @@ A release of transformers that adds a key, or changes a default, fails here unti
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -216,6 +217,7 @@ def test_a_family_cannot_read_what_it_does_not_declare() -> None:
         ({"num_hidden_layers": 2.5}, "num_hidden_layers is 2.5; it must be whole"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
         ({"num_attention_heads": True}, "num_attention_heads is True"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false'; it must be a boolean"),
         ({"num_key_value_heads": 3}, "4 heads cannot share 3"),
         ({"rope_parameters": None, "rope_scaling": 4.0}, "rope_scaling is 4.0; it must be an object"),
         ({"rope_parameters": {"rope_theta": "high"}}, "rope_theta is 'high'"),
@@ -226,6 +228,17 @@ def test_values_that_cannot_be_computed_with(changes: dict[str, Any], says: str)
     with pytest.raises(StartupError, match=says) as refusal:
         parse(SPECIMENS["llama3"], **changes)
     assert refusal.value.reason == "ConfigInvalid"
+
+
+@pytest.mark.parametrize("specimen", SPECIMENS.values(), ids=SPECIMENS)
+@pytest.mark.parametrize("value", [None, "1", [1], {}, True, -1.5])
+def test_no_value_of_any_key_breaks_the_reading(specimen: Specimen, value: Any) -> None:
+    """It is taken or refused, and a required key that is missing is refused as well."""
+    small = specimen.small()
+    for key in {*small, *specimen.keys.reads, *specimen.keys.derived, *specimen.keys.fixed}:
+        for raw in ({**small, key: value}, {name: one for name, one in small.items() if name != key}):
+            with contextlib.suppress(StartupError):
+                parse_config(raw, specimen.keys, architecture=specimen.architecture)
 
 
 def test_two_names_of_one_key_must_agree() -> None:

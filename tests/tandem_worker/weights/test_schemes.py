@@ -68,6 +68,12 @@ def test_other_settings_are_refused_by_name(quantization: dict[str, Any], says: 
     assert says in str(refusal.value)
 
 
+@pytest.mark.parametrize("quantization", ["int4", [1], 4])
+def test_what_is_no_object_is_refused(quantization: Any) -> None:
+    with pytest.raises(StartupError, match="must be an object"):
+        check_scheme(quantization)
+
+
 def test_a_key_is_declared_once() -> None:
     for scheme in SCHEMES.values():
         assert not scheme.ignores & (scheme.reads | set(scheme.fixed))

@@ -54,10 +54,8 @@ class ModelConfig:
 
     def flag(self, key: str) -> bool:
         """A setting that is on or off; null is off. Raises StartupError for what is neither."""
-        value = self.get(key)
-        if value is not None and not isinstance(value, (bool, int)):
-            raise StartupError("ConfigInvalid", f"The model's configuration: {key} is {value!r}; it must be a boolean.")
-        return bool(value)
+        self.get(key)
+        return _flag(self.raw, key)
 
     def need(self, key: str, kind: type[Number]) -> Number:
         """A number that the family cannot do without. Raises StartupError when it is absent or not a number."""
@@ -147,7 +145,7 @@ def parse_config(
         rope=parse_rope(
             settings, keys, architecture=architecture, max_position_embeddings=max_position_embeddings, where=where
         ),
-        tie_word_embeddings=bool(settings["tie_word_embeddings"]),
+        tie_word_embeddings=_flag(settings, "tie_word_embeddings"),
         dtype=_DTYPES.get(str(settings["dtype"] or settings["torch_dtype"]), torch.float32),
         raw=settings,
     )
@@ -159,12 +157,19 @@ def _unwrap(raw: Mapping[str, Any], keys: ConfigKeys, architecture: str, where: 
     text = outer.get("text_config")
     if not isinstance(text, dict):
         raise StartupError("ConfigInvalid", f"{where} has no text_config, which describes the language model.")
-    tied = bool(text.get("tie_word_embeddings")) or bool(outer["tie_word_embeddings"])
+    tied = _flag(text, "tie_word_embeddings") or _flag(outer, "tie_word_embeddings")
     return {
         **text,
         "tie_word_embeddings": tied,
         "quantization_config": text.get("quantization_config") or outer["quantization_config"],
     }
+
+
+def _flag(settings: Settings, key: str) -> bool:
+    value = settings.get(key)
+    if value is not None and not isinstance(value, int):
+        raise StartupError("ConfigInvalid", f"The model's configuration: {key} is {value!r}; it must be a boolean.")
+    return bool(value)
 
 
 def _optional(settings: Settings, key: str, default: int) -> int:

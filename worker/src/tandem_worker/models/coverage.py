@@ -24,8 +24,8 @@ from tandem_worker.weights.names import NameRecorder
 EMBEDDING = "model.embed_tokens.weight"
 OUTPUT = "lm_head.weight"
 _SHOWN = 4
-_ROTARY = r"(.*\.)?rotary_emb\.inv_freq$"
-_ACTIVATION_SCALES = r".*\.([qkv]_|input_|output_)(scale|zero_point)$"
+_ROTARY = r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)$"
+_ACTIVATION_SCALES = r".*\.([qkv]_|kv_|input_|output_)(scale|zero_point)$"
 
 
 def settle_output_matrix(config: ModelConfig, source: WeightSource, prefix: str) -> ModelConfig:

@@ -21,9 +21,15 @@ from tandem_worker.models.base import KVLayerSpec
 from tandem_worker.models.config import ModelConfig
 from tandem_worker.models.decoder import DecoderLM, MLPPart, PreNormLayer, stage_layers
 from tandem_worker.models.family import Family, Ignorable
-from tandem_worker.models.keys import DECODER_READS, REQUIRED, SILU, ConfigKeys
+from tandem_worker.models.keys import DECODER_READS, REQUIRED, SILU, ConfigKeys, Settings
 from tandem_worker.parallel.context import ParallelContext
 from tandem_worker.weights.loader import Part, WeightLoader, shard
+
+
+def _query_dim(settings: Settings) -> int | None:
+    parts = [settings.get(key) for key in ("qk_nope_head_dim", "qk_rope_head_dim")]
+    return sum(parts) if all(isinstance(part, int) for part in parts) else None
+
 
 KEYS = ConfigKeys(
     model_types=("deepseek_v3", "kimi_k2"),
@@ -55,7 +61,7 @@ KEYS = ConfigKeys(
     },
     derived={
         "head_dim": lambda settings: settings.get("qk_rope_head_dim"),
-        "qk_head_dim": lambda settings: settings["qk_nope_head_dim"] + settings["qk_rope_head_dim"],
+        "qk_head_dim": _query_dim,
         "num_key_value_heads": lambda settings: settings.get("num_attention_heads"),
     },
     ignores={

@@ -66,7 +66,11 @@ FIXED: Mapping[str, tuple[Any, ...]] = {
 
 
 def _head_dim(raw: Mapping[str, Any]) -> int:
-    return int(raw.get("head_dim") or raw.get("hidden_size", 0) // (raw.get("num_attention_heads") or 1))
+    """One that cannot be told is 1; the keys it follows from are refused later."""
+    given, width, heads = (raw.get(key) for key in ("head_dim", "hidden_size", "num_attention_heads"))
+    if given:
+        return int(given)
+    return max(1, width // heads) if isinstance(width, int) and isinstance(heads, int) and heads else 1
 
 
 DERIVED: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
@@ -123,17 +127,17 @@ def _rope_scaling(own: Mapping[str, Any]) -> dict[str, Any] | None:
 def _find_unknown(own: Mapping[str, Any], raw: Mapping[str, Any]) -> list[tuple[str, Any, str]]:
     """Key, value and what would do, for every key that changes the computation in a way that is not known."""
     found = []
+    lists = [(key, value) for key, value in own.items() if key in READS and isinstance(value, list)]
+    if lists:
+        return [(key, value, " (known: one number for all layers)") for key, value in lists]
     for key, value in own.items():
-        if key in READS:
-            if isinstance(value, list):
-                found.append((key, value, " (known: one number for all layers)"))
-        elif key in FIXED:
+        if key in FIXED:
             if value not in FIXED[key]:
                 found.append((key, value, f" (known: {', '.join(map(repr, FIXED[key]))})"))
         elif key in DERIVED:
             wanted = DERIVED[key](raw)
-            if abs(value - wanted) > 1e-4 * wanted:
+            if not isinstance(value, (int, float)) or abs(value - wanted) > 1e-4 * wanted:
                 found.append((key, value, f" (known: {wanted:g})"))
-        elif key not in ROPE_READS and key not in IGNORES:
+        elif key not in READS and key not in ROPE_READS and key not in IGNORES:
             found.append((key, value, " (not a key that is known)"))
     return found

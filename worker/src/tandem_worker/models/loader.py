@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 _BARE_EMBEDDING = "embed_tokens.weight"
 _LANGUAGE_MODEL = "language_model."
 _INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
 
 
 def load_model(
@@ -146,10 +147,12 @@ def _open_gguf(path: Path) -> tuple[ModelConfig, WeightSource]:
 
 
 def _safetensors_files(folder: Path) -> list[Path]:
-    """Files that the index names, or all there are. Raises StartupError when one of the index is not there."""
+    """Files that the index names, or the one of the usual name, beside which others are the same weights in another
+    layout, or all there are. Raises StartupError when one of the index is not there."""
     index = folder / _INDEX
     if not index.is_file():
-        return sorted(folder.glob("*.safetensors"))
+        single = folder / _SINGLE
+        return [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -77,6 +77,8 @@ _FLOAT_BITS, _INT_BITS = (8,), (4, 8)
 
 def check_scheme(quantization: Mapping[str, Any]) -> None:
     """Raises StartupError for a method, and for settings, by which weights cannot be read."""
+    if not isinstance(quantization, Mapping):
+        raise StartupError("ConfigInvalid", f"quantization_config is {quantization!r:.60}; it must be an object.")
     method = str(quantization.get("quant_method", ""))
     scheme = SCHEMES.get(method)
     if scheme is None:
