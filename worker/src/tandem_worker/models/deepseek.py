@@ -28,7 +28,8 @@ from tandem_worker.weights.loader import Part, WeightLoader, shard
 
 def _query_dim(settings: Settings) -> int | None:
     parts = [settings.get(key) for key in ("qk_nope_head_dim", "qk_rope_head_dim")]
-    return sum(parts) if all(isinstance(part, int) for part in parts) else None
+    known = [part for part in parts if isinstance(part, int)]
+    return sum(known) if len(known) == len(parts) else None
 
 
 KEYS = ConfigKeys(
