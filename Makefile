@@ -75,8 +75,9 @@ cluster-down: setup ## Stop the cluster; caches stay
 	@$(RUN) python -m e2e.cluster down
 
 .PHONY: generate
-generate: setup ## Regenerate CRD, chart copies and reference docs from the types in api/
+generate: setup ## Regenerate CRD, chart copies and reference docs from the types in api/ and the model families
 	@$(RUN) python -m tandem_api.generate
+	@$(RUN) python -m tandem_worker.models.reference docs/models.md
 
 .PHONY: format
 format: setup ## Format and fix what can be fixed

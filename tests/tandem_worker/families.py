@@ -27,7 +27,7 @@ _YARN = {
     "mscale_all_dim": 1.0,
     "original_max_position_embeddings": 32,
 }
-_COMMON: dict[str, Any] = {
+COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 48,
     "intermediate_size": 64,
@@ -85,7 +85,7 @@ def save_family(family: str, folder: Path, **changes: Any) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     architecture, own = FAMILIES[family]
-    options = {name: value for name, value in {**_COMMON, **own, **changes}.items() if value is not None}
+    options = {name: value for name, value in {**COMMON, **own, **changes}.items() if value is not None}
     torch.manual_seed(11)
     config = AutoConfig.for_model(architecture, **options)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")

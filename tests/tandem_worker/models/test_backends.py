@@ -59,8 +59,8 @@ CHUNKED = {
     "interleave_moe_layer_step": 1,
 }
 CONFIGS: dict[str, Callable[[], Any]] = {
-    "llama": lambda: LlamaConfig(**COMMON, attention_bias=True, tie_word_embeddings=True),
-    "qwen3": lambda: Qwen3Config(**COMMON),
+    "llama": lambda: LlamaConfig(**COMMON, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+    "qwen3": lambda: Qwen3Config(**COMMON, use_sliding_window=True, sliding_window=5, max_window_layers=1),
     "qwen3_moe": lambda: Qwen3MoeConfig(**COMMON, **EXPERTS, norm_topk_prob=True, mlp_only_layers=[1]),
     "deepseek": lambda: DeepseekV3Config(**{**COMMON, "head_dim": None, **LATENT}),
     "gpt_oss": lambda: GptOssConfig(**COMMON, **SINKS, rope_parameters={"rope_type": "default", "rope_theta": 1e4}),
@@ -69,8 +69,16 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     ),
     "llama4_top2": lambda: Llama4TextConfig(
         **{**COMMON, **CHUNKED, "num_experts_per_tok": 2, "use_qk_norm": False},
+        layer_types=["full_attention", "chunked_attention"],
         rope_parameters={"rope_type": "default", "rope_theta": 1e4},
     ),
+}
+
+
+SCHEMES: dict[str, dict[str, Any]] = {
+    "fp8": {"weight_block_size": [16, 16]},
+    "compressed-tensors": {"config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "int"}}}},
+    "mxfp4": {},
 }
 
 
@@ -96,7 +104,7 @@ def quantize(folder: Path, method: str) -> None:
             quantized[name] = weight
     save_file(quantized, folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": method, "weight_block_size": [16, 16]}
+    config["quantization_config"] = {"quant_method": method, **SCHEMES[method]}
     (folder / "config.json").write_text(json.dumps(config))
 
 

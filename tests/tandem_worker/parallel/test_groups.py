@@ -34,7 +34,7 @@ def family_config(family: str) -> Any:
     from transformers import AutoConfig
 
     own: dict[str, Any] = {
-        "llama": {"tie_word_embeddings": True, "attention_bias": True},
+        "llama": {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
         "qwen3": {},
         "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
         "deepseek_v3": {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -139,8 +140,18 @@ def test_shard_must_divide() -> None:
         shard(0, 10, 0, 3, what="width")
 
 
-def write_gguf(path: Path, kind: gguf.GGMLQuantizationType, architecture: str = "llama") -> dict[str, np.ndarray]:
-    """A one-layer model whose matrices are 256 wide, so that every quantized type has whole blocks."""
+def write_gguf(
+    path: Path,
+    kind: gguf.GGMLQuantizationType,
+    architecture: str = "llama",
+    *,
+    extra: Mapping[str, np.ndarray] | None = None,
+    describe: Callable[[gguf.GGUFWriter], None] = lambda _: None,
+) -> dict[str, np.ndarray]:
+    """A one-layer model whose matrices are 256 wide, so that every quantized type has whole blocks.
+
+    `extra` tensors are added as they are, `describe` adds metadata.
+    """
     writer = gguf.GGUFWriter(str(path), architecture)
     writer.add_block_count(1)
     writer.add_context_length(64)
@@ -150,6 +161,7 @@ def write_gguf(path: Path, kind: gguf.GGMLQuantizationType, architecture: str = 
     writer.add_head_count_kv(2)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(32)
+    describe(writer)
     random = np.random.default_rng(1)
     shapes = {
         "token_embd.weight": (32, 256),
@@ -172,6 +184,8 @@ def write_gguf(path: Path, kind: gguf.GGMLQuantizationType, architecture: str = 
     if architecture == "qwen3":
         for name in ("q", "k"):
             writer.add_tensor(f"blk.0.attn_{name}_norm.weight", np.ones(64, dtype=np.float32))
+    for name, value in (extra or {}).items():
+        writer.add_tensor(name, value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

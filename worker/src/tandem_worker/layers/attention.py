@@ -132,7 +132,7 @@ def load_attention(
 
 
 def load_qkv(config: ModelConfig, loader: WeightLoader, share: HeadShare, prefix: str) -> Linear:
-    """Queries, keys and values of this rank's heads as one matrix, with a bias where the checkpoint has one."""
+    """Queries, keys and values of this rank's heads as one matrix, with biases where `attention_bias` says so."""
     dim = config.head_dim
     counts = {
         "q": (config.num_heads, share.first_head, share.num_heads),
@@ -145,7 +145,7 @@ def load_qkv(config: ModelConfig, loader: WeightLoader, share: HeadShare, prefix
         shape = (total * dim, config.hidden_size)
         weights.append(Part(name=f"{prefix}{name}_proj.weight", shape=shape, piece=piece))
         biases.append(Part(name=f"{prefix}{name}_proj.bias", shape=shape[:1], piece=piece))
-    bias = loader.stack(biases) if loader.has(biases[0].name) else None
+    bias = loader.stack(biases) if config.flag("attention_bias") else None
     return loader.backend.linear(loader.matrix(weights), bias)
 
 
@@ -158,6 +158,6 @@ def load_output(
     if share.num_heads != config.num_heads:
         piece = Slice(1, share.first_head * dim, (share.first_head + share.num_heads) * dim)
     name = f"{prefix}o_proj."
-    bias = loader.load(f"{name}bias", (config.hidden_size,)) if loader.has(f"{name}bias") else None
+    bias = loader.load(f"{name}bias", (config.hidden_size,)) if config.flag("attention_bias") else None
     weight = loader.matrix([Part(name=f"{name}weight", shape=(config.hidden_size, width), piece=piece)])
     return loader.backend.linear(weight, bias, reduce=context.tp)

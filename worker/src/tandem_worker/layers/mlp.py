@@ -34,21 +34,32 @@ class GatedMLP:
 
     @classmethod
     def load(
-        cls, loader: WeightLoader, context: ParallelContext, prefix: str, hidden_size: int, intermediate_size: int
+        cls,
+        loader: WeightLoader,
+        context: ParallelContext,
+        prefix: str,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        bias: bool = False,
     ) -> GatedMLP:
+        """`bias` says that all three projections have one."""
         rank, size = context.tp_rank, context.tp_size
         what = "intermediate_size"
         rows = shard(0, intermediate_size, rank, size, what=what)
         shape = (intermediate_size, hidden_size)
-        gate_up = loader.matrix(
-            [Part(name=f"{prefix}{name}_proj.weight", shape=shape, piece=rows) for name in ("gate", "up")]
-        )
+        names = [f"{prefix}{name}_proj" for name in ("gate", "up")]
+        gate_up = loader.matrix([Part(name=f"{name}.weight", shape=shape, piece=rows) for name in names])
         columns = shard(1, intermediate_size, rank, size, what=what)
         down = loader.matrix(
             [Part(name=f"{prefix}down_proj.weight", shape=(hidden_size, intermediate_size), piece=columns)]
         )
+        gate_up_bias = down_bias = None
+        if bias:
+            gate_up_bias = loader.stack([Part(name=f"{name}.bias", shape=shape[:1], piece=rows) for name in names])
+            down_bias = loader.load(f"{prefix}down_proj.bias", (hidden_size,))
         backend = loader.backend
-        return backend.mlp(backend.linear(gate_up), backend.linear(down, reduce=context.tp))
+        return backend.mlp(backend.linear(gate_up, gate_up_bias), backend.linear(down, down_bias, reduce=context.tp))
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """`residual + mlp(x)`."""

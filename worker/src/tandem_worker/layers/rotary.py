@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from tandem_worker.errors import StartupError
-from tandem_worker.models.config import ModelConfig, RopeConfig
+from tandem_worker.models.config import ModelConfig
+from tandem_worker.models.rope import RopeConfig
 from tandem_worker.weights.loader import WeightLoader
 
 

@@ -6,11 +6,12 @@ to as it lies or expanded first is the attention backend's choice (`attention.la
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from tandem_worker.attention.base import AttentionSpec, latent_layer_spec
 from tandem_worker.attention.latent import LatentSpec
-from tandem_worker.errors import StartupError
 from tandem_worker.layers.mlp import GatedMLP
 from tandem_worker.layers.moe import Experts, MoE
 from tandem_worker.layers.rotary import RotaryEmbedding, yarn_mscale
@@ -19,8 +20,72 @@ from tandem_worker.layers.step import Step
 from tandem_worker.models.base import KVLayerSpec
 from tandem_worker.models.config import ModelConfig
 from tandem_worker.models.decoder import DecoderLM, MLPPart, PreNormLayer, stage_layers
+from tandem_worker.models.family import Family, Ignorable
+from tandem_worker.models.keys import DECODER_READS, REQUIRED, SILU, ConfigKeys, Settings
 from tandem_worker.parallel.context import ParallelContext
 from tandem_worker.weights.loader import Part, WeightLoader, shard
+
+
+def _query_dim(settings: Settings) -> int | None:
+    parts = [settings.get(key) for key in ("qk_nope_head_dim", "qk_rope_head_dim")]
+    known = [part for part in parts if isinstance(part, int)]
+    return sum(known) if len(known) == len(parts) else None
+
+
+KEYS = ConfigKeys(
+    model_types=("deepseek_v3", "kimi_k2"),
+    reads={
+        **DECODER_READS,
+        "attention_bias": False,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": REQUIRED,
+        "qk_rope_head_dim": REQUIRED,
+        "qk_nope_head_dim": REQUIRED,
+        "v_head_dim": REQUIRED,
+        "rope_interleave": True,
+        "first_k_dense_replace": 3,
+        "moe_intermediate_size": REQUIRED,
+        "n_routed_experts": REQUIRED,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": REQUIRED,
+        "n_group": 8,
+        "topk_group": 4,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "num_nextn_predict_layers": 1,
+    },
+    fixed={
+        "hidden_act": SILU,
+        "moe_layer_freq": (1, None),
+        "scoring_func": ("sigmoid", None),
+        "topk_method": ("noaux_tc", None),
+    },
+    derived={
+        "head_dim": lambda settings: settings.get("qk_rope_head_dim"),
+        "qk_head_dim": _query_dim,
+        "num_key_value_heads": lambda settings: settings.get("num_attention_heads"),
+    },
+    ignores={
+        "ep_size": "how the publisher spread training",
+        "aux_loss_alpha": "of training only",
+        "seq_aux": "of training only",
+    },
+    aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
+)
+KIMI_K25_KEYS = replace(
+    KEYS,
+    wrapper=ConfigKeys(
+        model_types=("kimi_k25",),
+        reads={"text_config": REQUIRED, "tie_word_embeddings": True, "quantization_config": None},
+        ignores=dict.fromkeys(
+            ("vision_config", "media_placeholder_token_id", "video_placeholder", "use_unified_vision_chunk",
+             "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id", "ignore_index",
+             "projection_hidden_size", "projection_layer_norm_eps", "dtype", "torch_dtype"),
+            "of images, which are not taken, or repeated in text_config",
+        ),
+    ),
+)  # fmt: skip
+_LATENT_NORM_EPS = 1e-6  # of every published model's code, whatever rms_norm_eps its configuration gives the others
 
 
 class LatentAttention:
@@ -33,16 +98,16 @@ class LatentAttention:
         self._nope = config.need("qk_nope_head_dim", int)
         self._rope = config.need("qk_rope_head_dim", int)
         self._rank = config.need("kv_lora_rank", int)
-        self._interleaved = bool(config.get("rope_interleave", True))
+        self._interleaved = config.flag("rope_interleave")
         self._heads = shard(0, config.num_heads, context.tp_rank, context.tp_size, what="attention heads")
         self._num_heads = config.num_heads // context.tp_size
         self._load(config, loader, context, f"model.layers.{layer}.self_attn.")
 
     def _load(self, config: ModelConfig, loader: WeightLoader, context: ParallelContext, prefix: str) -> None:
-        hidden, heads, eps = config.hidden_size, config.num_heads, config.rms_norm_eps
+        hidden, heads, eps = config.hidden_size, config.num_heads, _LATENT_NORM_EPS
         linear, norm = loader.backend.linear, loader.backend.norm
         value_dim = config.need("v_head_dim", int)
-        query_rank = config.get("q_lora_rank", 0)
+        query_rank = 0 if config.get("q_lora_rank") is None else config.need("q_lora_rank", int)
         down = [Part(name=f"{prefix}kv_a_proj_with_mqa.weight", shape=(self._rank + self._rope, hidden))]
         width = heads * (self._nope + self._rope)
         rows = shard(0, width, context.tp_rank, context.tp_size, what="query width")
@@ -57,9 +122,10 @@ class LatentAttention:
             self._query = linear(
                 loader.matrix([Part(name=f"{prefix}q_proj.weight", shape=(width, hidden), piece=rows)])
             )
-        self._query_rank = int(query_rank)
+        self._query_rank = query_rank
         biases = [Part(name=part.name.replace(".weight", ".bias"), shape=part.shape[:1]) for part in down]
-        self._down = linear(loader.matrix(down), loader.stack(biases) if loader.has(biases[0].name) else None)
+        biased = config.flag("attention_bias")
+        self._down = linear(loader.matrix(down), loader.stack(biases) if biased else None)
         self._latent_norm = norm(loader.load(f"{prefix}kv_a_layernorm.weight", (self._rank,)), eps)
         expand = (heads * (self._nope + value_dim), self._rank)
         piece = shard(0, expand[0], context.tp_rank, context.tp_size, what="key and value width")
@@ -77,7 +143,7 @@ class LatentAttention:
         )
         columns = shard(1, heads * value_dim, context.tp_rank, context.tp_size, what="value width")
         out = loader.matrix([Part(name=f"{prefix}o_proj.weight", shape=(hidden, heads * value_dim), piece=columns)])
-        bias = loader.load(f"{prefix}o_proj.bias", (hidden,)) if loader.has(f"{prefix}o_proj.bias") else None
+        bias = loader.load(f"{prefix}o_proj.bias", (hidden,)) if biased else None
         self._out = linear(out, bias, reduce=context.tp)
 
     def kv_layer_spec(self, block_size: int) -> KVLayerSpec:
@@ -122,16 +188,14 @@ def _load_moe(config: ModelConfig, loader: WeightLoader, context: ParallelContex
     hidden = config.hidden_size
     num_experts = config.need("n_routed_experts", int)
     intermediate = config.need("moe_intermediate_size", int)
-    if config.get("scoring_func", "sigmoid") != "sigmoid":
-        raise StartupError("UnsupportedArchitecture", f"Routing by {config.raw['scoring_func']} is not supported.")
     router = GroupedSigmoidRouter(
         loader.load(f"{prefix}gate.weight", (num_experts, hidden), dtype=torch.float32),
         loader.load(f"{prefix}gate.e_score_correction_bias", (num_experts,), dtype=torch.float32),
         top_k=config.need("num_experts_per_tok", int),
-        num_groups=int(config.get("n_group", 1)),
-        top_groups=int(config.get("topk_group", 1)),
-        normalize=bool(config.get("norm_topk_prob", True)),
-        scale=float(config.get("routed_scaling_factor", 1.0)),
+        num_groups=config.need("n_group", int),
+        top_groups=config.need("topk_group", int),
+        normalize=config.flag("norm_topk_prob"),
+        scale=config.need("routed_scaling_factor", float),
     )
     experts = Experts.load(
         loader,
@@ -141,7 +205,7 @@ def _load_moe(config: ModelConfig, loader: WeightLoader, context: ParallelContex
         hidden_size=hidden,
         intermediate_size=intermediate,
     )
-    num_shared = int(config.get("n_shared_experts", 0))
+    num_shared = config.need("n_shared_experts", int)
     shared = None
     if num_shared:
         shared = GatedMLP.load(loader, context, f"{prefix}shared_experts.", hidden, intermediate * num_shared)
@@ -150,13 +214,12 @@ def _load_moe(config: ModelConfig, loader: WeightLoader, context: ParallelContex
 
 def load_deepseek(config: ModelConfig, loader: WeightLoader, context: ParallelContext) -> DecoderLM:
     """A DeepSeek-V3 or Kimi K2 model on this rank. Layers for multi-token prediction are left out."""
-    num_dense = int(config.get("first_k_dense_replace", 0))
-    every = int(config.get("moe_layer_freq", 1))
+    num_dense = config.need("first_k_dense_replace", int)
     layers = []
     for index, layer in enumerate(stage_layers(config.num_layers, context)):
         prefix = f"model.layers.{layer}.mlp."
         mlp: MLPPart
-        if layer < num_dense or layer % every:
+        if layer < num_dense:
             mlp = GatedMLP.load(loader, context, prefix, config.hidden_size, config.intermediate_size)
         else:
             mlp = _load_moe(config, loader, context, prefix)
@@ -164,3 +227,23 @@ def load_deepseek(config: ModelConfig, loader: WeightLoader, context: ParallelCo
         layers.append(PreNormLayer.load(config, loader, layer, attention, mlp))
     rotary = RotaryEmbedding.of(config, loader, config.need("qk_rope_head_dim", int))
     return DecoderLM(config, loader, context, layers, rotary)
+
+
+def _prediction_layers(config: ModelConfig) -> Ignorable:
+    """DeepSeek's layers that guess further tokens stand behind the others."""
+    first, count = config.num_layers, config.need("num_nextn_predict_layers", int)
+    return {
+        rf"model\.layers\.{layer}\.": "predicts further tokens, which is not done here"
+        for layer in range(first, first + count)
+    }
+
+
+def _prediction_layers_and_vision(config: ModelConfig) -> Ignorable:
+    return {
+        **_prediction_layers(config),
+        r"(vision_tower|mm_projector|multi_modal_projector)\.": "of images, which are not taken",
+    }
+
+
+DEEPSEEK = Family(load=load_deepseek, keys=KEYS, ignorable=_prediction_layers)
+KIMI_K25 = Family(load=load_deepseek, keys=KIMI_K25_KEYS, ignorable=_prediction_layers_and_vision)

@@ -10,9 +10,43 @@ from tandem_worker.layers.rotary import RotaryEmbedding
 from tandem_worker.layers.routers import ChosenSoftmaxRouter
 from tandem_worker.models.config import ModelConfig
 from tandem_worker.models.decoder import DecoderLM, PreNormLayer, stage_layers
+from tandem_worker.models.family import Family
+from tandem_worker.models.keys import DECODER_READS, REQUIRED, ConfigKeys
 from tandem_worker.parallel.context import ParallelContext
 from tandem_worker.weights.base import Slice
 from tandem_worker.weights.loader import WeightLoader
+
+KEYS = ConfigKeys(
+    model_types=("gpt_oss",),
+    reads={
+        **DECODER_READS,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "attention_bias": True,
+        "layer_types": None,
+        "sliding_window": 128,
+        "num_local_experts": REQUIRED,
+        "num_experts_per_tok": REQUIRED,
+        "swiglu_limit": 7.0,
+    },
+    fixed={"swiglu_alpha": (1.702,)},
+    ignores={
+        "hidden_act": "experts have an activation of their own",
+        "initial_context_length": "repeats original_max_position_embeddings of the rotary settings, which is read",
+        "experts_per_token": "repeats num_experts_per_tok, which is read",
+    },
+    aliases={"num_experts": "num_local_experts"},
+    rope_theta=150000.0,
+    rope_parameters={
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+)
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def _attention_options(
@@ -20,8 +54,8 @@ def _attention_options(
 ) -> AttentionOptions:
     share = HeadShare.of(config, context)
     heads = Slice(0, share.first_head, share.first_head + share.num_heads)
-    kinds = config.get("layer_types", [])
-    sliding = kinds[layer] == "sliding_attention" if kinds else layer % 2 == 0
+    kinds = config.layer_kinds("layer_types", (_FULL, _SLIDING))
+    sliding = kinds[layer] == _SLIDING if kinds is not None else layer % 2 == 0
     return AttentionOptions(
         window=config.need("sliding_window", int) if sliding else None,
         sinks=loader.load(f"model.layers.{layer}.self_attn.sinks", (config.num_heads,), heads, dtype=torch.float32),
@@ -43,7 +77,7 @@ def _load_moe(config: ModelConfig, loader: WeightLoader, context: ParallelContex
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
         interleaved=True,
-        swiglu_limit=float(config.get("swiglu_limit", 7.0)),
+        swiglu_limit=config.need("swiglu_limit", float),
     )
     return MoE(loader.backend.route(router), experts, None, context.tp)
 
@@ -58,3 +92,6 @@ def load_gpt_oss(config: ModelConfig, loader: WeightLoader, context: ParallelCon
         layers.append(PreNormLayer.load(config, loader, layer, attention, moe))
     rotary = RotaryEmbedding.of(config, loader)
     return DecoderLM(config, loader, context, layers, rotary)
+
+
+GPT_OSS = Family(load=load_gpt_oss, keys=KEYS)

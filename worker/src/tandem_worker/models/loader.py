@@ -13,8 +13,10 @@ from tandem_worker import native
 from tandem_worker.errors import StartupError
 from tandem_worker.layers.backend import BackendName, build_backend, select_backend
 from tandem_worker.models.base import CausalLM
-from tandem_worker.models.config import ModelConfig, parse_gguf_metadata, read_config
+from tandem_worker.models.config import CONFIG_FILE, ModelConfig, parse_config, read_architecture, read_raw_config
+from tandem_worker.models.coverage import EMBEDDING, check_coverage, settle_output_matrix
 from tandem_worker.models.embedding import MODULES, read_embedding_spec
+from tandem_worker.models.gguf_keys import gguf_architecture, translate_metadata
 from tandem_worker.models.registry import find_family
 from tandem_worker.parallel.context import SINGLE, ParallelContext
 from tandem_worker.weights.bare import BareSource
@@ -26,10 +28,10 @@ from tandem_worker.weights.safetensors import SafetensorsSource
 
 logger = logging.getLogger(__name__)
 
-_EMBEDDING = "model.embed_tokens.weight"
 _BARE_EMBEDDING = "embed_tokens.weight"
 _LANGUAGE_MODEL = "language_model."
 _INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
 
 
 def load_model(
@@ -50,14 +52,16 @@ def load_model(
     if max_threads is not None:
         torch.set_num_threads(max_threads)
     config, source = open_checkpoint(path)
-    load = find_family(config.architecture)
+    family, prefix = find_family(config.architecture), find_prefix(source)
     chosen = dtype or resolve_dtype(device, config.dtype)
     parts = build_backend(backend or select_backend(device, chosen))
     if parts.dtype not in {None, chosen}:
         raise ValueError(f"the {parts.name} backend computes in {parts.dtype}, not in {chosen}")
     with torch.inference_mode():
-        loader = WeightLoader(source, dtype=chosen, device=device, backend=parts, prefix=find_prefix(source))
-        model = load(config, loader, context)
+        config = settle_output_matrix(config, source, prefix)
+        check_coverage(config, family, source, prefix)
+        loader = WeightLoader(source, dtype=chosen, device=device, backend=parts, prefix=prefix)
+        model = family.load(config, loader, context)
     _log_backend(loader)
     if loader.forms:
         logger.info("quantized weights", extra={"matrices": dict(loader.forms)})
@@ -74,8 +78,8 @@ def _log_backend(loader: WeightLoader) -> None:
 def find_prefix(source: WeightSource) -> str:
     """What stands before `model.` in the tensor names: multimodal checkpoints put their language model's name there."""
     for name in source.names():
-        if name.endswith(_EMBEDDING) and (name == _EMBEDDING or name.startswith(_LANGUAGE_MODEL)):
-            return name.removesuffix(_EMBEDDING)
+        if name.endswith(EMBEDDING) and (name == EMBEDDING or name.startswith(_LANGUAGE_MODEL)):
+            return name.removesuffix(EMBEDDING)
     return ""
 
 
@@ -113,16 +117,15 @@ def open_checkpoint(path: Path) -> tuple[ModelConfig, WeightSource]:
         raise StartupError("WeightsNotFound", f"There is no model at {path}.")
     gguf = find_gguf(path)
     if gguf is not None:
-        reader = open_gguf(gguf)
-        metadata = gguf_metadata(reader)
-        source = GGUFSource(gguf, reader, metadata)
-        return parse_gguf_metadata(metadata, tied="lm_head.weight" not in source), source
+        return _open_gguf(gguf)
     files = _safetensors_files(path) if path.is_dir() else []
     if not files:
         raise StartupError(
             "WeightsNotFound", f"{path} holds no weights: neither *.safetensors nor a *.gguf file was found."
         )
-    config = read_config(path / "config.json")
+    raw = read_raw_config(path / CONFIG_FILE)
+    architecture = read_architecture(raw)
+    config = parse_config(raw, find_family(architecture).keys, architecture=architecture)
     config = replace(config, embedding=read_embedding_spec(path, config.hidden_size))
     if config.embedding is None and config.architecture.endswith("Model"):
         raise StartupError(
@@ -134,11 +137,22 @@ def open_checkpoint(path: Path) -> tuple[ModelConfig, WeightSource]:
     return config, BareSource(source) if _BARE_EMBEDDING in source else source
 
 
+def _open_gguf(path: Path) -> tuple[ModelConfig, WeightSource]:
+    reader = open_gguf(path)
+    metadata = gguf_metadata(reader)
+    source = GGUFSource(path, reader, metadata)
+    architecture = gguf_architecture(metadata)
+    raw = translate_metadata(metadata, source)
+    return parse_config(raw, find_family(architecture).keys, architecture=architecture, where=path.name), source
+
+
 def _safetensors_files(folder: Path) -> list[Path]:
-    """Files that the index names, or all there are. Raises StartupError when one of the index is not there."""
+    """Files that the index names, or the one of the usual name, beside which others are the same weights in another
+    layout, or all there are. Raises StartupError when one of the index is not there."""
     index = folder / _INDEX
     if not index.is_file():
-        return sorted(folder.glob("*.safetensors"))
+        single = folder / _SINGLE
+        return [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from tandem_worker.errors import StartupError
 from tandem_worker.layers.attention import AttentionOptions, HeadShare, Rotate, SelfAttention, load_attention
 from tandem_worker.layers.mlp import GatedMLP
 from tandem_worker.layers.moe import Experts, MoE
@@ -11,8 +12,45 @@ from tandem_worker.layers.rotary import RotaryEmbedding
 from tandem_worker.layers.routers import SoftmaxRouter
 from tandem_worker.models.config import ModelConfig
 from tandem_worker.models.decoder import DecoderLM, MLPPart, PreNormLayer, stage_layers
+from tandem_worker.models.family import Family
+from tandem_worker.models.keys import DECODER_READS, REQUIRED, SILU, ConfigKeys
 from tandem_worker.parallel.context import ParallelContext
 from tandem_worker.weights.loader import WeightLoader
+
+_READS = {
+    **DECODER_READS,
+    "attention_bias": False,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+}
+KEYS = ConfigKeys(
+    model_types=("qwen3",),
+    reads={**_READS, "num_key_value_heads": 32, "head_dim": 128, "max_window_layers": 28, "layer_types": None},
+    fixed={"hidden_act": SILU},
+)
+MOE_KEYS = ConfigKeys(
+    model_types=("qwen3_moe",),
+    reads={
+        **_READS,
+        "num_key_value_heads": 4,
+        "head_dim": None,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": None,
+        "moe_intermediate_size": REQUIRED,
+        "norm_topk_prob": False,
+        "num_experts": REQUIRED,
+        "num_experts_per_tok": REQUIRED,
+    },
+    fixed={
+        "hidden_act": SILU,
+        "qkv_bias": (False, None),
+        "shared_expert_intermediate_size": (0, None),
+        "use_qk_norm": (True, None),
+    },
+    ignores={"max_window_layers": "with use_sliding_window all layers of this architecture have a window"},
+    aliases={"num_local_experts": "num_experts"},
+)
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def load_qwen3(config: ModelConfig, loader: WeightLoader, context: ParallelContext) -> DecoderLM:
@@ -27,8 +65,8 @@ def load_qwen3(config: ModelConfig, loader: WeightLoader, context: ParallelConte
 
 def load_qwen3_moe(config: ModelConfig, loader: WeightLoader, context: ParallelContext) -> DecoderLM:
     """A Qwen3-MoE model on this rank. Layers of `mlp_only_layers`, or off the sparse step, are dense."""
-    dense = set(config.get("mlp_only_layers", []))
-    step = int(config.get("decoder_sparse_step", 1))
+    dense = set(config.layer_numbers("mlp_only_layers") or [])
+    step = config.need("decoder_sparse_step", int)
 
     def mlp(layer: int) -> MLPPart:
         prefix = f"model.layers.{layer}.mlp."
@@ -40,11 +78,11 @@ def load_qwen3_moe(config: ModelConfig, loader: WeightLoader, context: ParallelC
 
 
 def _load_moe(config: ModelConfig, loader: WeightLoader, context: ParallelContext, prefix: str) -> MoE:
-    num_experts = config.need("num_experts", int, alias="num_local_experts")
+    num_experts = config.need("num_experts", int)
     router = SoftmaxRouter(
         loader.load(f"{prefix}gate.weight", (num_experts, config.hidden_size)),
         config.need("num_experts_per_tok", int),
-        normalize=bool(config.get("norm_topk_prob", False)),
+        normalize=config.flag("norm_topk_prob"),
     )
     experts = Experts.load(
         loader,
@@ -80,5 +118,29 @@ def _attention(
         share.num_kv_heads,
         config.rms_norm_eps,
     )
-    options = AttentionOptions(place=Rotate(norm))
+    options = AttentionOptions(window=_window(config, layer), place=Rotate(norm))
     return load_attention(config, loader, context, layer=layer, index=index, options=options)
+
+
+def _window(config: ModelConfig, layer: int) -> int | None:
+    """Tokens that the layer attends to, its own included; None for all.
+
+    Qwen3 has windows from layer `max_window_layers` on, unless `layer_types` says where; Qwen3-MoE in every layer.
+    """
+    slides = config.flag("use_sliding_window") and config.get("sliding_window") is not None
+    if "layer_types" in config.raw:
+        kinds = config.layer_kinds("layer_types", (_FULL, _SLIDING))
+        if kinds is not None:
+            if kinds[layer] == _FULL:
+                return None
+            if not slides:
+                raise StartupError(
+                    "ConfigInvalid", f"layer_types gives layer {layer} a sliding window, but use_sliding_window is off."
+                )
+        elif layer < config.need("max_window_layers", int):
+            return None
+    return config.need("sliding_window", int) if slides else None
+
+
+QWEN3 = Family(load=load_qwen3, keys=KEYS)
+QWEN3_MOE = Family(load=load_qwen3_moe, keys=MOE_KEYS)

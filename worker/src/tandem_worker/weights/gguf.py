@@ -21,8 +21,6 @@ from tandem_worker.weights.base import Slice
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
 
-SUPPORTED_ARCHITECTURES = ("llama", "qwen3")
-
 _PLAIN_NAMES = {
     "rope_freqs": "rope_freqs",
     "token_embd": "model.embed_tokens",
@@ -42,6 +40,7 @@ _BLOCK_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_TOKENIZER = "tokenizer."
 _BLOCK_PATTERN = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
 
@@ -58,7 +57,10 @@ def open_gguf(path: Path) -> GGUFReader:
 
 
 def gguf_metadata(reader: GGUFReader) -> dict[str, Any]:
-    """Scalar metadata of the file, plus the number of tokens as `tokenizer.num_tokens`."""
+    """Metadata of the file without the tokenizer's arrays, plus the number of tokens as `tokenizer.num_tokens`.
+
+    An array that says the same of every layer becomes that one value.
+    """
     from gguf import GGUFValueType
 
     metadata: dict[str, Any] = {}
@@ -66,22 +68,23 @@ def gguf_metadata(reader: GGUFReader) -> dict[str, Any]:
         if part.types and part.types[0] == GGUFValueType.ARRAY:
             if key == "tokenizer.ggml.tokens":
                 metadata["tokenizer.num_tokens"] = len(part.data)
-            elif key.endswith("head_count_kv"):
-                metadata[key] = part.contents()
+            elif not key.startswith(_TOKENIZER):
+                items = part.contents() if part.data else []
+                metadata[key] = items[0] if items and all(item == items[0] for item in items) else items
         else:
             metadata[key] = part.contents()
     return metadata
 
 
-def huggingface_name(name: str) -> str | None:
-    """Name of the tensor in the family's Hugging Face checkpoint; None for tensors that are not weights."""
+def huggingface_name(name: str) -> str:
+    """Name of the tensor in the family's Hugging Face checkpoint; its own where it has none there."""
     stem, _, suffix = name.rpartition(".")
     if stem in _PLAIN_NAMES:
         return f"{_PLAIN_NAMES[stem]}.{suffix}"
     match = _BLOCK_PATTERN.fullmatch(name)
     if match and match[2] in _BLOCK_NAMES:
         return f"model.layers.{match[1]}.{_BLOCK_NAMES[match[2]]}.{match[3]}"
-    return None
+    return name
 
 
 class GGUFSource:
@@ -91,8 +94,8 @@ class GGUFSource:
         self._path = path
         architecture = metadata.get("general.architecture")
         self._permuted = architecture == "llama"
-        self._num_heads = int(metadata.get(f"{architecture}.attention.head_count", 1))
-        self._num_kv_heads = int(metadata.get(f"{architecture}.attention.head_count_kv", self._num_heads))
+        self._num_heads = metadata.get(f"{architecture}.attention.head_count", 1)
+        self._num_kv_heads = metadata.get(f"{architecture}.attention.head_count_kv", self._num_heads)
         self._tensors: dict[str, ReaderTensor] = {}
         size = path.stat().st_size
         for tensor in reader.tensors:
@@ -100,9 +103,7 @@ class GGUFSource:
                 raise StartupError(
                     "WeightsCorrupt", f"{path.name} ends before tensor {tensor.name}. Download it again."
                 )
-            mapped = huggingface_name(tensor.name)
-            if mapped is not None:
-                self._tensors[mapped] = tensor
+            self._tensors[huggingface_name(tensor.name)] = tensor
 
     def names(self) -> Iterable[str]:
         return self._tensors.keys()
@@ -134,8 +135,8 @@ class GGUFSource:
         if not self._permuted:
             return 0
         if name.endswith(("q_proj.weight", "q_proj.bias")):
-            return self._num_heads
-        return self._num_kv_heads if name.endswith(("k_proj.weight", "k_proj.bias")) else 0
+            return int(self._num_heads)
+        return int(self._num_kv_heads) if name.endswith(("k_proj.weight", "k_proj.bias")) else 0
 
     def _decode(self, name: str, tensor: ReaderTensor, rows: np.ndarray) -> torch.Tensor:
         from gguf.quants import dequantize

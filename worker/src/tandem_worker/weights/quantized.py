@@ -6,6 +6,7 @@ Which layout a matrix has is told by the names beside it; the checkpoint's `quan
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,37 +14,28 @@ import torch
 from tandem_worker.errors import StartupError
 from tandem_worker.weights import unpacking
 from tandem_worker.weights.base import Slice, WeightSource
+from tandem_worker.weights.schemes import check_scheme
 
 if TYPE_CHECKING:
     from tandem_worker.kernels.quantized import Weight
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-_METHODS = ("fp8", "compressed-tensors", "gptq", "awq", "mxfp4")
-_SIDE_NAMES = (
-    ".weight_scale_inv",
-    ".weight_scale",
-    ".weight_packed",
-    ".weight_shape",
-    ".weight_zero_point",
-    ".qweight",
-    ".qzeros",
-    ".scales",
-    ".g_idx",
-    "_blocks",
-    "_scales",
-)
+_PACKED_SUFFIXES = ((".weight_packed", ".weight"), (".qweight", ".weight"), ("_blocks", ""))
+"""End of the name that holds a matrix's values, and the end that the matrix goes by."""
+_SIDES = {
+    ".weight_packed": (".weight_scale", ".weight_shape", ".weight_zero_point"),
+    ".qweight": (".qzeros", ".scales", ".g_idx"),
+    "_blocks": ("_scales",),
+    ".weight": (".weight_scale", ".weight_scale_inv"),
+}
+"""End of the name that holds a matrix's values to those of the tensors that are read with it."""
 
 
 def dequantize_source(source: WeightSource, quantization: Mapping[str, Any] | None) -> WeightSource:
-    """The source itself when nothing is quantized. Raises StartupError for a method that cannot be read."""
+    """The source itself when nothing is quantized. Raises StartupError for what cannot be read."""
     if not quantization:
         return source
-    method = str(quantization.get("quant_method", ""))
-    if method not in _METHODS:
-        raise StartupError(
-            "WeightsUnsupported",
-            f"Weights quantized by {method!r} cannot be loaded. Supported: {', '.join(_METHODS)}.",
-        )
+    check_scheme(quantization)
     return DequantizedSource(source, quantization)
 
 
@@ -57,12 +49,26 @@ class DequantizedSource:
         self._bits = _weight_bits(quantization)
 
     def names(self) -> Iterable[str]:
-        found = {name for name in self._source.names() if not name.endswith(_SIDE_NAMES)}
-        for name in self._source.names():
-            for suffix, own in ((".weight_packed", ".weight"), (".qweight", ".weight"), ("_blocks", "")):
-                if name.endswith(suffix):
-                    found.add(name.removesuffix(suffix) + own)
-        return found
+        """Every stored tensor: as part of the matrix that is read from it, else under its own name."""
+        return self._names
+
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        found = set(self._source.names())
+        matrices, used = set(), set()
+        for name in found:
+            suffix = next((suffix for suffix in _SIDES if name.endswith(suffix)), None)
+            if suffix is None:
+                continue
+            stem = name.removesuffix(suffix)
+            sides = [stem + side for side in _SIDES[suffix] if stem + side in found]
+            if suffix == ".weight":
+                if sides and self._source.dtype(name) in _FLOAT8:
+                    used.add(sides[0])
+                continue
+            matrices.add(stem + dict(_PACKED_SUFFIXES)[suffix])
+            used.update((name, *sides))
+        return frozenset((found - used) | matrices)
 
     def __contains__(self, name: str) -> bool:
         stem = name.removesuffix(".weight")
