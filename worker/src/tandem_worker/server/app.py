@@ -22,14 +22,11 @@ from tandem_worker.control.params import EmbeddingSpec
 from tandem_worker.engine.base import Engine
 from tandem_worker.errors import RequestError
 from tandem_worker.server.answer import Answerer, Plan
-from tandem_worker.server.chat_request import parse_chat
-from tandem_worker.server.completion_request import parse_completion
 from tandem_worker.server.embeddings import Embedder
 from tandem_worker.server.http import (
     ServiceError,
     describe_error,
     header,
-    read_json,
     request_id,
     send_bytes,
     send_json,
@@ -38,7 +35,6 @@ from tandem_worker.server.hub import ClientGoneError, DeltaHub
 from tandem_worker.server.model import ServedModel
 from tandem_worker.server.output import Usage
 from tandem_worker.server.planning import plan_chat, plan_completion
-from tandem_worker.server.tokens import detokenize, tokenize
 
 _log = logging.getLogger(__name__)
 _ENDPOINT = re.compile(r"[A-Za-z0-9_.\-\[\]:]+:\d{1,5}")
@@ -144,7 +140,7 @@ class _State:
             yield
         finally:
             watcher.cancel()
-            self.model.prompter.close()
+            self.model.preparation.close()
 
     async def _watch_engine(self) -> None:
         """A dead step loop delivers nothing more: its requests must not hang."""
@@ -165,27 +161,29 @@ class _Api:
     async def chat(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._state.check_admission()
         self._model.check_generates()
-        body = parse_chat(await read_json(scope, receive), self._model.vocab_size)
-        await self._answer(await plan_chat(body, self._model, prefill_endpoints(scope)), scope, receive, send)
+        prepared = await self._model.preparation.prepare("chat", scope, receive)
+        await self._answer(await plan_chat(prepared, self._model, prefill_endpoints(scope)), scope, receive, send)
 
     async def completions(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._state.check_admission()
         self._model.check_generates()
-        body = parse_completion(await read_json(scope, receive), self._model.vocab_size)
-        await self._answer(await plan_completion(body, self._model, prefill_endpoints(scope)), scope, receive, send)
+        prepared = await self._model.preparation.prepare("completion", scope, receive)
+        await self._answer(await plan_completion(prepared, self._model, prefill_endpoints(scope)), scope, receive, send)
 
     async def _answer(self, plan: Plan, scope: Scope, receive: Receive, send: Send) -> None:
         scope["tandem.usage"] = await self._answerer.run(plan, receive, send, {})
 
     async def embeddings(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._state.check_admission()
-        scope["tandem.usage"] = await self._embedder.run(await read_json(scope, receive), receive, send)
+        self._model.check_embeds()
+        prepared = await self._model.preparation.prepare("embedding", scope, receive)
+        scope["tandem.usage"] = await self._embedder.run(prepared, receive, send)
 
     async def models(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send_json(send, {"object": "list", "data": [self._card()]})
 
     async def model(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._model.check_name(scope["path_params"]["model"])
+        self._model.rules.check_name(scope["path_params"]["model"])
         await send_json(send, self._card())
 
     def _card(self) -> dict[str, object]:
@@ -198,10 +196,10 @@ class _Api:
         }
 
     async def tokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send_json(send, await tokenize(await read_json(scope, receive), self._model))
+        await send_bytes(send, 200, await self._model.preparation.prepare("tokenize", scope, receive))
 
     async def detokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send_json(send, detokenize(await read_json(scope, receive), self._model))
+        await send_bytes(send, 200, await self._model.preparation.prepare("detokenize", scope, receive))
 
 
 class _Status:

@@ -1,4 +1,4 @@
-"""The ASGI edge: bodies in, JSON and errors out."""
+"""The ASGI edge: headers in, JSON and errors out."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import orjson
-from starlette.types import Receive, Scope, Send
+from starlette.types import Scope, Send
 from tandem_api import names
 from tandem_api.openai import ErrorType, error_body
 
 from tandem_worker.errors import EngineStoppedError, RequestError
-from tandem_worker.server.hub import ClientGoneError
 
 MAX_BODY_BYTES = 8 * 1024 * 1024
 HEADER_RETRY = "x-tandem-retry"
@@ -64,36 +63,6 @@ def request_id(scope: Scope) -> str:
     if given is not None and _REQUEST_ID.fullmatch(given.encode("latin-1")):
         return given
     return f"req-{secrets.token_hex(12)}"
-
-
-async def read_json(scope: Scope, receive: Receive) -> Any:
-    """The body as JSON. Raises RequestError (400, 413), ClientGoneError."""
-    length = header(scope, "content-length")
-    if length is not None and length.isdigit() and int(length) > MAX_BODY_BYTES:
-        raise BodyTooLargeError
-    body = await _read_body(receive)
-    if not body:
-        raise RequestError("The request has no body; a JSON object is expected.", code="invalid_json")
-    try:
-        return orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise RequestError(f"The request body is not valid JSON: {error}.", code="invalid_json") from error
-
-
-async def _read_body(receive: Receive) -> bytes:
-    chunks: list[bytes] = []
-    size = 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGoneError
-        chunk = message.get("body", b"")
-        size += len(chunk)
-        if size > MAX_BODY_BYTES:
-            raise BodyTooLargeError
-        chunks.append(chunk)
-        if not message.get("more_body", False):
-            return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
 
 def encode_headers(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:

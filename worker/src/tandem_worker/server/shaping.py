@@ -26,7 +26,7 @@ class Shape:
 
 
 async def shape_answer(request: ChatRequest, model: ServedModel, prompt: str) -> Shape:
-    """`prompt` is the rendered conversation. Raises RequestError."""
+    """`prompt` is the end of the rendered conversation, from the last message's header on. Raises RequestError."""
     tool_format = _tool_format(request, model)
     inside = model.reasons and prompt.rstrip().endswith(reasoning.BEGIN)
     grammar = await _grammar(request, model, tool_format)
