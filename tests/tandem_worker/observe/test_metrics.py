@@ -9,7 +9,7 @@ from tandem_worker.engine.base import EngineStats
 from tandem_worker.observe.exposition import Exposition, Histogram
 from tandem_worker.observe.metrics import WorkerFacts, WorkerSample, build_metrics_text, build_telemetry
 from tandem_worker.observe.nvml import NO_GPU, GpuSample
-from tandem_worker.observe.requests import RequestMetrics
+from tandem_worker.observe.requests import PreparationCounts, RequestMetrics
 from tandem_worker.transfer.base import BandwidthMeter, TransferStats
 
 FACTS = WorkerFacts(model_name="smollm2", role=Role.DECODE, revision="r1", pod="smollm2-decode-0")
@@ -34,7 +34,7 @@ def sample(gpu: GpuSample = GPU, transfer: TransferStats | None = None) -> Worke
 def text(**changes: object) -> str:
     requests = RequestMetrics()
     requests.record(status=200, seconds=1.0, first_token_seconds=0.2, num_generated=5, streamed=True)
-    return build_metrics_text(FACTS, sample(**changes), requests, {"weights": 1 << 30})  # type: ignore[arg-type]
+    return build_metrics_text(FACTS, sample(**changes), requests, {"weights": 1 << 30}, PreparationCounts(2, 5, 1))  # type: ignore[arg-type]
 
 
 def test_every_worker_metric_is_there_once() -> None:

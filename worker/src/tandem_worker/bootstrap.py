@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import resource
@@ -24,7 +25,7 @@ from tandem_worker.environment import PodFacts
 from tandem_worker.errors import GroupLostError, StartupError
 from tandem_worker.observe.metrics import WorkerFacts, WorkerSample, build_metrics_text, build_telemetry
 from tandem_worker.observe.nvml import GpuReader
-from tandem_worker.observe.requests import RequestMetrics
+from tandem_worker.observe.requests import PreparationCounts, RequestMetrics
 from tandem_worker.server.hub import DeltaHub
 from tandem_worker.warm_up import Delivery, plan_warm_up, warm_up
 
@@ -220,7 +221,11 @@ def build_worker(
         eos_token_ids=end_tokens,
         embedding=model.embedding,
         observer=figures.observe_request,
+        preparation=figures.preparation,
     )
+    # A full collection looks at every object there is, 0.3 s for those of the libraries alone, and all streams wait.
+    gc.collect()
+    gc.freeze()
     progress.enter("ready")
     _log_ready(config, model, engine, progress, memory)
     return Worker(
@@ -346,12 +351,13 @@ class _Figures:
         self._switches, self._engine, self._transport, self._gpu = switches, engine, transport, gpu
         self._memory_bytes = memory_bytes
         self._requests = RequestMetrics()
+        self.preparation = PreparationCounts()
 
     def telemetry(self) -> Any:
         return build_telemetry(self._facts, self._sample())
 
     def metrics_text(self) -> str:
-        return build_metrics_text(self._facts, self._sample(), self._requests, self._memory_bytes)
+        return build_metrics_text(self._facts, self._sample(), self._requests, self._memory_bytes, self.preparation)
 
     def observe_request(self, outcome: Any) -> None:
         """An answer that is sent in one piece ends as it begins."""

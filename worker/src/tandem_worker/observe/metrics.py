@@ -11,7 +11,7 @@ from tandem_api.telemetry import Metric, WorkerTelemetry
 from tandem_worker.engine.base import EngineStats
 from tandem_worker.observe.exposition import Exposition
 from tandem_worker.observe.nvml import GpuSample
-from tandem_worker.observe.requests import RequestMetrics
+from tandem_worker.observe.requests import PreparationCounts, RequestMetrics
 from tandem_worker.transfer.base import TransferStats
 
 
@@ -63,10 +63,15 @@ def build_telemetry(facts: WorkerFacts, sample: WorkerSample) -> WorkerTelemetry
 
 
 def build_metrics_text(
-    facts: WorkerFacts, sample: WorkerSample, requests: RequestMetrics, memory_bytes: Mapping[str, int]
+    facts: WorkerFacts,
+    sample: WorkerSample,
+    requests: RequestMetrics,
+    memory_bytes: Mapping[str, int],
+    preparation: PreparationCounts,
 ) -> str:
     out = Exposition({"model": facts.model_name, "role": facts.role.value})
     _add_requests(out, requests)
+    _add_preparation(out, preparation)
     _add_engine(out, sample.engine)
     _add_transfer(out, sample.transfer)
     _add_gpu(out, sample.gpu)
@@ -90,6 +95,20 @@ def _add_requests(out: Exposition, requests: RequestMetrics) -> None:
     )
     out.histogram(Metric.WORKER_TTFT_SECONDS, "Time to the first token of streamed answers.", requests.ttft)
     out.histogram(Metric.WORKER_TPOT_SECONDS, "Time per further token of streamed answers.", requests.tpot)
+
+
+def _add_preparation(out: Exposition, counts: PreparationCounts) -> None:
+    out.gauge(
+        Metric.WORKER_LARGE_REQUESTS,
+        "Large requests that are being parsed and tokenized in a process of their own, or wait for that.",
+        counts.isolated,
+    )
+    out.counter(Metric.WORKER_LARGE_REQUESTS_TOTAL, "Large requests that were prepared so.", counts.isolated_total)
+    out.counter(
+        Metric.WORKER_LARGE_REQUESTS_REFUSED_TOTAL,
+        "Large requests refused because too many were there, or because one took too much.",
+        counts.refused_total,
+    )
 
 
 def _add_engine(out: Exposition, engine: EngineStats) -> None:

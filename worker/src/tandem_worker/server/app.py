@@ -21,6 +21,7 @@ from tandem_api.telemetry import WorkerTelemetry
 from tandem_worker.control.params import EmbeddingSpec
 from tandem_worker.engine.base import Engine
 from tandem_worker.errors import RequestError
+from tandem_worker.observe.requests import PreparationCounts
 from tandem_worker.server.answer import Answerer, Plan
 from tandem_worker.server.embeddings import Embedder
 from tandem_worker.server.http import (
@@ -77,12 +78,14 @@ def build_app(
     tool_format: str | None = None,
     embedding: EmbeddingSpec | None = None,
     observer: RequestObserver | None = None,
+    preparation: PreparationCounts | None = None,
 ) -> ASGIApp:
     """The ASGI application. `hub.deliver` must be the engine's delivery function.
 
     `max_model_len`, `vocab_size` and `eos_token_ids` come from the loaded model; without them the configuration and
     the tokenizer are asked. `tool_format` names a format of tool calls where detection would be wrong. `embedding`
-    is given for an embedding model. Raises ValueError when no context length is known.
+    is given for an embedding model. With `preparation`, which then counts, the process for large requests is started
+    now and not with the first of them. Raises ValueError when no context length is known.
     """
     model = ServedModel(
         tokenizer,
@@ -93,6 +96,9 @@ def build_app(
         tool_format=tool_format,
         embedding=embedding,
     )
+    if preparation is not None:
+        model.preparation.counts = preparation
+        model.preparation.start()
     state = _State(engine=engine, hub=hub, model=model, ready=ready, draining=draining, observer=observer)
     api = _Api(state, Answerer(engine, hub, pod_name), Embedder(engine, hub, pod_name, model))
     routes = _routes(state, api, _Status(state, telemetry, metrics_text))

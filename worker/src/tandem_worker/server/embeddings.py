@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import base64
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import numpy as np
+import orjson
 from starlette.types import Receive, Send
 from tandem_api import names
 
@@ -16,14 +17,17 @@ from tandem_worker.engine.base import Engine
 from tandem_worker.server.answer import raise_failure
 from tandem_worker.server.embedding_request import EmbeddingRequest
 from tandem_worker.server.flight import Flight
-from tandem_worker.server.http import send_json
+from tandem_worker.server.http import send_parts
 from tandem_worker.server.hub import DeltaHub
 from tandem_worker.server.model import ServedModel
 from tandem_worker.server.output import Usage
+from tandem_worker.server.pacing import Steps, pace
 from tandem_worker.server.preparing import PreparedEmbedding, Tokens
 
 MAX_IN_ENGINE = 128
 """Texts of one request that are in the engine at a time: the others leave room in its queue."""
+
+_SLICE_VECTORS = 4
 
 Vector = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -58,9 +62,9 @@ class Embedder:
             completion_tokens=0,
             reasoning_tokens=0,
         )
-        vectors = [finish_vector(result.embedding or b"", spec, request.dimensions) for result in results]
         headers = {names.HEADER_DECODE_WORKER: self._pod_name, names.HEADER_PREFILL_WORKER: self._pod_name}
-        await send_json(send, _response(vectors, request, self._model.name, usage), headers=headers)
+        vectors = (finish_vector(result.embedding or b"", spec, request.dimensions) for result in results)
+        await send_parts(send, await pace(_write_response(vectors, request, self._model.name, usage)), headers=headers)
         return usage
 
     @staticmethod
@@ -93,20 +97,23 @@ class Embedder:
         return [results[request.request_id] for request in requests]
 
 
-def _response(vectors: Sequence[Vector], request: EmbeddingRequest, model: str, usage: Usage) -> dict[str, Any]:
-    return {
-        "object": "list",
-        "data": [
-            {"object": "embedding", "index": index, "embedding": _write(vector, request.encoding)}
-            for index, vector in enumerate(vectors)
-        ],
-        "model": model,
-        "usage": {
-            "prompt_tokens": usage.prompt_tokens,
-            "total_tokens": usage.prompt_tokens,
-            "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        },
+def _write_response(
+    vectors: Iterable[Vector], request: EmbeddingRequest, model: str, usage: Usage
+) -> Steps[list[bytes]]:
+    """In parts: 2,048 vectors may be 100 MB."""
+    parts = [b'{"object":"list","data":[']
+    for index, vector in enumerate(vectors):
+        if index and index % _SLICE_VECTORS == 0:
+            yield
+        item = {"object": "embedding", "index": index, "embedding": _write(vector, request.encoding)}
+        parts.append(b"," + orjson.dumps(item) if index else orjson.dumps(item))
+    counts = {
+        "prompt_tokens": usage.prompt_tokens,
+        "total_tokens": usage.prompt_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
+    parts.append(b'],"model":%b,"usage":%b}' % (orjson.dumps(model), orjson.dumps(counts)))
+    return parts
 
 
 def _write(vector: Vector, encoding: Literal["float", "base64"]) -> str | list[float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -27,6 +27,9 @@ _KINDS: Mapping[int, ErrorType] = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
+
+_QUOTED_CHARACTERS = 2000
+_JOINED_BYTES = 1024 * 1024
 
 Headers = dict[str, str]
 
@@ -86,8 +89,24 @@ async def send_bytes(
     await send({"type": "http.response.body", "body": body})
 
 
+async def send_parts(send: Send, parts: Sequence[bytes], *, headers: Mapping[str, str] | None = None) -> None:
+    """JSON in parts, which are joined only where they are small."""
+    size = sum(map(len, parts))
+    all_headers = {"content-type": "application/json", "content-length": str(size), **(headers or {})}
+    await send_start(send, 200, all_headers)
+    rest = [b"".join(parts)] if size <= _JOINED_BYTES else parts
+    for part in rest[:-1]:
+        await send({"type": "http.response.body", "body": part, "more_body": True})
+    await send({"type": "http.response.body", "body": rest[-1]})
+
+
 async def send_json(send: Send, value: object, *, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
     await send_bytes(send, status, orjson.dumps(value), headers=headers)
+
+
+def _clip(text: str) -> str:
+    """A refusal may quote the request, which may be long."""
+    return text if len(text) <= _QUOTED_CHARACTERS else f"{text[:_QUOTED_CHARACTERS]}…"
 
 
 def describe_error(error: Exception) -> tuple[int, dict[str, Any], Headers]:
@@ -96,7 +115,8 @@ def describe_error(error: Exception) -> tuple[int, dict[str, Any], Headers]:
         case RequestError():
             kind = _KINDS.get(error.status, "invalid_request_error")
             extra = {"retry-after": "1"} if error.status == 429 else {}
-            return error.status, error_body(str(error), kind=kind, param=error.param, code=error.code), extra
+            param = None if error.param is None else _clip(error.param)
+            return error.status, error_body(_clip(str(error)), kind=kind, param=param, code=error.code), extra
         case EngineStoppedError():
             message = str(error) or "This worker is shutting down."
             return 503, error_body(message, kind="overloaded_error", code="worker_stopping"), {HEADER_RETRY: "1"}

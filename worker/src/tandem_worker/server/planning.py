@@ -88,7 +88,7 @@ async def plan_completion(prepared: PreparedCompletion, model: ServedModel, endp
         score_only=score_only,
     )
     if request.echo:
-        plan.first_delta = _Echoes(encoder, request.prompts, prepared.tokens, options.n, model)
+        plan.first_delta = _Echoes(encoder, request.prompts, prepared.tokens, options.n)
     return plan
 
 
@@ -101,26 +101,18 @@ class _Echoes:
         prompts: Sequence[Prompt],
         tokens: Sequence[Tokens],
         n: int,
-        model: ServedModel,
     ) -> None:
         self._encoder = encoder
         self._prompts = prompts
         self._tokens = tokens
         self._n = n
-        self._model = model
 
     def __call__(self, position: int, delta: TokenDelta) -> None:
         prompt = self._prompts[position]
-        tokens = self._tokens[position]
-        text = prompt if isinstance(prompt, str) else _text_of(tokens, self._model)
-        echo = Echo(text=text, token_ids=tokens, logprobs=delta.prompt_logprobs)
+        text = prompt if isinstance(prompt, str) else None
+        echo = Echo(text=text, token_ids=self._tokens[position], logprobs=delta.prompt_logprobs)
         for index in range(self._n):
             self._encoder.echoes[position * self._n + index] = echo
-
-
-def _text_of(tokens: Sequence[int], model: ServedModel) -> str:
-    detokenizer = model.table.new(continues=True)
-    return "".join(detokenizer.feed(token) for token in tokens) + detokenizer.flush()
 
 
 def _head(prefix: str, options: CommonOptions, model: ServedModel, *, with_logprobs: bool) -> AnswerHead:

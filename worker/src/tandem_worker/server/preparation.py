@@ -15,7 +15,6 @@ import asyncio
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 from starlette.types import Receive, Scope
@@ -23,6 +22,7 @@ from starlette.types import Receive, Scope
 from tandem_worker.errors import RequestError
 from tandem_worker.isolation.confined import Confined
 from tandem_worker.isolation.contract import FunctionError, LimitError, Limits, QueueFullError, UnavailableError
+from tandem_worker.observe.requests import PreparationCounts
 from tandem_worker.server.http import MAX_BODY_BYTES, ServiceError
 from tandem_worker.server.hub import ClientGoneError
 from tandem_worker.server.intake import SMALL_BODY_BYTES, Intake
@@ -49,16 +49,6 @@ JOB_LIMITS = Limits(
 )
 
 
-@dataclass(slots=True)
-class PreparationCounts:
-    """For metrics."""
-
-    isolated_total: int = 0
-    """Requests that were prepared in a process of their own."""
-    refused_total: int = 0
-    """Refused because too many or too large ones were there, or because one took too long."""
-
-
 class Preparation:
     """One per process. `start` readies the process for large requests; without it the first of them does."""
 
@@ -75,7 +65,6 @@ class Preparation:
         """This round of the event loop has prepared a request: the next one waits until tokens have gone out."""
         self._medium = asyncio.Semaphore(NUM_MEDIUM)
         self._large = asyncio.Semaphore(NUM_LARGE)
-        self._num_isolated = 0
         self._running: set[asyncio.Task[Prepared]] = set()
 
     def start(self) -> Confined:
@@ -88,6 +77,7 @@ class Preparation:
                 name="large requests",
                 parallel=NUM_MEDIUM + NUM_LARGE,
                 queue=4,
+                niceness=10,
             )
             self._confined.start()
         return self._confined
@@ -97,14 +87,13 @@ class Preparation:
         if self._confined is not None:
             self._confined.close()
 
-    @property
-    def num_isolated(self) -> int:
-        """Requests that are being prepared in a process of their own, or wait for that."""
-        return self._num_isolated
-
     async def prepare(self, kind: str, scope: Scope, receive: Receive) -> Any:
         """What `Preparer` makes of the request. Raises RequestError, ServiceError, ClientGoneError."""
-        body = await self.intake.read(scope, receive)
+        try:
+            body = await self.intake.read(scope, receive)
+        except RequestError as error:
+            self.counts.refused_total += error.status == 429
+            raise
         if len(body) <= SMALL_BODY_BYTES:
             return await self._prepare_here(kind, body)
         return await self._prepare_apart(kind, body, receive)
@@ -144,16 +133,16 @@ class Preparation:
 
     async def _run_job(self, kind: str, body: bytes, lane: asyncio.Semaphore, began: asyncio.Event) -> Prepared:
         try:
-            if self._num_isolated >= MAX_WAITING + NUM_MEDIUM + NUM_LARGE:
+            if self.counts.isolated >= MAX_WAITING + NUM_MEDIUM + NUM_LARGE:
                 raise self._refuse_crowd()
-            self._num_isolated += 1
+            self.counts.isolated += 1
             try:
                 async with lane:
                     began.set()
                     self.counts.isolated_total += 1
                     answer = await self._call(kind, body)
             finally:
-                self._num_isolated -= 1
+                self.counts.isolated -= 1
         finally:
             self.intake.release(body)
         return unpack(answer)
