@@ -27,13 +27,12 @@ import pytest
 
 ALLOWED_SECONDS = 0.1
 """On top of the longest pause of the control."""
-MOST_OUTLIERS = 2
-"""Pauses per kind of request that may be longer, but not much."""
-HOPELESS_SECONDS = 0.5
+OUTLIERS, OUTLIER_SECONDS = 0.01, 0.4
+"""This share of the pauses may be longer by so much: a core that eight others want is not always there at once."""
 CONTROL_SECONDS = 4.0
 ANSWER_SECONDS = 600.0
 SIZE = 8 * 1024 * 1024 - 4096
-QUICK_SIZE = 1_400_000
+QUICK_SIZE = 1_000_000
 """Still a second of stall for what holds the lock, and a few seconds of work for what does not."""
 AT_ONCE = 6
 LONGEST_TOKEN = "<" + "x" * 2000 + ">"
@@ -104,7 +103,7 @@ ANSWERED: dict[str, Attack] = {
     "an echo": (COMPLETIONS, lambda size: {
         "model": "tiny", "prompt": [7] * (7000 if size > QUICK_SIZE else 2000), "max_tokens": 1, "echo": True,
         "logprobs": 20}),
-    "logprobs": (CHAT, lambda _: chat(logprobs=True, top_logprobs=20, n=16, max_tokens=300)),
+    "logprobs": (CHAT, lambda _: chat(logprobs=True, top_logprobs=20, n=16, max_tokens=150)),
 }  # fmt: skip
 QUICK = ("a text", "token ids", "content parts", "lists", "tools", "a schema", "an echo", "logprobs")
 
@@ -197,7 +196,8 @@ def check(watch: Watch, control: tuple[float, float], spans: dict[str, tuple[flo
                 f"{kind}, {name}: {milliseconds} ms in {span[1] - span[0]:.1f} s; alone {1e3 * undisturbed[0]:.0f} ms"
             )
             over = [round(each, 3) for each in seen if each > bound]
-            if len(over) > MOST_OUTLIERS or any(each > bound + HOPELESS_SECONDS for each in over):
+            num_seen = sum(span[0] <= when <= span[1] for when, _ in watch.samples[kind])
+            if len(over) > max(1, OUTLIERS * num_seen) or any(each > bound + OUTLIER_SECONDS for each in over):
                 failures.append(f"{name}: {kind} of {over[:8]} s, where {bound:.3f} s are allowed")
     assert not failures, "\n".join(failures)
 
@@ -205,7 +205,8 @@ def check(watch: Watch, control: tuple[float, float], spans: dict[str, tuple[flo
 def attack_and_check(
     workers: SimpleNamespace, model: Path, folder: Path, names: Sequence[str], size: int, times: int
 ) -> None:
-    with workers.run(folder, "unified", model) as worker:
+    # Steps are short, so that prompts that are computed do not hold up others for as long as it takes.
+    with workers.run(folder, "unified", model, scheduler={"maxBatchTokens": 32}) as worker:
         workers.await_ready(worker)
         process = worker.process.pid
         # Memory is compared with that of a worker that has answered before: libraries load more on first use.
@@ -218,8 +219,8 @@ def attack_and_check(
             spans = run_attacks(worker, names, size, times)
             workers.eventually(lambda: worker.metric("tandem_worker_large_requests") == 0, 10, "nothing is left")
             after = resident_mib(process)
-        check(watch, control, spans)
         print(f"memory: {before:.0f} MiB before, {after:.0f} MiB afterwards")
+        check(watch, control, spans)
         assert after <= 1.1 * before, f"{before:.0f} MiB before, {after:.0f} MiB afterwards"
         assert not worker.logged('"level":"error"')
 

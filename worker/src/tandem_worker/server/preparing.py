@@ -152,6 +152,8 @@ class Preparer:
         try:
             value = orjson.loads(body)
         except orjson.JSONDecodeError as error:
+            if "Not enough memory" in str(error):
+                raise MemoryError from error
             raise RequestError(f"The request body is not valid JSON: {error}.", code="invalid_json") from error
         try:
             return self._drafts[kind](value)
