@@ -39,6 +39,7 @@ from tandem_worker.server.model import ServedModel
 from tandem_worker.server.output import Usage
 from tandem_worker.server.planning import plan_chat, plan_completion
 from tandem_worker.server.tokens import detokenize, tokenize
+from tandem_worker.structured.compiler import GrammarCompiler
 
 _log = logging.getLogger(__name__)
 _ENDPOINT = re.compile(r"[A-Za-z0-9_.\-\[\]:]+:\d{1,5}")
@@ -81,12 +82,14 @@ def build_app(
     tool_format: str | None = None,
     embedding: EmbeddingSpec | None = None,
     observer: RequestObserver | None = None,
+    grammars: GrammarCompiler | None = None,
 ) -> ASGIApp:
     """The ASGI application. `hub.deliver` must be the engine's delivery function.
 
     `max_model_len`, `vocab_size` and `eos_token_ids` come from the loaded model; without them the configuration and
     the tokenizer are asked. `tool_format` names a format of tool calls where detection would be wrong. `embedding`
-    is given for an embedding model. Raises ValueError when no context length is known.
+    is given for an embedding model. `grammars` is a compiler that the caller closes; without it the application has
+    its own. Raises ValueError when no context length is known.
     """
     model = ServedModel(
         tokenizer,
@@ -96,6 +99,7 @@ def build_app(
         eos_token_ids=eos_token_ids,
         tool_format=tool_format,
         embedding=embedding,
+        grammars=grammars,
     )
     state = _State(engine=engine, hub=hub, model=model, ready=ready, draining=draining, observer=observer)
     api = _Api(state, Answerer(engine, hub, pod_name), Embedder(engine, hub, pod_name, model))
@@ -144,7 +148,7 @@ class _State:
             yield
         finally:
             watcher.cancel()
-            self.model.prompter.close()
+            self.model.close()
 
     async def _watch_engine(self) -> None:
         """A dead step loop delivers nothing more: its requests must not hang."""
