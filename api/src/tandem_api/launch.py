@@ -115,6 +115,8 @@ class WorkerConfig(Wire):
     scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)
     group: GroupConfig = Field(default_factory=GroupConfig)
     http_port: int = WORKER_HTTP_PORT
+    free_form_grammars: bool = False
+    """Clients may send grammars in Lark, not schemas and regexes alone."""
     drain_timeout_seconds: float = 60.0
     """How long running requests may finish after SIGTERM."""
 

@@ -109,7 +109,7 @@ def test_a_job_ends_with_its_deadline(start: Start) -> None:
     children = Path(f"/proc/{confined.process_id}/task/{confined.process_id}/children")
     with pytest.raises(LimitError):
         confined.call_here("sleep", b"", seconds=0.5)
-    wait_for(lambda: not children.read_text().split(), 5)
+    wait_for(lambda: len(children.read_text().split()) == 2)  # those that wait for a call
 
 
 def test_exceptions_are_reported(start: Start) -> None:
@@ -152,9 +152,13 @@ def test_a_process_that_hangs_is_replaced(start: Start) -> None:
     process = confined.process_id
     assert process is not None
     os.kill(process, signal.SIGSTOP)
-    for _ in range(3):
-        with pytest.raises(UnavailableError, match="did not begin"):
+    failures: list[str] = []
+    for _ in range(8):  # jobs that were forked before go on
+        try:
             confined.call_here("echo", b"", seconds=0.2)
+        except UnavailableError as error:
+            failures.append(str(error))
+    assert "did not begin" in failures[0]
     wait_for(lambda: confined.process_id not in {None, process})
     assert confined.call_here("echo", b"again", seconds=30) == b"again"
     assert not is_alive(process)
@@ -201,7 +205,7 @@ async def test_waiting_counts_to_the_deadline(start: Start) -> None:
     await confined.call("echo", b"", seconds=30)
     first = asyncio.create_task(confined.call("nap", b"1.0", seconds=30))
     await asyncio.sleep(0.1)
-    with pytest.raises(LimitError, match="wait"):
+    with pytest.raises(UnavailableError, match="in time"):
         await confined.call("echo", b"", seconds=0.3)
     await first
 
@@ -228,11 +232,11 @@ def test_it_ends_with_its_parent() -> None:
         children = Path(f"/proc/{process}/task/{process}/children")
         parent.stdin.write(b"x")
         parent.stdin.flush()
-        wait_for(lambda: children.read_text().split())
-        (job,) = map(int, children.read_text().split())
+        wait_for(lambda: len(children.read_text().split()) >= 2)
+        jobs = [int(job) for job in children.read_text().split()]
         parent.kill()
         parent.wait()
-    wait_for(lambda: not is_alive(process) and not is_alive(job), 10)
+    wait_for(lambda: not any(map(is_alive, [process, *jobs])))
 
 
 def test_after_closing_calls_are_refused(start: Start) -> None:

@@ -5,7 +5,8 @@
     answer = await confined.call("compile", request, seconds=1.0)
 
 `setup(payload)` runs once in a process that is started from nothing (no descriptors, no threads, no torch, no secrets
-of this one) and returns functions from bytes to bytes by name. Every call forks a job from it. A job that outlives its
+of this one) and returns functions from bytes to bytes by name. Every call has a job of its own that is forked from it,
+a little ahead; a function named `warm`, if there is one, runs in every job before its call. A job that outlives its
 limits is ended by the kernel; what it took is free again at once, and neither this process nor the next job notices.
 """
 
@@ -37,7 +38,7 @@ from tandem_worker.isolation.contract import (
     read_frame,
     write_frame,
 )
-from tandem_worker.isolation.keeper import Keeper, LostError
+from tandem_worker.isolation.keeper import START_SECONDS, Keeper, LostError
 from tandem_worker.isolation.spawner import SECONDS
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,17 @@ class Counts:
     """Spent in calls, waiting included."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Job:
+    sock: socket.socket
+    notice: int
+    """Pipe on which the spawner tells how the job ended."""
+
+    def close(self) -> None:
+        self.sock.close()
+        os.close(self.notice)
+
+
 class Confined:
     """`start` before the first call; `close` ends the processes. All methods may be called from any thread."""
 
@@ -71,7 +83,7 @@ class Confined:
         name: str,
         parallel: int = 2,
         queue: int = 32,
-        niceness: int = 5,
+        niceness: int = 0,
     ) -> None:
         """`parallel` jobs run at a time, `queue` more may wait; `name` is for logs and messages."""
         self.name = name
@@ -82,15 +94,28 @@ class Confined:
         self._most_pending = parallel + queue
         self._num_pending = 0
         self._num_silent = 0
+        self._stock: list[_Job] = []
+        """Jobs that wait for a call. Those of a spawner that has ended have ended too."""
+        self._most_stocked = parallel
         self._lock = threading.Lock()
+        self._free = threading.BoundedSemaphore(parallel)
         self._threads = ThreadPoolExecutor(parallel, thread_name_prefix=name)
 
     def start(self) -> None:
         self._keeper.start()
+        self._refill()
 
     def close(self) -> None:
         self._keeper.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            stock, self._stock = self._stock, []
+        for job in stock:
+            job.close()
+
+    def wait_until_ready(self, seconds: float) -> None:
+        """Raises UnavailableError: at once when the process cannot be started."""
+        self._keeper.wait_until_ready(time.monotonic() + seconds)
 
     @property
     def process_id(self) -> int | None:
@@ -136,11 +161,21 @@ class Confined:
             self.counts.seconds += time.monotonic() - began
 
     def _call(self, function: str, request: bytes, deadline: float) -> bytes:
+        if not self._free.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            self.counts.unavailable += 1
+            raise UnavailableError(f"no process for {self.name} was free in time")
+        try:
+            return self._call_counted(function, request, deadline)
+        finally:
+            self._free.release()
+
+    def _call_counted(self, function: str, request: bytes, deadline: float) -> bytes:
         try:
             try:
                 return self._run_job(function, request, deadline)
             except LostError:
                 logger.warning("the process for %s died under a call, which is tried again", self.name)
+                self._drop_stock()
                 return self._run_job(function, request, deadline)
         except LostError as error:
             self.counts.unavailable += 1
@@ -153,23 +188,52 @@ class Confined:
             raise
 
     def _run_job(self, function: str, request: bytes, deadline: float) -> bytes:
+        job = self._take_job(deadline)
         try:
-            sock, notice = self._begin_job(deadline)
+            return self._talk(job, function, request, deadline)
+        finally:
+            job.close()
+            self._refill()
+
+    def _take_job(self, deadline: float) -> _Job:
+        """One that waits already, if there is any. Raises UnavailableError."""
+        with self._lock:
+            if self._stock:
+                return self._stock.pop()
+        try:
+            return self._begin_job(deadline)
         except OSError as error:
             raise UnavailableError(f"the process for {self.name} cannot be reached: {error}") from error
-        try:
-            return self._talk(sock, notice, function, request, deadline)
-        finally:
-            sock.close()
-            os.close(notice)
 
-    def _begin_job(self, deadline: float) -> tuple[socket.socket, int]:
-        """A job's socket, and the pipe that tells how it ended. Raises OSError, UnavailableError, LimitError."""
+    def _drop_stock(self) -> None:
+        with self._lock:
+            stock, self._stock = self._stock, []
+        for job in stock:
+            job.close()
+
+    def _refill(self) -> None:
+        """Forking and touching memory takes longer than most calls: the next one finds it done."""
+        with contextlib.suppress(RuntimeError):  # closed
+            self._threads.submit(self._fill)
+
+    def _fill(self) -> None:
+        try:
+            while len(self._stock) < self._most_stocked and not self._keeper.closed:
+                self._put(self._begin_job(time.monotonic() + START_SECONDS))
+        except (OSError, UnavailableError) as error:
+            logger.warning("the process for %s keeps no job ready: %s", self.name, error)
+
+    def _put(self, job: _Job) -> None:
+        with self._lock:
+            if len(self._stock) < self._most_stocked and not self._keeper.closed:
+                self._stock.append(job)
+                return
+        job.close()
+
+    def _begin_job(self, deadline: float) -> _Job:
+        """Raises OSError, UnavailableError."""
         while True:
             self._keeper.wait_until_ready(deadline)
-            remaining = deadline - time.monotonic()
-            if remaining <= 0:
-                raise LimitError("deadline", "had to wait until its deadline")
             with contextlib.ExitStack() as undo:
                 sock, theirs = socket.socketpair()
                 undo.callback(sock.close)
@@ -177,27 +241,28 @@ class Confined:
                     notice, their_notice = os.pipe()
                     undo.callback(os.close, notice)
                     try:
-                        self._keeper.send(SECONDS.pack(remaining), [theirs.fileno(), their_notice])
+                        self._keeper.send([theirs.fileno(), their_notice])
                     except LostError:
                         continue
                     finally:
                         os.close(their_notice)
                 undo.pop_all()
-                return sock, notice
+                return _Job(sock, notice)
 
-    def _talk(self, sock: socket.socket, notice: int, function: str, request: bytes, deadline: float) -> bytes:
+    def _talk(self, job: _Job, function: str, request: bytes, deadline: float) -> bytes:
         """Hand a job its request and take its answer."""
-        begun = False
+        begun, sock = False, job.sock
         try:
             read_frame(sock, 0, deadline)
             begun = True
             self._num_silent = 0
             with contextlib.suppress(ConnectionError):  # it ended before it read everything: its notice says why
-                write_frame(sock, Status.DONE, function.encode(), deadline)
+                head = SECONDS.pack(deadline - time.monotonic()) + function.encode()
+                write_frame(sock, Status.DONE, head, deadline)
                 write_frame(sock, Status.DONE, request, deadline)
             status, answer = read_frame(sock, self.limits.answer_bytes, deadline)
         except PeerGoneError:
-            raise self._read_notice(notice) from None
+            raise self._read_notice(job.notice) from None
         except TimeoutError:
             if begun:  # the kernel ends it about now
                 raise LimitError("deadline", "takes longer than its deadline") from None

@@ -69,13 +69,13 @@ class Keeper:
         with self._changed:
             return self._process.pid if self._process is not None and self._control is not None else None
 
-    def send(self, message: bytes, descriptors: list[int]) -> None:
+    def send(self, descriptors: list[int]) -> None:
         """Raises LostError when nobody has taken it; `wait_until_ready` then waits for the next process."""
         with self._changed:
             if self._control is None:
                 raise LostError
             try:
-                socket.send_fds(self._control, [message], descriptors, socket.MSG_DONTWAIT)
+                socket.send_fds(self._control, [b"\0"], descriptors, socket.MSG_DONTWAIT)
             except OSError as error:
                 self._control = None
                 self.end_process()  # one that lives but has stopped reading is of no use either

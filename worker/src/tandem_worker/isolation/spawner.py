@@ -4,8 +4,9 @@ It prepares once what all jobs need and then only forks, so it is never busy, ha
 milliseconds with the prepared state. It ends when the caller's end of the control socket closes, however the caller
 ended; its jobs end with it.
 
-Control messages are a double, the seconds that the job has, with two descriptors: the job's socket, and the pipe that
-the spawner writes the signal to that ended the job, or 0.
+A control message is a byte with two descriptors: the job's socket, and the pipe that the spawner writes the signal to
+that ended the job, or 0. On its socket a job says that it has begun, reads the seconds it has and the name of a
+function, and the request, and answers.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def _prepare(setup: str, payload: bytes) -> Mapping[str, Function]:
 
 
 def _be_humble(niceness: int) -> None:
-    """Streams come first, and where the container runs out of memory this process is the one to go."""
+    """Where the container runs out of memory this process is the one to go."""
     os.nice(niceness)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # Not every sandbox has the file; the worker is then as likely to go as its child.
@@ -101,11 +102,10 @@ class _Spawner:
                         return  # jobs end with this process: PR_SET_PDEATHSIG
 
     def _take_order(self) -> bool:
-        message, descriptors, _, _ = socket.recv_fds(self._control, SECONDS.size, 2)
+        message, descriptors, _, _ = socket.recv_fds(self._control, 1, 2)
         if not message:
             return False
         job_socket, status_pipe = descriptors
-        (seconds,) = SECONDS.unpack(message)
         try:
             process = os.fork()
         except OSError:  # the caller sees both ends closed and says so
@@ -113,7 +113,7 @@ class _Spawner:
             os.close(status_pipe)
             return True
         if process == 0:
-            _run_job(job_socket, self._functions, self._limits, seconds)
+            _run_job(job_socket, self._functions, self._limits)
         os.close(job_socket)
         self._jobs[process] = status_pipe
         return True
@@ -129,17 +129,21 @@ class _Spawner:
             os.close(pipe)
 
 
-def _run_job(descriptor: int, functions: Mapping[str, Function], limits: Limits, seconds: float) -> None:
+def _run_job(descriptor: int, functions: Mapping[str, Function], limits: Limits) -> None:
     """Never returns. Exceptions become answers; the kernel ends what runs out of bounds."""
     try:
         signal.set_wakeup_fd(-1)
-        _confine(descriptor, limits, seconds)
+        _confine(descriptor, limits)
         sock = socket.socket(fileno=descriptor)
+        if "warm" in functions:
+            functions["warm"](b"")
         write_frame(sock, Status.DONE, b"")  # it has begun: from here on time is the input's fault
-        _, name = read_frame(sock, 1024)
+        _, head = read_frame(sock, 1024)
+        signal.setitimer(signal.ITIMER_REAL, max(1e-3, SECONDS.unpack_from(head)[0]))
+        signal.setitimer(signal.ITIMER_PROF, limits.cpu_seconds)
         _, request = read_frame(sock, MAX_REQUEST_BYTES)
         try:
-            status, answer = Status.DONE, functions[name.decode()](request)
+            status, answer = Status.DONE, functions[head[SECONDS.size :].decode()](request)
         except MemoryError:
             status, answer = Status.OUT_OF_MEMORY, b""
         except BaseException as error:  # a panic of an extension in Rust is no Exception
@@ -150,12 +154,10 @@ def _run_job(descriptor: int, functions: Mapping[str, Function], limits: Limits,
         os._exit(0)
 
 
-def _confine(descriptor: int, limits: Limits, seconds: float) -> None:
+def _confine(descriptor: int, limits: Limits) -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     for number in (signal.SIGALRM, signal.SIGPROF, signal.SIGXCPU, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))
-    signal.setitimer(signal.ITIMER_PROF, limits.cpu_seconds)
     null = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):  # what a client can make a library print is not for the worker's log
         os.dup2(null, standard)
@@ -163,7 +165,7 @@ def _confine(descriptor: int, limits: Limits, seconds: float) -> None:
     os.closerange(descriptor + 1, max(descriptor + 1, 1024))
     with open("/proc/self/statm") as file:
         taken = int(file.read().split()[0]) * resource.getpagesize()
-    whole_seconds = int(limits.cpu_seconds) + 2
+    whole_seconds = int(limits.cpu_seconds) + 2  # a second line of defence, behind the timers
     for kind, value in (
         (resource.RLIMIT_AS, taken + limits.memory_bytes),
         (resource.RLIMIT_STACK, limits.stack_bytes),

@@ -12,6 +12,7 @@ from tandem_worker.engine.base import EngineStats
 from tandem_worker.observe.exposition import Exposition
 from tandem_worker.observe.nvml import GpuSample
 from tandem_worker.observe.requests import PreparationCounts, RequestMetrics
+from tandem_worker.structured.counts import CompileCounts
 from tandem_worker.transfer.base import TransferStats
 
 
@@ -34,6 +35,9 @@ class WorkerSample:
     gpu: GpuSample
     transfer: TransferStats | None
     """None where the role has no transport."""
+    grammars: CompileCounts
+    grammar_restarts: int
+    """Of the process that compiles grammars first."""
 
 
 def build_telemetry(facts: WorkerFacts, sample: WorkerSample) -> WorkerTelemetry:
@@ -75,6 +79,7 @@ def build_metrics_text(
     _add_engine(out, sample.engine)
     _add_transfer(out, sample.transfer)
     _add_gpu(out, sample.gpu)
+    _add_grammars(out, sample)
     out.samples(
         Metric.WORKER_MEMORY_BYTES,
         "Memory after start-up, by what it holds; `arena` is what activations take at their most.",
@@ -157,6 +162,27 @@ def _add_transfer(out: Exposition, transfer: TransferStats | None) -> None:
         Metric.WORKER_KV_TRANSFER_FAILURES_TOTAL,
         "KV transfers that were given up, whatever the reason.",
         transfer.failures,
+    )
+
+
+def _add_grammars(out: Exposition, sample: WorkerSample) -> None:
+    counts = sample.grammars
+    out.samples(
+        Metric.WORKER_GRAMMARS_TOTAL,
+        "Grammars of structured output: compiled, refused, not to be had now, or known from before.",
+        "counter",
+        [
+            ({"result": "compiled"}, counts.compiled),
+            ({"result": "refused"}, counts.refused),
+            ({"result": "unavailable"}, counts.unavailable),
+            ({"result": "cached"}, counts.cached),
+        ],
+    )
+    out.counter(Metric.WORKER_GRAMMAR_SECONDS_TOTAL, "Time that requests waited for grammars.", counts.seconds)
+    out.counter(
+        Metric.WORKER_GRAMMAR_RESTARTS_TOTAL,
+        "Times that the process which compiles grammars first had to be started again.",
+        sample.grammar_restarts,
     )
 
 

@@ -15,6 +15,7 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tandem_api import names
 from tandem_api.launch import WorkerConfig
+from tandem_api.names import Role
 from tandem_api.openai import error_body
 from tandem_api.telemetry import WorkerTelemetry
 
@@ -36,6 +37,7 @@ from tandem_worker.server.hub import ClientGoneError, DeltaHub
 from tandem_worker.server.model import ServedModel
 from tandem_worker.server.output import Usage
 from tandem_worker.server.planning import plan_chat, plan_completion
+from tandem_worker.structured.compiler import GrammarCompiler
 
 _log = logging.getLogger(__name__)
 _ENDPOINT = re.compile(r"[A-Za-z0-9_.\-\[\]:]+:\d{1,5}")
@@ -79,13 +81,15 @@ def build_app(
     embedding: EmbeddingSpec | None = None,
     observer: RequestObserver | None = None,
     preparation: PreparationCounts | None = None,
+    grammars: GrammarCompiler | None = None,
 ) -> ASGIApp:
     """The ASGI application. `hub.deliver` must be the engine's delivery function.
 
     `max_model_len`, `vocab_size` and `eos_token_ids` come from the loaded model; without them the configuration and
     the tokenizer are asked. `tool_format` names a format of tool calls where detection would be wrong. `embedding`
     is given for an embedding model. With `preparation`, which then counts, the process for large requests is started
-    now and not with the first of them. Raises ValueError when no context length is known.
+    now and not with the first of them (prefill workers get none as a rule). `grammars` is a compiler that the caller closes; without it the application has
+    its own. Raises ValueError when no context length is known.
     """
     model = ServedModel(
         tokenizer,
@@ -95,10 +99,12 @@ def build_app(
         eos_token_ids=eos_token_ids,
         tool_format=tool_format,
         embedding=embedding,
+        grammars=grammars,
     )
     if preparation is not None:
         model.preparation.counts = preparation
-        model.preparation.start()
+        if config.role is not Role.PREFILL:
+            model.preparation.start()
     state = _State(engine=engine, hub=hub, model=model, ready=ready, draining=draining, observer=observer)
     api = _Api(state, Answerer(engine, hub, pod_name), Embedder(engine, hub, pod_name, model))
     routes = _routes(state, api, _Status(state, telemetry, metrics_text))
@@ -146,7 +152,7 @@ class _State:
             yield
         finally:
             watcher.cancel()
-            self.model.preparation.close()
+            self.model.close()
 
     async def _watch_engine(self) -> None:
         """A dead step loop delivers nothing more: its requests must not hang."""

@@ -33,6 +33,8 @@ _UNLIMITED = 10**8
 class ServedModel:
     """Shared by all requests. `tool_format` names one of `FORMATS`; None detects it.
 
+    `grammars`: a compiler for the same tokenizer, vocabulary and end tokens that somebody else closes.
+
     Raises ValueError when no context length is known, KeyError for an unknown format.
     """
 
@@ -46,6 +48,7 @@ class ServedModel:
         eos_token_ids: Collection[int] = (),
         tool_format: str | None = None,
         embedding: EmbeddingSpec | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self.name = config.served_name
         self.fingerprint = f"fp_{config.revision}"
@@ -64,7 +67,9 @@ class ServedModel:
         self.tool_format = FORMATS[tool_format] if tool_format is not None else detect(self.vocabulary, template)
         self.reasons = reasoning.BEGIN in self.vocabulary or reasoning.BEGIN in template
         """The model may think before it answers."""
-        self.grammars = GrammarCompiler(tokenizer, self.vocab_size, self.eos_token_ids)
+        self.grammars = grammars or GrammarCompiler(tokenizer, self.vocab_size, self.eos_token_ids)
+        self.owns_grammars = grammars is None
+        self.free_form_grammars = config.free_form_grammars
         start = tokenizer.bos_token_id
         self.rules = PromptRules(
             name=self.name,
@@ -77,6 +82,12 @@ class ServedModel:
         self.preparation = Preparation(
             Preparer(prompter, self.rules, bound), partial(pack_setup, tokenizer, self.rules, bound)
         )
+
+    def close(self) -> None:
+        """End the threads and processes that came with it."""
+        self.preparation.close()
+        if self.owns_grammars:
+            self.grammars.close()
 
     def check_generates(self) -> None:
         """Raises RequestError for an embedding model."""
