@@ -260,6 +260,9 @@ class Engine(Authored):
     """Tokens computed in one engine step: longer prompts are prefilled in chunks of this size."""
     max_running_requests: Annotated[int, Field(ge=1, le=4096)] = 256
     """Requests that one worker computes at a time; more wait in its queue."""
+    free_form_grammars: bool = False
+    """Let clients hold answers to grammars of their own (`response_format` of type `grammar` with syntax `lark`). JSON
+    schemas and regexes need no permission; all three have limits."""
 
 
 class KV(Authored):

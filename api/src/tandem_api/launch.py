@@ -121,6 +121,8 @@ class WorkerConfig(Wire):
     """Probes, metrics and telemetry."""
     keys_path: str | None = None
     """Folder with `names.PEERS_KEY_FILE` and `names.API_KEY_FILE`; None: peers and gateways are not authenticated."""
+    free_form_grammars: bool = False
+    """Clients may send grammars in Lark, not schemas and regexes alone."""
     drain_timeout_seconds: float = 60.0
     """How long running requests may finish after SIGTERM."""
 

@@ -107,7 +107,9 @@ def test_a_grammar_leads_from_the_first_token_on(make_rig: MakeRig) -> None:
     tokenizer = byte_level_tokenizer()
     prefill, decode, alone = (make_rig(HistoryModel(vocab_size=300), num_blocks=100) for _ in range(3))
     wire = Wire(prefill.engine, decode.engine)
-    grammar = GrammarCompiler(tokenizer, 300, [tokenizer.eos_token_id]).compile_json_schema(SCHEMA)
+    compiler = GrammarCompiler(tokenizer, 300, [tokenizer.eos_token_id])
+    grammar = compiler.compile_here(compiler.write_json_schema(SCHEMA))
+    compiler.close()
     for seed in range(12):
         options: dict[str, Any] = {"temperature": 1.0, "seed": seed, "grammar": grammar}
         prompt = tuple(range(seed, seed + 30))

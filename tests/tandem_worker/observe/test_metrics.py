@@ -9,7 +9,8 @@ from tandem_worker.engine.base import EngineStats
 from tandem_worker.observe.exposition import Exposition, Histogram
 from tandem_worker.observe.metrics import WorkerFacts, WorkerSample, build_metrics_text, build_telemetry
 from tandem_worker.observe.nvml import NO_GPU, GpuSample
-from tandem_worker.observe.requests import RequestMetrics
+from tandem_worker.observe.requests import PreparationCounts, RequestMetrics
+from tandem_worker.structured.counts import CompileCounts
 from tandem_worker.transfer.base import BandwidthMeter, TransferStats
 
 FACTS = WorkerFacts(model_name="smollm2", role=Role.DECODE, revision="r1", pod="smollm2-decode-0")
@@ -24,17 +25,20 @@ GPU = GpuSample(
     vram_used_bytes=20, vram_total_bytes=21, nvlink_tx_bytes_total=22, nvlink_rx_bytes_total=23,
     nvlink_tx_bytes_per_second=24.0, nvlink_rx_bytes_per_second=25.0,
 )  # fmt: skip
+GRAMMARS = CompileCounts(compiled=30, refused=31, unavailable=32, cached=33, seconds=34.0)
 SAMPLE_LINE = re.compile(r'[a-z_]+(\{[a-z]+="[^"]*"(,[a-z]+="[^"]*")*\})? (\+Inf|-?[0-9.e+-]+)')
 
 
 def sample(gpu: GpuSample = GPU, transfer: TransferStats | None = None) -> WorkerSample:
-    return WorkerSample(draining=True, engine=ENGINE, gpu=gpu, transfer=transfer)
+    return WorkerSample(
+        draining=True, engine=ENGINE, gpu=gpu, transfer=transfer, grammars=GRAMMARS, grammar_restarts=35
+    )
 
 
 def text(**changes: object) -> str:
     requests = RequestMetrics()
     requests.record(status=200, seconds=1.0, first_token_seconds=0.2, num_generated=5, streamed=True)
-    return build_metrics_text(FACTS, sample(**changes), requests, {"weights": 1 << 30})  # type: ignore[arg-type]
+    return build_metrics_text(FACTS, sample(**changes), requests, {"weights": 1 << 30}, PreparationCounts(2, 5, 1))  # type: ignore[arg-type]
 
 
 def test_every_worker_metric_is_there_once() -> None:

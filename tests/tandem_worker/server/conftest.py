@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,9 @@ from tandem_worker.errors import EngineStoppedError
 from tandem_worker.server.app import RequestOutcome, build_app
 from tandem_worker.server.detokenizer import byte_level_alphabet
 from tandem_worker.server.hub import DeltaHub
+from tandem_worker.server.model import end_tokens
 from tandem_worker.server.serving import RunningServer, serve
+from tandem_worker.structured.compiler import GrammarCompiler
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -219,14 +221,32 @@ def telemetry() -> WorkerTelemetry:
     )  # fmt: skip
 
 
+_compilers: dict[int, GrammarCompiler] = {}
+"""By tokenizer. Their processes take longer to start than a test."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _close_compilers() -> Iterator[None]:
+    yield
+    for compiler in _compilers.values():
+        compiler.close()
+
+
+def share_compiler(tokenizer: Any) -> GrammarCompiler:
+    ends = end_tokens(tokenizer)
+    return _compilers.setdefault(id(tokenizer), GrammarCompiler(tokenizer, len(tokenizer), ends))
+
+
 @contextlib.asynccontextmanager
-async def running_worker(tokenizer: Any, **options: Any) -> AsyncIterator[Worker]:
+async def running_worker(tokenizer: Any, *, free_form_grammars: bool = False, **options: Any) -> AsyncIterator[Worker]:
     hub = DeltaHub()
     engine = ScriptedEngine(hub, lambda _request, _choice: [tokenizer.eos_token_id])
     config = WorkerConfig(
         model_name="tiny", served_name="tiny", role=Role.UNIFIED, revision="r1", model=ModelSource(uri="file:///m"),
-        max_model_len=MAX_LEN,
+        max_model_len=MAX_LEN, free_form_grammars=free_form_grammars,
     )  # fmt: skip
+    if options.keys().isdisjoint({"grammars", "vocab_size", "eos_token_ids"}):
+        options["grammars"] = share_compiler(tokenizer)
     outcomes: list[RequestOutcome] = []
     state = {"ready": True, "draining": False}
     app = build_app(

@@ -83,7 +83,7 @@ def cached_tokenizer(request: pytest.FixtureRequest, path: Path) -> Any:
 def configuration() -> WorkerConfig:
     return WorkerConfig(
         model_name="smollm2", served_name="smollm2", role=Role.UNIFIED, revision="r1", max_model_len=1024,
-        model=ModelSource(uri="file:///model"), kv=KVConfig(memory_bytes=256 * 1024 * 1024),
+        free_form_grammars=True, model=ModelSource(uri="file:///model"), kv=KVConfig(memory_bytes=256 * 1024 * 1024),
     )  # fmt: skip
 
 

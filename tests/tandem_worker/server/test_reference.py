@@ -10,7 +10,7 @@ from openai.types.chat import completion_create_params as chat_create_params
 from tandem_worker.errors import RequestError
 from tandem_worker.server.chat_request import parse_chat
 from tandem_worker.server.completion_request import parse_completion
-from tandem_worker.server.embeddings import parse_embedding
+from tandem_worker.server.embedding_request import parse_embedding
 
 USER: Any = [{"role": "user", "content": "x"}]
 FUNCTION: Any = {"type": "function", "function": {"name": "f"}}

@@ -56,7 +56,7 @@ CHAT: list[tuple[dict[str, Any], str | None]] = [
     ({"response_format": {"type": "grammar", "grammar": {"syntax": "regex", "definition": "("}}},
      "response_format.grammar.definition"),
     ({"response_format": {"type": "grammar", "grammar": {"syntax": "lark", "definition": "start: missing"}}},
-     "response_format.grammar.definition"),
+     "response_format.grammar.syntax"),
     ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type"),
     ({"tools": [{"type": "function", "function": {"name": "bad name"}}]}, "tools[0].function.name"),
     ({"tools": [{"type": "function", "function": {"name": "f", "x": 1}}]}, "tools[0].function.x"),

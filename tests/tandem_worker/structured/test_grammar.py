@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
@@ -64,8 +65,14 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture(scope="module")
-def compiler(tokenizer: PreTrainedTokenizerFast) -> GrammarCompiler:
-    return GrammarCompiler(tokenizer, 300, [tokenizer.eos_token_id])  # more rows than tokens, as models have
+def compiler(tokenizer: PreTrainedTokenizerFast) -> Iterator[GrammarCompiler]:
+    compiler = GrammarCompiler(tokenizer, 300, [tokenizer.eos_token_id])  # more rows than tokens, as models have
+    yield compiler
+    compiler.close()
+
+
+def compile_schema(compiler: GrammarCompiler, schema: dict[str, Any]) -> TokenGrammarFactory:
+    return compiler.compile_here(compiler.write_json_schema(schema))
 
 
 def allowed(grammar: Grammar, words: int = 10) -> list[int]:
@@ -98,7 +105,7 @@ def text_of(tokenizer: Any, tokens: list[int]) -> str:
 @pytest.mark.parametrize("index", range(len(CLOSED)))
 def test_schemas(compiler: GrammarCompiler, tokenizer: Any, index: int) -> None:
     schema = CLOSED[index]
-    factory = compiler.compile_json_schema(schema)
+    factory = compile_schema(compiler, schema)
     validator = jsonschema.Draft202012Validator(schema)
     for seed in range(12):
         text = text_of(tokenizer, walk(factory.new(), tokenizer.eos_token_id, random.Random(seed)))
@@ -106,7 +113,7 @@ def test_schemas(compiler: GrammarCompiler, tokenizer: Any, index: int) -> None:
 
 
 def test_only_an_end_token_follows_the_end(compiler: GrammarCompiler, tokenizer: Any) -> None:
-    grammar = compiler.compile_json_schema({"const": 7}).new()
+    grammar = compile_schema(compiler, {"const": 7}).new()
     grammar.accept(tokenizer.convert_tokens_to_ids("7"))
     assert grammar.terminated
     assert allowed(grammar) == [tokenizer.eos_token_id]
@@ -115,7 +122,7 @@ def test_only_an_end_token_follows_the_end(compiler: GrammarCompiler, tokenizer:
 
 
 def test_choices_do_not_share_state(compiler: GrammarCompiler, tokenizer: Any) -> None:
-    factory = compiler.compile_json_schema({"enum": [12, 34]})
+    factory = compile_schema(compiler, {"enum": [12, 34]})
     first, second = factory.new(), factory.new()
     first.accept(tokenizer.convert_tokens_to_ids("1"))
     assert allowed(first) == [tokenizer.convert_tokens_to_ids("2")]
@@ -123,7 +130,7 @@ def test_choices_do_not_share_state(compiler: GrammarCompiler, tokenizer: Any) -
 
 
 def test_masks_fit_tensors_and_wider_rows(compiler: GrammarCompiler) -> None:
-    grammar = compiler.compile_json_schema({"type": "object"}).new()
+    grammar = compile_schema(compiler, {"type": "object"}).new()
     mask = torch.full((16,), -1, dtype=torch.int32)
     grammar.fill_mask(mask)
     assert mask.tolist()[10:] == [0] * 6
@@ -131,7 +138,7 @@ def test_masks_fit_tensors_and_wider_rows(compiler: GrammarCompiler) -> None:
 
 
 def test_a_forbidden_token_raises(compiler: GrammarCompiler, tokenizer: Any) -> None:
-    grammar = compiler.compile_json_schema({"type": "object"}).new()
+    grammar = compile_schema(compiler, {"type": "object"}).new()
     with pytest.raises(GrammarError, match="not allowed"):
         grammar.accept(tokenizer.convert_tokens_to_ids("x"))
 
@@ -159,20 +166,20 @@ def test_a_grammar_at_its_limits_ends_with_an_error_on_accept(tokenizer: Any) ->
 )
 def test_invalid_schemas(compiler: GrammarCompiler, schema: dict[str, Any], message: str) -> None:
     with pytest.raises(GrammarError, match=message):
-        compiler.compile_json_schema(schema)
+        compile_schema(compiler, schema)
 
 
 def test_compiled_grammars_are_kept_up_to_a_limit(compiler: GrammarCompiler) -> None:
-    first = compiler.compile_json_schema({"const": "kept"})
-    assert compiler.compile_json_schema({"const": "kept"}) is first
+    first = compile_schema(compiler, {"const": "kept"})
+    assert compile_schema(compiler, {"const": "kept"}) is first
     for number in range(MAX_CACHED):
-        compiler.compile_json_schema({"const": number})
-    assert compiler.compile_json_schema({"const": "kept"}) is not first
+        compile_schema(compiler, {"const": number})
+    assert compile_schema(compiler, {"const": "kept"}) is not first
 
 
 def test_thinking_comes_first(compiler: GrammarCompiler, tokenizer: Any) -> None:
     begin, end, x, one = tokenizer.convert_tokens_to_ids(["<think>", "</think>", "x", "1"])
-    factory = compiler.compile_json_schema({"const": 1})
+    factory = compile_schema(compiler, {"const": 1})
     grammar = AfterReasoningFactory(factory, begin, end, inside=False).new()
     assert allowed(grammar) == sorted([begin, one])
     for token in (begin, x):
@@ -202,7 +209,7 @@ def test_required_calls_parse_and_validate(
     tool_format = FORMATS[name]
     options = ToolOptions(mode="required", tools=TOOLS, callable_tools=TOOLS, parallel=parallel)
     grammar = build_grammar(tool_format, options, tokenizer.get_added_vocab())
-    factory = compiler.compile_lark(grammar)
+    factory = compiler.compile_here(grammar)
     for seed in range(4):
         end = tokenizer.convert_tokens_to_ids(harmony.END)
         text = text_of(tokenizer, walk(factory.new(), tokenizer.eos_token_id, random.Random(seed), 4000, end))
@@ -222,7 +229,7 @@ def test_required_calls_parse_and_validate(
 def test_free_answers_may_be_text_or_strict_calls(compiler: GrammarCompiler, tokenizer: Any, name: str) -> None:
     tool_format = FORMATS[name]
     options = ToolOptions(mode="auto", tools=TOOLS, callable_tools=TOOLS)
-    factory = compiler.compile_lark(build_grammar(tool_format, options, tokenizer.get_added_vocab()))
+    factory = compiler.compile_here(build_grammar(tool_format, options, tokenizer.get_added_vocab()))
     grammar = factory.new()
     head = "<|channel|>final<|message|>" if name == "harmony" else ""
     for token in tokenizer.encode(f"{head}Hello, world"):
@@ -237,5 +244,5 @@ def test_free_answers_may_be_text_or_strict_calls(compiler: GrammarCompiler, tok
 def test_an_answer_schema_beside_tools(compiler: GrammarCompiler, tokenizer: Any) -> None:
     options = ToolOptions(mode="auto", tools=TOOLS, callable_tools=TOOLS)
     lark = build_grammar(FORMATS["hermes"], options, tokenizer.get_added_vocab(), answer_schema={"const": "yes"})
-    grammar = compiler.compile_lark(lark).new()
+    grammar = compiler.compile_here(lark).new()
     assert allowed(grammar) == sorted(tokenizer.convert_tokens_to_ids(['"', "<tool_call>"]))

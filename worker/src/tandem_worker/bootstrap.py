@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import resource
@@ -24,7 +25,7 @@ from tandem_worker.environment import PodFacts
 from tandem_worker.errors import GroupLostError, StartupError
 from tandem_worker.observe.metrics import WorkerFacts, WorkerSample, build_metrics_text, build_telemetry
 from tandem_worker.observe.nvml import GpuReader
-from tandem_worker.observe.requests import RequestMetrics
+from tandem_worker.observe.requests import PreparationCounts, RequestMetrics
 from tandem_worker.server.hub import DeltaHub
 from tandem_worker.warm_up import Delivery, plan_warm_up, warm_up
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from tandem_worker.engine.group_executor import GroupSeat
     from tandem_worker.group.leading import LeadingPod
     from tandem_worker.models.base import CausalLM
+    from tandem_worker.structured.compiler import GrammarCompiler
     from tandem_worker.transfer.client import TcpPrefillClient
     from tandem_worker.transfer.server import TcpPrefillServer
 
@@ -68,6 +70,7 @@ class Worker:
     hub: DeltaHub
     prefill_server: TcpPrefillServer | None
     prefill_client: TcpPrefillClient | None
+    grammars: GrammarCompiler
     group: LeadingPod | None = None
 
     @property
@@ -85,6 +88,7 @@ class Worker:
         if self.prefill_client is not None:
             self.prefill_client.close()
         self.engine.stop(timeout=5.0)
+        self.grammars.close()
         if self.group is not None:
             self.group.stop()
 
@@ -162,6 +166,7 @@ def build_worker(
     from tandem_worker.models.tokenizer import load_tokenizer
     from tandem_worker.parallel.context import SINGLE
     from tandem_worker.server.app import build_app
+    from tandem_worker.structured.compiler import GrammarCompiler
     from tandem_worker.transfer.client import TcpPrefillClient
 
     device = resolve_device(config.device)
@@ -179,12 +184,15 @@ def build_worker(
         path, device=device, dtype=resolve_dtype(config.dtype), context=SINGLE if seat is None else seat.context
     )
     memory.by_kind["weights"] = max(0, memory.observe() - before)
+    end_tokens = observe_end_tokens(path, tokenizer)
+    grammars = GrammarCompiler(tokenizer, model.vocab_size, end_tokens)
+    if model.embedding is None and config.role is not Role.PREFILL:
+        grammars.start()  # its process is there before the first request is
     arena = None if seat is not None else _measure_arena(model, config, progress, memory)
     progress.enter("allocating the KV cache")
     hub = DeltaHub()
     delivery = Delivery(hub)
     client = TcpPrefillClient(verify=config.kv.verify) if config.role is Role.DECODE else None
-    end_tokens = observe_end_tokens(path, tokenizer)
     engine = build_engine(
         model,
         config,
@@ -204,7 +212,7 @@ def build_worker(
     warm_up(engine, delivery, plan_warm_up(engine.max_model_len, model.embedding, on_gpu=device.type == "cuda"))
     progress.enter("starting the KV transport")
     server = _connect_transport(engine, client, config, pod, digest, seat)
-    figures = _Figures(config, pod, switches, engine, server or client, _gpu_reader(device), memory.by_kind)
+    figures = _Figures(config, pod, switches, engine, server or client, _gpu_reader(device), memory.by_kind, grammars)
     app = build_app(
         engine,
         tokenizer,
@@ -220,8 +228,10 @@ def build_worker(
         eos_token_ids=end_tokens,
         embedding=model.embedding,
         observer=figures.observe_request,
+        preparation=figures.preparation,
+        grammars=grammars,
     )
-    progress.enter("ready")
+    _settle(progress)
     _log_ready(config, model, engine, progress, memory)
     return Worker(
         config=config,
@@ -230,8 +240,17 @@ def build_worker(
         hub=hub,
         prefill_server=server,
         prefill_client=client,
+        grammars=grammars,
         group=group,
     )
+
+
+def _settle(progress: Progress) -> None:
+    """Everything that stays is there."""
+    # A full collection looks at every object there is, 0.3 s for those of the libraries alone, and all streams wait.
+    gc.collect()
+    gc.freeze()
+    progress.enter("ready")
 
 
 def _measure_arena(model: CausalLM, config: WorkerConfig, progress: Progress, memory: _Memory) -> int:
@@ -341,17 +360,20 @@ class _Figures:
         transport: TcpPrefillServer | TcpPrefillClient | None,
         gpu: GpuReader,
         memory_bytes: dict[str, int],
+        grammars: GrammarCompiler,
     ) -> None:
         self._facts = WorkerFacts(model_name=config.model_name, role=config.role, revision=config.revision, pod=pod.pod)
         self._switches, self._engine, self._transport, self._gpu = switches, engine, transport, gpu
         self._memory_bytes = memory_bytes
+        self._grammars = grammars
         self._requests = RequestMetrics()
+        self.preparation = PreparationCounts()
 
     def telemetry(self) -> Any:
         return build_telemetry(self._facts, self._sample())
 
     def metrics_text(self) -> str:
-        return build_metrics_text(self._facts, self._sample(), self._requests, self._memory_bytes)
+        return build_metrics_text(self._facts, self._sample(), self._requests, self._memory_bytes, self.preparation)
 
     def observe_request(self, outcome: Any) -> None:
         """An answer that is sent in one piece ends as it begins."""
@@ -370,6 +392,8 @@ class _Figures:
             engine=self._engine.stats(),
             gpu=self._gpu.sample(),
             transfer=None if self._transport is None else self._transport.stats(),
+            grammars=self._grammars.counts,
+            grammar_restarts=self._grammars.num_restarts,
         )
 
 

@@ -52,6 +52,7 @@ def worker_config(blueprint: Blueprint, role: Role) -> WorkerConfig:
             num_nodes=worker.nodes_per_replica,
             service=names.workload_name(blueprint.name, role),
         ),
+        free_form_grammars=spec.engine.free_form_grammars,
         drain_timeout_seconds=drain_seconds(blueprint),
     )
 

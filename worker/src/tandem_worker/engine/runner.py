@@ -28,6 +28,7 @@ from tandem_worker.engine.pooling import Pool
 from tandem_worker.engine.sampler import NO_TOKEN, score_prompt
 from tandem_worker.engine.sampling_state import SamplingState
 from tandem_worker.engine.step import PendingStep, StepAbandonedError
+from tandem_worker.errors import WorkerError
 
 logger = logging.getLogger(__name__)
 
@@ -450,9 +451,13 @@ class StepRunner:
             return
         try:
             outcome = decide_outcome(token, len(sequence.output), sequence.sampler_state)
+        except WorkerError as error:
+            logger.warning("a grammar ended a choice of %s: %s", sequence.request.id, error)
+            self._end_choice(sequence, FinishReason.ERROR, f"the answer cannot go on: {error}")
+            return
         except Exception as error:
-            logger.exception("a grammar refused token %d", token)
-            self._end_choice(sequence, FinishReason.ERROR, f"the grammar refused a token: {error}")
+            logger.exception("a grammar failed at token %d", token)
+            self._end_choice(sequence, FinishReason.ERROR, f"the grammar failed: {error}")
             return
         scores = self._take_prompt_scores(sequence.request) if not sequence.output else None
         self.deltas.append(build_token_delta(sequence, token, outcome, logprob, scores))

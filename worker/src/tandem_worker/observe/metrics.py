@@ -11,7 +11,8 @@ from tandem_api.telemetry import Metric, WorkerTelemetry
 from tandem_worker.engine.base import EngineStats
 from tandem_worker.observe.exposition import Exposition
 from tandem_worker.observe.nvml import GpuSample
-from tandem_worker.observe.requests import RequestMetrics
+from tandem_worker.observe.requests import PreparationCounts, RequestMetrics
+from tandem_worker.structured.counts import CompileCounts
 from tandem_worker.transfer.base import TransferStats
 
 
@@ -34,6 +35,9 @@ class WorkerSample:
     gpu: GpuSample
     transfer: TransferStats | None
     """None where the role has no transport."""
+    grammars: CompileCounts
+    grammar_restarts: int
+    """Of the process that compiles grammars first."""
 
 
 def build_telemetry(facts: WorkerFacts, sample: WorkerSample) -> WorkerTelemetry:
@@ -63,13 +67,19 @@ def build_telemetry(facts: WorkerFacts, sample: WorkerSample) -> WorkerTelemetry
 
 
 def build_metrics_text(
-    facts: WorkerFacts, sample: WorkerSample, requests: RequestMetrics, memory_bytes: Mapping[str, int]
+    facts: WorkerFacts,
+    sample: WorkerSample,
+    requests: RequestMetrics,
+    memory_bytes: Mapping[str, int],
+    preparation: PreparationCounts,
 ) -> str:
     out = Exposition({"model": facts.model_name, "role": facts.role.value})
     _add_requests(out, requests)
+    _add_preparation(out, preparation)
     _add_engine(out, sample.engine)
     _add_transfer(out, sample.transfer)
     _add_gpu(out, sample.gpu)
+    _add_grammars(out, sample)
     out.samples(
         Metric.WORKER_MEMORY_BYTES,
         "Memory after start-up, by what it holds; `arena` is what activations take at their most.",
@@ -90,6 +100,20 @@ def _add_requests(out: Exposition, requests: RequestMetrics) -> None:
     )
     out.histogram(Metric.WORKER_TTFT_SECONDS, "Time to the first token of streamed answers.", requests.ttft)
     out.histogram(Metric.WORKER_TPOT_SECONDS, "Time per further token of streamed answers.", requests.tpot)
+
+
+def _add_preparation(out: Exposition, counts: PreparationCounts) -> None:
+    out.gauge(
+        Metric.WORKER_LARGE_REQUESTS,
+        "Large requests that are being parsed and tokenized in a process of their own, or wait for that.",
+        counts.isolated,
+    )
+    out.counter(Metric.WORKER_LARGE_REQUESTS_TOTAL, "Large requests that were prepared so.", counts.isolated_total)
+    out.counter(
+        Metric.WORKER_LARGE_REQUESTS_REFUSED_TOTAL,
+        "Large requests refused because too many were there, or because one took too much.",
+        counts.refused_total,
+    )
 
 
 def _add_engine(out: Exposition, engine: EngineStats) -> None:
@@ -138,6 +162,27 @@ def _add_transfer(out: Exposition, transfer: TransferStats | None) -> None:
         Metric.WORKER_KV_TRANSFER_FAILURES_TOTAL,
         "KV transfers that were given up, whatever the reason.",
         transfer.failures,
+    )
+
+
+def _add_grammars(out: Exposition, sample: WorkerSample) -> None:
+    counts = sample.grammars
+    out.samples(
+        Metric.WORKER_GRAMMARS_TOTAL,
+        "Grammars of structured output: compiled, refused, not to be had now, or known from before.",
+        "counter",
+        [
+            ({"result": "compiled"}, counts.compiled),
+            ({"result": "refused"}, counts.refused),
+            ({"result": "unavailable"}, counts.unavailable),
+            ({"result": "cached"}, counts.cached),
+        ],
+    )
+    out.counter(Metric.WORKER_GRAMMAR_SECONDS_TOTAL, "Time that requests waited for grammars.", counts.seconds)
+    out.counter(
+        Metric.WORKER_GRAMMAR_RESTARTS_TOTAL,
+        "Times that the process which compiles grammars first had to be started again.",
+        sample.grammar_restarts,
     )
 
 

@@ -36,3 +36,14 @@ class RequestMetrics:
     def by_status(self) -> dict[int, int]:
         with self._lock:
             return dict(self._by_status)
+
+
+@dataclass(slots=True)
+class PreparationCounts:
+    """Of large requests. Written on the event loop."""
+
+    isolated: int = 0
+    """Large requests that are being prepared in a process of their own, or wait for that, now."""
+    isolated_total: int = 0
+    refused_total: int = 0
+    """Refused because as many or as large ones were there as may be, or because one took too much."""

@@ -16,11 +16,12 @@ from tandem_api import names
 from tandem_worker.control.params import FinishReason, GenerationRequest, TokenDelta
 from tandem_worker.engine.base import Engine
 from tandem_worker.server.choice import Choice
-from tandem_worker.server.chunks import DONE, Encoder, event
+from tandem_worker.server.chunks import DONE, Encoder, event, is_long
 from tandem_worker.server.flight import Flight
-from tandem_worker.server.http import ServiceError, describe_error, send_json, send_start
+from tandem_worker.server.http import ServiceError, describe_error, send_parts, send_start
 from tandem_worker.server.hub import DeltaHub
 from tandem_worker.server.output import Update, Usage
+from tandem_worker.server.pacing import pace
 
 
 @dataclass(slots=True, kw_only=True)
@@ -138,7 +139,7 @@ class Answerer:
             await _advance(progress, flight)
         updates: list[Update] = [choice.take() for choice in plan.choices]
         prompts = [request.prompt_token_ids for request in plan.requests for _ in range(request.n)]
-        await send_json(send, plan.encoder.response(updates, prompts, progress.usage()), headers=headers)
+        await send_parts(send, await pace(plan.encoder.response(updates, prompts, progress.usage())), headers=headers)
 
     async def _stream(
         self,
@@ -157,7 +158,7 @@ class Answerer:
         }
         await send_start(send, 200, {**headers, **sse})
         while True:
-            events = _events(progress, begun, touched)
+            events = await _events(progress, begun, touched)
             if progress.finished:
                 break
             if events:
@@ -183,12 +184,18 @@ async def _advance(progress: Progress, flight: Flight) -> tuple[list[int], list[
     return begun, touched
 
 
-def _events(progress: Progress, begun: Sequence[int], touched: Sequence[Choice]) -> bytes:
+async def _events(progress: Progress, begun: Sequence[int], touched: Sequence[Choice]) -> bytes:
     encoder = progress.plan.encoder
     parts = [
-        encoder.opening(choice.index, progress.plan.requests[position].prompt_token_ids)
+        await pace(encoder.opening(choice.index, progress.plan.requests[position].prompt_token_ids))
         for position in begun
         for choice in progress.choices_of(position)
     ]
-    parts += [encoder.update(choice.index, choice.take()) for choice in touched]
+    for choice in touched:
+        update = choice.take()
+        # A client that reads slowly finds much waiting for it.
+        long = is_long(update)
+        parts.append(
+            await pace(encoder.long_update(choice.index, update)) if long else encoder.update(choice.index, update)
+        )
     return parts[0] if len(parts) == 1 else b"".join(parts)

@@ -15,21 +15,20 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tandem_api import names
 from tandem_api.launch import WorkerConfig
+from tandem_api.names import Role
 from tandem_api.openai import error_body
 from tandem_api.telemetry import WorkerTelemetry
 
 from tandem_worker.control.params import EmbeddingSpec
 from tandem_worker.engine.base import Engine
 from tandem_worker.errors import RequestError
+from tandem_worker.observe.requests import PreparationCounts
 from tandem_worker.server.answer import Answerer, Plan
-from tandem_worker.server.chat_request import parse_chat
-from tandem_worker.server.completion_request import parse_completion
 from tandem_worker.server.embeddings import Embedder
 from tandem_worker.server.http import (
     ServiceError,
     describe_error,
     header,
-    read_json,
     request_id,
     send_bytes,
     send_json,
@@ -38,7 +37,7 @@ from tandem_worker.server.hub import ClientGoneError, DeltaHub
 from tandem_worker.server.model import ServedModel
 from tandem_worker.server.output import Usage
 from tandem_worker.server.planning import plan_chat, plan_completion
-from tandem_worker.server.tokens import detokenize, tokenize
+from tandem_worker.structured.compiler import GrammarCompiler
 
 _log = logging.getLogger(__name__)
 _ENDPOINT = re.compile(r"[A-Za-z0-9_.\-\[\]:]+:\d{1,5}")
@@ -81,12 +80,16 @@ def build_app(
     tool_format: str | None = None,
     embedding: EmbeddingSpec | None = None,
     observer: RequestObserver | None = None,
+    preparation: PreparationCounts | None = None,
+    grammars: GrammarCompiler | None = None,
 ) -> ASGIApp:
     """The ASGI application. `hub.deliver` must be the engine's delivery function.
 
     `max_model_len`, `vocab_size` and `eos_token_ids` come from the loaded model; without them the configuration and
     the tokenizer are asked. `tool_format` names a format of tool calls where detection would be wrong. `embedding`
-    is given for an embedding model. Raises ValueError when no context length is known.
+    is given for an embedding model. With `preparation`, which then counts, the process for large requests is started
+    now and not with the first of them (prefill workers get none as a rule). `grammars` is a compiler that the caller closes; without it the application has
+    its own. Raises ValueError when no context length is known.
     """
     model = ServedModel(
         tokenizer,
@@ -96,7 +99,12 @@ def build_app(
         eos_token_ids=eos_token_ids,
         tool_format=tool_format,
         embedding=embedding,
+        grammars=grammars,
     )
+    if preparation is not None:
+        model.preparation.counts = preparation
+        if config.role is not Role.PREFILL:
+            model.preparation.start()
     state = _State(engine=engine, hub=hub, model=model, ready=ready, draining=draining, observer=observer)
     api = _Api(state, Answerer(engine, hub, pod_name), Embedder(engine, hub, pod_name, model))
     routes = _routes(state, api, _Status(state, telemetry, metrics_text))
@@ -144,7 +152,7 @@ class _State:
             yield
         finally:
             watcher.cancel()
-            self.model.prompter.close()
+            self.model.close()
 
     async def _watch_engine(self) -> None:
         """A dead step loop delivers nothing more: its requests must not hang."""
@@ -165,27 +173,29 @@ class _Api:
     async def chat(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._state.check_admission()
         self._model.check_generates()
-        body = parse_chat(await read_json(scope, receive), self._model.vocab_size)
-        await self._answer(await plan_chat(body, self._model, prefill_endpoints(scope)), scope, receive, send)
+        prepared = await self._model.preparation.prepare("chat", scope, receive)
+        await self._answer(await plan_chat(prepared, self._model, prefill_endpoints(scope)), scope, receive, send)
 
     async def completions(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._state.check_admission()
         self._model.check_generates()
-        body = parse_completion(await read_json(scope, receive), self._model.vocab_size)
-        await self._answer(await plan_completion(body, self._model, prefill_endpoints(scope)), scope, receive, send)
+        prepared = await self._model.preparation.prepare("completion", scope, receive)
+        await self._answer(await plan_completion(prepared, self._model, prefill_endpoints(scope)), scope, receive, send)
 
     async def _answer(self, plan: Plan, scope: Scope, receive: Receive, send: Send) -> None:
         scope["tandem.usage"] = await self._answerer.run(plan, receive, send, {})
 
     async def embeddings(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._state.check_admission()
-        scope["tandem.usage"] = await self._embedder.run(await read_json(scope, receive), receive, send)
+        self._model.check_embeds()
+        prepared = await self._model.preparation.prepare("embedding", scope, receive)
+        scope["tandem.usage"] = await self._embedder.run(prepared, receive, send)
 
     async def models(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send_json(send, {"object": "list", "data": [self._card()]})
 
     async def model(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._model.check_name(scope["path_params"]["model"])
+        self._model.rules.check_name(scope["path_params"]["model"])
         await send_json(send, self._card())
 
     def _card(self) -> dict[str, object]:
@@ -198,10 +208,10 @@ class _Api:
         }
 
     async def tokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send_json(send, await tokenize(await read_json(scope, receive), self._model))
+        await send_bytes(send, 200, await self._model.preparation.prepare("tokenize", scope, receive))
 
     async def detokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send_json(send, detokenize(await read_json(scope, receive), self._model))
+        await send_bytes(send, 200, await self._model.preparation.prepare("detokenize", scope, receive))
 
 
 class _Status:

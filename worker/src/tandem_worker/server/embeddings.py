@@ -1,61 +1,35 @@
-"""`POST /v1/embeddings`: the request, checked; its texts through the engine; the vectors as OpenAI writes them."""
+"""`POST /v1/embeddings`: its texts through the engine, and the vectors as OpenAI writes them."""
 
 from __future__ import annotations
 
 import base64
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import numpy as np
+import orjson
 from starlette.types import Receive, Send
 from tandem_api import names
 
 from tandem_worker.control.params import EmbeddingSpec, GenerationRequest, SamplingParams, TokenDelta
 from tandem_worker.engine.base import Engine
-from tandem_worker.errors import ContextLengthError, RequestError
 from tandem_worker.server.answer import raise_failure
-from tandem_worker.server.completion_request import Prompt, parse_prompts
-from tandem_worker.server.fields import Fields
+from tandem_worker.server.embedding_request import EmbeddingRequest
 from tandem_worker.server.flight import Flight
-from tandem_worker.server.http import send_json
+from tandem_worker.server.http import send_parts
 from tandem_worker.server.hub import DeltaHub
 from tandem_worker.server.model import ServedModel
-from tandem_worker.server.options import take_metadata
 from tandem_worker.server.output import Usage
+from tandem_worker.server.pacing import Steps, pace
+from tandem_worker.server.preparing import PreparedEmbedding, Tokens
 
-MAX_INPUTS = 2048
 MAX_IN_ENGINE = 128
 """Texts of one request that are in the engine at a time: the others leave room in its queue."""
 
+_SLICE_VECTORS = 4
+
 Vector = np.ndarray[Any, np.dtype[np.float32]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EmbeddingRequest:
-    model: str
-    inputs: tuple[Prompt, ...]
-    encoding: Literal["float", "base64"]
-    dimensions: int | None
-    cache_salt: str
-    priority: int
-
-
-def parse_embedding(body: object, vocab_size: int, size: int) -> EmbeddingRequest:
-    """`size` is the length of the model's vectors. Raises RequestError."""
-    fields = Fields(body)
-    take_metadata(fields)
-    request = EmbeddingRequest(
-        model=fields.required_string("model"),
-        inputs=parse_prompts(fields.required("input"), vocab_size, name="input", limit=MAX_INPUTS),
-        encoding="base64" if fields.choice("encoding_format", ("float", "base64")) == "base64" else "float",
-        dimensions=fields.integer("dimensions", minimum=1, maximum=size),
-        cache_salt=fields.string("cache_salt", max_length=256) or "",
-        priority=fields.integer("priority", minimum=-1000, maximum=1000) or 0,
-    )
-    fields.finish()
-    return request
 
 
 def finish_vector(pooled: bytes, spec: EmbeddingSpec, dimensions: int | None) -> Vector:
@@ -75,19 +49,12 @@ class Embedder:
         self._pod_name = pod_name
         self._model = model
 
-    async def run(self, body: Any, receive: Receive, send: Send) -> Usage:
+    async def run(self, prepared: PreparedEmbedding, receive: Receive, send: Send) -> Usage:
         """Raises RequestError, EngineStoppedError, ServiceError, ClientGoneError."""
-        model = self._model
-        spec = model.embedding
-        if spec is None:
-            raise RequestError(
-                f"The model '{model.name}' generates text; it does not provide embeddings.",
-                param="model",
-                code="unsupported_endpoint",
-            )
-        request = parse_embedding(body, model.vocab_size, spec.size)
-        model.check_name(request.model)
-        requests = self._plan(request, await self._encode(request.inputs), spec)
+        spec = self._model.embedding
+        assert spec is not None
+        request = prepared.request
+        requests = self._plan(request, prepared.tokens, spec)
         results = await self._compute(requests, receive)
         usage = Usage(
             prompt_tokens=sum(len(each.prompt_token_ids) for each in requests),
@@ -95,39 +62,18 @@ class Embedder:
             completion_tokens=0,
             reasoning_tokens=0,
         )
-        vectors = [finish_vector(result.embedding or b"", spec, request.dimensions) for result in results]
         headers = {names.HEADER_DECODE_WORKER: self._pod_name, names.HEADER_PREFILL_WORKER: self._pod_name}
-        await send_json(send, _response(vectors, request, model.name, usage), headers=headers)
+        vectors = (finish_vector(result.embedding or b"", spec, request.dimensions) for result in results)
+        await send_parts(send, await pace(_write_response(vectors, request, self._model.name, usage)), headers=headers)
         return usage
 
-    async def _encode(self, inputs: Sequence[Prompt]) -> list[tuple[int, ...]]:
-        """Texts get the special tokens that the tokenizer adds; token ids are taken as they are."""
-        limit = self._model.max_model_len
-        encoded: list[tuple[int, ...]] = []
-        for index, text in enumerate(inputs):
-            path = "input" if len(inputs) == 1 else f"input[{index}]"
-            if isinstance(text, str):
-                tokens = await self._model.prompter.encode(text, add_special_tokens=True)
-            else:
-                tokens = text
-            if not tokens:
-                raise RequestError(f"'{path}' must not be empty.", param=path, code="empty_string")
-            if len(tokens) > limit:
-                raise ContextLengthError(
-                    f"This model's context length is {limit} tokens, but '{path}' has {len(tokens)}.", param=path
-                )
-            encoded.append(tokens)
-        return encoded
-
     @staticmethod
-    def _plan(
-        request: EmbeddingRequest, prompts: Sequence[tuple[int, ...]], spec: EmbeddingSpec
-    ) -> list[GenerationRequest]:
+    def _plan(request: EmbeddingRequest, prompts: Sequence[Tokens], spec: EmbeddingSpec) -> list[GenerationRequest]:
         prefix = f"embd-{secrets.token_hex(16)}"
         return [
             GenerationRequest(
                 request_id=f"{prefix}-{index}",
-                prompt_token_ids=tokens,
+                prompt_token_ids=tuple(tokens),
                 sampling=SamplingParams(max_tokens=0),
                 priority=request.priority,
                 cache_salt=request.cache_salt,
@@ -151,20 +97,23 @@ class Embedder:
         return [results[request.request_id] for request in requests]
 
 
-def _response(vectors: Sequence[Vector], request: EmbeddingRequest, model: str, usage: Usage) -> dict[str, Any]:
-    return {
-        "object": "list",
-        "data": [
-            {"object": "embedding", "index": index, "embedding": _write(vector, request.encoding)}
-            for index, vector in enumerate(vectors)
-        ],
-        "model": model,
-        "usage": {
-            "prompt_tokens": usage.prompt_tokens,
-            "total_tokens": usage.prompt_tokens,
-            "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        },
+def _write_response(
+    vectors: Iterable[Vector], request: EmbeddingRequest, model: str, usage: Usage
+) -> Steps[list[bytes]]:
+    """In parts: 2,048 vectors may be 100 MB."""
+    parts = [b'{"object":"list","data":[']
+    for index, vector in enumerate(vectors):
+        if index and index % _SLICE_VECTORS == 0:
+            yield
+        item = {"object": "embedding", "index": index, "embedding": _write(vector, request.encoding)}
+        parts.append(b"," + orjson.dumps(item) if index else orjson.dumps(item))
+    counts = {
+        "prompt_tokens": usage.prompt_tokens,
+        "total_tokens": usage.prompt_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
+    parts.append(b'],"model":%b,"usage":%b}' % (orjson.dumps(model), orjson.dumps(counts)))
+    return parts
 
 
 def _write(vector: Vector, encoding: Literal["float", "base64"]) -> str | list[float]:

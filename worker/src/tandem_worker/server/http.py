@@ -1,19 +1,18 @@
-"""The ASGI edge: bodies in, JSON and errors out."""
+"""The ASGI edge: headers in, JSON and errors out."""
 
 from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
-from starlette.types import Receive, Scope, Send
+from starlette.types import Scope, Send
 from tandem_api import names
 from tandem_api.openai import ErrorType, error_body
 
 from tandem_worker.errors import EngineStoppedError, RequestError
-from tandem_worker.server.hub import ClientGoneError
 
 MAX_BODY_BYTES = 8 * 1024 * 1024
 HEADER_RETRY = "x-tandem-retry"
@@ -28,6 +27,9 @@ _KINDS: Mapping[int, ErrorType] = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
+
+_QUOTED_CHARACTERS = 2000
+_JOINED_BYTES = 1024 * 1024
 
 Headers = dict[str, str]
 
@@ -66,36 +68,6 @@ def request_id(scope: Scope) -> str:
     return f"req-{secrets.token_hex(12)}"
 
 
-async def read_json(scope: Scope, receive: Receive) -> Any:
-    """The body as JSON. Raises RequestError (400, 413), ClientGoneError."""
-    length = header(scope, "content-length")
-    if length is not None and length.isdigit() and int(length) > MAX_BODY_BYTES:
-        raise BodyTooLargeError
-    body = await _read_body(receive)
-    if not body:
-        raise RequestError("The request has no body; a JSON object is expected.", code="invalid_json")
-    try:
-        return orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise RequestError(f"The request body is not valid JSON: {error}.", code="invalid_json") from error
-
-
-async def _read_body(receive: Receive) -> bytes:
-    chunks: list[bytes] = []
-    size = 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGoneError
-        chunk = message.get("body", b"")
-        size += len(chunk)
-        if size > MAX_BODY_BYTES:
-            raise BodyTooLargeError
-        chunks.append(chunk)
-        if not message.get("more_body", False):
-            return chunks[0] if len(chunks) == 1 else b"".join(chunks)
-
-
 def encode_headers(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
     return [(key.encode("latin-1"), value.encode("latin-1")) for key, value in headers.items()]
 
@@ -117,8 +89,24 @@ async def send_bytes(
     await send({"type": "http.response.body", "body": body})
 
 
+async def send_parts(send: Send, parts: Sequence[bytes], *, headers: Mapping[str, str] | None = None) -> None:
+    """JSON in parts, which are joined only where they are small."""
+    size = sum(map(len, parts))
+    all_headers = {"content-type": "application/json", "content-length": str(size), **(headers or {})}
+    await send_start(send, 200, all_headers)
+    rest = [b"".join(parts)] if size <= _JOINED_BYTES else parts
+    for part in rest[:-1]:
+        await send({"type": "http.response.body", "body": part, "more_body": True})
+    await send({"type": "http.response.body", "body": rest[-1]})
+
+
 async def send_json(send: Send, value: object, *, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
     await send_bytes(send, status, orjson.dumps(value), headers=headers)
+
+
+def _clip(text: str) -> str:
+    """A refusal may quote the request, which may be long."""
+    return text if len(text) <= _QUOTED_CHARACTERS else f"{text[:_QUOTED_CHARACTERS]}…"
 
 
 def describe_error(error: Exception) -> tuple[int, dict[str, Any], Headers]:
@@ -127,7 +115,8 @@ def describe_error(error: Exception) -> tuple[int, dict[str, Any], Headers]:
         case RequestError():
             kind = _KINDS.get(error.status, "invalid_request_error")
             extra = {"retry-after": "1"} if error.status == 429 else {}
-            return error.status, error_body(str(error), kind=kind, param=error.param, code=error.code), extra
+            param = None if error.param is None else _clip(error.param)
+            return error.status, error_body(_clip(str(error)), kind=kind, param=param, code=error.code), extra
         case EngineStoppedError():
             message = str(error) or "This worker is shutting down."
             return 503, error_body(message, kind="overloaded_error", code="worker_stopping"), {HEADER_RETRY: "1"}

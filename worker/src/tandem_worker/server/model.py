@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 from typing import Any
 
 from tandem_api.launch import WorkerConfig
 
 from tandem_worker.control.params import EmbeddingSpec
-from tandem_worker.errors import ContextLengthError, RequestError
+from tandem_worker.errors import RequestError
 from tandem_worker.server import reasoning
 from tandem_worker.server.detokenizer import TokenTable
+from tandem_worker.server.fitting import observe_bound
+from tandem_worker.server.preparation import Preparation
+from tandem_worker.server.preparing import Preparer, PromptRules
+from tandem_worker.server.preparing_job import pack_setup
 from tandem_worker.server.prompting import Prompter
 from tandem_worker.server.tools.formats import FORMATS, detect
 from tandem_worker.structured.compiler import GrammarCompiler
@@ -28,6 +33,8 @@ _UNLIMITED = 10**8
 class ServedModel:
     """Shared by all requests. `tool_format` names one of `FORMATS`; None detects it.
 
+    `grammars`: a compiler for the same tokenizer, vocabulary and end tokens that somebody else closes.
+
     Raises ValueError when no context length is known, KeyError for an unknown format.
     """
 
@@ -41,6 +48,7 @@ class ServedModel:
         eos_token_ids: Collection[int] = (),
         tool_format: str | None = None,
         embedding: EmbeddingSpec | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self.name = config.served_name
         self.fingerprint = f"fp_{config.revision}"
@@ -48,27 +56,38 @@ class ServedModel:
         """None: the model generates text."""
         self.tokenizer = tokenizer
         self.table = TokenTable(tokenizer)
-        self.prompter = Prompter(tokenizer)
+        prompter = Prompter(tokenizer)
         self.vocab_size = vocab_size or len(tokenizer)
         """Rows of the output matrix: the tokenizer's vocabulary, maybe padded."""
         self.max_model_len = _context_length(tokenizer, config, max_model_len)
         self.eos_token_ids = frozenset(eos_token_ids) or end_tokens(tokenizer)
         self.vocabulary: dict[str, int] = tokenizer.get_added_vocab()
         """Added tokens: marks of turns, tools and reasoning are among them."""
-        template = self.prompter.template
+        template = prompter.template
         self.tool_format = FORMATS[tool_format] if tool_format is not None else detect(self.vocabulary, template)
         self.reasons = reasoning.BEGIN in self.vocabulary or reasoning.BEGIN in template
         """The model may think before it answers."""
-        self.grammars = GrammarCompiler(tokenizer, self.vocab_size, self.eos_token_ids)
+        self.grammars = grammars or GrammarCompiler(tokenizer, self.vocab_size, self.eos_token_ids)
+        self.owns_grammars = grammars is None
+        self.free_form_grammars = config.free_form_grammars
+        start = tokenizer.bos_token_id
+        self.rules = PromptRules(
+            name=self.name,
+            max_model_len=self.max_model_len,
+            vocab_size=self.vocab_size,
+            start_token=start if start is not None else min(self.eos_token_ids, default=0),
+            embedding_size=None if embedding is None else embedding.size,
+        )
+        bound = observe_bound(tokenizer.backend_tokenizer)
+        self.preparation = Preparation(
+            Preparer(prompter, self.rules, bound), partial(pack_setup, tokenizer, self.rules, bound)
+        )
 
-    def check_name(self, name: str) -> None:
-        if name != self.name:
-            raise RequestError(
-                f"The model '{name}' does not exist here. This server serves '{self.name}'.",
-                param="model",
-                code="model_not_found",
-                status=404,
-            )
+    def close(self) -> None:
+        """End the threads and processes that came with it."""
+        self.preparation.close()
+        if self.owns_grammars:
+            self.grammars.close()
 
     def check_generates(self) -> None:
         """Raises RequestError for an embedding model."""
@@ -79,16 +98,14 @@ class ServedModel:
                 code="unsupported_endpoint",
             )
 
-    def room(self, num_prompt_tokens: int, max_tokens: int | None, *, param: str) -> int:
-        """The allowed output. Raises ContextLengthError when prompt plus `max_tokens` do not fit."""
-        limit = self.max_model_len
-        if num_prompt_tokens + (1 if max_tokens is None else max_tokens) > limit:
-            wanted = "and leaves no room for an answer" if max_tokens is None else f"and {max_tokens} were requested"
-            raise ContextLengthError(
-                f"This model's context length is {limit} tokens. The prompt has {num_prompt_tokens} tokens {wanted}.",
-                param=param,
+    def check_embeds(self) -> None:
+        """Raises RequestError for a model that generates text."""
+        if self.embedding is None:
+            raise RequestError(
+                f"The model '{self.name}' generates text; it does not provide embeddings.",
+                param="model",
+                code="unsupported_endpoint",
             )
-        return limit - num_prompt_tokens if max_tokens is None else max_tokens
 
 
 def end_tokens(tokenizer: Any) -> frozenset[int]:

@@ -8,25 +8,22 @@ from collections.abc import Sequence
 
 from tandem_worker.control.params import GenerationRequest, SamplingParams, TokenDelta
 from tandem_worker.server.answer import Plan
-from tandem_worker.server.chat_request import ChatRequest
 from tandem_worker.server.choice import Choice
 from tandem_worker.server.chunks import AnswerHead, ChatEncoder, CompletionEncoder, Echo
-from tandem_worker.server.completion_request import CompletionRequest, Prompt
+from tandem_worker.server.completion_request import Prompt
 from tandem_worker.server.model import ServedModel
 from tandem_worker.server.options import CommonOptions, to_sampling
+from tandem_worker.server.preparing import PreparedChat, PreparedCompletion, Tokens
 from tandem_worker.server.shaping import shape_answer
 
 
-async def plan_chat(request: ChatRequest, model: ServedModel, endpoints: tuple[str, ...]) -> Plan:
+async def plan_chat(prepared: PreparedChat, model: ServedModel, endpoints: tuple[str, ...]) -> Plan:
     """Raises RequestError."""
-    model.check_name(request.model)
-    text = model.prompter.render(request)
-    tokens = await model.prompter.encode(text, add_special_tokens=False)
-    room = model.room(len(tokens), request.max_tokens, param="messages")
-    shape = await shape_answer(request, model, text)
+    request = prepared.request
+    shape = await shape_answer(request, model, prepared.prompt_end)
     sampling = to_sampling(
         request.common,
-        max_tokens=room,
+        max_tokens=prepared.room,
         num_logprobs=request.num_logprobs,
         eos_token_ids=model.eos_token_ids,
         grammar=shape.grammar,
@@ -44,7 +41,7 @@ async def plan_chat(request: ChatRequest, model: ServedModel, endpoints: tuple[s
         for index in range(options.n)
     ]
     return Plan(
-        requests=[_engine_request(head.id, tokens, sampling, options, endpoints)],
+        requests=[_engine_request(head.id, prepared.tokens, sampling, options, endpoints)],
         choices=choices,
         encoder=ChatEncoder(head, model.table),
         stream=options.stream,
@@ -52,19 +49,18 @@ async def plan_chat(request: ChatRequest, model: ServedModel, endpoints: tuple[s
     )
 
 
-async def plan_completion(request: CompletionRequest, model: ServedModel, endpoints: tuple[str, ...]) -> Plan:
+async def plan_completion(prepared: PreparedCompletion, model: ServedModel, endpoints: tuple[str, ...]) -> Plan:
     """Raises RequestError."""
-    model.check_name(request.model)
+    request = prepared.request
     options = request.common
-    prompts = [await _prompt_tokens(prompt, model) for prompt in request.prompts]
     score_only = request.max_tokens == 0
     head = _head("cmpl", options, model, with_logprobs=request.num_logprobs is not None)
     requests: list[GenerationRequest] = []
     choices: list[Choice] = []
-    for position, tokens in enumerate(prompts):
+    for position, (tokens, room) in enumerate(zip(prepared.tokens, prepared.room, strict=True)):
         sampling = to_sampling(
             options,
-            max_tokens=model.room(len(tokens), request.max_tokens, param="prompt"),
+            max_tokens=room,
             num_logprobs=request.num_logprobs,
             eos_token_ids=model.eos_token_ids,
             grammar=None,
@@ -92,7 +88,7 @@ async def plan_completion(request: CompletionRequest, model: ServedModel, endpoi
         score_only=score_only,
     )
     if request.echo:
-        plan.first_delta = _Echoes(encoder, request.prompts, prompts, options.n, model)
+        plan.first_delta = _Echoes(encoder, request.prompts, prepared.tokens, options.n)
     return plan
 
 
@@ -103,39 +99,20 @@ class _Echoes:
         self,
         encoder: CompletionEncoder,
         prompts: Sequence[Prompt],
-        tokens: Sequence[tuple[int, ...]],
+        tokens: Sequence[Tokens],
         n: int,
-        model: ServedModel,
     ) -> None:
         self._encoder = encoder
         self._prompts = prompts
         self._tokens = tokens
         self._n = n
-        self._model = model
 
     def __call__(self, position: int, delta: TokenDelta) -> None:
         prompt = self._prompts[position]
-        tokens = self._tokens[position]
-        text = prompt if isinstance(prompt, str) else _text_of(tokens, self._model)
-        echo = Echo(text=text, token_ids=tokens, logprobs=delta.prompt_logprobs)
+        text = prompt if isinstance(prompt, str) else None
+        echo = Echo(text=text, token_ids=self._tokens[position], logprobs=delta.prompt_logprobs)
         for index in range(self._n):
             self._encoder.echoes[position * self._n + index] = echo
-
-
-def _text_of(tokens: Sequence[int], model: ServedModel) -> str:
-    detokenizer = model.table.new(continues=True)
-    return "".join(detokenizer.feed(token) for token in tokens) + detokenizer.flush()
-
-
-async def _prompt_tokens(prompt: Prompt, model: ServedModel) -> tuple[int, ...]:
-    if not isinstance(prompt, str):
-        return prompt
-    tokens = await model.prompter.encode(prompt, add_special_tokens=True)
-    if tokens:
-        return tokens
-    # OpenAI takes an empty prompt as the beginning of a document.
-    start = model.tokenizer.bos_token_id
-    return (start if start is not None else min(model.eos_token_ids, default=0),)
 
 
 def _head(prefix: str, options: CommonOptions, model: ServedModel, *, with_logprobs: bool) -> AnswerHead:
@@ -153,7 +130,7 @@ def _head(prefix: str, options: CommonOptions, model: ServedModel, *, with_logpr
 
 def _engine_request(
     request_id: str,
-    tokens: tuple[int, ...],
+    tokens: Tokens,
     sampling: SamplingParams,
     options: CommonOptions,
     endpoints: tuple[str, ...],
@@ -162,7 +139,7 @@ def _engine_request(
 ) -> GenerationRequest:
     return GenerationRequest(
         request_id=request_id,
-        prompt_token_ids=tokens,
+        prompt_token_ids=tuple(tokens),
         sampling=sampling,
         n=options.n,
         priority=options.priority,

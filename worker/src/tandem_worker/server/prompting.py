@@ -1,15 +1,15 @@
 """From conversations and texts to token ids, by the model's own template and tokenizer.
 
 Templates come with models and run in transformers' sandbox. What a template refuses is the client's error.
+
+Everything here computes where it is called: `preparation` decides in which thread or process that is.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jinja2
@@ -18,38 +18,30 @@ from tandem_worker.errors import RequestError
 from tandem_worker.server.chat_request import ChatRequest
 from tandem_worker.server.tools.harmony import CHANNEL
 
-INLINE_CHARACTERS = 4096
-"""Longer texts are tokenized on a thread (the tokenizer releases the GIL): they would hold up the streams of others."""
-
 _PROBE = "tandem_probe_argument"
 
 
 class Prompter:
-    """Renders and tokenizes. One per process; `close` ends its thread."""
+    """Renders and tokenizes. One per process; any thread."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
+        # A checkpoint's own settings would cut long texts in silence.
+        self._backend.no_truncation()
+        self._backend.no_padding()
         self.template = _template_source(tokenizer)
         self.takes_tools = "tools" in self.template
         self._object_arguments = self.takes_tools and self._probe_object_arguments()
         self._harmony = CHANNEL in self.template
 
-    def close(self) -> None:
-        self._thread.shutdown(wait=False)
-
-    async def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
-        if len(text) <= INLINE_CHARACTERS:
-            return self._encode(text, add_special_tokens)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, self._encode, text, add_special_tokens)
-
-    def _encode(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
-        # The backend is called directly: the wrapper sets padding and truncation on it, which is not thread-safe.
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Releases the interpreter's lock but for what grows with the result. Raises RequestError."""
+        # The backend is called directly: the wrapper sets padding and truncation on it, which is not thread-safe. And
+        # in a batch of one, because its `encode` holds the lock for as long as it takes.
         try:
-            return tuple(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
-        except UnicodeEncodeError as error:
+            return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        except TypeError as error:  # so it says of strings that are not text
             raise RequestError("The text contains lone surrogates, which are not valid Unicode.") from error
 
     def decode(self, token_ids: Sequence[int]) -> str:

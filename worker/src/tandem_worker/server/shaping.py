@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
+import dataclasses
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,10 +12,19 @@ from tandem_worker.control.params import GrammarFactory
 from tandem_worker.errors import RequestError
 from tandem_worker.server import reasoning
 from tandem_worker.server.chat_request import ChatRequest, ResponseFormat
+from tandem_worker.server.http import ServiceError
 from tandem_worker.server.model import ServedModel
 from tandem_worker.server.output import TextParser
 from tandem_worker.server.tools.formats import ToolFormat, build_grammar
-from tandem_worker.structured.grammar import AfterReasoningFactory, GrammarError
+from tandem_worker.server.toolspec import Tool, ToolOptions
+from tandem_worker.structured.compiler import REQUEST_SECONDS, GrammarCompiler
+from tandem_worker.structured.grammar import (
+    AfterReasoningFactory,
+    GrammarError,
+    GrammarUnavailableError,
+    TokenGrammarFactory,
+)
+from tandem_worker.structured.limits import GrammarLimits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +36,7 @@ class Shape:
 
 
 async def shape_answer(request: ChatRequest, model: ServedModel, prompt: str) -> Shape:
-    """`prompt` is the rendered conversation. Raises RequestError."""
+    """`prompt` is the end of the rendered conversation, from the last message's header on. Raises RequestError."""
     tool_format = _tool_format(request, model)
     inside = model.reasons and prompt.rstrip().endswith(reasoning.BEGIN)
     grammar = await _grammar(request, model, tool_format)
@@ -67,33 +77,60 @@ def _tool_format(request: ChatRequest, model: ServedModel) -> ToolFormat | None:
     return model.tool_format
 
 
-async def _grammar(request: ChatRequest, model: ServedModel, tool_format: ToolFormat | None) -> GrammarFactory | None:
-    """Raises RequestError when a schema cannot be enforced."""
+async def _grammar(
+    request: ChatRequest, model: ServedModel, tool_format: ToolFormat | None
+) -> TokenGrammarFactory | None:
+    """Raises RequestError when a schema cannot be enforced, ServiceError when that cannot be found out now."""
+    work = _Compiling(model.grammars, time.monotonic() + REQUEST_SECONDS)
     if request.response_format.definition:
-        return await _free_grammar(request.response_format, model, tool_format)
+        return await _free_grammar(request.response_format, model, tool_format, work)
     schema = _answer_schema(request.response_format)
     tools = request.tools
     if tool_format is None:
-        return None if schema is None else await _answer_grammar(schema, model)
+        return None if schema is None else await _answer_grammar(schema, work)
     free = tools.mode != "required" and not tools.narrowed and not any(tool.strict for tool in tools.tools)
     if schema is None and free:
         return None
     if schema is not None:
-        await _answer_grammar(schema, model)  # so that an error names the right one of the schemas
-    return await _tool_grammar(request, model, tool_format, schema)
+        await _answer_grammar(schema, work)  # so that an error names the right one of the schemas
+    return await _tool_grammar(request, model, tool_format, schema, work)
 
 
-async def _free_grammar(answer: ResponseFormat, model: ServedModel, tool_format: ToolFormat | None) -> GrammarFactory:
+@dataclass(frozen=True, slots=True)
+class _Compiling:
+    """All that one request has compiled shares a deadline."""
+
+    grammars: GrammarCompiler
+    deadline: float
+
+    async def compile(self, grammar: str) -> TokenGrammarFactory:
+        """Raises GrammarError, ServiceError."""
+        try:
+            return (await self.grammars.compile(grammar, self.deadline)).for_request()
+        except GrammarUnavailableError as error:
+            raise ServiceError(f"Structured output is not available now: {error}.", status=503) from error
+
+
+async def _free_grammar(
+    answer: ResponseFormat, model: ServedModel, tool_format: ToolFormat | None, work: _Compiling
+) -> TokenGrammarFactory:
     """A regex or a grammar of the client's own."""
+    if answer.kind == "lark" and not model.free_form_grammars:
+        raise RequestError(
+            "Grammars of a client's own are off for this model: use a JSON schema, or a grammar with syntax 'regex'. "
+            "Who runs the model turns them on with 'freeFormGrammars: true' in 'spec.engine' of the InferenceModel.",
+            param="response_format.grammar.syntax",
+            code="unsupported_parameter",
+        )
     if tool_format is not None and tool_format.always:
         raise RequestError(
             "This model's answers have a frame that a grammar of your own does not know: use a JSON schema.",
             param="response_format.type",
             code="unsupported_parameter",
         )
-    compile_grammar = model.grammars.compile_regex if answer.kind == "regex" else model.grammars.compile_lark
+    write = work.grammars.write_regex if answer.kind == "regex" else work.grammars.write_lark
     try:
-        return await asyncio.to_thread(compile_grammar, answer.definition)
+        return await work.compile(write(answer.definition))
     except GrammarError as error:
         raise RequestError(
             f"Invalid grammar: {error}", param="response_format.grammar.definition", code="invalid_grammar"
@@ -106,9 +143,9 @@ def _answer_schema(answer: ResponseFormat) -> dict[str, Any] | None:
     return {"type": "object"} if answer.kind == "json_object" else (answer.schema or {})
 
 
-async def _answer_grammar(schema: dict[str, Any], model: ServedModel) -> GrammarFactory:
+async def _answer_grammar(schema: dict[str, Any], work: _Compiling) -> TokenGrammarFactory:
     try:
-        return await asyncio.to_thread(model.grammars.compile_json_schema, schema)
+        return await work.compile(work.grammars.write_json_schema(schema))
     except GrammarError as error:
         raise RequestError(
             f"Invalid schema for response_format: {error}",
@@ -118,25 +155,58 @@ async def _answer_grammar(schema: dict[str, Any], model: ServedModel) -> Grammar
 
 
 async def _tool_grammar(
-    request: ChatRequest, model: ServedModel, tool_format: ToolFormat, answer_schema: dict[str, Any] | None
-) -> GrammarFactory:
+    request: ChatRequest,
+    model: ServedModel,
+    tool_format: ToolFormat,
+    answer_schema: dict[str, Any] | None,
+    work: _Compiling,
+) -> TokenGrammarFactory:
     """Strict tools' schemas are promised; the others' are enforced where they can be."""
+
+    def write(tools: ToolOptions, *, enforce_schemas: bool = True) -> str:
+        return build_grammar(
+            tool_format, tools, model.vocabulary, answer_schema=answer_schema, enforce_schemas=enforce_schemas
+        )
+
     for enforce_schemas in (True, False):
         try:
-            grammar = build_grammar(
-                tool_format,
-                request.tools,
-                model.vocabulary,
-                answer_schema=answer_schema,
-                enforce_schemas=enforce_schemas,
-            )
-            return await asyncio.to_thread(model.grammars.compile_lark, grammar)
+            _check_tools(request.tools, work.grammars.limits, strict_only=not enforce_schemas)
+            return await work.compile(write(request.tools, enforce_schemas=enforce_schemas))
         except GrammarError as error:
             if not enforce_schemas or all(tool.strict for tool in request.tools.callable_tools):
+                param = error.path or await _find_culprit(request.tools, write, work)
                 raise RequestError(
-                    f"Invalid schema of a function's parameters: {error}", param="tools", code="invalid_json_schema"
+                    f"Invalid schema of a function's parameters: {error}", param=param, code="invalid_json_schema"
                 ) from error
     raise AssertionError("unreachable: the second round returns or raises")
+
+
+def _check_tools(tools: ToolOptions, limits: GrammarLimits, *, strict_only: bool) -> None:
+    """Raises GrammarError with the path of the first schema that is too large."""
+    for tool in tools.callable_tools:
+        if tool.strict or not strict_only:
+            try:
+                limits.check_schema(tool.parameters)
+            except GrammarError as error:
+                raise GrammarError(str(error), path=_path(tools, tool)) from error
+
+
+async def _find_culprit(tools: ToolOptions, write: Callable[[ToolOptions], str], work: _Compiling) -> str:
+    """Path of the first strict tool whose schema alone is refused; that of all tools where none is, in time."""
+    strict = [tool for tool in tools.callable_tools if tool.strict]
+    for tool in strict:
+        if time.monotonic() > work.deadline:
+            break
+        alone = dataclasses.replace(tools, mode="required", tools=(tool,), callable_tools=(tool,))
+        try:
+            await work.compile(write(alone))
+        except GrammarError:
+            return _path(tools, tool)
+    return _path(tools, strict[0]) if len(strict) == 1 else "tools"
+
+
+def _path(tools: ToolOptions, tool: Tool) -> str:
+    return f"tools[{tools.tools.index(tool)}].function.parameters"
 
 
 def _check_options(request: ChatRequest) -> None:

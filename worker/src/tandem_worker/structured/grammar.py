@@ -1,12 +1,14 @@
 """Grammars over tokens, by llguidance: implementations of `Grammar` and `GrammarFactory`.
 
 Invariants: a mask allows at least one token (at the end of a grammar, the end tokens), and a choice that follows its
-masks is accepted token by token. `fill_mask` costs tens of microseconds and releases the GIL.
+masks is accepted token by token. `fill_mask` costs tens of microseconds and releases the GIL; what a hostile grammar
+makes it cost is bounded for each step by the library's fuel (`proving.parser_limits`), and over an answer by `budget`.
 """
 
 from __future__ import annotations
 
 import itertools
+import time
 from typing import Any
 
 import numpy as np
@@ -14,10 +16,22 @@ from llguidance import LLMatcher
 
 from tandem_worker.control.params import Grammar, GrammarFactory
 from tandem_worker.errors import WorkerError
+from tandem_worker.structured.budget import MaskBudget
 
 
 class GrammarError(WorkerError):
-    """A schema or grammar cannot be compiled, or its resource limits were reached; the message says why."""
+    """A schema or grammar cannot be compiled, or its resource limits were reached; the message says why.
+
+    `path` names the field of the request where that is known.
+    """
+
+    def __init__(self, message: str, *, path: str | None = None) -> None:
+        super().__init__(message)
+        self.path = path
+
+
+class GrammarUnavailableError(WorkerError):
+    """Nothing can be said about a grammar now, whatever it is; the message says why."""
 
 
 class TokenGrammar:
@@ -26,10 +40,15 @@ class TokenGrammar:
     `accept` raises GrammarError for a token that the mask forbade, and when the grammar's limits were reached.
     """
 
-    __slots__ = ("_eos_token_ids", "_matcher", "_refused", "_words")
+    __slots__ = ("_budget", "_eos_token_ids", "_failure", "_matcher", "_num_tokens", "_refused", "_words")
 
-    def __init__(self, matcher: LLMatcher, words: int, eos_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self, matcher: LLMatcher, words: int, eos_token_ids: frozenset[int], budget: MaskBudget | None = None
+    ) -> None:
         self._matcher = matcher
+        self._budget = budget or MaskBudget()
+        self._failure: str | None = None
+        self._num_tokens = 0
         self._words = words
         self._eos_token_ids = eos_token_ids
         self._refused = next(token for token in itertools.count() if token not in eos_token_ids)
@@ -41,20 +60,31 @@ class TokenGrammar:
         the choice ends with an error, and neither as a valid answer nor with the step loop of all others.
         """
         row = _row(mask)
-        if not self._matcher.is_error():
+        if self._failure is None:
+            began = time.thread_time()
             self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, self._words * 4)
             row[self._words :] = 0
-        if self._matcher.is_error():
+            self._note_cost(began)
+        if self._failure is not None:
             row[:] = 0
             row[self._refused // 32] = _bit(self._refused)
 
     def accept(self, token_id: int) -> None:
-        if self._matcher.is_error():
-            raise GrammarError(f"the grammar is too complex: {self._first_line()}")
+        if self._failure is not None:
+            raise GrammarError(self._failure)
         if self._matcher.is_stopped() and token_id in self._eos_token_ids:
             return
+        self._num_tokens += 1
+        began = time.thread_time()
         if not self._matcher.consume_token(token_id):
             raise GrammarError(f"token {token_id} is not allowed here: {self._first_line()}")
+        self._note_cost(began)
+
+    def _note_cost(self, began: float) -> None:
+        if self._matcher.is_error():
+            self._failure = f"the grammar is too complex: {self._first_line()}"
+        else:
+            self._failure = self._budget.spend(self._num_tokens, time.thread_time() - began)
 
     def _first_line(self) -> str:
         return self._matcher.get_error().strip().partition("\n")[0]
@@ -68,13 +98,20 @@ class TokenGrammar:
 class TokenGrammarFactory:
     """A compiled grammar. `new` copies its start state: cheap, and safe from any thread."""
 
-    def __init__(self, matcher: LLMatcher, words: int, eos_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self, matcher: LLMatcher, words: int, eos_token_ids: frozenset[int], budget: MaskBudget | None = None
+    ) -> None:
         self._matcher = matcher
         self._words = words
         self._eos_token_ids = eos_token_ids
+        self._budget = budget
+
+    def for_request(self) -> TokenGrammarFactory:
+        """The same, with one budget for all choices of a request."""
+        return TokenGrammarFactory(self._matcher, self._words, self._eos_token_ids, MaskBudget())
 
     def new(self) -> Grammar:
-        return TokenGrammar(self._matcher.deep_copy(), self._words, self._eos_token_ids)
+        return TokenGrammar(self._matcher.deep_copy(), self._words, self._eos_token_ids, self._budget)
 
 
 class AfterReasoning:

@@ -17,7 +17,7 @@ from tandem_worker.server.tools.parameters import Parameters, text_value
 from tandem_worker.server.tools.pythonic import PythonicParser
 from tandem_worker.server.tools.xml_call import XmlParser
 from tandem_worker.server.toolspec import Tool, ToolOptions
-from tandem_worker.structured.compiler import embed_json_schema
+from tandem_worker.structured.compiler import HEADER, embed_json_schema
 from tandem_worker.structured.grammar import GrammarError
 
 MAX_CALLS = 32
@@ -109,7 +109,7 @@ def build_grammar(
         options_of_answer.append(f"{'TEXT? ' if text_before else ''}{calls}")
         rules = [*rules, *call_rules]
     start = f"start: {before} ({' | '.join(options_of_answer)})"
-    return "\n".join(["%llguidance {}", start, *rules]) + "\n"
+    return HEADER + "\n".join([start, *rules]) + "\n"
 
 
 def _call_object(tool: Tool, key: str) -> dict[str, Any]:

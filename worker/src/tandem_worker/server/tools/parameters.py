@@ -14,6 +14,10 @@ _ROOT_KEYS = frozenset(
 )
 
 
+MAX_PROPERTIES = 128
+"""Their order is fixed and most may be left out: the grammar grows with the square of their number."""
+
+
 class Parameters:
     """The parameters of one function. Raises GrammarError for a schema that is more than a list of properties."""
 
@@ -22,8 +26,17 @@ class Parameters:
         if odd:
             raise GrammarError(f"'{min(odd)}' cannot be enforced beside the properties in this model's format of calls")
         self._definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-        self.properties: dict[str, Any] = dict(schema.get("properties", {}))
-        self.required = frozenset(schema.get("required", ()))
+        properties, required = schema.get("properties", {}), schema.get("required", [])
+        if not isinstance(properties, Mapping):
+            raise GrammarError("'properties' must be an object")
+        if not isinstance(required, list) or not all(isinstance(key, str) for key in required):
+            raise GrammarError("'required' must be an array of strings")
+        if len(properties) > MAX_PROPERTIES:
+            raise GrammarError(
+                f"it has {len(properties)} properties: at most {MAX_PROPERTIES} can be enforced in this model's format"
+            )
+        self.properties: dict[str, Any] = dict(properties)
+        self.required = frozenset(required)
         missing = self.required - self.properties.keys()
         if missing:
             raise GrammarError(f"the required property '{min(missing)}' is not among the properties")
@@ -63,6 +76,16 @@ def text_value(schema: Mapping[str, Any], forbidden: str) -> str:
         raise GrammarError(f"'{min(odd)}' of a string cannot be enforced in this model's format of calls")
     choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if choices is not None:
+        if not isinstance(choices, list) or not choices:
+            raise GrammarError("'enum' must be an array of at least one value")
         return " | ".join(json.dumps(str(choice)) for choice in choices)
-    low, high = schema.get("minLength", 0), schema.get("maxLength", "")
-    return f"/(?s:.{{{low},{high}}})/ & ~/(?s:.*){forbidden}(?s:.*)/"
+    low, high = _length(schema, "minLength") or 0, _length(schema, "maxLength")
+    return f"/(?s:.{{{low},{'' if high is None else high}}})/ & ~/(?s:.*){forbidden}(?s:.*)/"
+
+
+def _length(schema: Mapping[str, Any], key: str) -> int | None:
+    """It is written into a regex: nothing but a number may be."""
+    value = schema.get(key)
+    if value is not None and (type(value) is not int or value < 0):
+        raise GrammarError(f"'{key}' must be an integer that is not negative")
+    return value

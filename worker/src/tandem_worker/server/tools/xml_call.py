@@ -49,7 +49,8 @@ def is_text(schema: object) -> bool:
         return False
     if "type" in schema:
         return schema["type"] == "string"
-    return bool(schema.get("enum")) and all(isinstance(item, str) for item in schema["enum"])
+    choices = schema.get("enum")
+    return isinstance(choices, list) and bool(choices) and all(isinstance(item, str) for item in choices)
 
 
 class XmlParser(SteppingParser):
