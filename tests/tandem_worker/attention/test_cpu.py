@@ -105,7 +105,9 @@ def test_equals_the_twin(lengths, options, dtype) -> None:
 
 
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf"), 3e38], ids=str)
-@pytest.mark.parametrize("options", [{}, {"window": 6}, {"chunk": 8}, {"sinks": torch.zeros(6)}], ids=["", "w", "c", "s"])
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 6}, {"chunk": 8}, {"sinks": torch.zeros(6)}], ids=["", "w", "c", "s"]
+)
 @pytest.mark.parametrize("lengths", [MIXED, DECODES, [(1, 300), (1, 301)]], ids=["mixed", "decodes", "long"])
 def test_what_lies_past_a_context_has_no_say(lengths, options, garbage) -> None:
     ours, twin = attend_both(lengths, torch.float32, (6, 2), options, garbage)

@@ -13,8 +13,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tandem_api.keys import OPEN_RING
+from tandem_worker.peers.dial import dial
+from tandem_worker.peers.handshake import GREETING_BYTES, PROOF_BYTES, Acceptor, Purpose
 from tandem_worker.transfer import protocol
-from tandem_worker.transfer.blocks import checksum
+from tandem_worker.transfer.checksums import seed_block, sum_block
 from tandem_worker.transfer.protocol import BlockRange, Done, Kind
 
 LAYERS, BLOCKS = 3, 8
@@ -47,6 +50,7 @@ class ScriptedPeer:
 
     def _play(self, script: Callable[[ScriptedPeer, socket.socket], None], sock: socket.socket) -> None:
         with sock, contextlib.suppress(OSError, EOFError):
+            accept_handshake(sock)
             script(self, sock)
 
     def close(self) -> None:
@@ -66,7 +70,10 @@ class ScriptedPeer:
 
     def blocks(self, transfer: int, blocks: BlockRange, *, damage: bool = False) -> bytes:
         payload = [self.block(blocks.layer, blocks.first + i) for i in range(blocks.count)]
-        sums = [checksum((memoryview(part),)) for part in payload]
+        sums = [
+            sum_block((memoryview(part),), seed_block(transfer, blocks.layer, index))
+            for index, part in enumerate(payload, blocks.first)
+        ]
         body = bytearray(b"".join(payload))
         if damage:
             body[len(body) // 2] ^= 0x10
@@ -74,7 +81,7 @@ class ScriptedPeer:
 
     def answer(self, transfer: int) -> list[bytes]:
         frames = [self.blocks(transfer, BlockRange(layer, 0, BLOCKS)) for layer in range(LAYERS)]
-        return [*frames, protocol.encode_done(transfer, Done(0, b"abcd"))]
+        return [*frames, protocol.encode_done(transfer, Done(0, b"abcd", b"name of a prompt"))]
 
 
 def read_exact(sock: socket.socket, count: int) -> bytes:
@@ -87,9 +94,19 @@ def read_exact(sock: socket.socket, count: int) -> bytes:
     return data
 
 
+def accept_handshake(sock: socket.socket) -> None:
+    """As `Door` does."""
+    acceptor = Acceptor(OPEN_RING, Purpose.KV)
+    sock.sendall(acceptor.challenge(read_exact(sock, GREETING_BYTES)))
+    sock.sendall(acceptor.accept(read_exact(sock, PROOF_BYTES)))
+
+
 def read_frame(sock: socket.socket) -> tuple[protocol.Header, bytes]:
     header = protocol.decode_header(read_exact(sock, protocol.HEADER_BYTES), EVERY_KIND)
-    return header, read_exact(sock, header.length)
+    body = read_exact(sock, header.length)
+    if header.kind is not Kind.BLOCKS:
+        protocol.check_body(header, body)
+    return header, body
 
 
 def read_order(sock: socket.socket) -> int:
@@ -372,7 +389,7 @@ def test_any_order_of_events(events: list[tuple[Any, ...]], kit_module: SimpleNa
                     layer, index, damage = rest
                     sock.sendall(peer.blocks(transfers[order], BlockRange(layer, index, 1), damage=damage))
                 elif kind == "done":
-                    sock.sendall(protocol.encode_done(transfers[order], Done(0, b"abcd")))
+                    sock.sendall(protocol.encode_done(transfers[order], Done(0, b"abcd", b"name of a prompt")))
                 else:
                     sock.sendall(protocol.encode_text(Kind.FAILED, transfers[order], "no"))
         sock.close()
@@ -399,8 +416,11 @@ def kit_module() -> SimpleNamespace:
 
 
 def stranger(pair: Any) -> socket.socket:
+    """Who is past the door: it has the key, or none is configured."""
     host, _, port = pair.serve().partition(":")
-    return socket.create_connection((host, int(port)), timeout=5)
+    sock = dial(host, int(port), OPEN_RING, Purpose.KV, seconds=5)
+    sock.settimeout(5)
+    return sock
 
 
 @pytest.mark.parametrize(
