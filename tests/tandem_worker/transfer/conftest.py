@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,8 +20,9 @@ from tandem_worker.transfer.blocks import BlockSpace
 from tandem_worker.transfer.client import TcpPrefillClient
 from tandem_worker.transfer.server import TcpPrefillServer
 
+from tests.tandem_worker.transfer.scripted import PROMPT_NAME, ScriptedPeer
+
 LAYERS, BLOCK_SIZE = 3, 4
-PROMPT_NAME = b"name of a prompt"
 QUICK = TransferTimeouts(
     connect=0.5, handshake=0.5, frame=0.5, retry_after=0.05, heartbeat=0.05, silence=0.4, stall=0.3, patience=0.1,
     queue=1.5,
@@ -205,3 +207,18 @@ def kit() -> SimpleNamespace:
         Pair=Pair, build_cache=build_cache, fill=fill, eventually=eventually, QUICK=QUICK, LAYERS=LAYERS,
         BLOCK_SIZE=BLOCK_SIZE, PROMPT_NAME=PROMPT_NAME, NotingDecode=NotingDecode, ScriptedPrefill=ScriptedPrefill,
     )  # fmt: skip
+
+
+@pytest.fixture
+def scripted(kit: SimpleNamespace) -> Iterator[Callable[..., tuple[Any, ScriptedPeer]]]:
+    opened: list[Any] = []
+
+    def build(*scripts: Callable[[ScriptedPeer, socket.socket], None], verify: bool = True) -> tuple[Any, ScriptedPeer]:
+        pair = kit.Pair(verify=verify)
+        peer = ScriptedPeer(pair, *scripts)
+        opened.extend((pair, peer))
+        return pair, peer
+
+    yield build
+    for each in opened:
+        each.close()

@@ -288,9 +288,8 @@ def decode_blocks_fixed(data: bytes | bytearray | memoryview, length: int) -> Bl
     """The first `BLOCKS_BYTES` of a BLOCKS body of `length` bytes. Not to be believed before `check_body`."""
     layer, _, first, count = _BLOCKS.unpack(data)
     if not 0 < count <= MAX_BLOCKS_PER_FRAME or BLOCKS_BYTES + CHECKSUM_BYTES * count > length:
-        raise TransferError(
-            f"the peer sent a BLOCKS frame of {count} blocks and {length} bytes; 1 to {MAX_BLOCKS_PER_FRAME} are taken"
-        )
+        message = f"the peer sent a BLOCKS frame of {count} blocks and {length} bytes"
+        raise IntegrityError(f"{message}; 1 to {MAX_BLOCKS_PER_FRAME} with their sums are taken", Damage.BODY)
     return BlockRange(layer, first, count)
 
 
