@@ -163,6 +163,27 @@ def _add_transfer(out: Exposition, transfer: TransferStats | None) -> None:
         "KV transfers that were given up, whatever the reason.",
         transfer.failures,
     )
+    for name, text, label, counts in (
+        (
+            Metric.WORKER_KV_CONNECTIONS_REFUSED_TOTAL,
+            "Connections to the KV port that did not prove a key of this model.",
+            "reason",
+            transfer.refusals,
+        ),
+        (
+            Metric.WORKER_KV_INTEGRITY_FAILURES_TOTAL,
+            "What arrived over the KV transport and was not used, because it was damaged or not what was ordered.",
+            "kind",
+            transfer.integrity_failures,
+        ),
+        (
+            Metric.WORKER_KV_QUOTA_REFUSALS_TOTAL,
+            "What peers with a key were refused, because they wanted more than a peer may.",
+            "quota",
+            transfer.quota_refusals,
+        ),
+    ):
+        out.samples(name, text, "counter", [({label: key}, count) for key, count in counts.items()])
 
 
 def _add_grammars(out: Exposition, sample: WorkerSample) -> None:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from tandem_api.keys import KeyRing
 
-from tandem_worker.errors import AuthenticationError
+from tandem_worker.errors import AuthenticationError, ThreadStartError
 from tandem_worker.peers.handshake import GREETING_BYTES, PROOF_BYTES, Acceptor, Purpose, Refusal
 from tandem_worker.vitals import Vitals
 
@@ -83,9 +83,14 @@ class Door:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Raises ThreadStartError."""
+        """Raises ThreadStartError; the listener is closed then."""
         self._listener.setblocking(False)
-        self._thread = self._vitals.start_thread(f"{self._purpose}-door", self._run, is_over=lambda: self._closed)
+        try:
+            self._thread = self._vitals.start_thread(f"{self._purpose}-door", self._run, is_over=lambda: self._closed)
+        except ThreadStartError:
+            self._closed = True
+            self._end()
+            raise
 
     def close(self) -> None:
         """Close the listener and whoever waits. Any thread but the door's own."""

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from tandem_api.keys import KeyRing, open_ring
+
 from tandem_worker.engine.base import RemotePrefill, RemotePrefillResult
 from tandem_worker.errors import TransferError
 from tandem_worker.transfer.base import DecodeEngine, GroupChannel, Identity, TransferStats, TransferTimeouts
@@ -23,6 +25,7 @@ from tandem_worker.transfer.messages import (
     encode_message,
 )
 from tandem_worker.transfer.receiver import Intake, IntakeListener, RankReceiver
+from tandem_worker.vitals import Vitals
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +40,8 @@ class _Order:
     reasons: list[str] = field(default_factory=list)
     intake: Intake | None = None
     """Of the endpoint that is being tried."""
+    begun: bool = False
+    """That endpoint computes the prompt."""
     told_followers: bool = False
     """They receive from that endpoint too."""
     num_receiving: int = 0
@@ -56,9 +61,19 @@ class TcpPrefillClient(IntakeListener):
         *,
         verify: bool = True,
         timeouts: TransferTimeouts | None = None,
+        ring: Callable[[], KeyRing] = open_ring,
+        vitals: Vitals | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._receiver = RankReceiver(self, verify=verify, timeouts=timeouts or TransferTimeouts(), clock=clock)
+        """`ring` gives the keys that are good now: peers that do not prove one get no orders."""
+        self._receiver = RankReceiver(
+            self,
+            verify=verify,
+            timeouts=timeouts or TransferTimeouts(),
+            ring=ring,
+            vitals=vitals or Vitals(),
+            clock=clock,
+        )
         self._lock = threading.Lock()
         self._orders: dict[tuple[str, int], _Order] = {}
         self._by_transfer: dict[int, _Order] = {}
@@ -81,6 +96,11 @@ class TcpPrefillClient(IntakeListener):
         with self._lock:
             self._orders[(order.request_id, order.generation)] = entry
         self._try_next(entry)
+
+    def has_begun(self, request_id: str, generation: int) -> bool:
+        with self._lock:
+            entry = self._orders.get((request_id, generation))
+            return entry is None or entry.begun
 
     def cancel(self, request_id: str, generation: int) -> None:
         with self._lock:
@@ -135,6 +155,7 @@ class TcpPrefillClient(IntakeListener):
     def _submit(self, entry: _Order, endpoint: str) -> bool:
         """Under the lock."""
         transfer = secrets.randbits(64)
+        entry.begun = False
         try:
             entry.intake = self._receiver.order(transfer, entry.order, endpoint)
         except TransferError as error:
@@ -173,6 +194,17 @@ class TcpPrefillClient(IntakeListener):
             message = Receive(intake.transfer, order.request_id, block_ids, first, tuple(ranks))
             self._group.post(encode_message(message))
             entry.told_followers = True
+
+    def intake_started(self, intake: Intake) -> None:
+        with self._lock:
+            if (entry := self._by_transfer.get(intake.transfer)) is not None:
+                entry.begun = True
+
+    def intake_overdue(self, intake: Intake) -> None:
+        with self._lock:
+            entry = self._by_transfer.get(intake.transfer)
+        if entry is not None and not entry.cancelled and self._engine is not None:
+            self._engine.remote_prefill_overdue(entry.order.request_id, entry.order.generation)
 
     def intake_arrived(self, intake: Intake) -> None:
         """Here or on a follower."""
@@ -219,10 +251,14 @@ class FollowingReceiver(IntakeListener):
         *,
         verify: bool = True,
         timeouts: TransferTimeouts | None = None,
+        ring: Callable[[], KeyRing] = open_ring,
+        vitals: Vitals | None = None,
     ) -> None:
         """`answer` brings a message to the first rank's `TcpPrefillClient.handle`; called on any thread."""
         self._answer = answer
-        self._receiver = RankReceiver(self, verify=verify, timeouts=timeouts or TransferTimeouts())
+        self._receiver = RankReceiver(
+            self, verify=verify, timeouts=timeouts or TransferTimeouts(), ring=ring, vitals=vitals or Vitals()
+        )
         self._receiver.bind(space, replace(identity, shard=space.shard))
         self._lock = threading.Lock()
         self._intakes: dict[int, Intake] = {}
