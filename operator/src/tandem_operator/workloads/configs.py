@@ -52,6 +52,7 @@ def worker_config(blueprint: Blueprint, role: Role) -> WorkerConfig:
             num_nodes=worker.nodes_per_replica,
             service=names.workload_name(blueprint.name, role),
         ),
+        keys_path=names.KEYS_PATH,
         drain_timeout_seconds=drain_seconds(blueprint),
     )
 
@@ -68,6 +69,7 @@ def gateway_config(blueprint: Blueprint) -> GatewayConfig:
             first_token_seconds=parse_duration(spec.gateway.timeouts.first_token),
             idle_seconds=parse_duration(spec.gateway.timeouts.idle),
         ),
+        keys_path=names.KEYS_PATH,
         drain_timeout_seconds=drain_seconds(blueprint),
     )
 
