@@ -196,7 +196,7 @@ async def test_a_deleted_secret_is_made_anew_with_other_keys(server: SecretServe
         ("api.json", None, "has no api.json"),
         ("peers.json", "", "peers.json cannot be read: it is not a key ring"),
         ("peers.json", '{"primary": "a", "keys": {"a": "beef"}}', "key a has 2 bytes"),
-        ("api.json", '{"primary": [], "keys": {"a": "' + "ab" * 32 + '"}}', "primary"),
+        ("api.json", '{"primary": "b", "keys": {"a": "' + "ab" * 32 + '"}}', "primary key is not among its keys"),
     ],
 )
 async def test_a_malformed_secret_is_named_and_left_alone(
