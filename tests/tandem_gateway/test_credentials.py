@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 from tandem_api.keys import KEY_BYTES, KeyRing, bearer_token
-from tandem_api.names import API_KEY_FILE
+from tandem_api.names import API_KEY_FILE, Role
 from tandem_gateway import exchange as exchange_module
 from tandem_gateway.admin import Admin, _is_loopback
+from tandem_gateway.scheduling import Worker
 
 
 def ring_of(*names: str, primary: str) -> KeyRing:
@@ -120,6 +121,34 @@ async def test_a_client_is_never_told_401_for_the_gateways_key(
     assert status == 503
     assert b"retry-after" in head.lower()
     assert "key" in json.loads(body)["error"]["message"]
+
+
+async def test_a_401_before_the_body_is_read_is_understood(start_gateway, start_worker, keys: Path) -> None:
+    """The worker closes on input that it has not read, which resets the connection."""
+    refused = 0
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal refused
+        await reader.readuntil(b"\r\n\r\n")
+        refused += 1
+        writer.write(b"HTTP/1.1 401 Unauthorized\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(refuse, "127.0.0.1", 0)
+    stale = Worker(
+        name="d1", address=f"127.0.0.1:{server.sockets[0].getsockname()[1]}", role=Role.DECODE, revision="r1"
+    )
+    good = await start_worker("d2")
+    running = await start_gateway(good, keys_path=str(keys))
+    body = json.dumps({"model": "toy", "prompt": "x" * 6_000_000}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+    running.server.apply_workers([stale, good.worker])
+    for _ in range(20):
+        assert (await read_answer(running, head + body))[0] == 200
+        running.gateway.scheduler.endpoints["d1"].succeed()
+    assert refused
+    assert running.gateway.metrics.retries == {"unauthorized": refused}
+    server.close()
 
 
 async def test_keys_that_arrive_within_the_grace_cost_no_request(start_gateway, start_worker, chat, keys: Path) -> None:

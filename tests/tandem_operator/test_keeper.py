@@ -31,7 +31,7 @@ class SecretServer:
     def __init__(self) -> None:
         self.kept: dict[str, dict[str, Any]] = {}
         self.requests: list[tuple[str, str]] = []
-        self.status = 0
+        self.status = self.refuse_writes = 0
         self.overtake = False
         """Somebody else writes after every read."""
         self.version = 0
@@ -46,6 +46,8 @@ class SecretServer:
             if self.overtake:
                 self.put(request.path, self.kept[request.path])
             return answer
+        if self.refuse_writes:
+            return web.json_response({"message": "field is immutable"}, status=self.refuse_writes)
         body = await request.json()
         path = request.path if request.method == "PUT" else f"{request.path}/{body['metadata']['name']}"
         present = self.kept.get(path, {"metadata": {}})["metadata"].get("resourceVersion")
@@ -284,6 +286,16 @@ async def test_a_refusal_is_a_condition_and_a_race_is_tried_again(server: Secret
     assert len(server.ring("api.json").keys) == 1
     server.overtake = False
     assert (await keeping.look("go")).happening is not None
+
+
+async def test_keys_that_cannot_be_changed_still_serve(server: SecretServer, keeping: Keeping) -> None:
+    """Of a Secret that somebody made immutable, or without permission to update it."""
+    await keeping.look()
+    for status in (422, 403):
+        server.refuse_writes = status
+        look = await keeping.look("go", after=SETTLE)
+        assert look.problem is not None
+        assert look.usable
 
 
 async def test_no_key_is_logged(server: SecretServer, keeping: Keeping, caplog: pytest.LogCaptureFixture) -> None:

@@ -36,11 +36,8 @@ class KeyLook:
     """The Secret, where it is of an earlier model of this name and will be gone soon."""
     happening: Happening | None = None
     look_after_seconds: float | None = None
-
-    @property
-    def usable(self) -> bool:
-        """Pods may be made: they find keys, and keep them."""
-        return self.problem is None and not self.taken and not self.waiting
+    usable: bool = True
+    """Pods may be made: they find keys, and keep them."""
 
 
 class KeyKeeper:
@@ -56,24 +53,25 @@ class KeyKeeper:
             APIError: something that time may heal, a write by somebody else in this moment included.
         """
         desired = build_keys(blueprint)
+        state: KeyState | None = None
         key, path = child_key(desired), object_path(SECRET, desired)
         try:
             live = await self._client.find(path)
             step = plan_step(desired, live, owner_uid=blueprint.model.metadata.uid)
             if step is Step.WAIT:
-                return KeyLook(waiting=(key,))
+                return KeyLook(waiting=(key,), usable=False)
             if step is Step.TAKEN:
-                return KeyLook(taken=(key,))
+                return KeyLook(taken=(key,), usable=False)
             state = None if live is None else read_keys(live)
             rotation = self._plan(state, request)
             if (write := rotation.write or (state if step is Step.APPLY else None)) is not None:
                 await self._write(write_keys(desired, live, write), is_new=live is None)
         except UnreadableKeysError as error:
-            return KeyLook(problem=Problem(reason="KeysUnreadable", message=str(error), stalled=True))
+            return KeyLook(problem=Problem(reason="KeysUnreadable", message=str(error), stalled=True), usable=False)
         except (RejectedError, ForbiddenError) as error:
             reason = "Forbidden" if isinstance(error, ForbiddenError) else "Rejected"
             text = f"the API server refuses {key}: {error.message}"
-            return KeyLook(problem=Problem(reason=reason, message=text, stalled=True))
+            return KeyLook(problem=Problem(reason=reason, message=text, stalled=True), usable=state is not None)
         happening = None if rotation.step is None else keys_happening(key, rotation.step, self._policy.settle_seconds)
         return KeyLook(happening=happening, look_after_seconds=rotation.look_after_seconds)
 
