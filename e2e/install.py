@@ -10,6 +10,9 @@ ROOT = Path(__file__).resolve().parent.parent
 CHART = ROOT / "charts" / "tandem"
 RELEASE = "tandem"
 NAMESPACE = "tandem-system"
+SETTLE_SECONDS = {"binaries": 45}
+"""Between two steps of a key rotation, by the cluster's backend: there the kubelet looks at a pod every 10 to 15 s."""
+DEFAULT_SETTLE_SECONDS = 100
 HUB_ENDPOINT = "http://mirror.tandem-mirror.svc"
 
 
@@ -27,6 +30,11 @@ def helm(cluster: Any, *arguments: str, timeout: float = 180) -> str:
     return result.stdout
 
 
+def settle_seconds(cluster: Any) -> int:
+    """What the chart is told: twice the time that kubelets take here to refresh Secrets, or a little more."""
+    return SETTLE_SECONDS.get(cluster.backend.name, DEFAULT_SETTLE_SECONDS)
+
+
 def chart_values(cluster: Any) -> list[str]:
     """`--set` arguments that point the chart at this cluster's images and mirror."""
     images = cluster.images
@@ -35,6 +43,7 @@ def chart_values(cluster: Any) -> list[str]:
         "images.gateway": images["gateway"],
         "images.worker": images["worker"],
         "hub.endpoint": HUB_ENDPOINT,
+        "keys.settleSeconds": settle_seconds(cluster),
     }
     return [part for key, value in values.items() for part in ("--set", f"{key}={value}")]
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import httpx
 import openai
 from kubernetes import client, config
+from tandem_api.names import WORKER_METRICS_PORT
 
 Object = dict[str, Any]
 Say = Callable[[str], None]
@@ -74,7 +75,7 @@ PATHS = {
     "rolebindings": "/apis/rbac.authorization.k8s.io/v1",
 }
 CHILD_KINDS = (
-    "statefulsets", "deployments", "services", "configmaps", "serviceaccounts", "poddisruptionbudgets",
+    "statefulsets", "deployments", "services", "configmaps", "secrets", "serviceaccounts", "poddisruptionbudgets",
     "networkpolicies", "roles", "rolebindings",
 )  # fmt: skip
 
@@ -116,6 +117,13 @@ class Fleet:
         """Merge-patch an InferenceModel's spec."""
         return self.kubernetes.request(
             "PATCH", self.path("inferencemodels", name), {"spec": spec}, "application/merge-patch+json"
+        )
+
+    def annotate(self, name: str, annotations: Mapping[str, str | None]) -> Object:
+        """Merge-patch an InferenceModel's annotations; None removes one."""
+        body = {"metadata": {"annotations": annotations}}
+        return self.kubernetes.request(
+            "PATCH", self.path("inferencemodels", name), body, "application/merge-patch+json"
         )
 
     def delete(self, kind: str, name: str) -> None:
@@ -170,9 +178,14 @@ class Fleet:
 
         until(f"{count} ready {role} pods of {model}", probe, within=within)
 
+    def run_python(self, pod: str, container: str, code: str, *arguments: str) -> str:
+        """What a piece of Python prints inside a container."""
+        command = ["python3", "-c", code, *arguments]
+        return self.cluster.kubectl("-n", self.namespace, "exec", pod, "-c", container, "--", *command)
+
     def telemetry(self, pod: str) -> Object:
         """The worker's own figures, read through the API server so that it works on any cluster."""
-        return self.kubernetes.request("GET", self.path("pods", f"{pod}:8000") + "/proxy/telemetry")
+        return self.kubernetes.request("GET", self.path("pods", f"{pod}:{WORKER_METRICS_PORT}") + "/proxy/telemetry")
 
     def blocks_in_use(self, model: str) -> dict[str, int]:
         workers = [

@@ -186,7 +186,7 @@ def test_three_ranks_in_one_pod_then_one_then_gone(fleet: Fleet, oracle: tuple[A
     def single() -> bool:
         pods = fleet.pods("split", "unified")
         assert [is_ready(pod) for pod in pods] == [True]
-        return [port["name"] for port in pods[0]["spec"]["containers"][0]["ports"]] == ["http", "kv"]
+        return [port["name"] for port in pods[0]["spec"]["containers"][0]["ports"]] == ["http", "metrics", "kv"]
 
     until("a pod of one rank", single, within=180)
     fleet.wait_ready("split")

@@ -43,7 +43,17 @@ def test_the_default_values_are_valid_and_every_one_is_declared() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"replica": 1}, {"replicas": "1"}, {"logLevel": "loud"}, {"images": {"wroker": "x"}}, {"hub": {"endpoint": "x"}}],
+    [
+        {"replica": 1},
+        {"replicas": "1"},
+        {"logLevel": "loud"},
+        {"images": {"wroker": "x"}},
+        {"hub": {"endpoint": "x"}},
+        {"keys": {"rotateAfter": "90d"}},
+        {"keys": {"settleSeconds": 0}},
+        {"networkPolicies": {"apiServerPorts": []}},
+        {"networkPolicies": {"enable": True}},
+    ],
 )
 def test_wrong_values_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(jsonschema.ValidationError):
@@ -93,7 +103,9 @@ def test_nobody_may_do_everything() -> None:
         for rule in document.get("rules") or []:
             assert "*" not in [*rule["verbs"], *rule["resources"], *rule["apiGroups"]]
             assert not {"escalate", "bind", "impersonate"} & set(rule["verbs"])
-            assert "secrets" not in rule["resources"]
+            if "secrets" in rule["resources"]:
+                assert rule["resources"] == ["secrets"]
+                assert set(rule["verbs"]) == {"get", "create", "update"}, "by name: nothing is listed or watched"
 
 
 @needs_helm
@@ -106,3 +118,23 @@ def test_the_operators_arguments_are_understood() -> None:
     settings = parse_settings([*arguments, "--lease-namespace=ns"])
     assert (settings.release.worker_image, settings.release.hub_endpoint) == ("w:1", "http://mirror")
     assert settings.release.gateway_image == "ghcr.io/tandem-dev/tandem-gateway:0.1.0"
+
+
+@needs_helm
+def test_keys_and_network_policies_reach_the_operator() -> None:
+    from tandem_operator.settings import parse_settings
+
+    def told(*arguments: str) -> Any:
+        (deployment,) = [d for d in render(*arguments) if d["kind"] == "Deployment"]
+        container = deployment["spec"]["template"]["spec"]["containers"][0]
+        return parse_settings([*container["args"], "--lease-namespace=ns"])
+
+    plain = told()
+    assert (plain.keys.settle_seconds, plain.keys.rotate_after_seconds) == (180, None)
+    assert (plain.release.network.enabled, plain.release.network.egress) == (True, True)
+    assert plain.release.network.api_server_ports == (443, 6443)
+    other = told("--set", "keys.settleSeconds=100,keys.rotateAfter=2160h,networkPolicies.apiServerPorts={16443}")
+    assert (other.keys.settle_seconds, other.keys.rotate_after_seconds) == (100, 2160 * 3600)
+    assert other.release.network.api_server_ports == (16443,)
+    assert not told("--set", "networkPolicies.egress=false").release.network.egress
+    assert not told("--set", "networkPolicies.enabled=false").release.network.enabled

@@ -18,6 +18,7 @@ def test_the_operator_imports_no_torch() -> None:
 
 def test_decisions_import_no_kubernetes_client() -> None:
     pure = (
-        "import tandem_operator.planner, tandem_operator.status, tandem_operator.workloads, tandem_operator.transitions"
+        "import tandem_operator.planner, tandem_operator.status, tandem_operator.workloads,"
+        " tandem_operator.transitions, tandem_operator.rotation"
     )
     assert not {"kubernetes", "kopf", "aiohttp"} & modules_after(pure)

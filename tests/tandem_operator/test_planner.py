@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from operator_objects import READY, UID, blueprint, children, container, pod, stateful_set
 from tandem_operator.manifests import ChildKey, Manifest, child_key
 from tandem_operator.planner import Step, plan_children, plan_clearing, plan_outdated_pods, plan_step
+from tandem_operator.settings import NetworkSettings, Release
 from tandem_operator.workloads import build_children
 
 specs = st.fixed_dictionaries(
@@ -141,7 +142,35 @@ def test_what_the_api_server_filled_in_goes_before_a_strategy_that_does_not_admi
     assert plan_clearing(live, live) is None
 
 
-def test_the_policy_of_a_group_goes_with_the_group() -> None:
-    spec = {"nodesPerReplica": 2, "parallelism": {"tensor": 2}}
-    plan = plan_children(build_children(blueprint()), children(blueprint(decode=spec)), owner_uid=UID)
-    assert ChildKey("NetworkPolicy", "m-decode") in plan.delete
+def test_policies_go_with_the_switch_and_the_role() -> None:
+    off = Release(worker_image="worker:1", gateway_image="gateway:1", network=NetworkSettings(enabled=False))
+    gone = plan_children(build_children(blueprint(release=off)), children(blueprint(prefill={})), owner_uid=UID).delete
+    assert {ChildKey("NetworkPolicy", name) for name in ("m", "m-decode", "m-prefill")} <= set(gone)
+    gone = plan_children(build_children(blueprint()), children(blueprint(prefill={})), owner_uid=UID).delete
+    assert [key.name for key in gone if key.kind == "NetworkPolicy"] == ["m-prefill"]
+
+
+def test_while_keys_are_missing_no_workload_is_touched() -> None:
+    goal = build_children(blueprint(engine={"maxBatchTokens": 64}))
+    held = plan_children(goal, children(blueprint()), owner_uid=UID, hold_workloads=True)
+    assert [child["kind"] for child in held.apply] == ["ConfigMap"]
+    assert held.delete == (), "what runs may start anew from its configuration"
+    made = plan_children(goal, {}, owner_uid=UID, hold_workloads=True)
+    assert not {"Deployment", "StatefulSet"} & {child["kind"] for child in made.apply}
+
+
+def test_workers_that_serve_wait_for_the_gateways() -> None:
+    gateway = children(blueprint())[ChildKey("Deployment", "m")]
+    gateway["metadata"]["generation"] = 2
+    serving, broken = pod("m-0", labels=OLD, **READY), pod("m-1", labels=OLD, **container())
+
+    def chosen(*pods: Manifest, replicas: int, **status: Any) -> list[str]:
+        gateway["status"] = {"observedGeneration": 2, "replicas": 1, "updatedReplicas": 1} | status
+        live = {ChildKey("Pod", p["metadata"]["name"]): p for p in pods} | {ChildKey("Deployment", "m"): gateway}
+        workload = stateful_set(replicas=replicas)
+        return [key.name for key in plan_outdated_pods({ChildKey("StatefulSet", "m-decode"): workload} | live)]
+
+    assert chosen(serving, replicas=1) == ["m-0"]
+    assert chosen(serving, replicas=1, observedGeneration=1) == []
+    assert chosen(serving, replicas=1, updatedReplicas=0) == []
+    assert chosen(serving, broken, replicas=2, updatedReplicas=0) == ["m-1"], "it serves nobody"

@@ -23,3 +23,31 @@ def test_the_lease_needs_a_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("POD_NAMESPACE", raising=False)
     with pytest.raises(SettingsError, match="--lease-namespace or POD_NAMESPACE"):
         parse_settings(IMAGES)
+
+
+def test_keys_and_policies() -> None:
+    plain = parse_settings([*IMAGES, "--lease-namespace=ns"])
+    assert (plain.keys.settle_seconds, plain.keys.rotate_after_seconds) == (180.0, None)
+    assert (plain.release.network.enabled, plain.release.network.egress) == (True, True)
+    assert plain.release.network.api_server_ports == (443, 6443)
+    told = parse_settings(
+        [
+            *IMAGES, "--lease-namespace=ns", "--keys-settle-seconds=90", "--keys-rotate-after=2160h",
+            "--network-policies=ingress", "--api-server-port=8443", "--api-server-port=8443",
+        ]
+    )  # fmt: skip
+    assert (told.keys.settle_seconds, told.keys.rotate_after_seconds) == (90.0, 2160 * 3600.0)
+    assert (told.release.network.enabled, told.release.network.egress) == (True, False)
+    assert told.release.network.api_server_ports == (8443,)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "--keys-settle-seconds=0", "--keys-settle-seconds=nan", "--keys-settle-seconds=inf", "--keys-rotate-after=90d",
+        "--network-policies=some", "--api-server-port=https", "--hub-endpoint=hub", "--hub-endpoint=http://h:99999",
+    ],
+)  # fmt: skip
+def test_arguments_that_make_no_sense(wrong: str) -> None:
+    with pytest.raises(SystemExit):
+        parse_settings([*IMAGES, "--lease-namespace=ns", wrong])

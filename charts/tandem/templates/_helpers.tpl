@@ -25,6 +25,11 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- index .root.Values.images .part | default (printf "ghcr.io/tandem-dev/tandem-%s:%s" .part .root.Chart.AppVersion) -}}
 {{- end }}
 
+{{/* Which network policies models get, as the operator is told. */}}
+{{- define "tandem.networkPolicies" -}}
+{{- if not .Values.networkPolicies.enabled }}none{{ else if .Values.networkPolicies.egress }}all{{ else }}ingress{{ end -}}
+{{- end }}
+
 {{/* What the operator may do where it serves models. It creates Roles that let gateways see pods, so it must itself be
      allowed to see pods: Kubernetes lets nobody grant what he does not have. */}}
 {{- define "tandem.rules" -}}
@@ -43,6 +48,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 - apiGroups: [""]
   resources: [configmaps, serviceaccounts, services]
   verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [""]
+  resources: [secrets] # the keys of the models' pods, by their names: it cannot list, watch or delete Secrets
+  verbs: [get, create, update]
 - apiGroups: [networking.k8s.io]
   resources: [networkpolicies]
   verbs: [get, list, watch, create, patch, delete]

@@ -141,6 +141,8 @@ def kubelet_config(plan: Plan) -> dict[str, Any]:
         "tlsPrivateKeyFile": f"{pki}/kubelet.key",
         "address": plan.addresses.node,
         "healthzBindAddress": "127.0.0.1",
+        # How often a pod is looked at without cause, and so how soon a changed Secret is in it: a minute by default.
+        "syncFrequency": "10s",
         "evictionHard": {"memory.available": "200Mi", "nodefs.available": "1%", "imagefs.available": "1%"},
         # On a full disk the kubelet would delete images that nothing can download again.
         "imageGCHighThresholdPercent": 100,

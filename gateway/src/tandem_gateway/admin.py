@@ -1,8 +1,14 @@
-"""The metrics port: probes, Prometheus text and a look at the scheduler. Not on the data path, so kept plain."""
+"""The metrics port: probes, Prometheus text and a look at the scheduler. Not on the data path, so kept plain.
+
+Probes and metrics are for whoever reaches the port. The scheduler's view names workers and their addresses, and is for
+people who may forward a port into the pod: those arrive over the loopback interface.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from http import HTTPStatus
+from ipaddress import IPv6Address, ip_address
 
 import orjson
 
@@ -27,8 +33,8 @@ class Admin:
         try:
             async with asyncio.timeout(_READ_SECONDS):
                 head = await reader.readuntil(b"\r\n\r\n")
-                status, kind, body = self.answer(head)
-                phrase = {200: "OK", 404: "Not Found", 405: "Method Not Allowed"}.get(status, "Service Unavailable")
+                status, kind, body = self.answer(head, from_here=_is_loopback(writer))
+                phrase = HTTPStatus(status).phrase
                 writer.write(
                     f"HTTP/1.1 {status} {phrase}\r\ncontent-type: {kind}\r\ncontent-length: {len(body)}\r\n"
                     "connection: close\r\n\r\n".encode()
@@ -40,8 +46,8 @@ class Admin:
         finally:
             writer.close()
 
-    def answer(self, head: bytes) -> tuple[int, str, bytes]:
-        """Status, content type and body for a request header."""
+    def answer(self, head: bytes, *, from_here: bool) -> tuple[int, str, bytes]:
+        """Status, content type and body for a request header. `from_here`: it came over the loopback interface."""
         method, _, rest = head.partition(b" ")
         path = rest.partition(b" ")[0].partition(b"?")[0]
         if method != b"GET":
@@ -53,9 +59,20 @@ class Admin:
         if path == b"/readyz":
             return (200, "text/plain", b"ok\n") if self.ready else (503, "text/plain", self._unready())
         if path == b"/debug/endpoints":
+            if not from_here:
+                return 403, "text/plain", b"over the loopback interface only: kubectl port-forward, then localhost\n"
             endpoints = self._gateway.describe_endpoints()
             return 200, "application/json", orjson.dumps({"endpoints": endpoints}, option=orjson.OPT_INDENT_2)
         return 404, "text/plain", b"try /metrics, /healthz, /readyz or /debug/endpoints\n"
 
     def _unready(self) -> bytes:
         return b"draining\n" if self._gateway.draining else b"the workers have not been listed yet\n"
+
+
+def _is_loopback(writer: asyncio.StreamWriter) -> bool:
+    peer = writer.get_extra_info("peername")
+    if not peer:
+        return False  # it has gone already
+    address = ip_address(peer[0].partition("%")[0])
+    mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
+    return (mapped or address).is_loopback

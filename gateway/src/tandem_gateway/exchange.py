@@ -37,12 +37,15 @@ DEFAULT_MAX_TOKENS = 4096
 CLIENT_GONE = 499
 RETRY_AFTER = (("Retry-After", "5"),)
 RETRY_HEADER = b"x-tandem-retry"
+UNAUTHORIZED = "unauthorized"
+"""Reason of a retry: the worker does not take this gateway's key."""
 _DECODE_WORKER = HEADER_DECODE_WORKER.encode()
 _PREFILL_WORKER = HEADER_PREFILL_WORKER.encode()
 _PREFILL = HEADER_PREFILL.encode()
 _REQUEST_ID = HEADER_REQUEST_ID.encode()
 _FORWARDED = (b"content-type", b"accept", b"traceparent", b"tracestate")
-"""What a worker may learn of the client's header. Never the x-tandem ones, which name machines to connect to."""
+"""What a worker may learn of the client's header. Never the x-tandem ones, which name machines to connect to and tell
+who asks."""
 
 
 class Phase(IntEnum):
@@ -62,11 +65,18 @@ class Context(Protocol):
     timeouts: GatewayTimeouts
     draining: bool
 
+    @property
+    def token_line(self) -> bytes:
+        """The header line that tells workers who asks; empty without keys."""
+        ...
+
     def link(self, endpoint: Endpoint) -> Link: ...
 
     def on_exchange_end(self, exchange: Exchange) -> None: ...
 
     def on_retry(self, exchange: Exchange, reason: str) -> None: ...
+
+    def on_unauthorized(self, endpoint: Endpoint) -> None: ...
 
 
 class Exchange:
@@ -136,7 +146,7 @@ class Exchange:
         self._phase = Phase.SENT
         self._reads_seen = self._reads
         self._deadline = now + self._answer_seconds()
-        head = build_request_head(self.request, choice, self.request_id)
+        head = build_request_head(self.request, choice, self.request_id, self._context.token_line)
         self._call = self._context.link(choice.decode).start(self, head, self.request.body)
 
     def tick(self, now: float) -> None:
@@ -165,6 +175,12 @@ class Exchange:
             self._retry("draining", "the worker is shutting down")
             return
         assert self.choice is not None
+        if head.status == 401:
+            # About this gateway's key, never about the client, who has shown the worker nothing.
+            self._drop_call()
+            self._context.on_unauthorized(self.choice.decode)
+            self._retry(UNAUTHORIZED, "the worker does not take this gateway's key")
+            return
         self.choice.decode.succeed()
         self._head = head
         self._reads += 1
@@ -273,8 +289,9 @@ class Exchange:
             self._excluded.add(decode.worker.name)
             self._resets += reason in (Failure.RESET.value, Failure.PROTOCOL.value)
         self._give_up_at = self._give_up_at or now + GRACE_SECONDS
-        if reason == Failure.CONNECT.value:
-            # Costs nothing but time: a pod that restarts in place is back within the grace, or another takes over.
+        if reason in (Failure.CONNECT.value, UNAUTHORIZED):
+            # Costs nothing but time: a pod that restarts in place is back within the grace, keys arrive, or another
+            # takes over.
             exhausted = now >= self._give_up_at
         else:
             exhausted = self.attempts >= MAX_ATTEMPTS or self._resets >= MAX_RESETS or self._stale >= MAX_STALE
@@ -383,9 +400,9 @@ class Exchange:
         return decode_name.decode("latin-1"), prefill_name.decode("latin-1")
 
 
-def build_request_head(request: Request, choice: Choice, request_id: bytes) -> bytes:
+def build_request_head(request: Request, choice: Choice, request_id: bytes, token_line: bytes) -> bytes:
     """The header that goes to the decode worker. Built from an allow-list; the body follows unchanged."""
-    lines = [b"POST %b HTTP/1.1\r\nhost: %b\r\n" % (request.path.encode(), choice.decode.host)]
+    lines = [b"POST %b HTTP/1.1\r\nhost: %b\r\n" % (request.path.encode(), choice.decode.host), token_line]
     headers = request.headers
     lines += [b"%b: %b\r\n" % (name, headers[name]) for name in _FORWARDED if name in headers]
     if choice.prefill:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import re
 import time
@@ -12,6 +13,7 @@ from itertools import count
 from tandem_api.launch import GatewayConfig
 
 from tandem_gateway.access_log import AccessLog
+from tandem_gateway.credentials import Credentials
 from tandem_gateway.errors import NotRouted, RequestError, ShuttingDown, UnknownModel
 from tandem_gateway.exchange import Exchange
 from tandem_gateway.http.connection import ClientConnection
@@ -26,12 +28,16 @@ from tandem_gateway.upstream.http1 import Http1Link
 TICK_SECONDS = 0.1
 """Resolution of all deadlines and of the token ledger. One timer for all requests: timers of their own would cost more
 than the requests' own work."""
+UNAUTHORIZED_LOG_SECONDS = 10.0
+"""A worker that does not take this gateway's key is named this often, however many requests it turns away."""
 MODELS = "/v1/models"
 _REQUEST_ID = re.compile(rb"[\w.:/+=-]{1,128}")
+log = logging.getLogger(__name__)
 
 
 class Gateway:
     def __init__(self, config: GatewayConfig, access_log: AccessLog | None = None) -> None:
+        """Raises ConfigError where the keys cannot be read."""
         self.config = config
         self.timeouts = config.timeouts
         self.max_body_bytes = config.max_body_bytes
@@ -41,7 +47,10 @@ class Gateway:
         self.draining = False
         self.exchanges: set[Exchange] = set()
         self.connections: set[ClientConnection] = set()
+        self._credentials = Credentials(config.keys_path)
         self._links: dict[int, Link] = {}
+        self._complained_at: dict[str, float] = {}
+        """When a worker that does not take the key was last named."""
         self._request_ids = count(1)
         self._request_prefix = os.urandom(6).hex()
         self._created = int(time.time())
@@ -152,6 +161,20 @@ class Gateway:
     def on_retry(self, exchange: Exchange, reason: str) -> None:
         self.metrics.retries[reason] += 1
 
+    @property
+    def token_line(self) -> bytes:
+        return self._credentials.line
+
+    def on_unauthorized(self, endpoint: Endpoint) -> None:
+        now, name = time.monotonic(), endpoint.worker.name
+        if now - self._complained_at.get(name, -UNAUTHORIZED_LOG_SECONDS) < UNAUTHORIZED_LOG_SECONDS:
+            return
+        self._complained_at[name] = now
+        log.warning(
+            "a worker does not take this gateway's key; other workers are asked",
+            extra={"worker": name, "key": self._credentials.key_name},
+        )
+
     def _learn(self, exchange: Exchange) -> None:
         usage = exchange.usage
         if usage is None:
@@ -168,6 +191,7 @@ class Gateway:
 
     def tick(self, now: float) -> None:
         """Everything that happens because time passes."""
+        self._credentials.refresh()
         for exchange in tuple(self.exchanges):
             exchange.tick(now)
         self._place_waiting()

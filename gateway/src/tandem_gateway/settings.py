@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 from tandem_api.launch import GatewayConfig
-from tandem_api.names import CONFIG_PATH, GATEWAY_HTTP_PORT, GATEWAY_METRICS_PORT, Role
+from tandem_api.names import API_KEY_FILE, CONFIG_PATH, GATEWAY_HTTP_PORT, GATEWAY_METRICS_PORT, Role
 
 from tandem_gateway.discovery.static import parse_worker
 from tandem_gateway.errors import ConfigError
@@ -66,6 +66,7 @@ def _build_parser() -> argparse.ArgumentParser:
     local.add_argument("--worker", action="append", default=[], metavar="role=ROLE,url=HOST:PORT[,revision=R][,name=N]")
     local.add_argument("--workers-file", type=Path, help="one worker per line, written as for --worker; followed")
     local.add_argument("--served-name", default="model", help="what clients pass as `model`, unless --config says it")
+    local.add_argument("--keys", metavar="FOLDER", help=f"where {API_KEY_FILE} is, for workers that want it shown")
     local.add_argument("--port", type=int, default=GATEWAY_HTTP_PORT)
     local.add_argument("--metrics-port", type=int, default=GATEWAY_METRICS_PORT)
     return parser
@@ -88,4 +89,5 @@ def _build_config(options: argparse.Namespace, workers: tuple[Worker, ...]) -> G
         disaggregated=any(worker.role is Role.PREFILL for worker in workers),
         http_port=options.port,
         metrics_port=options.metrics_port,
+        keys_path=options.keys,
     )

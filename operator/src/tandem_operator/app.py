@@ -15,6 +15,7 @@ from tandem_api import names
 
 from tandem_operator import metrics, web
 from tandem_operator.errors import APIError
+from tandem_operator.keeper import KeyKeeper
 from tandem_operator.kube.client import KubeClient, connect
 from tandem_operator.kube.store import ChildStore
 from tandem_operator.kube.watch import Watcher
@@ -39,7 +40,8 @@ class Operator:
         self._queue = WorkQueue()
         self._store = ChildStore()
         recorder = EventRecorder(client, instance=settings.lease.identity)
-        self._reconciler = Reconciler(client, self._store, settings.release, recorder)
+        keeper = KeyKeeper(client, settings.keys)
+        self._reconciler = Reconciler(client, self._store, settings.release, keeper, recorder)
         self._models: set[ModelKey] = set()
         self._connected = False
 

@@ -10,6 +10,7 @@ OperatorError
 │   ├── RejectedError      400, 422 or a schema error: this object will never be accepted as it is
 │   ├── ForbiddenError     403: missing permission, quota or policy
 │   └── ExpiredError       410: a watch has to start over from a list
+├── UnreadableKeysError    the Secret with a model's keys does not hold key rings: waits for a person
 └── SettingsError          the operator's own arguments make no sense
 """
 
@@ -36,6 +37,10 @@ class InvalidSpecError(ModelError):
 
 class InvalidOverlayError(ModelError):
     reason = "InvalidPodTemplate"
+
+
+class UnreadableKeysError(OperatorError):
+    """The Secret with a model's keys does not hold key rings. The sentence has no part of its content."""
 
 
 class APIError(OperatorError):

@@ -32,6 +32,7 @@ class Kind:
 SERVICE_ACCOUNT = Kind("v1", "ServiceAccount", "serviceaccounts")
 ROLE = Kind("rbac.authorization.k8s.io/v1", "Role", "roles")
 ROLE_BINDING = Kind("rbac.authorization.k8s.io/v1", "RoleBinding", "rolebindings")
+SECRET = Kind("v1", "Secret", "secrets")
 CONFIG_MAP = Kind("v1", "ConfigMap", "configmaps")
 NETWORK_POLICY = Kind("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies")
 SERVICE = Kind("v1", "Service", "services")
@@ -47,7 +48,8 @@ CHILD_KINDS = (
     SERVICE_ACCOUNT, ROLE, ROLE_BINDING, CONFIG_MAP, NETWORK_POLICY, SERVICE, POD_DISRUPTION_BUDGET, STATEFUL_SET,
     DEPLOYMENT,
 )  # fmt: skip
-"""What the operator makes, in the order of making: pods start when all they refer to is there."""
+"""What the operator makes by applying, in the order of making: pods start when all they refer to is there. The Secret
+with their keys comes before all of them (`keeper`)."""
 WATCHED_KINDS = (*CHILD_KINDS, POD)
 KIND_BY_NAME = {kind.name: kind for kind in WATCHED_KINDS}
 

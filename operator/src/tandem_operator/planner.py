@@ -57,8 +57,8 @@ class Plan:
     delete: tuple[ChildKey, ...] = ()
 
 
-def plan_children(desired: Iterable[Manifest], live: Children, *, owner_uid: str) -> Plan:
-    """The plan that turns `live` into `desired`.
+def plan_children(desired: Iterable[Manifest], live: Children, *, owner_uid: str, hold_workloads: bool = False) -> Plan:
+    """The plan that turns `live` into `desired`, but for workloads where those have to wait.
 
     `live` may be incomplete: whoever executes the plan asks `plan_step` again for an object found only then.
     """
@@ -67,7 +67,11 @@ def plan_children(desired: Iterable[Manifest], live: Children, *, owner_uid: str
         for child in desired
     }
     return Plan(
-        apply=tuple(child for child, step in steps.values() if step is Step.APPLY),
+        apply=tuple(
+            child
+            for key, (child, step) in steps.items()
+            if step is Step.APPLY and not (hold_workloads and key.kind in _WORKLOADS)
+        ),
         waiting=tuple(key for key, (_, step) in steps.items() if step is Step.WAIT),
         taken=tuple(key for key, (_, step) in steps.items() if step is Step.TAKEN),
         delete=tuple(sorted(_surplus(steps, live, owner_uid=owner_uid))),
@@ -136,7 +140,13 @@ def _is_rolled_out(workload: Manifest) -> bool:
 
 
 def plan_outdated_pods(live: Children) -> tuple[ChildKey, ...]:
-    """Outdated pods to delete now, so that their StatefulSet makes them anew."""
+    """Outdated pods to delete now, so that their StatefulSet makes them anew.
+
+    Workers that may be serving wait for the gateways' rollout: a gateway knows how to ask workers of the release
+    before it, and may not know what those of the next want.
+    """
+    gateways = [child for key, child in live.items() if key.kind == DEPLOYMENT.name]
+    gateways_first = not all(_is_rolled_out(gateway) for gateway in gateways)
     outdated: list[ChildKey] = []
     for key, workload in live.items():
         revision = dig(workload, "status", "updateRevision")
@@ -149,6 +159,9 @@ def plan_outdated_pods(live: Children) -> tuple[ChildKey, ...]:
         ]
         size = group_size(template_labels_of(workload))
         replicas = dig(workload, "spec", "replicas") // size
-        chosen = plan_replacement(group_pods(pods, size), replicas=replicas, revision=revision)
+        groups = group_pods(pods, size)
+        if gateways_first:
+            groups = [group for group in groups if group.is_broken]
+        chosen = plan_replacement(groups, replicas=replicas, revision=revision)
         outdated += [child_key(pod) for pod in chosen]
     return tuple(sorted(outdated))

@@ -16,6 +16,7 @@ from tandem_api.inferencemodel import InferenceModel, InferenceModelStatus
 from tandem_operator import metrics
 from tandem_operator.causes import Problem, creation_failure
 from tandem_operator.errors import ConflictError, ForbiddenError, ModelError, NotFoundError, RejectedError
+from tandem_operator.keeper import KeyKeeper, KeyLook
 from tandem_operator.kube.client import KubeClient, object_path
 from tandem_operator.kube.store import ChildStore
 from tandem_operator.manifests import (
@@ -37,6 +38,7 @@ from tandem_operator.settings import Release
 from tandem_operator.status import build_status, refused_status
 from tandem_operator.transitions import Happening, apply_happenings, status_happenings
 from tandem_operator.workloads import Blueprint, build_children
+from tandem_operator.workloads.keys import rotation_request
 
 _SOON, _LATER, _RARELY = 1.0, 5.0, 15.0
 """Seconds after which to look again at what no watch reports: a removal, a missing pod, a refusal."""
@@ -68,10 +70,13 @@ class Outcome:
 
 
 class Reconciler:
-    def __init__(self, client: KubeClient, store: ChildStore, release: Release, recorder: EventRecorder) -> None:
+    def __init__(
+        self, client: KubeClient, store: ChildStore, release: Release, keeper: KeyKeeper, recorder: EventRecorder
+    ) -> None:
         self._client = client
         self._store = store
         self._release = release
+        self._keeper = keeper
         self._recorder = recorder
 
     async def reconcile(self, key: ModelKey) -> float | None:
@@ -93,7 +98,8 @@ class Reconciler:
             status = refused_status(problem, parse_status(raw), generation=raw["metadata"]["generation"], now=_now())
             await self._report(key, raw, status, [])
             return None
-        outcome = await self._execute(key, model, desired)
+        keys = await self._keeper.ensure(blueprint, rotation_request(raw))
+        outcome = await self._execute(key, model, desired, keys)
         status = build_status(
             blueprint,
             outcome.children,
@@ -102,21 +108,30 @@ class Reconciler:
             waiting=outcome.waiting,
             now=_now(),
         )
-        await self._report(key, raw, status, apply_happenings(outcome.applied, outcome.before))
+        happenings = apply_happenings(outcome.applied, outcome.before)
+        await self._report(key, raw, status, happenings if keys.happening is None else [keys.happening, *happenings])
         moving = any(condition.type in ("Reconciling", "Stalled") for condition in status.conditions)
-        return outcome.look_again or (_RARELY if moving else None)
+        again = [outcome.look_again or (_RARELY if moving else None), keys.look_after_seconds]
+        return min((seconds for seconds in again if seconds is not None), default=None)
 
-    async def _execute(self, key: ModelKey, model: InferenceModel, desired: Sequence[Manifest]) -> Outcome:
+    async def _execute(
+        self, key: ModelKey, model: InferenceModel, desired: Sequence[Manifest], keys: KeyLook
+    ) -> Outcome:
         uid = model.metadata.uid
         live = self._store.children(key)
-        plan = plan_children(desired, live, owner_uid=uid)
+        # Pods made now would find no keys, or keys that are about to go: what runs is better left running.
+        hold = not keys.usable and not model.spec.suspend
+        plan = plan_children(desired, live, owner_uid=uid, hold_workloads=hold)
         outcome = Outcome(before=live, children=dict(live))
+        if keys.problem is not None:
+            outcome.problems.append(keys.problem)
+        self._note(Plan(waiting=keys.waiting, taken=keys.taken), outcome)
         for manifest in plan.apply:
             await self._apply(manifest, outcome, uid=uid, known=child_key(manifest) in live)
         self._note(plan, outcome)
         for child in plan.delete:
             await self._delete(key, child, outcome, why="no longer wanted")
-        for pod in plan_outdated_pods(outcome.children):
+        for pod in () if hold else plan_outdated_pods(outcome.children):
             await self._delete(key, pod, outcome, why="made from an older template")
         outcome.failures = await self._creation_failures(outcome.children)
         return outcome

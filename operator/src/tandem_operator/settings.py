@@ -7,11 +7,25 @@ import os
 import socket
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 from tandem_api.names import OPERATOR_HEALTH_PORT, OPERATOR_METRICS_PORT
+from tandem_api.quantities import parse_duration
 
 from tandem_operator.errors import SettingsError
+from tandem_operator.rotation import KeyPolicy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkSettings:
+    """How NetworkPolicies are written."""
+
+    enabled: bool = True
+    egress: bool = True
+    """Also for what pods may connect to."""
+    api_server_ports: tuple[int, ...] = (443, 6443)
+    """Where the API server listens: of its Service, and behind it, where most networks look."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +37,7 @@ class Release:
     image_pull_policy: str = "IfNotPresent"
     hub_endpoint: str | None = None
     """Base URL of the model hub; None is the public one."""
+    network: NetworkSettings = field(default_factory=NetworkSettings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +58,7 @@ class LeaseSettings:
 class OperatorSettings:
     release: Release
     lease: LeaseSettings
+    keys: KeyPolicy = field(default_factory=KeyPolicy)
     namespaces: tuple[str, ...] = ()
     """Namespaces to serve; empty means all."""
     log_level: str = "info"
@@ -61,11 +77,39 @@ def parse_settings(arguments: Sequence[str] | None = None) -> OperatorSettings:
         SettingsError: a combination makes no sense.
         SystemExit: argparse refuses an argument, with its own message.
     """
+    given = _build_parser().parse_args(arguments)
+    if not given.lease_namespace:
+        raise SettingsError("the namespace of the lease is not known: set --lease-namespace or POD_NAMESPACE")
+    identity = f"{given.identity or socket.gethostname()}_{uuid.uuid4().hex[:8]}"
+    return OperatorSettings(
+        release=Release(
+            worker_image=given.worker_image,
+            gateway_image=given.gateway_image,
+            image_pull_policy=given.image_pull_policy,
+            hub_endpoint=given.hub_endpoint,
+            network=NetworkSettings(
+                enabled=given.network_policies != "none",
+                egress=given.network_policies == "all",
+                api_server_ports=tuple(dict.fromkeys(given.api_server_port)) or NetworkSettings().api_server_ports,
+            ),
+        ),
+        lease=LeaseSettings(name=given.lease_name, namespace=given.lease_namespace, identity=identity),
+        keys=KeyPolicy(settle_seconds=given.keys_settle_seconds, rotate_after_seconds=given.keys_rotate_after),
+        namespaces=tuple(dict.fromkeys(given.namespace)),
+        log_level=given.log_level,
+        health_port=given.health_port,
+        metrics_port=given.metrics_port,
+    )
+
+
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tandem-operator", description="The Tandem operator.")
     parser.add_argument("--worker-image", required=True, help="image of workers that do not name one")
     parser.add_argument("--gateway-image", required=True, help="image of gateways that do not name one")
     parser.add_argument("--image-pull-policy", default="IfNotPresent", choices=["Always", "IfNotPresent", "Never"])
-    parser.add_argument("--hub-endpoint", default=None, help="base URL of the model hub that hf:// names")
+    parser.add_argument(
+        "--hub-endpoint", type=_base_url, default=None, help="base URL of the model hub that hf:// names"
+    )
     parser.add_argument("--namespace", action="append", default=[], help="serve this namespace only; may be repeated")
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     parser.add_argument("--lease-name", default="tandem-operator")
@@ -75,20 +119,46 @@ def parse_settings(arguments: Sequence[str] | None = None) -> OperatorSettings:
     parser.add_argument("--identity", default=os.environ.get("POD_NAME", ""), help="lease holder; default: $POD_NAME")
     parser.add_argument("--health-port", type=int, default=OPERATOR_HEALTH_PORT)
     parser.add_argument("--metrics-port", type=int, default=OPERATOR_METRICS_PORT)
-    given = parser.parse_args(arguments)
-    if not given.lease_namespace:
-        raise SettingsError("the namespace of the lease is not known: set --lease-namespace or POD_NAMESPACE")
-    identity = f"{given.identity or socket.gethostname()}_{uuid.uuid4().hex[:8]}"
-    return OperatorSettings(
-        release=Release(
-            worker_image=given.worker_image,
-            gateway_image=given.gateway_image,
-            image_pull_policy=given.image_pull_policy,
-            hub_endpoint=given.hub_endpoint or None,
-        ),
-        lease=LeaseSettings(name=given.lease_name, namespace=given.lease_namespace, identity=identity),
-        namespaces=tuple(dict.fromkeys(given.namespace)),
-        log_level=given.log_level,
-        health_port=given.health_port,
-        metrics_port=given.metrics_port,
+    keys = parser.add_argument_group("keys of the models' pods")
+    keys.add_argument(
+        "--keys-settle-seconds", type=_positive, default=KeyPolicy().settle_seconds,
+        help="time between two steps of a rotation: what kubelets take to refresh Secrets, and more",
+    )  # fmt: skip
+    keys.add_argument(
+        "--keys-rotate-after", type=_age, default=None, metavar="DURATION", help="also by age, for example 2160h"
     )
+    network = parser.add_argument_group("network policies of the models' pods")
+    network.add_argument("--network-policies", default="all", choices=["all", "ingress", "none"])
+    network.add_argument(
+        "--api-server-port", type=int, action="append", default=[],
+        help="where gateways may reach the API server; may be repeated; default: 443 and 6443",
+    )  # fmt: skip
+    return parser
+
+
+def _base_url(text: str) -> str | None:
+    """None for nothing, as the chart writes it."""
+    if not text:
+        return None
+    try:
+        url = urlsplit(text)
+        valid = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+    except ValueError:
+        valid = False
+    if not valid:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a base URL; write for example https://hub.example.com")
+    return text
+
+
+def _positive(text: str) -> float:
+    if not (seconds := float(text)) > 0 or seconds == float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0")
+    return seconds
+
+
+def _age(text: str) -> float | None:
+    """None for nothing, as the chart writes it."""
+    try:
+        return parse_duration(text) if text else None
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error

@@ -8,8 +8,9 @@ from typing import Literal
 
 from tandem_api.inferencemodel import Condition, InferenceModelStatus
 
-from tandem_operator.manifests import Manifest, child_key, dig
+from tandem_operator.manifests import ChildKey, Manifest, child_key, dig
 from tandem_operator.planner import Children
+from tandem_operator.rotation import KeyStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +54,23 @@ def apply_happenings(applied: Iterable[Manifest], live: Children) -> list[Happen
         elif (was := dig(before, "spec", "replicas")) != replicas:
             events.append(Happening(reason="Scaled", message=f"scaled {key} from {was} to {replicas} pods"))
     return events
+
+
+_ROTATING = "RotatingKeys"
+_KEY_STEPS = {
+    KeyStep.ADDED: (_ROTATING, "1 of 3: new keys stand beside the old ones"),
+    KeyStep.PROMOTED: (_ROTATING, "2 of 3: pods speak with the new keys, the old ones are still accepted"),
+    KeyStep.RETIRED: ("KeysRotated", "3 of 3: the old keys are removed"),
+}
+
+
+def keys_happening(secret: ChildKey, step: KeyStep, settle_seconds: float) -> Happening:
+    """The Event of one step that a model's keys took."""
+    if step is KeyStep.MADE:
+        return Happening(reason="KeysMade", message=f"made new keys in {secret}")
+    reason, text = _KEY_STEPS[step]
+    rest = "" if step is KeyStep.RETIRED else f"; the next step follows after {settle_seconds:g} s"
+    return Happening(reason=reason, message=f"{secret}: {text}{rest}")
 
 
 def _by_type(status: InferenceModelStatus) -> dict[str, Condition]:

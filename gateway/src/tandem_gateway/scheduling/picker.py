@@ -73,7 +73,7 @@ def missing_role(endpoints: Sequence[Endpoint]) -> str:
     """Why no pair can be chosen, as a sentence for the client."""
     if not any(endpoint.worker.role is not Role.PREFILL for endpoint in endpoints):
         return "no decode worker of this model is ready"
-    return "every decode worker of this model refused the connection a moment ago"
+    return "every decode worker of this model refused the connection, or this gateway's key, a moment ago"
 
 
 def _pick_in_group(

@@ -53,6 +53,7 @@ def worker_config(blueprint: Blueprint, role: Role) -> WorkerConfig:
             service=names.workload_name(blueprint.name, role),
         ),
         free_form_grammars=spec.engine.free_form_grammars,
+        keys_path=names.KEYS_PATH,
         drain_timeout_seconds=drain_seconds(blueprint),
     )
 
@@ -69,6 +70,7 @@ def gateway_config(blueprint: Blueprint) -> GatewayConfig:
             first_token_seconds=parse_duration(spec.gateway.timeouts.first_token),
             idle_seconds=parse_duration(spec.gateway.timeouts.idle),
         ),
+        keys_path=names.KEYS_PATH,
         drain_timeout_seconds=drain_seconds(blueprint),
     )
 

@@ -8,6 +8,7 @@ from tandem_api.names import Role
 from tandem_operator.manifests import DEPLOYMENT, SERVICE, Manifest
 from tandem_operator.workloads.blueprint import Blueprint
 from tandem_operator.workloads.configs import build_config_map, gateway_config
+from tandem_operator.workloads.keys import keys_mount, keys_volume
 from tandem_operator.workloads.pods import grace_seconds, http_probe, pod_template, thread_env
 from tandem_operator.workloads.workers import build_disruption_budget
 
@@ -40,7 +41,8 @@ def _build_deployment(blueprint: Blueprint, config: Manifest) -> Manifest:
         blueprint,
         Role.GATEWAY,
         container=_container(blueprint),
-        volumes=[],
+        # Gateways face clients: they get what they show workers, and never what workers prove to each other.
+        volumes=[keys_volume(blueprint, [names.API_KEY_FILE])],
         config=config,
         spec={
             "serviceAccountName": blueprint.gateway_account,
@@ -73,5 +75,5 @@ def _container(blueprint: Blueprint) -> Manifest:
         "readinessProbe": http_probe("/readyz", "metrics", period=2, failures=2),
         "livenessProbe": http_probe("/healthz", "metrics", period=10, failures=3),
         "lifecycle": {"preStop": {"sleep": {"seconds": _ENDPOINT_LAG_SECONDS}}},
-        "volumeMounts": [],
+        "volumeMounts": [keys_mount()],
     }

@@ -1,75 +1,129 @@
-"""NetworkPolicies: workers talk to their own model's pods, the pods of a group to each other, gateways to everyone."""
+"""NetworkPolicies, one for each kind of pod: what may connect to it, and what it may connect to.
+
+Two workers of one model meet where key-value blocks move, from decode to prefill workers, and within a replica of
+several pods. Gateways ask decode workers. Nobody else needs either, but for clients and for who collects metrics.
+"""
 
 from __future__ import annotations
+
+from urllib.parse import urlsplit
 
 from tandem_api import names
 from tandem_api.names import Role
 
 from tandem_operator.manifests import NETWORK_POLICY, Manifest
-from tandem_operator.workloads.blueprint import COMPONENT_LABEL, Blueprint, component_of
+from tandem_operator.workloads.blueprint import Blueprint, component_of
 
 METRICS_NAMESPACE_LABEL = f"{names.GROUP}/metrics"
-"""A namespace labelled so (value `allowed`) may reach the workers' HTTP port to scrape them."""
+"""Pods of a namespace labelled so (value `allowed`) may reach the metrics ports."""
+_NAMESPACE_NAME_LABEL = "kubernetes.io/metadata.name"
 _EPHEMERAL_PORTS = (32768, 60999)
 """Where gloo and NCCL listen: they let the kernel choose, and this is what a new network namespace chooses from."""
+_DNS_PORTS = (53, 5353)
+"""5353 is where OpenShift's DNS pods listen: most networks judge a connection by the pod behind the Service."""
+_HTTPS_PORT = 443
 
 
 def build_network_policies(blueprint: Blueprint) -> list[Manifest]:
-    """One policy for the workers, one for the gateway, and one for each role whose replicas have several pods."""
-    spread = [role for role in blueprint.worker_roles if blueprint.worker_spec(role).nodes_per_replica > 1]
+    """One policy for each worker role, and one for the gateway; none where the release has them switched off."""
+    if not blueprint.release.network.enabled:
+        return []
     return [
-        _build_worker_policy(blueprint),
+        *(_build_worker_policy(blueprint, role) for role in blueprint.worker_roles),
         _build_gateway_policy(blueprint),
-        *(_build_group_policy(blueprint, role) for role in spread),
     ]
 
 
-def _build_worker_policy(blueprint: Blueprint) -> Manifest:
-    same_model = {"podSelector": {"matchLabels": {names.LABEL_MODEL: blueprint.name}}}
-    ranks = max(blueprint.worker_spec(role).ranks_per_pod for role in blueprint.worker_roles)
-    scrapers = {"namespaceSelector": {"matchLabels": {METRICS_NAMESPACE_LABEL: "allowed"}}}
-    workers = {
-        "matchLabels": {names.LABEL_MODEL: blueprint.name},
-        "matchExpressions": [{"key": COMPONENT_LABEL, "operator": "In", "values": ["decode", "prefill"]}],
-    }
-    spec = {
-        "podSelector": workers,
-        "policyTypes": ["Ingress"],
-        "ingress": [
-            {"from": [same_model], "ports": [_port(names.WORKER_HTTP_PORT)]},
-            {
-                "from": [{"podSelector": workers}],
-                "ports": [_port(names.WORKER_KV_PORT, names.WORKER_KV_PORT + ranks - 1)],
-            },
-            {"from": [scrapers], "ports": [_port(names.WORKER_HTTP_PORT)]},
-        ],
-    }
-    return blueprint.child(NETWORK_POLICY, f"{blueprint.name}-worker", {"spec": spec}, component="worker")
+def _build_worker_policy(blueprint: Blueprint, role: Role) -> Manifest:
+    ingress, egress = [_metrics_rule(names.WORKER_METRICS_PORT)], [_DNS_RULE]
+    if role is Role.PREFILL:
+        ingress.append(_from(blueprint, component_of(Role.DECODE), [_kv_ports(blueprint)]))
+    else:
+        ingress.append(_from(blueprint, component_of(Role.GATEWAY), [_tcp(names.WORKER_HTTP_PORT)]))
+    if role is Role.DECODE:
+        egress.append(_to(blueprint, component_of(Role.PREFILL), [_kv_ports(blueprint)]))
+    if blueprint.worker_spec(role).nodes_per_replica > 1:
+        # Ranks meet at the leader's group port and then connect to each other at ports that the kernel chooses.
+        group = [_tcp(names.WORKER_GROUP_PORT), _tcp(*_EPHEMERAL_PORTS)]
+        ingress.append(_from(blueprint, component_of(role), group))
+        egress.append(_to(blueprint, component_of(role), group))
+    egress += _hub_rules(blueprint)
+    return _build_policy(blueprint, role, ingress=ingress, egress=egress)
 
 
-def _build_group_policy(blueprint: Blueprint, role: Role) -> Manifest:
-    """Ranks meet at the leader's group port and then connect to each other at ports that the kernel chooses."""
+def _build_gateway_policy(blueprint: Blueprint) -> Manifest:
+    api_server = {"ports": [_tcp(port) for port in blueprint.release.network.api_server_ports]}
+    workers = _to(blueprint, component_of(blueprint.decode_role), [_tcp(names.WORKER_HTTP_PORT)])
+    return _build_policy(
+        blueprint,
+        Role.GATEWAY,
+        ingress=[{"ports": [_tcp(names.GATEWAY_HTTP_PORT)]}, _metrics_rule(names.GATEWAY_METRICS_PORT)],
+        egress=[_DNS_RULE, api_server, workers],
+    )
+
+
+def _build_policy(blueprint: Blueprint, role: Role, *, ingress: list[Manifest], egress: list[Manifest]) -> Manifest:
     component = component_of(role)
-    pods = {"matchLabels": blueprint.selector(component)}
-    ports = [_port(names.WORKER_GROUP_PORT), _port(*_EPHEMERAL_PORTS)]
-    spec = {
-        "podSelector": pods,
+    spec: Manifest = {
+        "podSelector": {"matchLabels": blueprint.selector(component)},
         "policyTypes": ["Ingress"],
-        "ingress": [{"from": [{"podSelector": pods}], "ports": ports}],
+        "ingress": ingress,
     }
+    if blueprint.release.network.egress:
+        spec |= {"policyTypes": ["Ingress", "Egress"], "egress": egress}
     name = names.workload_name(blueprint.name, role)
     return blueprint.child(NETWORK_POLICY, name, {"spec": spec}, component=component, role=role)
 
 
-def _build_gateway_policy(blueprint: Blueprint) -> Manifest:
-    spec = {
-        "podSelector": {"matchLabels": blueprint.selector("gateway")},
-        "policyTypes": ["Ingress"],
-        "ingress": [{"ports": [_port(names.GATEWAY_HTTP_PORT), _port(names.GATEWAY_METRICS_PORT)]}],
-    }
-    return blueprint.child(NETWORK_POLICY, f"{blueprint.name}-gateway", {"spec": spec}, component="gateway")
+def _kv_ports(blueprint: Blueprint) -> Manifest:
+    """Of every rank of a prefill pod."""
+    ranks = blueprint.worker_spec(Role.PREFILL).ranks_per_pod
+    return _tcp(names.WORKER_KV_PORT, names.WORKER_KV_PORT + ranks - 1)
 
 
-def _port(first: int, last: int | None = None) -> Manifest:
+def _hub_rules(blueprint: Blueprint) -> list[Manifest]:
+    """Where workers download from. A policy knows no names, and hubs send downloads on to others: the ports are open to
+    everywhere. A hub inside the cluster is reached at whatever port its pods have, so its namespace is."""
+    if not blueprint.model.spec.model.uri.startswith("hf://"):
+        return []
+    endpoint = urlsplit(blueprint.release.hub_endpoint or f"https://:{_HTTPS_PORT}")
+    port = endpoint.port or {"http": 80}.get(endpoint.scheme, _HTTPS_PORT)
+    rules: list[Manifest] = [{"ports": [_tcp(port) for port in dict.fromkeys((_HTTPS_PORT, port))]}]
+    if (namespace := _namespace_of(endpoint.hostname or "", blueprint.model.metadata.namespace)) is not None:
+        rules.append({"to": [{"namespaceSelector": {"matchLabels": {_NAMESPACE_NAME_LABEL: namespace}}}]})
+    return rules
+
+
+def _namespace_of(host: str, own: str) -> str | None:
+    """The namespace of a Service by its name in DNS, as `NAME` or `NAME.NAMESPACE.svc…`; None for other hosts."""
+    match host.split("."):
+        case [name] if name and ":" not in name:
+            return own
+        case [_, namespace, "svc", *_]:
+            return namespace
+        case _:
+            return None
+
+
+def _metrics_rule(port: int) -> Manifest:
+    scrapers = {"namespaceSelector": {"matchLabels": {METRICS_NAMESPACE_LABEL: "allowed"}}}
+    return {"from": [scrapers], "ports": [_tcp(port)]}
+
+
+def _from(blueprint: Blueprint, component: str, ports: list[Manifest]) -> Manifest:
+    return {"from": [{"podSelector": {"matchLabels": blueprint.selector(component)}}], "ports": ports}
+
+
+def _to(blueprint: Blueprint, component: str, ports: list[Manifest]) -> Manifest:
+    return {"to": [{"podSelector": {"matchLabels": blueprint.selector(component)}}], "ports": ports}
+
+
+def _tcp(first: int, last: int | None = None) -> Manifest:
     """One port, or all from `first` to `last`."""
     return {"port": first, "protocol": "TCP"} | ({"endPort": last} if last is not None and last > first else {})
+
+
+_DNS_RULE: Manifest = {
+    "ports": [{"port": port, "protocol": protocol} for port in _DNS_PORTS for protocol in ("UDP", "TCP")]
+}
+"""To anywhere: DNS may be pods of any namespace, or an address of the node."""

@@ -9,6 +9,7 @@ from tandem_api.names import Role
 from tandem_operator.manifests import POD_DISRUPTION_BUDGET, SERVICE, STATEFUL_SET, Manifest
 from tandem_operator.workloads.blueprint import Blueprint, component_of
 from tandem_operator.workloads.configs import build_config_map, worker_config
+from tandem_operator.workloads.keys import KEY_FILES, keys_mount, keys_volume
 from tandem_operator.workloads.pods import http_probe, pod_template, thread_env
 
 _LOADING_SECONDS = 6 * 3600
@@ -44,9 +45,10 @@ def build_disruption_budget(blueprint: Blueprint, role: Role) -> Manifest:
 
 
 def _ports(workload: WorkerRole) -> list[tuple[str, int]]:
-    """Names and numbers: HTTP, the KV port of every rank of the pod, and where the ranks of several pods meet."""
+    """Names and numbers: inference, probes and metrics, the KV port of every rank of the pod, and where the ranks of
+    several pods meet."""
     first = names.WORKER_KV_PORT
-    ports = [("http", names.WORKER_HTTP_PORT), ("kv", first)]
+    ports = [("http", names.WORKER_HTTP_PORT), ("metrics", names.WORKER_METRICS_PORT), ("kv", first)]
     ports += [(f"kv-{rank}", first + rank) for rank in range(1, workload.ranks_per_pod)]
     return ports if workload.nodes_per_replica == 1 else [*ports, ("group", names.WORKER_GROUP_PORT)]
 
@@ -102,9 +104,9 @@ def _container(blueprint: Blueprint, role: Role, mounts: list[Manifest]) -> Mani
         "image": blueprint.worker_image,
         "env": [*_token_env(blueprint), *thread_env(workload.resources, processes=workload.ranks_per_pod)],
         "ports": [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in _ports(workload)],
-        "startupProbe": http_probe("/readyz", "http", period=1, failures=_LOADING_SECONDS),
-        "readinessProbe": http_probe("/readyz", "http", period=2, failures=2),
-        "livenessProbe": http_probe("/healthz", "http", period=10, failures=6),
+        "startupProbe": http_probe("/readyz", "metrics", period=1, failures=_LOADING_SECONDS),
+        "readinessProbe": http_probe("/readyz", "metrics", period=2, failures=2),
+        "livenessProbe": http_probe("/healthz", "metrics", period=10, failures=6),
         "volumeMounts": mounts,
     }
 
@@ -118,8 +120,9 @@ def _token_env(blueprint: Blueprint) -> list[Manifest]:
 
 
 def _volumes(blueprint: Blueprint, workload: WorkerRole) -> tuple[list[Manifest], list[Manifest]]:
-    """Volumes and mounts: what the model's source needs, and memory that the ranks of a pod share."""
+    """Volumes and mounts: the keys, what the model's source needs, and memory that the ranks of a pod share."""
     volumes, mounts = _model_volumes(blueprint)
+    volumes, mounts = [keys_volume(blueprint, KEY_FILES), *volumes], [keys_mount(), *mounts]
     if workload.ranks_per_pod > 1:
         # The 64 MiB that container runtimes mount there are too few for NCCL. It counts to the container's memory.
         volumes = [*volumes, {"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]
