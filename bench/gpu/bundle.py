@@ -3,8 +3,8 @@
     make gpu-bundle
 
 Such a machine has no network. `machine.txt` lists what it brings along; what the worker and the GPU tests need besides
-is taken from `uv.lock`, for CPython 3.12 on x86-64. What is there is not replaced: torch, Triton and numpy are built for its
-driver.
+is taken from `uv.lock`, for CPython 3.12 on x86-64. What is there is not replaced: torch, Triton and numpy are built
+for its driver.
 """
 
 from __future__ import annotations
@@ -93,16 +93,18 @@ def plan_bundle(lock: Mapping[str, Any], machine: Mapping[str, str | None]) -> l
     members = set(lock["manifest"]["members"])
     wheels: dict[str, Wheel] = {}
     seen: set[str] = set()
-    queue = [(name, None) for name in NEEDED]
+    queue: list[tuple[str, str | None]] = [(name, None) for name in NEEDED]
     while queue:
         name, version = queue.pop()
         if name in seen or (name in machine and name not in RENEWED):
             continue  # what the machine has brings what it needs itself
         seen.add(name)
         package = _find(packages[name], version)
-        for dependency in package.get("dependencies", []):
-            if "marker" not in dependency or Marker(dependency["marker"]).evaluate(ENVIRONMENT):
-                queue.append((dependency["name"], dependency.get("version")))
+        queue += [
+            (dependency["name"], dependency.get("version"))
+            for dependency in package.get("dependencies", [])
+            if "marker" not in dependency or Marker(dependency["marker"]).evaluate(ENVIRONMENT)
+        ]
         if name not in members:
             wheels[name] = _choose(package, ranks)
     return [wheels[name] for name in sorted(wheels)]
@@ -145,8 +147,8 @@ def download(wheels: Sequence[Wheel], folder: Path, pip: Sequence[str]) -> None:
 def verify(folder: Path, wheels: Sequence[Wheel], machine: Mapping[str, str | None]) -> list[str]:
     """The dependencies of which the machine's version is not known: it checks them itself, in its first stage.
 
-    Raises BundleError when a file is missing, too many, not the lock's, too large in sum, replaces what the machine has,
-    or depends on what neither the bundle nor the machine has.
+    Raises BundleError when a file is missing, too many, not the lock's, replaces what the machine has, or depends on
+    what neither the bundle nor the machine has, and when all of them are too large.
     """
     files = {path.name: path for path in folder.glob("*")}
     if set(files) != {wheel.file for wheel in wheels}:

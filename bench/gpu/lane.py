@@ -8,7 +8,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Mapping
@@ -22,6 +24,7 @@ LOST = 75
 """Exit code of a lane whose device is lost: what it would run next could not be believed."""
 _SHOWN = 1500
 """Characters of an error."""
+_LOST_MARKS = ("CUDA error", "Triton Error [CUDA]", "CUBLAS_STATUS")
 
 
 def main() -> int:
@@ -31,6 +34,7 @@ def main() -> int:
     parser.add_argument("--setting", required=True)
     parser.add_argument("--skip", type=int, default=0, help="items that earlier processes took care of")
     options = parser.parse_args()
+    threading.Thread(target=end_with_parent, args=(os.getppid(),), daemon=True).start()
     setting = Setting(**json.loads(options.setting))
     with options.events.open("a") as events:
         items = load_items(options.lane, setting)
@@ -47,12 +51,23 @@ def main() -> int:
     return 0
 
 
+def end_with_parent(parent: int) -> None:
+    """Whoever started this lane may be killed: then nobody is left to end it and what it has started."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    if os.getpgrp() == os.getpid():
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
 def load_items(lane: str, setting: Setting) -> list[Item]:
-    """The items of `module:function argument`."""
+    """The items of `module:function argument`; a module without a package is one of this one."""
     place, _, argument = lane.partition(" ")
     module, _, function = place.partition(":")
-    build = getattr(import_module(f"bench.gpu.{module}"), function)
-    return list(build(setting, argument) if argument else build(setting))
+    build = getattr(import_module(module if "." in module else f"bench.gpu.{module}"), function)
+    items: list[Item] = list(build(setting, argument) if argument else build(setting))
+    names = [item.name for item in items]
+    assert len(set(names)) == len(names), f"two items of {lane} have one name"
+    return items
 
 
 def write(events: TextIO, **fields: Any) -> None:
@@ -85,13 +100,10 @@ def is_device_lost(error: BaseException) -> bool:
     Memory that does not suffice is none.
     """
     torch = sys.modules.get("torch")
-    if torch is None or isinstance(error, torch.OutOfMemoryError):
+    if isinstance(error, getattr(torch, "OutOfMemoryError", ())):
         return False
-    fatal = getattr(torch, "AcceleratorError", ())
     text = f"{type(error).__name__}: {error}"
-    return isinstance(error, fatal) or any(
-        mark in text for mark in ("CUDA error", "Triton Error [CUDA]", "CUBLAS_STATUS")
-    )
+    return isinstance(error, getattr(torch, "AcceleratorError", ())) or any(mark in text for mark in _LOST_MARKS)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import statistics
 import subprocess
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 _FIELDS = {"sm_mhz": "clocks.sm", "memory_mhz": "clocks.mem", "watts": "power.draw", "celsius": "temperature.gpu"}
@@ -35,9 +38,15 @@ class Meter:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+        if self._process is None:
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        assert self._thread is not None
+        assert self._process.stdout is not None
+        self._thread.join(5.0)
+        self._process.stdout.close()
 
     def _read(self) -> None:
         assert self._process is not None

@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,14 @@ from bench.gpu.item import GOOD, Setting, Stage
 ROOT = Path(__file__).parents[2]
 MAX_BYTES = 16 << 20
 """Of a file that comes back from such a machine."""
-_COLUMNS = ("us", "GB/s", "TFLOP/s", "ratio", "of", "tokens_per_s", "milliseconds", "error", "seconds", "bytes")
+_SHOWN = 20
+"""Things that are not good, in the table; the file has all of them."""
+_MAIN = {
+    "us": "us", "gain": "x", "tokens_per_s": "tokens/s", "milliseconds": "ms", "copy_tb_per_s": "TB/s copied",
+    "read_tb_per_s": "TB/s read", "matmul_tflop_per_s": "TFLOP/s", "passed": "tests", "bytes": "bytes",
+    "limit_tokens_per_s": "tokens/s at most", "memory_percent": "% memory", "issue_percent": "% issue",
+}  # fmt: skip
+"""Figures that the table shows, and their units."""
 
 
 def describe_run(stage: Stage, setting: Setting) -> dict[str, Any]:
@@ -89,22 +96,33 @@ def save(path: Path, header: Mapping[str, Any], results: Mapping[str, Any]) -> N
 
 
 def build_table(header: Mapping[str, Any], results: Mapping[str, Any]) -> list[str]:
-    """Items and their main figures, the ones that are not good first."""
+    """What was measured, and at the end, which is what comes back of a long output, what is not good."""
     device = header["device"] or {}
     lines = [f"{header['bench']}: {device.get('name', 'no GPU')}, commit {header['commit']}"]
-    ordered = sorted(results.items(), key=lambda pair: pair[1]["status"] in GOOD)
-    for name, outcome in ordered:
-        lines.append(f"  {outcome['status']:<8} {name[:70]:<70} {_figures(outcome)}".rstrip())
+    good = {name: outcome for name, outcome in results.items() if outcome["status"] in GOOD}
+    lines += [f"  {name[:62]:<62} {figures}" for name, outcome in good.items() if (figures := _figures(outcome))]
+    counts = Counter(str(outcome["status"]) for outcome in results.values())
+    lines.append("  " + ", ".join(f"{count} {status}" for status, count in counts.items()))
+    wrong = [(name, outcome) for name, outcome in results.items() if name not in good]
+    for name, outcome in wrong[:_SHOWN]:
+        why = str(outcome.get("why", "")).strip().splitlines()
+        lines.append(f"  {outcome['status']:<8} {name[:70]}: {why[-1][:160] if why else ''}")
+    if len(wrong) > _SHOWN:
+        lines.append(f"  and {len(wrong) - _SHOWN} more that are not good")
     return lines
 
 
 def _figures(outcome: Mapping[str, Any]) -> str:
+    """The main figure and its share of the limit; empty for what was only checked."""
     figures = outcome.get("figures") or {}
-    shown: Sequence[str] = [
-        f"{_short(figures[name])} {name}" for name in _COLUMNS if isinstance(figures.get(name), int | float | str)
+    main = [
+        f"{_short(figures[key])} {unit}" for key, unit in _MAIN.items() if isinstance(figures.get(key), int | float)
     ]
-    return "  ".join(shown)
+    if not main:
+        return ""
+    ratio = f"{figures['ratio']:6.1%} of {figures['of']}" if isinstance(figures.get("ratio"), float) else ""
+    return f"{'  '.join(main)}  {ratio}".rstrip()
 
 
-def _short(value: float | str) -> str:
-    return value if isinstance(value, str) else f"{value:.3g}" if abs(value) < 1e5 else f"{value:.3e}"
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"

@@ -40,6 +40,8 @@ class LaneProcess:
         self.lane = lane
         self.done = False
         self._setting = setting
+        self._own: dict[str, dict[str, Any]] = {}
+        """What became of this lane's items, for the next process."""
         self._events = scratch / f"{re.sub(r'[^a-z0-9]+', '-', lane)}.events"
         self._log = self._events.with_suffix(".log")
         self._events.touch()
@@ -52,13 +54,19 @@ class LaneProcess:
         self._start()
 
     def _start(self) -> None:
+        setting = replace(self._setting, results={**self._setting.results, **self._own})
         command = [
             sys.executable, "-u", "-m", "bench.gpu.lane", self.lane, "--events", str(self._events),
-            "--setting", json.dumps(asdict(self._setting)), "--skip", str(self._next),
+            "--setting", json.dumps(asdict(setting)), "--skip", str(self._next),
         ]  # fmt: skip
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                command, cwd=ROOT, env=child_environment(), stdout=log, stderr=log, start_new_session=True
+                command,
+                cwd=ROOT,
+                env=child_environment(self._setting.device),
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
         self._started, self._current = time.time(), None
 
@@ -119,6 +127,7 @@ class LaneProcess:
                     | {"span": (began, event["at"])}
                 )
                 self._next, self._current = event["item"] + 1, None
+                self._own[event["name"]] = brief(event)
         return ended
 
     def _overdue(self) -> dict[str, Any] | None:
@@ -165,13 +174,14 @@ class LaneProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
 
 
-def child_environment() -> dict[str, str]:
+def child_environment(device: str) -> dict[str, str]:
     """The worker is found in this tree whether it is installed or not, and nobody asks a network."""
     paths = [str(ROOT), str(ROOT / "api/src"), str(ROOT / "worker/src"), os.environ.get("PYTHONPATH", "")]
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        **({"OMP_NUM_THREADS": "1"} if device == "cpu" else {}),
     }
 
 

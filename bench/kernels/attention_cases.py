@@ -44,7 +44,7 @@ def _decode(place: Place, name: str, shape: tuple[int, int, int], contexts: list
         bytes=sum(contexts) * kv_heads * dim * 2 * 2,
         flops=4 * sum(contexts) * heads * dim,
         make=make,
-        run=lambda q, cache, tables, lens: kernels.paged_decode_attention(q, cache, tables, lens, scale=scale),
+        run=lambda *values, **options: kernels.paged_decode_attention(*values, scale=scale, **options),
         expect=lambda q, cache, tables, lens: _decode_rows(q, cache, tables, lens, scale),
     )
 
@@ -82,9 +82,7 @@ def _latent_decode(place: Place, heads: int, batch: int, context: int) -> Case:
         bytes=batch * context * (latent + rope) * 2,
         flops=2 * batch * context * heads * (2 * latent + rope),
         make=make,
-        run=lambda q, cache, tables, lens: kernels.mla_decode_attention(
-            q, cache, tables, lens, latent_dim=latent, scale=scale
-        ),
+        run=lambda *values, **options: kernels.mla_decode_attention(*values, latent_dim=latent, scale=scale, **options),
         expect=expect,
     )
 
