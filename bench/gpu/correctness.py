@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -16,7 +17,9 @@ from xml.etree import ElementTree
 from bench.gpu.item import Figures, Item, Setting, WrongError
 
 ROOT = Path(__file__).parents[2]
-_TEST_SECONDS = 240.0
+_TEST_SECONDS = 260.0
+_WORKERS = "3"
+"""Of pytest-xdist in a file's process: a kernel compiles on one core."""
 _TAIL = 1500
 _SHOWN = 8
 """Failing tests whose message is kept, and that are run again."""
@@ -90,7 +93,7 @@ def measure_machine(setting: Setting) -> Figures:
 
     from bench.kernels.measure import measure_ceilings, measure_read
 
-    device = torch.device(setting.device)
+    device = torch.device(setting.place)
     megabytes, side = (4, 128) if setting.tiny else (2048, 8192)
     ceilings = measure_ceilings(device, megabytes=megabytes, side=side)
     read = measure_read(device, megabytes=megabytes)
@@ -123,9 +126,11 @@ def run_tests(setting: Setting, tests: list[str], environment: dict[str, str] | 
     """Run them in a process of their own. The machine's other pytest plugins and library versions are not judged."""
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder, "found.xml")
+        whole_file = "::" not in tests[0]
+        spread = ["-n", _WORKERS] if setting.device == "cuda" and whole_file and find_spec("xdist") else []
         command = [
             sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--timeout", str(int(_TEST_SECONDS)), "-W", "default",
-            "-p", "no:cacheprovider", "-p", "no:benchmark", "--tb=short", f"--junitxml={found}", *tests,
+            "-p", "no:cacheprovider", "-p", "no:benchmark", "--tb=short", f"--junitxml={found}", *spread, *tests,
         ]  # fmt: skip
         done = subprocess.run(
             command, cwd=ROOT, env=os.environ | (environment or {}), capture_output=True, text=True, check=False

@@ -101,12 +101,13 @@ class Session:
     """The model and its engine, made when an item first needs them."""
 
     def __init__(self, setting: Setting) -> None:
-        self.device = torch.device(setting.device)
+        self.device = torch.device(setting.place)
         self.load = DRY if setting.tiny else REAL
         self.ceiling = Ceiling(setting)
         self.weights = count_step_weights(self.load.raw)
         self.collector = Collector()
         self.recordings: Figures = {}
+        self._runs = 0
 
     @cached_property
     def model(self) -> CausalLM:
@@ -130,9 +131,8 @@ class Session:
     def run(self, prompts: list[list[int]], new_tokens: int, **sampling: Any) -> list[tuple[float, str, int]]:
         """Answer them all; when which tokens came."""
         self.collector.events = []
-        for number, prompt in enumerate(prompts):
-            prompt[0] = (prompt[0] + time.perf_counter_ns() + number) % self.model.vocab_size  # in no cache
-        submit(self.engine, prompts, new_tokens, **sampling)
+        self._runs += 1
+        submit(self.engine, prompts, new_tokens, prefix=f"{self._runs}-", **sampling)
         self.collector.wait(len(prompts))
         return self.collector.events
 
@@ -316,7 +316,7 @@ def profile(session: Session, batch: int) -> Figures:
 
 def baseline_items(setting: Setting) -> Iterator[Item]:
     """Torch's own step, recorded: what the same GPU does without this project."""
-    load, ceiling, device = DRY if setting.tiny else REAL, Ceiling(setting), torch.device(setting.device)
+    load, ceiling, device = DRY if setting.tiny else REAL, Ceiling(setting), torch.device(setting.place)
     context = load.prompt + load.new_tokens // 2
     build: Callable[[], TorchStep] = _once(lambda: TorchStep(load.raw, load.batches[0], context, device))
     for batch in load.batches:

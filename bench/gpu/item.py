@@ -72,6 +72,11 @@ class Setting:
     out: str = ""
     """The folder of all results: other stages' may lie there."""
 
+    @property
+    def place(self) -> str:
+        """As torch names the device that a worker computes on."""
+        return "cuda:0" if self.device == "cuda" else self.device
+
 
 Lane = Callable[[Setting], Iterator[Item]]
 

@@ -12,7 +12,7 @@ from bench.kernels.case import SERVED, TINY, Case, Place
 from bench.kernels.cases import THEMES
 from bench.kernels.check import Finding, check
 from bench.kernels.measure import Ceilings, measure, measure_ceilings
-from bench.kernels.weight_cases import BYTES_PER_WEIGHT, experts, experts_in
+from bench.kernels.weight_cases import BYTES_PER_WEIGHT
 
 _SEED = 20
 _ORDER = ("decode", "products", "experts", "prefill", "sampling", "elementwise")
@@ -20,17 +20,17 @@ _ORDER = ("decode", "products", "experts", "prefill", "sampling", "elementwise")
 
 
 def build_place(setting: Setting) -> Place:
-    return Place(device=torch.device(setting.device), sizes=TINY if setting.tiny else SERVED)
+    return Place(device=torch.device(setting.place), sizes=TINY if setting.tiny else SERVED)
 
 
 def cases_of(theme: str, place: Place) -> Iterator[Case]:
-    """Of a theme, or of `experts` in one form; the last form brings what has none."""
+    """Of a theme, or those of it whose weights have one form; the last form brings what has none."""
     name, _, form = theme.partition(" ")
-    if not form:
-        return THEMES[name](place)
-    if form == list(BYTES_PER_WEIGHT)[-1]:
-        return (case for case in experts(place) if form in case.name or not case.name.startswith("fused_moe"))
-    return experts_in(place, form)
+    forms = list(BYTES_PER_WEIGHT)
+    for case in THEMES[name](place):
+        words = case.name.split()
+        if not form or form in words or (form == forms[-1] and not set(forms) & set(words)):
+            yield case
 
 
 def check_items(setting: Setting, theme: str) -> Iterator[Item]:
@@ -65,7 +65,7 @@ class Ceiling:
     def found(self) -> Ceilings:
         if self._found is None:
             size = {"megabytes": 4, "side": 128} if self._setting.tiny else {}
-            self._found = measure_ceilings(torch.device(self._setting.device), **size)
+            self._found = measure_ceilings(torch.device(self._setting.place), **size)
         return self._found
 
     def figures(self) -> Figures:

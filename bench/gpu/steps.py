@@ -196,15 +196,16 @@ def build_stepped_engine(
     return engine
 
 
-def submit(engine: EngineCore, prompts: Sequence[Sequence[int]], new_tokens: int, **sampling: Any) -> None:
+def submit(
+    engine: EngineCore, prompts: Sequence[Sequence[int]], new_tokens: int, *, prefix: str = "r", **sampling: Any
+) -> None:
+    """Each under a name of its own, which also keeps it out of the others' prefix cache."""
     for index, prompt in enumerate(prompts):
-        params = SamplingParams(
-            max_tokens=new_tokens, ignore_eos=True, **({"temperature": 0.0} | sampling | {"seed": index})
-        )
+        options = {"temperature": 0.0, **sampling, "seed": index}
+        params = SamplingParams(max_tokens=new_tokens, ignore_eos=True, **options)
+        name = f"{prefix}{index}"
         engine.submit(
-            GenerationRequest(
-                request_id=f"r{index}", prompt_token_ids=tuple(prompt), sampling=params, cache_salt=f"r{index}"
-            )
+            GenerationRequest(request_id=name, prompt_token_ids=tuple(prompt), sampling=params, cache_salt=name)
         )
 
 

@@ -82,9 +82,9 @@ def count(setting: Setting, case: str) -> Figures:
     theme = next((theme for theme, names in THEME_OF.items() if case.startswith(names)), "")
     command = [
         program, "--clock-control", "none", "--csv", "--metrics", ",".join(METRICS), "--kernel-name",
-        "regex:_kernel$", "--launch-count", "6", *cases_command(theme, case, tiny=setting.tiny),
+        "regex:^_.*_kernel", "--launch-count", "6", *cases_command(theme, case, tiny=setting.tiny),
     ]  # fmt: skip
-    done = run(command, _COUNTER_SECONDS - 5, {})
+    done = run(command, _COUNTER_SECONDS - 5, {})  # names of Triton's kernels begin with an underscore, torch's do not
     kernels = read_counters(done.stdout)
     if not kernels:
         raise RuntimeError(f"ncu counted nothing ({done.returncode}):\n{(done.stdout + done.stderr)[-_TAIL:]}")
@@ -157,7 +157,7 @@ def main(theme: str, beginning: str, *, tiny: bool) -> None:
     from bench.kernels.case import SERVED, TINY, Place
     from bench.kernels.cases import THEMES
 
-    place = Place(device=torch.device("cuda"), sizes=TINY if tiny else SERVED)
+    place = Place(device=torch.device("cuda", 0), sizes=TINY if tiny else SERVED)
     found = [case for case in THEMES[theme](place) if case.name.startswith(beginning)]
     for case in found if not beginning else found[:1]:
         inputs = case.make()

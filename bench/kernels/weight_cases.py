@@ -62,7 +62,7 @@ def products(place: Place) -> Iterator[Case]:
 def experts(place: Place) -> Iterator[Case]:
     """All of a token's choices are local: as on a rank that every token chose."""
     for form in BYTES_PER_WEIGHT:
-        yield from experts_in(place, form)
+        yield from _experts_in(place, form)
     tokens, num_experts = place.sizes.routed
     yield Case(
         name=f"moe_route [{tokens}, {num_experts}]", bytes=tokens * (num_experts * 4 + 64),
@@ -73,7 +73,7 @@ def experts(place: Place) -> Iterator[Case]:
     )  # fmt: skip
 
 
-def experts_in(place: Place, form: str) -> Iterator[Case]:
+def _experts_in(place: Place, form: str) -> Iterator[Case]:
     """Prompts and decodes through experts whose weights have one form."""
     hidden, width, num_experts, top_k = place.sizes.experts
     for tokens in place.sizes.expert_tokens:
