@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import sys
@@ -71,8 +72,17 @@ def load_items(lane: str, setting: Setting) -> list[Item]:
 
 
 def write(events: TextIO, **fields: Any) -> None:
-    events.write(json.dumps(fields, default=str) + "\n")
+    events.write(json.dumps(plain(fields), default=str, allow_nan=False) + "\n")
     events.flush()
+
+
+def plain(value: Any) -> Any:
+    """What JSON can hold: a number that is none is written as a word."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {str(key): plain(each) for key, each in value.items()}
+    return [plain(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def run_item(item: Item, results: Mapping[str, Any]) -> dict[str, Any]:

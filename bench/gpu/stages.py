@@ -69,5 +69,3 @@ STAGES = {
         ),
     )
 }
-TINY_LIMIT = 120.0
-"""Seconds of a stage in a dry run."""

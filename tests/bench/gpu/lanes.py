@@ -17,7 +17,7 @@ def say_pid() -> Figures:
 
 
 def fail() -> Figures:
-    raise WrongError("three is not four", {"evidence": [3, 4], "failing": ["a::b"]})
+    raise WrongError("three is not four", {"evidence": [3, 4], "failing": ["a::b"], "error": float("inf")})
 
 
 def lose_device() -> Figures:

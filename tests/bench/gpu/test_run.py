@@ -62,6 +62,7 @@ def test_evidence_is_kept_and_small(hard: tuple[dict[str, Any], list[str]]) -> N
     results, lines = hard
     assert results["wrong"]["why"] == "three is not four"
     assert results["wrong"]["figures"]["evidence"] == [3, 4]
+    assert results["wrong"]["figures"]["error"] == "inf", "JSON has no infinity"
     assert "ZeroDivisionError" in results["error"]["why"]
     assert "last words" in results["dies"]["why"]
     assert "longer than 0.5 s" in results["hangs"]["why"]
