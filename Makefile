@@ -14,10 +14,12 @@ unexport PYTHONDONTWRITEBYTECODE  # importing torch without byte code costs ever
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  \033[1m%-16s\033[0m %s\n", $$1, $$2}'
 
-.cache/tools/bin/uv:
+.cache/tools/bin/uv: | .cache/tools/bin/pip
 	@echo "installing uv $(UV_VERSION) into .cache/tools"
-	@python3 -m venv .cache/tools
 	@.cache/tools/bin/python -m pip install --quiet uv==$(UV_VERSION)
+
+.cache/tools/bin/pip:
+	@python3 -m venv .cache/tools
 
 .venv/.synced: $(filter .cache/%,$(UV)) uv.lock pyproject.toml $(wildcard */pyproject.toml)
 	@$(UV) sync --frozen --all-packages --quiet --compile-bytecode
@@ -64,6 +66,10 @@ test-full: setup ## Unit tests with the slow sweeps: every family and parallel l
 .PHONY: test-gpu
 test-gpu: ## Kernels against their twins and the oracle tests on CUDA
 	@$(RUN) pytest tests -m gpu --timeout 900
+
+.PHONY: gpu-bundle
+gpu-bundle: setup | .cache/tools/bin/pip ## What a machine with a GPU lacks, as wheels in .wheels/ (docs/kernels.md)
+	@$(RUN) python -m bench.gpu.bundle --pip ".cache/tools/bin/python -m pip"
 
 .PHONY: cluster
 cluster: setup ## A real Kubernetes with Tandem's images loaded (kind, plain binaries, or KUBECONFIG)

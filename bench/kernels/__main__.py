@@ -1,8 +1,9 @@
 """How far every kernel stands from the device's limits: `python -m bench.kernels [--theme NAME] [--out DIRECTORY]`.
 
-Prints a table, then one JSON object as the last line. With --out both that object and a plot of the achieved shares are
-written, named after device and date. `--plot FILE` draws an earlier run's object again, which needs no GPU; measuring
-does, and says so without one.
+A case is timed only if it is right: it runs twice, its results are compared with float64 or its twin and its bits with
+each other. Prints a table, then one JSON object as the last line. With --out both that object and a plot of the
+achieved shares are written, named after device and date. `--plot FILE` draws an earlier run's object again, which needs
+no GPU; measuring does, and says so without one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from pathlib import Path
 import torch
 import triton
 
+from bench.kernels.case import Case, Place
 from bench.kernels.cases import THEMES
+from bench.kernels.check import check
 from bench.kernels.measure import Ceilings, Result, measure, measure_ceilings
 from bench.kernels.plot import draw_achieved
 
@@ -46,6 +49,17 @@ def write(found: dict[str, object], line: str, folder: Path) -> Path:
     return path
 
 
+def check_and_measure(case: Case, ceilings: Ceilings, device: torch.device) -> Result:
+    """Raises ArithmeticError, with the first differing values, for a case whose results are wrong."""
+    found = check(case)
+    if not found.passed:
+        raise ArithmeticError(
+            f"error {found.error:.1e}, of the worst row {found.worst_row:.1e}, where {found.limit:.1e} is allowed; "
+            f"{'equal' if found.repeats else 'other'} bits the second time; {found.evidence}"
+        )
+    return measure(case, ceilings, device)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Measure every kernel against copy bandwidth and matmul rate.")
     parser.add_argument("--theme", choices=sorted(THEMES), action="append", help="measure only these (repeatable)")
@@ -61,19 +75,20 @@ def main() -> int:
         print("The kernel benchmark needs a CUDA device: none is visible.", file=sys.stderr)
         return 2
     torch.manual_seed(0)
-    ceilings = measure_ceilings()
+    device = torch.device("cuda")
+    ceilings = measure_ceilings(device)
     print(f"{torch.cuda.get_device_name()}: copy {ceilings.copy_bytes_per_s / 1e12:.2f} TB/s, ", end="")
     print(f"bf16 matmul {ceilings.matmul_flops_per_s / 1e12:.0f} TFLOP/s")
     print(f"{'kernel':<64}{'us':>10}{'GB/s':>9}{'TFLOP/s':>9}{'limit us':>10}{'achieved':>10}  bound by")
     results: list[Result] = []
     failures: dict[str, str] = {}
     for theme in arguments.theme or THEMES:
-        for case in THEMES[theme]():
+        for case in THEMES[theme](Place(device=device)):
             try:
-                result = measure(case, ceilings)
+                result = check_and_measure(case, ceilings, device)
             except Exception as error:  # one kernel that fails must not hide the others' numbers
                 failures[case.name] = f"{type(error).__name__}: {error}"
-                print(f"{case.name:<64}  failed: {failures[case.name][:120]}")
+                print(f"{case.name:<64}  failed: {failures[case.name][:160]}")
                 continue
             results.append(result)
             print(

@@ -7,9 +7,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tandem_worker.engine.cuda_graphs import CudaRecorder, DecodeGraphs, plan_batch_sizes
+from tandem_worker.engine.cuda_graphs import DecodeGraphs, plan_batch_sizes
 from tandem_worker.models.base import allocate_kv_cache
 
+from bench.gpu.random_model import SMALL, build_random_model
+from bench.gpu.steps import compare_recorded
 from tests.tandem_worker.engine.history_model import HistoryModel, greedy_answer
 from tests.tandem_worker.engine.rig import Rig
 
@@ -70,13 +72,23 @@ def test_recordings_share_one_tensor_of_logits() -> None:
     assert len({recording.logits.data_ptr() for recording in graphs._recordings.values()}) == 1
 
 
-@pytest.mark.gpu
-def test_a_recording_repeats_the_function_on_new_content() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    device = torch.device("cuda")
-    value = torch.ones(4, device=device)
-    replay, result = CudaRecorder(device).record(lambda: value * 2)
-    value.fill_(21)
-    replay()
-    assert result.tolist() == [42.0] * 4
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+    ),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_recorded_step_of_a_real_model_reads_new_content(device: str) -> None:
+    """Tokens, lengths, block tables and the cache itself change between replays; the logits are an eager step's."""
+    model = build_random_model(SMALL, torch.device(device))
+    contexts = [[80], [3, 33, 17], [64, 1, 90, 12, 5, 31, 2, 77]]
+    first, second = (compare_recorded(model, contexts * times, max_context=96) for times in (1, 2))
+    assert [each.rows for each in second] == [1, 3, 8, 1, 3, 8]
+    for found in (*first, *second):
+        assert found.error < 1.2e-2
+        assert found.repeats
+        assert found.flips == 0

@@ -36,8 +36,8 @@ def zeros(*shape: int, dtype: torch.dtype = HALF) -> torch.Tensor:
 
 
 def cache(heads: int = 8, head_dim: int = 128) -> torch.Tensor:
-    """Block space as the attention layers hand it over: offset before keys and values in memory."""
-    return zeros(4, 16, 2, heads, head_dim).permute(0, 2, 3, 1, 4)
+    """Block space as the engine lays it out: a head's keys of a block lie together."""
+    return zeros(4, 2, heads, 16, head_dim)
 
 
 def tables(half: int = 64) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,114 @@
+"""Products with weights in every form, and experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, replace
+
+import torch
+from tandem_worker import kernels
+from tandem_worker.kernels import reference
+from tandem_worker.kernels.quantized import Fp8Weight, Int4Weight, Mxfp4Weight, Weight
+
+from bench.kernels.case import Case, Place, Tensors, wide
+
+BYTES_PER_WEIGHT = {"bf16": 2.0, "fp8": 1.0, "int4": 0.5 + 2 / 32, "mxfp4": 0.5 + 1 / 32}
+
+
+def random_weight(place: Place, form: str, *shape: int) -> Weight:
+    """Random bits in a form; scales keep the products finite."""
+    *lead, rows, columns = shape
+    match form:
+        case "bf16":
+            return place.randn(*shape) * 0.02
+        case "fp8":
+            scale = torch.rand(*lead, -(-rows // 128), -(-columns // 128), device=place.device) * 0.02
+            return Fp8Weight(data=place.randn(*shape).to(torch.float8_e4m3fn), scale=scale)
+        case "int4":
+            packed = place.integers(-(2**31), 2**31 - 1, (*lead, rows, columns // 8), torch.int32)
+            return Int4Weight(packed=packed, scale=place.randn(*lead, rows, columns // 32) * 0.02)
+    packed = place.integers(0, 256, (*lead, rows, columns // 2), torch.uint8)
+    scale = place.integers(118, 122, (*lead, rows, columns // 32), torch.uint8)
+    return Mxfp4Weight(packed=packed, scale=scale)
+
+
+def products(place: Place) -> Iterator[Case]:
+    narrow, deep = place.sizes.products
+    for form, per_weight in BYTES_PER_WEIGHT.items():
+        if form != "bf16":
+            yield Case(
+                name=f"widen {form} N={narrow} K={deep}", bytes=narrow * deep * (per_weight + 2),
+                make=lambda f=form: (place.randn(1), random_weight(place, f, narrow, deep)),
+                run=kernels.widen,
+                expect=lambda like, weight: (reference.widen_reference(like.double(), weight),),
+            )  # fmt: skip
+        for rows in place.sizes.rows:
+            yield Case(
+                name=f"small_batch_linear {form} M={rows} N={narrow} K={deep}", bytes=narrow * deep * per_weight,
+                flops=2 * rows * narrow * deep,
+                make=lambda f=form, m=rows: (place.randn(m, deep), random_weight(place, f, narrow, deep)),
+                run=kernels.small_batch_linear,
+                expect=lambda x, weight: (reference.small_batch_linear_reference(x.double(), weight),),
+            )  # fmt: skip
+            yield Case(
+                name=f"gate_up_silu {form} M={rows} I={deep} K={narrow}", bytes=2 * narrow * deep * per_weight,
+                flops=4 * rows * narrow * deep,
+                make=lambda f=form, m=rows: (place.randn(m, narrow), random_weight(place, f, 2 * deep, narrow)),
+                run=kernels.gate_up_silu,
+                expect=lambda x, weight: (reference.gate_up_silu_reference(x.double(), weight),),
+            )  # fmt: skip
+
+
+def experts(place: Place) -> Iterator[Case]:
+    """All of a token's choices are local: as on a rank that every token chose."""
+    for form in BYTES_PER_WEIGHT:
+        yield from _experts_in(place, form)
+    tokens, num_experts = place.sizes.routed
+    yield Case(
+        name=f"moe_route [{tokens}, {num_experts}]", bytes=tokens * (num_experts * 4 + 64),
+        make=lambda: (place.randn(tokens, num_experts, dtype=torch.float32),),
+        run=lambda logits: kernels.moe_route(logits, 8),
+        expect=lambda logits: reference.moe_route_reference(logits, 8),
+        limit=1e-4,  # scores that differ by a rounding may change places
+    )  # fmt: skip
+
+
+def _experts_in(place: Place, form: str) -> Iterator[Case]:
+    """Prompts and decodes through experts whose weights have one form."""
+    hidden, width, num_experts, top_k = place.sizes.experts
+    for tokens in place.sizes.expert_tokens:
+        touched = num_experts * (1 - (1 - top_k / num_experts) ** tokens)  # of random choices, on average
+
+        def make(tokens: int = tokens) -> tuple:
+            logits = place.randn(tokens, num_experts, dtype=torch.float32)
+            gate_up = random_weight(place, form, num_experts, 2 * width, hidden)
+            down = random_weight(place, form, num_experts, hidden, width)
+            return place.randn(tokens, hidden), gate_up, down, *reference.moe_route_reference(logits, top_k)
+
+        yield Case(
+            name=f"fused_moe {form} T={tokens}",
+            bytes=touched * 3 * hidden * width * BYTES_PER_WEIGHT[form],
+            flops=2 * tokens * top_k * 3 * hidden * width,
+            make=make,
+            run=kernels.fused_moe,
+            expect=_one_expert_after_another,
+        )
+
+
+def _one_expert_after_another(
+    x: torch.Tensor, gate_up: Weight, down: Weight, weights: torch.Tensor, ids: torch.Tensor
+) -> Tensors:
+    """In float64; all of them at once would take a hundred GB."""
+    total = torch.zeros_like(x, dtype=torch.float64)
+    for expert in range(gate_up.shape[0]):
+        own = (_expert(gate_up, expert), _expert(down, expert))
+        total = reference.fused_moe_reference(*wide(x), *own, weights, ids, residual=total, first_expert=expert)
+    return (total,)
+
+
+def _expert(weight: Weight, expert: int) -> Weight:
+    if isinstance(weight, torch.Tensor):
+        return weight[expert : expert + 1]
+    values = {entry.name: getattr(weight, entry.name) for entry in fields(weight)}
+    parts = {name: value[expert : expert + 1] for name, value in values.items() if isinstance(value, torch.Tensor)}
+    return replace(weight, **parts)
