@@ -149,7 +149,7 @@ def build_worker(
 
     Raises StartupError with a reason for everything a person can mend, GroupLostError when another rank cannot go on.
     """
-    from tandem_worker.sources.digest import model_digest
+    from tandem_worker.sources.digest import ModelDigest
     from tandem_worker.sources.resolve import resolve_model
 
     progress.enter("fetching the model")
@@ -166,7 +166,7 @@ def build_worker(
 
     device = resolve_device(config.device)
     memory = _Memory(on_gpu=device.type == "cuda")
-    digest = model_digest(path)
+    hashing = ModelDigest(path)
     progress.enter("loading the tokenizer")
     tokenizer = load_tokenizer(path)
     seat = None
@@ -179,6 +179,8 @@ def build_worker(
         path, device=device, dtype=resolve_dtype(config.dtype), context=SINGLE if seat is None else seat.context
     )
     memory.by_kind["weights"] = max(0, memory.observe() - before)
+    progress.enter("hashing the model")
+    digest = hashing.result()
     arena = None if seat is not None else _measure_arena(model, config, progress, memory)
     progress.enter("allocating the KV cache")
     hub = DeltaHub()
