@@ -210,13 +210,13 @@ class TritonRouter:
         self._router = router
         self._rule = router.rule()
 
-    def __call__(self, x: torch.Tensor) -> Routing:
+    def __call__(self, x: torch.Tensor, live: torch.Tensor | None = None) -> Routing:
         logits = self._router.logits(x)
         if self._rule is None:
             routing = self._router.choose(logits)
-            return Routing(routing.experts.int(), routing.weights.float())
-        weights, experts = kernels.moe_route(logits, self._router.top_k, **self._rule)
-        return Routing(experts, weights)
+            return Routing(routing.experts.int(), routing.weights.float()).only(live)
+        weights, experts = kernels.moe_route(logits, self._router.top_k, live=live, **self._rule)
+        return Routing(experts, weights, live is not None)
 
 
 def build_route(router: Router) -> Route:
@@ -233,7 +233,7 @@ class TritonLayer(PreNormLayer):
         """Overwrites `hidden`, which nobody else holds."""
         assert isinstance(self.mlp_norm, TritonRMSNorm)
         attended = self.attention.forward(self.input_norm(hidden), None, step, kv_layer)
-        return self.mlp.forward(self.mlp_norm.after_sum(attended, hidden), hidden)
+        return self.mlp.forward(self.mlp_norm.after_sum(attended, hidden), hidden, step)
 
 
 TRITON = Backend(
