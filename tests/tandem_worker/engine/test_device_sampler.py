@@ -5,6 +5,7 @@ On a CPU the kernels' twins run; `kernels/on_device/test_sampling.py` compares k
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -54,15 +55,88 @@ def test_both_samplers_choose_the_same_tokens(options: list[dict[str, Any]]) -> 
     assert answers(sampler(), options, 5) == answers(HostSampler(), options, 5)
 
 
-def test_equals_at_the_edge_stay_on_both() -> None:
-    logits = torch.zeros(1, VOCAB)
-    logits[0, 100:] = -1.0
-    for position in range(40):
-        for params in ({"top_k": 10}, {"top_p": 0.05}, {"top_k": 10, "top_p": 0.5}):
-            sequence = build_sequence([0] * position, **params)
-            tokens = [each.choose_tokens(logits, [sequence]).item() for each in (sampler(), HostSampler())]
-            assert tokens[0] == tokens[1]
-            assert tokens[0] < 100
+BOTH = [pytest.param(HostSampler(), id="host"), pytest.param(DeviceSampler(VOCAB, CPU), id="device")]
+GREEDY = [{"top_k": 1}, {"top_p": 0.0}, {"min_p": 1.0}, {"temperature": 0.0}, {"top_k": 1, "temperature": 2.0}]
+
+
+def tied_logits(rows: int, seed: int, levels: float = 1.0) -> torch.Tensor:
+    """Rounded to few values, zeros of both signs among them: nearly every rank has equals."""
+    logits = random_logits(rows, seed, scale=levels).round()
+    logits[:, ::7] = logits[:, ::7].abs() * -1.0  # -0.0 equals 0.0
+    return logits
+
+
+@pytest.mark.parametrize("each", BOTH)
+@pytest.mark.parametrize("params", GREEDY, ids=str)
+def test_what_leaves_one_token_is_greedy_also_among_equals(each: Any, params: dict[str, Any]) -> None:
+    logits = torch.cat([tied_logits(60, 1), torch.zeros(1, VOCAB), -torch.zeros(1, VOCAB)])
+    sequences = [build_sequence([0] * position, **params) for position in range(len(logits))]
+    assert each.choose_tokens(logits, sequences).tolist() == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("each", BOTH)
+@pytest.mark.parametrize(
+    ("params", "kept"),
+    [
+        ({"top_k": 2}, [5, 9]),
+        ({"top_k": 3}, [5, 9, 20]),
+        ({"top_k": 5}, [5, 9, 20, 0, 1]),
+        ({"top_p": 1e-6}, [5]),
+        ({"top_p": 0.1}, [5]),
+        ({"top_p": 0.5}, [5, 9]),
+        ({"top_k": 4, "top_p": 0.7}, [5, 9, 20]),
+        ({"top_k": 300, "top_p": 0.7501}, [5, 9, 20, 0]),
+        ({"top_k": 4, "min_p": 0.9}, [5, 9, 20]),
+        ({"top_p": 0.1, "min_p": 0.0, "top_k": 300}, [5]),
+    ],
+    ids=str,
+)
+def test_of_equals_the_lowest_ids_are_kept(each: Any, params: dict[str, Any], kept: list[int]) -> None:
+    """Three equals hold three quarters of the weight, the other 597 the rest, all alike."""
+    logits = torch.full((1, VOCAB), math.log(1 / 597))
+    logits[0, [20, 9, 5]] = 0.0
+    if params.get("top_k") == 300:  # of those 597 only 297 count; weight as before
+        logits[0, logits[0] < 0] = math.log(1 / 297)
+    sequences = [build_sequence([0] * position, **params) for position in range(150)]
+    tokens = each.choose_tokens(logits.expand(150, -1).clone(), sequences).tolist()
+    assert set(tokens) - set(kept) == set()
+    likely = {token for token in kept if token in {5, 9, 20}}
+    assert set(tokens) >= likely
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    levels=st.sampled_from([0.3, 1.0, 3.0]),
+    temperature=st.sampled_from([0.5, 1.0, 2.0]),
+    top_k=st.sampled_from([0, 1, 2, 17, 255, 256, 257, 400, VOCAB]),
+    top_p=st.sampled_from([1.0, 1e-9, 0.3, 0.5, 0.9, 0.99]),
+    min_p=st.sampled_from([0.0, 0.0, 0.1, 1.0]),
+)
+def test_both_samplers_agree_among_equals(
+    seed: int, levels: float, temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    logits = tied_logits(6, seed, levels)
+    params = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    sequences = [build_sequence([0] * row, seed=seed, **params) for row in range(6)]
+    ours, theirs = (each.choose_tokens(logits, sequences).tolist() for each in (sampler(), HostSampler()))
+    assert ours == theirs
+    if 0 < top_k <= VOCAB:
+        ranked = logits.sort(dim=-1, descending=True, stable=True).indices[:, :top_k].tolist()
+        assert all(token in row for token, row in zip(ours, ranked, strict=True))
+
+
+@pytest.mark.parametrize("each", BOTH)
+@pytest.mark.parametrize("num_top", [1, 2, 20, 30])
+def test_logprobs_name_the_lowest_of_equals_first(each: Any, num_top: int) -> None:
+    logits = torch.cat([tied_logits(20, 3), torch.zeros(1, VOCAB)])
+    sequences = [build_sequence(num_logprobs=num_top, temperature=0.0) for _ in logits]
+    tokens = each.choose_tokens(logits, sequences).tolist()
+    logprobs = each.compute_logprobs(logits, sequences, tokens)
+    ranked = logits.sort(dim=-1, descending=True, stable=True).indices[:, :num_top].tolist()
+    for row, token in enumerate(tokens):
+        assert [candidate for candidate, _ in logprobs[row].top] == ranked[row]
+        assert logprobs[row].top[0] == (token, logprobs[row].logprob)
 
 
 def test_parameters_are_built_when_the_batch_changes_only() -> None:

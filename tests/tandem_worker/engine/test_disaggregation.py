@@ -53,6 +53,22 @@ def test_tokens_equal_those_of_one_engine(pair: tuple[Rig, Rig, Wire], length: i
     assert decode.engine.stats().prefills_remote_total == 1
 
 
+@pytest.mark.parametrize(("salt", "cached"), [("one", 40), ("two", 0), ("", 0), ("one ", 0), ("One", 0), ("on", 0)])
+def test_a_salt_separates_blocks_on_both_workers(pair: tuple[Rig, Rig, Wire], salt: str, cached: int) -> None:
+    prefill, decode, wire = pair
+    prompt = tuple(range(41))
+    decode.run("first", prompt, prefill_endpoints=ENDPOINT, cache_salt="one")
+    other = Rig(HistoryModel(), 100, scheduler={"local_prefill_max_tokens": 0})
+    try:  # a decode worker that knows nothing: what is cached is the prefill worker's
+        Wire(prefill.engine, other.engine)
+        other.run("second", prompt, prefill_endpoints=ENDPOINT, cache_salt=salt)
+        assert other.out.last("second").num_cached_tokens == cached
+    finally:
+        other.close()
+    decode.run("third", prompt, prefill_endpoints=ENDPOINT, cache_salt=salt)
+    assert ("third" in wire.orders) == (cached == 0)
+
+
 def test_short_and_cached_prompts_are_prefilled_here(pair: tuple[Rig, Rig, Wire]) -> None:
     _, decode, wire = pair
     decode.run("short", (1, 2), prefill_endpoints=ENDPOINT)

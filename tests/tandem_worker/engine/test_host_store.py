@@ -45,6 +45,18 @@ def test_blocks_come_back_as_they_went() -> None:
         assert torch.equal(layer, expected)
 
 
+def test_moving_builds_no_tensor_from_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU that would be a copy from pageable memory, which waits for the step under way."""
+
+    def refuse(*args: Any, **options: Any) -> None:
+        raise AssertionError("a copy from pageable memory")
+
+    store = HostStore(build_cache(9), 6)
+    monkeypatch.setattr(torch, "tensor", refuse)
+    store.move_out([(3, 0), (8, 1)])
+    store.move_in([(1, 2), (0, 7)])
+
+
 def test_measuring_leaves_every_block_as_it_was() -> None:
     cache = build_cache(9)
     before = [layer.clone() for layer in cache.layers]

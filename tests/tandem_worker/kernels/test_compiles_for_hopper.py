@@ -88,6 +88,7 @@ SIMPLE: dict[str, Callable[[], object]] = {
     ),
     "latent_gather": lambda: kernels.latent_gather(zeros(4, 64, 576), TABLE, STARTS, 512),
     "moe_route": lambda: kernels.moe_route(zeros(4, 256), 8, scoring="sigmoid", num_groups=8, top_groups=4),
+    "moe_route with padding": lambda: kernels.moe_route(zeros(4, 256), 8, live=torch.zeros(4, dtype=torch.bool)),
     "latent_write": lambda: kernels.latent_write(zeros(4, 576), zeros(4, 64, 576), POSITIONS),
 }
 MATRIX: dict[str, tuple[Callable[[], object], str]] = {
@@ -130,6 +131,10 @@ MATRIX: dict[str, tuple[Callable[[], object], str]] = {
         f"small_batch_linear {form}": (lambda make=make: kernels.small_batch_linear(zeros(8, 4096), make()), "mma.sync")
         for form, make in FORMS.items()
     },
+    "small_batch_linear of logits": (
+        lambda: kernels.small_batch_linear(zeros(8, 4096), zeros(151936, 4096), out=torch.zeros(8, 151936)),
+        "mma.sync",
+    ),
     **{f"fused_moe {form}": (lambda form=form: fused_moe(form, 8), "mma.sync") for form in FORMS},
     **{f"fused_moe of a long step {form}": (lambda form=form: fused_moe(form, 4096), "wgmma") for form in FORMS},
     **{

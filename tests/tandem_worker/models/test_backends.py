@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tandem_worker import native
+from tandem_worker.engine.cuda_graphs import build_static_batch
 from tandem_worker.kernels.quantized import quantize_fp8, quantize_int4, quantize_mxfp4
 from tandem_worker.layers.backend import BackendName, build_backend, select_backend
+from tandem_worker.models.base import allocate_kv_cache
 from tandem_worker.models.loader import load_model
 from torch.nn import functional
 from transformers import DeepseekV3Config, GptOssConfig, Llama4TextConfig, LlamaConfig, Qwen3Config, Qwen3MoeConfig
@@ -229,3 +232,54 @@ def test_device_and_type_choose_and_a_name_overrides(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(native, "find_obstacle", lambda found=obstacle: found)
         assert select_backend(cpu, half) is expected
     assert all(build_backend(name).name is name for name in BackendName)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 70])
+@pytest.mark.parametrize("name", [BackendName.TORCH, BackendName.TRITON, BackendName.NATIVE])
+def test_logits_are_not_rounded_to_the_models_type(name: BackendName, rows: int) -> None:
+    """Of two logits that bfloat16 would make equal the greater one wins."""
+    if name is BackendName.NATIVE and (obstacle := native.find_obstacle()) is not None:
+        pytest.skip(obstacle)
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(300, 64, generator=generator).bfloat16()
+    x = torch.randn(rows, 64, generator=generator).bfloat16()
+    logits = build_backend(name).head(weight)(x)
+    exact = x.double() @ weight.double().t()
+    assert logits.dtype == torch.float32
+    assert ((logits - exact).abs().max() / exact.abs().max()) < 1e-6
+    assert (logits != logits.bfloat16()).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("name", [BackendName.TORCH, BackendName.TRITON])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek", "gpt_oss", "llama4", "llama4_top2"])
+def test_padding_meets_no_expert_and_changes_no_other_row(
+    family: str, name: BackendName, save_random_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decodes of which the last three are padding, as a recording has them."""
+    save_random_model(CONFIGS[family]())
+    model: Any = load_model(tmp_path, device=torch.device("cpu"), dtype=torch.float32, backend=name)
+    seen: list[torch.Tensor] = []
+    experts = build_backend(name).experts
+    add_to = experts.add_to
+
+    def note(self: Any, x: Any, routing: Any, residual: Any, **options: Any) -> Any:
+        seen.append(routing.experts)
+        return add_to(self, x, routing, residual, **options)
+
+    monkeypatch.setattr(experts, "add_to", note)
+    batch = build_static_batch(5, 8, 4, torch.device("cpu"))
+    batch.token_ids[:2] = torch.tensor([7, 9])
+    batch.slot_mapping[:2] = torch.tensor([4, 8])
+    batch.block_tables[:2, 0] = torch.tensor([1, 2])
+    logits = []
+    for has_padding in (True, False):
+        cache = allocate_kv_cache(model.kv_cache_spec(4), 9, torch.device("cpu"))
+        with torch.inference_mode():
+            logits.append(model.forward(replace(batch, has_padding=has_padding, context_lens_host=(1,) * 5), cache))
+    assert torch.allclose(logits[0][:2], logits[1][:2], atol=1e-5)
+    assert logits[0].isfinite().all()
+    with_padding, without = seen[: len(seen) // 2], seen[len(seen) // 2 :]
+    assert with_padding
+    for masked, plain in zip(with_padding, without, strict=True):
+        assert (masked[2:] == -1).all()
+        assert torch.equal(masked[:2], plain[:2])

@@ -52,5 +52,16 @@ def test_pipelines_that_cannot_be_served(tmp_path: Path, kinds: list[str], pooli
     assert refusal.value.reason == "UnsupportedEmbedding"
 
 
+@pytest.mark.parametrize("place", ["../other", "/etc", "a/b", "..", "a\0"])
+def test_a_module_lies_beside_the_list(tmp_path: Path, place: str) -> None:
+    lay(tmp_path, ["Transformer", "Pooling"], {"pooling_mode_lasttoken": True})
+    modules = json.loads((tmp_path / "modules.json").read_text())
+    modules[1]["path"] = place
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    with pytest.raises(StartupError, match="not a folder beside it") as refusal:
+        read_embedding_spec(tmp_path, 8)
+    assert refusal.value.reason == "ConfigInvalid"
+
+
 def test_without_modules_it_generates(tmp_path: Path) -> None:
     assert read_embedding_spec(tmp_path, 8) is None

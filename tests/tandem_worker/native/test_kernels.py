@@ -65,6 +65,19 @@ def test_linear(columns: int, inner: int, rows: int) -> None:
 
 
 @needs_kernels
+@pytest.mark.parametrize("rows", [1, 6, 7, 64])
+@pytest.mark.parametrize(("columns", "inner"), [(960, 576), (100, 64), (49, 96)])
+def test_linear_in_float32(columns: int, inner: int, rows: int) -> None:
+    weight, x, bias = random(columns, inner), random(rows, inner), random(columns, seed=1)
+    _packed, address = pack(weight)
+    product = x.double() @ weight.double().T
+    y = native.linear(address, columns, x, None, dtype=torch.float32)
+    assert error(y, product) < 1e-5
+    assert torch.equal(y.bfloat16(), native.linear(address, columns, x, None))
+    assert error(native.linear(address, columns, x, bias, dtype=torch.float32), product + bias.double()) < 1e-5
+
+
+@needs_kernels
 def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
     weight, x = random(128, 64), random(17, 64)
     _packed, address = pack(weight)

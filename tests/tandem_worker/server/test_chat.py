@@ -183,6 +183,19 @@ async def test_sampling_options_reach_the_engine(worker: Any) -> None:
     assert (request.cache_salt, request.priority) == ("tenant", 3)
 
 
+@pytest.mark.parametrize("salt", ["s" * 256, "\N{GRINNING FACE}" * 256, "a\0b", " ", "e\u0301", ""])
+async def test_a_salt_reaches_the_engine_as_it_is(worker: Any, salt: str) -> None:
+    worker.says("x")
+    await worker.client.chat.completions.create(model="tiny", messages=HELLO, extra_body={"cache_salt": salt})
+    assert worker.engine.requests[0].cache_salt == salt
+
+
+async def test_a_salt_that_is_no_text_is_refused(worker: Any) -> None:
+    body = b'{"model": "tiny", "messages": [{"role": "user", "content": "x"}], "cache_salt": "\\ud800"}'
+    answer = await worker.http.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400, answer.text
+
+
 async def test_ignore_eos(worker: Any) -> None:
     worker.says("x")
     await worker.client.chat.completions.create(model="tiny", messages=HELLO, extra_body={"ignore_eos": True})

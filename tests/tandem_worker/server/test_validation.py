@@ -28,6 +28,8 @@ CHAT: list[tuple[dict[str, Any], str | None]] = [
     ({"n": 0}, "n"),
     ({"n": 17}, "n"),
     ({"n": [1]}, "n"),
+    ({"cache_salt": 3}, "cache_salt"),
+    ({"cache_salt": "s" * 257}, "cache_salt"),
     ({"stop": 3}, "stop"),
     ({"stop": [""]}, "stop[0]"),
     ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),

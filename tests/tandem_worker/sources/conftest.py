@@ -14,9 +14,19 @@ from e2e.mirror.server import Handler, MirrorServer
 
 
 class FaultyHandler(Handler):
-    """Notes downloads; the first `server.corruptions` downloads of the file `server.corrupt` arrive damaged."""
+    """Notes downloads; the first `server.corruptions` downloads of the file `server.corrupt` arrive damaged.
+
+    `server.lies` are fields that every answer to a question about a revision has instead of the true ones, and
+    `server.listed` are entries that its tree has besides the true ones.
+    """
 
     server: Any
+
+    def _info(self, repository: str, commit: str) -> dict[str, object]:
+        return super()._info(repository, commit) | self.server.lies
+
+    def _tree(self, repository: str) -> list[dict[str, object]]:
+        return [*super()._tree(repository), *self.server.listed]
 
     def do_GET(self) -> None:
         if "/resolve/" not in self.path:
@@ -46,6 +56,8 @@ class Hub(MirrorServer):
         self.root = root
         self.downloads: list[tuple[str, int]] = []
         self.corrupt, self.corruptions = "", 0
+        self.lies: dict[str, object] = {}
+        self.listed: list[dict[str, object]] = []
         self.gate = threading.Event()
         self.gate.set()
 

@@ -150,6 +150,110 @@ def test_workers_share_one_download(hub: Any, tmp_path: Path) -> None:
     assert len(hub.downloads) == 3  # three files, once each
 
 
+def everything_in(folder: Path) -> set[Path]:
+    return set(folder.rglob("*"))
+
+
+@pytest.mark.parametrize(
+    "sha",
+    [
+        "../../../escaped",
+        "/tmp/escaped",
+        "..",
+        "main",
+        "",
+        "a" * 39,
+        "A" * 40,
+        "a" * 41,
+        "a" * 40 + "\n",
+        "é" * 40,
+        7,
+        [],
+    ],
+    ids=str,
+)
+def test_what_is_no_commit_never_becomes_a_path(hub: Any, tmp_path: Path, sha: object) -> None:
+    hub.lies["sha"] = sha
+    before = everything_in(tmp_path)
+    error = refusal(hub, tmp_path)
+    assert error.reason == "HubAnswerInvalid"
+    assert "commit" in str(error)
+    assert everything_in(tmp_path) == before
+
+
+def test_a_hub_may_name_commits_by_sha256(hub: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub.repositories, "commit", lambda repository: "5a" * 32)
+    assert resolve_model(hub.source(tmp_path / "cache")).name == "5a" * 32
+
+
+@pytest.mark.parametrize("content", ["../../other--model/main", "a" * 39, "\0", "\udcff"])
+def test_a_note_of_a_branch_that_names_no_commit_is_not_followed(hub: Any, tmp_path: Path, content: str) -> None:
+    resolve_model(hub.source(tmp_path / "cache"))
+    note = tmp_path / "cache" / "hub" / "org--model" / "refs" / "main"
+    note.write_bytes(content.encode(errors="surrogateescape"))
+    source = hub.source(tmp_path / "cache").model_copy(update={"hub_endpoint": "http://127.0.0.1:1"})
+    with pytest.raises(StartupError) as caught:
+        resolve_model(source)
+    assert caught.value.reason == "HubUnreachable"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "1_Pooling/config.json\0", "../1_Pooling/config.json", "/1_Pooling/config.json", "x/../1_Pooling/config.json",
+        "..\\model-00001-of-00001.safetensors", "model\0.safetensors", "../model.safetensors", "/model.safetensors",
+        "..", ".", "", "x//1_Pooling/config.json", "model-1-of-1.safetensors/../../../x.safetensors",
+        "..\\..\\q.gguf", "C:\\model.safetensors",
+    ],
+)  # fmt: skip
+def test_no_listed_name_leads_out_of_the_folder(hub: Any, tmp_path: Path, name: str) -> None:
+    """Such a file is not wanted, or it is refused: in no case is anything written elsewhere."""
+    (hub.root / "org" / "model" / "model.safetensors").unlink()
+    hub.add("org/model", other__safetensors=b"x" * 50)
+    hub.listed.append({"type": "file", "path": name, "size": 3, "oid": "a" * 40})
+    cache = tmp_path / "cache"
+    outside = {path for path in everything_in(tmp_path) if cache not in path.parents}
+    refused: list[str] = []
+    try:
+        resolve_model(hub.source(cache))
+    except StartupError as error:
+        refused = [error.reason]
+    assert refused in ([], ["HubAnswerInvalid"])
+    assert {path.name for path in everything_in(cache) if path.is_file()} <= {
+        "config.json", "tokenizer.json", "other.safetensors", MANIFEST, "lease.1", "main",
+    }  # fmt: skip
+    elsewhere = {path for path in everything_in(tmp_path) if cache not in path.parents} - {cache}
+    assert elsewhere == outside
+
+
+@pytest.mark.parametrize("name", ["..\\model-00001-of-00001.safetensors", "model\0.safetensors", "\\.safetensors"])
+def test_a_wanted_file_with_a_hostile_name_is_refused(hub: Any, tmp_path: Path, name: str) -> None:
+    (hub.root / "org" / "model" / "model.safetensors").unlink()
+    hub.listed.append({"type": "file", "path": name, "size": 3, "oid": "a" * 40})
+    assert refusal(hub, tmp_path).reason == "HubAnswerInvalid"
+    assert hub.downloads == []
+
+
+@pytest.mark.parametrize("size", [-1, "12", None, 1.5])
+def test_a_size_that_is_none_is_refused(hub: Any, tmp_path: Path, size: object) -> None:
+    hub.listed.append({"type": "file", "path": "vocab.json", "size": size, "oid": "a" * 40})
+    error = refusal(hub, tmp_path)
+    assert error.reason == "HubAnswerInvalid"
+    assert "vocab.json" in str(error)
+
+
+def test_a_link_in_the_cache_is_not_written_through(hub: Any, tmp_path: Path) -> None:
+    folder = resolve_model(hub.source(tmp_path / "cache"))
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    (folder / MANIFEST).unlink()
+    (folder / "config.json").unlink()
+    (folder / "config.json").symlink_to(precious)
+    error = refusal(hub, tmp_path)
+    assert error.reason == "CacheInvalid"
+    assert precious.read_text() == "mine"
+
+
 DOWNLOAD = """
 import sys
 from tandem_api.launch import ModelSource

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 from tandem_api.launch import ModelSource
 from tandem_worker.errors import StartupError
+from tandem_worker.sources import digest as digest_source
 from tandem_worker.sources.claim import resolve_claim
-from tandem_worker.sources.digest import model_digest
+from tandem_worker.sources.digest import MANIFEST, ModelDigest, list_files, model_digest
 from tandem_worker.sources.resolve import resolve_model
 
 
@@ -65,10 +66,108 @@ def test_digest_names_the_weights_not_their_place(model: Path, tmp_path: Path) -
     assert model_digest(model / "model.safetensors") != model_digest(model)
 
 
-@pytest.mark.parametrize("offset", [0, 500_000, 999_999])
-def test_digest_of_other_weights_differs(model: Path, offset: int) -> None:
-    before = model_digest(model)
-    with (model / "model.safetensors").open("r+b") as file:
+def flip(path: Path, offset: int) -> None:
+    with path.open("r+b") as file:
         file.seek(offset)
-        file.write(b"\x01")
+        byte = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+@pytest.mark.parametrize("offset", [0, 65_536, 65_537, 262_144, 500_001, 999_999])
+def test_every_byte_of_the_weights_counts(model: Path, offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digest_source, "_SEGMENT", 262_144)
+    monkeypatch.setattr(digest_source, "_CHUNK", 65_536)
+    before = model_digest(model)
+    flip(model / "model.safetensors", offset)
     assert model_digest(model) != before
+    flip(model / "model.safetensors", offset)
+    assert model_digest(model) == before
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
+        "vocab.txt", "merges.txt", "chat_template.jinja", "qwen.tiktoken", "special_tokens_map.json", "some_new_thing",
+        "modules.json", "1_Pooling/config.json", "additional_chat_templates/tools.jinja",
+    ],
+)  # fmt: skip
+def test_what_may_be_read_counts(model: Path, name: str) -> None:
+    """Added, changed by one byte, emptied, renamed."""
+    path = model / name
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    seen = [model_digest(model)]
+    for content in (b"", b"abc", b"abd", b"abc\0"):
+        path.write_bytes(content)
+        seen.append(model_digest(model))
+    path.rename(path.with_name("renamed" + path.name if path.parent == model else "config.json.jinja"))
+    seen.append(model_digest(model))
+    assert len(set(seen)) == len(seen)
+
+
+@pytest.mark.parametrize("name", ["README.md", ".gitattributes", "pytorch_model.bin", "lease.3", "deep/er/config.json"])
+def test_what_is_never_read_does_not(model: Path, name: str) -> None:
+    before = model_digest(model)
+    (model / name).parent.mkdir(parents=True, exist_ok=True)
+    (model / name).write_bytes(b"x")
+    assert model_digest(model) == before
+
+
+def test_content_cannot_move_between_files(model: Path) -> None:
+    seen = set()
+    for first, second in ((b"ab", b"c"), (b"a", b"bc"), (b"abc", b""), (b"", b"abc")):
+        (model / "vocab.json").write_bytes(first)
+        (model / "vocab.txt").write_bytes(second)
+        seen.add(model_digest(model))
+    assert len(seen) == 4
+
+
+def test_shards_count_as_the_loader_reads_them(model: Path) -> None:
+    """Those of the index, wherever they lie; all there are without one."""
+    (model / "extra.safetensors").write_bytes(b"1")
+    assert {"extra.safetensors", "model.safetensors"} <= {name for name, _ in list_files(model)}
+    (model / "shards").mkdir()
+    (model / "shards" / "a.safetensors").write_bytes(b"2")
+    (model / "model.safetensors.index.json").write_text('{"weight_map": {"w": "shards/a.safetensors"}}')
+    assert [name for name, _ in list_files(model)] == [
+        "config.json", "model.safetensors.index.json", "shards/a.safetensors",
+    ]  # fmt: skip
+
+
+def test_a_manifest_is_not_believed(model: Path) -> None:
+    (model / MANIFEST).write_text('{"files": {"model.safetensors": "abc"}}')
+    before = model_digest(model)
+    flip(model / "model.safetensors", 400_000)
+    assert model_digest(model) != before
+
+
+def test_a_gguf_file_counts_alone(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(bytes(1000))
+    alone, folder = model_digest(path), model_digest(tmp_path)
+    assert alone == folder
+    (tmp_path / "notes.json").write_text("{}")
+    assert (model_digest(path), model_digest(tmp_path) == folder) == (alone, False)
+
+
+def test_the_number_of_threads_does_not_matter(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digest_source, "_SEGMENT", 10_000)
+    assert len({ModelDigest(model, threads).result() for threads in (1, 3, 200)}) == 1
+
+
+def test_a_file_that_vanishes_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = list_files(model)
+    (model / "config.json").unlink()
+    monkeypatch.setattr(digest_source, "list_files", lambda path: listed)
+    with pytest.raises(StartupError, match=r"config\.json") as caught:
+        ModelDigest(model)
+    assert caught.value.reason == "WeightsUnreadable"
+
+
+def test_a_folder_in_place_of_a_file_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (model / "sub").mkdir()
+    monkeypatch.setattr(digest_source, "list_files", lambda path: [("sub", model / "sub")])
+    with pytest.raises(StartupError, match="sub"):
+        ModelDigest(model).result()

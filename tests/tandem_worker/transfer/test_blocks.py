@@ -24,7 +24,7 @@ def test_views_are_the_block_space(kit: SimpleNamespace) -> None:
 
 def test_fingerprint_is_readable_and_tells_layouts_apart(kit: SimpleNamespace) -> None:
     layout = BlockSpace(kit.build_cache()).layout
-    assert layout.fingerprint == "float32/4/3x(2,2,4,8)"
+    assert layout.fingerprint == "v1/float32/4/3x(2,2,4,8)"
     assert layout.block_bytes == (512, 512, 512)
     assert BlockSpace(kit.build_cache(heads=1)).layout.fingerprint != layout.fingerprint
     assert BlockSpace(kit.build_cache(num_blocks=3)).layout.fingerprint == layout.fingerprint

@@ -124,6 +124,18 @@ def test_shard_of_the_index_is_missing(tmp_path: Path) -> None:
     assert "model-00002.safetensors" in message
 
 
+@pytest.mark.parametrize("name", ["../other/model.safetensors", "/etc/passwd", "a\0b", "..\\x", "", ".", "a//b"])
+def test_an_index_that_leads_out_of_the_folder_is_refused(tmp_path: Path, name: str) -> None:
+    for folder in (tmp_path / "model", tmp_path / "other"):
+        folder.mkdir()
+        write_model(folder)
+    index = {"weight_map": {"a": "model.safetensors", "b": name}}
+    (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
+    found, message = reason(tmp_path / "model")
+    assert found == "WeightsCorrupt"
+    assert repr(name) in message
+
+
 def test_parts_are_stacked_and_converted(tmp_path: Path) -> None:
     save_file({"a": torch.arange(12.0).view(4, 3), "b": torch.ones(2, 3)}, tmp_path / "x.safetensors")
     source = SafetensorsSource([tmp_path / "x.safetensors"])

@@ -153,7 +153,7 @@ def build_worker(
 
     Raises StartupError with a reason for everything a person can mend, GroupLostError when another rank cannot go on.
     """
-    from tandem_worker.sources.digest import model_digest
+    from tandem_worker.sources.digest import ModelDigest
     from tandem_worker.sources.resolve import resolve_model
 
     progress.enter("fetching the model")
@@ -171,7 +171,7 @@ def build_worker(
 
     device = resolve_device(config.device)
     memory = _Memory(on_gpu=device.type == "cuda")
-    digest = model_digest(path)
+    hashing = ModelDigest(path)
     progress.enter("loading the tokenizer")
     tokenizer = load_tokenizer(path)
     seat = None
@@ -188,6 +188,8 @@ def build_worker(
     grammars = GrammarCompiler(tokenizer, model.vocab_size, end_tokens)
     if model.embedding is None and config.role is not Role.PREFILL:
         grammars.start()  # its process is there before the first request is
+    progress.enter("hashing the model")
+    digest = hashing.result()
     arena = None if seat is not None else _measure_arena(model, config, progress, memory)
     progress.enter("allocating the KV cache")
     hub = DeltaHub()

@@ -50,6 +50,19 @@ def test_small_batch_linear_adds_a_residual(randn, wide, assert_matches, dtype, 
     assert_matches(kernels.small_batch_linear(x, weight, residual=residual, num_splits=num_splits), expected)
 
 
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_sums_are_left_in_float32_where_out_is(randn, wide, assert_matches, device, half_dtype, num_splits):
+    """Logits: what the half type would round away decides between tokens."""
+    x, weight = randn(3, 768, dtype=half_dtype), randn(70, 768, dtype=half_dtype, scale=0.1)
+    out = torch.empty(3, 70, device=device)
+    returned = kernels.small_batch_linear(x, weight, num_splits=num_splits, out=out)
+    assert returned is out
+    assert_matches(out, reference.small_batch_linear_reference(*wide(x, weight)), 2e-6)
+    assert torch.equal(out.to(half_dtype), kernels.small_batch_linear(x, weight, num_splits=num_splits))
+    twin = reference.small_batch_linear_reference(x, weight, out=torch.empty_like(out))
+    assert_matches(out, twin.double(), 2e-6)
+
+
 @pytest.mark.parametrize("form", ["plain", "fp8", "int4 of 32", "mxfp4"])
 def test_gate_up_silu(randn, wide, assert_matches, half_dtype, form):
     x, bias = randn(5, 256, dtype=half_dtype), randn(256)

@@ -34,6 +34,54 @@ def test_routing_among_a_number_of_experts_that_is_no_power_of_two(randn):
     assert torch.equal(kernels.moe_route(logits, 6)[1], reference.moe_route_reference(logits, 6)[1])
 
 
+@pytest.mark.parametrize("options", [{}, {"scoring": "sigmoid", "num_groups": 4, "top_groups": 2, "scale": 2.5}])
+def test_padding_goes_to_no_expert(randn, device, options):
+    logits = randn(7, 32)
+    live = torch.tensor([True, False, True, True, False, False, True], device=device)
+    weights, ids = kernels.moe_route(logits, 4, live=live, **options)
+    expected_weights, expected_ids = reference.moe_route_reference(logits, 4, live=live, **options)
+    assert torch.equal(ids, expected_ids)
+    assert (ids[~live] == -1).all()
+    assert (weights[~live] == 0).all()
+    plain_weights, plain_ids = kernels.moe_route(logits, 4, **options)
+    assert torch.equal(ids[live], plain_ids[live])
+    assert torch.equal(weights[live], plain_weights[live])
+    assert torch.equal(expected_weights[live], reference.moe_route_reference(logits, 4, **options)[0][live])
+
+
+def test_the_block_map_has_no_block_for_padding(generator, device):
+    ids = torch.randint(0, 7, (60, 3), generator=generator, dtype=torch.int32).to(device)
+    ids[20:] = -1
+    built, without = (build_block_map(some, 7, 4, first_expert=0) for some in (ids, ids[:20].contiguous()))
+    live = built.experts >= 0
+    assert live.sum() == (without.experts >= 0).sum()
+    count = int(live.sum())
+    listed = built.pairs[: count * 4]
+    assert sorted(pair for pair in listed.tolist() if pair < ids.numel()) == list(range(60))
+    assert not live[count:].any()
+    nothing = build_block_map(torch.full_like(ids, -1), 7, 4, first_expert=0)
+    assert (nothing.experts == -1).all()
+
+
+@pytest.mark.parametrize("first_expert", [0, 1])
+@pytest.mark.parametrize("mapped", [False, True])
+def test_padding_reads_no_weight(randn, assert_matches, monkeypatch, generator, device, mapped, first_expert):
+    """Experts that only padding would meet are not numbers: whoever multiplies by them shows it."""
+    monkeypatch.setattr(moe, "_MAX_UNSORTED_PAIRS", 0 if mapped else 256)
+    gate_up, down = randn(4, 64, 32, scale=0.2), randn(4, 32, 32, scale=0.2)
+    gate_up[3], down[3] = float("nan"), float("nan")
+    x, residual = randn(9, 32), randn(9, 32)
+    x[5:] = float("nan")
+    weights, ids = route(generator, device, 9, 3, 2)
+    ids += first_expert
+    ids[5:], weights[5:] = -1, 0.0
+    options = {"residual": residual, "first_expert": first_expert}
+    y = kernels.fused_moe(x, gate_up, down, weights, ids, **options)
+    assert torch.equal(y[5:], residual[5:])
+    expected = reference.fused_moe_reference(x.double(), gate_up.double(), down.double(), weights, ids, **options)
+    assert_matches(y, expected)
+
+
 @pytest.mark.parametrize("num_tokens", [1, 100])
 def test_block_map_lists_every_local_pair_once(generator, device, num_tokens):
     ids = torch.randint(0, 12, (num_tokens, 3), generator=generator, dtype=torch.int32).to(device)
@@ -87,5 +135,7 @@ def test_moe_refuses_what_it_would_misread(randn, device):
         kernels.fused_moe(randn(2, 32), randn(2, 32, 32), randn(2, 32, 32), weights, ids)
     with pytest.raises(TypeError, match="topk_ids must be int32"):
         kernels.fused_moe(randn(2, 32), randn(2, 32, 32), randn(2, 32, 16), weights, ids.long())
+    with pytest.raises(TypeError, match="live must be bool"):
+        kernels.moe_route(randn(2, 8), 2, live=ids[:, 0])
     with pytest.raises(ValueError, match="cannot choose 9 of 8 experts"):
         kernels.moe_route(randn(2, 8), 9)

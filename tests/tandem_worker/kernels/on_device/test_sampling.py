@@ -88,6 +88,34 @@ def test_samples_equal_the_twins(randn, device, generator, top_k, top_p, min_p):
     assert torch.equal(kernels.sample_tokens(*arguments), reference.sample_tokens_reference(*arguments))
 
 
+EQUALS = [(2, 1.0, 0.0), (0, 0.3, 0.0), (60, 0.9, 0.0), (0, 1.0, 0.2)]
+GREEDY = [(1, 1.0, 0.0), (0, 0.0, 0.0), (0, 1e-6, 0.0), (0, 1.0, 1.0)]
+
+
+@pytest.mark.parametrize("levels", [0, 1])
+def test_equals_are_ranked_by_id(randn, device, generator, levels):
+    """Logits of few values, zeros of both signs, over several blocks: the same choice as the twin's, draw by draw."""
+    rows = [*EQUALS, *GREEDY]
+    logits = randn(len(rows), 150, scale=levels).round()
+    logits[:, ::7] = logits[:, ::7].abs() * -1.0
+    uniforms = torch.rand(len(rows), generator=generator).to(device)
+    top_k, top_p, min_p = (per_row(device, *column) for column in zip(*rows, strict=True))
+    arguments = (logits, uniforms, torch.full_like(top_p, 0.8), top_k.long(), top_p, min_p)
+    tokens = kernels.sample_tokens(*arguments)
+    assert torch.equal(tokens, reference.sample_tokens_reference(*arguments))
+    assert torch.equal(tokens[len(EQUALS) :], logits.argmax(-1)[len(EQUALS) :])
+
+
+@pytest.mark.parametrize(("top_k", "top_p", "kept"), [(50, 1.0, 50), (140, 0.95, 133)])
+def test_draws_among_equals_reach_the_lowest_ids_alone(device, top_k, top_p, kept):
+    """The first and the last of what is kept of 150 equals in two blocks."""
+    expected = torch.tensor([0, kept - 1], device=device)
+    ones = torch.ones(2, device=device)
+    logits = torch.zeros(2, 150, device=device)
+    tokens = kernels.sample_tokens(logits, (expected + 0.5) / kept, ones, ones.int() * top_k, ones * top_p, ones * 0)
+    assert torch.equal(tokens, expected)
+
+
 def test_even_draws_reproduce_the_distribution(randn, device):
     """One row per draw on an even grid: every token comes up in proportion to its weight, to within one draw."""
     num_draws = 16
@@ -115,6 +143,7 @@ def test_greedy_ties_and_rows_without_a_token(device):
 def test_logprobs(randn, assert_matches, device, num_top):
     logits = randn(3, 200, scale=3.0)
     logits[1, :64] = float("-inf")
+    logits[2] = logits[2].round()
     logits[2, [3, 150]] = 40.0
     tokens = per_row(device, 0, 199, 3, dtype=torch.int64)
     own, top, ids = kernels.token_logprobs(logits, tokens, num_top)

@@ -74,7 +74,8 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0.0
+        """The likeliest token is taken, of equals the one with the lowest id: no draw can change the choice."""
+        return self.temperature == 0.0 or self.top_k == 1 or self.top_p == 0.0 or self.min_p >= 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -176,6 +176,7 @@ class BatchBuilder:
             logits_rows=upload(step.logits_rows, self._device),
             query_lens_host=tuple(query_lens.tolist()),
             context_lens_host=tuple(context_lens.tolist()),
+            has_padding=bool((slots < size).any()),
             on_layer=on_layer,
         )
 

@@ -123,6 +123,7 @@ def build_static_batch(size: int, max_blocks: int, block_size: int, device: torc
         logits_rows=torch.arange(size, dtype=torch.int64, device=device),
         query_lens_host=(1,) * size,
         context_lens_host=(max_blocks * block_size,) * size,
+        has_padding=True,
     )
 
 

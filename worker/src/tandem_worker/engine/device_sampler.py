@@ -112,9 +112,9 @@ class DeviceSampler:
         if most > _MAX_TOP:
             return {row: score_prompt(logits[row : row + 1], [tokens[row]], top)[0] for row, top in wanted.items()}
         rows = list(wanted)
-        chosen = torch.tensor([tokens[row] for row in rows], device=self._device)
+        index, chosen = upload_rows([rows, [tokens[row] for row in rows]], np.int64, self._device)
         reported = min(most if most < 2 else _MAX_TOP, logits.shape[1])  # each number is a kernel of its own
-        own, top, ids = kernels.token_logprobs(logits[rows], chosen, reported)
+        own, top, ids = kernels.token_logprobs(logits[index], chosen, reported)
         return {
             row: TokenLogprob(
                 token_id=tokens[row],

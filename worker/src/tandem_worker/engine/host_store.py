@@ -10,9 +10,10 @@ import time
 from collections.abc import Sequence
 from typing import Any, cast
 
+import numpy as np
 import torch
 
-from tandem_worker.device import wait_for_launched
+from tandem_worker.device import upload, wait_for_launched
 from tandem_worker.models.base import KVCache
 
 _MEASURED_BLOCKS = 32
@@ -66,7 +67,7 @@ class HostStore:
         return seconds / count
 
     def _index(self, blocks: list[int]) -> torch.Tensor:
-        return torch.tensor(blocks, device=self._device)
+        return upload(np.array(blocks, dtype=np.int64), self._device)
 
 
 def find_runs(blocks: list[int]) -> list[tuple[int, int, int]]:

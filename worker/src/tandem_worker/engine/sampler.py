@@ -3,10 +3,14 @@
 Order of effects: penalties, logit bias, minimum length, grammar; then greedy, or temperature, top-k, top-p, min-p and
 one draw. Every row is computed from that row alone, with constants that do not depend on the batch, so a request's
 tokens do not depend on what it is batched with. Logprobs are those of the model, before any of these effects.
+
+Tokens are ranked by logit, and of equals the lower id comes first: greedy, top-k, top-p and the likeliest tokens of
+logprobs all go by that one order.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Rows
 from typing import Protocol
 
@@ -24,6 +28,8 @@ _NUM_CANDIDATES = 256
 
 LEAST_TEMPERATURE = 1e-6
 """float32 can still divide by it; the likeliest token is certain long before."""
+_EQUALS_SLACK = 1e-3
+"""Share of a token's weight that top-p may fall short by among equals, so that rounding never decides their number."""
 
 
 class Sampler(Protocol):
@@ -91,11 +97,37 @@ def score_prompt(logits: torch.Tensor, targets: list[int], num_top: int) -> list
     own = scores.gather(1, torch.tensor(targets, device=logits.device)[:, None])[:, 0].tolist()
     if not num_top:
         return [TokenLogprob(token_id=token, logprob=value) for token, value in zip(targets, own, strict=True)]
-    top = scores.topk(min(num_top, logits.shape[-1]), dim=-1)
+    top = rank_tokens(logits, num_top)
     return [
         TokenLogprob(token_id=token, logprob=value, top=tuple(zip(ids, values, strict=True)))
-        for token, value, ids, values in zip(targets, own, top.indices.tolist(), top.values.tolist(), strict=True)
+        for token, value, ids, values in zip(targets, own, top.tolist(), scores.gather(1, top).tolist(), strict=True)
     ]
+
+
+def rank_tokens(logits: torch.Tensor, count: int) -> torch.Tensor:
+    """Ids of the `count` likeliest tokens of each row of `[N, vocab]`, `[N, min(count, vocab)]`, best first."""
+    ids, sure = _rank_candidates(logits, min(count + 1, logits.shape[-1]))
+    for row, known in enumerate(sure):
+        if known < count and ids.shape[-1] > count:
+            ids[row, :count] = _rank_all(logits[row])[:count]
+    return ids[:, :count]
+
+
+def _rank_all(logits: torch.Tensor) -> torch.Tensor:
+    return logits.sort(descending=True, stable=True).indices
+
+
+def _rank_candidates(logits: torch.Tensor, width: int) -> tuple[torch.Tensor, list[int]]:
+    """Ids of `width` of the likeliest tokens in their order, `[N, width]`, and how many of each row are sure.
+
+    Equals of the last one may be missing, in place of those that are there: topk takes any of them.
+    """
+    values, ids = logits.topk(width, dim=-1)
+    ids, order = ids.sort(dim=-1)
+    values, order = values.gather(1, order).sort(dim=-1, descending=True, stable=True)
+    if width == logits.shape[-1]:
+        return ids.gather(1, order), [width] * len(ids)
+    return ids.gather(1, order), (values > values[:, -1:]).sum(dim=-1).tolist()
 
 
 def _sample_special(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
@@ -135,51 +167,56 @@ def _draw(logits: torch.Tensor, best: torch.Tensor, sequences: list[Sequence]) -
             tokens[row] = token
     if ordered:
         limits = [(params[row].top_k, params[row].top_p, params[row].min_p) for row in ordered]
-        chosen = _draw_ordered(probs[ordered], limits, [draws[row] for row in ordered])
+        chosen = _draw_ordered(logits[ordered], probs[ordered], limits, [draws[row] for row in ordered])
         for row, token in zip(ordered, chosen, strict=True):
             tokens[row] = token
     return tokens
 
 
-def _draw_ordered(probs: torch.Tensor, limits: list[tuple[int, float, float]], draws: list[float]) -> list[int]:
+def _draw_ordered(
+    logits: torch.Tensor, probs: torch.Tensor, limits: list[tuple[int, float, float]], draws: list[float]
+) -> list[int]:
     """Top-k and top-p need the tokens in order. The likeliest few nearly always suffice; else that row is sorted.
 
-    Tokens as likely as the last one kept are kept too, and the draw goes through what is left in vocabulary order: no
-    result depends on an order among equals.
+    The draw goes through what is left in vocabulary order, as it does without limits.
     """
-    vocab = probs.shape[-1]
-    width = min(_NUM_CANDIDATES, vocab)
-    values, ids = probs.topk(width, dim=-1)
+    ids, sure = _rank_candidates(logits, min(_NUM_CANDIDATES, logits.shape[-1]))
+    values = probs.gather(1, ids)
+    width = ids.shape[-1]
     mass = values.double().sum(dim=-1).tolist()
     tokens = [0] * len(limits)
     for row, ((top_k, top_p, min_p), draw) in enumerate(zip(limits, draws, strict=True)):
         row_values, row_ids = values[row], ids[row]
         enough = 0 < top_k <= width or (top_k == 0 and mass[row] >= top_p)
-        least = _least_kept(row_values, top_k, top_p) if enough else 0.0
-        if least <= float(row_values[-1]) and width < vocab:  # the rest may hold equals of the last one
-            row_values, row_ids = probs[row].sort(descending=True, stable=True)
-            least = _least_kept(row_values, top_k, top_p)
-        least = max(least, min_p * float(row_values[0]))
-        kept, order = row_ids[row_values >= least].sort()
-        index = _invert(row_values[: len(order)][order][None], [draw])
+        count = _count_kept(row_values, top_k, top_p, min_p)
+        if (not enough or count > sure[row]) and width < logits.shape[-1]:
+            row_ids = _rank_all(logits[row])
+            row_values = probs[row][row_ids]
+            count = _count_kept(row_values, top_k, top_p, min_p)
+        kept, order = row_ids[:count].sort()
+        index = _invert(row_values[:count][order][None], [draw])
         tokens[row] = int(kept[index[0]])
     return tokens
 
 
-def _least_kept(values: torch.Tensor, top_k: int, top_p: float) -> float:
-    """The smallest of descending `values` that top-k and then top-p keep."""
-    if 0 < top_k < len(values):
-        values = values[values >= values[top_k - 1]]
+def _count_kept(values: torch.Tensor, top_k: int, top_p: float, min_p: float) -> int:
+    """How many of the ranked `values` top-k, then top-p of what that leaves, and min-p keep."""
+    if top_k > 0:
+        values = values[:top_k]
     if top_p < 1.0:
         values = values[: _count_top_p(values, top_p, 1.0 if top_k == 0 else None)]
-    return float(values[-1])
+    return int((values >= min_p * values[0]).sum())
 
 
 def _count_top_p(values: torch.Tensor, top_p: float, total: float | None) -> int:
-    """Length of the shortest prefix of descending `values` that holds `top_p` of `total` (None: of their sum)."""
+    """Length of the shortest prefix of ranked `values` that holds `top_p` of `total` (None: of their sum)."""
     running = values.double().cumsum(dim=-1)
     target = top_p * (float(running[-1]) if total is None else total)
-    return min(int((running < target).sum()) + 1, values.shape[-1])
+    last = values[min(int((running < target).sum()), len(values) - 1)]
+    above = int((values > last).sum())
+    missing = target - (float(running[above - 1]) if above else 0.0)
+    equals = int((values == last).sum())
+    return above + min(max(1, math.ceil(missing / float(last) - _EQUALS_SLACK)), equals)
 
 
 def _apply_min_p(probs: torch.Tensor, min_p: list[float]) -> torch.Tensor:

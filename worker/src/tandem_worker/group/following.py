@@ -63,7 +63,7 @@ class _Follower:
             self.lose(cause)
 
     def _run(self, enter: Callable[[str], None], on_ready: Callable[[], None], ranks: range) -> None:
-        from tandem_worker.sources.digest import model_digest
+        from tandem_worker.sources.digest import ModelDigest
         from tandem_worker.sources.resolve import resolve_model
 
         order, config = self._order, self._order.config
@@ -80,7 +80,7 @@ class _Follower:
             pod=self._pod,
             path=path,
             figures=check_checkpoint(config, path),
-            digest=model_digest(path),
+            hashing=ModelDigest(path),
             device=resolve_device(config.device, order.local_rank),
             dtype=resolve_dtype(config.dtype),
         )

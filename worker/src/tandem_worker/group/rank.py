@@ -31,6 +31,7 @@ from tandem_worker.parallel.shape import GroupShape
 if TYPE_CHECKING:
     from tandem_worker.group.leader import GroupLeader
     from tandem_worker.group.member import GroupMember
+    from tandem_worker.sources.digest import ModelDigest
 
 
 def check_checkpoint(config: WorkerConfig, path: Path) -> ModelConfig:
@@ -65,7 +66,7 @@ class Follower:
     pod: PodFacts
     path: Path
     figures: ModelConfig
-    digest: str
+    hashing: ModelDigest
     device: torch.device
     dtype: torch.dtype | None
 
@@ -80,7 +81,9 @@ class Follower:
         enter("loading weights")
         model = load_model(self.path, device=self.device, dtype=self.dtype, context=context)
         endpoint = rank_endpoint(config, self.pod, self.order.local_rank)
-        report = describe_rank(model, config, self.digest, context, self.figures, endpoint)
+        enter("hashing the model")
+        digest = self.hashing.result()
+        report = describe_rank(model, config, digest, context, self.figures, endpoint)
         member.report(report.to_json().encode())
         enter("waiting for the other ranks to load")
         kind, payload = member.receive()
@@ -92,7 +95,7 @@ class Follower:
             config,
             self.pod,
             self.order.local_rank,
-            digest=self.digest,
+            digest=digest,
             kv_cache=kv_cache,
             shard=report.shard,
             plan=plan,

@@ -46,12 +46,17 @@ def require_same_device(leading: torch.Tensor, **others: torch.Tensor | None) ->
             raise TypeError(f"{name} is on {tensor.device}, the first argument on {leading.device}")
 
 
-def result_like(name: str, out: torch.Tensor | None, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-    """`out` when it fits, else a new contiguous tensor of `shape` with dtype and device of `like`."""
+def result_like(
+    name: str, out: torch.Tensor | None, shape: tuple[int, ...], like: torch.Tensor, *others: torch.dtype
+) -> torch.Tensor:
+    """`out` when it fits, else a new contiguous tensor of `shape` with dtype and device of `like`.
+
+    A given one may be of one of the `others` dtypes too.
+    """
     if out is None:
         return torch.empty(shape, dtype=like.dtype, device=like.device)
     require_shape(name, out, shape)
-    require_dtype(name, out, like.dtype)
+    require_dtype(name, out, like.dtype, *others)
     require_rows(name, out)
     require_same_device(like, **{name: out})
     return out

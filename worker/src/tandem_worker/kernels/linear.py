@@ -141,9 +141,9 @@ def small_batch_linear(
     """residual + x @ weight.T + bias for few rows (up to about 64), weight in any form of `quantized`.
 
     x `[M, K]` bf16, fp16 or fp32; weight `[N, K]` of x's dtype or quantized; bias `[N]`; residual `[M, N]` of any float
-    dtype (`out` may be it). -> `[M, N]` as x. K is split where N alone does not fill the device (`num_splits`
-    overrides). Products accumulate in float32. Raises `ValueError` for shapes, strides and group sizes, `TypeError` for
-    dtypes and devices.
+    dtype (`out` may be it). -> `[M, N]` as x; a float32 `out` takes the sums of any x unrounded. K is split where N
+    alone does not fill the device (`num_splits` overrides). Products accumulate in float32. Raises `ValueError` for
+    shapes, strides and group sizes, `TypeError` for dtypes and devices.
     """
     num_outputs = _check_inputs(x, weight, bias)
     num_rows, num_columns = x.shape
@@ -154,7 +154,7 @@ def small_batch_linear(
         require_same_device(x, residual=residual)
     bias_or_x, residual_or_x = (x if tensor is None else tensor for tensor in (bias, residual))
     sums = {"HAS_BIAS": bias is not None, "HAS_RESIDUAL": residual is not None}
-    out = result_like("out", out, (num_rows, num_outputs), x)
+    out = result_like("out", out, (num_rows, num_outputs), x, torch.float32)
     if num_rows == 0:
         return out
     tile = block_shape(num_rows, x.element_size())

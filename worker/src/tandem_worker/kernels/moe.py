@@ -194,9 +194,9 @@ def fused_moe(
     x `[T, H]`; gate_up `[E, 2I, H]` (gate rows first) and down `[E, H, I]` of x's dtype or in a form of `quantized`;
     topk_weights `[T, top_k]` float32 and topk_ids `[T, top_k]` int32 as `moe_route` returns them; biases `[E, 2I]` and
     `[E, H]`; `swiglu_limit` selects gpt-oss's clamped activation; residual `[T, H]` of any float dtype. The E experts
-    held here are first_expert onward: others contribute nothing (expert parallelism sums over ranks). -> `[T, H]` as x.
-    Raises `ValueError` for shapes, strides
-    and group sizes, `TypeError` for dtypes and devices.
+    held here are first_expert onward: others contribute nothing (expert parallelism sums over ranks), and the -1 of a
+    padding row is no expert anywhere: it costs no tile and reads no weight. -> `[T, H]` as x. Raises `ValueError` for
+    shapes, strides and group sizes, `TypeError` for dtypes and devices.
     """
     num_experts, width = _check_experts(x, gate_up, down, topk_weights, topk_ids)
     for name, bias, columns in (("gate_up_bias", gate_up_bias, 2 * width), ("down_bias", down_bias, x.shape[1])):

@@ -11,15 +11,15 @@ import torch
 import triton
 import triton.language as tl
 
-from .checks import FLOATS, require_dtype, require_rows, require_same_device, require_shape
+from .checks import FLOATS, require_contiguous, require_dtype, require_rows, require_same_device, require_shape
 from .dispatch import FUSED_MATH, with_twin
 from .reference.moe import moe_route_reference
 
 
 @triton.jit
 def _moe_route_kernel(
-    logits_ptr, bias_ptr, weights_ptr, ids_ptr, num_experts, stride_logits, scale,
-    SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr, RENORMALIZE: tl.constexpr,
+    logits_ptr, bias_ptr, live_ptr, weights_ptr, ids_ptr, num_experts, stride_logits, scale,
+    SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LIVE: tl.constexpr, RENORMALIZE: tl.constexpr,
     NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -61,6 +61,10 @@ def _moe_route_kernel(
         choice = tl.where(experts == winner, float("-inf"), choice)
     if RENORMALIZE:
         weights = weights / tl.sum(weights, axis=0)
+    if HAS_LIVE:
+        live = tl.load(live_ptr + row) != 0
+        weights = tl.where(live, weights, 0.0)
+        ids = tl.where(live, ids, -1)
     tl.store(weights_ptr + row * TOP_K + slots, weights * scale, mask=slots < TOP_K)
     tl.store(ids_ptr + row * TOP_K + slots, ids, mask=slots < TOP_K)
 
@@ -76,13 +80,15 @@ def moe_route(
     top_groups: int = 1,
     renormalize: bool = True,
     scale: float = 1.0,
+    live: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose `top_k` experts per token, likeliest first; of equal scores the lower id.
 
     logits `[T, E]`; scoring "softmax" (Qwen3, and gpt-oss with renormalize) or "sigmoid" (DeepSeek-V3, Kimi, Llama 4);
     bias `[E]` takes part in the choice, not in the weights; with groups, experts outside the `top_groups` best of
     `num_groups` groups (by their two best experts) are out (DeepSeek-V3, 2024); weights are divided by their sum with
-    `renormalize` and multiplied by `scale`. -> weights `[T, top_k]` float32, ids `[T, top_k]` int32.
+    `renormalize` and multiplied by `scale`. Rows that `live` `[T]` bool leaves out are padding: they get expert -1,
+    which is none, and weight 0. -> weights `[T, top_k]` float32, ids `[T, top_k]` int32.
     Raises `ValueError` for shapes and counts, `TypeError` for dtypes.
     """
     require_shape("logits", logits, (None, None))
@@ -102,12 +108,18 @@ def moe_route(
         require_shape("bias", bias, (num_experts,))
         require_rows("bias", bias)
         require_same_device(logits, bias=bias)
+    if live is not None:
+        require_shape("live", live, (num_rows,))
+        require_dtype("live", live, torch.bool)
+        require_contiguous("live", live)
+        require_same_device(logits, live=live)
     weights = torch.empty((num_rows, top_k), dtype=torch.float32, device=logits.device)
     ids = torch.empty((num_rows, top_k), dtype=torch.int32, device=logits.device)
     if num_rows:
         _moe_route_kernel[(num_rows,)](
-            logits, logits if bias is None else bias, weights, ids, num_experts, logits.stride(0), scale,
-            SIGMOID=scoring == "sigmoid", HAS_BIAS=bias is not None, RENORMALIZE=renormalize,
+            logits, logits if bias is None else bias, logits if live is None else live, weights, ids, num_experts,
+            logits.stride(0), scale,
+            SIGMOID=scoring == "sigmoid", HAS_BIAS=bias is not None, HAS_LIVE=live is not None, RENORMALIZE=renormalize,
             NUM_GROUPS=num_groups, TOP_GROUPS=top_groups, TOP_K=top_k, BLOCK=block,
             BLOCK_K=triton.next_power_of_2(top_k), num_warps=1 if block <= 256 else 4, **FUSED_MATH,
         )  # fmt: skip

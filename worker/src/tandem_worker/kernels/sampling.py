@@ -3,6 +3,7 @@
 Top-k and top-p need a threshold, not an order: it is found by bisection over the bits of the logits, each step one
 pass over a row that stays in the L2 cache. The draw inverts the cumulated weights in vocabulary order with one number
 per row, which depends on (seed, choice, position) only, so a stream continues the same after preemption or migration.
+Of equal logits the lower id ranks first: at the threshold a quota of the first equals is kept.
 """
 
 # Kernel bodies are Triton's language in Python's syntax, which its annotations do not describe:
@@ -22,6 +23,8 @@ from .logit_edits import check_logits, require_row_values
 from .reference.sampling import draw_uniform_reference, sample_tokens_reference, token_logprobs_reference
 
 _BLOCK = 4096
+_EQUALS_SLACK = tl.constexpr(1e-3)
+"""Share of a token's weight that top-p may fall short by among equals, so that rounding never decides their number."""
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -38,41 +41,103 @@ def _draw_uniform_kernel(seeds_ptr, choices_ptr, positions_ptr, out_ptr, num_row
 
 @triton.jit
 def ordered_bits(x):
-    """int32 whose order is that of the float32 values."""
+    """int32 whose order is that of the float32 values: the bits of the magnitude with the value's sign."""
     bits = x.to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    sign = bits >> 31
+    return ((bits & 0x7FFFFFFF) ^ sign) - sign
+
+
+@triton.jit
+def _from_ordered_bits(ordered):
+    sign = ordered >> 31
+    return (((ordered ^ sign) - sign) | (sign & -0x80000000)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _mass_above(row_ptr, vocab, best, inverse_heat, threshold, BLOCK: tl.constexpr):
-    """Number and summed weight of the tokens whose logits are at or above the ordered bits `threshold`."""
+    """Number and summed weight of the tokens whose logits are at or above the ordered bits `threshold`, above -inf."""
     count = tl.zeros((BLOCK,), tl.int32)
     mass = tl.zeros((BLOCK,), tl.float32)
     for start in tl.range(0, vocab, BLOCK, num_stages=4):
         columns = start + tl.arange(0, BLOCK)
         logits = tl.load(row_ptr + columns, mask=columns < vocab, other=float("-inf"))
-        kept = (ordered_bits(logits) >= threshold) & (columns < vocab)
+        kept = ordered_bits(logits) >= threshold.to(tl.int32)
         count += kept.to(tl.int32)
         mass += tl.where(kept, tl.exp((logits - best) * inverse_heat), 0.0)
     return tl.sum(count, axis=0), tl.sum(mass, axis=0)
 
 
 @triton.jit
-def _bisect(row_ptr, vocab, best, inverse_heat, low, low_count, high, wanted_count, wanted_mass, BLOCK: tl.constexpr):
+def _mass_and_equals(row_ptr, vocab, best, inverse_heat, threshold, BLOCK: tl.constexpr):
+    """Summed weight of the tokens above the ordered bits `threshold`, and how many are at it."""
+    equals = tl.zeros((BLOCK,), tl.int32)
+    mass = tl.zeros((BLOCK,), tl.float32)
+    for start in tl.range(0, vocab, BLOCK, num_stages=4):
+        columns = start + tl.arange(0, BLOCK)
+        logits = tl.load(row_ptr + columns, mask=columns < vocab, other=float("-inf"))
+        ranks = ordered_bits(logits)
+        equals += (ranks == threshold.to(tl.int32)).to(tl.int32)
+        mass += tl.where(ranks > threshold.to(tl.int32), tl.exp((logits - best) * inverse_heat), 0.0)
+    return tl.sum(mass, axis=0), tl.sum(equals, axis=0)
+
+
+@triton.jit
+def _weight_at(threshold, best, inverse_heat):
+    return tl.exp((_from_ordered_bits(threshold.to(tl.int32)) - best) * inverse_heat)
+
+
+@triton.jit
+def _bisect(
+    row_ptr, vocab, best, inverse_heat, low, low_count, low_mass, high, wanted_count, wanted_mass, BLOCK: tl.constexpr
+):
     """Highest threshold at or above which there are `wanted_count` tokens and `wanted_mass` weight.
 
-    `low` has enough, `high` (int64, exclusive) has not. Stops early once one token separates the two.
+    `low` has enough, `high` (int64, exclusive, above every token) has not. Stops early once one token separates the
+    two; else the tokens between them are equals, and the threshold is their value.
+    -> threshold, number and weight of the tokens at or above it, the same without those between.
     """
     high_count = low_count * 0
+    high_mass = low_mass * 0.0
     while (high - low > 1) & (low_count - high_count > 1):
         middle = low + (high - low) // 2
         count, mass = _mass_above(row_ptr, vocab, best, inverse_heat, middle, BLOCK)
         enough = (count >= wanted_count) & (mass >= wanted_mass)
         low = tl.where(enough, middle, low)
         low_count = tl.where(enough, count, low_count)
+        low_mass = tl.where(enough, mass, low_mass)
         high = tl.where(enough, high, middle)
         high_count = tl.where(enough, high_count, count)
-    return low, low_count
+        high_mass = tl.where(enough, high_mass, mass)
+    return low, low_count, low_mass, high_count, high_mass
+
+
+@triton.jit
+def _find_edge(row_ptr, vocab, best, inverse_heat, top_k, top_p, floor, BLOCK: tl.constexpr):
+    """Threshold that top-k, top-p and `floor` leave, and how many of the tokens at it are kept: the lowest ids."""
+    threshold = (ordered_bits(tl.full((), float("-inf"), tl.float32)) + 1).to(tl.int64)
+    high = ordered_bits(best).to(tl.int64) + 1
+    count, mass = _mass_above(row_ptr, vocab, best, inverse_heat, threshold, BLOCK)
+    quota = count * 0 + vocab
+    if (top_k > 0) & (top_k < count):
+        threshold, count, mass, above, mass_of_above = _bisect(
+            row_ptr, vocab, best, inverse_heat, threshold, count, mass, high, top_k, 0.0, BLOCK
+        )
+        quota = top_k - above
+        if count > top_k:
+            mass = mass_of_above + quota * _weight_at(threshold, best, inverse_heat)
+    if top_p < 1.0:
+        edge = threshold
+        wanted = top_p * mass
+        threshold, count, mass, above, mass_of_above = _bisect(
+            row_ptr, vocab, best, inverse_heat, threshold, count, mass, high, 1, wanted, BLOCK
+        )
+        needed = (wanted - mass_of_above) / tl.maximum(_weight_at(threshold, best, inverse_heat), 1e-37)
+        needed = tl.maximum(tl.ceil(tl.minimum(needed - _EQUALS_SLACK, 1e9)).to(tl.int32), 1)
+        needed = tl.where(count - above > 1, needed, vocab)
+        quota = tl.where(threshold == edge, tl.minimum(quota, needed), needed)
+    lowest = ordered_bits(floor).to(tl.int64)
+    quota = tl.where(lowest > threshold, vocab, quota)
+    return tl.maximum(threshold, lowest), quota
 
 
 @triton.jit
@@ -97,33 +162,32 @@ def _sample_kernel(
         tl.store(tokens_ptr + row, tl.full((), -1, tl.int64))
         return
     heat = tl.load(temperature_ptr + row)
-    if heat == 0.0:
+    top_k = tl.load(top_k_ptr + row).to(tl.int32)
+    top_p = tl.load(top_p_ptr + row)
+    min_p = tl.load(min_p_ptr + row)
+    if (heat == 0.0) | (top_k == 1) | (top_p <= 0.0) | (min_p >= 1.0):
         winner = tl.min(tl.where(maxima == best, winners, vocab), axis=0)
         tl.store(tokens_ptr + row, winner.to(tl.int64))
         return
     inverse_heat = 1.0 / heat
     # Nothing below min_p of the best weight is ever drawn; without min_p that is everything above -inf.
-    floor = best + tl.maximum(tl.log(tl.maximum(tl.load(min_p_ptr + row), 1e-37)), -85.0) * heat
-    top_k = tl.load(top_k_ptr + row).to(tl.int32)
-    top_p = tl.load(top_p_ptr + row)
-    threshold = (ordered_bits(tl.full((), float("-inf"), tl.float32)) + 1).to(tl.int64)
-    high = ordered_bits(best).to(tl.int64) + 1
-    count, mass = _mass_above(row_ptr, vocab, best, inverse_heat, threshold, BLOCK)
-    if (top_k > 0) & (top_k < count):
-        threshold, count = _bisect(row_ptr, vocab, best, inverse_heat, threshold, count, high, top_k, 0.0, BLOCK)
-        count, mass = _mass_above(row_ptr, vocab, best, inverse_heat, threshold, BLOCK)
-    if top_p < 1.0:
-        threshold, count = _bisect(row_ptr, vocab, best, inverse_heat, threshold, count, high, 1, top_p * mass, BLOCK)
-    threshold = tl.maximum(threshold, ordered_bits(floor).to(tl.int64))
-    count, mass = _mass_above(row_ptr, vocab, best, inverse_heat, threshold, BLOCK)
+    floor = best + tl.maximum(tl.log(tl.maximum(min_p, 1e-37)), -85.0) * heat
+    threshold, quota = _find_edge(row_ptr, vocab, best, inverse_heat, top_k, top_p, floor, BLOCK)
+    mass, equals = _mass_and_equals(row_ptr, vocab, best, inverse_heat, threshold, BLOCK)
+    mass += tl.minimum(quota, equals) * _weight_at(threshold, best, inverse_heat)
     target = tl.load(uniforms_ptr + row) * mass
     running = mass * 0.0
     token = vocab
-    last = count * 0
+    last = quota * 0
+    passed = quota * 0
     for start in tl.range(0, vocab, BLOCK, num_stages=4):
         columns = start + tl.arange(0, BLOCK)
         logits = tl.load(row_ptr + columns, mask=columns < vocab, other=float("-inf"))
-        kept = (ordered_bits(logits) >= threshold) & (columns < vocab)
+        ranks = ordered_bits(logits)
+        equal = (ranks == threshold.to(tl.int32)).to(tl.int32)
+        place = passed + tl.cumsum(equal, axis=0)
+        passed = tl.max(place, axis=0)
+        kept = (ranks > threshold.to(tl.int32)) | ((equal > 0) & (place <= quota))
         cumulated = running + tl.cumsum(tl.where(kept, tl.exp((logits - best) * inverse_heat), 0.0), axis=0)
         token = tl.minimum(token, tl.min(tl.where(kept & (cumulated > target), columns, vocab), axis=0))
         last = tl.maximum(last, tl.max(tl.where(kept, columns, 0), axis=0))
@@ -218,11 +282,13 @@ def sample_tokens(
     top_p: torch.Tensor,
     min_p: torch.Tensor,
 ) -> torch.Tensor:
-    """One token per row: temperature, then top-k, top-p of what is left, min-p, one draw; temperature 0 is greedy.
+    """One token per row: temperature, then top-k, top-p of what is left, min-p, one draw.
+
+    Temperature 0, top_k 1, top_p 0 and min_p 1 are greedy.
 
     logits `[B, V]` float32; uniforms `[B]` float32 in [0, 1), see `draw_uniform`; temperature, top_p, min_p `[B]`
     float32, top_k `[B]` int32 or int64 (0: all). -> tokens `[B]` int64, -1 for rows with NaN, +inf or nothing allowed.
-    Tokens as likely as the last one kept are kept too, so no result depends on an order among equals.
+    Of equals the lower id ranks first: top-k keeps k tokens, and greedy takes the first of the likeliest.
     """
     num_rows, vocab = check_logits(logits)
     for name, tensor in (

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tandem_worker import native
-from tandem_worker.layers.linear import Linear
+from tandem_worker.layers.linear import HeadLinear, Linear
 from tandem_worker.layers.mlp import GatedMLP
 from tandem_worker.layers.moe import Experts
 from tandem_worker.layers.norm import HeadNorm, RMSNorm
@@ -43,6 +43,7 @@ class Backend:
     """Quantized weights stay as they are; otherwise they are dequantized at load."""
     attention: Callable[[], AttentionBackend]
     linear: type[Linear]
+    head: type[HeadLinear]
     norm: type[RMSNorm]
     head_norm: type[HeadNorm]
     rotation: type[Rotation]
@@ -77,6 +78,7 @@ def build_backend(name: BackendName) -> Backend:
         keeps_packed=False,
         attention=CPUAttention,
         linear=Linear,
+        head=HeadLinear,
         norm=RMSNorm,
         head_norm=HeadNorm,
         rotation=Rotation,

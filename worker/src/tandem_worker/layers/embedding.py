@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from tandem_worker.layers.linear import Linear
+from tandem_worker.layers.linear import HeadLinear
 from tandem_worker.parallel.collectives import Collective
 from tandem_worker.parallel.context import ParallelContext
 from tandem_worker.weights.base import Slice
@@ -38,14 +38,14 @@ class Embedding:
 class LMHead:
     """Logits of hidden states, whole on every rank."""
 
-    def __init__(self, linear: Linear, vocab_size: int, gather: Collective | None) -> None:
+    def __init__(self, linear: HeadLinear, vocab_size: int, gather: Collective | None) -> None:
         self._linear = linear
         self._vocab_size = vocab_size
         self._gather = gather
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[N, hidden]` to `[N, vocab_size]` float32."""
-        logits = self._linear(hidden).float()
+        logits = self._linear(hidden)
         if self._gather is None:
             return logits
         return self._gather.all_gather(logits, 1)[:, : self._vocab_size]
@@ -68,4 +68,4 @@ def build_lm_head(
     if context.tp_size > 1:
         share = -(-shape[0] // context.tp_size)
         weight = functional.pad(weight, (0, 0, 0, share - weight.shape[0]))
-    return LMHead(loader.backend.linear(weight), shape[0], context.tp)
+    return LMHead(loader.backend.head(weight), shape[0], context.tp)

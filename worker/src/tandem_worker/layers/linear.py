@@ -34,6 +34,15 @@ def _packs_bfloat16() -> bool:
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
+def float32_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`x W^T` for x `[T, K]` and W `[N, K]` of one type, summed in float32 and left so."""
+    if x.dtype == torch.float32:
+        return functional.linear(x, weight)
+    if x.is_cuda:
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return functional.linear(x.float(), weight.float())
+
+
 class Linear:
     """`y = x W^T + b` for x `[T, K]` and W `[N, K]`.
 
@@ -78,3 +87,23 @@ class Linear:
         if self.bias is not None:
             residual = residual + self.bias
         return torch.addmm(residual, x, self.weight.t())
+
+
+class HeadLinear:
+    """`y = x W^T` in float32 for x of any type: logits, whose order half a type's precision would not keep.
+
+    Torch has no product of half types with a float32 result on a CPU, so the weight is widened there once, at load.
+    """
+
+    __slots__ = ("weight", "wide")
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        on_cpu = weight.device.type == "cpu"
+        self.wide = Linear(weight.float()) if on_cpu else None
+        self.weight = None if on_cpu else weight
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.wide is not None:
+            return self.wide(x.float())
+        assert self.weight is not None
+        return float32_product(x, self.weight)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch.nn import functional
 
 from tandem_worker.layers.linear import Linear
 from tandem_worker.parallel.context import ParallelContext
 from tandem_worker.weights.loader import Part, WeightLoader, shard
+
+if TYPE_CHECKING:
+    from tandem_worker.layers.step import Step
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -61,8 +66,9 @@ class GatedMLP:
         backend = loader.backend
         return backend.mlp(backend.linear(gate_up, gate_up_bias), backend.linear(down, down_bias, reduce=context.tp))
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """`residual + mlp(x)`."""
+    def forward(self, x: torch.Tensor, residual: torch.Tensor, step: Step) -> torch.Tensor:
+        """`residual + mlp(x)`, whatever the step."""
+        del step
         return self.down.add_to(self._hidden(x), residual)
 
     def forward_partial(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,7 @@ from tandem_worker.weights.loader import Part, WeightLoader, shard
 
 if TYPE_CHECKING:
     from tandem_worker.kernels.quantized import Weight
+    from tandem_worker.layers.step import Step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,11 +142,17 @@ class Experts:
         weights = routing.weights.reshape(-1, 1).to(x.dtype)
         if weigh_input:
             rows = rows * weights
-        experts = routing.experts.flatten()
-        out = self._apply(rows, experts) if self._ep is None else self._exchange(rows, experts, self._ep)
+        out = self._route_rows(rows, routing.experts.flatten(), routing.has_padding)
         if not weigh_input:
             out = out * weights
         return residual + out.view(num_tokens, width, -1).sum(1)
+
+    def _route_rows(self, rows: torch.Tensor, experts: torch.Tensor, has_padding: bool) -> torch.Tensor:
+        """Each of `rows` `[R, hidden]` through its expert, wherever that is; 0 where it has none."""
+        if has_padding:
+            live = (experts >= 0).nonzero()[:, 0]
+            return torch.zeros_like(rows).index_copy_(0, live, self._route_rows(rows[live], experts[live], False))
+        return self._apply(rows, experts) if self._ep is None else self._exchange(rows, experts, self._ep)
 
     def _apply(self, rows: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """Each of `rows` `[R, hidden]` through its local expert."""
@@ -235,11 +242,11 @@ class MoE:
         self._tp = tp
         self._weigh_input = weigh_input
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """`residual + moe(x)`."""
+    def forward(self, x: torch.Tensor, residual: torch.Tensor, step: Step) -> torch.Tensor:
+        """`residual + moe(x)`; padding rows of `step` meet no routed expert."""
         if self._tp is not None and self._tp.rank:
             residual = torch.zeros_like(residual)  # rank 0 alone brings the residual into the sum
         if self._shared is not None:
             residual = self._shared.forward_partial(x, residual)
-        out = self._experts.add_to(x, self._route(x), residual, weigh_input=self._weigh_input)
+        out = self._experts.add_to(x, self._route(x, step.live), residual, weigh_input=self._weigh_input)
         return out if self._tp is None else self._tp.all_reduce(out)

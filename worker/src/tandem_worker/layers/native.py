@@ -13,7 +13,7 @@ from tandem_worker.attention.native import NativeAttention
 from tandem_worker.kernels.quantized import Weight
 from tandem_worker.layers.attention import Rotate, SelfAttention
 from tandem_worker.layers.backend import BackendName, build_backend
-from tandem_worker.layers.linear import Linear
+from tandem_worker.layers.linear import HeadLinear, Linear
 from tandem_worker.layers.mlp import GatedMLP
 from tandem_worker.layers.moe import Experts
 from tandem_worker.layers.norm import RMSNorm
@@ -49,6 +49,23 @@ class NativeLinear(Linear):
         if self.address is None or x.shape[0] > MAX_ROWS:
             return super().add_partial(x, residual)
         return native.linear(self.address, self.out_features, x, self.bias, residual)
+
+
+class NativeHead(HeadLinear):
+    """The kernel at any number of rows: where oneDNN multiplies many faster, it has no float32 result."""
+
+    __slots__ = ("linear",)
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        linear = NativeLinear(weight)
+        self.linear = None if linear.address is None else linear
+        if self.linear is None:
+            super().__init__(weight)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.linear is None or self.linear.address is None:
+            return super().__call__(x)
+        return native.linear(self.linear.address, self.linear.out_features, x, None, dtype=torch.float32)
 
 
 class NativeRMSNorm(RMSNorm):
@@ -100,6 +117,7 @@ NATIVE = replace(
     dtype=torch.bfloat16,
     attention=NativeAttention,
     linear=NativeLinear,
+    head=NativeHead,
     norm=NativeRMSNorm,
     self_attention=NativeSelfAttention,
     mlp=NativeMLP,

@@ -18,9 +18,19 @@ class Routing:
 
     experts: torch.Tensor
     weights: torch.Tensor
+    has_padding: bool = False
+    """There may be rows whose experts are all -1: they go to none."""
+
+    def only(self, live: torch.Tensor | None) -> Routing:
+        """With the rows that `live` `[T]` bool leaves out going nowhere; None leaves all in."""
+        if live is None:
+            return self
+        dead = ~live[:, None]
+        return Routing(self.experts.masked_fill(dead, -1), self.weights.masked_fill(dead, 0.0), True)
 
 
-Route = Callable[[torch.Tensor], Routing]
+Route = Callable[[torch.Tensor, torch.Tensor | None], Routing]
+"""Of `[T, hidden]` and, where there is padding, `[T]` bool: which rows are none."""
 
 
 class Router(ABC):
@@ -39,8 +49,8 @@ class Router(ABC):
     def rule(self) -> dict[str, Any] | None:
         """`choose` as options of the routing kernel; None where the kernel has no such rule."""
 
-    def __call__(self, x: torch.Tensor) -> Routing:
-        return self.choose(self.logits(x))
+    def __call__(self, x: torch.Tensor, live: torch.Tensor | None = None) -> Routing:
+        return self.choose(self.logits(x)).only(live)
 
 
 class SoftmaxRouter(Router):

@@ -18,8 +18,18 @@ class Step:
     batch: ForwardBatch
     attention: StepAttention
     rotation: Rotation
+    block_size: int
     extras: dict[str, torch.Tensor] = field(default_factory=dict)
     """Per-token tensors that only one family needs, computed once per step."""
+
+    _live: torch.Tensor | None = None
+
+    @property
+    def live(self) -> torch.Tensor | None:
+        """`[T]` bool, which tokens belong to a sequence; None: all do. Computed once, on the device."""
+        if self.batch.has_padding and self._live is None:
+            self._live = self.batch.slot_mapping >= self.block_size
+        return self._live
 
     def written(self, layer: int) -> None:
         """Tell the engine that this layer's KV is in place."""

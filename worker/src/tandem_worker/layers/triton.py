@@ -17,7 +17,7 @@ from tandem_worker.attention.triton import TritonAttention, TritonStepAttention
 from tandem_worker.kernels.quantized import Weight, WeightStack
 from tandem_worker.layers.attention import Rotate, SelfAttention
 from tandem_worker.layers.backend import Backend, BackendName
-from tandem_worker.layers.linear import Linear
+from tandem_worker.layers.linear import HeadLinear, Linear, float32_product
 from tandem_worker.layers.mlp import GatedMLP
 from tandem_worker.layers.moe import Experts, ExpertWeights
 from tandem_worker.layers.norm import HeadNorm, RMSNorm
@@ -54,6 +54,21 @@ class TritonLinear(Linear):
         if self.bias is not None:
             residual = residual + self.bias
         return torch.addmm(residual, x, kernels.widen(x, self.form).t())
+
+
+class TritonHead(HeadLinear):
+    """The kernel's sums and cuBLAS's are float32 already: they are stored as they are."""
+
+    __slots__ = ("table",)
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.table = weight
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] > MAX_FEW_ROWS:
+            return float32_product(x, self.table)
+        out = torch.empty((x.shape[0], self.table.shape[0]), dtype=torch.float32, device=x.device)
+        return kernels.small_batch_linear(x, self.table, out=out)
 
 
 class TritonRMSNorm(RMSNorm):
@@ -195,13 +210,13 @@ class TritonRouter:
         self._router = router
         self._rule = router.rule()
 
-    def __call__(self, x: torch.Tensor) -> Routing:
+    def __call__(self, x: torch.Tensor, live: torch.Tensor | None = None) -> Routing:
         logits = self._router.logits(x)
         if self._rule is None:
             routing = self._router.choose(logits)
-            return Routing(routing.experts.int(), routing.weights.float())
-        weights, experts = kernels.moe_route(logits, self._router.top_k, **self._rule)
-        return Routing(experts, weights)
+            return Routing(routing.experts.int(), routing.weights.float()).only(live)
+        weights, experts = kernels.moe_route(logits, self._router.top_k, live=live, **self._rule)
+        return Routing(experts, weights, live is not None)
 
 
 def build_route(router: Router) -> Route:
@@ -218,7 +233,7 @@ class TritonLayer(PreNormLayer):
         """Overwrites `hidden`, which nobody else holds."""
         assert isinstance(self.mlp_norm, TritonRMSNorm)
         attended = self.attention.forward(self.input_norm(hidden), None, step, kv_layer)
-        return self.mlp.forward(self.mlp_norm.after_sum(attended, hidden), hidden)
+        return self.mlp.forward(self.mlp_norm.after_sum(attended, hidden), hidden, step)
 
 
 TRITON = Backend(
@@ -226,6 +241,7 @@ TRITON = Backend(
     keeps_packed=True,
     attention=TritonAttention,
     linear=TritonLinear,
+    head=TritonHead,
     norm=TritonRMSNorm,
     head_norm=TritonHeadNorm,
     rotation=TritonRotation,

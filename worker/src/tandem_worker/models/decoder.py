@@ -44,7 +44,7 @@ class AttentionPart(Protocol):
 class MLPPart(Protocol):
     """The second half of a layer, dense or a mixture of experts."""
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, residual: torch.Tensor, step: Step) -> torch.Tensor:
         """`residual + mlp(x)`."""
         ...
 
@@ -75,7 +75,7 @@ class PreNormLayer:
 
     def forward(self, hidden: torch.Tensor, step: Step, kv_layer: torch.Tensor) -> torch.Tensor:
         hidden = self.attention.forward(self.input_norm(hidden), hidden, step, kv_layer)
-        return self.mlp.forward(self.mlp_norm(hidden), hidden)
+        return self.mlp.forward(self.mlp_norm(hidden), hidden, step)
 
 
 def stage_layers(num_layers: int, context: ParallelContext) -> range:
@@ -174,6 +174,7 @@ class DecoderLM:
             batch=batch,
             attention=self._backend.begin(batch, block_size),
             rotation=self._rotary.at(batch.positions, self.dtype),
+            block_size=block_size,
         )
 
     def _enter(self, batch: ForwardBatch) -> torch.Tensor:

@@ -9,12 +9,17 @@ from typing import Any
 
 from tandem_worker.control.params import EmbeddingSpec, Pooling
 from tandem_worker.errors import StartupError
+from tandem_worker.weights.files import is_inner_path
 
 MODULES = "modules.json"
 _POOLINGS = {
     "pooling_mode_lasttoken": Pooling.LAST, "pooling_mode_mean_tokens": Pooling.MEAN,
     "pooling_mode_cls_token": Pooling.CLS, "lasttoken": Pooling.LAST, "mean": Pooling.MEAN, "cls": Pooling.CLS,
 }  # fmt: skip
+
+
+def _is_folder_name(name: str) -> bool:
+    return "/" not in name and is_inner_path(name)
 
 
 def read_embedding_spec(folder: Path, hidden_size: int) -> EmbeddingSpec | None:
@@ -27,6 +32,8 @@ def read_embedding_spec(folder: Path, hidden_size: int) -> EmbeddingSpec | None:
         kinds = [(str(module["type"]).rpartition(".")[2], str(module["path"])) for module in modules]
     except (KeyError, TypeError) as error:
         raise StartupError("ConfigInvalid", f"{MODULES} must list modules with `type` and `path`.") from error
+    if leading := [folder_name for _, folder_name in kinds if folder_name and not _is_folder_name(folder_name)]:
+        raise StartupError("ConfigInvalid", f"{MODULES} names {leading[0]!r}, which is not a folder beside it.")
     names = [kind for kind, _ in kinds]
     if names not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]) or kinds[0][1]:
         raise StartupError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from tandem_worker.models.registry import find_family
 from tandem_worker.parallel.context import SINGLE, ParallelContext
 from tandem_worker.weights.bare import BareSource
 from tandem_worker.weights.base import WeightSource
+from tandem_worker.weights.files import find_gguf, find_safetensors
 from tandem_worker.weights.gguf import GGUFSource, gguf_metadata, open_gguf
 from tandem_worker.weights.loader import WeightLoader
 from tandem_worker.weights.quantized import dequantize_source
@@ -30,8 +30,6 @@ logger = logging.getLogger(__name__)
 
 _BARE_EMBEDDING = "embed_tokens.weight"
 _LANGUAGE_MODEL = "language_model."
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
 
 
 def load_model(
@@ -95,22 +93,6 @@ def _cpu_multiplies_bfloat16() -> bool:
     return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "amx_tile", "bf16"))
 
 
-def find_gguf(path: Path) -> Path | None:
-    """The GGUF file meant by `path`, or None when it is a folder with other weights."""
-    if path.is_file() and path.suffix == ".gguf":
-        return path
-    if not path.is_dir() or any(path.glob("*.safetensors")):
-        return None
-    files = sorted(path.glob("*.gguf"))
-    if len(files) > 1:
-        raise StartupError(
-            "WeightsAmbiguous",
-            f"{path.name} holds {len(files)} GGUF files ({', '.join(file.name for file in files[:4])}). "
-            "Name one of them in the model URI.",
-        )
-    return files[0] if files else None
-
-
 def open_checkpoint(path: Path) -> tuple[ModelConfig, WeightSource]:
     """Configuration and weights at `path`, nothing read into memory yet."""
     if not path.exists():
@@ -118,7 +100,7 @@ def open_checkpoint(path: Path) -> tuple[ModelConfig, WeightSource]:
     gguf = find_gguf(path)
     if gguf is not None:
         return _open_gguf(gguf)
-    files = _safetensors_files(path) if path.is_dir() else []
+    files = find_safetensors(path) if path.is_dir() else []
     if not files:
         raise StartupError(
             "WeightsNotFound", f"{path} holds no weights: neither *.safetensors nor a *.gguf file was found."
@@ -144,22 +126,3 @@ def _open_gguf(path: Path) -> tuple[ModelConfig, WeightSource]:
     architecture = gguf_architecture(metadata)
     raw = translate_metadata(metadata, source)
     return parse_config(raw, find_family(architecture).keys, architecture=architecture, where=path.name), source
-
-
-def _safetensors_files(folder: Path) -> list[Path]:
-    """Files that the index names, or the one of the usual name, beside which others are the same weights in another
-    layout, or all there are. Raises StartupError when one of the index is not there."""
-    index = folder / _INDEX
-    if not index.is_file():
-        single = folder / _SINGLE
-        return [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise StartupError("WeightsCorrupt", f"{_INDEX} cannot be read: {error!r}") from error
-    missing = [name for name in names if not (folder / name).is_file()]
-    if missing:
-        raise StartupError(
-            "WeightsIncomplete", f"{len(missing)} of {len(names)} weight files are missing, among them {missing[0]}."
-        )
-    return [folder / name for name in names]

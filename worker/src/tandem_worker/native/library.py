@@ -19,6 +19,7 @@ LANES = 16
 _Address, _Index, _Float = ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_float
 _SIGNATURES: dict[str, list[type]] = {
     "tandem_linear": [_Address, _Index, _Index, _Address, _Index, _Index, _Address, _Address, _Address],
+    "tandem_linear_float32": [_Address, _Index, _Index, _Address, _Index, _Index, _Address, _Address],
     "tandem_gate_up_silu": [_Address, _Index, _Index, _Address, _Index, _Index, _Address, _Address],
     "tandem_rms_norm": [_Address, _Index, _Index, _Index, _Address, _Float, _Address],
     "tandem_silu_mul": [_Address, _Index, _Index, _Address],
@@ -104,11 +105,26 @@ def _at(tensor: torch.Tensor | None) -> int | None:
 
 
 def linear(
-    weight: int, out_features: int, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None = None
+    weight: int,
+    out_features: int,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None = None,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """`x W^T + bias + residual`, `[T, N]`, for x `[T, K]` and a `packed_address`. `residual` is contiguous."""
+    """`x W^T + bias + residual`, `[T, N]`, for x `[T, K]` and a `packed_address`. `residual` is contiguous.
+
+    In float32, where there is no residual, the sums are not rounded.
+    """
     rows, inner = x.shape
-    out = x.new_empty(rows, out_features)
+    out = x.new_empty(rows, out_features, dtype=dtype)
+    if dtype == torch.float32:
+        assert residual is None
+        _load().tandem_linear_float32(
+            weight, out_features, inner, x.data_ptr(), x.stride(0), rows, _at(bias), out.data_ptr()
+        )
+        return out
     _load().tandem_linear(
         weight, out_features, inner, x.data_ptr(), x.stride(0), rows, _at(bias), _at(residual), out.data_ptr()
     )

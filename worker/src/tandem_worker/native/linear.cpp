@@ -15,6 +15,7 @@ constexpr Index kAhead = 4096;   // bytes; measured: less leaves the memory wait
 constexpr Index kNone = 0;
 constexpr Index kCachedElements = 1 << 17;  // of the rows, a quarter of a MiB
 
+template <class Out>
 struct Product {
     const bf16* weight;
     Index columns;  // N
@@ -23,11 +24,11 @@ struct Product {
     Index row_stride;
     const bf16* bias;      // [N] or null
     const bf16* residual;  // as `out`, or null
-    bf16* out;             // [rows, N]
+    Out* out;              // [rows, N]
 };
 
-template <int R, Index ahead>
-void columns_of(const Product& p, Index block, Index row) {
+template <class Out, int R, Index ahead>
+void columns_of(const Product<Out>& p, Index block, Index row) {
     __m512 sums[R][4];
     for (int r = 0; r < R; ++r)
         for (int v = 0; v < 4; ++v) sums[r][v] = _mm512_setzero_ps();
@@ -49,7 +50,7 @@ void columns_of(const Product& p, Index block, Index row) {
 
 // Gate and up stand one after the other in the weight, `columns` rows each.
 template <int R, Index ahead>
-void gated_columns_of(const Product& p, Index block, Index row) {
+void gated_columns_of(const Product<bf16>& p, Index block, Index row) {
     __m512 gate[R][4], up[R][4];
     for (int r = 0; r < R; ++r)
         for (int v = 0; v < 4; ++v) gate[r][v] = up[r][v] = _mm512_setzero_ps();
@@ -70,35 +71,37 @@ void gated_columns_of(const Product& p, Index block, Index row) {
     }
 }
 
-using Step = void (*)(const Product&, Index block, Index row);
+template <class Out>
+using Step = void (*)(const Product<Out>&, Index block, Index row);
+
+template <class Out, Index ahead>
+constexpr Step<Out> kPlain[kMaxRows + 1] = {nullptr,
+                                            columns_of<Out, 1, ahead>,
+                                            columns_of<Out, 2, ahead>,
+                                            columns_of<Out, 3, ahead>,
+                                            columns_of<Out, 4, ahead>,
+                                            columns_of<Out, 5, ahead>,
+                                            columns_of<Out, 6, ahead>};
 
 template <Index ahead>
-constexpr Step kPlain[kMaxRows + 1] = {nullptr,
-                                       columns_of<1, ahead>,
-                                       columns_of<2, ahead>,
-                                       columns_of<3, ahead>,
-                                       columns_of<4, ahead>,
-                                       columns_of<5, ahead>,
-                                       columns_of<6, ahead>};
-
-template <Index ahead>
-constexpr Step kGated[kMaxRows + 1] = {nullptr,
-                                       gated_columns_of<1, ahead>,
-                                       gated_columns_of<2, ahead>,
-                                       gated_columns_of<3, ahead>,
-                                       gated_columns_of<4, ahead>,
-                                       gated_columns_of<5, ahead>,
-                                       gated_columns_of<6, ahead>};
+constexpr Step<bf16> kGated[kMaxRows + 1] = {nullptr,
+                                             gated_columns_of<1, ahead>,
+                                             gated_columns_of<2, ahead>,
+                                             gated_columns_of<3, ahead>,
+                                             gated_columns_of<4, ahead>,
+                                             gated_columns_of<5, ahead>,
+                                             gated_columns_of<6, ahead>};
 
 // An item is a block of columns with as many rows as stay in a core's cache. Its first rows bring the weights into the
 // cache, the others find them there.
-void run(const Product& product, Index num_rows, const Step* cold, const Step* warm) {
+template <class Out>
+void run(const Product<Out>& product, Index num_rows, const Step<Out>* cold, const Step<Out>* warm) {
     const Index blocks = (product.columns + kColumns - 1) / kColumns;
     const Index most = std::max<Index>(kMaxRows, kCachedElements / product.inner / kMaxRows * kMaxRows);
     const Index chunks = (num_rows + most - 1) / most;
     for_each_item(chunks * blocks, [&](Index item) {
         const Index block = item % blocks, last = std::min(num_rows, (item / blocks + 1) * most);
-        const Step* step = cold;
+        const Step<Out>* step = cold;
         for (Index row = item / blocks * most; row < last; row += kMaxRows, step = warm)
             step[std::min<Index>(kMaxRows, last - row)](product, block, row);
     });
@@ -112,11 +115,19 @@ using namespace tandem;
 // out [rows, N] = x [rows, K] W^T + bias + residual
 TANDEM_EXPORT void tandem_linear(const bf16* weight, Index columns, Index inner, const bf16* x, Index x_stride,
                                  Index rows, const bf16* bias, const bf16* residual, bf16* out) {
-    run({weight, columns, inner, x, x_stride, bias, residual, out}, rows, kPlain<kAhead>, kPlain<kNone>);
+    run<bf16>({weight, columns, inner, x, x_stride, bias, residual, out}, rows, kPlain<bf16, kAhead>,
+              kPlain<bf16, kNone>);
+}
+
+// The same without a residual, its sums left as they are.
+TANDEM_EXPORT void tandem_linear_float32(const bf16* weight, Index columns, Index inner, const bf16* x, Index x_stride,
+                                         Index rows, const bf16* bias, float* out) {
+    run<float>({weight, columns, inner, x, x_stride, bias, nullptr, out}, rows, kPlain<float, kAhead>,
+               kPlain<float, kNone>);
 }
 
 // out [rows, I] = silu(x Wg^T + bg) * (x Wu^T + bu), the weight being [2 I, K], gate first, I a multiple of 64
 TANDEM_EXPORT void tandem_gate_up_silu(const bf16* weight, Index columns, Index inner, const bf16* x, Index x_stride,
                                        Index rows, const bf16* bias, bf16* out) {
-    run({weight, columns, inner, x, x_stride, bias, nullptr, out}, rows, kGated<kAhead>, kGated<kNone>);
+    run<bf16>({weight, columns, inner, x, x_stride, bias, nullptr, out}, rows, kGated<kAhead>, kGated<kNone>);
 }

@@ -38,6 +38,8 @@ inline void store(bf16* to, __m512 values, __mmask16 mask) {
     _mm256_mask_storeu_epi16(to, mask, (__m256i)_mm512_cvtneps_pbh(values));
 }
 
+inline void store(float* to, __m512 values, __mmask16 mask) { _mm512_mask_storeu_ps(to, mask, values); }
+
 // 2^x. The remainder is within [-1/2, 1/2], where a Taylor polynomial of degree 6 is exact to 2e-7; minus infinity
 // gives 0, what is not a number stays so.
 inline __m512 exp2(__m512 x) {

@@ -58,7 +58,7 @@ def parse_common(fields: Fields, vocab_size: int) -> CommonOptions:
     return CommonOptions(
         n=fields.integer("n", minimum=1, maximum=MAX_CHOICES) or 1,
         temperature=_default(fields.number("temperature", minimum=0.0, maximum=2.0), 1.0),
-        top_p=_top_p(fields),
+        top_p=_default(fields.number("top_p", minimum=0.0, maximum=1.0), 1.0),
         top_k=_top_k(fields),
         min_p=fields.number("min_p", minimum=0.0, maximum=1.0) or 0.0,
         presence_penalty=fields.number("presence_penalty", minimum=-2.0, maximum=2.0) or 0.0,
@@ -130,12 +130,6 @@ def to_sampling(
 
 def _default(value: float | None, default: float) -> float:
     return default if value is None else value
-
-
-def _top_p(fields: Fields) -> float:
-    value = fields.number("top_p", minimum=0.0, maximum=1.0)
-    # OpenAI allows 0: it keeps the likeliest token alone, as any tiny mass does.
-    return 1.0 if value is None else max(value, 1e-6)
 
 
 def _top_k(fields: Fields) -> int:

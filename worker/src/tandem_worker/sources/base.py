@@ -8,8 +8,11 @@ Reasons of the `StartupError`s that sources raise (they become conditions of the
     HubUnreachable      the hub cannot be reached or fails
     DiskFull            the cache folder has no room for the download
     CacheNotWritable    the cache folder cannot be written to
+    HubAnswerInvalid    the hub's answer names a commit or a file that is none
+    CacheInvalid        a file of the cache folder is a link that leads out of it
     DownloadCorrupt     what arrived is not what the hub announced, twice in a row
     NoWeights           the repository has neither safetensors nor GGUF files
+    WeightsUnreadable   a file of the model cannot be read
     UnsupportedModelURI the scheme of the URI is none of ours
 """
 

@@ -29,13 +29,16 @@ from tandem_worker.errors import StartupError
 from tandem_worker.sources import lease
 from tandem_worker.sources.digest import MANIFEST
 from tandem_worker.sources.selection import RepositoryFile, select_files
+from tandem_worker.weights.files import is_inner_path
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
 logger = logging.getLogger(__name__)
 
-_COMMIT = re.compile(r"[0-9a-f]{40}")
+_COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+"""Git's SHA-1, or the SHA-256 of newer repositories."""
+_GIT_BLOB = re.compile(r"[0-9a-f]{40}")
 _INTERNAL = Path(".cache", "huggingface", "download")
 """Where huggingface_hub keeps partial files inside a download folder."""
 _MAX_ATTEMPTS = 2
@@ -66,7 +69,7 @@ def _resolve_commit(api: HfApi, repository: str, revision: str, home: Path) -> s
     if _COMMIT.fullmatch(revision) and _is_complete(home / revision):
         return revision
     try:
-        commit = api.model_info(repository, revision=revision, timeout=30).sha
+        commit: object = api.model_info(repository, revision=revision, timeout=30).sha
     except Exception as error:
         known = _read_ref(home, revision)
         if known is None or not _is_complete(home / known) or not _is_outage(error):
@@ -75,6 +78,12 @@ def _resolve_commit(api: HfApi, repository: str, revision: str, home: Path) -> s
         return known
     if commit is None:
         raise StartupError("RevisionNotFound", f"The hub names no commit for revision {revision!r} of {repository}.")
+    if not isinstance(commit, str) or not _COMMIT.fullmatch(commit):
+        raise StartupError(
+            "HubAnswerInvalid",
+            f"The hub {api.endpoint} says that revision {revision!r} of {repository} is commit {_shorten(commit)}, "
+            "which is not the 40 or 64 hexadecimal digits of a commit: is it a Hugging Face-compatible hub?",
+        )
     return commit
 
 
@@ -84,9 +93,10 @@ def _ref_path(home: Path, revision: str) -> Path:
 
 def _read_ref(home: Path, revision: str) -> str | None:
     try:
-        return _ref_path(home, revision).read_text().strip()
-    except OSError:
+        commit = _ref_path(home, revision).read_text().strip()
+    except (OSError, ValueError):
         return None
+    return commit if _COMMIT.fullmatch(commit) else None
 
 
 def _remember(home: Path, revision: str, commit: str) -> None:
@@ -115,6 +125,8 @@ def _download_once(api: HfApi, repository: str, commit: str, folder: Path) -> No
 
 def _download(api: HfApi, repository: str, commit: str, folder: Path, held: lease.Lease) -> int:
     files = select_files(_list_files(api, repository, commit), repository)
+    for file in files:
+        _check_file(file, repository, folder)
     total = sum(file.size for file in files)
     _check_room(folder, files)
     logger.info("downloading %s at %s: %d files, %.1f MB", repository, commit[:12], len(files), total / 1e6)
@@ -144,6 +156,28 @@ def _list_files(api: HfApi, repository: str, commit: str) -> list[RepositoryFile
         for entry in api.list_repo_tree(repository, revision=commit)
         if isinstance(entry, RepoFile)
     ]
+
+
+def _check_file(file: RepositoryFile, repository: str, folder: Path) -> None:
+    """What the hub announces becomes a path and a number of bytes here. Raises StartupError where it must not."""
+    if not is_inner_path(file.path):
+        raise StartupError(
+            "HubAnswerInvalid",
+            f"The hub lists {_shorten(file.path)} in {repository}, which is no path of a file in it.",
+        )
+    size: object = file.size
+    if not isinstance(size, int) or size < 0:
+        raise StartupError("HubAnswerInvalid", f"The hub says that {file.path} of {repository} has {size!r} bytes.")
+    if not (folder / file.path).resolve().is_relative_to(folder.resolve()):
+        raise StartupError(
+            "CacheInvalid",
+            f"In the model cache {file.path} of {repository} is a link that leads out of its folder {folder}: "
+            "delete the link.",
+        )
+
+
+def _shorten(value: object) -> str:
+    return repr(value)[:100]
 
 
 def _check_room(folder: Path, files: list[RepositoryFile]) -> None:
@@ -201,7 +235,7 @@ def _verify(path: Path, file: RepositoryFile) -> bool:
     with path.open("rb") as source:
         if file.sha256 is not None:
             return hashlib.file_digest(source, "sha256").hexdigest() == file.sha256
-        if file.git_blob is None or not _COMMIT.fullmatch(file.git_blob):
+        if file.git_blob is None or not _GIT_BLOB.fullmatch(file.git_blob):
             return True
         blob = hashlib.sha1(b"blob %d\0" % file.size, usedforsecurity=False)
         blob.update(source.read())

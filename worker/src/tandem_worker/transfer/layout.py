@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from tandem_worker.models.base import KVCacheSpec
 
 
+FORMAT_VERSION = 1
+"""What the numbers inside a block mean where shapes do not say it: the order of keys and values, keys with their
+positions rotated in. Raise it with every change of that, so that builds before and after it refuse each other."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVShard:
     """Which part of every block a rank holds: the layers of its pipeline stage, the KV heads of its tensor rank."""
@@ -70,10 +75,13 @@ class KVLayout:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for equal layouts and readable in an error message: `bfloat16/16/30x(2,3,16,64)`."""
-        runs = ((shape, len(list(run))) for shape, run in groupby(self.block_shapes))
-        shapes = "+".join(f"{count}x({','.join(map(str, shape))})" for shape, count in runs)
-        return f"{self.dtype}/{self.block_size}/{shapes}"
+        """Equal for equal layouts and readable in an error message: `v1/bfloat16/16/30x(2,h3,16,64)`.
+
+        The format's version, the element type, tokens per block, and runs of layers; `h` stands before the KV heads.
+        """
+        layers = zip(self.block_shapes, self.head_axes, strict=True)
+        runs = "+".join(f"{len(list(run))}x{_describe(*layer)}" for layer, run in groupby(layers))
+        return f"v{FORMAT_VERSION}/{self.dtype}/{self.block_size}/{runs}"
 
     @property
     def whole_shard(self) -> KVShard:
@@ -129,6 +137,10 @@ class KVLayout:
                     f"{share.fingerprint}, but its part of {whole.fingerprint} is {whole.share(shard).fingerprint}"
                 )
         return whole
+
+
+def _describe(shape: tuple[int, ...], head_axis: int | None) -> str:
+    return "(" + ",".join(f"h{extent}" if axis == head_axis else str(extent) for axis, extent in enumerate(shape)) + ")"
 
 
 def _with_heads(shape: tuple[int, ...], axis: int | None, count: int | None) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ def moe_route_reference(
     top_groups: int = 1,
     renormalize: bool = True,
     scale: float = 1.0,
+    live: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Twin of `moe_route`: logits `[T, E]` -> weights `[T, top_k]` float32, expert ids `[T, top_k]` int32."""
     logits = logits.to(compute_dtype(logits))
@@ -34,7 +35,10 @@ def moe_route_reference(
     weights = scores.gather(1, ids)
     if renormalize:
         weights = weights / weights.sum(dim=-1, keepdim=True)
-    return (weights * scale).float(), ids.int()
+    weights, ids = (weights * scale).float(), ids.int()
+    if live is not None:
+        weights, ids = weights.masked_fill(~live[:, None], 0.0), ids.masked_fill(~live[:, None], -1)
+    return weights, ids
 
 
 def fused_moe_reference(

@@ -7,6 +7,8 @@ import torch
 from tandem_worker.philox import draw_uniform
 
 NO_TOKEN = -1
+EQUALS_SLACK = 1e-3
+"""As in the kernel: what top-p may fall short by among equals, in weights of one token."""
 
 
 def draw_uniform_reference(seeds: torch.Tensor, choices: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -64,26 +66,28 @@ def sample_tokens_reference(
         best, winner = row.max(dim=0)
         if not bool(best.isfinite()):
             tokens.append(NO_TOKEN)
-        elif heat == 0.0:
+        elif heat == 0.0 or k == 1 or p <= 0.0 or low >= 1.0:
             tokens.append(int(winner))
         else:
             weights = torch.exp((row - best) / heat)
-            tokens.append(_draw(weights, _kept(weights, k, p, low), draw))
+            tokens.append(_draw(weights, _kept(row, weights, k, p, low), draw))
     return torch.tensor(tokens, dtype=torch.int64, device=logits.device)
 
 
-def _kept(weights: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
-    """Which tokens may be drawn; tokens as likely as the last one kept stay too."""
-    kept = weights >= min_p
-    ordered = weights.sort(descending=True).values
-    if 0 < top_k < len(weights):
-        kept &= weights >= ordered[top_k - 1]
-        ordered = ordered[ordered >= ordered[top_k - 1]]
+def _kept(row: torch.Tensor, weights: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
+    """Which tokens may be drawn, bool `[V]`; of equals the lower id ranks first."""
+    order = row.sort(descending=True, stable=True).indices
+    if top_k > 0:
+        order = order[:top_k]
     if top_p < 1.0:
-        running = ordered.cumsum(dim=0)
-        last = int((running < top_p * running[-1]).sum())
-        kept &= weights >= ordered[min(last, len(ordered) - 1)]
-    return kept
+        ordered = weights[order]
+        wanted = top_p * ordered.sum()
+        last = ordered[min(int((ordered.cumsum(dim=0) < wanted).sum()), len(order) - 1)]
+        needed = torch.ceil((wanted - ordered[ordered > last].sum()) / last - EQUALS_SLACK).clamp(min=1)
+        order = order[: int((ordered > last).sum() + torch.minimum(needed, (ordered == last).sum()))]
+    kept = torch.zeros_like(weights, dtype=torch.bool)
+    kept[order] = True
+    return kept & (weights >= min_p) & (row > float("-inf"))
 
 
 def _draw(weights: torch.Tensor, kept: torch.Tensor, draw: float) -> int:
@@ -98,5 +102,5 @@ def token_logprobs_reference(
     """Twin of `token_logprobs`: logits `[B, V]`, tokens `[B]` -> `[B]`, `[B, num_top]` and ids `[B, num_top]`."""
     scores = torch.log_softmax(logits.double(), dim=-1)
     own = scores.gather(1, tokens.long().clamp_min(0)[:, None])[:, 0]
-    ordered = scores.sort(dim=-1, descending=True, stable=True)
-    return own.float(), ordered.values[:, :num_top].float(), ordered.indices[:, :num_top]
+    ids = logits.sort(dim=-1, descending=True, stable=True).indices[:, :num_top]
+    return own.float(), scores.gather(1, ids).float(), ids
