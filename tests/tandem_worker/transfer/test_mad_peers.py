@@ -117,6 +117,16 @@ def test_who_cannot_prove_its_key_is_not_told_who_is_there(kit: SimpleNamespace)
         pair.close()
 
 
+def test_another_version_is_refused_with_a_sentence(pair: Any) -> None:
+    with stranger(pair) as sock:
+        body = protocol.encode_hello(pair.identity)[protocol.HEADER_BYTES :].replace(b'"version": 3', b'"version": 4')
+        sock.sendall(protocol.encode_header(Kind.HELLO, 0, len(body), body) + body)
+        header, answer = read_frame(sock)
+        assert header.kind is Kind.REFUSED
+        assert protocol.decode_text(answer) == "the peer speaks version 4 of the KV transport, we speak 3"
+        assert is_dropped(sock)
+
+
 # With the key: memory.
 
 
