@@ -14,12 +14,13 @@ from tandem_worker.server.chunks import AnswerHead, ChatEncoder, CompletionEncod
 from tandem_worker.server.completion_request import CompletionRequest, Prompt
 from tandem_worker.server.model import ServedModel
 from tandem_worker.server.options import CommonOptions, to_sampling
-from tandem_worker.server.shaping import shape_answer
+from tandem_worker.server.shaping import check_sizes, shape_answer
 
 
 async def plan_chat(request: ChatRequest, model: ServedModel, endpoints: tuple[str, ...]) -> Plan:
     """Raises RequestError."""
     model.check_name(request.model)
+    check_sizes(request, model)
     text = model.prompter.render(request)
     tokens = await model.prompter.encode(text, add_special_tokens=False)
     room = model.room(len(tokens), request.max_tokens, param="messages")
