@@ -18,8 +18,11 @@ from tandem_worker.server.preparation import Preparation
 from tandem_worker.server.preparing import MAX_DEFINITION_BYTES, Preparer, PromptRules
 from tandem_worker.server.preparing_job import KINDS, _run, pack_setup, unpack
 from tandem_worker.server.prompting import Prompter
+from tandem_worker.structured.limits import GrammarLimits
 
-RULES = PromptRules(name="tiny", max_model_len=40_000, vocab_size=300, start_token=0, embedding_size=8)
+RULES = PromptRules(
+    name="tiny", max_model_len=40_000, vocab_size=300, start_token=0, embedding_size=8, grammar_limits=GrammarLimits()
+)
 LONG = "hello world " * 3000
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 

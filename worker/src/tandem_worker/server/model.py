@@ -77,6 +77,7 @@ class ServedModel:
             vocab_size=self.vocab_size,
             start_token=start if start is not None else min(self.eos_token_ids, default=0),
             embedding_size=None if embedding is None else embedding.size,
+            grammar_limits=self.grammars.limits,
         )
         bound = observe_bound(tokenizer.backend_tokenizer)
         self.preparation = Preparation(

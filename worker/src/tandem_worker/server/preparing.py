@@ -23,6 +23,8 @@ from tandem_worker.server.fields import Fields, refuse, wrong_type
 from tandem_worker.server.fitting import LengthBound
 from tandem_worker.server.prompting import Prompter
 from tandem_worker.server.tools.harmony import START
+from tandem_worker.structured.grammar import GrammarError
+from tandem_worker.structured.limits import GrammarLimits
 
 MAX_DEFINITION_BYTES = 512 * 1024
 """Of a request's schemas, functions and grammar together, as JSON."""
@@ -43,6 +45,7 @@ class PromptRules:
     """Stands for an empty prompt."""
     embedding_size: int | None
     """None: the model generates text."""
+    grammar_limits: GrammarLimits
 
     def check_name(self, name: str) -> None:
         if name != self.name:
@@ -52,6 +55,21 @@ class PromptRules:
                 code="model_not_found",
                 status=404,
             )
+
+    def check_tools(self, request: ChatRequest) -> None:
+        """Refuse schemas that are too large or deep for whatever reads them next, the template too.
+
+        Raises RequestError.
+        """
+        for index, tool in enumerate(request.tools.tools):
+            try:
+                self.grammar_limits.check_schema(tool.parameters)
+            except GrammarError as error:
+                raise RequestError(
+                    f"Invalid schema of a function's parameters: {error}.",
+                    param=f"tools[{index}].function.parameters",
+                    code="invalid_json_schema",
+                ) from error
 
     def room(self, num_prompt_tokens: int, max_tokens: int | None, *, param: str, least: bool = False) -> int:
         """The allowed output. Raises ContextLengthError when prompt plus `max_tokens` do not fit.
@@ -177,6 +195,7 @@ class Preparer:
         rules = self._rules
         request = parse_chat(body, rules.vocab_size)
         rules.check_name(request.model)
+        rules.check_tools(request)
         text = self._prompter.render(request)
 
         def check(num_tokens: int, least: bool) -> int:
@@ -240,6 +259,7 @@ class Preparer:
             # The same parser as for a chat: what is counted here is what a chat would be charged.
             chat = parse_chat(body, rules.vocab_size)
             rules.check_name(chat.model)
+            rules.check_tools(chat)
             text, special, path = self._prompter.render(chat), False, "messages"
         else:
             fields = Fields(body)
