@@ -183,6 +183,15 @@ async def test_sampling_options_reach_the_engine(worker: Any) -> None:
     assert (request.cache_salt, request.priority) == ("tenant", 3)
 
 
+@pytest.mark.parametrize(
+    ("top_k", "expected"), [(-1, 0), (0, 0), (1, 1), (2**32 + 1, 2**30), (2**63, 2**30), (2**64 - 1, 2**30)]
+)
+async def test_top_k_fits_what_samplers_hold(worker: Any, top_k: int, expected: int) -> None:
+    worker.says("x")
+    await worker.client.chat.completions.create(model="tiny", messages=HELLO, extra_body={"top_k": top_k})
+    assert worker.engine.requests[0].sampling.top_k == expected
+
+
 @pytest.mark.parametrize("salt", ["s" * 256, "\N{GRINNING FACE}" * 256, "a\0b", " ", "e\u0301", ""])
 async def test_a_salt_reaches_the_engine_as_it_is(worker: Any, salt: str) -> None:
     worker.says("x")

@@ -15,6 +15,8 @@ from tandem_worker.server.fields import Fields, check_integer, check_number, ref
 
 MAX_CHOICES = 16
 """Upper limit of `n`."""
+_ALL_TOKENS = 2**30
+"""More than any vocabulary has; samplers hold `top_k` in 32 bits."""
 MAX_STOPS = 4
 MAX_STOP_LENGTH = 1024
 MAX_STOP_TOKENS = 64
@@ -134,7 +136,7 @@ def _default(value: float | None, default: float) -> float:
 
 def _top_k(fields: Fields) -> int:
     value = fields.integer("top_k", minimum=-1)
-    return 0 if value is None or value == -1 else value
+    return 0 if value is None or value == -1 else min(value, _ALL_TOKENS)
 
 
 def _stop(fields: Fields) -> tuple[str, ...]:
