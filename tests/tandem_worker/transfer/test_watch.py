@@ -37,6 +37,7 @@ def judge(now: float, *, layers: tuple[int, ...] = (0,), **state: Any) -> str | 
         (41.0, {"started_at": 0.0, "last_progress": 40.0}, "not done 40 s after it was begun"),
         (41.0, {"started_at": 20.0, "last_progress": 40.0}, None),
         (99.0, {"started_at": 0.0, "last_progress": 98.0, "arrived": True}, None),
+        (99.0, {"started_at": 0.0, "arrived": True, "layers": ()}, "no progress for 30 s"),
         (39.0, {"started_at": 0.0, "layers": ()}, None),
         (41.0, {"started_at": 0.0, "layers": ()}, "not done 40 s after it was begun"),
     ],

@@ -44,9 +44,9 @@ def judge_order(
     """Why an order is given up; None while it may go on. `watching_since`: nothing before that is the peer's fault."""
     assert attempt.order is not None
     begun = attempt.started_at
-    moves = attempt.reception is not None and not attempt.reception.complete  # else other connections bring all of it
     progressed = attempt.last_progress
-    if begun is None or not moves:
+    others_bring_it = attempt.reception is not None and attempt.reception.complete
+    if not attempt.arrived and (begun is None or others_bring_it):  # what has arrived needs the engine no more
         progressed = max(progressed, engine_progressed_at)
     if now - max(progressed, watching_since) > timeouts.stall:
         return f"no progress for {timeouts.stall:g} s"
