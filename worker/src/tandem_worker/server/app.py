@@ -88,8 +88,8 @@ def build_app(
     `max_model_len`, `vocab_size` and `eos_token_ids` come from the loaded model; without them the configuration and
     the tokenizer are asked. `tool_format` names a format of tool calls where detection would be wrong. `embedding`
     is given for an embedding model. With `preparation`, which then counts, the process for large requests is started
-    now and not with the first of them (prefill workers get none as a rule). `grammars` is a compiler that the caller
-    closes; without it the application has its own. Raises ValueError when no context length is known.
+    now and not with the first of them (but not in prefill workers, which get none as a rule). `grammars` is a compiler
+    that the caller closes; without it the application has its own. Raises ValueError when no context length is known.
     """
     model = ServedModel(
         tokenizer,

@@ -99,15 +99,16 @@ class Preparation:
         return await self._prepare_apart(kind, body, receive)
 
     async def _prepare_here(self, kind: str, body: bytes) -> Prepared:
+        if self._used:
+            async with self._turn:
+                while self._used:  # noqa: ASYNC110 - at most until the round is over
+                    await asyncio.sleep(0)
+        self._used = True
         loop = asyncio.get_running_loop()
-        async with self._turn:
-            if self._used:
-                await asyncio.sleep(0)
-            self._used = True
-            loop.call_soon(self._end_round)
-            draft = self._preparer.draft(kind, body)
-            if draft.num_characters <= INLINE_CHARACTERS:
-                return draft.finish(self._preparer.encode(draft))
+        loop.call_soon(self._end_round)
+        draft = self._preparer.draft(kind, body)
+        if draft.num_characters <= INLINE_CHARACTERS:
+            return draft.finish(self._preparer.encode(draft))
         return draft.finish(await loop.run_in_executor(self._threads, self._preparer.encode, draft))
 
     def _end_round(self) -> None:

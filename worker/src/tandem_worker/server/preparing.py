@@ -183,7 +183,8 @@ class Preparer:
         return [self._encode(each) for each in draft.texts]
 
     def _encode(self, each: Text) -> Tokens:
-        if self._bound is not None:
+        # A character is four bytes at most.
+        if self._bound is not None and 4 * len(each.text) > self._rules.max_model_len:
             each.check(self._bound.fewest_tokens(each.text), True)
         tokens = self._prompter.encode(each.text, add_special_tokens=each.add_special_tokens)
         each.check(len(tokens), False)
@@ -203,7 +204,8 @@ class Preparer:
 
         def finish(encoded: Sequence[Tokens]) -> PreparedChat:
             (tokens,) = encoded
-            room = check(len(tokens), False)
+            # `check` has found that it fits.
+            room = rules.max_model_len - len(tokens) if request.max_tokens is None else request.max_tokens
             return PreparedChat(request=request, tokens=tokens, room=room, prompt_end=_end_of(text))
 
         return Draft([Text(text, False, check)], finish)
