@@ -63,6 +63,8 @@ class Metric:
     WORKER_MEMORY_BYTES = "tandem_worker_memory_bytes"
     """Label `kind`: `weights`, `kv`, `other`."""
     WORKER_DRAINING = "tandem_worker_draining"
+    WORKER_REFUSED_CONNECTIONS_TOTAL = "tandem_worker_refused_connections_total"
+    """Labels `port` (`http`, `kv`, `group`) and `reason`: strangers, or peers whose keys are not ours."""
     GATEWAY_REQUESTS_TOTAL = "tandem_gateway_requests_total"
     GATEWAY_REQUESTS_IN_FLIGHT = "tandem_gateway_requests_in_flight"
     GATEWAY_TOKENS_IN_FLIGHT = "tandem_gateway_tokens_in_flight"

@@ -12,7 +12,7 @@ import json
 import logging
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,9 +22,8 @@ from tandem_api.names import Role
 
 from tandem_worker.environment import PodFacts
 from tandem_worker.errors import GroupLostError, StartupError
-from tandem_worker.observe.metrics import WorkerFacts, WorkerSample, build_metrics_text, build_telemetry
-from tandem_worker.observe.nvml import GpuReader
-from tandem_worker.observe.requests import RequestMetrics
+from tandem_worker.observe.figures import Figures, Refusals, open_gpu_reader
+from tandem_worker.runtime import Runtime
 from tandem_worker.server.hub import DeltaHub
 from tandem_worker.warm_up import Delivery, plan_warm_up, warm_up
 
@@ -60,10 +59,12 @@ class Progress:
 
 @dataclass(slots=True, kw_only=True)
 class Worker:
-    """Everything that runs in this process but the HTTP server."""
+    """Everything that runs in this process but the HTTP servers."""
 
     config: WorkerConfig
     app: ASGIApp
+    """The inference API."""
+    figures: Figures
     engine: EngineCore
     hub: DeltaHub
     prefill_server: TcpPrefillServer | None
@@ -143,9 +144,15 @@ def load_config(path: Path) -> WorkerConfig:
 
 
 def build_worker(
-    config: WorkerConfig, pod: PodFacts, progress: Progress, switches: Switches, group: LeadingPod | None = None
+    config: WorkerConfig,
+    pod: PodFacts,
+    runtime: Runtime,
+    progress: Progress,
+    switches: Switches,
+    group: LeadingPod | None = None,
+    refusals: Mapping[str, Refusals] | None = None,
 ) -> Worker:
-    """`group`: the other ranks, where there are any, which this process leads.
+    """`group`: the other ranks, where there are any, which this process leads. `refusals`: of ports, by their names.
 
     Raises StartupError with a reason for everything a person can mend, GroupLostError when another rank cannot go on.
     """
@@ -195,6 +202,7 @@ def build_worker(
         cuda_graphs=pod.cuda_graphs and seat is None,
         arena_bytes=arena,
         group=seat,
+        vitals=runtime.vitals,
     )
     cache = engine.kv_cache
     memory.by_kind["kv"] = cache.num_blocks * cache.spec.bytes_per_block
@@ -203,8 +211,17 @@ def build_worker(
     progress.enter("warming up")
     warm_up(engine, delivery, plan_warm_up(engine.max_model_len, model.embedding, on_gpu=device.type == "cuda"))
     progress.enter("starting the KV transport")
-    server = _connect_transport(engine, client, config, pod, digest, seat)
-    figures = _Figures(config, pod, switches, engine, server or client, _gpu_reader(device), memory.by_kind)
+    server = _connect_transport(engine, client, config, pod, runtime, digest, seat)
+    figures = Figures(
+        config,
+        pod,
+        engine,
+        transport=server or client,
+        draining=lambda: switches.draining,
+        gpu=open_gpu_reader(device),
+        memory_bytes=memory.by_kind,
+        refusals=refusals or {},
+    )
     app = build_app(
         engine,
         tokenizer,
@@ -212,8 +229,6 @@ def build_worker(
         hub=hub,
         pod_name=pod.pod,
         ready=lambda: switches.ready,
-        telemetry=figures.telemetry,
-        metrics_text=figures.metrics_text,
         draining=lambda: switches.draining,
         max_model_len=engine.max_model_len,
         vocab_size=model.vocab_size,
@@ -226,6 +241,7 @@ def build_worker(
     return Worker(
         config=config,
         app=app,
+        figures=figures,
         engine=engine,
         hub=hub,
         prefill_server=server,
@@ -299,10 +315,11 @@ def _connect_transport(
     client: TcpPrefillClient | None,
     config: WorkerConfig,
     pod: PodFacts,
+    runtime: Runtime,
     digest: str,
     seat: GroupSeat | None,
 ) -> TcpPrefillServer | None:
-    from tandem_worker.group.transport import group_identity, listening_host, start_server
+    from tandem_worker.group.transport import group_identity, start_server
     from tandem_worker.transfer.base import Identity
     from tandem_worker.transfer.blocks import BlockSpace
     from tandem_worker.transfer.server import TcpPrefillServer
@@ -324,61 +341,9 @@ def _connect_transport(
         client.bind(engine, space, identity, leader)
         return None
     server = TcpPrefillServer(
-        engine=engine, space=space, identity=identity, host=listening_host(pod), port=config.kv.port, group=leader
+        engine=engine, space=space, identity=identity, host=runtime.host, port=config.kv.port, group=leader
     )
     return start_server(server, config.kv.port)
-
-
-class _Figures:
-    """Answers `/metrics` and `/telemetry`, and counts finished requests."""
-
-    def __init__(
-        self,
-        config: WorkerConfig,
-        pod: PodFacts,
-        switches: Switches,
-        engine: EngineCore,
-        transport: TcpPrefillServer | TcpPrefillClient | None,
-        gpu: GpuReader,
-        memory_bytes: dict[str, int],
-    ) -> None:
-        self._facts = WorkerFacts(model_name=config.model_name, role=config.role, revision=config.revision, pod=pod.pod)
-        self._switches, self._engine, self._transport, self._gpu = switches, engine, transport, gpu
-        self._memory_bytes = memory_bytes
-        self._requests = RequestMetrics()
-
-    def telemetry(self) -> Any:
-        return build_telemetry(self._facts, self._sample())
-
-    def metrics_text(self) -> str:
-        return build_metrics_text(self._facts, self._sample(), self._requests, self._memory_bytes)
-
-    def observe_request(self, outcome: Any) -> None:
-        """An answer that is sent in one piece ends as it begins."""
-        first, usage = outcome.first_token_seconds, outcome.usage
-        self._requests.record(
-            status=outcome.status,
-            seconds=outcome.seconds,
-            first_token_seconds=first,
-            num_generated=0 if usage is None else usage.completion_tokens,
-            streamed=first is not None and outcome.seconds - first > 1e-3,
-        )
-
-    def _sample(self) -> WorkerSample:
-        return WorkerSample(
-            draining=self._switches.draining,
-            engine=self._engine.stats(),
-            gpu=self._gpu.sample(),
-            transfer=None if self._transport is None else self._transport.stats(),
-        )
-
-
-def _gpu_reader(device: torch.device) -> GpuReader:
-    if device.type != "cuda":
-        return GpuReader(None)
-    import torch
-
-    return GpuReader(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
 
 
 def _log_ready(config: WorkerConfig, model: CausalLM, engine: EngineCore, progress: Progress, memory: _Memory) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tandem_api.names import Role
 from tandem_api.telemetry import Metric, WorkerTelemetry
@@ -34,6 +34,8 @@ class WorkerSample:
     gpu: GpuSample
     transfer: TransferStats | None
     """None where the role has no transport."""
+    refusals: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """Of ports, by their names: what they did not let through, by reason."""
 
 
 def build_telemetry(facts: WorkerFacts, sample: WorkerSample) -> WorkerTelemetry:
@@ -70,6 +72,16 @@ def build_metrics_text(
     _add_engine(out, sample.engine)
     _add_transfer(out, sample.transfer)
     _add_gpu(out, sample.gpu)
+    out.samples(
+        Metric.WORKER_REFUSED_CONNECTIONS_TOTAL,
+        "Connections, and requests at the inference port, that were turned away before anything was done for them.",
+        "counter",
+        [
+            ({"port": port, "reason": reason}, count)
+            for port, reasons in sorted(sample.refusals.items())
+            for reason, count in sorted(reasons.items())
+        ],
+    )
     out.samples(
         Metric.WORKER_MEMORY_BYTES,
         "Memory after start-up, by what it holds; `arena` is what activations take at their most.",
