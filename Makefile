@@ -91,6 +91,10 @@ bench-engine: setup ## The engine against transformers, and its control logic's 
 soak-engine: setup ## 10,000 random requests in a tiny block space: nothing leaks, nothing changes
 	@$(RUN) python -m bench.engine.soak
 
+.PHONY: soak-kv
+soak-kv: setup ## 20,000 requests while bits flip on the way between prefill and decode: nothing wrong, nothing failed
+	@$(RUN) python -m bench.transfer.soak
+
 .PHONY: bench-gateway
 bench-gateway: setup ## CPU per request and per streamed chunk of the gateway
 	@$(RUN) python bench/gateway/run.py

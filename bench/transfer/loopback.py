@@ -30,6 +30,7 @@ from tandem_worker.transfer.client import TcpPrefillClient
 from tandem_worker.transfer.server import TcpPrefillServer
 
 BLOCK_SIZE = 16
+_PROMPT_NAME = b"name of a prompt"
 
 
 def build_space(args: argparse.Namespace, *, whole: bool) -> tuple[BlockSpace, Any]:
@@ -72,7 +73,7 @@ class InstantEngine:
     def submit_prefill(self, order: RemotePrefill, listener: Any) -> None:
         for layer in range(self._layers):
             listener.blocks_ready(order.request_id, layer, 0, self._ids)
-        listener.prefill_done(order.request_id, b"\0" * 4096, 0)
+        listener.prefill_done(order.request_id, b"\0" * 4096, 0, _PROMPT_NAME)
 
     def release(self, request_id: str) -> None: ...
 
@@ -104,6 +105,10 @@ class Decode:
     def __init__(self) -> None:
         self.ended = threading.Event()
         self.failure: str | None = None
+
+    def remote_prefill_started(self, request_id: str, generation: int) -> None: ...
+
+    def remote_prefill_overdue(self, request_id: str, generation: int) -> None: ...
 
     def remote_prefill_done(self, result: RemotePrefillResult) -> None:
         self.ended.set()
@@ -146,6 +151,7 @@ def main() -> None:
                 endpoints=(f"127.0.0.1:{port}",),
                 cache_salt="",
                 priority=0,
+                prompt_name=_PROMPT_NAME,
             )
         )
         engine.ended.wait()

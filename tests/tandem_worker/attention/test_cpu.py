@@ -48,10 +48,30 @@ DECODES = [(1, 9), (1, 12), (1, 40)]
 OPTIONS: list[dict[str, Any]] = [{}, {"window": 6}, {"window": 70}, {"chunk": 8}, {"chunk": 50}]
 
 
+def poison(cache: torch.Tensor, batch: ForwardBatch, number: float) -> torch.Tensor:
+    """A copy in which `number` stands wherever no sequence has a token."""
+    slots = [
+        int(block) * BLOCK_SIZE + offset
+        for table, context in zip(batch.block_tables, batch.context_lens_host, strict=True)
+        for index, block in enumerate(table)
+        for offset in range(BLOCK_SIZE)
+        if index * BLOCK_SIZE + offset < context
+    ]
+    poisoned = torch.full_like(cache, number)
+    for slot in slots:
+        block, offset = divmod(slot, BLOCK_SIZE)
+        poisoned[block, :, :, offset] = cache[block, :, :, offset]
+    return poisoned
+
+
 def attend_both(
-    lengths: list[tuple[int, int]], dtype: torch.dtype, heads: tuple[int, int], options: dict[str, Any]
+    lengths: list[tuple[int, int]],
+    dtype: torch.dtype,
+    heads: tuple[int, int],
+    options: dict[str, Any],
+    garbage: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ours and the twin's output for random inputs."""
+    """Ours and the twin's output for random inputs; ours sees `garbage` where no sequence has a token."""
     torch.manual_seed(1)
     torch.set_num_threads(1)
     num_heads, num_kv_heads = heads
@@ -63,7 +83,7 @@ def attend_both(
     spec = AttentionSpec(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=DIM, scale=0.3, **options)
     step = CPUAttention().begin(batch, BLOCK_SIZE)
     step.write(kv, cache)
-    ours = step.attend(q, kv, cache, spec)
+    ours = step.attend(q, kv, cache if garbage is None else poison(cache, batch, garbage), spec)
     twin = paged_prefill_attention_reference(
         q.float(),
         cache.float(),
@@ -82,6 +102,16 @@ def attend_both(
 def test_equals_the_twin(lengths, options, dtype) -> None:
     ours, twin = attend_both(lengths, dtype, (6, 2), options)
     assert float((ours - twin).norm() / twin.norm()) < (1e-5 if dtype == torch.float32 else 0.02)
+
+
+@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), 3e38], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 6}, {"chunk": 8}, {"sinks": torch.zeros(6)}], ids=["", "w", "c", "s"]
+)
+@pytest.mark.parametrize("lengths", [MIXED, DECODES, [(1, 300), (1, 301)]], ids=["mixed", "decodes", "long"])
+def test_what_lies_past_a_context_has_no_say(lengths, options, garbage) -> None:
+    ours, twin = attend_both(lengths, torch.float32, (6, 2), options, garbage)
+    assert float((ours - twin).norm() / twin.norm()) < 1e-5
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 1)])

@@ -343,6 +343,68 @@ def test_receiving_sequences_hold_blocks_and_cost_no_tokens() -> None:
     driver.run()
 
 
+def test_a_decode_takes_blocks_that_a_prefill_worker_has_not_begun_with() -> None:
+    driver = Driver(num_blocks=8)
+    local = driver.add([1, 2, 3], max_tokens=29)
+    driver.step()
+    remote = driver.add(list(range(20)), endpoints=("p:1",)).choices[0]
+    plan = driver.step()
+    assert plan.orders == [remote]
+    while remote.state is SequenceState.RECEIVING:
+        plan = driver.step()
+    assert plan.withdrawn == [remote]
+    assert (remote.state, remote.block_ids) == (SequenceState.WAITING, [])
+    assert local.choices[0].state is SequenceState.RUNNING
+    assert driver.scheduler.num_recomputed == 0, "nothing that was computed is lost"
+    driver.check_counts()
+    for _ in range(40):
+        if remote in driver.step().orders:
+            break
+    assert remote.state is SequenceState.RECEIVING, "it is ordered again when there is room"
+    driver.receive(remote)
+    driver.run()
+
+
+def test_what_a_prefill_worker_has_begun_with_is_not_taken() -> None:
+    driver = Driver(num_blocks=8)
+    local = driver.add([1, 2, 3], max_tokens=29)
+    driver.step()
+    remote = driver.add(list(range(20)), endpoints=("p:1",)).choices[0]
+    driver.step()
+    driver.scheduler.receive_started(remote)
+    for _ in range(12):
+        assert not driver.step().withdrawn
+    assert remote.state is SequenceState.RECEIVING
+    assert local.choices[0].state is SequenceState.WAITING
+    driver.receive(remote)
+    driver.run()
+
+
+@pytest.mark.parametrize(("overdue", "started"), [(True, False), (False, False), (True, True)])
+def test_an_overdue_prefill_is_done_here_when_others_lack_its_blocks(overdue: bool, started: bool) -> None:
+    """A peer that begins with nothing must not hold the memory that others wait for."""
+    driver = Driver(num_blocks=12)
+    remotes = [driver.add(list(range(20 * i, 20 * i + 20)), endpoints=("p:1",)).choices[0] for i in range(2)]
+    driver.step()
+    assert [remote.state for remote in remotes] == [SequenceState.RECEIVING] * 2
+    for remote in remotes:
+        remote.overdue, remote.started = overdue, started
+    driver.step()
+    assert [remote.state for remote in remotes] == [SequenceState.RECEIVING] * 2, "nobody else wants the blocks"
+    driver.add(list(range(50, 80)))
+    plan = driver.step()
+    if overdue and not started:
+        assert plan.withdrawn == remotes[:1]
+        assert remotes[0].state is SequenceState.RUNNING
+        driver.run()
+    else:
+        assert not plan.withdrawn
+        assert [remote.state for remote in remotes] == [SequenceState.RECEIVING] * 2
+        for remote in remotes:
+            driver.receive(remote)
+        driver.run()
+
+
 def test_a_peers_prompt_is_never_preempted() -> None:
     driver = Driver(num_blocks=8)
     local = driver.add([1, 2, 3], max_tokens=29)
@@ -448,6 +510,13 @@ class Life(RuleBasedStateMachine):
     @rule(prompt=PROMPTS)
     def submit_peer(self, prompt: list[int]) -> None:
         self.driver.add(prompt, serves_peer=True)
+
+    @rule(data=st.data(), begun=st.booleans())
+    def hear_from_a_prefill_worker(self, data: st.DataObject, begun: bool) -> None:
+        receiving = sorted(self.driver.scheduler.receiving)
+        if receiving:
+            sequence = data.draw(st.sampled_from(receiving))
+            sequence.started, sequence.overdue = begun, not begun
 
     @rule(steps=st.integers(1, 6))
     def steps(self, steps: int) -> None:

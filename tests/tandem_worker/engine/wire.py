@@ -62,7 +62,11 @@ class Wire:
             for source, target in zip(block_ids, targets, strict=True):
                 self.decode.kv_cache.layers[layer][target] = self.prefill.kv_cache.layers[layer][source]
 
-    def prefill_done(self, request_id: str, logits: bytes, num_cached_tokens: int) -> None:
+    def prefill_started(self, request_id: str) -> None:
+        self.decode.remote_prefill_started(request_id, self.orders[request_id].generation)
+
+    def prefill_done(self, request_id: str, logits: bytes, num_cached_tokens: int, prompt_name: bytes) -> None:
+        assert prompt_name == self.orders[request_id].prompt_name
         threading.Thread(target=self._finish, args=(request_id, logits, num_cached_tokens)).start()
 
     def _finish(self, request_id: str, logits: bytes, num_cached_tokens: int) -> None:

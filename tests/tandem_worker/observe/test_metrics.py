@@ -38,15 +38,24 @@ def text(**changes: object) -> str:
 
 
 def test_every_worker_metric_is_there_once() -> None:
-    lines = text(transfer=TransferStats(bytes_received=99)).splitlines()
+    stats = TransferStats(integrity_failures={"header": 0}, refusals={"gone": 0}, quota_refusals={"orders": 0})
+    lines = text(transfer=stats).splitlines()
     for attribute, name in vars(Metric).items():
         if attribute.startswith("WORKER_"):
             assert sum(line.startswith(f"# TYPE {name} ") for line in lines) == 1, name
 
 
 def test_every_line_is_prometheus_text() -> None:
-    for line in text(transfer=TransferStats()).splitlines():
+    stats = TransferStats(integrity_failures={"header": 3}, refusals={"wrong_proof": 2}, quota_refusals={"orders": 1})
+    lines = text(transfer=stats).splitlines()
+    for line in lines:
         assert line.startswith("# ") or SAMPLE_LINE.fullmatch(line), line
+    for sample_of in (
+        'kv_integrity_failures_total{model="smollm2",role="decode",kind="header"} 3',
+        'refused_connections_total{model="smollm2",role="decode",port="kv",reason="wrong_proof"} 2',
+        'kv_quota_refusals_total{model="smollm2",role="decode",quota="orders"} 1',
+    ):
+        assert f"tandem_worker_{sample_of}" in lines
 
 
 def test_what_cannot_be_measured_is_absent() -> None:

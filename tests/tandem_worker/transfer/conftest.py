@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,8 +20,13 @@ from tandem_worker.transfer.blocks import BlockSpace
 from tandem_worker.transfer.client import TcpPrefillClient
 from tandem_worker.transfer.server import TcpPrefillServer
 
+from tests.tandem_worker.transfer.scripted import PROMPT_NAME, ScriptedPeer
+
 LAYERS, BLOCK_SIZE = 3, 4
-QUICK = TransferTimeouts(connect=0.5, handshake=0.5, retry_after=0.05, heartbeat=0.05, silence=0.4, stall=0.3)
+QUICK = TransferTimeouts(
+    connect=0.5, handshake=0.5, frame=0.5, retry_after=0.05, heartbeat=0.05, silence=0.4, stall=0.3, patience=0.1,
+    queue=1.5,
+)  # fmt: skip
 
 
 def build_cache(num_blocks: int = 16, *, dtype: torch.dtype = torch.float32, heads: int = 2) -> KVCache:
@@ -64,6 +70,9 @@ class ScriptedPrefill:
         if self.auto:
             self.run(order.request_id)
 
+    def begin(self, request_id: str) -> None:
+        self.orders[request_id][1].prefill_started(request_id)
+
     def run(self, request_id: str, layers: range = range(LAYERS), *, finish: bool = True) -> None:
         order, listener = self.orders[request_id]
         first = order.num_cached_tokens // BLOCK_SIZE
@@ -71,7 +80,7 @@ class ScriptedPrefill:
         for layer in layers:
             listener.blocks_ready(request_id, layer, first, [15 - i for i in range(first, count)])
         if finish:
-            listener.prefill_done(request_id, self.logits, order.num_cached_tokens)
+            listener.prefill_done(request_id, self.logits, order.num_cached_tokens, PROMPT_NAME)
 
     def release(self, request_id: str) -> None:
         with self.changed:
@@ -97,6 +106,14 @@ class NotingDecode:
     def __init__(self) -> None:
         self.done: list[RemotePrefillResult] = []
         self.failed: list[tuple[str, int, str]] = []
+        self.started: list[tuple[str, int]] = []
+        self.overdue: list[tuple[str, int]] = []
+
+    def remote_prefill_started(self, request_id: str, generation: int) -> None:
+        self.started.append((request_id, generation))
+
+    def remote_prefill_overdue(self, request_id: str, generation: int) -> None:
+        self.overdue.append((request_id, generation))
 
     def remote_prefill_done(self, result: RemotePrefillResult) -> None:
         self.done.append(result)
@@ -108,17 +125,17 @@ class NotingDecode:
 class Pair:
     """Both ends on loopback; the decode end's block i of a prompt is block i + 1."""
 
-    def __init__(self, *, auto: bool = True, verify: bool = True) -> None:
+    def __init__(self, *, auto: bool = True, verify: bool = True, **client: Any) -> None:
         self.prefill, self.decode = ScriptedPrefill(auto=auto), NotingDecode()
         self.source, self.target = build_cache(), build_cache()
         fill(self.source)
-        self.client = TcpPrefillClient(verify=verify, timeouts=QUICK)
+        self.client = TcpPrefillClient(verify=verify, timeouts=QUICK, **client)
         space = BlockSpace(self.target)
         self.identity = Identity(worker="decode-0", revision="r1", model_digest="d1", layout=space.layout.fingerprint)
         self.client.bind(self.decode, space, self.identity)
         self.server: TcpPrefillServer | None = None
 
-    def serve(self, **changes: str) -> str:
+    def serve(self, server: dict[str, Any] | None = None, **changes: str) -> str:
         self.server = TcpPrefillServer(
             engine=self.prefill,
             space=BlockSpace(self.source),
@@ -126,6 +143,7 @@ class Pair:
             host="127.0.0.1",
             port=0,
             timeouts=QUICK,
+            **(server or {}),
         )
         self.server.start()
         return f"127.0.0.1:{self.server.port}"
@@ -143,6 +161,7 @@ class Pair:
             endpoints=endpoints,
             cache_salt="salt",
             priority=-2,
+            prompt_name=PROMPT_NAME,
         )
 
     def arrived(self, first: int, end: int) -> bool:
@@ -186,5 +205,20 @@ def kit() -> SimpleNamespace:
     """What tests build their own set-ups from."""
     return SimpleNamespace(
         Pair=Pair, build_cache=build_cache, fill=fill, eventually=eventually, QUICK=QUICK, LAYERS=LAYERS,
-        BLOCK_SIZE=BLOCK_SIZE, NotingDecode=NotingDecode, ScriptedPrefill=ScriptedPrefill,
+        BLOCK_SIZE=BLOCK_SIZE, PROMPT_NAME=PROMPT_NAME, NotingDecode=NotingDecode, ScriptedPrefill=ScriptedPrefill,
     )  # fmt: skip
+
+
+@pytest.fixture
+def scripted(kit: SimpleNamespace) -> Iterator[Callable[..., tuple[Any, ScriptedPeer]]]:
+    opened: list[Any] = []
+
+    def build(*scripts: Callable[[ScriptedPeer, socket.socket], None], verify: bool = True) -> tuple[Any, ScriptedPeer]:
+        pair = kit.Pair(verify=verify)
+        peer = ScriptedPeer(pair, *scripts)
+        opened.extend((pair, peer))
+        return pair, peer
+
+    yield build
+    for each in opened:
+        each.close()

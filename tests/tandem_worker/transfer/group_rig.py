@@ -144,6 +144,7 @@ class Groups:
             endpoints=endpoints or (self.endpoint,),
             cache_salt="",
             priority=0,
+            prompt_name=b"name of a prompt",
         )
 
     def run_prefill(self, *, finish: bool = True) -> str:

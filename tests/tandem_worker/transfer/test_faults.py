@@ -6,7 +6,6 @@ import contextlib
 import random
 import socket
 import threading
-from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,110 +13,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tandem_worker.transfer import protocol
-from tandem_worker.transfer.blocks import checksum
 from tandem_worker.transfer.protocol import BlockRange, Done, Kind
 
-LAYERS, BLOCKS = 3, 8
-EVERY_KIND = frozenset(Kind)
-
-
-class ScriptedPeer:
-    """Plays the prefill worker, one script per connection; the last one serves all further connections."""
-
-    def __init__(self, pair: Any, *scripts: Callable[[ScriptedPeer, socket.socket], None]) -> None:
-        self.pair = pair
-        self._scripts = list(scripts)
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.endpoint = f"127.0.0.1:{self._listener.getsockname()[1]}"
-        self.resends = 0
-        self._stopping = threading.Event()
-        self._threads = [threading.Thread(target=self._accept, daemon=True)]
-        self._threads[0].start()
-
-    def _accept(self) -> None:
-        while not self._stopping.is_set():
-            try:
-                sock, _ = self._listener.accept()
-            except OSError:
-                return
-            script = self._scripts.pop(0) if len(self._scripts) > 1 else self._scripts[0]
-            thread = threading.Thread(target=self._play, args=(script, sock), daemon=True)
-            self._threads.append(thread)
-            thread.start()
-
-    def _play(self, script: Callable[[ScriptedPeer, socket.socket], None], sock: socket.socket) -> None:
-        with sock, contextlib.suppress(OSError, EOFError):
-            script(self, sock)
-
-    def close(self) -> None:
-        self._stopping.set()
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        for thread in self._threads:
-            thread.join(5)
-
-    def greet(self, sock: socket.socket) -> None:
-        assert read_frame(sock)[0].kind is Kind.HELLO
-        sock.sendall(protocol.encode_hello(self.pair.identity))
-
-    def block(self, layer: int, index: int) -> bytes:
-        return self.pair.source.layers[layer][15 - index].numpy().tobytes()
-
-    def blocks(self, transfer: int, blocks: BlockRange, *, damage: bool = False) -> bytes:
-        payload = [self.block(blocks.layer, blocks.first + i) for i in range(blocks.count)]
-        sums = [checksum((memoryview(part),)) for part in payload]
-        body = bytearray(b"".join(payload))
-        if damage:
-            body[len(body) // 2] ^= 0x10
-        return protocol.encode_blocks_head(transfer, blocks, sums, len(body)) + bytes(body)
-
-    def answer(self, transfer: int) -> list[bytes]:
-        frames = [self.blocks(transfer, BlockRange(layer, 0, BLOCKS)) for layer in range(LAYERS)]
-        return [*frames, protocol.encode_done(transfer, Done(0, b"abcd"))]
-
-
-def read_exact(sock: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        piece = sock.recv(count - len(data))
-        if not piece:
-            raise EOFError
-        data += piece
-    return data
-
-
-def read_frame(sock: socket.socket) -> tuple[protocol.Header, bytes]:
-    header = protocol.decode_header(read_exact(sock, protocol.HEADER_BYTES), EVERY_KIND)
-    return header, read_exact(sock, header.length)
-
-
-def read_order(sock: socket.socket) -> int:
-    while True:
-        header, _ = read_frame(sock)
-        if header.kind is Kind.PREFILL:
-            return header.transfer
-
-
-def serve_well(peer: ScriptedPeer, sock: socket.socket) -> None:
-    peer.greet(sock)
-    while True:
-        sock.sendall(b"".join(peer.answer(read_order(sock))))
-
-
-@pytest.fixture
-def scripted(kit: SimpleNamespace) -> Iterator[Callable[..., tuple[Any, ScriptedPeer]]]:
-    opened: list[Any] = []
-
-    def build(*scripts: Callable[[ScriptedPeer, socket.socket], None], verify: bool = True) -> tuple[Any, ScriptedPeer]:
-        pair = kit.Pair(verify=verify)
-        peer = ScriptedPeer(pair, *scripts)
-        opened.extend((pair, peer))
-        return pair, peer
-
-    yield build
-    for each in opened:
-        each.close()
+from tests.tandem_worker.transfer.scripted import (
+    BLOCKS,
+    ScriptedPeer,
+    read_frame,
+    read_order,
+    serve_well,
+    stranger,
+)
 
 
 def test_the_scripted_peer_is_a_good_one(scripted: Any, kit: SimpleNamespace) -> None:
@@ -372,7 +277,7 @@ def test_any_order_of_events(events: list[tuple[Any, ...]], kit_module: SimpleNa
                     layer, index, damage = rest
                     sock.sendall(peer.blocks(transfers[order], BlockRange(layer, index, 1), damage=damage))
                 elif kind == "done":
-                    sock.sendall(protocol.encode_done(transfers[order], Done(0, b"abcd")))
+                    sock.sendall(protocol.encode_done(transfers[order], Done(0, b"abcd", b"name of a prompt")))
                 else:
                     sock.sendall(protocol.encode_text(Kind.FAILED, transfers[order], "no"))
         sock.close()
@@ -396,11 +301,6 @@ def kit_module() -> SimpleNamespace:
 
 
 # Strangers at the prefill worker's port.
-
-
-def stranger(pair: Any) -> socket.socket:
-    host, _, port = pair.serve().partition(":")
-    return socket.create_connection((host, int(port)), timeout=5)
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tandem_api.keys import open_ring
 from tandem_worker.errors import TransferError
+from tandem_worker.transfer.attempt import Attempt, LinkListener
 from tandem_worker.transfer.base import Identity, TransferTimeouts
 from tandem_worker.transfer.blocks import BlockSpace
-from tandem_worker.transfer.link import Attempt, Link, LinkListener
+from tandem_worker.transfer.link import Link
+from tandem_worker.vitals import Vitals
 
 TIMEOUTS = TransferTimeouts()
 
@@ -19,7 +22,10 @@ def link(kit: SimpleNamespace) -> Any:
     """With an order at a peer from which nothing comes; only its clock runs."""
     space = BlockSpace(kit.build_cache())
     identity = Identity(worker="decode-0", revision="r", model_digest="d", layout=space.layout.fingerprint)
-    link: Any = Link("peer:1", identity=identity, space=space, listener=LinkListener(), verify=True, timeouts=TIMEOUTS)
+    link: Any = Link(
+        "peer:1", identity=identity, space=space, listener=LinkListener(), verify=True, timeouts=TIMEOUTS,
+        ring=open_ring, vitals=Vitals(),
+    )  # fmt: skip
     link._channel = SimpleNamespace(last_received=0.0, queue=lambda *buffers: None)
     link._active = {7: Attempt(7, "a", (1,), 0, None)}
     return link

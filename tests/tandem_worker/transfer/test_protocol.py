@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tandem_worker.engine.base import RemotePrefill
-from tandem_worker.errors import TransferError
+from tandem_worker.errors import IntegrityError, TransferError
 from tandem_worker.transfer import protocol
 from tandem_worker.transfer.base import Identity, KVShard, RankAddress
 from tandem_worker.transfer.protocol import BlockRange, Done, Header, Kind
@@ -21,6 +22,7 @@ def split(frame: bytes) -> tuple[Header, bytes]:
     header = protocol.decode_header(frame[: protocol.HEADER_BYTES], EVERY_KIND)
     body = frame[protocol.HEADER_BYTES :]
     assert len(body) == header.length
+    protocol.check_body(header, body)
     return header, body
 
 
@@ -50,8 +52,8 @@ def test_hello_of_a_stranger(body: bytes) -> None:
 
 def test_hello_of_another_version() -> None:
     _, body = split(protocol.encode_hello(IDENTITY))
-    with pytest.raises(TransferError, match="version 3"):
-        protocol.decode_hello(body.replace(b'"version": 2', b'"version": 3'))
+    with pytest.raises(TransferError, match="version 4"):
+        protocol.decode_hello(body.replace(b'"version": 3', b'"version": 4'))
 
 
 @given(
@@ -82,8 +84,15 @@ def test_prefill_round_trip(
 
 @given(st.binary(max_size=200))
 def test_bodies_that_cannot_be_read_raise_nothing_else(body: bytes) -> None:
-    for decode in (protocol.decode_prefill, protocol.decode_hello, protocol.decode_done, protocol.decode_resend,
-                   protocol.decode_heartbeat, protocol.decode_text, protocol.decode_attach):  # fmt: skip
+    for decode in (
+        protocol.decode_prefill,
+        protocol.decode_hello,
+        partial(protocol.decode_done, transfer=7),
+        protocol.decode_resend,
+        protocol.decode_heartbeat,
+        protocol.decode_text,
+        protocol.decode_attach,
+    ):
         try:
             decode(body)
         except TransferError:
@@ -113,26 +122,85 @@ def test_blocks_head_round_trip() -> None:
     frame = protocol.encode_blocks_head(7, BlockRange(2, 5, 2), [1, 2**64 - 1], payload_bytes=100)
     header = protocol.decode_header(frame[: protocol.HEADER_BYTES], EVERY_KIND)
     rest = frame[protocol.HEADER_BYTES :]
-    assert header == Header(len(rest) + 100, Kind.BLOCKS, 7)
-    assert protocol.decode_blocks_fixed(rest[: protocol.BLOCKS_BYTES]) == BlockRange(2, 5, 2)
+    assert header[:3] == (len(rest) + 100, Kind.BLOCKS, 7)
+    protocol.check_body(header, rest)
+    assert protocol.decode_blocks_fixed(rest[: protocol.BLOCKS_BYTES], header.length) == BlockRange(2, 5, 2)
     assert list(protocol.decode_checksums(rest[protocol.BLOCKS_BYTES :])) == [1, 2**64 - 1]
 
 
 def test_blocks_of_none_are_refused() -> None:
     with pytest.raises(TransferError, match="of 0 blocks"):
-        protocol.decode_blocks_fixed(bytes(protocol.BLOCKS_BYTES))
+        protocol.decode_blocks_fixed(bytes(protocol.BLOCKS_BYTES), 1000)
+
+
+def test_more_blocks_than_the_frame_has_sums_for_are_refused() -> None:
+    """They would be waited for behind the end of the frame."""
+    head = protocol.encode_blocks_head(7, BlockRange(2, 5, 2), [1, 2], 0)
+    fixed = head[protocol.HEADER_BYTES :][: protocol.BLOCKS_BYTES]
+    with pytest.raises(TransferError, match="of 2 blocks and 27 bytes"):
+        protocol.decode_blocks_fixed(fixed, 27)
 
 
 def test_small_frames_round_trip() -> None:
     ranges = [BlockRange(0, 1, 2), BlockRange(9, 8, 7)]
     assert protocol.decode_resend(split(protocol.encode_resend(1, ranges))[1]) == ranges
-    assert protocol.decode_done(split(protocol.encode_done(1, Done(16, b"abcd")))[1]) == Done(16, b"abcd")
+    done = Done(16, b"abcd", b"sixteen bytes...")
+    assert protocol.decode_done(split(protocol.encode_done(1, done))[1], 1) == done
     assert protocol.decode_heartbeat(split(protocol.encode_heartbeat(99))[1]) == 99
-    assert split(protocol.encode_cancel(3)) == (Header(0, Kind.CANCEL, 3), b"")
-    assert split(protocol.encode_release(3)) == (Header(0, Kind.RELEASE, 3), b"")
+    for encode, kind in (
+        (protocol.encode_cancel, Kind.CANCEL),
+        (protocol.encode_release, Kind.RELEASE),
+        (protocol.encode_start, Kind.START),
+    ):
+        header, body = split(encode(3))
+        assert (header[:3], body) == ((0, kind, 3), b"")
 
 
 def test_long_reasons_are_cut() -> None:
     _, body = split(protocol.encode_text(Kind.FAILED, 1, "ä" * 2000))
     assert len(body) <= protocol.MAX_TEXT_BYTES
     assert protocol.decode_text(body).startswith("ää")
+
+
+FRAMES = [
+    protocol.encode_hello(IDENTITY),
+    protocol.encode_text(Kind.FAILED, 9, "no"),
+    protocol.encode_blocks_head(7, BlockRange(2, 5, 2), [1, 2], 0),
+    protocol.encode_done(7, Done(16, b"abcd", b"sixteen bytes...")),
+    protocol.encode_resend(1, [BlockRange(0, 1, 2)]),
+    protocol.encode_release(3),
+    protocol.encode_heartbeat(99),
+    protocol.encode_attach(5, 7),
+    protocol.encode_start(5),
+]
+
+
+@pytest.mark.parametrize("frame", FRAMES, ids=[Kind(frame[4]).name for frame in FRAMES])
+def test_every_flipped_bit_is_noticed(frame: bytes) -> None:
+    split(frame)
+    for bit in range(8 * len(frame)):
+        damaged = bytearray(frame)
+        damaged[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(IntegrityError):
+            split(bytes(damaged))
+
+
+def test_a_body_under_another_transfer_is_damaged() -> None:
+    one, other = protocol.encode_attach(5, 7), protocol.encode_attach(6, 7)
+    with pytest.raises(IntegrityError):
+        protocol.check_body(split(other)[0]._replace(body_sum=split(one)[0].body_sum), split(one)[1])
+
+
+def test_logits_that_are_not_those_that_were_summed() -> None:
+    _, body = split(protocol.encode_done(7, Done(16, b"abcd")))
+    with pytest.raises(IntegrityError, match="logits"):
+        protocol.decode_done(body[:-1] + b"x", 7)
+    with pytest.raises(IntegrityError, match="logits"):
+        protocol.decode_done(body, 8)
+
+
+def test_a_prompt_that_can_never_be_held_is_refused_by_its_header() -> None:
+    limits = protocol.bound_bodies(1000)
+    protocol.decode_header(protocol.encode_header(Kind.PREFILL, 1, 4 * 1000), EVERY_KIND, limits)
+    with pytest.raises(TransferError, match="PREFILL frame of 10000 bytes"):
+        protocol.decode_header(protocol.encode_header(Kind.PREFILL, 1, 10_000), EVERY_KIND, limits)

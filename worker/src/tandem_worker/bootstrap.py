@@ -190,7 +190,9 @@ def build_worker(
     progress.enter("allocating the KV cache")
     hub = DeltaHub()
     delivery = Delivery(hub)
-    client = TcpPrefillClient(verify=config.kv.verify) if config.role is Role.DECODE else None
+    client = None
+    if config.role is Role.DECODE:
+        client = TcpPrefillClient(verify=config.kv.verify, ring=runtime.peers, vitals=runtime.vitals)
     end_tokens = observe_end_tokens(path, tokenizer)
     engine = build_engine(
         model,
@@ -341,7 +343,14 @@ def _connect_transport(
         client.bind(engine, space, identity, leader)
         return None
     server = TcpPrefillServer(
-        engine=engine, space=space, identity=identity, host=runtime.host, port=config.kv.port, group=leader
+        engine=engine,
+        space=space,
+        identity=identity,
+        host=runtime.host,
+        port=config.kv.port,
+        group=leader,
+        ring=runtime.peers,
+        vitals=runtime.vitals,
     )
     return start_server(server, config.kv.port)
 

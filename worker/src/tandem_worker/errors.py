@@ -6,6 +6,8 @@ WorkerError
 ├── StartupError           the worker cannot start; reason and message end in the pod's termination message
 ├── GroupLostError         a process of this worker's group is gone: nothing can be computed any more
 ├── TransferError          a KV transfer failed; the request falls back to local prefill
+│   ├── IntegrityError     what arrived is not what was sent or ordered
+│   └── QuotaError         a peer wants more than a peer may
 ├── AuthenticationError    a peer does not have a key of this model, or does not believe ours
 ├── ThreadStartError       the system has no thread for what must run beside the rest
 └── EngineStoppedError     the engine no longer takes requests (draining or dead)
@@ -49,6 +51,18 @@ class GroupLostError(WorkerError):
 
 class TransferError(WorkerError):
     """Blocks could not be moved: the peer is gone, refused, or sent data that fails its checksum."""
+
+
+class IntegrityError(TransferError):
+    """What arrived fails its sum, or is not what was ordered. `kind` is one word for metrics."""
+
+    def __init__(self, message: str, kind: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class QuotaError(TransferError):
+    """A peer asks for more at a time than one peer, or all of them, may have."""
 
 
 class AuthenticationError(WorkerError):

@@ -88,6 +88,8 @@ class CPUStepAttention:
     ) -> torch.Tensor:
         """`q` `[G, Hq, D]` to `[G, Hq * D]`."""
         gathered = self._backend.gather(kv_layer, group.runs)
+        if group.unwritten is not None:
+            gathered.view(-1, spec.head_dim).index_fill_(0, group.unwritten, 0.0)
         if group.size * group.num_keys <= _FUSED_KEYS and spec.sinks is None and spec.value_dim is None:
             return _fused_decodes(group, q, gathered, spec)
         keys, values = _keys_and_values(

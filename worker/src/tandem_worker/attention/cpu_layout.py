@@ -48,6 +48,7 @@ class DecodeGroup:
     mask: torch.Tensor | None  # [G, 1, num_keys] additive; None when nothing is hidden
     size: int
     num_keys: int  # per sequence, padding included
+    unwritten: torch.Tensor | None  # rows of what is gathered, seen as [*, D], that lie past their sequence's context
 
 
 @dataclass(slots=True)
@@ -148,7 +149,18 @@ class LayoutBuilder:
             mask=self._decode_mask(heads, ends, num_blocks * size),
             size=len(members),
             num_keys=num_blocks * size,
+            unwritten=self._unwritten(ends, num_blocks * size),
         )
+
+    def _unwritten(self, ends: list[int], num_keys: int) -> torch.Tensor | None:
+        """What lies there may be no number, which no mask hides: nothing times NaN is NaN."""
+        if all(end == num_keys for end in ends):
+            return None
+        sequences, keys = (torch.arange(num_keys) >= torch.tensor(ends).unsqueeze(1)).nonzero(as_tuple=True)
+        num_heads = self._spec.num_kv_heads
+        planes = torch.arange(self._heads.shape[0]).view(-1, 1) * (len(ends) * num_heads)
+        heads = planes + torch.arange(num_heads)
+        return ((sequences * num_heads + heads.unsqueeze(-1)) * num_keys + keys).flatten()
 
     def _decode_mask(self, starts: list[int], ends: list[int], num_keys: int) -> torch.Tensor | None:
         """Keys outside `starts` to `ends` hidden, `[G, 1, num_keys]`."""

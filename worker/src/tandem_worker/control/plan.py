@@ -42,7 +42,7 @@ class Chunk(NamedTuple):
 
 @dataclass(slots=True)
 class StepPlan:
-    """Done in this order: moves, orders, copies, one forward pass over decodes and chunks.
+    """Done in this order: withdrawals, moves, orders, copies, one forward pass over decodes and chunks.
 
     A plan moves out or in, never both: in a step that preempts nobody is admitted.
     """
@@ -58,6 +58,8 @@ class StepPlan:
     """(host block, block)."""
     orders: list[Sequence] = field(default_factory=list[Sequence])
     """Now RECEIVING: their remote prefill is to be started."""
+    withdrawn: list[Sequence] = field(default_factory=list[Sequence])
+    """No longer RECEIVING: their remote prefill is to be cancelled."""
     num_preempted: int = 0
     lockstep: bool = False
     """The next step cannot be planned before this one's tokens are known: the host has a part in choosing them."""

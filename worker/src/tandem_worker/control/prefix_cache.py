@@ -46,6 +46,16 @@ def extend_chain(parent: bytes, token_ids: Sequence[int], block_size: int) -> li
     return names
 
 
+def name_prompt(root: bytes, chain: Sequence[bytes], token_ids: Sequence[int], block_size: int) -> bytes:
+    """Name of all of `token_ids`, whose full blocks have the names in `chain`: the rest counts too."""
+    num_blocks = len(token_ids) // block_size
+    packed = array("I", token_ids[num_blocks * block_size :])
+    if sys.byteorder == "big":
+        packed.byteswap()
+    parent = chain[num_blocks - 1] if num_blocks else root
+    return blake2b(parent + packed.tobytes(), digest_size=NAME_BYTES, person=b"whole prompt").digest()
+
+
 _STRIDE = 4
 _NEWER, _OLDER, _LAST_USE, _NAMED = range(_STRIDE)
 _MICROSECONDS = 1e6

@@ -2,12 +2,12 @@
 
     PARKED ──▶ WAITING ◀──▶ RUNNING ──▶ HELD
                   │            ▲          │
-                  └▶ RECEIVING ┘          │      every state ──▶ FINISHED
+                  └◀▶ RECEIVING ┘         │      every state ──▶ FINISHED
 
 PARKED choices wait for choice 0 to compute the prompt that they share. WAITING ones hold no blocks, except
 in host memory after a preemption that moved theirs. RECEIVING ones hold the blocks that a prefill worker writes to and
-cost no compute. RUNNING ones are prefilling or decoding. HELD is the prefill side's end: computed, blocks kept until
-they are sent.
+cost no compute; until the prefill worker has begun, others may take these blocks from them. RUNNING ones are prefilling
+or decoding. HELD is the prefill side's end: computed, blocks kept until they are sent.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class SequenceState(Enum):
 _NEXT_STATES = {
     SequenceState.PARKED: {SequenceState.WAITING, SequenceState.RUNNING},
     SequenceState.WAITING: {SequenceState.RECEIVING, SequenceState.RUNNING},
-    SequenceState.RECEIVING: {SequenceState.RUNNING},
+    SequenceState.RECEIVING: {SequenceState.RUNNING, SequenceState.WAITING},
     SequenceState.RUNNING: {SequenceState.WAITING, SequenceState.HELD},
     SequenceState.HELD: set[SequenceState](),
     SequenceState.FINISHED: set[SequenceState](),
@@ -109,12 +109,14 @@ class Sequence:
         "num_saved",
         "num_synced",
         "output",
+        "overdue",
         "prompt",
         "queued_tokens",
         "request",
         "retry_required",
         "row",
         "sampler_state",
+        "started",
         "state",
     )
 
@@ -151,6 +153,10 @@ class Sequence:
         """Leading entries of `block_ids` that the engine's block table has."""
         self.queued_tokens = 0
         """This sequence's share of the scheduler's count of prompt tokens to be computed."""
+        self.started = False
+        """The prefill worker has begun with this RECEIVING sequence."""
+        self.overdue = False
+        """The prefill worker takes long to begin."""
         self.retry_required = 0
         """Blocks this sequence lacked when it was last refused; 0 when it was not."""
         self.chosen_at = 0

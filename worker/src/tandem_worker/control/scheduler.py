@@ -6,6 +6,10 @@ the head of the queue is never overtaken, so nothing starves. When blocks run ou
 largest key gives up its own, so the first in order always advances and every sequence eventually is the first. Its KV
 is computed again later, or moved to host memory and back where that is cheaper and there is room.
 
+Blocks of a remote prefill are reserved for good once the prefill worker has begun with it. Before, a decode that lacks
+a block takes them, and the order is given again later; where a waiting sequence lacks them and the prefill worker is
+slow to begin, the prompt is computed here instead, so that no peer holds memory by doing nothing.
+
 A sequence gets the blocks of all its known tokens on admission; later it takes one block at a time. Chunks end at
 block boundaries except the last, so each prompt block is completed by exactly one step. The work of a step is
 proportional to the sequences in it; the prefix cache is walked once per admission.
@@ -138,6 +142,9 @@ class Scheduler:
         sequence.move_to(SequenceState.HELD)
         self.held.add(sequence)
 
+    def receive_started(self, sequence: Sequence) -> None:
+        sequence.started = True
+
     def receive_done(self, sequence: Sequence) -> None:
         """The prefill worker wrote all prompt blocks; the caller samples the first token from its logits."""
         self.receiving.discard(sequence)
@@ -232,6 +239,8 @@ class Scheduler:
         if not fresh and not blocks.is_shared(block_ids[index]):
             return True
         while not blocks.num_available:
+            if self._take_reservation(plan):
+                continue
             victim = self._last_preemptable()
             self._preempt(victim, plan)
             if victim is sequence:
@@ -246,6 +255,29 @@ class Scheduler:
             plan.copies.append((source, block_ids[index]))
             sequence.num_synced = min(sequence.num_synced, index)
         return True
+
+    def _take_reservation(self, plan: StepPlan) -> bool:
+        """Take the blocks of the last remote prefill that has not begun: nothing is lost but its place in a queue."""
+        unbegun = [sequence for sequence in self.receiving if not sequence.started]
+        if not unbegun:
+            return False
+        sequence = max(unbegun)
+        plan.num_preempted += 1
+        plan.withdrawn.append(sequence)
+        self._withdraw(sequence)
+        self._release_blocks(sequence)
+        sequence.move_to(SequenceState.WAITING)
+        self._enqueue(sequence)
+        return True
+
+    def _take_over(self, plan: StepPlan) -> None:
+        """Compute here what a prefill worker should have begun long ago, while others wait for its blocks."""
+        overdue = [sequence for sequence in self.receiving if sequence.overdue and not sequence.started]
+        if overdue:
+            sequence = min(overdue)
+            plan.num_preempted += 1  # there is something new to be planned
+            plan.withdrawn.append(sequence)
+            self.receive_failed(sequence)
 
     def _last_preemptable(self) -> Sequence:
         """Blocks of a peer's prompt are being sent: it is never preempted, and needs no further block either."""
@@ -308,12 +340,14 @@ class Scheduler:
             if budget < min(block_size, sequence.num_tokens) and not remote_possible:
                 break
             if not self._take_blocks(sequence, plan):
+                self._take_over(plan)
                 break
             heapq.heappop(self._waiting)
             self.num_waiting -= 1
             uncached = sequence.num_tokens - sequence.num_computed
             if remote_possible and uncached > self._limits.local_prefill_max_tokens:
                 sequence.move_to(SequenceState.RECEIVING)
+                sequence.started = sequence.overdue = False
                 self.receiving.add(sequence)
                 self._count_queued(sequence)
                 plan.orders.append(sequence)

@@ -56,6 +56,9 @@ class RemotePrefill:
     endpoints: tuple[str, ...]
     cache_salt: str
     priority: int
+    prompt_name: bytes = b""
+    """`prefix_cache.name_prompt` of the prompt: what the prefill end must have computed. It is not told, and has none
+    here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +77,10 @@ class PrefillClient(Protocol):
     """Decode side of disaggregation (implemented in `transfer/`)."""
 
     def start(self, order: RemotePrefill) -> None:
-        """Begin. Ends in one call of `Engine.remote_prefill_done` or `remote_prefill_failed`, unless cancelled."""
+        """Begin. Ends in one call of `Engine.remote_prefill_done` or `remote_prefill_failed`, unless cancelled.
+
+        Before that come `remote_prefill_started`, and `remote_prefill_overdue` where that is long in coming.
+        """
         ...
 
     def cancel(self, request_id: str, generation: int) -> None:
@@ -93,7 +99,13 @@ class LayerListener(Protocol):
         """
         ...
 
-    def prefill_done(self, request_id: str, logits: bytes, num_cached_tokens: int) -> None: ...
+    def prefill_started(self, request_id: str) -> None:
+        """The prompt has blocks now, and its first chunk is about to be computed. Comes before any block."""
+        ...
+
+    def prefill_done(self, request_id: str, logits: bytes, num_cached_tokens: int, prompt_name: bytes) -> None:
+        """`prompt_name` is `prefix_cache.name_prompt` of what was computed."""
+        ...
 
     def prefill_failed(self, request_id: str, message: str) -> None: ...
 
@@ -119,6 +131,14 @@ class Engine(Protocol):
 
     def release(self, request_id: str) -> None:
         """Prefill side: everything has been sent (or the peer is gone); the blocks may be reused (they stay cached)."""
+        ...
+
+    def remote_prefill_started(self, request_id: str, generation: int) -> None:
+        """The prefill worker computes it: its reserved blocks are no longer there for others."""
+        ...
+
+    def remote_prefill_overdue(self, request_id: str, generation: int) -> None:
+        """It has waited long at the prefill worker: if others lack its reserved blocks it is prefilled here."""
         ...
 
     def remote_prefill_done(self, result: RemotePrefillResult) -> None: ...

@@ -22,12 +22,18 @@ class PeerPrefill:
     A step that fails or is abandoned ends every peer's prompt in it, so nothing is ever reported again.
     """
 
+    started: bool = False
+    """The listener has been told of the first step that computes some of it."""
+
     @property
     def sequence(self) -> Sequence:
         return self.request.choices[0]
 
-    def report_cached(self, num_layers: int, block_size: int) -> None:
-        """Blocks that were found in this worker's prefix cache are complete in every layer."""
+    def report_start(self, num_layers: int, block_size: int) -> None:
+        """Before its first step; blocks that were found in this worker's prefix cache are complete in every layer."""
+        if not self.started:
+            self.started = True
+            self.listener.prefill_started(self.request.id)
         count = self.sequence.num_computed // block_size
         if count <= self.reported:
             return

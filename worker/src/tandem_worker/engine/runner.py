@@ -16,6 +16,7 @@ import torch
 from tandem_worker.control.host_blocks import is_moving_cheaper
 from tandem_worker.control.params import FinishReason, Pooling, TokenDelta, TokenLogprob
 from tandem_worker.control.plan import StepPlan
+from tandem_worker.control.prefix_cache import name_prompt
 from tandem_worker.control.request import Request, Sequence, SequenceState
 from tandem_worker.control.scheduler import Scheduler
 from tandem_worker.engine.base import LayerListener, PrefillClient, RemotePrefill, RemotePrefillResult
@@ -124,6 +125,16 @@ class StepRunner:
         peer = self.peers.pop(request_id, None)
         if peer is not None:
             self.scheduler.finish(peer.sequence)
+
+    def remote_started(self, request_id: str, generation: int) -> None:
+        sequence = self._find_receiving(request_id, generation)
+        if sequence is not None:
+            self.scheduler.receive_started(sequence)
+
+    def remote_overdue(self, request_id: str, generation: int) -> None:
+        sequence = self._find_receiving(request_id, generation)
+        if sequence is not None:
+            sequence.overdue = True
 
     def remote_done(self, result: RemotePrefillResult) -> None:
         sequence = self._find_receiving(result.request_id, result.generation)
@@ -286,10 +297,21 @@ class StepRunner:
         if target is not None and self.scheduler.num_waiting + len(self.scheduler.running) <= 1:
             target *= _ALONE
         plan = self.scheduler.schedule(self.meter.plan_step_tokens(target))
+        for sequence in plan.withdrawn:
+            self._withdraw_order(sequence)
         self.executor.move_blocks(plan)
         for sequence in plan.orders:
             self._start_remote(sequence)
         return plan
+
+    def _withdraw_order(self, sequence: Sequence) -> None:
+        """Its blocks are others' now, or are filled here: before any step writes to them no late write may come."""
+        assert self.prefill_client is not None, "it gave the order"
+        self.prefill_client.cancel(sequence.request.id, sequence.request.generation)
+        if sequence.state is SequenceState.RUNNING:
+            logger.warning("remote prefill of %s has not begun and others lack its blocks, prefilling here",
+                           sequence.request.id)  # fmt: skip
+            self.totals.prefills_fallback += 1
 
     def _prefers_move(self, num_tokens: int, num_blocks: int) -> bool:
         return is_moving_cheaper(
@@ -311,6 +333,7 @@ class StepRunner:
             endpoints=request.endpoints,
             cache_salt=request.cache_salt,
             priority=request.priority,
+            prompt_name=self._name_prompt(request),
         )
         assert self.prefill_client is not None
         try:
@@ -319,11 +342,15 @@ class StepRunner:
             logger.exception("remote prefill could not be started")
             self._fall_back(sequence, str(error))
 
+    def _name_prompt(self, request: Request) -> bytes:
+        block_size = self.scheduler.blocks.block_size
+        return name_prompt(request.chain_root, request.prompt_chain, request.prompt, block_size)
+
     def _report_cached_and_plan(self, plan: StepPlan) -> list[LayerReport]:
         block_size = self.scheduler.blocks.block_size
         for chunk in plan.chunks:
             if chunk.sequence.request.serves_peer:
-                self.peers[chunk.sequence.request.id].report_cached(self.executor.num_layers, block_size)
+                self.peers[chunk.sequence.request.id].report_start(self.executor.num_layers, block_size)
         return plan_reports(plan, self.peers, block_size)
 
     def _watch_layers(self, plan: StepPlan, reports: list[LayerReport]) -> Callable[[int], None] | None:
@@ -413,7 +440,9 @@ class StepRunner:
         if request.serves_peer:
             peer = self.peers[request.id]
             self.scheduler.hold_for_peer(sequence)
-            peer.listener.prefill_done(request.id, self.executor.dump_logits(row), request.num_cached_tokens)
+            peer.listener.prefill_done(
+                request.id, self.executor.dump_logits(row), request.num_cached_tokens, self._name_prompt(request)
+            )
             return []
         if request.pooling is not None:
             self._deliver_embedding(sequence, row)

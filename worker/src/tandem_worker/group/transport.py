@@ -68,7 +68,18 @@ def open_follower_transport(
     space = BlockSpace(kv_cache, shard, plan.layout)
     identity = group_identity(config, pod, digest, plan)
     if config.role is Role.DECODE:
-        return FollowingReceiver(space, identity, answer, verify=config.kv.verify).handle
+        receiver = FollowingReceiver(
+            space, identity, answer, verify=config.kv.verify, ring=runtime.peers, vitals=runtime.vitals
+        )
+        return receiver.handle
     port = config.kv.port + local_rank
-    server = TcpPrefillServer(engine=None, space=space, identity=identity, host=runtime.host, port=port)
+    server = TcpPrefillServer(
+        engine=None,
+        space=space,
+        identity=identity,
+        host=runtime.host,
+        port=port,
+        ring=runtime.peers,
+        vitals=runtime.vitals,
+    )
     return start_server(server, port).handle

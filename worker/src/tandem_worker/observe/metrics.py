@@ -78,7 +78,7 @@ def build_metrics_text(
         "counter",
         [
             ({"port": port, "reason": reason}, count)
-            for port, reasons in sorted(sample.refusals.items())
+            for port, reasons in sorted(_refusals(sample).items())
             for reason, count in sorted(reasons.items())
         ],
     )
@@ -90,6 +90,11 @@ def build_metrics_text(
     )
     out.gauge(Metric.WORKER_DRAINING, "1 while the worker takes no new requests.", int(sample.draining))
     return out.text()
+
+
+def _refusals(sample: WorkerSample) -> dict[str, Mapping[str, int]]:
+    kv = {} if sample.transfer is None else {"kv": sample.transfer.refusals}
+    return {**sample.refusals, **kv}
 
 
 def _add_requests(out: Exposition, requests: RequestMetrics) -> None:
@@ -151,6 +156,21 @@ def _add_transfer(out: Exposition, transfer: TransferStats | None) -> None:
         "KV transfers that were given up, whatever the reason.",
         transfer.failures,
     )
+    for name, text, label, counts in (
+        (
+            Metric.WORKER_KV_INTEGRITY_FAILURES_TOTAL,
+            "What arrived over the KV transport and was not used, because it was damaged or not what was ordered.",
+            "kind",
+            transfer.integrity_failures,
+        ),
+        (
+            Metric.WORKER_KV_QUOTA_REFUSALS_TOTAL,
+            "What peers with a key were refused, because they wanted more than a peer may.",
+            "quota",
+            transfer.quota_refusals,
+        ),
+    ):
+        out.samples(name, text, "counter", [({label: key}, count) for key, count in counts.items()])
 
 
 def _add_gpu(out: Exposition, gpu: GpuSample) -> None:

@@ -8,7 +8,8 @@ Invariants of every transport:
 
 - Blocks of different weights, revisions, element types or shapes never meet: both ends compare their `Identity` first.
 - A block counts as received once its checksum was verified (where `KVConfig.verify` is on). What fails is sent again,
-  then given up; it is never used.
+  then given up; it is never used. Everything but blocks is verified always.
+- Bytes that were not verified do not stay in the block space: they are zeroed before their blocks go to others.
 - When `PrefillClient.cancel` has returned, nothing of that generation is written any more.
 - The prefill end keeps blocks allocated until its peer has acknowledged them or is gone, and not longer.
 
@@ -18,7 +19,7 @@ others follow through a `GroupChannel`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -58,7 +59,10 @@ class TransferTimeouts:
     """Seconds after which a peer is given up. The kernel's keepalive notices a vanished host on idle connections."""
 
     connect: float = 2.0
+    """Resolving a name, connecting and proving the keys, together."""
     handshake: float = 3.0
+    frame: float = 10.0
+    """A frame that has begun ends within this, and a second for each MB of it; time in which nobody waits is free."""
     retry_after: float = 1.0
     """A peer that could not be reached is left alone this long."""
     heartbeat: float = 1.0
@@ -66,7 +70,12 @@ class TransferTimeouts:
     silence: float = 5.0
     """A peer with orders that sends nothing at all for this long is gone."""
     stall: float = 30.0
-    """An order is given up when neither its blocks nor the peer's engine made progress for this long."""
+    """Without progress an order is given up after this: of the peer's engine before it has begun with it, of its own
+    blocks from then on. At the prefill end: a peer that takes less than 1 MB/s for this long is given up."""
+    patience: float = 5.0
+    """An order that the peer has not begun for this long gives its blocks up where others lack them."""
+    queue: float = 60.0
+    """An order that the peer has not begun for this long goes elsewhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +92,12 @@ class TransferStats:
     """Open connections to or from peers."""
     bytes_per_second: float | None = None
     """Rate of the last transfers while bytes were moving; None before the first."""
+    refusals: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Connections refused before they proved a key, by `peers.handshake.Refusal`."""
+    integrity_failures: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Frames and blocks that were not used, by `checksums.Damage`."""
+    quota_refusals: Mapping[str, int] = field(default_factory=dict[str, int])
+    """What peers were refused, by `quotas.Quota`."""
 
 
 class PrefillEngine(Protocol):
@@ -100,6 +115,10 @@ class PrefillEngine(Protocol):
 class DecodeEngine(Protocol):
     """The part of `engine.base.Engine` that the decode end uses."""
 
+    def remote_prefill_started(self, request_id: str, generation: int) -> None: ...
+
+    def remote_prefill_overdue(self, request_id: str, generation: int) -> None: ...
+
     def remote_prefill_done(self, result: RemotePrefillResult) -> None: ...
 
     def remote_prefill_failed(self, request_id: str, generation: int, reason: str) -> None: ...
@@ -109,7 +128,7 @@ class PrefillServer(Protocol):
     """Prefill end of a transport."""
 
     def start(self) -> None:
-        """Accept peers. Raises OSError when the port is taken."""
+        """Accept peers. Raises OSError when the port is taken, ThreadStartError."""
         ...
 
     def drain(self) -> None:

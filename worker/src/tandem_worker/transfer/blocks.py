@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from xxhash import xxh3_64, xxh3_64_intdigest
-
 from tandem_worker.transfer.layout import KVLayout, KVShard
 from tandem_worker.transfer.slicing import Piece, Slices, locate
 
@@ -64,6 +62,11 @@ class BlockSpace:
         self._layers = kv_cache.layers
         self._on_gpu = kv_cache.layers[0].is_cuda
         self._bytes = () if self._on_gpu else tuple(_host_bytes(layer) for layer in kv_cache.layers)
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens for which there is room: no prompt can be longer."""
+        return (self._layers[0].shape[0] - 1) * self.layout.block_size
 
     def locate(self, slices: Slices) -> dict[int, Piece]:
         """Where these slices lie in this rank's blocks."""
@@ -203,13 +206,3 @@ def _host_bytes(layer: torch.Tensor) -> memoryview:
 
     assert layer.is_contiguous(), "a block is one contiguous run of bytes"
     return layer.view(torch.uint8).reshape(-1).numpy().data
-
-
-def checksum(runs: Sequence[memoryview]) -> int:
-    """xxh3-64 of these bytes one after another."""
-    if len(runs) == 1:
-        return xxh3_64_intdigest(runs[0])
-    digest = xxh3_64()
-    for run in runs:
-        digest.update(run)
-    return digest.intdigest()

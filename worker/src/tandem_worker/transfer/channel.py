@@ -26,6 +26,9 @@ BUFFER_BYTES = 4 << 20
 _MAX_IOVECS = 512
 _MAX_BURST_BYTES = 8 << 20
 _SCRATCH_BYTES = 256 << 10
+_FIRST_BYTES = 64 << 10
+_MAX_UNSENT = 4096
+_PATIENCE_PER_BYTE = 1e-6
 
 
 def configure(sock: socket.socket) -> None:
@@ -33,7 +36,16 @@ def configure(sock: socket.socket) -> None:
 
     A buffer size that is set by hand ends the kernel's own tuning and is cut to `net.core.[rw]mem_max`, which is small
     by default: it is set only where the machine's owner has raised that limit.
+
+    Raises TransferError when the connection is gone.
     """
+    try:
+        _set_options(sock)
+    except OSError as error:
+        raise TransferError(f"the connection was lost: {error.strerror or error}") from error
+
+
+def _set_options(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for option, limit in ((socket.SO_SNDBUF, "wmem_max"), (socket.SO_RCVBUF, "rmem_max")):
         if _kernel_limit(limit) >= BUFFER_BYTES:
@@ -119,6 +131,8 @@ class Channel:
         self._poll.register(waker.fd, select.POLLIN)
         self._poll.register(sock, select.POLLIN)
         self._wants_output = False
+        self._frame_seconds: float | None = None
+        """How long the owner may still wait for the rest of a frame; None between frames."""
         self.bytes_sent = 0
         self.last_received = clock()
 
@@ -126,16 +140,49 @@ class Channel:
         """Send after what is queued already. The buffers must not change until they have left."""
         self._out.extend(memoryview(buffer) for buffer in buffers if len(buffer))
 
-    def read(self, num_bytes: int) -> bytearray:
-        """Exactly that many bytes. Only for what has a bound."""
+    def say(self, frame: bytes) -> None:
+        """Queue a small frame. Raises TransferError when so many wait that the peer does not read."""
+        if len(self._out) >= _MAX_UNSENT:
+            raise TransferError(f"the peer does not take what is sent: {len(self._out)} pieces wait")
+        self.queue(frame)
+
+    @property
+    def has_output(self) -> bool:
+        """Something waits for the peer to take it."""
+        return bool(self._out)
+
+    def read_header(self, num_bytes: int, seconds: float) -> bytearray:
+        """The next frame's first bytes. From the first of them on the frame has `seconds`, until `end_frame`."""
+        self._frame_seconds = None
         data = bytearray(num_bytes)
-        pending = memoryview(data)
+        self._fill(memoryview(data), seconds)
+        return data
+
+    def extend_deadline(self, num_bytes: int) -> None:
+        """So much more of the frame is to come."""
+        if self._frame_seconds is not None:
+            self._frame_seconds += num_bytes * _PATIENCE_PER_BYTE
+
+    def end_frame(self) -> None:
+        self._frame_seconds = None
+
+    def read(self, num_bytes: int) -> bytearray:
+        """Exactly that many bytes. Memory is taken as they arrive: a length that is only announced costs nothing."""
+        data = bytearray()
+        while len(data) < num_bytes:
+            start = len(data)
+            data.extend(bytes(min(num_bytes - start, max(_FIRST_BYTES, start))))
+            self._fill(memoryview(data)[start:])
+        return data
+
+    def _fill(self, pending: memoryview, seconds: float | None = None) -> None:
         while pending:  # of no bytes there is nothing to read: a read of none looks like the end of the stream
             if received := self.read_some([pending]):
                 pending = pending[received:]
+                if seconds is not None and self._frame_seconds is None:
+                    self._frame_seconds = seconds
             else:
                 self.wait()
-        return data
 
     def read_some(self, buffers: Sequence[memoryview]) -> int:
         """One non-blocking read; 0 when nothing is there. Raises TransferError at the end of the stream."""
@@ -174,9 +221,24 @@ class Channel:
             if wants_output != self._wants_output:
                 self._poll.modify(self._sock, select.POLLIN | (select.POLLOUT if wants_output else 0))
                 self._wants_output = wants_output
-            ready = dict(self._poll.poll(None if delay is None else max(0.0, delay) * 1000))
+            ready = self._sleep(delay)
             if ready.get(self._sock.fileno(), 0) & ~select.POLLOUT:
                 return
+
+    def _sleep(self, delay: float | None) -> dict[int, int]:
+        """Raises TransferError when a frame that has begun takes too long.
+
+        Only time in this sleep counts, and no more of it than was asked for: this process may be stopped too.
+        """
+        if self._frame_seconds is None:
+            return dict(self._poll.poll(None if delay is None else max(0.0, delay) * 1000))
+        if self._frame_seconds <= 0:
+            raise TransferError("the peer began a frame and did not end it in time")
+        seconds = self._frame_seconds + 1e-3 if delay is None else max(0.0, min(delay, self._frame_seconds + 1e-3))
+        began = self._clock()
+        ready = dict(self._poll.poll(seconds * 1000))
+        self._frame_seconds -= min(seconds, self._clock() - began)
+        return ready
 
     def _send(self) -> None:
         """Until the socket is full or nothing is left; after a burst the owner first looks at what has come in."""

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from tandem_api.keys import KeyRing, open_ring
+
 from tandem_worker.engine.base import RemotePrefill, RemotePrefillResult
 from tandem_worker.errors import TransferError
 from tandem_worker.transfer.base import DecodeEngine, GroupChannel, Identity, TransferStats, TransferTimeouts
@@ -23,6 +25,7 @@ from tandem_worker.transfer.messages import (
     encode_message,
 )
 from tandem_worker.transfer.receiver import Intake, IntakeListener, RankReceiver
+from tandem_worker.vitals import Vitals
 
 logger = logging.getLogger(__name__)
 
@@ -56,9 +59,19 @@ class TcpPrefillClient(IntakeListener):
         *,
         verify: bool = True,
         timeouts: TransferTimeouts | None = None,
+        ring: Callable[[], KeyRing] = open_ring,
+        vitals: Vitals | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._receiver = RankReceiver(self, verify=verify, timeouts=timeouts or TransferTimeouts(), clock=clock)
+        """`ring` gives the keys that are good now: peers that do not prove one get no orders."""
+        self._receiver = RankReceiver(
+            self,
+            verify=verify,
+            timeouts=timeouts or TransferTimeouts(),
+            ring=ring,
+            vitals=vitals or Vitals(),
+            clock=clock,
+        )
         self._lock = threading.Lock()
         self._orders: dict[tuple[str, int], _Order] = {}
         self._by_transfer: dict[int, _Order] = {}
@@ -174,6 +187,19 @@ class TcpPrefillClient(IntakeListener):
             self._group.post(encode_message(message))
             entry.told_followers = True
 
+    def intake_started(self, intake: Intake) -> None:
+        if (order := self._find_order(intake)) is not None and self._engine is not None:
+            self._engine.remote_prefill_started(order.request_id, order.generation)
+
+    def intake_overdue(self, intake: Intake) -> None:
+        if (order := self._find_order(intake)) is not None and self._engine is not None:
+            self._engine.remote_prefill_overdue(order.request_id, order.generation)
+
+    def _find_order(self, intake: Intake) -> RemotePrefill | None:
+        with self._lock:
+            entry = self._by_transfer.get(intake.transfer)
+        return None if entry is None or entry.cancelled else entry.order
+
     def intake_arrived(self, intake: Intake) -> None:
         """Here or on a follower."""
         with self._lock:
@@ -219,10 +245,14 @@ class FollowingReceiver(IntakeListener):
         *,
         verify: bool = True,
         timeouts: TransferTimeouts | None = None,
+        ring: Callable[[], KeyRing] = open_ring,
+        vitals: Vitals | None = None,
     ) -> None:
         """`answer` brings a message to the first rank's `TcpPrefillClient.handle`; called on any thread."""
         self._answer = answer
-        self._receiver = RankReceiver(self, verify=verify, timeouts=timeouts or TransferTimeouts())
+        self._receiver = RankReceiver(
+            self, verify=verify, timeouts=timeouts or TransferTimeouts(), ring=ring, vitals=vitals or Vitals()
+        )
         self._receiver.bind(space, replace(identity, shard=space.shard))
         self._lock = threading.Lock()
         self._intakes: dict[int, Intake] = {}

@@ -12,80 +12,30 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from socket import create_connection
+
+from tandem_api.keys import KeyRing
 
 from tandem_worker.engine.base import RemotePrefill
-from tandem_worker.errors import TransferError
+from tandem_worker.errors import AuthenticationError, IntegrityError, TransferError
+from tandem_worker.peers.dial import dial
+from tandem_worker.peers.handshake import Purpose
 from tandem_worker.transfer import protocol
+from tandem_worker.transfer.attempt import Attempt, LinkListener, wipe
 from tandem_worker.transfer.base import Identity, TransferTimeouts
-from tandem_worker.transfer.blocks import BlockSpace, BlockWriter, checksum
+from tandem_worker.transfer.blocks import BlockSpace, BlockWriter
 from tandem_worker.transfer.channel import Channel, Waker, advance, configure
+from tandem_worker.transfer.checksums import Damage, seed_block, sum_block
 from tandem_worker.transfer.layout import RankAddress
 from tandem_worker.transfer.protocol import BlockRange, Done, Header, Kind
 from tandem_worker.transfer.reception import Reception
 from tandem_worker.transfer.slicing import Piece, agree
+from tandem_worker.transfer.watch import PrefillPace, judge_order, waited
+from tandem_worker.vitals import Vitals
 
 logger = logging.getLogger(__name__)
 
-MAX_RESENDS = 2
-_FROM_PREFILL = frozenset({Kind.BLOCKS, Kind.DONE, Kind.FAILED, Kind.HEARTBEAT})
+_FROM_PREFILL = frozenset({Kind.START, Kind.BLOCKS, Kind.DONE, Kind.FAILED, Kind.HEARTBEAT})
 _HELLO = frozenset({Kind.HELLO, Kind.REFUSED})
-
-
-@dataclass(slots=True, eq=False)
-class Attempt:
-    """What one connection is to bring of one order."""
-
-    transfer: int
-    request_id: str
-    block_ids: tuple[int, ...]
-    """Reserved for the prompt, in order."""
-    first: int
-    """Blocks of the prompt before this index are here."""
-    order: RemotePrefill | None
-    """To be given to the peer; None where this connection attaches to an order that goes to another rank."""
-    reception: Reception | None = None
-    """From the moment the peer is told."""
-    landing: threading.Lock = field(default_factory=threading.Lock)
-    is_open: bool = True
-    """False once withdrawn or ended: what still arrives is thrown away. Written under `landing`."""
-    arrived: bool = False
-    """The peer has sent everything; an order's blocks stay allocated there until `Link.release`."""
-    resends: int = 0
-    last_progress: float = 0.0
-
-    def close(self) -> bool:
-        """End it; when this returns no byte of it will be written any more. False when it had ended before."""
-        with self.landing:
-            was_open, self.is_open = self.is_open, False
-        return was_open
-
-
-class LinkListener:
-    """What a link reports, on its own thread and without holding a lock.
-
-    An attempt that brought everything may still fail until it is released: only then were its blocks surely kept.
-    """
-
-    def attempt_ordered(self, attempt: Attempt, ranks: Sequence[RankAddress], mine: int) -> None:
-        """An order is on its way to a worker of these ranks; the connection leads to number `mine` of them."""
-        raise NotImplementedError
-
-    def attempt_done(self, attempt: Attempt, done: Done, worker: str) -> None:
-        raise NotImplementedError
-
-    def attempt_failed(self, attempt: Attempt, reason: str) -> None:
-        raise NotImplementedError
-
-    def attempt_resent(self, attempt: Attempt) -> None:
-        raise NotImplementedError
-
-    def received(self, num_bytes: int, seconds: float) -> None:
-        raise NotImplementedError
-
-    def link_closed(self, link: Link, reason: str) -> None:
-        raise NotImplementedError
 
 
 class Link:
@@ -100,14 +50,18 @@ class Link:
         listener: LinkListener,
         verify: bool,
         timeouts: TransferTimeouts,
+        ring: Callable[[], KeyRing],
+        vitals: Vitals,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Raises OSError where the system has no descriptor for it."""
         self.endpoint = endpoint
         self._identity = identity
         self._space = space
         self._listener = listener
         self._verify = verify
         self._timeouts = timeouts
+        self._ring, self._vitals = ring, vitals
         self._clock = clock
         self._lock = threading.Lock()
         """Guards `_closed`, and that nothing is posted after closing."""
@@ -129,10 +83,17 @@ class Link:
         self._next_check = 0.0
         self._handshake_deadline: float | None = None
         self._channel: Channel | None = None
-        self._thread = threading.Thread(target=self._run, name=f"kv-link-{endpoint}", daemon=True)
+        self._pace = PrefillPace()
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        self._thread.start()
+        """Raises ThreadStartError; the link is then over, and has reported nothing."""
+        try:
+            self._thread = self._vitals.start_thread(f"kv-link-{self.endpoint}", self._run)
+        except BaseException:
+            self._closed = True
+            self._waker.close()
+            raise
 
     @property
     def established(self) -> bool:
@@ -163,7 +124,7 @@ class Link:
         self._waker.wake()
 
     def join(self, timeout: float) -> None:
-        if self._thread.ident is not None:
+        if self._thread is not None:
             self._thread.join(timeout)
 
     def _post(self, queue: deque[Attempt], attempt: Attempt) -> bool:
@@ -182,9 +143,12 @@ class Link:
             channel = self._connect()
             writer = self._space.writer(self._pieces)
             while True:
-                header = protocol.decode_header(channel.read(protocol.HEADER_BYTES), _FROM_PREFILL)
-                self._take(channel, header, writer)
+                self._take(channel, self._read_header(channel, _FROM_PREFILL), writer)
+                channel.end_frame()
                 channel.service()
+        except IntegrityError as error:
+            self._listener.damaged(error.kind)
+            reason = f"{self.endpoint}: {error}"
         except TransferError as error:
             reason = f"{self.endpoint}: {error}"
         except Exception as error:  # a defect must not leave requests waiting for ever
@@ -196,15 +160,17 @@ class Link:
     def _connect(self) -> Channel:
         host, _, port = self.endpoint.rpartition(":")
         try:
-            sock = create_connection((host.strip("[]"), int(port)), timeout=self._timeouts.connect)
-        except (OSError, ValueError, OverflowError) as error:
+            sock = dial(
+                host.strip("[]"), int(port), self._ring(), Purpose.KV, seconds=self._timeouts.connect, clock=self._clock
+            )
+        except (OSError, ValueError, OverflowError, AuthenticationError) as error:
             raise TransferError(f"cannot connect: {error}") from error
         configure(sock)
         channel = self._channel = Channel(sock, self._waker, self, self._clock)
         channel.queue(protocol.encode_hello(self._identity))
         self._handshake_deadline = self._clock() + self._timeouts.handshake
-        header = protocol.decode_header(channel.read(protocol.HEADER_BYTES), _HELLO)
-        body = bytes(channel.read(header.length))
+        header = self._read_header(channel, _HELLO)
+        body = self._read_body(channel, header)
         if header.kind is Kind.REFUSED:
             raise TransferError(f"refused: {protocol.decode_text(body)}")
         peer = protocol.decode_hello(body)
@@ -214,6 +180,18 @@ class Link:
         self._peer, self._handshake_deadline = peer, None
         self._take_posted(channel)
         return channel
+
+    def _read_header(self, channel: Channel, allowed: frozenset[Kind]) -> Header:
+        data = channel.read_header(protocol.HEADER_BYTES, self._timeouts.frame)
+        header = protocol.decode_header(data, allowed)
+        channel.extend_deadline(header.length)
+        return header
+
+    @staticmethod
+    def _read_body(channel: Channel, header: Header) -> bytes:
+        body = bytes(channel.read(header.length))
+        protocol.check_body(header, body)
+        return body
 
     def _agree(self, peer: Identity) -> None:
         """Find out what this connection moves. Raises TransferError."""
@@ -228,7 +206,7 @@ class Link:
         if header.kind is Kind.BLOCKS:
             self._take_blocks(channel, header, writer)
             return
-        body = bytes(channel.read(header.length))
+        body = self._read_body(channel, header)
         if header.kind is Kind.HEARTBEAT:
             if (progress := protocol.decode_heartbeat(body)) != self._peer_progress:
                 self._peer_progress, self._progressed_at = progress, self._clock()
@@ -236,28 +214,39 @@ class Link:
         attempt = self._active.get(header.transfer)
         if attempt is None:
             return
-        if header.kind is Kind.FAILED:
+        if header.kind is Kind.START:
+            self._note_start(attempt)
+        elif header.kind is Kind.FAILED:
             self._fail(attempt, f"{self.endpoint}: {protocol.decode_text(body)}")
         else:
-            self._take_done(channel, attempt, protocol.decode_done(body))
+            self._take_done(channel, attempt, protocol.decode_done(body, header.transfer))
+
+    def _note_start(self, attempt: Attempt) -> None:
+        if attempt.started_at is None:
+            attempt.started_at = attempt.last_progress = self._clock()
+            if attempt.order is not None:
+                self._listener.attempt_started(attempt)
 
     def _take_blocks(self, channel: Channel, header: Header, writer: BlockWriter) -> None:
         if header.length < protocol.BLOCKS_BYTES:
             raise TransferError("the peer sent a BLOCKS frame that cannot be read")
-        blocks = protocol.decode_blocks_fixed(channel.read(protocol.BLOCKS_BYTES))
+        fixed = channel.read(protocol.BLOCKS_BYTES)
+        blocks = protocol.decode_blocks_fixed(fixed, header.length)
         sums_bytes = protocol.CHECKSUM_BYTES * blocks.count
+        sums = channel.read(sums_bytes)
+        protocol.check_body(header, fixed + sums)
         payload_bytes = header.length - protocol.BLOCKS_BYTES - sums_bytes
         attempt = self._active.get(header.transfer)
         reception = None if attempt is None else attempt.reception
         block_ids = None if reception is None else reception.expected(blocks)
         if attempt is None or block_ids is None:
-            channel.discard(sums_bytes + payload_bytes)
+            channel.discard(payload_bytes)
             return
         if payload_bytes != blocks.count * self._pieces[blocks.layer].num_bytes:
             raise TransferError(f"the peer sent a BLOCKS frame of {header.length} bytes, which {blocks} does not take")
-        sums = protocol.decode_checksums(channel.read(sums_bytes))
+        self._note_start(attempt)
         started = self._clock()
-        landed = self._land(channel, attempt, blocks, block_ids, sums, writer)
+        landed = self._land(channel, attempt, blocks, block_ids, protocol.decode_checksums(sums), writer)
         ended = self._clock()
         if landed:
             attempt.last_progress = ended
@@ -274,6 +263,9 @@ class Link:
     ) -> bool:
         """Receive a payload into the reserved blocks. False when the attempt was withdrawn meanwhile."""
         views = writer.views(blocks.layer, block_ids)
+        with attempt.landing:
+            if attempt.is_open:
+                attempt.unverified = views.spans
         pending = list(views.spans)
         while pending:
             with attempt.landing:
@@ -289,28 +281,51 @@ class Link:
             return False
         good = [True] * len(block_ids)
         if self._verify:
-            good = [checksum(runs) == wanted for runs, wanted in zip(views.blocks, sums, strict=True)]
+            good = self._check(attempt.transfer, blocks, views.blocks, sums)
         with attempt.landing:
             if not attempt.is_open:
                 return False
+            for runs, intact in zip(views.blocks, good, strict=True):
+                if not intact:
+                    wipe(runs)
+            attempt.unverified = ()
             writer.commit(blocks.layer, block_ids, good)
         assert attempt.reception is not None, "it said what is expected"
         attempt.reception.record(blocks, good)
         return True
+
+    def _check(
+        self, transfer: int, blocks: BlockRange, received: Sequence[Sequence[memoryview]], sums: Sequence[int]
+    ) -> list[bool]:
+        good = [
+            sum_block(runs, seed_block(transfer, blocks.layer, index)) == wanted
+            for index, (runs, wanted) in enumerate(zip(received, sums, strict=True), blocks.first)
+        ]
+        for _ in range(good.count(False)):
+            self._listener.damaged(Damage.BLOCK)
+        return good
 
     def _take_done(self, channel: Channel, attempt: Attempt, done: Done) -> None:
         assert self._peer is not None, "frames come after the handshake"
         if attempt.arrived or attempt.reception is None:
             return
         if not attempt.reception.complete:
-            if attempt.resends == MAX_RESENDS:
-                self._fail(attempt, f"{self.endpoint}: blocks arrived damaged {MAX_RESENDS + 1} times")
+            if attempt.resends == protocol.MAX_RESENDS:
+                self._fail(attempt, f"{self.endpoint}: blocks arrived damaged {protocol.MAX_RESENDS + 1} times")
                 return
             attempt.resends += 1
             self._listener.attempt_resent(attempt)
             channel.queue(protocol.encode_resend(attempt.transfer, attempt.reception.missing()))
             return
+        if attempt.order is not None and (mismatch := _find_mismatch(attempt.order, done)) is not None:
+            kind, message = mismatch
+            self._listener.damaged(kind)
+            self._fail(attempt, f"{self.endpoint}: {message}")
+            return
         attempt.arrived, attempt.last_progress = True, self._clock()
+        if attempt.order is not None and attempt.started_at is not None:
+            num_computed = len(attempt.order.token_ids) - attempt.order.num_cached_tokens
+            self._pace.observe(num_computed, attempt.last_progress - attempt.started_at)
         if attempt.order is None:  # the order itself keeps the blocks
             del self._active[attempt.transfer]
             channel.queue(protocol.encode_release(attempt.transfer))
@@ -339,7 +354,7 @@ class Link:
         if not attempt.is_open:
             return
         attempt.reception = Reception(attempt.block_ids, attempt.first, tuple(self._pieces))
-        attempt.last_progress = self._clock()
+        attempt.ordered_at = attempt.last_progress = self._clock()
         self._active[attempt.transfer] = attempt
         if attempt.order is None:
             channel.queue(protocol.encode_attach(attempt.transfer, len(attempt.block_ids) - attempt.first))
@@ -397,10 +412,28 @@ class Link:
         for attempt in list(self._active.values()):
             if attempt.order is None:
                 continue  # its order, on another connection, is watched
-            # What has arrived waits for other ranks, and the peer's engine has no part in that any more.
-            progressed = attempt.last_progress if attempt.arrived else max(attempt.last_progress, self._progressed_at)
-            if now - max(progressed, watching_since) > self._timeouts.stall:
-                self._fail(attempt, f"{self.endpoint}: no progress for {self._timeouts.stall:g} s")
+            reason = judge_order(
+                attempt,
+                now,
+                watching_since=watching_since,
+                engine_progressed_at=self._progressed_at,
+                timeouts=self._timeouts,
+                pace=self._pace,
+            )
+            if reason is not None:
+                self._fail(attempt, f"{self.endpoint}: {reason}")
+            elif not attempt.overdue and waited(attempt, now, watching_since) > self._timeouts.patience:
+                attempt.overdue = True
+                self._listener.attempt_overdue(attempt)
 
     def next_frame(self) -> None:
         return None
+
+
+def _find_mismatch(order: RemotePrefill, done: Done) -> tuple[Damage, str] | None:
+    """What of `done` cannot be an answer to `order`."""
+    if done.prompt_name != order.prompt_name:
+        return Damage.PROMPT, "the peer computed another prompt than was ordered"
+    if done.num_cached_tokens > len(order.token_ids):
+        return Damage.CACHED, f"{done.num_cached_tokens} of {len(order.token_ids)} tokens are said to have been cached"
+    return None

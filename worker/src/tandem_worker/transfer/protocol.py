@@ -4,15 +4,20 @@ A connection is opened by the decode worker. Both sides say HELLO first; then th
 each under a random number (`transfer`) that it never uses again, and the prefill worker answers with BLOCKS, then DONE:
 
     decode ── HELLO, PREFILL, ATTACH, RESEND, RELEASE, CANCEL ──▶ prefill
-    decode ◀─ HELLO or REFUSED, BLOCKS, DONE, FAILED, HEARTBEAT ── prefill
+    decode ◀─ HELLO or REFUSED, START, BLOCKS, DONE, FAILED, HEARTBEAT ── prefill
 
 In groups the order goes from first rank to first rank. Every other pair of ranks that has something to move opens a
 connection of its own, on which the decode rank says ATTACH under the order's number. A connection moves the slice of
 each block that its two ranks have in common; layers are numbered as in the whole model.
 
-Every frame is a 16-byte header (length of the body, kind, transfer) and a body. All numbers are little-endian. Every
-kind has a largest body, so a stranger's bytes never make us allocate or skip more than that: `decode_header` refuses
-what is larger. All functions raise `TransferError` on what they cannot read, and nothing else.
+Every frame is a 32-byte header and a body. All numbers are little-endian. The header has the length of the body, the
+kind, the transfer, a sum of the body and a sum of itself: where that one is wrong not even the length can be believed,
+and the connection is of no more use. In BLOCKS the sum of the body covers what stands before the payload, which has a
+sum per block there, so that single blocks can be asked for again. The header, HELLO and REFUSED keep their form in all
+later versions: that is how two versions tell each other apart.
+
+Every kind has a largest body: `decode_header` refuses what is larger. All functions raise `TransferError` on what they
+cannot read, `IntegrityError` on what was damaged, and nothing else.
 """
 
 from __future__ import annotations
@@ -21,36 +26,42 @@ import json
 import struct
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple
 
 from tandem_worker.engine.base import RemotePrefill
-from tandem_worker.errors import TransferError
+from tandem_worker.errors import IntegrityError, TransferError
 from tandem_worker.transfer.base import Identity
+from tandem_worker.transfer.checksums import Damage, sum_body, sum_header, sum_logits
 from tandem_worker.transfer.layout import KVShard, RankAddress
 
 MAGIC = "tandem-kv"
-VERSION = 2
+VERSION = 3
 
-_HEADER = struct.Struct("<IB3xQ")
+_FIELDS = struct.Struct("<IB3xQQ")  # length, kind, transfer, sum of the body
+_SUM = struct.Struct("<Q")
 _PREFILL = struct.Struct("<IIIiHH")  # tokens, cached tokens, generation, priority, bytes of request id, of salt
 _BLOCKS = struct.Struct("<HHII")  # layer, spare, first index, count
 _RANGE = struct.Struct("<HHII")  # the same, in RESEND
-_DONE = struct.Struct("<I")  # cached tokens
+_DONE = struct.Struct("<I16sQ")  # cached tokens, name of the prompt, sum of the logits
 _ATTACH = struct.Struct("<I")  # blocks of the prompt that are wanted
 _HEARTBEAT = struct.Struct("<Q")  # progress of the engine
 
-HEADER_BYTES = _HEADER.size
+HEADER_BYTES = _FIELDS.size + _SUM.size
 BLOCKS_BYTES = _BLOCKS.size
 CHECKSUM_BYTES = 8
+PROMPT_NAME_BYTES = 16
 MAX_HELLO_BYTES = 16384
 MAX_TEXT_BYTES = 1024
+"""Of a reason, a request id or a cache salt."""
 MAX_PAYLOAD_BYTES = 4 << 20
 """Of one BLOCKS frame; a single block may be larger (up to MAX_BLOCK_BYTES) and then travels alone."""
 MAX_BLOCK_BYTES = 64 << 20
 MAX_BLOCKS_PER_FRAME = 1024
+MAX_RESENDS = 2
+"""Times that an order's damaged blocks may be asked for."""
 MAX_RESEND_RANGES = 4096
 MAX_TOKENS = 10_485_760
 MAX_LOGITS_BYTES = 8 << 20
@@ -68,12 +79,13 @@ class Kind(IntEnum):
     RELEASE = 9
     HEARTBEAT = 10
     ATTACH = 11
+    START = 12
 
 
-_MAX_BODY = {
+MAX_BODY: Mapping[Kind, int] = {
     Kind.HELLO: MAX_HELLO_BYTES,
     Kind.REFUSED: MAX_TEXT_BYTES,
-    Kind.PREFILL: _PREFILL.size + 4 * MAX_TOKENS + 2 * 0xFFFF,
+    Kind.PREFILL: _PREFILL.size + 4 * MAX_TOKENS + 2 * MAX_TEXT_BYTES,
     Kind.BLOCKS: BLOCKS_BYTES + CHECKSUM_BYTES * MAX_BLOCKS_PER_FRAME + MAX_BLOCK_BYTES,
     Kind.DONE: _DONE.size + MAX_LOGITS_BYTES,
     Kind.FAILED: MAX_TEXT_BYTES,
@@ -82,6 +94,7 @@ _MAX_BODY = {
     Kind.RELEASE: 0,
     Kind.HEARTBEAT: _HEARTBEAT.size,
     Kind.ATTACH: _ATTACH.size,
+    Kind.START: 0,
 }
 
 
@@ -89,6 +102,7 @@ class Header(NamedTuple):
     length: int
     kind: Kind
     transfer: int
+    body_sum: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,28 +118,48 @@ class BlockRange:
 class Done:
     num_cached_tokens: int
     logits: bytes
+    prompt_name: bytes = bytes(PROMPT_NAME_BYTES)
+    """`prefix_cache.name_prompt` of what was computed; zeros where a rank does not know."""
 
 
-def encode_header(kind: Kind, transfer: int, length: int) -> bytes:
-    return _HEADER.pack(length, kind, transfer)
+def bound_bodies(max_prompt_tokens: int) -> Mapping[Kind, int]:
+    """`MAX_BODY` at a worker that can hold no longer prompt."""
+    prefill = _PREFILL.size + 4 * min(max_prompt_tokens, MAX_TOKENS) + 2 * MAX_TEXT_BYTES
+    return {**MAX_BODY, Kind.PREFILL: prefill}
 
 
-def decode_header(data: bytes | bytearray | memoryview, allowed: frozenset[Kind]) -> Header:
+def encode_header(kind: Kind, transfer: int, length: int, body: bytes = b"") -> bytes:
+    """`length` counts a payload behind `body` too."""
+    fields = _FIELDS.pack(length, kind, transfer, sum_body(body, transfer))
+    return fields + _SUM.pack(sum_header(fields))
+
+
+def decode_header(
+    data: bytes | bytearray | memoryview, allowed: frozenset[Kind], max_body: Mapping[Kind, int] = MAX_BODY
+) -> Header:
     """`allowed` are the kinds that make sense now: before HELLO only HELLO, and never the peer's own."""
-    length, number, transfer = _HEADER.unpack(data)
+    if sum_header(data[: _FIELDS.size]) != _SUM.unpack_from(data, _FIELDS.size)[0]:
+        raise IntegrityError("the header of a frame is damaged", Damage.HEADER)
+    length, number, transfer, body_sum = _FIELDS.unpack_from(data)
     try:
         kind = Kind(number)
     except ValueError:
         raise TransferError(f"the peer sent a frame of unknown kind {number}") from None
     if kind not in allowed:
         raise TransferError(f"the peer sent an unexpected {kind.name} frame")
-    if length > _MAX_BODY[kind]:
-        raise TransferError(f"the peer sent a {kind.name} frame of {length} bytes; at most {_MAX_BODY[kind]} are taken")
-    return Header(length, kind, transfer)
+    if length > max_body[kind]:
+        raise TransferError(f"the peer sent a {kind.name} frame of {length} bytes; at most {max_body[kind]} are taken")
+    return Header(length, kind, transfer, body_sum)
+
+
+def check_body(header: Header, body: bytes | bytearray | memoryview) -> None:
+    """`body` is all of it, or what stands before the payload. Raises IntegrityError."""
+    if sum_body(body, header.transfer) != header.body_sum:
+        raise IntegrityError(f"the body of a {header.kind.name} frame is damaged", Damage.BODY)
 
 
 def _frame(kind: Kind, transfer: int, body: bytes = b"") -> bytes:
-    return encode_header(kind, transfer, len(body)) + body
+    return encode_header(kind, transfer, len(body), body) + body
 
 
 def encode_hello(identity: Identity) -> bytes:
@@ -205,7 +239,7 @@ def _little_endian(values: array[int]) -> array[int]:
 
 def encode_prefill(transfer: int, order: RemotePrefill) -> bytes:
     request_id, salt = order.request_id.encode(), order.cache_salt.encode()
-    if len(request_id) > 0xFFFF or len(salt) > 0xFFFF or len(order.token_ids) > MAX_TOKENS:
+    if len(request_id) > MAX_TEXT_BYTES or len(salt) > MAX_TEXT_BYTES or len(order.token_ids) > MAX_TOKENS:
         raise TransferError("the request id, the cache salt or the prompt is too long for the KV transport")
     fixed = _PREFILL.pack(
         len(order.token_ids), order.num_cached_tokens, order.generation, order.priority, len(request_id), len(salt)
@@ -229,6 +263,8 @@ def decode_prefill(body: bytes) -> RemotePrefill:
         raise TransferError("the peer sent a PREFILL frame that cannot be read") from error
     if num_tokens == 0 or cached >= num_tokens:
         raise TransferError("the peer ordered a prefill of no tokens")
+    if id_bytes > MAX_TEXT_BYTES or salt_bytes > MAX_TEXT_BYTES:
+        raise TransferError(f"the peer sent a text of more than {MAX_TEXT_BYTES} bytes")
     return RemotePrefill(
         request_id=request_id,
         generation=generation,
@@ -244,15 +280,16 @@ def decode_prefill(body: bytes) -> RemotePrefill:
 def encode_blocks_head(transfer: int, blocks: BlockRange, checksums: Sequence[int], payload_bytes: int) -> bytes:
     """Everything of a BLOCKS frame but the payload."""
     sums = _little_endian(array("Q", checksums)).tobytes()
-    fixed = _BLOCKS.pack(blocks.layer, 0, blocks.first, blocks.count)
-    return encode_header(Kind.BLOCKS, transfer, len(fixed) + len(sums) + payload_bytes) + fixed + sums
+    head = _BLOCKS.pack(blocks.layer, 0, blocks.first, blocks.count) + sums
+    return encode_header(Kind.BLOCKS, transfer, len(head) + payload_bytes, head) + head
 
 
-def decode_blocks_fixed(data: bytes | bytearray | memoryview) -> BlockRange:
-    """The first `BLOCKS_BYTES` of a BLOCKS body."""
+def decode_blocks_fixed(data: bytes | bytearray | memoryview, length: int) -> BlockRange:
+    """The first `BLOCKS_BYTES` of a BLOCKS body of `length` bytes. Not to be believed before `check_body`."""
     layer, _, first, count = _BLOCKS.unpack(data)
-    if not 0 < count <= MAX_BLOCKS_PER_FRAME:
-        raise TransferError(f"the peer sent a BLOCKS frame of {count} blocks; 1 to {MAX_BLOCKS_PER_FRAME} are taken")
+    if not 0 < count <= MAX_BLOCKS_PER_FRAME or BLOCKS_BYTES + CHECKSUM_BYTES * count > length:
+        message = f"the peer sent a BLOCKS frame of {count} blocks and {length} bytes"
+        raise IntegrityError(f"{message}; 1 to {MAX_BLOCKS_PER_FRAME} with their sums are taken", Damage.BODY)
     return BlockRange(layer, first, count)
 
 
@@ -263,13 +300,23 @@ def decode_checksums(data: bytes | bytearray | memoryview) -> array[int]:
 
 
 def encode_done(transfer: int, done: Done) -> bytes:
-    return _frame(Kind.DONE, transfer, _DONE.pack(done.num_cached_tokens) + done.logits)
+    fixed = _DONE.pack(done.num_cached_tokens, done.prompt_name, sum_logits(done.logits, transfer))
+    return _frame(Kind.DONE, transfer, fixed + done.logits)
 
 
-def decode_done(body: bytes) -> Done:
+def decode_done(body: bytes, transfer: int) -> Done:
     if len(body) < _DONE.size:
         raise TransferError("the peer sent a DONE frame that cannot be read")
-    return Done(_DONE.unpack_from(body)[0], body[_DONE.size :])
+    cached, prompt_name, logits_sum = _DONE.unpack_from(body)
+    logits = body[_DONE.size :]
+    if sum_logits(logits, transfer) != logits_sum:
+        raise IntegrityError("the logits are damaged", Damage.LOGITS)
+    return Done(cached, logits, prompt_name)
+
+
+def encode_start(transfer: int) -> bytes:
+    """The prompt is being computed: from now on the order progresses, or there is something wrong."""
+    return _frame(Kind.START, transfer)
 
 
 def encode_resend(transfer: int, ranges: Sequence[BlockRange]) -> bytes:

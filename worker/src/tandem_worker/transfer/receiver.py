@@ -10,19 +10,27 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from tandem_api.keys import KeyRing
+
 from tandem_worker.engine.base import RemotePrefill
-from tandem_worker.errors import TransferError
+from tandem_worker.errors import ThreadStartError, TransferError
+from tandem_worker.transfer.attempt import Attempt, LinkListener
 from tandem_worker.transfer.base import BandwidthMeter, Identity, TransferStats, TransferTimeouts
 from tandem_worker.transfer.blocks import BlockSpace
+from tandem_worker.transfer.checksums import Damage
 from tandem_worker.transfer.layout import RankAddress
-from tandem_worker.transfer.link import Attempt, Link, LinkListener
+from tandem_worker.transfer.link import Link
 from tandem_worker.transfer.protocol import Done
 from tandem_worker.transfer.slicing import plan_slices
+from tandem_worker.vitals import Vitals
 
 logger = logging.getLogger(__name__)
+
+_SOURCE = "KV links"
 
 
 @dataclass(slots=True, eq=False)
@@ -46,6 +54,12 @@ class IntakeListener:
         """The order is on its way to a worker of these ranks."""
         raise NotImplementedError
 
+    def intake_started(self, intake: Intake) -> None:
+        """The prefill worker computes the prompt."""
+
+    def intake_overdue(self, intake: Intake) -> None:
+        """The prefill worker has not begun for long."""
+
     def intake_arrived(self, intake: Intake) -> None:
         raise NotImplementedError
 
@@ -61,11 +75,14 @@ class RankReceiver(LinkListener):
         *,
         verify: bool,
         timeouts: TransferTimeouts,
+        ring: Callable[[], KeyRing],
+        vitals: Vitals,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._listener = listener
         self._verify = verify
         self._timeouts = timeouts
+        self._ring, self._vitals = ring, vitals
         self._clock = clock
         self._lock = threading.Lock()
         self._by_attempt: dict[Attempt, Intake] = {}
@@ -76,6 +93,7 @@ class RankReceiver(LinkListener):
         self._closed = False
         self._bytes_received = 0
         self._resends = 0
+        self._damage: Counter[str] = Counter({kind.value: 0 for kind in Damage})
         self._meter = BandwidthMeter()
 
     def bind(self, space: BlockSpace, identity: Identity) -> None:
@@ -107,7 +125,11 @@ class RankReceiver(LinkListener):
         """Receive this rank's share of what another one ordered. Raises TransferError when `ranks` do not hold it."""
         intake = Intake(transfer)
         attempt = Attempt(transfer, request_id, tuple(block_ids), first, None)
-        self._attach(intake, attempt, ranks, {})
+        try:
+            self._attach(intake, attempt, ranks, {})
+        except TransferError:
+            self.withdraw(intake)  # what could be attached to
+            raise
         return intake
 
     def withdraw(self, intake: Intake) -> None:
@@ -134,6 +156,7 @@ class RankReceiver(LinkListener):
                 resends=self._resends,
                 connections=sum(link.connected for link in self._links.values()),
                 bytes_per_second=self._meter.rate,
+                integrity_failures=dict(self._damage),
             )
 
     def close(self) -> None:
@@ -165,13 +188,24 @@ class RankReceiver(LinkListener):
         link = self._links.get(endpoint)
         fresh = link is None or not link.submit(attempt)
         if link is None or fresh:
-            link = self._links[endpoint] = self._build_link(endpoint)
-            link.submit(attempt)  # before it starts, for it may end at once
+            link = self._start_link(endpoint, attempt)
         intake.parts[attempt] = link
         intake.num_missing += 1
         self._by_attempt[attempt] = intake
-        if fresh:
+
+    def _start_link(self, endpoint: str, attempt: Attempt) -> Link:
+        """Under the lock, without which the link reports nothing: it may end at once. Raises TransferError."""
+        try:
+            link = self._build_link(endpoint)
+            link.submit(attempt)
             link.start()
+        except (OSError, ThreadStartError) as error:
+            self._links.pop(endpoint, None)
+            self._vitals.set(_SOURCE, f"no connection to a prefill worker can be made: {error}")
+            raise TransferError(f"{endpoint}: {error}") from error
+        self._vitals.clear(_SOURCE)
+        self._links[endpoint] = link
+        return link
 
     def _build_link(self, endpoint: str) -> Link:
         assert self._space is not None, "bind comes before orders"
@@ -183,14 +217,15 @@ class RankReceiver(LinkListener):
             listener=self,
             verify=self._verify,
             timeouts=self._timeouts,
+            ring=self._ring,
+            vitals=self._vitals,
             clock=self._clock,
         )
 
     # LinkListener
 
     def attempt_ordered(self, attempt: Attempt, ranks: Sequence[RankAddress], mine: int) -> None:
-        with self._lock:
-            intake = self._by_attempt.get(attempt)
+        intake = self._find(attempt)
         if intake is None:
             return
         try:
@@ -199,6 +234,18 @@ class RankReceiver(LinkListener):
             self.attempt_failed(attempt, str(error))
             return
         self._listener.intake_ordered(intake, ranks)
+
+    def attempt_started(self, attempt: Attempt) -> None:
+        if (intake := self._find(attempt)) is not None:
+            self._listener.intake_started(intake)
+
+    def attempt_overdue(self, attempt: Attempt) -> None:
+        if (intake := self._find(attempt)) is not None:
+            self._listener.intake_overdue(intake)
+
+    def _find(self, attempt: Attempt) -> Intake | None:
+        with self._lock:
+            return self._by_attempt.get(attempt)
 
     def attempt_done(self, attempt: Attempt, done: Done, worker: str) -> None:
         with self._lock:
@@ -225,6 +272,10 @@ class RankReceiver(LinkListener):
         logger.warning("received damaged blocks, asking for them again", extra={"request_id": attempt.request_id})
         with self._lock:
             self._resends += 1
+
+    def damaged(self, kind: str) -> None:
+        with self._lock:
+            self._damage[kind] += 1
 
     def received(self, num_bytes: int, seconds: float) -> None:
         with self._lock:

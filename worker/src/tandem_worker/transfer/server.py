@@ -6,23 +6,31 @@ through a `GroupChannel` what is ready, and send their slices to who attaches.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import socket
 import threading
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 
+from tandem_api.keys import KeyRing, open_ring
+
+from tandem_worker.errors import QuotaError, ThreadStartError, TransferError
+from tandem_worker.peers.door import Door
+from tandem_worker.peers.handshake import Purpose, Refusal
 from tandem_worker.transfer.base import GroupChannel, Identity, PrefillEngine, TransferStats, TransferTimeouts
 from tandem_worker.transfer.blocks import BlockSpace
 from tandem_worker.transfer.messages import Message, decode_message, encode_message
 from tandem_worker.transfer.outbox import Outbox
-from tandem_worker.transfer.session import Session, SessionTotals
+from tandem_worker.transfer.outgoing import SessionTotals
+from tandem_worker.transfer.quotas import Account, Ledger, Quotas
+from tandem_worker.transfer.session import Session
+from tandem_worker.vitals import Vitals
 
 logger = logging.getLogger(__name__)
 
-MAX_SESSIONS = 1024
-"""Connections at a time: a bound on what strangers can make us keep. A decode worker opens one."""
+_SOURCE = "KV sessions"
 
 
 class TcpPrefillServer:
@@ -38,10 +46,14 @@ class TcpPrefillServer:
         port: int,
         group: GroupChannel | None = None,
         timeouts: TransferTimeouts | None = None,
+        ring: Callable[[], KeyRing] = open_ring,
+        vitals: Vitals | None = None,
+        quotas: Quotas | None = None,
     ) -> None:
         """`engine` is None on ranks that follow, `group` is the first rank's way to them.
 
-        Of a group, `identity.ranks` names every rank, the same way on all of them.
+        Of a group, `identity.ranks` names every rank, the same way on all of them. `ring` gives the keys that are good
+        now: who does not prove one is not let in.
         """
         self._engine = engine
         self._space = space
@@ -50,26 +62,30 @@ class TcpPrefillServer:
         self._outbox = Outbox(space, None if group is None else self._tell_followers)
         self._address = (host, port)
         self._timeouts = timeouts or TransferTimeouts()
+        self._ring, self._vitals = ring, vitals or Vitals()
+        self._ledger = Ledger(quotas or Quotas.of(space.num_slots))
         self._totals = SessionTotals()
         self._lock = threading.Lock()
         self._sessions: set[Session] = set()
         self._numbers = itertools.count(1)
         self._draining = False
         self._closed = False
-        self._listener: socket.socket | None = None
-        self._thread: threading.Thread | None = None
+        self._port = port
+        self._door: Door | None = None
 
     def start(self) -> None:
-        self._listener = socket.create_server(self._address, backlog=128)
-        self._thread = threading.Thread(target=self._accept, args=(self._listener,), name="kv-accept", daemon=True)
-        self._thread.start()
-        logger.info("KV transport listens on port %d", self.port)
+        family = socket.AF_INET6 if ":" in self._address[0] else socket.AF_INET
+        listener = socket.create_server(self._address, family=family, backlog=128)
+        self._port = listener.getsockname()[1]
+        self._door = Door(listener, ring=self._ring, purpose=Purpose.KV, admit=self._admit, vitals=self._vitals)
+        self._door.start()
+        logger.info("KV transport listens on %s port %d", self._address[0], self._port)
 
     @property
     def port(self) -> int:
         """The port in use, which the system chose when 0 was asked for."""
-        assert self._listener is not None, "start comes first"
-        return self._listener.getsockname()[1]
+        assert self._door is not None, "start comes first"
+        return self._port
 
     def drain(self) -> None:
         self._draining = True
@@ -81,6 +97,7 @@ class TcpPrefillServer:
     def stats(self) -> TransferStats:
         with self._lock:
             connections = sum(session.established for session in self._sessions)
+        refused = Counter[Refusal]() if self._door is None else self._door.refusals
         totals = self._totals
         with totals.lock:
             return TransferStats(
@@ -89,51 +106,64 @@ class TcpPrefillServer:
                 resends=totals.resends,
                 connections=connections,
                 bytes_per_second=totals.meter.rate,
+                refusals={reason.value: refused[reason] for reason in Refusal},
+                integrity_failures=dict(totals.damage),
+                quota_refusals=self._ledger.refusals,
             )
 
     def close(self) -> None:
+        self._closed = True
+        if self._door is not None:
+            self._door.close()
         with self._lock:
-            self._closed = True
             sessions = list(self._sessions)
-        if self._listener is not None:
-            with contextlib.suppress(OSError):  # wakes the accepting thread, which `close` alone does not
-                self._listener.shutdown(socket.SHUT_RDWR)
-            self._listener.close()
         for session in sessions:
             session.stop()
         for session in sessions:
             session.join(timeout=2.0)
-        if self._thread is not None:
-            self._thread.join(timeout=2.0)
 
-    def _accept(self, listener: socket.socket) -> None:
-        while not self._closed:
-            try:
-                sock, address = listener.accept()
-            except OSError as error:
-                if self._closed:
-                    return
-                logger.warning("cannot accept a KV connection: %s", error)
-                threading.Event().wait(0.1)  # out of descriptors, most likely: it passes, or liveness ends it
-                continue
-            with self._lock:
-                if self._closed or len(self._sessions) >= MAX_SESSIONS:
-                    sock.close()
-                    continue
-                session = Session(
-                    sock,
-                    f"{address[0]}:{address[1]}-{next(self._numbers)}",
-                    engine=self._engine,
-                    outbox=self._outbox,
-                    space=self._space,
-                    identity=self._identity,
-                    draining=lambda: self._draining,
-                    totals=self._totals,
-                    timeouts=self._timeouts,
-                    on_closed=self._forget,
-                )
-                self._sessions.add(session)
-                session.start()  # before `close` can see it
+    def _admit(self, sock: socket.socket, name: str) -> None:
+        """On the door's thread: `name` is the address of a peer that has proven the key."""
+        try:
+            account = self._ledger.open(name.rpartition(":")[0])
+        except QuotaError as error:
+            logger.warning("a KV connection from %s is not taken: %s", name, error)
+            sock.close()
+            return
+        try:
+            self._start_session(sock, name, account)
+        except (OSError, ThreadStartError, TransferError) as error:
+            account.close()
+            sock.close()
+            if not isinstance(error, TransferError):  # that one is the peer's
+                self._vitals.set(_SOURCE, f"peers are turned away: {error}")
+            return
+        self._vitals.clear(_SOURCE)
+
+    def _start_session(self, sock: socket.socket, name: str, account: Account) -> None:
+        """Raises OSError and ThreadStartError where the system gives no more, TransferError when the peer is gone."""
+        session = Session(
+            sock,
+            f"{name}-{next(self._numbers)}",
+            engine=self._engine,
+            outbox=self._outbox,
+            space=self._space,
+            identity=self._identity,
+            draining=lambda: self._draining,
+            totals=self._totals,
+            account=account,
+            timeouts=self._timeouts,
+            on_closed=self._forget,
+        )
+        with self._lock:
+            self._sessions.add(session)
+            if self._closed:
+                session.stop()  # it looks at that first
+        try:
+            session.start(self._vitals)
+        except ThreadStartError:
+            self._forget(session)
+            raise
 
     def _tell_followers(self, message: Message) -> None:
         assert self._group is not None

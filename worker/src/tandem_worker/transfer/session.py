@@ -13,17 +13,21 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from tandem_worker.engine.base import RemotePrefill
-from tandem_worker.errors import TransferError, WorkerError
+from tandem_worker.errors import IntegrityError, QuotaError, TransferError, WorkerError
 from tandem_worker.transfer import protocol
-from tandem_worker.transfer.base import BandwidthMeter, Identity, PrefillEngine, TransferTimeouts
-from tandem_worker.transfer.blocks import BlockReader, BlockSpace, checksum
+from tandem_worker.transfer.base import Identity, PrefillEngine, TransferTimeouts
+from tandem_worker.transfer.blocks import BlockReader, BlockSpace
 from tandem_worker.transfer.channel import Channel, Waker, configure
-from tandem_worker.transfer.outbox import Outbox, ReadyBlocks, Shelf
+from tandem_worker.transfer.checksums import seed_block, sum_block
+from tandem_worker.transfer.outbox import Outbox, ReadyBlocks
+from tandem_worker.transfer.outgoing import Ended, FlowWatch, Outgoing, SessionTotals, Started, count_up
 from tandem_worker.transfer.protocol import BlockRange, Done, Header, Kind
+from tandem_worker.transfer.quotas import Account, Quota
 from tandem_worker.transfer.slicing import Piece, agree
+from tandem_worker.vitals import Vitals
 
 logger = logging.getLogger(__name__)
 
@@ -31,38 +35,8 @@ _FROM_DECODE = frozenset({Kind.PREFILL, Kind.ATTACH, Kind.RESEND, Kind.RELEASE, 
 _HELLO = frozenset({Kind.HELLO})
 _ACKNOWLEDGE_SECONDS = 30.0
 """A peer that was sent everything and does not answer for this long is hung: its connection is dropped."""
-
-
-@dataclass(slots=True, eq=False)
-class _Outgoing:
-    transfer: int
-    shelf: Shelf
-    engine_id: str | None
-    """Of an order that this connection brought; None where it attached to one."""
-    num_unreported: int = 0
-    """Of an attached order: slices of blocks that are still to be computed."""
-    block_ids: dict[int, int] = field(default_factory=dict)
-    """Our block of each reported block of the prompt; the same in every layer."""
-    done: Done | None = None
-    sent_at: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Ended:
-    transfer: int
-    outcome: Done | str
-    """A result, or why there is none."""
-
-
-@dataclass(slots=True)
-class SessionTotals:
-    """Shared by the sessions of a server."""
-
-    bytes_sent: int = 0
-    failures: int = 0
-    resends: int = 0
-    meter: BandwidthMeter = field(default_factory=BandwidthMeter)
-    lock: threading.Lock = field(default_factory=threading.Lock)
+_MAX_STRAYS = 4096
+"""Frames about orders that are not open, since the last good order: some are late, so many are a flood."""
 
 
 class Session:
@@ -79,11 +53,15 @@ class Session:
         identity: Identity,
         draining: Callable[[], bool],
         totals: SessionTotals,
+        account: Account,
         timeouts: TransferTimeouts,
         on_closed: Callable[[Session], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`engine` is the one that takes orders; ranks that follow have none and are attached to."""
+        """`engine` is the one that takes orders; ranks that follow have none and are attached to.
+
+        Raises OSError where the system has no descriptor for it, TransferError when the peer is gone already.
+        """
         self._name = name
         self._engine = engine
         self._outbox = outbox
@@ -91,14 +69,19 @@ class Session:
         self._identity = identity
         self._draining = draining
         self._totals = totals
+        self._account = account
         self._timeouts = timeouts
         self._on_closed = on_closed
         self._clock = clock
+        configure(sock)
         self._waker = Waker()
-        self._reported: deque[ReadyBlocks | _Ended] = deque()
+        self._max_body = protocol.bound_bodies(space.num_slots)
+        self._flow = FlowWatch(timeouts.stall)
+        self._num_strays = 0
+        self._reported: deque[ReadyBlocks | Started | Ended] = deque()
         self._to_send: deque[ReadyBlocks] = deque()
-        self._to_finish: deque[_Outgoing] = deque()
-        self._orders: dict[int, _Outgoing] = {}
+        self._to_finish: deque[Outgoing] = deque()
+        self._orders: dict[int, Outgoing] = {}
         self._transfers: dict[str, int] = {}
         """By the engine's name of an order."""
         self._pieces: dict[int, Piece] = {}
@@ -109,12 +92,17 @@ class Session:
         self._next_heartbeat = 0.0
         self._frame_started = 0.0
         self._frame_bytes = 0
-        configure(sock)
         self._channel = Channel(sock, self._waker, self, clock)
-        self._thread = threading.Thread(target=self._run, name=f"kv-session-{name}", daemon=True)
+        self._thread: threading.Thread | None = None
 
-    def start(self) -> None:
-        self._thread.start()
+    def start(self, vitals: Vitals) -> None:
+        """Raises ThreadStartError; nothing is left open then."""
+        try:
+            self._thread = vitals.start_thread(f"kv-session-{self._name}", self._run)
+        except BaseException:
+            self._channel.close()
+            self._waker.close()
+            raise
 
     @property
     def established(self) -> bool:
@@ -126,7 +114,8 @@ class Session:
         self._waker.wake()
 
     def join(self, timeout: float) -> None:
-        self._thread.join(timeout)
+        if self._thread is not None:
+            self._thread.join(timeout)
 
     # engine.base.LayerListener: called on the engine thread, must only enqueue.
 
@@ -135,8 +124,13 @@ class Session:
         if transfer is not None:
             self._outbox.report(transfer, layer, first_index, block_ids)
 
-    def prefill_done(self, request_id: str, logits: bytes, num_cached_tokens: int) -> None:
-        self._end_order(request_id, Done(num_cached_tokens, logits))
+    def prefill_started(self, request_id: str) -> None:
+        transfer = self._transfers.get(request_id)
+        if transfer is not None:
+            self._post(Started(transfer))
+
+    def prefill_done(self, request_id: str, logits: bytes, num_cached_tokens: int, prompt_name: bytes) -> None:
+        self._end_order(request_id, Done(num_cached_tokens, logits, prompt_name))
 
     def prefill_failed(self, request_id: str, message: str) -> None:
         self._end_order(request_id, message)
@@ -144,7 +138,7 @@ class Session:
     def _end_order(self, request_id: str, outcome: Done | str) -> None:
         transfer = self._transfers.get(request_id)
         if transfer is not None:
-            self._post(_Ended(transfer, outcome))
+            self._post(Ended(transfer, outcome))
 
     # outbox.Reader
 
@@ -152,9 +146,9 @@ class Session:
         self._post(ready)
 
     def closed(self, transfer: int) -> None:
-        self._post(_Ended(transfer, "the order has ended at the first rank"))
+        self._post(Ended(transfer, "the order has ended at the first rank"))
 
-    def _post(self, event: ReadyBlocks | _Ended) -> None:
+    def _post(self, event: ReadyBlocks | Started | Ended) -> None:
         self._reported.append(event)
         self._waker.wake()
 
@@ -165,9 +159,11 @@ class Session:
             self._shake_hands()
             while True:
                 self._channel.service()
-                header = protocol.decode_header(self._channel.read(protocol.HEADER_BYTES), _FROM_DECODE)
-                self._take(header, bytes(self._channel.read(header.length)))
+                self._take(*self._read_frame(_FROM_DECODE))
         except TransferError as error:
+            if isinstance(error, IntegrityError):
+                with self._totals.lock:
+                    self._totals.damage[error.kind] += 1
             level = logging.INFO if self._orders or not self.established else logging.DEBUG
             logger.log(level, "KV connection from %s ended: %s", self._name, error)
         except Exception:  # a defect must not leave blocks allocated for ever
@@ -175,9 +171,17 @@ class Session:
         finally:
             self._end()
 
-    def _shake_hands(self) -> None:
-        header = protocol.decode_header(self._channel.read(protocol.HEADER_BYTES), _HELLO)
+    def _read_frame(self, allowed: frozenset[Kind]) -> tuple[Header, bytes]:
+        data = self._channel.read_header(protocol.HEADER_BYTES, self._timeouts.frame)
+        header = protocol.decode_header(data, allowed, self._max_body)
+        self._channel.extend_deadline(header.length)
         body = bytes(self._channel.read(header.length))
+        protocol.check_body(header, body)
+        self._channel.end_frame()
+        return header, body
+
+    def _shake_hands(self) -> None:
+        _, body = self._read_frame(_HELLO)
         try:
             peer = protocol.decode_hello(body)
             refusal = self._identity.refusal(peer)
@@ -208,6 +212,9 @@ class Session:
             return
         outgoing = self._orders.get(header.transfer)
         if outgoing is None:
+            self._num_strays += 1
+            if self._num_strays > _MAX_STRAYS:
+                raise TransferError(f"the peer sent {_MAX_STRAYS} frames about orders that are not open")
             return
         if header.kind is Kind.RESEND:
             self._resend(outgoing, protocol.decode_resend(body))
@@ -223,55 +230,74 @@ class Session:
         refusal = "draining" if self._draining() else None
         if self._engine is None:
             refusal = "this rank takes no orders: the first rank of its group does"
-        elif refusal is None and not self._outbox.open(transfer):
-            refusal = f"transfer number {transfer} is in use"
+        elif refusal is None:
+            refusal = self._open_order(transfer, len(order.token_ids))
         if self._engine is None or refusal is not None:
-            self._channel.queue(protocol.encode_text(Kind.FAILED, transfer, refusal or ""))
+            self._refuse(transfer, refusal or "")
             return
         # Request ids are the clients': two decode workers may bring the same one, one worker may bring it again.
         engine_id = f"{order.request_id}/{self._name}/{transfer}"
-        outgoing = _Outgoing(transfer, self._outbox.attach(transfer, self), engine_id)
+        num_tokens = len(order.token_ids)
+        outgoing = Outgoing(transfer, self._outbox.attach(transfer, self), engine_id, num_tokens, self._clock())
         self._orders[transfer] = outgoing
         self._transfers[engine_id] = transfer
+        self._num_strays = 0
         try:
             self._engine.submit_prefill(replace(order, request_id=engine_id), self)
         except WorkerError as error:
             self._forget(outgoing)
-            self._channel.queue(protocol.encode_text(Kind.FAILED, transfer, str(error)))
+            self._refuse(transfer, str(error))
+
+    def _open_order(self, transfer: int, num_tokens: int) -> str | None:
+        """Why it cannot be taken; None: it is in the account and in the outbox."""
+        try:
+            self._account.take_order(num_tokens)
+        except QuotaError as error:
+            return str(error)
+        if not self._outbox.open(transfer):
+            self._account.return_order(num_tokens)
+            return f"transfer number {transfer} is in use"
+        return None
 
     def _take_attachment(self, transfer: int, count: int) -> None:
         if transfer in self._orders:
             raise TransferError(f"the peer used transfer number {transfer} twice")
         if not self._pieces:
             raise TransferError("the peer attached to a rank that has nothing for it")
+        try:
+            self._account.take_attachment()
+        except QuotaError as error:
+            self._refuse(transfer, str(error))
+            return
         shelf = self._outbox.attach(transfer, self)
-        self._orders[transfer] = _Outgoing(transfer, shelf, None, num_unreported=count * len(self._pieces))
+        outgoing = Outgoing(transfer, shelf, None, since=self._clock(), num_unreported=count * len(self._pieces))
+        self._orders[transfer] = outgoing
 
-    def _resend(self, outgoing: _Outgoing, ranges: Sequence[BlockRange]) -> None:
-        if outgoing.done is None or outgoing.sent_at is None:
-            raise TransferError("the peer asked for blocks again before all of them were sent")
-        for blocks in ranges:
-            if blocks.layer not in self._pieces or not 0 < blocks.count <= protocol.MAX_BLOCKS_PER_FRAME:
-                raise TransferError("the peer asked for blocks that there are not")
-            known = [outgoing.block_ids.get(index) for index in _indices(blocks)]
-            ids = tuple(block for block in known if block is not None)
-            if len(ids) != len(known):
-                raise TransferError("the peer asked for blocks that were never sent")
-            self._to_send.append(ReadyBlocks(outgoing.transfer, blocks, ids, None))
+    def _refuse(self, transfer: int, reason: str) -> None:
+        self._channel.say(protocol.encode_text(Kind.FAILED, transfer, reason))
+
+    def _resend(self, outgoing: Outgoing, ranges: Sequence[BlockRange]) -> None:
+        outgoing.resends += 1
+        if outgoing.resends > protocol.MAX_RESENDS:
+            raise self._account.ledger.refuse(Quota.RESENDS, "the peer asked for blocks again too often")
+        self._to_send.extend(outgoing.find_again(ranges, tuple(self._pieces)))
         with self._totals.lock:
             self._totals.resends += 1
         outgoing.sent_at = None
         self._to_finish.append(outgoing)
 
-    def _forget(self, outgoing: _Outgoing) -> None:
+    def _forget(self, outgoing: Outgoing) -> None:
         """Before the engine hears of it: no connection of the group reads the blocks when they are given back."""
         self._orders.pop(outgoing.transfer, None)
         self._outbox.detach(outgoing.transfer, self)
-        if outgoing.engine_id is not None:
-            self._transfers.pop(outgoing.engine_id, None)
-            self._outbox.close(outgoing.transfer)
+        if outgoing.engine_id is None:
+            self._account.return_attachment()
+            return
+        self._transfers.pop(outgoing.engine_id, None)
+        self._outbox.close(outgoing.transfer)
+        self._account.return_order(outgoing.num_tokens)
 
-    def _give_up(self, outgoing: _Outgoing, *, abort: bool) -> None:
+    def _give_up(self, outgoing: Outgoing, *, abort: bool) -> None:
         self._forget(outgoing)
         if outgoing.engine_id is not None and self._engine is not None:
             if abort:
@@ -285,6 +311,7 @@ class Session:
             self._totals.failures += len(self._transfers)
         for outgoing in list(self._orders.values()):
             self._give_up(outgoing, abort=True)
+        self._account.close()
         self._on_closed(self)
 
     # channel.Events
@@ -299,15 +326,17 @@ class Session:
                 continue
             if isinstance(event, ReadyBlocks):
                 self._take_report(outgoing, event)
+            elif isinstance(event, Started):
+                self._channel.say(protocol.encode_start(outgoing.transfer))
             elif isinstance(event.outcome, Done):
                 outgoing.done = event.outcome
                 self._to_finish.append(outgoing)
             else:
                 self._give_up(outgoing, abort=False)
-                self._channel.queue(protocol.encode_text(Kind.FAILED, outgoing.transfer, event.outcome))
+                self._refuse(outgoing.transfer, event.outcome)
 
-    def _take_report(self, outgoing: _Outgoing, ready: ReadyBlocks) -> None:
-        outgoing.block_ids.update(zip(_indices(ready.blocks), ready.block_ids, strict=True))
+    def _take_report(self, outgoing: Outgoing, ready: ReadyBlocks) -> None:
+        outgoing.block_ids.update(zip(count_up(ready.blocks), ready.block_ids, strict=True))
         if ready.blocks.layer not in self._pieces:
             return
         self._to_send.append(ready)
@@ -326,19 +355,25 @@ class Session:
             return None
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + self._timeouts.heartbeat
-            self._check_acknowledgements(now)
+            self._check_orders(now)
+            waits = self._channel.has_output or bool(self._to_send)
+            self._flow.look(now, waits=waits, bytes_sent=self._channel.bytes_sent)
             steps = 0 if self._engine is None else self._engine.stats().steps_total
-            self._channel.queue(protocol.encode_heartbeat(steps))
+            self._channel.say(protocol.encode_heartbeat(steps))
         return self._next_heartbeat - now
 
-    def _check_acknowledgements(self, now: float) -> None:
-        for outgoing in self._orders.values():
+    def _check_orders(self, now: float) -> None:
+        for outgoing in list(self._orders.values()):
             if outgoing.sent_at is not None and now - outgoing.sent_at > _ACKNOWLEDGE_SECONDS:
                 raise TransferError(f"the peer has not acknowledged an order for {_ACKNOWLEDGE_SECONDS:g} s")
+            never_opened = outgoing.engine_id is None and not outgoing.shelf.is_open
+            if never_opened and now - outgoing.since > self._timeouts.stall:
+                self._forget(outgoing)
+                self._refuse(outgoing.transfer, f"no order of this number came within {self._timeouts.stall:g} s")
 
     def next_frame(self) -> Sequence[bytes | memoryview] | None:
         """One frame at a time: its checksums are computed while the ones before it are on their way."""
-        self._account()
+        self._note_sent()
         while self._to_send:
             ready = self._to_send[0]
             outgoing = self._orders.get(ready.transfer)
@@ -367,18 +402,17 @@ class Session:
         else:
             self._to_send.popleft()
         views = self._reader.views(blocks.layer, ready.block_ids[: blocks.count], ready.fence)
-        sums = [checksum(runs) for runs in views.blocks]
+        sums = [
+            sum_block(runs, seed_block(ready.transfer, blocks.layer, index))
+            for index, runs in zip(count_up(blocks), views.blocks, strict=True)
+        ]
         self._frame_bytes, self._frame_started = size * blocks.count, self._clock()
         return [protocol.encode_blocks_head(ready.transfer, blocks, sums, self._frame_bytes), *views.spans]
 
-    def _account(self) -> None:
+    def _note_sent(self) -> None:
         """The frame before this call has left."""
         if self._frame_bytes:
             with self._totals.lock:
                 self._totals.bytes_sent += self._frame_bytes
                 self._totals.meter.observe(self._frame_bytes, self._clock() - self._frame_started)
             self._frame_bytes = 0
-
-
-def _indices(blocks: BlockRange) -> range:
-    return range(blocks.first, blocks.first + blocks.count)

@@ -1,0 +1,57 @@
+"""Sums over everything that travels between two workers: xxh3-64, so that what was damaged on the way is not used.
+
+Each sum is seeded with what it belongs to. A block that lands under another transfer, layer or number fails its sum
+even where every byte of it is right. These sums keep out accidents, not attackers: keys do that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+
+from xxhash import xxh3_64, xxh3_64_intdigest
+
+_MASK = (1 << 64) - 1
+_HEADER_SEED = 0x54414E44454D4B56
+_LOGITS = 0x4C4F47495453
+
+
+class Damage(StrEnum):
+    """What was not what the peer sent, or not what was ordered; a label of metrics."""
+
+    HEADER = "header"
+    BODY = "body"
+    BLOCK = "block"
+    LOGITS = "logits"
+    PROMPT = "prompt"
+    """The peer computed another prompt."""
+    CACHED = "cached"
+    """More tokens were cached than there are."""
+
+
+def sum_header(data: bytes | bytearray | memoryview) -> int:
+    return xxh3_64_intdigest(data, _HEADER_SEED)
+
+
+def sum_body(body: bytes | bytearray | memoryview, transfer: int) -> int:
+    """Of all of a frame's body but the payload of blocks, which have sums of their own."""
+    return xxh3_64_intdigest(body, transfer)
+
+
+def sum_logits(logits: bytes | memoryview, transfer: int) -> int:
+    return xxh3_64_intdigest(logits, transfer ^ _LOGITS)
+
+
+def seed_block(transfer: int, layer: int, index: int) -> int:
+    """Of one block of the prompt in one layer: another one for each block that a transfer moves."""
+    return (transfer ^ (layer << 32 | index)) & _MASK
+
+
+def sum_block(runs: Sequence[memoryview], seed: int) -> int:
+    """Of these bytes one after another."""
+    if len(runs) == 1:
+        return xxh3_64_intdigest(runs[0], seed)
+    digest = xxh3_64(seed=seed)
+    for run in runs:
+        digest.update(run)
+    return digest.intdigest()
