@@ -94,7 +94,7 @@ class EngineCore:
         self._ended = False
         """No command is executed any more."""
         self._failure: BaseException | None = None
-        self._vitals = vitals or Vitals()
+        self.vitals = vitals or Vitals()
         self._thread: threading.Thread | None = None
         self._stats = build_stats(self._runner.lanes, num_pending=0)
 
@@ -123,7 +123,7 @@ class EngineCore:
         with self._wake:
             if self._thread is None:
                 try:
-                    self._thread = self._vitals.start_thread("engine", self._run, is_over=self._may_end)
+                    self._thread = self.vitals.start_thread("engine", self._run, is_over=self._may_end)
                 except ThreadStartError as error:
                     raise EngineStoppedError(f"the engine cannot start: {error}") from error
 
@@ -204,7 +204,7 @@ class EngineCore:
     def fail(self, error: BaseException) -> None:
         """Admit nothing any more, because of `error`: the step loop may wait forever for something that is gone."""
         self._failure = self._failure or error
-        self._vitals.set("engine", f"it has failed: {type(error).__name__}: {error}")
+        self.vitals.set("engine", f"it has failed: {type(error).__name__}: {error}")
 
     def stop(self, timeout: float | None = 10.0) -> None:
         """End every request with ABORT and the thread with them."""

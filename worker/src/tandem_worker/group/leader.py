@@ -348,10 +348,10 @@ class GroupLeader:
         if not self._finish(None):
             return
         deadline = time.monotonic() + timeout
-        for member in self._members.values():
+        for member in list(self._members.values()):
             with contextlib.suppress(LinkClosedError):
                 member.link.send(Kind.STOP)
-        for member in self._members.values():
+        for member in list(self._members.values()):
             member.link.await_end(max(0.0, deadline - time.monotonic()))
         self._close()
 
@@ -369,5 +369,5 @@ class GroupLeader:
     def _close(self) -> None:
         if self._door is not None:
             self._door.close()
-        for member in self._members.values():
+        for member in list(self._members.values()):
             member.link.close()
