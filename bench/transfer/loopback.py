@@ -106,8 +106,6 @@ class Decode:
         self.ended = threading.Event()
         self.failure: str | None = None
 
-    def remote_prefill_started(self, request_id: str, generation: int) -> None: ...
-
     def remote_prefill_overdue(self, request_id: str, generation: int) -> None: ...
 
     def remote_prefill_done(self, result: RemotePrefillResult) -> None:

@@ -38,6 +38,9 @@ class Driver:
         self.blocks = BlockManager(num_blocks + 1, BLOCK_SIZE)
         self.host = HostBlocks(num_host_blocks)
         self.scheduler = Scheduler(self.limits, self.blocks, clock=lambda: self.now, host=self.host)
+        self.unbegun: set[Sequence] = set()
+        """RECEIVING, and the prefill worker has not begun."""
+        self.scheduler.has_begun = lambda sequence: sequence not in self.unbegun
         self.contents: dict[int, dict[int, int]] = {}
         self.host_contents: dict[int, dict[int, int]] = {}
         self.requests: list[Request] = []
@@ -348,6 +351,7 @@ def test_a_decode_takes_blocks_that_a_prefill_worker_has_not_begun_with() -> Non
     local = driver.add([1, 2, 3], max_tokens=29)
     driver.step()
     remote = driver.add(list(range(20)), endpoints=("p:1",)).choices[0]
+    driver.unbegun.add(remote)
     plan = driver.step()
     assert plan.orders == [remote]
     while remote.state is SequenceState.RECEIVING:
@@ -371,7 +375,6 @@ def test_what_a_prefill_worker_has_begun_with_is_not_taken() -> None:
     driver.step()
     remote = driver.add(list(range(20)), endpoints=("p:1",)).choices[0]
     driver.step()
-    driver.scheduler.receive_started(remote)
     for _ in range(12):
         assert not driver.step().withdrawn
     assert remote.state is SequenceState.RECEIVING
@@ -388,7 +391,9 @@ def test_an_overdue_prefill_is_done_here_when_others_lack_its_blocks(overdue: bo
     driver.step()
     assert [remote.state for remote in remotes] == [SequenceState.RECEIVING] * 2
     for remote in remotes:
-        remote.overdue, remote.started = overdue, started
+        remote.overdue = overdue
+        if not started:
+            driver.unbegun.add(remote)
     driver.step()
     assert [remote.state for remote in remotes] == [SequenceState.RECEIVING] * 2, "nobody else wants the blocks"
     driver.add(list(range(50, 80)))
@@ -516,7 +521,8 @@ class Life(RuleBasedStateMachine):
         receiving = sorted(self.driver.scheduler.receiving)
         if receiving:
             sequence = data.draw(st.sampled_from(receiving))
-            sequence.started, sequence.overdue = begun, not begun
+            sequence.overdue = True
+            (self.driver.unbegun.discard if begun else self.driver.unbegun.add)(sequence)
 
     @rule(steps=st.integers(1, 6))
     def steps(self, steps: int) -> None:

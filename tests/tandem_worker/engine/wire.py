@@ -24,6 +24,7 @@ class Wire:
         """Cleared: results do not leave the prefill side."""
         self.hold.set()
         self.damage_logits = False
+        self.begun: set[tuple[str, int]] = set()
         self.refuse: str | None = None
 
     # PrefillClient
@@ -45,6 +46,9 @@ class Wire:
         )
         self.prefill.submit_prefill(sent, self)
 
+    def has_begun(self, request_id: str, generation: int) -> bool:
+        return (request_id, generation) in self.begun
+
     def cancel(self, request_id: str, generation: int) -> None:
         with self._writing:
             self.cancelled.add((request_id, generation))
@@ -63,7 +67,7 @@ class Wire:
                 self.decode.kv_cache.layers[layer][target] = self.prefill.kv_cache.layers[layer][source]
 
     def prefill_started(self, request_id: str) -> None:
-        self.decode.remote_prefill_started(request_id, self.orders[request_id].generation)
+        self.begun.add((request_id, self.orders[request_id].generation))
 
     def prefill_done(self, request_id: str, logits: bytes, num_cached_tokens: int, prompt_name: bytes) -> None:
         assert prompt_name == self.orders[request_id].prompt_name

@@ -106,11 +106,7 @@ class NotingDecode:
     def __init__(self) -> None:
         self.done: list[RemotePrefillResult] = []
         self.failed: list[tuple[str, int, str]] = []
-        self.started: list[tuple[str, int]] = []
         self.overdue: list[tuple[str, int]] = []
-
-    def remote_prefill_started(self, request_id: str, generation: int) -> None:
-        self.started.append((request_id, generation))
 
     def remote_prefill_overdue(self, request_id: str, generation: int) -> None:
         self.overdue.append((request_id, generation))

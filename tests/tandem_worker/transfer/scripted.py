@@ -12,7 +12,7 @@ from tandem_api.keys import OPEN_RING
 from tandem_worker.peers.dial import dial
 from tandem_worker.peers.handshake import GREETING_BYTES, PROOF_BYTES, Acceptor, Purpose
 from tandem_worker.transfer import protocol
-from tandem_worker.transfer.checksums import seed_block, sum_block
+from tandem_worker.transfer.checksums import sum_blocks
 from tandem_worker.transfer.protocol import BlockRange, Done, Kind
 
 PROMPT_NAME = b"name of a prompt"
@@ -66,10 +66,7 @@ class ScriptedPeer:
 
     def blocks(self, transfer: int, blocks: BlockRange, *, damage: bool = False) -> bytes:
         payload = [self.block(blocks.layer, blocks.first + i) for i in range(blocks.count)]
-        sums = [
-            sum_block((memoryview(part),), seed_block(transfer, blocks.layer, index))
-            for index, part in enumerate(payload, blocks.first)
-        ]
+        sums = sum_blocks([(memoryview(part),) for part in payload], transfer, blocks.layer, blocks.first)
         body = bytearray(b"".join(payload))
         if damage:
             body[len(body) // 2] ^= 0x10

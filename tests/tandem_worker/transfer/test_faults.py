@@ -103,9 +103,9 @@ def test_duplicates_change_nothing(scripted: Any, kit: SimpleNamespace) -> None:
     assert len(pair.decode.done) == 1
 
 
-FRAME_BYTES = protocol.HEADER_BYTES + protocol.BLOCKS_BYTES + BLOCKS * (8 + 512)
-CUTS = [0, 1, protocol.HEADER_BYTES, protocol.HEADER_BYTES + 3, protocol.HEADER_BYTES + protocol.BLOCKS_BYTES,
-        protocol.HEADER_BYTES + protocol.BLOCKS_BYTES + 64, 1000, FRAME_BYTES - 1, FRAME_BYTES, FRAME_BYTES + 5,
+FRAME_BYTES = protocol.HEADER_BYTES + protocol.blocks_head_bytes(BLOCKS) + BLOCKS * 512
+CUTS = [0, 1, protocol.HEADER_BYTES, protocol.HEADER_BYTES + 3, protocol.HEADER_BYTES + protocol.blocks_head_bytes(0),
+        protocol.HEADER_BYTES + protocol.blocks_head_bytes(0) + 64, 1000, FRAME_BYTES - 1, FRAME_BYTES, FRAME_BYTES + 5,
         2 * FRAME_BYTES, 3 * FRAME_BYTES - 1, 3 * FRAME_BYTES, 3 * FRAME_BYTES + protocol.HEADER_BYTES + 6]  # fmt: skip
 
 

@@ -152,15 +152,15 @@ def test_a_damaged_slice_is_asked_for_again_and_given_up_in_the_end(
     groups = build({"tp": 2}, {})
     victim = f"127.0.0.1:{groups.ports[1]}"
     damaged: list[int] = []
-    honest = link_module.sum_block
+    honest = link_module.sum_blocks
 
-    def check(runs: Any, seed: int) -> int:
+    def check(blocks: Any, *where: int) -> list[int]:
         if threading.current_thread().name == f"kv-link-{victim}" and len(damaged) < times:
             damaged.append(1)
-            runs[0][:4] = b"\xff\xff\xff\xff"
-        return honest(runs, seed)
+            blocks[0][0][:4] = b"\xff\xff\xff\xff"
+        return honest(blocks, *where)
 
-    monkeypatch.setattr(link_module, "sum_block", check)
+    monkeypatch.setattr(link_module, "sum_blocks", check)
     groups.client.start(groups.order(tokens=4))
     groups.run_prefill()
     if times == 1:

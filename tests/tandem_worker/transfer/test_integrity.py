@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tandem_worker.transfer import protocol
 from tandem_worker.transfer.attempt import Attempt, wipe
-from tandem_worker.transfer.checksums import seed_block, sum_block
+from tandem_worker.transfer.checksums import sum_blocks
 from tandem_worker.transfer.protocol import BlockRange, Done, Kind
 
 from tests.tandem_worker.transfer.scripted import BLOCKS, PROMPT_NAME, ScriptedPeer, read_frame, read_order
@@ -22,7 +22,7 @@ def flip(frame: bytes, at: int) -> bytes:
     return bytes(damaged)
 
 
-@pytest.mark.parametrize("at", range(0, protocol.HEADER_BYTES + protocol.BLOCKS_BYTES + 8, 3))
+@pytest.mark.parametrize("at", range(0, protocol.HEADER_BYTES + protocol.blocks_head_bytes(1), 3))
 @pytest.mark.parametrize("verify", [True, False])
 def test_a_damaged_head_ends_the_connection_and_lands_nothing(
     scripted: Any, kit: SimpleNamespace, at: int, verify: bool
@@ -48,7 +48,7 @@ def test_a_block_under_another_number_fails_its_sum(scripted: Any, kit: SimpleNa
         transfer = read_order(sock)
         payload = peer.block(0, 3)
         for _ in range(protocol.MAX_RESENDS + 1):
-            sums = [sum_block((memoryview(payload),), seed_block(transfer, 0, 3))]
+            sums = sum_blocks([(memoryview(payload),)], transfer, 0, 3)
             moved = protocol.encode_blocks_head(transfer, BlockRange(0, 4, 1), sums, len(payload))
             sock.sendall(moved + payload + peer.answer(transfer)[-1])
         sock.recv(1 << 16)

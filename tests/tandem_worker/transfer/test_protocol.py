@@ -110,7 +110,7 @@ def test_header_never_promises_more_than_its_kind_may_have(data: bytes) -> None:
 
 def test_header_of_a_kind_that_is_not_expected() -> None:
     with pytest.raises(TransferError, match="unexpected BLOCKS"):
-        protocol.decode_header(protocol.encode_header(Kind.BLOCKS, 1, 10), frozenset({Kind.HELLO}))
+        protocol.decode_header(protocol.encode_header(Kind.BLOCKS, 1, 10, num_blocks=1), frozenset({Kind.HELLO}))
 
 
 def test_header_of_an_oversized_hello() -> None:
@@ -123,22 +123,19 @@ def test_blocks_head_round_trip() -> None:
     header = protocol.decode_header(frame[: protocol.HEADER_BYTES], EVERY_KIND)
     rest = frame[protocol.HEADER_BYTES :]
     assert header[:3] == (len(rest) + 100, Kind.BLOCKS, 7)
+    assert len(rest) == protocol.blocks_head_bytes(header.num_blocks)
     protocol.check_body(header, rest)
-    assert protocol.decode_blocks_fixed(rest[: protocol.BLOCKS_BYTES], header.length) == BlockRange(2, 5, 2)
-    assert list(protocol.decode_checksums(rest[protocol.BLOCKS_BYTES :])) == [1, 2**64 - 1]
+    blocks, sums = protocol.decode_blocks_head(rest, header)
+    assert blocks == BlockRange(2, 5, 2)
+    assert list(sums) == [1, 2**64 - 1]
 
 
-def test_blocks_of_none_are_refused() -> None:
-    with pytest.raises(TransferError, match="of 0 blocks"):
-        protocol.decode_blocks_fixed(bytes(protocol.BLOCKS_BYTES), 1000)
-
-
-def test_more_blocks_than_the_frame_has_sums_for_are_refused() -> None:
-    """They would be waited for behind the end of the frame."""
-    head = protocol.encode_blocks_head(7, BlockRange(2, 5, 2), [1, 2], 0)
-    fixed = head[protocol.HEADER_BYTES :][: protocol.BLOCKS_BYTES]
-    with pytest.raises(TransferError, match="of 2 blocks and 27 bytes"):
-        protocol.decode_blocks_fixed(fixed, 27)
+@pytest.mark.parametrize(("count", "length"), [(0, 100), (2, 23), (1025, 1 << 20)])
+def test_blocks_without_their_sums_are_refused(count: int, length: int) -> None:
+    """What is not in the frame would be waited for behind its end."""
+    header = protocol.encode_header(Kind.BLOCKS, 7, length, num_blocks=count)
+    with pytest.raises(TransferError, match=f"of {count} blocks and {length} bytes"):
+        protocol.decode_header(header, EVERY_KIND)
 
 
 def test_small_frames_round_trip() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tandem_worker.errors import TransferError
 from tandem_worker.transfer.layout import KVLayout, KVShard
@@ -69,6 +69,7 @@ def test_grids(source: dict[str, int], target: dict[str, int], num_heads: int | 
 GRID = st.tuples(st.sampled_from([1, 2, 3, 4, 6, 8, 16]), st.integers(1, 4))
 
 
+@settings(deadline=None)
 @given(heads=st.sampled_from([None, 1, 2, 4, 8, 12]), layers=st.integers(4, 7), source=GRID, target=GRID)
 def test_every_element_is_written_once_with_its_own_value(
     heads: int | None, layers: int, source: tuple[int, int], target: tuple[int, int]

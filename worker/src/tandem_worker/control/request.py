@@ -116,7 +116,6 @@ class Sequence:
         "retry_required",
         "row",
         "sampler_state",
-        "started",
         "state",
     )
 
@@ -153,8 +152,6 @@ class Sequence:
         """Leading entries of `block_ids` that the engine's block table has."""
         self.queued_tokens = 0
         """This sequence's share of the scheduler's count of prompt tokens to be computed."""
-        self.started = False
-        """The prefill worker has begun with this RECEIVING sequence."""
         self.overdue = False
         """The prefill worker takes long to begin."""
         self.retry_required = 0

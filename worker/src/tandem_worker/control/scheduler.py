@@ -65,6 +65,8 @@ class Scheduler:
         self.host = host or HostBlocks(0)
         self.prefers_move: Callable[[int, int], bool] = lambda num_tokens, num_blocks: True
         """Whether a victim with so many computed tokens and blocks is moved, if the host has room."""
+        self.has_begun: Callable[[Sequence], bool] = lambda sequence: True
+        """Whether a prefill worker computes this RECEIVING sequence."""
         self._clock = clock
         # Decodes always fit into the budget and leave room for one block of prefill.
         self.max_running = min(limits.max_running, limits.max_batch_tokens - blocks.block_size)
@@ -141,9 +143,6 @@ class Scheduler:
         self._stop_running(sequence)
         sequence.move_to(SequenceState.HELD)
         self.held.add(sequence)
-
-    def receive_started(self, sequence: Sequence) -> None:
-        sequence.started = True
 
     def receive_done(self, sequence: Sequence) -> None:
         """The prefill worker wrote all prompt blocks; the caller samples the first token from its logits."""
@@ -258,7 +257,7 @@ class Scheduler:
 
     def _take_reservation(self, plan: StepPlan) -> bool:
         """Take the blocks of the last remote prefill that has not begun: nothing is lost but its place in a queue."""
-        unbegun = [sequence for sequence in self.receiving if not sequence.started]
+        unbegun = [sequence for sequence in self.receiving if not self.has_begun(sequence)]
         if not unbegun:
             return False
         sequence = max(unbegun)
@@ -272,7 +271,7 @@ class Scheduler:
 
     def _take_over(self, plan: StepPlan) -> None:
         """Compute here what a prefill worker should have begun long ago, while others wait for its blocks."""
-        overdue = [sequence for sequence in self.receiving if sequence.overdue and not sequence.started]
+        overdue = [sequence for sequence in self.receiving if sequence.overdue and not self.has_begun(sequence)]
         if overdue:
             sequence = min(overdue)
             plan.num_preempted += 1  # there is something new to be planned
@@ -347,7 +346,7 @@ class Scheduler:
             uncached = sequence.num_tokens - sequence.num_computed
             if remote_possible and uncached > self._limits.local_prefill_max_tokens:
                 sequence.move_to(SequenceState.RECEIVING)
-                sequence.started = sequence.overdue = False
+                sequence.overdue = False
                 self.receiving.add(sequence)
                 self._count_queued(sequence)
                 plan.orders.append(sequence)

@@ -79,8 +79,12 @@ class PrefillClient(Protocol):
     def start(self, order: RemotePrefill) -> None:
         """Begin. Ends in one call of `Engine.remote_prefill_done` or `remote_prefill_failed`, unless cancelled.
 
-        Before that come `remote_prefill_started`, and `remote_prefill_overdue` where that is long in coming.
+        `remote_prefill_overdue` comes before where the prefill worker takes long to begin.
         """
+        ...
+
+    def has_begun(self, request_id: str, generation: int) -> bool:
+        """Whether the prefill worker computes it. False: its reserved blocks are there for others, who `cancel` it."""
         ...
 
     def cancel(self, request_id: str, generation: int) -> None:
@@ -131,10 +135,6 @@ class Engine(Protocol):
 
     def release(self, request_id: str) -> None:
         """Prefill side: everything has been sent (or the peer is gone); the blocks may be reused (they stay cached)."""
-        ...
-
-    def remote_prefill_started(self, request_id: str, generation: int) -> None:
-        """The prefill worker computes it: its reserved blocks are no longer there for others."""
         ...
 
     def remote_prefill_overdue(self, request_id: str, generation: int) -> None:

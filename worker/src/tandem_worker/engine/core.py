@@ -175,9 +175,6 @@ class EngineCore:
             self._releasing.add(request_id)
             self._send(partial(self._release, request_id))
 
-    def remote_prefill_started(self, request_id: str, generation: int) -> None:
-        self._send(partial(self._runner.remote_started, request_id, generation))
-
     def remote_prefill_overdue(self, request_id: str, generation: int) -> None:
         self._send(partial(self._runner.remote_overdue, request_id, generation))
 

@@ -68,10 +68,6 @@ class LaneRunner:
         for lane in self.lanes:
             lane.release(request_id)
 
-    def remote_started(self, request_id: str, generation: int) -> None:
-        for lane in self.lanes:
-            lane.remote_started(request_id, generation)
-
     def remote_overdue(self, request_id: str, generation: int) -> None:
         for lane in self.lanes:
             lane.remote_overdue(request_id, generation)

@@ -76,6 +76,7 @@ class StepRunner:
         """Launched, and finished after the next one is launched."""
         self._last_finish = 0.0
         scheduler.prefers_move = self._prefers_move
+        scheduler.has_begun = self._has_begun
         self._generations = itertools.count(1)
         self._prompt_scores: dict[str, list[TokenLogprob | None]] = {}
         self._pools: dict[str, Pool] = {}
@@ -125,11 +126,6 @@ class StepRunner:
         peer = self.peers.pop(request_id, None)
         if peer is not None:
             self.scheduler.finish(peer.sequence)
-
-    def remote_started(self, request_id: str, generation: int) -> None:
-        sequence = self._find_receiving(request_id, generation)
-        if sequence is not None:
-            self.scheduler.receive_started(sequence)
 
     def remote_overdue(self, request_id: str, generation: int) -> None:
         sequence = self._find_receiving(request_id, generation)
@@ -303,6 +299,10 @@ class StepRunner:
         for sequence in plan.orders:
             self._start_remote(sequence)
         return plan
+
+    def _has_begun(self, sequence: Sequence) -> bool:
+        assert self.prefill_client is not None, "it was given the order"
+        return self.prefill_client.has_begun(sequence.request.id, sequence.request.generation)
 
     def _withdraw_order(self, sequence: Sequence) -> None:
         """Its blocks are others' now, or are filled here: before any step writes to them no late write may come."""

@@ -152,7 +152,7 @@ class Channel:
         return bool(self._out)
 
     def read_header(self, num_bytes: int, seconds: float) -> bytearray:
-        """The next frame's first bytes. From the first of them on the frame has `seconds`, until `end_frame`."""
+        """The next frame's first bytes. From the first of them on the frame has `seconds`."""
         self._frame_seconds = None
         data = bytearray(num_bytes)
         self._fill(memoryview(data), seconds)
@@ -163,15 +163,12 @@ class Channel:
         if self._frame_seconds is not None:
             self._frame_seconds += num_bytes * _PATIENCE_PER_BYTE
 
-    def end_frame(self) -> None:
-        self._frame_seconds = None
-
     def read(self, num_bytes: int) -> bytearray:
         """Exactly that many bytes. Memory is taken as they arrive: a length that is only announced costs nothing."""
-        data = bytearray()
-        while len(data) < num_bytes:
-            start = len(data)
-            data.extend(bytes(min(num_bytes - start, max(_FIRST_BYTES, start))))
+        data = bytearray(min(num_bytes, _FIRST_BYTES))
+        self._fill(memoryview(data))
+        while (start := len(data)) < num_bytes:
+            data.extend(bytes(min(num_bytes - start, start)))
             self._fill(memoryview(data)[start:])
         return data
 

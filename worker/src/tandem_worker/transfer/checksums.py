@@ -11,7 +11,6 @@ from enum import StrEnum
 
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-_MASK = (1 << 64) - 1
 _HEADER_SEED = 0x54414E44454D4B56
 _LOGITS = 0x4C4F47495453
 
@@ -42,15 +41,18 @@ def sum_logits(logits: bytes | memoryview, transfer: int) -> int:
     return xxh3_64_intdigest(logits, transfer ^ _LOGITS)
 
 
-def seed_block(transfer: int, layer: int, index: int) -> int:
-    """Of one block of the prompt in one layer: another one for each block that a transfer moves."""
-    return (transfer ^ (layer << 32 | index)) & _MASK
+def sum_blocks(blocks: Sequence[Sequence[memoryview]], transfer: int, layer: int, first: int) -> list[int]:
+    """Of each of these consecutive blocks of the prompt in one layer, its runs one after another.
+
+    Seeded with transfer, layer and number: another seed for each block that a transfer moves.
+    """
+    seed = transfer ^ layer << 32
+    if all(len(runs) == 1 for runs in blocks):
+        return [xxh3_64_intdigest(run, seed ^ index) for index, (run,) in enumerate(blocks, first)]
+    return [_sum_runs(runs, seed ^ index) for index, runs in enumerate(blocks, first)]
 
 
-def sum_block(runs: Sequence[memoryview], seed: int) -> int:
-    """Of these bytes one after another."""
-    if len(runs) == 1:
-        return xxh3_64_intdigest(runs[0], seed)
+def _sum_runs(runs: Sequence[memoryview], seed: int) -> int:
     digest = xxh3_64(seed=seed)
     for run in runs:
         digest.update(run)

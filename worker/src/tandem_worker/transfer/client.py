@@ -40,6 +40,8 @@ class _Order:
     reasons: list[str] = field(default_factory=list)
     intake: Intake | None = None
     """Of the endpoint that is being tried."""
+    begun: bool = False
+    """That endpoint computes the prompt."""
     told_followers: bool = False
     """They receive from that endpoint too."""
     num_receiving: int = 0
@@ -95,6 +97,11 @@ class TcpPrefillClient(IntakeListener):
             self._orders[(order.request_id, order.generation)] = entry
         self._try_next(entry)
 
+    def has_begun(self, request_id: str, generation: int) -> bool:
+        with self._lock:
+            entry = self._orders.get((request_id, generation))
+            return entry is None or entry.begun
+
     def cancel(self, request_id: str, generation: int) -> None:
         with self._lock:
             entry = self._orders.pop((request_id, generation), None)
@@ -148,6 +155,7 @@ class TcpPrefillClient(IntakeListener):
     def _submit(self, entry: _Order, endpoint: str) -> bool:
         """Under the lock."""
         transfer = secrets.randbits(64)
+        entry.begun = False
         try:
             entry.intake = self._receiver.order(transfer, entry.order, endpoint)
         except TransferError as error:
@@ -188,17 +196,15 @@ class TcpPrefillClient(IntakeListener):
             entry.told_followers = True
 
     def intake_started(self, intake: Intake) -> None:
-        if (order := self._find_order(intake)) is not None and self._engine is not None:
-            self._engine.remote_prefill_started(order.request_id, order.generation)
+        with self._lock:
+            if (entry := self._by_transfer.get(intake.transfer)) is not None:
+                entry.begun = True
 
     def intake_overdue(self, intake: Intake) -> None:
-        if (order := self._find_order(intake)) is not None and self._engine is not None:
-            self._engine.remote_prefill_overdue(order.request_id, order.generation)
-
-    def _find_order(self, intake: Intake) -> RemotePrefill | None:
         with self._lock:
             entry = self._by_transfer.get(intake.transfer)
-        return None if entry is None or entry.cancelled else entry.order
+        if entry is not None and not entry.cancelled and self._engine is not None:
+            self._engine.remote_prefill_overdue(entry.order.request_id, entry.order.generation)
 
     def intake_arrived(self, intake: Intake) -> None:
         """Here or on a follower."""

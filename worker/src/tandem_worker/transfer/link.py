@@ -24,7 +24,7 @@ from tandem_worker.transfer.attempt import Attempt, LinkListener, wipe
 from tandem_worker.transfer.base import Identity, TransferTimeouts
 from tandem_worker.transfer.blocks import BlockSpace, BlockWriter
 from tandem_worker.transfer.channel import Channel, Waker, advance, configure
-from tandem_worker.transfer.checksums import Damage, seed_block, sum_block
+from tandem_worker.transfer.checksums import Damage, sum_blocks
 from tandem_worker.transfer.layout import RankAddress
 from tandem_worker.transfer.protocol import BlockRange, Done, Header, Kind
 from tandem_worker.transfer.reception import Reception
@@ -144,7 +144,6 @@ class Link:
             writer = self._space.writer(self._pieces)
             while True:
                 self._take(channel, self._read_header(channel, _FROM_PREFILL), writer)
-                channel.end_frame()
                 channel.service()
         except IntegrityError as error:
             self._listener.damaged(error.kind)
@@ -228,14 +227,10 @@ class Link:
                 self._listener.attempt_started(attempt)
 
     def _take_blocks(self, channel: Channel, header: Header, writer: BlockWriter) -> None:
-        if header.length < protocol.BLOCKS_BYTES:
-            raise TransferError("the peer sent a BLOCKS frame that cannot be read")
-        fixed = channel.read(protocol.BLOCKS_BYTES)
-        blocks = protocol.decode_blocks_fixed(fixed, header.length)
-        sums_bytes = protocol.CHECKSUM_BYTES * blocks.count
-        sums = channel.read(sums_bytes)
-        protocol.check_body(header, fixed + sums)
-        payload_bytes = header.length - protocol.BLOCKS_BYTES - sums_bytes
+        head = channel.read(protocol.blocks_head_bytes(header.num_blocks))
+        protocol.check_body(header, head)
+        blocks, sums = protocol.decode_blocks_head(head, header)
+        payload_bytes = header.length - len(head)
         attempt = self._active.get(header.transfer)
         reception = None if attempt is None else attempt.reception
         block_ids = None if reception is None else reception.expected(blocks)
@@ -246,7 +241,7 @@ class Link:
             raise TransferError(f"the peer sent a BLOCKS frame of {header.length} bytes, which {blocks} does not take")
         self._note_start(attempt)
         started = self._clock()
-        landed = self._land(channel, attempt, blocks, block_ids, protocol.decode_checksums(sums), writer)
+        landed = self._land(channel, attempt, blocks, block_ids, sums, writer)
         ended = self._clock()
         if landed:
             attempt.last_progress = ended
@@ -263,14 +258,12 @@ class Link:
     ) -> bool:
         """Receive a payload into the reserved blocks. False when the attempt was withdrawn meanwhile."""
         views = writer.views(blocks.layer, block_ids)
-        with attempt.landing:
-            if attempt.is_open:
-                attempt.unverified = views.spans
         pending = list(views.spans)
         while pending:
             with attempt.landing:
                 if not attempt.is_open:
                     break
+                attempt.unverified = views.spans
                 received = channel.read_some(pending)
             if received:
                 advance(pending, received)
@@ -281,29 +274,24 @@ class Link:
             return False
         good = [True] * len(block_ids)
         if self._verify:
-            good = self._check(attempt.transfer, blocks, views.blocks, sums)
+            found = sum_blocks(views.blocks, attempt.transfer, blocks.layer, blocks.first)
+            good = [ours == theirs for ours, theirs in zip(found, sums, strict=True)]
         with attempt.landing:
             if not attempt.is_open:
                 return False
-            for runs, intact in zip(views.blocks, good, strict=True):
-                if not intact:
-                    wipe(runs)
+            if not all(good):
+                self._wipe_bad(views.blocks, good)
             attempt.unverified = ()
             writer.commit(blocks.layer, block_ids, good)
         assert attempt.reception is not None, "it said what is expected"
         attempt.reception.record(blocks, good)
         return True
 
-    def _check(
-        self, transfer: int, blocks: BlockRange, received: Sequence[Sequence[memoryview]], sums: Sequence[int]
-    ) -> list[bool]:
-        good = [
-            sum_block(runs, seed_block(transfer, blocks.layer, index)) == wanted
-            for index, (runs, wanted) in enumerate(zip(received, sums, strict=True), blocks.first)
-        ]
-        for _ in range(good.count(False)):
-            self._listener.damaged(Damage.BLOCK)
-        return good
+    def _wipe_bad(self, received: Sequence[Sequence[memoryview]], good: Sequence[bool]) -> None:
+        for runs, intact in zip(received, good, strict=True):
+            if not intact:
+                wipe(runs)
+                self._listener.damaged(Damage.BLOCK)
 
     def _take_done(self, channel: Channel, attempt: Attempt, done: Done) -> None:
         assert self._peer is not None, "frames come after the handshake"

@@ -59,13 +59,6 @@ def count_up(blocks: BlockRange) -> range:
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
-    """The engine has begun with the prompt."""
-
-    transfer: int
-
-
-@dataclass(frozen=True, slots=True)
 class Ended:
     transfer: int
     outcome: Done | str

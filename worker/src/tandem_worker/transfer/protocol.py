@@ -11,10 +11,10 @@ connection of its own, on which the decode rank says ATTACH under the order's nu
 each block that its two ranks have in common; layers are numbered as in the whole model.
 
 Every frame is a 32-byte header and a body. All numbers are little-endian. The header has the length of the body, the
-kind, the transfer, a sum of the body and a sum of itself: where that one is wrong not even the length can be believed,
-and the connection is of no more use. In BLOCKS the sum of the body covers what stands before the payload, which has a
-sum per block there, so that single blocks can be asked for again. The header, HELLO and REFUSED keep their form in all
-later versions: that is how two versions tell each other apart.
+kind, the number of blocks, the transfer, a sum of the body and a sum of itself: where that one is wrong not even the
+length can be believed, and the connection is of no more use. In BLOCKS the sum of the body covers what stands before
+the payload, which has a sum per block there, so that single blocks can be asked for again. The header, HELLO and
+REFUSED keep their form in all later versions: that is how two versions tell each other apart.
 
 Every kind has a largest body: `decode_header` refuses what is larger. All functions raise `TransferError` on what they
 cannot read, `IntegrityError` on what was damaged, and nothing else.
@@ -40,18 +40,17 @@ from tandem_worker.transfer.layout import KVShard, RankAddress
 MAGIC = "tandem-kv"
 VERSION = 3
 
-_FIELDS = struct.Struct("<IB3xQQ")  # length, kind, transfer, sum of the body
+_FIELDS = struct.Struct("<IBxHQQ")  # length, kind, blocks in the frame, transfer, sum of the body
 _SUM = struct.Struct("<Q")
 _PREFILL = struct.Struct("<IIIiHH")  # tokens, cached tokens, generation, priority, bytes of request id, of salt
-_BLOCKS = struct.Struct("<HHII")  # layer, spare, first index, count
-_RANGE = struct.Struct("<HHII")  # the same, in RESEND
+_BLOCKS = struct.Struct("<HHI")  # layer, spare, first index
+_RANGE = struct.Struct("<HHII")  # layer, spare, first index, count
 _DONE = struct.Struct("<I16sQ")  # cached tokens, name of the prompt, sum of the logits
 _ATTACH = struct.Struct("<I")  # blocks of the prompt that are wanted
 _HEARTBEAT = struct.Struct("<Q")  # progress of the engine
 
 HEADER_BYTES = _FIELDS.size + _SUM.size
-BLOCKS_BYTES = _BLOCKS.size
-CHECKSUM_BYTES = 8
+_CHECKSUM_BYTES = 8
 PROMPT_NAME_BYTES = 16
 MAX_HELLO_BYTES = 16384
 MAX_TEXT_BYTES = 1024
@@ -86,7 +85,7 @@ MAX_BODY: Mapping[Kind, int] = {
     Kind.HELLO: MAX_HELLO_BYTES,
     Kind.REFUSED: MAX_TEXT_BYTES,
     Kind.PREFILL: _PREFILL.size + 4 * MAX_TOKENS + 2 * MAX_TEXT_BYTES,
-    Kind.BLOCKS: BLOCKS_BYTES + CHECKSUM_BYTES * MAX_BLOCKS_PER_FRAME + MAX_BLOCK_BYTES,
+    Kind.BLOCKS: _BLOCKS.size + _CHECKSUM_BYTES * MAX_BLOCKS_PER_FRAME + MAX_BLOCK_BYTES,
     Kind.DONE: _DONE.size + MAX_LOGITS_BYTES,
     Kind.FAILED: MAX_TEXT_BYTES,
     Kind.CANCEL: 0,
@@ -103,6 +102,8 @@ class Header(NamedTuple):
     kind: Kind
     transfer: int
     body_sum: int
+    num_blocks: int
+    """In BLOCKS; else 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +129,9 @@ def bound_bodies(max_prompt_tokens: int) -> Mapping[Kind, int]:
     return {**MAX_BODY, Kind.PREFILL: prefill}
 
 
-def encode_header(kind: Kind, transfer: int, length: int, body: bytes = b"") -> bytes:
+def encode_header(kind: Kind, transfer: int, length: int, body: bytes = b"", num_blocks: int = 0) -> bytes:
     """`length` counts a payload behind `body` too."""
-    fields = _FIELDS.pack(length, kind, transfer, sum_body(body, transfer))
+    fields = _FIELDS.pack(length, kind, num_blocks, transfer, sum_body(body, transfer))
     return fields + _SUM.pack(sum_header(fields))
 
 
@@ -140,7 +141,7 @@ def decode_header(
     """`allowed` are the kinds that make sense now: before HELLO only HELLO, and never the peer's own."""
     if sum_header(data[: _FIELDS.size]) != _SUM.unpack_from(data, _FIELDS.size)[0]:
         raise IntegrityError("the header of a frame is damaged", Damage.HEADER)
-    length, number, transfer, body_sum = _FIELDS.unpack_from(data)
+    length, number, num_blocks, transfer, body_sum = _FIELDS.unpack_from(data)
     try:
         kind = Kind(number)
     except ValueError:
@@ -149,7 +150,15 @@ def decode_header(
         raise TransferError(f"the peer sent an unexpected {kind.name} frame")
     if length > max_body[kind]:
         raise TransferError(f"the peer sent a {kind.name} frame of {length} bytes; at most {max_body[kind]} are taken")
-    return Header(length, kind, transfer, body_sum)
+    if kind is Kind.BLOCKS:
+        _check_blocks(num_blocks, length)
+    return Header(length, kind, transfer, body_sum, num_blocks)
+
+
+def _check_blocks(num_blocks: int, length: int) -> None:
+    if not 0 < num_blocks <= MAX_BLOCKS_PER_FRAME or blocks_head_bytes(num_blocks) > length:
+        most = f"1 to {MAX_BLOCKS_PER_FRAME} blocks with their sums are taken"
+        raise TransferError(f"the peer sent a BLOCKS frame of {num_blocks} blocks and {length} bytes; {most}")
 
 
 def check_body(header: Header, body: bytes | bytearray | memoryview) -> None:
@@ -280,23 +289,21 @@ def decode_prefill(body: bytes) -> RemotePrefill:
 def encode_blocks_head(transfer: int, blocks: BlockRange, checksums: Sequence[int], payload_bytes: int) -> bytes:
     """Everything of a BLOCKS frame but the payload."""
     sums = _little_endian(array("Q", checksums)).tobytes()
-    head = _BLOCKS.pack(blocks.layer, 0, blocks.first, blocks.count) + sums
-    return encode_header(Kind.BLOCKS, transfer, len(head) + payload_bytes, head) + head
+    head = _BLOCKS.pack(blocks.layer, 0, blocks.first) + sums
+    return encode_header(Kind.BLOCKS, transfer, len(head) + payload_bytes, head, blocks.count) + head
 
 
-def decode_blocks_fixed(data: bytes | bytearray | memoryview, length: int) -> BlockRange:
-    """The first `BLOCKS_BYTES` of a BLOCKS body of `length` bytes. Not to be believed before `check_body`."""
-    layer, _, first, count = _BLOCKS.unpack(data)
-    if not 0 < count <= MAX_BLOCKS_PER_FRAME or BLOCKS_BYTES + CHECKSUM_BYTES * count > length:
-        message = f"the peer sent a BLOCKS frame of {count} blocks and {length} bytes"
-        raise IntegrityError(f"{message}; 1 to {MAX_BLOCKS_PER_FRAME} with their sums are taken", Damage.BODY)
-    return BlockRange(layer, first, count)
-
-
-def decode_checksums(data: bytes | bytearray | memoryview) -> array[int]:
+def decode_blocks_head(data: bytes | bytearray, header: Header) -> tuple[BlockRange, array[int]]:
+    """What stands before the payload, `blocks_head_bytes` long, and was checked: which blocks, and their sums."""
+    layer, _, first = _BLOCKS.unpack_from(data)
     sums = array("Q")
-    sums.frombytes(data)
-    return _little_endian(sums)
+    sums.frombytes(memoryview(data)[_BLOCKS.size :])
+    return BlockRange(layer, first, header.num_blocks), _little_endian(sums)
+
+
+def blocks_head_bytes(num_blocks: int) -> int:
+    """Of a BLOCKS frame with so many blocks: everything between header and payload."""
+    return _BLOCKS.size + _CHECKSUM_BYTES * num_blocks
 
 
 def encode_done(transfer: int, done: Done) -> bytes:

@@ -21,9 +21,9 @@ from tandem_worker.transfer import protocol
 from tandem_worker.transfer.base import Identity, PrefillEngine, TransferTimeouts
 from tandem_worker.transfer.blocks import BlockReader, BlockSpace
 from tandem_worker.transfer.channel import Channel, Waker, configure
-from tandem_worker.transfer.checksums import seed_block, sum_block
+from tandem_worker.transfer.checksums import sum_blocks
 from tandem_worker.transfer.outbox import Outbox, ReadyBlocks
-from tandem_worker.transfer.outgoing import Ended, FlowWatch, Outgoing, SessionTotals, Started, count_up
+from tandem_worker.transfer.outgoing import Ended, FlowWatch, Outgoing, SessionTotals, count_up
 from tandem_worker.transfer.protocol import BlockRange, Done, Header, Kind
 from tandem_worker.transfer.quotas import Account, Quota
 from tandem_worker.transfer.slicing import Piece, agree
@@ -78,12 +78,14 @@ class Session:
         self._max_body = protocol.bound_bodies(space.num_slots)
         self._flow = FlowWatch(timeouts.stall)
         self._num_strays = 0
-        self._reported: deque[ReadyBlocks | Started | Ended] = deque()
+        self._reported: deque[ReadyBlocks | Ended] = deque()
         self._to_send: deque[ReadyBlocks] = deque()
         self._to_finish: deque[Outgoing] = deque()
         self._orders: dict[int, Outgoing] = {}
         self._transfers: dict[str, int] = {}
         """By the engine's name of an order."""
+        self._begun: set[int] = set()
+        """Transfers whose prompts the engine has begun with, and nobody has told the peer."""
         self._pieces: dict[int, Piece] = {}
         self._reader: BlockReader | None = None
         self._peer: Identity | None = None
@@ -127,7 +129,7 @@ class Session:
     def prefill_started(self, request_id: str) -> None:
         transfer = self._transfers.get(request_id)
         if transfer is not None:
-            self._post(Started(transfer))
+            self._begun.add(transfer)  # told with the next heartbeat, if no block has gone by then
 
     def prefill_done(self, request_id: str, logits: bytes, num_cached_tokens: int, prompt_name: bytes) -> None:
         self._end_order(request_id, Done(num_cached_tokens, logits, prompt_name))
@@ -148,7 +150,7 @@ class Session:
     def closed(self, transfer: int) -> None:
         self._post(Ended(transfer, "the order has ended at the first rank"))
 
-    def _post(self, event: ReadyBlocks | Started | Ended) -> None:
+    def _post(self, event: ReadyBlocks | Ended) -> None:
         self._reported.append(event)
         self._waker.wake()
 
@@ -177,7 +179,6 @@ class Session:
         self._channel.extend_deadline(header.length)
         body = bytes(self._channel.read(header.length))
         protocol.check_body(header, body)
-        self._channel.end_frame()
         return header, body
 
     def _shake_hands(self) -> None:
@@ -294,6 +295,7 @@ class Session:
             self._account.return_attachment()
             return
         self._transfers.pop(outgoing.engine_id, None)
+        self._begun.discard(outgoing.transfer)
         self._outbox.close(outgoing.transfer)
         self._account.return_order(outgoing.num_tokens)
 
@@ -326,8 +328,6 @@ class Session:
                 continue
             if isinstance(event, ReadyBlocks):
                 self._take_report(outgoing, event)
-            elif isinstance(event, Started):
-                self._channel.say(protocol.encode_start(outgoing.transfer))
             elif isinstance(event.outcome, Done):
                 outgoing.done = event.outcome
                 self._to_finish.append(outgoing)
@@ -358,6 +358,8 @@ class Session:
             self._check_orders(now)
             waits = self._channel.has_output or bool(self._to_send)
             self._flow.look(now, waits=waits, bytes_sent=self._channel.bytes_sent)
+            while self._begun:
+                self._channel.say(protocol.encode_start(self._begun.pop()))
             steps = 0 if self._engine is None else self._engine.stats().steps_total
             self._channel.say(protocol.encode_heartbeat(steps))
         return self._next_heartbeat - now
@@ -402,10 +404,7 @@ class Session:
         else:
             self._to_send.popleft()
         views = self._reader.views(blocks.layer, ready.block_ids[: blocks.count], ready.fence)
-        sums = [
-            sum_block(runs, seed_block(ready.transfer, blocks.layer, index))
-            for index, runs in zip(count_up(blocks), views.blocks, strict=True)
-        ]
+        sums = sum_blocks(views.blocks, ready.transfer, blocks.layer, blocks.first)
         self._frame_bytes, self._frame_started = size * blocks.count, self._clock()
         return [protocol.encode_blocks_head(ready.transfer, blocks, sums, self._frame_bytes), *views.spans]
 

@@ -44,7 +44,10 @@ def judge_order(
     """Why an order is given up; None while it may go on. `watching_since`: nothing before that is the peer's fault."""
     assert attempt.order is not None
     begun = attempt.started_at
-    progressed = max(attempt.last_progress, engine_progressed_at if begun is None else 0.0)
+    progressed = attempt.last_progress
+    others_bring_it = attempt.reception is not None and attempt.reception.complete
+    if not attempt.arrived and (begun is None or others_bring_it):  # what has arrived needs the engine no more
+        progressed = max(progressed, engine_progressed_at)
     if now - max(progressed, watching_since) > timeouts.stall:
         return f"no progress for {timeouts.stall:g} s"
     if begun is None:
