@@ -43,7 +43,7 @@ def free_port() -> int:
 @contextmanager
 def worker(role: str, model: Path, dtype: str, threads: int) -> Iterator[Worker]:
     """A ready worker process on loopback; ended with SIGTERM."""
-    port, kv_port = free_port(), free_port()
+    port, metrics_port, kv_port = free_port(), free_port(), free_port()
     document = {
         "modelName": "bench",
         "servedName": "bench",
@@ -54,6 +54,7 @@ def worker(role: str, model: Path, dtype: str, threads: int) -> Iterator[Worker]
         "dtype": dtype,
         "kv": {"memoryBytes": 2 << 30, "port": kv_port},
         "httpPort": port,
+        "metricsPort": metrics_port,
         "drainTimeoutSeconds": 1,
     }
     with tempfile.TemporaryDirectory() as folder:
@@ -68,7 +69,7 @@ def worker(role: str, model: Path, dtype: str, threads: int) -> Iterator[Worker]
                 stderr=sink,
             )
         try:
-            wait_ready(process, port, log)
+            wait_ready(process, metrics_port, log)
             yield Worker(port, kv_port, process)
         finally:
             process.send_signal(signal.SIGTERM)
@@ -78,13 +79,13 @@ def worker(role: str, model: Path, dtype: str, threads: int) -> Iterator[Worker]
                 process.kill()
 
 
-def wait_ready(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+def wait_ready(process: subprocess.Popen[bytes], metrics_port: int, log: Path) -> None:
     deadline = time.monotonic() + START_LIMIT
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise RuntimeError(f"the worker ended with {process.returncode}:\n{log.read_text()[-3000:]}")
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=1):
+            with urllib.request.urlopen(f"http://127.0.0.1:{metrics_port}/readyz", timeout=1):
                 return
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             time.sleep(0.1)

@@ -18,7 +18,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ class KeyRing:
     """All keys that are good now, by id. `primary` is the one to speak with."""
 
     primary: str
-    keys: Mapping[str, bytes]
+    keys: Mapping[str, bytes] = field(repr=False)  # rings end up in messages, keys must not
 
     @property
     def authenticates(self) -> bool:
@@ -55,9 +55,9 @@ def parse_key_ring(text: str | bytes) -> KeyRing:
     """The ring that `KeyRing.encode` wrote. Raises ValueError with a sentence; no part of a key is in it."""
     try:
         fields: Any = json.loads(text)
-        primary, entries = fields["primary"], fields["keys"]
+        primary, entries = str(fields["primary"]), fields["keys"]
         keys = {str(name): bytes.fromhex(key) for name, key in entries.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"it is not a key ring ({type(error).__name__})") from None
     for name, key in keys.items():
         if _KEY_ID.fullmatch(name) is None:
@@ -92,6 +92,7 @@ class KeyFile:
         self._lock = threading.Lock()
         self._text = path.read_bytes()
         self._ring = parse_key_ring(self._text)
+        self._problem = ""
         self._next_look = clock() + _RELOAD_SECONDS
 
     def ring(self) -> KeyRing:
@@ -107,13 +108,16 @@ class KeyFile:
     def _reload(self) -> None:
         try:
             text = self._path.read_bytes()
-            if text == self._text:
-                return
-            ring = parse_key_ring(text)
+            ring = self._ring if text == self._text else parse_key_ring(text)
         except (OSError, ValueError) as error:
-            logger.warning(
-                "the keys in %s cannot be read again, the last good ones stay in force: %s", self._path, error
-            )
+            if self._problem != str(error):  # once, not every second
+                self._problem = str(error)
+                logger.warning(
+                    "the keys in %s cannot be read again, the last good ones stay in force: %s", self._path, error
+                )
+            return
+        self._problem = ""
+        if ring is self._ring:
             return
         self._text, self._ring = text, ring
         logger.info("keys were read again", extra={"file": str(self._path), "primary": ring.primary})

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -52,15 +52,19 @@ def eventually(condition: Callable[[], bool], seconds: float, what: str) -> floa
 class WorkerProcess:
     process: subprocess.Popen[bytes]
     url: str
+    metrics_url: str
     kv: str
     log: Path
+    headers: dict[str, str] = field(default_factory=dict)
+    """Shown with every request."""
 
     def get(self, path: str) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=10)
+        """From the metrics port."""
+        return httpx.get(self.metrics_url + path, timeout=10)
 
     def complete(self, prompt: Any, *, prefill: str | None = None, **options: Any) -> dict[str, Any]:
         body = {"model": MODEL, "prompt": prompt, "temperature": 0, "max_tokens": 8} | options
-        headers = {"x-tandem-prefill": prefill} if prefill else {}
+        headers = self.headers | ({"x-tandem-prefill": prefill} if prefill else {})
         response = httpx.post(self.url + "/v1/completions", json=body, headers=headers, timeout=60)
         assert response.status_code == 200, response.text
         return response.json() | {"headers": response.headers}
@@ -105,9 +109,11 @@ def run_worker(
     folder: Path, role: str, model: Path, *, environment: dict[str, str] | None = None, **changes: Any
 ) -> Iterator[WorkerProcess]:
     """A worker process; not necessarily ready yet. Killed at the end if it has not ended by itself."""
-    port, kv_port = free_port(), free_port(neighbours=7)  # a group takes the ports after the KV port too
+    port, metrics_port = free_port(), free_port()
+    kv_port = free_port(neighbours=7)  # a group takes the ports after the KV port too
     document = {
         "modelName": MODEL, "servedName": MODEL, "role": role, "revision": "r1", "httpPort": port,
+        "metricsPort": metrics_port,
         "model": {"uri": f"file://{model}", "cacheDir": str(folder / "cache")}, "device": "CPU", "dtype": "Float32",
         "kv": {"memoryBytes": 32 << 20, "port": kv_port}, "drainTimeoutSeconds": 10,
         "scheduler": {"maxBatchTokens": 128},
@@ -131,7 +137,8 @@ def run_worker(
             env=variables, stdout=sink, stderr=sink,
         )  # fmt: skip
     try:
-        yield WorkerProcess(process, f"http://127.0.0.1:{port}", f"127.0.0.1:{kv_port}", log)
+        urls = (f"http://127.0.0.1:{number}" for number in (port, metrics_port))
+        yield WorkerProcess(process, *urls, f"127.0.0.1:{kv_port}", log)
     finally:
         process.kill()
         process.wait(10)

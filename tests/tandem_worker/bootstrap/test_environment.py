@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from tandem_worker.environment import observe_pod, observe_threads, plan_threads, prepare_environment
+from tandem_worker.environment import find_interface, observe_pod, observe_threads, plan_threads, prepare_environment
 
 
 @pytest.mark.parametrize(
@@ -34,3 +36,20 @@ def test_pod_facts() -> None:
     assert (pod.pod, pod.namespace, pod.pod_ip, pod.token) == ("m-decode-0", "default", "10.0.0.7", "secret")
     assert observe_pod({"HF_TOKEN": " "}).token is None
     assert observe_pod({}).termination_path == Path("/dev/termination-log")
+
+
+def test_the_descriptor_limit_is_raised_to_the_hard_one() -> None:
+    program = (
+        "import resource, tandem_worker.environment as e; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 256));"
+        "print(e.raise_descriptor_limit(), resource.getrlimit(resource.RLIMIT_NOFILE), e.raise_descriptor_limit())"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert found.stdout == "256 (256, 256) 256\n"
+
+
+@pytest.mark.parametrize(
+    ("address", "interface"), [("127.0.0.1", "lo"), ("127.0.0.7", "lo"), ("192.0.2.1", None), ("0.0.0.0", None),
+                               ("localhost", None), ("::", None), ("2001:db8::1", None)],
+)  # fmt: skip
+def test_interfaces_are_found_by_their_address(address: str, interface: str | None) -> None:
+    assert find_interface(address) == interface

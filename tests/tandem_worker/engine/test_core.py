@@ -188,6 +188,28 @@ def test_a_dead_step_loop_says_so_and_ends_its_requests() -> None:
     assert "device-side" in str(rig.engine.failure)
     with pytest.raises(EngineStoppedError):
         rig.submit("next", (1, 2))
+    assert rig.engine.vitals.problems() == [
+        "engine: it has failed: RuntimeError: CUDA error: device-side assert triggered"
+    ]
+
+
+def test_a_step_loop_without_a_thread_takes_nothing_until_it_has_one(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make_rig()
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(EngineStoppedError, match="cannot start: thread engine cannot be started"):
+            rig.submit("r", (1, 2), 4)
+        assert any("no thread can be started" in problem for problem in rig.engine.vitals.problems())
+    assert rig.engine.idle
+    rig.submit("r", (1, 2), 4)
+    rig.wait()
+    assert rig.out.reason("r") is FinishReason.LENGTH
 
 
 def test_requests_that_cannot_be_served_are_refused(make_rig: MakeRig) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tandem_api.keys import open_ring
 from tandem_api.launch import GroupConfig, KVConfig, ModelSource, Parallelism, SchedulerConfig, WorkerConfig
 from tandem_api.names import Role
 from tandem_worker.control.params import GenerationRequest, SamplingParams
@@ -22,7 +23,9 @@ from tandem_worker.group.link import Loss
 from tandem_worker.group.topology import plan_node
 from tandem_worker.models.loader import load_model
 from tandem_worker.parallel.groups import leave_group
+from tandem_worker.runtime import Runtime
 from tandem_worker.sources.digest import model_digest
+from tandem_worker.vitals import Vitals
 
 from tests.tandem_worker.engine.rig import Collector
 
@@ -103,7 +106,8 @@ def run_group(path: Path, **parallelism: int) -> Iterator[EngineRig]:
     )
     place = plan_node(config.group, pod.pod)
     causes: queue.SimpleQueue[Loss] = queue.SimpleQueue()
-    group = LeadingPod(config, pod, place, on_lost=causes.put, on_leaving=lambda: None)
+    runtime = Runtime(host="127.0.0.1", peers=open_ring, api=open_ring, vitals=Vitals())
+    group = LeadingPod(config, pod, place, runtime, on_lost=causes.put, on_leaving=lambda: None)
     group.start(path)
     try:
         seat, out = group.form(path, CPU, torch.float32), Collector()

@@ -56,7 +56,7 @@ def test_every_line_is_prometheus_text() -> None:
         assert line.startswith("# ") or SAMPLE_LINE.fullmatch(line), line
     for sample_of in (
         'kv_integrity_failures_total{model="smollm2",role="decode",kind="header"} 3',
-        'kv_connections_refused_total{model="smollm2",role="decode",reason="wrong_proof"} 2',
+        'refused_connections_total{model="smollm2",role="decode",port="kv",reason="wrong_proof"} 2',
         'kv_quota_refusals_total{model="smollm2",role="decode",quota="orders"} 1',
     ):
         assert f"tandem_worker_{sample_of}" in lines

@@ -14,7 +14,6 @@ import openai
 import pytest
 from tandem_api.launch import ModelSource, WorkerConfig
 from tandem_api.names import Role
-from tandem_api.telemetry import WorkerTelemetry
 from tandem_worker.control.params import FinishReason, GenerationRequest, TokenDelta, TokenLogprob
 from tandem_worker.errors import EngineStoppedError
 from tandem_worker.server.app import RequestOutcome, build_app
@@ -213,14 +212,6 @@ class Worker:
         return self.server.port
 
 
-def telemetry() -> WorkerTelemetry:
-    return WorkerTelemetry(
-        model_name="tiny", role=Role.UNIFIED, revision="r1", pod="pod-0", draining=False, running_requests=0,
-        queued_requests=0, running_tokens=0, queued_prefill_tokens=0, kv_blocks_used=0, kv_blocks_cached=0,
-        kv_blocks_total=10, kv_eviction_horizon=0.0,
-    )  # fmt: skip
-
-
 _compilers: dict[int, GrammarCompiler] = {}
 """By tokenizer. Their processes take longer to start than a test."""
 
@@ -250,8 +241,8 @@ async def running_worker(tokenizer: Any, *, free_form_grammars: bool = False, **
     outcomes: list[RequestOutcome] = []
     state = {"ready": True, "draining": False}
     app = build_app(
-        engine, tokenizer, config, hub=hub, pod_name="pod-0", ready=lambda: state["ready"], telemetry=telemetry,
-        metrics_text=lambda: "tandem_worker_draining 0\n", draining=lambda: state["draining"],
+        engine, tokenizer, config, hub=hub, pod_name="pod-0", ready=lambda: state["ready"],
+        draining=lambda: state["draining"],
         observer=outcomes.append, **options,
     )  # fmt: skip
     server = await serve(app, "127.0.0.1", 0)

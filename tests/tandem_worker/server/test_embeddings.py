@@ -73,8 +73,7 @@ async def serving(
     engine = build_engine(model, config, hub.deliver, runs_ahead=runs_ahead)
     app = build_app(
         engine, tokenizer, config, hub=hub, pod_name="pod-0", ready=lambda: True,
-        telemetry=lambda: pytest.fail("not asked for"),
-        metrics_text=str, draining=lambda: False, max_model_len=engine.max_model_len, vocab_size=model.vocab_size,
+        draining=lambda: False, max_model_len=engine.max_model_len, vocab_size=model.vocab_size,
         embedding=model.embedding,
     )  # fmt: skip
     server = await serve(app, "127.0.0.1", 0)

@@ -102,7 +102,7 @@ def grammars(real: Real) -> Iterator[GrammarCompiler]:
 async def client(real: Real, grammars: GrammarCompiler) -> AsyncIterator[openai.AsyncOpenAI]:
     app = build_app(
         real.engine, real.tokenizer, configuration(), hub=real.hub, pod_name="pod-0", ready=lambda: True,
-        telemetry=lambda: pytest.fail("not asked for"), metrics_text=str, draining=lambda: False,
+        draining=lambda: False,
         max_model_len=real.engine.max_model_len, vocab_size=real.vocab_size, grammars=grammars,
     )  # fmt: skip
     server = await serve(app, "127.0.0.1", 0)

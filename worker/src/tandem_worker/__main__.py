@@ -24,7 +24,14 @@ from tandem_api import names
 from tandem_api.launch import WorkerConfig
 
 from tandem_worker.ending import end_process
-from tandem_worker.environment import PodFacts, observe_pod, observe_threads, prepare_environment
+from tandem_worker.environment import (
+    PodFacts,
+    find_interface,
+    observe_pod,
+    observe_threads,
+    prepare_environment,
+    raise_descriptor_limit,
+)
 from tandem_worker.errors import GroupLostError, StartupError
 from tandem_worker.observe.logging import configure_logging
 
@@ -33,6 +40,8 @@ if TYPE_CHECKING:
     from tandem_worker.group.leading import LeadingPod
     from tandem_worker.group.link import Loss
     from tandem_worker.group.topology import NodePlace
+    from tandem_worker.observe.figures import Refusals
+    from tandem_worker.runtime import Runtime
 
 logger = logging.getLogger("tandem_worker")
 
@@ -48,8 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             from tandem_worker.group.following import run_child
 
             run_child(pod)
-        config = _configure(options.config, pod)
-        _run(config, pod, options.host)
+        host = options.host or ("::" if ":" in pod.pod_ip else "0.0.0.0")
+        config = _configure(options.config, pod, host)
+        _run(config, pod, host)
     except StartupError as error:
         end_process(pod, error.reason, str(error))
     except Exception as error:
@@ -60,88 +70,107 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tandem-worker", description="The Tandem inference worker.")
     parser.add_argument("--config", type=Path, default=Path(names.CONFIG_PATH), help="launch configuration (JSON)")
-    parser.add_argument("--host", default=None, help="address to listen on (default: all)")
+    parser.add_argument("--host", default=None, help="address of every port (default: all)")
     # A worker starts the processes of its other ranks itself, and orders them on their standard input.
     parser.add_argument("--follow", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
 
-def _configure(path: Path, pod: PodFacts) -> WorkerConfig:
+def _configure(path: Path, pod: PodFacts, host: str) -> WorkerConfig:
     """Read the configuration, then set up what torch and others read when they are imported."""
     from tandem_worker.bootstrap import load_config
-    from tandem_worker.group.topology import plan_node
+    from tandem_worker.group.topology import plan_node, plan_rank_address
 
     config = load_config(path)
     configure_logging(pod.log_level, {"pod": pod.pod, "model": config.model_name, "role": config.role.value})
-    num_threads = max(1, observe_threads() // len(plan_node(config.group, pod.pod).ranks))
-    prepare_environment(os.environ, num_threads=num_threads, cache_dir=config.model.cache_dir)
+    raise_descriptor_limit()
+    place = plan_node(config.group, pod.pod)
+    num_threads = max(1, observe_threads() // len(place.ranks))
+    prepare_environment(
+        os.environ,
+        num_threads=num_threads,
+        cache_dir=config.model.cache_dir,
+        interface=find_interface(plan_rank_address(config.group, host, pod.pod_ip)),
+    )
     return config
 
 
-def _run(config: WorkerConfig, pod: PodFacts, host: str | None) -> None:
+def _run(config: WorkerConfig, pod: PodFacts, host: str) -> None:
     import uvloop
 
     from tandem_worker.group.topology import check_support, plan_node
+    from tandem_worker.runtime import open_runtime
 
     place = plan_node(config.group, pod.pod)
     check_support(config)
-    address = host or ("::" if ":" in pod.pod_ip else "0.0.0.0")
+    runtime = open_runtime(config, host)
     if place.leads:
-        process = _Process(config, pod, place)
+        process = _Process(config, pod, place, runtime)
     else:
         from tandem_worker.group.following import FollowerPod
 
-        process = FollowerPod(config, pod, place)
+        process = FollowerPod(config, pod, place, runtime)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(process.run(address))
+        runner.run(process.run())
 
 
 class _Process:
     """The life of the process on its event loop."""
 
-    def __init__(self, config: WorkerConfig, pod: PodFacts, place: NodePlace) -> None:
+    def __init__(self, config: WorkerConfig, pod: PodFacts, place: NodePlace, runtime: Runtime) -> None:
         from tandem_worker.bootstrap import Progress, Switches
 
         self._config = config
         self._pod = pod
         self._place = place
+        self._runtime = runtime
         self._progress = Progress()
         self._switches = Switches()
         self._stop = asyncio.Event()
         self._lost: Loss | None = None
 
-    async def run(self, host: str) -> None:
+    async def run(self) -> None:
         from tandem_worker.group.link import Loss
-        from tandem_worker.server.serving import serve
+        from tandem_worker.server.gate import TokenGate
+        from tandem_worker.server.ports import open_ports
+        from tandem_worker.server.status import StatusApp
         from tandem_worker.staging import StagedApp
 
         app = StagedApp(lambda: self._progress.phase)
-        try:
-            server = await serve(app, host, self._config.http_port)
-        except OSError as error:
-            raise StartupError("PortInUse", f"Port {self._config.http_port} cannot be opened: {error}") from error
+        gate = TokenGate(app, self._runtime.api)
+        status = StatusApp(problems=self._runtime.vitals.problems, waits_for=self._waits_for)
+        ports = await open_ports(self._config, self._runtime.host, api=gate, status=status)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         group = self._open_group()
         try:
-            worker = await self._build(group)
+            refusals: dict[str, Refusals] = {"http": lambda: gate.refusals}
+            if group is not None:
+                refusals["group"] = lambda: group.leader.refusals
+            worker = await self._build(group, refusals)
         except BaseException as error:
             if group is not None:
                 group.leader.lose(Loss(f"rank 0 cannot start: {error}", getattr(error, "reason", "GroupLost")))
-            await server.stop()
+            await ports.close()
             raise
         await app.install(worker.app)
+        status.figures = worker.figures
         self._switches.ready = True
         await self._stop.wait()
         await self._drain(worker)
         if self._lost is not None:
             await worker.fail(self._lost.message)
             end_process(self._pod, self._lost.reason, self._lost.message)
-        await server.stop(grace_seconds=1.0)
+        await ports.close()
         await asyncio.to_thread(worker.close)
         logger.info("ended")
 
-    async def _build(self, group: LeadingPod | None) -> Worker:
+    def _waits_for(self) -> str | None:
+        if self._switches.draining:
+            return "draining"
+        return None if self._switches.ready else self._progress.phase
+
+    async def _build(self, group: LeadingPod | None, refusals: dict[str, Refusals]) -> Worker:
         """Raises StartupError; GroupLostError without waiting for a step that a lost rank will never take part in."""
         from tandem_worker.bootstrap import build_worker
 
@@ -150,7 +179,15 @@ class _Process:
         # again).
         builder = ThreadPoolExecutor(1, thread_name_prefix="build")
         building = asyncio.get_running_loop().run_in_executor(
-            builder, build_worker, self._config, self._pod, self._progress, self._switches, group
+            builder,
+            build_worker,
+            self._config,
+            self._pod,
+            self._runtime,
+            self._progress,
+            self._switches,
+            group,
+            refusals,
         )
         builder.shutdown(wait=False)
         stopped = asyncio.ensure_future(self._stop.wait())
@@ -179,7 +216,7 @@ class _Process:
         def on_leaving() -> None:
             loop.call_soon_threadsafe(self._on_leaving)
 
-        return LeadingPod(self._config, self._pod, self._place, on_lost=on_lost, on_leaving=on_leaving)
+        return LeadingPod(self._config, self._pod, self._place, self._runtime, on_lost=on_lost, on_leaving=on_leaving)
 
     def _on_lost(self, cause: Loss) -> None:
         self._lost = cause

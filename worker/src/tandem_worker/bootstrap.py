@@ -13,7 +13,7 @@ import json
 import logging
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,9 +23,8 @@ from tandem_api.names import Role
 
 from tandem_worker.environment import PodFacts
 from tandem_worker.errors import GroupLostError, StartupError
-from tandem_worker.observe.metrics import WorkerFacts, WorkerSample, build_metrics_text, build_telemetry
-from tandem_worker.observe.nvml import GpuReader
-from tandem_worker.observe.requests import PreparationCounts, RequestMetrics
+from tandem_worker.observe.figures import Figures, Refusals, open_gpu_reader
+from tandem_worker.runtime import Runtime
 from tandem_worker.server.hub import DeltaHub
 from tandem_worker.warm_up import Delivery, plan_warm_up, warm_up
 
@@ -62,10 +61,12 @@ class Progress:
 
 @dataclass(slots=True, kw_only=True)
 class Worker:
-    """Everything that runs in this process but the HTTP server."""
+    """Everything that runs in this process but the HTTP servers."""
 
     config: WorkerConfig
     app: ASGIApp
+    """The inference API."""
+    figures: Figures
     engine: EngineCore
     hub: DeltaHub
     prefill_server: TcpPrefillServer | None
@@ -147,9 +148,15 @@ def load_config(path: Path) -> WorkerConfig:
 
 
 def build_worker(
-    config: WorkerConfig, pod: PodFacts, progress: Progress, switches: Switches, group: LeadingPod | None = None
+    config: WorkerConfig,
+    pod: PodFacts,
+    runtime: Runtime,
+    progress: Progress,
+    switches: Switches,
+    group: LeadingPod | None = None,
+    refusals: Mapping[str, Refusals] | None = None,
 ) -> Worker:
-    """`group`: the other ranks, where there are any, which this process leads.
+    """`group`: the other ranks, where there are any, which this process leads. `refusals`: of ports, by their names.
 
     Raises StartupError with a reason for everything a person can mend, GroupLostError when another rank cannot go on.
     """
@@ -166,8 +173,6 @@ def build_worker(
     from tandem_worker.models.tokenizer import load_tokenizer
     from tandem_worker.parallel.context import SINGLE
     from tandem_worker.server.app import build_app
-    from tandem_worker.structured.compiler import GrammarCompiler
-    from tandem_worker.transfer.client import TcpPrefillClient
 
     device = resolve_device(config.device)
     memory = _Memory(on_gpu=device.type == "cuda")
@@ -185,16 +190,14 @@ def build_worker(
     )
     memory.by_kind["weights"] = max(0, memory.observe() - before)
     end_tokens = observe_end_tokens(path, tokenizer)
-    grammars = GrammarCompiler(tokenizer, model.vocab_size, end_tokens)
-    if model.embedding is None and config.role is not Role.PREFILL:
-        grammars.start()  # its process is there before the first request is
+    grammars = _open_grammars(tokenizer, model, config, end_tokens)
     progress.enter("hashing the model")
     digest = hashing.result()
     arena = None if seat is not None else _measure_arena(model, config, progress, memory)
     progress.enter("allocating the KV cache")
     hub = DeltaHub()
     delivery = Delivery(hub)
-    client = TcpPrefillClient(verify=config.kv.verify) if config.role is Role.DECODE else None
+    client = _open_client(config, runtime)
     engine = build_engine(
         model,
         config,
@@ -205,6 +208,7 @@ def build_worker(
         cuda_graphs=pod.cuda_graphs and seat is None,
         arena_bytes=arena,
         group=seat,
+        vitals=runtime.vitals,
     )
     cache = engine.kv_cache
     memory.by_kind["kv"] = cache.num_blocks * cache.spec.bytes_per_block
@@ -213,8 +217,18 @@ def build_worker(
     progress.enter("warming up")
     warm_up(engine, delivery, plan_warm_up(engine.max_model_len, model.embedding, on_gpu=device.type == "cuda"))
     progress.enter("starting the KV transport")
-    server = _connect_transport(engine, client, config, pod, digest, seat)
-    figures = _Figures(config, pod, switches, engine, server or client, _gpu_reader(device), memory.by_kind, grammars)
+    server = _connect_transport(engine, client, config, pod, runtime, digest, seat)
+    figures = Figures(
+        config,
+        pod,
+        engine,
+        transport=server or client,
+        grammars=grammars,
+        draining=lambda: switches.draining,
+        gpu=open_gpu_reader(device),
+        memory_bytes=memory.by_kind,
+        refusals=refusals or {},
+    )
     app = build_app(
         engine,
         tokenizer,
@@ -222,8 +236,6 @@ def build_worker(
         hub=hub,
         pod_name=pod.pod,
         ready=lambda: switches.ready,
-        telemetry=figures.telemetry,
-        metrics_text=figures.metrics_text,
         draining=lambda: switches.draining,
         max_model_len=engine.max_model_len,
         vocab_size=model.vocab_size,
@@ -238,6 +250,7 @@ def build_worker(
     return Worker(
         config=config,
         app=app,
+        figures=figures,
         engine=engine,
         hub=hub,
         prefill_server=server,
@@ -253,6 +266,26 @@ def _settle(progress: Progress) -> None:
     gc.collect()
     gc.freeze()
     progress.enter("ready")
+
+
+def _open_grammars(
+    tokenizer: Any, model: CausalLM, config: WorkerConfig, end_tokens: frozenset[int]
+) -> GrammarCompiler:
+    """Where answers are generated its process is there before the first request is."""
+    from tandem_worker.structured.compiler import GrammarCompiler
+
+    grammars = GrammarCompiler(tokenizer, model.vocab_size, end_tokens)
+    if model.embedding is None and config.role is not Role.PREFILL:
+        grammars.start()
+    return grammars
+
+
+def _open_client(config: WorkerConfig, runtime: Runtime) -> TcpPrefillClient | None:
+    from tandem_worker.transfer.client import TcpPrefillClient
+
+    if config.role is not Role.DECODE:
+        return None
+    return TcpPrefillClient(verify=config.kv.verify, ring=runtime.peers, vitals=runtime.vitals)
 
 
 def _measure_arena(model: CausalLM, config: WorkerConfig, progress: Progress, memory: _Memory) -> int:
@@ -320,10 +353,11 @@ def _connect_transport(
     client: TcpPrefillClient | None,
     config: WorkerConfig,
     pod: PodFacts,
+    runtime: Runtime,
     digest: str,
     seat: GroupSeat | None,
 ) -> TcpPrefillServer | None:
-    from tandem_worker.group.transport import group_identity, listening_host, start_server
+    from tandem_worker.group.transport import group_identity, start_server
     from tandem_worker.transfer.base import Identity
     from tandem_worker.transfer.blocks import BlockSpace
     from tandem_worker.transfer.server import TcpPrefillServer
@@ -345,66 +379,16 @@ def _connect_transport(
         client.bind(engine, space, identity, leader)
         return None
     server = TcpPrefillServer(
-        engine=engine, space=space, identity=identity, host=listening_host(pod), port=config.kv.port, group=leader
+        engine=engine,
+        space=space,
+        identity=identity,
+        host=runtime.host,
+        port=config.kv.port,
+        group=leader,
+        ring=runtime.peers,
+        vitals=runtime.vitals,
     )
     return start_server(server, config.kv.port)
-
-
-class _Figures:
-    """Answers `/metrics` and `/telemetry`, and counts finished requests."""
-
-    def __init__(
-        self,
-        config: WorkerConfig,
-        pod: PodFacts,
-        switches: Switches,
-        engine: EngineCore,
-        transport: TcpPrefillServer | TcpPrefillClient | None,
-        gpu: GpuReader,
-        memory_bytes: dict[str, int],
-        grammars: GrammarCompiler,
-    ) -> None:
-        self._facts = WorkerFacts(model_name=config.model_name, role=config.role, revision=config.revision, pod=pod.pod)
-        self._switches, self._engine, self._transport, self._gpu = switches, engine, transport, gpu
-        self._memory_bytes = memory_bytes
-        self._grammars = grammars
-        self._requests = RequestMetrics()
-        self.preparation = PreparationCounts()
-
-    def telemetry(self) -> Any:
-        return build_telemetry(self._facts, self._sample())
-
-    def metrics_text(self) -> str:
-        return build_metrics_text(self._facts, self._sample(), self._requests, self._memory_bytes, self.preparation)
-
-    def observe_request(self, outcome: Any) -> None:
-        """An answer that is sent in one piece ends as it begins."""
-        first, usage = outcome.first_token_seconds, outcome.usage
-        self._requests.record(
-            status=outcome.status,
-            seconds=outcome.seconds,
-            first_token_seconds=first,
-            num_generated=0 if usage is None else usage.completion_tokens,
-            streamed=first is not None and outcome.seconds - first > 1e-3,
-        )
-
-    def _sample(self) -> WorkerSample:
-        return WorkerSample(
-            draining=self._switches.draining,
-            engine=self._engine.stats(),
-            gpu=self._gpu.sample(),
-            transfer=None if self._transport is None else self._transport.stats(),
-            grammars=self._grammars.counts,
-            grammar_restarts=self._grammars.num_restarts,
-        )
-
-
-def _gpu_reader(device: torch.device) -> GpuReader:
-    if device.type != "cuda":
-        return GpuReader(None)
-    import torch
-
-    return GpuReader(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
 
 
 def _log_ready(config: WorkerConfig, model: CausalLM, engine: EngineCore, progress: Progress, memory: _Memory) -> None:

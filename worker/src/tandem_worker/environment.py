@@ -5,14 +5,24 @@ The environment is read here and in `__main__` only; everything else is handed w
 
 from __future__ import annotations
 
+import fcntl
+import ipaddress
+import logging
 import math
 import os
+import resource
 import socket
+import struct
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from tandem_api import names
+
+logger = logging.getLogger(__name__)
+
+_MAX_DESCRIPTORS = 1 << 20
+_SIOCGIFADDR = 0x8915
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +75,57 @@ def observe_threads(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     return plan_threads(len(os.sched_getaffinity(0)), cpu_max)
 
 
-def prepare_environment(environment: MutableMapping[str, str], *, num_threads: int, cache_dir: str) -> None:
-    """Settings that libraries read when they are imported. What a person has set stays."""
+def raise_descriptor_limit() -> int:
+    """Let this process, and those it starts, open as many files as the system allows. Returns how many.
+
+    Each connection is one: the usual soft limit of 1024 is less than a busy worker needs.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        logger.info("the limit on open files was raised from %d to %d", soft, wanted)
+        return wanted
+    logger.info("the limit on open files is %d", soft)
+    return soft
+
+
+def find_interface(address: str) -> str | None:
+    """The network interface that has this IP address; None where none has it, or where it is a name."""
+    try:
+        wanted = ipaddress.ip_address(address)
+    except ValueError:
+        return None
+    return _find_ipv6(wanted) if wanted.version == 6 else _find_ipv4(wanted)
+
+
+def _find_ipv4(wanted: ipaddress.IPv4Address) -> str | None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(sock, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+            except OSError:  # it has no address
+                continue
+            if answer[20:24] == wanted.packed:
+                return name
+    return "lo" if wanted.is_loopback else None
+
+
+def _find_ipv6(wanted: ipaddress.IPv6Address) -> str | None:
+    try:
+        lines = Path("/proc/net/if_inet6").read_text().splitlines()
+    except OSError:  # no IPv6 here
+        return None
+    return next((line.split()[-1] for line in lines if line.split()[0] == wanted.packed.hex()), None)
+
+
+def prepare_environment(
+    environment: MutableMapping[str, str], *, num_threads: int, cache_dir: str, interface: str | None = None
+) -> None:
+    """Settings that libraries read when they are imported. What a person has set stays.
+
+    `interface` is the one over which the ranks of a group connect on CPUs.
+    """
     defaults = {
         "OMP_NUM_THREADS": str(num_threads),
         # A thread that waits for its next parallel region must not keep its core for long, for pods share cores; but
@@ -84,5 +143,7 @@ def prepare_environment(environment: MutableMapping[str, str], *, num_threads: i
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "TRITON_CACHE_DIR": str(Path(cache_dir, ".triton")),
     }
+    if interface is not None:
+        defaults["GLOO_SOCKET_IFNAME"] = interface
     for name, value in defaults.items():
         environment.setdefault(name, value)

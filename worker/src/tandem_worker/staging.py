@@ -1,4 +1,4 @@
-"""The HTTP face while the worker starts: probes answer at once, the API comes when it is built.
+"""The inference port while the worker starts: requests are sent elsewhere until the API is built.
 
 One ASGI application for the whole life of the server. Until `install` it tells what the worker waits for; from then on
 it is the installed application.
@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-import orjson
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tandem_api.openai import error_body
+
+from tandem_worker.server.http import HEADER_RETRY, send_json
 
 
 class StagedApp:
@@ -32,7 +33,8 @@ class StagedApp:
         elif self._app is not None:
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
-            await self._answer_early(scope["path"], send)
+            body = error_body(f"This worker is still {self._phase()}.", kind="overloaded_error")
+            await send_json(send, body, status=503, headers={HEADER_RETRY: "1"})
 
     async def _live(self, receive: Receive, send: Send) -> None:
         """The server's own lifespan; the installed application's ends with it."""
@@ -42,21 +44,6 @@ class StagedApp:
         if self._lifespan is not None:
             await self._lifespan.stop()
         await send({"type": "lifespan.shutdown.complete"})
-
-    async def _answer_early(self, path: str, send: Send) -> None:
-        if path == "/healthz":
-            await _respond(send, 200, b"starting\n", b"text/plain; charset=utf-8")
-        elif path == "/readyz":
-            await _respond(send, 503, f"{self._phase()}\n".encode(), b"text/plain; charset=utf-8")
-        else:
-            body = error_body(f"This worker is still {self._phase()}.", kind="overloaded_error")
-            await _respond(send, 503, orjson.dumps(body), b"application/json", (b"x-tandem-retry", b"1"))
-
-
-async def _respond(send: Send, status: int, body: bytes, content_type: bytes, *extra: tuple[bytes, bytes]) -> None:
-    headers = [(b"content-type", content_type), (b"content-length", b"%d" % len(body)), *extra]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
 
 
 class _InnerLifespan:

@@ -6,7 +6,10 @@ Whatever runs on a thread of its own is started here, so that a thread that dies
 from __future__ import annotations
 
 import logging
+import os
+import resource
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,18 +17,27 @@ from tandem_worker.errors import ThreadStartError
 
 logger = logging.getLogger(__name__)
 
+_REMEMBER_SECONDS = 15.0
+"""A thread that could not be started is told this long: long enough to be seen, too short for liveness to act on it."""
+
 
 class Vitals:
     """Any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._lock = threading.Lock()
         self._problems: dict[str, str] = {}
+        self._failed_start: tuple[float, str] | None = None
 
     def problems(self) -> list[str]:
-        """Sentences; empty while all is well."""
+        """Sentences; empty while all is well. Asks the system for a descriptor and a thread, to see if it has any."""
+        found = {**_observe_descriptors(), **_observe_threads()}
         with self._lock:
-            return [f"{source}: {problem}" for source, problem in sorted(self._problems.items())]
+            found |= self._problems
+            if self._failed_start is not None and self._clock() < self._failed_start[0] + _REMEMBER_SECONDS:
+                found.setdefault("threads", self._failed_start[1])
+        return [f"{source}: {problem}" for source, problem in sorted(found.items())]
 
     def set(self, source: str, problem: str) -> None:
         """`source` has this problem until `clear`."""
@@ -50,14 +62,14 @@ class Vitals:
         Without it the thread may end whenever it likes. An exception is logged either way.
 
         Raises:
-            ThreadStartError: the system has no more threads; nothing runs.
+            ThreadStartError: the system has no more threads; nothing runs. `problems` tells it for a while.
         """
 
         def run() -> None:
             cause = "it returned"
             try:
                 target(*arguments)
-            except Exception as error:
+            except BaseException as error:
                 logger.exception("thread %s failed", name)
                 cause = f"{type(error).__name__}: {error}"
             if is_over is not None and not is_over():
@@ -66,6 +78,28 @@ class Vitals:
         thread = threading.Thread(target=run, name=name, daemon=True)
         try:
             thread.start()
-        except RuntimeError as error:
-            raise ThreadStartError(f"thread {name} cannot be started: {error}") from error
+        except (RuntimeError, MemoryError) as error:
+            problem = f"thread {name} cannot be started: {error}"
+            logger.exception("%s", problem)
+            with self._lock:
+                self._failed_start = self._clock(), problem
+            raise ThreadStartError(problem) from error
         return thread
+
+
+def _observe_descriptors() -> dict[str, str]:
+    try:
+        os.close(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+    except OSError as error:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return {"descriptors": f"no file can be opened ({error.strerror}); the limit of this process is {limit}"}
+    return {}
+
+
+def _observe_threads() -> dict[str, str]:
+    thread = threading.Thread(target=int, name="probe", daemon=True)
+    try:
+        thread.start()
+    except (RuntimeError, MemoryError) as error:
+        return {"threads": f"no thread can be started: {error}"}
+    return {}

@@ -25,6 +25,7 @@ from tandem_worker.engine.memory import (
 )
 from tandem_worker.errors import StartupError
 from tandem_worker.models.base import CausalLM, allocate_kv_cache
+from tandem_worker.vitals import Vitals
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ def build_engine(
     runs_ahead: bool | None = None,
     clock: Callable[[], float] | None = None,
     group: GroupSeat | None = None,
+    vitals: Vitals | None = None,
 ) -> EngineCore:
     """An engine that starts with its first request. Raises StartupError when memory or lengths do not fit.
 
@@ -96,6 +98,7 @@ def build_engine(
         model_digest=model_digest,
         max_queued_requests=config.scheduler.max_queued_requests,
         runs_ahead=runs_ahead,
+        vitals=vitals,
         target_step_seconds=_CPU_STEP_SECONDS if model.device.type == "cpu" else None,
         **clocks,
     )

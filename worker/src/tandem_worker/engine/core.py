@@ -34,8 +34,9 @@ from tandem_worker.engine.group_executor import GroupExecutor
 from tandem_worker.engine.lanes import LaneRunner
 from tandem_worker.engine.runner import StepRunner
 from tandem_worker.engine.snapshot import build_stats
-from tandem_worker.errors import EngineStoppedError, RequestError
+from tandem_worker.errors import EngineStoppedError, RequestError, ThreadStartError
 from tandem_worker.models.base import KVCache
+from tandem_worker.vitals import Vitals
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ class EngineCore:
         max_queued_requests: int,
         target_step_seconds: float | None,
         runs_ahead: bool = False,
+        vitals: Vitals | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """One scheduler, or one for each lane of a group's executor."""
@@ -92,8 +94,8 @@ class EngineCore:
         self._ended = False
         """No command is executed any more."""
         self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._started = False
+        self.vitals = vitals or Vitals()
+        self._thread: threading.Thread | None = None
         self._stats = build_stats(self._runner.lanes, num_pending=0)
 
     # -- any thread ----------------------------------------------------------------------------------------------
@@ -117,10 +119,16 @@ class EngineCore:
         self._runner.prefill_client = client
 
     def start(self) -> None:
+        """Raises EngineStoppedError when the system has no thread for it; nothing is changed then."""
         with self._wake:
-            if not self._started:
-                self._started = True
-                self._thread.start()
+            if self._thread is None:
+                try:
+                    self._thread = self.vitals.start_thread("engine", self._run, is_over=self._may_end)
+                except ThreadStartError as error:
+                    raise EngineStoppedError(f"the engine cannot start: {error}") from error
+
+    def _may_end(self) -> bool:
+        return self._stopping or self._failure is not None
 
     def submit(self, request: GenerationRequest) -> None:
         self._check_admitting()
@@ -193,15 +201,16 @@ class EngineCore:
     def fail(self, error: BaseException) -> None:
         """Admit nothing any more, because of `error`: the step loop may wait forever for something that is gone."""
         self._failure = self._failure or error
+        self.vitals.set("engine", f"it has failed: {type(error).__name__}: {error}")
 
     def stop(self, timeout: float | None = 10.0) -> None:
         """End every request with ABORT and the thread with them."""
         with self._wake:
             self._draining = self._stopping = True
-            started = self._started
+            thread = self._thread
             self._wake.notify()
-        if started:
-            self._thread.join(timeout)
+        if thread is not None:
+            thread.join(timeout)
 
     # -- calling thread, helpers ---------------------------------------------------------------------------------
 
@@ -210,6 +219,7 @@ class EngineCore:
             raise EngineStoppedError(f"the engine has failed: {self._failure}")
         if self._draining:
             raise EngineStoppedError("the engine is draining and takes no new requests")
+        self.start()  # before the request is in anybody's books
 
     def _build_request(
         self, *, id: str, prompt: tuple[int, ...], sampling: SamplingParams, cache_salt: str, priority: int
@@ -260,7 +270,7 @@ class EngineCore:
                 self._runner.end_all()
         except BaseException as error:
             logger.critical("the step loop died", exc_info=error)
-            self._failure = error
+            self.fail(error)
             self._end()
             self._runner.disown_all(f"the engine has failed: {error}")
         self._flush()

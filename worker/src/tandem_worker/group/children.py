@@ -21,6 +21,7 @@ from tandem_api.base import Wire
 from tandem_api.launch import WorkerConfig
 
 from tandem_worker.group.link import Loss
+from tandem_worker.vitals import Vitals
 
 
 class RankOrder(Wire):
@@ -32,12 +33,15 @@ class RankOrder(Wire):
     """Among the ranks of the pod; on CUDA, which device is this rank's."""
     leader_host: str
     leader_port: int
+    host: str
+    """Address that the rank opens its ports at."""
 
 
 class Children:
-    def __init__(self, on_exit: Callable[[Loss], None]) -> None:
+    def __init__(self, on_exit: Callable[[Loss], None], vitals: Vitals) -> None:
         """`on_exit` is told of a child that ended before `stop`; called on a thread of its own."""
         self._on_exit = on_exit
+        self._vitals = vitals
         self._processes: list[subprocess.Popen[bytes]] = []
         self._stopping = False
 
@@ -52,7 +56,7 @@ class Children:
         process.stdin.write(order.to_json().encode() + b"\n")
         process.stdin.flush()
         self._processes.append(process)
-        threading.Thread(target=self._watch, args=(order.rank, process), name="child", daemon=True).start()
+        self._vitals.start_thread("child", self._watch, order.rank, process)
 
     @property
     def pids(self) -> list[int]:
@@ -96,8 +100,10 @@ def read_order(source: IO[str]) -> RankOrder:
     order = RankOrder.model_validate_json(source.readline())
 
     def watch_parent() -> None:
-        source.read()
-        os._exit(1)
+        try:
+            source.read()
+        finally:
+            os._exit(1)
 
     threading.Thread(target=watch_parent, name="parent", daemon=True).start()
     return order

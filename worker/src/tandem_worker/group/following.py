@@ -7,14 +7,13 @@ import logging
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 
 from tandem_api.launch import WorkerConfig
 
 from tandem_worker.ending import end_process
-from tandem_worker.environment import PodFacts
+from tandem_worker.environment import PodFacts, raise_descriptor_limit
 from tandem_worker.errors import GroupLostError, StartupError
 from tandem_worker.group.app import FollowerApp
 from tandem_worker.group.children import Children, RankOrder, read_order
@@ -23,6 +22,9 @@ from tandem_worker.group.link import Loss
 from tandem_worker.group.member import GroupMember
 from tandem_worker.group.topology import NodePlace, describe_identity
 from tandem_worker.observe.logging import configure_logging
+from tandem_worker.runtime import Runtime, open_runtime
+from tandem_worker.server.gate import TokenGate
+from tandem_worker.server.status import StatusApp
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +37,9 @@ def run_child(pod: PodFacts) -> None:
     config = order.config
     fields = {"pod": pod.pod, "model": config.model_name, "role": config.role.value, "rank": str(order.rank)}
     configure_logging(pod.log_level, fields)
-    _Follower(order, pod, describe_identity(config)).run(logger.info, lambda: None)
+    raise_descriptor_limit()
+    runtime = open_runtime(config, order.host)
+    _Follower(order, pod, runtime, describe_identity(config)).run(logger.info, lambda: None)
     logging.shutdown()
     os._exit(0)  # torch's own end would wait for ranks that are ending too
 
@@ -43,10 +47,17 @@ def run_child(pod: PodFacts) -> None:
 class _Follower:
     """One rank that follows, in this process."""
 
-    def __init__(self, order: RankOrder, pod: PodFacts, identity: str) -> None:
-        self._order, self._pod = order, pod
-        self.member = GroupMember(order.rank, pod=pod.pod, identity=identity, on_lost=self.lose)
-        self._children = Children(self._give_up)
+    def __init__(self, order: RankOrder, pod: PodFacts, runtime: Runtime, identity: str) -> None:
+        self._order, self._pod, self._runtime = order, pod, runtime
+        self.member = GroupMember(
+            order.rank,
+            pod=pod.pod,
+            identity=identity,
+            on_lost=self.lose,
+            ring=runtime.peers,
+            vitals=runtime.vitals,
+        )
+        self._children = Children(self._give_up, runtime.vitals)
 
     def run(self, enter: Callable[[str], None], on_ready: Callable[[], None], ranks: range = range(0)) -> None:
         """Until the leader stops it. `ranks` are those of the pod, where this process starts the others of them."""
@@ -69,7 +80,7 @@ class _Follower:
         order, config = self._order, self._order.config
         enter("fetching the model")
         path = resolve_model(config.model, self._pod.token)
-        start_children(self._children, config, path, ranks, (order.leader_host, order.leader_port))
+        start_children(self._children, order, path, ranks)
         enter("loading libraries")
         from tandem_worker.bootstrap import resolve_device, resolve_dtype
         from tandem_worker.group.rank import Follower, check_checkpoint
@@ -78,6 +89,7 @@ class _Follower:
             member=self.member,
             order=order,
             pod=self._pod,
+            runtime=self._runtime,
             path=path,
             figures=check_checkpoint(config, path),
             hashing=ModelDigest(path),
@@ -99,34 +111,35 @@ class _Follower:
 class FollowerPod:
     """The life of a pod that does not lead: its first rank on a thread, its probes on the event loop."""
 
-    def __init__(self, config: WorkerConfig, pod: PodFacts, place: NodePlace) -> None:
-        self._config, self._pod, self._place = config, pod, place
+    def __init__(self, config: WorkerConfig, pod: PodFacts, place: NodePlace, runtime: Runtime) -> None:
+        self._config, self._pod, self._place, self._runtime = config, pod, place, runtime
         order = RankOrder(
             config=config,
             rank=place.ranks[0],
             local_rank=0,
             leader_host=place.leader_host,
             leader_port=place.port,
+            host=runtime.host,
         )
-        self._follower = _Follower(order, pod, describe_identity(config))
+        self._follower = _Follower(order, pod, runtime, describe_identity(config))
         self._phase = "starting"
         self._ready = False
         self._leaving = False
 
-    async def run(self, host: str) -> None:
+    async def run(self) -> None:
         """Until the leader stops this pod. Raises StartupError."""
-        from tandem_worker.server.serving import serve
+        from tandem_worker.server.ports import open_ports
 
-        app = FollowerApp(self._place.leader_pod, phase=lambda: self._phase, ready=lambda: self._ready)
-        try:
-            server = await serve(app, host, self._config.http_port)
-        except OSError as error:
-            raise StartupError("PortInUse", f"Port {self._config.http_port} cannot be opened: {error}") from error
+        api = TokenGate(FollowerApp(self._place.leader_pod), self._runtime.api)
+        status = StatusApp(
+            problems=self._runtime.vitals.problems, waits_for=lambda: None if self._ready else self._phase
+        )
+        ports = await open_ports(self._config, self._runtime.host, api=api, status=status)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         await asyncio.to_thread(self._follower.run, self._enter, self._on_ready, self._place.ranks)
         self._ready = False
-        await server.stop()
+        await ports.close()
         logger.info("ended")
         logging.shutdown()
         os._exit(0)  # torch's own end would wait for ranks that are ending too
@@ -148,7 +161,7 @@ class FollowerPod:
         self._leaving, self._ready = True, False
         self._phase = "draining"
         member.leave()
-        threading.Thread(target=self._end_late, name="drain", daemon=True).start()
+        self._runtime.vitals.start_thread("drain", self._end_late)
 
     def _end_late(self) -> None:
         """A leader that does not stop this pod in time is left behind."""

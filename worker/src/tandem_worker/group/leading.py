@@ -15,6 +15,7 @@ from tandem_worker.group.leader import GroupLeader
 from tandem_worker.group.link import Loss
 from tandem_worker.group.topology import NodePlace, describe_identity
 from tandem_worker.parallel.shape import GroupShape
+from tandem_worker.runtime import Runtime
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +29,7 @@ class LeadingPod:
         config: WorkerConfig,
         pod: PodFacts,
         place: NodePlace,
+        runtime: Runtime,
         *,
         on_lost: Callable[[Loss], None],
         on_leaving: Callable[[], None],
@@ -36,23 +38,34 @@ class LeadingPod:
 
         Both are called on threads of the group.
         """
-        self._config, self._pod, self._place = config, pod, place
+        self._config, self._pod, self._place, self._runtime = config, pod, place, runtime
         self.shape = GroupShape.of(config.group.parallelism)
         self.leader = GroupLeader(
-            self.shape.world_size, describe_identity(config), on_lost=on_lost, on_leaving=on_leaving
+            self.shape.world_size,
+            describe_identity(config),
+            on_lost=on_lost,
+            on_leaving=on_leaving,
+            ring=runtime.peers,
+            vitals=runtime.vitals,
         )
-        self.children = Children(self.leader.lose)
+        self.children = Children(self.leader.lose, runtime.vitals)
 
     def start(self, path: Path) -> None:
         """Open the meeting place and start the other ranks of this pod on the model at `path`. Raises StartupError."""
-        group, host = self._config.group, "127.0.0.1"
-        if group.num_nodes > 1:
-            host = "::" if ":" in self._pod.pod_ip else "0.0.0.0"
+        group, host = self._config.group, self._runtime.host
+        if group.num_nodes == 1:
+            host = "127.0.0.1"
         try:
             port = self.leader.listen(host, self._place.port)
         except OSError as error:
-            raise StartupError("PortInUse", f"The group's port {group.port} cannot be opened: {error}") from error
-        start_children(self.children, self._config, path, self._place.ranks, ("127.0.0.1", port))
+            raise StartupError(
+                "PortInUse", f"The group's port {group.port} cannot be opened at {host}: {error}"
+            ) from error
+        near = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        order = RankOrder(
+            config=self._config, rank=0, local_rank=0, leader_host=near, leader_port=port, host=self._runtime.host
+        )
+        start_children(self.children, order, path, self._place.ranks)
 
     def form(self, path: Path, device: torch.device, dtype: torch.dtype | None) -> GroupSeat:
         """Wait for every rank, however long it takes. Raises GroupLostError, StartupError."""
@@ -71,11 +84,10 @@ class LeadingPod:
         self.children.stop(timeout=5.0)
 
 
-def start_children(children: Children, config: WorkerConfig, path: Path, ranks: range, leader: tuple[str, int]) -> None:
-    """The processes of a pod's ranks but the first, with the model where that one has found it."""
+def start_children(children: Children, own: RankOrder, path: Path, ranks: range) -> None:
+    """The processes of a pod's ranks but the first, whose order is `own` and which has found the model at `path`."""
+    config = own.config
     found = config.model_copy(update={"model": config.model.model_copy(update={"uri": path.resolve().as_uri()})})
     for local_rank, rank in enumerate(ranks):
         if local_rank:
-            children.start(
-                RankOrder(config=found, rank=rank, local_rank=local_rank, leader_host=leader[0], leader_port=leader[1])
-            )
+            children.start(own.model_copy(update={"config": found, "rank": rank, "local_rank": local_rank}))

@@ -3,33 +3,54 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import queue
-import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
-from tandem_worker.errors import GroupLostError
+from tandem_api.keys import KeyRing
+
+from tandem_worker.errors import AuthenticationError, GroupLostError, ThreadStartError
 from tandem_worker.group.link import Kind, Link, LinkClosedError, Loss, parse_object
+from tandem_worker.group.table import Operation, decode_result, encode_call
+from tandem_worker.peers.dial import dial
+from tandem_worker.peers.handshake import Purpose
+from tandem_worker.vitals import Vitals
 
 logger = logging.getLogger(__name__)
 
 _CONNECT_SECONDS = 5.0
 _RETRY_SECONDS = 0.5
 _BLAME_SECONDS = 2.0
+_SPOKEN_BY_LEADERS = frozenset({Kind.PLAN, Kind.STEP, Kind.TRANSFER, Kind.FAILED, Kind.STOP, Kind.RESULT})
 
 
 class GroupMember:
-    """Methods are for one thread, except `leave`, `blame` and `formed`. `on_lost` is called on a thread of its own."""
+    """Methods are for one thread, except `leave`, `blame`, `call` and `formed`."""
 
-    def __init__(self, rank: int, *, pod: str, identity: str, on_lost: Callable[[Loss], None]) -> None:
-        """`on_lost` gets the cause, once, when a formed group ends in another way than by a stop."""
+    def __init__(
+        self,
+        rank: int,
+        *,
+        pod: str,
+        identity: str,
+        on_lost: Callable[[Loss], None],
+        ring: Callable[[], KeyRing],
+        vitals: Vitals,
+    ) -> None:
+        """`on_lost` gets the cause, once, when a formed group ends in another way than by a stop.
+
+        It is called on a thread of its own.
+        """
         self.rank = rank
         self.formed = False
-        self.leader_address = ""
-        """IP address of the leader that took this rank in."""
+        self._ring, self._vitals = ring, vitals
+        self._numbers = itertools.count()
+        self._calls: dict[int, Future[bytes]] = {}
         self._hello = {"rank": rank, "pod": pod, "identity": identity}
         self._on_lost = on_lost
         self._link: Link | None = None
@@ -46,7 +67,7 @@ class GroupMember:
         while True:
             try:
                 return self._knock(host, port)
-            except (OSError, LinkClosedError) as error:
+            except (OSError, LinkClosedError, AuthenticationError, ThreadStartError) as error:
                 message = str(error)
                 if message != told:
                     logger.info("the leader at %s:%d does not take rank %d: %s", host, port, self.rank, message)
@@ -54,21 +75,20 @@ class GroupMember:
             time.sleep(_RETRY_SECONDS)
 
     def _knock(self, host: str, port: int) -> dict[str, Any]:
-        link = Link(socket.create_connection((host, port), _CONNECT_SECONDS))
+        link = Link(dial(host, port, self._ring(), Purpose.GROUP, seconds=_CONNECT_SECONDS))
         try:
             link.send_object(Kind.HELLO, self._hello)
-            link.start_heartbeat()
-            kind, payload = link.receive()
+            link.start_heartbeat(self._vitals)
+            kind, payload = link.receive(lambda kind: kind in {Kind.WELCOME, Kind.REFUSED})
             content = parse_object(payload)
             if kind is not Kind.WELCOME:
                 raise LinkClosedError(f"it refuses: {content.get('message')}")  # noqa: TRY301
-        except LinkClosedError:
+            self._link = link
+            self._vitals.start_thread("group", self._listen, link, is_over=self._over.is_set)
+        except (LinkClosedError, ThreadStartError):
             link.close()
             raise
-        self._link = link
-        self.leader_address = link.peer_address
         self.formed = True
-        threading.Thread(target=self._listen, args=(link,), name="group", daemon=True).start()
         return content
 
     def report(self, content: bytes) -> None:
@@ -85,6 +105,21 @@ class GroupMember:
         if self._link is not None:
             with contextlib.suppress(LinkClosedError):  # whoever listens notices the end
                 self._link.send(Kind.ANSWER, message)
+
+    def call(self, operation: Operation, fields: Sequence[bytes], *, seconds: float) -> bytes:
+        """An operation on the group's table, which the leader has. Raises TimeoutError, GroupLostError."""
+        assert self._link is not None
+        number = next(self._numbers)
+        found = self._calls[number] = Future()
+        try:
+            if self._over.is_set():
+                raise GroupLostError(self.cause)
+            self._link.send(Kind.CALL, encode_call(number, operation, fields))
+            return found.result(seconds)
+        except LinkClosedError as error:
+            raise GroupLostError(f"the leader is gone: {error}") from error
+        finally:
+            del self._calls[number]
 
     def receive(self) -> tuple[Kind, bytes]:
         """The leader's next message; STOP is the last one. Raises GroupLostError."""
@@ -119,7 +154,10 @@ class GroupMember:
     def _listen(self, link: Link) -> None:
         try:
             while True:
-                kind, payload = link.receive()
+                kind, payload = link.receive(lambda kind: kind in _SPOKEN_BY_LEADERS)
+                if kind is Kind.RESULT:
+                    self._settle(payload)
+                    continue
                 if kind is Kind.FAILED:
                     self._lose(Loss.parse(payload))
                     return
@@ -129,8 +167,18 @@ class GroupMember:
                     return
         except LinkClosedError as error:
             self._lose(Loss(f"the leader is gone: {error}"))
+        except Exception as error:  # without this thread the leader is not heard any more
+            logger.exception("the leader is not listened to any more")
+            self._lose(Loss(f"the leader is not listened to any more: {type(error).__name__}: {error}"))
         finally:
             link.close()
+
+    def _settle(self, payload: bytes) -> None:
+        """Raises TableError."""
+        number, answer = decode_result(payload)
+        found = self._calls.get(number)
+        if found is not None and not found.done():  # else it was given up
+            found.set_result(answer)
 
     def _lose(self, cause: Loss) -> None:
         if self._over.is_set():
@@ -138,4 +186,7 @@ class GroupMember:
         self._cause = cause
         self._over.set()
         self._inbox.put(None)
+        for found in list(self._calls.values()):
+            if not found.done():
+                found.set_exception(GroupLostError(cause.message))
         self._on_lost(cause)

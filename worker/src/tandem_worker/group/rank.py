@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from tandem_api.launch import WorkerConfig
 
 from tandem_worker.engine.group_executor import RankExecutor, describe_rank
@@ -17,6 +16,7 @@ from tandem_worker.errors import GroupLostError
 from tandem_worker.group.agreement import GroupPlan
 from tandem_worker.group.children import RankOrder
 from tandem_worker.group.link import Kind
+from tandem_worker.group.store import GroupStore
 from tandem_worker.group.topology import check_model, count_experts
 from tandem_worker.group.transport import open_follower_transport, rank_endpoint
 from tandem_worker.group.wire import decode_step
@@ -27,6 +27,7 @@ from tandem_worker.models.stages import plan_stages
 from tandem_worker.parallel.context import ParallelContext
 from tandem_worker.parallel.groups import join_group
 from tandem_worker.parallel.shape import GroupShape
+from tandem_worker.runtime import Runtime
 
 if TYPE_CHECKING:
     from tandem_worker.group.leader import GroupLeader
@@ -52,9 +53,8 @@ def form_group(
 ) -> ParallelContext:
     """Rank 0: cut the model into stages, wait for everybody, connect the grid. Raises GroupLostError, StartupError."""
     stage_ends = plan_stages(path, shape, device=device, dtype=dtype)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]
-    leader.gather({"storePort": store.port, "stageEnds": stage_ends})
-    return join_group(shape, 0, store=store, device=device, stage_ends=stage_ends)
+    leader.gather({"stageEnds": stage_ends})
+    return join_group(shape, 0, store=GroupStore(leader.call), device=device, stage_ends=stage_ends)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +64,7 @@ class Follower:
     member: GroupMember
     order: RankOrder
     pod: PodFacts
+    runtime: Runtime
     path: Path
     figures: ModelConfig
     hashing: ModelDigest
@@ -94,6 +95,7 @@ class Follower:
         handle = open_follower_transport(
             config,
             self.pod,
+            self.runtime,
             self.order.local_rank,
             digest=digest,
             kv_cache=kv_cache,
@@ -107,8 +109,8 @@ class Follower:
             _compute_steps(member, executor, handle, on_ready)
 
     def _join(self, welcome: dict[str, Any]) -> ParallelContext:
-        store = dist.TCPStore(self.member.leader_address, welcome["storePort"], is_master=False)  # pyright: ignore[reportPrivateImportUsage]
         shape = GroupShape.of(self.order.config.group.parallelism)
+        store = GroupStore(self.member.call)
         return join_group(shape, self.order.rank, store=store, device=self.device, stage_ends=welcome["stageEnds"])
 
 

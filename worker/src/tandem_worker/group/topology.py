@@ -63,6 +63,13 @@ def plan_node(group: GroupConfig, pod: str) -> NodePlace:
     )
 
 
+def plan_rank_address(group: GroupConfig, host: str, pod_ip: str) -> str:
+    """Address at which a pod's ranks take the connections of other ranks, where the process listens on `host`."""
+    if host not in {"0.0.0.0", "::"}:
+        return host
+    return "127.0.0.1" if group.num_nodes == 1 else pod_ip
+
+
 def _check_shape(group: GroupConfig) -> None:
     for name, value in {**group.parallelism.model_dump(), "num_nodes": group.num_nodes}.items():
         if value < 1:

@@ -11,6 +11,7 @@ from tandem_api.names import Role
 from tandem_worker.environment import PodFacts
 from tandem_worker.errors import StartupError
 from tandem_worker.group.agreement import GroupPlan
+from tandem_worker.runtime import Runtime
 from tandem_worker.transfer.base import Identity
 from tandem_worker.transfer.blocks import BlockSpace
 from tandem_worker.transfer.client import FollowingReceiver
@@ -25,10 +26,6 @@ def rank_endpoint(config: WorkerConfig, pod: PodFacts, local_rank: int) -> str:
     """Where a rank takes connections, `host:port`."""
     host = f"[{pod.pod_ip}]" if ":" in pod.pod_ip else pod.pod_ip
     return f"{host}:{config.kv.port + local_rank}"
-
-
-def listening_host(pod: PodFacts) -> str:
-    return "::" if ":" in pod.pod_ip else "0.0.0.0"
 
 
 def group_identity(config: WorkerConfig, pod: PodFacts, digest: str, plan: GroupPlan) -> Identity:
@@ -53,6 +50,7 @@ def start_server(server: TcpPrefillServer, port: int) -> TcpPrefillServer:
 def open_follower_transport(
     config: WorkerConfig,
     pod: PodFacts,
+    runtime: Runtime,
     local_rank: int,
     *,
     digest: str,
@@ -70,7 +68,18 @@ def open_follower_transport(
     space = BlockSpace(kv_cache, shard, plan.layout)
     identity = group_identity(config, pod, digest, plan)
     if config.role is Role.DECODE:
-        return FollowingReceiver(space, identity, answer, verify=config.kv.verify).handle
+        receiver = FollowingReceiver(
+            space, identity, answer, verify=config.kv.verify, ring=runtime.peers, vitals=runtime.vitals
+        )
+        return receiver.handle
     port = config.kv.port + local_rank
-    server = TcpPrefillServer(engine=None, space=space, identity=identity, host=listening_host(pod), port=port)
+    server = TcpPrefillServer(
+        engine=None,
+        space=space,
+        identity=identity,
+        host=runtime.host,
+        port=port,
+        ring=runtime.peers,
+        vitals=runtime.vitals,
+    )
     return start_server(server, port).handle

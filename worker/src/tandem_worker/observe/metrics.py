@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tandem_api.names import Role
 from tandem_api.telemetry import Metric, WorkerTelemetry
@@ -38,6 +38,8 @@ class WorkerSample:
     grammars: CompileCounts
     grammar_restarts: int
     """Of the process that compiles grammars first."""
+    refusals: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """Of ports, by their names: what they did not let through, by reason."""
 
 
 def build_telemetry(facts: WorkerFacts, sample: WorkerSample) -> WorkerTelemetry:
@@ -81,6 +83,16 @@ def build_metrics_text(
     _add_gpu(out, sample.gpu)
     _add_grammars(out, sample)
     out.samples(
+        Metric.WORKER_REFUSED_CONNECTIONS_TOTAL,
+        "Connections, and requests at the inference port, that were turned away before anything was done for them.",
+        "counter",
+        [
+            ({"port": port, "reason": reason}, count)
+            for port, reasons in sorted(_refusals(sample).items())
+            for reason, count in sorted(reasons.items())
+        ],
+    )
+    out.samples(
         Metric.WORKER_MEMORY_BYTES,
         "Memory after start-up, by what it holds; `arena` is what activations take at their most.",
         "gauge",
@@ -88,6 +100,11 @@ def build_metrics_text(
     )
     out.gauge(Metric.WORKER_DRAINING, "1 while the worker takes no new requests.", int(sample.draining))
     return out.text()
+
+
+def _refusals(sample: WorkerSample) -> dict[str, Mapping[str, int]]:
+    kv = {} if sample.transfer is None else {"kv": sample.transfer.refusals}
+    return {**sample.refusals, **kv}
 
 
 def _add_requests(out: Exposition, requests: RequestMetrics) -> None:
@@ -164,12 +181,6 @@ def _add_transfer(out: Exposition, transfer: TransferStats | None) -> None:
         transfer.failures,
     )
     for name, text, label, counts in (
-        (
-            Metric.WORKER_KV_CONNECTIONS_REFUSED_TOTAL,
-            "Connections to the KV port that did not prove a key of this model.",
-            "reason",
-            transfer.refusals,
-        ),
         (
             Metric.WORKER_KV_INTEGRITY_FAILURES_TOTAL,
             "What arrived over the KV transport and was not used, because it was damaged or not what was ordered.",

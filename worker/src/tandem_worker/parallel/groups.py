@@ -50,7 +50,7 @@ def join_group(
         ep=collectives["ep"],
         pp=collectives["pp"],
         layers=None if stage_ends is None else shape.stage_layers(rank, stage_ends),
-        world=DistributedCollective(world, list(range(shape.world_size)), rank),
+        world=DistributedCollective(world, list(range(shape.world_size)), rank, store),
     )
 
 
@@ -76,8 +76,10 @@ def _build_axis(shape: GroupShape, axis: str, rank: int) -> DistributedCollectiv
 class DistributedCollective:
     """`Collective` over one `torch.distributed` group."""
 
-    def __init__(self, group: dist.ProcessGroup, ranks: list[int], rank: int) -> None:
+    def __init__(self, group: dist.ProcessGroup, ranks: list[int], rank: int, store: object = None) -> None:
+        """`store`: where the group has met. Its C++ half alone is kept by torch, which calls its Python half."""
         self._group = group
+        self._store = store
         self._ranks = ranks
         self._rank = rank
 

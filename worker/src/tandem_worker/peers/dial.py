@@ -50,12 +50,13 @@ def dial(
 
 
 def _connect(host: str, port: int, deadline: float, clock: Callable[[], float]) -> socket.socket:
-    """The first address that answers; as in `socket.create_connection`, but all of them share one deadline."""
+    """The first address that answers. Each gets its share of the time: a silent one leaves some for the next."""
     error: OSError | None = None
-    for family, kind, protocol, _, address in resolve(host, port, _left(deadline, clock)):
+    addresses = resolve(host, port, _left(deadline, clock))
+    for index, (family, kind, protocol, _, address) in enumerate(addresses):
         sock = socket.socket(family, kind, protocol)
         try:
-            sock.settimeout(_left(deadline, clock))
+            sock.settimeout(_left(deadline, clock) / (len(addresses) - index))
             sock.connect(address)
         except OSError as problem:
             sock.close()
@@ -103,8 +104,14 @@ def resolve(host: str, port: int, seconds: float) -> list[Any]:
 
     The system's resolver takes no timeout, so names are resolved on threads of their own; addresses need none.
     """
-    with contextlib.suppress(socket.gaierror):
-        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+    if not 0 < port < 1 << 16:  # the system would take it modulo 65536
+        raise OSError(f"{port} is not a port")
+    deadline = time.monotonic() + seconds
+    try:
+        with contextlib.suppress(socket.gaierror):
+            return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+    except UnicodeError as error:  # a part of the name is empty or longer than 63 characters
+        raise OSError(f"{host[:80]!r} is not a host's name") from error
     if not _lookups.acquire(timeout=seconds):
         raise TimeoutError(f"{host} was not resolved: the system's resolver does not answer")
     found: Future[list[Any]] = Future()
@@ -112,7 +119,7 @@ def resolve(host: str, port: int, seconds: float) -> list[Any]:
     def look_up() -> None:
         try:
             found.set_result(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
-        except OSError as error:
+        except Exception as error:
             found.set_exception(error)
         finally:
             _lookups.release()
@@ -123,6 +130,6 @@ def resolve(host: str, port: int, seconds: float) -> list[Any]:
         _lookups.release()
         raise OSError(f"{host} cannot be resolved: {error}") from error
     try:
-        return found.result(seconds)
+        return found.result(max(0.0, deadline - time.monotonic()))
     except FutureTimeoutError:
         raise TimeoutError(f"{host} was not resolved within {seconds:.1f} s") from None

@@ -2,8 +2,8 @@
 
 Strangers cost little: a descriptor and some hundred bytes each, `max_waiting` of them at most, `seconds` long. No
 thread is started and nothing is said for them but a nonce. The thread goes on where the system refuses it something:
-without descriptors it gives up a spare one to turn the next peer away at once, which is then free to go elsewhere,
-instead of leaving it in the backlog until it times out.
+without descriptors it gives up a spare one to turn peers away at once, which are then free to go elsewhere, instead
+of leaving them in the backlog until they time out.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from tandem_worker.vitals import Vitals
 logger = logging.getLogger(__name__)
 
 _OUT_OF_RESOURCES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+_NOT_LISTENING = {errno.EBADF, errno.EINVAL, errno.ENOTSOCK}
 _PAUSE_SECONDS = 0.2
 _REFUSALS_LOGGED_EVERY = 10.0
 _ACCEPTS_PER_TURN = 32
@@ -74,32 +75,37 @@ class Door:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._spare: int | None = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         self._paused_until: float | None = None
+        self._is_short = False
+        """The system had no descriptor for a connection, and has not had one since."""
         self._closed = False
+        self._ending = threading.Lock()
         self._next_report = 0.0
         self._unreported: Counter[str] = Counter()
-        self.refusals: Counter[Refusal] = Counter()
-        """Connections that were not let through, by reason. Grows only; read by metrics."""
+        self.refusals: Counter[str] = Counter(dict.fromkeys(Refusal, 0))
+        """Connections that were not let through, by `Refusal`. Grows only; read by metrics."""
         self._source = f"{purpose} port {listener.getsockname()[1]}"
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Raises ThreadStartError; the listener is closed then."""
+        """Raises ThreadStartError."""
         self._listener.setblocking(False)
         try:
             self._thread = self._vitals.start_thread(f"{self._purpose}-door", self._run, is_over=lambda: self._closed)
         except ThreadStartError:
-            self._closed = True
-            self._end()
+            self.close()
             raise
 
     def close(self) -> None:
-        """Close the listener and whoever waits. Any thread but the door's own."""
-        if self._closed:
-            return
-        self._closed = True
-        with contextlib.suppress(OSError):
-            os.eventfd_write(self._wake, 1)
-        if self._thread is not None:
+        """Close the listener and whoever waits. Any thread."""
+        with self._ending:
+            if self._closed:
+                return
+            self._closed = True
+            if self._wake >= 0:  # the number of a closed descriptor may already be another file's
+                os.eventfd_write(self._wake, 1)
+        if self._thread is None:
+            self._end()
+        elif self._thread is not threading.current_thread():
             self._thread.join(timeout=2.0)
 
     # The door's thread.
@@ -107,11 +113,12 @@ class Door:
     def _run(self) -> None:
         self._poll.register(self._wake, select.POLLIN)
         self._poll.register(self._listener, select.POLLIN)
+        listening = self._listener.fileno()
         try:
             while not self._closed:
                 ready = self._poll.poll(self._patience() * 1000)
                 for fd, _ in ready:
-                    if fd == self._listener.fileno():
+                    if fd == listening:
                         self._accept()
                     elif fd in self._waiting:
                         self._listen_to(fd)
@@ -125,6 +132,8 @@ class Door:
         deadlines = [waiting.deadline for waiting in list(self._waiting.values())[:1]]
         if self._paused_until is not None:
             deadlines.append(self._paused_until)
+        elif self._is_short:
+            deadlines.append(self._clock() + _PAUSE_SECONDS)
         return max(0.0, min(deadlines, default=self._clock() + 60.0) - self._clock()) + 1e-3
 
     def _accept(self) -> None:
@@ -136,10 +145,15 @@ class Door:
             except OSError as error:
                 if self._closed:
                     return
+                if error.errno in _NOT_LISTENING:
+                    raise
                 self._do_without(error)
                 return
-            self._vitals.clear(self._source)
-            self._take(sock, f"{address[0]}:{address[1]}")
+            try:
+                self._take(sock, f"{address[0]}:{address[1]}")
+            except BaseException:
+                sock.close()
+                raise
 
     def _do_without(self, error: OSError) -> None:
         """The system has nothing left for a new connection, or this one was gone before it was accepted."""
@@ -147,12 +161,14 @@ class Door:
             logger.debug("%s: a connection was lost before it was accepted: %s", self._source, error)
             return
         self._vitals.set(self._source, f"connections are turned away: {error.strerror}")
+        self._is_short = True
         self._refuse(Refusal.TOO_MANY, "no descriptor", "the system refuses a descriptor")
         if self._spare is not None:
             os.close(self._spare)
             self._spare = None
-            with contextlib.suppress(OSError):
-                self._listener.accept()[0].close()
+            with contextlib.suppress(OSError):  # nobody waits any more, or another thread was faster
+                for _ in range(_ACCEPTS_PER_TURN):
+                    self._listener.accept()[0].close()
         self._reopen_spare()
         self._paused_until = self._clock() + _PAUSE_SECONDS
         self._poll.unregister(self._listener)
@@ -165,10 +181,12 @@ class Door:
     def _resume(self) -> None:
         if self._paused_until is not None and self._clock() >= self._paused_until:
             self._paused_until = None
+            self._poll.register(self._listener, select.POLLIN)
+        if self._is_short and self._paused_until is None:
             self._reopen_spare()
             if self._spare is not None and _has_descriptors():
+                self._is_short = False
                 self._vitals.clear(self._source)
-            self._poll.register(self._listener, select.POLLIN)
 
     def _take(self, sock: socket.socket, name: str) -> None:
         if len(self._waiting) >= self._max_waiting:
@@ -225,8 +243,8 @@ class Door:
 
     def _drop(self, fd: int, reason: Refusal, why: str) -> None:
         waiting = self._release(fd)
-        waiting.sock.close()
         self._refuse(reason, waiting.name, why)
+        waiting.sock.close()
 
     def _refuse(self, reason: Refusal, name: str, why: str) -> None:
         """Count it, and tell it now and then: a flood must not fill the log."""
@@ -245,13 +263,16 @@ class Door:
             self._unreported.clear()
 
     def _end(self) -> None:
-        for fd in list(self._waiting):
-            self._release(fd).sock.close()
+        for waiting in self._waiting.values():
+            waiting.sock.close()
+        self._waiting.clear()
         self._listener.close()
         if self._spare is not None:
             os.close(self._spare)
             self._spare = None
-        os.close(self._wake)
+        with self._ending:
+            os.close(self._wake)
+            self._wake = -1
 
 
 def _has_descriptors() -> bool:

@@ -72,11 +72,13 @@ class Acceptor:
         return ours
 
     def accept(self, proof: bytes) -> bytes:
-        """The acceptance to send. Raises AuthenticationError."""
+        """The acceptance to send. Raises AuthenticationError, after equal work for known and unknown ids of keys."""
+        assert len(proof) == PROOF_BYTES
+        expected = _mac(self._key or b"", "initiator", self._purpose, self._key_id, self._nonces)
+        right = hmac.compare_digest(proof, expected)
         if self._key is None:
             raise AuthenticationError(f"it has key {self._key_id!r}, which is not known here", Refusal.UNKNOWN_KEY)
-        expected = _mac(self._key, "initiator", self._purpose, self._key_id, self._nonces)
-        if not hmac.compare_digest(proof, expected):
+        if not right:
             raise AuthenticationError(f"its proof of key {self._key_id!r} is wrong", Refusal.WRONG_PROOF)
         return _mac(self._key, "acceptor", self._purpose, self._key_id, self._nonces)
 

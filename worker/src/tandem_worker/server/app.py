@@ -1,4 +1,4 @@
-"""The worker's HTTP API: routes, health and the order of checks of a request."""
+"""The worker's HTTP API: routes, and the order of checks of a request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from tandem_api import names
 from tandem_api.launch import WorkerConfig
 from tandem_api.names import Role
 from tandem_api.openai import error_body
-from tandem_api.telemetry import WorkerTelemetry
 
 from tandem_worker.control.params import EmbeddingSpec
 from tandem_worker.engine.base import Engine
@@ -71,8 +70,6 @@ def build_app(
     hub: DeltaHub,
     pod_name: str,
     ready: Callable[[], bool],
-    telemetry: Callable[[], WorkerTelemetry],
-    metrics_text: Callable[[], str],
     draining: Callable[[], bool],
     max_model_len: int | None = None,
     vocab_size: int | None = None,
@@ -107,11 +104,10 @@ def build_app(
             model.preparation.start()
     state = _State(engine=engine, hub=hub, model=model, ready=ready, draining=draining, observer=observer)
     api = _Api(state, Answerer(engine, hub, pod_name), Embedder(engine, hub, pod_name, model))
-    routes = _routes(state, api, _Status(state, telemetry, metrics_text))
-    return Router(routes, default=_not_found, redirect_slashes=False, lifespan=state.lifespan)
+    return Router(_routes(state, api), default=_not_found, redirect_slashes=False, lifespan=state.lifespan)
 
 
-def _routes(state: _State, api: _Api, status: _Status) -> list[Route]:
+def _routes(state: _State, api: _Api) -> list[Route]:
     return [
         _route("/v1/chat/completions", state, POST=api.chat),
         _route("/v1/completions", state, POST=api.completions),
@@ -120,10 +116,6 @@ def _routes(state: _State, api: _Api, status: _Status) -> list[Route]:
         _route("/v1/models/{model:path}", state, GET=api.model),
         _route("/tokenize", state, POST=api.tokenize),
         _route("/detokenize", state, POST=api.detokenize),
-        _route("/healthz", state, GET=status.healthz),
-        _route("/readyz", state, GET=status.readyz),
-        _route("/metrics", state, GET=status.metrics),
-        _route("/telemetry", state, GET=status.telemetry),
     ]
 
 
@@ -212,45 +204,6 @@ class _Api:
 
     async def detokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send_bytes(send, 200, await self._model.preparation.prepare("detokenize", scope, receive))
-
-
-class _Status:
-    """Probes and figures."""
-
-    def __init__(
-        self, state: _State, telemetry: Callable[[], WorkerTelemetry], metrics_text: Callable[[], str]
-    ) -> None:
-        self._state = state
-        self._telemetry = telemetry
-        self._metrics_text = metrics_text
-
-    async def healthz(self, scope: Scope, receive: Receive, send: Send) -> None:
-        failure = self._state.engine.failure
-        if failure is not None:
-            await _send_text(send, 500, f"the engine failed: {type(failure).__name__}: {failure}\n")
-        else:
-            await _send_text(send, 200, "ok\n")
-
-    async def readyz(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._state.draining():
-            await _send_text(send, 503, "draining\n")
-        elif self._state.engine.failure is not None:
-            await _send_text(send, 503, "the engine failed\n")
-        elif not self._state.ready():
-            await _send_text(send, 503, "loading the model\n")
-        else:
-            await _send_text(send, 200, "ok\n")
-
-    async def metrics(self, scope: Scope, receive: Receive, send: Send) -> None:
-        text = self._metrics_text().encode()
-        await send_bytes(send, 200, text, content_type="text/plain; version=0.0.4; charset=utf-8")
-
-    async def telemetry(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send_bytes(send, 200, self._telemetry().to_json().encode())
-
-
-async def _send_text(send: Send, status: int, text: str) -> None:
-    await send_bytes(send, status, text.encode(), content_type="text/plain; charset=utf-8")
 
 
 def prefill_endpoints(scope: Scope) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+from collections import OrderedDict
 from typing import Any
 
 import orjson
@@ -18,20 +19,48 @@ _log = logging.getLogger(__name__)
 HEADER_TIMEOUT_SECONDS = 10.0
 """A client must have sent its complete header within this time."""
 KEEP_ALIVE_SECONDS = 75
+MAX_CONNECTIONS = 4096
 
 
 class WorkerProtocol(HttpToolsProtocol):
-    """Adds a deadline for request headers, and OpenAI's error shape where the parser itself refuses."""
+    """Adds a deadline for request headers, a bound on connections, and OpenAI's error shape where the parser refuses.
 
+    When there are too many connections, the one that has been idle for longest makes room: idle strangers use up
+    neither descriptors nor places.
+    """
+
+    open: OrderedDict[WorkerProtocol, None]
+    """Of this server's connections, the one that was last used first comes first. Each server has its own."""
+    limit = MAX_CONNECTIONS
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        if len(self.open) >= self.limit:
+            self._make_room()
+        self.open[self] = None
         self._start_deadline()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.open.pop(self, None)
         self._stop_deadline()
         super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self in self.open:
+            self.open.move_to_end(self)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is being answered."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def _make_room(self) -> None:
+        """For this connection; where all others are being answered, this one has to go."""
+        victim = next((other for other in self.open if other.is_idle), self)
+        self.open.pop(victim, None)
+        victim.transport.abort()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -105,13 +134,15 @@ class _Server(uvicorn.Server):
         return contextlib.nullcontext()
 
 
-async def serve(app: ASGIApp, host: str, port: int, *, backlog: int = 2048) -> RunningServer:
+async def serve(
+    app: ASGIApp, host: str, port: int, *, backlog: int = 2048, max_connections: int = MAX_CONNECTIONS
+) -> RunningServer:
     """Start serving; returns when connections are accepted. `port` 0 takes a free one. Raises OSError."""
     # Bound here because uvicorn answers a taken port with sys.exit.
     listener = _bind(host, port)
     config = uvicorn.Config(
         app,
-        http=WorkerProtocol,
+        http=type("ServerProtocol", (WorkerProtocol,), {"open": OrderedDict(), "limit": max_connections}),
         ws="none",
         lifespan="on",
         log_config=None,
