@@ -21,6 +21,7 @@ def setup(payload: bytes) -> Mapping[str, Callable[[bytes], bytes]]:
         "signal": lambda request: os.kill(os.getpid(), int(request)) or b"",
         "fail": lambda request: b"%d" % (1 // 0),
         "leave": lambda request: sys.exit(3),
+        "who": lambda request: b"%d" % os.getpid(),
         "look": look,
         "nap": nap,
     }

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
+import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -25,6 +27,7 @@ from tandem_worker.server.app import build_app
 from tandem_worker.server.hub import DeltaHub
 from tandem_worker.server.model import end_tokens
 from tandem_worker.server.serving import serve
+from tandem_worker.structured.compiler import GrammarCompiler
 
 from e2e.model import find_model
 
@@ -87,12 +90,20 @@ def configuration() -> WorkerConfig:
     )  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def grammars(real: Real) -> Iterator[GrammarCompiler]:
+    compiler = GrammarCompiler(real.tokenizer, real.vocab_size, end_tokens(real.tokenizer))
+    compiler.prepare()
+    yield compiler
+    compiler.close()
+
+
 @pytest.fixture
-async def client(real: Real) -> AsyncIterator[openai.AsyncOpenAI]:
+async def client(real: Real, grammars: GrammarCompiler) -> AsyncIterator[openai.AsyncOpenAI]:
     app = build_app(
         real.engine, real.tokenizer, configuration(), hub=real.hub, pod_name="pod-0", ready=lambda: True,
         telemetry=lambda: pytest.fail("not asked for"), metrics_text=str, draining=lambda: False,
-        max_model_len=real.engine.max_model_len, vocab_size=real.vocab_size,
+        max_model_len=real.engine.max_model_len, vocab_size=real.vocab_size, grammars=grammars,
     )  # fmt: skip
     server = await serve(app, "127.0.0.1", 0)
     async with (
@@ -167,6 +178,47 @@ async def test_json_objects_and_grammars(client: openai.AsyncOpenAI) -> None:
     assert json_object.startswith("{")
     assert re.fullmatch("[A-Z][a-z]{2,6} [0-9]{4}", regex)
     assert re.fullmatch("(Paris|Lyon)(,(Paris|Lyon))?", sentence)
+
+
+HOSTILE: list[dict[str, Any]] = [
+    {"type": "grammar", "grammar": {"syntax": "regex", "definition": "(a{1000}){1000}"}},
+    {"type": "grammar", "grammar": {"syntax": "regex", "definition": "(ab{1000}c){1000}"}},
+    {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": "ab" * 100_000}}},
+    {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer", "multipleOf": 9973}}},
+    {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer", "multipleOf": 99991}}},
+    {"type": "grammar", "grammar": {"syntax": "regex", "definition": "(.{0,1000}x){0,1000}"}},
+]
+
+
+async def test_hostile_grammars_do_not_hold_up_a_stream(client: openai.AsyncOpenAI) -> None:
+    """Each of the first two held the engine for three seconds a token."""
+
+    async def longest_gap() -> float:
+        gaps: list[float] = []
+        stream = await client.chat.completions.create(
+            model="smollm2", messages=QUESTION, seed=1, max_tokens=60, stream=True, extra_body={"ignore_eos": True}
+        )
+        before = None
+        async for _ in stream:
+            now = time.perf_counter()
+            if before is not None:
+                gaps.append(now - before)
+            before = now
+        return max(gaps)
+
+    async def attack(response_format: Any) -> None:
+        with contextlib.suppress(openai.APIError):  # refused, or ended by its budget
+            await client.chat.completions.create(
+                model="smollm2", messages=QUESTION, seed=2, max_tokens=12, response_format=response_format
+            )
+
+    async def control() -> None:
+        await client.chat.completions.create(model="smollm2", messages=QUESTION, seed=2, max_tokens=12)
+
+    alone, *_ = await asyncio.gather(longest_gap(), *(control() for _ in HOSTILE))
+    attacked, *_ = await asyncio.gather(longest_gap(), *(attack(item) for item in HOSTILE))
+    print(f"longest pause of a stream: {alone:.3f} s beside ordinary requests, {attacked:.3f} s beside hostile ones")
+    assert attacked < 3 * alone + 0.5
 
 
 @pytest.mark.full

@@ -1,13 +1,14 @@
-"""Calls functions in processes of their own, each call in a fresh one, so that none outlives its limits.
+"""Calls functions in processes of their own, so that no call outlives its limits.
 
     confined = Confined("package.module:setup", payload, limits=Limits(...), name="grammars")
     confined.start()                                   # returns at once; a thread starts the process and keeps it alive
     answer = await confined.call("compile", request, seconds=1.0)
 
 `setup(payload)` runs once in a process that is started from nothing (no descriptors, no threads, no torch, no secrets
-of this one) and returns functions from bytes to bytes by name. Every call has a job of its own that is forked from it,
-a little ahead; a function named `warm`, if there is one, runs in every job before its call. A job that outlives its
-limits is ended by the kernel; what it took is free again at once, and neither this process nor the next job notices.
+of this one) and returns functions from bytes to bytes by name. Calls are served by jobs that are forked from it, one
+call of each at a time; a function named `warm`, if there is one, runs in every job before its first call. A job that
+outlives its limits is ended by the kernel, and one whose call failed is not used again; what it took is free at once,
+and neither this process nor the other jobs notice.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import dataclasses
 import logging
 import os
 import select
+import signal
 import socket
 import threading
 import time
@@ -45,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 _NOTICE_SECONDS = 0.5
 """The spawner says within this time how a job ended."""
+_MOST_CALLS = 100
+"""Of one job: whatever it may have kept of them ends with it."""
 _MOST_SILENT = 3
 """Calls in a row that may pass their deadline before a job begins with them."""
 
@@ -60,11 +64,24 @@ class Counts:
     """Spent in calls, waiting included."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Job:
     sock: socket.socket
     notice: int
     """Pipe on which the spawner tells how the job ended."""
+    begun: bool = False
+    num_calls: int = 0
+
+    @property
+    def alive(self) -> bool:
+        """It has not closed its end, nor has the kernel for it."""
+        self.sock.setblocking(False)
+        try:
+            return self.sock.recv(1, socket.MSG_PEEK) != b""
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
 
     def close(self) -> None:
         self.sock.close()
@@ -99,7 +116,7 @@ class Confined:
         self._most_stocked = parallel
         self._lock = threading.Lock()
         self._free = threading.BoundedSemaphore(parallel)
-        self._threads = ThreadPoolExecutor(parallel, thread_name_prefix=name)
+        self._threads = ThreadPoolExecutor(parallel + queue, thread_name_prefix=name)
 
     def start(self) -> None:
         self._keeper.start()
@@ -162,7 +179,8 @@ class Confined:
 
     def _call(self, function: str, request: bytes, deadline: float) -> bytes:
         if not self._free.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            self.counts.unavailable += 1
+            with self._lock:
+                self.counts.unavailable += 1
             raise UnavailableError(f"no process for {self.name} was free in time")
         try:
             return self._call_counted(function, request, deadline)
@@ -190,16 +208,27 @@ class Confined:
     def _run_job(self, function: str, request: bytes, deadline: float) -> bytes:
         job = self._take_job(deadline)
         try:
-            return self._talk(job, function, request, deadline)
-        finally:
+            answer = self._talk(job, function, request, deadline)
+        except BaseException:
             job.close()
             self._refill()
+            raise
+        job.num_calls += 1
+        if job.num_calls < _MOST_CALLS:
+            self._put(job)
+        else:
+            job.close()
+            self._refill()
+        return answer
 
     def _take_job(self, deadline: float) -> _Job:
         """One that waits already, if there is any. Raises UnavailableError."""
         with self._lock:
-            if self._stock:
-                return self._stock.pop()
+            while self._stock:
+                job = self._stock.pop()
+                if job.alive:
+                    return job
+                job.close()
         try:
             return self._begin_job(deadline)
         except OSError as error:
@@ -212,7 +241,7 @@ class Confined:
             job.close()
 
     def _refill(self) -> None:
-        """Forking and touching memory takes longer than most calls: the next one finds it done."""
+        """Forking and touching memory takes longer than most calls: the next one is to find it done."""
         with contextlib.suppress(RuntimeError):  # closed
             self._threads.submit(self._fill)
 
@@ -251,11 +280,12 @@ class Confined:
 
     def _talk(self, job: _Job, function: str, request: bytes, deadline: float) -> bytes:
         """Hand a job its request and take its answer."""
-        begun, sock = False, job.sock
+        sock = job.sock
         try:
-            read_frame(sock, 0, deadline)
-            begun = True
-            self._num_silent = 0
+            if not job.begun:
+                read_frame(sock, 0, deadline)
+                job.begun = True
+                self._num_silent = 0
             with contextlib.suppress(ConnectionError):  # it ended before it read everything: its notice says why
                 head = SECONDS.pack(deadline - time.monotonic()) + function.encode()
                 write_frame(sock, Status.DONE, head, deadline)
@@ -264,7 +294,7 @@ class Confined:
         except PeerGoneError:
             raise self._read_notice(job.notice) from None
         except TimeoutError:
-            if begun:  # the kernel ends it about now
+            if job.begun:  # the kernel ends it about now
                 raise LimitError("deadline", "takes longer than its deadline") from None
             self._note_silence()
             raise UnavailableError(f"the process for {self.name} did not begin with this call in time") from None
@@ -277,11 +307,11 @@ class Confined:
                 raise FunctionError(answer.decode(errors="replace"))
 
     def _read_notice(self, notice: int) -> IsolationError | LostError:
-        """How the job ended. A spawner that does not say is gone itself."""
+        """How the job ended. A spawner that does not say is gone itself; SIGKILL comes from others than the input."""
         poll = select.poll()  # `select.select` takes no descriptor above 1,023
         poll.register(notice, select.POLLIN)
         number = os.read(notice, 1) if poll.poll(_NOTICE_SECONDS * 1e3) else b""
-        return self.limits.explain(number[0]) if number else LostError()
+        return self.limits.explain(number[0]) if number and number[0] != signal.SIGKILL else LostError()
 
     def _note_silence(self) -> None:
         """A spawner that lets call after call pass without beginning hangs, and is replaced."""

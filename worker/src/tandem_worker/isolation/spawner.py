@@ -5,8 +5,8 @@ milliseconds with the prepared state. It ends when the caller's end of the contr
 ended; its jobs end with it.
 
 A control message is a byte with two descriptors: the job's socket, and the pipe that the spawner writes the signal to
-that ended the job, or 0. On its socket a job says that it has begun, reads the seconds it has and the name of a
-function, and the request, and answers.
+that ended the job, or 0. On its socket a job says that it has begun; then, call by call, it reads the seconds it has
+and the name of a function, and the request, and answers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from collections.abc import Mapping
 
 import orjson
 
-from tandem_worker.isolation.contract import Function, Limits, Status, read_frame, write_frame
+from tandem_worker.isolation.contract import Function, Limits, PeerGoneError, Status, read_frame, write_frame
 
 SECONDS = struct.Struct("<d")
 MAX_SETUP_BYTES = 1 << 30
@@ -54,6 +54,7 @@ def main() -> None:
     write_frame(start, Status.DONE, b"")
     start.close()
     _Spawner(control, functions, Limits(**settings["limits"])).serve()
+    os._exit(0)  # nothing is left to be tidied, and jobs that end now must not find half of an interpreter
 
 
 def _prepare(setup: str, payload: bytes) -> Mapping[str, Function]:
@@ -138,20 +139,29 @@ def _run_job(descriptor: int, functions: Mapping[str, Function], limits: Limits)
         if "warm" in functions:
             functions["warm"](b"")
         write_frame(sock, Status.DONE, b"")  # it has begun: from here on time is the input's fault
-        _, head = read_frame(sock, 1024)
-        signal.setitimer(signal.ITIMER_REAL, max(1e-3, SECONDS.unpack_from(head)[0]))
-        signal.setitimer(signal.ITIMER_PROF, limits.cpu_seconds)
-        _, request = read_frame(sock, MAX_REQUEST_BYTES)
-        try:
-            status, answer = Status.DONE, functions[head[SECONDS.size :].decode()](request)
-        except MemoryError:
-            status, answer = Status.OUT_OF_MEMORY, b""
-        except BaseException as error:  # a panic of an extension in Rust is no Exception
-            status, answer = Status.RAISED, _describe(error)
-        write_frame(sock, status, answer)
-        sock.shutdown(socket.SHUT_WR)
+        while True:
+            _serve_call(sock, functions, limits)
+    except PeerGoneError:
+        pass  # the caller has no more calls for it
     finally:
         os._exit(0)
+
+
+def _serve_call(sock: socket.socket, functions: Mapping[str, Function], limits: Limits) -> None:
+    """Raises PeerGoneError."""
+    _, head = read_frame(sock, 1024)
+    signal.setitimer(signal.ITIMER_REAL, max(1e-3, SECONDS.unpack_from(head)[0]))
+    signal.setitimer(signal.ITIMER_PROF, limits.cpu_seconds)
+    _, request = read_frame(sock, MAX_REQUEST_BYTES)
+    try:
+        status, answer = Status.DONE, functions[head[SECONDS.size :].decode()](request)
+    except MemoryError:
+        status, answer = Status.OUT_OF_MEMORY, b""
+    except BaseException as error:  # a panic of an extension in Rust is no Exception
+        status, answer = Status.RAISED, _describe(error)
+    write_frame(sock, status, answer)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def _confine(descriptor: int, limits: Limits) -> None:
@@ -165,11 +175,9 @@ def _confine(descriptor: int, limits: Limits) -> None:
     os.closerange(descriptor + 1, max(descriptor + 1, 1024))
     with open("/proc/self/statm") as file:
         taken = int(file.read().split()[0]) * resource.getpagesize()
-    whole_seconds = int(limits.cpu_seconds) + 2  # a second line of defence, behind the timers
     for kind, value in (
         (resource.RLIMIT_AS, taken + limits.memory_bytes),
         (resource.RLIMIT_STACK, limits.stack_bytes),
-        (resource.RLIMIT_CPU, whole_seconds),
         (resource.RLIMIT_FSIZE, 0),
         (resource.RLIMIT_NOFILE, 16),
     ):

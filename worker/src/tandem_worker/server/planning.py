@@ -14,12 +14,13 @@ from tandem_worker.server.completion_request import Prompt
 from tandem_worker.server.model import ServedModel
 from tandem_worker.server.options import CommonOptions, to_sampling
 from tandem_worker.server.preparing import PreparedChat, PreparedCompletion, Tokens
-from tandem_worker.server.shaping import shape_answer
+from tandem_worker.server.shaping import check_sizes, shape_answer
 
 
 async def plan_chat(prepared: PreparedChat, model: ServedModel, endpoints: tuple[str, ...]) -> Plan:
     """Raises RequestError."""
     request = prepared.request
+    check_sizes(request, model)
     shape = await shape_answer(request, model, prepared.prompt_end)
     sampling = to_sampling(
         request.common,

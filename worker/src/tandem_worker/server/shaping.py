@@ -24,7 +24,6 @@ from tandem_worker.structured.grammar import (
     GrammarUnavailableError,
     TokenGrammarFactory,
 )
-from tandem_worker.structured.limits import GrammarLimits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +32,20 @@ class Shape:
     new_parser: Callable[[], TextParser | None]
     visible: frozenset[int]
     """Special tokens whose text the parser reads."""
+
+
+def check_sizes(request: ChatRequest, model: ServedModel) -> None:
+    """Refuse schemas that are too large or deep for whatever reads them next, the template too. Raises RequestError."""
+    limits = model.grammars.limits
+    for index, tool in enumerate(request.tools.tools):
+        try:
+            limits.check_schema(tool.parameters)
+        except GrammarError as error:
+            raise RequestError(
+                f"Invalid schema of a function's parameters: {error}.",
+                param=f"tools[{index}].function.parameters",
+                code="invalid_json_schema",
+            ) from error
 
 
 async def shape_answer(request: ChatRequest, model: ServedModel, prompt: str) -> Shape:
@@ -170,25 +183,14 @@ async def _tool_grammar(
 
     for enforce_schemas in (True, False):
         try:
-            _check_tools(request.tools, work.grammars.limits, strict_only=not enforce_schemas)
             return await work.compile(write(request.tools, enforce_schemas=enforce_schemas))
         except GrammarError as error:
             if not enforce_schemas or all(tool.strict for tool in request.tools.callable_tools):
-                param = error.path or await _find_culprit(request.tools, write, work)
+                param = await _find_culprit(request.tools, write, work)
                 raise RequestError(
                     f"Invalid schema of a function's parameters: {error}", param=param, code="invalid_json_schema"
                 ) from error
     raise AssertionError("unreachable: the second round returns or raises")
-
-
-def _check_tools(tools: ToolOptions, limits: GrammarLimits, *, strict_only: bool) -> None:
-    """Raises GrammarError with the path of the first schema that is too large."""
-    for tool in tools.callable_tools:
-        if tool.strict or not strict_only:
-            try:
-                limits.check_schema(tool.parameters)
-            except GrammarError as error:
-                raise GrammarError(str(error), path=_path(tools, tool)) from error
 
 
 async def _find_culprit(tools: ToolOptions, write: Callable[[ToolOptions], str], work: _Compiling) -> str:

@@ -40,7 +40,6 @@ MAX_PENDING = 32
 """Grammars that may wait to be compiled."""
 REQUEST_SECONDS = 1.4
 """For all grammars that one request needs compiled."""
-PROOF_SECONDS = 1.0
 START_SECONDS = 60.0
 JOB_LIMITS = Limits(
     memory_bytes=128 << 20,
@@ -91,6 +90,14 @@ class GrammarCompiler:
         """Returns at once. Grammars that come before all is prepared wait no longer than their deadline."""
         self._started = True
         self._threads.submit(self._prepare, None)
+
+    def prepare(self) -> None:
+        """As `start`, and wait until it is done. Raises GrammarUnavailableError."""
+        self._started = True
+        try:
+            self._prepare(None)
+        except IsolationError as error:
+            raise GrammarUnavailableError(str(error)) from error
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -171,8 +178,10 @@ class GrammarCompiler:
         """Raises GrammarUnavailableError, and GrammarError for what another time may have another end."""
         try:
             self.limits.check_text(grammar)
+            began = time.monotonic()
             prepared, confined = self._prepare(deadline if self._started else None)
-            seconds = min(PROOF_SECONDS, _remaining(deadline))
+            late = 0.0 if self._started else time.monotonic() - began  # nobody had started it: that is not the input's
+            seconds = _remaining(deadline) + late
             proof = orjson.loads(confined.call_here("prove", grammar.encode(errors="replace"), seconds=seconds))
         except LimitError as error:
             if error.limit == "deadline":
@@ -205,6 +214,7 @@ class GrammarCompiler:
                 self._confined.start()
                 self._prepared = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=eos)
                 self._confined.wait_until_ready(START_SECONDS)
+                self._confined.call_here("warm", b"", seconds=START_SECONDS)
             return self._prepared, self._confined
         finally:
             self._preparing.release()

@@ -20,14 +20,7 @@ from tandem_worker.structured.budget import MaskBudget
 
 
 class GrammarError(WorkerError):
-    """A schema or grammar cannot be compiled, or its resource limits were reached; the message says why.
-
-    `path` names the field of the request where that is known.
-    """
-
-    def __init__(self, message: str, *, path: str | None = None) -> None:
-        super().__init__(message)
-        self.path = path
+    """A schema or grammar cannot be compiled, or its resource limits were reached; the message says why."""
 
 
 class GrammarUnavailableError(WorkerError):
