@@ -52,6 +52,19 @@ def test_a_thread_that_returns_too_early_is_named() -> None:
     assert vitals.problems() == ["thread a: it has ended: it returned"]
 
 
+def test_what_failed_once_is_told_for_a_while_or_until_it_works() -> None:
+    now = [0.0]
+    vitals = Vitals(lambda: now[0])
+    vitals.note("KV links", "nobody can be reached")
+    now[0] = 14.0
+    assert vitals.problems() == ["KV links: nobody can be reached"]
+    now[0] = 16.0
+    assert vitals.problems() == []
+    vitals.note("KV links", "nobody can be reached")
+    vitals.clear("KV links")
+    assert vitals.problems() == []
+
+
 def test_a_thread_that_cannot_be_started_is_told_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     vitals = Vitals(lambda: now)

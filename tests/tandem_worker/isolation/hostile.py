@@ -46,6 +46,13 @@ def setup_that_ends(payload: bytes) -> Mapping[str, Callable[[bytes], bytes]]:
     os._exit(7)
 
 
+def setup_with_numpy(payload: bytes) -> Mapping[str, Callable[[bytes], bytes]]:
+    """As the setups of the worker do: its library starts a thread for each core unless it is told not to."""
+    import numpy
+
+    return {"sum": lambda request: b"%d" % numpy.frombuffer(request, numpy.uint8).sum()}
+
+
 def setup_with_a_thread(payload: bytes) -> Mapping[str, Callable[[bytes], bytes]]:
     threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
     return {}

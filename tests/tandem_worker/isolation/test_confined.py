@@ -134,6 +134,10 @@ def test_jobs_serve_many_calls_and_are_replaced_now_and_then(start: Start) -> No
     assert 3 <= len(set(seen)) <= 10
 
 
+def test_a_library_that_would_start_threads_does_not(start: Start) -> None:
+    assert start("hostile:setup_with_numpy").call_here("sum", b"\1\2", seconds=30) == b"3"
+
+
 def test_exceptions_are_reported(start: Start) -> None:
     confined = start()
     with pytest.raises(FunctionError, match="ZeroDivisionError"):

@@ -149,7 +149,7 @@ async def test_expect_continue_invites_no_stranger(scene: Scene) -> None:
 
 
 @contextlib.asynccontextmanager
-async def small_server(limit: int) -> AsyncIterator[int]:
+async def small_server(limit: int, **options: bool) -> AsyncIterator[int]:
     release = asyncio.Event()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -159,9 +159,9 @@ async def small_server(limit: int) -> AsyncIterator[int]:
             return
         if scope["path"] == "/wait":
             await release.wait()
-        await send_json(send, {})
+        await send_json(send, "x" * 20_000_000 if scope["path"] == "/long" else {})
 
-    server = await serve(app, "127.0.0.1", 0, max_connections=limit)
+    server = await serve(app, "127.0.0.1", 0, max_connections=limit, **options)
     yield server.port
     release.set()
     await server.stop()
@@ -194,4 +194,30 @@ async def test_connections_with_requests_do_not_give_way() -> None:
         assert await is_closed(late)
         assert not any(reader.at_eof() for reader, _ in busy)
         for _, writer in (*busy, (late, late_writer)):
+            writer.close()
+
+
+async def test_connections_whose_clients_do_not_read_give_way() -> None:
+    async with small_server(4) as port:
+        stuck = [await asyncio.open_connection("127.0.0.1", port, limit=1024) for _ in range(4)]
+        for _, writer in stuck:
+            writer.write(b"GET /long HTTP/1.1\r\nhost: a\r\n\r\n")
+        await asyncio.sleep(1.0)
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", verify=False, timeout=20) as http:
+            assert (await http.get("/")).status_code == 200
+        for _, writer in stuck:
+            writer.transport.abort()
+
+
+async def test_where_busy_connections_give_way_a_probe_gets_in() -> None:
+    async with small_server(4, busy_give_way=True) as port:
+        busy = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
+        for _, writer in busy:
+            writer.write(b"GET /wait HTTP/1.1\r\nhost: a\r\n\r\n")
+        await asyncio.sleep(0.3)
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", verify=False, timeout=20) as http:
+            assert (await http.get("/")).status_code == 200
+        assert await is_closed(busy[0][0])
+        assert not any(reader.at_eof() for reader, _ in busy[1:])
+        for _, writer in busy:
             writer.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Iterable
 from functools import partial
 from typing import Any
@@ -156,14 +157,38 @@ def test_refusals_come_back_as_they_were(preparer: Preparer) -> None:
 
 
 def test_schemas_that_nothing_could_compile_stay_where_they_are(preparer: Preparer) -> None:
-    wide = {"type": "object", "properties": {f"p{index}": {} for index in range(MAX_DEFINITION_BYTES // 8)}}
-    format_ = {"type": "json_schema", "json_schema": {"name": "s", "schema": wide}}
-    tool = {"type": "function", "function": {"name": "f", "parameters": wide}}
+    long = {"type": "object", "description": "é" * (MAX_DEFINITION_BYTES // 2)}
+    format_ = {"type": "json_schema", "json_schema": {"name": "s", "schema": long}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": long}}
     for fields, param in (({"response_format": format_}, "response_format"), ({"tools": [tool]}, "tools")):
         roomy = Preparer(preparer._prompter, PromptRules(**vars_of(RULES) | {"max_model_len": 10**9}), None)
         with pytest.raises(RequestError, match="at most 524288 are supported") as refused:
             unpack(_run(roomy, "chat", chat(**fields)))
         assert refused.value.param == param
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
+async def test_a_schema_that_is_nested_too_deeply_is_the_clients_error_on_both_ways(
+    prepared_apart: Preparation,
+) -> None:
+    deep = nested(150)
+    format_ = {"type": "json_schema", "json_schema": {"name": "s", "schema": deep}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": deep}}
+    for fields, param in (
+        ({"response_format": format_}, "response_format.json_schema.schema"),
+        ({"tools": [tool]}, "tools[0].function.parameters"),
+    ):
+        for content in ("x", LONG):  # the longer one goes to a process of its own
+            body = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": content}], **fields}).encode()
+            with pytest.raises(RequestError, match="nested too deeply") as refused:
+                await prepared_apart.prepare("chat", SCOPE, Client(body))
+            assert (refused.value.status, refused.value.param) == (400, param)
 
 
 def vars_of(rules: PromptRules) -> dict[str, Any]:

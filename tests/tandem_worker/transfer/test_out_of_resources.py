@@ -32,6 +32,11 @@ def no_threads(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return refused
 
 
+def problems_of_transport(vitals: Vitals) -> list[str]:
+    """Without the threads that could not be started, which are told for a while by themselves."""
+    return [problem for problem in vitals.problems() if problem.startswith("KV ")]
+
+
 def test_a_link_without_a_thread_falls_back_at_once(kit: SimpleNamespace, no_threads: set[str]) -> None:
     vitals = Vitals()
     pair = kit.Pair(vitals=vitals)
@@ -43,8 +48,8 @@ def test_a_link_without_a_thread_falls_back_at_once(kit: SimpleNamespace, no_thr
         assert len(pair.decode.failed) == 1, "before `start` returned"
         assert time.monotonic() - began < 1.0
         assert "can't start new thread" in pair.decode.failed[0][2]
-        assert vitals.problems() == ["KV links: no connection to a prefill worker can be made: thread kv-link-"
-                                     "127.0.0.1:1 cannot be started: can't start new thread"]  # fmt: skip
+        (problem,) = problems_of_transport(vitals)
+        assert problem.startswith("KV links: no connection to a prefill worker can be made: thread kv-link-127.0.0.1:1")
         receiver = pair.client._receiver
         assert not pair.client._orders and not pair.client._by_transfer  # noqa: PT018
         assert not receiver._by_attempt and not receiver._links  # noqa: PT018
@@ -52,7 +57,7 @@ def test_a_link_without_a_thread_falls_back_at_once(kit: SimpleNamespace, no_thr
         no_threads.clear()
         pair.client.start(pair.order(endpoint))
         kit.eventually(lambda: bool(pair.decode.done))
-        assert vitals.problems() == []
+        assert problems_of_transport(vitals) == []
     finally:
         pair.close()
 
@@ -67,7 +72,9 @@ def test_a_session_without_a_thread_turns_its_peer_away(kit: SimpleNamespace, no
         pair.client.start(pair.order(endpoint))
         kit.eventually(lambda: bool(pair.decode.failed))
         assert time.monotonic() - began < 2.0, "no timeout was waited for"
-        kit.eventually(lambda: ["peers are turned away" in problem for problem in vitals.problems()] == [True])
+        kit.eventually(
+            lambda: ["peers are turned away" in problem for problem in problems_of_transport(vitals)] == [True]
+        )
         assert pair.server.stats().connections == 0
         assert not pair.server._sessions
         assert pair.prefill.orders == {}
@@ -75,7 +82,7 @@ def test_a_session_without_a_thread_turns_its_peer_away(kit: SimpleNamespace, no
         time.sleep(kit.QUICK.retry_after)
         pair.client.start(pair.order(endpoint))
         kit.eventually(lambda: bool(pair.decode.done))
-        assert vitals.problems() == []
+        assert problems_of_transport(vitals) == []
     finally:
         pair.close()
 

@@ -18,7 +18,7 @@ from tandem_worker.errors import ThreadStartError
 logger = logging.getLogger(__name__)
 
 _REMEMBER_SECONDS = 15.0
-"""A thread that could not be started is told this long: long enough to be seen, too short for liveness to act on it."""
+"""What failed once is told this long: long enough to be seen, too short for liveness to act on it."""
 
 
 class Vitals:
@@ -28,15 +28,19 @@ class Vitals:
         self._clock = clock
         self._lock = threading.Lock()
         self._problems: dict[str, str] = {}
-        self._failed_start: tuple[float, str] | None = None
+        self._noted: dict[str, tuple[float, str]] = {}
+        """When it happened, and what, by source."""
 
     def problems(self) -> list[str]:
         """Sentences; empty while all is well. Asks the system for a descriptor and a thread, to see if it has any."""
         found = {**_observe_descriptors(), **_observe_threads()}
         with self._lock:
             found |= self._problems
-            if self._failed_start is not None and self._clock() < self._failed_start[0] + _REMEMBER_SECONDS:
-                found.setdefault("threads", self._failed_start[1])
+            for source, (since, problem) in list(self._noted.items()):
+                if self._clock() < since + _REMEMBER_SECONDS:
+                    found.setdefault(source, problem)
+                else:
+                    del self._noted[source]
         return [f"{source}: {problem}" for source, problem in sorted(found.items())]
 
     def set(self, source: str, problem: str) -> None:
@@ -47,9 +51,15 @@ class Vitals:
         if known != problem:
             logger.error("%s: %s", source, problem)
 
+    def note(self, source: str, problem: str) -> None:
+        """This failed just now, and may never be tried again: it is told for a while, or until `clear`."""
+        logger.error("%s: %s", source, problem)
+        with self._lock:
+            self._noted[source] = self._clock(), problem
+
     def clear(self, source: str) -> None:
         with self._lock:
-            known = self._problems.pop(source, None)
+            known = self._problems.pop(source, None) or self._noted.pop(source, None)
         if known is not None:
             logger.info("%s: recovered", source)
 
@@ -82,7 +92,7 @@ class Vitals:
             problem = f"thread {name} cannot be started: {error}"
             logger.exception("%s", problem)
             with self._lock:
-                self._failed_start = self._clock(), problem
+                self._noted["threads"] = self._clock(), problem
             raise ThreadStartError(problem) from error
         return thread
 

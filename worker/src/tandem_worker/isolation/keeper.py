@@ -26,6 +26,9 @@ _FIRST_PAUSE_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 30.0
 _ENVIRONMENT = ("PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ")
 """The process gets these variables alone: tokens and keys are no business of it."""
+_ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+"""Jobs are forked, and a fork takes one thread along. Libraries read this when they are imported, which may be long
+before a setup runs."""
 
 
 class LostError(Exception):
@@ -178,5 +181,5 @@ def _spawn(*descriptors: int) -> subprocess.Popen[bytes]:
         stdout=subprocess.DEVNULL,
         pass_fds=descriptors,
         start_new_session=True,
-        env={key: os.environ[key] for key in _ENVIRONMENT if key in os.environ},
+        env={key: os.environ[key] for key in _ENVIRONMENT if key in os.environ} | _ONE_THREAD,
     )

@@ -30,7 +30,9 @@ async def open_ports(config: WorkerConfig, host: str, *, api: ASGIApp, status: A
     """Raises StartupError when a port is taken. A quarter of the process's descriptors is never a port's."""
     descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     most = descriptors if descriptors >= 0 else 1 << 20
-    watching = await _open(status, host, config.metrics_port, min(_METRICS_CONNECTIONS, most // 4))
+    # Whoever keeps all of its connections busy must not keep the kubelet out: it would restart the worker.
+    few = min(_METRICS_CONNECTIONS, most // 4)
+    watching = await _open(status, host, config.metrics_port, few, busy_give_way=True)
     try:
         serving = await _open(api, host, config.http_port, min(MAX_CONNECTIONS, most // 2))
     except StartupError:
@@ -39,8 +41,10 @@ async def open_ports(config: WorkerConfig, host: str, *, api: ASGIApp, status: A
     return HttpPorts(api=serving, status=watching)
 
 
-async def _open(app: ASGIApp, host: str, port: int, max_connections: int) -> RunningServer:
+async def _open(
+    app: ASGIApp, host: str, port: int, max_connections: int, *, busy_give_way: bool = False
+) -> RunningServer:
     try:
-        return await serve(app, host, port, max_connections=max_connections)
+        return await serve(app, host, port, max_connections=max_connections, busy_give_way=busy_give_way)
     except OSError as error:
         raise StartupError("PortInUse", f"Port {port} cannot be opened at {host}: {error}") from error

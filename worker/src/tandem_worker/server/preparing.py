@@ -56,20 +56,23 @@ class PromptRules:
                 status=404,
             )
 
-    def check_tools(self, request: ChatRequest) -> None:
+    def check_schemas(self, request: ChatRequest) -> None:
         """Refuse schemas that are too large or deep for whatever reads them next, the template too.
 
         Raises RequestError.
         """
         for index, tool in enumerate(request.tools.tools):
-            try:
-                self.grammar_limits.check_schema(tool.parameters)
-            except GrammarError as error:
-                raise RequestError(
-                    f"Invalid schema of a function's parameters: {error}.",
-                    param=f"tools[{index}].function.parameters",
-                    code="invalid_json_schema",
-                ) from error
+            self._check_schema(
+                tool.parameters, "Invalid schema of a function's parameters", f"tools[{index}].function.parameters"
+            )
+        schema = request.response_format.schema
+        self._check_schema(schema, "Invalid schema for response_format", "response_format.json_schema.schema")
+
+    def _check_schema(self, schema: object, problem: str, param: str) -> None:
+        try:
+            self.grammar_limits.check_schema(schema)
+        except GrammarError as error:
+            raise RequestError(f"{problem}: {error}.", param=param, code="invalid_json_schema") from error
 
     def room(self, num_prompt_tokens: int, max_tokens: int | None, *, param: str, least: bool = False) -> int:
         """The allowed output. Raises ContextLengthError when prompt plus `max_tokens` do not fit.
@@ -196,7 +199,7 @@ class Preparer:
         rules = self._rules
         request = parse_chat(body, rules.vocab_size)
         rules.check_name(request.model)
-        rules.check_tools(request)
+        rules.check_schemas(request)
         text = self._prompter.render(request)
 
         def check(num_tokens: int, least: bool) -> int:
@@ -261,7 +264,7 @@ class Preparer:
             # The same parser as for a chat: what is counted here is what a chat would be charged.
             chat = parse_chat(body, rules.vocab_size)
             rules.check_name(chat.model)
-            rules.check_tools(chat)
+            rules.check_schemas(chat)
             text, special, path = self._prompter.render(chat), False, "messages"
         else:
             fields = Fields(body)

@@ -19,13 +19,6 @@ from tandem_worker.server.prompting import Prompter
 KINDS = ("chat", "completion", "embedding", "tokenize", "detokenize")
 SETUP = f"{__name__}:setup"
 
-_ENVIRONMENT = {
-    # Jobs are forked, and a fork takes one thread along.
-    "OPENBLAS_NUM_THREADS": "1",
-    "OMP_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "TRANSFORMERS_VERBOSITY": "error",
-}
 _MESSAGE_CHARACTERS = 4096
 """Of a refusal, which may quote the request."""
 _WARM_UP = b'{"model":"","messages":[{"role":"user","content":"x"}]}'
@@ -36,7 +29,7 @@ def pack_setup(tokenizer: Any, rules: PromptRules, bound: LengthBound | None) ->
 
 
 def setup(payload: bytes) -> Mapping[str, Callable[[bytes], bytes]]:
-    os.environ.update(_ENVIRONMENT)
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     # transformers does without; it would take longer to load, and more memory, than all else here.
     sys.modules["torch"] = None  # type: ignore[assignment]
     tokenizer, rules, bound = pickle.loads(payload)

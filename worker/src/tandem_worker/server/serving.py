@@ -25,13 +25,16 @@ MAX_CONNECTIONS = 4096
 class WorkerProtocol(HttpToolsProtocol):
     """Adds a deadline for request headers, a bound on connections, and OpenAI's error shape where the parser refuses.
 
-    When there are too many connections, the one that has been idle for longest makes room: idle strangers use up
-    neither descriptors nor places.
+    When there are too many connections, the one that has been idle for longest makes room, and where none is idle one
+    whose client does not take its answer: strangers use up neither descriptors nor places.
     """
 
     open: OrderedDict[WorkerProtocol, None]
     """Of this server's connections, the one that was last used first comes first. Each server has its own."""
     limit = MAX_CONNECTIONS
+    busy_give_way = False
+    """Where none gives way otherwise, the one that was answered first does: for short answers, which can be had again.
+    A probe then gets in whatever others do."""
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
@@ -56,9 +59,16 @@ class WorkerProtocol(HttpToolsProtocol):
         """Whether no request is being answered."""
         return self.cycle is None or self.cycle.response_complete
 
+    @property
+    def is_stuck(self) -> bool:
+        """Whether more has been written than its client has read."""
+        return self.flow.write_paused
+
     def _make_room(self) -> None:
-        """For this connection; where all others are being answered, this one has to go."""
-        victim = next((other for other in self.open if other.is_idle), self)
+        """For this connection; where all others are being answered, and read, this one has to go."""
+        idle = (other for other in self.open if other.is_idle)
+        stuck = (other for other in self.open if other.is_stuck)
+        victim = next(idle, None) or next(stuck, None) or (next(iter(self.open)) if self.busy_give_way else self)
         self.open.pop(victim, None)
         victim.transport.abort()
 
@@ -135,14 +145,21 @@ class _Server(uvicorn.Server):
 
 
 async def serve(
-    app: ASGIApp, host: str, port: int, *, backlog: int = 2048, max_connections: int = MAX_CONNECTIONS
+    app: ASGIApp,
+    host: str,
+    port: int,
+    *,
+    backlog: int = 2048,
+    max_connections: int = MAX_CONNECTIONS,
+    busy_give_way: bool = False,
 ) -> RunningServer:
     """Start serving; returns when connections are accepted. `port` 0 takes a free one. Raises OSError."""
     # Bound here because uvicorn answers a taken port with sys.exit.
     listener = _bind(host, port)
+    settings = {"open": OrderedDict[WorkerProtocol, None](), "limit": max_connections, "busy_give_way": busy_give_way}
     config = uvicorn.Config(
         app,
-        http=type("ServerProtocol", (WorkerProtocol,), {"open": OrderedDict(), "limit": max_connections}),
+        http=type("ServerProtocol", (WorkerProtocol,), settings),
         ws="none",
         lifespan="on",
         log_config=None,

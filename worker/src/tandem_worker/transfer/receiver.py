@@ -201,7 +201,7 @@ class RankReceiver(LinkListener):
             link.start()
         except (OSError, ThreadStartError) as error:
             self._links.pop(endpoint, None)
-            self._vitals.set(_SOURCE, f"no connection to a prefill worker can be made: {error}")
+            self._vitals.note(_SOURCE, f"no connection to a prefill worker can be made: {error}")
             raise TransferError(f"{endpoint}: {error}") from error
         self._vitals.clear(_SOURCE)
         self._links[endpoint] = link

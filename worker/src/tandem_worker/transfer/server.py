@@ -136,7 +136,7 @@ class TcpPrefillServer:
             account.close()
             sock.close()
             if not isinstance(error, TransferError):  # that one is the peer's
-                self._vitals.set(_SOURCE, f"peers are turned away: {error}")
+                self._vitals.note(_SOURCE, f"peers are turned away: {error}")
             return
         self._vitals.clear(_SOURCE)
 
