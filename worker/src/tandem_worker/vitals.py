@@ -18,7 +18,7 @@ from tandem_worker.errors import ThreadStartError
 logger = logging.getLogger(__name__)
 
 _REMEMBER_SECONDS = 15.0
-"""A thread that could not be started is told this long: long enough to be seen, too short for liveness to act on it."""
+"""A thread that could not be started is told this long, or until one can be: too short for liveness to act on it."""
 
 
 class Vitals:
@@ -84,6 +84,7 @@ class Vitals:
             with self._lock:
                 self._failed_start = self._clock(), problem
             raise ThreadStartError(problem) from error
+        self._failed_start = None
         return thread
 
 
