@@ -84,6 +84,20 @@ def test_a_thread_that_cannot_be_started_is_told_for_a_while(monkeypatch: pytest
     assert not ran.is_set()
 
 
+def test_a_thread_that_can_be_started_again_is_the_recovery(monkeypatch: pytest.MonkeyPatch) -> None:
+    vitals = Vitals()
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(ThreadStartError):
+            vitals.start_thread("link", int)
+    vitals.start_thread("link", int).join(5)
+    assert vitals.problems() == []
+
+
 EXHAUSTED = """
 import os, resource
 from tandem_worker.vitals import Vitals

@@ -59,8 +59,8 @@ class Vitals:
 
     def clear(self, source: str) -> None:
         with self._lock:
-            known = self._problems.pop(source, None) or self._noted.pop(source, None)
-        if known is not None:
+            known = self._problems.pop(source, None), self._noted.pop(source, None)
+        if any(known):
             logger.info("%s: recovered", source)
 
     def start_thread(
@@ -94,6 +94,7 @@ class Vitals:
             with self._lock:
                 self._noted["threads"] = self._clock(), problem
             raise ThreadStartError(problem) from error
+        self.clear("threads")
         return thread
 
 

@@ -23,6 +23,7 @@ _GENERATION = "a default for requests, which bring their own"
 _OUTPUTS = "chooses what transformers returns, not what it computes"
 _TRAINING = "of training only"
 _CLASSIFIER = "of classification heads, which are not served"
+_TOKENIZER = "of the tokenizer, which has files of its own"
 _EXECUTION = "chooses among implementations of the same computation"
 
 _GROUPS: dict[str, str] = {
@@ -39,9 +40,10 @@ _GROUPS: dict[str, str] = {
     _OUTPUTS: "output_attentions output_hidden_states output_router_logits return_dict torchscript",
     _TRAINING: "attention_dropout initializer_range router_aux_loss_coef gradient_checkpointing neftune_noise_alpha",
     _CLASSIFIER: "id2label label2id num_labels problem_type finetuning_task",
+    _TOKENIZER: "tokenizer_model_max_length tokenizer_padding_side bos_token eos_token pad_token unk_token",
     _EXECUTION: "_attn_implementation attn_implementation _attn_implementation_autoset _attn_implementation_internal "
     "experts_implementation _experts_implementation _experts_implementation_internal _flash_attn_2_enabled "
-    "chunk_size_feed_forward pretraining_tp use_bfloat16 tf_legacy_loss",
+    "chunk_size_feed_forward pretraining_tp use_bfloat16 tf_legacy_loss use_flash_attention",
     "the families here are decoders whatever it says": "is_decoder",
 }
 COMMON_IGNORES: Final[Mapping[str, str]] = {key: reason for reason, keys in _GROUPS.items() for key in keys.split()}
@@ -52,6 +54,8 @@ COMMON_FIXED: Final[Mapping[str, tuple[Any, ...]]] = {
     "pruned_heads": ({}, None),
     "is_causal": (True, None),
     "partial_rotary_factor": (1.0, None),
+    "use_sliding_window": (False, None),
+    "bias": (False, None),
 }
 SILU: Final = ("silu", "swish")
 """Both are transformers' names of one function."""
