@@ -218,6 +218,7 @@ def attack_and_check(
             control = (began, time.monotonic())
             spans = run_attacks(worker, names, size, times)
             workers.eventually(lambda: worker.metric("tandem_worker_large_requests") == 0, 10, "nothing is left")
+            time.sleep(1.5)  # memory is given back half a second later
             after = resident_mib(process)
         print(f"memory: {before:.0f} MiB before, {after:.0f} MiB afterwards")
         check(watch, control, spans)
