@@ -12,6 +12,8 @@ back only at the end.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -39,7 +41,10 @@ MAX_WAITING = 256
 """Requests that may wait for a process."""
 NUM_MEDIUM, NUM_LARGE = 2, 1
 """Processes at a time."""
+TRIM_BYTES = 16 * 1024 * 1024
+"""After large bodies of so many bytes, what they left behind is given back to the system."""
 JOB_SECONDS = 120.0
+_TRIM_DELAY_SECONDS = 0.5
 JOB_LIMITS = Limits(
     # 8 MiB of digits are as many tokens, of which the tokenizer keeps some 140 bytes each.
     memory_bytes=2048 * 1024 * 1024,
@@ -65,6 +70,7 @@ class Preparation:
         """This round of the event loop has prepared a request: the next one waits until tokens have gone out."""
         self._medium = asyncio.Semaphore(NUM_MEDIUM)
         self._large = asyncio.Semaphore(NUM_LARGE)
+        self._untrimmed_bytes = 0
         self._running: set[asyncio.Task[Prepared]] = set()
 
     def start(self) -> Confined:
@@ -131,6 +137,8 @@ class Preparation:
             # A job that has begun goes on to its end or its limits, and is counted until then.
             if not began.is_set():
                 work.cancel()
+            # An exception of the task holds this frame, which would hold the task, and the body with it, in a cycle.
+            del work
 
     async def _run_job(self, kind: str, body: bytes, lane: asyncio.Semaphore, began: asyncio.Event) -> Prepared:
         try:
@@ -146,7 +154,20 @@ class Preparation:
                 self.counts.isolated -= 1
         finally:
             self.intake.release(body)
+            self._note_end(len(body))
         return unpack(answer)
+
+    def _note_end(self, num_bytes: int) -> None:
+        """The pieces in which bodies arrive lie between what stays, so that the allocator keeps all of it by itself."""
+        self._untrimmed_bytes += num_bytes
+        if self._untrimmed_bytes >= TRIM_BYTES and not self.counts.isolated:
+            self._untrimmed_bytes = 0
+            # A moment later: this request's body is still being held by those who wait for it.
+            asyncio.get_running_loop().call_later(_TRIM_DELAY_SECONDS, self._trim)
+
+    def _trim(self) -> None:
+        with contextlib.suppress(RuntimeError):  # closed in the meantime
+            self._threads.submit(_trim_memory)
 
     async def _call(self, kind: str, body: bytes) -> bytes:
         try:
@@ -173,6 +194,13 @@ class Preparation:
             code="too_many_large_requests",
             status=429,
         )
+
+
+def _trim_memory() -> None:
+    """Releases the interpreter's lock. Only glibc has it; others' allocators do it unasked, or not at all."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 async def _until_gone(receive: Receive) -> None:
