@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from tandem_worker.layers.backend import BackendName, build_backend
 from tandem_worker.models.base import CausalLM
-from tandem_worker.models.config import ModelConfig, parse_config
+from tandem_worker.models.config import ModelConfig, parse_config, read_architecture
 from tandem_worker.models.registry import find_family
 from tandem_worker.parallel.context import SINGLE
 from tandem_worker.weights.base import Slice
@@ -77,17 +77,17 @@ def plan_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def build_random_model(raw: Mapping[str, Any], device: torch.device, dtype: torch.dtype = torch.bfloat16) -> CausalLM:
     """On Triton's kernels, which on a CPU are their twins."""
-    config = parse_config(raw)
+    config = _parse(raw)
     source = RandomSource(config, device, dtype)
     parts = build_backend(BackendName.TRITON)
     with torch.inference_mode():
         loader = WeightLoader(source, dtype=dtype, device=device, backend=parts)
-        return find_family(config.architecture)(config, loader, SINGLE)
+        return find_family(config.architecture).load(config, loader, SINGLE)
 
 
 def count_step_weights(raw: Mapping[str, Any]) -> int:
     """Weights that every step reads: all but the table of embeddings."""
-    shapes = plan_shapes(parse_config(raw))
+    shapes = plan_shapes(_parse(raw))
     total = 0
     for name, shape in shapes.items():
         if name != "model.embed_tokens.weight":
@@ -96,3 +96,8 @@ def count_step_weights(raw: Mapping[str, Any]) -> int:
                 product *= extent
             total += product
     return total
+
+
+def _parse(raw: Mapping[str, Any]) -> ModelConfig:
+    architecture = read_architecture(raw)
+    return parse_config(raw, find_family(architecture).keys, architecture=architecture)
