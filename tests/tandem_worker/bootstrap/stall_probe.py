@@ -1,6 +1,6 @@
 """Watches a worker from a process of its own: how long a stream pauses, how long `/healthz` takes.
 
-    python stall_probe.py PORT MODEL
+    python stall_probe.py PORT METRICS_PORT MODEL
 
 Runs until its standard input ends, then prints JSON: `pauses`, `probes` and `late`, each a list of [when, seconds];
 `when` is the end of it on the monotonic clock, which all processes share. `late` is how much later than asked for a
@@ -66,14 +66,14 @@ def watch_machine(ended: threading.Event, late: Samples) -> None:
 
 
 def main() -> None:
-    port, model = int(sys.argv[1]), sys.argv[2]
+    port, metrics_port, model = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     ended = threading.Event()
     pauses: Samples = []
     probes: Samples = []
     late: Samples = []
     threads = [
         threading.Thread(target=watch_stream, args=(port, model, ended, pauses)),
-        threading.Thread(target=watch_health, args=(port, ended, probes)),
+        threading.Thread(target=watch_health, args=(metrics_port, ended, probes)),
         threading.Thread(target=watch_machine, args=(ended, late)),
     ]
     for thread in threads:

@@ -141,9 +141,9 @@ def model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def watching(worker: Any) -> Iterator[Watch]:
     script = Path(__file__).with_name("stall_probe.py")
-    port = worker.url.rpartition(":")[2]
+    ports = [url.rpartition(":")[2] for url in (worker.url, worker.metrics_url)]
     process = subprocess.Popen(
-        [sys.executable, str(script), port, "tiny"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, str(script), *ports, "tiny"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     watch = Watch()
     try:
