@@ -40,7 +40,7 @@ def setup(payload: bytes) -> Mapping[str, Callable[[bytes], bytes]]:
 
 
 def _run(preparer: Preparer, kind: str, body: bytes) -> bytes:
-    gc.disable()  # the process ends with its job, and millions of objects take seconds to look through
+    gc.disable()  # millions of objects take seconds to look through; what cycles hold goes with the job's process
     try:
         return pickle.dumps(reduce(preparer.prepare(kind, body)))
     except RequestError as error:
