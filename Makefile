@@ -30,7 +30,7 @@ setup: .venv/.synced native ## Create the virtual environment from the lock file
 
 .PHONY: native
 native:
-	@$(MAKE) --silent -C worker/src/tandem_worker/native
+	@$(MAKE) --silent -C worker/src/tandem_worker/model/backends/native
 
 # --- the two commands of the README ---------------------------------------------------------------------------------
 
@@ -83,7 +83,7 @@ cluster-down: setup ## Stop the cluster; caches stay
 .PHONY: generate
 generate: setup ## Regenerate CRD, chart copies and reference docs from the types in api/ and the model families
 	@$(RUN) python -m tandem_api.generate
-	@$(RUN) python -m tandem_worker.models.reference docs/models.md
+	@$(RUN) python -m tandem_worker.model.reference docs/models.md
 
 .PHONY: format
 format: setup ## Format and fix what can be fixed

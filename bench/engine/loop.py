@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from tandem_api.launch import KVConfig, ModelSource, SchedulerConfig, WorkerConfig
 from tandem_api.names import Role
-from tandem_worker.control.params import GenerationRequest, SamplingParams
 from tandem_worker.engine.build import build_engine
 from tandem_worker.engine.runner import StepRunner
+from tandem_worker.engine.schedule.params import GenerationRequest, SamplingParams
 from tandem_worker.engine.snapshot import build_stats
-from tandem_worker.models.base import ForwardBatch, KVCache, KVCacheSpec, KVLayerSpec
-from tandem_worker.server.hub import DeltaHub
+from tandem_worker.model.contract import ForwardBatch, KVCache, KVCacheSpec, KVLayerSpec
+from tandem_worker.server.deltas import DeltaHub
 
 from bench.engine.scheduling import typical
 

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tandem_worker.models.base import CausalLM, ForwardBatch, KVCache, allocate_kv_cache
-from tandem_worker.models.loader import load_model
+from tandem_worker.model.contract import CausalLM, ForwardBatch, KVCache, allocate_kv_cache
+from tandem_worker.model.load import load_model
 
 from e2e.model import find_model
 

@@ -20,13 +20,13 @@ import time
 from dataclasses import dataclass, field
 
 import torch
-from tandem_worker.control.block_manager import BlockManager
-from tandem_worker.control.params import SamplingParams
-from tandem_worker.control.plan import SchedulerLimits, StepPlan
-from tandem_worker.control.prefix_cache import build_chain_root, extend_chain
-from tandem_worker.control.request import Request
-from tandem_worker.control.scheduler import Scheduler
-from tandem_worker.engine.batch import BatchBuilder
+from tandem_worker.engine.execute.batch import BatchBuilder
+from tandem_worker.engine.schedule.block_manager import BlockManager
+from tandem_worker.engine.schedule.params import SamplingParams
+from tandem_worker.engine.schedule.plan import SchedulerLimits, StepPlan
+from tandem_worker.engine.schedule.prefix_cache import build_chain_root, extend_chain
+from tandem_worker.engine.schedule.request import Request
+from tandem_worker.engine.schedule.scheduler import Scheduler
 
 BLOCK_SIZE = 16
 NUM_RUNNING = 256

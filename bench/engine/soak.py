@@ -21,10 +21,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from tandem_worker.control.params import FinishReason, GenerationRequest, SamplingParams, TokenDelta
-from tandem_worker.engine.base import EngineStats
 from tandem_worker.engine.build import build_engine
+from tandem_worker.engine.contract import EngineStats
 from tandem_worker.engine.core import EngineCore
+from tandem_worker.engine.schedule.params import FinishReason, GenerationRequest, SamplingParams, TokenDelta
 
 from tests.tandem_worker.engine.history_model import HistoryModel, greedy_answer
 from tests.tandem_worker.engine.rig import BLOCK_SIZE, build_config

@@ -11,10 +11,10 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from tandem_worker.control.params import TokenDelta
 from tandem_worker.engine.build import build_engine
 from tandem_worker.engine.core import EngineCore
-from tandem_worker.models.base import CausalLM
+from tandem_worker.engine.schedule.params import TokenDelta
+from tandem_worker.model.contract import CausalLM
 
 from bench.gpu.item import Figures, Item, Setting, WrongError
 from bench.gpu.random_model import QWEN3_8B, SMALL, build_random_model, count_step_weights

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from tandem_worker.layers.backend import BackendName, build_backend
-from tandem_worker.models.base import CausalLM
-from tandem_worker.models.config import ModelConfig, parse_config, read_architecture
-from tandem_worker.models.registry import find_family
+from tandem_worker.model.backends.backend import BackendName, build_backend
+from tandem_worker.model.checkpoint.contract import Slice
+from tandem_worker.model.checkpoint.loader import WeightLoader
+from tandem_worker.model.config import ModelConfig, parse_config, read_architecture
+from tandem_worker.model.contract import CausalLM
+from tandem_worker.model.families.registry import find_family
 from tandem_worker.parallel.context import SINGLE
-from tandem_worker.weights.base import Slice
-from tandem_worker.weights.loader import WeightLoader
 
 QWEN3_8B: Mapping[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"], "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288,

@@ -6,12 +6,12 @@ from bench.gpu.item import Phase, Stage
 
 GPU_TESTS = (
     "tests/tandem_worker/kernels/on_device/test_moe.py",
-    "tests/tandem_worker/models/test_served_steps.py",
-    "tests/tandem_worker/models/test_backends.py",
+    "tests/tandem_worker/model/test_served_steps.py",
+    "tests/tandem_worker/model/backends/test_backends.py",
     "tests/tandem_worker/kernels/on_device/test_paged_attention.py",
     "tests/tandem_worker/kernels/on_device/test_linear.py",
     "tests/tandem_worker/kernels/on_device/test_mla.py",
-    "tests/tandem_worker/engine/test_cuda_graphs.py",
+    "tests/tandem_worker/engine/execute/test_cuda_graphs.py",
     "tests/tandem_worker/kernels/on_device/test_sampling.py",
     "tests/tandem_worker/kernels/on_device/test_elementwise.py",
     "tests/tandem_worker/kernels/on_device/test_fused_qkv.py",

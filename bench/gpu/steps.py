@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from tandem_api.launch import KVConfig, ModelSource, SchedulerConfig, WorkerConfig
 from tandem_api.names import Role
-from tandem_worker.control.params import GenerationRequest, SamplingParams, TokenDelta
-from tandem_worker.engine.arena import build_prompt_batch
 from tandem_worker.engine.build import build_engine
 from tandem_worker.engine.core import EngineCore
-from tandem_worker.engine.cuda_graphs import CudaRecorder, DecodeGraphs, Recorder
-from tandem_worker.models.base import CausalLM, ForwardBatch, KVCache, allocate_kv_cache
+from tandem_worker.engine.execute.arena import build_prompt_batch
+from tandem_worker.engine.execute.cuda_graphs import CudaRecorder, DecodeGraphs, Recorder
+from tandem_worker.engine.schedule.params import GenerationRequest, SamplingParams, TokenDelta
+from tandem_worker.model.contract import CausalLM, ForwardBatch, KVCache, allocate_kv_cache
 
 BLOCK_SIZE = 16
 _TIE = 0.1

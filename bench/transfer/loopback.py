@@ -22,12 +22,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from tandem_worker.engine.base import RemotePrefill, RemotePrefillResult
-from tandem_worker.models.base import KVCacheSpec, KVLayerSpec, allocate_kv_cache
-from tandem_worker.transfer.base import Identity, KVLayout, KVShard
+from tandem_worker.engine.contract import RemotePrefill, RemotePrefillResult
+from tandem_worker.model.contract import KVCacheSpec, KVLayerSpec, allocate_kv_cache
 from tandem_worker.transfer.blocks import BlockSpace
-from tandem_worker.transfer.client import TcpPrefillClient
-from tandem_worker.transfer.server import TcpPrefillServer
+from tandem_worker.transfer.contract import Identity, KVLayout, KVShard
+from tandem_worker.transfer.decode.client import TcpPrefillClient
+from tandem_worker.transfer.prefill.server import TcpPrefillServer
 
 BLOCK_SIZE = 16
 _PROMPT_NAME = b"name of a prompt"

@@ -15,7 +15,7 @@ from bench.gpu.stages import STAGES
 
 ROOT = Path(__file__).parents[3]
 EXPECTED = {
-    "correctness": ["versions", "ceilings", "tests tests/tandem_worker/engine/test_cuda_graphs.py"],
+    "correctness": ["versions", "ceilings", "tests tests/tandem_worker/engine/execute/test_cuda_graphs.py"],
     "shapes": ["check paged_decode_attention tiny B=3 C=40", "time paged_decode_attention tiny B=3 C=40"],
     "engine": ["recorded steps", "tokens", "decode top-p x3", "first token of 40", "torch with SDPA, recorded, x3"],
     "variants": ["paged_decode_attention tiny B=3 C=40: 1 split"],

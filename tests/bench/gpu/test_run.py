@@ -149,7 +149,7 @@ def test_every_file_with_gpu_tests_is_run() -> None:
         for path in sorted((ROOT / "tests/tandem_worker").rglob("test_*.py"))
         if "on_device" in path.parts or "mark.gpu" in path.read_text()
     ]
-    using_devices = "tests/tandem_worker/models/test_served_steps.py"  # marked through another file's parameters
+    using_devices = "tests/tandem_worker/model/test_served_steps.py"  # marked through another file's parameters
     assert sorted(GPU_TESTS) == sorted({*marked, using_devices})
 
 

@@ -7,7 +7,7 @@ overwritten, uncopied or misplaced block gives other logits than `HistoryOracle`
 from __future__ import annotations
 
 import torch
-from tandem_worker.models.base import ForwardBatch, KVCache, KVCacheSpec, KVLayerSpec
+from tandem_worker.model.contract import ForwardBatch, KVCache, KVCacheSpec, KVLayerSpec
 
 _A, _B, _C = 0x9E3779B97F4A7C1, 0x2545F4914F6CDD1, 0x5851F42D4C957F3
 _MASK, _SIGN = (1 << 64) - 1, 1 << 63

@@ -9,10 +9,16 @@ from typing import Any
 
 from tandem_api.launch import KVConfig, ModelSource, SchedulerConfig, WorkerConfig
 from tandem_api.names import Role
-from tandem_worker.control.params import FinishReason, GenerationRequest, SamplingParams, TokenDelta, TokenLogprob
 from tandem_worker.engine.build import build_engine
 from tandem_worker.engine.core import EngineCore
-from tandem_worker.models.base import CausalLM
+from tandem_worker.engine.schedule.params import (
+    FinishReason,
+    GenerationRequest,
+    SamplingParams,
+    TokenDelta,
+    TokenLogprob,
+)
+from tandem_worker.model.contract import CausalLM
 
 BLOCK_SIZE = 4
 

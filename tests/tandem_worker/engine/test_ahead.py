@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from tandem_worker.control.params import FinishReason
-from tandem_worker.engine.device_sampler import DeviceSampler
-from tandem_worker.engine.host_copy import CudaCopier, HostCopy
-from tandem_worker.engine.sampler import HostSampler
+from tandem_worker.engine.execute.host_copy import CudaCopier, HostCopy
+from tandem_worker.engine.sample.device_sampler import DeviceSampler
+from tandem_worker.engine.sample.host_sampler import HostSampler
+from tandem_worker.engine.schedule.params import FinishReason
 
 from tests.tandem_worker.engine.history_model import HistoryModel, greedy_answer
 from tests.tandem_worker.engine.rig import Rig

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from tandem_worker.engine.device_sampler import DeviceSampler
+from tandem_worker.engine.sample.device_sampler import DeviceSampler
 
+from tests.tandem_worker.engine.execute.test_cuda_graphs import CallAgain, PaddedModel
 from tests.tandem_worker.engine.rig import Rig
 from tests.tandem_worker.engine.test_ahead import LateCopier
-from tests.tandem_worker.engine.test_cuda_graphs import CallAgain, PaddedModel
 
 VOCAB = 64
 LIMITS = {"max_batch_tokens": 24, "max_running_requests": 7}

@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tandem_worker.control.params import FinishReason, TokenDelta
-from tandem_worker.errors import ContextLengthError, EngineStoppedError, RequestError
-from tandem_worker.models.base import ForwardBatch, KVCache
+from tandem_worker.engine.schedule.params import FinishReason, TokenDelta
+from tandem_worker.host.errors import ContextLengthError, EngineStoppedError, RequestError
+from tandem_worker.model.contract import ForwardBatch, KVCache
 
 from tests.tandem_worker.engine.history_model import HistoryModel, greedy_answer
 from tests.tandem_worker.engine.rig import BLOCK_SIZE, Rig

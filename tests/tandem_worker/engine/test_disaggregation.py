@@ -10,10 +10,10 @@ from typing import Any
 
 import jsonschema
 import pytest
-from tandem_worker.control.params import FinishReason
-from tandem_worker.engine.base import RemotePrefill
-from tandem_worker.errors import RequestError
-from tandem_worker.structured.compiler import GrammarCompiler
+from tandem_worker.engine.contract import RemotePrefill
+from tandem_worker.engine.schedule.params import FinishReason
+from tandem_worker.host.errors import RequestError
+from tandem_worker.server.structured.compiler import GrammarCompiler
 
 from tests.tandem_worker.engine.history_model import HistoryModel, greedy_answer
 from tests.tandem_worker.engine.rig import BLOCK_SIZE, Rig

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from tandem_worker.models.base import CausalLM
-from tandem_worker.models.loader import load_model
+from tandem_worker.model.contract import CausalLM
+from tandem_worker.model.load import load_model
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests.tandem_worker.engine.rig import Rig

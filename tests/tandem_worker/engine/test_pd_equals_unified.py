@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tandem_worker.models.base import CausalLM
-from tandem_worker.models.loader import load_model
-from tandem_worker.transfer.base import Identity
+from tandem_worker.model.contract import CausalLM
+from tandem_worker.model.load import load_model
 from tandem_worker.transfer.blocks import BlockSpace
-from tandem_worker.transfer.client import TcpPrefillClient
-from tandem_worker.transfer.server import TcpPrefillServer
+from tandem_worker.transfer.contract import Identity
+from tandem_worker.transfer.decode.client import TcpPrefillClient
+from tandem_worker.transfer.prefill.server import TcpPrefillServer
 
 from tests.tandem_worker.engine.rig import BLOCK_SIZE, Rig
 from tests.tandem_worker.families import FAMILIES, VOCAB_SIZE, assert_greedy, save_family

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tandem_worker.control.params import FinishReason
+from tandem_worker.engine.schedule.params import FinishReason
 
 from tests.tandem_worker.engine.history_model import HistoryModel, HistoryOracle, greedy_answer
 from tests.tandem_worker.engine.rig import Rig

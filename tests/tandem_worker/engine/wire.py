@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from tandem_worker.engine.base import RemotePrefill, RemotePrefillResult
+from tandem_worker.engine.contract import RemotePrefill, RemotePrefillResult
 from tandem_worker.engine.core import EngineCore
-from tandem_worker.errors import WorkerError
+from tandem_worker.host.errors import WorkerError
 
 
 class Wire:

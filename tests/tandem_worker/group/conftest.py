@@ -14,18 +14,18 @@ import torch
 from tandem_api.keys import open_ring
 from tandem_api.launch import GroupConfig, KVConfig, ModelSource, Parallelism, SchedulerConfig, WorkerConfig
 from tandem_api.names import Role
-from tandem_worker.control.params import GenerationRequest, SamplingParams
 from tandem_worker.engine.build import build_engine
 from tandem_worker.engine.core import EngineCore
-from tandem_worker.environment import PodFacts
-from tandem_worker.group.leading import LeadingPod
-from tandem_worker.group.link import Loss
+from tandem_worker.engine.schedule.params import GenerationRequest, SamplingParams
+from tandem_worker.group.control.link import Loss
+from tandem_worker.group.pods.leading import LeadingPod
 from tandem_worker.group.topology import plan_node
-from tandem_worker.models.loader import load_model
+from tandem_worker.host.environment import PodFacts
+from tandem_worker.host.runtime import Runtime
+from tandem_worker.host.vitals import Vitals
+from tandem_worker.model.load import load_model
+from tandem_worker.model.sources.digest import model_digest
 from tandem_worker.parallel.groups import leave_group
-from tandem_worker.runtime import Runtime
-from tandem_worker.sources.digest import model_digest
-from tandem_worker.vitals import Vitals
 
 from tests.tandem_worker.engine.rig import Collector
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tandem_worker.control.params import FinishReason, GenerationRequest, SamplingParams
+from tandem_worker.engine.schedule.params import FinishReason, GenerationRequest, SamplingParams
 
 pytestmark = pytest.mark.timeout(180)
 StartGroup = Callable[..., AbstractContextManager[Any]]

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 from tandem_api.launch import GroupConfig, Parallelism
-from tandem_worker.errors import StartupError
 from tandem_worker.group.topology import check_model, count_experts, plan_node
+from tandem_worker.host.errors import StartupError
 
 
 def group(num_nodes: int = 1, service: str = "svc", **parallelism: int) -> GroupConfig:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from tandem_worker.models.base import CausalLM, ForwardBatch, KVCache, allocate_kv_cache
-from tandem_worker.models.loader import load_model
+from tandem_worker.model.contract import CausalLM, ForwardBatch, KVCache, allocate_kv_cache
+from tandem_worker.model.load import load_model
 from tandem_worker.parallel.context import SINGLE, ParallelContext
 from tandem_worker.parallel.groups import join_group, leave_group
 from tandem_worker.parallel.shape import GroupShape

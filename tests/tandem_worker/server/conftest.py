@@ -14,14 +14,14 @@ import openai
 import pytest
 from tandem_api.launch import ModelSource, WorkerConfig
 from tandem_api.names import Role
-from tandem_worker.control.params import FinishReason, GenerationRequest, TokenDelta, TokenLogprob
-from tandem_worker.errors import EngineStoppedError
+from tandem_worker.engine.schedule.params import FinishReason, GenerationRequest, TokenDelta, TokenLogprob
+from tandem_worker.host.errors import EngineStoppedError
 from tandem_worker.server.app import RequestOutcome, build_app
-from tandem_worker.server.detokenizer import byte_level_alphabet
-from tandem_worker.server.hub import DeltaHub
-from tandem_worker.server.model import end_tokens
+from tandem_worker.server.deltas import DeltaHub
+from tandem_worker.server.served_model import end_tokens
 from tandem_worker.server.serving import RunningServer, serve
-from tandem_worker.structured.compiler import GrammarCompiler
+from tandem_worker.server.structured.compiler import GrammarCompiler
+from tandem_worker.server.text.detokenizer import byte_level_alphabet
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 

@@ -18,9 +18,9 @@ import torch
 from tandem_api.launch import KVConfig, ModelSource, SchedulerConfig, WorkerConfig
 from tandem_api.names import Role
 from tandem_worker.engine.build import build_engine
-from tandem_worker.models.loader import load_model
+from tandem_worker.model.load import load_model
 from tandem_worker.server.app import build_app
-from tandem_worker.server.hub import DeltaHub
+from tandem_worker.server.deltas import DeltaHub
 from tandem_worker.server.serving import serve
 
 HIDDEN = 48

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tandem_worker.structured.compiler import GrammarCompiler
+from tandem_worker.server.structured.compiler import GrammarCompiler
 
 HELLO = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 CHAIN = "\n".join(["start: r0", *(f"r{i}: r{i + 1}" for i in range(3000)), 'r3000: "a"', ""])

@@ -21,13 +21,13 @@ import torch
 from tandem_api.launch import KVConfig, ModelSource, WorkerConfig
 from tandem_api.names import Role
 from tandem_worker.engine.build import build_engine
-from tandem_worker.models.loader import load_model
-from tandem_worker.models.tokenizer import load_tokenizer
+from tandem_worker.model.load import load_model
+from tandem_worker.model.tokenizer import load_tokenizer
 from tandem_worker.server.app import build_app
-from tandem_worker.server.hub import DeltaHub
-from tandem_worker.server.model import end_tokens
+from tandem_worker.server.deltas import DeltaHub
+from tandem_worker.server.served_model import end_tokens
 from tandem_worker.server.serving import serve
-from tandem_worker.structured.compiler import GrammarCompiler
+from tandem_worker.server.structured.compiler import GrammarCompiler
 
 from e2e.model import find_model
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from tandem_worker.engine.base import RemotePrefill, RemotePrefillResult
-from tandem_worker.errors import EngineStoppedError
-from tandem_worker.models.base import KVCache, KVCacheSpec, KVLayerSpec, allocate_kv_cache
-from tandem_worker.transfer.base import Identity, TransferTimeouts
+from tandem_worker.engine.contract import RemotePrefill, RemotePrefillResult
+from tandem_worker.host.errors import EngineStoppedError
+from tandem_worker.model.contract import KVCache, KVCacheSpec, KVLayerSpec, allocate_kv_cache
 from tandem_worker.transfer.blocks import BlockSpace
-from tandem_worker.transfer.client import TcpPrefillClient
-from tandem_worker.transfer.server import TcpPrefillServer
+from tandem_worker.transfer.contract import Identity, TransferTimeouts
+from tandem_worker.transfer.decode.client import TcpPrefillClient
+from tandem_worker.transfer.prefill.server import TcpPrefillServer
 
 from tests.tandem_worker.transfer.scripted import PROMPT_NAME, ScriptedPeer
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from tandem_worker.control.params import FinishReason
-from tandem_worker.transfer.base import Identity, TransferStats, TransferTimeouts
+from tandem_worker.engine.schedule.params import FinishReason
 from tandem_worker.transfer.blocks import BlockSpace
-from tandem_worker.transfer.client import TcpPrefillClient
-from tandem_worker.transfer.server import TcpPrefillServer
+from tandem_worker.transfer.contract import Identity, TransferStats, TransferTimeouts
+from tandem_worker.transfer.decode.client import TcpPrefillClient
+from tandem_worker.transfer.prefill.server import TcpPrefillServer
 
 from tests.tandem_worker.engine.history_model import HistoryModel, greedy_answer
 from tests.tandem_worker.engine.rig import Rig

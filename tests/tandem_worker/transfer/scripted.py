@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from tandem_api.keys import OPEN_RING
-from tandem_worker.peers.dial import dial
-from tandem_worker.peers.handshake import GREETING_BYTES, PROOF_BYTES, Acceptor, Purpose
+from tandem_worker.host.peers.dial import dial
+from tandem_worker.host.peers.handshake import GREETING_BYTES, PROOF_BYTES, Acceptor, Purpose
 from tandem_worker.transfer import protocol
 from tandem_worker.transfer.checksums import sum_blocks
 from tandem_worker.transfer.protocol import BlockRange, Done, Kind

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from tandem_worker.models.base import KVCache, KVCacheSpec, KVLayerSpec
+from tandem_worker.model.contract import KVCache, KVCacheSpec, KVLayerSpec
 from tandem_worker.transfer.layout import KVLayout, KVShard
 
 BLOCK_SIZE = 4

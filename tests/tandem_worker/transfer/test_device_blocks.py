@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tandem_worker.models.base import KVCache
+from tandem_worker.model.contract import KVCache
 from tandem_worker.transfer.blocks import BlockSpace
 from tandem_worker.transfer.slicing import Slices
 

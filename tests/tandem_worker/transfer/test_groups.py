@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tandem_worker.transfer import link as link_module
+from tandem_worker.transfer.decode import link as link_module
 
 from tests.tandem_worker.transfer.group_rig import Groups, running
 from tests.tandem_worker.transfer.shards import build_layout, spread

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from tandem_worker.transfer import protocol
-from tandem_worker.transfer.attempt import Attempt, wipe
 from tandem_worker.transfer.checksums import sum_blocks
+from tandem_worker.transfer.decode.attempt import Attempt, wipe
 from tandem_worker.transfer.protocol import BlockRange, Done, Kind
 
 from tests.tandem_worker.transfer.scripted import BLOCKS, PROMPT_NAME, ScriptedPeer, read_frame, read_order

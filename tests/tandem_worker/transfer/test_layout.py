@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from tandem_worker.transfer import layout as layout_source
-from tandem_worker.transfer.base import Identity
+from tandem_worker.transfer.contract import Identity
 from tandem_worker.transfer.layout import KVLayout
 
 BASE = KVLayout(dtype="f", element_bytes=2, block_size=4, block_shapes=((2, 4, 4, 8),) * 3, head_axes=(1, 1, 1))

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 from tandem_api.keys import KeyRing
-from tandem_worker.errors import QuotaError
+from tandem_worker.host.errors import QuotaError
 from tandem_worker.transfer import protocol
+from tandem_worker.transfer.prefill.quotas import Ledger, Quotas
 from tandem_worker.transfer.protocol import BlockRange, Kind
-from tandem_worker.transfer.quotas import Ledger, Quotas
 
 from tests.tandem_worker.transfer.scripted import ScriptedPeer, enter, read_exact, read_frame, read_order, stranger
 

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tandem_worker.errors import ThreadStartError
-from tandem_worker.vitals import Vitals
+from tandem_worker.host.errors import ThreadStartError
+from tandem_worker.host.vitals import Vitals
 
 
 @pytest.fixture

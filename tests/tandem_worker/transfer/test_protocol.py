@@ -6,10 +6,10 @@ from functools import partial
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tandem_worker.engine.base import RemotePrefill
-from tandem_worker.errors import IntegrityError, TransferError
+from tandem_worker.engine.contract import RemotePrefill
+from tandem_worker.host.errors import IntegrityError, TransferError
 from tandem_worker.transfer import protocol
-from tandem_worker.transfer.base import Identity, KVShard, RankAddress
+from tandem_worker.transfer.contract import Identity, KVShard, RankAddress
 from tandem_worker.transfer.protocol import BlockRange, Done, Header, Kind
 
 EVERY_KIND = frozenset(Kind)

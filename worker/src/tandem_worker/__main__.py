@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 from tandem_api import names
 from tandem_api.launch import WorkerConfig
 
-from tandem_worker.ending import end_process
-from tandem_worker.environment import (
+from tandem_worker.host.ending import end_process
+from tandem_worker.host.environment import (
     PodFacts,
     find_interface,
     observe_pod,
@@ -32,16 +32,16 @@ from tandem_worker.environment import (
     prepare_environment,
     raise_descriptor_limit,
 )
-from tandem_worker.errors import GroupLostError, StartupError
-from tandem_worker.observe.logging import configure_logging
+from tandem_worker.host.errors import GroupLostError, StartupError
+from tandem_worker.host.logging import configure_logging
 
 if TYPE_CHECKING:
-    from tandem_worker.bootstrap import Worker
-    from tandem_worker.group.leading import LeadingPod
-    from tandem_worker.group.link import Loss
+    from tandem_worker.group.control.link import Loss
+    from tandem_worker.group.pods.leading import LeadingPod
     from tandem_worker.group.topology import NodePlace
-    from tandem_worker.observe.figures import Refusals
-    from tandem_worker.runtime import Runtime
+    from tandem_worker.host.runtime import Runtime
+    from tandem_worker.process.build import Worker
+    from tandem_worker.process.figures import Refusals
 
 logger = logging.getLogger("tandem_worker")
 
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     configure_logging(pod.log_level, {"pod": pod.pod})
     try:
         if options.follow:
-            from tandem_worker.group.following import run_child
+            from tandem_worker.group.pods.following import run_child
 
             run_child(pod)
         host = options.host or ("::" if ":" in pod.pod_ip else "0.0.0.0")
@@ -78,8 +78,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _configure(path: Path, pod: PodFacts, host: str) -> WorkerConfig:
     """Read the configuration, then set up what torch and others read when they are imported."""
-    from tandem_worker.bootstrap import load_config
     from tandem_worker.group.topology import plan_node, plan_rank_address
+    from tandem_worker.process.build import load_config
 
     config = load_config(path)
     configure_logging(pod.log_level, {"pod": pod.pod, "model": config.model_name, "role": config.role.value})
@@ -99,7 +99,7 @@ def _run(config: WorkerConfig, pod: PodFacts, host: str) -> None:
     import uvloop
 
     from tandem_worker.group.topology import check_support, plan_node
-    from tandem_worker.runtime import open_runtime
+    from tandem_worker.host.runtime import open_runtime
 
     place = plan_node(config.group, pod.pod)
     check_support(config)
@@ -107,7 +107,7 @@ def _run(config: WorkerConfig, pod: PodFacts, host: str) -> None:
     if place.leads:
         process = _Process(config, pod, place, runtime)
     else:
-        from tandem_worker.group.following import FollowerPod
+        from tandem_worker.group.pods.following import FollowerPod
 
         process = FollowerPod(config, pod, place, runtime)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -118,7 +118,7 @@ class _Process:
     """The life of the process on its event loop."""
 
     def __init__(self, config: WorkerConfig, pod: PodFacts, place: NodePlace, runtime: Runtime) -> None:
-        from tandem_worker.bootstrap import Progress, Switches
+        from tandem_worker.process.build import Progress, Switches
 
         self._config = config
         self._pod = pod
@@ -130,11 +130,11 @@ class _Process:
         self._lost: Loss | None = None
 
     async def run(self) -> None:
-        from tandem_worker.group.link import Loss
+        from tandem_worker.group.control.link import Loss
+        from tandem_worker.process.staging import StagedApp
         from tandem_worker.server.gate import TokenGate
         from tandem_worker.server.ports import open_ports
         from tandem_worker.server.status import StatusApp
-        from tandem_worker.staging import StagedApp
 
         app = StagedApp(lambda: self._progress.phase)
         gate = TokenGate(app, self._runtime.api)
@@ -172,7 +172,7 @@ class _Process:
 
     async def _build(self, group: LeadingPod | None, refusals: dict[str, Refusals]) -> Worker:
         """Raises StartupError; GroupLostError without waiting for a step that a lost rank will never take part in."""
-        from tandem_worker.bootstrap import build_worker
+        from tandem_worker.process.build import build_worker
 
         # The thread must end: libgomp counts the helpers of every thread that ever computed, and as soon as it counts
         # more threads than cores, none of them waits for work without going to sleep (decode steps take half as long
@@ -206,7 +206,7 @@ class _Process:
     def _open_group(self) -> LeadingPod | None:
         if self._config.group.parallelism.num_ranks == 1:
             return None
-        from tandem_worker.group.leading import LeadingPod
+        from tandem_worker.group.pods.leading import LeadingPod
 
         loop = asyncio.get_running_loop()
 

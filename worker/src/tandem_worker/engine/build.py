@@ -8,24 +8,24 @@ from collections.abc import Callable, Iterable
 import torch
 from tandem_api.launch import WorkerConfig
 
-from tandem_worker.control.block_manager import BlockManager
-from tandem_worker.control.host_blocks import HostBlocks
-from tandem_worker.control.plan import SchedulerLimits
-from tandem_worker.control.scheduler import Scheduler
-from tandem_worker.engine.arena import measure_recordings
-from tandem_worker.engine.base import DeliverFunction, PrefillClient
+from tandem_worker.engine.contract import DeliverFunction, PrefillClient
 from tandem_worker.engine.core import EngineCore
-from tandem_worker.engine.executor import ModelExecutor
-from tandem_worker.engine.group_executor import GroupExecutor, GroupSeat
-from tandem_worker.engine.memory import (
+from tandem_worker.engine.execute.arena import measure_recordings
+from tandem_worker.engine.execute.executor import ModelExecutor
+from tandem_worker.engine.execute.memory import (
     observe_available_memory,
     observe_num_blocks,
     plan_max_model_len,
     plan_num_host_blocks,
 )
-from tandem_worker.errors import StartupError
-from tandem_worker.models.base import CausalLM, allocate_kv_cache
-from tandem_worker.vitals import Vitals
+from tandem_worker.engine.schedule.block_manager import BlockManager
+from tandem_worker.engine.schedule.host_blocks import HostBlocks
+from tandem_worker.engine.schedule.plan import SchedulerLimits
+from tandem_worker.engine.schedule.scheduler import Scheduler
+from tandem_worker.group.executor import GroupExecutor, GroupSeat
+from tandem_worker.host.errors import StartupError
+from tandem_worker.host.vitals import Vitals
+from tandem_worker.model.contract import CausalLM, allocate_kv_cache
 
 logger = logging.getLogger(__name__)
 

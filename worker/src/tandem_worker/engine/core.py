@@ -15,13 +15,8 @@ from functools import partial
 
 import torch
 
-from tandem_worker.control.params import GenerationRequest, SamplingParams
-from tandem_worker.control.plan import StepPlan
-from tandem_worker.control.prefix_cache import build_chain_root, extend_chain
-from tandem_worker.control.request import Request
-from tandem_worker.control.scheduler import Scheduler
 from tandem_worker.engine.admission import check_prompt, check_request
-from tandem_worker.engine.base import (
+from tandem_worker.engine.contract import (
     DeliverFunction,
     EngineStats,
     LayerListener,
@@ -29,14 +24,19 @@ from tandem_worker.engine.base import (
     RemotePrefill,
     RemotePrefillResult,
 )
-from tandem_worker.engine.executor import ModelExecutor
-from tandem_worker.engine.group_executor import GroupExecutor
-from tandem_worker.engine.lanes import LaneRunner
+from tandem_worker.engine.execute.executor import ModelExecutor
+from tandem_worker.engine.execute.lanes import LaneRunner
 from tandem_worker.engine.runner import StepRunner
+from tandem_worker.engine.schedule.params import GenerationRequest, SamplingParams
+from tandem_worker.engine.schedule.plan import StepPlan
+from tandem_worker.engine.schedule.prefix_cache import build_chain_root, extend_chain
+from tandem_worker.engine.schedule.request import Request
+from tandem_worker.engine.schedule.scheduler import Scheduler
 from tandem_worker.engine.snapshot import build_stats
-from tandem_worker.errors import EngineStoppedError, RequestError, ThreadStartError
-from tandem_worker.models.base import KVCache
-from tandem_worker.vitals import Vitals
+from tandem_worker.group.executor import GroupExecutor
+from tandem_worker.host.errors import EngineStoppedError, RequestError, ThreadStartError
+from tandem_worker.host.vitals import Vitals
+from tandem_worker.model.contract import KVCache
 
 logger = logging.getLogger(__name__)
 

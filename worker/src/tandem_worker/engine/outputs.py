@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tandem_worker.control.params import FinishReason, TokenDelta, TokenLogprob
-from tandem_worker.control.request import Sequence
-from tandem_worker.engine.sampling_state import SamplingState
+from tandem_worker.engine.sample.state import SamplingState
+from tandem_worker.engine.schedule.params import FinishReason, TokenDelta, TokenLogprob
+from tandem_worker.engine.schedule.request import Sequence
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,23 +13,24 @@ from collections.abc import Callable
 
 import torch
 
-from tandem_worker.control.host_blocks import is_moving_cheaper
-from tandem_worker.control.params import FinishReason, Pooling, TokenDelta, TokenLogprob
-from tandem_worker.control.plan import StepPlan
-from tandem_worker.control.prefix_cache import name_prompt
-from tandem_worker.control.request import Request, Sequence, SequenceState
-from tandem_worker.control.scheduler import Scheduler
-from tandem_worker.engine.base import LayerListener, PrefillClient, RemotePrefill, RemotePrefillResult
-from tandem_worker.engine.batch import LogitsLayout
-from tandem_worker.engine.executor import ModelExecutor, is_fatal
-from tandem_worker.engine.meter import SpeedMeter
+from tandem_worker.engine.block_reports import LayerReport, PeerPrefill, plan_reports
+from tandem_worker.engine.contract import LayerListener, PrefillClient, RemotePrefill, RemotePrefillResult
+from tandem_worker.engine.execute.batch import LogitsLayout
+from tandem_worker.engine.execute.executor import ModelExecutor, is_fatal
+from tandem_worker.engine.execute.step import PendingStep, StepAbandonedError
 from tandem_worker.engine.outputs import build_final_delta, build_token_delta, decide_outcome
-from tandem_worker.engine.peers import LayerReport, PeerPrefill, plan_reports
-from tandem_worker.engine.pooling import Pool
-from tandem_worker.engine.sampler import NO_TOKEN, score_prompt
-from tandem_worker.engine.sampling_state import SamplingState
-from tandem_worker.engine.step import PendingStep, StepAbandonedError
-from tandem_worker.errors import WorkerError
+from tandem_worker.engine.sample.host_sampler import NO_TOKEN, score_prompt
+from tandem_worker.engine.sample.pooling import Pool
+from tandem_worker.engine.sample.state import SamplingState
+from tandem_worker.engine.schedule.host_blocks import is_moving_cheaper
+from tandem_worker.engine.schedule.meter import SpeedMeter
+from tandem_worker.engine.schedule.params import FinishReason, TokenDelta, TokenLogprob
+from tandem_worker.engine.schedule.plan import StepPlan
+from tandem_worker.engine.schedule.prefix_cache import name_prompt
+from tandem_worker.engine.schedule.request import Request, Sequence, SequenceState
+from tandem_worker.engine.schedule.scheduler import Scheduler
+from tandem_worker.host.errors import WorkerError
+from tandem_worker.model.pooling import Pooling
 
 logger = logging.getLogger(__name__)
 

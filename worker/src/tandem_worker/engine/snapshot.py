@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tandem_worker.engine.base import EngineStats
+from tandem_worker.engine.contract import EngineStats
 from tandem_worker.engine.runner import StepRunner
 
 

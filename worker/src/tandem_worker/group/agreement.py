@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tandem_api.base import Wire
 
-from tandem_worker.errors import StartupError
+from tandem_worker.host.errors import StartupError
 from tandem_worker.transfer.layout import KVLayout, KVShard, RankAddress
 
 

@@ -10,29 +10,29 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tandem_api.launch import WorkerConfig
 
-from tandem_worker.engine.group_executor import RankExecutor, describe_rank
-from tandem_worker.environment import PodFacts
-from tandem_worker.errors import GroupLostError
 from tandem_worker.group.agreement import GroupPlan
-from tandem_worker.group.children import RankOrder
-from tandem_worker.group.link import Kind
-from tandem_worker.group.store import GroupStore
+from tandem_worker.group.control.link import Kind
+from tandem_worker.group.control.store import GroupStore
+from tandem_worker.group.control.wire import decode_step
+from tandem_worker.group.executor import RankExecutor, describe_rank
+from tandem_worker.group.pods.children import RankOrder
 from tandem_worker.group.topology import check_model, count_experts
 from tandem_worker.group.transport import open_follower_transport, rank_endpoint
-from tandem_worker.group.wire import decode_step
-from tandem_worker.models.base import allocate_kv_cache
-from tandem_worker.models.config import ModelConfig
-from tandem_worker.models.loader import load_model, open_checkpoint
-from tandem_worker.models.stages import plan_stages
+from tandem_worker.host.environment import PodFacts
+from tandem_worker.host.errors import GroupLostError
+from tandem_worker.host.runtime import Runtime
+from tandem_worker.model.config import ModelConfig
+from tandem_worker.model.contract import allocate_kv_cache
+from tandem_worker.model.load import load_model, open_checkpoint
+from tandem_worker.model.stages import plan_stages
 from tandem_worker.parallel.context import ParallelContext
 from tandem_worker.parallel.groups import join_group
 from tandem_worker.parallel.shape import GroupShape
-from tandem_worker.runtime import Runtime
 
 if TYPE_CHECKING:
-    from tandem_worker.group.leader import GroupLeader
-    from tandem_worker.group.member import GroupMember
-    from tandem_worker.sources.digest import ModelDigest
+    from tandem_worker.group.control.leader import GroupLeader
+    from tandem_worker.group.control.member import GroupMember
+    from tandem_worker.model.sources.digest import ModelDigest
 
 
 def check_checkpoint(config: WorkerConfig, path: Path) -> ModelConfig:

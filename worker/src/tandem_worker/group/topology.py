@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tandem_api.launch import GroupConfig, Parallelism, WorkerConfig
 from tandem_api.names import Role
 
-from tandem_worker.errors import StartupError
+from tandem_worker.host.errors import StartupError
 
 _ORDINAL = re.compile(r"(.+)-(\d+)")
 _EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING
 from tandem_api.launch import WorkerConfig
 from tandem_api.names import Role
 
-from tandem_worker.environment import PodFacts
-from tandem_worker.errors import StartupError
 from tandem_worker.group.agreement import GroupPlan
-from tandem_worker.runtime import Runtime
-from tandem_worker.transfer.base import Identity
+from tandem_worker.host.environment import PodFacts
+from tandem_worker.host.errors import StartupError
+from tandem_worker.host.runtime import Runtime
 from tandem_worker.transfer.blocks import BlockSpace
-from tandem_worker.transfer.client import FollowingReceiver
+from tandem_worker.transfer.contract import Identity
+from tandem_worker.transfer.decode.client import FollowingReceiver
 from tandem_worker.transfer.layout import KVShard
-from tandem_worker.transfer.server import TcpPrefillServer
+from tandem_worker.transfer.prefill.server import TcpPrefillServer
 
 if TYPE_CHECKING:
-    from tandem_worker.models.base import KVCache
+    from tandem_worker.model.contract import KVCache
 
 
 def rank_endpoint(config: WorkerConfig, pod: PodFacts, local_rank: int) -> str:

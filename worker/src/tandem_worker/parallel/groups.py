@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from tandem_worker.errors import StartupError
+from tandem_worker.host.errors import StartupError
 from tandem_worker.parallel.context import ParallelContext
 from tandem_worker.parallel.shape import GroupShape, axis_ranks
 

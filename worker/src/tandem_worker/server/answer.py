@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 from starlette.types import Receive, Send
 from tandem_api import names
 
-from tandem_worker.control.params import FinishReason, GenerationRequest, TokenDelta
-from tandem_worker.engine.base import Engine
-from tandem_worker.server.choice import Choice
-from tandem_worker.server.chunks import DONE, Encoder, event, is_long
+from tandem_worker.engine.contract import Engine
+from tandem_worker.engine.schedule.params import FinishReason, GenerationRequest, TokenDelta
+from tandem_worker.server.deltas import DeltaHub
 from tandem_worker.server.flight import Flight
 from tandem_worker.server.http import ServiceError, describe_error, send_parts, send_start
-from tandem_worker.server.hub import DeltaHub
-from tandem_worker.server.output import Update, Usage
+from tandem_worker.server.openai.chunks import DONE, Encoder, event, is_long
 from tandem_worker.server.pacing import pace
+from tandem_worker.server.text.choice import Choice
+from tandem_worker.server.text.output import Update, Usage
 
 
 @dataclass(slots=True, kw_only=True)

@@ -18,25 +18,18 @@ from tandem_api.launch import WorkerConfig
 from tandem_api.names import Role
 from tandem_api.openai import error_body
 
-from tandem_worker.control.params import EmbeddingSpec
-from tandem_worker.engine.base import Engine
-from tandem_worker.errors import RequestError
-from tandem_worker.observe.requests import PreparationCounts
+from tandem_worker.engine.contract import Engine
+from tandem_worker.host.errors import RequestError
+from tandem_worker.model.pooling import EmbeddingSpec
 from tandem_worker.server.answer import Answerer, Plan
+from tandem_worker.server.deltas import ClientGoneError, DeltaHub
 from tandem_worker.server.embeddings import Embedder
-from tandem_worker.server.http import (
-    ServiceError,
-    describe_error,
-    header,
-    request_id,
-    send_bytes,
-    send_json,
-)
-from tandem_worker.server.hub import ClientGoneError, DeltaHub
-from tandem_worker.server.model import ServedModel
-from tandem_worker.server.output import Usage
+from tandem_worker.server.http import ServiceError, describe_error, header, request_id, send_bytes, send_json
 from tandem_worker.server.planning import plan_chat, plan_completion
-from tandem_worker.structured.compiler import GrammarCompiler
+from tandem_worker.server.request_metrics import PreparationCounts
+from tandem_worker.server.served_model import ServedModel
+from tandem_worker.server.structured.compiler import GrammarCompiler
+from tandem_worker.server.text.output import Usage
 
 _log = logging.getLogger(__name__)
 _ENDPOINT = re.compile(r"[A-Za-z0-9_.\-\[\]:]+:\d{1,5}")

@@ -12,17 +12,18 @@ import orjson
 from starlette.types import Receive, Send
 from tandem_api import names
 
-from tandem_worker.control.params import EmbeddingSpec, GenerationRequest, SamplingParams, TokenDelta
-from tandem_worker.engine.base import Engine
+from tandem_worker.engine.contract import Engine
+from tandem_worker.engine.schedule.params import GenerationRequest, SamplingParams, TokenDelta
+from tandem_worker.model.pooling import EmbeddingSpec
 from tandem_worker.server.answer import raise_failure
-from tandem_worker.server.embedding_request import EmbeddingRequest
+from tandem_worker.server.deltas import DeltaHub
 from tandem_worker.server.flight import Flight
 from tandem_worker.server.http import send_parts
-from tandem_worker.server.hub import DeltaHub
-from tandem_worker.server.model import ServedModel
-from tandem_worker.server.output import Usage
+from tandem_worker.server.openai.embedding_request import EmbeddingRequest
 from tandem_worker.server.pacing import Steps, pace
-from tandem_worker.server.preparing import PreparedEmbedding, Tokens
+from tandem_worker.server.preparation.preparing import PreparedEmbedding, Tokens
+from tandem_worker.server.served_model import ServedModel
+from tandem_worker.server.text.output import Usage
 
 MAX_IN_ENGINE = 128
 """Texts of one request that are in the engine at a time: the others leave room in its queue."""

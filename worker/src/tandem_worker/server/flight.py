@@ -8,9 +8,9 @@ from types import TracebackType
 
 from starlette.types import Receive
 
-from tandem_worker.control.params import FinishReason, GenerationRequest, TokenDelta
-from tandem_worker.engine.base import Engine
-from tandem_worker.server.hub import DeltaHub, Inbox
+from tandem_worker.engine.contract import Engine
+from tandem_worker.engine.schedule.params import FinishReason, GenerationRequest, TokenDelta
+from tandem_worker.server.deltas import DeltaHub, Inbox
 
 
 class Flight:

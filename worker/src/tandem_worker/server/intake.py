@@ -7,9 +7,9 @@ from typing import Never
 
 from starlette.types import Receive, Scope
 
-from tandem_worker.errors import RequestError
+from tandem_worker.host.errors import RequestError
+from tandem_worker.server.deltas import ClientGoneError
 from tandem_worker.server.http import MAX_BODY_BYTES, BodyTooLargeError, header
-from tandem_worker.server.hub import ClientGoneError
 
 SMALL_BODY_BYTES = 32 * 1024
 """Bodies up to this size are not counted, so that nobody's large ones keep them out."""

@@ -6,15 +6,15 @@ import secrets
 import time
 from collections.abc import Sequence
 
-from tandem_worker.control.params import GenerationRequest, SamplingParams, TokenDelta
+from tandem_worker.engine.schedule.params import GenerationRequest, SamplingParams, TokenDelta
 from tandem_worker.server.answer import Plan
-from tandem_worker.server.choice import Choice
-from tandem_worker.server.chunks import AnswerHead, ChatEncoder, CompletionEncoder, Echo
-from tandem_worker.server.completion_request import Prompt
-from tandem_worker.server.model import ServedModel
-from tandem_worker.server.options import CommonOptions, to_sampling
-from tandem_worker.server.preparing import PreparedChat, PreparedCompletion, Tokens
-from tandem_worker.server.shaping import shape_answer
+from tandem_worker.server.openai.chunks import AnswerHead, ChatEncoder, CompletionEncoder, Echo
+from tandem_worker.server.openai.completion_request import Prompt
+from tandem_worker.server.openai.options import CommonOptions, to_sampling
+from tandem_worker.server.preparation.preparing import PreparedChat, PreparedCompletion, Tokens
+from tandem_worker.server.served_model import ServedModel
+from tandem_worker.server.text.choice import Choice
+from tandem_worker.server.text.shaping import shape_answer
 
 
 async def plan_chat(prepared: PreparedChat, model: ServedModel, endpoints: tuple[str, ...]) -> Plan:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from starlette.types import ASGIApp
 from tandem_api.launch import WorkerConfig
 
-from tandem_worker.errors import StartupError
+from tandem_worker.host.errors import StartupError
 from tandem_worker.server.serving import MAX_CONNECTIONS, RunningServer, serve
 
 _METRICS_CONNECTIONS = 128

@@ -13,7 +13,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tandem_worker.models.base import KVCacheSpec
+    from tandem_worker.model.contract import KVCacheSpec
 
 
 FORMAT_VERSION = 1

@@ -31,10 +31,10 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple
 
-from tandem_worker.engine.base import RemotePrefill
-from tandem_worker.errors import IntegrityError, TransferError
-from tandem_worker.transfer.base import Identity
+from tandem_worker.engine.contract import RemotePrefill
+from tandem_worker.host.errors import IntegrityError, TransferError
 from tandem_worker.transfer.checksums import Damage, sum_body, sum_header, sum_logits
+from tandem_worker.transfer.contract import Identity
 from tandem_worker.transfer.layout import KVShard, RankAddress
 
 MAGIC = "tandem-kv"

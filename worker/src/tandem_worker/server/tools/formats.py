@@ -7,7 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tandem_worker.server.output import TextParser
+from tandem_worker.server.openai.toolspec import Tool, ToolOptions
+from tandem_worker.server.structured.compiler import HEADER, embed_json_schema
+from tandem_worker.server.structured.grammar import GrammarError
+from tandem_worker.server.text.output import TextParser
 from tandem_worker.server.tools import delimited, harmony, hermes, pythonic, xml_call
 from tandem_worker.server.tools.delimited import DEEPSEEK, KIMI, DelimitedParser, Marks
 from tandem_worker.server.tools.harmony import HarmonyParser
@@ -16,9 +19,6 @@ from tandem_worker.server.tools.llama import PYTHON_TAG, LlamaParser
 from tandem_worker.server.tools.parameters import Parameters, text_value
 from tandem_worker.server.tools.pythonic import PythonicParser
 from tandem_worker.server.tools.xml_call import XmlParser
-from tandem_worker.server.toolspec import Tool, ToolOptions
-from tandem_worker.structured.compiler import HEADER, embed_json_schema
-from tandem_worker.structured.grammar import GrammarError
 
 MAX_CALLS = 32
 """Calls of one constrained answer: a grammar without an end would let a weak model call for ever."""

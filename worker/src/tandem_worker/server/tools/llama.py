@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from enum import Enum, auto
 
-from tandem_worker.server.output import Parsed, ToolDelta
+from tandem_worker.server.text.output import Parsed, ToolDelta
 from tandem_worker.server.tools.json_call import JsonCall
 from tandem_worker.server.tools.stepping import SteppingParser
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tandem_worker.server.stops import held_back
+from tandem_worker.server.text.stops import held_back
 
 
 def cut_at_mark(text: str, marks: Sequence[str], *, drop_space: bool = False) -> tuple[str, str | None, str]:

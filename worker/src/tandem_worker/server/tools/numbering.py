@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 
-from tandem_worker.server.output import ToolDelta
+from tandem_worker.server.text.output import ToolDelta
 
 
 class CallNumbers:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection
 from enum import Enum, auto
 
-from tandem_worker.server.output import Parsed, ToolDelta
+from tandem_worker.server.text.output import Parsed, ToolDelta
 from tandem_worker.server.tools.python_literal import KeywordArguments
 from tandem_worker.server.tools.stepping import SteppingParser
 

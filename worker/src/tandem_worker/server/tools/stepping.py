@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tandem_worker.server.output import Parsed
+from tandem_worker.server.text.output import Parsed
 from tandem_worker.server.tools.numbering import CallNumbers
 
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from enum import Enum, auto
 from typing import Any
 
-from tandem_worker.server.output import Parsed, ToolDelta
+from tandem_worker.server.text.output import Parsed, ToolDelta
 from tandem_worker.server.tools.hermes import BEGIN, END
 from tandem_worker.server.tools.marks import cut_at_mark
 from tandem_worker.server.tools.python_literal import read_literal

@@ -1,0 +1,94 @@
+"""The handling of recordings, with a recorder that simply calls the function again."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from tandem_worker.engine.execute.cuda_graphs import DecodeGraphs, plan_batch_sizes
+from tandem_worker.model.contract import allocate_kv_cache
+
+from bench.gpu.random_model import SMALL, build_random_model
+from bench.gpu.steps import compare_recorded
+from tests.tandem_worker.engine.history_model import HistoryModel, greedy_answer
+from tests.tandem_worker.engine.rig import Rig
+
+MakeRig = Callable[..., Rig]
+
+
+class CallAgain:
+    """Like a graph: the same tensors go in and out every time."""
+
+    def __init__(self) -> None:
+        self.num_replays = 0
+
+    def record(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+        result = run()
+
+        def replay() -> None:
+            self.num_replays += 1
+            result.copy_(run())
+
+        return replay, result
+
+    def memory_bytes(self) -> int:
+        return 100 * self.num_replays
+
+
+class PaddedModel(HistoryModel):
+    """Padding rows write to one slot, which the model's own checks would take for a defect."""
+
+    def _check(self, batch: object) -> None: ...
+
+
+@pytest.mark.parametrize("max_rows", [1, 3, 8, 50, 64, 256, 300, 1000])
+def test_sizes_reach_the_largest_batch(max_rows: int) -> None:
+    sizes = plan_batch_sizes(max_rows)
+    assert sizes == sorted(set(sizes))
+    assert sizes[0] == 1
+    assert sizes[-1] == max_rows
+
+
+def test_decodes_from_recordings_give_the_same_tokens(make_rig: MakeRig) -> None:
+    rng = random.Random(3)
+    rig = make_rig(PaddedModel(), num_blocks=60, scheduler={"max_running_requests": 12})
+    recorder = CallAgain()
+    rig.engine._executor.record_graphs(recorder)
+    prompts = [tuple(rng.randrange(64) for _ in range(rng.randint(1, 40))) for _ in range(25)]
+    for index, prompt in enumerate(prompts):
+        rig.submit(f"r{index}", prompt, 5 + index)
+    rig.wait()
+    for index, prompt in enumerate(prompts):
+        assert rig.out.tokens(f"r{index}") == greedy_answer(prompt, 5 + index)
+    assert recorder.num_replays > 20
+
+
+def test_recordings_share_one_tensor_of_logits() -> None:
+    model = PaddedModel()
+    cache = allocate_kv_cache(model.kv_cache_spec(4), 8, torch.device("cpu"))
+    graphs = DecodeGraphs(model, cache, max_blocks=4, batch_sizes=[1, 2, 4], recorder=CallAgain())
+    assert len({recording.logits.data_ptr() for recording in graphs._recordings.values()}) == 1
+
+
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+    ),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_recorded_step_of_a_real_model_reads_new_content(device: str) -> None:
+    """Tokens, lengths, block tables and the cache itself change between replays; the logits are an eager step's."""
+    model = build_random_model(SMALL, torch.device(device))
+    contexts = [[80], [3, 33, 17], [64, 1, 90, 12, 5, 31, 2, 77]]
+    first, second = (compare_recorded(model, contexts * times, max_context=96) for times in (1, 2))
+    assert [each.rows for each in second] == [1, 3, 8, 1, 3, 8]
+    for found in (*first, *second):
+        assert found.error < 1.2e-2
+        assert found.repeats
+        assert found.flips == 0

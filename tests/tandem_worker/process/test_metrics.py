@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+from tandem_api.names import Role
+from tandem_api.telemetry import Metric
+from tandem_worker.engine.contract import EngineStats
+from tandem_worker.host.nvml import NO_GPU, GpuSample
+from tandem_worker.process.exposition import Exposition, Histogram
+from tandem_worker.process.metrics import WorkerFacts, WorkerSample, build_metrics_text, build_telemetry
+from tandem_worker.server.request_metrics import PreparationCounts, RequestMetrics
+from tandem_worker.server.structured.counts import CompileCounts
+from tandem_worker.transfer.contract import BandwidthMeter, TransferStats
+
+FACTS = WorkerFacts(model_name="smollm2", role=Role.DECODE, revision="r1", pod="smollm2-decode-0")
+ENGINE = EngineStats(
+    running_requests=1, queued_requests=2, running_tokens=3, queued_prefill_tokens=4, kv_blocks_used=5,
+    kv_blocks_cached=6, kv_blocks_total=7, kv_eviction_horizon=8.5, prefill_tokens_per_second=None,
+    decode_step_seconds=0.01, prompt_tokens_total=10, cached_tokens_total=11, generated_tokens_total=12,
+    preemptions_recompute_total=13, preemptions_move_total=18, steps_total=14, prefills_local_total=15,
+    prefills_remote_total=16, prefills_fallback_total=17,
+)  # fmt: skip
+GPU = GpuSample(
+    vram_used_bytes=20, vram_total_bytes=21, nvlink_tx_bytes_total=22, nvlink_rx_bytes_total=23,
+    nvlink_tx_bytes_per_second=24.0, nvlink_rx_bytes_per_second=25.0,
+)  # fmt: skip
+GRAMMARS = CompileCounts(compiled=30, refused=31, unavailable=32, cached=33, seconds=34.0)
+SAMPLE_LINE = re.compile(r'[a-z_]+(\{[a-z]+="[^"]*"(,[a-z]+="[^"]*")*\})? (\+Inf|-?[0-9.e+-]+)')
+
+
+def sample(gpu: GpuSample = GPU, transfer: TransferStats | None = None) -> WorkerSample:
+    return WorkerSample(
+        draining=True, engine=ENGINE, gpu=gpu, transfer=transfer, grammars=GRAMMARS, grammar_restarts=35
+    )
+
+
+def text(**changes: object) -> str:
+    requests = RequestMetrics()
+    requests.record(status=200, seconds=1.0, first_token_seconds=0.2, num_generated=5, streamed=True)
+    return build_metrics_text(FACTS, sample(**changes), requests, {"weights": 1 << 30}, PreparationCounts(2, 5, 1))  # type: ignore[arg-type]
+
+
+def test_every_worker_metric_is_there_once() -> None:
+    stats = TransferStats(integrity_failures={"header": 0}, refusals={"gone": 0}, quota_refusals={"orders": 0})
+    lines = text(transfer=stats).splitlines()
+    for attribute, name in vars(Metric).items():
+        if attribute.startswith("WORKER_"):
+            assert sum(line.startswith(f"# TYPE {name} ") for line in lines) == 1, name
+
+
+def test_every_line_is_prometheus_text() -> None:
+    stats = TransferStats(integrity_failures={"header": 3}, refusals={"wrong_proof": 2}, quota_refusals={"orders": 1})
+    lines = text(transfer=stats).splitlines()
+    for line in lines:
+        assert line.startswith("# ") or SAMPLE_LINE.fullmatch(line), line
+    for sample_of in (
+        'kv_integrity_failures_total{model="smollm2",role="decode",kind="header"} 3',
+        'refused_connections_total{model="smollm2",role="decode",port="kv",reason="wrong_proof"} 2',
+        'kv_quota_refusals_total{model="smollm2",role="decode",quota="orders"} 1',
+    ):
+        assert f"tandem_worker_{sample_of}" in lines
+
+
+def test_what_cannot_be_measured_is_absent() -> None:
+    exposition = text(gpu=NO_GPU)
+    assert "vram" not in exposition
+    assert "nvlink" not in exposition
+    assert "transfer" not in exposition
+
+
+def test_telemetry_has_the_same_figures() -> None:
+    telemetry = build_telemetry(FACTS, sample(transfer=TransferStats(bytes_per_second=3e9)))
+    assert (telemetry.model_name, telemetry.role, telemetry.pod) == ("smollm2", Role.DECODE, "smollm2-decode-0")
+    assert (telemetry.kv_blocks_used, telemetry.kv_eviction_horizon, telemetry.draining) == (5, 8.5, True)
+    assert (telemetry.vram_used_bytes, telemetry.nvlink_rx_bytes_per_second) == (20, 25.0)
+    assert telemetry.kv_transfer_bytes_per_second == 3e9
+    assert build_telemetry(FACTS, sample(gpu=NO_GPU)).vram_used_bytes is None
+
+
+def test_histogram_buckets_accumulate() -> None:
+    histogram = Histogram([0.1, 1.0])
+    for value in (0.05, 0.1, 0.5, 7.0):
+        histogram.observe(value)
+    out = Exposition({"role": "decode"})
+    out.histogram("h", "Help.", histogram)
+    assert out.text().splitlines()[2:] == [
+        'h_bucket{role="decode",le="0.1"} 2', 'h_bucket{role="decode",le="1"} 3', 'h_bucket{role="decode",le="+Inf"} 4',
+        'h_sum{role="decode"} 7.65', 'h_count{role="decode"} 4',
+    ]  # fmt: skip
+
+
+def test_label_values_are_escaped() -> None:
+    out = Exposition({"model": 'a"b\\c\nd'})
+    out.gauge("g", "Help.", 1)
+    assert out.text().splitlines()[-1] == 'g{model="a\\"b\\\\c\\nd"} 1'
+
+
+@pytest.mark.parametrize(("streamed", "first"), [(False, 0.9), (True, None)])
+def test_only_streamed_answers_have_a_first_token_time(streamed: bool, first: float | None) -> None:
+    requests = RequestMetrics()
+    requests.record(status=200, seconds=1.0, first_token_seconds=first, num_generated=5, streamed=streamed)
+    assert requests.ttft.snapshot()[1] == 0
+    assert requests.by_status() == {200: 1}
+
+
+def test_time_per_token_counts_the_tokens_after_the_first() -> None:
+    requests = RequestMetrics()
+    requests.record(status=200, seconds=1.0, first_token_seconds=0.2, num_generated=5, streamed=True)
+    assert requests.tpot.snapshot()[1] == pytest.approx(0.2)
+
+
+def test_bandwidth_follows_the_larger_transfers() -> None:
+    meter = BandwidthMeter()
+    assert meter.rate is None
+    meter.observe(64_000_000, 0.064)
+    meter.observe(0, 1.0)
+    assert meter.rate == pytest.approx(1e9)
+    meter.observe(64_000_000, 0.032)
+    assert meter.rate == pytest.approx(1.5e9)

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from tandem_worker.engine.sample.device_sampler import DeviceSampler
+from tandem_worker.host.errors import StartupError
+from tandem_worker.model.pooling import EmbeddingSpec, Pooling
+from tandem_worker.process.warm_up import Delivery, plan_warm_up, warm_up
+from tandem_worker.server.deltas import DeltaHub
+
+from tests.tandem_worker.engine.history_model import HistoryModel
+from tests.tandem_worker.engine.rig import Rig
+
+
+def build_rig() -> tuple[Rig, Delivery]:
+    rig, delivery = Rig(HistoryModel()), Delivery(DeltaHub())
+    rig.engine._deliver = delivery
+    return rig, delivery
+
+
+def test_a_gpu_computes_every_tile_and_every_way_to_choose() -> None:
+    rig, delivery = build_rig()
+    rig.engine._executor.sampler = DeviceSampler(rig.model.vocab_size, torch.device("cpu"))
+    requests = plan_warm_up(rig.engine.max_model_len, None, on_gpu=True)
+    warm_up(rig.engine, delivery, requests)
+    assert rig.model.num_tokens == 2 + 4 + 8 + 16 + 32 + 64 + 128 + 3 * 2, "none finds another in the prefix cache"
+    rig.close()
+
+
+@pytest.mark.parametrize("max_model_len", [3, 5, 40, 129, 4096])
+@pytest.mark.parametrize("embedding", [None, EmbeddingSpec(size=4, pooling=Pooling.LAST, normalize=True)])
+def test_requests_fit_the_model(max_model_len: int, embedding: EmbeddingSpec | None) -> None:
+    for on_gpu in (False, True):
+        planned = plan_warm_up(max_model_len, embedding, on_gpu=on_gpu)
+        assert all(len(r.prompt_token_ids) + r.sampling.max_tokens <= max_model_len for r in planned)
+        assert len({r.request_id for r in planned}) == len(planned) >= 1
+    assert len(plan_warm_up(max_model_len, embedding, on_gpu=False)) == 1
+
+
+def test_a_broken_model_is_found_out() -> None:
+    rig, delivery = build_rig()
+    rig.model.fail_once = ValueError("no weights")
+    with pytest.raises(StartupError, match=r"could not be computed.*no weights"):
+        warm_up(rig.engine, delivery, plan_warm_up(rig.engine.max_model_len, None, on_gpu=False))
+    rig.close()

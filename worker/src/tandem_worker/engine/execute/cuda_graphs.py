@@ -1,0 +1,158 @@
+"""Decode steps as recorded graphs: one per batch size, replayed without launching kernels one by one.
+
+A recording reads and writes fixed tensors. A step copies its inputs into them, replays the smallest recording that is
+large enough, and takes the first rows of its logits. Rows beyond the batch are padding: one token at position 0 that
+is written to block 0 and read from there. A model may be recorded when its forward pass on the device depends on
+tensors alone, not on the batch's host-side lengths; those say the maximum while recording, so grids cover any step.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+
+from tandem_worker.model.contract import CausalLM, ForwardBatch, KVCache
+
+
+class Recorder(Protocol):
+    """Records a function of fixed tensors; what it returns repeats the function on their present content."""
+
+    def record(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+        """The replay, and the tensor that holds the result after each one."""
+        ...
+
+    def memory_bytes(self) -> int:
+        """Of the device, taken so far by everything."""
+        ...
+
+
+class CudaRecorder:
+    """Recordings of one device share a memory pool: only one of them runs at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        """One for all: cuBLAS keeps a workspace of 32 MiB for each stream that it was ever called on."""
+        self._pool: Any = None
+
+    def record(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+        stream = self._stream
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            for _ in range(2):  # compiles kernels and fills the allocator before anything is recorded
+                run()
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+            result = run()
+        self._pool = self._pool or graph.pool()
+        return graph.replay, result
+
+    def memory_bytes(self) -> int:
+        torch.cuda.synchronize(self._device)
+        free, total = torch.cuda.mem_get_info(self._device)
+        return total - free
+
+
+@dataclass(frozen=True, slots=True)
+class _Recording:
+    batch: ForwardBatch
+    replay: Callable[[], None]
+    logits: torch.Tensor
+
+
+def plan_batch_sizes(max_rows: int) -> list[int]:
+    """1, 2, 4, 8, then steps of 8 up to 64, of 16 up to 256, of 32 beyond: at most an eighth is padding above 64."""
+    sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, max_rows + 32, 32)]
+    kept = [size for size in sizes if size < max_rows]
+    return [*kept, max_rows]
+
+
+class DecodeGraphs:
+    def __init__(
+        self,
+        model: CausalLM,
+        kv_cache: KVCache,
+        *,
+        max_blocks: int,
+        batch_sizes: Sequence[int],
+        recorder: Recorder,
+    ) -> None:
+        """Records every size, largest first so that smaller ones fit into its memory. Under inference mode.
+
+        All read the same tensors and leave their logits in the same one: block tables and logits of each would hold
+        hundreds of MB for good.
+        """
+        self._sizes = sorted(batch_sizes)
+        self._recordings: dict[int, _Recording] = {}
+        largest = self._sizes[-1]
+        inputs = build_static_batch(largest, max_blocks, kv_cache.spec.block_size, model.device)
+        shared = torch.empty((largest, model.vocab_size), dtype=torch.float32, device=model.device)
+        for size in reversed(self._sizes):
+            batch, out = _first_rows(inputs, size), shared[:size]
+            replay, logits = recorder.record(
+                lambda batch=batch, out=out: out.copy_(model.forward(batch, kv_cache), non_blocking=True)
+            )
+            self._recordings[size] = _Recording(batch, replay, logits)
+
+    def run(self, batch: ForwardBatch) -> torch.Tensor | None:
+        """Logits of a decode step, valid until the next call; None when no recording fits."""
+        count = len(batch.query_lens_host)
+        index = bisect_left(self._sizes, count)
+        if index == len(self._sizes) or not batch.is_decode or batch.logits_rows.shape[0] != count:
+            return None
+        recording = self._recordings[self._sizes[index]]
+        _fill(recording.batch, batch, count)
+        recording.replay()
+        return recording.logits[:count]
+
+
+def build_static_batch(size: int, max_blocks: int, block_size: int, device: torch.device) -> ForwardBatch:
+    """Decodes of `size` sequences at position 0 of block 0, whose host-side lengths are the longest there are."""
+    return ForwardBatch(
+        token_ids=torch.zeros(size, dtype=torch.int64, device=device),
+        positions=torch.zeros(size, dtype=torch.int64, device=device),
+        slot_mapping=torch.zeros(size, dtype=torch.int64, device=device),
+        block_tables=torch.zeros((size, max_blocks), dtype=torch.int32, device=device),
+        query_start=torch.arange(size + 1, dtype=torch.int32, device=device),
+        context_lens=torch.ones(size, dtype=torch.int32, device=device),
+        logits_rows=torch.arange(size, dtype=torch.int64, device=device),
+        query_lens_host=(1,) * size,
+        context_lens_host=(max_blocks * block_size,) * size,
+        has_padding=True,
+    )
+
+
+def _first_rows(batch: ForwardBatch, size: int) -> ForwardBatch:
+    """The first sequences of a batch of decodes: views."""
+    return replace(
+        batch,
+        token_ids=batch.token_ids[:size],
+        positions=batch.positions[:size],
+        slot_mapping=batch.slot_mapping[:size],
+        block_tables=batch.block_tables[:size],
+        query_start=batch.query_start[: size + 1],
+        context_lens=batch.context_lens[:size],
+        logits_rows=batch.logits_rows[:size],
+        query_lens_host=batch.query_lens_host[:size],
+        context_lens_host=batch.context_lens_host[:size],
+    )
+
+
+def _fill(static: ForwardBatch, batch: ForwardBatch, count: int) -> None:
+    """Copy a step's inputs. Entries of a table row beyond its context are never read, so old ones may stay."""
+    for target, source in (
+        (static.token_ids, batch.token_ids),
+        (static.positions, batch.positions),
+        (static.slot_mapping, batch.slot_mapping),
+    ):
+        target[:count].copy_(source, non_blocking=True)
+        target[count:].zero_()
+    static.context_lens[:count].copy_(batch.context_lens, non_blocking=True)
+    static.context_lens[count:].fill_(1)
+    static.block_tables[:count, : batch.block_tables.shape[1]].copy_(batch.block_tables, non_blocking=True)
+    static.block_tables[count:, :1].zero_()

@@ -1,0 +1,148 @@
+"""Runs the model on a plan: copies, one forward pass, logits of the rows that were asked for."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from tandem_worker.engine.execute.batch import BatchBuilder, StepInput
+from tandem_worker.engine.execute.cuda_graphs import CudaRecorder, DecodeGraphs, Recorder, plan_batch_sizes
+from tandem_worker.engine.execute.host_copy import HostCopier, HostCopy, build_copier
+from tandem_worker.engine.execute.host_store import HostStore
+from tandem_worker.engine.execute.step import StepOutput
+from tandem_worker.engine.sample.host_sampler import build_sampler
+from tandem_worker.engine.schedule.plan import StepPlan
+from tandem_worker.host.device import upload, wait_for_launched
+from tandem_worker.host.errors import GroupLostError
+from tandem_worker.model.contract import CausalLM, KVCache
+
+logger = logging.getLogger(__name__)
+
+
+class ModelExecutor:
+    can_abandon = True
+    """A step may be left between layers, by an exception of its `on_layer`."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        kv_cache: KVCache,
+        *,
+        max_rows: int,
+        max_model_len: int,
+        copier: HostCopier | None = None,
+    ) -> None:
+        self.model = model
+        self.kv_cache = kv_cache
+        block_size = kv_cache.spec.block_size
+        self._max_rows = max_rows
+        self._max_blocks = -(-max_model_len // block_size)
+        self._builder = BatchBuilder(
+            max_rows=max_rows, max_blocks=self._max_blocks, block_size=block_size, device=model.device
+        )
+        self._graphs: DecodeGraphs | None = None
+        self.host_store: HostStore | None = None
+        self.seconds_per_moved_block = 0.0
+        """To the host and back."""
+        self.graph_bytes = 0
+        """What the recordings of decode steps take."""
+        self.sampler = build_sampler(model.vocab_size, model.device)
+        self._copier = copier or build_copier(model.device)
+        self._chosen: torch.Tensor | None = None
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.kv_cache.layers)
+
+    def record_graphs(self, recorder: Recorder | None = None) -> None:
+        """From now on decode steps replay recordings. The model must allow it (see `cuda_graphs`)."""
+        sizes, began = plan_batch_sizes(self._max_rows), time.perf_counter()
+        recorder = recorder or CudaRecorder(self.model.device)
+        before = recorder.memory_bytes()
+        with torch.inference_mode():
+            self._graphs = DecodeGraphs(
+                self.model, self.kv_cache, max_blocks=self._max_blocks, batch_sizes=sizes, recorder=recorder
+            )
+        self.graph_bytes = max(0, recorder.memory_bytes() - before)
+        logger.info(
+            "decode steps are recorded",
+            extra={
+                "batch_sizes": sizes,
+                "seconds": round(time.perf_counter() - began, 3),
+                "gib": round(self.graph_bytes / 2**30, 3),
+            },
+        )
+
+    def add_host_store(self, num_blocks: int) -> None:
+        """Allow plans that move blocks to the host."""
+        self.host_store = HostStore(self.kv_cache, num_blocks)
+        self.seconds_per_moved_block = self.host_store.measure_seconds_per_block()
+
+    def move_blocks(self, plan: StepPlan) -> None:
+        """Move KV to the host and back. What fails here is lost, so an error is not to be survived."""
+        if plan.moves_out:
+            assert self.host_store is not None
+            self.host_store.move_out(plan.moves_out)
+        if plan.moves_in:
+            assert self.host_store is not None
+            self.host_store.move_in(plan.moves_in)
+
+    def run(self, plan: StepPlan, on_layer: Callable[[int], None] | None) -> StepOutput:
+        step, layout = self._builder.describe(plan)
+        return StepOutput(self.compute(step, on_layer), layout)
+
+    def compute(self, step: StepInput, on_layer: Callable[[int], None] | None) -> torch.Tensor:
+        """Logits `[N, vocab]` of a described step."""
+        self._copy_blocks(step.copies)
+        batch = self._builder.assemble(step, on_layer, self._chosen)
+        if self._graphs is not None and on_layer is None:
+            logits = self._graphs.run(batch)
+            if logits is not None:
+                return logits
+        return self.model.forward(batch, self.kv_cache)
+
+    def settle(self) -> None:
+        """Return when nothing that was launched is still to be computed: its blocks may be let go of."""
+        wait_for_launched(self.model.device)
+
+    def _copy_blocks(self, copies: np.ndarray) -> None:
+        """Copy-on-write: sources are as they were before this step. Targets are distinct."""
+        if not len(copies):
+            return
+        pairs = upload(copies, self.model.device)
+        for layer in self.kv_cache.layers:
+            layer.index_copy_(0, pairs[:, 1], layer.index_select(0, pairs[:, 0]))
+
+    def choose(self, output: StepOutput) -> HostCopy:
+        """Launch the choice of every next token, `[N]` int64 in the order of `layout.sequences`.
+
+        The next `run` may decode them before they are on the host.
+        """
+        logits, layout = output
+        if layout.rows is not None:
+            logits = logits[upload(np.array(layout.rows, dtype=np.int64), logits.device)]
+        tokens = self.sampler.choose_tokens(logits, layout.sequences)
+        for place, sequence in enumerate(layout.sequences):
+            sequence.chosen_at = place
+        self._chosen = tokens.clamp(min=0)  # after NO_TOKEN nothing follows, but the lookup must not fail
+        return self._copier.start(tokens)
+
+    def load_logits(self, data: bytes) -> torch.Tensor | None:
+        """`[1, vocab]` from a peer's bytes; None when they are not one row of this model's."""
+        if len(data) != self.model.vocab_size * 4:
+            return None
+        return torch.frombuffer(bytearray(data), dtype=torch.float32)[None].to(self.model.device)
+
+    @staticmethod
+    def dump_logits(row: torch.Tensor) -> bytes:
+        return row.detach().to("cpu", torch.float32).contiguous().numpy().tobytes()
+
+
+def is_fatal(error: BaseException) -> bool:
+    """After a device error no later call on that device can be trusted; without one rank the others compute nothing."""
+    fatal = (GroupLostError, getattr(torch, "AcceleratorError", GroupLostError))
+    return isinstance(error, fatal) or "CUDA error" in str(error)

@@ -1,0 +1,235 @@
+"""Chooses the next token of every sequence from its logits: with torch here, with kernels in `device_sampler`.
+
+Order of effects: penalties, logit bias, minimum length, grammar; then greedy, or temperature, top-k, top-p, min-p and
+one draw. Every row is computed from that row alone, with constants that do not depend on the batch, so a request's
+tokens do not depend on what it is batched with. Logprobs are those of the model, before any of these effects.
+
+Tokens are ranked by logit, and of equals the lower id comes first: greedy, top-k, top-p and the likeliest tokens of
+logprobs all go by that one order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Rows
+from typing import Protocol
+
+import torch
+
+from tandem_worker.engine.sample.state import SamplingState
+from tandem_worker.engine.schedule.params import TokenLogprob
+from tandem_worker.engine.schedule.request import Sequence
+from tandem_worker.kernels.philox import draw_uniform
+
+NO_TOKEN = -1
+"""In place of a token where the logits allow none (NaN, or everything forbidden)."""
+_NUM_CANDIDATES = 256
+"""Likeliest tokens that top-k and top-p look at before they sort the whole vocabulary."""
+
+LEAST_TEMPERATURE = 1e-6
+"""float32 can still divide by it; the likeliest token is certain long before."""
+_EQUALS_SLACK = 1e-3
+"""Share of a token's weight that top-p may fall short by among equals, so that rounding never decides their number."""
+
+
+class Sampler(Protocol):
+    """Both backends choose the same tokens, so a choice may go on with the other one."""
+
+    def choose_tokens(self, logits: torch.Tensor, sequences: Rows[Sequence]) -> torch.Tensor:
+        """One token per row of `logits` `[N, vocab]`: `[N]` int64 on its device, NO_TOKEN where none is possible."""
+        ...
+
+    def compute_logprobs(
+        self, logits: torch.Tensor, sequences: Rows[Sequence], tokens: list[int]
+    ) -> dict[int, TokenLogprob]:
+        """Logprobs of the chosen tokens of the rows that ask for them, by row."""
+        ...
+
+
+class HostSampler:
+    """By torch's operations: the sampler of CPUs."""
+
+    def choose_tokens(self, logits: torch.Tensor, sequences: Rows[Sequence]) -> torch.Tensor:
+        return choose_tokens(logits, sequences)
+
+    def compute_logprobs(
+        self, logits: torch.Tensor, sequences: Rows[Sequence], tokens: list[int]
+    ) -> dict[int, TokenLogprob]:
+        return compute_logprobs(logits, sequences, tokens)
+
+
+def build_sampler(vocab_size: int, device: torch.device) -> Sampler:
+    """The sampler that suits a device."""
+    if device.type != "cuda":
+        return HostSampler()
+    from tandem_worker.engine.sample.device_sampler import DeviceSampler
+
+    return DeviceSampler(vocab_size, device)
+
+
+def choose_tokens(logits: torch.Tensor, sequences: Rows[Sequence]) -> torch.Tensor:
+    """One token per row of `logits` `[N, vocab]`: `[N]` int64 on its device, NO_TOKEN where none is possible.
+
+    Rows that take the likeliest token cost the host no waiting.
+    """
+    best, winners = logits.max(dim=-1)
+    tokens = torch.where(best.abs() < torch.inf, winners, NO_TOKEN)
+    special = [row for row, sequence in enumerate(sequences) if not sequence.sampler_state.is_plain_for(sequence)]
+    if special:
+        chosen = _sample_special(logits[special], [sequences[row] for row in special])
+        tokens[special] = torch.where(tokens[special] == NO_TOKEN, NO_TOKEN, chosen)
+    return tokens
+
+
+def compute_logprobs(logits: torch.Tensor, sequences: Rows[Sequence], tokens: list[int]) -> dict[int, TokenLogprob]:
+    """Logprobs of the chosen tokens of the rows that ask for them, by row."""
+    result: dict[int, TokenLogprob] = {}
+    for row in [row for row, sequence in enumerate(sequences) if sequence.lockstep]:
+        num_top = sequences[row].sampler_state.params.num_logprobs
+        if num_top is not None and tokens[row] != NO_TOKEN:
+            (result[row],) = score_prompt(logits[row : row + 1], [tokens[row]], num_top)
+    return result
+
+
+def score_prompt(logits: torch.Tensor, targets: list[int], num_top: int) -> list[TokenLogprob]:
+    """Logprob of token `targets[i]` after row i, with the `num_top` likeliest tokens."""
+    scores = torch.log_softmax(logits, dim=-1)
+    own = scores.gather(1, torch.tensor(targets, device=logits.device)[:, None])[:, 0].tolist()
+    if not num_top:
+        return [TokenLogprob(token_id=token, logprob=value) for token, value in zip(targets, own, strict=True)]
+    top = rank_tokens(logits, num_top)
+    return [
+        TokenLogprob(token_id=token, logprob=value, top=tuple(zip(ids, values, strict=True)))
+        for token, value, ids, values in zip(targets, own, top.tolist(), scores.gather(1, top).tolist(), strict=True)
+    ]
+
+
+def rank_tokens(logits: torch.Tensor, count: int) -> torch.Tensor:
+    """Ids of the `count` likeliest tokens of each row of `[N, vocab]`, `[N, min(count, vocab)]`, best first."""
+    ids, sure = _rank_candidates(logits, min(count + 1, logits.shape[-1]))
+    for row, known in enumerate(sure):
+        if known < count and ids.shape[-1] > count:
+            ids[row, :count] = _rank_all(logits[row])[:count]
+    return ids[:, :count]
+
+
+def _rank_all(logits: torch.Tensor) -> torch.Tensor:
+    return logits.sort(descending=True, stable=True).indices
+
+
+def _rank_candidates(logits: torch.Tensor, width: int) -> tuple[torch.Tensor, list[int]]:
+    """Ids of `width` of the likeliest tokens in their order, `[N, width]`, and how many of each row are sure.
+
+    Equals of the last one may be missing, in place of those that are there: topk takes any of them.
+    """
+    values, ids = logits.topk(width, dim=-1)
+    ids, order = ids.sort(dim=-1)
+    values, order = values.gather(1, order).sort(dim=-1, descending=True, stable=True)
+    if width == logits.shape[-1]:
+        return ids.gather(1, order), [width] * len(ids)
+    return ids.gather(1, order), (values > values[:, -1:]).sum(dim=-1).tolist()
+
+
+def _sample_special(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
+    """`[N]`; `logits` is a copy that may be changed."""
+    states: list[SamplingState] = [sequence.sampler_state for sequence in sequences]
+    for row, (sequence, state) in enumerate(zip(sequences, states, strict=True)):
+        state.adjust(logits[row], sequence)
+    best, winners = logits.max(dim=-1)
+    tokens = torch.where(best.isfinite(), winners, NO_TOKEN)
+    drawn = [row for row, state in enumerate(states) if not state.params.greedy]
+    if drawn:
+        possible = best[drawn].isfinite().tolist()
+        drawn = [row for row, ok in zip(drawn, possible, strict=True) if ok]
+    if drawn:
+        chosen = _draw(logits[drawn], best[drawn], [sequences[row] for row in drawn])
+        tokens[drawn] = torch.tensor(chosen, device=tokens.device)
+    for row, state in enumerate(states):
+        state.count(tokens[row])
+    return tokens
+
+
+def _draw(logits: torch.Tensor, best: torch.Tensor, sequences: list[Sequence]) -> list[int]:
+    params = [sequence.sampler_state.params for sequence in sequences]
+    draws = [
+        draw_uniform(param.seed, sequence.choice, sequence.next_position)
+        for param, sequence in zip(params, sequences, strict=True)
+    ]
+    temperatures = torch.tensor([max(param.temperature, LEAST_TEMPERATURE) for param in params], device=logits.device)
+    # Relative to the best logit, so that a temperature near 0 cannot overflow.
+    probs = torch.softmax((logits - best[:, None]) / temperatures[:, None], dim=-1)
+    ordered = [row for row, param in enumerate(params) if param.top_k > 0 or param.top_p < 1.0]
+    plain = [row for row, param in enumerate(params) if not (param.top_k > 0 or param.top_p < 1.0)]
+    tokens = [0] * len(params)
+    if plain:
+        kept = _apply_min_p(probs[plain], [params[row].min_p for row in plain])
+        for row, token in zip(plain, _invert(kept, [draws[row] for row in plain]).tolist(), strict=True):
+            tokens[row] = token
+    if ordered:
+        limits = [(params[row].top_k, params[row].top_p, params[row].min_p) for row in ordered]
+        chosen = _draw_ordered(logits[ordered], probs[ordered], limits, [draws[row] for row in ordered])
+        for row, token in zip(ordered, chosen, strict=True):
+            tokens[row] = token
+    return tokens
+
+
+def _draw_ordered(
+    logits: torch.Tensor, probs: torch.Tensor, limits: list[tuple[int, float, float]], draws: list[float]
+) -> list[int]:
+    """Top-k and top-p need the tokens in order. The likeliest few nearly always suffice; else that row is sorted.
+
+    The draw goes through what is left in vocabulary order, as it does without limits.
+    """
+    ids, sure = _rank_candidates(logits, min(_NUM_CANDIDATES, logits.shape[-1]))
+    values = probs.gather(1, ids)
+    width = ids.shape[-1]
+    mass = values.double().sum(dim=-1).tolist()
+    tokens = [0] * len(limits)
+    for row, ((top_k, top_p, min_p), draw) in enumerate(zip(limits, draws, strict=True)):
+        row_values, row_ids = values[row], ids[row]
+        enough = 0 < top_k <= width or (top_k == 0 and mass[row] >= top_p)
+        count = _count_kept(row_values, top_k, top_p, min_p)
+        if (not enough or count > sure[row]) and width < logits.shape[-1]:
+            row_ids = _rank_all(logits[row])
+            row_values = probs[row][row_ids]
+            count = _count_kept(row_values, top_k, top_p, min_p)
+        kept, order = row_ids[:count].sort()
+        index = _invert(row_values[:count][order][None], [draw])
+        tokens[row] = int(kept[index[0]])
+    return tokens
+
+
+def _count_kept(values: torch.Tensor, top_k: int, top_p: float, min_p: float) -> int:
+    """How many of the ranked `values` top-k, then top-p of what that leaves, and min-p keep."""
+    if top_k > 0:
+        values = values[:top_k]
+    if top_p < 1.0:
+        values = values[: _count_top_p(values, top_p, 1.0 if top_k == 0 else None)]
+    return int((values >= min_p * values[0]).sum())
+
+
+def _count_top_p(values: torch.Tensor, top_p: float, total: float | None) -> int:
+    """Length of the shortest prefix of ranked `values` that holds `top_p` of `total` (None: of their sum)."""
+    running = values.double().cumsum(dim=-1)
+    target = top_p * (float(running[-1]) if total is None else total)
+    last = values[min(int((running < target).sum()), len(values) - 1)]
+    above = int((values > last).sum())
+    missing = target - (float(running[above - 1]) if above else 0.0)
+    equals = int((values == last).sum())
+    return above + min(max(1, math.ceil(missing / float(last) - _EQUALS_SLACK)), equals)
+
+
+def _apply_min_p(probs: torch.Tensor, min_p: list[float]) -> torch.Tensor:
+    if not any(min_p):
+        return probs
+    threshold = probs.amax(dim=-1, keepdim=True) * torch.tensor(min_p, device=probs.device)[:, None]
+    return probs.masked_fill(probs < threshold, 0.0)
+
+
+def _invert(probs: torch.Tensor, draws: list[float]) -> torch.Tensor:
+    """Where each draw falls in the cumulated probabilities of its row; never where the probability is 0."""
+    cumulated = probs.double().cumsum(dim=-1)
+    total = cumulated[:, -1]
+    target = torch.tensor(draws, dtype=torch.float64, device=probs.device) * total
+    target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulated, target[:, None], right=True)[:, 0]

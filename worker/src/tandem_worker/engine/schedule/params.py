@@ -1,0 +1,122 @@
+"""What is asked of the engine and what it answers: plain data, no torch.
+
+One `GenerationRequest` has `n` choices that share the prompt. The engine answers with `TokenDelta`s, all deltas of one
+engine step in one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+from tandem_worker.model.pooling import Pooling
+
+
+class Grammar(Protocol):
+    """Constrains one choice's tokens (structured output). One instance per choice; rebuilt from tokens on resume."""
+
+    def fill_mask(self, mask: object) -> None:
+        """Write the allowed-token bitmask (int32 words, bit i of word w is token 32*w + i) for the next token."""
+        ...
+
+    def accept(self, token_id: int) -> None: ...
+
+    @property
+    def terminated(self) -> bool: ...
+
+
+class GrammarFactory(Protocol):
+    """Compiled grammar, shared by the choices of a request."""
+
+    def new(self) -> Grammar: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the next token is chosen. Draws are keyed by (seed, choice, position), so they survive resuming."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 considers all tokens."""
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int = 0
+    num_logprobs: int | None = None
+    """None: no logprobs; 0: of the sampled token; k: of the k likeliest too."""
+    stop_token_ids: frozenset[int] = frozenset()
+    """End of sequence and other stopping tokens; they end a choice and are not part of its text."""
+    ignore_eos: bool = False
+    grammar: GrammarFactory | None = None
+
+    @property
+    def greedy(self) -> bool:
+        """The likeliest token is taken, of equals the one with the lowest id: no draw can change the choice."""
+        return self.temperature == 0.0 or self.top_k == 1 or self.top_p == 0.0 or self.min_p >= 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    n: int = 1
+    priority: int = 0
+    """Lower runs first."""
+    cache_salt: str = ""
+    """Separates tenants in the prefix cache."""
+    prefill_endpoints: tuple[str, ...] = ()
+    """`host:port` of prefill workers' KV ports, best first; empty: prefill here."""
+    prompt_logprobs: int | None = None
+    """Wanted logprobs of prompt tokens (`echo`); such a prompt bypasses prefix cache hits."""
+    pooling: Pooling | None = None
+    """The prompt's embedding is wanted and nothing is generated (`max_tokens` 0, `n` 1). For embedding models alone."""
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    """The likeliest tokens with their logprobs, best first."""
+
+
+@dataclass(slots=True, kw_only=True)
+class TokenDelta:
+    """New tokens of one choice. The last delta of a choice has `finish_reason` and may have no token.
+
+    Nobody changes one. It is not frozen because one is made per token, and that would make it three times as dear.
+    """
+
+    request_id: str
+    choice: int
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    """On the first delta, when asked for: one entry per prompt token, None for the first."""
+    embedding: bytes | None = None
+    """Of a request with `pooling`: float32 in native byte order, `hidden_size` of them, not normalized."""
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    """The stop token that ended the choice."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that were not computed for this request, here or on the prefill worker. On every delta."""
+    prefill_worker: str | None = None
+    """Pod that prefilled when it was another one."""
+    error: str | None = None
+    """With FinishReason.ERROR: the sentence for the client."""

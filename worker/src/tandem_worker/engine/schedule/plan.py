@@ -1,0 +1,83 @@
+"""What one engine step does, and the limits it keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tandem_worker.engine.schedule.request import Sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerLimits:
+    max_running: int = 256
+    """Sequences that hold blocks and take part in steps, those waiting for remote KV included."""
+    max_batch_tokens: int = 2048
+    """Tokens computed in one step."""
+    local_prefill_max_tokens: int = 16
+    """Prompts with more uncached tokens go to a prefill worker, when the request names one."""
+    max_scored_chunk: int = 256
+    """Chunk limit of prompts whose every position wants logits: they take `vocab_size * 4` bytes per token."""
+    seconds_per_priority: float = 30.0
+    """A request is served as if it had arrived this much later per level: a bounded wait instead of starvation."""
+
+
+class Chunk(NamedTuple):
+    """Tokens `start` to `start + length` of a sequence are computed in this step."""
+
+    sequence: Sequence
+    start: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+    @property
+    def final(self) -> bool:
+        """The sequence's last token is in it: its logits give the next token."""
+        return self.end == self.sequence.num_tokens
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """Done in this order: withdrawals, moves, orders, copies, one forward pass over decodes and chunks.
+
+    A plan moves out or in, never both: in a step that preempts nobody is admitted.
+    """
+
+    decodes: list[Sequence] = field(default_factory=list[Sequence])
+    """One token each."""
+    chunks: list[Chunk] = field(default_factory=list[Chunk])
+    copies: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    """(source, target) blocks of copy-on-write."""
+    moves_out: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    """(block, host block): KV of preempted sequences, before anything of this step is written."""
+    moves_in: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    """(host block, block)."""
+    orders: list[Sequence] = field(default_factory=list[Sequence])
+    """Now RECEIVING: their remote prefill is to be started."""
+    withdrawn: list[Sequence] = field(default_factory=list[Sequence])
+    """No longer RECEIVING: their remote prefill is to be cancelled."""
+    num_preempted: int = 0
+    lockstep: bool = False
+    """The next step cannot be planned before this one's tokens are known: the host has a part in choosing them."""
+
+    @property
+    def empty(self) -> bool:
+        """Nothing to compute."""
+        return not self.decodes and not self.chunks
+
+    def sequences(self) -> Iterator[Sequence]:
+        yield from self.decodes
+        for chunk in self.chunks:
+            yield chunk.sequence
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        return sum(chunk.length for chunk in self.chunks)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.decodes) + self.num_prefill_tokens

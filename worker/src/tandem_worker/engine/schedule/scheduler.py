@@ -1,0 +1,471 @@
+"""Which sequences run in the next step: continuous batching with chunked prefill and preemption.
+
+Order of service is a fixed key per sequence, (arrival + priority * seconds_per_priority, submission, choice). Decodes
+take one token each, then prefill chunks fill the token budget, then waiting sequences are admitted strictly in order:
+the head of the queue is never overtaken, so nothing starves. When blocks run out the running sequence with the
+largest key gives up its own, so the first in order always advances and every sequence eventually is the first. Its KV
+is computed again later, or moved to host memory and back where that is cheaper and there is room.
+
+Blocks of a remote prefill are reserved for good once the prefill worker has begun with it. Before, a decode that lacks
+a block takes them, and the order is given again later; where a waiting sequence lacks them and the prefill worker is
+slow to begin, the prompt is computed here instead, so that no peer holds memory by doing nothing.
+
+A sequence gets the blocks of all its known tokens on admission; later it takes one block at a time. Chunks end at
+block boundaries except the last, so each prompt block is completed by exactly one step. The work of a step is
+proportional to the sequences in it; the prefix cache is walked once per admission.
+
+Steps are scheduled, then completed or cancelled, in this order. One more may be scheduled before the last one is
+completed, unless that one is `lockstep`: its sequences then decode tokens that are not known here yet. A sequence that
+ends meanwhile keeps its blocks until the steps that still write to them are over.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from bisect import insort
+from collections.abc import Callable
+
+from tandem_worker.engine.schedule.block_manager import BlockManager
+from tandem_worker.engine.schedule.host_blocks import HostBlocks
+from tandem_worker.engine.schedule.plan import Chunk, SchedulerLimits, StepPlan
+from tandem_worker.engine.schedule.request import Request, Sequence, SequenceState
+
+_RETRY_STEPS = 16
+"""A refused head of the queue is matched against the cache again after this many steps at the latest."""
+
+
+def first_chunk(length: int, most: int, block_size: int) -> int:
+    """Tokens of the first of as few chunks of `length` as `most` tokens each allow, in whole blocks; 0 if none fits.
+
+    Chunks are about equal: a short last one would cost a pass over the weights for few tokens.
+    """
+    num_blocks, fitting = -(-length // block_size), most // block_size
+    if fitting == 0:
+        return 0
+    num_chunks = -(-num_blocks // fitting)
+    return -(-num_blocks // num_chunks) * block_size
+
+
+class Scheduler:
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        blocks: BlockManager,
+        clock: Callable[[], float] = time.time,
+        host: HostBlocks | None = None,
+    ) -> None:
+        if limits.max_batch_tokens <= blocks.block_size:
+            raise ValueError(
+                f"max_batch_tokens ({limits.max_batch_tokens}) must exceed the block size ({blocks.block_size}): "
+                "prefill advances by whole blocks beside at least one decode"
+            )
+        self._limits = limits
+        self.blocks = blocks
+        self.host = host or HostBlocks(0)
+        self.prefers_move: Callable[[int, int], bool] = lambda num_tokens, num_blocks: True
+        """Whether a victim with so many computed tokens and blocks is moved, if the host has room."""
+        self.has_begun: Callable[[Sequence], bool] = lambda sequence: True
+        """Whether a prefill worker computes this RECEIVING sequence."""
+        self._clock = clock
+        # Decodes always fit into the budget and leave room for one block of prefill.
+        self.max_running = min(limits.max_running, limits.max_batch_tokens - blocks.block_size)
+        self.running: list[Sequence] = []
+        """By key."""
+        self.rows: list[Sequence] = []
+        """The same sequences; `rows[s.row] is s`. A sequence that leaves is replaced by the last one."""
+        self.receiving: set[Sequence] = set()
+        self.held: set[Sequence] = set()
+        self._waiting: list[Sequence] = []
+        """A heap by key. Aborted ones stay until they come up."""
+        self._num_submitted = 0
+        self._steps_since_refusal = 0
+        self.num_waiting = 0
+        self.running_tokens = 0
+        """Tokens in the contexts of running sequences."""
+        self.queued_prefill_tokens = 0
+        """Tokens to be computed before their sequences decode, without those already found in the cache."""
+        self.num_recomputed = 0
+        """Preemptions after which KV is computed again."""
+        self.num_moved = 0
+        """Preemptions that moved KV to the host."""
+
+    # -- requests come and go ------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        self._num_submitted += 1
+        due = request.arrival + request.priority * self._limits.seconds_per_priority
+        request.choices = [Sequence(request, choice, (due, self._num_submitted, choice)) for choice in range(request.n)]
+        self._enqueue(request.choices[0])
+
+    def fork(self, request: Request) -> None:
+        """The prompt is computed: choice 0's blocks are shared with the other choices, which begin to decode.
+
+        A choice beyond `max_running` waits instead, and finds the prompt in the prefix cache.
+        """
+        leader = request.choices[0]
+        for choice in request.choices[1:]:
+            if choice.state is not SequenceState.PARKED:
+                continue
+            if len(self.running) + len(self.receiving) >= self.max_running:
+                choice.move_to(SequenceState.WAITING)
+                self._enqueue(choice)
+                continue
+            choice.block_ids = list(leader.block_ids)
+            self.blocks.hold(choice.block_ids)
+            choice.num_computed = choice.num_planned = leader.num_computed
+            choice.num_named = leader.num_named
+            choice.decoding = leader.decoding
+            self._start_running(choice)
+
+    def append_token(self, sequence: Sequence, token_id: int) -> None:
+        sequence.output.append(token_id)
+        if sequence.state is SequenceState.RUNNING:
+            self.running_tokens += 1
+        elif sequence.state is SequenceState.WAITING:
+            self._count_queued(sequence)
+
+    def finish(self, sequence: Sequence) -> None:
+        """End a sequence in any state and let go of its blocks. The caller has cancelled writes of a RECEIVING one."""
+        if sequence.state is SequenceState.FINISHED:
+            return
+        self._withdraw(sequence)
+        self._release_host(sequence)
+        sequence.move_to(SequenceState.FINISHED)
+        if not sequence.under_way:
+            self._release_blocks(sequence)
+        if len(self._waiting) > 2 * self.num_waiting + 64:
+            self._waiting = [waiting for waiting in self._waiting if waiting.state is SequenceState.WAITING]
+            heapq.heapify(self._waiting)
+
+    def hold_for_peer(self, sequence: Sequence) -> None:
+        """The prompt of a peer is computed: keep its blocks, out of the running set, until `finish`."""
+        self._stop_running(sequence)
+        sequence.move_to(SequenceState.HELD)
+        self.held.add(sequence)
+
+    def receive_done(self, sequence: Sequence) -> None:
+        """The prefill worker wrote all prompt blocks; the caller samples the first token from its logits."""
+        self.receiving.discard(sequence)
+        sequence.num_computed = sequence.num_planned = sequence.num_tokens
+        self._start_running(sequence)
+        self._name_full_blocks(sequence)
+        sequence.decoding = True
+
+    def receive_failed(self, sequence: Sequence) -> None:
+        """Compute here, from where the cached blocks end."""
+        self.receiving.discard(sequence)
+        sequence.request.endpoints = ()
+        self._start_running(sequence)
+
+    # -- one step ------------------------------------------------------------------------------------------------
+
+    def schedule(self, max_tokens: int | None = None) -> StepPlan:
+        """Plan a step of at most `max_batch_tokens` tokens, or fewer prefill tokens if `max_tokens` says so."""
+        plan = StepPlan()
+        prefilling = self._plan_decodes(plan)
+        limit = self._limits.max_batch_tokens
+        if max_tokens is not None:
+            limit = min(limit, max(max_tokens, len(plan.decodes) + self.blocks.block_size))
+        budget = self._plan_chunks(plan, prefilling, limit - len(plan.decodes))
+        if not plan.num_preempted:
+            self._admit(plan, budget)
+        return plan
+
+    def complete(self, plan: StepPlan) -> None:
+        """The forward pass succeeded: tokens count as computed, full blocks get their names."""
+        block_size = self.blocks.block_size
+        for sequence in plan.decodes:
+            if sequence.state is SequenceState.RUNNING:
+                sequence.num_computed += 1
+                if not sequence.num_computed % block_size:
+                    self._name_full_blocks(sequence)
+            else:
+                self._settle(sequence, 1)
+        for sequence, _, length in plan.chunks:
+            if sequence.state is SequenceState.RUNNING:
+                sequence.num_computed += length
+                self._name_full_blocks(sequence)
+            else:
+                self._settle(sequence, length)
+
+    def cancel(self, plan: StepPlan) -> None:
+        """The forward pass was not made, or failed: nothing of it counts."""
+        for sequence in plan.decodes:
+            if sequence.state is SequenceState.RUNNING:
+                sequence.num_planned -= 1
+            else:
+                self._settle(sequence, 1)
+        for sequence, _, length in plan.chunks:
+            if sequence.state is SequenceState.RUNNING:
+                sequence.num_planned -= length
+                sequence.decoding = False
+                self._count_queued(sequence)
+            else:
+                self._settle(sequence, length)
+
+    def _settle(self, sequence: Sequence, length: int) -> None:
+        """A step is over for a sequence that left in the meantime; a preempted one has given its blocks back before."""
+        if sequence.state is SequenceState.FINISHED and sequence.under_way:
+            sequence.num_planned -= length
+            if not sequence.under_way:
+                self._release_blocks(sequence)
+
+    def _plan_decodes(self, plan: StepPlan) -> list[Sequence]:
+        """Give every decode its slot. The sequences that are still prefilling, in order."""
+        prefilling: list[Sequence] = []
+        running, index, block_size = self.running, 0, self.blocks.block_size
+        while index < len(running):
+            sequence = running[index]
+            if not sequence.decoding:
+                prefilling.append(sequence)
+            elif sequence.num_planned < sequence.last_input:  # else the step under way chooses its last token
+                # A block that the last decode wrote to and did not fill is this sequence's own.
+                begun = sequence.num_planned > sequence.num_prompt and sequence.num_planned % block_size
+                if not begun and not self._reserve_slot(sequence, plan):
+                    continue  # it preempted itself: the next one has moved to this index
+                self._add_decode(plan, sequence)
+            index += 1
+        if plan.num_preempted:
+            return [sequence for sequence in prefilling if sequence.state is SequenceState.RUNNING]
+        return prefilling
+
+    def _reserve_slot(self, sequence: Sequence, plan: StepPlan) -> bool:
+        """Make sure that the next token's KV has a place of its own. False: the sequence was preempted."""
+        index = sequence.num_planned // self.blocks.block_size
+        blocks, block_ids = self.blocks, sequence.block_ids
+        fresh = index == len(block_ids)
+        if not fresh and not blocks.is_shared(block_ids[index]):
+            return True
+        while not blocks.num_available:
+            if self._take_reservation(plan):
+                continue
+            victim = self._last_preemptable()
+            self._preempt(victim, plan)
+            if victim is sequence:
+                return False
+            if not fresh and not blocks.is_shared(block_ids[index]):
+                return True  # the victim was the other holder
+        if fresh:
+            block_ids.extend(blocks.allocate(1))
+        else:
+            source = block_ids[index]
+            block_ids[index] = blocks.replace_shared(source)
+            plan.copies.append((source, block_ids[index]))
+            sequence.num_synced = min(sequence.num_synced, index)
+        return True
+
+    def _take_reservation(self, plan: StepPlan) -> bool:
+        """Take the blocks of the last remote prefill that has not begun: nothing is lost but its place in a queue."""
+        unbegun = [sequence for sequence in self.receiving if not self.has_begun(sequence)]
+        if not unbegun:
+            return False
+        sequence = max(unbegun)
+        plan.num_preempted += 1
+        plan.withdrawn.append(sequence)
+        self._withdraw(sequence)
+        self._release_blocks(sequence)
+        sequence.move_to(SequenceState.WAITING)
+        self._enqueue(sequence)
+        return True
+
+    def _take_over(self, plan: StepPlan) -> None:
+        """Compute here what a prefill worker should have begun long ago, while others wait for its blocks."""
+        overdue = [sequence for sequence in self.receiving if sequence.overdue and not self.has_begun(sequence)]
+        if overdue:
+            sequence = min(overdue)
+            plan.num_preempted += 1  # there is something new to be planned
+            plan.withdrawn.append(sequence)
+            self.receive_failed(sequence)
+
+    def _last_preemptable(self) -> Sequence:
+        """Blocks of a peer's prompt are being sent: it is never preempted, and needs no further block either."""
+        return next(sequence for sequence in reversed(self.running) if not sequence.request.serves_peer)
+
+    def _preempt(self, sequence: Sequence, plan: StepPlan) -> None:
+        plan.num_preempted += 1
+        count = self.blocks.count_blocks(sequence.num_planned)
+        if 0 < count <= self.host.num_available and self.prefers_move(sequence.num_planned, count):
+            sequence.host_blocks = self.host.allocate(count)
+            sequence.num_saved = sequence.num_planned  # a step under way has written its part when the move begins
+            plan.moves_out.extend(zip(sequence.block_ids, sequence.host_blocks, strict=False))
+            self.num_moved += 1
+        else:
+            self.num_recomputed += 1
+        self._withdraw(sequence)
+        self._release_blocks(sequence)
+        sequence.move_to(SequenceState.WAITING)
+        self._enqueue(sequence)
+
+    @staticmethod
+    def _add_decode(plan: StepPlan, sequence: Sequence) -> None:
+        sequence.num_planned += 1
+        plan.decodes.append(sequence)
+        plan.lockstep |= sequence.lockstep
+
+    def _plan_chunks(self, plan: StepPlan, prefilling: list[Sequence], budget: int) -> int:
+        for sequence in prefilling:
+            budget -= self._add_chunk(plan, sequence, budget)
+        return budget
+
+    def _add_chunk(self, plan: StepPlan, sequence: Sequence, budget: int) -> int:
+        start = sequence.num_planned
+        length = sequence.num_tokens - start
+        if sequence.request.prompt_logprobs is not None:
+            budget = min(budget, max(self._limits.max_scored_chunk, self.blocks.block_size))
+        if length > budget:
+            length = first_chunk(length, budget, self.blocks.block_size)
+        if length:
+            plan.chunks.append(Chunk(sequence, start, length))
+            sequence.num_planned += length
+            if sequence.num_planned == sequence.num_tokens:
+                sequence.decoding = True
+                plan.lockstep |= sequence.lockstep or (not sequence.output and sequence.request.starts_on_host)
+            elif sequence.request.reads_every_position:
+                plan.lockstep = True
+            self._count_queued(sequence)
+        return length
+
+    def _admit(self, plan: StepPlan, budget: int) -> None:
+        """Move waiting sequences in, in order, while rows, tokens and blocks suffice."""
+        block_size = self.blocks.block_size
+        self._steps_since_refusal += 1
+        while self._waiting and len(self.running) + len(self.receiving) < self.max_running:
+            sequence = self._waiting[0]
+            if sequence.state is not SequenceState.WAITING:
+                heapq.heappop(self._waiting)
+                continue
+            remote_possible = self._may_go_remote(sequence)
+            if budget < min(block_size, sequence.num_tokens) and not remote_possible:
+                break
+            if not self._take_blocks(sequence, plan):
+                self._take_over(plan)
+                break
+            heapq.heappop(self._waiting)
+            self.num_waiting -= 1
+            uncached = sequence.num_tokens - sequence.num_computed
+            if remote_possible and uncached > self._limits.local_prefill_max_tokens:
+                sequence.move_to(SequenceState.RECEIVING)
+                sequence.overdue = False
+                self.receiving.add(sequence)
+                self._count_queued(sequence)
+                plan.orders.append(sequence)
+            else:
+                self._start_running(sequence)
+                if sequence.decoding:
+                    self._add_decode(plan, sequence)
+                    budget -= 1
+                else:
+                    budget -= self._add_chunk(plan, sequence, budget)
+
+    def _may_go_remote(self, sequence: Sequence) -> bool:
+        request = sequence.request
+        fresh = not sequence.output and not sequence.num_saved
+        return bool(request.endpoints) and fresh and request.prompt_logprobs is None
+
+    def _take_blocks(self, sequence: Sequence, plan: StepPlan) -> bool:
+        """Hold the cached prefix and allocate the rest, or change nothing. At least one token stays to be computed.
+
+        Matching walks the prompt, so a refused sequence is matched again only when the blocks it lacked may be there,
+        now and then, or when nothing else is to be done (`plan` is empty).
+        """
+        blocks = self.blocks
+        headroom = -(-len(self.running) // 4)
+        available = blocks.num_available - headroom
+        if sequence.retry_required > available and self._steps_since_refusal < _RETRY_STEPS and not plan.empty:
+            return False
+        num_total = blocks.count_blocks(sequence.num_tokens)
+        bypass = sequence.request.reads_every_position and not sequence.output
+        num_saved = sequence.num_saved
+        max_matched = 0 if bypass else (num_saved or sequence.num_tokens - 1) // blocks.block_size
+        matched = blocks.match_prefix(sequence.chain, max_matched)
+        required = blocks.count_required(matched, num_total)
+        if required > available:
+            sequence.retry_required = required
+            self._steps_since_refusal = 0
+            return False
+        sequence.retry_required = 0
+        blocks.hold(matched)
+        sequence.block_ids = matched + blocks.allocate(num_total - len(matched))
+        sequence.num_named = len(matched)
+        sequence.num_computed = sequence.num_planned = num_saved or len(matched) * blocks.block_size
+        if num_saved:
+            self._fetch(sequence, len(matched), plan)
+        request = sequence.request
+        if not request.admitted:  # what is found after a preemption is this request's own work
+            request.admitted = True
+            request.num_cached_tokens = sequence.num_computed
+        return True
+
+    def _fetch(self, sequence: Sequence, first: int, plan: StepPlan) -> None:
+        """Move blocks back in that are not in the prefix cache any more, `first` and later ones."""
+        pairs = list(zip(sequence.host_blocks, sequence.block_ids, strict=False))
+        plan.moves_in.extend(pairs[first:])
+        sequence.decoding = bool(sequence.output) and sequence.num_computed == sequence.num_tokens - 1
+        self._release_host(sequence)
+
+    # -- bookkeeping ---------------------------------------------------------------------------------------------
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        heapq.heappush(self._waiting, sequence)
+        self.num_waiting += 1
+        self._count_queued(sequence)
+
+    def _start_running(self, sequence: Sequence) -> None:
+        sequence.move_to(SequenceState.RUNNING)
+        insort(self.running, sequence)
+        sequence.row = len(self.rows)
+        sequence.num_synced = 0
+        self.rows.append(sequence)
+        self.running_tokens += sequence.num_tokens
+        self._count_queued(sequence)
+
+    def _stop_running(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        last = self.rows.pop()
+        if last is not sequence:
+            self.rows[sequence.row] = last
+            last.row = sequence.row
+            last.num_synced = 0
+        sequence.row = -1
+        self.running_tokens -= sequence.num_tokens
+        self._count_queued(sequence)
+
+    def _withdraw(self, sequence: Sequence) -> None:
+        """Take a sequence out of wherever it is."""
+        if sequence.state is SequenceState.RUNNING:
+            self._stop_running(sequence)
+        elif sequence.state is SequenceState.WAITING:
+            self.num_waiting -= 1
+        self.receiving.discard(sequence)
+        self.held.discard(sequence)
+        self.queued_prefill_tokens -= sequence.queued_tokens
+        sequence.queued_tokens = 0
+
+    def _release_host(self, sequence: Sequence) -> None:
+        self.host.release(sequence.host_blocks)
+        sequence.host_blocks = []
+        sequence.num_saved = 0
+
+    def _release_blocks(self, sequence: Sequence) -> None:
+        """Let go of a sequence's blocks; they stay cached as far as they have names."""
+        if sequence.block_ids:
+            self.blocks.release(sequence.block_ids, sequence.chain[: sequence.num_named], self._clock())
+        sequence.block_ids = []
+        sequence.num_computed = sequence.num_planned = sequence.num_named = 0
+        sequence.decoding = False
+
+    def _name_full_blocks(self, sequence: Sequence) -> None:
+        count = sequence.num_computed // self.blocks.block_size
+        if count <= sequence.num_named:
+            return
+        names = sequence.name_blocks(count, self.blocks.block_size)
+        for index in range(sequence.num_named, count):
+            self.blocks.cache.register(names[index], sequence.block_ids[index])
+        sequence.num_named = count
+
+    def _count_queued(self, sequence: Sequence) -> None:
+        """Bring this sequence's share of `queued_prefill_tokens` up to date."""
+        tokens = 0 if sequence.decoding else sequence.num_tokens - sequence.num_planned - sequence.num_saved
+        self.queued_prefill_tokens += tokens - sequence.queued_tokens
+        sequence.queued_tokens = tokens

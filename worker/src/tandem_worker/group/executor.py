@@ -1,0 +1,173 @@
+"""The executor of one rank of a group, and rank 0's, which tells the others what to compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from tandem_api.launch import WorkerConfig
+
+from tandem_worker.engine.execute.batch import BatchBuilder, StepInput
+from tandem_worker.engine.execute.executor import ModelExecutor
+from tandem_worker.engine.execute.memory import observe_num_blocks
+from tandem_worker.engine.execute.step import StepOutput
+from tandem_worker.engine.schedule.plan import StepPlan
+from tandem_worker.group.agreement import GroupPlan, RankReport, check_reports
+from tandem_worker.group.control.leader import GroupLeader
+from tandem_worker.group.control.link import Loss
+from tandem_worker.group.control.wire import encode_step
+from tandem_worker.group.micro_batches import count_micro_batches, split_step
+from tandem_worker.host.errors import GroupLostError
+from tandem_worker.model.config import ModelConfig
+from tandem_worker.model.contract import CausalLM, KVCache
+from tandem_worker.model.families.decoder import stage_layers
+from tandem_worker.parallel.context import ParallelContext
+from tandem_worker.parallel.shape import GroupShape
+from tandem_worker.transfer.layout import KVLayout, KVShard, RankAddress
+
+
+@dataclass(slots=True, kw_only=True)
+class GroupSeat:
+    """Rank 0's place in a group, from where it decides for all ranks."""
+
+    leader: GroupLeader
+    context: ParallelContext
+    shape: GroupShape
+    model: ModelConfig
+    endpoint: str
+    """Where rank 0 takes KV connections, where its role does."""
+    plan: GroupPlan | None = None
+    """Once it is announced."""
+
+    def collect(self, model: CausalLM, config: WorkerConfig, digest: str) -> list[RankReport]:
+        """Every rank's report, when all have loaded. Raises GroupLostError, and StartupError where they differ."""
+        own = describe_rank(model, config, digest, self.context, self.model, self.endpoint)
+        reports = [own, *(RankReport.model_validate_json(report) for report in self.leader.collect())]
+        check_reports(reports)
+        return reports
+
+    def announce(
+        self, reports: Sequence[RankReport], *, num_blocks: int, max_rows: int, max_model_len: int
+    ) -> GroupPlan:
+        """Raises GroupLostError."""
+        plan = GroupPlan(
+            num_blocks=num_blocks,
+            layout=KVLayout.join([(report.shard, report.share) for report in reports], self.model.num_kv_heads),
+            ranks=tuple(RankAddress(endpoint=report.endpoint, shard=report.shard) for report in reports),
+            max_rows=max_rows,
+            max_model_len=max_model_len,
+        )
+        self.leader.announce(plan.to_json().encode())
+        self.plan = plan
+        return plan
+
+
+def describe_rank(
+    model: CausalLM, config: WorkerConfig, digest: str, context: ParallelContext, figures: ModelConfig, endpoint: str
+) -> RankReport:
+    """What this rank has after loading `model`, its share of the model of these `figures`."""
+    layers = stage_layers(figures.num_layers, context)
+    return RankReport(
+        num_blocks=observe_num_blocks(model, config),
+        digest=digest,
+        dtype=str(model.dtype).removeprefix("torch."),
+        endpoint=endpoint,
+        shard=KVShard(
+            first_layer=layers.start, num_layers=len(layers), tp_rank=context.tp_rank, tp_size=context.tp_size
+        ),
+        share=KVLayout.of(model.kv_cache_spec(config.kv.block_size)),
+    )
+
+
+class RankExecutor(ModelExecutor):
+    """Computes this rank's part of its lane's step. Every lane's logits end up at rank 0."""
+
+    def __init__(
+        self, model: CausalLM, kv_cache: KVCache, context: ParallelContext, shape: GroupShape, plan: GroupPlan
+    ) -> None:
+        super().__init__(model, kv_cache, max_rows=plan.max_rows, max_model_len=plan.max_model_len)
+        self._context = context
+        self._shape = shape
+
+    def compute(self, step: StepInput, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
+        """Logits `[N, vocab]` where this is the lane's speaker, which sends them to rank 0 unless it is that."""
+        logits = self._forward(step, on_layer)
+        world = self._context.world
+        assert world is not None
+        if world.rank and world.rank == self._shape.speaker(self._shape.lane(world.rank)) and len(step.logits_rows):
+            world.send(logits, 0)
+        return logits
+
+    def _forward(self, step: StepInput, on_layer: Callable[[int], None] | None) -> torch.Tensor:
+        """All pieces' logits at once: sent one by one they would wait for a leader that waits to send hidden states."""
+        self._copy_blocks(step.copies)
+        # Lanes that exchange tokens in every layer must be cut alike, so they are not cut.
+        count = count_micro_batches(len(step.token_ids), self._context.pp_size) if self._context.ep_size == 1 else 1
+        pieces = split_step(step, count, self.kv_cache.spec.block_size)
+        last = len(pieces) - 1  # only then a layer is complete
+        logits = [
+            self.model.forward(self._builder.assemble(piece, on_layer if index == last else None), self.kv_cache)
+            for index, piece in enumerate(pieces)
+        ]
+        return logits[0] if len(logits) == 1 else torch.cat(logits)
+
+
+class GroupExecutor(RankExecutor):
+    """Rank 0's executor: to the engine it is the one of a single process, or of several lanes.
+
+    A step that one rank does not finish leaves the others waiting inside it, so every error in a step ends the group,
+    and a step that has begun is not abandoned between layers.
+    """
+
+    can_abandon = False
+
+    def __init__(self, model: CausalLM, kv_cache: KVCache, seat: GroupSeat, plan: GroupPlan) -> None:
+        super().__init__(model, kv_cache, seat.context, seat.shape, plan)
+        self._leader = seat.leader
+        block_size, host = kv_cache.spec.block_size, torch.device("cpu")
+        self._describers = [self._builder] + [
+            BatchBuilder(max_rows=plan.max_rows, max_blocks=self._max_blocks, block_size=block_size, device=host)
+            for _ in range(1, seat.shape.num_lanes)
+        ]
+
+    def run(self, plan: StepPlan, on_layer: Callable[[int], None] | None = None) -> StepOutput:
+        """Raises GroupLostError, whatever it was that failed."""
+        (output,) = self.run_lanes([plan], on_layer)
+        assert output is not None
+        return output
+
+    def run_lanes(
+        self, plans: Sequence[StepPlan | None], on_layer: Callable[[int], None] | None = None
+    ) -> list[StepOutput | None]:
+        """One forward pass of every lane, each with its plan or padding. Raises GroupLostError, whatever failed.
+
+        `on_layer` is told of this rank's own layers.
+        """
+        try:
+            described = [
+                None if plan is None else describer.describe(plan)
+                for describer, plan in zip(self._describers, plans, strict=True)
+            ]
+            steps = [self._builder.describe_padding() if entry is None else entry[0] for entry in described]
+            frames = [encode_step(step) for step in steps]
+            self._leader.send_steps({rank: frames[self._shape.lane(rank)] for rank in range(1, self._leader.size)})
+            own = self.compute(steps[0], on_layer)
+            return [
+                None if entry is None else StepOutput(self._collect(lane, entry[0], own), entry[1])
+                for lane, entry in enumerate(described)
+            ]
+        except Exception as error:
+            self._leader.blame(Loss(f"rank 0 failed in a step: {type(error).__name__}: {error}"))
+            raise GroupLostError(self._leader.cause) from error
+
+    def _collect(self, lane: int, step: StepInput, own: torch.Tensor) -> torch.Tensor:
+        """A lane's logits, from its speaker; `own` are this rank's."""
+        speaker, count = self._shape.speaker(lane), len(step.logits_rows)
+        if speaker == 0:
+            return own
+        embedding, world = self.model.embedding, self._context.world
+        assert world is not None
+        width = self.model.vocab_size if embedding is None else embedding.size
+        logits = torch.empty(count, width, dtype=torch.float32, device=self.model.device)
+        return world.receive(logits, speaker) if count else logits

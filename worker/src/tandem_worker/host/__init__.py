@@ -1,0 +1,1 @@
+"""What a process has from its machine: environment, devices, threads, connections, isolated processes."""

@@ -1,0 +1,321 @@
+"""Calls functions in processes of their own, so that no call outlives its limits.
+
+    confined = Confined("package.module:setup", payload, limits=Limits(...), name="grammars")
+    confined.start()                                   # returns at once; a thread starts the process and keeps it alive
+    answer = await confined.call("compile", request, seconds=1.0)
+
+`setup(payload)` runs once in a process that is started from nothing (no descriptors, no threads, no torch, no secrets
+of this one) and returns functions from bytes to bytes by name. Calls are served by jobs that are forked from it, one
+call of each at a time; a function named `warm`, if there is one, runs in every job before its first call. A job that
+outlives its limits is ended by the kernel, and one whose call failed is not used again; what it took is free at once,
+and neither this process nor the other jobs notice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import orjson
+
+from tandem_worker.host.isolation.contract import (
+    FunctionError,
+    IsolationError,
+    LimitError,
+    Limits,
+    PeerGoneError,
+    QueueFullError,
+    Status,
+    UnavailableError,
+    read_frame,
+    write_frame,
+)
+from tandem_worker.host.isolation.keeper import START_SECONDS, Keeper, LostError
+from tandem_worker.host.isolation.spawner import SECONDS
+
+logger = logging.getLogger(__name__)
+
+_NOTICE_SECONDS = 0.5
+"""The spawner says within this time how a job ended."""
+_MOST_CALLS = 100
+"""Of one job: whatever it may have kept of them ends with it."""
+_MOST_SILENT = 3
+"""Calls in a row that may pass their deadline before a job begins with them."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """Since the start."""
+
+    calls: int = 0
+    limited: int = 0
+    unavailable: int = 0
+    seconds: float = 0.0
+    """Spent in calls, waiting included."""
+
+
+@dataclass(slots=True)
+class _Job:
+    sock: socket.socket
+    notice: int
+    """Pipe on which the spawner tells how the job ended."""
+    begun: bool = False
+    num_calls: int = 0
+
+    @property
+    def alive(self) -> bool:
+        """It has not closed its end, nor has the kernel for it."""
+        self.sock.setblocking(False)
+        try:
+            return self.sock.recv(1, socket.MSG_PEEK) != b""
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        self.sock.close()
+        os.close(self.notice)
+
+
+class Confined:
+    """`start` before the first call; `close` ends the processes. All methods may be called from any thread."""
+
+    def __init__(
+        self,
+        setup: str,
+        payload: bytes,
+        *,
+        limits: Limits,
+        name: str,
+        parallel: int = 2,
+        queue: int = 32,
+        niceness: int = 0,
+    ) -> None:
+        """`parallel` jobs run at a time, `queue` more may wait; `name` is for logs and messages."""
+        self.name = name
+        self.limits = limits
+        self.counts = Counts()
+        order = orjson.dumps({"setup": setup, "limits": dataclasses.asdict(limits), "niceness": niceness})
+        self._keeper = Keeper(name, order, payload)
+        self._most_pending = parallel + queue
+        self._num_pending = 0
+        self._num_silent = 0
+        self._stock: list[_Job] = []
+        """Jobs that wait for a call. Those of a spawner that has ended have ended too."""
+        self._most_stocked = parallel
+        self._lock = threading.Lock()
+        self._free = threading.BoundedSemaphore(parallel)
+        self._threads = ThreadPoolExecutor(parallel + queue, thread_name_prefix=name)
+
+    def start(self) -> None:
+        self._keeper.start()
+        self._refill()
+
+    def close(self) -> None:
+        self._keeper.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            stock, self._stock = self._stock, []
+        for job in stock:
+            job.close()
+
+    def wait_until_ready(self, seconds: float) -> None:
+        """Raises UnavailableError: at once when the process cannot be started."""
+        self._keeper.wait_until_ready(time.monotonic() + seconds)
+
+    @property
+    def process_id(self) -> int | None:
+        """Of the process that jobs are forked from; None while there is none that takes calls."""
+        return self._keeper.process_id
+
+    @property
+    def num_restarts(self) -> int:
+        return self._keeper.num_restarts
+
+    async def call(self, function: str, request: bytes, *, seconds: float) -> bytes:
+        """The answer within `seconds`, waiting included. Raises IsolationError."""
+        began = self._enter()
+        try:
+            future = self._threads.submit(self._call, function, request, began + seconds)
+        except RuntimeError as error:  # closed in the meantime
+            self._leave(began)
+            raise UnavailableError(f"the process for {self.name} has been closed") from error
+        future.add_done_callback(lambda _: self._leave(began))
+        return await asyncio.wrap_future(future)
+
+    def call_here(self, function: str, request: bytes, *, seconds: float) -> bytes:
+        """As `call`, on the calling thread."""
+        began = self._enter()
+        try:
+            return self._call(function, request, began + seconds)
+        finally:
+            self._leave(began)
+
+    def _enter(self) -> float:
+        if self._keeper.closed:
+            raise UnavailableError(f"the process for {self.name} has been closed")
+        with self._lock:
+            if self._num_pending >= self._most_pending:
+                raise QueueFullError(f"{self._most_pending} calls for {self.name} are waiting already")
+            self._num_pending += 1
+            self.counts.calls += 1
+        return time.monotonic()
+
+    def _leave(self, began: float) -> None:
+        with self._lock:
+            self._num_pending -= 1
+            self.counts.seconds += time.monotonic() - began
+
+    def _call(self, function: str, request: bytes, deadline: float) -> bytes:
+        if not self._free.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            with self._lock:
+                self.counts.unavailable += 1
+            raise UnavailableError(f"no process for {self.name} was free in time")
+        try:
+            return self._call_counted(function, request, deadline)
+        finally:
+            self._free.release()
+
+    def _call_counted(self, function: str, request: bytes, deadline: float) -> bytes:
+        try:
+            try:
+                return self._run_job(function, request, deadline)
+            except LostError:
+                logger.warning("the process for %s died under a call, which is tried again", self.name)
+                self._drop_stock()
+                return self._run_job(function, request, deadline)
+        except LostError as error:
+            self.counts.unavailable += 1
+            raise UnavailableError(f"the process for {self.name} died twice under this call") from error
+        except UnavailableError:
+            self.counts.unavailable += 1
+            raise
+        except LimitError:
+            self.counts.limited += 1
+            raise
+
+    def _run_job(self, function: str, request: bytes, deadline: float) -> bytes:
+        job = self._take_job(deadline)
+        try:
+            answer = self._talk(job, function, request, deadline)
+        except BaseException:
+            job.close()
+            self._refill()
+            raise
+        job.num_calls += 1
+        if job.num_calls < _MOST_CALLS:
+            self._put(job)
+        else:
+            job.close()
+            self._refill()
+        return answer
+
+    def _take_job(self, deadline: float) -> _Job:
+        """One that waits already, if there is any. Raises UnavailableError."""
+        with self._lock:
+            while self._stock:
+                job = self._stock.pop()
+                if job.alive:
+                    return job
+                job.close()
+        try:
+            return self._begin_job(deadline)
+        except OSError as error:
+            raise UnavailableError(f"the process for {self.name} cannot be reached: {error}") from error
+
+    def _drop_stock(self) -> None:
+        with self._lock:
+            stock, self._stock = self._stock, []
+        for job in stock:
+            job.close()
+
+    def _refill(self) -> None:
+        """Forking and touching memory takes longer than most calls: the next one is to find it done."""
+        with contextlib.suppress(RuntimeError):  # closed
+            self._threads.submit(self._fill)
+
+    def _fill(self) -> None:
+        try:
+            while len(self._stock) < self._most_stocked and not self._keeper.closed:
+                self._put(self._begin_job(time.monotonic() + START_SECONDS))
+        except (OSError, UnavailableError) as error:
+            logger.warning("the process for %s keeps no job ready: %s", self.name, error)
+
+    def _put(self, job: _Job) -> None:
+        with self._lock:
+            if len(self._stock) < self._most_stocked and not self._keeper.closed:
+                self._stock.append(job)
+                return
+        job.close()
+
+    def _begin_job(self, deadline: float) -> _Job:
+        """Raises OSError, UnavailableError."""
+        while True:
+            self._keeper.wait_until_ready(deadline)
+            with contextlib.ExitStack() as undo:
+                sock, theirs = socket.socketpair()
+                undo.callback(sock.close)
+                with theirs:
+                    notice, their_notice = os.pipe()
+                    undo.callback(os.close, notice)
+                    try:
+                        self._keeper.send([theirs.fileno(), their_notice])
+                    except LostError:
+                        continue
+                    finally:
+                        os.close(their_notice)
+                undo.pop_all()
+                return _Job(sock, notice)
+
+    def _talk(self, job: _Job, function: str, request: bytes, deadline: float) -> bytes:
+        """Hand a job its request and take its answer."""
+        sock = job.sock
+        try:
+            if not job.begun:
+                read_frame(sock, 0, deadline)
+                job.begun = True
+                self._num_silent = 0
+            with contextlib.suppress(ConnectionError):  # it ended before it read everything: its notice says why
+                head = SECONDS.pack(deadline - time.monotonic()) + function.encode()
+                write_frame(sock, Status.DONE, head, deadline)
+                write_frame(sock, Status.DONE, request, deadline)
+            status, answer = read_frame(sock, self.limits.answer_bytes, deadline)
+        except PeerGoneError:
+            raise self._read_notice(job.notice) from None
+        except TimeoutError:
+            if job.begun:  # the kernel ends it about now
+                raise LimitError("deadline", "takes longer than its deadline") from None
+            self._note_silence()
+            raise UnavailableError(f"the process for {self.name} did not begin with this call in time") from None
+        match status:
+            case Status.DONE:
+                return answer
+            case Status.OUT_OF_MEMORY:
+                raise LimitError("memory_bytes", f"takes more than {self.limits.memory_bytes >> 20} MiB of memory")
+            case Status.RAISED:
+                raise FunctionError(answer.decode(errors="replace"))
+
+    def _read_notice(self, notice: int) -> IsolationError | LostError:
+        """How the job ended. A spawner that does not say is gone itself; SIGKILL comes from others than the input."""
+        poll = select.poll()  # `select.select` takes no descriptor above 1,023
+        poll.register(notice, select.POLLIN)
+        number = os.read(notice, 1) if poll.poll(_NOTICE_SECONDS * 1e3) else b""
+        return self.limits.explain(number[0]) if number and number[0] != signal.SIGKILL else LostError()
+
+    def _note_silence(self) -> None:
+        """A spawner that lets call after call pass without beginning hangs, and is replaced."""
+        self._num_silent += 1
+        if self._num_silent >= _MOST_SILENT:
+            logger.warning("the process for %s does not take calls and is replaced", self.name)
+            self._keeper.end_process()

@@ -1,0 +1,54 @@
+"""What all parts of one process share."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tandem_api import names
+from tandem_api.keys import KeyFile, KeyRing, open_ring
+from tandem_api.launch import WorkerConfig
+
+from tandem_worker.host.errors import StartupError
+from tandem_worker.host.vitals import Vitals
+
+logger = logging.getLogger(__name__)
+
+Ring = Callable[[], KeyRing]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runtime:
+    host: str
+    """Address that every port of the process is opened at."""
+    peers: Ring
+    """Keys that workers prove to each other, as they are now."""
+    api: Ring
+    """Keys that requests show, as they are now."""
+    vitals: Vitals
+
+
+def open_runtime(config: WorkerConfig, host: str) -> Runtime:
+    """Raises StartupError when the configured keys cannot be read."""
+    if config.keys_path is None:
+        logger.warning(
+            "no keys are configured: whoever reaches this worker's ports is believed to be a gateway or a worker"
+        )
+        return Runtime(host=host, peers=open_ring, api=open_ring, vitals=Vitals())
+    folder = Path(config.keys_path)
+    peers, api = (_open_keys(folder / name) for name in (names.PEERS_KEY_FILE, names.API_KEY_FILE))
+    return Runtime(host=host, peers=peers, api=api, vitals=Vitals())
+
+
+def _open_keys(path: Path) -> Ring:
+    try:
+        return KeyFile(path).ring
+    except (OSError, ValueError) as error:
+        problem = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise StartupError(
+            "KeysUnreadable",
+            f"The keys in {path} cannot be read: {problem}. In a cluster the operator writes them to the Secret "
+            f"NAME-keys: delete the Secret, and it makes a new one. Elsewhere, leave out keysPath to run without keys.",
+        ) from error

@@ -1,0 +1,79 @@
+"""The contract between a family's attention layers and the device's way of attending over paged blocks.
+
+A block of a layer is `[2, num_kv_heads, block_size, head_dim]`: a head's keys of a block are one contiguous run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from tandem_worker.model.contract import ForwardBatch, KVLayerSpec
+
+if TYPE_CHECKING:
+    from tandem_worker.model.backends.latent import LatentSpec
+
+KV_HEAD_AXIS = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AttentionSpec:
+    """What one layer's attention looks like on this rank."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    """Width of queries and keys."""
+    scale: float
+    window: int | None = None
+    """Keys that a query sees, its own included."""
+    chunk: int | None = None
+    """A query sees only keys of its own chunk of this many positions (Llama 4)."""
+    value_dim: int | None = None
+    """For MLA: keys are the cached latents themselves, and values their first `value_dim` elements."""
+    sinks: torch.Tensor | None = None
+    """`[num_heads]` logits that take part in the softmax without a value (gpt-oss)."""
+
+
+class StepAttention(Protocol):
+    """Attention of one step. Made once per step, used by every layer."""
+
+    def write(self, kv: torch.Tensor, kv_layer: torch.Tensor) -> None:
+        """Store the new tokens' keys and values, `[T, 2, num_kv_heads, head_dim]`, in their slots.
+
+        MLA's latents are `[T, 1, 1, head_dim]`.
+        """
+        ...
+
+    def attend(self, q: torch.Tensor, kv: torch.Tensor, kv_layer: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+        """Causal attention of `q` `[T, num_heads, head_dim]` over each sequence's context, written keys included.
+
+        `kv` is what `write` was given. Returns `[T, num_heads * head_dim]` (MLA: `value_dim`).
+        """
+        ...
+
+    def attend_latents(
+        self, queries: torch.Tensor, kv: torch.Tensor, kv_layer: torch.Tensor, spec: LatentSpec
+    ) -> torch.Tensor:
+        """MLA of `queries` `[T, num_heads, nope_dim + rope_dim]` over latents; `[T, num_heads * value_width]`."""
+        ...
+
+
+class AttentionBackend(Protocol):
+    """A way of attending that suits a device."""
+
+    def begin(self, batch: ForwardBatch, block_size: int) -> StepAttention:
+        """Prepare what all layers of a step share."""
+        ...
+
+
+def kv_layer_spec(block_size: int, num_kv_heads: int, head_dim: int) -> KVLayerSpec:
+    """Block shape of a layer with keys and values of equal width."""
+    return KVLayerSpec(block_shape=(2, num_kv_heads, block_size, head_dim), head_dim_index=KV_HEAD_AXIS)
+
+
+def latent_layer_spec(block_size: int, width: int) -> KVLayerSpec:
+    """Block shape of an MLA layer: latents, which every tensor-parallel rank holds whole."""
+    return KVLayerSpec(block_shape=(block_size, width), head_dim_index=None)

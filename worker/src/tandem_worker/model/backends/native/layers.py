@@ -1,0 +1,125 @@
+"""Layers made of the CPU kernels, where weights and heads have the shapes that these take; torch has the rest."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from tandem_worker.kernels.quantized import Weight
+from tandem_worker.model.backends import native
+from tandem_worker.model.backends.backend import BackendName, build_backend
+from tandem_worker.model.backends.native.attention import NativeAttention
+from tandem_worker.model.layers.attention import Rotate, SelfAttention
+from tandem_worker.model.layers.linear import HeadLinear, Linear
+from tandem_worker.model.layers.mlp import GatedMLP
+from tandem_worker.model.layers.moe import Experts
+from tandem_worker.model.layers.norm import RMSNorm
+from tandem_worker.model.layers.step import Step
+from tandem_worker.parallel.collectives import Collective
+
+
+def most_rows(capabilities: Mapping[str, bool]) -> int:
+    """Rows up to which a product is the kernels': all, unless oneDNN has AMX, which multiplies many rows faster."""
+    return 32 if capabilities.get("amx_bf16", False) else sys.maxsize
+
+
+MAX_ROWS = most_rows(torch.cpu.get_capabilities())
+
+
+class NativeLinear(Linear):
+    """A product that reads oneDNN's packed weight itself."""
+
+    __slots__ = ("address",)
+
+    def __init__(self, weight: Weight, bias: torch.Tensor | None = None, *, reduce: Collective | None = None) -> None:
+        super().__init__(weight, bias, reduce=reduce)
+        assert isinstance(weight, torch.Tensor)
+        self.address = native.packed_address(self.weight, weight) if self.packed else None
+        """None where the layout is another one."""
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        if self.address is None or x.shape[0] > MAX_ROWS:
+            return super()._product(x)
+        return native.linear(self.address, self.out_features, x, self.bias)
+
+    def add_partial(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        if self.address is None or x.shape[0] > MAX_ROWS:
+            return super().add_partial(x, residual)
+        return native.linear(self.address, self.out_features, x, self.bias, residual)
+
+
+class NativeHead(HeadLinear):
+    """The kernel at any number of rows: where oneDNN multiplies many faster, it has no float32 result."""
+
+    __slots__ = ("linear",)
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        linear = NativeLinear(weight)
+        self.linear = None if linear.address is None else linear
+        if self.linear is None:
+            super().__init__(weight)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.linear is None or self.linear.address is None:
+            return super().__call__(x)
+        return native.linear(self.linear.address, self.linear.out_features, x, None, dtype=torch.float32)
+
+
+class NativeRMSNorm(RMSNorm):
+    __slots__ = ()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dim() != 2 or (self.weight is not None and self.weight.shape != self.shape):
+            return super().__call__(x)
+        return native.rms_norm(x, self.weight, self.eps)
+
+
+class NativeMLP(GatedMLP):
+    __slots__ = ()
+
+    def _hidden(self, x: torch.Tensor) -> torch.Tensor:
+        gate_up = self.gate_up
+        assert isinstance(gate_up, NativeLinear)
+        width = gate_up.out_features // 2
+        if gate_up.address is None or width % native.COLUMNS or x.shape[0] > MAX_ROWS:
+            return native.silu_mul(gate_up(x))
+        return native.gate_up_silu(gate_up.address, width, x, gate_up.bias)
+
+
+class NativeSelfAttention(SelfAttention):
+    """Norm, rotation and KV write are one kernel where the placement is a rotation of halves."""
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, step: Step, kv_layer: torch.Tensor
+    ) -> torch.Tensor:
+        place, spec = self._place, self.spec
+        if not isinstance(place, Rotate) or place.interleaved:
+            return super().forward(x, residual, step, kv_layer)
+        norms = None if place.norm is None else (place.norm.query_weight, place.norm.key_weight, place.norm.eps)
+        heads = self.qkv(x).view(x.shape[0], -1, spec.head_dim)
+        rotation = step.rotation
+        native.place_heads(heads, spec.num_heads, norms, rotation.cos, rotation.sin, step.batch.slot_mapping, kv_layer)
+        step.written(self._index)
+        kv = heads[:, spec.num_heads :].unflatten(1, (2, spec.num_kv_heads))
+        return self.out.add_to(step.attention.attend(heads[:, : spec.num_heads], kv, kv_layer, spec), residual)
+
+
+class NativeExperts(Experts):
+    linear = NativeLinear
+
+
+NATIVE = replace(
+    build_backend(BackendName.TORCH),
+    name=BackendName.NATIVE,
+    dtype=torch.bfloat16,
+    attention=NativeAttention,
+    linear=NativeLinear,
+    head=NativeHead,
+    norm=NativeRMSNorm,
+    self_attention=NativeSelfAttention,
+    mlp=NativeMLP,
+    experts=NativeExperts,
+)

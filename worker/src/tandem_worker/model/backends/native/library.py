@@ -1,0 +1,235 @@
+"""Calls of `libtandem_cpu.so`. Tensors are bfloat16 on the CPU, their last dimension contiguous."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from tandem_worker.host.environment import wants_native_kernels
+
+LIBRARY = Path(__file__).with_name("libtandem_cpu.so")
+COLUMNS = 64
+"""Columns of a packed block, and what the width of a gated product must be a multiple of."""
+LANES = 16
+"""What a head's width must be a multiple of."""
+
+_Address, _Index, _Float = ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_float
+_SIGNATURES: dict[str, list[type]] = {
+    "tandem_linear": [_Address, _Index, _Index, _Address, _Index, _Index, _Address, _Address, _Address],
+    "tandem_linear_float32": [_Address, _Index, _Index, _Address, _Index, _Index, _Address, _Address],
+    "tandem_gate_up_silu": [_Address, _Index, _Index, _Address, _Index, _Index, _Address, _Address],
+    "tandem_rms_norm": [_Address, _Index, _Index, _Index, _Address, _Float, _Address],
+    "tandem_silu_mul": [_Address, _Index, _Index, _Address],
+    "tandem_place_heads": [
+        *(_Address, _Index, _Index, _Index, _Index, _Address, _Address, _Float),
+        *(_Address, _Address, _Address, _Address, _Index),
+    ],
+    "tandem_attention": [_Address],
+    "tandem_use_threads": [_Index],
+}
+
+
+class _Attention(ctypes.Structure):
+    """`Attention` of attention.cpp."""
+
+    _fields_ = (
+        *((name, _Address) for name in ("q", "out", "layer", "tables", "query_start", "context_lens", "sinks")),
+        *((name, _Index) for name in ("num_sequences", "table_width", "q_stride", "num_heads", "num_kv_heads")),
+        *((name, _Index) for name in ("width", "block_size", "window", "chunk")),
+        ("scale", _Float),
+    )
+
+
+@lru_cache(maxsize=1)
+def find_obstacle() -> str | None:
+    """Why the kernels cannot serve here, as a sentence; None when they can."""
+    if not wants_native_kernels():
+        return "TANDEM_NATIVE_KERNELS=0 turns them off."
+    if not torch.cpu.get_capabilities().get("avx512_bf16", False):
+        return "This CPU does not multiply bfloat16 in AVX-512 registers."
+    if not LIBRARY.exists():
+        return f"{LIBRARY.name} is not built: `make setup` does it, or `make` in {LIBRARY.parent}."
+    try:
+        _load()
+    except (OSError, AttributeError) as error:  # the latter: built from other sources
+        return f"{LIBRARY.name} cannot be loaded: {error}."
+    return None
+
+
+@lru_cache(maxsize=1)
+def _load() -> ctypes.CDLL:
+    """Raises OSError, and AttributeError when it lacks a kernel."""
+    library = ctypes.CDLL(str(LIBRARY))
+    for name, arguments in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, None
+    library.tandem_use_threads(torch.get_num_threads())
+    return library
+
+
+def use_threads(count: int) -> None:
+    """Let kernels use up to `count` threads, the caller's included. At first it is as many as torch has.
+
+    They are the kernels' own: a region of OpenMP waits for all its threads, and on a core that other processes want
+    too, one may be away for milliseconds.
+    """
+    _load().tandem_use_threads(count)
+
+
+def packed_address(packed: torch.Tensor, weight: torch.Tensor) -> int | None:
+    """Where oneDNN keeps `weight` `[N, K]`, if `packed` has the layout that the kernels read; else None.
+
+    oneDNN chooses layouts by shape and type and does not promise them: the first and the last block are compared.
+    """
+    num_columns, width = weight.shape
+    num_blocks = -(-num_columns // COLUMNS)
+    size = COLUMNS * width
+    if weight.dtype != torch.bfloat16 or width % 2 or torch.ops.mkldnn._nbytes(packed) != num_blocks * size * 2:
+        return None
+    address: int = torch.ops.mkldnn.data_ptr(packed)
+    for block in {0, num_blocks - 1}:
+        columns = weight[block * COLUMNS : (block + 1) * COLUMNS]
+        expected = columns.new_zeros(width // 2, COLUMNS, 2)
+        expected[:, : columns.shape[0]] = columns.unflatten(1, (-1, 2)).transpose(0, 1)
+        memory = (ctypes.c_char * (size * 2)).from_address(address + block * size * 2)
+        if not torch.equal(torch.frombuffer(memory, dtype=torch.int16), expected.view(torch.int16).flatten()):
+            return None
+    return address
+
+
+def _at(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def linear(
+    weight: int,
+    out_features: int,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None = None,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """`x W^T + bias + residual`, `[T, N]`, for x `[T, K]` and a `packed_address`. `residual` is contiguous.
+
+    In float32, where there is no residual, the sums are not rounded.
+    """
+    rows, inner = x.shape
+    out = x.new_empty(rows, out_features, dtype=dtype)
+    if dtype == torch.float32:
+        assert residual is None
+        _load().tandem_linear_float32(
+            weight, out_features, inner, x.data_ptr(), x.stride(0), rows, _at(bias), out.data_ptr()
+        )
+        return out
+    _load().tandem_linear(
+        weight, out_features, inner, x.data_ptr(), x.stride(0), rows, _at(bias), _at(residual), out.data_ptr()
+    )
+    return out
+
+
+def gate_up_silu(weight: int, width: int, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`silu(x Wg^T + bg) * (x Wu^T + bu)`, `[T, width]`; `width` is a multiple of `COLUMNS`, gate comes first."""
+    rows, inner = x.shape
+    out = x.new_empty(rows, width)
+    _load().tandem_gate_up_silu(weight, width, inner, x.data_ptr(), x.stride(0), rows, _at(bias), out.data_ptr())
+    return out
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """`x / rms(x) * weight` for `[T, D]`."""
+    rows, width = x.shape
+    out = x.new_empty(rows, width)
+    _load().tandem_rms_norm(x.data_ptr(), x.stride(0), rows, width, _at(weight), eps, out.data_ptr())
+    return out
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """`silu(gate) * up` for contiguous `[T, 2I]`, gate first."""
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(rows, width)
+    _load().tandem_silu_mul(gate_up.data_ptr(), rows, width, out.data_ptr())
+    return out
+
+
+def place_heads(
+    heads: torch.Tensor,
+    num_heads: int,
+    norms: tuple[torch.Tensor, torch.Tensor, float] | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    slots: torch.Tensor,
+    kv_layer: torch.Tensor,
+) -> None:
+    """Rotate queries and keys of contiguous `[T, Hq + 2 Hk, D]` in place and write keys and values to their slots.
+
+    `norms` are weights of query and key heads with their eps, applied before; `cos` and `sin` `[T, D / 2]`.
+    `kv_layer` is `[N, 2, Hk, S, D]`.
+    """
+    _, _, num_kv_heads, block_size, width = kv_layer.shape
+    query_norm, key_norm, eps = norms or (None, None, 0.0)
+    _load().tandem_place_heads(
+        heads.data_ptr(),
+        heads.shape[0],
+        num_heads,
+        num_kv_heads,
+        width,
+        _at(query_norm),
+        _at(key_norm),
+        eps,
+        cos.data_ptr(),
+        sin.data_ptr(),
+        slots.data_ptr(),
+        kv_layer.data_ptr(),
+        block_size,
+    )
+
+
+class AttentionStep:
+    """Attention of one step for layers of one kind: the sequences are described once."""
+
+    __slots__ = ("_call", "_reference", "_tensors")
+
+    def __init__(
+        self,
+        block_tables: torch.Tensor,
+        query_start: torch.Tensor,
+        context_lens: torch.Tensor,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        scale: float,
+        window: int | None = None,
+        chunk: int | None = None,
+    ) -> None:
+        """int32 tensors as in `ForwardBatch`; the rest as in `AttentionSpec`."""
+        self._tensors = block_tables, query_start, context_lens  # they must live as long as their addresses are used
+        self._call = _Attention(
+            tables=block_tables.data_ptr(),
+            query_start=query_start.data_ptr(),
+            context_lens=context_lens.data_ptr(),
+            num_sequences=query_start.shape[0] - 1,
+            table_width=block_tables.stride(0),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            width=head_dim,
+            block_size=block_size,
+            window=window or 0,
+            chunk=chunk or 0,
+            scale=scale,
+        )
+        self._reference = ctypes.addressof(self._call)
+
+    def attend(self, q: torch.Tensor, kv_layer: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+        """`q` `[T, Hq, D]`, each token's heads contiguous, to `[T, Hq * D]`; `sinks` `[Hq]` float32."""
+        out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
+        call = self._call
+        call.q, call.q_stride, call.out, call.layer = q.data_ptr(), q.stride(0), out.data_ptr(), kv_layer.data_ptr()
+        call.sinks = _at(sinks)
+        _load().tandem_attention(self._reference)
+        return out

@@ -1,0 +1,1 @@
+"""Attention by torch operations, for any device and element type."""

@@ -1,0 +1,1 @@
+"""Layers and attention on the Triton kernels of `tandem_worker.kernels`."""

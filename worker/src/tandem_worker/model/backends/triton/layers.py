@@ -1,0 +1,253 @@
+"""Layers made of the Triton kernels.
+
+Products of few rows, which decode consists of, are bound by reading weights: they run in a kernel that reads each once,
+widens packed ones in registers and splits K over the device. Products of many rows belong to cuBLAS, with packed
+weights widened beforehand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch.nn import functional
+
+from tandem_worker import kernels
+from tandem_worker.kernels.quantized import Weight, WeightStack
+from tandem_worker.model.backends.backend import Backend, BackendName
+from tandem_worker.model.backends.triton.attention import TritonAttention, TritonStepAttention
+from tandem_worker.model.families.decoder import PreNormLayer
+from tandem_worker.model.layers.attention import Rotate, SelfAttention
+from tandem_worker.model.layers.linear import HeadLinear, Linear, float32_product
+from tandem_worker.model.layers.mlp import GatedMLP
+from tandem_worker.model.layers.moe import Experts, ExpertWeights
+from tandem_worker.model.layers.norm import HeadNorm, RMSNorm
+from tandem_worker.model.layers.rotary import Rotation
+from tandem_worker.model.layers.routers import Route, Router, Routing
+from tandem_worker.model.layers.step import Step
+from tandem_worker.parallel.collectives import Collective
+
+MAX_FEW_ROWS = 64
+"""Rows up to which a product reads its weight in the split-K kernel."""
+
+
+class TritonLinear(Linear):
+    """A product with a weight in any form of `kernels.quantized`."""
+
+    __slots__ = ("form",)
+
+    def __init__(self, weight: Weight, bias: torch.Tensor | None = None, *, reduce: Collective | None = None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self.reduce = reduce
+        self.bias = None if reduce is not None and reduce.rank else bias
+        self.packed = False
+        self.form = weight
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] <= MAX_FEW_ROWS:
+            return kernels.small_batch_linear(x, self.form, self.bias)
+        return functional.linear(x, kernels.widen(x, self.form), self.bias)
+
+    def add_partial(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] <= MAX_FEW_ROWS:
+            return kernels.small_batch_linear(x, self.form, self.bias, residual=residual)
+        if self.bias is not None:
+            residual = residual + self.bias
+        return torch.addmm(residual, x, kernels.widen(x, self.form).t())
+
+
+class TritonHead(HeadLinear):
+    """The kernel's sums and cuBLAS's are float32 already: they are stored as they are."""
+
+    __slots__ = ("table",)
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.table = weight
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] > MAX_FEW_ROWS:
+            return float32_product(x, self.table)
+        out = torch.empty((x.shape[0], self.table.shape[0]), dtype=torch.float32, device=x.device)
+        return kernels.small_batch_linear(x, self.table, out=out)
+
+
+class TritonRMSNorm(RMSNorm):
+    __slots__ = ()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return kernels.rms_norm(x, self.weight, self.eps)
+
+    def after_sum(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """The norm of `residual + x`; the sum is left in `residual`, the result in `x`."""
+        assert self.weight is not None
+        return kernels.residual_rms_norm(x, residual, self.weight, self.eps, out=x)
+
+
+class TritonHeadNorm(HeadNorm):
+    __slots__ = ()
+
+    def normalize_(self, heads: torch.Tensor, num_heads: int) -> None:
+        kernels.rms_norm(heads[:, :num_heads], self.query_weight, self.eps, out=heads[:, :num_heads])
+        kernels.rms_norm(heads[:, num_heads:], self.key_weight, self.eps, out=heads[:, num_heads:])
+
+
+class TritonRotation(Rotation):
+    __slots__ = ("rows",)
+
+    def __init__(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        super().__init__(cos, sin)
+        self.rows = torch.arange(cos.shape[0], device=cos.device)
+        """Row of the tables for each token of the step."""
+
+    def rotate_half_(self, heads: torch.Tensor) -> None:
+        kernels.rope(heads, None, self.cos, self.sin, self.rows)
+
+    def rotate_interleaved_(self, heads: torch.Tensor) -> None:
+        kernels.rope(heads, None, self.cos, self.sin, self.rows, interleaved=True)
+
+
+class TritonSelfAttention(SelfAttention):
+    """Norm, rotation and KV write are one kernel where the placement is one of rotations."""
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, step: Step, kv_layer: torch.Tensor
+    ) -> torch.Tensor:
+        if not isinstance(self._place, Rotate):
+            return super().forward(x, residual, step, kv_layer)
+        attention, rotation, norm = step.attention, step.rotation, self._place.norm
+        assert isinstance(attention, TritonStepAttention)
+        assert isinstance(rotation, TritonRotation)
+        q = kernels.fused_qkv_norm_rope_kv_write(
+            self.qkv(x),
+            rotation.cos,
+            rotation.sin,
+            rotation.rows,
+            kv_layer,
+            step.batch.slot_mapping,
+            q_norm=None if norm is None else norm.query_weight,
+            k_norm=None if norm is None else norm.key_weight,
+            eps=0.0 if norm is None else norm.eps,
+            interleaved=self._place.interleaved,
+        )
+        step.written(self._index)
+        return self.out.add_to(attention.attend_cached(q, kv_layer, self.spec), residual)
+
+
+class TritonMLP(GatedMLP):
+    __slots__ = ()
+
+    def _hidden(self, x: torch.Tensor) -> torch.Tensor:
+        gate_up = self.gate_up
+        assert isinstance(gate_up, TritonLinear)
+        if x.shape[0] <= MAX_FEW_ROWS:
+            return kernels.gate_up_silu(x, gate_up.form, gate_up.bias)
+        return kernels.silu_mul(gate_up(x))
+
+
+class TritonExperts(Experts):
+    """All experts of the rank in one tensor, computed by one operation."""
+
+    def __init__(
+        self,
+        weights: Iterable[ExpertWeights],
+        *,
+        num_local: int,
+        ep: Collective | None,
+        swiglu_limit: float | None = None,
+    ) -> None:
+        self._num_local = num_local
+        self._ep = ep
+        self._swiglu_limit = swiglu_limit
+        gate_up, down = WeightStack(num_local), WeightStack(num_local)
+        gate_up_bias, down_bias = WeightStack(num_local), WeightStack(num_local)
+        for weight in weights:
+            gate_up.append(weight.gate_up)
+            down.append(weight.down)
+            if weight.gate_up_bias is not None:
+                gate_up_bias.append(weight.gate_up_bias)
+            if weight.down_bias is not None:
+                down_bias.append(weight.down_bias)
+        self._stacked_gate_up, self._stacked_down = gate_up.whole(), down.whole()
+        self._gate_up_bias, self._down_bias = gate_up_bias.tensor(), down_bias.tensor()
+
+    def add_to(
+        self, x: torch.Tensor, routing: Routing, residual: torch.Tensor, *, weigh_input: bool = False
+    ) -> torch.Tensor:
+        if self._ep is not None:
+            return super().add_to(x, routing, residual, weigh_input=weigh_input)
+        if not weigh_input:
+            return self._fused(x, routing.experts, routing.weights, residual)
+        num_tokens, width = routing.experts.shape
+        rows = x.repeat_interleave(width, dim=0) * routing.weights.reshape(-1, 1).to(x.dtype)
+        if width == 1:
+            return self._fused(rows, routing.experts, torch.ones_like(routing.weights), residual)
+        return residual + self._apply(rows, routing.experts.flatten()).view(num_tokens, width, -1).sum(1)
+
+    def _apply(self, rows: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        ones = torch.ones((rows.shape[0], 1), dtype=torch.float32, device=rows.device)
+        return self._fused(rows, experts.int().unsqueeze(1), ones, None)
+
+    def _fused(
+        self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, residual: torch.Tensor | None
+    ) -> torch.Tensor:
+        return kernels.fused_moe(
+            x,
+            self._stacked_gate_up,
+            self._stacked_down,
+            weights,
+            experts,
+            gate_up_bias=self._gate_up_bias,
+            down_bias=self._down_bias,
+            swiglu_limit=self._swiglu_limit,
+            residual=residual,
+        )
+
+
+class TritonRouter:
+    """A router's rule in one kernel."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._rule = router.rule()
+
+    def __call__(self, x: torch.Tensor, live: torch.Tensor | None = None) -> Routing:
+        logits = self._router.logits(x)
+        if self._rule is None:
+            routing = self._router.choose(logits)
+            return Routing(routing.experts.int(), routing.weights.float()).only(live)
+        weights, experts = kernels.moe_route(logits, self._router.top_k, live=live, **self._rule)
+        return Routing(experts, weights, live is not None)
+
+
+def build_route(router: Router) -> Route:
+    return TritonRouter(router)
+
+
+class TritonLayer(PreNormLayer):
+    """A layer whose second norm takes in the sum before it.
+
+    The sum after the MLP belongs to the next layer's norm; it is left to the product, which adds it as it writes.
+    """
+
+    def forward(self, hidden: torch.Tensor, step: Step, kv_layer: torch.Tensor) -> torch.Tensor:
+        """Overwrites `hidden`, which nobody else holds."""
+        assert isinstance(self.mlp_norm, TritonRMSNorm)
+        attended = self.attention.forward(self.input_norm(hidden), None, step, kv_layer)
+        return self.mlp.forward(self.mlp_norm.after_sum(attended, hidden), hidden, step)
+
+
+TRITON = Backend(
+    name=BackendName.TRITON,
+    keeps_packed=True,
+    attention=TritonAttention,
+    linear=TritonLinear,
+    head=TritonHead,
+    norm=TritonRMSNorm,
+    head_norm=TritonHeadNorm,
+    rotation=TritonRotation,
+    self_attention=TritonSelfAttention,
+    mlp=TritonMLP,
+    experts=TritonExperts,
+    route=build_route,
+    layer=TritonLayer,
+)

@@ -1,0 +1,88 @@
+"""Whether a checkpoint holds what its configuration says, before any of it is read.
+
+A tensor that nothing takes is a part of the computation that is missing here. Which ones the model takes is asked of
+the model itself, loaded whole and without content: so every rank comes to the same answer, whatever share it reads.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from tandem_worker.host.errors import StartupError
+from tandem_worker.model.backends.backend import BackendName, build_backend
+from tandem_worker.model.checkpoint.contract import WeightSource
+from tandem_worker.model.checkpoint.loader import WeightLoader
+from tandem_worker.model.checkpoint.names import NameRecorder
+from tandem_worker.model.config import ModelConfig
+from tandem_worker.model.families.family import Family
+from tandem_worker.parallel.context import SINGLE
+
+EMBEDDING = "model.embed_tokens.weight"
+OUTPUT = "lm_head.weight"
+_SHOWN = 4
+_ROTARY = r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)$"
+_ACTIVATION_SCALES = r".*\.([qkv]_|kv_|input_|output_)(scale|zero_point)$"
+
+
+def settle_output_matrix(config: ModelConfig, source: WeightSource, prefix: str) -> ModelConfig:
+    """A checkpoint that calls its output matrix tied may hold one: it is the embedding's then only if it equals it."""
+    head, embedding = prefix + OUTPUT, prefix + EMBEDDING
+    if not config.tie_word_embeddings or config.embedding is not None or head not in source or embedding not in source:
+        return config
+    tied = source.shape(head) == source.shape(embedding) and torch.equal(source.read(head), source.read(embedding))
+    return replace(config, tie_word_embeddings=tied)
+
+
+def check_coverage(config: ModelConfig, family: Family, source: WeightSource, prefix: str) -> None:
+    """Raises StartupError for a tensor that is missing or of another shape, and for those that nothing takes."""
+    recorder = NameRecorder(source)
+    loader = WeightLoader(
+        recorder,
+        dtype=torch.float32,
+        device=torch.device("meta"),
+        backend=build_backend(BackendName.TORCH),
+        prefix=prefix,
+    )
+    family.load(config, loader, SINGLE)
+    unused = find_unused(config, family, source, recorder.taken, prefix)
+    if not unused:
+        return
+    shown = ", ".join(unused[:_SHOWN]) + (f" and {len(unused) - _SHOWN} more" if len(unused) > _SHOWN else "")
+    raise StartupError(
+        "UnusedWeights",
+        f"The checkpoint holds tensors that {config.architecture} is not computed with here: {shown}. Without "
+        "them its answers would be wrong. Either config.json does not say what they are for (compare it with the "
+        "published one), or the model is a variant that is not supported.",
+    )
+
+
+def find_unused(config: ModelConfig, family: Family, source: WeightSource, taken: set[str], prefix: str) -> list[str]:
+    """Tensors of the checkpoint that the model does not take and that it is not known to do without, sorted."""
+    patterns = [re.compile(pattern) for pattern in ignorable_patterns(config, family)]
+    left = [
+        name
+        for name in source.names()
+        if name not in taken and not any(pattern.match(name.removeprefix(prefix)) for pattern in patterns)
+    ]
+    return sorted(name for name in left if not _adds_nothing(name, source))
+
+
+def ignorable_patterns(config: ModelConfig, family: Family) -> Mapping[str, str]:
+    """Patterns of names without prefix, and why answers do not depend on such tensors."""
+    patterns = {_ROTARY: "frequencies that follow from the configuration", **family.ignorable(config)}
+    if config.embedding is not None:
+        patterns[r"lm_head\."] = "an embedding model has no output matrix"
+    elif config.tie_word_embeddings:
+        patterns[re.escape(OUTPUT)] = "equal to the embedding, which is used for it"
+    if config.quantization:
+        patterns[_ACTIVATION_SCALES] = "activations, keys and values are not quantized here"
+    return patterns
+
+
+def _adds_nothing(name: str, source: WeightSource) -> bool:
+    """Some quantizers write a bias of zeros beside every matrix."""
+    return name.endswith(".bias") and not bool(source.read(name).any())

@@ -1,0 +1,199 @@
+"""The frame of every family: embedding, layers, final norm, output projection, and the pipeline around them."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from tandem_worker.model.checkpoint.loader import WeightLoader
+from tandem_worker.model.config import ModelConfig
+from tandem_worker.model.contract import ForwardBatch, KVCache, KVCacheSpec, KVLayerSpec
+from tandem_worker.model.layers.embedding import Embedding, LMHead, build_lm_head
+from tandem_worker.model.layers.norm import RMSNorm
+from tandem_worker.model.layers.rotary import RotaryEmbedding
+from tandem_worker.model.layers.step import Step
+from tandem_worker.parallel.context import ParallelContext
+
+
+class DecoderLayer(Protocol):
+    """One layer of a family."""
+
+    def kv_layer_spec(self, block_size: int) -> KVLayerSpec: ...
+
+    def forward(self, hidden: torch.Tensor, step: Step, kv_layer: torch.Tensor) -> torch.Tensor:
+        """`[T, hidden]` to `[T, hidden]`; writes the layer's KV."""
+        ...
+
+
+class AttentionPart(Protocol):
+    """The first half of a layer."""
+
+    def kv_layer_spec(self, block_size: int) -> KVLayerSpec: ...
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, step: Step, kv_layer: torch.Tensor
+    ) -> torch.Tensor:
+        """`residual + attention(x)`, where None adds nothing; writes the layer's KV."""
+        ...
+
+
+class MLPPart(Protocol):
+    """The second half of a layer, dense or a mixture of experts."""
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor, step: Step) -> torch.Tensor:
+        """`residual + mlp(x)`."""
+        ...
+
+
+class PreNormLayer:
+    """Attention and MLP, each behind a norm and added to the residual stream: the layer of every family here."""
+
+    def __init__(self, input_norm: RMSNorm, attention: AttentionPart, mlp_norm: RMSNorm, mlp: MLPPart) -> None:
+        self.input_norm = input_norm
+        self.attention = attention
+        self.mlp_norm = mlp_norm
+        self.mlp = mlp
+
+    @classmethod
+    def load(
+        cls, config: ModelConfig, loader: WeightLoader, layer: int, attention: AttentionPart, mlp: MLPPart
+    ) -> DecoderLayer:
+        """Around parts that are loaded already, with the norms of the checkpoint's layer `layer`."""
+        backend, shape = loader.backend, (config.hidden_size,)
+        norms = [
+            backend.norm(loader.load(f"model.layers.{layer}.{name}.weight", shape), config.rms_norm_eps)
+            for name in ("input_layernorm", "post_attention_layernorm")
+        ]
+        return (backend.layer or cls)(norms[0], attention, norms[1], mlp)
+
+    def kv_layer_spec(self, block_size: int) -> KVLayerSpec:
+        return self.attention.kv_layer_spec(block_size)
+
+    def forward(self, hidden: torch.Tensor, step: Step, kv_layer: torch.Tensor) -> torch.Tensor:
+        hidden = self.attention.forward(self.input_norm(hidden), hidden, step, kv_layer)
+        return self.mlp.forward(self.mlp_norm(hidden), hidden, step)
+
+
+def stage_layers(num_layers: int, context: ParallelContext) -> range:
+    """Layers of this pipeline stage. Unless the context says which: equal shares, the first ones longer if need be."""
+    if context.layers is not None:
+        return context.layers
+    share, longer = divmod(num_layers, context.pp_size)
+    start = context.pp_rank * share + min(context.pp_rank, longer)
+    return range(start, start + share + (context.pp_rank < longer))
+
+
+class PartSeconds(NamedTuple):
+    """How long the parts of one step took."""
+
+    enter: float
+    """Embedding, and what the layers share."""
+    layers: float
+    """All layers of this stage."""
+    leave: float
+    """Final norm and output projection."""
+
+
+class DecoderLM:
+    """A causal language model from its layers; satisfies `CausalLM`.
+
+    Under pipeline parallelism each stage has a model of its own layers: hidden states come from the stage before and
+    go to the stage after, and only the last stage returns logits (others return none, `[0, vocab_size]`).
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        loader: WeightLoader,
+        context: ParallelContext,
+        layers: Sequence[DecoderLayer],
+        rotary: RotaryEmbedding,
+    ) -> None:
+        self.vocab_size = config.vocab_size
+        self.max_position_embeddings = config.max_position_embeddings
+        self.device = loader.device
+        self.dtype = loader.dtype
+        self.embedding = config.embedding
+        self._hidden_size = config.hidden_size
+        self._context = context
+        self._layers = layers
+        self._backend = loader.backend.attention()
+        self._rotary = rotary
+        shape = (config.vocab_size, config.hidden_size)
+        self._embedding: Embedding | None = None
+        self._norm: RMSNorm | None = None
+        self._head: LMHead | None = None
+        generates = context.is_last_stage and config.embedding is None
+        tied = config.tie_word_embeddings and generates
+        if context.is_first_stage or tied:
+            self._embedding = Embedding.load(loader, context, "model.embed_tokens.weight", shape)
+        if context.is_last_stage:
+            weight = loader.load("model.norm.weight", (config.hidden_size,))
+            self._norm = loader.backend.norm(weight, config.rms_norm_eps)
+        if generates:
+            table = self._embedding.table if tied and self._embedding is not None else None
+            self._head = build_lm_head(loader, context, shape, tied=table)
+
+    def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
+        specs = tuple(layer.kv_layer_spec(block_size) for layer in self._layers)
+        return KVCacheSpec(layers=specs, dtype=self.dtype, block_size=block_size)
+
+    def forward(self, batch: ForwardBatch, kv_cache: KVCache) -> torch.Tensor:
+        """Logits `[N, vocab_size]` float32 of `batch.logits_rows`; an embedding model's hidden states instead."""
+        hidden = self._enter(batch)
+        step = self.begin_step(batch, kv_cache.spec.block_size)
+        for layer, kv_layer in zip(self._layers, kv_cache.layers, strict=True):
+            hidden = layer.forward(hidden, step, kv_layer)
+        return self._leave(hidden, batch)
+
+    def time_parts(self, batch: ForwardBatch, kv_cache: KVCache) -> PartSeconds:
+        """As `forward`, on a clock: how long each part takes once the device has finished the one before."""
+        times = [self._clock()]
+        hidden = self._enter(batch)
+        step = self.begin_step(batch, kv_cache.spec.block_size)
+        times.append(self._clock())
+        for layer, kv_layer in zip(self._layers, kv_cache.layers, strict=True):
+            hidden = layer.forward(hidden, step, kv_layer)
+        times.append(self._clock())
+        self._leave(hidden, batch)
+        times.append(self._clock())
+        return PartSeconds(*(after - before for before, after in itertools.pairwise(times)))
+
+    def _clock(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def begin_step(self, batch: ForwardBatch, block_size: int) -> Step:
+        """What the layers share; families override it to add their own."""
+        return Step(
+            batch=batch,
+            attention=self._backend.begin(batch, block_size),
+            rotation=self._rotary.at(batch.positions, self.dtype),
+            block_size=block_size,
+        )
+
+    def _enter(self, batch: ForwardBatch) -> torch.Tensor:
+        context = self._context
+        if context.is_first_stage:
+            assert self._embedding is not None
+            return self._embedding(batch.token_ids)
+        assert context.pp is not None
+        like = torch.empty(batch.token_ids.shape[0], self._hidden_size, dtype=self.dtype, device=self.device)
+        return context.pp.receive(like, context.pp_rank - 1)
+
+    def _leave(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        context = self._context
+        if not context.is_last_stage:
+            assert context.pp is not None
+            context.pp.send(hidden, context.pp_rank + 1)
+            return torch.empty(0, self.vocab_size, device=self.device)
+        assert self._norm is not None
+        if batch.logits_rows.shape[0] != hidden.shape[0]:
+            hidden = hidden.index_select(0, batch.logits_rows)
+        hidden = self._norm(hidden)
+        return hidden.float() if self._head is None else self._head(hidden)

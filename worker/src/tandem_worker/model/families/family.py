@@ -1,0 +1,30 @@
+"""What a model family is to the rest of the worker: how it loads, and what it says about checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from tandem_worker.model.checkpoint.loader import WeightLoader
+from tandem_worker.model.config import ModelConfig
+from tandem_worker.model.contract import CausalLM
+from tandem_worker.model.keys import ConfigKeys
+from tandem_worker.parallel.context import ParallelContext
+
+LoadFunction = Callable[[ModelConfig, WeightLoader, ParallelContext], CausalLM]
+Ignorable = Mapping[str, str]
+"""Pattern of tensor names, matched from their start and without a multimodal checkpoint's prefix, to the reason."""
+
+
+def nothing_ignorable(_config: ModelConfig) -> Ignorable:
+    return {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """How a published architecture is served."""
+
+    load: LoadFunction
+    keys: ConfigKeys
+    ignorable: Callable[[ModelConfig], Ignorable] = nothing_ignorable
+    """Tensors that checkpoints of the family hold and that its language model does not compute with."""

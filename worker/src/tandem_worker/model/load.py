@@ -1,0 +1,128 @@
+"""The one way to get a model: from a folder or a file to a `CausalLM`."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from tandem_worker.host.errors import StartupError
+from tandem_worker.model.backends import native
+from tandem_worker.model.backends.backend import BackendName, build_backend, select_backend
+from tandem_worker.model.checkpoint.bare import BareSource
+from tandem_worker.model.checkpoint.contract import WeightSource
+from tandem_worker.model.checkpoint.files import find_gguf, find_safetensors
+from tandem_worker.model.checkpoint.gguf import GGUFSource, gguf_metadata, open_gguf
+from tandem_worker.model.checkpoint.loader import WeightLoader
+from tandem_worker.model.checkpoint.quantized import dequantize_source
+from tandem_worker.model.checkpoint.safetensors import SafetensorsSource
+from tandem_worker.model.config import CONFIG_FILE, ModelConfig, parse_config, read_architecture, read_raw_config
+from tandem_worker.model.contract import CausalLM
+from tandem_worker.model.coverage import EMBEDDING, check_coverage, settle_output_matrix
+from tandem_worker.model.embedding import MODULES, read_embedding_spec
+from tandem_worker.model.families.registry import find_family
+from tandem_worker.model.gguf_keys import gguf_architecture, translate_metadata
+from tandem_worker.parallel.context import SINGLE, ParallelContext
+
+logger = logging.getLogger(__name__)
+
+_BARE_EMBEDDING = "embed_tokens.weight"
+_LANGUAGE_MODEL = "language_model."
+
+
+def load_model(
+    path: Path,
+    *,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    context: ParallelContext = SINGLE,
+    backend: BackendName | None = None,
+    max_threads: int | None = None,
+) -> CausalLM:
+    """Load this rank's share of the model at `path`: a folder with weights and `config.json`, or a GGUF file.
+
+    `dtype` None chooses by `resolve_dtype`, `backend` None by device and element type. `max_threads` limits torch's
+    threads from here on. Raises StartupError with a reason and a sentence for everything that a person must
+    fix, ValueError for a `backend` that does not compute in `dtype`.
+    """
+    if max_threads is not None:
+        torch.set_num_threads(max_threads)
+    config, source = open_checkpoint(path)
+    family, prefix = find_family(config.architecture), find_prefix(source)
+    chosen = dtype or resolve_dtype(device, config.dtype)
+    parts = build_backend(backend or select_backend(device, chosen))
+    if parts.dtype not in {None, chosen}:
+        raise ValueError(f"the {parts.name} backend computes in {parts.dtype}, not in {chosen}")
+    with torch.inference_mode():
+        config = settle_output_matrix(config, source, prefix)
+        check_coverage(config, family, source, prefix)
+        loader = WeightLoader(source, dtype=chosen, device=device, backend=parts, prefix=prefix)
+        model = family.load(config, loader, context)
+    _log_backend(loader)
+    if loader.forms:
+        logger.info("quantized weights", extra={"matrices": dict(loader.forms)})
+    return model
+
+
+def _log_backend(loader: WeightLoader) -> None:
+    name = loader.backend.name
+    # Elsewhere nobody asks: where there is no obstacle, looking for one loads the kernels and starts their threads.
+    why = native.find_obstacle() if name is BackendName.TORCH and loader.dtype == torch.bfloat16 else None
+    logger.info("layers are made of the %s backend", name, extra={} if why is None else {"why": why})
+
+
+def find_prefix(source: WeightSource) -> str:
+    """What stands before `model.` in the tensor names: multimodal checkpoints put their language model's name there."""
+    for name in source.names():
+        if name.endswith(EMBEDDING) and (name == EMBEDDING or name.startswith(_LANGUAGE_MODEL)):
+            return name.removesuffix(EMBEDDING)
+    return ""
+
+
+def resolve_dtype(device: torch.device, checkpoint: torch.dtype) -> torch.dtype:
+    """Element type under `dtype: Auto`: the checkpoint's on a GPU; bfloat16 on a CPU that multiplies it in hardware."""
+    if device.type == "cpu":
+        return torch.bfloat16 if _cpu_multiplies_bfloat16() else torch.float32
+    return checkpoint
+
+
+def _cpu_multiplies_bfloat16() -> bool:
+    capabilities = torch.cpu.get_capabilities()
+    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "amx_tile", "bf16"))
+
+
+def open_checkpoint(path: Path) -> tuple[ModelConfig, WeightSource]:
+    """Configuration and weights at `path`, nothing read into memory yet."""
+    if not path.exists():
+        raise StartupError("WeightsNotFound", f"There is no model at {path}.")
+    gguf = find_gguf(path)
+    if gguf is not None:
+        return _open_gguf(gguf)
+    files = find_safetensors(path) if path.is_dir() else []
+    if not files:
+        raise StartupError(
+            "WeightsNotFound", f"{path} holds no weights: neither *.safetensors nor a *.gguf file was found."
+        )
+    raw = read_raw_config(path / CONFIG_FILE)
+    architecture = read_architecture(raw)
+    config = parse_config(raw, find_family(architecture).keys, architecture=architecture)
+    config = replace(config, embedding=read_embedding_spec(path, config.hidden_size))
+    if config.embedding is None and config.architecture.endswith("Model"):
+        raise StartupError(
+            "UnsupportedArchitecture",
+            f"{config.architecture} has no output matrix, so it cannot generate text, and no {MODULES} says how it "
+            "makes embeddings.",
+        )
+    source = dequantize_source(SafetensorsSource(files), config.quantization)
+    return config, BareSource(source) if _BARE_EMBEDDING in source else source
+
+
+def _open_gguf(path: Path) -> tuple[ModelConfig, WeightSource]:
+    reader = open_gguf(path)
+    metadata = gguf_metadata(reader)
+    source = GGUFSource(path, reader, metadata)
+    architecture = gguf_architecture(metadata)
+    raw = translate_metadata(metadata, source)
+    return parse_config(raw, find_family(architecture).keys, architecture=architecture, where=path.name), source

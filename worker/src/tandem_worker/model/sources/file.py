@@ -1,0 +1,19 @@
+"""`file:///path`: a folder or a GGUF file inside the container."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import unquote
+
+from tandem_api.launch import ModelSource
+
+from tandem_worker.host.errors import StartupError
+
+
+def resolve_file(source: ModelSource, token: str | None = None) -> Path:
+    path = Path(unquote(source.uri.removeprefix("file://")))
+    if not path.is_absolute():
+        raise StartupError("UnsupportedModelURI", f"{source.uri!r} must name an absolute path: file:///PATH.")
+    if not path.exists():
+        raise StartupError("ModelNotFound", f"There is no {path} in the worker's container.")
+    return path

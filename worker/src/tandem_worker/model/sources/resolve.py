@@ -1,0 +1,24 @@
+"""The way in: which scheme a model URI has, and who serves it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tandem_api.launch import ModelSource
+
+from tandem_worker.host.errors import StartupError
+from tandem_worker.model.sources.claim import resolve_claim
+from tandem_worker.model.sources.contract import WeightOrigin
+from tandem_worker.model.sources.file import resolve_file
+from tandem_worker.model.sources.huggingface import resolve_hub
+
+_ORIGINS: dict[str, WeightOrigin] = {"hf": resolve_hub, "pvc": resolve_claim, "file": resolve_file}
+
+
+def resolve_model(source: ModelSource, token: str | None = None) -> Path:
+    """The folder or file that `source` names, downloaded if need be. Raises StartupError."""
+    scheme, separator, _ = source.uri.partition("://")
+    if not separator or scheme not in _ORIGINS:
+        known = ", ".join(f"{name}://" for name in _ORIGINS)
+        raise StartupError("UnsupportedModelURI", f"The model URI {source.uri!r} must begin with one of {known}.")
+    return _ORIGINS[scheme](source, token)

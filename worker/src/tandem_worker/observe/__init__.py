@@ -1,1 +1,0 @@
-"""Metrics, telemetry and NVML."""

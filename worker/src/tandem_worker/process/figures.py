@@ -1,0 +1,89 @@
+"""What a running worker counts and measures, in the two forms that the metrics port gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Protocol
+
+from tandem_api.launch import WorkerConfig
+from tandem_api.telemetry import WorkerTelemetry
+
+from tandem_worker.engine.contract import Engine
+from tandem_worker.host.environment import PodFacts
+from tandem_worker.host.nvml import GpuReader
+from tandem_worker.process.metrics import WorkerFacts, WorkerSample, build_metrics_text, build_telemetry
+from tandem_worker.server.request_metrics import PreparationCounts, RequestMetrics
+from tandem_worker.transfer.contract import TransferStats
+
+if TYPE_CHECKING:
+    import torch
+
+    from tandem_worker.server.app import RequestOutcome
+    from tandem_worker.server.structured.compiler import GrammarCompiler
+
+Refusals = Callable[[], Mapping[str, int]]
+"""Connections or requests that a port did not let through, by reason."""
+
+
+class Transport(Protocol):
+    def stats(self) -> TransferStats: ...
+
+
+class Figures:
+    """Answers `/metrics` and `/telemetry`, and counts finished requests."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        pod: PodFacts,
+        engine: Engine,
+        *,
+        transport: Transport | None,
+        grammars: GrammarCompiler,
+        draining: Callable[[], bool],
+        gpu: GpuReader,
+        memory_bytes: Mapping[str, int],
+        refusals: Mapping[str, Refusals],
+    ) -> None:
+        self._facts = WorkerFacts(model_name=config.model_name, role=config.role, revision=config.revision, pod=pod.pod)
+        self._engine, self._transport, self._draining, self._gpu = engine, transport, draining, gpu
+        self._memory_bytes, self._refusals = memory_bytes, refusals
+        self._grammars = grammars
+        self._requests = RequestMetrics()
+        self.preparation = PreparationCounts()
+
+    def telemetry(self) -> WorkerTelemetry:
+        return build_telemetry(self._facts, self._sample())
+
+    def metrics_text(self) -> str:
+        return build_metrics_text(self._facts, self._sample(), self._requests, self._memory_bytes, self.preparation)
+
+    def observe_request(self, outcome: RequestOutcome) -> None:
+        """An answer that is sent in one piece ends as it begins."""
+        first, usage = outcome.first_token_seconds, outcome.usage
+        self._requests.record(
+            status=outcome.status,
+            seconds=outcome.seconds,
+            first_token_seconds=first,
+            num_generated=0 if usage is None else usage.completion_tokens,
+            streamed=first is not None and outcome.seconds - first > 1e-3,
+        )
+
+    def _sample(self) -> WorkerSample:
+        return WorkerSample(
+            draining=self._draining(),
+            engine=self._engine.stats(),
+            gpu=self._gpu.sample(),
+            transfer=None if self._transport is None else self._transport.stats(),
+            grammars=self._grammars.counts,
+            grammar_restarts=self._grammars.num_restarts,
+            refusals={port: dict(count()) for port, count in self._refusals.items()},
+        )
+
+
+def open_gpu_reader(device: torch.device) -> GpuReader:
+    if device.type != "cuda":
+        return GpuReader(None)
+    import torch
+
+    return GpuReader(f"GPU-{torch.cuda.get_device_properties(device).uuid}")

@@ -1,0 +1,225 @@
+"""`/metrics` and `/telemetry`: the same figures in two forms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tandem_api.names import Role
+from tandem_api.telemetry import Metric, WorkerTelemetry
+
+from tandem_worker.engine.contract import EngineStats
+from tandem_worker.host.nvml import GpuSample
+from tandem_worker.process.exposition import Exposition
+from tandem_worker.server.request_metrics import PreparationCounts, RequestMetrics
+from tandem_worker.server.structured.counts import CompileCounts
+from tandem_worker.transfer.contract import TransferStats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerFacts:
+    """What does not change while the process lives."""
+
+    model_name: str
+    role: Role
+    revision: str
+    pod: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSample:
+    """Everything that is measured, at one moment."""
+
+    draining: bool
+    engine: EngineStats
+    gpu: GpuSample
+    transfer: TransferStats | None
+    """None where the role has no transport."""
+    grammars: CompileCounts
+    grammar_restarts: int
+    """Of the process that compiles grammars first."""
+    refusals: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """Of ports, by their names: what they did not let through, by reason."""
+
+
+def build_telemetry(facts: WorkerFacts, sample: WorkerSample) -> WorkerTelemetry:
+    engine, gpu = sample.engine, sample.gpu
+    return WorkerTelemetry(
+        model_name=facts.model_name,
+        role=facts.role,
+        revision=facts.revision,
+        pod=facts.pod,
+        draining=sample.draining,
+        running_requests=engine.running_requests,
+        queued_requests=engine.queued_requests,
+        running_tokens=engine.running_tokens,
+        queued_prefill_tokens=engine.queued_prefill_tokens,
+        kv_blocks_used=engine.kv_blocks_used,
+        kv_blocks_cached=engine.kv_blocks_cached,
+        kv_blocks_total=engine.kv_blocks_total,
+        kv_eviction_horizon=engine.kv_eviction_horizon,
+        prefill_tokens_per_second=engine.prefill_tokens_per_second,
+        decode_step_seconds=engine.decode_step_seconds,
+        vram_used_bytes=gpu.vram_used_bytes,
+        vram_total_bytes=gpu.vram_total_bytes,
+        nvlink_tx_bytes_per_second=gpu.nvlink_tx_bytes_per_second,
+        nvlink_rx_bytes_per_second=gpu.nvlink_rx_bytes_per_second,
+        kv_transfer_bytes_per_second=None if sample.transfer is None else sample.transfer.bytes_per_second,
+    )
+
+
+def build_metrics_text(
+    facts: WorkerFacts,
+    sample: WorkerSample,
+    requests: RequestMetrics,
+    memory_bytes: Mapping[str, int],
+    preparation: PreparationCounts,
+) -> str:
+    out = Exposition({"model": facts.model_name, "role": facts.role.value})
+    _add_requests(out, requests)
+    _add_preparation(out, preparation)
+    _add_engine(out, sample.engine)
+    _add_transfer(out, sample.transfer)
+    _add_gpu(out, sample.gpu)
+    _add_grammars(out, sample)
+    out.samples(
+        Metric.WORKER_REFUSED_CONNECTIONS_TOTAL,
+        "Connections, and requests at the inference port, that were turned away before anything was done for them.",
+        "counter",
+        [
+            ({"port": port, "reason": reason}, count)
+            for port, reasons in sorted(_refusals(sample).items())
+            for reason, count in sorted(reasons.items())
+        ],
+    )
+    out.samples(
+        Metric.WORKER_MEMORY_BYTES,
+        "Memory after start-up, by what it holds; `arena` is what activations take at their most.",
+        "gauge",
+        [({"kind": kind}, size) for kind, size in memory_bytes.items()],
+    )
+    out.gauge(Metric.WORKER_DRAINING, "1 while the worker takes no new requests.", int(sample.draining))
+    return out.text()
+
+
+def _refusals(sample: WorkerSample) -> dict[str, Mapping[str, int]]:
+    kv = {} if sample.transfer is None else {"kv": sample.transfer.refusals}
+    return {**sample.refusals, **kv}
+
+
+def _add_requests(out: Exposition, requests: RequestMetrics) -> None:
+    statuses = sorted(requests.by_status().items())
+    out.samples(
+        Metric.WORKER_REQUESTS_TOTAL,
+        "Finished HTTP requests by status; 499 when the client went away.",
+        "counter",
+        [({"status": str(status)}, count) for status, count in statuses],
+    )
+    out.histogram(Metric.WORKER_TTFT_SECONDS, "Time to the first token of streamed answers.", requests.ttft)
+    out.histogram(Metric.WORKER_TPOT_SECONDS, "Time per further token of streamed answers.", requests.tpot)
+
+
+def _add_preparation(out: Exposition, counts: PreparationCounts) -> None:
+    out.gauge(
+        Metric.WORKER_LARGE_REQUESTS,
+        "Large requests that are being parsed and tokenized in a process of their own, or wait for that.",
+        counts.isolated,
+    )
+    out.counter(Metric.WORKER_LARGE_REQUESTS_TOTAL, "Large requests that were prepared so.", counts.isolated_total)
+    out.counter(
+        Metric.WORKER_LARGE_REQUESTS_REFUSED_TOTAL,
+        "Large requests refused because too many were there, or because one took too much.",
+        counts.refused_total,
+    )
+
+
+def _add_engine(out: Exposition, engine: EngineStats) -> None:
+    out.gauge(Metric.WORKER_REQUESTS_RUNNING, "Requests in the running batch.", engine.running_requests)
+    out.gauge(Metric.WORKER_REQUESTS_QUEUED, "Requests that wait for room.", engine.queued_requests)
+    out.counter(Metric.WORKER_PROMPT_TOKENS_TOTAL, "Prompt tokens taken in.", engine.prompt_tokens_total)
+    out.counter(
+        Metric.WORKER_CACHED_TOKENS_TOTAL, "Prompt tokens found in the prefix cache.", engine.cached_tokens_total
+    )
+    out.counter(Metric.WORKER_GENERATED_TOKENS_TOTAL, "Tokens generated.", engine.generated_tokens_total)
+    out.gauge(Metric.WORKER_KV_BLOCKS_USED, "KV blocks held by live requests.", engine.kv_blocks_used)
+    out.gauge(Metric.WORKER_KV_BLOCKS_CACHED, "KV blocks held by the prefix cache alone.", engine.kv_blocks_cached)
+    out.gauge(Metric.WORKER_KV_BLOCKS_TOTAL, "KV blocks there are.", engine.kv_blocks_total)
+    out.samples(
+        Metric.WORKER_PREFILL_LOCAL_TOTAL,
+        "Prompts prefilled here, by a prefill worker, or here because that failed.",
+        "counter",
+        [
+            ({"where": "local"}, engine.prefills_local_total),
+            ({"where": "remote"}, engine.prefills_remote_total),
+            ({"where": "fallback"}, engine.prefills_fallback_total),
+        ],
+    )
+    out.samples(
+        Metric.WORKER_PREEMPTIONS_TOTAL,
+        "Requests set back to make room, their KV to be computed again or moved to the host.",
+        "counter",
+        [
+            ({"kind": "recompute"}, engine.preemptions_recompute_total),
+            ({"kind": "move"}, engine.preemptions_move_total),
+        ],
+    )
+    out.gauge(Metric.WORKER_STEP_SECONDS, "Smoothed duration of a decode step.", engine.decode_step_seconds)
+
+
+def _add_transfer(out: Exposition, transfer: TransferStats | None) -> None:
+    if transfer is None:
+        return
+    out.samples(
+        Metric.WORKER_KV_TRANSFER_BYTES_TOTAL,
+        "KV bytes moved between workers.",
+        "counter",
+        [({"direction": "sent"}, transfer.bytes_sent), ({"direction": "received"}, transfer.bytes_received)],
+    )
+    out.counter(
+        Metric.WORKER_KV_TRANSFER_FAILURES_TOTAL,
+        "KV transfers that were given up, whatever the reason.",
+        transfer.failures,
+    )
+    for name, text, label, counts in (
+        (
+            Metric.WORKER_KV_INTEGRITY_FAILURES_TOTAL,
+            "What arrived over the KV transport and was not used, because it was damaged or not what was ordered.",
+            "kind",
+            transfer.integrity_failures,
+        ),
+        (
+            Metric.WORKER_KV_QUOTA_REFUSALS_TOTAL,
+            "What peers with a key were refused, because they wanted more than a peer may.",
+            "quota",
+            transfer.quota_refusals,
+        ),
+    ):
+        out.samples(name, text, "counter", [({label: key}, count) for key, count in counts.items()])
+
+
+def _add_grammars(out: Exposition, sample: WorkerSample) -> None:
+    counts = sample.grammars
+    out.samples(
+        Metric.WORKER_GRAMMARS_TOTAL,
+        "Grammars of structured output: compiled, refused, not to be had now, or known from before.",
+        "counter",
+        [
+            ({"result": "compiled"}, counts.compiled),
+            ({"result": "refused"}, counts.refused),
+            ({"result": "unavailable"}, counts.unavailable),
+            ({"result": "cached"}, counts.cached),
+        ],
+    )
+    out.counter(Metric.WORKER_GRAMMAR_SECONDS_TOTAL, "Time that requests waited for grammars.", counts.seconds)
+    out.counter(
+        Metric.WORKER_GRAMMAR_RESTARTS_TOTAL,
+        "Times that the process which compiles grammars first had to be started again.",
+        sample.grammar_restarts,
+    )
+
+
+def _add_gpu(out: Exposition, gpu: GpuSample) -> None:
+    out.gauge(Metric.WORKER_VRAM_USED_BYTES, "VRAM in use on this worker's GPU.", gpu.vram_used_bytes)
+    out.gauge(Metric.WORKER_VRAM_TOTAL_BYTES, "VRAM of this worker's GPU.", gpu.vram_total_bytes)
+    out.counter(Metric.WORKER_NVLINK_TX_BYTES_TOTAL, "Bytes sent over NVLink.", gpu.nvlink_tx_bytes_total)
+    out.counter(Metric.WORKER_NVLINK_RX_BYTES_TOTAL, "Bytes received over NVLink.", gpu.nvlink_rx_bytes_total)

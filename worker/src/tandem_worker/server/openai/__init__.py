@@ -1,0 +1,1 @@
+"""The OpenAI API on the wire: requests parsed and checked, answers and chunks encoded. Pure."""

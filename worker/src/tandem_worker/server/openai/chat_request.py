@@ -1,0 +1,175 @@
+"""A chat completion request: the body, checked and typed. Pure.
+
+Raises RequestError for anything that OpenAI's API does not know, and for what it knows and this server does not have.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from tandem_worker.host.errors import RequestError
+from tandem_worker.server.openai.fields import Fields, refuse
+from tandem_worker.server.openai.messages import parse_messages
+from tandem_worker.server.openai.options import CommonOptions, parse_common
+from tandem_worker.server.openai.toolspec import ToolOptions, parse_tools
+
+MAX_TOP_LOGPROBS = 20
+MAX_TEMPLATE_KWARGS = 64
+_RESERVED_KWARGS = frozenset({
+    "messages", "conversation", "tools", "tokenize", "add_generation_prompt", "continue_final_message", "chat_template",
+    "return_tensors", "return_dict", "padding", "truncation", "max_length", "documents", "tokenizer_kwargs",
+    "return_assistant_tokens_mask",
+})  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseFormat:
+    kind: Literal["text", "json_object", "json_schema", "regex", "lark"] = "text"
+    schema: dict[str, Any] | None = None
+    """Only with `json_schema`; an absent schema allows any JSON value."""
+    definition: str = ""
+    """Of a regex, or of a grammar in Lark."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest:
+    model: str
+    messages: list[dict[str, Any]]
+    common: CommonOptions
+    tools: ToolOptions
+    response_format: ResponseFormat
+    max_tokens: int | None
+    max_tokens_param: str
+    """The field that `max_tokens` came from: errors name it."""
+    num_logprobs: int | None
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+def parse_chat(body: object, vocab_size: int) -> ChatRequest:
+    fields = Fields(body)
+    model = fields.required_string("model")
+    messages = parse_messages(fields)
+    tools = parse_tools(fields)
+    max_tokens, param = _max_tokens(fields)
+    add_generation_prompt = fields.boolean("add_generation_prompt", default=True)
+    continue_final = fields.boolean("continue_final_message")
+    if continue_final:
+        # Continuing leaves no room for the header of a new message; that default gives way, an explicit wish does not.
+        add_generation_prompt = False
+        if messages[-1]["role"] != "assistant":
+            refuse(
+                "continue_final_message",
+                "'continue_final_message' needs an assistant message at the end of 'messages'.",
+            )
+    request = ChatRequest(
+        model=model,
+        messages=messages,
+        tools=tools,
+        max_tokens=max_tokens,
+        max_tokens_param=param,
+        num_logprobs=_logprobs(fields),
+        response_format=_response_format(fields),
+        reasoning_effort=fields.choice(
+            "reasoning_effort", ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+        ),
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final,
+        template_kwargs=_template_kwargs(fields),
+        common=parse_common(fields, vocab_size),
+    )
+    if request.response_format.definition and tools.mode != "none":
+        refuse("response_format", "A grammar and 'tools' exclude each other: leave one out.")
+    if request.response_format.kind != "text" and tools.mode == "required":
+        refuse("response_format", "'response_format' and a required tool call exclude each other: leave one out.")
+    _refuse_unsupported(fields)
+    fields.finish()
+    return request
+
+
+def _refuse_unsupported(fields: Fields) -> None:
+    fields.unsupported("audio", "This model does not produce audio: remove 'audio'.")
+    fields.unsupported(
+        "modalities", "This model produces text only: leave 'modalities' out or [\"text\"].", harmless=[["text"]]
+    )
+    fields.unsupported("prediction", "Predicted outputs ('prediction') are not supported.")
+    fields.unsupported("web_search_options", "Web search is not supported: remove 'web_search_options'.")
+    fields.unsupported("verbosity", "'verbosity' is not supported: leave it out or 'medium'.", harmless=["medium"])
+    fields.unsupported(
+        "prompt_cache_retention",
+        "'prompt_cache_retention' cannot be chosen: leave it out or 'in_memory'.",
+        harmless=["in_memory", "in-memory"],
+    )
+    fields.unsupported("prompt_cache_options", "Prompt caching cannot be configured: remove 'prompt_cache_options'.")
+    fields.unsupported("moderation", "This server does not moderate: remove 'moderation'.")
+    fields.unsupported("suffix", "'suffix' is not an option of chat completions.")
+
+
+def _max_tokens(fields: Fields) -> tuple[int | None, str]:
+    old = fields.integer("max_tokens", minimum=1)
+    new = fields.integer("max_completion_tokens", minimum=1)
+    if old is not None and new is not None and old != new:
+        refuse("max_tokens", "'max_tokens' and 'max_completion_tokens' differ: give one of them.")
+    return (new, "max_completion_tokens") if new is not None else (old, "max_tokens")
+
+
+def _logprobs(fields: Fields) -> int | None:
+    wanted = fields.boolean("logprobs")
+    top = fields.integer("top_logprobs", minimum=0, maximum=MAX_TOP_LOGPROBS)
+    if top is not None and not wanted:
+        refuse("top_logprobs", "'top_logprobs' is only allowed when 'logprobs' is true.")
+    return (top or 0) if wanted else None
+
+
+def _response_format(fields: Fields) -> ResponseFormat:
+    given = fields.object("response_format")
+    if given is None:
+        return ResponseFormat()
+    kind = given.required_string("type")
+    match kind:
+        case "text" | "json_object":
+            given.finish()
+            return ResponseFormat(kind=kind)
+        case "json_schema":
+            inner = Fields(given.required("json_schema"), "response_format.json_schema")
+            inner.required_string("name")
+            inner.string("description")
+            inner.boolean("strict")  # every schema is enforced: the engine cannot produce anything else
+            schema = inner.raw_object("schema")
+            inner.finish()
+            given.finish()
+            return ResponseFormat(kind=kind, schema=schema)
+        case "grammar":
+            inner = Fields(given.required("grammar"), "response_format.grammar")
+            syntax = inner.required_string("syntax")
+            if syntax not in ("regex", "lark"):
+                refuse(
+                    "response_format.grammar.syntax",
+                    f"Invalid grammar syntax '{syntax}'. Supported: 'regex', 'lark'.",
+                    "invalid_value",
+                )
+            definition = inner.required_string("definition", allow_empty=False)
+            inner.finish()
+            given.finish()
+            return ResponseFormat(kind=syntax, definition=definition)
+        case _:
+            raise RequestError(
+                f"Invalid response format '{kind}'. Supported: 'text', 'json_object', 'json_schema', 'grammar'.",
+                param="response_format.type",
+                code="invalid_value",
+            )
+
+
+def _template_kwargs(fields: Fields) -> dict[str, Any]:
+    kwargs = fields.raw_object("chat_template_kwargs") or {}
+    if len(kwargs) > MAX_TEMPLATE_KWARGS:
+        refuse("chat_template_kwargs", f"At most {MAX_TEMPLATE_KWARGS} template arguments are supported.")
+    for key in kwargs:
+        if key in _RESERVED_KWARGS or not key.isidentifier():
+            refuse(
+                f"chat_template_kwargs.{key}", f"'{key}' cannot be set through 'chat_template_kwargs'.", "invalid_value"
+            )
+    return kwargs

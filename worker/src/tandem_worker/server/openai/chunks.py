@@ -1,0 +1,315 @@
+"""Answers as bytes: server-sent events and whole responses of the two OpenAI endpoints. Pure.
+
+Everything that is the same in all events of a request is encoded once; per event only the new text is.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import orjson
+
+from tandem_worker.engine.schedule.params import TokenLogprob
+from tandem_worker.server.openai.logprobs import SLICE_TOKENS, chat_logprobs, legacy_logprobs
+from tandem_worker.server.pacing import Steps, complete
+from tandem_worker.server.text.detokenizer import TokenTable
+from tandem_worker.server.text.output import Finish, ToolDelta, Update, Usage
+
+_SLICE_PIECES = 2048
+DONE = b"data: [DONE]\n\n"
+
+
+def event(value: object) -> bytes:
+    return b"data: " + orjson.dumps(value) + b"\n\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerHead:
+    """What every event and response of a request repeats."""
+
+    id: str
+    created: int
+    model: str
+    fingerprint: str
+    service_tier: str | None
+    include_usage: bool
+    return_token_ids: bool
+    with_logprobs: bool
+
+    def fields(self, kind: str) -> dict[str, Any]:
+        """The members that every object of this answer begins with."""
+        fields: dict[str, Any] = {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+        }
+        return fields if self.service_tier is None else {**fields, "service_tier": self.service_tier}
+
+
+class Encoder(Protocol):
+    def opening(self, index: int, prompt_token_ids: Sequence[int]) -> Steps[bytes]:
+        """The event that comes first for a choice; may be empty."""
+        ...
+
+    def update(self, index: int, update: Update) -> bytes:
+        """Events for what is new in a choice; empty when there is nothing to tell. For few tokens."""
+        ...
+
+    def long_update(self, index: int, update: Update) -> Steps[bytes]:
+        """As `update`, for any number of tokens."""
+        ...
+
+    def usage(self, usage: Usage) -> bytes: ...
+
+    def response(self, choices: Sequence[Update], prompts: Sequence[Sequence[int]], usage: Usage) -> Steps[list[bytes]]:
+        """The whole answer, in parts; `choices[i]` is everything choice i said, `prompts[i]` its prompt tokens."""
+        ...
+
+
+def is_long(update: Update) -> bool:
+    return len(update.logprobs) > SLICE_TOKENS
+
+
+def _join_response(
+    fields: Mapping[str, Any], choices: Iterable[Steps[dict[str, Any]]], usage: Usage
+) -> Steps[list[bytes]]:
+    """Choice by choice: together they may be 100 MB."""
+    parts = [orjson.dumps(fields)[:-1] + b',"choices":[']
+    for index, steps in enumerate(choices):
+        if index:
+            yield
+            parts.append(b",")
+        parts.append(orjson.dumps((yield from steps)))
+    parts.append(b'],"usage":%b}' % orjson.dumps(usage.to_json()))
+    return parts
+
+
+class ChatEncoder:
+    def __init__(self, head: AnswerHead, table: TokenTable) -> None:
+        self._head = head
+        self._table = table
+        base = head.fields("chat.completion.chunk")
+        # `{...,"choices":[{"index":` i `,"delta":{"content":` text `},"logprobs":null,"finish_reason":null}]}`
+        self._prefix = b"data: " + orjson.dumps(base)[:-1] + b',"choices":[{"index":'
+        self._tail = b'],"usage":null}\n\n' if head.include_usage else b"]}\n\n"
+        self._text_suffix = b'},"logprobs":null,"finish_reason":null}' + self._tail
+        self._usage_prefix = b"data: " + orjson.dumps(base)[:-1] + b',"choices":[],"usage":'
+
+    def opening(self, index: int, prompt_token_ids: Sequence[int]) -> Steps[bytes]:
+        yield from ()  # never long
+        choice: dict[str, Any] = {
+            "delta": {"role": "assistant", "content": "", "refusal": None},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        if self._head.return_token_ids:
+            choice["prompt_token_ids"] = prompt_token_ids
+        return self._event(index, choice)
+
+    def update(self, index: int, update: Update) -> bytes:
+        plain = not (update.reasoning or update.tools or update.logprobs or self._head.return_token_ids)
+        if not plain:
+            return complete(self.long_update(index, update))
+        return self._finish(index, update, self._text(index, update.content) if update.content else b"")
+
+    def long_update(self, index: int, update: Update) -> Steps[bytes]:
+        head = b""
+        if update.has_text or update.logprobs or (update.token_ids and self._head.return_token_ids):
+            head = self._event(index, (yield from self._rich(update)))
+        return self._finish(index, update, head)
+
+    def _finish(self, index: int, update: Update, head: bytes) -> bytes:
+        if update.finish is None:
+            return head
+        return head + self._event(index, {"delta": {}, "logprobs": None, "finish_reason": update.finish})
+
+    def usage(self, usage: Usage) -> bytes:
+        return self._usage_prefix + orjson.dumps(usage.to_json()) + b"}\n\n"
+
+    def _text(self, index: int, text: str) -> bytes:
+        return b'%b%d,"delta":{"content":%b%b' % (self._prefix, index, orjson.dumps(text), self._text_suffix)
+
+    def _event(self, index: int, choice: Mapping[str, Any]) -> bytes:
+        return b"%b%d,%b%b" % (self._prefix, index, orjson.dumps(choice)[1:], self._tail)
+
+    def _rich(self, update: Update) -> Steps[dict[str, Any]]:
+        delta: dict[str, Any] = {}
+        if update.reasoning:
+            delta["reasoning_content"] = update.reasoning
+        if update.content or not (update.reasoning or update.tools):
+            delta["content"] = update.content
+        if update.tools:
+            delta["tool_calls"] = [_tool_delta(tool) for tool in update.tools]
+        logprobs = (yield from chat_logprobs(self._table, update.logprobs)) if update.logprobs else None
+        choice: dict[str, Any] = {"delta": delta, "logprobs": logprobs, "finish_reason": None}
+        if self._head.return_token_ids:
+            choice["token_ids"] = update.token_ids
+        return choice
+
+    def response(self, choices: Sequence[Update], prompts: Sequence[Sequence[int]], usage: Usage) -> Steps[list[bytes]]:
+        written = (self._choice(index, *each) for index, each in enumerate(zip(choices, prompts, strict=True)))
+        return (yield from _join_response(self._head.fields("chat.completion"), written, usage))
+
+    def _choice(self, index: int, update: Update, prompt: Sequence[int]) -> Steps[dict[str, Any]]:
+        calls = join_tool_deltas(update.tools)
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": None if calls and not update.content else update.content,
+            "refusal": None,
+        }
+        if update.reasoning:
+            message["reasoning_content"] = update.reasoning
+        if calls:
+            message["tool_calls"] = calls
+        logprobs = (yield from chat_logprobs(self._table, update.logprobs)) if self._head.with_logprobs else None
+        choice = {"index": index, "message": message, "logprobs": logprobs, "finish_reason": update.finish}
+        if self._head.return_token_ids:
+            choice["prompt_token_ids"] = prompt
+            choice["token_ids"] = update.token_ids
+        return choice
+
+
+def _tool_delta(tool: ToolDelta) -> dict[str, Any]:
+    if tool.name is None:
+        return {"index": tool.index, "function": {"arguments": tool.arguments}}
+    function = {"name": tool.name, "arguments": tool.arguments}
+    return {"index": tool.index, "id": tool.id, "type": "function", "function": function}
+
+
+def join_tool_deltas(deltas: Sequence[ToolDelta]) -> list[dict[str, Any]]:
+    """The tool calls that a client puts together from these deltas."""
+    calls: list[dict[str, Any]] = []
+    for delta in deltas:
+        if delta.name is not None:
+            function = {"name": delta.name, "arguments": ""}
+            calls.append({"id": delta.id, "type": "function", "function": function})
+        calls[delta.index]["function"]["arguments"] += delta.arguments
+    return calls
+
+
+@dataclass(slots=True, kw_only=True)
+class Echo:
+    """The prompt of one choice, repeated before its text."""
+
+    text: str | None
+    """None until it is made of the tokens, when it is first written."""
+    token_ids: Sequence[int]
+    logprobs: Sequence[TokenLogprob | None] | None
+
+
+class CompletionEncoder:
+    """`echoes[i]` is set by the caller (when the first delta is there) if choice i repeats its prompt."""
+
+    def __init__(self, head: AnswerHead, table: TokenTable) -> None:
+        self.echoes: dict[int, Echo] = {}
+        self._head = head
+        self._table = table
+        self._base = head.fields("text_completion")
+        self._prefix = b"data: " + orjson.dumps(self._base)[:-1] + b',"choices":[{"index":'
+        self._tail = b'],"usage":null}\n\n' if head.include_usage else b"]}\n\n"
+        self._text_suffix = b',"logprobs":null,"finish_reason":null}' + self._tail
+        self._usage_prefix = b"data: " + orjson.dumps(self._base)[:-1] + b',"choices":[],"usage":'
+
+    def opening(self, index: int, prompt_token_ids: Sequence[int]) -> Steps[bytes]:
+        echo = self.echoes.get(index)
+        if echo is None and not self._head.return_token_ids:
+            return b""
+        choice: dict[str, Any] = {"text": "", "logprobs": None, "finish_reason": None}
+        if echo is not None:
+            choice["text"] = yield from self._echo_text(echo)
+            choice["logprobs"] = yield from self._logprobs(Update(), echo)
+        if self._head.return_token_ids:
+            choice["prompt_token_ids"] = prompt_token_ids
+        return self._event(index, choice)
+
+    def update(self, index: int, update: Update) -> bytes:
+        if update.logprobs or self._head.return_token_ids:
+            return complete(self.long_update(index, update))
+        return self._finish(index, update, self._text(index, update.content) if update.content else b"")
+
+    def long_update(self, index: int, update: Update) -> Steps[bytes]:
+        head = b""
+        if update.content or update.logprobs or update.token_ids:
+            choice: dict[str, Any] = {"text": update.content, "logprobs": None, "finish_reason": None}
+            if update.logprobs:
+                choice["logprobs"] = yield from self._logprobs(update, None, shift=self._shift(index))
+            if self._head.return_token_ids:
+                choice["token_ids"] = update.token_ids
+            head = self._event(index, choice)
+        return self._finish(index, update, head)
+
+    def _finish(self, index: int, update: Update, head: bytes) -> bytes:
+        if update.finish is None:
+            return head
+        return head + self._event(index, {"text": "", "logprobs": None, "finish_reason": update.finish})
+
+    def usage(self, usage: Usage) -> bytes:
+        return self._usage_prefix + orjson.dumps(usage.to_json()) + b"}\n\n"
+
+    def _text(self, index: int, text: str) -> bytes:
+        return b'%b%d,"text":%b%b' % (self._prefix, index, orjson.dumps(text), self._text_suffix)
+
+    def _event(self, index: int, choice: Mapping[str, Any]) -> bytes:
+        return b"%b%d,%b%b" % (self._prefix, index, orjson.dumps(choice)[1:], self._tail)
+
+    def _shift(self, index: int) -> int:
+        echo = self.echoes.get(index)
+        return len(echo.text or "") if echo is not None else 0
+
+    def _echo_text(self, echo: Echo) -> Steps[str]:
+        if echo.text is None:
+            echo.text = "".join((yield from prompt_pieces(self._table, echo.token_ids)))
+        return echo.text
+
+    def _logprobs(self, update: Update, echo: Echo | None, *, shift: int = 0) -> Steps[orjson.Fragment | None]:
+        if not self._head.with_logprobs:
+            return None
+        logprobs: list[TokenLogprob | None] = list(update.logprobs)
+        token_ids = [logprob.token_id for logprob in update.logprobs]
+        offsets = [offset + shift for offset in update.logprob_offsets]
+        if echo is not None and echo.logprobs is not None:
+            logprobs = [*echo.logprobs, *logprobs]
+            token_ids = [*echo.token_ids, *token_ids]
+            offsets = [*(yield from prompt_offsets(self._table, echo.token_ids)), *offsets]
+        return (yield from legacy_logprobs(self._table, logprobs, token_ids, offsets))
+
+    def response(self, choices: Sequence[Update], prompts: Sequence[Sequence[int]], usage: Usage) -> Steps[list[bytes]]:
+        written = (self._choice(index, *each) for index, each in enumerate(zip(choices, prompts, strict=True)))
+        return (yield from _join_response(self._base, written, usage))
+
+    def _choice(self, index: int, update: Update, prompt: Sequence[int]) -> Steps[dict[str, Any]]:
+        echo = self.echoes.get(index)
+        finish: Finish | None = update.finish
+        prefix = (yield from self._echo_text(echo)) if echo is not None else ""
+        choice: dict[str, Any] = {
+            "text": prefix + update.content,
+            "index": index,
+            "logprobs": (yield from self._logprobs(update, echo, shift=self._shift(index))),
+            "finish_reason": finish,
+        }
+        if self._head.return_token_ids:
+            choice["prompt_token_ids"] = prompt
+            choice["token_ids"] = update.token_ids
+        return choice
+
+
+def prompt_pieces(table: TokenTable, token_ids: Sequence[int], *, special: bool = False) -> Steps[list[str]]:
+    """The text that each token of a prompt adds; `special`: that of special tokens too. Joined they are its text."""
+    detokenizer = table.new(visible=table.special_ids if special else frozenset(), continues=True)
+    pieces: list[str] = []
+    for start in range(0, len(token_ids), _SLICE_PIECES):
+        if start:
+            yield
+        pieces += map(detokenizer.feed, token_ids[start : start + _SLICE_PIECES])
+    return [*pieces, detokenizer.flush()]
+
+
+def prompt_offsets(table: TokenTable, token_ids: Sequence[int]) -> Steps[list[int]]:
+    """Where in the text of the prompt each of its tokens begins, in characters."""
+    pieces = yield from prompt_pieces(table, token_ids, special=True)
+    return list(itertools.accumulate(map(len, pieces[:-2]), initial=0))

@@ -1,0 +1,172 @@
+"""Reads a JSON object field by field: strict types, ranges, and nothing left over.
+
+The body of a request is untrusted. A `Fields` hands out each field once, checked; `finish()` refuses what nobody
+asked for. Every refusal is a RequestError (400) whose `param` is the path of the field, as OpenAI writes it. JSON
+`null` means "not given", as in OpenAI's API. There are no conversions: "1" is not 1 and 1.0 is not an integer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, Never
+
+from tandem_worker.host.errors import RequestError
+
+_MISSING = object()
+
+
+def refuse(path: str, message: str, code: str | None = None) -> Never:
+    """Raise the RequestError of one field."""
+    raise RequestError(message, param=path, code=code)
+
+
+def _json_type(value: object) -> str:
+    names: dict[type, str] = {
+        bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "an array", dict: "an object",
+    }  # fmt: skip
+    return names.get(type(value), "null")
+
+
+def wrong_type(path: str, expected: str, value: object) -> Never:
+    refuse(path, f"Invalid type for '{path}': expected {expected}, but got {_json_type(value)}.", "invalid_type")
+
+
+class Fields:
+    """The fields of one JSON object; `path` is empty for the body itself."""
+
+    __slots__ = ("_rest", "path")
+
+    def __init__(self, value: object, path: str = "") -> None:
+        if not isinstance(value, dict):
+            if path:
+                wrong_type(path, "an object", value)
+            raise RequestError(f"The request body must be a JSON object, but it is {_json_type(value)}.")
+        self._rest: dict[str, Any] = dict(value)
+        self.path = path
+
+    def name(self, key: str) -> str:
+        return f"{self.path}.{key}" if self.path else key
+
+    def take(self, key: str) -> Any:
+        """The raw value, or None when it is absent or null."""
+        return self._rest.pop(key, None)
+
+    def given(self, key: str) -> bool:
+        return self._rest.get(key) is not None
+
+    def finish(self) -> None:
+        """Refuse the first field that nobody took."""
+        for key in self._rest:
+            refuse(self.name(key), f"Unrecognized request argument supplied: {self.name(key)}.", "unknown_parameter")
+
+    def required(self, key: str) -> Any:
+        value = self._rest.pop(key, _MISSING)
+        if value is _MISSING:
+            refuse(self.name(key), f"Missing required parameter: '{self.name(key)}'.", "missing_required_parameter")
+        if value is None:
+            refuse(self.name(key), f"'{self.name(key)}' must not be null.", "invalid_type")
+        return value
+
+    def string(self, key: str, *, max_length: int | None = None) -> str | None:
+        value = self.take(key)
+        if value is None:
+            return None
+        if not isinstance(value, str):
+            wrong_type(self.name(key), "a string", value)
+        if max_length is not None and len(value) > max_length:
+            refuse(
+                self.name(key),
+                f"Invalid '{self.name(key)}': at most {max_length} characters, but it has {len(value)}.",
+                "string_above_max_length",
+            )
+        return value
+
+    def required_string(self, key: str, *, allow_empty: bool = True) -> str:
+        value = self.required(key)
+        if not isinstance(value, str):
+            wrong_type(self.name(key), "a string", value)
+        if not value and not allow_empty:
+            refuse(self.name(key), f"'{self.name(key)}' must not be empty.", "empty_string")
+        return value
+
+    def boolean(self, key: str, default: bool = False) -> bool:
+        value = self.take(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            wrong_type(self.name(key), "a boolean", value)
+        return value
+
+    def integer(self, key: str, *, minimum: int | None = None, maximum: int | None = None) -> int | None:
+        value = self.take(key)
+        if value is None:
+            return None
+        return check_integer(value, self.name(key), minimum, maximum)
+
+    def number(self, key: str, *, minimum: float | None = None, maximum: float | None = None) -> float | None:
+        value = self.take(key)
+        if value is None:
+            return None
+        return check_number(value, self.name(key), minimum, maximum)
+
+    def choice(self, key: str, allowed: Collection[str]) -> str | None:
+        value = self.string(key)
+        if value is not None and value not in allowed:
+            listed = ", ".join(f"'{item}'" for item in sorted(allowed))
+            refuse(
+                self.name(key), f"Invalid value '{value}' for '{self.name(key)}'. Supported: {listed}.", "invalid_value"
+            )
+        return value
+
+    def array(self, key: str) -> list[Any] | None:
+        value = self.take(key)
+        if value is not None and not isinstance(value, list):
+            wrong_type(self.name(key), "an array", value)
+        return value
+
+    def object(self, key: str) -> Fields | None:
+        value = self.take(key)
+        return None if value is None else Fields(value, self.name(key))
+
+    def raw_object(self, key: str) -> dict[str, Any] | None:
+        value = self.take(key)
+        if value is not None and not isinstance(value, dict):
+            wrong_type(self.name(key), "an object", value)
+        return value
+
+    def unsupported(self, key: str, sentence: str, *, harmless: Sequence[object] = ()) -> None:
+        """A valid OpenAI option that this server does not have: refused unless its value changes nothing."""
+        value = self.take(key)
+        # `0 == False` in Python; the types must agree too.
+        if value is None or any(type(value) is type(item) and value == item for item in harmless):
+            return
+        refuse(self.name(key), sentence, "unsupported_parameter")
+
+
+def check_integer(value: object, path: str, minimum: int | None = None, maximum: int | None = None) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        wrong_type(path, "an integer", value)
+    check_range(value, path, minimum, maximum, "integer")
+    return value
+
+
+def check_number(value: object, path: str, minimum: float | None = None, maximum: float | None = None) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        wrong_type(path, "a number", value)
+    check_range(value, path, minimum, maximum, "decimal")
+    return float(value)
+
+
+def check_range(value: float, path: str, minimum: float | None, maximum: float | None, kind: str) -> None:
+    if minimum is not None and value < minimum:
+        refuse(
+            path,
+            f"Invalid '{path}': must be at least {minimum}, but it is {value}.",
+            f"{kind}_below_min_value",
+        )
+    if maximum is not None and value > maximum:
+        refuse(
+            path,
+            f"Invalid '{path}': must be at most {maximum}, but it is {value}.",
+            f"{kind}_above_max_value",
+        )

@@ -1,0 +1,200 @@
+"""The sampling and output options that chat completions and completions share, parsed and checked. Pure.
+
+What `docs/api.md` lists as accepted without effect is taken here and dropped; what it lists as refused is refused
+here with a sentence.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+
+from tandem_worker.engine.schedule.params import GrammarFactory, SamplingParams
+from tandem_worker.host.errors import RequestError
+from tandem_worker.server.openai.fields import Fields, check_integer, check_number, refuse, wrong_type
+
+MAX_CHOICES = 16
+"""Upper limit of `n`."""
+_ALL_TOKENS = 2**30
+"""More than any vocabulary has; samplers hold `top_k` in 32 bits."""
+MAX_STOPS = 4
+MAX_STOP_LENGTH = 1024
+MAX_STOP_TOKENS = 64
+MAX_LOGIT_BIAS = 1024
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommonOptions:
+    """Options of one request, independent of the endpoint. `seed` is always set: drawn when the client gave none."""
+
+    n: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logit_bias: dict[int, float]
+    seed: int
+    stop: tuple[str, ...]
+    stop_token_ids: frozenset[int]
+    min_tokens: int
+    ignore_eos: bool
+    stream: bool
+    include_usage: bool
+    return_token_ids: bool
+    cache_salt: str
+    priority: int
+    service_tier: str | None
+    """The one there is, when the client named a tier: the answer then does so too."""
+
+
+def parse_common(fields: Fields, vocab_size: int) -> CommonOptions:
+    """Take the shared options out of `fields`. Raises RequestError."""
+    names_tier = fields.given("service_tier")
+    take_metadata(fields)
+    stream = fields.boolean("stream")
+    seed = fields.integer("seed", minimum=INT64_MIN, maximum=INT64_MAX)
+    return CommonOptions(
+        n=fields.integer("n", minimum=1, maximum=MAX_CHOICES) or 1,
+        temperature=_default(fields.number("temperature", minimum=0.0, maximum=2.0), 1.0),
+        top_p=_default(fields.number("top_p", minimum=0.0, maximum=1.0), 1.0),
+        top_k=_top_k(fields),
+        min_p=fields.number("min_p", minimum=0.0, maximum=1.0) or 0.0,
+        presence_penalty=fields.number("presence_penalty", minimum=-2.0, maximum=2.0) or 0.0,
+        frequency_penalty=fields.number("frequency_penalty", minimum=-2.0, maximum=2.0) or 0.0,
+        repetition_penalty=_default(fields.number("repetition_penalty", minimum=0.01, maximum=10.0), 1.0),
+        logit_bias=_logit_bias(fields, vocab_size),
+        seed=secrets.randbits(63) if seed is None else seed,
+        stop=_stop(fields),
+        stop_token_ids=_stop_token_ids(fields, vocab_size),
+        min_tokens=fields.integer("min_tokens", minimum=0) or 0,
+        ignore_eos=fields.boolean("ignore_eos"),
+        stream=stream,
+        include_usage=_stream_options(fields, stream),
+        return_token_ids=fields.boolean("return_token_ids"),
+        cache_salt=fields.string("cache_salt", max_length=256) or "",
+        priority=fields.integer("priority", minimum=-1000, maximum=1000) or 0,
+        service_tier="default" if names_tier else None,
+    )
+
+
+def take_metadata(fields: Fields) -> None:
+    """Fields that describe the request to its sender's bookkeeping and change nothing about the answer."""
+    for key in ("user", "safety_identifier", "prompt_cache_key"):
+        fields.string(key, max_length=1024)
+    for key, value in (fields.raw_object("metadata") or {}).items():
+        if not isinstance(value, str):
+            wrong_type(f"metadata.{key}", "a string", value)
+    fields.unsupported("store", "This server does not store completions: leave 'store' out or false.", harmless=[False])
+    fields.unsupported(
+        "service_tier",
+        "This server has one service tier: leave 'service_tier' out or 'auto'.",
+        harmless=["auto", "default"],
+    )
+
+
+def to_sampling(
+    options: CommonOptions,
+    *,
+    max_tokens: int,
+    num_logprobs: int | None,
+    eos_token_ids: frozenset[int],
+    grammar: GrammarFactory | None,
+) -> SamplingParams:
+    """What the engine is asked for. End-of-sequence tokens are stop tokens unless they are to be ignored."""
+    if options.min_tokens > max_tokens:
+        raise RequestError(
+            f"'min_tokens' ({options.min_tokens}) exceeds the allowed output of {max_tokens} tokens.",
+            param="min_tokens",
+            code="invalid_value",
+        )
+    return SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=options.min_tokens,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        top_k=options.top_k,
+        min_p=options.min_p,
+        presence_penalty=options.presence_penalty,
+        frequency_penalty=options.frequency_penalty,
+        repetition_penalty=options.repetition_penalty,
+        logit_bias=options.logit_bias,
+        seed=options.seed,
+        num_logprobs=num_logprobs,
+        stop_token_ids=options.stop_token_ids | (frozenset() if options.ignore_eos else eos_token_ids),
+        ignore_eos=options.ignore_eos,
+        grammar=grammar,
+    )
+
+
+def _default(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _top_k(fields: Fields) -> int:
+    value = fields.integer("top_k", minimum=-1)
+    return 0 if value is None or value == -1 else min(value, _ALL_TOKENS)
+
+
+def _stop(fields: Fields) -> tuple[str, ...]:
+    value = fields.take("stop")
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, list):
+        wrong_type("stop", "a string or an array of strings", value)
+    if len(value) > MAX_STOPS:
+        refuse(
+            "stop",
+            f"Invalid 'stop': at most {MAX_STOPS} sequences, but there are {len(value)}.",
+            "array_above_max_length",
+        )
+    for index, item in enumerate(value):
+        path = f"stop[{index}]"
+        if not isinstance(item, str):
+            wrong_type(path, "a string", item)
+        if not item:
+            refuse(path, f"'{path}' must not be empty.", "empty_string")
+        if len(item) > MAX_STOP_LENGTH:
+            refuse(path, f"'{path}' is longer than {MAX_STOP_LENGTH} characters.", "string_above_max_length")
+    return tuple(value)
+
+
+def _stop_token_ids(fields: Fields, vocab_size: int) -> frozenset[int]:
+    value = fields.array("stop_token_ids") or []
+    if len(value) > MAX_STOP_TOKENS:
+        refuse("stop_token_ids", f"At most {MAX_STOP_TOKENS} stop tokens are supported.", "array_above_max_length")
+    return frozenset(
+        check_integer(item, f"stop_token_ids[{index}]", 0, vocab_size - 1) for index, item in enumerate(value)
+    )
+
+
+def _logit_bias(fields: Fields, vocab_size: int) -> dict[int, float]:
+    value = fields.raw_object("logit_bias") or {}
+    if len(value) > MAX_LOGIT_BIAS:
+        refuse("logit_bias", f"At most {MAX_LOGIT_BIAS} biases are supported.", "object_above_max_properties")
+    biases: dict[int, float] = {}
+    for key, bias in value.items():
+        # Unicode digits such as "²" pass isdigit(), and "01" names the same token as "1".
+        if not (key.isascii() and key.isdigit()) or str(int(key)) != key:
+            refuse("logit_bias", f"Invalid key '{key}' in 'logit_bias': keys are token ids.", "invalid_value")
+        token = check_integer(int(key), f"logit_bias.{key}", 0, vocab_size - 1)
+        biases[token] = check_number(bias, f"logit_bias.{key}", -100.0, 100.0)
+    return biases
+
+
+def _stream_options(fields: Fields, stream: bool) -> bool:
+    options = fields.object("stream_options")
+    if options is None:
+        return False
+    if not stream:
+        refuse("stream_options", "The 'stream_options' parameter is only allowed when 'stream' is true.")
+    include_usage = options.boolean("include_usage")
+    # Padding against traffic analysis is the concern of whoever ends TLS; it changes no content.
+    options.boolean("include_obfuscation")
+    options.finish()
+    return include_usage

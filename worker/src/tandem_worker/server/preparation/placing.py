@@ -1,0 +1,208 @@
+"""Decides where a request is prepared, so that no request holds up the streams of others.
+
+A small body is parsed and rendered on the event loop, one per round of it, and tokenized there too if its texts are
+short; long texts go to a thread, because the tokenizer works without the interpreter's lock. A larger body goes to a
+process of its own, where all of that happens.
+
+Python's threads would not do for large bodies: the event loop and the engine's thread would wait five milliseconds for
+the interpreter's lock each time they come back to it, some hundred times per decode step, and parsing JSON gives it
+back only at the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from starlette.types import Receive, Scope
+
+from tandem_worker.host.errors import RequestError
+from tandem_worker.host.isolation.confined import Confined
+from tandem_worker.host.isolation.contract import FunctionError, LimitError, Limits, QueueFullError, UnavailableError
+from tandem_worker.server.deltas import ClientGoneError
+from tandem_worker.server.http import MAX_BODY_BYTES, ServiceError
+from tandem_worker.server.intake import SMALL_BODY_BYTES, Intake
+from tandem_worker.server.preparation.job import SETUP, unpack
+from tandem_worker.server.preparation.preparing import Prepared, Preparer
+from tandem_worker.server.request_metrics import PreparationCounts
+
+logger = logging.getLogger(__name__)
+
+INLINE_CHARACTERS = 4096
+"""Longer texts are tokenized on a thread."""
+LARGE_BODY_BYTES = 1024 * 1024
+"""Larger ones have a lane of their own: they take many seconds, and others must not wait for them."""
+MAX_WAITING = 256
+"""Requests that may wait for a process."""
+NUM_MEDIUM, NUM_LARGE = 2, 1
+"""Processes at a time."""
+TRIM_BYTES = 16 * 1024 * 1024
+"""After large bodies of so many bytes, what they left behind is given back to the system."""
+JOB_SECONDS = 120.0
+_TRIM_DELAY_SECONDS = 0.5
+JOB_LIMITS = Limits(
+    # 8 MiB of digits are as many tokens, of which the tokenizer keeps some 140 bytes each.
+    memory_bytes=2048 * 1024 * 1024,
+    stack_bytes=8 * 1024 * 1024,
+    cpu_seconds=60.0,
+    answer_bytes=8 * MAX_BODY_BYTES,
+)
+
+
+class Preparation:
+    """One per process. `start` readies the process for large requests; without it the first of them does."""
+
+    def __init__(self, preparer: Preparer, pack: Callable[[], bytes]) -> None:
+        """`pack` makes what the process is set up with."""
+        self.intake = Intake()
+        self.counts = PreparationCounts()
+        self._preparer = preparer
+        self._pack = pack
+        self._confined: Confined | None = None
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
+        self._turn = asyncio.Lock()
+        self._used = False
+        """This round of the event loop has prepared a request: the next one waits until tokens have gone out."""
+        self._medium = asyncio.Semaphore(NUM_MEDIUM)
+        self._large = asyncio.Semaphore(NUM_LARGE)
+        self._untrimmed_bytes = 0
+        self._running: set[asyncio.Task[Prepared]] = set()
+
+    def start(self) -> Confined:
+        """Takes a second or two of another process; any thread, but only one at a time."""
+        if self._confined is None:
+            self._confined = Confined(
+                SETUP,
+                self._pack(),
+                limits=JOB_LIMITS,
+                name="large requests",
+                parallel=NUM_MEDIUM + NUM_LARGE,
+                queue=4,
+                niceness=10,
+            )
+            self._confined.start()
+        return self._confined
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False)
+        if self._confined is not None:
+            self._confined.close()
+
+    async def prepare(self, kind: str, scope: Scope, receive: Receive) -> Any:
+        """What `Preparer` makes of the request. Raises RequestError, ServiceError, ClientGoneError."""
+        try:
+            body = await self.intake.read(scope, receive)
+        except RequestError as error:
+            self.counts.refused_total += error.status == 429
+            raise
+        if len(body) <= SMALL_BODY_BYTES:
+            return await self._prepare_here(kind, body)
+        return await self._prepare_apart(kind, body, receive)
+
+    async def _prepare_here(self, kind: str, body: bytes) -> Prepared:
+        if self._used:
+            async with self._turn:
+                while self._used:  # noqa: ASYNC110 - at most until the round is over
+                    await asyncio.sleep(0)
+        self._used = True
+        loop = asyncio.get_running_loop()
+        loop.call_soon(self._end_round)
+        draft = self._preparer.draft(kind, body)
+        if draft.num_characters <= INLINE_CHARACTERS:
+            return draft.finish(self._preparer.encode(draft))
+        return draft.finish(await loop.run_in_executor(self._threads, self._preparer.encode, draft))
+
+    def _end_round(self) -> None:
+        self._used = False
+
+    async def _prepare_apart(self, kind: str, body: bytes, receive: Receive) -> Prepared:
+        lane = self._large if len(body) > LARGE_BODY_BYTES else self._medium
+        began = asyncio.Event()
+        work = asyncio.create_task(self._run_job(kind, body, lane, began))
+        self._running.add(work)
+        work.add_done_callback(self._running.discard)
+        gone = asyncio.create_task(_until_gone(receive))
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise ClientGoneError
+            return work.result()
+        finally:
+            gone.cancel()
+            # A job that has begun goes on to its end or its limits, and is counted until then.
+            if not began.is_set():
+                work.cancel()
+            # An exception of the task holds this frame, which would hold the task, and the body with it, in a cycle.
+            del work
+
+    async def _run_job(self, kind: str, body: bytes, lane: asyncio.Semaphore, began: asyncio.Event) -> Prepared:
+        try:
+            if self.counts.isolated >= MAX_WAITING + NUM_MEDIUM + NUM_LARGE:
+                raise self._refuse_crowd()
+            self.counts.isolated += 1
+            try:
+                async with lane:
+                    began.set()
+                    self.counts.isolated_total += 1
+                    answer = await self._call(kind, body)
+            finally:
+                self.counts.isolated -= 1
+        finally:
+            self.intake.release(body)
+            self._note_end(len(body))
+        return unpack(answer)
+
+    def _note_end(self, num_bytes: int) -> None:
+        """The pieces in which bodies arrive lie between what stays, so that the allocator keeps all of it by itself."""
+        self._untrimmed_bytes += num_bytes
+        if self._untrimmed_bytes >= TRIM_BYTES and not self.counts.isolated:
+            self._untrimmed_bytes = 0
+            # A moment later: this request's body is still being held by those who wait for it.
+            asyncio.get_running_loop().call_later(_TRIM_DELAY_SECONDS, self._trim)
+
+    def _trim(self) -> None:
+        with contextlib.suppress(RuntimeError):  # closed in the meantime
+            self._threads.submit(_trim_memory)
+
+    async def _call(self, kind: str, body: bytes) -> bytes:
+        try:
+            return await self.start().call(kind, body, seconds=JOB_SECONDS)
+        except LimitError as error:
+            self.counts.refused_total += 1
+            raise RequestError(
+                f"The request is too complex: preparing its {len(body)} bytes {error}.", code="request_too_complex"
+            ) from error
+        except QueueFullError as error:
+            raise self._refuse_crowd() from error
+        except UnavailableError as error:
+            raise ServiceError(
+                f"This worker cannot prepare large requests at the moment: {error}.", status=503, retry=True
+            ) from error
+        except FunctionError as error:
+            logger.error("preparing a request failed: %s", error)  # noqa: TRY400 - the trace that matters is not here
+            raise ServiceError("The server had an internal error.") from error
+
+    def _refuse_crowd(self) -> RequestError:
+        self.counts.refused_total += 1
+        return RequestError(
+            "This worker has as many large requests waiting as it takes; try again later.",
+            code="too_many_large_requests",
+            status=429,
+        )
+
+
+def _trim_memory() -> None:
+    """Releases the interpreter's lock. Only glibc has it; others' allocators do it unasked, or not at all."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

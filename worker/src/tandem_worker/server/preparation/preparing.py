@@ -1,0 +1,361 @@
+"""From the body of a request to its tokens: parsed, checked, rendered, tokenized and known to fit.
+
+All of it can take long: a body of 8 MiB may be four million objects, or a text of two million tokens. So nothing here
+knows the event loop, and `setup` offers the same functions to a process of their own, in which requests are prepared
+that would hold up everybody else (`preparation` decides).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from tandem_worker.host.errors import ContextLengthError, RequestError
+from tandem_worker.server.openai.chat_request import ChatRequest, parse_chat
+from tandem_worker.server.openai.completion_request import CompletionRequest, Prompt, check_token_ids, parse_completion
+from tandem_worker.server.openai.embedding_request import EmbeddingRequest, parse_embedding
+from tandem_worker.server.openai.fields import Fields, refuse, wrong_type
+from tandem_worker.server.preparation.fitting import LengthBound
+from tandem_worker.server.structured.grammar import GrammarError
+from tandem_worker.server.structured.limits import GrammarLimits
+from tandem_worker.server.text.prompting import Prompter
+from tandem_worker.server.tools.harmony import START
+
+MAX_DEFINITION_BYTES = 512 * 1024
+"""Of a request's schemas, functions and grammar together, as JSON."""
+_END_CHARACTERS = 64
+"""Marks that a prompt may end in are shorter."""
+
+Tokens = Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptRules:
+    """What a model says about prompts. Plain data."""
+
+    name: str
+    max_model_len: int
+    vocab_size: int
+    start_token: int
+    """Stands for an empty prompt."""
+    embedding_size: int | None
+    """None: the model generates text."""
+    grammar_limits: GrammarLimits
+
+    def check_name(self, name: str) -> None:
+        if name != self.name:
+            raise RequestError(
+                f"The model '{name}' does not exist here. This server serves '{self.name}'.",
+                param="model",
+                code="model_not_found",
+                status=404,
+            )
+
+    def check_schemas(self, request: ChatRequest) -> None:
+        """Refuse schemas that are too large or deep for whatever reads them next, the template too.
+
+        Raises RequestError.
+        """
+        for index, tool in enumerate(request.tools.tools):
+            self._check_schema(
+                tool.parameters, "Invalid schema of a function's parameters", f"tools[{index}].function.parameters"
+            )
+        schema = request.response_format.schema
+        self._check_schema(schema, "Invalid schema for response_format", "response_format.json_schema.schema")
+
+    def _check_schema(self, schema: object, problem: str, param: str) -> None:
+        try:
+            self.grammar_limits.check_schema(schema)
+        except GrammarError as error:
+            raise RequestError(f"{problem}: {error}.", param=param, code="invalid_json_schema") from error
+
+    def room(self, num_prompt_tokens: int, max_tokens: int | None, *, param: str, least: bool = False) -> int:
+        """The allowed output. Raises ContextLengthError when prompt plus `max_tokens` do not fit.
+
+        `least`: the prompt has this many tokens or more.
+        """
+        limit = self.max_model_len
+        if num_prompt_tokens + (1 if max_tokens is None else max_tokens) > limit:
+            wanted = "and leaves no room for an answer" if max_tokens is None else f"and {max_tokens} were requested"
+            raise ContextLengthError(
+                f"This model's context length is {limit} tokens. "
+                f"The prompt has {'at least ' if least else ''}{num_prompt_tokens} tokens {wanted}.",
+                param=param,
+            )
+        return limit - num_prompt_tokens if max_tokens is None else max_tokens
+
+    def check_input(self, num_tokens: int, *, param: str, least: bool = False) -> None:
+        """Of texts that get no answer. Raises ContextLengthError."""
+        if num_tokens > self.max_model_len:
+            raise ContextLengthError(
+                f"This model's context length is {self.max_model_len} tokens, but '{param}' has "
+                f"{'at least ' if least else ''}{num_tokens}.",
+                param=param,
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedChat:
+    request: ChatRequest
+    tokens: Tokens
+    room: int
+    """Tokens that the answer may have."""
+    prompt_end: str
+    """The end of the rendered conversation: the header of the message that the answer continues, or more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedCompletion:
+    request: CompletionRequest
+    tokens: Sequence[Tokens]
+    room: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedEmbedding:
+    request: EmbeddingRequest
+    tokens: Sequence[Tokens]
+
+
+Prepared = PreparedChat | PreparedCompletion | PreparedEmbedding | bytes
+"""Bytes are an answer in JSON, ready to be sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """To be tokenized. `check` is told how many tokens it has, and before that how many it has at least."""
+
+    text: str
+    add_special_tokens: bool
+    check: Callable[[int, bool], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A request that is read; what is left to do is to tokenize its texts and to put it together."""
+
+    texts: Sequence[Text]
+    finish: Callable[[Sequence[Tokens]], Prepared]
+    """Takes the tokens of `texts`."""
+
+    @property
+    def num_characters(self) -> int:
+        return sum(len(each.text) for each in self.texts)
+
+
+class Preparer:
+    """Prepares requests for one model. Stateless; any thread."""
+
+    def __init__(self, prompter: Prompter, rules: PromptRules, bound: LengthBound | None) -> None:
+        self._prompter = prompter
+        self._rules = rules
+        self._bound = bound
+        self._drafts: Mapping[str, Callable[[Any], Draft]] = {
+            "chat": self._chat,
+            "completion": self._completion,
+            "embedding": self._embedding,
+            "tokenize": self._tokenize,
+            "detokenize": self._detokenize,
+        }
+
+    def prepare(self, kind: str, body: bytes) -> Prepared:
+        """Raises RequestError."""
+        draft = self.draft(kind, body)
+        return draft.finish(self.encode(draft))
+
+    def draft(self, kind: str, body: bytes) -> Draft:
+        """Parse, check and render. Raises RequestError."""
+        try:
+            value = orjson.loads(body)
+        except orjson.JSONDecodeError as error:
+            if "Not enough memory" in str(error):
+                raise MemoryError from error
+            raise RequestError(f"The request body is not valid JSON: {error}.", code="invalid_json") from error
+        try:
+            return self._drafts[kind](value)
+        except RecursionError as error:
+            raise RequestError("The request is nested too deeply.", code="invalid_json") from error
+
+    def encode(self, draft: Draft) -> list[Tokens]:
+        """Tokenize; most of the time is spent without the interpreter's lock. Raises RequestError."""
+        return [self._encode(each) for each in draft.texts]
+
+    def _encode(self, each: Text) -> Tokens:
+        # A character is four bytes at most.
+        if self._bound is not None and 4 * len(each.text) > self._rules.max_model_len:
+            each.check(self._bound.fewest_tokens(each.text), True)
+        tokens = self._prompter.encode(each.text, add_special_tokens=each.add_special_tokens)
+        each.check(len(tokens), False)
+        return tokens
+
+    # -- one for each endpoint -----------------------------------------------------------------------------------------
+
+    def _chat(self, body: Any) -> Draft:
+        rules = self._rules
+        request = parse_chat(body, rules.vocab_size)
+        rules.check_name(request.model)
+        rules.check_schemas(request)
+        text = self._prompter.render(request)
+
+        def check(num_tokens: int, least: bool) -> int:
+            return rules.room(num_tokens, request.max_tokens, param="messages", least=least)
+
+        def finish(encoded: Sequence[Tokens]) -> PreparedChat:
+            (tokens,) = encoded
+            # `check` has found that it fits.
+            room = rules.max_model_len - len(tokens) if request.max_tokens is None else request.max_tokens
+            return PreparedChat(request=request, tokens=tokens, room=room, prompt_end=_end_of(text))
+
+        return Draft([Text(text, False, check)], finish)
+
+    def _completion(self, body: Any) -> Draft:
+        rules = self._rules
+        request = parse_completion(body, rules.vocab_size)
+        rules.check_name(request.model)
+
+        def check(num_tokens: int, least: bool) -> int:
+            return rules.room(num_tokens, request.max_tokens, param="prompt", least=least)
+
+        def finish(encoded: Sequence[Tokens]) -> PreparedCompletion:
+            # OpenAI takes an empty prompt as the beginning of a document.
+            tokens = [each or (rules.start_token,) for each in _fill_in(request.prompts, encoded)]
+            return PreparedCompletion(request=request, tokens=tokens, room=[check(len(each), False) for each in tokens])
+
+        for prompt in request.prompts:
+            if not isinstance(prompt, str):
+                check(len(prompt), False)
+        return Draft([Text(each, True, check) for each in request.prompts if isinstance(each, str)], finish)
+
+    def _embedding(self, body: Any) -> Draft:
+        rules = self._rules
+        assert rules.embedding_size is not None
+        request = parse_embedding(body, rules.vocab_size, rules.embedding_size)
+        rules.check_name(request.model)
+        texts: list[Text] = []
+        for index, each in enumerate(request.inputs):
+            path = "input" if len(request.inputs) == 1 else f"input[{index}]"
+            if isinstance(each, str):
+                texts.append(Text(each, True, self._input_check(path)))
+            else:
+                rules.check_input(len(each), param=path)
+
+        def finish(encoded: Sequence[Tokens]) -> PreparedEmbedding:
+            return PreparedEmbedding(request=request, tokens=_fill_in(request.inputs, encoded))
+
+        return Draft(texts, finish)
+
+    def _input_check(self, path: str) -> Callable[[int, bool], None]:
+        def check(num_tokens: int, least: bool) -> None:
+            if not num_tokens and not least:
+                refuse(path, f"'{path}' must not be empty.", "empty_string")
+            self._rules.check_input(num_tokens, param=path, least=least)
+
+        return check
+
+    def _tokenize(self, body: Any) -> Draft:
+        """Of a `prompt`, or of `messages` with the options of a chat request."""
+        rules = self._rules
+        if isinstance(body, dict) and "messages" in body:
+            # The same parser as for a chat: what is counted here is what a chat would be charged.
+            chat = parse_chat(body, rules.vocab_size)
+            rules.check_name(chat.model)
+            rules.check_schemas(chat)
+            text, special, path = self._prompter.render(chat), False, "messages"
+        else:
+            fields = Fields(body)
+            name = fields.string("model")
+            text, path = fields.required_string("prompt"), "prompt"
+            special = fields.boolean("add_special_tokens", default=True)
+            fields.finish()
+            if name is not None:
+                rules.check_name(name)
+
+        def check(num_tokens: int, least: bool) -> None:
+            if least:  # a text that is known not to fit is not counted; one that turns out not to fit is
+                rules.check_input(num_tokens, param=path, least=True)
+
+        def finish(encoded: Sequence[Tokens]) -> bytes:
+            (tokens,) = encoded
+            return orjson.dumps({"count": len(tokens), "max_model_len": rules.max_model_len, "tokens": tokens})
+
+        return Draft([Text(text, special, check)], finish)
+
+    def _detokenize(self, body: Any) -> Draft:
+        rules = self._rules
+        fields = Fields(body)
+        name = fields.string("model")
+        raw = fields.required("tokens")
+        fields.finish()
+        if name is not None:
+            rules.check_name(name)
+        if not isinstance(raw, list):
+            wrong_type("tokens", "an array of token ids", raw)
+        if len(raw) > rules.max_model_len:
+            raise RequestError(f"'tokens' has {len(raw)} ids; at most {rules.max_model_len} are taken.", param="tokens")
+        tokens = check_token_ids(raw, "tokens", rules.vocab_size) if raw else ()
+        return Draft([], lambda _: orjson.dumps({"prompt": self._prompter.decode(tokens)}))
+
+
+def _fill_in(prompts: Sequence[Prompt], encoded: Sequence[Tokens]) -> list[Tokens]:
+    """The tokens of all prompts: those that came as token ids, and those of texts."""
+    rest = iter(encoded)
+    return [next(rest) if isinstance(prompt, str) else prompt for prompt in prompts]
+
+
+def _end_of(prompt: str) -> str:
+    cut = max(0, len(prompt.rstrip()) - _END_CHARACTERS)
+    start = prompt.rfind(START)
+    return prompt[cut if start < 0 else min(cut, start) :]
+
+
+def reduce(prepared: Prepared) -> Prepared:
+    """Without what is used up, so that it takes neither long to send nor much to hold. Raises RequestError."""
+    match prepared:
+        case PreparedChat():
+            _check_definitions(prepared.request)
+            tools = prepared.request.tools
+            request = dataclasses.replace(
+                prepared.request,
+                messages=[],
+                template_kwargs={},
+                tools=dataclasses.replace(
+                    tools,
+                    tools=tuple(dataclasses.replace(tool, definition={}) for tool in tools.tools),
+                    callable_tools=tuple(dataclasses.replace(tool, definition={}) for tool in tools.callable_tools),
+                ),
+            )
+            return dataclasses.replace(prepared, request=request, tokens=array("i", prepared.tokens))
+        case PreparedCompletion():
+            # Texts are repeated by `echo` alone.
+            request = prepared.request if prepared.request.echo else dataclasses.replace(prepared.request, prompts=())
+            return dataclasses.replace(prepared, request=request, tokens=[array("i", each) for each in prepared.tokens])
+        case PreparedEmbedding():
+            return dataclasses.replace(
+                prepared,
+                request=dataclasses.replace(prepared.request, inputs=()),
+                tokens=[array("i", each) for each in prepared.tokens],
+            )
+        case bytes():
+            return prepared
+
+
+def _check_definitions(request: ChatRequest) -> None:
+    """Schemas and grammars go to the compiler as they are. Raises RequestError."""
+    answer = request.response_format
+    sizes = {
+        "tools": sum(len(orjson.dumps(tool.parameters)) for tool in request.tools.tools),
+        "response_format": len(answer.definition.encode()) + len(orjson.dumps(answer.schema)),
+    }
+    if sum(sizes.values()) > MAX_DEFINITION_BYTES:
+        largest = max(sizes, key=lambda key: sizes[key])
+        refuse(
+            largest,
+            f"The schemas of this request have {sum(sizes.values())} bytes; "
+            f"at most {MAX_DEFINITION_BYTES} are supported.",
+            "string_above_max_length",
+        )

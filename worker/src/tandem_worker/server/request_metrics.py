@@ -1,0 +1,49 @@
+"""What finished requests tell: counts by status, time to first token, time per output token."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+
+from tandem_worker.process.exposition import Histogram
+
+_TTFT_BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_TPOT_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Any thread."""
+
+    ttft: Histogram = field(default_factory=lambda: Histogram(_TTFT_BOUNDS))
+    tpot: Histogram = field(default_factory=lambda: Histogram(_TPOT_BOUNDS))
+    _by_status: Counter[int] = field(default_factory=Counter)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def record(
+        self, *, status: int, seconds: float, first_token_seconds: float | None, num_generated: int, streamed: bool
+    ) -> None:
+        """One finished request. Only a streamed one shows when its first token was there."""
+        with self._lock:
+            self._by_status[status] += 1
+        if first_token_seconds is None or not streamed or num_generated == 0:
+            return
+        self.ttft.observe(first_token_seconds)
+        if num_generated > 1:
+            self.tpot.observe((seconds - first_token_seconds) / (num_generated - 1))
+
+    def by_status(self) -> dict[int, int]:
+        with self._lock:
+            return dict(self._by_status)
+
+
+@dataclass(slots=True)
+class PreparationCounts:
+    """Of large requests. Written on the event loop."""
+
+    isolated: int = 0
+    """Large requests that are being prepared in a process of their own, or wait for that, now."""
+    isolated_total: int = 0
+    refused_total: int = 0
+    """Refused because as many or as large ones were there as may be, or because one took too much."""

@@ -1,0 +1,168 @@
+"""Grammars over tokens, by llguidance: implementations of `Grammar` and `GrammarFactory`.
+
+Invariants: a mask allows at least one token (at the end of a grammar, the end tokens), and a choice that follows its
+masks is accepted token by token. `fill_mask` costs tens of microseconds and releases the GIL; what a hostile grammar
+makes it cost is bounded for each step by the library's fuel (`proving.parser_limits`), and over an answer by `budget`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher
+
+from tandem_worker.engine.schedule.params import Grammar, GrammarFactory
+from tandem_worker.host.errors import WorkerError
+from tandem_worker.server.structured.budget import MaskBudget
+
+
+class GrammarError(WorkerError):
+    """A schema or grammar cannot be compiled, or its resource limits were reached; the message says why."""
+
+
+class GrammarUnavailableError(WorkerError):
+    """Nothing can be said about a grammar now, whatever it is; the message says why."""
+
+
+class TokenGrammar:
+    """State of one choice. Not thread-safe; used on the engine thread.
+
+    `accept` raises GrammarError for a token that the mask forbade, and when the grammar's limits were reached.
+    """
+
+    __slots__ = ("_budget", "_eos_token_ids", "_failure", "_matcher", "_num_tokens", "_refused", "_words")
+
+    def __init__(
+        self, matcher: LLMatcher, words: int, eos_token_ids: frozenset[int], budget: MaskBudget | None = None
+    ) -> None:
+        self._matcher = matcher
+        self._budget = budget or MaskBudget()
+        self._failure: str | None = None
+        self._num_tokens = 0
+        self._words = words
+        self._eos_token_ids = eos_token_ids
+        self._refused = next(token for token in itertools.count() if token not in eos_token_ids)
+
+    def fill_mask(self, mask: object) -> None:
+        """`mask`: one contiguous row of int32 words (a CPU tensor or array); words beyond the vocabulary become 0.
+
+        Never raises. When the grammar has hit a resource limit the mask leaves one token, which `accept` refuses: so
+        the choice ends with an error, and neither as a valid answer nor with the step loop of all others.
+        """
+        row = _row(mask)
+        if self._failure is None:
+            began = time.thread_time()
+            self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, self._words * 4)
+            row[self._words :] = 0
+            self._note_cost(began)
+        if self._failure is not None:
+            row[:] = 0
+            row[self._refused // 32] = _bit(self._refused)
+
+    def accept(self, token_id: int) -> None:
+        if self._failure is not None:
+            raise GrammarError(self._failure)
+        if self._matcher.is_stopped() and token_id in self._eos_token_ids:
+            return
+        self._num_tokens += 1
+        began = time.thread_time()
+        if not self._matcher.consume_token(token_id):
+            raise GrammarError(f"token {token_id} is not allowed here: {self._first_line()}")
+        self._note_cost(began)
+
+    def _note_cost(self, began: float) -> None:
+        if self._matcher.is_error():
+            self._failure = f"the grammar is too complex: {self._first_line()}"
+        else:
+            self._failure = self._budget.spend(self._num_tokens, time.thread_time() - began)
+
+    def _first_line(self) -> str:
+        return self._matcher.get_error().strip().partition("\n")[0]
+
+    @property
+    def terminated(self) -> bool:
+        """Nothing but an end token can follow."""
+        return self._matcher.is_stopped()
+
+
+class TokenGrammarFactory:
+    """A compiled grammar. `new` copies its start state: cheap, and safe from any thread."""
+
+    def __init__(
+        self, matcher: LLMatcher, words: int, eos_token_ids: frozenset[int], budget: MaskBudget | None = None
+    ) -> None:
+        self._matcher = matcher
+        self._words = words
+        self._eos_token_ids = eos_token_ids
+        self._budget = budget
+
+    def for_request(self) -> TokenGrammarFactory:
+        """The same, with one budget for all choices of a request."""
+        return TokenGrammarFactory(self._matcher, self._words, self._eos_token_ids, MaskBudget())
+
+    def new(self) -> Grammar:
+        return TokenGrammar(self._matcher.deep_copy(), self._words, self._eos_token_ids, self._budget)
+
+
+class AfterReasoning:
+    """Lets a model think first: the grammar begins after the closing mark.
+
+    `inside`: the prompt ends in the opening mark. Otherwise the first token may be the opening mark, or already obey
+    the grammar.
+    """
+
+    __slots__ = ("_begin", "_end", "_grammar", "_started", "_thinking")
+
+    def __init__(self, grammar: Grammar, begin: int, end: int, *, inside: bool) -> None:
+        self._grammar = grammar
+        self._begin = begin
+        self._end = end
+        self._thinking = inside
+        self._started = inside
+
+    def fill_mask(self, mask: object) -> None:
+        if self._thinking:
+            _row(mask)[:] = -1
+            return
+        self._grammar.fill_mask(mask)
+        if not self._started:
+            row = _row(mask)
+            row[self._begin // 32] |= _bit(self._begin)
+
+    def accept(self, token_id: int) -> None:
+        if self._thinking:
+            self._thinking = token_id != self._end
+        elif not self._started and token_id == self._begin:
+            self._thinking = True
+        else:
+            self._grammar.accept(token_id)
+        self._started = True
+
+    @property
+    def terminated(self) -> bool:
+        return not self._thinking and self._grammar.terminated
+
+
+class AfterReasoningFactory:
+    def __init__(self, factory: GrammarFactory, begin: int, end: int, *, inside: bool) -> None:
+        self._factory = factory
+        self._begin = begin
+        self._end = end
+        self._inside = inside
+
+    def new(self) -> Grammar:
+        return AfterReasoning(self._factory.new(), self._begin, self._end, inside=self._inside)
+
+
+def _row(mask: Any) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """The mask as an array that shares its memory (numpy arrays and CPU tensors alike)."""
+    row = np.asarray(mask).reshape(-1)
+    assert row.dtype == np.int32
+    return row
+
+
+def _bit(token_id: int) -> np.int32:
+    return np.uint32(1 << (token_id % 32)).view(np.int32)

@@ -1,0 +1,100 @@
+"""How large a grammar may be, looked at before anything parses it: one pass that ends at the first limit.
+
+What passes here may still be hard to compile; a process of its own finds out (see `proving`). These limits keep the
+cost of getting there small, and give a client a number to write against.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tandem_worker.server.structured.grammar import GrammarError
+
+_RULE = re.compile(
+    r"^[ \t]*[?!]*[A-Za-z_][A-Za-z0-9_]*(?:\.[-0-9]+)?(?:\{[^}\n]*\})?(?:\[[^\]\n]*\])?[ \t]*:", re.MULTILINE
+)
+_OPTIONS = re.compile(r"%llguidance\b[ \t]*([^\n]*)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrammarLimits:
+    """Of one request's grammar."""
+
+    text_bytes: int = 512 * 1024
+    """All schemas together, or what they become as a grammar."""
+    regex_bytes: int = 16 * 1024
+    lark_bytes: int = 64 * 1024
+    lark_rules: int = 1000
+    values: int = 20_000
+    """Keys and values of a schema."""
+    depth: int = 100
+    """Of a schema's objects and arrays, or of the brackets in a regex or grammar."""
+
+    def check_schema(self, schema: object) -> None:
+        """Raises GrammarError. Costs no more than the limits allow, however large the schema is."""
+        num_values = num_bytes = 0
+        level: list[Any] = [schema]
+        for depth in range(self.depth + 1):
+            below: list[Any] = []
+            for value in level:
+                num_values += 1
+                if isinstance(value, Mapping):
+                    num_values += len(value)
+                    self._check_values(num_values)
+                    num_bytes += sum(map(len, value))
+                    below.extend(value.values())
+                elif isinstance(value, list):
+                    self._check_values(num_values + len(value))
+                    below.extend(value)
+                elif isinstance(value, str):
+                    num_bytes += len(value)
+            self._check_values(num_values)
+            self._check_bytes(num_bytes, self.text_bytes, "a schema")
+            if not below:
+                return
+            assert depth <= self.depth
+            level = below
+        raise GrammarError(f"it is nested too deeply: at most {self.depth} levels are allowed")
+
+    def check_regex(self, regex: str) -> None:
+        """Raises GrammarError."""
+        self._check_bytes(len(regex), self.regex_bytes, "a regex")
+        self._check_brackets(regex)
+
+    def check_lark(self, grammar: str) -> None:
+        """Raises GrammarError."""
+        self._check_bytes(len(grammar), self.lark_bytes, "a grammar")
+        num_rules = sum(1 for _ in _RULE.finditer(grammar))
+        if num_rules > self.lark_rules:
+            raise GrammarError(f"it has {num_rules} rules: at most {self.lark_rules} are allowed")
+        self._check_brackets(grammar)
+        for options in _OPTIONS.finditer(grammar):
+            if options[1].strip() not in {"", "{}"}:
+                raise GrammarError("options of %llguidance are the server's: write '%llguidance {}' or leave it out")
+
+    def check_text(self, text: str) -> None:
+        """Of a grammar as it is compiled. Raises GrammarError."""
+        self._check_bytes(len(text), self.text_bytes, "all of it together")
+
+    def _check_values(self, count: int) -> None:
+        if count > self.values:
+            raise GrammarError(f"it has too many keys and values: at most {self.values} are allowed")
+
+    @staticmethod
+    def _check_bytes(size: int, most: int, what: str) -> None:
+        if size > most:
+            raise GrammarError(f"it is too large: {what} may have {most // 1024} KiB")
+
+    def _check_brackets(self, text: str) -> None:
+        """Quoted brackets count too: nobody writes so many."""
+        depth = 0
+        for character in text:
+            if character in "([{":
+                depth += 1
+                if depth > self.depth:
+                    raise GrammarError(f"its brackets are nested too deeply: at most {self.depth} levels are allowed")
+            elif character in ")]}":
+                depth = max(0, depth - 1)

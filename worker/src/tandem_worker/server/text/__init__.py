@@ -1,0 +1,1 @@
+"""Between text and token ids: prompts, detokenization, stop strings, reasoning, choices."""

@@ -1,0 +1,155 @@
+"""One choice of a request: from its token deltas to the updates that are sent. Pure.
+
+What has been released after a token depends only on the tokens up to it, never on how they were grouped into deltas
+or updates: a stream can therefore be continued elsewhere by feeding the same tokens again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tandem_worker.engine.schedule.params import FinishReason, TokenDelta, TokenLogprob
+from tandem_worker.server.text.detokenizer import Detokenizer
+from tandem_worker.server.text.output import Finish, Parsed, TextParser, Update
+from tandem_worker.server.text.stops import StopMatcher
+
+
+class Choice:
+    """State of one choice. `finish` is set when nothing more will come; later deltas are ignored."""
+
+    __slots__ = (
+        "_called_tools",
+        "_detokenizer",
+        "_length",
+        "_min_tokens",
+        "_parser",
+        "_released",
+        "_stops",
+        "_update",
+        "_waiting",
+        "completion_tokens",
+        "finish",
+        "index",
+        "reasoning_tokens",
+    )
+
+    def __init__(
+        self,
+        index: int,
+        detokenizer: Detokenizer,
+        *,
+        stops: Sequence[str] = (),
+        min_tokens: int = 0,
+        parser: TextParser | None = None,
+    ) -> None:
+        self.index = index
+        self.finish: Finish | None = None
+        self.completion_tokens = 0
+        self.reasoning_tokens = 0
+        self._detokenizer = detokenizer
+        self._stops = StopMatcher(stops) if stops else None
+        self._min_tokens = min_tokens
+        self._parser = parser
+        self._called_tools = False
+        self._update = Update()
+        self._length = 0  # characters produced by the detokenizer
+        self._released = 0  # characters that left the stop matcher
+        self._waiting: list[tuple[int, TokenLogprob]] = []  # with the offset of their text
+
+    def feed(self, delta: TokenDelta) -> None:
+        """Take in new tokens. The delta's `finish_reason` must not be ABORT or ERROR."""
+        if self.finish is not None:
+            return
+        logprobs = delta.logprobs
+        for position, token_id in enumerate(delta.token_ids):
+            self._token(token_id, logprobs[position] if logprobs is not None else None)
+            if self.finish is not None:
+                return
+        if delta.finish_reason is not None:
+            if delta.stop_token_id is not None:
+                self.completion_tokens += 1
+            self._end(delta.finish_reason)
+
+    def take(self) -> Update:
+        """What is new since the last call."""
+        update, self._update = self._update, Update()
+        return update
+
+    def close_empty(self) -> None:
+        """End without any output: only the prompt was to be scored."""
+        self.finish = self._update.finish = "length"
+
+    def _token(self, token_id: int, logprob: TokenLogprob | None) -> None:
+        update = self._update
+        self.completion_tokens += 1
+        update.token_ids.append(token_id)
+        text = self._detokenizer.feed(token_id)
+        if logprob is not None:
+            self._waiting.append((self._length, logprob))
+        self._length += len(text)
+        if self._stops is not None and self.completion_tokens > self._min_tokens:
+            text = self._stops.feed(text)
+            stopped = self._stops.stopped
+        else:
+            stopped = False
+        self._release(text)
+        parser = self._parser
+        if parser is not None and parser.reasoning:
+            self.reasoning_tokens += 1
+        if stopped:
+            self._close("stop", ended_by_text=True)
+        elif parser is not None and parser.complete:
+            self._close("stop", ended_by_text=False)
+        if self._waiting:
+            self._release_logprobs(everything=self._stops is None)
+
+    def _release(self, text: str) -> None:
+        """Hand on text that is certain to be part of the answer."""
+        if not text:
+            return
+        self._released += len(text)
+        if self._parser is None:
+            self._update.content += text
+        else:
+            self._add(self._parser.feed(text))
+
+    def _add(self, parsed: Parsed) -> None:
+        update = self._update
+        update.content += parsed.content
+        update.reasoning += parsed.reasoning
+        if parsed.tools:
+            update.tools += parsed.tools
+            self._called_tools = True
+
+    def _release_logprobs(self, *, everything: bool) -> None:
+        update = self._update
+        ready = 0
+        for offset, logprob in self._waiting:
+            if not everything and offset >= self._released:
+                break
+            update.logprobs.append(logprob)
+            update.logprob_offsets.append(offset)
+            ready += 1
+        del self._waiting[:ready]
+
+    def _end(self, reason: FinishReason) -> None:
+        rest = self._detokenizer.flush()
+        self._length += len(rest)
+        if self._stops is not None:
+            rest = self._stops.feed(rest)
+            if self._stops.stopped:
+                self._release(rest)
+                self._close("stop", ended_by_text=True)
+                return
+            rest += self._stops.flush()
+        self._release(rest)
+        self._close("length" if reason is FinishReason.LENGTH else "stop", ended_by_text=False)
+
+    def _close(self, finish: Finish, *, ended_by_text: bool) -> None:
+        if self._parser is not None:
+            self._add(self._parser.flush())
+        # Tokens of the stop string itself are not part of the answer, nor are their logprobs.
+        self._release_logprobs(everything=not ended_by_text)
+        self._waiting.clear()
+        self.finish = "tool_calls" if self._called_tools and finish == "stop" else finish
+        self._update.finish = self.finish

@@ -1,0 +1,97 @@
+"""What a choice has to say: the pieces that parsers make of its text, and the updates that encoders send. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from tandem_worker.engine.schedule.params import TokenLogprob
+
+Finish = Literal["stop", "length", "tool_calls"]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolDelta:
+    """Part of a tool call. The first one of a call has `id` and `name`; `arguments` are to be joined."""
+
+    index: int
+    arguments: str = ""
+    id: str | None = None
+    name: str | None = None
+
+
+@dataclass(slots=True)
+class Parsed:
+    """New output of a parser."""
+
+    content: str = ""
+    reasoning: str = ""
+    tools: list[ToolDelta] = field(default_factory=list)
+
+    def add(self, other: Parsed) -> None:
+        self.content += other.content
+        self.reasoning += other.reasoning
+        self.tools += other.tools
+
+
+class TextParser(Protocol):
+    """Splits the text of one choice into content, reasoning and tool calls.
+
+    Invariant: what has been returned after the same text is the same, however the text was cut into calls of `feed`.
+    """
+
+    def feed(self, text: str) -> Parsed: ...
+
+    def flush(self) -> Parsed:
+        """The text ended: what was withheld."""
+        ...
+
+    @property
+    def reasoning(self) -> bool:
+        """The text so far ends inside reasoning."""
+        ...
+
+    @property
+    def complete(self) -> bool:
+        """Nothing that may follow is wanted (one tool call was allowed and is there)."""
+        ...
+
+
+@dataclass(slots=True)
+class Update:
+    """What is new in a choice since its last update."""
+
+    content: str = ""
+    reasoning: str = ""
+    tools: list[ToolDelta] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    logprob_offsets: list[int] = field(default_factory=list)
+    """Where in the text of the choice each of `logprobs` begins."""
+    token_ids: list[int] = field(default_factory=list)
+    finish: Finish | None = None
+
+    @property
+    def has_text(self) -> bool:
+        return bool(self.content or self.reasoning or self.tools)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    reasoning_tokens: int
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens, "audio_tokens": 0},
+            "completion_tokens_details": {
+                "reasoning_tokens": self.reasoning_tokens,
+                "audio_tokens": 0,
+                "accepted_prediction_tokens": 0,
+                "rejected_prediction_tokens": 0,
+            },
+        }

@@ -1,0 +1,171 @@
+"""From conversations and texts to token ids, by the model's own template and tokenizer.
+
+Templates come with models and run in transformers' sandbox. What a template refuses is the client's error.
+
+Everything here computes where it is called: `preparation` decides in which thread or process that is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jinja2
+
+from tandem_worker.host.errors import RequestError
+from tandem_worker.server.openai.chat_request import ChatRequest
+from tandem_worker.server.tools.harmony import CHANNEL
+
+_PROBE = "tandem_probe_argument"
+
+
+class Prompter:
+    """Renders and tokenizes. One per process; any thread."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._backend = tokenizer.backend_tokenizer
+        # A checkpoint's own settings would cut long texts in silence.
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self.template = _template_source(tokenizer)
+        self.takes_tools = "tools" in self.template
+        self._object_arguments = self.takes_tools and self._probe_object_arguments()
+        self._harmony = CHANNEL in self.template
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Releases the interpreter's lock but for what grows with the result. Raises RequestError."""
+        # The backend is called directly: the wrapper sets padding and truncation on it, which is not thread-safe. And
+        # in a batch of one, because its `encode` holds the lock for as long as it takes.
+        try:
+            return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        except TypeError as error:  # so it says of strings that are not text
+            raise RequestError("The text contains lone surrogates, which are not valid Unicode.") from error
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._backend.decode(list(token_ids), skip_special_tokens=False)
+
+    def render(self, request: ChatRequest) -> str:
+        """The prompt text of a conversation. Raises RequestError."""
+        if not self.template:
+            raise RequestError(
+                "This model has no chat template: use /v1/completions.", param="messages", code="unsupported_endpoint"
+            )
+        if request.tools.tools and not self.takes_tools:
+            raise RequestError(
+                "This model's chat template has no place for tools: remove 'tools'.",
+                param="tools",
+                code="unsupported_parameter",
+            )
+        try:
+            return self._apply(
+                self._prepare(request.messages),
+                tools=[self._define(tool.definition) for tool in request.tools.tools] or None,
+                add_generation_prompt=request.add_generation_prompt,
+                continue_final_message=request.continue_final_message,
+                **self._kwargs(request),
+            )
+        except (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise RequestError(
+                f"The model's chat template does not accept this conversation: {error}",
+                param="messages",
+                code="invalid_conversation",
+            ) from error
+
+    def _apply(self, messages: list[dict[str, Any]], **kwargs: Any) -> str:
+        return self._tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)
+
+    def _prepare(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Raises RequestError for what the template would leave out in silence."""
+        prepared = self._with_arguments(messages, as_objects=self._object_arguments)
+        if self._harmony:
+            for index, message in enumerate(prepared):
+                _to_harmony(message, f"messages[{index}]")
+        return prepared
+
+    def _define(self, definition: dict[str, Any]) -> dict[str, Any]:
+        """Harmony templates print a description whether there is one or not."""
+        if not self._harmony:
+            return definition
+        return {**definition, "function": {"description": "", **definition["function"]}}
+
+    def _kwargs(self, request: ChatRequest) -> dict[str, Any]:
+        """Template arguments; `reasoning_effort` becomes whichever of them the template knows."""
+        kwargs = dict(request.template_kwargs)
+        effort = request.reasoning_effort
+        if effort is None:
+            return kwargs
+        if "reasoning_effort" in self.template:
+            kwargs.setdefault("reasoning_effort", effort)
+        elif "enable_thinking" in self.template:
+            kwargs.setdefault("enable_thinking", effort != "none")
+        elif effort != "none" or "<think>" in self.template:
+            raise RequestError(
+                "This model's reasoning effort cannot be chosen: remove 'reasoning_effort'.",
+                param="reasoning_effort",
+                code="unsupported_parameter",
+            )
+        return kwargs
+
+    @staticmethod
+    def _with_arguments(messages: Sequence[Mapping[str, Any]], *, as_objects: bool) -> list[dict[str, Any]]:
+        """Copies in which the arguments of tool calls are objects or JSON text, as the template expects them."""
+        return [
+            {**message, "tool_calls": [_with_argument_form(call, as_objects) for call in message["tool_calls"]]}
+            if "tool_calls" in message
+            else dict(message)
+            for message in messages
+        ]
+
+    def _probe_object_arguments(self) -> bool:
+        """Whether the template wants arguments as objects: some print them as JSON, others join them as text."""
+        function = {"name": "probe", "arguments": json.dumps({_PROBE: "x"})}
+        call = {"id": "call_probe00", "type": "function", "function": function}
+        conversation = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        try:
+            text = self._apply(self._with_arguments(conversation, as_objects=True))
+        except Exception:  # a template may fail in any way; then it gets what OpenAI's API has: text
+            return False
+        # As Python writes a dictionary: the template expected text.
+        return _PROBE in text and f"'{_PROBE}'" not in text
+
+
+def _with_argument_form(call: Mapping[str, Any], as_objects: bool) -> dict[str, Any]:
+    function = dict(call["function"])
+    if as_objects:
+        # A model's malformed call, sent back, stays text.
+        with contextlib.suppress(ValueError):
+            function["arguments"] = json.loads(function["arguments"] or "{}")
+    return {**call, "function": function}
+
+
+def _to_harmony(message: dict[str, Any], path: str) -> None:
+    """Reasoning is `thinking` there, and stands in one place with what was said before a call."""
+    if message["role"] == "system" and path != "messages[0]":
+        raise RequestError(
+            "This model has one system (or developer) message, at the beginning: move its text there.",
+            param=f"{path}.role",
+            code="invalid_conversation",
+        )
+    thinking = message.pop("reasoning_content", None)
+    calls = message.get("tool_calls", ())
+    if len(calls) > 1:
+        raise RequestError(
+            f"This model calls one function per message, but '{path}' has {len(calls)} calls: make a message of each.",
+            param=f"{path}.tool_calls",
+            code="invalid_conversation",
+        )
+    if calls and thinking and message["content"]:
+        thinking, message["content"] = f"{thinking}\n\n{message['content']}", ""
+    if thinking:
+        message["thinking"] = thinking
+
+
+def _template_source(tokenizer: Any) -> str:
+    """Source of the chat template; the tool-use one where a tokenizer has several."""
+    template = getattr(tokenizer, "chat_template", None) or ""
+    if isinstance(template, dict):
+        template = template.get("tool_use") or template.get("default") or ""
+    return template

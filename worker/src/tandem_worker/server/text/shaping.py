@@ -1,0 +1,216 @@
+"""The shape of a chat answer: which tokens are allowed (grammar), and how its text is taken apart (parser)."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tandem_worker.engine.schedule.params import GrammarFactory
+from tandem_worker.host.errors import RequestError
+from tandem_worker.server.http import ServiceError
+from tandem_worker.server.openai.chat_request import ChatRequest, ResponseFormat
+from tandem_worker.server.openai.toolspec import Tool, ToolOptions
+from tandem_worker.server.served_model import ServedModel
+from tandem_worker.server.structured.compiler import REQUEST_SECONDS, GrammarCompiler
+from tandem_worker.server.structured.grammar import (
+    AfterReasoningFactory,
+    GrammarError,
+    GrammarUnavailableError,
+    TokenGrammarFactory,
+)
+from tandem_worker.server.text import reasoning
+from tandem_worker.server.text.output import TextParser
+from tandem_worker.server.tools.formats import ToolFormat, build_grammar
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    grammar: GrammarFactory | None
+    new_parser: Callable[[], TextParser | None]
+    visible: frozenset[int]
+    """Special tokens whose text the parser reads."""
+
+
+async def shape_answer(request: ChatRequest, model: ServedModel, prompt: str) -> Shape:
+    """`prompt` is the end of the rendered conversation, from the last message's header on. Raises RequestError."""
+    tool_format = _tool_format(request, model)
+    inside = model.reasons and prompt.rstrip().endswith(reasoning.BEGIN)
+    grammar = await _grammar(request, model, tool_format)
+    if grammar is not None:
+        _check_options(request)
+        if request.continue_final_message and tool_format is not None and tool_format.always:
+            raise RequestError(
+                "'continue_final_message' is not allowed with structured output of this model.",
+                param="continue_final_message",
+            )
+        if model.reasons:
+            grammar = _after_reasoning(grammar, model, prompt, inside=inside)
+    marks = (tool_format.marks if tool_format is not None else ()) + (
+        (reasoning.BEGIN, reasoning.END) if model.reasons else ()
+    )
+
+    def new_parser() -> TextParser | None:
+        tools = tool_format.new_parser(request.tools) if tool_format is not None else None
+        if tools is not None and tool_format is not None:
+            tools.feed(tool_format.read_opening(prompt))
+        return reasoning.ReasoningParser(tools, inside=inside) if model.reasons else tools
+
+    visible = frozenset(model.vocabulary[mark] for mark in marks if mark in model.vocabulary)
+    return Shape(grammar=grammar, new_parser=new_parser, visible=visible)
+
+
+def _tool_format(request: ChatRequest, model: ServedModel) -> ToolFormat | None:
+    if model.tool_format is not None and model.tool_format.always:
+        return model.tool_format
+    if request.tools.mode == "none":
+        return None
+    if model.tool_format is None:
+        raise RequestError(
+            "It is not known how this model writes tool calls: remove 'tools'.",
+            param="tools",
+            code="unsupported_parameter",
+        )
+    return model.tool_format
+
+
+async def _grammar(
+    request: ChatRequest, model: ServedModel, tool_format: ToolFormat | None
+) -> TokenGrammarFactory | None:
+    """Raises RequestError when a schema cannot be enforced, ServiceError when that cannot be found out now."""
+    work = _Compiling(model.grammars, time.monotonic() + REQUEST_SECONDS)
+    if request.response_format.definition:
+        return await _free_grammar(request.response_format, model, tool_format, work)
+    schema = _answer_schema(request.response_format)
+    tools = request.tools
+    if tool_format is None:
+        return None if schema is None else await _answer_grammar(schema, work)
+    free = tools.mode != "required" and not tools.narrowed and not any(tool.strict for tool in tools.tools)
+    if schema is None and free:
+        return None
+    if schema is not None:
+        await _answer_grammar(schema, work)  # so that an error names the right one of the schemas
+    return await _tool_grammar(request, model, tool_format, schema, work)
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiling:
+    """All that one request has compiled shares a deadline."""
+
+    grammars: GrammarCompiler
+    deadline: float
+
+    async def compile(self, grammar: str) -> TokenGrammarFactory:
+        """Raises GrammarError, ServiceError."""
+        try:
+            return (await self.grammars.compile(grammar, self.deadline)).for_request()
+        except GrammarUnavailableError as error:
+            raise ServiceError(f"Structured output is not available now: {error}.", status=503) from error
+
+
+async def _free_grammar(
+    answer: ResponseFormat, model: ServedModel, tool_format: ToolFormat | None, work: _Compiling
+) -> TokenGrammarFactory:
+    """A regex or a grammar of the client's own."""
+    if answer.kind == "lark" and not model.free_form_grammars:
+        raise RequestError(
+            "Grammars of a client's own are off for this model: use a JSON schema, or a grammar with syntax 'regex'. "
+            "Who runs the model turns them on with 'freeFormGrammars: true' in 'spec.engine' of the InferenceModel.",
+            param="response_format.grammar.syntax",
+            code="unsupported_parameter",
+        )
+    if tool_format is not None and tool_format.always:
+        raise RequestError(
+            "This model's answers have a frame that a grammar of your own does not know: use a JSON schema.",
+            param="response_format.type",
+            code="unsupported_parameter",
+        )
+    write = work.grammars.write_regex if answer.kind == "regex" else work.grammars.write_lark
+    try:
+        return await work.compile(write(answer.definition))
+    except GrammarError as error:
+        raise RequestError(
+            f"Invalid grammar: {error}", param="response_format.grammar.definition", code="invalid_grammar"
+        ) from error
+
+
+def _answer_schema(answer: ResponseFormat) -> dict[str, Any] | None:
+    if answer.kind == "text":
+        return None
+    return {"type": "object"} if answer.kind == "json_object" else (answer.schema or {})
+
+
+async def _answer_grammar(schema: dict[str, Any], work: _Compiling) -> TokenGrammarFactory:
+    try:
+        return await work.compile(work.grammars.write_json_schema(schema))
+    except GrammarError as error:
+        raise RequestError(
+            f"Invalid schema for response_format: {error}",
+            param="response_format.json_schema.schema",
+            code="invalid_json_schema",
+        ) from error
+
+
+async def _tool_grammar(
+    request: ChatRequest,
+    model: ServedModel,
+    tool_format: ToolFormat,
+    answer_schema: dict[str, Any] | None,
+    work: _Compiling,
+) -> TokenGrammarFactory:
+    """Strict tools' schemas are promised; the others' are enforced where they can be."""
+
+    def write(tools: ToolOptions, *, enforce_schemas: bool = True) -> str:
+        return build_grammar(
+            tool_format, tools, model.vocabulary, answer_schema=answer_schema, enforce_schemas=enforce_schemas
+        )
+
+    for enforce_schemas in (True, False):
+        try:
+            return await work.compile(write(request.tools, enforce_schemas=enforce_schemas))
+        except GrammarError as error:
+            if not enforce_schemas or all(tool.strict for tool in request.tools.callable_tools):
+                param = await _find_culprit(request.tools, write, work)
+                raise RequestError(
+                    f"Invalid schema of a function's parameters: {error}", param=param, code="invalid_json_schema"
+                ) from error
+    raise AssertionError("unreachable: the second round returns or raises")
+
+
+async def _find_culprit(tools: ToolOptions, write: Callable[[ToolOptions], str], work: _Compiling) -> str:
+    """Path of the first strict tool whose schema alone is refused; that of all tools where none is, in time."""
+    strict = [tool for tool in tools.callable_tools if tool.strict]
+    for tool in strict:
+        if time.monotonic() > work.deadline:
+            break
+        alone = dataclasses.replace(tools, mode="required", tools=(tool,), callable_tools=(tool,))
+        try:
+            await work.compile(write(alone))
+        except GrammarError:
+            return _path(tools, tool)
+    return _path(tools, strict[0]) if len(strict) == 1 else "tools"
+
+
+def _path(tools: ToolOptions, tool: Tool) -> str:
+    return f"tools[{tools.tools.index(tool)}].function.parameters"
+
+
+def _check_options(request: ChatRequest) -> None:
+    """Options that contradict a grammar, which alone says when the answer is over."""
+    if request.common.ignore_eos:
+        raise RequestError("'ignore_eos' is not allowed with structured output.", param="ignore_eos")
+    if request.common.min_tokens:
+        raise RequestError("'min_tokens' is not allowed with structured output.", param="min_tokens")
+
+
+def _after_reasoning(grammar: GrammarFactory, model: ServedModel, prompt: str, *, inside: bool) -> GrammarFactory:
+    if not inside and prompt.rstrip().endswith(reasoning.END):
+        return grammar  # the template closed an empty reasoning
+    begin, end = model.vocabulary.get(reasoning.BEGIN), model.vocabulary.get(reasoning.END)
+    if begin is None or end is None:
+        if not inside:
+            return grammar
+        raise RequestError("This model cannot combine reasoning and structured output.", param="response_format")
+    return AfterReasoningFactory(grammar, begin, end, inside=inside)

@@ -1,0 +1,190 @@
+"""What a KV transport offers, and what two workers must agree on before any block moves.
+
+A transport has two ends. The decode end implements `engine.base.PrefillClient`: it is told which reserved blocks to
+fill. The prefill end implements `PrefillServer`: it takes orders from the network to `Engine.submit_prefill` and sends
+what the engine reports through `engine.base.LayerListener`.
+
+Invariants of every transport:
+
+- Blocks of different weights, revisions, element types or shapes never meet: both ends compare their `Identity` first.
+- A block counts as received once its checksum was verified (where `KVConfig.verify` is on). What fails is sent again,
+  then given up; it is never used. Everything but blocks is verified always.
+- Bytes that were not verified do not stay in the block space: they are zeroed before their blocks go to others.
+- When `PrefillClient.cancel` has returned, nothing of that generation is written any more.
+- The prefill end keeps blocks allocated until its peer has acknowledged them or is gone, and not longer.
+
+Where a worker is a group of ranks, all of this holds of the group: its first rank orders, or takes orders, and the
+others follow through a `GroupChannel`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from tandem_worker.engine.contract import Engine, EngineStats, LayerListener, RemotePrefill, RemotePrefillResult
+from tandem_worker.transfer.layout import KVLayout, KVShard, RankAddress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """Who speaks, and what must be equal at both ends."""
+
+    worker: str
+    """Pod name."""
+    revision: str
+    model_digest: str
+    layout: str
+    """`KVLayout.fingerprint` of the whole model, however it is spread over ranks."""
+    shard: KVShard | None = None
+    """What the speaking rank holds; None is the whole model."""
+    ranks: tuple[RankAddress, ...] = ()
+    """Prefill end: all ranks that hold an order's blocks, the first of which takes orders. Empty: the speaker alone."""
+
+    def refusal(self, peer: Identity) -> str | None:
+        """Why blocks of `peer` must not be mixed with ours; None when they may."""
+        for name, ours, theirs in (
+            ("revision", self.revision, peer.revision),
+            ("model digest", self.model_digest, peer.model_digest),
+            ("KV layout", self.layout, peer.layout),
+        ):
+            if ours != theirs:
+                return f"{name} differs: {self.worker} has {ours!r}, {peer.worker} has {theirs!r}"
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferTimeouts:
+    """Seconds after which a peer is given up. The kernel's keepalive notices a vanished host on idle connections."""
+
+    connect: float = 2.0
+    """Resolving a name, connecting and proving the keys, together."""
+    handshake: float = 3.0
+    frame: float = 10.0
+    """A frame that has begun ends within this, and a second for each MB of it; time in which nobody waits is free."""
+    retry_after: float = 1.0
+    """A peer that could not be reached is left alone this long."""
+    heartbeat: float = 1.0
+    """The prefill end says this often that its engine moves on, while it has orders."""
+    silence: float = 5.0
+    """A peer with orders that sends nothing at all for this long is gone."""
+    stall: float = 30.0
+    """Without progress an order is given up after this: of the peer's engine before it has begun with it, of its own
+    blocks from then on. At the prefill end: a peer that takes less than 1 MB/s for this long is given up."""
+    patience: float = 5.0
+    """An order that the peer has not begun for this long gives its blocks up where others lack them."""
+    queue: float = 60.0
+    """An order that the peer has not begun for this long goes elsewhere."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferStats:
+    """Counters since the start."""
+
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    failures: int = 0
+    """Transfers that were given up, whatever the reason; the engine then prefills locally."""
+    resends: int = 0
+    """Times that blocks were asked for again because of a bad checksum."""
+    connections: int = 0
+    """Open connections to or from peers."""
+    bytes_per_second: float | None = None
+    """Rate of the last transfers while bytes were moving; None before the first."""
+    refusals: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Connections refused before they proved a key, by `peers.handshake.Refusal`."""
+    integrity_failures: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Frames and blocks that were not used, by `checksums.Damage`."""
+    quota_refusals: Mapping[str, int] = field(default_factory=dict[str, int])
+    """What peers were refused, by `quotas.Quota`."""
+
+
+class PrefillEngine(Protocol):
+    """The part of `engine.base.Engine` that the prefill end uses."""
+
+    def submit_prefill(self, order: RemotePrefill, listener: LayerListener) -> None: ...
+
+    def release(self, request_id: str) -> None: ...
+
+    def abort(self, request_id: str) -> None: ...
+
+    def stats(self) -> EngineStats: ...
+
+
+class DecodeEngine(Protocol):
+    """The part of `engine.base.Engine` that the decode end uses."""
+
+    def remote_prefill_overdue(self, request_id: str, generation: int) -> None: ...
+
+    def remote_prefill_done(self, result: RemotePrefillResult) -> None: ...
+
+    def remote_prefill_failed(self, request_id: str, generation: int, reason: str) -> None: ...
+
+
+class PrefillServer(Protocol):
+    """Prefill end of a transport."""
+
+    def start(self) -> None:
+        """Accept peers. Raises OSError when the port is taken, ThreadStartError."""
+        ...
+
+    def drain(self) -> None:
+        """Refuse new orders; those inside go on."""
+        ...
+
+    def close(self) -> None:
+        """Drop every peer; their orders are aborted and released."""
+        ...
+
+    def stats(self) -> TransferStats: ...
+
+
+class GroupChannel(Protocol):
+    """Rank 0's way to the other ranks of its worker."""
+
+    @property
+    def num_followers(self) -> int: ...
+
+    def post(self, message: bytes) -> None:
+        """Any thread. Each follower handles `message` in the order of the posts and steps that it is sent: after the
+        steps that were sent before it are computed, before those that are sent later."""
+        ...
+
+
+Clock = Callable[[], float]
+
+
+@dataclass(slots=True)
+class BandwidthMeter:
+    """Bytes per second while bytes move: exponentially weighted over transfers, larger ones count more."""
+
+    half_life_bytes: float = 64e6
+    _rate: float | None = field(default=None)
+
+    def observe(self, num_bytes: int, seconds: float) -> None:
+        if num_bytes <= 0 or seconds <= 0:
+            return
+        keep = 0.5 ** (num_bytes / self.half_life_bytes)
+        sample = num_bytes / seconds
+        self._rate = sample if self._rate is None else keep * self._rate + (1 - keep) * sample
+
+    @property
+    def rate(self) -> float | None:
+        return self._rate
+
+
+__all__ = [
+    "BandwidthMeter",
+    "DecodeEngine",
+    "Engine",
+    "GroupChannel",
+    "Identity",
+    "KVLayout",
+    "KVShard",
+    "PrefillEngine",
+    "PrefillServer",
+    "RankAddress",
+    "TransferStats",
+    "TransferTimeouts",
+]

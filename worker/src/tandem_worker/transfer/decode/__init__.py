@@ -1,0 +1,1 @@
+"""The decode end of a KV transfer: orders blocks and receives them."""

@@ -1,0 +1,1 @@
+"""The prefill end of a KV transfer: sends finished blocks."""

@@ -1,0 +1,417 @@
+"""Prefill side: the connection of one decode rank, its orders, and the orders of its group that it attached to.
+
+One thread owns the connection. Others only append to `_reported` and wake it. Blocks are sent straight from the block
+space when their turn comes, so what waits here is a few numbers per layer, never a copy of the data; the blocks stay
+allocated until the peer has acknowledged the order, cancelled it, or is gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from tandem_worker.engine.contract import RemotePrefill
+from tandem_worker.host.errors import IntegrityError, QuotaError, TransferError, WorkerError
+from tandem_worker.host.vitals import Vitals
+from tandem_worker.transfer import protocol
+from tandem_worker.transfer.blocks import BlockReader, BlockSpace
+from tandem_worker.transfer.channel import Channel, Waker, configure
+from tandem_worker.transfer.checksums import sum_blocks
+from tandem_worker.transfer.contract import Identity, PrefillEngine, TransferTimeouts
+from tandem_worker.transfer.prefill.outbox import Outbox, ReadyBlocks
+from tandem_worker.transfer.prefill.outgoing import Ended, FlowWatch, Outgoing, SessionTotals, count_up
+from tandem_worker.transfer.prefill.quotas import Account, Quota
+from tandem_worker.transfer.protocol import BlockRange, Done, Header, Kind
+from tandem_worker.transfer.slicing import Piece, agree
+
+logger = logging.getLogger(__name__)
+
+_FROM_DECODE = frozenset({Kind.PREFILL, Kind.ATTACH, Kind.RESEND, Kind.RELEASE, Kind.CANCEL})
+_HELLO = frozenset({Kind.HELLO})
+_ACKNOWLEDGE_SECONDS = 30.0
+"""A peer that was sent everything and does not answer for this long is hung: its connection is dropped."""
+_MAX_STRAYS = 4096
+"""Frames about orders that are not open, since the last good order: some are late, so many are a flood."""
+
+
+class Session:
+    """Implements `engine.base.LayerListener` (engine thread), `outbox.Reader` and `channel.Events` (own thread)."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        name: str,
+        *,
+        engine: PrefillEngine | None,
+        outbox: Outbox,
+        space: BlockSpace,
+        identity: Identity,
+        draining: Callable[[], bool],
+        totals: SessionTotals,
+        account: Account,
+        timeouts: TransferTimeouts,
+        on_closed: Callable[[Session], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`engine` is the one that takes orders; ranks that follow have none and are attached to.
+
+        Raises OSError where the system has no descriptor for it, TransferError when the peer is gone already.
+        """
+        self._name = name
+        self._engine = engine
+        self._outbox = outbox
+        self._space = space
+        self._identity = identity
+        self._draining = draining
+        self._totals = totals
+        self._account = account
+        self._timeouts = timeouts
+        self._on_closed = on_closed
+        self._clock = clock
+        configure(sock)
+        self._waker = Waker()
+        self._max_body = protocol.bound_bodies(space.num_slots)
+        self._flow = FlowWatch(timeouts.stall)
+        self._num_strays = 0
+        self._reported: deque[ReadyBlocks | Ended] = deque()
+        self._to_send: deque[ReadyBlocks] = deque()
+        self._to_finish: deque[Outgoing] = deque()
+        self._orders: dict[int, Outgoing] = {}
+        self._transfers: dict[str, int] = {}
+        """By the engine's name of an order."""
+        self._begun: set[int] = set()
+        """Transfers whose prompts the engine has begun with, and nobody has told the peer."""
+        self._pieces: dict[int, Piece] = {}
+        self._reader: BlockReader | None = None
+        self._peer: Identity | None = None
+        self._stopping = False
+        self._handshake_deadline: float | None = clock() + timeouts.handshake
+        self._next_heartbeat = 0.0
+        self._frame_started = 0.0
+        self._frame_bytes = 0
+        self._channel = Channel(sock, self._waker, self, clock)
+        self._thread: threading.Thread | None = None
+
+    def start(self, vitals: Vitals) -> None:
+        """Raises ThreadStartError; nothing is left open then."""
+        try:
+            self._thread = vitals.start_thread(f"kv-session-{self._name}", self._run)
+        except BaseException:
+            self._channel.close()
+            self._waker.close()
+            raise
+
+    @property
+    def established(self) -> bool:
+        return self._peer is not None
+
+    def stop(self) -> None:
+        """Any thread."""
+        self._stopping = True
+        self._waker.wake()
+
+    def join(self, timeout: float) -> None:
+        if self._thread is not None:
+            self._thread.join(timeout)
+
+    # engine.base.LayerListener: called on the engine thread, must only enqueue.
+
+    def blocks_ready(self, request_id: str, layer: int, first_index: int, block_ids: Sequence[int]) -> None:
+        transfer = self._transfers.get(request_id)
+        if transfer is not None:
+            self._outbox.report(transfer, layer, first_index, block_ids)
+
+    def prefill_started(self, request_id: str) -> None:
+        transfer = self._transfers.get(request_id)
+        if transfer is not None:
+            self._begun.add(transfer)  # told with the next heartbeat, if no block has gone by then
+
+    def prefill_done(self, request_id: str, logits: bytes, num_cached_tokens: int, prompt_name: bytes) -> None:
+        self._end_order(request_id, Done(num_cached_tokens, logits, prompt_name))
+
+    def prefill_failed(self, request_id: str, message: str) -> None:
+        self._end_order(request_id, message)
+
+    def _end_order(self, request_id: str, outcome: Done | str) -> None:
+        transfer = self._transfers.get(request_id)
+        if transfer is not None:
+            self._post(Ended(transfer, outcome))
+
+    # outbox.Reader
+
+    def take(self, ready: ReadyBlocks) -> None:
+        self._post(ready)
+
+    def closed(self, transfer: int) -> None:
+        self._post(Ended(transfer, "the order has ended at the first rank"))
+
+    def _post(self, event: ReadyBlocks | Ended) -> None:
+        self._reported.append(event)
+        self._waker.wake()
+
+    # The owner's thread.
+
+    def _run(self) -> None:
+        try:
+            self._shake_hands()
+            while True:
+                self._channel.service()
+                self._take(*self._read_frame(_FROM_DECODE))
+        except TransferError as error:
+            if isinstance(error, IntegrityError):
+                with self._totals.lock:
+                    self._totals.damage[error.kind] += 1
+            level = logging.INFO if self._orders or not self.established else logging.DEBUG
+            logger.log(level, "KV connection from %s ended: %s", self._name, error)
+        except Exception:  # a defect must not leave blocks allocated for ever
+            logger.exception("the KV connection from %s failed", self._name)
+        finally:
+            self._end()
+
+    def _read_frame(self, allowed: frozenset[Kind]) -> tuple[Header, bytes]:
+        data = self._channel.read_header(protocol.HEADER_BYTES, self._timeouts.frame)
+        header = protocol.decode_header(data, allowed, self._max_body)
+        self._channel.extend_deadline(header.length)
+        body = bytes(self._channel.read(header.length))
+        protocol.check_body(header, body)
+        return header, body
+
+    def _shake_hands(self) -> None:
+        _, body = self._read_frame(_HELLO)
+        try:
+            peer = protocol.decode_hello(body)
+            refusal = self._identity.refusal(peer)
+            if refusal is None:
+                self._agree(peer)
+        except TransferError as error:
+            peer, refusal = None, str(error)
+        if peer is None or refusal is not None:
+            self._channel.queue(protocol.encode_text(Kind.REFUSED, 0, refusal or ""))
+            self._channel.service()
+            raise TransferError(f"refused: {refusal}")
+        self._channel.queue(protocol.encode_hello(self._identity))
+        self._peer, self._handshake_deadline = peer, None
+
+    def _agree(self, peer: Identity) -> None:
+        """Find out what this connection moves. Raises TransferError."""
+        layout, mine = self._space.layout, self._space.shard
+        ranks = [rank.shard for rank in self._identity.ranks] or [mine]
+        self._pieces = self._space.locate(agree(layout, ranks, mine, peer.shard or layout.whole_shard))
+        self._reader = self._space.reader(self._pieces)
+
+    def _take(self, header: Header, body: bytes) -> None:
+        if header.kind is Kind.PREFILL:
+            self._take_order(header.transfer, protocol.decode_prefill(body))
+            return
+        if header.kind is Kind.ATTACH:
+            self._take_attachment(header.transfer, protocol.decode_attach(body))
+            return
+        outgoing = self._orders.get(header.transfer)
+        if outgoing is None:
+            self._num_strays += 1
+            if self._num_strays > _MAX_STRAYS:
+                raise TransferError(f"the peer sent {_MAX_STRAYS} frames about orders that are not open")
+            return
+        if header.kind is Kind.RESEND:
+            self._resend(outgoing, protocol.decode_resend(body))
+        else:
+            self._give_up(outgoing, abort=header.kind is not Kind.RELEASE or outgoing.done is None)
+
+    def _take_order(self, transfer: int, order: RemotePrefill) -> None:
+        assert self._peer is not None, "orders come after the handshake"
+        if transfer in self._orders:
+            raise TransferError(f"the peer used transfer number {transfer} twice")
+        if order.num_cached_tokens % self._space.layout.block_size:
+            raise TransferError("the peer's order begins inside a block")
+        refusal = "draining" if self._draining() else None
+        if self._engine is None:
+            refusal = "this rank takes no orders: the first rank of its group does"
+        elif refusal is None:
+            refusal = self._open_order(transfer, len(order.token_ids))
+        if self._engine is None or refusal is not None:
+            self._refuse(transfer, refusal or "")
+            return
+        # Request ids are the clients': two decode workers may bring the same one, one worker may bring it again.
+        engine_id = f"{order.request_id}/{self._name}/{transfer}"
+        num_tokens = len(order.token_ids)
+        outgoing = Outgoing(transfer, self._outbox.attach(transfer, self), engine_id, num_tokens, self._clock())
+        self._orders[transfer] = outgoing
+        self._transfers[engine_id] = transfer
+        self._num_strays = 0
+        try:
+            self._engine.submit_prefill(replace(order, request_id=engine_id), self)
+        except WorkerError as error:
+            self._forget(outgoing)
+            self._refuse(transfer, str(error))
+
+    def _open_order(self, transfer: int, num_tokens: int) -> str | None:
+        """Why it cannot be taken; None: it is in the account and in the outbox."""
+        try:
+            self._account.take_order(num_tokens)
+        except QuotaError as error:
+            return str(error)
+        if not self._outbox.open(transfer):
+            self._account.return_order(num_tokens)
+            return f"transfer number {transfer} is in use"
+        return None
+
+    def _take_attachment(self, transfer: int, count: int) -> None:
+        if transfer in self._orders:
+            raise TransferError(f"the peer used transfer number {transfer} twice")
+        if not self._pieces:
+            raise TransferError("the peer attached to a rank that has nothing for it")
+        try:
+            self._account.take_attachment()
+        except QuotaError as error:
+            self._refuse(transfer, str(error))
+            return
+        shelf = self._outbox.attach(transfer, self)
+        outgoing = Outgoing(transfer, shelf, None, since=self._clock(), num_unreported=count * len(self._pieces))
+        self._orders[transfer] = outgoing
+
+    def _refuse(self, transfer: int, reason: str) -> None:
+        self._channel.say(protocol.encode_text(Kind.FAILED, transfer, reason))
+
+    def _resend(self, outgoing: Outgoing, ranges: Sequence[BlockRange]) -> None:
+        outgoing.resends += 1
+        if outgoing.resends > protocol.MAX_RESENDS:
+            raise self._account.ledger.refuse(Quota.RESENDS, "the peer asked for blocks again too often")
+        self._to_send.extend(outgoing.find_again(ranges, tuple(self._pieces)))
+        with self._totals.lock:
+            self._totals.resends += 1
+        outgoing.sent_at = None
+        self._to_finish.append(outgoing)
+
+    def _forget(self, outgoing: Outgoing) -> None:
+        """Before the engine hears of it: no connection of the group reads the blocks when they are given back."""
+        self._orders.pop(outgoing.transfer, None)
+        self._outbox.detach(outgoing.transfer, self)
+        if outgoing.engine_id is None:
+            self._account.return_attachment()
+            return
+        self._transfers.pop(outgoing.engine_id, None)
+        self._begun.discard(outgoing.transfer)
+        self._outbox.close(outgoing.transfer)
+        self._account.return_order(outgoing.num_tokens)
+
+    def _give_up(self, outgoing: Outgoing, *, abort: bool) -> None:
+        self._forget(outgoing)
+        if outgoing.engine_id is not None and self._engine is not None:
+            if abort:
+                self._engine.abort(outgoing.engine_id)
+            self._engine.release(outgoing.engine_id)
+
+    def _end(self) -> None:
+        self._channel.close()
+        self._waker.close()
+        with self._totals.lock:
+            self._totals.failures += len(self._transfers)
+        for outgoing in list(self._orders.values()):
+            self._give_up(outgoing, abort=True)
+        self._account.close()
+        self._on_closed(self)
+
+    # channel.Events
+
+    def on_posted(self) -> None:
+        if self._stopping:
+            raise TransferError("this worker is shutting down")
+        while self._reported:
+            event = self._reported.popleft()
+            outgoing = self._orders.get(event.transfer)
+            if outgoing is None:
+                continue
+            if isinstance(event, ReadyBlocks):
+                self._take_report(outgoing, event)
+            elif isinstance(event.outcome, Done):
+                outgoing.done = event.outcome
+                self._to_finish.append(outgoing)
+            else:
+                self._give_up(outgoing, abort=False)
+                self._refuse(outgoing.transfer, event.outcome)
+
+    def _take_report(self, outgoing: Outgoing, ready: ReadyBlocks) -> None:
+        outgoing.block_ids.update(zip(count_up(ready.blocks), ready.block_ids, strict=True))
+        if ready.blocks.layer not in self._pieces:
+            return
+        self._to_send.append(ready)
+        if outgoing.engine_id is None:
+            outgoing.num_unreported -= ready.blocks.count
+            if outgoing.num_unreported == 0:
+                outgoing.done = Done(0, b"")
+                self._to_finish.append(outgoing)
+
+    def on_tick(self, now: float) -> float | None:
+        if self._handshake_deadline is not None:
+            if now >= self._handshake_deadline:
+                raise TransferError(f"no hello within {self._timeouts.handshake:g} s")
+            return self._handshake_deadline - now
+        if not self._orders:
+            return None
+        if now >= self._next_heartbeat:
+            self._next_heartbeat = now + self._timeouts.heartbeat
+            self._check_orders(now)
+            waits = self._channel.has_output or bool(self._to_send)
+            self._flow.look(now, waits=waits, bytes_sent=self._channel.bytes_sent)
+            while self._begun:
+                self._channel.say(protocol.encode_start(self._begun.pop()))
+            steps = 0 if self._engine is None else self._engine.stats().steps_total
+            self._channel.say(protocol.encode_heartbeat(steps))
+        return self._next_heartbeat - now
+
+    def _check_orders(self, now: float) -> None:
+        for outgoing in list(self._orders.values()):
+            if outgoing.sent_at is not None and now - outgoing.sent_at > _ACKNOWLEDGE_SECONDS:
+                raise TransferError(f"the peer has not acknowledged an order for {_ACKNOWLEDGE_SECONDS:g} s")
+            never_opened = outgoing.engine_id is None and not outgoing.shelf.is_open
+            if never_opened and now - outgoing.since > self._timeouts.stall:
+                self._forget(outgoing)
+                self._refuse(outgoing.transfer, f"no order of this number came within {self._timeouts.stall:g} s")
+
+    def next_frame(self) -> Sequence[bytes | memoryview] | None:
+        """One frame at a time: its checksums are computed while the ones before it are on their way."""
+        self._note_sent()
+        while self._to_send:
+            ready = self._to_send[0]
+            outgoing = self._orders.get(ready.transfer)
+            if outgoing is not None:
+                with outgoing.shelf.guard:
+                    if outgoing.shelf.is_open:
+                        return self._blocks_frame(ready)
+            self._to_send.popleft()  # cancelled meanwhile
+        while self._to_finish:
+            outgoing = self._to_finish.popleft()
+            if self._orders.get(outgoing.transfer) is outgoing and outgoing.done is not None:
+                outgoing.sent_at = self._clock()
+                return [protocol.encode_done(outgoing.transfer, outgoing.done)]
+        return None
+
+    def _blocks_frame(self, ready: ReadyBlocks) -> Sequence[bytes | memoryview]:
+        """The first blocks of `ready` that fit one frame; the rest stays at the head of the queue."""
+        assert self._reader is not None, "blocks are sent after the handshake"
+        blocks = ready.blocks
+        size = self._pieces[blocks.layer].num_bytes
+        fit = max(1, min(protocol.MAX_PAYLOAD_BYTES // size, protocol.MAX_BLOCKS_PER_FRAME))
+        if blocks.count > fit:
+            rest = BlockRange(blocks.layer, blocks.first + fit, blocks.count - fit)
+            self._to_send[0] = replace(ready, blocks=rest, block_ids=ready.block_ids[fit:])
+            blocks = BlockRange(blocks.layer, blocks.first, fit)
+        else:
+            self._to_send.popleft()
+        views = self._reader.views(blocks.layer, ready.block_ids[: blocks.count], ready.fence)
+        sums = sum_blocks(views.blocks, ready.transfer, blocks.layer, blocks.first)
+        self._frame_bytes, self._frame_started = size * blocks.count, self._clock()
+        return [protocol.encode_blocks_head(ready.transfer, blocks, sums, self._frame_bytes), *views.spans]
+
+    def _note_sent(self) -> None:
+        """The frame before this call has left."""
+        if self._frame_bytes:
+            with self._totals.lock:
+                self._totals.bytes_sent += self._frame_bytes
+                self._totals.meter.observe(self._frame_bytes, self._clock() - self._frame_started)
+            self._frame_bytes = 0
