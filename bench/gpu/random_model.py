@@ -7,7 +7,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from tandem_worker.model.backends.backend import BackendName, build_backend
+from tandem_worker.model.assembly.build import Build
+from tandem_worker.model.backends.contract import BackendName
+from tandem_worker.model.backends.select import find_backend
 from tandem_worker.model.checkpoint.contract import Slice
 from tandem_worker.model.checkpoint.loader import WeightLoader
 from tandem_worker.model.config import ModelConfig, parse_config, read_architecture
@@ -79,10 +81,11 @@ def build_random_model(raw: Mapping[str, Any], device: torch.device, dtype: torc
     """On Triton's kernels, which on a CPU are their twins."""
     config = _parse(raw)
     source = RandomSource(config, device, dtype)
-    parts = build_backend(BackendName.TRITON)
+    parts = find_backend(BackendName.TRITON)
     with torch.inference_mode():
-        loader = WeightLoader(source, dtype=dtype, device=device, backend=parts)
-        return find_family(config.architecture).load(config, loader, SINGLE)
+        loader = WeightLoader(source, dtype=dtype, device=device, keeps_packed=parts.keeps_packed)
+        build = Build(loader=loader, backend=parts, context=SINGLE)
+        return find_family(config.architecture).load(config, build)
 
 
 def count_step_weights(raw: Mapping[str, Any]) -> int:

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tandem_worker.engine.errors import ContextLengthError, EngineStoppedError, RequestError
 from tandem_worker.engine.schedule.params import FinishReason, TokenDelta
-from tandem_worker.host.errors import ContextLengthError, EngineStoppedError, RequestError
 from tandem_worker.model.contract import ForwardBatch, KVCache
 
 from tests.tandem_worker.engine.history_model import HistoryModel, greedy_answer

@@ -11,8 +11,8 @@ from typing import Any
 import jsonschema
 import pytest
 from tandem_worker.engine.contract import RemotePrefill
+from tandem_worker.engine.errors import RequestError
 from tandem_worker.engine.schedule.params import FinishReason
-from tandem_worker.host.errors import RequestError
 from tandem_worker.server.structured.compiler import GrammarCompiler
 
 from tests.tandem_worker.engine.history_model import HistoryModel, greedy_answer

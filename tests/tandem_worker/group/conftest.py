@@ -112,7 +112,7 @@ def run_group(path: Path, **parallelism: int) -> Iterator[EngineRig]:
     try:
         seat, out = group.form(path, CPU, torch.float32), Collector()
         model = load_model(path, device=CPU, dtype=torch.float32, context=seat.context)
-        engine = build_engine(model, config, out, model_digest=model_digest(path), group=seat)
+        engine = build_engine(model, config, out, model_digest=model_digest(path), ranks=seat)
         yield EngineRig(engine, out, group, causes)
         engine.stop()
         assert (engine.failure is None) == (group.leader.cause == "the group was stopped")

@@ -14,7 +14,8 @@ import pytest
 import torch
 import transformers
 from tandem_worker.host.errors import StartupError
-from tandem_worker.model.backends.backend import BackendName, build_backend
+from tandem_worker.model.assembly.build import Build
+from tandem_worker.model.backends.torch.layers import TORCH
 from tandem_worker.model.checkpoint.loader import Part, WeightLoader
 from tandem_worker.model.checkpoint.safetensors import SafetensorsSource
 from tandem_worker.model.config import ModelConfig, parse_config
@@ -197,11 +198,10 @@ def test_what_is_declared_is_read(specimen: Specimen) -> None:
     family, seen = find_family(specimen.architecture), set[str]()
     for changes in ({}, {"use_sliding_window": True, "layer_types": None}, {"no_rope_layers": None, "moe_layers": [0]}):
         config = parse(specimen, **{key: value for key, value in changes.items() if key in specimen.keys.reads})
-        backend = build_backend(BackendName.TORCH)
         source = SafetensorsSource([])
-        loader = WillingLoader(source, dtype=torch.float32, device=torch.device("meta"), backend=backend)
+        loader = WillingLoader(source, dtype=torch.float32, device=torch.device("meta"), keeps_packed=False)
         noting = dataclasses.replace(config, raw=Noting(config.raw, seen))
-        family.load(noting, loader, SINGLE)
+        family.load(noting, Build(loader=loader, backend=TORCH, context=SINGLE))
         family.ignorable(noting)
     assert set(specimen.keys.reads) - MEANT_AT_PARSING - seen == set()
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from tandem_worker.engine.execute.cuda_graphs import build_static_batch
 from tandem_worker.kernels import dispatch
-from tandem_worker.model.backends.backend import BackendName
+from tandem_worker.model.backends.contract import BackendName
 from tandem_worker.model.contract import allocate_kv_cache
 from tandem_worker.model.load import load_model
 from torch.utils._python_dispatch import TorchDispatchMode

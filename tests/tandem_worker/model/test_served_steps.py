@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tandem_worker.model.backends.backend import BackendName
+from tandem_worker.model.backends.contract import BackendName
 from tandem_worker.model.contract import CausalLM
 from tandem_worker.model.load import load_model
 

@@ -6,8 +6,8 @@ import pytest
 from tandem_api.names import Role
 from tandem_api.telemetry import Metric
 from tandem_worker.engine.contract import EngineStats
+from tandem_worker.host.exposition import Exposition, Histogram
 from tandem_worker.host.nvml import NO_GPU, GpuSample
-from tandem_worker.process.exposition import Exposition, Histogram
 from tandem_worker.process.metrics import WorkerFacts, WorkerSample, build_metrics_text, build_telemetry
 from tandem_worker.server.request_metrics import PreparationCounts, RequestMetrics
 from tandem_worker.server.structured.counts import CompileCounts

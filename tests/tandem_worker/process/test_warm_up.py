@@ -5,24 +5,23 @@ import torch
 from tandem_worker.engine.sample.device_sampler import DeviceSampler
 from tandem_worker.host.errors import StartupError
 from tandem_worker.model.pooling import EmbeddingSpec, Pooling
-from tandem_worker.process.warm_up import Delivery, plan_warm_up, warm_up
-from tandem_worker.server.deltas import DeltaHub
+from tandem_worker.process.warm_up import Ends, plan_warm_up, warm_up
 
 from tests.tandem_worker.engine.history_model import HistoryModel
 from tests.tandem_worker.engine.rig import Rig
 
 
-def build_rig() -> tuple[Rig, Delivery]:
-    rig, delivery = Rig(HistoryModel()), Delivery(DeltaHub())
-    rig.engine._deliver = delivery
-    return rig, delivery
+def build_rig() -> tuple[Rig, Ends]:
+    rig, ends = Rig(HistoryModel()), Ends()
+    rig.engine.deliver_to(ends.deliver)
+    return rig, ends
 
 
 def test_a_gpu_computes_every_tile_and_every_way_to_choose() -> None:
-    rig, delivery = build_rig()
+    rig, ends = build_rig()
     rig.engine._executor.sampler = DeviceSampler(rig.model.vocab_size, torch.device("cpu"))
     requests = plan_warm_up(rig.engine.max_model_len, None, on_gpu=True)
-    warm_up(rig.engine, delivery, requests)
+    warm_up(rig.engine, ends, requests)
     assert rig.model.num_tokens == 2 + 4 + 8 + 16 + 32 + 64 + 128 + 3 * 2, "none finds another in the prefix cache"
     rig.close()
 
@@ -38,8 +37,8 @@ def test_requests_fit_the_model(max_model_len: int, embedding: EmbeddingSpec | N
 
 
 def test_a_broken_model_is_found_out() -> None:
-    rig, delivery = build_rig()
+    rig, ends = build_rig()
     rig.model.fail_once = ValueError("no weights")
     with pytest.raises(StartupError, match=r"could not be computed.*no weights"):
-        warm_up(rig.engine, delivery, plan_warm_up(rig.engine.max_model_len, None, on_gpu=False))
+        warm_up(rig.engine, ends, plan_warm_up(rig.engine.max_model_len, None, on_gpu=False))
     rig.close()

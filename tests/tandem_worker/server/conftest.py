@@ -14,8 +14,8 @@ import openai
 import pytest
 from tandem_api.launch import ModelSource, WorkerConfig
 from tandem_api.names import Role
+from tandem_worker.engine.errors import EngineStoppedError
 from tandem_worker.engine.schedule.params import FinishReason, GenerationRequest, TokenDelta, TokenLogprob
-from tandem_worker.host.errors import EngineStoppedError
 from tandem_worker.server.app import RequestOutcome, build_app
 from tandem_worker.server.deltas import DeltaHub
 from tandem_worker.server.served_model import end_tokens

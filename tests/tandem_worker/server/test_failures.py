@@ -7,7 +7,7 @@ from typing import Any
 
 import openai
 import pytest
-from tandem_worker.host.errors import EngineStoppedError, RequestError
+from tandem_worker.engine.errors import EngineStoppedError, RequestError
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 BODY = {"model": "tiny", "messages": HELLO}

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tandem_worker.engine.contract import RemotePrefill, RemotePrefillResult
-from tandem_worker.host.errors import EngineStoppedError
+from tandem_worker.engine.errors import EngineStoppedError
 from tandem_worker.model.contract import KVCache, KVCacheSpec, KVLayerSpec, allocate_kv_cache
 from tandem_worker.transfer.blocks import BlockSpace
 from tandem_worker.transfer.contract import Identity, TransferTimeouts

@@ -13,11 +13,11 @@ from tandem_worker.host.peers.dial import dial
 from tandem_worker.host.peers.handshake import GREETING_BYTES, PROOF_BYTES, Acceptor, Purpose
 from tandem_worker.transfer import protocol
 from tandem_worker.transfer.checksums import sum_blocks
-from tandem_worker.transfer.protocol import BlockRange, Done, Kind
+from tandem_worker.transfer.protocol import BlockRange, Done, FrameKind
 
 PROMPT_NAME = b"name of a prompt"
 LAYERS, BLOCKS = 3, 8
-EVERY_KIND = frozenset(Kind)
+EVERY_KIND = frozenset(FrameKind)
 
 
 class ScriptedPeer:
@@ -58,7 +58,7 @@ class ScriptedPeer:
             thread.join(5)
 
     def greet(self, sock: socket.socket) -> None:
-        assert read_frame(sock)[0].kind is Kind.HELLO
+        assert read_frame(sock)[0].kind is FrameKind.HELLO
         sock.sendall(protocol.encode_hello(self.pair.identity))
 
     def block(self, layer: int, index: int) -> bytes:
@@ -97,7 +97,7 @@ def accept_handshake(sock: socket.socket) -> None:
 def read_frame(sock: socket.socket) -> tuple[protocol.Header, bytes]:
     header = protocol.decode_header(read_exact(sock, protocol.HEADER_BYTES), EVERY_KIND)
     body = read_exact(sock, header.length)
-    if header.kind is not Kind.BLOCKS:
+    if header.kind is not FrameKind.BLOCKS:
         protocol.check_body(header, body)
     return header, body
 
@@ -105,7 +105,7 @@ def read_frame(sock: socket.socket) -> tuple[protocol.Header, bytes]:
 def read_order(sock: socket.socket) -> int:
     while True:
         header, _ = read_frame(sock)
-        if header.kind is Kind.PREFILL:
+        if header.kind is FrameKind.PREFILL:
             return header.transfer
 
 

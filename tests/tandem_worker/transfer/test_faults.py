@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tandem_worker.transfer import protocol
-from tandem_worker.transfer.protocol import BlockRange, Done, Kind
+from tandem_worker.transfer.protocol import BlockRange, Done, FrameKind
 
 from tests.tandem_worker.transfer.scripted import (
     BLOCKS,
@@ -39,11 +39,11 @@ def test_a_damaged_block_is_sent_again(scripted: Any, kit: SimpleNamespace) -> N
         sock.sendall(peer.blocks(transfer, BlockRange(0, 0, BLOCKS), damage=True))
         sock.sendall(b"".join(peer.answer(transfer)[1:]))
         header, body = read_frame(sock)
-        assert header.kind is Kind.RESEND
+        assert header.kind is FrameKind.RESEND
         (wanted,) = protocol.decode_resend(body)
         assert (wanted.layer, wanted.count) == (0, 1)
         sock.sendall(peer.blocks(transfer, wanted) + peer.answer(transfer)[-1])
-        assert read_frame(sock)[0].kind is Kind.RELEASE
+        assert read_frame(sock)[0].kind is FrameKind.RELEASE
         peer.resends += 1
 
     pair, peer = scripted(script)
@@ -59,7 +59,7 @@ def test_blocks_that_stay_damaged_are_given_up(scripted: Any, kit: SimpleNamespa
         peer.greet(sock)
         transfer = read_order(sock)
         sock.sendall(b"".join(peer.answer(transfer)[1:]))
-        while read_frame(sock)[0].kind is Kind.RESEND:
+        while read_frame(sock)[0].kind is FrameKind.RESEND:
             peer.resends += 1
             damaged = peer.blocks(transfer, BlockRange(0, 0, BLOCKS), damage=True)
             sock.sendall(damaged + peer.answer(transfer)[-1])
@@ -216,7 +216,7 @@ def test_nothing_lands_after_cancel(scripted: Any, kit: SimpleNamespace, phase: 
         go.wait(5)
         sock.sendall(data[phase:])
         other = read_order(sock)
-        sock.sendall(protocol.encode_text(Kind.FAILED, other, "that was all"))
+        sock.sendall(protocol.encode_text(FrameKind.FAILED, other, "that was all"))
         ended.set()
         sock.recv(1)
 
@@ -279,7 +279,7 @@ def test_any_order_of_events(events: list[tuple[Any, ...]], kit_module: SimpleNa
                 elif kind == "done":
                     sock.sendall(protocol.encode_done(transfers[order], Done(0, b"abcd", b"name of a prompt")))
                 else:
-                    sock.sendall(protocol.encode_text(Kind.FAILED, transfers[order], "no"))
+                    sock.sendall(protocol.encode_text(FrameKind.FAILED, transfers[order], "no"))
         sock.close()
         names = [result.request_id for result in pair.decode.done] + [name for name, *_ in pair.decode.failed]
         assert len(names) == len(set(names)), "an order ends once"
@@ -306,8 +306,8 @@ def kit_module() -> SimpleNamespace:
 @pytest.mark.parametrize(
     "data",
     [b"GET / HTTP/1.1\r\nhost: x\r\n\r\n", b"\x16\x03\x01" + bytes(300), bytes(64), b"\xff" * 64,
-     protocol.encode_header(Kind.HELLO, 0, 16384 + 1), protocol.encode_header(Kind.PREFILL, 1, 40_000_000),
-     protocol.encode_header(Kind.HELLO, 0, 10) + b"0123456789", protocol.encode_release(1)],
+     protocol.encode_header(FrameKind.HELLO, 0, 16384 + 1), protocol.encode_header(FrameKind.PREFILL, 1, 40_000_000),
+     protocol.encode_header(FrameKind.HELLO, 0, 10) + b"0123456789", protocol.encode_release(1)],
 )  # fmt: skip
 def test_a_stranger_is_dropped(pair: Any, kit: SimpleNamespace, data: bytes) -> None:
     with stranger(pair) as sock:
@@ -321,7 +321,7 @@ def test_a_stranger_is_dropped(pair: Any, kit: SimpleNamespace, data: bytes) -> 
     kit.eventually(lambda: bool(pair.decode.done))
 
 
-@pytest.mark.parametrize("data", [b"", b"\x10", protocol.encode_header(Kind.HELLO, 0, 100) + b"{"])
+@pytest.mark.parametrize("data", [b"", b"\x10", protocol.encode_header(FrameKind.HELLO, 0, 100) + b"{"])
 def test_a_stranger_that_waits_is_dropped(pair: Any, data: bytes) -> None:
     with stranger(pair) as sock:
         sock.sendall(data)
@@ -332,15 +332,15 @@ def test_a_stranger_that_waits_is_dropped(pair: Any, data: bytes) -> None:
 @pytest.mark.parametrize(
     "frames",
     [
-        [protocol.encode_header(Kind.PREFILL, 1, 3) + b"abc"],
-        [protocol.encode_header(Kind.BLOCKS, 1, 0)],
-        [protocol.encode_header(Kind.PREFILL, 1, 100_000_000)],
+        [protocol.encode_header(FrameKind.PREFILL, 1, 3) + b"abc"],
+        [protocol.encode_header(FrameKind.BLOCKS, 1, 0)],
+        [protocol.encode_header(FrameKind.PREFILL, 1, 100_000_000)],
     ],
 )
 def test_a_peer_that_breaks_the_protocol_is_dropped(pair: Any, frames: list[bytes]) -> None:
     with stranger(pair) as sock:
         sock.sendall(protocol.encode_hello(pair.identity) + b"".join(frames))
-        assert read_frame(sock)[0].kind is Kind.HELLO
+        assert read_frame(sock)[0].kind is FrameKind.HELLO
         with contextlib.suppress(ConnectionResetError):
             assert sock.recv(1) == b""
 

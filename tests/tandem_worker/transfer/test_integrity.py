@@ -11,7 +11,7 @@ import pytest
 from tandem_worker.transfer import protocol
 from tandem_worker.transfer.checksums import sum_blocks
 from tandem_worker.transfer.decode.attempt import Attempt, wipe
-from tandem_worker.transfer.protocol import BlockRange, Done, Kind
+from tandem_worker.transfer.protocol import BlockRange, Done, FrameKind
 
 from tests.tandem_worker.transfer.scripted import BLOCKS, PROMPT_NAME, ScriptedPeer, read_frame, read_order
 
@@ -75,7 +75,7 @@ def test_an_end_that_does_not_fit_the_order_fails_it(
         peer.greet(sock)
         transfer = read_order(sock)
         sock.sendall(b"".join(peer.answer(transfer)[:-1]) + protocol.encode_done(transfer, done))
-        assert read_frame(sock)[0].kind is Kind.CANCEL
+        assert read_frame(sock)[0].kind is FrameKind.CANCEL
         sock.recv(1)
 
     pair, peer = scripted(script)

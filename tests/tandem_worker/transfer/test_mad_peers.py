@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 from tandem_api.keys import KeyRing
-from tandem_worker.host.errors import QuotaError
 from tandem_worker.transfer import protocol
+from tandem_worker.transfer.errors import QuotaError
 from tandem_worker.transfer.prefill.quotas import Ledger, Quotas
-from tandem_worker.transfer.protocol import BlockRange, Kind
+from tandem_worker.transfer.protocol import BlockRange, FrameKind
 
 from tests.tandem_worker.transfer.scripted import ScriptedPeer, enter, read_exact, read_frame, read_order, stranger
 
@@ -44,7 +44,7 @@ def is_dropped(sock: socket.socket) -> bool:
 
 def greet(sock: socket.socket, pair: Any) -> socket.socket:
     sock.sendall(protocol.encode_hello(pair.identity))
-    assert read_frame(sock)[0].kind is Kind.HELLO
+    assert read_frame(sock)[0].kind is FrameKind.HELLO
     return sock
 
 
@@ -120,9 +120,9 @@ def test_who_cannot_prove_its_key_is_not_told_who_is_there(kit: SimpleNamespace)
 def test_another_version_is_refused_with_a_sentence(pair: Any) -> None:
     with stranger(pair) as sock:
         body = protocol.encode_hello(pair.identity)[protocol.HEADER_BYTES :].replace(b'"version": 3', b'"version": 4')
-        sock.sendall(protocol.encode_header(Kind.HELLO, 0, len(body), body) + body)
+        sock.sendall(protocol.encode_header(FrameKind.HELLO, 0, len(body), body) + body)
         header, answer = read_frame(sock)
-        assert header.kind is Kind.REFUSED
+        assert header.kind is FrameKind.REFUSED
         assert protocol.decode_text(answer) == "the peer speaks version 4 of the KV transport, we speak 3"
         assert is_dropped(sock)
 
@@ -134,7 +134,7 @@ def test_announced_bytes_cost_nothing(kit: SimpleNamespace) -> None:
     """Sixteen bytes once made a worker allocate 42 MB; here 60 connections announce the largest frames there are."""
     pair = kit.Pair()
     endpoint = pair.serve()
-    largest = protocol.bound_bodies(15 * 4)[Kind.PREFILL]
+    largest = protocol.bound_bodies(15 * 4)[FrameKind.PREFILL]
     opened: list[socket.socket] = []
     try:
         with enter(endpoint) as sock:  # what the first connection costs is not counted
@@ -142,7 +142,9 @@ def test_announced_bytes_cost_nothing(kit: SimpleNamespace) -> None:
         before = resident_bytes()
         for index in range(60):
             sock = greet(enter(endpoint), pair)
-            kind, size = ((Kind.PREFILL, largest), (Kind.RESEND, protocol.MAX_BODY[Kind.RESEND]))[index % 2]
+            kind, size = ((FrameKind.PREFILL, largest), (FrameKind.RESEND, protocol.MAX_BODY[FrameKind.RESEND]))[
+                index % 2
+            ]
             sock.sendall(protocol.encode_header(kind, index, size))
             opened.append(sock)
         time.sleep(0.2)
@@ -198,9 +200,9 @@ def test_orders_are_bounded_for_one_and_for_all(guarded: Any, kit: SimpleNamespa
             greet(sock, pair)
             for transfer in range(allowed + 1):
                 sock.sendall(protocol.encode_prefill(transfer + 100 * allowed, pair.order(tokens=4)))
-            while (frame := read_frame(sock))[0].kind is Kind.HEARTBEAT:
+            while (frame := read_frame(sock))[0].kind is FrameKind.HEARTBEAT:
                 pass
-            assert frame[0].kind is Kind.FAILED
+            assert frame[0].kind is FrameKind.FAILED
             assert "orders" in protocol.decode_text(frame[1])
         assert len(pair.prefill.orders) == SOME.orders
         assert pair.server.stats().quota_refusals["orders"] == 2
@@ -216,9 +218,9 @@ def test_ordered_tokens_are_bounded(guarded: Any) -> None:
     with greet(enter(pair.endpoint), pair) as sock:
         for transfer in range(3):
             sock.sendall(protocol.encode_prefill(transfer, pair.order(tokens=60)))
-        while (frame := read_frame(sock))[0].kind is Kind.HEARTBEAT:
+        while (frame := read_frame(sock))[0].kind is FrameKind.HEARTBEAT:
             pass
-        assert frame[0].kind is Kind.FAILED
+        assert frame[0].kind is FrameKind.FAILED
         assert "180 tokens" in protocol.decode_text(frame[1])
 
 
@@ -230,7 +232,7 @@ def test_attachments_are_bounded_and_do_not_wait_for_ever(guarded: Any, kit: Sim
         texts: list[str] = []
         while len(texts) < SOME.attachments_per_session + 1:
             header, body = read_frame(sock)
-            if header.kind is Kind.FAILED:
+            if header.kind is FrameKind.FAILED:
                 texts.append(protocol.decode_text(body))
         assert "attachments" in texts[0]
         assert all("no order of this number" in text for text in texts[1:])
@@ -242,7 +244,7 @@ def test_repeats_are_bounded(guarded: Any, kit: SimpleNamespace) -> None:
     with greet(enter(pair.endpoint), pair) as sock:
         sock.sendall(protocol.encode_prefill(5, pair.order(tokens=32)))
         for _ in range(protocol.MAX_RESENDS + 1):
-            while read_frame(sock)[0].kind is not Kind.DONE:
+            while read_frame(sock)[0].kind is not FrameKind.DONE:
                 pass
             sock.sendall(protocol.encode_resend(5, [BlockRange(0, 0, 8)]))
         assert is_dropped(sock)
@@ -253,7 +255,7 @@ def test_nobody_can_ask_for_more_than_there_was(guarded: Any) -> None:
     pair = guarded(auto=True)
     with greet(enter(pair.endpoint), pair) as sock:
         sock.sendall(protocol.encode_prefill(5, pair.order(tokens=32)))
-        while read_frame(sock)[0].kind is not Kind.DONE:
+        while read_frame(sock)[0].kind is not FrameKind.DONE:
             pass
         sock.sendall(protocol.encode_resend(5, [BlockRange(0, 0, 8)] * 4))
         assert is_dropped(sock)

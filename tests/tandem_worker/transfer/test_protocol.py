@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tandem_worker.engine.contract import RemotePrefill
-from tandem_worker.host.errors import IntegrityError, TransferError
 from tandem_worker.transfer import protocol
 from tandem_worker.transfer.contract import Identity, KVShard, RankAddress
-from tandem_worker.transfer.protocol import BlockRange, Done, Header, Kind
+from tandem_worker.transfer.errors import IntegrityError, TransferError
+from tandem_worker.transfer.protocol import BlockRange, Done, FrameKind, Header
 
-EVERY_KIND = frozenset(Kind)
+EVERY_KIND = frozenset(FrameKind)
 IDENTITY = Identity(worker="prefill-0", revision="r1", model_digest="abc", layout="bfloat16/16/2x(2,3,16,64)")
 SHARDS = [KVShard(first_layer=0, num_layers=1, tp_rank=rank, tp_size=2) for rank in range(2)]
 RANKS = tuple(RankAddress(endpoint=f"10.0.0.1:{7000 + rank}", shard=shard) for rank, shard in enumerate(SHARDS))
@@ -29,7 +29,7 @@ def split(frame: bytes) -> tuple[Header, bytes]:
 @pytest.mark.parametrize("identity", [IDENTITY, replace(IDENTITY, shard=SHARDS[1], ranks=RANKS)])
 def test_hello_round_trip(identity: Identity) -> None:
     header, body = split(protocol.encode_hello(identity))
-    assert header.kind is Kind.HELLO
+    assert header.kind is FrameKind.HELLO
     assert protocol.decode_hello(body) == identity
 
 
@@ -110,19 +110,21 @@ def test_header_never_promises_more_than_its_kind_may_have(data: bytes) -> None:
 
 def test_header_of_a_kind_that_is_not_expected() -> None:
     with pytest.raises(TransferError, match="unexpected BLOCKS"):
-        protocol.decode_header(protocol.encode_header(Kind.BLOCKS, 1, 10, num_blocks=1), frozenset({Kind.HELLO}))
+        protocol.decode_header(
+            protocol.encode_header(FrameKind.BLOCKS, 1, 10, num_blocks=1), frozenset({FrameKind.HELLO})
+        )
 
 
 def test_header_of_an_oversized_hello() -> None:
     with pytest.raises(TransferError, match="at most 16384"):
-        protocol.decode_header(protocol.encode_header(Kind.HELLO, 0, 16385), EVERY_KIND)
+        protocol.decode_header(protocol.encode_header(FrameKind.HELLO, 0, 16385), EVERY_KIND)
 
 
 def test_blocks_head_round_trip() -> None:
     frame = protocol.encode_blocks_head(7, BlockRange(2, 5, 2), [1, 2**64 - 1], payload_bytes=100)
     header = protocol.decode_header(frame[: protocol.HEADER_BYTES], EVERY_KIND)
     rest = frame[protocol.HEADER_BYTES :]
-    assert header[:3] == (len(rest) + 100, Kind.BLOCKS, 7)
+    assert header[:3] == (len(rest) + 100, FrameKind.BLOCKS, 7)
     assert len(rest) == protocol.blocks_head_bytes(header.num_blocks)
     protocol.check_body(header, rest)
     blocks, sums = protocol.decode_blocks_head(rest, header)
@@ -133,7 +135,7 @@ def test_blocks_head_round_trip() -> None:
 @pytest.mark.parametrize(("count", "length"), [(0, 100), (2, 23), (1025, 1 << 20)])
 def test_blocks_without_their_sums_are_refused(count: int, length: int) -> None:
     """What is not in the frame would be waited for behind its end."""
-    header = protocol.encode_header(Kind.BLOCKS, 7, length, num_blocks=count)
+    header = protocol.encode_header(FrameKind.BLOCKS, 7, length, num_blocks=count)
     with pytest.raises(TransferError, match=f"of {count} blocks and {length} bytes"):
         protocol.decode_header(header, EVERY_KIND)
 
@@ -145,23 +147,23 @@ def test_small_frames_round_trip() -> None:
     assert protocol.decode_done(split(protocol.encode_done(1, done))[1], 1) == done
     assert protocol.decode_heartbeat(split(protocol.encode_heartbeat(99))[1]) == 99
     for encode, kind in (
-        (protocol.encode_cancel, Kind.CANCEL),
-        (protocol.encode_release, Kind.RELEASE),
-        (protocol.encode_start, Kind.START),
+        (protocol.encode_cancel, FrameKind.CANCEL),
+        (protocol.encode_release, FrameKind.RELEASE),
+        (protocol.encode_start, FrameKind.START),
     ):
         header, body = split(encode(3))
         assert (header[:3], body) == ((0, kind, 3), b"")
 
 
 def test_long_reasons_are_cut() -> None:
-    _, body = split(protocol.encode_text(Kind.FAILED, 1, "ä" * 2000))
+    _, body = split(protocol.encode_text(FrameKind.FAILED, 1, "ä" * 2000))
     assert len(body) <= protocol.MAX_TEXT_BYTES
     assert protocol.decode_text(body).startswith("ää")
 
 
 FRAMES = [
     protocol.encode_hello(IDENTITY),
-    protocol.encode_text(Kind.FAILED, 9, "no"),
+    protocol.encode_text(FrameKind.FAILED, 9, "no"),
     protocol.encode_blocks_head(7, BlockRange(2, 5, 2), [1, 2], 0),
     protocol.encode_done(7, Done(16, b"abcd", b"sixteen bytes...")),
     protocol.encode_resend(1, [BlockRange(0, 1, 2)]),
@@ -172,7 +174,7 @@ FRAMES = [
 ]
 
 
-@pytest.mark.parametrize("frame", FRAMES, ids=[Kind(frame[4]).name for frame in FRAMES])
+@pytest.mark.parametrize("frame", FRAMES, ids=[FrameKind(frame[4]).name for frame in FRAMES])
 def test_every_flipped_bit_is_noticed(frame: bytes) -> None:
     split(frame)
     for bit in range(8 * len(frame)):
@@ -198,6 +200,6 @@ def test_logits_that_are_not_those_that_were_summed() -> None:
 
 def test_a_prompt_that_can_never_be_held_is_refused_by_its_header() -> None:
     limits = protocol.bound_bodies(1000)
-    protocol.decode_header(protocol.encode_header(Kind.PREFILL, 1, 4 * 1000), EVERY_KIND, limits)
+    protocol.decode_header(protocol.encode_header(FrameKind.PREFILL, 1, 4 * 1000), EVERY_KIND, limits)
     with pytest.raises(TransferError, match="PREFILL frame of 10000 bytes"):
-        protocol.decode_header(protocol.encode_header(Kind.PREFILL, 1, 10_000), EVERY_KIND, limits)
+        protocol.decode_header(protocol.encode_header(FrameKind.PREFILL, 1, 10_000), EVERY_KIND, limits)

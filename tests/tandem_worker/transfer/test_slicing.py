@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tandem_worker.host.errors import TransferError
+from tandem_worker.transfer.errors import TransferError
 from tandem_worker.transfer.layout import KVLayout, KVShard
 from tandem_worker.transfer.slicing import agree, locate, plan_slices
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tandem_worker.engine.sample.contract import NO_TOKEN
 from tandem_worker.engine.sample.device_sampler import DeviceSampler
-from tandem_worker.engine.sample.host_sampler import NO_TOKEN, HostSampler
+from tandem_worker.engine.sample.host_sampler import HostSampler
 from tandem_worker.engine.schedule.request import Sequence
 
 from tests.tandem_worker.engine.sample.test_host_sampler import VOCAB, Forbidding, build_sequence, random_logits

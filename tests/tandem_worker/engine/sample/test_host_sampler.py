@@ -7,7 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tandem_worker.engine.sample.host_sampler import NO_TOKEN, choose_tokens, compute_logprobs, score_prompt
+from tandem_worker.engine.sample.contract import NO_TOKEN
+from tandem_worker.engine.sample.host_sampler import choose_tokens, compute_logprobs, score_prompt
 from tandem_worker.engine.sample.state import SamplingState
 from tandem_worker.engine.schedule.params import SamplingParams, TokenLogprob
 from tandem_worker.engine.schedule.request import Request, Sequence

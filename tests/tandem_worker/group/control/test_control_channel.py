@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from tandem_api.keys import KeyRing
+from tandem_worker.engine.errors import GroupLostError
 from tandem_worker.group.control.leader import GroupLeader
-from tandem_worker.group.control.link import MAX_PAYLOAD, Kind, Link, LinkClosedError, Loss, encode_object
+from tandem_worker.group.control.link import MAX_PAYLOAD, ControlLink, LinkClosedError, Loss, MessageKind, encode_object
 from tandem_worker.group.control.member import GroupMember
 from tandem_worker.group.control.table import Operation, encode_call
-from tandem_worker.host.errors import AuthenticationError, GroupLostError
+from tandem_worker.host.errors import AuthenticationError
 from tandem_worker.host.peers.dial import dial
 from tandem_worker.host.peers.door import Door
 from tandem_worker.host.peers.handshake import Purpose
@@ -39,7 +40,7 @@ class Scene:
             size, IDENTITY, on_lost=self.causes.put, on_leaving=self.leaving.set, ring=lambda: RING, vitals=self.vitals
         )
         self.port = self.leader.listen("127.0.0.1", 0)
-        self.links: list[Link] = []
+        self.links: list[ControlLink] = []
 
     def follow(self, rank: int, identity: str = IDENTITY) -> tuple[GroupMember, Causes[Loss]]:
         causes: Causes[Loss] = queue.SimpleQueue()
@@ -47,18 +48,18 @@ class Scene:
         threading.Thread(target=member.meet, args=("127.0.0.1", self.port), daemon=True).start()
         return member, causes
 
-    def connect(self) -> Link:
+    def connect(self) -> ControlLink:
         """Somebody with the key, who has said nothing yet."""
-        link = Link(dial("127.0.0.1", self.port, RING, Purpose.GROUP, seconds=10))
+        link = ControlLink(dial("127.0.0.1", self.port, RING, Purpose.GROUP, seconds=10))
         self.links.append(link)
         return link
 
-    def knock(self, rank: int, *, beats: bool = False) -> Link:
+    def knock(self, rank: int, *, beats: bool = False) -> ControlLink:
         """A follower whose end the test plays itself."""
         link = self.connect()
         if beats:
             link.start_heartbeat(Vitals())
-        link.send_object(Kind.HELLO, {"rank": rank, "pod": f"m-{rank}", "identity": IDENTITY})
+        link.send_object(MessageKind.HELLO, {"rank": rank, "pod": f"m-{rank}", "identity": IDENTITY})
         return link
 
     def form(self) -> None:
@@ -99,12 +100,12 @@ def test_the_life_of_a_group(make_scene: Callable[[int], Scene]) -> None:
     assert scene.leader.collect() == [b"one", b"two"]
     scene.leader.announce(b"plan")
     scene.leader.send_steps({1: b"a", 2: b"b"})
-    assert [first.receive(), second.receive()] == [(Kind.PLAN, b"plan")] * 2
-    assert (first.receive(), second.receive()) == ((Kind.STEP, b"a"), (Kind.STEP, b"b"))
+    assert [first.receive(), second.receive()] == [(MessageKind.PLAN, b"plan")] * 2
+    assert (first.receive(), second.receive()) == ((MessageKind.STEP, b"a"), (MessageKind.STEP, b"b"))
     first.leave()
     assert scene.leaving.wait(5)
     scene.leader.stop(timeout=0.1)
-    assert first.receive()[0] is Kind.STOP
+    assert first.receive()[0] is MessageKind.STOP
     assert causes.empty()
     assert scene.causes.empty()
 
@@ -113,10 +114,10 @@ def test_the_wrong_do_not_get_in(make_scene: Callable[[int], Scene]) -> None:
     scene = make_scene(2)
     other, _ = scene.follow(1, "m (unified), revision of yesterday")
     refused = scene.connect()
-    refused.send_object(Kind.HELLO, {"rank": 9, "pod": "m-9", "identity": IDENTITY})
+    refused.send_object(MessageKind.HELLO, {"rank": 9, "pod": "m-9", "identity": IDENTITY})
     kind, reason = refused.receive()
     refused.close()
-    assert kind is Kind.REFUSED
+    assert kind is MessageKind.REFUSED
     assert b"ranks 1 to 1" in reason
     right, _ = scene.follow(1)
     scene.form()
@@ -141,7 +142,7 @@ def test_a_member_that_is_gone_ends_the_group_for_everybody(make_scene: Callable
     (staying, causes), dying = scene.follow(1), scene.knock(2)
     scene.form()
     eventually(lambda: staying.formed)
-    assert dying.receive()[0] is Kind.WELCOME
+    assert dying.receive()[0] is MessageKind.WELCOME
     dying.close()
     loss = Loss("rank 2 in pod m-2 is gone: it closed its connection")
     assert scene.causes.get(timeout=5) == loss
@@ -178,13 +179,13 @@ def test_a_member_that_restarts_shows_that_its_predecessor_is_gone(
     scene = make_scene(2)
     old = scene.knock(1)
     scene.form()
-    assert old.receive()[0] is Kind.WELCOME
+    assert old.receive()[0] is MessageKind.WELCOME
     monkeypatch.setattr(
         "tandem_worker.group.control.leader._SIGN_OF_LIFE_SECONDS", 0.3
     )  # it has never sent a heartbeat
     new = scene.knock(1)
     kind, _ = new.receive()
-    assert kind is Kind.REFUSED
+    assert kind is MessageKind.REFUSED
     assert "rank 1 in pod m-1 started anew" in scene.causes.get(timeout=5).message
 
 
@@ -195,22 +196,22 @@ def test_a_leader_that_is_gone_ends_its_followers(make_scene: Callable[[int], Sc
         threading.Thread(target=member.meet, args=("127.0.0.1", port), daemon=True).start()
         link = callers.get(timeout=10)
         link.receive()
-        link.send(Kind.WELCOME, encode_object({}))
+        link.send(MessageKind.WELCOME, encode_object({}))
         eventually(lambda: member.formed)
         link.close()
     assert causes.get(timeout=5) == Loss("the leader is gone: it closed its connection")
 
 
 @contextlib.contextmanager
-def play_leader() -> Iterator[tuple[int, queue.SimpleQueue[Link]]]:
+def play_leader() -> Iterator[tuple[int, queue.SimpleQueue[ControlLink]]]:
     """A leader whose end the test plays itself: its port, and who got in."""
     listener = socket.create_server(("127.0.0.1", 0))
-    callers: queue.SimpleQueue[Link] = queue.SimpleQueue()
+    callers: queue.SimpleQueue[ControlLink] = queue.SimpleQueue()
     door = Door(
         listener,
         ring=lambda: RING,
         purpose=Purpose.GROUP,
-        admit=lambda sock, name: callers.put(Link(sock)),
+        admit=lambda sock, name: callers.put(ControlLink(sock)),
         vitals=Vitals(),
     )
     port = listener.getsockname()[1]
@@ -236,7 +237,7 @@ def test_a_stranger_learns_nothing_and_ends_nothing(make_scene: Callable[[int], 
     with pytest.raises(AuthenticationError):
         dial("127.0.0.1", scene.port, RING, Purpose.KV, seconds=10)
     scene.leader.send_steps({1: b"a"})
-    assert member.receive() == (Kind.STEP, b"a")
+    assert member.receive() == (MessageKind.STEP, b"a")
     assert scene.causes.empty()
     assert causes.empty()
     assert scene.leader.refusals.total() == 6
@@ -265,15 +266,15 @@ def test_nobody_takes_the_place_of_a_rank_that_is_alive(make_scene: Callable[[in
     eventually(lambda: 1 not in scene.leader.missing)
     if formed:
         scene.form()
-        assert rightful.receive()[0] is Kind.WELCOME
+        assert rightful.receive()[0] is MessageKind.WELCOME
     impostor = scene.knock(1)
     kind, payload = impostor.receive()
-    assert kind is Kind.REFUSED
+    assert kind is MessageKind.REFUSED
     assert b"rank 1 in pod m-1 is here and alive" in payload
     assert scene.causes.empty()
     if formed:
         scene.leader.send_steps({1: b"a"})
-        assert rightful.receive() == (Kind.STEP, b"a")
+        assert rightful.receive() == (MessageKind.STEP, b"a")
 
 
 def test_the_place_of_who_has_gone_silent_is_free(
@@ -290,8 +291,11 @@ def test_the_place_of_who_has_gone_silent_is_free(
     eventually(lambda: all(member.formed for member in members))
 
 
-@pytest.mark.parametrize("kind", [Kind.REPORT, Kind.ANSWER, Kind.FAILED, Kind.CALL, Kind.STEP, Kind.STOP])
-def test_before_the_group_is_complete_members_are_silent(make_scene: Callable[[int], Scene], kind: Kind) -> None:
+@pytest.mark.parametrize(
+    "kind",
+    [MessageKind.REPORT, MessageKind.ANSWER, MessageKind.FAILED, MessageKind.CALL, MessageKind.STEP, MessageKind.STOP],
+)
+def test_before_the_group_is_complete_members_are_silent(make_scene: Callable[[int], Scene], kind: MessageKind) -> None:
     scene = make_scene(3)
     link = scene.knock(1)
     eventually(lambda: scene.leader.missing == [2])
@@ -303,15 +307,15 @@ def test_before_the_group_is_complete_members_are_silent(make_scene: Callable[[i
 @pytest.mark.parametrize(
     ("kind", "payload", "words"),
     [
-        (Kind.STEP, b"", "it sent STEP, which is not expected now"),
-        (Kind.PLAN, b"", "it sent PLAN, which is not expected now"),
-        (Kind.CALL, b"", "cut off"),
-        (Kind.CALL, encode_call(1, Operation.ADD, [b"k", b"x"]), "only numbers"),
-        (Kind.HEARTBEAT, b"{}", "not a list of problems"),
+        (MessageKind.STEP, b"", "it sent STEP, which is not expected now"),
+        (MessageKind.PLAN, b"", "it sent PLAN, which is not expected now"),
+        (MessageKind.CALL, b"", "cut off"),
+        (MessageKind.CALL, encode_call(1, Operation.ADD, [b"k", b"x"]), "only numbers"),
+        (MessageKind.HEARTBEAT, b"{}", "not a list of problems"),
     ],
 )
 def test_a_member_gone_mad_ends_its_group_with_a_reason(
-    make_scene: Callable[[int], Scene], kind: Kind, payload: bytes, words: str
+    make_scene: Callable[[int], Scene], kind: MessageKind, payload: bytes, words: str
 ) -> None:
     scene = make_scene(2)
     link = scene.knock(1)
@@ -324,8 +328,8 @@ def test_one_report_each(make_scene: Callable[[int], Scene]) -> None:
     scene = make_scene(2)
     link = scene.knock(1)
     scene.form()
-    link.send(Kind.REPORT, b"one")
-    link.send(Kind.REPORT, b"two")
+    link.send(MessageKind.REPORT, b"one")
+    link.send(MessageKind.REPORT, b"two")
     assert "it reported twice" in scene.causes.get(timeout=5).message
 
 
@@ -343,7 +347,7 @@ def test_knockers_with_the_key_are_bounded(make_scene: Callable[[int], Scene]) -
     eventually(lambda: all(member.formed for member in members), 15)
 
 
-def link_ended(link: Link) -> bool:
+def link_ended(link: ControlLink) -> bool:
     try:
         return link._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
     except BlockingIOError:
@@ -439,14 +443,14 @@ def test_who_waits_in_the_table_is_told_when_the_group_ends(make_scene: Callable
     assert [errors.get(timeout=5) for _ in range(2)] == ["rank 1 was killed by SIGKILL"] * 2
 
 
-def pair_of_links() -> tuple[socket.socket, Link]:
+def pair_of_links() -> tuple[socket.socket, ControlLink]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ours = socket.create_connection(listener.getsockname())
-        return ours, Link(listener.accept()[0])
+        return ours, ControlLink(listener.accept()[0])
 
 
-@pytest.mark.parametrize("kind", Kind)
-def test_sizes_are_refused_before_anything_is_read(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", MessageKind)
+def test_sizes_are_refused_before_anything_is_read(kind: MessageKind) -> None:
     raw, link = pair_of_links()
     with raw:
         raw.sendall((MAX_PAYLOAD[kind] + 2).to_bytes(4, "big") + bytes([kind]))
@@ -459,7 +463,7 @@ def test_room_is_made_as_bytes_arrive() -> None:
     """Announced: 256 MiB; sent: 100 KB."""
     raw, link = pair_of_links()
     with raw:
-        raw.sendall((MAX_PAYLOAD[Kind.STEP] + 1).to_bytes(4, "big") + bytes([Kind.STEP]) + bytes(100_000))
+        raw.sendall((MAX_PAYLOAD[MessageKind.STEP] + 1).to_bytes(4, "big") + bytes([MessageKind.STEP]) + bytes(100_000))
         tracemalloc.start()
         link.hurry(0.3)
         with pytest.raises(LinkClosedError, match="silent"):
@@ -476,10 +480,10 @@ def test_frames_of_every_size_arrive(size: int) -> None:
     payload = bytes(index % 251 for index in range(size))
     with raw:
         sender = threading.Thread(
-            target=raw.sendall, args=((size + 1).to_bytes(4, "big") + bytes([Kind.STEP]) + payload,)
+            target=raw.sendall, args=((size + 1).to_bytes(4, "big") + bytes([MessageKind.STEP]) + payload,)
         )
         sender.start()
-        assert link.receive() == (Kind.STEP, payload)
+        assert link.receive() == (MessageKind.STEP, payload)
         sender.join(5)
     link.close()
 
@@ -491,7 +495,7 @@ def test_a_frame_that_drips_ends_the_connection(monkeypatch: pytest.MonkeyPatch)
 
     def drip() -> None:
         with contextlib.suppress(OSError):
-            raw.sendall((1000).to_bytes(4, "big") + bytes([Kind.STEP]))
+            raw.sendall((1000).to_bytes(4, "big") + bytes([MessageKind.STEP]))
             while not stop.wait(0.05):
                 raw.sendall(b"x")
 
@@ -507,7 +511,7 @@ def test_a_frame_that_drips_ends_the_connection(monkeypatch: pytest.MonkeyPatch)
 
 def test_silence_ends_a_connection() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        quiet = Link(socket.create_connection(listener.getsockname()))
+        quiet = ControlLink(socket.create_connection(listener.getsockname()))
         quiet.hurry(0.05)
         with pytest.raises(LinkClosedError, match="silent"):
             quiet.receive()

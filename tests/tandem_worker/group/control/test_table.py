@@ -4,6 +4,7 @@ import pytest
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tandem_worker.engine.errors import GroupLostError
 from tandem_worker.group.control.store import GroupStore
 from tandem_worker.group.control.table import (
     Operation,
@@ -14,7 +15,6 @@ from tandem_worker.group.control.table import (
     encode_call,
     encode_result,
 )
-from tandem_worker.host.errors import GroupLostError
 
 KEYS = st.sampled_from(["a", "b", "c", "0//cpu//1/0"])
 VALUES = st.sampled_from(["", "x", "12", "y" * 50])

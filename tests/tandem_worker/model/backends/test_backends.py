@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 from tandem_worker.engine.execute.cuda_graphs import build_static_batch
 from tandem_worker.kernels.quantized import quantize_fp8, quantize_int4, quantize_mxfp4
 from tandem_worker.model.backends import native
-from tandem_worker.model.backends.backend import BackendName, build_backend, select_backend
+from tandem_worker.model.backends.contract import BackendName
+from tandem_worker.model.backends.select import find_backend, select_backend
 from tandem_worker.model.contract import allocate_kv_cache
 from tandem_worker.model.load import load_model
 from torch.nn import functional
@@ -231,7 +232,7 @@ def test_device_and_type_choose_and_a_name_overrides(monkeypatch: pytest.MonkeyP
     for obstacle, expected in ((None, BackendName.NATIVE), ("not here", BackendName.TORCH)):
         monkeypatch.setattr(native, "find_obstacle", lambda found=obstacle: found)
         assert select_backend(cpu, half) is expected
-    assert all(build_backend(name).name is name for name in BackendName)
+    assert all(find_backend(name).name is name for name in BackendName)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 70])
@@ -243,7 +244,7 @@ def test_logits_are_not_rounded_to_the_models_type(name: BackendName, rows: int)
     generator = torch.Generator().manual_seed(3)
     weight = torch.randn(300, 64, generator=generator).bfloat16()
     x = torch.randn(rows, 64, generator=generator).bfloat16()
-    logits = build_backend(name).head(weight)(x)
+    logits = find_backend(name).head(weight)(x)
     exact = x.double() @ weight.double().t()
     assert logits.dtype == torch.float32
     assert ((logits - exact).abs().max() / exact.abs().max()) < 1e-6
@@ -259,7 +260,7 @@ def test_padding_meets_no_expert_and_changes_no_other_row(
     save_random_model(CONFIGS[family]())
     model: Any = load_model(tmp_path, device=torch.device("cpu"), dtype=torch.float32, backend=name)
     seen: list[torch.Tensor] = []
-    experts = build_backend(name).experts
+    experts = find_backend(name).experts
     add_to = experts.add_to
 
     def note(self: Any, x: Any, routing: Any, residual: Any, **options: Any) -> Any:

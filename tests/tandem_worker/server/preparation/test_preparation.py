@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 import pytest
-from tandem_worker.host.errors import ContextLengthError, RequestError
+from tandem_worker.engine.errors import ContextLengthError, RequestError
 from tandem_worker.host.isolation.contract import Limits
 from tandem_worker.server import intake
 from tandem_worker.server.deltas import ClientGoneError

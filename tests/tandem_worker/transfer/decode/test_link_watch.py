@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 from tandem_api.keys import open_ring
-from tandem_worker.host.errors import TransferError
 from tandem_worker.host.vitals import Vitals
 from tandem_worker.transfer.blocks import BlockSpace
 from tandem_worker.transfer.contract import Identity, TransferTimeouts
 from tandem_worker.transfer.decode.attempt import Attempt, LinkListener
-from tandem_worker.transfer.decode.link import Link
+from tandem_worker.transfer.decode.link import PrefillLink
+from tandem_worker.transfer.errors import TransferError
 
 TIMEOUTS = TransferTimeouts()
 
@@ -22,7 +22,7 @@ def link(kit: SimpleNamespace) -> Any:
     """With an order at a peer from which nothing comes; only its clock runs."""
     space = BlockSpace(kit.build_cache())
     identity = Identity(worker="decode-0", revision="r", model_digest="d", layout=space.layout.fingerprint)
-    link: Any = Link(
+    link: Any = PrefillLink(
         "peer:1", identity=identity, space=space, listener=LinkListener(), verify=True, timeouts=TIMEOUTS,
         ring=open_ring, vitals=Vitals(),
     )  # fmt: skip

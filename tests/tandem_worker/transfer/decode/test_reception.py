@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tandem_worker.host.errors import TransferError
 from tandem_worker.transfer.decode.reception import Reception
+from tandem_worker.transfer.errors import TransferError
 from tandem_worker.transfer.protocol import BlockRange
 
 

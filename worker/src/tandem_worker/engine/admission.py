@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from tandem_worker.engine.errors import ContextLengthError, RequestError
 from tandem_worker.engine.schedule.params import GenerationRequest
-from tandem_worker.host.errors import ContextLengthError, RequestError
 
 
 def check_request(request: GenerationRequest, *, vocab_size: int, max_model_len: int) -> None:

@@ -11,7 +11,7 @@ from tandem_api.launch import WorkerConfig
 from tandem_worker.engine.contract import DeliverFunction, PrefillClient
 from tandem_worker.engine.core import EngineCore
 from tandem_worker.engine.execute.arena import measure_recordings
-from tandem_worker.engine.execute.executor import ModelExecutor
+from tandem_worker.engine.execute.executor import ExecutorBuilder, ModelExecutor
 from tandem_worker.engine.execute.memory import (
     observe_available_memory,
     observe_num_blocks,
@@ -22,7 +22,6 @@ from tandem_worker.engine.schedule.block_manager import BlockManager
 from tandem_worker.engine.schedule.host_blocks import HostBlocks
 from tandem_worker.engine.schedule.plan import SchedulerLimits
 from tandem_worker.engine.schedule.scheduler import Scheduler
-from tandem_worker.group.executor import GroupExecutor, GroupSeat
 from tandem_worker.host.errors import StartupError
 from tandem_worker.host.vitals import Vitals
 from tandem_worker.model.contract import CausalLM, allocate_kv_cache
@@ -45,7 +44,7 @@ def build_engine(
     arena_bytes: int | None = None,
     runs_ahead: bool | None = None,
     clock: Callable[[], float] | None = None,
-    group: GroupSeat | None = None,
+    ranks: ExecutorBuilder | None = None,
     vitals: Vitals | None = None,
 ) -> EngineCore:
     """An engine that starts with its first request. Raises StartupError when memory or lengths do not fit.
@@ -55,12 +54,11 @@ def build_engine(
 
     The model serves this engine alone: it may keep scratch space between calls. `cuda_graphs` records decode steps on a
     GPU. `arena_bytes` is what activations take (`arena.measure_arena`), None where that is not measured.
-    A prefill client that needs the engine's `kv_cache` may be set afterwards, as `engine.prefill_client`. With a
-    `group`, this process is rank 0, `model` is its share, and the others have loaded theirs or soon will.
+    A prefill client that needs the engine's `kv_cache` may be set afterwards, as `engine.prefill_client`. With
+    `ranks`, this process is rank 0, `model` is its share, and the others have loaded theirs or soon will.
     """
     block_size = config.kv.block_size
-    reports = [] if group is None else group.collect(model, config, model_digest)
-    num_blocks = min((report.num_blocks for report in reports), default=0)
+    num_blocks = 0 if ranks is None else ranks.agree_num_blocks(model, config, model_digest)
     records = cuda_graphs and model.device.type == "cuda" and model.embedding is None
     num_blocks = num_blocks or _plan_num_blocks(model, config, arena_bytes, records=records)
     max_model_len = plan_max_model_len(config.max_model_len, model.max_position_embeddings, num_blocks, block_size)
@@ -69,7 +67,7 @@ def build_engine(
     num_host_blocks = plan_num_host_blocks(
         config.kv.host_memory_bytes, spec.bytes_per_block, observe_available_memory()
     )
-    num_lanes = 1 if group is None else group.shape.num_lanes
+    num_lanes = 1 if ranks is None else ranks.num_lanes
     schedulers = [
         Scheduler(
             _plan_limits(config), BlockManager(num_blocks, block_size), host=HostBlocks(num_host_blocks), **clocks
@@ -78,15 +76,12 @@ def build_engine(
     ]
     kv_cache = allocate_kv_cache(spec, num_blocks, torch.device(model.device))
     max_rows = schedulers[0].max_running
-    if group is None:
-        executor = ModelExecutor(model, kv_cache, max_rows=max_rows, max_model_len=max_model_len)
-    else:
-        plan = group.announce(reports, num_blocks=num_blocks, max_rows=max_rows, max_model_len=max_model_len)
-        executor = GroupExecutor(model, kv_cache, group, plan)
+    build = ModelExecutor if ranks is None else ranks.build_executor
+    executor = build(model, kv_cache, max_rows=max_rows, max_model_len=max_model_len)
     if num_host_blocks:
         executor.add_host_store(num_host_blocks)
     if runs_ahead is None:
-        runs_ahead = model.device.type == "cuda" and group is None
+        runs_ahead = model.device.type == "cuda" and ranks is None
     if records:
         executor.record_graphs()
     engine = EngineCore(

@@ -24,6 +24,7 @@ from tandem_worker.engine.contract import (
     RemotePrefill,
     RemotePrefillResult,
 )
+from tandem_worker.engine.errors import EngineStoppedError, RequestError
 from tandem_worker.engine.execute.executor import ModelExecutor
 from tandem_worker.engine.execute.lanes import LaneRunner
 from tandem_worker.engine.runner import StepRunner
@@ -33,8 +34,7 @@ from tandem_worker.engine.schedule.prefix_cache import build_chain_root, extend_
 from tandem_worker.engine.schedule.request import Request
 from tandem_worker.engine.schedule.scheduler import Scheduler
 from tandem_worker.engine.snapshot import build_stats
-from tandem_worker.group.executor import GroupExecutor
-from tandem_worker.host.errors import EngineStoppedError, RequestError, ThreadStartError
+from tandem_worker.host.errors import ThreadStartError
 from tandem_worker.host.vitals import Vitals
 from tandem_worker.model.contract import KVCache
 
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineCore:
-    """Implements `engine.base.Engine`. The thread starts with the first command, or with `start`."""
+    """Implements `engine.contract.Engine`. The thread starts with the first command, or with `start`."""
 
     def __init__(
         self,
@@ -78,9 +78,7 @@ class EngineCore:
             )
             for scheduler in schedulers
         ]
-        self._runner = runners[0]
-        if isinstance(executor, GroupExecutor) and len(runners) > 1:
-            self._runner = LaneRunner(runners, executor)
+        self._runner = runners[0] if len(runners) == 1 else LaneRunner(runners, executor)
         self._wake = threading.Condition()
         self._commands: deque[Callable[[], None]] = deque()
         self._open: set[str] = set()
@@ -117,6 +115,10 @@ class EngineCore:
     def prefill_client(self, client: PrefillClient | None) -> None:
         """To be set before the first request: the transfer layer is built around this engine's `kv_cache`."""
         self._runner.prefill_client = client
+
+    def deliver_to(self, deliver: DeliverFunction) -> None:
+        """From now on tokens go to `deliver`. To be called while no request is open."""
+        self._deliver = deliver
 
     def start(self) -> None:
         """Raises EngineStoppedError when the system has no thread for it; nothing is changed then."""

@@ -19,7 +19,8 @@ from tandem_worker.engine.execute.batch import LogitsLayout
 from tandem_worker.engine.execute.executor import ModelExecutor, is_fatal
 from tandem_worker.engine.execute.step import PendingStep, StepAbandonedError
 from tandem_worker.engine.outputs import build_final_delta, build_token_delta, decide_outcome
-from tandem_worker.engine.sample.host_sampler import NO_TOKEN, score_prompt
+from tandem_worker.engine.sample.contract import NO_TOKEN
+from tandem_worker.engine.sample.host_sampler import score_prompt
 from tandem_worker.engine.sample.pooling import Pool
 from tandem_worker.engine.sample.state import SamplingState
 from tandem_worker.engine.schedule.host_blocks import is_moving_cheaper

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from tandem_api.launch import WorkerConfig
 
+from tandem_worker.engine.errors import GroupLostError
 from tandem_worker.engine.execute.batch import BatchBuilder, StepInput
 from tandem_worker.engine.execute.executor import ModelExecutor
 from tandem_worker.engine.execute.memory import observe_num_blocks
@@ -18,10 +19,9 @@ from tandem_worker.group.control.leader import GroupLeader
 from tandem_worker.group.control.link import Loss
 from tandem_worker.group.control.wire import encode_step
 from tandem_worker.group.micro_batches import count_micro_batches, split_step
-from tandem_worker.host.errors import GroupLostError
+from tandem_worker.model.assembly.stages import stage_layers
 from tandem_worker.model.config import ModelConfig
 from tandem_worker.model.contract import CausalLM, KVCache
-from tandem_worker.model.families.decoder import stage_layers
 from tandem_worker.parallel.context import ParallelContext
 from tandem_worker.parallel.shape import GroupShape
 from tandem_worker.transfer.layout import KVLayout, KVShard, RankAddress
@@ -29,7 +29,7 @@ from tandem_worker.transfer.layout import KVLayout, KVShard, RankAddress
 
 @dataclass(slots=True, kw_only=True)
 class GroupSeat:
-    """Rank 0's place in a group, from where it decides for all ranks."""
+    """Rank 0's place in a group, from where it decides for all ranks; an `ExecutorBuilder`."""
 
     leader: GroupLeader
     context: ParallelContext
@@ -39,28 +39,31 @@ class GroupSeat:
     """Where rank 0 takes KV connections, where its role does."""
     plan: GroupPlan | None = None
     """Once it is announced."""
+    _reports: list[RankReport] = field(default_factory=list)
 
-    def collect(self, model: CausalLM, config: WorkerConfig, digest: str) -> list[RankReport]:
-        """Every rank's report, when all have loaded. Raises GroupLostError, and StartupError where they differ."""
+    @property
+    def num_lanes(self) -> int:
+        return self.shape.num_lanes
+
+    def agree_num_blocks(self, model: CausalLM, config: WorkerConfig, digest: str) -> int:
+        """Wait for every rank's report. Raises GroupLostError, and StartupError where they differ."""
         own = describe_rank(model, config, digest, self.context, self.model, self.endpoint)
-        reports = [own, *(RankReport.model_validate_json(report) for report in self.leader.collect())]
-        check_reports(reports)
-        return reports
+        self._reports = [own, *(RankReport.model_validate_json(report) for report in self.leader.collect())]
+        check_reports(self._reports)
+        return min(report.num_blocks for report in self._reports)
 
-    def announce(
-        self, reports: Sequence[RankReport], *, num_blocks: int, max_rows: int, max_model_len: int
-    ) -> GroupPlan:
-        """Raises GroupLostError."""
-        plan = GroupPlan(
-            num_blocks=num_blocks,
+    def build_executor(self, model: CausalLM, kv_cache: KVCache, *, max_rows: int, max_model_len: int) -> GroupExecutor:
+        """Announce the plan to all ranks. Raises GroupLostError."""
+        reports = self._reports
+        self.plan = GroupPlan(
+            num_blocks=kv_cache.num_blocks,
             layout=KVLayout.join([(report.shard, report.share) for report in reports], self.model.num_kv_heads),
             ranks=tuple(RankAddress(endpoint=report.endpoint, shard=report.shard) for report in reports),
             max_rows=max_rows,
             max_model_len=max_model_len,
         )
-        self.leader.announce(plan.to_json().encode())
-        self.plan = plan
-        return plan
+        self.leader.announce(self.plan.to_json().encode())
+        return GroupExecutor(model, kv_cache, self, self.plan)
 
 
 def describe_rank(

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tandem_api.launch import WorkerConfig
 
+from tandem_worker.engine.errors import GroupLostError
 from tandem_worker.group.agreement import GroupPlan
-from tandem_worker.group.control.link import Kind
+from tandem_worker.group.control.link import MessageKind
 from tandem_worker.group.control.store import GroupStore
 from tandem_worker.group.control.wire import decode_step
 from tandem_worker.group.executor import RankExecutor, describe_rank
@@ -19,7 +20,6 @@ from tandem_worker.group.pods.children import RankOrder
 from tandem_worker.group.topology import check_model, count_experts
 from tandem_worker.group.transport import open_follower_transport, rank_endpoint
 from tandem_worker.host.environment import PodFacts
-from tandem_worker.host.errors import GroupLostError
 from tandem_worker.host.runtime import Runtime
 from tandem_worker.model.config import ModelConfig
 from tandem_worker.model.contract import allocate_kv_cache
@@ -58,7 +58,7 @@ def form_group(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Follower:
+class FollowingRank:
     """A rank that follows, and what it knows of itself and its model."""
 
     member: GroupMember
@@ -88,7 +88,7 @@ class Follower:
         member.report(report.to_json().encode())
         enter("waiting for the other ranks to load")
         kind, payload = member.receive()
-        if kind is not Kind.PLAN:
+        if kind is not MessageKind.PLAN:
             raise GroupLostError(f"the leader sent {kind.name} where its plan was expected")
         plan = GroupPlan.model_validate_json(payload)
         kv_cache = allocate_kv_cache(model.kv_cache_spec(config.kv.block_size), plan.num_blocks, self.device)
@@ -123,9 +123,9 @@ def _compute_steps(
     waiting = True
     while True:
         kind, payload = member.receive()
-        if kind is Kind.STOP:
+        if kind is MessageKind.STOP:
             return
-        if kind is Kind.TRANSFER:
+        if kind is MessageKind.TRANSFER:
             assert handle is not None, "only roles that move blocks are told of transfers"
             handle(payload)
             continue

@@ -132,7 +132,7 @@ def prepare_environment(
         # waking a sleeping core costs 30 to 100 us on a virtual machine, and a decode step has some 200 regions. 3000
         # turns outlast the gaps within a step, and little more. Measured with SmolLM2 on two cores and torch's
         # operations, tokens/s of one worker alone and of two at once: 41 and 30; with 2000 turns 34 and 33, with 1000
-        # turns 32 and 41. The CPU kernels have threads of their own (native/pool.h).
+        # turns 32 and 41. The CPU kernels have threads of their own (`model/backends/native/pool.h`).
         "OMP_WAIT_POLICY": "passive",
         "GOMP_SPINCOUNT": "3000",
         "KMP_BLOCKTIME": "0",

@@ -1,1 +1,1 @@
-"""Model families: one file of structure each; layers are shared."""
+"""The model: from a checkpoint to a function from one batch to logits; `load` is the way in."""

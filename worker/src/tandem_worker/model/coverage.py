@@ -13,7 +13,8 @@ from dataclasses import replace
 import torch
 
 from tandem_worker.host.errors import StartupError
-from tandem_worker.model.backends.backend import BackendName, build_backend
+from tandem_worker.model.assembly.build import Build
+from tandem_worker.model.backends.torch.layers import TORCH
 from tandem_worker.model.checkpoint.contract import WeightSource
 from tandem_worker.model.checkpoint.loader import WeightLoader
 from tandem_worker.model.checkpoint.names import NameRecorder
@@ -44,10 +45,10 @@ def check_coverage(config: ModelConfig, family: Family, source: WeightSource, pr
         recorder,
         dtype=torch.float32,
         device=torch.device("meta"),
-        backend=build_backend(BackendName.TORCH),
+        keeps_packed=False,
         prefix=prefix,
     )
-    family.load(config, loader, SINGLE)
+    family.load(config, Build(loader=loader, backend=TORCH, context=SINGLE))
     unused = find_unused(config, family, source, recorder.taken, prefix)
     if not unused:
         return

@@ -9,8 +9,10 @@ from pathlib import Path
 import torch
 
 from tandem_worker.host.errors import StartupError
+from tandem_worker.model.assembly.build import Build
 from tandem_worker.model.backends import native
-from tandem_worker.model.backends.backend import BackendName, build_backend, select_backend
+from tandem_worker.model.backends.contract import BackendName
+from tandem_worker.model.backends.select import find_backend, select_backend
 from tandem_worker.model.checkpoint.bare import BareSource
 from tandem_worker.model.checkpoint.contract import WeightSource
 from tandem_worker.model.checkpoint.files import find_gguf, find_safetensors
@@ -52,24 +54,23 @@ def load_model(
     config, source = open_checkpoint(path)
     family, prefix = find_family(config.architecture), find_prefix(source)
     chosen = dtype or resolve_dtype(device, config.dtype)
-    parts = build_backend(backend or select_backend(device, chosen))
+    parts = find_backend(backend or select_backend(device, chosen))
     if parts.dtype not in {None, chosen}:
         raise ValueError(f"the {parts.name} backend computes in {parts.dtype}, not in {chosen}")
     with torch.inference_mode():
         config = settle_output_matrix(config, source, prefix)
         check_coverage(config, family, source, prefix)
-        loader = WeightLoader(source, dtype=chosen, device=device, backend=parts, prefix=prefix)
-        model = family.load(config, loader, context)
-    _log_backend(loader)
+        loader = WeightLoader(source, dtype=chosen, device=device, keeps_packed=parts.keeps_packed, prefix=prefix)
+        model = family.load(config, Build(loader=loader, backend=parts, context=context))
+    _log_backend(parts.name, chosen)
     if loader.forms:
         logger.info("quantized weights", extra={"matrices": dict(loader.forms)})
     return model
 
 
-def _log_backend(loader: WeightLoader) -> None:
-    name = loader.backend.name
+def _log_backend(name: BackendName, dtype: torch.dtype) -> None:
     # Elsewhere nobody asks: where there is no obstacle, looking for one loads the kernels and starts their threads.
-    why = native.find_obstacle() if name is BackendName.TORCH and loader.dtype == torch.bfloat16 else None
+    why = native.find_obstacle() if name is BackendName.TORCH and dtype == torch.bfloat16 else None
     logger.info("layers are made of the %s backend", name, extra={} if why is None else {"why": why})
 
 

@@ -40,7 +40,7 @@ without a cluster, start the worker's own check where its package is installed:
     load_model(pathlib.Path(sys.argv[1]), device=torch.device('cpu'))" /path/to/model
 
 Absent keys stand for the default of transformers' configuration class. Tests compare these tables with those classes,
-and each key's effect with transformers' models (`tests/tandem_worker/models/test_keys*.py`), so that a release of
+and each key's effect with transformers' models (`tests/tandem_worker/model/test_keys*.py`), so that a release of
 transformers that adds a key is noticed.
 
 **Limits.** Only what transformers' own classes compute is held against them: what a repository's own code

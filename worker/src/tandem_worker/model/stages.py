@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
+from tandem_worker.model.assembly.decoder import DecoderLM, PartSeconds
 from tandem_worker.model.checkpoint.contract import WeightSource
 from tandem_worker.model.contract import ForwardBatch, allocate_kv_cache
-from tandem_worker.model.families.decoder import DecoderLM, PartSeconds
 from tandem_worker.model.load import load_model, open_checkpoint
 from tandem_worker.parallel.context import ParallelContext
 from tandem_worker.parallel.shape import GroupShape

@@ -9,8 +9,8 @@ from tandem_api.names import Role
 from tandem_api.telemetry import Metric, WorkerTelemetry
 
 from tandem_worker.engine.contract import EngineStats
+from tandem_worker.host.exposition import Exposition
 from tandem_worker.host.nvml import GpuSample
-from tandem_worker.process.exposition import Exposition
 from tandem_worker.server.request_metrics import PreparationCounts, RequestMetrics
 from tandem_worker.server.structured.counts import CompileCounts
 from tandem_worker.transfer.contract import TransferStats

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from tandem_worker.engine.schedule.params import FinishReason, GenerationRequest, SamplingParams, TokenDelta
 from tandem_worker.host.errors import StartupError
 from tandem_worker.model.pooling import EmbeddingSpec
-from tandem_worker.server.deltas import DeltaHub
 
 if TYPE_CHECKING:
     from tandem_worker.engine.core import EngineCore
@@ -27,32 +26,23 @@ _LONGEST = 2048
 """Tokens of a prompt from which on attention and experts take their largest tiles."""
 
 
-class Delivery:
-    """The engine's delivery function: to the HTTP side, and until the worker is warm to whoever warms it up."""
+class Ends:
+    """The engine's delivery function while it is warmed up: keeps the ends of requests."""
 
-    def __init__(self, hub: DeltaHub) -> None:
-        self._hub = hub
-        self._ends: queue.SimpleQueue[TokenDelta] | None = queue.SimpleQueue()
+    def __init__(self) -> None:
+        self._ends: queue.SimpleQueue[TokenDelta] = queue.SimpleQueue()
 
-    def __call__(self, deltas: Sequence[TokenDelta]) -> None:
-        ends = self._ends  # the end that is put last makes the worker warm
-        if ends is not None:
-            for delta in deltas:
-                if delta.finish_reason is not None:
-                    ends.put(delta)
-        self._hub.deliver(deltas)
+    def deliver(self, deltas: Sequence[TokenDelta]) -> None:
+        for delta in deltas:
+            if delta.finish_reason is not None:
+                self._ends.put(delta)
 
-    def await_end(self, timeout: float) -> TokenDelta | None:
+    def await_next(self, timeout: float) -> TokenDelta | None:
         """The end of a request; None when none ends in `timeout` seconds."""
-        assert self._ends is not None, "the worker is warm"
         try:
             return self._ends.get(timeout=timeout)
         except queue.Empty:
             return None
-
-    def finish(self) -> None:
-        """The worker is warm."""
-        self._ends = None
 
 
 def plan_warm_up(max_model_len: int, embedding: EmbeddingSpec | None, *, on_gpu: bool) -> list[GenerationRequest]:
@@ -88,17 +78,19 @@ def plan_warm_up(max_model_len: int, embedding: EmbeddingSpec | None, *, on_gpu:
     ]
 
 
-def warm_up(engine: EngineCore, delivery: Delivery, requests: Sequence[GenerationRequest]) -> None:
-    """Compute the requests one after another. Raises StartupError when one of them fails."""
+def warm_up(engine: EngineCore, ends: Ends, requests: Sequence[GenerationRequest]) -> None:
+    """Compute the requests one after another; `ends` is where `engine` delivers to.
+
+    Raises StartupError when one of them fails.
+    """
     for request in requests:
         engine.submit(request)
-        end = delivery.await_end(WARM_UP_SECONDS)
+        end = ends.await_next(WARM_UP_SECONDS)
         what = f"a prompt of {len(request.prompt_token_ids)} tokens"
         if end is None:
             raise StartupError("WarmUpFailed", f"Warming up: {what} was not computed within {WARM_UP_SECONDS:g} s.")
         if end.finish_reason not in (FinishReason.LENGTH, FinishReason.STOP):
             raise StartupError("WarmUpFailed", f"Warming up: {what} could not be computed: {end.error}")
-    delivery.finish()
 
 
 def _powers_of_two(first: int, last: int) -> list[int]:

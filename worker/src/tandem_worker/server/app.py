@@ -19,7 +19,7 @@ from tandem_api.names import Role
 from tandem_api.openai import error_body
 
 from tandem_worker.engine.contract import Engine
-from tandem_worker.host.errors import RequestError
+from tandem_worker.engine.errors import RequestError
 from tandem_worker.model.pooling import EmbeddingSpec
 from tandem_worker.server.answer import Answerer, Plan
 from tandem_worker.server.deltas import ClientGoneError, DeltaHub

@@ -12,7 +12,7 @@ from starlette.types import Scope, Send
 from tandem_api import names
 from tandem_api.openai import ErrorType, error_body
 
-from tandem_worker.host.errors import EngineStoppedError, RequestError
+from tandem_worker.engine.errors import EngineStoppedError, RequestError
 
 MAX_BODY_BYTES = 8 * 1024 * 1024
 HEADER_RETRY = "x-tandem-retry"

@@ -7,7 +7,7 @@ from typing import Never
 
 from starlette.types import Receive, Scope
 
-from tandem_worker.host.errors import RequestError
+from tandem_worker.engine.errors import RequestError
 from tandem_worker.server.deltas import ClientGoneError
 from tandem_worker.server.http import MAX_BODY_BYTES, BodyTooLargeError, header
 

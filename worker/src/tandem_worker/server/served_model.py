@@ -8,7 +8,7 @@ from typing import Any
 
 from tandem_api.launch import WorkerConfig
 
-from tandem_worker.host.errors import RequestError
+from tandem_worker.engine.errors import RequestError
 from tandem_worker.model.pooling import EmbeddingSpec
 from tandem_worker.server.preparation.fitting import observe_bound
 from tandem_worker.server.preparation.job import pack_setup

@@ -1,1 +1,1 @@
-"""How key-value blocks move from prefill to decode workers: a contract (`base`) and its TCP implementation."""
+"""How key-value blocks move from prefill to decode workers: a contract (`contract`) and its TCP implementation."""

@@ -132,7 +132,7 @@ class _DeviceReader(_DeviceBlocks):
     def views(self, layer: int, block_ids: Sequence[int], fence: object) -> Views:
         import torch
 
-        from tandem_worker.host.device import wait_for_launched
+        from tandem_worker.host.uploads import wait_for_launched
 
         piece = self._pieces[layer]
         size = piece.num_bytes
@@ -157,7 +157,7 @@ class _DeviceWriter(_DeviceBlocks):
     def commit(self, layer: int, block_ids: Sequence[int], good: Sequence[bool]) -> None:
         import torch
 
-        from tandem_worker.host.device import wait_for_launched
+        from tandem_worker.host.uploads import wait_for_launched
 
         assert self._staging is not None, "commit follows views"
         rows = [row for row, intact in enumerate(good) if intact]

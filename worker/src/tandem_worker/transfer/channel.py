@@ -20,7 +20,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
-from tandem_worker.host.errors import TransferError
+from tandem_worker.transfer.errors import TransferError
 
 BUFFER_BYTES = 4 << 20
 _MAX_IOVECS = 512

@@ -1,8 +1,8 @@
 """What a KV transport offers, and what two workers must agree on before any block moves.
 
-A transport has two ends. The decode end implements `engine.base.PrefillClient`: it is told which reserved blocks to
+A transport has two ends. The decode end implements `engine.contract.PrefillClient`: it is told which reserved blocks to
 fill. The prefill end implements `PrefillServer`: it takes orders from the network to `Engine.submit_prefill` and sends
-what the engine reports through `engine.base.LayerListener`.
+what the engine reports through `engine.contract.LayerListener`.
 
 Invariants of every transport:
 
@@ -101,7 +101,7 @@ class TransferStats:
 
 
 class PrefillEngine(Protocol):
-    """The part of `engine.base.Engine` that the prefill end uses."""
+    """The part of `engine.contract.Engine` that the prefill end uses."""
 
     def submit_prefill(self, order: RemotePrefill, listener: LayerListener) -> None: ...
 
@@ -113,7 +113,7 @@ class PrefillEngine(Protocol):
 
 
 class DecodeEngine(Protocol):
-    """The part of `engine.base.Engine` that the decode end uses."""
+    """The part of `engine.contract.Engine` that the decode end uses."""
 
     def remote_prefill_overdue(self, request_id: str, generation: int) -> None: ...
 

@@ -10,7 +10,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tandem_worker.host.errors import TransferError
+from tandem_worker.transfer.errors import TransferError
 from tandem_worker.transfer.layout import KVShard, RankAddress
 
 

@@ -32,9 +32,9 @@ from enum import IntEnum
 from typing import Any, NamedTuple
 
 from tandem_worker.engine.contract import RemotePrefill
-from tandem_worker.host.errors import IntegrityError, TransferError
 from tandem_worker.transfer.checksums import Damage, sum_body, sum_header, sum_logits
 from tandem_worker.transfer.contract import Identity
+from tandem_worker.transfer.errors import IntegrityError, TransferError
 from tandem_worker.transfer.layout import KVShard, RankAddress
 
 MAGIC = "tandem-kv"
@@ -66,7 +66,7 @@ MAX_TOKENS = 10_485_760
 MAX_LOGITS_BYTES = 8 << 20
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     HELLO = 1
     REFUSED = 2
     PREFILL = 3
@@ -81,25 +81,25 @@ class Kind(IntEnum):
     START = 12
 
 
-MAX_BODY: Mapping[Kind, int] = {
-    Kind.HELLO: MAX_HELLO_BYTES,
-    Kind.REFUSED: MAX_TEXT_BYTES,
-    Kind.PREFILL: _PREFILL.size + 4 * MAX_TOKENS + 2 * MAX_TEXT_BYTES,
-    Kind.BLOCKS: _BLOCKS.size + _CHECKSUM_BYTES * MAX_BLOCKS_PER_FRAME + MAX_BLOCK_BYTES,
-    Kind.DONE: _DONE.size + MAX_LOGITS_BYTES,
-    Kind.FAILED: MAX_TEXT_BYTES,
-    Kind.CANCEL: 0,
-    Kind.RESEND: _RANGE.size * MAX_RESEND_RANGES,
-    Kind.RELEASE: 0,
-    Kind.HEARTBEAT: _HEARTBEAT.size,
-    Kind.ATTACH: _ATTACH.size,
-    Kind.START: 0,
+MAX_BODY: Mapping[FrameKind, int] = {
+    FrameKind.HELLO: MAX_HELLO_BYTES,
+    FrameKind.REFUSED: MAX_TEXT_BYTES,
+    FrameKind.PREFILL: _PREFILL.size + 4 * MAX_TOKENS + 2 * MAX_TEXT_BYTES,
+    FrameKind.BLOCKS: _BLOCKS.size + _CHECKSUM_BYTES * MAX_BLOCKS_PER_FRAME + MAX_BLOCK_BYTES,
+    FrameKind.DONE: _DONE.size + MAX_LOGITS_BYTES,
+    FrameKind.FAILED: MAX_TEXT_BYTES,
+    FrameKind.CANCEL: 0,
+    FrameKind.RESEND: _RANGE.size * MAX_RESEND_RANGES,
+    FrameKind.RELEASE: 0,
+    FrameKind.HEARTBEAT: _HEARTBEAT.size,
+    FrameKind.ATTACH: _ATTACH.size,
+    FrameKind.START: 0,
 }
 
 
 class Header(NamedTuple):
     length: int
-    kind: Kind
+    kind: FrameKind
     transfer: int
     body_sum: int
     num_blocks: int
@@ -123,34 +123,34 @@ class Done:
     """`prefix_cache.name_prompt` of what was computed; zeros where a rank does not know."""
 
 
-def bound_bodies(max_prompt_tokens: int) -> Mapping[Kind, int]:
+def bound_bodies(max_prompt_tokens: int) -> Mapping[FrameKind, int]:
     """`MAX_BODY` at a worker that can hold no longer prompt."""
     prefill = _PREFILL.size + 4 * min(max_prompt_tokens, MAX_TOKENS) + 2 * MAX_TEXT_BYTES
-    return {**MAX_BODY, Kind.PREFILL: prefill}
+    return {**MAX_BODY, FrameKind.PREFILL: prefill}
 
 
-def encode_header(kind: Kind, transfer: int, length: int, body: bytes = b"", num_blocks: int = 0) -> bytes:
+def encode_header(kind: FrameKind, transfer: int, length: int, body: bytes = b"", num_blocks: int = 0) -> bytes:
     """`length` counts a payload behind `body` too."""
     fields = _FIELDS.pack(length, kind, num_blocks, transfer, sum_body(body, transfer))
     return fields + _SUM.pack(sum_header(fields))
 
 
 def decode_header(
-    data: bytes | bytearray | memoryview, allowed: frozenset[Kind], max_body: Mapping[Kind, int] = MAX_BODY
+    data: bytes | bytearray | memoryview, allowed: frozenset[FrameKind], max_body: Mapping[FrameKind, int] = MAX_BODY
 ) -> Header:
     """`allowed` are the kinds that make sense now: before HELLO only HELLO, and never the peer's own."""
     if sum_header(data[: _FIELDS.size]) != _SUM.unpack_from(data, _FIELDS.size)[0]:
         raise IntegrityError("the header of a frame is damaged", Damage.HEADER)
     length, number, num_blocks, transfer, body_sum = _FIELDS.unpack_from(data)
     try:
-        kind = Kind(number)
+        kind = FrameKind(number)
     except ValueError:
         raise TransferError(f"the peer sent a frame of unknown kind {number}") from None
     if kind not in allowed:
         raise TransferError(f"the peer sent an unexpected {kind.name} frame")
     if length > max_body[kind]:
         raise TransferError(f"the peer sent a {kind.name} frame of {length} bytes; at most {max_body[kind]} are taken")
-    if kind is Kind.BLOCKS:
+    if kind is FrameKind.BLOCKS:
         _check_blocks(num_blocks, length)
     return Header(length, kind, transfer, body_sum, num_blocks)
 
@@ -167,7 +167,7 @@ def check_body(header: Header, body: bytes | bytearray | memoryview) -> None:
         raise IntegrityError(f"the body of a {header.kind.name} frame is damaged", Damage.BODY)
 
 
-def _frame(kind: Kind, transfer: int, body: bytes = b"") -> bytes:
+def _frame(kind: FrameKind, transfer: int, body: bytes = b"") -> bytes:
     return encode_header(kind, transfer, len(body), body) + body
 
 
@@ -186,7 +186,7 @@ def encode_hello(identity: Identity) -> bytes:
     ).encode()
     if len(body) > MAX_HELLO_BYTES:
         raise TransferError(f"our hello takes {len(body)} bytes, more than the {MAX_HELLO_BYTES} that peers accept")
-    return _frame(Kind.HELLO, 0, body)
+    return _frame(FrameKind.HELLO, 0, body)
 
 
 def decode_hello(body: bytes) -> Identity:
@@ -231,7 +231,7 @@ def decode_ranks(entries: Sequence[Sequence[Any]]) -> tuple[RankAddress, ...]:
     return tuple(RankAddress(endpoint=str(where), shard=decode_shard(shard)) for where, *shard in entries)
 
 
-def encode_text(kind: Kind, transfer: int, text: str) -> bytes:
+def encode_text(kind: FrameKind, transfer: int, text: str) -> bytes:
     """REFUSED or FAILED with its reason, cut to what peers accept."""
     return _frame(kind, transfer, text.encode()[:MAX_TEXT_BYTES])
 
@@ -254,7 +254,7 @@ def encode_prefill(transfer: int, order: RemotePrefill) -> bytes:
         len(order.token_ids), order.num_cached_tokens, order.generation, order.priority, len(request_id), len(salt)
     )
     tokens = _little_endian(array("I", order.token_ids)).tobytes()
-    return _frame(Kind.PREFILL, transfer, fixed + tokens + request_id + salt)
+    return _frame(FrameKind.PREFILL, transfer, fixed + tokens + request_id + salt)
 
 
 def decode_prefill(body: bytes) -> RemotePrefill:
@@ -290,7 +290,7 @@ def encode_blocks_head(transfer: int, blocks: BlockRange, checksums: Sequence[in
     """Everything of a BLOCKS frame but the payload."""
     sums = _little_endian(array("Q", checksums)).tobytes()
     head = _BLOCKS.pack(blocks.layer, 0, blocks.first) + sums
-    return encode_header(Kind.BLOCKS, transfer, len(head) + payload_bytes, head, blocks.count) + head
+    return encode_header(FrameKind.BLOCKS, transfer, len(head) + payload_bytes, head, blocks.count) + head
 
 
 def decode_blocks_head(data: bytes | bytearray, header: Header) -> tuple[BlockRange, array[int]]:
@@ -308,7 +308,7 @@ def blocks_head_bytes(num_blocks: int) -> int:
 
 def encode_done(transfer: int, done: Done) -> bytes:
     fixed = _DONE.pack(done.num_cached_tokens, done.prompt_name, sum_logits(done.logits, transfer))
-    return _frame(Kind.DONE, transfer, fixed + done.logits)
+    return _frame(FrameKind.DONE, transfer, fixed + done.logits)
 
 
 def decode_done(body: bytes, transfer: int) -> Done:
@@ -323,12 +323,12 @@ def decode_done(body: bytes, transfer: int) -> Done:
 
 def encode_start(transfer: int) -> bytes:
     """The prompt is being computed: from now on the order progresses, or there is something wrong."""
-    return _frame(Kind.START, transfer)
+    return _frame(FrameKind.START, transfer)
 
 
 def encode_resend(transfer: int, ranges: Sequence[BlockRange]) -> bytes:
     body = b"".join(_RANGE.pack(r.layer, 0, r.first, r.count) for r in ranges[:MAX_RESEND_RANGES])
-    return _frame(Kind.RESEND, transfer, body)
+    return _frame(FrameKind.RESEND, transfer, body)
 
 
 def decode_resend(body: bytes) -> list[BlockRange]:
@@ -338,16 +338,16 @@ def decode_resend(body: bytes) -> list[BlockRange]:
 
 
 def encode_cancel(transfer: int) -> bytes:
-    return _frame(Kind.CANCEL, transfer)
+    return _frame(FrameKind.CANCEL, transfer)
 
 
 def encode_release(transfer: int) -> bytes:
-    return _frame(Kind.RELEASE, transfer)
+    return _frame(FrameKind.RELEASE, transfer)
 
 
 def encode_attach(transfer: int, num_blocks: int) -> bytes:
     """Join the order that was or will be given under the same number to the first rank of the prefill group."""
-    return _frame(Kind.ATTACH, transfer, _ATTACH.pack(num_blocks))
+    return _frame(FrameKind.ATTACH, transfer, _ATTACH.pack(num_blocks))
 
 
 def decode_attach(body: bytes) -> int:
@@ -361,7 +361,7 @@ def decode_attach(body: bytes) -> int:
 
 
 def encode_heartbeat(progress: int) -> bytes:
-    return _frame(Kind.HEARTBEAT, 0, _HEARTBEAT.pack(progress))
+    return _frame(FrameKind.HEARTBEAT, 0, _HEARTBEAT.pack(progress))
 
 
 def decode_heartbeat(body: bytes) -> int:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tandem_worker.host.errors import TransferError
+from tandem_worker.transfer.errors import TransferError
 from tandem_worker.transfer.layout import KVLayout, KVShard
 
 Slices = dict[int, range | None]

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from tandem_worker.kernels.reference import paged_prefill_attention_reference
-from tandem_worker.model.backends.attention import AttentionSpec
+from tandem_worker.model.attention import AttentionSpec
 from tandem_worker.model.backends.torch import attention as cpu
-from tandem_worker.model.backends.torch.attention import CPUAttention
+from tandem_worker.model.backends.torch.attention import TorchAttention
 from tandem_worker.model.backends.torch.layout import group_by_length
 from tandem_worker.model.contract import ForwardBatch
 
@@ -81,7 +81,7 @@ def attend_both(
     q = torch.randn(total, num_heads, DIM).to(dtype)
     kv = torch.randn(total, 2, num_kv_heads, DIM).to(dtype)
     spec = AttentionSpec(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=DIM, scale=0.3, **options)
-    step = CPUAttention().begin(batch, BLOCK_SIZE)
+    step = TorchAttention().begin(batch, BLOCK_SIZE)
     step.write(kv, cache)
     ours = step.attend(q, kv, cache if garbage is None else poison(cache, batch, garbage), spec)
     twin = paged_prefill_attention_reference(
@@ -136,7 +136,7 @@ def test_written_tokens_reach_their_slots_only() -> None:
     batch = make_batch(MIXED)
     cache = torch.zeros(NUM_BLOCKS, 2, 2, BLOCK_SIZE, DIM)
     kv = torch.randn(batch.token_ids.shape[0], 2, 2, DIM)
-    CPUAttention().begin(batch, BLOCK_SIZE).write(kv, cache)
+    TorchAttention().begin(batch, BLOCK_SIZE).write(kv, cache)
     rows = cache.permute(0, 3, 1, 2, 4).flatten(0, 1)
     assert torch.equal(rows[batch.slot_mapping], kv)
     rows[batch.slot_mapping] = 0

@@ -9,9 +9,9 @@ import itertools
 
 import pytest
 import torch
-from tandem_worker.model.backends.attention import AttentionSpec
-from tandem_worker.model.backends.latent import LatentSpec, plan_expanded
-from tandem_worker.model.backends.torch.attention import CPUAttention
+from tandem_worker.model.attention import AttentionSpec, LatentSpec
+from tandem_worker.model.backends.latent import plan_expanded
+from tandem_worker.model.backends.torch.attention import TorchAttention
 from tandem_worker.model.backends.triton import attention as triton
 from tandem_worker.model.backends.triton.attention import TritonAttention, TritonStepAttention
 from tandem_worker.model.contract import ForwardBatch
@@ -48,7 +48,7 @@ def test_equals_the_cpu_backend(lengths) -> None:
     cache = torch.randn(20, 2, 2, 4, 24)
     kv, q = torch.randn(total, 2, 2, 24), torch.randn(total, 4, 24)
     results = []
-    for backend in (CPUAttention(), TritonAttention()):
+    for backend in (TorchAttention(), TritonAttention()):
         step, own = backend.begin(batch, 4), cache.clone()
         step.write(kv, own)
         results.append((step.attend(q, kv, own, spec), own))
@@ -81,7 +81,7 @@ def test_latents_attend_alike_in_either_form(lengths, room, expanded, monkeypatc
     total = batch.token_ids.shape[0]
     kv, queries = torch.randn(total, 1, 1, 24), torch.randn(total, 4, 14)
     results = []
-    for backend in (CPUAttention(), TritonAttention()):
+    for backend in (TorchAttention(), TritonAttention()):
         step, own = backend.begin(batch, 4), cache.clone()
         step.write(kv, own)
         results.append((step.attend_latents(queries, kv, own, spec), own))

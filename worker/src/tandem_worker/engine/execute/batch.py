@@ -17,7 +17,7 @@ import torch
 
 from tandem_worker.engine.schedule.plan import Chunk, StepPlan
 from tandem_worker.engine.schedule.request import Sequence
-from tandem_worker.host.device import upload, upload_rows
+from tandem_worker.host.uploads import upload, upload_rows
 from tandem_worker.model.contract import ForwardBatch
 
 

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
+from tandem_api.launch import WorkerConfig
 
+from tandem_worker.engine.errors import GroupLostError
 from tandem_worker.engine.execute.batch import BatchBuilder, StepInput
 from tandem_worker.engine.execute.cuda_graphs import CudaRecorder, DecodeGraphs, Recorder, plan_batch_sizes
 from tandem_worker.engine.execute.host_copy import HostCopier, HostCopy, build_copier
 from tandem_worker.engine.execute.host_store import HostStore
 from tandem_worker.engine.execute.step import StepOutput
-from tandem_worker.engine.sample.host_sampler import build_sampler
+from tandem_worker.engine.sample.select import build_sampler
 from tandem_worker.engine.schedule.plan import StepPlan
-from tandem_worker.host.device import upload, wait_for_launched
-from tandem_worker.host.errors import GroupLostError
+from tandem_worker.host.uploads import upload, wait_for_launched
 from tandem_worker.model.contract import CausalLM, KVCache
 
 logger = logging.getLogger(__name__)
@@ -95,6 +97,10 @@ class ModelExecutor:
         step, layout = self._builder.describe(plan)
         return StepOutput(self.compute(step, on_layer), layout)
 
+    def run_lanes(self, plans: Sequence[StepPlan | None]) -> list[StepOutput | None]:
+        """One forward pass of every lane; None: this one has nothing to compute. A single process has one lane."""
+        raise NotImplementedError("only the ranks of a group compute several lanes")
+
     def compute(self, step: StepInput, on_layer: Callable[[int], None] | None) -> torch.Tensor:
         """Logits `[N, vocab]` of a described step."""
         self._copy_blocks(step.copies)
@@ -140,6 +146,23 @@ class ModelExecutor:
     @staticmethod
     def dump_logits(row: torch.Tensor) -> bytes:
         return row.detach().to("cpu", torch.float32).contiguous().numpy().tobytes()
+
+
+class ExecutorBuilder(Protocol):
+    """Where a worker consists of several ranks: what they agree on, and the executor that makes all of them compute."""
+
+    @property
+    def num_lanes(self) -> int:
+        """Batches that are computed side by side."""
+        ...
+
+    def agree_num_blocks(self, model: CausalLM, config: WorkerConfig, digest: str) -> int:
+        """KV blocks that every rank has room for. Raises GroupLostError, and StartupError where ranks differ."""
+        ...
+
+    def build_executor(self, model: CausalLM, kv_cache: KVCache, *, max_rows: int, max_model_len: int) -> ModelExecutor:
+        """Raises GroupLostError."""
+        ...
 
 
 def is_fatal(error: BaseException) -> bool:

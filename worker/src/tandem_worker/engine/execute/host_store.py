@@ -13,7 +13,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from tandem_worker.host.device import upload, wait_for_launched
+from tandem_worker.host.uploads import upload, wait_for_launched
 from tandem_worker.model.contract import KVCache
 
 _MEASURED_BLOCKS = 32

@@ -8,27 +8,19 @@ takes part with padding.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from tandem_worker.engine.contract import LayerListener, PrefillClient, RemotePrefill, RemotePrefillResult
-from tandem_worker.engine.execute.step import StepOutput
+from tandem_worker.engine.execute.executor import ModelExecutor
 from tandem_worker.engine.runner import StepRunner
 from tandem_worker.engine.schedule.lane_choice import choose_lane
 from tandem_worker.engine.schedule.params import TokenDelta
-from tandem_worker.engine.schedule.plan import StepPlan
 from tandem_worker.engine.schedule.request import Request
-
-
-class LaneExecutor(Protocol):
-    def run_lanes(self, plans: Sequence[StepPlan | None]) -> list[StepOutput | None]:
-        """One forward pass of every lane; None: this one has nothing to compute. Raises GroupLostError."""
-        ...
 
 
 class LaneRunner:
     """Satisfies what `EngineCore` asks of a `StepRunner`. What concerns one request is for the lane that knows it."""
 
-    def __init__(self, lanes: Sequence[StepRunner], executor: LaneExecutor) -> None:
+    def __init__(self, lanes: Sequence[StepRunner], executor: ModelExecutor) -> None:
         self.lanes = tuple(lanes)
         self._executor = executor
 

@@ -1,4 +1,4 @@
-"""Choosing tokens without leaving the device: what `sampler.HostSampler` computes, by the kernels.
+"""Choosing tokens without leaving the device: what `host_sampler.HostSampler` computes, by the kernels.
 
 The parameters of a batch lie on the device and are made anew only when the batch changes: another sequence, or one that
 reaches its minimum length. A step then launches the same few kernels, and only positions and token counts move on, in
@@ -14,11 +14,12 @@ import numpy as np
 import torch
 
 from tandem_worker import kernels
-from tandem_worker.engine.sample.host_sampler import LEAST_TEMPERATURE, NO_TOKEN, score_prompt
+from tandem_worker.engine.sample.contract import LEAST_TEMPERATURE, NO_TOKEN
+from tandem_worker.engine.sample.host_sampler import score_prompt
 from tandem_worker.engine.sample.state import SamplingState
 from tandem_worker.engine.schedule.params import SamplingParams, TokenLogprob
 from tandem_worker.engine.schedule.request import Sequence
-from tandem_worker.host.device import upload, upload_rows
+from tandem_worker.host.uploads import upload, upload_rows
 
 _MAX_TOP = 20
 """Likeliest tokens that the logprob kernel reports."""

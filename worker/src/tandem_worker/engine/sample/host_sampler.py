@@ -12,38 +12,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as Rows
-from typing import Protocol
 
 import torch
 
+from tandem_worker.engine.sample.contract import LEAST_TEMPERATURE, NO_TOKEN
 from tandem_worker.engine.sample.state import SamplingState
 from tandem_worker.engine.schedule.params import TokenLogprob
 from tandem_worker.engine.schedule.request import Sequence
 from tandem_worker.kernels.philox import draw_uniform
 
-NO_TOKEN = -1
-"""In place of a token where the logits allow none (NaN, or everything forbidden)."""
 _NUM_CANDIDATES = 256
 """Likeliest tokens that top-k and top-p look at before they sort the whole vocabulary."""
 
-LEAST_TEMPERATURE = 1e-6
-"""float32 can still divide by it; the likeliest token is certain long before."""
 _EQUALS_SLACK = 1e-3
 """Share of a token's weight that top-p may fall short by among equals, so that rounding never decides their number."""
-
-
-class Sampler(Protocol):
-    """Both backends choose the same tokens, so a choice may go on with the other one."""
-
-    def choose_tokens(self, logits: torch.Tensor, sequences: Rows[Sequence]) -> torch.Tensor:
-        """One token per row of `logits` `[N, vocab]`: `[N]` int64 on its device, NO_TOKEN where none is possible."""
-        ...
-
-    def compute_logprobs(
-        self, logits: torch.Tensor, sequences: Rows[Sequence], tokens: list[int]
-    ) -> dict[int, TokenLogprob]:
-        """Logprobs of the chosen tokens of the rows that ask for them, by row."""
-        ...
 
 
 class HostSampler:
@@ -56,15 +38,6 @@ class HostSampler:
         self, logits: torch.Tensor, sequences: Rows[Sequence], tokens: list[int]
     ) -> dict[int, TokenLogprob]:
         return compute_logprobs(logits, sequences, tokens)
-
-
-def build_sampler(vocab_size: int, device: torch.device) -> Sampler:
-    """The sampler that suits a device."""
-    if device.type != "cuda":
-        return HostSampler()
-    from tandem_worker.engine.sample.device_sampler import DeviceSampler
-
-    return DeviceSampler(vocab_size, device)
 
 
 def choose_tokens(logits: torch.Tensor, sequences: Rows[Sequence]) -> torch.Tensor:

@@ -25,22 +25,24 @@ from typing import Any
 
 from tandem_api.keys import KeyRing
 
+from tandem_worker.engine.errors import GroupLostError
 from tandem_worker.group.control.link import (
     HEARTBEAT_SECONDS,
     SILENCE_SECONDS,
-    Kind,
-    Link,
+    ControlLink,
     LinkClosedError,
     Loss,
+    MessageKind,
     encode_object,
     parse_object,
     parse_problems,
 )
 from tandem_worker.group.control.table import Operation, Table, TableError, decode_call, encode_result
-from tandem_worker.host.errors import GroupLostError, ThreadStartError, TransferError
+from tandem_worker.host.errors import ThreadStartError
 from tandem_worker.host.peers.door import Door
 from tandem_worker.host.peers.handshake import Purpose
 from tandem_worker.host.vitals import Vitals
+from tandem_worker.transfer.errors import TransferError
 
 logger = logging.getLogger(__name__)
 
@@ -52,14 +54,16 @@ _EXIT_SECONDS = 0.5
 _REMINDER_SECONDS = 30.0
 _SIGN_OF_LIFE_SECONDS = 3.5 * HEARTBEAT_SECONDS
 """A rank that is not heard for so long gives way to who comes for its place."""
-_SPOKEN_BY_MEMBERS = frozenset({Kind.REPORT, Kind.ANSWER, Kind.LEAVING, Kind.FAILED, Kind.CALL})
+_SPOKEN_BY_MEMBERS = frozenset(
+    {MessageKind.REPORT, MessageKind.ANSWER, MessageKind.LEAVING, MessageKind.FAILED, MessageKind.CALL}
+)
 
 
 @dataclass(slots=True, eq=False)
 class _Member:
     rank: int
     pod: str
-    link: Link
+    link: ControlLink
     has_reported: bool = False
 
     def __str__(self) -> str:
@@ -127,7 +131,7 @@ class GroupLeader:
                     reminder = time.monotonic() + _REMINDER_SECONDS
                 self._changed.wait(_REMINDER_SECONDS)
             self._formed = True
-        self._broadcast(Kind.WELCOME, encode_object(welcome))
+        self._broadcast(MessageKind.WELCOME, encode_object(welcome))
 
     def _admit(self, connection: socket.socket, name: str) -> None:
         """On the door's thread. Raises ThreadStartError."""
@@ -138,20 +142,20 @@ class GroupLeader:
                 return
             self._num_knocking += 1
         try:
-            self._vitals.start_thread("group-member", self._meet, Link(connection))
+            self._vitals.start_thread("group-member", self._meet, ControlLink(connection))
         except BaseException:
             with self._changed:
                 self._num_knocking -= 1
             raise
 
-    def _meet(self, link: Link) -> None:
+    def _meet(self, link: ControlLink) -> None:
         try:
             link.hurry(_HELLO_SECONDS)
             link.start_heartbeat(self._vitals)
             member = self._identify(link)
         except (LinkClosedError, ThreadStartError) as error:
             with contextlib.suppress(LinkClosedError):
-                link.send_object(Kind.REFUSED, {"message": str(error)})
+                link.send_object(MessageKind.REFUSED, {"message": str(error)})
             link.close()
             logger.warning("a process that knocked was refused: %s", error)
             return
@@ -161,9 +165,9 @@ class GroupLeader:
         link.hurry(SILENCE_SECONDS)
         self._listen_to(member)
 
-    def _identify(self, link: Link) -> _Member:
+    def _identify(self, link: ControlLink) -> _Member:
         """The new member. Raises LinkClosedError with what the other side is to be told."""
-        _, payload = link.receive(lambda kind: kind is Kind.HELLO)
+        _, payload = link.receive(lambda kind: kind is MessageKind.HELLO)
         hello = parse_object(payload)
         rank, pod, identity = (hello.get(key) for key in ("rank", "pod", "identity"))
         if not isinstance(rank, int) or not 1 <= rank < self.size:
@@ -210,29 +214,29 @@ class GroupLeader:
 
     def announce(self, plan: bytes) -> None:
         """Raises GroupLostError."""
-        self._broadcast(Kind.PLAN, plan)
+        self._broadcast(MessageKind.PLAN, plan)
 
     def send_steps(self, frames: Mapping[int, bytes]) -> None:
         """Tell each follower what to compute next, by rank. Raises GroupLostError."""
         for rank, frame in frames.items():
-            self._send(self._members[rank], Kind.STEP, frame)
+            self._send(self._members[rank], MessageKind.STEP, frame)
 
     @property
     def num_followers(self) -> int:
         return self.size - 1
 
     def post(self, message: bytes) -> None:
-        """Satisfies `transfer.base.GroupChannel`."""
+        """Satisfies `transfer.contract.GroupChannel`."""
         with contextlib.suppress(GroupLostError):  # the process ends, and whoever waits for an answer with it
-            self._broadcast(Kind.TRANSFER, message)
+            self._broadcast(MessageKind.TRANSFER, message)
 
-    def _broadcast(self, kind: Kind, payload: bytes) -> None:
+    def _broadcast(self, kind: MessageKind, payload: bytes) -> None:
         if self._over:
             raise GroupLostError(self.cause)
         for member in list(self._members.values()):
             self._send(member, kind, payload)
 
-    def _send(self, member: _Member, kind: Kind, payload: bytes) -> None:
+    def _send(self, member: _Member, kind: MessageKind, payload: bytes) -> None:
         try:
             member.link.send(kind, payload)
         except LinkClosedError as error:
@@ -256,23 +260,23 @@ class GroupLeader:
             member.link.close()
             self._vitals.clear(source)
 
-    def _heed(self, member: _Member, kind: Kind, payload: bytes) -> None:
+    def _heed(self, member: _Member, kind: MessageKind, payload: bytes) -> None:
         """What a member of a formed group says. Raises LinkClosedError, TableError, TransferError."""
-        if kind is Kind.REPORT:
+        if kind is MessageKind.REPORT:
             if member.has_reported:
                 raise LinkClosedError("it reported twice")
             member.has_reported = True
             self._reports.put((member.rank, payload))
-        elif kind is Kind.CALL:
+        elif kind is MessageKind.CALL:
             self._execute_for(member, payload)
-        elif kind is Kind.ANSWER:
+        elif kind is MessageKind.ANSWER:
             if self.on_answer is not None:
                 self.on_answer(payload)
-        elif kind is Kind.LEAVING:
+        elif kind is MessageKind.LEAVING:
             logger.info("%s is asked to end", member)
             self._on_leaving()
         else:
-            assert kind is Kind.FAILED
+            assert kind is MessageKind.FAILED
             loss = Loss.parse(payload)
             self.lose(loss._replace(message=f"{member} failed: {loss.message}"))
 
@@ -300,7 +304,7 @@ class GroupLeader:
         def done(answer: bytes | None) -> None:
             if answer is not None:
                 with contextlib.suppress(LinkClosedError):  # whoever listens notices the end
-                    member.link.send(Kind.RESULT, encode_result(number, answer))
+                    member.link.send(MessageKind.RESULT, encode_result(number, answer))
 
         self._table.execute(operation, fields, done)
 
@@ -322,7 +326,7 @@ class GroupLeader:
         for member in list(self._members.values()):
             member.link.hurry(_FAREWELL_SECONDS)
             with contextlib.suppress(LinkClosedError):
-                member.link.send(Kind.FAILED, cause.encode())
+                member.link.send(MessageKind.FAILED, cause.encode())
         self._close()
         self._on_lost(cause)
 
@@ -344,7 +348,7 @@ class GroupLeader:
         deadline = time.monotonic() + timeout
         for member in list(self._members.values()):
             with contextlib.suppress(LinkClosedError):
-                member.link.send(Kind.STOP)
+                member.link.send(MessageKind.STOP)
         for member in list(self._members.values()):
             member.link.await_end(max(0.0, deadline - time.monotonic()))
         self._close()

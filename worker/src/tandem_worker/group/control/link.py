@@ -27,7 +27,7 @@ _PROBLEM_CHARACTERS = 500
 _HEADER = struct.Struct("!IB")
 
 
-class Kind(IntEnum):
+class MessageKind(IntEnum):
     HELLO = 1
     """Follower: who I am."""
     REFUSED = 2
@@ -53,28 +53,28 @@ class Kind(IntEnum):
     STOP = 10
     """Leader: the orderly end."""
     CALL = 13
-    """Follower: an operation on the group's table (`group.table`)."""
+    """Follower: an operation on the group's table (`group.control.table`)."""
     RESULT = 14
     """Leader: what an operation came to."""
 
 
-_KINDS = frozenset(int(kind) for kind in Kind)
+_KINDS = frozenset(int(kind) for kind in MessageKind)
 _MiB = 1 << 20
-MAX_PAYLOAD: Mapping[Kind, int] = {
-    Kind.HELLO: 4096,
-    Kind.REFUSED: 1 << 16,
-    Kind.WELCOME: 1 << 16,
-    Kind.REPORT: _MiB,
-    Kind.PLAN: 16 * _MiB,
-    Kind.STEP: 256 * _MiB,  # block tables of a full batch of the longest contexts, told anew: 4 bytes a block
-    Kind.HEARTBEAT: 1 << 16,
-    Kind.TRANSFER: 16 * _MiB,
-    Kind.ANSWER: _MiB,
-    Kind.LEAVING: 0,
-    Kind.FAILED: 1 << 16,
-    Kind.STOP: 0,
-    Kind.CALL: 4 * _MiB,  # addresses of a rank's connections to all others
-    Kind.RESULT: 4 * _MiB,
+MAX_PAYLOAD: Mapping[MessageKind, int] = {
+    MessageKind.HELLO: 4096,
+    MessageKind.REFUSED: 1 << 16,
+    MessageKind.WELCOME: 1 << 16,
+    MessageKind.REPORT: _MiB,
+    MessageKind.PLAN: 16 * _MiB,
+    MessageKind.STEP: 256 * _MiB,  # block tables of a full batch of the longest contexts, told anew: 4 bytes a block
+    MessageKind.HEARTBEAT: 1 << 16,
+    MessageKind.TRANSFER: 16 * _MiB,
+    MessageKind.ANSWER: _MiB,
+    MessageKind.LEAVING: 0,
+    MessageKind.FAILED: 1 << 16,
+    MessageKind.STOP: 0,
+    MessageKind.CALL: 4 * _MiB,  # addresses of a rank's connections to all others
+    MessageKind.RESULT: 4 * _MiB,
 }
 """Bytes."""
 
@@ -99,7 +99,7 @@ class LinkClosedError(Exception):
     """The connection is gone; the message says how it ended."""
 
 
-class Link:
+class ControlLink:
     """`send` may be called from any thread, `receive` from one. Owns the socket."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -115,7 +115,7 @@ class Link:
         self.on_heartbeat: Callable[[bytes], None] = lambda payload: None
         """Called on the receiving thread."""
 
-    def send(self, kind: Kind, payload: bytes = b"") -> None:
+    def send(self, kind: MessageKind, payload: bytes = b"") -> None:
         """Raises LinkClosedError."""
         frame = _HEADER.pack(len(payload) + 1, kind) + payload
         try:
@@ -125,10 +125,10 @@ class Link:
             self._broken = True
             raise LinkClosedError(f"nothing can be sent any more: {error}") from error
 
-    def send_object(self, kind: Kind, content: Mapping[str, Any]) -> None:
+    def send_object(self, kind: MessageKind, content: Mapping[str, Any]) -> None:
         self.send(kind, encode_object(content))
 
-    def receive(self, expects: Callable[[Kind], bool] = lambda kind: True) -> tuple[Kind, bytes]:
+    def receive(self, expects: Callable[[MessageKind], bool] = lambda kind: True) -> tuple[MessageKind, bytes]:
         """The next message that is not a heartbeat. Raises LinkClosedError, also for one that is not expected now.
 
         That is seen before anything of it is read.
@@ -147,18 +147,18 @@ class Link:
     def ended(self) -> bool:
         return self._ended.is_set() or self._closed.is_set()
 
-    def _receive(self, expects: Callable[[Kind], bool]) -> tuple[Kind, bytes]:
+    def _receive(self, expects: Callable[[MessageKind], bool]) -> tuple[MessageKind, bytes]:
         while True:
             length, number = _HEADER.unpack(self._read(_HEADER.size))
             if number not in _KINDS:
                 raise LinkClosedError("something else than a Tandem worker speaks there")
-            kind = Kind(number)
-            if kind is not Kind.HEARTBEAT and not expects(kind):
+            kind = MessageKind(number)
+            if kind is not MessageKind.HEARTBEAT and not expects(kind):
                 raise LinkClosedError(f"it sent {kind.name}, which is not expected now")
             if not 1 <= length <= MAX_PAYLOAD[kind] + 1:
                 raise LinkClosedError(f"it sent {kind.name} of {length} bytes; {MAX_PAYLOAD[kind] + 1} are the most")
             payload = self._read(length - 1)
-            if kind is not Kind.HEARTBEAT:
+            if kind is not MessageKind.HEARTBEAT:
                 return kind, payload
             self.on_heartbeat(payload)
 
@@ -194,7 +194,7 @@ class Link:
     def _beat(self, vitals: Vitals) -> None:
         with contextlib.suppress(LinkClosedError):  # whoever receives notices the end
             while not self._closed.wait(HEARTBEAT_SECONDS):
-                self.send(Kind.HEARTBEAT, encode_problems(vitals.problems()))
+                self.send(MessageKind.HEARTBEAT, encode_problems(vitals.problems()))
 
     def hurry(self, seconds: float) -> None:
         """From now on nothing waits longer than this."""

@@ -14,9 +14,10 @@ from typing import Any
 
 from tandem_api.keys import KeyRing
 
-from tandem_worker.group.control.link import Kind, Link, LinkClosedError, Loss, parse_object
+from tandem_worker.engine.errors import GroupLostError
+from tandem_worker.group.control.link import ControlLink, LinkClosedError, Loss, MessageKind, parse_object
 from tandem_worker.group.control.table import Operation, decode_result, encode_call
-from tandem_worker.host.errors import AuthenticationError, GroupLostError, ThreadStartError
+from tandem_worker.host.errors import AuthenticationError, ThreadStartError
 from tandem_worker.host.peers.dial import dial
 from tandem_worker.host.peers.handshake import Purpose
 from tandem_worker.host.vitals import Vitals
@@ -26,7 +27,9 @@ logger = logging.getLogger(__name__)
 _CONNECT_SECONDS = 5.0
 _RETRY_SECONDS = 0.5
 _BLAME_SECONDS = 2.0
-_SPOKEN_BY_LEADERS = frozenset({Kind.PLAN, Kind.STEP, Kind.TRANSFER, Kind.FAILED, Kind.STOP, Kind.RESULT})
+_SPOKEN_BY_LEADERS = frozenset(
+    {MessageKind.PLAN, MessageKind.STEP, MessageKind.TRANSFER, MessageKind.FAILED, MessageKind.STOP, MessageKind.RESULT}
+)
 
 
 class GroupMember:
@@ -53,8 +56,8 @@ class GroupMember:
         self._calls: dict[int, Future[bytes]] = {}
         self._hello = {"rank": rank, "pod": pod, "identity": identity}
         self._on_lost = on_lost
-        self._link: Link | None = None
-        self._inbox: queue.SimpleQueue[tuple[Kind, bytes] | None] = queue.SimpleQueue()
+        self._link: ControlLink | None = None
+        self._inbox: queue.SimpleQueue[tuple[MessageKind, bytes] | None] = queue.SimpleQueue()
         self._over = threading.Event()
         self._cause: Loss | None = None
 
@@ -75,13 +78,13 @@ class GroupMember:
             time.sleep(_RETRY_SECONDS)
 
     def _knock(self, host: str, port: int) -> dict[str, Any]:
-        link = Link(dial(host, port, self._ring(), Purpose.GROUP, seconds=_CONNECT_SECONDS))
+        link = ControlLink(dial(host, port, self._ring(), Purpose.GROUP, seconds=_CONNECT_SECONDS))
         try:
-            link.send_object(Kind.HELLO, self._hello)
+            link.send_object(MessageKind.HELLO, self._hello)
             link.start_heartbeat(self._vitals)
-            kind, payload = link.receive(lambda kind: kind in {Kind.WELCOME, Kind.REFUSED})
+            kind, payload = link.receive(lambda kind: kind in {MessageKind.WELCOME, MessageKind.REFUSED})
             content = parse_object(payload)
-            if kind is not Kind.WELCOME:
+            if kind is not MessageKind.WELCOME:
                 raise LinkClosedError(f"it refuses: {content.get('message')}")  # noqa: TRY301
             self._link = link
             self._vitals.start_thread("group", self._listen, link, is_over=self._over.is_set)
@@ -95,7 +98,7 @@ class GroupMember:
         """Raises GroupLostError."""
         assert self._link is not None
         try:
-            self._link.send(Kind.REPORT, content)
+            self._link.send(MessageKind.REPORT, content)
         except LinkClosedError as error:
             self._lose(Loss(f"the leader is gone: {error}"))
             raise GroupLostError(self.cause) from error
@@ -104,7 +107,7 @@ class GroupMember:
         """To the leader's transfers; from any thread."""
         if self._link is not None:
             with contextlib.suppress(LinkClosedError):  # whoever listens notices the end
-                self._link.send(Kind.ANSWER, message)
+                self._link.send(MessageKind.ANSWER, message)
 
     def call(self, operation: Operation, fields: Sequence[bytes], *, seconds: float) -> bytes:
         """An operation on the group's table, which the leader has. Raises TimeoutError, GroupLostError."""
@@ -114,14 +117,14 @@ class GroupMember:
         try:
             if self._over.is_set():
                 raise GroupLostError(self.cause)
-            self._link.send(Kind.CALL, encode_call(number, operation, fields))
+            self._link.send(MessageKind.CALL, encode_call(number, operation, fields))
             return found.result(seconds)
         except LinkClosedError as error:
             raise GroupLostError(f"the leader is gone: {error}") from error
         finally:
             del self._calls[number]
 
-    def receive(self) -> tuple[Kind, bytes]:
+    def receive(self) -> tuple[MessageKind, bytes]:
         """The leader's next message; STOP is the last one. Raises GroupLostError."""
         entry = self._inbox.get()
         if entry is None:
@@ -137,7 +140,7 @@ class GroupMember:
         """This pod is asked to end: let the leader finish what runs, and stop everybody."""
         if self._link is not None:
             with contextlib.suppress(LinkClosedError):
-                self._link.send(Kind.LEAVING)
+                self._link.send(MessageKind.LEAVING)
 
     def blame(self, cause: Loss, *, patience: float = _BLAME_SECONDS) -> None:
         """This process cannot go on: tell the leader, unless its own word comes first.
@@ -149,20 +152,20 @@ class GroupMember:
         self._over.set()
         if self._link is not None:
             with contextlib.suppress(LinkClosedError):
-                self._link.send(Kind.FAILED, cause.encode())
+                self._link.send(MessageKind.FAILED, cause.encode())
 
-    def _listen(self, link: Link) -> None:
+    def _listen(self, link: ControlLink) -> None:
         try:
             while True:
                 kind, payload = link.receive(lambda kind: kind in _SPOKEN_BY_LEADERS)
-                if kind is Kind.RESULT:
+                if kind is MessageKind.RESULT:
                     self._settle(payload)
                     continue
-                if kind is Kind.FAILED:
+                if kind is MessageKind.FAILED:
                     self._lose(Loss.parse(payload))
                     return
                 self._inbox.put((kind, payload))
-                if kind is Kind.STOP:
+                if kind is MessageKind.STOP:
                     self._over.set()
                     return
         except LinkClosedError as error:

@@ -1,4 +1,4 @@
-"""`torch.distributed`'s store over the group's control channel: see `group.table`."""
+"""`torch.distributed`'s store over the group's control channel: see `group.control.table`."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Attention backends over the paged block space; the contract is in `base`."""
+"""What layers are made of: torch's operations, the CPU kernels, or the Triton kernels; `select` chooses."""

@@ -1,1 +1,1 @@
-"""Checkpoint readers: safetensors and GGUF; the contract is in `base`."""
+"""Checkpoint readers: safetensors and GGUF; the contract is in `contract`."""

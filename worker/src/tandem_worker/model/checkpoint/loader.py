@@ -18,7 +18,6 @@ from tandem_worker.model.checkpoint.quantized import DequantizedSource
 
 if TYPE_CHECKING:
     from tandem_worker.kernels.quantized import Weight
-    from tandem_worker.model.backends.backend import Backend
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,17 +58,16 @@ class WeightLoader:
         *,
         dtype: torch.dtype,
         device: torch.device,
-        backend: Backend,
+        keeps_packed: bool,
         prefix: str = "",
     ) -> None:
-        """`backend` says in which form matrices are kept; families build their layers from it."""
+        """`keeps_packed`: quantized matrices stay as they are where there is a form that kernels multiply."""
         self.source = source
         self.dtype = dtype
         self.device = device
-        self.backend = backend
         self.forms: Counter[str] = Counter()
         """Matrices of a quantized checkpoint by the form they are kept in."""
-        self._keeps_packed = backend.keeps_packed and isinstance(source, DequantizedSource)
+        self._keeps_packed = keeps_packed and isinstance(source, DequantizedSource)
         self._prefix = prefix
 
     def has(self, name: str) -> bool:

@@ -1,1 +1,1 @@
-"""One file per model family, and the registry of published architectures."""
+"""Model families: one file of structure each, and the registry of published architectures."""

@@ -1,7 +1,7 @@
 """DeepSeek-V3 (arXiv:2412.19437), Kimi K2 and the language model of Kimi K2.5.
 
 A token's cached latent is its key and its value for every head (arXiv:2405.04434, section 2.1); whether it is attended
-to as it lies or expanded first is the attention backend's choice (`attention.latent`).
+to as it lies or expanded first is the attention backend's choice (`backends.latent`).
 """
 
 from __future__ import annotations
@@ -10,20 +10,22 @@ from dataclasses import replace
 
 import torch
 
-from tandem_worker.model.backends.attention import AttentionSpec, latent_layer_spec
-from tandem_worker.model.backends.latent import LatentSpec
-from tandem_worker.model.checkpoint.loader import Part, WeightLoader, shard
+from tandem_worker.model.assembly.build import Build
+from tandem_worker.model.assembly.decoder import DecoderLM, build_rotary, load_layer
+from tandem_worker.model.assembly.experts import load_experts
+from tandem_worker.model.assembly.mlp import load_mlp
+from tandem_worker.model.assembly.stages import stage_layers
+from tandem_worker.model.attention import AttentionSpec, LatentSpec, latent_layer_spec
+from tandem_worker.model.checkpoint.loader import Part, shard
 from tandem_worker.model.config import ModelConfig
 from tandem_worker.model.contract import KVLayerSpec
-from tandem_worker.model.families.decoder import DecoderLM, MLPPart, PreNormLayer, stage_layers
 from tandem_worker.model.families.family import Family, Ignorable
 from tandem_worker.model.keys import DECODER_READS, REQUIRED, SILU, ConfigKeys, Settings
-from tandem_worker.model.layers.mlp import GatedMLP
-from tandem_worker.model.layers.moe import Experts, MoE
-from tandem_worker.model.layers.rotary import RotaryEmbedding, yarn_mscale
+from tandem_worker.model.layers.moe import MoE
+from tandem_worker.model.layers.pre_norm import MLPPart
+from tandem_worker.model.layers.rotary import yarn_mscale
 from tandem_worker.model.layers.routers import GroupedSigmoidRouter
 from tandem_worker.model.layers.step import Step
-from tandem_worker.parallel.context import ParallelContext
 
 
 def _query_dim(settings: Settings) -> int | None:
@@ -91,21 +93,20 @@ _LATENT_NORM_EPS = 1e-6  # of every published model's code, whatever rms_norm_ep
 class LatentAttention:
     """Multi-head latent attention; tensor ranks split the heads and hold the latents whole."""
 
-    def __init__(
-        self, config: ModelConfig, loader: WeightLoader, context: ParallelContext, *, layer: int, index: int
-    ) -> None:
+    def __init__(self, config: ModelConfig, build: Build, *, layer: int, index: int) -> None:
         self._index = index
         self._nope = config.need("qk_nope_head_dim", int)
         self._rope = config.need("qk_rope_head_dim", int)
         self._rank = config.need("kv_lora_rank", int)
         self._interleaved = config.flag("rope_interleave")
-        self._heads = shard(0, config.num_heads, context.tp_rank, context.tp_size, what="attention heads")
-        self._num_heads = config.num_heads // context.tp_size
-        self._load(config, loader, context, f"model.layers.{layer}.self_attn.")
+        self._heads = shard(0, config.num_heads, build.context.tp_rank, build.context.tp_size, what="attention heads")
+        self._num_heads = config.num_heads // build.context.tp_size
+        self._load(config, build, f"model.layers.{layer}.self_attn.")
 
-    def _load(self, config: ModelConfig, loader: WeightLoader, context: ParallelContext, prefix: str) -> None:
+    def _load(self, config: ModelConfig, build: Build, prefix: str) -> None:
+        loader, context = build.loader, build.context
         hidden, heads, eps = config.hidden_size, config.num_heads, _LATENT_NORM_EPS
-        linear, norm = loader.backend.linear, loader.backend.norm
+        linear, norm = build.backend.linear, build.backend.norm
         value_dim = config.need("v_head_dim", int)
         query_rank = 0 if config.get("q_lora_rank") is None else config.need("q_lora_rank", int)
         down = [Part(name=f"{prefix}kv_a_proj_with_mqa.weight", shape=(self._rank + self._rope, hidden))]
@@ -184,22 +185,21 @@ def _attention_scale(config: ModelConfig, head_dim: int) -> float:
     return scale
 
 
-def _load_moe(config: ModelConfig, loader: WeightLoader, context: ParallelContext, prefix: str) -> MoE:
+def _load_moe(config: ModelConfig, build: Build, prefix: str) -> MoE:
     hidden = config.hidden_size
     num_experts = config.need("n_routed_experts", int)
     intermediate = config.need("moe_intermediate_size", int)
     router = GroupedSigmoidRouter(
-        loader.load(f"{prefix}gate.weight", (num_experts, hidden), dtype=torch.float32),
-        loader.load(f"{prefix}gate.e_score_correction_bias", (num_experts,), dtype=torch.float32),
+        build.loader.load(f"{prefix}gate.weight", (num_experts, hidden), dtype=torch.float32),
+        build.loader.load(f"{prefix}gate.e_score_correction_bias", (num_experts,), dtype=torch.float32),
         top_k=config.need("num_experts_per_tok", int),
         num_groups=config.need("n_group", int),
         top_groups=config.need("topk_group", int),
         normalize=config.flag("norm_topk_prob"),
         scale=config.need("routed_scaling_factor", float),
     )
-    experts = Experts.load(
-        loader,
-        context,
+    experts = load_experts(
+        build,
         f"{prefix}experts.",
         num_experts=num_experts,
         hidden_size=hidden,
@@ -208,25 +208,25 @@ def _load_moe(config: ModelConfig, loader: WeightLoader, context: ParallelContex
     num_shared = config.need("n_shared_experts", int)
     shared = None
     if num_shared:
-        shared = GatedMLP.load(loader, context, f"{prefix}shared_experts.", hidden, intermediate * num_shared)
-    return MoE(loader.backend.route(router), experts, shared, context.tp)
+        shared = load_mlp(build, f"{prefix}shared_experts.", hidden, intermediate * num_shared)
+    return MoE(build.backend.route(router), experts, shared, build.context.tp)
 
 
-def load_deepseek(config: ModelConfig, loader: WeightLoader, context: ParallelContext) -> DecoderLM:
+def load_deepseek(config: ModelConfig, build: Build) -> DecoderLM:
     """A DeepSeek-V3 or Kimi K2 model on this rank. Layers for multi-token prediction are left out."""
     num_dense = config.need("first_k_dense_replace", int)
     layers = []
-    for index, layer in enumerate(stage_layers(config.num_layers, context)):
+    for index, layer in enumerate(stage_layers(config.num_layers, build.context)):
         prefix = f"model.layers.{layer}.mlp."
         mlp: MLPPart
         if layer < num_dense:
-            mlp = GatedMLP.load(loader, context, prefix, config.hidden_size, config.intermediate_size)
+            mlp = load_mlp(build, prefix, config.hidden_size, config.intermediate_size)
         else:
-            mlp = _load_moe(config, loader, context, prefix)
-        attention = LatentAttention(config, loader, context, layer=layer, index=index)
-        layers.append(PreNormLayer.load(config, loader, layer, attention, mlp))
-    rotary = RotaryEmbedding.of(config, loader, config.need("qk_rope_head_dim", int))
-    return DecoderLM(config, loader, context, layers, rotary)
+            mlp = _load_moe(config, build, prefix)
+        attention = LatentAttention(config, build, layer=layer, index=index)
+        layers.append(load_layer(config, build, layer, attention, mlp))
+    rotary = build_rotary(config, build, config.need("qk_rope_head_dim", int))
+    return DecoderLM(config, build, layers, rotary)
 
 
 def _prediction_layers(config: ModelConfig) -> Ignorable:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from tandem_worker.model.checkpoint.loader import WeightLoader
+from tandem_worker.model.assembly.build import Build
 from tandem_worker.model.config import ModelConfig
 from tandem_worker.model.contract import CausalLM
 from tandem_worker.model.keys import ConfigKeys
-from tandem_worker.parallel.context import ParallelContext
 
-LoadFunction = Callable[[ModelConfig, WeightLoader, ParallelContext], CausalLM]
+LoadFunction = Callable[[ModelConfig, Build], CausalLM]
 Ignorable = Mapping[str, str]
 """Pattern of tensor names, matched from their start and without a multimodal checkpoint's prefix, to the reason."""
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import torch
 
+from tandem_worker.model.assembly.attention import AttentionOptions, HeadShare, load_attention
+from tandem_worker.model.assembly.build import Build
+from tandem_worker.model.assembly.decoder import DecoderLM, build_rotary, load_layer
+from tandem_worker.model.assembly.experts import load_stacked_experts
+from tandem_worker.model.assembly.stages import stage_layers
 from tandem_worker.model.checkpoint.contract import Slice
-from tandem_worker.model.checkpoint.loader import WeightLoader
 from tandem_worker.model.config import ModelConfig
-from tandem_worker.model.families.decoder import DecoderLM, PreNormLayer, stage_layers
 from tandem_worker.model.families.family import Family
 from tandem_worker.model.keys import DECODER_READS, REQUIRED, ConfigKeys
-from tandem_worker.model.layers.attention import AttentionOptions, HeadShare, load_attention
-from tandem_worker.model.layers.moe import Experts, MoE
-from tandem_worker.model.layers.rotary import RotaryEmbedding
+from tandem_worker.model.layers.moe import MoE
 from tandem_worker.model.layers.routers import ChosenSoftmaxRouter
-from tandem_worker.parallel.context import ParallelContext
 
 KEYS = ConfigKeys(
     model_types=("gpt_oss",),
@@ -49,10 +49,8 @@ KEYS = ConfigKeys(
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
-def _attention_options(
-    config: ModelConfig, loader: WeightLoader, context: ParallelContext, layer: int
-) -> AttentionOptions:
-    share = HeadShare.of(config, context)
+def _attention_options(config: ModelConfig, build: Build, layer: int) -> AttentionOptions:
+    share, loader = HeadShare.of(config, build.context), build.loader
     heads = Slice(0, share.first_head, share.first_head + share.num_heads)
     kinds = config.layer_kinds("layer_types", (_FULL, _SLIDING))
     sliding = kinds[layer] == _SLIDING if kinds is not None else layer % 2 == 0
@@ -62,16 +60,15 @@ def _attention_options(
     )
 
 
-def _load_moe(config: ModelConfig, loader: WeightLoader, context: ParallelContext, prefix: str) -> MoE:
+def _load_moe(config: ModelConfig, build: Build, prefix: str) -> MoE:
     num_experts = config.need("num_local_experts", int)
     router = ChosenSoftmaxRouter(
-        loader.load(f"{prefix}router.weight", (num_experts, config.hidden_size)),
-        loader.load(f"{prefix}router.bias", (num_experts,)),
+        build.loader.load(f"{prefix}router.weight", (num_experts, config.hidden_size)),
+        build.loader.load(f"{prefix}router.bias", (num_experts,)),
         config.need("num_experts_per_tok", int),
     )
-    experts = Experts.load_stacked(
-        loader,
-        context,
+    experts = load_stacked_experts(
+        build,
         f"{prefix}experts.",
         num_experts=num_experts,
         hidden_size=config.hidden_size,
@@ -79,19 +76,19 @@ def _load_moe(config: ModelConfig, loader: WeightLoader, context: ParallelContex
         interleaved=True,
         swiglu_limit=config.need("swiglu_limit", float),
     )
-    return MoE(loader.backend.route(router), experts, None, context.tp)
+    return MoE(build.backend.route(router), experts, None, build.context.tp)
 
 
-def load_gpt_oss(config: ModelConfig, loader: WeightLoader, context: ParallelContext) -> DecoderLM:
+def load_gpt_oss(config: ModelConfig, build: Build) -> DecoderLM:
     """A gpt-oss model on this rank."""
     layers = []
-    for index, layer in enumerate(stage_layers(config.num_layers, context)):
-        options = _attention_options(config, loader, context, layer)
-        attention = load_attention(config, loader, context, layer=layer, index=index, options=options)
-        moe = _load_moe(config, loader, context, f"model.layers.{layer}.mlp.")
-        layers.append(PreNormLayer.load(config, loader, layer, attention, moe))
-    rotary = RotaryEmbedding.of(config, loader)
-    return DecoderLM(config, loader, context, layers, rotary)
+    for index, layer in enumerate(stage_layers(config.num_layers, build.context)):
+        options = _attention_options(config, build, layer)
+        attention = load_attention(config, build, layer=layer, index=index, options=options)
+        moe = _load_moe(config, build, f"model.layers.{layer}.mlp.")
+        layers.append(load_layer(config, build, layer, attention, moe))
+    rotary = build_rotary(config, build)
+    return DecoderLM(config, build, layers, rotary)
 
 
 GPT_OSS = Family(load=load_gpt_oss, keys=KEYS)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from tandem_worker.model.checkpoint.loader import WeightLoader
+from tandem_worker.model.assembly.attention import load_attention
+from tandem_worker.model.assembly.build import Build
+from tandem_worker.model.assembly.decoder import DecoderLM, build_rotary, load_layer
+from tandem_worker.model.assembly.mlp import load_mlp
+from tandem_worker.model.assembly.stages import stage_layers
 from tandem_worker.model.config import ModelConfig
-from tandem_worker.model.families.decoder import DecoderLM, PreNormLayer, stage_layers
 from tandem_worker.model.families.family import Family
 from tandem_worker.model.keys import DECODER_READS, SILU, ConfigKeys
-from tandem_worker.model.layers.attention import load_attention
-from tandem_worker.model.layers.mlp import GatedMLP
-from tandem_worker.model.layers.rotary import RotaryEmbedding
-from tandem_worker.parallel.context import ParallelContext
 
 KEYS = ConfigKeys(
     model_types=("llama",),
@@ -36,29 +35,28 @@ KEYS = ConfigKeys(
 _ROPE_DIVISORS = "rope_freqs.weight"  # GGUF files of Llama 3.1 carry their rope scaling as a tensor
 
 
-def load_llama(config: ModelConfig, loader: WeightLoader, context: ParallelContext) -> DecoderLM:
+def load_llama(config: ModelConfig, build: Build) -> DecoderLM:
     """A Llama model on this rank."""
     layers = [
-        PreNormLayer.load(
+        load_layer(
             config,
-            loader,
+            build,
             layer,
-            load_attention(config, loader, context, layer=layer, index=index),
-            GatedMLP.load(
-                loader,
-                context,
+            load_attention(config, build, layer=layer, index=index),
+            load_mlp(
+                build,
                 f"model.layers.{layer}.mlp.",
                 config.hidden_size,
                 config.intermediate_size,
                 bias=config.flag("mlp_bias"),
             ),
         )
-        for index, layer in enumerate(stage_layers(config.num_layers, context))
+        for index, layer in enumerate(stage_layers(config.num_layers, build.context))
     ]
-    rotary = RotaryEmbedding.of(config, loader)
-    if loader.has(_ROPE_DIVISORS):
-        rotary.scale_frequencies(loader.load(_ROPE_DIVISORS, (config.head_dim // 2,), dtype=torch.float32))
-    return DecoderLM(config, loader, context, layers, rotary)
+    rotary = build_rotary(config, build)
+    if build.loader.has(_ROPE_DIVISORS):
+        rotary.scale_frequencies(build.loader.load(_ROPE_DIVISORS, (config.head_dim // 2,), dtype=torch.float32))
+    return DecoderLM(config, build, layers, rotary)
 
 
 LLAMA = Family(load=load_llama, keys=KEYS)

@@ -8,18 +8,20 @@ from dataclasses import replace
 import torch
 
 from tandem_worker.host.errors import StartupError
-from tandem_worker.model.checkpoint.loader import WeightLoader
+from tandem_worker.model.assembly.attention import AttentionOptions, HeadShare, load_attention
+from tandem_worker.model.assembly.build import Build
+from tandem_worker.model.assembly.decoder import DecoderLM, build_rotary, load_layer
+from tandem_worker.model.assembly.experts import load_stacked_experts
+from tandem_worker.model.assembly.mlp import load_mlp
+from tandem_worker.model.assembly.stages import stage_layers
 from tandem_worker.model.config import ModelConfig
-from tandem_worker.model.families.decoder import DecoderLM, MLPPart, PreNormLayer, stage_layers
 from tandem_worker.model.families.family import Family, Ignorable
 from tandem_worker.model.keys import DECODER_READS, REQUIRED, SILU, ConfigKeys
-from tandem_worker.model.layers.attention import AttentionOptions, HeadShare, Rotate, load_attention
-from tandem_worker.model.layers.mlp import GatedMLP
-from tandem_worker.model.layers.moe import Experts, MoE
-from tandem_worker.model.layers.rotary import RotaryEmbedding
+from tandem_worker.model.layers.attention import Rotate
+from tandem_worker.model.layers.moe import MoE
+from tandem_worker.model.layers.pre_norm import MLPPart
 from tandem_worker.model.layers.routers import SigmoidRouter
 from tandem_worker.model.layers.step import Step
-from tandem_worker.parallel.context import ParallelContext
 
 KEYS = ConfigKeys(
     model_types=("llama4_text",),
@@ -85,9 +87,7 @@ def _leave(heads: torch.Tensor, num_heads: int, step: Step) -> None:
     """No positions at all."""
 
 
-def _attention_options(
-    config: ModelConfig, loader: WeightLoader, context: ParallelContext, layer: int
-) -> AttentionOptions:
+def _attention_options(config: ModelConfig, build: Build, layer: int) -> AttentionOptions:
     rotates = _has_rotary(config, layer)
     kinds = config.layer_kinds("layer_types", (_FULL, _CHUNKED))
     chunked = rotates if kinds is None else kinds[layer] == _CHUNKED
@@ -95,8 +95,8 @@ def _attention_options(
     if rotates:
         norm = None
         if config.flag("use_qk_norm"):  # without weights, so it makes no difference that it is published as last
-            share, ones = HeadShare.of(config, context), loader.place(torch.ones(config.head_dim))
-            norm = loader.backend.head_norm(ones, ones, share.num_heads, share.num_kv_heads, config.rms_norm_eps)
+            share, ones = HeadShare.of(config, build.context), build.loader.place(torch.ones(config.head_dim))
+            norm = build.backend.head_norm(ones, ones, share.num_heads, share.num_kv_heads, config.rms_norm_eps)
         return AttentionOptions(chunk=chunk, place=Rotate(norm, interleaved=True))
     if not config.flag("attn_temperature_tuning"):
         return AttentionOptions(chunk=chunk, place=_leave)
@@ -114,42 +114,41 @@ def _has_rotary(config: ModelConfig, layer: int) -> bool:
     return bool(rotary[layer])
 
 
-def _load_moe(config: ModelConfig, loader: WeightLoader, context: ParallelContext, prefix: str) -> MoE:
+def _load_moe(config: ModelConfig, build: Build, prefix: str) -> MoE:
     hidden, num_experts = config.hidden_size, config.need("num_local_experts", int)
     router = SigmoidRouter(
-        loader.load(f"{prefix}router.weight", (num_experts, hidden)), config.need("num_experts_per_tok", int)
+        build.loader.load(f"{prefix}router.weight", (num_experts, hidden)), config.need("num_experts_per_tok", int)
     )
-    experts = Experts.load_stacked(
-        loader,
-        context,
+    experts = load_stacked_experts(
+        build,
         f"{prefix}experts.",
         num_experts=num_experts,
         hidden_size=hidden,
         intermediate_size=config.intermediate_size,
         interleaved=False,
     )
-    shared = GatedMLP.load(loader, context, f"{prefix}shared_expert.", hidden, config.intermediate_size)
-    return MoE(loader.backend.route(router), experts, shared, context.tp, weigh_input=True)
+    shared = load_mlp(build, f"{prefix}shared_expert.", hidden, config.intermediate_size)
+    return MoE(build.backend.route(router), experts, shared, build.context.tp, weigh_input=True)
 
 
-def load_llama4(config: ModelConfig, loader: WeightLoader, context: ParallelContext) -> DecoderLM:
+def load_llama4(config: ModelConfig, build: Build) -> DecoderLM:
     """Llama 4's language model on this rank."""
     every, named = config.need("interleave_moe_layer_step", int), config.layer_numbers("moe_layers")
     sparse = set(range(every - 1, config.num_layers, every) if named is None else named)
     layers = []
-    for index, layer in enumerate(stage_layers(config.num_layers, context)):
+    for index, layer in enumerate(stage_layers(config.num_layers, build.context)):
         prefix = f"model.layers.{layer}.feed_forward."
         mlp: MLPPart
         if layer in sparse:
-            mlp = _load_moe(config, loader, context, prefix)
+            mlp = _load_moe(config, build, prefix)
         else:
             width = config.need("intermediate_size_mlp", int)
-            mlp = GatedMLP.load(loader, context, prefix, config.hidden_size, width)
-        options = _attention_options(config, loader, context, layer)
-        attention = load_attention(config, loader, context, layer=layer, index=index, options=options)
-        layers.append(PreNormLayer.load(config, loader, layer, attention, mlp))
-    rotary = RotaryEmbedding.of(config, loader)
-    return DecoderLM(config, loader, context, layers, rotary)
+            mlp = load_mlp(build, prefix, config.hidden_size, width)
+        options = _attention_options(config, build, layer)
+        attention = load_attention(config, build, layer=layer, index=index, options=options)
+        layers.append(load_layer(config, build, layer, attention, mlp))
+    rotary = build_rotary(config, build)
+    return DecoderLM(config, build, layers, rotary)
 
 
 def _vision(_config: ModelConfig) -> Ignorable:

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tandem_worker.host.errors import StartupError
-from tandem_worker.model.checkpoint.loader import WeightLoader
+from tandem_worker.model.assembly.attention import AttentionOptions, HeadShare, load_attention
+from tandem_worker.model.assembly.build import Build
+from tandem_worker.model.assembly.decoder import DecoderLM, build_rotary, load_layer
+from tandem_worker.model.assembly.experts import load_experts
+from tandem_worker.model.assembly.mlp import load_mlp
+from tandem_worker.model.assembly.stages import stage_layers
 from tandem_worker.model.config import ModelConfig
-from tandem_worker.model.families.decoder import DecoderLM, MLPPart, PreNormLayer, stage_layers
 from tandem_worker.model.families.family import Family
 from tandem_worker.model.keys import DECODER_READS, REQUIRED, SILU, ConfigKeys
-from tandem_worker.model.layers.attention import AttentionOptions, HeadShare, Rotate, SelfAttention, load_attention
-from tandem_worker.model.layers.mlp import GatedMLP
-from tandem_worker.model.layers.moe import Experts, MoE
-from tandem_worker.model.layers.rotary import RotaryEmbedding
+from tandem_worker.model.layers.attention import Rotate, SelfAttention
+from tandem_worker.model.layers.moe import MoE
+from tandem_worker.model.layers.pre_norm import MLPPart
 from tandem_worker.model.layers.routers import SoftmaxRouter
-from tandem_worker.parallel.context import ParallelContext
 
 _READS = {
     **DECODER_READS,
@@ -53,17 +55,17 @@ MOE_KEYS = ConfigKeys(
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
-def load_qwen3(config: ModelConfig, loader: WeightLoader, context: ParallelContext) -> DecoderLM:
+def load_qwen3(config: ModelConfig, build: Build) -> DecoderLM:
     """A dense Qwen3 model on this rank."""
 
     def mlp(layer: int) -> MLPPart:
         prefix = f"model.layers.{layer}.mlp."
-        return GatedMLP.load(loader, context, prefix, config.hidden_size, config.intermediate_size)
+        return load_mlp(build, prefix, config.hidden_size, config.intermediate_size)
 
-    return _load(config, loader, context, mlp)
+    return _load(config, build, mlp)
 
 
-def load_qwen3_moe(config: ModelConfig, loader: WeightLoader, context: ParallelContext) -> DecoderLM:
+def load_qwen3_moe(config: ModelConfig, build: Build) -> DecoderLM:
     """A Qwen3-MoE model on this rank. Layers of `mlp_only_layers`, or off the sparse step, are dense."""
     dense = set(config.layer_numbers("mlp_only_layers") or [])
     step = config.need("decoder_sparse_step", int)
@@ -71,55 +73,50 @@ def load_qwen3_moe(config: ModelConfig, loader: WeightLoader, context: ParallelC
     def mlp(layer: int) -> MLPPart:
         prefix = f"model.layers.{layer}.mlp."
         if layer in dense or (layer + 1) % step:
-            return GatedMLP.load(loader, context, prefix, config.hidden_size, config.intermediate_size)
-        return _load_moe(config, loader, context, prefix)
+            return load_mlp(build, prefix, config.hidden_size, config.intermediate_size)
+        return _load_moe(config, build, prefix)
 
-    return _load(config, loader, context, mlp)
+    return _load(config, build, mlp)
 
 
-def _load_moe(config: ModelConfig, loader: WeightLoader, context: ParallelContext, prefix: str) -> MoE:
+def _load_moe(config: ModelConfig, build: Build, prefix: str) -> MoE:
     num_experts = config.need("num_experts", int)
     router = SoftmaxRouter(
-        loader.load(f"{prefix}gate.weight", (num_experts, config.hidden_size)),
+        build.loader.load(f"{prefix}gate.weight", (num_experts, config.hidden_size)),
         config.need("num_experts_per_tok", int),
         normalize=config.flag("norm_topk_prob"),
     )
-    experts = Experts.load(
-        loader,
-        context,
+    experts = load_experts(
+        build,
         f"{prefix}experts.",
         num_experts=num_experts,
         hidden_size=config.hidden_size,
         intermediate_size=config.need("moe_intermediate_size", int),
     )
-    return MoE(loader.backend.route(router), experts, None, context.tp)
+    return MoE(build.backend.route(router), experts, None, build.context.tp)
 
 
-def _load(
-    config: ModelConfig, loader: WeightLoader, context: ParallelContext, mlp: Callable[[int], MLPPart]
-) -> DecoderLM:
+def _load(config: ModelConfig, build: Build, mlp: Callable[[int], MLPPart]) -> DecoderLM:
     layers = [
-        PreNormLayer.load(config, loader, layer, _attention(config, loader, context, layer, index), mlp(layer))
-        for index, layer in enumerate(stage_layers(config.num_layers, context))
+        load_layer(config, build, layer, _attention(config, build, layer, index), mlp(layer))
+        for index, layer in enumerate(stage_layers(config.num_layers, build.context))
     ]
-    rotary = RotaryEmbedding.of(config, loader)
-    return DecoderLM(config, loader, context, layers, rotary)
+    rotary = build_rotary(config, build)
+    return DecoderLM(config, build, layers, rotary)
 
 
-def _attention(
-    config: ModelConfig, loader: WeightLoader, context: ParallelContext, layer: int, index: int
-) -> SelfAttention:
-    share = HeadShare.of(config, context)
+def _attention(config: ModelConfig, build: Build, layer: int, index: int) -> SelfAttention:
+    share = HeadShare.of(config, build.context)
     prefix, shape = f"model.layers.{layer}.self_attn.", (config.head_dim,)
-    norm = loader.backend.head_norm(
-        loader.load(f"{prefix}q_norm.weight", shape),
-        loader.load(f"{prefix}k_norm.weight", shape),
+    norm = build.backend.head_norm(
+        build.loader.load(f"{prefix}q_norm.weight", shape),
+        build.loader.load(f"{prefix}k_norm.weight", shape),
         share.num_heads,
         share.num_kv_heads,
         config.rms_norm_eps,
     )
     options = AttentionOptions(window=_window(config, layer), place=Rotate(norm))
-    return load_attention(config, loader, context, layer=layer, index=index, options=options)
+    return load_attention(config, build, layer=layer, index=index, options=options)
 
 
 def _window(config: ModelConfig, layer: int) -> int | None:

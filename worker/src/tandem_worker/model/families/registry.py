@@ -37,4 +37,4 @@ def find_family(architecture: str) -> Family:
             f"Supported: {', '.join(supported_architectures())}.",
         )
     module, _, family = entry.partition(":")
-    return getattr(import_module(f"tandem_worker.model.{module}"), family)
+    return getattr(import_module(f"tandem_worker.model.families.{module}"), family)

@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from tandem_worker.model.checkpoint.loader import Part, WeightLoader, shard
 from tandem_worker.model.layers.linear import Linear
-from tandem_worker.parallel.context import ParallelContext
 
 if TYPE_CHECKING:
     from tandem_worker.model.layers.step import Step
@@ -36,35 +34,6 @@ class GatedMLP:
     def __init__(self, gate_up: Linear, down: Linear) -> None:
         self.gate_up = gate_up
         self.down = down
-
-    @classmethod
-    def load(
-        cls,
-        loader: WeightLoader,
-        context: ParallelContext,
-        prefix: str,
-        hidden_size: int,
-        intermediate_size: int,
-        *,
-        bias: bool = False,
-    ) -> GatedMLP:
-        """`bias` says that all three projections have one."""
-        rank, size = context.tp_rank, context.tp_size
-        what = "intermediate_size"
-        rows = shard(0, intermediate_size, rank, size, what=what)
-        shape = (intermediate_size, hidden_size)
-        names = [f"{prefix}{name}_proj" for name in ("gate", "up")]
-        gate_up = loader.matrix([Part(name=f"{name}.weight", shape=shape, piece=rows) for name in names])
-        columns = shard(1, intermediate_size, rank, size, what=what)
-        down = loader.matrix(
-            [Part(name=f"{prefix}down_proj.weight", shape=(hidden_size, intermediate_size), piece=columns)]
-        )
-        gate_up_bias = down_bias = None
-        if bias:
-            gate_up_bias = loader.stack([Part(name=f"{name}.bias", shape=shape[:1], piece=rows) for name in names])
-            down_bias = loader.load(f"{prefix}down_proj.bias", (hidden_size,))
-        backend = loader.backend
-        return backend.mlp(backend.linear(gate_up, gate_up_bias), backend.linear(down, down_bias, reduce=context.tp))
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor, step: Step) -> torch.Tensor:
         """`residual + mlp(x)`, whatever the step."""

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 
 from tandem_worker.host.errors import StartupError
-from tandem_worker.model.checkpoint.loader import WeightLoader
-from tandem_worker.model.config import ModelConfig
 from tandem_worker.model.rope import RopeConfig
 
 
@@ -92,17 +90,6 @@ class RotaryEmbedding:
         frequencies, self.factor = build_inverse_frequencies(rope, dim, max_position_embeddings=max_position_embeddings)
         self.inverse_frequencies = frequencies.to(device)
         self._rotation = rotation
-
-    @classmethod
-    def of(cls, config: ModelConfig, loader: WeightLoader, dim: int | None = None) -> RotaryEmbedding:
-        """For heads of `dim`, by default the model's `head_dim`."""
-        return cls(
-            config.rope,
-            dim or config.head_dim,
-            max_position_embeddings=config.max_position_embeddings,
-            device=loader.device,
-            rotation=loader.backend.rotation,
-        )
 
     def scale_frequencies(self, divisors: torch.Tensor) -> None:
         """Divide each frequency, `[dim / 2]`: GGUF files carry Llama 3's scaling in this form."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tandem_worker.model.backends.attention import StepAttention
+from tandem_worker.model.attention import StepAttention
 from tandem_worker.model.contract import ForwardBatch
 from tandem_worker.model.layers.rotary import Rotation
 

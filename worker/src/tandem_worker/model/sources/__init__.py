@@ -1,1 +1,1 @@
-"""Where weights come from: a contract (`base`) and one module per URI scheme; `resolve` is the way in."""
+"""Where weights come from: a contract (`contract`) and one module per URI scheme; `resolve` is the way in."""

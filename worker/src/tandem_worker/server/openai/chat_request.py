@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from tandem_worker.host.errors import RequestError
+from tandem_worker.engine.errors import RequestError
 from tandem_worker.server.openai.fields import Fields, refuse
 from tandem_worker.server.openai.messages import parse_messages
 from tandem_worker.server.openai.options import CommonOptions, parse_common

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any, Never
 
-from tandem_worker.host.errors import RequestError
+from tandem_worker.engine.errors import RequestError
 
 _MISSING = object()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tandem_worker.host.errors import RequestError
+from tandem_worker.engine.errors import RequestError
 from tandem_worker.server.openai.fields import Fields, refuse, wrong_type
 
 MAX_MESSAGES = 4096

@@ -9,8 +9,8 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass
 
+from tandem_worker.engine.errors import RequestError
 from tandem_worker.engine.schedule.params import GrammarFactory, SamplingParams
-from tandem_worker.host.errors import RequestError
 from tandem_worker.server.openai.fields import Fields, check_integer, check_number, refuse, wrong_type
 
 MAX_CHOICES = 16

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tandem_worker.host.errors import RequestError
+from tandem_worker.engine.errors import RequestError
 from tandem_worker.server.openai.fields import Fields, refuse
 
 MAX_TOOLS = 128

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from tandem_worker.host.errors import ContextLengthError, RequestError
+from tandem_worker.engine.errors import ContextLengthError, RequestError
 from tandem_worker.server.preparation.fitting import LengthBound
 from tandem_worker.server.preparation.preparing import Prepared, Preparer, PromptRules, reduce
 from tandem_worker.server.text.prompting import Prompter

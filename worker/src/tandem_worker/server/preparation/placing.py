@@ -21,7 +21,7 @@ from typing import Any
 
 from starlette.types import Receive, Scope
 
-from tandem_worker.host.errors import RequestError
+from tandem_worker.engine.errors import RequestError
 from tandem_worker.host.isolation.confined import Confined
 from tandem_worker.host.isolation.contract import FunctionError, LimitError, Limits, QueueFullError, UnavailableError
 from tandem_worker.server.deltas import ClientGoneError

@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from tandem_worker.host.errors import ContextLengthError, RequestError
+from tandem_worker.engine.errors import ContextLengthError, RequestError
 from tandem_worker.server.openai.chat_request import ChatRequest, parse_chat
 from tandem_worker.server.openai.completion_request import CompletionRequest, Prompt, check_token_ids, parse_completion
 from tandem_worker.server.openai.embedding_request import EmbeddingRequest, parse_embedding

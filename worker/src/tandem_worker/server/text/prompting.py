@@ -14,7 +14,7 @@ from typing import Any
 
 import jinja2
 
-from tandem_worker.host.errors import RequestError
+from tandem_worker.engine.errors import RequestError
 from tandem_worker.server.openai.chat_request import ChatRequest
 from tandem_worker.server.tools.harmony import CHANNEL
 

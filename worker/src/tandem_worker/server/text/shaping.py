@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from tandem_worker.engine.errors import RequestError
 from tandem_worker.engine.schedule.params import GrammarFactory
-from tandem_worker.host.errors import RequestError
 from tandem_worker.server.http import ServiceError
 from tandem_worker.server.openai.chat_request import ChatRequest, ResponseFormat
 from tandem_worker.server.openai.toolspec import Tool, ToolOptions

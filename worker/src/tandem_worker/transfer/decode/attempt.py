@@ -5,15 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from tandem_worker.engine.contract import RemotePrefill
 from tandem_worker.transfer.decode.reception import Reception
 from tandem_worker.transfer.layout import RankAddress
 from tandem_worker.transfer.protocol import Done
-
-if TYPE_CHECKING:
-    from tandem_worker.transfer.decode.link import Link
 
 _ZEROS = bytes(1 << 20)
 
@@ -38,7 +35,7 @@ class Attempt:
     unverified: Sequence[memoryview] = ()
     """Where bytes stand, or may stand, that nobody has checked. Written under `landing`."""
     arrived: bool = False
-    """The peer has sent everything; an order's blocks stay allocated there until `Link.release`."""
+    """The peer has sent everything; an order's blocks stay allocated there until `PrefillLink.release`."""
     resends: int = 0
     ordered_at: float = 0.0
     started_at: float | None = None
@@ -64,6 +61,15 @@ def wipe(spans: Sequence[memoryview]) -> None:
         for start in range(0, len(span), len(_ZEROS)):
             part = span[start : start + len(_ZEROS)]
             part[:] = _ZEROS[: len(part)]
+
+
+class Connection(Protocol):
+    """As much of a link as its listener looks at when it ends."""
+
+    endpoint: str
+
+    @property
+    def established(self) -> bool: ...
 
 
 class LinkListener:
@@ -100,5 +106,5 @@ class LinkListener:
     def received(self, num_bytes: int, seconds: float) -> None:
         raise NotImplementedError
 
-    def link_closed(self, link: Link, reason: str) -> None:
+    def link_closed(self, link: Connection, reason: str) -> None:
         raise NotImplementedError

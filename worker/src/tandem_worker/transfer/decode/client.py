@@ -1,4 +1,4 @@
-"""Decode end of the TCP transport: `engine.base.PrefillClient` on the first rank, and what its followers do."""
+"""Decode end of the TCP transport: `engine.contract.PrefillClient` on the first rank, and what its followers do."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from tandem_api.keys import KeyRing, open_ring
 
 from tandem_worker.engine.contract import RemotePrefill, RemotePrefillResult
-from tandem_worker.host.errors import TransferError
 from tandem_worker.host.vitals import Vitals
 from tandem_worker.transfer.blocks import BlockSpace
 from tandem_worker.transfer.contract import DecodeEngine, GroupChannel, Identity, TransferStats, TransferTimeouts
 from tandem_worker.transfer.decode.receiver import Intake, IntakeListener, RankReceiver
+from tandem_worker.transfer.errors import TransferError
 from tandem_worker.transfer.layout import RankAddress
 from tandem_worker.transfer.messages import Arrived, Failed, Receive, Withdraw, decode_message, encode_message
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from tandem_api.keys import KeyRing
 
 from tandem_worker.engine.contract import RemotePrefill
-from tandem_worker.host.errors import AuthenticationError, IntegrityError, TransferError
+from tandem_worker.host.errors import AuthenticationError
 from tandem_worker.host.peers.dial import dial
 from tandem_worker.host.peers.handshake import Purpose
 from tandem_worker.host.vitals import Vitals
@@ -28,17 +28,18 @@ from tandem_worker.transfer.contract import Identity, TransferTimeouts
 from tandem_worker.transfer.decode.attempt import Attempt, LinkListener, wipe
 from tandem_worker.transfer.decode.reception import Reception
 from tandem_worker.transfer.decode.watch import PrefillPace, judge_order, waited
+from tandem_worker.transfer.errors import IntegrityError, TransferError
 from tandem_worker.transfer.layout import RankAddress
-from tandem_worker.transfer.protocol import BlockRange, Done, Header, Kind
+from tandem_worker.transfer.protocol import BlockRange, Done, FrameKind, Header
 from tandem_worker.transfer.slicing import Piece, agree
 
 logger = logging.getLogger(__name__)
 
-_FROM_PREFILL = frozenset({Kind.START, Kind.BLOCKS, Kind.DONE, Kind.FAILED, Kind.HEARTBEAT})
-_HELLO = frozenset({Kind.HELLO, Kind.REFUSED})
+_FROM_PREFILL = frozenset({FrameKind.START, FrameKind.BLOCKS, FrameKind.DONE, FrameKind.FAILED, FrameKind.HEARTBEAT})
+_HELLO = frozenset({FrameKind.HELLO, FrameKind.REFUSED})
 
 
-class Link:
+class PrefillLink:
     """Implements `channel.Events`."""
 
     def __init__(
@@ -170,7 +171,7 @@ class Link:
         self._handshake_deadline = self._clock() + self._timeouts.handshake
         header = self._read_header(channel, _HELLO)
         body = self._read_body(channel, header)
-        if header.kind is Kind.REFUSED:
+        if header.kind is FrameKind.REFUSED:
             raise TransferError(f"refused: {protocol.decode_text(body)}")
         peer = protocol.decode_hello(body)
         if refusal := self._identity.refusal(peer):
@@ -180,7 +181,7 @@ class Link:
         self._take_posted(channel)
         return channel
 
-    def _read_header(self, channel: Channel, allowed: frozenset[Kind]) -> Header:
+    def _read_header(self, channel: Channel, allowed: frozenset[FrameKind]) -> Header:
         data = channel.read_header(protocol.HEADER_BYTES, self._timeouts.frame)
         header = protocol.decode_header(data, allowed)
         channel.extend_deadline(header.length)
@@ -202,20 +203,20 @@ class Link:
         self._mine = next(index for index, rank in enumerate(self._ranks) if rank.shard == theirs)
 
     def _take(self, channel: Channel, header: Header, writer: BlockWriter) -> None:
-        if header.kind is Kind.BLOCKS:
+        if header.kind is FrameKind.BLOCKS:
             self._take_blocks(channel, header, writer)
             return
         body = self._read_body(channel, header)
-        if header.kind is Kind.HEARTBEAT:
+        if header.kind is FrameKind.HEARTBEAT:
             if (progress := protocol.decode_heartbeat(body)) != self._peer_progress:
                 self._peer_progress, self._progressed_at = progress, self._clock()
             return
         attempt = self._active.get(header.transfer)
         if attempt is None:
             return
-        if header.kind is Kind.START:
+        if header.kind is FrameKind.START:
             self._note_start(attempt)
-        elif header.kind is Kind.FAILED:
+        elif header.kind is FrameKind.FAILED:
             self._fail(attempt, f"{self.endpoint}: {protocol.decode_text(body)}")
         else:
             self._take_done(channel, attempt, protocol.decode_done(body, header.transfer))

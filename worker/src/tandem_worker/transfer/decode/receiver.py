@@ -17,13 +17,14 @@ from dataclasses import dataclass, field
 from tandem_api.keys import KeyRing
 
 from tandem_worker.engine.contract import RemotePrefill
-from tandem_worker.host.errors import ThreadStartError, TransferError
+from tandem_worker.host.errors import ThreadStartError
 from tandem_worker.host.vitals import Vitals
 from tandem_worker.transfer.blocks import BlockSpace
 from tandem_worker.transfer.checksums import Damage
 from tandem_worker.transfer.contract import BandwidthMeter, Identity, TransferStats, TransferTimeouts
-from tandem_worker.transfer.decode.attempt import Attempt, LinkListener
-from tandem_worker.transfer.decode.link import Link
+from tandem_worker.transfer.decode.attempt import Attempt, Connection, LinkListener
+from tandem_worker.transfer.decode.link import PrefillLink
+from tandem_worker.transfer.errors import TransferError
 from tandem_worker.transfer.layout import RankAddress
 from tandem_worker.transfer.protocol import Done
 from tandem_worker.transfer.slicing import plan_slices
@@ -38,7 +39,7 @@ class Intake:
     """One order at one prefill worker, as far as one rank receives it."""
 
     transfer: int
-    parts: dict[Attempt, Link] = field(default_factory=dict)
+    parts: dict[Attempt, PrefillLink] = field(default_factory=dict)
     num_missing: int = 0
     """Parts that have not arrived."""
     done: Done | None = None
@@ -86,7 +87,7 @@ class RankReceiver(LinkListener):
         self._clock = clock
         self._lock = threading.Lock()
         self._by_attempt: dict[Attempt, Intake] = {}
-        self._links: dict[str, Link] = {}
+        self._links: dict[str, PrefillLink] = {}
         self._down_until: dict[str, tuple[float, str]] = {}
         self._space: BlockSpace | None = None
         self._identity: Identity | None = None
@@ -134,13 +135,13 @@ class RankReceiver(LinkListener):
 
     def withdraw(self, intake: Intake) -> None:
         """When this returns nothing of `intake` is written any more."""
-        self._leave(intake, Link.withdraw)
+        self._leave(intake, PrefillLink.withdraw)
 
     def release(self, intake: Intake) -> None:
         """It has arrived on every rank: the prefill worker may give the blocks back."""
-        self._leave(intake, Link.release)
+        self._leave(intake, PrefillLink.release)
 
-    def _leave(self, intake: Intake, leave: Callable[[Link, Attempt], None]) -> None:
+    def _leave(self, intake: Intake, leave: Callable[[PrefillLink, Attempt], None]) -> None:
         with self._lock:
             intake.ended = True
             parts = list(intake.parts.items())
@@ -193,7 +194,7 @@ class RankReceiver(LinkListener):
         intake.num_missing += 1
         self._by_attempt[attempt] = intake
 
-    def _start_link(self, endpoint: str, attempt: Attempt) -> Link:
+    def _start_link(self, endpoint: str, attempt: Attempt) -> PrefillLink:
         """Under the lock, without which the link reports nothing: it may end at once. Raises TransferError."""
         try:
             link = self._build_link(endpoint)
@@ -207,10 +208,10 @@ class RankReceiver(LinkListener):
         self._links[endpoint] = link
         return link
 
-    def _build_link(self, endpoint: str) -> Link:
+    def _build_link(self, endpoint: str) -> PrefillLink:
         assert self._space is not None, "bind comes before orders"
         assert self._identity is not None, "bind comes before orders"
-        return Link(
+        return PrefillLink(
             endpoint,
             identity=self._identity,
             space=self._space,
@@ -282,7 +283,7 @@ class RankReceiver(LinkListener):
             self._bytes_received += num_bytes
             self._meter.observe(num_bytes, seconds)
 
-    def link_closed(self, link: Link, reason: str) -> None:
+    def link_closed(self, link: Connection, reason: str) -> None:
         with self._lock:
             if self._links.get(link.endpoint) is link:
                 del self._links[link.endpoint]

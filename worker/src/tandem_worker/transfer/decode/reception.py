@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tandem_worker.host.errors import TransferError
+from tandem_worker.transfer.errors import TransferError
 from tandem_worker.transfer.protocol import MAX_BLOCKS_PER_FRAME, BlockRange
 
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from tandem_worker.host.errors import TransferError
 from tandem_worker.transfer.blocks import BlockSpace
+from tandem_worker.transfer.errors import TransferError
 from tandem_worker.transfer.messages import Closed, Message, Opened, Ready
 from tandem_worker.transfer.protocol import BlockRange
 

@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tandem_worker.host.errors import TransferError
 from tandem_worker.transfer.checksums import Damage
 from tandem_worker.transfer.contract import BandwidthMeter
+from tandem_worker.transfer.errors import TransferError
 from tandem_worker.transfer.prefill.outbox import ReadyBlocks, Shelf
 from tandem_worker.transfer.protocol import MAX_BLOCKS_PER_FRAME, BlockRange, Done
 

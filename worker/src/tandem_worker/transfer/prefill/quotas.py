@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 
-from tandem_worker.host.errors import QuotaError
+from tandem_worker.transfer.errors import QuotaError
 
 _FEW_TOKENS = 1 << 17
 """As an order so many take some 5 MB: not worth a refusal, however small the block space is."""

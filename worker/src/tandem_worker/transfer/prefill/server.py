@@ -16,12 +16,13 @@ from dataclasses import replace
 
 from tandem_api.keys import KeyRing, open_ring
 
-from tandem_worker.host.errors import QuotaError, ThreadStartError, TransferError
+from tandem_worker.host.errors import ThreadStartError
 from tandem_worker.host.peers.door import Door
 from tandem_worker.host.peers.handshake import Purpose, Refusal
 from tandem_worker.host.vitals import Vitals
 from tandem_worker.transfer.blocks import BlockSpace
 from tandem_worker.transfer.contract import GroupChannel, Identity, PrefillEngine, TransferStats, TransferTimeouts
+from tandem_worker.transfer.errors import QuotaError, TransferError
 from tandem_worker.transfer.messages import Message, decode_message, encode_message
 from tandem_worker.transfer.prefill.outbox import Outbox
 from tandem_worker.transfer.prefill.outgoing import SessionTotals
@@ -34,7 +35,7 @@ _SOURCE = "KV sessions"
 
 
 class TcpPrefillServer:
-    """Implements `transfer.base.PrefillServer`."""
+    """Implements `transfer.contract.PrefillServer`."""
 
     def __init__(
         self,

@@ -16,23 +16,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from tandem_worker.engine.contract import RemotePrefill
-from tandem_worker.host.errors import IntegrityError, QuotaError, TransferError, WorkerError
+from tandem_worker.host.errors import WorkerError
 from tandem_worker.host.vitals import Vitals
 from tandem_worker.transfer import protocol
 from tandem_worker.transfer.blocks import BlockReader, BlockSpace
 from tandem_worker.transfer.channel import Channel, Waker, configure
 from tandem_worker.transfer.checksums import sum_blocks
 from tandem_worker.transfer.contract import Identity, PrefillEngine, TransferTimeouts
+from tandem_worker.transfer.errors import IntegrityError, QuotaError, TransferError
 from tandem_worker.transfer.prefill.outbox import Outbox, ReadyBlocks
 from tandem_worker.transfer.prefill.outgoing import Ended, FlowWatch, Outgoing, SessionTotals, count_up
 from tandem_worker.transfer.prefill.quotas import Account, Quota
-from tandem_worker.transfer.protocol import BlockRange, Done, Header, Kind
+from tandem_worker.transfer.protocol import BlockRange, Done, FrameKind, Header
 from tandem_worker.transfer.slicing import Piece, agree
 
 logger = logging.getLogger(__name__)
 
-_FROM_DECODE = frozenset({Kind.PREFILL, Kind.ATTACH, Kind.RESEND, Kind.RELEASE, Kind.CANCEL})
-_HELLO = frozenset({Kind.HELLO})
+_FROM_DECODE = frozenset({FrameKind.PREFILL, FrameKind.ATTACH, FrameKind.RESEND, FrameKind.RELEASE, FrameKind.CANCEL})
+_HELLO = frozenset({FrameKind.HELLO})
 _ACKNOWLEDGE_SECONDS = 30.0
 """A peer that was sent everything and does not answer for this long is hung: its connection is dropped."""
 _MAX_STRAYS = 4096
@@ -40,7 +41,7 @@ _MAX_STRAYS = 4096
 
 
 class Session:
-    """Implements `engine.base.LayerListener` (engine thread), `outbox.Reader` and `channel.Events` (own thread)."""
+    """Implements `engine.contract.LayerListener` (engine thread), `outbox.Reader` and `channel.Events` (own thread)."""
 
     def __init__(
         self,
@@ -119,7 +120,7 @@ class Session:
         if self._thread is not None:
             self._thread.join(timeout)
 
-    # engine.base.LayerListener: called on the engine thread, must only enqueue.
+    # engine.contract.LayerListener: called on the engine thread, must only enqueue.
 
     def blocks_ready(self, request_id: str, layer: int, first_index: int, block_ids: Sequence[int]) -> None:
         transfer = self._transfers.get(request_id)
@@ -173,7 +174,7 @@ class Session:
         finally:
             self._end()
 
-    def _read_frame(self, allowed: frozenset[Kind]) -> tuple[Header, bytes]:
+    def _read_frame(self, allowed: frozenset[FrameKind]) -> tuple[Header, bytes]:
         data = self._channel.read_header(protocol.HEADER_BYTES, self._timeouts.frame)
         header = protocol.decode_header(data, allowed, self._max_body)
         self._channel.extend_deadline(header.length)
@@ -191,7 +192,7 @@ class Session:
         except TransferError as error:
             peer, refusal = None, str(error)
         if peer is None or refusal is not None:
-            self._channel.queue(protocol.encode_text(Kind.REFUSED, 0, refusal or ""))
+            self._channel.queue(protocol.encode_text(FrameKind.REFUSED, 0, refusal or ""))
             self._channel.service()
             raise TransferError(f"refused: {refusal}")
         self._channel.queue(protocol.encode_hello(self._identity))
@@ -205,10 +206,10 @@ class Session:
         self._reader = self._space.reader(self._pieces)
 
     def _take(self, header: Header, body: bytes) -> None:
-        if header.kind is Kind.PREFILL:
+        if header.kind is FrameKind.PREFILL:
             self._take_order(header.transfer, protocol.decode_prefill(body))
             return
-        if header.kind is Kind.ATTACH:
+        if header.kind is FrameKind.ATTACH:
             self._take_attachment(header.transfer, protocol.decode_attach(body))
             return
         outgoing = self._orders.get(header.transfer)
@@ -217,10 +218,10 @@ class Session:
             if self._num_strays > _MAX_STRAYS:
                 raise TransferError(f"the peer sent {_MAX_STRAYS} frames about orders that are not open")
             return
-        if header.kind is Kind.RESEND:
+        if header.kind is FrameKind.RESEND:
             self._resend(outgoing, protocol.decode_resend(body))
         else:
-            self._give_up(outgoing, abort=header.kind is not Kind.RELEASE or outgoing.done is None)
+            self._give_up(outgoing, abort=header.kind is not FrameKind.RELEASE or outgoing.done is None)
 
     def _take_order(self, transfer: int, order: RemotePrefill) -> None:
         assert self._peer is not None, "orders come after the handshake"
@@ -275,7 +276,7 @@ class Session:
         self._orders[transfer] = outgoing
 
     def _refuse(self, transfer: int, reason: str) -> None:
-        self._channel.say(protocol.encode_text(Kind.FAILED, transfer, reason))
+        self._channel.say(protocol.encode_text(FrameKind.FAILED, transfer, reason))
 
     def _resend(self, outgoing: Outgoing, ranges: Sequence[BlockRange]) -> None:
         outgoing.resends += 1

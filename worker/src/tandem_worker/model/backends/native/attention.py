@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import torch
 
+from tandem_worker.model.attention import AttentionSpec
 from tandem_worker.model.backends import native
-from tandem_worker.model.backends.attention import AttentionSpec
-from tandem_worker.model.backends.torch.attention import CPUAttention, CPUStepAttention
+from tandem_worker.model.backends.torch.attention import TorchAttention, TorchStepAttention
 from tandem_worker.model.contract import ForwardBatch
 
 
-class NativeAttention(CPUAttention):
-    def begin(self, batch: ForwardBatch, block_size: int) -> CPUStepAttention:
+class NativeAttention(TorchAttention):
+    def begin(self, batch: ForwardBatch, block_size: int) -> TorchStepAttention:
         return NativeStepAttention(self, batch, block_size)
 
 
-class NativeStepAttention(CPUStepAttention):
+class NativeStepAttention(TorchStepAttention):
     """Latents, whose keys are their values, and heads of odd widths are left to torch."""
 
-    def __init__(self, backend: CPUAttention, batch: ForwardBatch, block_size: int) -> None:
+    def __init__(self, backend: TorchAttention, batch: ForwardBatch, block_size: int) -> None:
         super().__init__(backend, batch, block_size)
         self._steps: dict[tuple[int | None, int | None], native.AttentionStep] = {}
 

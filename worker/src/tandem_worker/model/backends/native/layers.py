@@ -10,8 +10,9 @@ import torch
 
 from tandem_worker.kernels.quantized import Weight
 from tandem_worker.model.backends import native
-from tandem_worker.model.backends.backend import BackendName, build_backend
+from tandem_worker.model.backends.contract import BackendName
 from tandem_worker.model.backends.native.attention import NativeAttention
+from tandem_worker.model.backends.torch.layers import TORCH
 from tandem_worker.model.layers.attention import Rotate, SelfAttention
 from tandem_worker.model.layers.linear import HeadLinear, Linear
 from tandem_worker.model.layers.mlp import GatedMLP
@@ -112,7 +113,7 @@ class NativeExperts(Experts):
 
 
 NATIVE = replace(
-    build_backend(BackendName.TORCH),
+    TORCH,
     name=BackendName.NATIVE,
     dtype=torch.bfloat16,
     attention=NativeAttention,

@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from tandem_worker.model.backends.attention import AttentionSpec
-from tandem_worker.model.backends.latent import LatentSpec
+from tandem_worker.model.attention import AttentionSpec, LatentSpec
 from tandem_worker.model.backends.torch.layout import DecodeGroup, Layout, LayoutBuilder, PrefillSequence, QueryTile
 from tandem_worker.model.contract import ForwardBatch
 
@@ -19,14 +18,14 @@ _APART_KEYS = 1024  # from so many keys on, heads of a prefill tile are attended
 _GROUP_BYTES = 4 << 20  # gathered keys and values of a decode group: they should stay in the cache
 
 
-class CPUAttention:
+class TorchAttention:
     """Backend for CPUs. Holds the buffer that blocks are gathered into, so that steps touch no fresh memory."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0)
 
-    def begin(self, batch: ForwardBatch, block_size: int) -> CPUStepAttention:
-        return CPUStepAttention(self, batch, block_size)
+    def begin(self, batch: ForwardBatch, block_size: int) -> TorchStepAttention:
+        return TorchStepAttention(self, batch, block_size)
 
     def gather(self, kv_layer: torch.Tensor, runs: torch.Tensor) -> torch.Tensor:
         """Runs of keys or values, `[len(runs), block_size * head_dim]`. Valid until the next call."""
@@ -38,10 +37,10 @@ class CPUAttention:
         return torch.index_select(source, 0, runs, out=out)
 
 
-class CPUStepAttention:
+class TorchStepAttention:
     """One step's attention; layouts are built when the first layer of a kind asks."""
 
-    def __init__(self, backend: CPUAttention, batch: ForwardBatch, block_size: int) -> None:
+    def __init__(self, backend: TorchAttention, batch: ForwardBatch, block_size: int) -> None:
         self._backend = backend
         self._batch = batch
         self._block_size = block_size

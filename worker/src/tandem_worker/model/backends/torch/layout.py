@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tandem_worker.model.backends.attention import AttentionSpec
+from tandem_worker.model.attention import AttentionSpec
 from tandem_worker.model.backends.visibility import first_visible, visible_mask
 from tandem_worker.model.contract import ForwardBatch
 

@@ -11,9 +11,9 @@ import torch
 from torch.nn import functional
 
 from tandem_worker import kernels
-from tandem_worker.host.device import upload
-from tandem_worker.model.backends.attention import AttentionSpec
-from tandem_worker.model.backends.latent import LatentSpec, plan_expanded
+from tandem_worker.host.uploads import upload
+from tandem_worker.model.attention import AttentionSpec, LatentSpec
+from tandem_worker.model.backends.latent import plan_expanded
 from tandem_worker.model.contract import ForwardBatch
 
 _MAX_EXPANDED_BYTES = 1 << 30

@@ -14,14 +14,14 @@ from torch.nn import functional
 
 from tandem_worker import kernels
 from tandem_worker.kernels.quantized import Weight, WeightStack
-from tandem_worker.model.backends.backend import Backend, BackendName
+from tandem_worker.model.backends.contract import Backend, BackendName
 from tandem_worker.model.backends.triton.attention import TritonAttention, TritonStepAttention
-from tandem_worker.model.families.decoder import PreNormLayer
 from tandem_worker.model.layers.attention import Rotate, SelfAttention
 from tandem_worker.model.layers.linear import HeadLinear, Linear, float32_product
 from tandem_worker.model.layers.mlp import GatedMLP
 from tandem_worker.model.layers.moe import Experts, ExpertWeights
 from tandem_worker.model.layers.norm import HeadNorm, RMSNorm
+from tandem_worker.model.layers.pre_norm import PreNormLayer
 from tandem_worker.model.layers.rotary import Rotation
 from tandem_worker.model.layers.routers import Route, Router, Routing
 from tandem_worker.model.layers.step import Step

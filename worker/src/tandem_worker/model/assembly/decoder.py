@@ -5,86 +5,40 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
-from tandem_worker.model.checkpoint.loader import WeightLoader
+from tandem_worker.model.assembly.build import Build
+from tandem_worker.model.assembly.embedding import load_embedding, load_lm_head
 from tandem_worker.model.config import ModelConfig
-from tandem_worker.model.contract import ForwardBatch, KVCache, KVCacheSpec, KVLayerSpec
-from tandem_worker.model.layers.embedding import Embedding, LMHead, build_lm_head
+from tandem_worker.model.contract import ForwardBatch, KVCache, KVCacheSpec
+from tandem_worker.model.layers.embedding import Embedding, LMHead
 from tandem_worker.model.layers.norm import RMSNorm
+from tandem_worker.model.layers.pre_norm import AttentionPart, DecoderLayer, MLPPart
 from tandem_worker.model.layers.rotary import RotaryEmbedding
 from tandem_worker.model.layers.step import Step
-from tandem_worker.parallel.context import ParallelContext
 
 
-class DecoderLayer(Protocol):
-    """One layer of a family."""
-
-    def kv_layer_spec(self, block_size: int) -> KVLayerSpec: ...
-
-    def forward(self, hidden: torch.Tensor, step: Step, kv_layer: torch.Tensor) -> torch.Tensor:
-        """`[T, hidden]` to `[T, hidden]`; writes the layer's KV."""
-        ...
-
-
-class AttentionPart(Protocol):
-    """The first half of a layer."""
-
-    def kv_layer_spec(self, block_size: int) -> KVLayerSpec: ...
-
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, step: Step, kv_layer: torch.Tensor
-    ) -> torch.Tensor:
-        """`residual + attention(x)`, where None adds nothing; writes the layer's KV."""
-        ...
+def load_layer(config: ModelConfig, build: Build, layer: int, attention: AttentionPart, mlp: MLPPart) -> DecoderLayer:
+    """A layer around parts that are loaded already, with the norms of the checkpoint's layer `layer`."""
+    backend, shape = build.backend, (config.hidden_size,)
+    norms = [
+        backend.norm(build.loader.load(f"model.layers.{layer}.{name}.weight", shape), config.rms_norm_eps)
+        for name in ("input_layernorm", "post_attention_layernorm")
+    ]
+    return backend.layer(norms[0], attention, norms[1], mlp)
 
 
-class MLPPart(Protocol):
-    """The second half of a layer, dense or a mixture of experts."""
-
-    def forward(self, x: torch.Tensor, residual: torch.Tensor, step: Step) -> torch.Tensor:
-        """`residual + mlp(x)`."""
-        ...
-
-
-class PreNormLayer:
-    """Attention and MLP, each behind a norm and added to the residual stream: the layer of every family here."""
-
-    def __init__(self, input_norm: RMSNorm, attention: AttentionPart, mlp_norm: RMSNorm, mlp: MLPPart) -> None:
-        self.input_norm = input_norm
-        self.attention = attention
-        self.mlp_norm = mlp_norm
-        self.mlp = mlp
-
-    @classmethod
-    def load(
-        cls, config: ModelConfig, loader: WeightLoader, layer: int, attention: AttentionPart, mlp: MLPPart
-    ) -> DecoderLayer:
-        """Around parts that are loaded already, with the norms of the checkpoint's layer `layer`."""
-        backend, shape = loader.backend, (config.hidden_size,)
-        norms = [
-            backend.norm(loader.load(f"model.layers.{layer}.{name}.weight", shape), config.rms_norm_eps)
-            for name in ("input_layernorm", "post_attention_layernorm")
-        ]
-        return (backend.layer or cls)(norms[0], attention, norms[1], mlp)
-
-    def kv_layer_spec(self, block_size: int) -> KVLayerSpec:
-        return self.attention.kv_layer_spec(block_size)
-
-    def forward(self, hidden: torch.Tensor, step: Step, kv_layer: torch.Tensor) -> torch.Tensor:
-        hidden = self.attention.forward(self.input_norm(hidden), hidden, step, kv_layer)
-        return self.mlp.forward(self.mlp_norm(hidden), hidden, step)
-
-
-def stage_layers(num_layers: int, context: ParallelContext) -> range:
-    """Layers of this pipeline stage. Unless the context says which: equal shares, the first ones longer if need be."""
-    if context.layers is not None:
-        return context.layers
-    share, longer = divmod(num_layers, context.pp_size)
-    start = context.pp_rank * share + min(context.pp_rank, longer)
-    return range(start, start + share + (context.pp_rank < longer))
+def build_rotary(config: ModelConfig, build: Build, dim: int | None = None) -> RotaryEmbedding:
+    """For heads of `dim`, by default the model's `head_dim`."""
+    return RotaryEmbedding(
+        config.rope,
+        dim or config.head_dim,
+        max_position_embeddings=config.max_position_embeddings,
+        device=build.loader.device,
+        rotation=build.backend.rotation,
+    )
 
 
 class PartSeconds(NamedTuple):
@@ -108,20 +62,19 @@ class DecoderLM:
     def __init__(
         self,
         config: ModelConfig,
-        loader: WeightLoader,
-        context: ParallelContext,
+        build: Build,
         layers: Sequence[DecoderLayer],
         rotary: RotaryEmbedding,
     ) -> None:
         self.vocab_size = config.vocab_size
         self.max_position_embeddings = config.max_position_embeddings
-        self.device = loader.device
-        self.dtype = loader.dtype
+        self.device = build.loader.device
+        self.dtype = build.loader.dtype
         self.embedding = config.embedding
         self._hidden_size = config.hidden_size
-        self._context = context
+        self._context = context = build.context
         self._layers = layers
-        self._backend = loader.backend.attention()
+        self._backend = build.backend.attention()
         self._rotary = rotary
         shape = (config.vocab_size, config.hidden_size)
         self._embedding: Embedding | None = None
@@ -130,13 +83,13 @@ class DecoderLM:
         generates = context.is_last_stage and config.embedding is None
         tied = config.tie_word_embeddings and generates
         if context.is_first_stage or tied:
-            self._embedding = Embedding.load(loader, context, "model.embed_tokens.weight", shape)
+            self._embedding = load_embedding(build, "model.embed_tokens.weight", shape)
         if context.is_last_stage:
-            weight = loader.load("model.norm.weight", (config.hidden_size,))
-            self._norm = loader.backend.norm(weight, config.rms_norm_eps)
+            weight = build.loader.load("model.norm.weight", (config.hidden_size,))
+            self._norm = build.backend.norm(weight, config.rms_norm_eps)
         if generates:
             table = self._embedding.table if tied and self._embedding is not None else None
-            self._head = build_lm_head(loader, context, shape, tied=table)
+            self._head = load_lm_head(build, shape, tied=table)
 
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
         specs = tuple(layer.kv_layer_spec(block_size) for layer in self._layers)

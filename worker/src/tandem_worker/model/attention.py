@@ -1,19 +1,16 @@
-"""The contract between a family's attention layers and the device's way of attending over paged blocks.
+"""The contract between attention layers and a backend's way of attending over paged blocks.
 
 A block of a layer is `[2, num_kv_heads, block_size, head_dim]`: a head's keys of a block are one contiguous run.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
 from tandem_worker.model.contract import ForwardBatch, KVLayerSpec
-
-if TYPE_CHECKING:
-    from tandem_worker.model.backends.latent import LatentSpec
 
 KV_HEAD_AXIS = 1
 
@@ -35,6 +32,48 @@ class AttentionSpec:
     """For MLA: keys are the cached latents themselves, and values their first `value_dim` elements."""
     sinks: torch.Tensor | None = None
     """`[num_heads]` logits that take part in the softmax without a value (gpt-oss)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LatentSpec:
+    """MLA of one layer on this rank."""
+
+    attention: AttentionSpec
+    """Of the absorbed form: `head_dim` is the latent's width, `value_dim` its part without positions (the rank)."""
+    expand: torch.Tensor
+    """`[num_heads, nope_dim + value width, rank]`: a latent's key part, then its value, for every head."""
+    nope_dim: int
+    _key_in: torch.Tensor = field(init=False)
+    _value_out: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        key_in, value_out = self.expand[:, : self.nope_dim], self.expand[:, self.nope_dim :].transpose(1, 2)
+        if self.expand.device.type == "cpu":  # its batched products prefer dense operands; a GPU takes views
+            key_in, value_out = key_in.contiguous(), value_out.contiguous()
+        object.__setattr__(self, "_key_in", key_in)
+        object.__setattr__(self, "_value_out", value_out)
+
+    @property
+    def rank(self) -> int:
+        return self.expand.shape[2]
+
+    @property
+    def rope_dim(self) -> int:
+        return self.attention.head_dim - self.rank
+
+    @property
+    def value_width(self) -> int:
+        """Of one head."""
+        return self.expand.shape[1] - self.nope_dim
+
+    def absorb(self, queries: torch.Tensor) -> torch.Tensor:
+        """`[T, H, nope + rope]` to queries of latents, `[T, H, rank + rope]`."""
+        inside = torch.bmm(queries[..., : self.nope_dim].transpose(0, 1), self._key_in).transpose(0, 1)
+        return torch.cat((inside, queries[..., self.nope_dim :]), dim=-1)
+
+    def bring_out(self, attended: torch.Tensor) -> torch.Tensor:
+        """What absorbed queries gathered, `[T, H, rank]`, to the heads' values side by side, `[T, H * value]`."""
+        return torch.bmm(attended.transpose(0, 1), self._value_out).transpose(0, 1).flatten(1)
 
 
 class StepAttention(Protocol):

@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tandem_worker.host.device import upload_rows
+from tandem_worker.host.uploads import upload_rows
 
 CPU = torch.device("cpu")
 

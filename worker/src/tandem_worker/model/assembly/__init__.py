@@ -1,0 +1,1 @@
+"""Puts layers together from a checkpoint: what model families are written with."""

@@ -1,0 +1,48 @@
+"""What a model is built from: the classes that families take their layers from, without asking where a tensor lives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+
+from tandem_worker.model.attention import AttentionBackend
+from tandem_worker.model.layers.attention import SelfAttention
+from tandem_worker.model.layers.linear import HeadLinear, Linear
+from tandem_worker.model.layers.mlp import GatedMLP
+from tandem_worker.model.layers.moe import Experts
+from tandem_worker.model.layers.norm import HeadNorm, RMSNorm
+from tandem_worker.model.layers.pre_norm import PreNormLayer
+from tandem_worker.model.layers.rotary import Rotation
+from tandem_worker.model.layers.routers import Route, Router
+
+
+class BackendName(StrEnum):
+    TORCH = "torch"
+    NATIVE = "native"
+    TRITON = "triton"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backend:
+    """The classes that layers are made of."""
+
+    name: BackendName
+    keeps_packed: bool
+    """Quantized weights stay as they are; otherwise they are dequantized at load."""
+    attention: Callable[[], AttentionBackend]
+    linear: type[Linear]
+    head: type[HeadLinear]
+    norm: type[RMSNorm]
+    head_norm: type[HeadNorm]
+    rotation: type[Rotation]
+    self_attention: type[SelfAttention]
+    mlp: type[GatedMLP]
+    experts: type[Experts]
+    route: Callable[[Router], Route]
+    """The function that chooses experts by a router's rule."""
+    dtype: torch.dtype | None = None
+    """The one element type it computes in; None: any."""
+    layer: type[PreNormLayer] = PreNormLayer

@@ -1,0 +1,58 @@
+"""A transformer layer around its two halves: attention and MLP, each behind a norm and added to the residual stream."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from tandem_worker.model.contract import KVLayerSpec
+from tandem_worker.model.layers.norm import RMSNorm
+from tandem_worker.model.layers.step import Step
+
+
+class DecoderLayer(Protocol):
+    """One layer of a family."""
+
+    def kv_layer_spec(self, block_size: int) -> KVLayerSpec: ...
+
+    def forward(self, hidden: torch.Tensor, step: Step, kv_layer: torch.Tensor) -> torch.Tensor:
+        """`[T, hidden]` to `[T, hidden]`; writes the layer's KV."""
+        ...
+
+
+class AttentionPart(Protocol):
+    """The first half of a layer."""
+
+    def kv_layer_spec(self, block_size: int) -> KVLayerSpec: ...
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, step: Step, kv_layer: torch.Tensor
+    ) -> torch.Tensor:
+        """`residual + attention(x)`, where None adds nothing; writes the layer's KV."""
+        ...
+
+
+class MLPPart(Protocol):
+    """The second half of a layer, dense or a mixture of experts."""
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor, step: Step) -> torch.Tensor:
+        """`residual + mlp(x)`."""
+        ...
+
+
+class PreNormLayer:
+    """Attention and MLP, each behind a norm and added to the residual stream: the layer of every family here."""
+
+    def __init__(self, input_norm: RMSNorm, attention: AttentionPart, mlp_norm: RMSNorm, mlp: MLPPart) -> None:
+        self.input_norm = input_norm
+        self.attention = attention
+        self.mlp_norm = mlp_norm
+        self.mlp = mlp
+
+    def kv_layer_spec(self, block_size: int) -> KVLayerSpec:
+        return self.attention.kv_layer_spec(block_size)
+
+    def forward(self, hidden: torch.Tensor, step: Step, kv_layer: torch.Tensor) -> torch.Tensor:
+        hidden = self.attention.forward(self.input_norm(hidden), hidden, step, kv_layer)
+        return self.mlp.forward(self.mlp_norm(hidden), hidden, step)

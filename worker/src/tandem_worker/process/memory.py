@@ -1,0 +1,36 @@
+"""What the worker's memory holds, by what it is for: of the process, or on a GPU of the device."""
+
+from __future__ import annotations
+
+import resource
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(slots=True)
+class MemoryLedger:
+    """Bytes by what they hold: what the process, or on a GPU the device, grew by in each phase."""
+
+    on_gpu: bool
+    by_kind: dict[str, int] = field(default_factory=dict)
+
+    def observe(self) -> int:
+        if self.on_gpu:
+            import torch
+
+            return torch.cuda.memory_allocated()
+        return _resident_bytes()
+
+    def observe_other(self, before: int) -> int:
+        """What neither tensors nor graphs take: `before` loading, or on a GPU the driver's and the libraries' share."""
+        if not self.on_gpu:
+            return before
+        import torch
+
+        free, total = torch.cuda.mem_get_info()
+        return max(0, total - free - torch.cuda.memory_reserved())
+
+
+def _resident_bytes() -> int:
+    fields = Path("/proc/self/statm").read_text().split()
+    return int(fields[1]) * resource.getpagesize()

@@ -1,0 +1,160 @@
+"""The life of a process that serves: ports from its first moment, a start on a thread, a drain, an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from tandem_api.launch import WorkerConfig
+
+from tandem_worker.engine.errors import GroupLostError
+from tandem_worker.group.control.link import Loss
+from tandem_worker.group.pods.leading import LeadingPod
+from tandem_worker.group.topology import NodePlace
+from tandem_worker.host.ending import end_process
+from tandem_worker.host.environment import PodFacts
+from tandem_worker.host.runtime import Runtime
+from tandem_worker.process.build import build_worker
+from tandem_worker.process.figures import Refusals
+from tandem_worker.process.progress import StartProgress, Switches
+from tandem_worker.process.staging import StagedApp
+from tandem_worker.process.worker import Worker
+from tandem_worker.server.gate import TokenGate
+from tandem_worker.server.ports import open_ports
+from tandem_worker.server.status import StatusApp
+
+logger = logging.getLogger("tandem_worker")
+
+_DRAIN_POLL_SECONDS = 0.05
+
+
+class ServingProcess:
+    """The life of the process on its event loop."""
+
+    def __init__(self, config: WorkerConfig, pod: PodFacts, place: NodePlace, runtime: Runtime) -> None:
+        self._config = config
+        self._pod = pod
+        self._place = place
+        self._runtime = runtime
+        self._progress = StartProgress()
+        self._switches = Switches()
+        self._stop = asyncio.Event()
+        self._lost: Loss | None = None
+
+    async def run(self) -> None:
+        app = StagedApp(lambda: self._progress.phase)
+        gate = TokenGate(app, self._runtime.api)
+        status = StatusApp(problems=self._runtime.vitals.problems, waits_for=self._waits_for)
+        ports = await open_ports(self._config, self._runtime.host, api=gate, status=status)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+        group = self._open_group()
+        try:
+            refusals: dict[str, Refusals] = {"http": lambda: gate.refusals}
+            if group is not None:
+                refusals["group"] = lambda: group.leader.refusals
+            worker = await self._build(group, refusals)
+        except BaseException as error:
+            if group is not None:
+                group.leader.lose(Loss(f"rank 0 cannot start: {error}", getattr(error, "reason", "GroupLost")))
+            await ports.close()
+            raise
+        await app.install(worker.app)
+        status.figures = worker.figures
+        self._switches.ready = True
+        await self._stop.wait()
+        await self._drain(worker)
+        if self._lost is not None:
+            await worker.fail(self._lost.message)
+            end_process(self._pod, self._lost.reason, self._lost.message)
+        await ports.close()
+        await asyncio.to_thread(worker.close)
+        logger.info("ended")
+
+    def _waits_for(self) -> str | None:
+        if self._switches.draining:
+            return "draining"
+        return None if self._switches.ready else self._progress.phase
+
+    async def _build(self, group: LeadingPod | None, refusals: dict[str, Refusals]) -> Worker:
+        """Raises StartupError; GroupLostError without waiting for a step that a lost rank will never take part in."""
+        # The thread must end: libgomp counts the helpers of every thread that ever computed, and as soon as it counts
+        # more threads than cores, none of them waits for work without going to sleep (decode steps take half as long
+        # again).
+        builder = ThreadPoolExecutor(1, thread_name_prefix="build")
+        building = asyncio.get_running_loop().run_in_executor(
+            builder,
+            build_worker,
+            self._config,
+            self._pod,
+            self._runtime,
+            self._progress,
+            self._switches,
+            group,
+            refusals,
+        )
+        builder.shutdown(wait=False)
+        stopped = asyncio.ensure_future(self._stop.wait())
+        await asyncio.wait({building, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if self._lost is not None:
+            end_process(self._pod, self._lost.reason, self._lost.message)
+        try:
+            return await building
+        except GroupLostError:
+            await stopped  # the cause comes by way of `on_lost`
+            assert self._lost is not None
+            end_process(self._pod, self._lost.reason, self._lost.message)
+        finally:
+            stopped.cancel()
+
+    def _open_group(self) -> LeadingPod | None:
+        if self._config.group.parallelism.num_ranks == 1:
+            return None
+
+        loop = asyncio.get_running_loop()
+
+        def on_lost(cause: Loss) -> None:
+            loop.call_soon_threadsafe(self._on_lost, cause)
+
+        def on_leaving() -> None:
+            loop.call_soon_threadsafe(self._on_leaving)
+
+        return LeadingPod(self._config, self._pod, self._place, self._runtime, on_lost=on_lost, on_leaving=on_leaving)
+
+    def _on_lost(self, cause: Loss) -> None:
+        self._lost = cause
+        self._switches.draining = True
+        self._stop.set()
+
+    def _on_leaving(self) -> None:
+        """Another pod of the group must end. That ends the group, so finish what is running."""
+        if self._switches.ready and not self._switches.draining:
+            self._on_signal()
+
+    def _on_signal(self) -> None:
+        if not self._switches.ready or self._switches.draining:
+            # Nothing to finish yet, or somebody is in a hurry. The loading thread cannot be interrupted otherwise.
+            logger.info("ending at once")
+            logging.shutdown()
+            os._exit(0 if not self._switches.ready else 1)
+        self._switches.draining = True
+        self._stop.set()
+
+    async def _drain(self, worker: Worker) -> None:
+        """Until nothing is left to finish, or nothing can be finished any more."""
+        worker.drain()
+        timeout = self._config.drain_timeout_seconds
+        logger.info("draining for at most %g s", timeout)
+        deadline = time.monotonic() + timeout
+        # The engine ends requests on its own thread and has nobody to tell: a look now and then is all it takes.
+        while not worker.idle and not self._is_broken(worker) and time.monotonic() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(_DRAIN_POLL_SECONDS)
+        if not worker.idle:
+            logger.warning("requests are cut off: the drain timeout has passed or the engine has failed")
+
+    def _is_broken(self, worker: Worker) -> bool:
+        return self._lost is not None or worker.engine.failure is not None

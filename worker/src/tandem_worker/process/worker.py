@@ -1,0 +1,67 @@
+"""Everything that runs in a serving process but its HTTP servers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tandem_api.launch import WorkerConfig
+
+from tandem_worker.engine.errors import GroupLostError
+from tandem_worker.process.figures import Figures
+from tandem_worker.server.deltas import DeltaHub
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+    from tandem_worker.engine.core import EngineCore
+    from tandem_worker.group.pods.leading import LeadingPod
+    from tandem_worker.server.structured.compiler import GrammarCompiler
+    from tandem_worker.transfer.decode.client import TcpPrefillClient
+    from tandem_worker.transfer.prefill.server import TcpPrefillServer
+
+
+@dataclass(slots=True, kw_only=True)
+class Worker:
+    """Everything that runs in this process but the HTTP servers."""
+
+    config: WorkerConfig
+    app: ASGIApp
+    """The inference API."""
+    figures: Figures
+    engine: EngineCore
+    hub: DeltaHub
+    prefill_server: TcpPrefillServer | None
+    prefill_client: TcpPrefillClient | None
+    grammars: GrammarCompiler
+    group: LeadingPod | None = None
+
+    @property
+    def idle(self) -> bool:
+        return self.engine.idle and self.hub.num_open == 0
+
+    def drain(self) -> None:
+        self.engine.drain()
+        if self.prefill_server is not None:
+            self.prefill_server.drain()
+
+    def close(self) -> None:
+        if self.prefill_server is not None:
+            self.prefill_server.close()
+        if self.prefill_client is not None:
+            self.prefill_client.close()
+        self.engine.stop(timeout=5.0)
+        self.grammars.close()
+        if self.group is not None:
+            self.group.stop()
+
+    async def fail(self, cause: str, grace_seconds: float = 2.0) -> None:
+        """End every request with an error, for the engine cannot; on the event loop. Waits until they are answered."""
+        self.engine.fail(GroupLostError(cause))
+        self.hub.fail_all(f"The worker has lost a part of itself: {cause}")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_seconds):
+                while self.hub.num_open:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
