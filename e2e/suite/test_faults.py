@@ -26,6 +26,9 @@ for entry in pathlib.Path("/proc").iterdir():
 SHARED_PROCESSES = {"spec": {"shareProcessNamespace": True}}
 """Process 1 cannot be killed from inside its own namespace; with a shared one the worker is not process 1."""
 
+RECOVERY_SECONDS = 10.0
+"""Until a request succeeds after a kill, beside what the machine takes for the same requests without one."""
+
 
 @pytest.fixture(scope="module")
 def pair(tandem: object, main: Fleet) -> Iterator[Fleet]:
@@ -56,16 +59,19 @@ def test_kill_under_load(pair: Fleet, role: str, say: Say) -> None:
         sender.start()
         victim = main.pods("pair", role)[0]["metadata"]["name"]
         until("load on the workers", lambda: sum(main.blocks_in_use("pair").values()) > 10, within=30)
+        before = asyncio.run(one_request(url, limit=60))
+        assert before.complete, f"nothing has been killed yet: {before}"
+        allowed = RECOVERY_SECONDS + 2 * before.seconds
         main.cluster.kubectl("-n", main.namespace, "exec", victim, "-c", "worker", "--", "python3", "-c", KILL)
         killed = time.monotonic()
 
         def new_request_succeeds() -> bool:
-            return asyncio.run(one_request(url)).complete
+            return asyncio.run(one_request(url, limit=allowed)).complete
 
-        until("a new request to succeed", new_request_succeeds, within=10)
+        until("a new request to succeed", new_request_succeeds, within=allowed)
         recovered = time.monotonic() - killed
         sender.join()
-    say(f"{role} killed: a new request succeeded after {recovered:.1f} s")
+    say(f"{role} killed: a new request succeeded after {recovered:.1f} s; before, one took {before.seconds:.1f} s")
     hung = [outcome for outcome in outcomes if outcome.hung]
     assert not hung, f"{len(hung)} requests never ended; the first: {hung[0]}"
     failed = [outcome for outcome in outcomes if not outcome.complete]
@@ -78,11 +84,11 @@ def test_kill_under_load(pair: Fleet, role: str, say: Say) -> None:
     main.wait_blocks_free("pair", within=5)
 
 
-async def one_request(url: str) -> Outcome:
+async def one_request(url: str, limit: float) -> Outcome:
     import openai
 
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0) as api:
-        return await stream_once(api, "pair", "Are you there? Answer with one word.", 4, 10)
+        return await stream_once(api, "pair", "Are you there? Answer with one word.", 4, limit)
 
 
 def restarts(main: Fleet, pod: str) -> int:
