@@ -41,8 +41,8 @@ def free_port() -> int:
 
 
 @contextmanager
-def worker(role: str, model: Path, dtype: str, threads: int) -> Iterator[Worker]:
-    """A ready worker process on loopback; ended with SIGTERM."""
+def worker(role: str, model: Path, dtype: str, threads: int, tree: Path | None = None) -> Iterator[Worker]:
+    """A ready worker process on loopback; ended with SIGTERM. `tree`: a checkout whose code it runs instead."""
     port, metrics_port, kv_port = free_port(), free_port(), free_port()
     document = {
         "modelName": "bench",
@@ -57,10 +57,15 @@ def worker(role: str, model: Path, dtype: str, threads: int) -> Iterator[Worker]
         "metricsPort": metrics_port,
         "drainTimeoutSeconds": 1,
     }
+    if tree is not None and "WORKER_METRICS_PORT" not in (tree / "api/src/tandem_api/launch.py").read_text():
+        metrics_port = port  # versions whose probes are answered at the port of the API
+        del document["metricsPort"]
     with tempfile.TemporaryDirectory() as folder:
         config, log = Path(folder, "config.json"), Path(folder, "log")
         config.write_text(json.dumps(document))
         environment = os.environ | {"OMP_NUM_THREADS": str(threads), "POD_NAME": role, "POD_IP": "127.0.0.1"}
+        if tree is not None:
+            environment["PYTHONPATH"] = f"{tree / 'worker' / 'src'}:{tree / 'api' / 'src'}"
         with log.open("wb") as sink:
             process = subprocess.Popen(
                 [sys.executable, "-m", "tandem_worker", "--config", str(config)],
