@@ -44,6 +44,9 @@ HEADER_DECODE_WORKER = "x-tandem-decode-worker"
 HEADER_PREFILL_WORKER = "x-tandem-prefill-worker"
 """Response: the pod that prefilled (the decode pod itself when it did so locally)."""
 
+HEADER_RETRY = "x-tandem-retry"
+"""Response of a worker, on a 503: nothing was done for this request, another worker may take it."""
+
 HEADER_TOKEN = "x-tandem-token"
 """Gateway to worker: `keys.bearer_token`. Without it a worker that has keys answers 401."""
 

@@ -12,7 +12,13 @@ from time import monotonic
 from typing import Protocol
 
 from tandem_api.launch import GatewayTimeouts
-from tandem_api.names import HEADER_DECODE_WORKER, HEADER_PREFILL, HEADER_PREFILL_WORKER, HEADER_REQUEST_ID
+from tandem_api.names import (
+    HEADER_DECODE_WORKER,
+    HEADER_PREFILL,
+    HEADER_PREFILL_WORKER,
+    HEADER_REQUEST_ID,
+    HEADER_RETRY,
+)
 
 from tandem_gateway.errors import NoEndpoint, RequestError, UpstreamFailed, UpstreamTimeout
 from tandem_gateway.http.connection import ClientConnection
@@ -36,13 +42,13 @@ SLOWEST_TOKENS_PER_SECOND = 4
 DEFAULT_MAX_TOKENS = 4096
 CLIENT_GONE = 499
 RETRY_AFTER = (("Retry-After", "5"),)
-RETRY_HEADER = b"x-tandem-retry"
 UNAUTHORIZED = "unauthorized"
 """Reason of a retry: the worker does not take this gateway's key."""
 _DECODE_WORKER = HEADER_DECODE_WORKER.encode()
 _PREFILL_WORKER = HEADER_PREFILL_WORKER.encode()
 _PREFILL = HEADER_PREFILL.encode()
 _REQUEST_ID = HEADER_REQUEST_ID.encode()
+_RETRY = HEADER_RETRY.encode()
 _FORWARDED = (b"content-type", b"accept", b"traceparent", b"tracestate")
 """What a worker may learn of the client's header. Never the x-tandem ones, which name machines to connect to and tell
 who asks."""
@@ -170,7 +176,7 @@ class Exchange:
     # the worker's side
 
     def on_upstream_head(self, head: ResponseHead) -> None:
-        if head.status == 503 and head.get(RETRY_HEADER) is not None:
+        if head.status == 503 and head.get(_RETRY) is not None:
             self._drop_call()
             self._retry("draining", "the worker is shutting down")
             return

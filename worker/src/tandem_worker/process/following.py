@@ -10,6 +10,7 @@ import time
 
 from starlette.types import Receive, Scope, Send
 from tandem_api.launch import WorkerConfig
+from tandem_api.names import HEADER_RETRY
 from tandem_api.openai import error_body
 
 from tandem_worker.group.control.link import Loss
@@ -19,7 +20,7 @@ from tandem_worker.group.topology import NodePlace, describe_identity
 from tandem_worker.host.environment import PodFacts
 from tandem_worker.host.runtime import Runtime
 from tandem_worker.server.gate import TokenGate
-from tandem_worker.server.http import HEADER_RETRY, send_json
+from tandem_worker.server.http import send_json
 from tandem_worker.server.ports import open_ports
 from tandem_worker.server.status import StatusApp, answer_lifespan
 

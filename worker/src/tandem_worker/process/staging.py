@@ -10,9 +10,10 @@ import asyncio
 from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from tandem_api.names import HEADER_RETRY
 from tandem_api.openai import error_body
 
-from tandem_worker.server.http import HEADER_RETRY, send_json
+from tandem_worker.server.http import send_json
 
 
 class StagedApp:

@@ -10,13 +10,12 @@ from typing import Any
 import orjson
 from starlette.types import Scope, Send
 from tandem_api import names
+from tandem_api.names import HEADER_RETRY
 from tandem_api.openai import ErrorType, error_body
 
 from tandem_worker.engine.errors import EngineStoppedError, RequestError
 
 MAX_BODY_BYTES = 8 * 1024 * 1024
-HEADER_RETRY = "x-tandem-retry"
-"""On a 503: nothing was done for this request, another worker may take it."""
 
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _KINDS: Mapping[int, ErrorType] = {
