@@ -240,6 +240,23 @@ async def test_waiting_counts_to_the_deadline(start: Start) -> None:
     await first
 
 
+async def test_a_call_that_is_given_up_ends_its_job_and_makes_room(start: Start) -> None:
+    confined = start(parallel=1, queue=1)
+    job = int(await confined.call("who", b"", seconds=30))
+    running = asyncio.create_task(confined.call("sleep", b"", seconds=50))
+    queued = asyncio.create_task(confined.call("sleep", b"", seconds=50))
+    await asyncio.sleep(0.2)
+    for given_up in (queued, running):  # the one that waits never begins
+        given_up.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await given_up
+    began = time.monotonic()
+    assert int(await confined.call("who", b"", seconds=30)) != job
+    assert time.monotonic() - began < 10
+    await asyncio.to_thread(wait_for, lambda: not is_alive(job), 5)
+    assert (confined.num_restarts, confined.counts.unavailable, confined.counts.limited) == (0, 0, 0)
+
+
 def test_it_ends_with_its_parent() -> None:
     program = (
         "import sys; from tandem_worker.isolation.confined import Confined\n"
