@@ -8,6 +8,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,7 @@ from tandem_worker.transfer.quotas import Ledger, Quotas
 from tests.tandem_worker.transfer.scripted import ScriptedPeer, enter, read_exact, read_frame, read_order, stranger
 
 SOME = Quotas(
-    sessions=8, sessions_per_host=6, orders=6, orders_per_session=4, tokens=200, tokens_per_session=150,
+    sessions=12, sessions_per_host=6, sessions_per_worker=4, orders=6, orders_per_session=4, tokens=200, tokens_per_session=150,
     attachments=6, attachments_per_session=4,
 )  # fmt: skip
 
@@ -189,6 +190,42 @@ def test_connections_per_host_are_bounded(guarded: Any, kit: SimpleNamespace) ->
     finally:
         for sock in socks:
             sock.close()
+
+
+def test_ranks_behind_one_address_are_counted_by_the_pod_that_they_prove_to_be(kit: SimpleNamespace) -> None:
+    """A node that rewrites its pods' addresses makes of many pods one address, but not one peer."""
+    pair, keys = kit.Pair(auto=True), ring()
+    endpoint = pair.serve({"quotas": SOME, "ring": lambda: keys})
+    socks: list[socket.socket] = []
+    try:
+        for number in range(8):  # more than an address may have of those that have not said who they are
+            sock = enter(endpoint, keys)
+            socks.append(sock)
+            sock.sendall(protocol.encode_hello(replace(pair.identity, worker=f"decode-{number // 4}")))
+            assert read_frame(sock)[0].kind is Kind.HELLO
+        with enter(endpoint, keys) as sock:
+            sock.sendall(protocol.encode_hello(replace(pair.identity, worker="decode-0")))
+            header, body = read_frame(sock)
+            assert header.kind is Kind.REFUSED
+            assert protocol.decode_text(body) == "worker decode-0 has 4 connections already"
+            assert is_dropped(sock)
+        socks.pop(0).close()
+        kit.eventually(lambda: pair.server.stats().connections == 7)
+        with enter(endpoint, keys) as sock:
+            sock.sendall(protocol.encode_hello(replace(pair.identity, worker="decode-0")))
+            assert read_frame(sock)[0].kind is Kind.HELLO
+    finally:
+        for sock in socks:
+            sock.close()
+        pair.close()
+
+
+def test_names_that_nobody_proves_do_not_count() -> None:
+    ledger = Ledger(SOME)
+    for number in range(SOME.sessions_per_host):
+        ledger.open("h").identify(f"decode-{number}")
+    with pytest.raises(QuotaError, match="h has 6 connections"):
+        ledger.open("h")
 
 
 def test_orders_are_bounded_for_one_and_for_all(guarded: Any, kit: SimpleNamespace) -> None:

@@ -31,7 +31,10 @@ class Quotas:
     sessions: int = 1024
     """Connections at a time."""
     sessions_per_host: int = 64
-    """From one address: a decode pod opens one per rank, and several pods may share a node's address."""
+    """From one address, of peers that have not said with a proof of the key who they are: all of them, without keys."""
+    sessions_per_worker: int = 64
+    """Of one pod that has: it opens one per rank. Where its packets come from does not matter then: many pods may share
+    an address."""
     orders: int = 4096
     """From order to release."""
     orders_per_session: int = 1024
@@ -54,19 +57,41 @@ class Ledger:
     def __init__(self, quotas: Quotas) -> None:
         self.quotas = quotas
         self._lock = threading.Lock()
-        self._hosts: Counter[str] = Counter()
+        self._owners: Counter[tuple[str, str]] = Counter()
         self._orders = self._tokens = self._attachments = 0
         self._refusals: Counter[Quota] = Counter()
 
-    def open(self, host: str) -> Account:
-        """For a new connection from `host`. Raises QuotaError."""
+    def open(self, host: str, *, proven: bool = False) -> Account:
+        """For a new connection from `host`. `proven`: the peer has the model's key. Raises QuotaError."""
         with self._lock:
-            if self._hosts.total() >= self.quotas.sessions:
+            if self._owners.total() >= self.quotas.sessions:
                 raise self._refuse(Quota.SESSIONS, f"there are {self.quotas.sessions} connections already")
-            if self._hosts[host] >= self.quotas.sessions_per_host:
-                raise self._refuse(Quota.SESSIONS, f"{host} has {self.quotas.sessions_per_host} connections already")
-            self._hosts[host] += 1
-        return Account(self, host)
+            owner = ("", host)
+            self._add_owner(owner, self.quotas.sessions_per_host)
+        return Account(self, owner, proven=proven)
+
+    def identify(self, account: Account, worker: str) -> None:
+        """The connection is that of `worker`, and counts as its own from now on. Raises QuotaError.
+
+        Where no key was proven everybody may give any name: the address goes on to count.
+        """
+        if not account.proven:
+            return
+        with self._lock:
+            owner = ("worker ", worker)
+            self._add_owner(owner, self.quotas.sessions_per_worker)
+            self._drop_owner(account.owner)
+            account.owner = owner
+
+    def _add_owner(self, owner: tuple[str, str], most: int) -> None:
+        if self._owners[owner] >= most:
+            raise self._refuse(Quota.SESSIONS, f"{''.join(owner)} has {most} connections already")
+        self._owners[owner] += 1
+
+    def _drop_owner(self, owner: tuple[str, str]) -> None:
+        self._owners[owner] -= 1
+        if not self._owners[owner]:
+            del self._owners[owner]
 
     def refuse(self, quota: Quota, message: str) -> QuotaError:
         """The error to raise; counted."""
@@ -109,8 +134,7 @@ class Ledger:
         """The connection has ended."""
         with self._lock:
             self._note(account, -account.orders, -account.tokens, -account.attachments)
-            self._hosts[account.host] -= 1
-            self._hosts += Counter[str]()  # forgets hosts without a connection
+            self._drop_owner(account.owner)
 
     def _note(self, account: Account, orders: int, tokens: int, attachments: int) -> None:
         account.orders += orders
@@ -124,9 +148,13 @@ class Ledger:
 class Account:
     """Of one connection."""
 
-    def __init__(self, ledger: Ledger, host: str) -> None:
-        self.ledger, self.host = ledger, host
+    def __init__(self, ledger: Ledger, owner: tuple[str, str], *, proven: bool) -> None:
+        self.ledger, self.owner, self.proven = ledger, owner, proven
         self.orders = self.tokens = self.attachments = 0
+
+    def identify(self, worker: str) -> None:
+        """Raises QuotaError."""
+        self.ledger.identify(self, worker)
 
     def take_order(self, num_tokens: int) -> None:
         """Raises QuotaError."""

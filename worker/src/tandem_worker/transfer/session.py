@@ -187,6 +187,7 @@ class Session:
             peer = protocol.decode_hello(body)
             refusal = self._identity.refusal(peer)
             if refusal is None:
+                self._account.identify(peer.worker)
                 self._agree(peer)
         except TransferError as error:
             peer, refusal = None, str(error)
