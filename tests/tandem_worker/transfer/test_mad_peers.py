@@ -6,6 +6,7 @@ import contextlib
 import os
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,7 +18,7 @@ from tandem_api.keys import KeyRing
 from tandem_worker.errors import QuotaError
 from tandem_worker.transfer import protocol
 from tandem_worker.transfer.protocol import BlockRange, Kind
-from tandem_worker.transfer.quotas import Ledger, Quotas
+from tandem_worker.transfer.quotas import FIRST_FRAMES, Bucket, Ledger, Quotas
 
 from tests.tandem_worker.transfer.scripted import ScriptedPeer, enter, read_exact, read_frame, read_order, stranger
 
@@ -303,6 +304,68 @@ def test_a_flood_about_orders_that_are_not_there_ends(pair: Any) -> None:
             for _ in range(50):
                 sock.sendall(b"".join(protocol.encode_release(n) for n in range(100)))
         assert is_dropped(sock)
+
+
+def test_orders_and_cancels_without_pause_are_read_at_a_bounded_rate(kit: SimpleNamespace) -> None:
+    """From all connections of one pod together; another pod's order is served meanwhile."""
+    keys = ring()
+    pair = kit.Pair(auto=False, ring=lambda: keys)
+    endpoint = pair.serve({"quotas": replace(SOME, frames_per_second=100.0), "ring": lambda: keys})
+    mad = [enter(endpoint, keys) for _ in range(2)]
+
+    def order_and_cancel(sock: socket.socket, first: int) -> None:
+        with contextlib.suppress(OSError):
+            for transfer in range(first, first + 100_000):
+                order = pair.order(tokens=4, name="mad")
+                sock.sendall(protocol.encode_prefill(transfer, order) + protocol.encode_cancel(transfer))
+
+    began = time.monotonic()
+    threads = []
+    try:
+        for number, sock in enumerate(mad):
+            sock.sendall(protocol.encode_hello(replace(pair.identity, worker="mad")))
+            threads.append(threading.Thread(target=order_and_cancel, args=(sock, number << 32)))
+            threads[-1].start()
+        time.sleep(2.0)
+        taken, seconds = len(pair.prefill.orders), time.monotonic() - began
+        assert 50 <= taken <= (FIRST_FRAMES + 100 * seconds) / 2 + len(mad)
+        pair.client.start(pair.order(endpoint, name="sound"))
+        kit.eventually(lambda: any(name.startswith("sound/") for name in list(pair.prefill.orders)), 2)
+        pair.prefill.run(next(name for name in list(pair.prefill.orders) if name.startswith("sound/")))
+        kit.eventually(lambda: bool(pair.decode.done), 2)
+    finally:
+        for sock in mad:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        for thread in threads:
+            thread.join(5)
+        for sock in mad:
+            sock.close()
+        pair.close()
+
+
+def test_who_leaves_while_nothing_is_read_from_it_leaves_nothing_behind(kit: SimpleNamespace) -> None:
+    pair = kit.Pair(auto=False)
+    endpoint = pair.serve({"quotas": replace(SOME, frames_per_second=0.1, frames_at_once=4)})
+    try:
+        with greet(enter(endpoint), pair) as sock:
+            sock.sendall(b"".join(protocol.encode_prefill(transfer, pair.order(tokens=4)) for transfer in range(9)))
+            kit.eventually(lambda: len(pair.prefill.orders) == 3)
+            time.sleep(0.1)
+            assert len(pair.prefill.orders) == 3
+        kit.eventually(lambda: len(pair.prefill.released) == 3, 2)
+        assert pair.server.stats().connections == 0
+    finally:
+        pair.close()
+
+
+def test_a_bucket_fills_and_never_overflows() -> None:
+    bucket = Bucket(rate=10.0, most=20.0, left=5.0, now=100.0)
+    assert bucket.take(5, 100.0) == 0
+    assert bucket.take(1, 100.0) == pytest.approx(0.1)
+    assert bucket.take(1, 100.0) == pytest.approx(0.2)  # another connection of the same owner waits longer
+    assert bucket.take(20, 1000.0) == 0
+    assert bucket.take(10, 1000.0) == pytest.approx(1.0)
 
 
 def test_quotas_are_given_back() -> None:

@@ -6,7 +6,9 @@ Peers have proven the model's key; these are bounds for one that has gone mad, f
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -14,6 +16,8 @@ from tandem_worker.errors import QuotaError
 
 _FEW_TOKENS = 1 << 17
 """As an order so many take some 5 MB: not worth a refusal, however small the block space is."""
+FIRST_FRAMES = 64
+_BYTES_PER_FRAME = 4096
 
 
 class Quota(StrEnum):
@@ -44,6 +48,11 @@ class Quotas:
     attachments: int = 4096
     """To orders of other ranks, from ATTACH to release."""
     attachments_per_session: int = 1024
+    frames_per_second: float = 2000.0
+    """Of one pod (without keys: of one address), all its connections together; a frame counts again for every 4 KiB.
+    An order takes two frames, a thousand tokens of it another. Who sends more is not read from for a while."""
+    frames_at_once: int = 4096
+    """After silence. A pod that has just connected may send `FIRST_FRAMES`, so that coming again gains nothing."""
 
     @classmethod
     def of(cls, num_slots: int) -> Quotas:
@@ -51,13 +60,31 @@ class Quotas:
         return cls(tokens=max(4 * num_slots, 2 * _FEW_TOKENS), tokens_per_session=max(2 * num_slots, _FEW_TOKENS))
 
 
+class Bucket:
+    """Tokens that come at `rate` a second, up to `most`. Who takes more than there are waits for them to come."""
+
+    __slots__ = ("_at", "_left", "_most", "_rate")
+
+    def __init__(self, rate: float, most: float, left: float, now: float) -> None:
+        self._rate, self._most, self._left, self._at = rate, most, left, now
+
+    def take(self, count: float, now: float) -> float:
+        """Seconds to wait until they are there."""
+        self._left = min(self._most, self._left + (now - self._at) * self._rate) - count
+        self._at = now
+        return max(0.0, -self._left / self._rate)
+
+
 class Ledger:
     """What is kept for whom. Any thread."""
 
-    def __init__(self, quotas: Quotas) -> None:
+    def __init__(self, quotas: Quotas, clock: Callable[[], float] = time.monotonic) -> None:
         self.quotas = quotas
+        self._clock = clock
         self._lock = threading.Lock()
         self._owners: Counter[tuple[str, str]] = Counter()
+        self._buckets: dict[tuple[str, str], Bucket] = {}
+        """Of every owner of connections."""
         self._orders = self._tokens = self._attachments = 0
         self._refusals: Counter[Quota] = Counter()
 
@@ -87,11 +114,20 @@ class Ledger:
         if self._owners[owner] >= most:
             raise self._refuse(Quota.SESSIONS, f"{''.join(owner)} has {most} connections already")
         self._owners[owner] += 1
+        if owner not in self._buckets:
+            quotas = self.quotas
+            first = min(FIRST_FRAMES, quotas.frames_at_once)
+            self._buckets[owner] = Bucket(quotas.frames_per_second, quotas.frames_at_once, first, self._clock())
 
     def _drop_owner(self, owner: tuple[str, str]) -> None:
         self._owners[owner] -= 1
         if not self._owners[owner]:
-            del self._owners[owner]
+            del self._owners[owner], self._buckets[owner]
+
+    def count_frame(self, account: Account, num_bytes: int) -> float:
+        """Seconds for which its sender is to be left alone."""
+        with self._lock:
+            return self._buckets[account.owner].take(1 + num_bytes / _BYTES_PER_FRAME, self._clock())
 
     def refuse(self, quota: Quota, message: str) -> QuotaError:
         """The error to raise; counted."""
@@ -155,6 +191,10 @@ class Account:
     def identify(self, worker: str) -> None:
         """Raises QuotaError."""
         self.ledger.identify(self, worker)
+
+    def count_frame(self, num_bytes: int) -> float:
+        """Seconds for which the peer is to be left alone."""
+        return self.ledger.count_frame(self, num_bytes)
 
     def take_order(self, num_tokens: int) -> None:
         """Raises QuotaError."""

@@ -161,7 +161,9 @@ class Session:
             self._shake_hands()
             while True:
                 self._channel.service()
-                self._take(*self._read_frame(_FROM_DECODE))
+                header, body = self._read_frame(_FROM_DECODE)
+                self._channel.rest(self._account.count_frame(header.length))
+                self._take(header, body)
         except TransferError as error:
             if isinstance(error, IntegrityError):
                 with self._totals.lock:
