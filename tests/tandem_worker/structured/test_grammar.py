@@ -149,9 +149,33 @@ def test_a_grammar_at_its_limits_ends_with_an_error_on_accept(tokenizer: Any) ->
         from_tokenizer(tokenizer, n_vocab=300), LLMatcher.grammar_from_json_schema({}), log_level=0, limits=limits
     )
     grammar = TokenGrammarFactory(matcher, 10, frozenset({0, tokenizer.eos_token_id})).new()
+    assert not grammar.failed
     assert allowed(grammar) == [1]
+    assert grammar.failed
     with pytest.raises(GrammarError, match="too complex"):
         grammar.accept(1)
+
+
+def test_a_grammar_can_be_given_up(compiler: GrammarCompiler) -> None:
+    grammar = compile_schema(compiler, {"type": "object"}).new()
+    assert len(allowed(grammar)) > 1 or not grammar.failed
+    assert grammar.seconds > 0
+    grammar.give_up("it is the slowest")
+    grammar.give_up("it is too late for another reason")
+    assert grammar.failed
+    assert len(allowed(grammar)) == 1
+    with pytest.raises(GrammarError, match="it is the slowest"):
+        grammar.accept(allowed(grammar)[0])
+
+
+def test_who_thinks_has_no_grammar_to_give_up(compiler: GrammarCompiler, tokenizer: Any) -> None:
+    begin, end, one = tokenizer.convert_tokens_to_ids(["<think>", "</think>", "1"])
+    thinking = AfterReasoningFactory(compile_schema(compiler, {"const": 1}), begin, end, inside=True).new()
+    thinking.give_up("too slow")
+    thinking.accept(end)
+    thinking.accept(one)
+    assert thinking.terminated
+    assert not thinking.failed
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from tandem_worker import kernels
 from tandem_worker.control.params import SamplingParams, TokenLogprob
 from tandem_worker.control.request import Sequence
 from tandem_worker.device import upload, upload_rows
+from tandem_worker.engine.masks import MaskCredit
 from tandem_worker.engine.sampler import LEAST_TEMPERATURE, NO_TOKEN, score_prompt
 from tandem_worker.engine.sampling_state import SamplingState
 
@@ -72,6 +73,7 @@ class DeviceSampler:
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab = vocab_size
         self._device = device
+        self._credit = MaskCredit()
         self._batch: _Batch | None = None
         self.num_rebuilt = 0
         """How often parameters were made anew."""
@@ -145,9 +147,7 @@ class DeviceSampler:
     def _bitmask(self, states: list[SamplingState]) -> torch.Tensor:
         """What grammars allow, `[N, ceil(V / 32)]`; other rows allow everything."""
         mask = torch.full((len(states), -(-self._vocab // 32)), -1, dtype=torch.int32)
-        for row, state in enumerate(states):
-            if state.grammar is not None:
-                state.grammar.fill_mask(mask[row])
+        self._credit.fill([(state, mask[row]) for row, state in enumerate(states) if state.grammar is not None])
         return upload(mask, self._device)
 
     # -- building a batch ----------------------------------------------------------------------------------------
