@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterable
 from functools import partial
 from typing import Any
@@ -19,7 +21,7 @@ from tandem_worker.server.http import ServiceError
 from tandem_worker.server.hub import ClientGoneError
 from tandem_worker.server.preparation import Preparation
 from tandem_worker.server.preparing import MAX_DEFINITION_BYTES, Preparer, PromptRules
-from tandem_worker.server.preparing_job import KINDS, _run, pack_setup, unpack
+from tandem_worker.server.preparing_job import KINDS, SETUP, _run, pack_setup, unpack
 from tandem_worker.server.prompting import Prompter
 from tandem_worker.structured.limits import GrammarLimits
 
@@ -123,6 +125,12 @@ async def test_both_ways_lead_to_the_same(prepared_apart: Preparation, preparer:
     assert prepared_apart.intake.held_bytes == 0
     assert prepared_apart.counts.isolated == 0
     assert prepared_apart.counts.isolated_total == len(requests())
+
+
+def test_the_process_for_large_requests_loads_no_library_that_it_does_not_need() -> None:
+    program = f"import sys, {SETUP.partition(':')[0]}\nprint(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert not {"numpy", "llguidance", "torch", "transformers"} & set(done.stdout.split())
 
 
 def test_every_kind_has_a_function(preparer: Preparer) -> None:

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from tandem_worker.structured.grammar import GrammarError
+from tandem_worker.errors import GrammarError
 
 WEATHER: Any = {
     "type": "function",

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher
 from tandem_worker.control.params import Grammar
+from tandem_worker.errors import GrammarError, GrammarUnavailableError
 from tandem_worker.server.detokenizer import byte_level_alphabet
 from tandem_worker.structured import compiler as compiling
 from tandem_worker.structured.compiler import MAX_CACHED, MAX_PENDING, REQUEST_SECONDS, GrammarCompiler
-from tandem_worker.structured.grammar import GrammarError, GrammarUnavailableError
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 

@@ -14,12 +14,13 @@ import torch
 from llguidance import LLMatcher, LLParserLimits
 from llguidance.hf import from_tokenizer
 from tandem_worker.control.params import Grammar
+from tandem_worker.errors import GrammarError
 from tandem_worker.server.detokenizer import TokenTable, byte_level_alphabet
 from tandem_worker.server.tools import harmony
 from tandem_worker.server.tools.formats import FORMATS, build_grammar
 from tandem_worker.server.toolspec import Tool, ToolOptions
 from tandem_worker.structured.compiler import MAX_CACHED, GrammarCompiler
-from tandem_worker.structured.grammar import AfterReasoningFactory, GrammarError, TokenGrammarFactory
+from tandem_worker.structured.grammar import AfterReasoningFactory, TokenGrammarFactory
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 

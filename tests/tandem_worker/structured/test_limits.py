@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 import pytest
-from tandem_worker.structured.grammar import GrammarError
+from tandem_worker.errors import GrammarError
 from tandem_worker.structured.limits import GrammarLimits
 
 LIMITS = GrammarLimits()

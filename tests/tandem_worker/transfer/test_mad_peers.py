@@ -23,8 +23,8 @@ from tandem_worker.transfer.quotas import FIRST_FRAMES, Bucket, Ledger, Quotas
 from tests.tandem_worker.transfer.scripted import ScriptedPeer, enter, read_exact, read_frame, read_order, stranger
 
 SOME = Quotas(
-    sessions=12, sessions_per_host=6, sessions_per_worker=4, orders=6, orders_per_session=4, tokens=200, tokens_per_session=150,
-    attachments=6, attachments_per_session=4,
+    sessions=12, sessions_per_host=6, sessions_per_worker=4, orders=6, orders_per_session=4, tokens=200,
+    tokens_per_session=150, attachments=6, attachments_per_session=4,
 )  # fmt: skip
 
 

@@ -2,9 +2,9 @@
 
 Strangers cost little: a descriptor and some hundred bytes each, `max_waiting` of them at most, `seconds` long. No
 thread is started and nothing is said for them but a nonce. When all places are taken, the address that holds the most
-gives one up: one stranger pushes out itself, and who has proven the key is not among those who wait. The thread goes on where the system refuses it something:
-without descriptors it gives up a spare one to turn peers away at once, which are then free to go elsewhere, instead
-of leaving them in the backlog until they time out.
+gives one up: one stranger pushes out itself, and who has proven the key is not among those who wait. The thread goes on
+where the system refuses it something: without descriptors it gives up a spare one to turn peers away at once, which are
+then free to go elsewhere, instead of leaving them in the backlog until they time out.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from tandem_worker.errors import ContextLengthError, RequestError
+from tandem_worker.errors import ContextLengthError, GrammarError, RequestError
 from tandem_worker.server.chat_request import ChatRequest, parse_chat
 from tandem_worker.server.completion_request import CompletionRequest, Prompt, check_token_ids, parse_completion
 from tandem_worker.server.embedding_request import EmbeddingRequest, parse_embedding
@@ -23,7 +23,6 @@ from tandem_worker.server.fields import Fields, refuse, wrong_type
 from tandem_worker.server.fitting import LengthBound
 from tandem_worker.server.prompting import Prompter
 from tandem_worker.server.tools.harmony import START
-from tandem_worker.structured.grammar import GrammarError
 from tandem_worker.structured.limits import GrammarLimits
 
 MAX_DEFINITION_BYTES = 512 * 1024

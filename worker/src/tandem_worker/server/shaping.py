@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem_worker.control.params import GrammarFactory
-from tandem_worker.errors import RequestError
+from tandem_worker.errors import GrammarError, GrammarUnavailableError, RequestError
 from tandem_worker.server import reasoning
 from tandem_worker.server.chat_request import ChatRequest, ResponseFormat
 from tandem_worker.server.http import ServiceError
@@ -18,12 +18,7 @@ from tandem_worker.server.output import TextParser
 from tandem_worker.server.tools.formats import ToolFormat, build_grammar
 from tandem_worker.server.toolspec import Tool, ToolOptions
 from tandem_worker.structured.compiler import REQUEST_SECONDS, GrammarCompiler
-from tandem_worker.structured.grammar import (
-    AfterReasoningFactory,
-    GrammarError,
-    GrammarUnavailableError,
-    TokenGrammarFactory,
-)
+from tandem_worker.structured.grammar import AfterReasoningFactory, TokenGrammarFactory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

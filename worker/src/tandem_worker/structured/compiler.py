@@ -22,10 +22,11 @@ from typing import Any
 import orjson
 from llguidance import LLMatcher, LLTokenizer, regex_to_lark
 
+from tandem_worker.errors import GrammarError, GrammarUnavailableError
 from tandem_worker.isolation.confined import Confined
 from tandem_worker.isolation.contract import FunctionError, IsolationError, LimitError, Limits
 from tandem_worker.structured.counts import CompileCounts
-from tandem_worker.structured.grammar import GrammarError, GrammarUnavailableError, TokenGrammarFactory
+from tandem_worker.structured.grammar import TokenGrammarFactory
 from tandem_worker.structured.limits import GrammarLimits
 from tandem_worker.structured.proving import parser_limits
 

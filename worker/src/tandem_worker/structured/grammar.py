@@ -15,16 +15,8 @@ import numpy as np
 from llguidance import LLMatcher
 
 from tandem_worker.control.params import Grammar, GrammarFactory
-from tandem_worker.errors import WorkerError
+from tandem_worker.errors import GrammarError
 from tandem_worker.structured.budget import MaskBudget
-
-
-class GrammarError(WorkerError):
-    """A schema or grammar cannot be compiled, or its resource limits were reached; the message says why."""
-
-
-class GrammarUnavailableError(WorkerError):
-    """Nothing can be said about a grammar now, whatever it is; the message says why."""
 
 
 class TokenGrammar:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tandem_worker.errors import GrammarError
 from tandem_worker.server.output import TextParser
 from tandem_worker.server.tools import delimited, harmony, hermes, pythonic, xml_call
 from tandem_worker.server.tools.delimited import DEEPSEEK, KIMI, DelimitedParser, Marks
@@ -18,7 +19,6 @@ from tandem_worker.server.tools.pythonic import PythonicParser
 from tandem_worker.server.tools.xml_call import XmlParser
 from tandem_worker.server.toolspec import Tool, ToolOptions
 from tandem_worker.structured.compiler import HEADER, embed_json_schema
-from tandem_worker.structured.grammar import GrammarError
 
 MAX_CALLS = 32
 """Calls of one constrained answer: a grammar without an end would let a weak model call for ever."""

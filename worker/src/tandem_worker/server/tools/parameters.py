@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tandem_worker.errors import GrammarError
 from tandem_worker.structured.compiler import embed_json_schema
-from tandem_worker.structured.grammar import GrammarError
 
 _ROOT_KEYS = frozenset(
     {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "title", "description", "strict"}
