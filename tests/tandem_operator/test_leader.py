@@ -95,7 +95,7 @@ async def test_a_free_lease_is_taken_and_a_held_one_is_not(server: LeaseServer, 
         renewed, looked = server.num_writes, server.num_reads
         clock.now += FAST.give_up_seconds / 2
         async with asyncio.timeout(30):
-            while server.num_writes < renewed + 2 or server.num_reads < looked + 2:  # those under way, and one more
+            while server.num_writes < renewed + 2 or server.num_reads < looked + 2:  # noqa: ASYNC110 - those under way, and one more
                 await asyncio.sleep(0.01)
         assert not held.done()
         assert not waiting.done()

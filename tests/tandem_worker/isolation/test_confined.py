@@ -14,6 +14,7 @@ from pathlib import Path
 
 import orjson
 import pytest
+from tandem_worker.isolation import keeper
 from tandem_worker.isolation.confined import Confined
 from tandem_worker.isolation.contract import (
     FunctionError,
@@ -206,6 +207,32 @@ def test_a_process_that_hangs_is_replaced(start: Start) -> None:
 def test_a_process_that_cannot_be_prepared_is_an_error_with_its_cause(start: Start, setup: str, words: str) -> None:
     with pytest.raises(UnavailableError, match=words):
         start(setup).call_here("echo", b"", seconds=30)
+
+
+@pytest.mark.parametrize("setup", ["hostile:setup_that_fails", "hostile:setup_that_ends"])
+def test_a_setup_that_fails_again_and_again_is_given_up(
+    start: Start, setup: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(keeper, "_FIRST_PAUSE_SECONDS", 0.01)
+    confined = start(setup)
+    wait_for(lambda: not confined._keeper._thread.is_alive())
+    tried = [
+        record for record in caplog.records if "cannot be started" in record.message and record.levelname == "ERROR"
+    ]
+    assert len(tried) == keeper.MOST_SETUPS
+    with pytest.raises(UnavailableError, match="given up after 5 tries"):
+        confined.call_here("echo", b"", seconds=30)
+    assert confined.process_id is None
+
+
+def test_a_process_that_others_kill_while_it_starts_is_never_given_up(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "_FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(keeper, "MOST_SETUPS", 1)
+    confined = start("hostile:setup_that_is_killed_until", payload=b"%f" % (time.time() + 1.0))
+    wait_for(lambda: confined.process_id is not None)
+    assert confined.call_here("echo", b"", seconds=30) == b""
 
 
 def test_a_process_that_cannot_be_started_is_tried_again(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,6 +100,8 @@ class _Call:
         self._lock = threading.Lock()
         self._sock: socket.socket | None = None
         self.given_up = False
+        self.left = False
+        """It is not counted as pending any more."""
 
     def begin(self, sock: socket.socket) -> None:
         with self._lock:
@@ -178,27 +180,27 @@ class Confined:
 
     async def call(self, function: str, request: bytes, *, seconds: float) -> bytes:
         """The answer within `seconds`, waiting included. Its job ends when this is cancelled. Raises IsolationError."""
-        began = self._enter()
-        call = _Call()
+        began, call = self._enter(), _Call()
         try:
             future = self._threads.submit(self._call, function, request, began + seconds, call)
         except RuntimeError as error:  # closed in the meantime
-            self._leave(began)
+            self._leave(began, call)
             raise UnavailableError(f"the process for {self.name} has been closed") from error
-        future.add_done_callback(lambda _: self._leave(began))
+        future.add_done_callback(lambda _: self._leave(began, call))
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
             call.give_up()
+            self._leave(began, call)  # it makes room now, and not when its thread has noticed
             raise
 
     def call_here(self, function: str, request: bytes, *, seconds: float) -> bytes:
         """As `call`, on the calling thread."""
-        began = self._enter()
+        began, call = self._enter(), _Call()
         try:
-            return self._call(function, request, began + seconds, _Call())
+            return self._call(function, request, began + seconds, call)
         finally:
-            self._leave(began)
+            self._leave(began, call)
 
     def _enter(self) -> float:
         if self._keeper.closed:
@@ -210,8 +212,11 @@ class Confined:
             self.counts.calls += 1
         return time.monotonic()
 
-    def _leave(self, began: float) -> None:
+    def _leave(self, began: float, call: _Call) -> None:
         with self._lock:
+            if call.left:
+                return
+            call.left = True
             self._num_pending -= 1
             self.counts.seconds += time.monotonic() - began
 

@@ -197,7 +197,7 @@ def _confine(descriptor: int, limits: Limits) -> None:
 
 def _describe(error: BaseException) -> bytes:
     text = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else traceback.format_exc(limit=0)
-    return text.encode(errors="replace")[:4096]
+    return text.strip().encode(errors="replace")[:4096]
 
 
 if __name__ == "__main__":
