@@ -27,7 +27,7 @@ from tandem_worker.peers.handshake import ACCEPTANCE_BYTES, CHALLENGE_BYTES, Ini
 from tandem_worker.transfer import protocol
 from tandem_worker.transfer.protocol import BlockRange, Kind
 
-PAUSE_SECONDS = 0.01
+PAUSE_SECONDS = 0.03
 MOST_OPEN = 400
 GARBAGE = [
     b"", b"GET /", b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 8000000\r\n\r\n{", bytes(1 << 16),
@@ -85,7 +85,7 @@ def ask(sock: socket.socket, token: str, turn: int, rng: random.Random) -> None:
     """Requests that are not complete, not sound, or whose answers nobody reads."""
     body = [
         b"[" * 30_000, b'{"model": "tiny", "prompt": "x", "max_tokens": 4000, "ignore_eos": true, "stream": true}',
-        b'{"model": "tiny", "prompt": "x", "n": 16, "max_tokens": 64, "logprobs": 20}', bytes(30_000),
+        b'{"model": "tiny", "prompt": "x", "n": 4, "max_tokens": 8, "logprobs": 20}', bytes(30_000),
         b'{"model": "tiny", "prompt": "' + b"x" * 200_000 + b'"}',
     ][turn % 5]  # fmt: skip
     length = len(body) + (100_000 if rng.random() < 0.3 else 0)
@@ -95,7 +95,7 @@ def ask(sock: socket.socket, token: str, turn: int, rng: random.Random) -> None:
         + body
     )
     if turn % 5 == 1:  # it runs for as long as its client stays
-        time.sleep(0.5)
+        time.sleep(0.2)
         sock.close()
 
 

@@ -24,7 +24,7 @@ from tests.tandem_worker.transfer.scripted import ScriptedPeer, enter, read_exac
 
 SOME = Quotas(
     sessions=12, sessions_per_host=6, sessions_per_worker=4, orders=6, orders_per_session=4, tokens=200,
-    tokens_per_session=150, attachments=6, attachments_per_session=4,
+    tokens_per_session=150, fair_tokens=60, attachments=6, attachments_per_session=4,
 )  # fmt: skip
 
 
@@ -258,6 +258,33 @@ def test_ordered_tokens_are_bounded(guarded: Any) -> None:
             pass
         assert frame[0].kind is Kind.FAILED
         assert "180 tokens" in protocol.decode_text(frame[1])
+
+
+def test_who_has_ordered_much_comes_later_with_more(kit: SimpleNamespace) -> None:
+    """From all its connections together. What a pod with little under way orders is not behind all of that."""
+    pair, keys = kit.Pair(auto=False), ring()
+    endpoint = pair.serve({"quotas": replace(SOME, tokens=10_000), "ring": lambda: keys})
+    socks = {name: enter(endpoint, keys) for name in ("one", "same", "other")}
+    try:
+        for name, sock in socks.items():
+            greeting = replace(pair.identity, worker="greedy" if name in {"one", "same"} else "modest")
+            sock.sendall(protocol.encode_hello(greeting))
+            assert read_frame(sock)[0].kind is Kind.HELLO
+        seen: list[float] = []
+        for transfer, name in enumerate(["one", "one", "same", "other", "other", "same"]):
+            socks[name].sendall(protocol.encode_prefill(transfer, pair.order(tokens=30)))
+            kit.eventually(lambda count=transfer + 1: len(pair.prefill.orders) == count)
+            seen.append(list(pair.prefill.orders.values())[-1][0].priority - pair.order().priority)
+        assert seen == [0, 0.5, 1, 0, 0.5, 1.5]
+        socks["one"].close()
+        kit.eventually(lambda: len(pair.prefill.released) == 2)
+        socks["same"].sendall(protocol.encode_cancel(5) + protocol.encode_prefill(9, pair.order(tokens=30)))
+        kit.eventually(lambda: len(pair.prefill.orders) == 7)
+        assert list(pair.prefill.orders.values())[-1][0].priority == pair.order().priority + 0.5
+    finally:
+        for sock in socks.values():
+            sock.close()
+        pair.close()
 
 
 def test_attachments_are_bounded_and_do_not_wait_for_ever(guarded: Any, kit: SimpleNamespace) -> None:

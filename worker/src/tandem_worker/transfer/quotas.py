@@ -45,6 +45,8 @@ class Quotas:
     tokens: int
     """Of prompts that are ordered and not released: a longer queue than this is not worth waiting in."""
     tokens_per_session: int
+    fair_tokens: int
+    """Ordered and not released, they make a pod's next order wait one level of priority longer: see `demotion`."""
     attachments: int = 4096
     """To orders of other ranks, from ATTACH to release."""
     attachments_per_session: int = 1024
@@ -57,7 +59,11 @@ class Quotas:
     @classmethod
     def of(cls, num_slots: int) -> Quotas:
         """For a block space of so many tokens."""
-        return cls(tokens=max(4 * num_slots, 2 * _FEW_TOKENS), tokens_per_session=max(2 * num_slots, _FEW_TOKENS))
+        return cls(
+            tokens=max(4 * num_slots, 2 * _FEW_TOKENS),
+            tokens_per_session=max(2 * num_slots, _FEW_TOKENS),
+            fair_tokens=num_slots,
+        )
 
 
 class Bucket:
@@ -83,6 +89,7 @@ class Ledger:
         self._clock = clock
         self._lock = threading.Lock()
         self._owners: Counter[tuple[str, str]] = Counter()
+        self._tokens_of: Counter[tuple[str, str]] = Counter()
         self._buckets: dict[tuple[str, str], Bucket] = {}
         """Of every owner of connections."""
         self._orders = self._tokens = self._attachments = 0
@@ -123,6 +130,16 @@ class Ledger:
         self._owners[owner] -= 1
         if not self._owners[owner]:
             del self._owners[owner], self._buckets[owner]
+            self._tokens_of.pop(owner, None)
+
+    def demotion(self, account: Account) -> float:
+        """What to add to the priority of a pod's next order, because of those that it has given already.
+
+        About what it would wait behind them alone. So pods with little under way do not wait behind all that one has
+        ordered, and the order among those of one pod stays.
+        """
+        with self._lock:
+            return self._tokens_of[account.owner] / self.quotas.fair_tokens
 
     def count_frame(self, account: Account, num_bytes: int) -> float:
         """Seconds for which its sender is to be left alone."""
@@ -175,6 +192,7 @@ class Ledger:
     def _note(self, account: Account, orders: int, tokens: int, attachments: int) -> None:
         account.orders += orders
         account.tokens += tokens
+        self._tokens_of[account.owner] += tokens
         account.attachments += attachments
         self._orders += orders
         self._tokens += tokens
@@ -195,6 +213,11 @@ class Account:
     def count_frame(self, num_bytes: int) -> float:
         """Seconds for which the peer is to be left alone."""
         return self.ledger.count_frame(self, num_bytes)
+
+    @property
+    def demotion(self) -> float:
+        """Of the next order."""
+        return self.ledger.demotion(self)
 
     def take_order(self, num_tokens: int) -> None:
         """Raises QuotaError."""

@@ -232,6 +232,7 @@ class Session:
         if order.num_cached_tokens % self._space.layout.block_size:
             raise TransferError("the peer's order begins inside a block")
         refusal = "draining" if self._draining() else None
+        later = self._account.demotion
         if self._engine is None:
             refusal = "this rank takes no orders: the first rank of its group does"
         elif refusal is None:
@@ -247,7 +248,8 @@ class Session:
         self._transfers[engine_id] = transfer
         self._num_strays = 0
         try:
-            self._engine.submit_prefill(replace(order, request_id=engine_id), self)
+            priority = order.priority + later
+            self._engine.submit_prefill(replace(order, request_id=engine_id, priority=priority), self)
         except WorkerError as error:
             self._forget(outgoing)
             self._refuse(transfer, str(error))
