@@ -122,7 +122,7 @@ def learn_identity(decode: Any, ring: KeyRing) -> Identity:
 def attack_and_watch(watched: dict[str, Any], warm: list[Any], targets: list[dict[str, Any]], serve: Any) -> None:
     """`serve()` asks for something sound and checks the answer; it is asked all the time."""
     # What a worker needs when it works at all is not counted: every block, and the process for large requests.
-    for worker in dict.fromkeys(warm):
+    for worker in warm:
         for number in range(6):
             worker.complete([1 + (number + 13 * place) % 250 for place in range(8000)], max_tokens=1)
     for _ in range(20):
