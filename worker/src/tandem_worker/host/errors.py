@@ -9,6 +9,8 @@ WorkerError
 │   ├── IntegrityError     what arrived is not what was sent or ordered
 │   └── QuotaError         a peer wants more than a peer may
 ├── AuthenticationError    a peer does not have a key of this model, or does not believe ours
+├── GrammarError           a schema or grammar cannot be compiled or followed
+├── GrammarUnavailableError nothing can be said about a grammar now
 ├── ThreadStartError       the system has no thread for what must run beside the rest
 └── EngineStoppedError     the engine no longer takes requests (draining or dead)
 """
@@ -71,6 +73,14 @@ class AuthenticationError(WorkerError):
     def __init__(self, message: str, reason: str = "") -> None:
         super().__init__(message)
         self.reason = reason
+
+
+class GrammarError(WorkerError):
+    """A schema or grammar cannot be compiled, or its resource limits were reached; the message says why."""
+
+
+class GrammarUnavailableError(WorkerError):
+    """Nothing can be said about a grammar now, whatever it is; the message says why."""
 
 
 class ThreadStartError(WorkerError):

@@ -15,13 +15,12 @@ from typing import Any
 
 import orjson
 
-from tandem_worker.host.errors import ContextLengthError, RequestError
+from tandem_worker.host.errors import ContextLengthError, GrammarError, RequestError
 from tandem_worker.server.openai.chat_request import ChatRequest, parse_chat
 from tandem_worker.server.openai.completion_request import CompletionRequest, Prompt, check_token_ids, parse_completion
 from tandem_worker.server.openai.embedding_request import EmbeddingRequest, parse_embedding
 from tandem_worker.server.openai.fields import Fields, refuse, wrong_type
 from tandem_worker.server.preparation.fitting import LengthBound
-from tandem_worker.server.structured.grammar import GrammarError
 from tandem_worker.server.structured.limits import GrammarLimits
 from tandem_worker.server.text.prompting import Prompter
 from tandem_worker.server.tools.harmony import START

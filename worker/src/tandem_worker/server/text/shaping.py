@@ -9,18 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem_worker.engine.schedule.params import GrammarFactory
-from tandem_worker.host.errors import RequestError
+from tandem_worker.host.errors import GrammarError, GrammarUnavailableError, RequestError
 from tandem_worker.server.http import ServiceError
 from tandem_worker.server.openai.chat_request import ChatRequest, ResponseFormat
 from tandem_worker.server.openai.toolspec import Tool, ToolOptions
 from tandem_worker.server.served_model import ServedModel
 from tandem_worker.server.structured.compiler import REQUEST_SECONDS, GrammarCompiler
-from tandem_worker.server.structured.grammar import (
-    AfterReasoningFactory,
-    GrammarError,
-    GrammarUnavailableError,
-    TokenGrammarFactory,
-)
+from tandem_worker.server.structured.grammar import AfterReasoningFactory, TokenGrammarFactory
 from tandem_worker.server.text import reasoning
 from tandem_worker.server.text.output import TextParser
 from tandem_worker.server.tools.formats import ToolFormat, build_grammar

@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tandem_worker.host.errors import GrammarError
 from tandem_worker.server.structured.compiler import embed_json_schema
-from tandem_worker.server.structured.grammar import GrammarError
 
 _ROOT_KEYS = frozenset(
     {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "title", "description", "strict"}
