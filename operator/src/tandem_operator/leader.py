@@ -11,6 +11,7 @@ import asyncio
 import datetime
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import aiohttp
@@ -34,9 +35,12 @@ class Sighting:
 class LeaderElection:
     """Takes, renews and releases one Lease."""
 
-    def __init__(self, client: KubeClient, settings: LeaseSettings) -> None:
+    def __init__(
+        self, client: KubeClient, settings: LeaseSettings, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._client = client
         self._settings = settings
+        self._clock = clock
         self._collection = LEASE.path(settings.namespace)
         self._path = LEASE.path(settings.namespace, settings.name)
         self._seen: Sighting | None = None
@@ -55,10 +59,10 @@ class LeaderElection:
 
     async def hold(self) -> None:
         """Renew for as long as this replica leads; returns when leadership is lost."""
-        renewed = time.monotonic()
-        while time.monotonic() - renewed < self._settings.give_up_seconds:
+        renewed = self._clock()
+        while self._clock() - renewed < self._settings.give_up_seconds:
             await asyncio.sleep(self._settings.renew_seconds)
-            started = time.monotonic()
+            started = self._clock()
             try:
                 async with asyncio.timeout(self._settings.give_up_seconds - (started - renewed)):
                     if not await self._renew():
@@ -113,7 +117,7 @@ class LeaderElection:
         version = str(lease["metadata"]["resourceVersion"])
         if not dig(lease, "spec", "holderIdentity"):
             return True
-        now = time.monotonic()
+        now = self._clock()
         if self._seen is None or self._seen.version != version:
             self._seen = Sighting(version, now)
         return now - self._seen.since > (dig(lease, "spec", "leaseDurationSeconds") or self._settings.duration_seconds)

@@ -98,6 +98,16 @@ class Counting:
     def terminated(self) -> bool:
         return len(self.accepted) == 3
 
+    @property
+    def seconds(self) -> float:
+        return 0.0
+
+    @property
+    def failed(self) -> bool:
+        return False
+
+    def give_up(self, reason: str) -> None: ...
+
 
 def test_a_grammar_leads_each_choice_to_its_end(make_rig: MakeRig) -> None:
     rig = make_rig()
@@ -116,6 +126,27 @@ def test_a_grammar_that_fails_ends_its_choice_only(make_rig: MakeRig) -> None:
     assert rig.out.reason("bad") is FinishReason.ERROR
     assert "not in the language" in (rig.out.last("bad").error or "")
     assert rig.out.tokens("good") == greedy_answer((1, 2), 9)
+
+
+class Exhausted(Counting):
+    """Has reached its limits: the token that its mask leaves says nothing."""
+
+    def new(self) -> Exhausted:
+        return Exhausted(refuse=10)
+
+    @property
+    def failed(self) -> bool:
+        return True
+
+
+def test_a_stop_token_does_not_end_the_answer_of_a_grammar_that_failed_as_if_it_were_complete(
+    make_rig: MakeRig,
+) -> None:
+    rig = make_rig()
+    rig.submit("r", (1, 2), 9, grammar=Exhausted(), stop_token_ids=frozenset({10}))
+    rig.wait()
+    assert rig.out.reason("r") is FinishReason.ERROR
+    assert rig.out.tokens("r") == []
 
 
 def test_logits_that_are_no_number_are_an_error_not_a_token(make_rig: MakeRig) -> None:

@@ -48,6 +48,32 @@ def parse(specimen: Specimen, **changes: Any) -> ModelConfig:
     return parse_config({**specimen.small(), **changes}, specimen.keys, architecture=specimen.architecture)
 
 
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize("value", ["float8_e4m3fn", "fp16", "torch.bfloat16", "auto", 16, ["bfloat16"]])
+def test_an_element_type_that_is_not_known_is_refused_by_name(key: str, value: Any) -> None:
+    changes = {"dtype": None, "torch_dtype": None, key: value}
+    with pytest.raises(StartupError, match="bfloat16, float16, float32") as refused:
+        parse(SPECIMENS["llama3"], **changes)
+    assert repr(value) in str(refused.value)
+    assert refused.value.reason == "UnsupportedConfig"
+
+
+@pytest.mark.parametrize(("said", "meant"), [
+    ({"dtype": "bfloat16"}, torch.bfloat16), ({"dtype": None, "torch_dtype": "float16"}, torch.float16),
+    ({"dtype": None}, torch.float32), ({"dtype": "float64"}, torch.float32),
+])  # fmt: skip
+def test_the_element_type_is_the_configurations(said: dict[str, Any], meant: torch.dtype) -> None:
+    assert parse(SPECIMENS["llama3"], **said).dtype == meant
+
+
+def test_a_language_model_has_the_element_type_of_what_is_around_it() -> None:
+    name = "Llama4ForConditionalGeneration"
+    text = {key: value for key, value in SPECIMENS["llama4"].small().items() if key not in {"dtype", "torch_dtype"}}
+    for inner, outer, meant in ((None, "bfloat16", torch.bfloat16), ("float16", "bfloat16", torch.float16)):
+        raw = {"model_type": "llama4", "torch_dtype": outer, "text_config": text | ({"dtype": inner} if inner else {})}
+        assert parse_config(raw, find_family(name).keys, architecture=name).dtype == meant
+
+
 def classes() -> list[Any]:
     found = [pytest.param(one.keys, one.config_class, id=one.family) for one in SPECIMENS.values()]
     for architecture, config_class in WRAPPERS.items():

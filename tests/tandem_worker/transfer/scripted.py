@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from tandem_api.keys import OPEN_RING
+from tandem_api.keys import OPEN_RING, KeyRing
 from tandem_worker.host.peers.dial import dial
 from tandem_worker.host.peers.handshake import GREETING_BYTES, PROOF_BYTES, Acceptor, Purpose
 from tandem_worker.transfer import protocol
@@ -120,8 +120,8 @@ def stranger(pair: Any) -> socket.socket:
     return enter(pair.serve())
 
 
-def enter(endpoint: str) -> socket.socket:
+def enter(endpoint: str, ring: KeyRing = OPEN_RING) -> socket.socket:
     host, _, port = endpoint.partition(":")
-    sock = dial(host, int(port), OPEN_RING, Purpose.KV, seconds=5)
+    sock = dial(host, int(port), ring, Purpose.KV, seconds=5)
     sock.settimeout(5)
     return sock

@@ -6,8 +6,10 @@ import contextlib
 import os
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,14 +17,14 @@ import pytest
 from tandem_api.keys import KeyRing
 from tandem_worker.transfer import protocol
 from tandem_worker.transfer.errors import QuotaError
-from tandem_worker.transfer.prefill.quotas import Ledger, Quotas
+from tandem_worker.transfer.prefill.quotas import FIRST_FRAMES, Bucket, Ledger, Quotas
 from tandem_worker.transfer.protocol import BlockRange, FrameKind
 
 from tests.tandem_worker.transfer.scripted import ScriptedPeer, enter, read_exact, read_frame, read_order, stranger
 
 SOME = Quotas(
-    sessions=8, sessions_per_host=6, orders=6, orders_per_session=4, tokens=200, tokens_per_session=150,
-    attachments=6, attachments_per_session=4,
+    sessions=12, sessions_per_host=6, sessions_per_worker=4, orders=6, orders_per_session=4, tokens=200,
+    tokens_per_session=150, fair_tokens=60, attachments=6, attachments_per_session=4,
 )  # fmt: skip
 
 
@@ -193,6 +195,42 @@ def test_connections_per_host_are_bounded(guarded: Any, kit: SimpleNamespace) ->
             sock.close()
 
 
+def test_ranks_behind_one_address_are_counted_by_the_pod_that_they_prove_to_be(kit: SimpleNamespace) -> None:
+    """A node that rewrites its pods' addresses makes of many pods one address, but not one peer."""
+    pair, keys = kit.Pair(auto=True), ring()
+    endpoint = pair.serve({"quotas": SOME, "ring": lambda: keys})
+    socks: list[socket.socket] = []
+    try:
+        for number in range(8):  # more than an address may have of those that have not said who they are
+            sock = enter(endpoint, keys)
+            socks.append(sock)
+            sock.sendall(protocol.encode_hello(replace(pair.identity, worker=f"decode-{number // 4}")))
+            assert read_frame(sock)[0].kind is FrameKind.HELLO
+        with enter(endpoint, keys) as sock:
+            sock.sendall(protocol.encode_hello(replace(pair.identity, worker="decode-0")))
+            header, body = read_frame(sock)
+            assert header.kind is FrameKind.REFUSED
+            assert protocol.decode_text(body) == "worker decode-0 has 4 connections already"
+            assert is_dropped(sock)
+        socks.pop(0).close()
+        kit.eventually(lambda: pair.server.stats().connections == 7)
+        with enter(endpoint, keys) as sock:
+            sock.sendall(protocol.encode_hello(replace(pair.identity, worker="decode-0")))
+            assert read_frame(sock)[0].kind is FrameKind.HELLO
+    finally:
+        for sock in socks:
+            sock.close()
+        pair.close()
+
+
+def test_names_that_nobody_proves_do_not_count() -> None:
+    ledger = Ledger(SOME)
+    for number in range(SOME.sessions_per_host):
+        ledger.open("h").identify(f"decode-{number}")
+    with pytest.raises(QuotaError, match="h has 6 connections"):
+        ledger.open("h")
+
+
 def test_orders_are_bounded_for_one_and_for_all(guarded: Any, kit: SimpleNamespace) -> None:
     pair = guarded()
     with enter(pair.endpoint) as one, enter(pair.endpoint) as other:
@@ -222,6 +260,33 @@ def test_ordered_tokens_are_bounded(guarded: Any) -> None:
             pass
         assert frame[0].kind is FrameKind.FAILED
         assert "180 tokens" in protocol.decode_text(frame[1])
+
+
+def test_who_has_ordered_much_comes_later_with_more(kit: SimpleNamespace) -> None:
+    """From all its connections together. What a pod with little under way orders is not behind all of that."""
+    pair, keys = kit.Pair(auto=False), ring()
+    endpoint = pair.serve({"quotas": replace(SOME, tokens=10_000), "ring": lambda: keys})
+    socks = {name: enter(endpoint, keys) for name in ("one", "same", "other")}
+    try:
+        for name, sock in socks.items():
+            greeting = replace(pair.identity, worker="greedy" if name in {"one", "same"} else "modest")
+            sock.sendall(protocol.encode_hello(greeting))
+            assert read_frame(sock)[0].kind is FrameKind.HELLO
+        seen: list[float] = []
+        for transfer, name in enumerate(["one", "one", "same", "other", "other", "same"]):
+            socks[name].sendall(protocol.encode_prefill(transfer, pair.order(tokens=30)))
+            kit.eventually(lambda count=transfer + 1: len(pair.prefill.orders) == count)
+            seen.append(list(pair.prefill.orders.values())[-1][0].priority - pair.order().priority)
+        assert seen == [0, 0.5, 1, 0, 0.5, 1.5]
+        socks["one"].close()
+        kit.eventually(lambda: len(pair.prefill.released) == 2)
+        socks["same"].sendall(protocol.encode_cancel(5) + protocol.encode_prefill(9, pair.order(tokens=30)))
+        kit.eventually(lambda: len(pair.prefill.orders) == 7)
+        assert list(pair.prefill.orders.values())[-1][0].priority == pair.order().priority + 0.5
+    finally:
+        for sock in socks.values():
+            sock.close()
+        pair.close()
 
 
 def test_attachments_are_bounded_and_do_not_wait_for_ever(guarded: Any, kit: SimpleNamespace) -> None:
@@ -268,6 +333,68 @@ def test_a_flood_about_orders_that_are_not_there_ends(pair: Any) -> None:
             for _ in range(50):
                 sock.sendall(b"".join(protocol.encode_release(n) for n in range(100)))
         assert is_dropped(sock)
+
+
+def test_orders_and_cancels_without_pause_are_read_at_a_bounded_rate(kit: SimpleNamespace) -> None:
+    """From all connections of one pod together; another pod's order is served meanwhile."""
+    keys = ring()
+    pair = kit.Pair(auto=False, ring=lambda: keys)
+    endpoint = pair.serve({"quotas": replace(SOME, frames_per_second=100.0), "ring": lambda: keys})
+    mad = [enter(endpoint, keys) for _ in range(2)]
+
+    def order_and_cancel(sock: socket.socket, first: int) -> None:
+        with contextlib.suppress(OSError):
+            for transfer in range(first, first + 100_000):
+                order = pair.order(tokens=4, name="mad")
+                sock.sendall(protocol.encode_prefill(transfer, order) + protocol.encode_cancel(transfer))
+
+    began = time.monotonic()
+    threads = []
+    try:
+        for number, sock in enumerate(mad):
+            sock.sendall(protocol.encode_hello(replace(pair.identity, worker="mad")))
+            threads.append(threading.Thread(target=order_and_cancel, args=(sock, number << 32)))
+            threads[-1].start()
+        time.sleep(2.0)
+        taken, seconds = len(pair.prefill.orders), time.monotonic() - began
+        assert 50 <= taken <= (FIRST_FRAMES + 100 * seconds) / 2 + len(mad)
+        pair.client.start(pair.order(endpoint, name="sound"))
+        kit.eventually(lambda: any(name.startswith("sound/") for name in list(pair.prefill.orders)), 2)
+        pair.prefill.run(next(name for name in list(pair.prefill.orders) if name.startswith("sound/")))
+        kit.eventually(lambda: bool(pair.decode.done), 2)
+    finally:
+        for sock in mad:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        for thread in threads:
+            thread.join(5)
+        for sock in mad:
+            sock.close()
+        pair.close()
+
+
+def test_who_leaves_while_nothing_is_read_from_it_leaves_nothing_behind(kit: SimpleNamespace) -> None:
+    pair = kit.Pair(auto=False)
+    endpoint = pair.serve({"quotas": replace(SOME, frames_per_second=0.1, frames_at_once=4)})
+    try:
+        with greet(enter(endpoint), pair) as sock:
+            sock.sendall(b"".join(protocol.encode_prefill(transfer, pair.order(tokens=4)) for transfer in range(9)))
+            kit.eventually(lambda: len(pair.prefill.orders) == 3)
+            time.sleep(0.1)
+            assert len(pair.prefill.orders) == 3
+        kit.eventually(lambda: len(pair.prefill.released) == 3, 2)
+        assert pair.server.stats().connections == 0
+    finally:
+        pair.close()
+
+
+def test_a_bucket_fills_and_never_overflows() -> None:
+    bucket = Bucket(rate=10.0, most=20.0, left=5.0, now=100.0)
+    assert bucket.take(5, 100.0) == 0
+    assert bucket.take(1, 100.0) == pytest.approx(0.1)
+    assert bucket.take(1, 100.0) == pytest.approx(0.2)  # another connection of the same owner waits longer
+    assert bucket.take(20, 1000.0) == 0
+    assert bucket.take(10, 1000.0) == pytest.approx(1.0)
 
 
 def test_quotas_are_given_back() -> None:

@@ -190,6 +190,16 @@ class Forbidding:
     def terminated(self) -> bool:
         return False
 
+    @property
+    def seconds(self) -> float:
+        return 0.0
+
+    @property
+    def failed(self) -> bool:
+        return False
+
+    def give_up(self, reason: str) -> None: ...
+
     @classmethod
     def row(cls, words: list[int] | None = None) -> Sequence:
         return build_sequence(grammar=cls(words))

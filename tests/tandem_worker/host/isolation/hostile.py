@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -44,6 +45,13 @@ def setup_that_fails(payload: bytes) -> Mapping[str, Callable[[bytes], bytes]]:
 
 def setup_that_ends(payload: bytes) -> Mapping[str, Callable[[bytes], bytes]]:
     os._exit(7)
+
+
+def setup_that_is_killed_until(payload: bytes) -> Mapping[str, Callable[[bytes], bytes]]:
+    """As by a system that is out of memory for a while."""
+    if time.time() < float(payload):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return {"echo": lambda request: request}
 
 
 def setup_with_numpy(payload: bytes) -> Mapping[str, Callable[[bytes], bytes]]:

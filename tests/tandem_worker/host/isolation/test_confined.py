@@ -14,6 +14,7 @@ from pathlib import Path
 
 import orjson
 import pytest
+from tandem_worker.host.isolation import keeper
 from tandem_worker.host.isolation.confined import Confined
 from tandem_worker.host.isolation.contract import (
     FunctionError,
@@ -208,6 +209,32 @@ def test_a_process_that_cannot_be_prepared_is_an_error_with_its_cause(start: Sta
         start(setup).call_here("echo", b"", seconds=30)
 
 
+@pytest.mark.parametrize("setup", ["hostile:setup_that_fails", "hostile:setup_that_ends"])
+def test_a_setup_that_fails_again_and_again_is_given_up(
+    start: Start, setup: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(keeper, "_FIRST_PAUSE_SECONDS", 0.01)
+    confined = start(setup)
+    wait_for(lambda: not confined._keeper._thread.is_alive())
+    tried = [
+        record for record in caplog.records if "cannot be started" in record.message and record.levelname == "ERROR"
+    ]
+    assert len(tried) == keeper.MOST_SETUPS
+    with pytest.raises(UnavailableError, match="given up after 5 tries"):
+        confined.call_here("echo", b"", seconds=30)
+    assert confined.process_id is None
+
+
+def test_a_process_that_others_kill_while_it_starts_is_never_given_up(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "_FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(keeper, "MOST_SETUPS", 1)
+    confined = start("hostile:setup_that_is_killed_until", payload=b"%f" % (time.time() + 1.0))
+    wait_for(lambda: confined.process_id is not None)
+    assert confined.call_here("echo", b"", seconds=30) == b""
+
+
 def test_a_process_that_cannot_be_started_is_tried_again(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     confined = start()
@@ -238,6 +265,23 @@ async def test_waiting_counts_to_the_deadline(start: Start) -> None:
     with pytest.raises(UnavailableError, match="in time"):
         await confined.call("echo", b"", seconds=0.3)
     await first
+
+
+async def test_a_call_that_is_given_up_ends_its_job_and_makes_room(start: Start) -> None:
+    confined = start(parallel=1, queue=1)
+    job = int(await confined.call("who", b"", seconds=30))
+    running = asyncio.create_task(confined.call("sleep", b"", seconds=50))
+    queued = asyncio.create_task(confined.call("sleep", b"", seconds=50))
+    await asyncio.sleep(0.2)
+    for given_up in (queued, running):  # the one that waits never begins
+        given_up.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await given_up
+    began = time.monotonic()
+    assert int(await confined.call("who", b"", seconds=30)) != job
+    assert time.monotonic() - began < 10
+    await asyncio.to_thread(wait_for, lambda: not is_alive(job), 5)
+    assert (confined.num_restarts, confined.counts.unavailable, confined.counts.limited) == (0, 0, 0)
 
 
 def test_it_ends_with_its_parent() -> None:

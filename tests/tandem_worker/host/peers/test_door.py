@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tandem_api.keys import KeyRing
 from tandem_worker.host.errors import AuthenticationError, ThreadStartError
-from tandem_worker.host.peers.door import Door
+from tandem_worker.host.peers.door import Door, _source_of
 from tandem_worker.host.peers.handshake import GREETING_BYTES, Initiator, Purpose, Refusal
 from tandem_worker.host.vitals import Vitals
 
@@ -133,6 +133,51 @@ def test_a_crowd_pushes_out_who_waits_longest_and_peers_get_in(open_door: Open) 
         sock.close()
 
 
+def test_one_address_pushes_out_itself_alone(open_door: Open) -> None:
+    """Sound peers on slow ways stay, however many connections one stranger opens meanwhile."""
+    entrance = open_door(max_waiting=16, seconds=60)
+    ours = Initiator(entrance.ring, Purpose.KV)
+    sound = [entrance.knock("127.0.0.2"), entrance.knock("127.0.0.3")]
+    sound[0].sendall(ours.greeting)
+    challenge = sound[0].recv(32)
+    crowd = [entrance.knock("127.0.0.9") for _ in range(100)]
+    assert all(ended(sock) for sock in crowd[:86])
+    eventually(lambda: entrance.door.refusals[Refusal.TOO_MANY] == 86)
+    late = entrance.knock("127.0.0.2")  # who comes now gets the stranger's place too
+    assert ended(crowd[86])
+    sound[0].sendall(ours.prove(challenge))
+    ours.check(sound[0].recv(32))
+    eventually(lambda: len(entrance.admitted) == 1)
+    for sock in (sound[1], late):
+        other = Initiator(entrance.ring, Purpose.KV)
+        sock.sendall(other.greeting)
+        sock.sendall(other.prove(sock.recv(32)))
+        other.check(sock.recv(32))
+    for sock in (*sound, *crowd, late):
+        sock.close()
+
+
+def test_who_is_inside_is_never_pushed_out(open_door: Open) -> None:
+    entrance = open_door(max_waiting=16, seconds=60)
+    peers = [entrance.dial() for _ in range(20)]
+    eventually(lambda: len(entrance.admitted) == 20)
+    crowd = [entrance.knock() for _ in range(64)]
+    eventually(lambda: entrance.door.refusals[Refusal.TOO_MANY] == 48)
+    for inside, peer in zip(entrance.admitted, peers, strict=True):
+        inside.sendall(b"still here")
+        assert peer.recv(10) == b"still here"
+    for sock in (*peers, *crowd):
+        sock.close()
+
+
+@pytest.mark.parametrize(("host", "source"), [
+    ("10.0.0.1", "10.0.0.1"), ("::ffff:10.0.0.1", "10.0.0.1"), ("2001:db8:1:2:3::4", "2001:db8:1:2::/64"),
+    ("fe80::1%eth0", "fe80::/64"),
+])  # fmt: skip
+def test_whose_share_a_connection_counts_to(host: str, source: str) -> None:
+    assert _source_of(host) == source
+
+
 def test_a_flood_costs_little_and_peers_get_in_meanwhile(open_door: Open) -> None:
     entrance = open_door()
     stop = threading.Event()
@@ -245,7 +290,7 @@ def test_it_may_be_closed_from_its_own_thread_and_twice(open_door: Open) -> None
 EXHAUSTED = """
 import os, resource, secrets, socket, time
 from tandem_api.keys import KeyRing
-from tandem_worker.host.peers.door import Door
+from tandem_worker.host.peers.door import Door, _source_of
 from tandem_worker.host.peers.handshake import Purpose
 from tandem_worker.host.vitals import Vitals
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterable
 from functools import partial
 from typing import Any
@@ -14,9 +17,10 @@ from tandem_worker.engine.errors import ContextLengthError, RequestError
 from tandem_worker.host.isolation.contract import Limits
 from tandem_worker.server import intake
 from tandem_worker.server.deltas import ClientGoneError
+from tandem_worker.server.http import ServiceError
 from tandem_worker.server.preparation import placing as preparation
 from tandem_worker.server.preparation.fitting import observe_bound
-from tandem_worker.server.preparation.job import KINDS, _run, pack_setup, unpack
+from tandem_worker.server.preparation.job import KINDS, SETUP, _run, pack_setup, unpack
 from tandem_worker.server.preparation.placing import Preparation
 from tandem_worker.server.preparation.preparing import MAX_DEFINITION_BYTES, Preparer, PromptRules
 from tandem_worker.server.structured.limits import GrammarLimits
@@ -122,6 +126,12 @@ async def test_both_ways_lead_to_the_same(prepared_apart: Preparation, preparer:
     assert prepared_apart.intake.held_bytes == 0
     assert prepared_apart.counts.isolated == 0
     assert prepared_apart.counts.isolated_total == len(requests())
+
+
+def test_the_process_for_large_requests_loads_no_library_that_it_does_not_need() -> None:
+    program = f"import sys, {SETUP.partition(':')[0]}\nprint(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert not {"numpy", "llguidance", "torch", "transformers"} & set(done.stdout.split())
 
 
 def test_every_kind_has_a_function(preparer: Preparer) -> None:
@@ -242,6 +252,50 @@ async def test_who_leaves_while_waiting_costs_nothing(
         await waiting
     await until(lambda: prepared_apart.intake.held_bytes == 0 and prepared_apart.counts.isolated == 0)
     assert prepared_apart.counts.isolated_total == 0
+
+
+async def test_who_leaves_takes_the_job_along(prepared_apart: Preparation) -> None:
+    """Its lane is free at once, and not after the minute that the job might go on for."""
+    assert (await prepared_apart.prepare("chat", SCOPE, Client(chat(LONG)))).tokens
+    slow = Client(*pieces_of(b"[" + b"[]," * 2_600_000 + b"1]"))
+    began = asyncio.create_task(prepared_apart.prepare("chat", SCOPE, slow))
+    await until(lambda: prepared_apart.counts.isolated_total == 2)
+    await asyncio.sleep(0.1)
+    slow.gone.set()
+    with pytest.raises(ClientGoneError):
+        await began
+    await asyncio.sleep(0)
+    assert (prepared_apart.counts.isolated, prepared_apart.intake.held_bytes) == (0, 0)
+    assert (await prepared_apart.prepare("chat", SCOPE, Client(chat(LONG)))).tokens
+
+
+@pytest.mark.parametrize("fails", [RequestError("refused"), ServiceError("later", status=503), ZeroDivisionError("x")])
+async def test_what_happens_after_the_client_left_is_told_only_if_it_is_a_defect(
+    prepared_apart: Preparation,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    fails: Exception,
+) -> None:
+    unheard: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unheard.append(context))
+    client = Client(chat(LONG))
+
+    async def refuse(kind: str, body: bytes) -> bytes:
+        client.gone.set()
+        try:
+            await asyncio.sleep(0.3)
+        finally:
+            raise fails
+
+    monkeypatch.setattr(prepared_apart, "_call", refuse)
+    with pytest.raises(ClientGoneError):
+        await prepared_apart.prepare("chat", SCOPE, client)
+    await until(lambda: prepared_apart.counts.isolated == 0)
+    gc.collect()
+    await asyncio.sleep(0)
+    assert not unheard
+    told = [record for record in caplog.records if record.exc_info and record.exc_info[1] is fails]
+    assert len(told) == isinstance(fails, ZeroDivisionError)
 
 
 async def test_a_crowd_is_told_to_come_back(prepared_apart: Preparation, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import random
 import resource
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,9 +18,10 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher
 from tandem_worker.engine.schedule.params import Grammar
+from tandem_worker.host.isolation import keeper
 from tandem_worker.server.structured import compiler as compiling
 from tandem_worker.server.structured.compiler import MAX_CACHED, MAX_PENDING, REQUEST_SECONDS, GrammarCompiler
-from tandem_worker.server.structured.grammar import GrammarError, GrammarUnavailableError
+from tandem_worker.server.structured.errors import GrammarError, GrammarUnavailableError
 from tandem_worker.server.text.detokenizer import byte_level_alphabet
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -231,3 +233,29 @@ async def test_a_crowd_is_refused_at_once_and_known_grammars_do_not_wait(compile
     await compiler.compile(known, deadline)
     assert not all(task.done() for task in crowd)
     await asyncio.gather(*crowd)
+
+
+async def test_a_vocabulary_that_the_library_does_not_take_is_said_and_not_tried_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A token of 5,000 characters makes the library panic, here and in the process beside."""
+    monkeypatch.setattr(keeper, "_FIRST_PAUSE_SECONDS", 0.01)
+    vocab = {piece: index for index, piece in enumerate([*byte_level_alphabet(), "x" * 5000])}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<|endoftext|>", special=True)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
+    before = {thread for thread in threading.enumerate() if thread.name == "grammars-keeper"}
+    compiler = GrammarCompiler(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
+    compiler.start()
+    try:
+        for _ in range(3):
+            with pytest.raises(GrammarUnavailableError, match="num_parents"):
+                await compiler.compile(compiler.write_json_schema({}), time.monotonic() + 10)
+        async with asyncio.timeout(30):
+            while {thread for thread in threading.enumerate() if thread.name == "grammars-keeper"} - before:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        with pytest.raises(GrammarUnavailableError, match=r"num_parents.*given up after 5 tries"):
+            await compiler.compile(compiler.write_json_schema({}), time.monotonic() + 10)
+    finally:
+        compiler.close()

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 import pytest
-from tandem_worker.server.structured.grammar import GrammarError
+from tandem_worker.server.structured.errors import GrammarError
 from tandem_worker.server.structured.limits import GrammarLimits
 
 LIMITS = GrammarLimits()

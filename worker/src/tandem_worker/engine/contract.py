@@ -55,7 +55,7 @@ class RemotePrefill:
     """Reserved blocks of the whole prompt, in order, cached ones included; those are not to be written."""
     endpoints: tuple[str, ...]
     cache_salt: str
-    priority: int
+    priority: float
     prompt_name: bytes = b""
     """`prefix_cache.name_prompt` of the prompt: what the prefill end must have computed. It is not told, and has none
     here."""

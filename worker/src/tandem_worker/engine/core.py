@@ -224,7 +224,7 @@ class EngineCore:
         self.start()  # before the request is in anybody's books
 
     def _build_request(
-        self, *, id: str, prompt: tuple[int, ...], sampling: SamplingParams, cache_salt: str, priority: int
+        self, *, id: str, prompt: tuple[int, ...], sampling: SamplingParams, cache_salt: str, priority: float
     ) -> Request:
         root = build_chain_root(self._model_digest, salt=cache_salt)
         return Request(

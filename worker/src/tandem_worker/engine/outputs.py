@@ -28,7 +28,8 @@ def decide_outcome(token_id: int, num_output: int, state: SamplingState) -> Outc
 
     Raises what the grammar raises when the token breaks it.
     """
-    if token_id in state.stop_token_ids and num_output >= state.params.min_tokens:
+    failed = state.grammar is not None and state.grammar.failed  # the token was chosen for want of any other
+    if token_id in state.stop_token_ids and num_output >= state.params.min_tokens and not failed:
         return _STOP_TOKEN
     if not state.plain:
         state.accept(token_id)

@@ -146,7 +146,7 @@ def parse_config(
             settings, keys, architecture=architecture, max_position_embeddings=max_position_embeddings, where=where
         ),
         tie_word_embeddings=_flag(settings, "tie_word_embeddings"),
-        dtype=_DTYPES.get(str(settings["dtype"] or settings["torch_dtype"]), torch.float32),
+        dtype=_parse_dtype(settings["dtype"] or settings["torch_dtype"], where),
         raw=settings,
     )
 
@@ -161,8 +161,22 @@ def _unwrap(raw: Mapping[str, Any], keys: ConfigKeys, architecture: str, where: 
     return {
         **text,
         "tie_word_embeddings": tied,
+        "dtype": text.get("dtype") or text.get("torch_dtype") or raw.get("dtype") or raw.get("torch_dtype"),
         "quantization_config": text.get("quantization_config") or outer["quantization_config"],
     }
+
+
+def _parse_dtype(name: object, where: str) -> torch.dtype:
+    """Of the checkpoint: float32 where the configuration does not say. Raises StartupError."""
+    if name is None:
+        return torch.float32
+    if not isinstance(name, str) or name not in _DTYPES:
+        raise StartupError(
+            "UnsupportedConfig",
+            f"{where}: dtype is {name!r:.80}; it must be one of {', '.join(_DTYPES)}, the element type of the weights "
+            "that are not quantized. Write the right one in a copy of the model.",
+        )
+    return _DTYPES[name]
 
 
 def _flag(settings: Settings, key: str) -> bool:

@@ -222,6 +222,25 @@ class Channel:
             if ready.get(self._sock.fileno(), 0) & ~select.POLLOUT:
                 return
 
+    def rest(self, seconds: float) -> None:
+        """Read nothing for so long, between frames. Sends, runs posted work and checks deadlines meanwhile.
+
+        Raises TransferError when the peer closes the connection: what it has sent before is not read any more.
+        """
+        if seconds <= 0:
+            return
+        self._frame_seconds = None
+        until = self._clock() + seconds
+        while (left := until - self._clock()) > 0:
+            self.service()
+            delay = self._events.on_tick(self._clock())
+            self._poll.modify(self._sock, select.POLLRDHUP | (select.POLLOUT if self._out else 0))
+            ready = self._sleep(left if delay is None else min(left, delay))
+            if ready.get(self._sock.fileno(), 0) & ~select.POLLOUT:
+                raise TransferError("the peer closed the connection")
+        self._poll.modify(self._sock, select.POLLIN)
+        self._wants_output = False
+
     def _sleep(self, delay: float | None) -> dict[int, int]:
         """Raises TransferError when a frame that has begun takes too long.
 

@@ -251,7 +251,7 @@ def encode_prefill(transfer: int, order: RemotePrefill) -> bytes:
     if len(request_id) > MAX_TEXT_BYTES or len(salt) > MAX_TEXT_BYTES or len(order.token_ids) > MAX_TOKENS:
         raise TransferError("the request id, the cache salt or the prompt is too long for the KV transport")
     fixed = _PREFILL.pack(
-        len(order.token_ids), order.num_cached_tokens, order.generation, order.priority, len(request_id), len(salt)
+        len(order.token_ids), order.num_cached_tokens, order.generation, int(order.priority), len(request_id), len(salt)
     )
     tokens = _little_endian(array("I", order.token_ids)).tobytes()
     return _frame(FrameKind.PREFILL, transfer, fixed + tokens + request_id + salt)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from tandem_worker import kernels
+from tandem_worker.engine.masks import MaskCredit
 from tandem_worker.engine.sample.contract import LEAST_TEMPERATURE, NO_TOKEN
 from tandem_worker.engine.sample.host_sampler import score_prompt
 from tandem_worker.engine.sample.state import SamplingState
@@ -73,6 +74,7 @@ class DeviceSampler:
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab = vocab_size
         self._device = device
+        self._credit = MaskCredit()
         self._batch: _Batch | None = None
         self.num_rebuilt = 0
         """How often parameters were made anew."""
@@ -146,9 +148,7 @@ class DeviceSampler:
     def _bitmask(self, states: list[SamplingState]) -> torch.Tensor:
         """What grammars allow, `[N, ceil(V / 32)]`; other rows allow everything."""
         mask = torch.full((len(states), -(-self._vocab // 32)), -1, dtype=torch.int32)
-        for row, state in enumerate(states):
-            if state.grammar is not None:
-                state.grammar.fill_mask(mask[row])
+        self._credit.fill([(state, mask[row]) for row, state in enumerate(states) if state.grammar is not None])
         return upload(mask, self._device)
 
     # -- building a batch ----------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from collections.abc import Sequence as Rows
 
 import torch
 
+from tandem_worker.engine.masks import MaskCredit
 from tandem_worker.engine.sample.contract import LEAST_TEMPERATURE, NO_TOKEN
 from tandem_worker.engine.sample.state import SamplingState
 from tandem_worker.engine.schedule.params import TokenLogprob
@@ -31,8 +32,11 @@ _EQUALS_SLACK = 1e-3
 class HostSampler:
     """By torch's operations: the sampler of CPUs."""
 
+    def __init__(self) -> None:
+        self._credit = MaskCredit()
+
     def choose_tokens(self, logits: torch.Tensor, sequences: Rows[Sequence]) -> torch.Tensor:
-        return choose_tokens(logits, sequences)
+        return choose_tokens(logits, sequences, self._credit)
 
     def compute_logprobs(
         self, logits: torch.Tensor, sequences: Rows[Sequence], tokens: list[int]
@@ -40,7 +44,7 @@ class HostSampler:
         return compute_logprobs(logits, sequences, tokens)
 
 
-def choose_tokens(logits: torch.Tensor, sequences: Rows[Sequence]) -> torch.Tensor:
+def choose_tokens(logits: torch.Tensor, sequences: Rows[Sequence], credit: MaskCredit | None = None) -> torch.Tensor:
     """One token per row of `logits` `[N, vocab]`: `[N]` int64 on its device, NO_TOKEN where none is possible.
 
     Rows that take the likeliest token cost the host no waiting.
@@ -49,7 +53,7 @@ def choose_tokens(logits: torch.Tensor, sequences: Rows[Sequence]) -> torch.Tens
     tokens = torch.where(best.abs() < torch.inf, winners, NO_TOKEN)
     special = [row for row, sequence in enumerate(sequences) if not sequence.sampler_state.is_plain_for(sequence)]
     if special:
-        chosen = _sample_special(logits[special], [sequences[row] for row in special])
+        chosen = _sample_special(logits[special], [sequences[row] for row in special], credit or MaskCredit())
         tokens[special] = torch.where(tokens[special] == NO_TOKEN, NO_TOKEN, chosen)
     return tokens
 
@@ -103,9 +107,10 @@ def _rank_candidates(logits: torch.Tensor, width: int) -> tuple[torch.Tensor, li
     return ids.gather(1, order), (values > values[:, -1:]).sum(dim=-1).tolist()
 
 
-def _sample_special(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
+def _sample_special(logits: torch.Tensor, sequences: list[Sequence], credit: MaskCredit) -> torch.Tensor:
     """`[N]`; `logits` is a copy that may be changed."""
     states: list[SamplingState] = [sequence.sampler_state for sequence in sequences]
+    credit.fill([(state, state.prepare_mask(logits.shape[1])) for state in states if state.grammar is not None])
     for row, (sequence, state) in enumerate(zip(sequences, states, strict=True)):
         state.adjust(logits[row], sequence)
     best, winners = logits.max(dim=-1)

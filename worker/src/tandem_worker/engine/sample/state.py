@@ -15,7 +15,10 @@ _WORD_BITS = 32
 class SamplingState:
     """Built from the tokens at hand, so that a choice that was moved goes on as it was."""
 
-    __slots__ = ("_bias", "_counts", "_mask", "_seen", "grammar", "kept_counts", "params", "plain", "stop_token_ids")
+    __slots__ = (
+        "_bias", "_counts", "_mask", "_seen", "grammar", "grammar_pace", "grammar_seconds", "kept_counts", "params",
+        "plain", "stop_token_ids",
+    )  # fmt: skip
 
     def __init__(self, params: SamplingParams, eos_token_ids: frozenset[int]) -> None:
         self.params = params
@@ -23,6 +26,9 @@ class SamplingState:
             params.stop_token_ids - eos_token_ids if params.ignore_eos else params.stop_token_ids | eos_token_ids
         )
         self.grammar: Grammar | None = params.grammar.new() if params.grammar is not None else None
+        self.grammar_seconds = 0.0
+        self.grammar_pace: float | None = None
+        """What the grammar had taken at its last mask, and seconds per token lately; `masks` keeps both."""
         self.plain = self._is_plain()
         """The likeliest token is the answer and nothing is to be reported about it."""
         self.kept_counts: torch.Tensor | None = None
@@ -75,7 +81,10 @@ class SamplingState:
             self.grammar.accept(token_id)
 
     def adjust(self, logits: torch.Tensor, sequence: Sequence) -> None:
-        """Apply penalties, bias, minimum length and grammar to one row `[vocab]`, in place."""
+        """Apply penalties, bias, minimum length and the mask to one row `[vocab]`, in place.
+
+        `prepare_mask` gives the mask that the grammar has filled in by then.
+        """
         params = self.params
         if params.repetition_penalty != 1.0:
             if self._seen is None:
@@ -93,7 +102,7 @@ class SamplingState:
         if sequence.next_position - sequence.num_prompt < params.min_tokens and self.stop_token_ids:
             logits[list(self.stop_token_ids)] = -torch.inf
         if self.grammar is not None:
-            self._apply_grammar(self.grammar, logits)
+            self._apply_mask(logits)
 
     def _bias_tensors(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self._bias is None:
@@ -104,14 +113,16 @@ class SamplingState:
             )
         return self._bias
 
-    def _apply_grammar(self, grammar: Grammar, logits: torch.Tensor) -> None:
-        vocab = logits.shape[0]
+    def prepare_mask(self, vocab: int) -> torch.Tensor:
+        """For the grammar to fill in."""
         if self._mask is None:
             self._mask = torch.empty(-(-vocab // _WORD_BITS), dtype=torch.int32)
-        self._mask.fill_(-1)
-        grammar.fill_mask(self._mask)
+        return self._mask.fill_(-1)
+
+    def _apply_mask(self, logits: torch.Tensor) -> None:
+        assert self._mask is not None
         shifts = torch.arange(_WORD_BITS, dtype=torch.int32)
-        allowed = ((self._mask[:, None] >> shifts) & 1).bool().view(-1)[:vocab]
+        allowed = ((self._mask[:, None] >> shifts) & 1).bool().view(-1)[: logits.shape[0]]
         logits.masked_fill_(~allowed.to(logits.device), -torch.inf)
 
 

@@ -26,6 +26,20 @@ class Grammar(Protocol):
     @property
     def terminated(self) -> bool: ...
 
+    @property
+    def seconds(self) -> float:
+        """Of computing, for all masks and tokens so far."""
+        ...
+
+    @property
+    def failed(self) -> bool:
+        """Nothing can follow, though the answer is not complete: masks mean nothing any more, and `accept` raises."""
+        ...
+
+    def give_up(self, reason: str) -> None:
+        """Fail, unless it has failed already."""
+        ...
+
 
 class GrammarFactory(Protocol):
     """Compiled grammar, shared by the choices of a request."""

@@ -53,7 +53,7 @@ class Request:
     prompt_chain: list[bytes]
     """Names of the prompt's full blocks."""
     n: int = 1
-    priority: int = 0
+    priority: float = 0
     cache_salt: str = ""
     endpoints: tuple[str, ...] = ()
     prompt_logprobs: int | None = None

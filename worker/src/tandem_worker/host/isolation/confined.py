@@ -84,8 +84,43 @@ class _Job:
             return False
 
     def close(self) -> None:
+        """It ends, whatever it computes: the spawner sees that nobody waits for its end any more."""
         self.sock.close()
         os.close(self.notice)
+
+
+class _GivenUpError(IsolationError):
+    """Nobody waits for the answer any more."""
+
+
+class _Call:
+    """One that its caller may give up while it waits for a job, or while the job computes."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sock: socket.socket | None = None
+        self.given_up = False
+        self.left = False
+        """It is not counted as pending any more."""
+
+    def begin(self, sock: socket.socket) -> None:
+        with self._lock:
+            if self.given_up:
+                raise _GivenUpError
+            self._sock = sock
+
+    def end(self) -> None:
+        with self._lock:
+            self._sock = None
+            if self.given_up:
+                raise _GivenUpError
+
+    def give_up(self) -> None:
+        with self._lock:
+            self.given_up = True
+            if self._sock is not None:
+                with contextlib.suppress(OSError):  # the job has ended by itself
+                    self._sock.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads
 
 
 class Confined:
@@ -144,23 +179,28 @@ class Confined:
         return self._keeper.num_restarts
 
     async def call(self, function: str, request: bytes, *, seconds: float) -> bytes:
-        """The answer within `seconds`, waiting included. Raises IsolationError."""
-        began = self._enter()
+        """The answer within `seconds`, waiting included. Its job ends when this is cancelled. Raises IsolationError."""
+        began, call = self._enter(), _Call()
         try:
-            future = self._threads.submit(self._call, function, request, began + seconds)
+            future = self._threads.submit(self._call, function, request, began + seconds, call)
         except RuntimeError as error:  # closed in the meantime
-            self._leave(began)
+            self._leave(began, call)
             raise UnavailableError(f"the process for {self.name} has been closed") from error
-        future.add_done_callback(lambda _: self._leave(began))
-        return await asyncio.wrap_future(future)
+        future.add_done_callback(lambda _: self._leave(began, call))
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            call.give_up()
+            self._leave(began, call)  # it makes room now, and not when its thread has noticed
+            raise
 
     def call_here(self, function: str, request: bytes, *, seconds: float) -> bytes:
         """As `call`, on the calling thread."""
-        began = self._enter()
+        began, call = self._enter(), _Call()
         try:
-            return self._call(function, request, began + seconds)
+            return self._call(function, request, began + seconds, call)
         finally:
-            self._leave(began)
+            self._leave(began, call)
 
     def _enter(self) -> float:
         if self._keeper.closed:
@@ -172,29 +212,32 @@ class Confined:
             self.counts.calls += 1
         return time.monotonic()
 
-    def _leave(self, began: float) -> None:
+    def _leave(self, began: float, call: _Call) -> None:
         with self._lock:
+            if call.left:
+                return
+            call.left = True
             self._num_pending -= 1
             self.counts.seconds += time.monotonic() - began
 
-    def _call(self, function: str, request: bytes, deadline: float) -> bytes:
+    def _call(self, function: str, request: bytes, deadline: float, call: _Call) -> bytes:
         if not self._free.acquire(timeout=max(0.0, deadline - time.monotonic())):
             with self._lock:
                 self.counts.unavailable += 1
             raise UnavailableError(f"no process for {self.name} was free in time")
         try:
-            return self._call_counted(function, request, deadline)
+            return self._call_counted(function, request, deadline, call)
         finally:
             self._free.release()
 
-    def _call_counted(self, function: str, request: bytes, deadline: float) -> bytes:
+    def _call_counted(self, function: str, request: bytes, deadline: float, call: _Call) -> bytes:
         try:
             try:
-                return self._run_job(function, request, deadline)
+                return self._run_job(function, request, deadline, call)
             except LostError:
                 logger.warning("the process for %s died under a call, which is tried again", self.name)
                 self._drop_stock()
-                return self._run_job(function, request, deadline)
+                return self._run_job(function, request, deadline, call)
         except LostError as error:
             self.counts.unavailable += 1
             raise UnavailableError(f"the process for {self.name} died twice under this call") from error
@@ -205,13 +248,21 @@ class Confined:
             self.counts.limited += 1
             raise
 
-    def _run_job(self, function: str, request: bytes, deadline: float) -> bytes:
+    def _run_job(self, function: str, request: bytes, deadline: float, call: _Call) -> bytes:
+        if call.given_up:
+            raise _GivenUpError
         job = self._take_job(deadline)
         try:
-            answer = self._talk(job, function, request, deadline)
-        except BaseException:
+            call.begin(job.sock)
+            try:
+                answer = self._talk(job, function, request, deadline, call)
+            finally:
+                call.end()
+        except BaseException as error:
             job.close()
             self._refill()
+            if call.given_up:
+                raise _GivenUpError from error
             raise
         job.num_calls += 1
         if job.num_calls < _MOST_CALLS:
@@ -278,7 +329,7 @@ class Confined:
                 undo.pop_all()
                 return _Job(sock, notice)
 
-    def _talk(self, job: _Job, function: str, request: bytes, deadline: float) -> bytes:
+    def _talk(self, job: _Job, function: str, request: bytes, deadline: float, call: _Call) -> bytes:
         """Hand a job its request and take its answer."""
         sock = job.sock
         try:
@@ -292,6 +343,8 @@ class Confined:
                 write_frame(sock, Status.DONE, request, deadline)
             status, answer = read_frame(sock, self.limits.answer_bytes, deadline)
         except PeerGoneError:
+            if call.given_up:
+                raise _GivenUpError from None
             raise self._read_notice(job.notice) from None
         except TimeoutError:
             if job.begun:  # the kernel ends it about now

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -24,6 +25,8 @@ logger = logging.getLogger(__name__)
 START_SECONDS = 60.0
 _FIRST_PAUSE_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 30.0
+MOST_SETUPS = 5
+"""Setups in a row that may fail by themselves: what they are given is to blame, and it stays the same."""
 _ENVIRONMENT = ("PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ")
 """The process gets these variables alone: tokens and keys are no business of it."""
 _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -33,6 +36,10 @@ before a setup runs."""
 
 class LostError(Exception):
     """The spawner is gone, and with it the job: the input need not be to blame."""
+
+
+class _SetupError(IsolationError):
+    """The setup raised, or ended its process; nothing else did."""
 
 
 class Keeper:
@@ -105,15 +112,19 @@ class Keeper:
 
     def _keep(self) -> None:
         """Pauses between tries that fail grow."""
-        pause = _FIRST_PAUSE_SECONDS
+        pause, num_setups = _FIRST_PAUSE_SECONDS, 0
         while not self._closed:
             try:
                 control, process = self._launch()
             except (OSError, IsolationError) as error:
+                num_setups = num_setups + 1 if isinstance(error, _SetupError) else 0
+                if num_setups == MOST_SETUPS:
+                    self._note_failure(f"{error} (given up after {num_setups} tries)", 0.0)
+                    return
                 self._note_failure(str(error), pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
                 continue
-            pause = _FIRST_PAUSE_SECONDS
+            pause, num_setups = _FIRST_PAUSE_SECONDS, 0
             with self._changed:
                 self._control, self._failure = control, None
                 self._changed.notify_all()
@@ -157,7 +168,9 @@ class Keeper:
             process.kill()
             code = process.wait()
             if isinstance(error, PeerGoneError | ConnectionError):
-                raise UnavailableError(f"it ended with {code} while it was prepared") from error
+                # Others kill, as the system does that runs out of memory; the next try may find it otherwise.
+                kind = UnavailableError if code == -signal.SIGKILL else _SetupError
+                raise kind(f"it ended with {code} while it was prepared") from error
             raise
         return control, process
 
@@ -170,7 +183,7 @@ class Keeper:
         except TimeoutError as error:
             raise UnavailableError(f"it was not ready after {START_SECONDS:g} s") from error
         if status is not Status.DONE:
-            raise UnavailableError(answer.decode(errors="replace"))
+            raise _SetupError(answer.decode(errors="replace"))
 
 
 def _spawn(*descriptors: int) -> subprocess.Popen[bytes]:

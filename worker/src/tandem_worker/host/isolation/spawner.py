@@ -5,8 +5,8 @@ milliseconds with the prepared state. It ends when the caller's end of the contr
 ended; its jobs end with it.
 
 A control message is a byte with two descriptors: the job's socket, and the pipe that the spawner writes the signal to
-that ended the job, or 0. On its socket a job says that it has begun; then, call by call, it reads the seconds it has
-and the name of a function, and the request, and answers.
+that ended the job, or 0; the job is ended when the caller closes the other end of that. On its socket a job says that
+it has begun; then, call by call, it reads the seconds it has and the name of a function, and the request, and answers.
 """
 
 from __future__ import annotations
@@ -98,11 +98,13 @@ class _Spawner:
                     if key.fileobj is self._wakeup:
                         with contextlib.suppress(BlockingIOError):
                             self._wakeup.recv(4096)
-                        self._reap()
-                    elif not self._take_order():
+                        self._reap(selector)
+                    elif key.data is not None:
+                        self._end_job(selector, key.data)
+                    elif not self._take_order(selector):
                         return  # jobs end with this process: PR_SET_PDEATHSIG
 
-    def _take_order(self) -> bool:
+    def _take_order(self, selector: selectors.BaseSelector) -> bool:
         message, descriptors, _, _ = socket.recv_fds(self._control, 1, 2)
         if not message:
             return False
@@ -117,14 +119,23 @@ class _Spawner:
             _run_job(job_socket, self._functions, self._limits)
         os.close(job_socket)
         self._jobs[process] = status_pipe
+        selector.register(status_pipe, selectors.EVENT_READ, process)  # "readable" when the other end closes
         return True
 
-    def _reap(self) -> None:
+    def _end_job(self, selector: selectors.BaseSelector, process: int) -> None:
+        """Nobody waits for its end any more, nor for its answer. Its number is its own until it is reaped."""
+        if process in self._jobs:
+            selector.unregister(self._jobs[process])
+            os.kill(process, signal.SIGKILL)
+
+    def _reap(self, selector: selectors.BaseSelector) -> None:
         while self._jobs:
             process, status = os.waitpid(-1, os.WNOHANG)
             if process == 0:
                 return
             pipe = self._jobs.pop(process)
+            with contextlib.suppress(KeyError):  # its caller was gone before it
+                selector.unregister(pipe)
             with contextlib.suppress(BrokenPipeError):  # the caller has its answer and went on
                 os.write(pipe, bytes([os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0]))
             os.close(pipe)
@@ -186,7 +197,7 @@ def _confine(descriptor: int, limits: Limits) -> None:
 
 def _describe(error: BaseException) -> bytes:
     text = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else traceback.format_exc(limit=0)
-    return text.encode(errors="replace")[:4096]
+    return text.strip().encode(errors="replace")[:4096]
 
 
 if __name__ == "__main__":

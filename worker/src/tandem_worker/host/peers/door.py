@@ -1,15 +1,17 @@
 """The accepting end: one thread takes connections in and lets through those that prove the key.
 
 Strangers cost little: a descriptor and some hundred bytes each, `max_waiting` of them at most, `seconds` long. No
-thread is started and nothing is said for them but a nonce. The thread goes on where the system refuses it something:
-without descriptors it gives up a spare one to turn peers away at once, which are then free to go elsewhere, instead
-of leaving them in the backlog until they time out.
+thread is started and nothing is said for them but a nonce. When all places are taken, the address that holds the most
+gives one up: one stranger pushes out itself, and who has proven the key is not among those who wait. The thread goes on
+where the system refuses it something: without descriptors it gives up a spare one to turn peers away at once, which are
+then free to go elsewhere, instead of leaving them in the backlog until they time out.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
 import logging
 import os
 import select
@@ -45,6 +47,7 @@ class _Waiting:
 
     sock: socket.socket
     name: str
+    source: str
     acceptor: Acceptor
     deadline: float
     received: bytearray = field(default_factory=bytearray)
@@ -66,11 +69,14 @@ class Door:
         max_waiting: int = 256,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`seconds`: for the whole handshake. Connections beyond `max_waiting` push out those that wait longest."""
+        """`seconds`: for the whole handshake. A connection beyond `max_waiting` pushes one out: of the address with the
+        most connections, the one that waits longest."""
         self._listener = listener
         self._ring, self._purpose, self._admit, self._vitals = ring, purpose, admit, vitals
         self._seconds, self._max_waiting, self._clock = seconds, max_waiting, clock
         self._waiting: OrderedDict[int, _Waiting] = OrderedDict()
+        self._by_source: dict[str, OrderedDict[int, None]] = {}
+        """Descriptors of `_waiting` by where they come from, in order of arrival."""
         self._poll = select.poll()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._spare: int | None = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
@@ -150,7 +156,7 @@ class Door:
                 self._do_without(error)
                 return
             try:
-                self._take(sock, f"{address[0]}:{address[1]}")
+                self._take(sock, address[0], address[1])
             except BaseException:
                 sock.close()
                 raise
@@ -188,13 +194,24 @@ class Door:
                 self._is_short = False
                 self._vitals.clear(self._source)
 
-    def _take(self, sock: socket.socket, name: str) -> None:
+    def _take(self, sock: socket.socket, host: str, port: int) -> None:
+        source = _source_of(host)
         if len(self._waiting) >= self._max_waiting:
-            self._drop(next(iter(self._waiting)), Refusal.TOO_MANY, "too many wait")
+            self._drop(self._find_greediest(source), Refusal.TOO_MANY, "too many wait")
         sock.setblocking(False)
         acceptor = Acceptor(self._ring(), self._purpose)
-        self._waiting[sock.fileno()] = _Waiting(sock, name, acceptor, self._clock() + self._seconds)
+        deadline = self._clock() + self._seconds
+        self._waiting[sock.fileno()] = _Waiting(sock, f"{host}:{port}", source, acceptor, deadline)
+        self._by_source.setdefault(source, OrderedDict())[sock.fileno()] = None
         self._poll.register(sock, select.POLLIN)
+
+    def _find_greediest(self, newcomer: str) -> int:
+        """The oldest connection of the address with the most; where addresses have as many, `newcomer`'s own."""
+
+        def size(source: str) -> tuple[int, bool]:
+            return len(self._by_source[source]) + (source == newcomer), source == newcomer
+
+        return next(iter(self._by_source[max(self._by_source, key=size)]))
 
     def _listen_to(self, fd: int) -> None:
         waiting = self._waiting[fd]
@@ -239,7 +256,12 @@ class Door:
 
     def _release(self, fd: int) -> _Waiting:
         self._poll.unregister(fd)
-        return self._waiting.pop(fd)
+        waiting = self._waiting.pop(fd)
+        of_source = self._by_source[waiting.source]
+        del of_source[fd]
+        if not of_source:
+            del self._by_source[waiting.source]
+        return waiting
 
     def _drop(self, fd: int, reason: Refusal, why: str) -> None:
         waiting = self._release(fd)
@@ -266,6 +288,7 @@ class Door:
         for waiting in self._waiting.values():
             waiting.sock.close()
         self._waiting.clear()
+        self._by_source.clear()
         self._listener.close()
         if self._spare is not None:
             os.close(self._spare)
@@ -273,6 +296,14 @@ class Door:
         with self._ending:
             os.close(self._wake)
             self._wake = -1
+
+
+def _source_of(host: str) -> str:
+    """Whose share a connection counts to. Of IPv6, whoever has one address has all that share its first 64 bits."""
+    address = ipaddress.ip_address(host.partition("%")[0])
+    if address.version == 4:
+        return str(address)
+    return str(address.ipv4_mapped or ipaddress.ip_network((address, 64), strict=False))
 
 
 def _has_descriptors() -> bool:

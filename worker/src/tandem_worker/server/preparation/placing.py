@@ -122,32 +122,32 @@ class Preparation:
 
     async def _prepare_apart(self, kind: str, body: bytes, receive: Receive) -> Prepared:
         lane = self._large if len(body) > LARGE_BODY_BYTES else self._medium
-        began = asyncio.Event()
-        work = asyncio.create_task(self._run_job(kind, body, lane, began))
+        work = asyncio.create_task(self._run_job(kind, body, lane))
         self._running.add(work)
         work.add_done_callback(self._running.discard)
         gone = asyncio.create_task(_until_gone(receive))
+        heard = False
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 raise ClientGoneError
+            heard = True
             return work.result()
         finally:
             gone.cancel()
-            # A job that has begun goes on to its end or its limits, and is counted until then.
-            if not began.is_set():
-                work.cancel()
+            if not heard:
+                work.cancel()  # its process ends too: nobody else has a part in it
+                work.add_done_callback(_note_unheard)
             # An exception of the task holds this frame, which would hold the task, and the body with it, in a cycle.
             del work
 
-    async def _run_job(self, kind: str, body: bytes, lane: asyncio.Semaphore, began: asyncio.Event) -> Prepared:
+    async def _run_job(self, kind: str, body: bytes, lane: asyncio.Semaphore) -> Prepared:
         try:
             if self.counts.isolated >= MAX_WAITING + NUM_MEDIUM + NUM_LARGE:
                 raise self._refuse_crowd()
             self.counts.isolated += 1
             try:
                 async with lane:
-                    began.set()
                     self.counts.isolated_total += 1
                     answer = await self._call(kind, body)
             finally:
@@ -201,6 +201,13 @@ def _trim_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def _note_unheard(work: asyncio.Task[Prepared]) -> None:
+    """What became of a request whose client has left. A refusal is nobody's any more, a defect is ours."""
+    error = None if work.cancelled() else work.exception()
+    if error is not None and not isinstance(error, RequestError | ServiceError):
+        logger.error("preparing a request whose client has left failed", exc_info=error)
 
 
 async def _until_gone(receive: Receive) -> None:

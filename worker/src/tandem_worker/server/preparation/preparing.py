@@ -21,7 +21,7 @@ from tandem_worker.server.openai.completion_request import CompletionRequest, Pr
 from tandem_worker.server.openai.embedding_request import EmbeddingRequest, parse_embedding
 from tandem_worker.server.openai.fields import Fields, refuse, wrong_type
 from tandem_worker.server.preparation.fitting import LengthBound
-from tandem_worker.server.structured.grammar import GrammarError
+from tandem_worker.server.structured.errors import GrammarError
 from tandem_worker.server.structured.limits import GrammarLimits
 from tandem_worker.server.text.prompting import Prompter
 from tandem_worker.server.tools.harmony import START

@@ -23,9 +23,10 @@ import orjson
 from llguidance import LLMatcher, LLTokenizer, regex_to_lark
 
 from tandem_worker.host.isolation.confined import Confined
-from tandem_worker.host.isolation.contract import FunctionError, IsolationError, LimitError, Limits
+from tandem_worker.host.isolation.contract import FunctionError, IsolationError, LimitError, Limits, UnavailableError
 from tandem_worker.server.structured.counts import CompileCounts
-from tandem_worker.server.structured.grammar import GrammarError, GrammarUnavailableError, TokenGrammarFactory
+from tandem_worker.server.structured.errors import GrammarError, GrammarUnavailableError
+from tandem_worker.server.structured.grammar import TokenGrammarFactory
 from tandem_worker.server.structured.limits import GrammarLimits
 from tandem_worker.server.structured.proving import parser_limits
 
@@ -204,8 +205,8 @@ class GrammarCompiler:
         if not self._preparing.acquire(timeout=max(0.0, min(START_SECONDS, _remaining(deadline)))):
             raise GrammarUnavailableError("the process that compiles grammars is still starting: try again")
         try:
-            if self._prepared is None or self._confined is None:
-                text = _tokenizer_text(self._tokenizer)
+            text = _tokenizer_text(self._tokenizer) if self._prepared is None else ""
+            if self._confined is None:
                 eos = sorted(self._eos_token_ids)
                 order = {"tokenizer": text, "vocab_size": self._vocab_size, "eos_token_ids": eos}
                 self._confined = Confined(
@@ -215,12 +216,25 @@ class GrammarCompiler:
                     name="grammars",
                 )
                 self._confined.start()
-                self._prepared = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=eos)
+            elif self._prepared is None:  # the last try has failed: that process may know that there is no use
+                self._confined.wait_until_ready(max(0.0, min(START_SECONDS, _remaining(deadline))))
+            if self._prepared is None:
+                prepared = self._load_tokenizer(text)
                 self._confined.wait_until_ready(START_SECONDS)
                 self._confined.call_here("warm", b"", seconds=START_SECONDS)
+                self._prepared = prepared
             return self._prepared, self._confined
         finally:
             self._preparing.release()
+
+    def _load_tokenizer(self, text: str) -> LLTokenizer:
+        """Raises UnavailableError."""
+        try:
+            return LLTokenizer(text, n_vocab=self._vocab_size, eos_token=sorted(self._eos_token_ids))
+        except BaseException as error:  # a panic of the library is no Exception
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
+            raise UnavailableError(f"the grammar library does not take this model's vocabulary: {error}") from error
 
     # -- keeping -----------------------------------------------------------------------------------------------------
 

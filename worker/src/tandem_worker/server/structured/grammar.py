@@ -15,16 +15,8 @@ import numpy as np
 from llguidance import LLMatcher
 
 from tandem_worker.engine.schedule.params import Grammar, GrammarFactory
-from tandem_worker.host.errors import WorkerError
 from tandem_worker.server.structured.budget import MaskBudget
-
-
-class GrammarError(WorkerError):
-    """A schema or grammar cannot be compiled, or its resource limits were reached; the message says why."""
-
-
-class GrammarUnavailableError(WorkerError):
-    """Nothing can be said about a grammar now, whatever it is; the message says why."""
+from tandem_worker.server.structured.errors import GrammarError
 
 
 class TokenGrammar:
@@ -33,7 +25,7 @@ class TokenGrammar:
     `accept` raises GrammarError for a token that the mask forbade, and when the grammar's limits were reached.
     """
 
-    __slots__ = ("_budget", "_eos_token_ids", "_failure", "_matcher", "_num_tokens", "_refused", "_words")
+    __slots__ = ("_budget", "_eos_token_ids", "_failure", "_matcher", "_num_tokens", "_refused", "_words", "seconds")
 
     def __init__(
         self, matcher: LLMatcher, words: int, eos_token_ids: frozenset[int], budget: MaskBudget | None = None
@@ -41,6 +33,7 @@ class TokenGrammar:
         self._matcher = matcher
         self._budget = budget or MaskBudget()
         self._failure: str | None = None
+        self.seconds = 0.0
         self._num_tokens = 0
         self._words = words
         self._eos_token_ids = eos_token_ids
@@ -74,10 +67,12 @@ class TokenGrammar:
         self._note_cost(began)
 
     def _note_cost(self, began: float) -> None:
+        seconds = time.thread_time() - began
+        self.seconds += seconds
         if self._matcher.is_error():
             self._failure = f"the grammar is too complex: {self._first_line()}"
         else:
-            self._failure = self._budget.spend(self._num_tokens, time.thread_time() - began)
+            self._failure = self._budget.spend(self._num_tokens, seconds)
 
     def _first_line(self) -> str:
         return self._matcher.get_error().strip().partition("\n")[0]
@@ -86,6 +81,13 @@ class TokenGrammar:
     def terminated(self) -> bool:
         """Nothing but an end token can follow."""
         return self._matcher.is_stopped()
+
+    @property
+    def failed(self) -> bool:
+        return self._failure is not None
+
+    def give_up(self, reason: str) -> None:
+        self._failure = self._failure or reason
 
 
 class TokenGrammarFactory:
@@ -144,6 +146,18 @@ class AfterReasoning:
     @property
     def terminated(self) -> bool:
         return not self._thinking and self._grammar.terminated
+
+    @property
+    def seconds(self) -> float:
+        return self._grammar.seconds
+
+    @property
+    def failed(self) -> bool:
+        return not self._thinking and self._grammar.failed
+
+    def give_up(self, reason: str) -> None:
+        if not self._thinking:
+            self._grammar.give_up(reason)
 
 
 class AfterReasoningFactory:

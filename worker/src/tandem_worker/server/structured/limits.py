@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tandem_worker.server.structured.grammar import GrammarError
+from tandem_worker.server.structured.errors import GrammarError
 
 _RULE = re.compile(
     r"^[ \t]*[?!]*[A-Za-z_][A-Za-z0-9_]*(?:\.[-0-9]+)?(?:\{[^}\n]*\})?(?:\[[^\]\n]*\])?[ \t]*:", re.MULTILINE

@@ -15,12 +15,8 @@ from tandem_worker.server.openai.chat_request import ChatRequest, ResponseFormat
 from tandem_worker.server.openai.toolspec import Tool, ToolOptions
 from tandem_worker.server.served_model import ServedModel
 from tandem_worker.server.structured.compiler import REQUEST_SECONDS, GrammarCompiler
-from tandem_worker.server.structured.grammar import (
-    AfterReasoningFactory,
-    GrammarError,
-    GrammarUnavailableError,
-    TokenGrammarFactory,
-)
+from tandem_worker.server.structured.errors import GrammarError, GrammarUnavailableError
+from tandem_worker.server.structured.grammar import AfterReasoningFactory, TokenGrammarFactory
 from tandem_worker.server.text import reasoning
 from tandem_worker.server.text.output import TextParser
 from tandem_worker.server.tools.formats import ToolFormat, build_grammar

@@ -9,7 +9,7 @@ from typing import Any
 
 from tandem_worker.server.openai.toolspec import Tool, ToolOptions
 from tandem_worker.server.structured.compiler import HEADER, embed_json_schema
-from tandem_worker.server.structured.grammar import GrammarError
+from tandem_worker.server.structured.errors import GrammarError
 from tandem_worker.server.text.output import TextParser
 from tandem_worker.server.tools import delimited, harmony, hermes, pythonic, xml_call
 from tandem_worker.server.tools.delimited import DEEPSEEK, KIMI, DelimitedParser, Marks

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tandem_worker.server.structured.compiler import embed_json_schema
-from tandem_worker.server.structured.grammar import GrammarError
+from tandem_worker.server.structured.errors import GrammarError
 
 _ROOT_KEYS = frozenset(
     {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "title", "description", "strict"}

@@ -6,7 +6,9 @@ Peers have proven the model's key; these are bounds for one that has gone mad, f
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -14,6 +16,8 @@ from tandem_worker.transfer.errors import QuotaError
 
 _FEW_TOKENS = 1 << 17
 """As an order so many take some 5 MB: not worth a refusal, however small the block space is."""
+FIRST_FRAMES = 64
+_BYTES_PER_FRAME = 4096
 
 
 class Quota(StrEnum):
@@ -31,42 +35,116 @@ class Quotas:
     sessions: int = 1024
     """Connections at a time."""
     sessions_per_host: int = 64
-    """From one address: a decode pod opens one per rank, and several pods may share a node's address."""
+    """From one address, of peers that have not said with a proof of the key who they are: all of them, without keys."""
+    sessions_per_worker: int = 64
+    """Of one pod that has: it opens one per rank. Where its packets come from does not matter then: many pods may share
+    an address."""
     orders: int = 4096
     """From order to release."""
     orders_per_session: int = 1024
     tokens: int
     """Of prompts that are ordered and not released: a longer queue than this is not worth waiting in."""
     tokens_per_session: int
+    fair_tokens: int
+    """Ordered and not released, they make a pod's next order wait one level of priority longer: see `demotion`."""
     attachments: int = 4096
     """To orders of other ranks, from ATTACH to release."""
     attachments_per_session: int = 1024
+    frames_per_second: float = 2000.0
+    """Of one pod (without keys: of one address), all its connections together; a frame counts again for every 4 KiB.
+    An order takes two frames, a thousand tokens of it another. Who sends more is not read from for a while."""
+    frames_at_once: int = 4096
+    """After silence. A pod that has just connected may send `FIRST_FRAMES`, so that coming again gains nothing."""
 
     @classmethod
     def of(cls, num_slots: int) -> Quotas:
         """For a block space of so many tokens."""
-        return cls(tokens=max(4 * num_slots, 2 * _FEW_TOKENS), tokens_per_session=max(2 * num_slots, _FEW_TOKENS))
+        return cls(
+            tokens=max(4 * num_slots, 2 * _FEW_TOKENS),
+            tokens_per_session=max(2 * num_slots, _FEW_TOKENS),
+            fair_tokens=num_slots,
+        )
+
+
+class Bucket:
+    """Tokens that come at `rate` a second, up to `most`. Who takes more than there are waits for them to come."""
+
+    __slots__ = ("_at", "_left", "_most", "_rate")
+
+    def __init__(self, rate: float, most: float, left: float, now: float) -> None:
+        self._rate, self._most, self._left, self._at = rate, most, left, now
+
+    def take(self, count: float, now: float) -> float:
+        """Seconds to wait until they are there."""
+        self._left = min(self._most, self._left + (now - self._at) * self._rate) - count
+        self._at = now
+        return max(0.0, -self._left / self._rate)
 
 
 class Ledger:
     """What is kept for whom. Any thread."""
 
-    def __init__(self, quotas: Quotas) -> None:
+    def __init__(self, quotas: Quotas, clock: Callable[[], float] = time.monotonic) -> None:
         self.quotas = quotas
+        self._clock = clock
         self._lock = threading.Lock()
-        self._hosts: Counter[str] = Counter()
+        self._owners: Counter[tuple[str, str]] = Counter()
+        self._tokens_of: Counter[tuple[str, str]] = Counter()
+        self._buckets: dict[tuple[str, str], Bucket] = {}
+        """Of every owner of connections."""
         self._orders = self._tokens = self._attachments = 0
         self._refusals: Counter[Quota] = Counter()
 
-    def open(self, host: str) -> Account:
-        """For a new connection from `host`. Raises QuotaError."""
+    def open(self, host: str, *, proven: bool = False) -> Account:
+        """For a new connection from `host`. `proven`: the peer has the model's key. Raises QuotaError."""
         with self._lock:
-            if self._hosts.total() >= self.quotas.sessions:
+            if self._owners.total() >= self.quotas.sessions:
                 raise self._refuse(Quota.SESSIONS, f"there are {self.quotas.sessions} connections already")
-            if self._hosts[host] >= self.quotas.sessions_per_host:
-                raise self._refuse(Quota.SESSIONS, f"{host} has {self.quotas.sessions_per_host} connections already")
-            self._hosts[host] += 1
-        return Account(self, host)
+            owner = ("", host)
+            self._add_owner(owner, self.quotas.sessions_per_host)
+        return Account(self, owner, proven=proven)
+
+    def identify(self, account: Account, worker: str) -> None:
+        """The connection is that of `worker`, and counts as its own from now on. Raises QuotaError.
+
+        Where no key was proven everybody may give any name: the address goes on to count.
+        """
+        if not account.proven:
+            return
+        with self._lock:
+            owner = ("worker ", worker)
+            self._add_owner(owner, self.quotas.sessions_per_worker)
+            self._drop_owner(account.owner)
+            account.owner = owner
+
+    def _add_owner(self, owner: tuple[str, str], most: int) -> None:
+        if self._owners[owner] >= most:
+            raise self._refuse(Quota.SESSIONS, f"{''.join(owner)} has {most} connections already")
+        self._owners[owner] += 1
+        if owner not in self._buckets:
+            quotas = self.quotas
+            first = min(FIRST_FRAMES, quotas.frames_at_once)
+            self._buckets[owner] = Bucket(quotas.frames_per_second, quotas.frames_at_once, first, self._clock())
+
+    def _drop_owner(self, owner: tuple[str, str]) -> None:
+        self._owners[owner] -= 1
+        if not self._owners[owner]:
+            del self._owners[owner], self._buckets[owner]
+            self._tokens_of.pop(owner, None)
+
+    def demotion(self, account: Account) -> float:
+        """What to add to the priority of a pod's next order, because of those that it has given already.
+
+        About what it would wait behind them alone. So pods with little under way do not wait behind all that one has
+        ordered, and the order among those of one pod stays.
+        """
+        with self._lock:
+            return self._tokens_of[account.owner] / self.quotas.fair_tokens
+
+    def count_frame(self, account: Account, num_bytes: int) -> float:
+        """Seconds for which its sender is to be left alone."""
+        with self._lock:
+            return self._buckets[account.owner].take(1 + num_bytes / _BYTES_PER_FRAME, self._clock())
 
     def refuse(self, quota: Quota, message: str) -> QuotaError:
         """The error to raise; counted."""
@@ -109,12 +187,12 @@ class Ledger:
         """The connection has ended."""
         with self._lock:
             self._note(account, -account.orders, -account.tokens, -account.attachments)
-            self._hosts[account.host] -= 1
-            self._hosts += Counter[str]()  # forgets hosts without a connection
+            self._drop_owner(account.owner)
 
     def _note(self, account: Account, orders: int, tokens: int, attachments: int) -> None:
         account.orders += orders
         account.tokens += tokens
+        self._tokens_of[account.owner] += tokens
         account.attachments += attachments
         self._orders += orders
         self._tokens += tokens
@@ -124,9 +202,22 @@ class Ledger:
 class Account:
     """Of one connection."""
 
-    def __init__(self, ledger: Ledger, host: str) -> None:
-        self.ledger, self.host = ledger, host
+    def __init__(self, ledger: Ledger, owner: tuple[str, str], *, proven: bool) -> None:
+        self.ledger, self.owner, self.proven = ledger, owner, proven
         self.orders = self.tokens = self.attachments = 0
+
+    def identify(self, worker: str) -> None:
+        """Raises QuotaError."""
+        self.ledger.identify(self, worker)
+
+    def count_frame(self, num_bytes: int) -> float:
+        """Seconds for which the peer is to be left alone."""
+        return self.ledger.count_frame(self, num_bytes)
+
+    @property
+    def demotion(self) -> float:
+        """Of the next order."""
+        return self.ledger.demotion(self)
 
     def take_order(self, num_tokens: int) -> None:
         """Raises QuotaError."""

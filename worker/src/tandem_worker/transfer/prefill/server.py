@@ -126,7 +126,7 @@ class TcpPrefillServer:
     def _admit(self, sock: socket.socket, name: str) -> None:
         """On the door's thread: `name` is the address of a peer that has proven the key."""
         try:
-            account = self._ledger.open(name.rpartition(":")[0])
+            account = self._ledger.open(name.rpartition(":")[0], proven=self._ring().authenticates)
         except QuotaError as error:
             logger.warning("a KV connection from %s is not taken: %s", name, error)
             sock.close()

@@ -162,7 +162,9 @@ class Session:
             self._shake_hands()
             while True:
                 self._channel.service()
-                self._take(*self._read_frame(_FROM_DECODE))
+                header, body = self._read_frame(_FROM_DECODE)
+                self._channel.rest(self._account.count_frame(header.length))
+                self._take(header, body)
         except TransferError as error:
             if isinstance(error, IntegrityError):
                 with self._totals.lock:
@@ -188,6 +190,7 @@ class Session:
             peer = protocol.decode_hello(body)
             refusal = self._identity.refusal(peer)
             if refusal is None:
+                self._account.identify(peer.worker)
                 self._agree(peer)
         except TransferError as error:
             peer, refusal = None, str(error)
@@ -230,6 +233,7 @@ class Session:
         if order.num_cached_tokens % self._space.layout.block_size:
             raise TransferError("the peer's order begins inside a block")
         refusal = "draining" if self._draining() else None
+        later = self._account.demotion
         if self._engine is None:
             refusal = "this rank takes no orders: the first rank of its group does"
         elif refusal is None:
@@ -245,7 +249,8 @@ class Session:
         self._transfers[engine_id] = transfer
         self._num_strays = 0
         try:
-            self._engine.submit_prefill(replace(order, request_id=engine_id), self)
+            priority = order.priority + later
+            self._engine.submit_prefill(replace(order, request_id=engine_id, priority=priority), self)
         except WorkerError as error:
             self._forget(outgoing)
             self._refuse(transfer, str(error))
