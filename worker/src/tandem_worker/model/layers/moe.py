@@ -71,7 +71,7 @@ class Experts:
         out = self._route_rows(rows, routing.experts.flatten(), routing.has_padding)
         if not weigh_input:
             out = out * weights
-        return residual + out.view(num_tokens, width, -1).sum(1)
+        return residual + out.view(num_tokens, width, x.shape[1]).sum(1)
 
     def _route_rows(self, rows: torch.Tensor, experts: torch.Tensor, has_padding: bool) -> torch.Tensor:
         """Each of `rows` `[R, hidden]` through its expert, wherever that is; 0 where it has none."""
