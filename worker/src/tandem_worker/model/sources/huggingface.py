@@ -153,7 +153,7 @@ def _list_files(api: HfApi, repository: str, commit: str) -> list[RepositoryFile
             sha256=entry.lfs.sha256 if entry.lfs else None,
             git_blob=None if entry.lfs else entry.blob_id,
         )
-        for entry in api.list_repo_tree(repository, revision=commit)
+        for entry in api.list_repo_tree(repository, recursive=True, revision=commit)
         if isinstance(entry, RepoFile)
     ]
 
