@@ -95,7 +95,9 @@ class CausalLM(Protocol):
     embedding: EmbeddingSpec | None
     """None: the model generates."""
 
-    def kv_cache_spec(self, block_size: int) -> KVCacheSpec: ...
+    def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
+        """What this rank stores per block of `block_size` tokens, layer by layer."""
+        ...
 
     def forward(self, batch: ForwardBatch, kv_cache: KVCache) -> torch.Tensor:
         """Logits `[N, vocab_size]` of `batch.logits_rows`, float32. Writes this batch's KV into `kv_cache`.

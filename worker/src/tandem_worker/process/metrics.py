@@ -37,12 +37,13 @@ class WorkerSample:
     """None where the role has no transport."""
     grammars: CompileCounts
     grammar_restarts: int
-    """Of the process that compiles grammars first."""
+    """Times that the process which compiles grammars first was started again."""
     refusals: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """Of ports, by their names: what they did not let through, by reason."""
+    """What each port did not let through, by the port's name and the reason."""
 
 
 def build_telemetry(facts: WorkerFacts, sample: WorkerSample) -> WorkerTelemetry:
+    """What gateway and operator weigh a worker by."""
     engine, gpu = sample.engine, sample.gpu
     return WorkerTelemetry(
         model_name=facts.model_name,
@@ -75,6 +76,7 @@ def build_metrics_text(
     memory_bytes: Mapping[str, int],
     preparation: PreparationCounts,
 ) -> str:
+    """Prometheus text. What cannot be measured is left out."""
     out = Families({"model": facts.model_name, "role": facts.role.value})
     _add_requests(out, requests)
     _add_preparation(out, preparation)

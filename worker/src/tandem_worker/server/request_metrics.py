@@ -55,7 +55,7 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class PreparationCounts:
-    """Of large requests. Written on the event loop."""
+    """What became of large requests. Written on the event loop."""
 
     isolated: int = 0
     """Large requests that are being prepared in a process of their own, or wait for that, now."""

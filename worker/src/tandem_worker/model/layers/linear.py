@@ -63,6 +63,7 @@ class Linear:
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """`[T, K]` to `[T, N]` of the same type, summed over ranks where they hold slices of K."""
         y = self._product(x)
         return y if self.reduce is None else self.reduce.all_reduce(y)
 
@@ -103,6 +104,7 @@ class HeadLinear:
         self.weight = None if on_cpu else weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """`[T, K]` of any floating type to `[T, N]` float32."""
         if self.wide is not None:
             return self.wide(x.float())
         assert self.weight is not None

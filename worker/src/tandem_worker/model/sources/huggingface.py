@@ -46,6 +46,11 @@ _LOG_SECONDS = 5.0
 
 
 def resolve_hub(source: ModelSource, token: str | None = None) -> Path:
+    """The folder of the revision's commit, complete and verified; downloaded unless it is there.
+
+    Raises StartupError: ModelNotFound, RevisionNotFound, AccessDenied, NoWeights, HubUnreachable, HubAnswerInvalid,
+    DownloadCorrupt, DiskFull, CacheNotWritable, CacheInvalid.
+    """
     from huggingface_hub import HfApi
 
     repository = source.uri.removeprefix("hf://").strip("/")

@@ -28,6 +28,7 @@ def _json_type(value: object) -> str:
 
 
 def wrong_type(path: str, expected: str, value: object) -> Never:
+    """Refuse a value for its JSON type; `expected` is a noun with its article."""
     refuse(path, f"Invalid type for '{path}': expected {expected}, but got {_json_type(value)}.", "invalid_type")
 
 
@@ -144,6 +145,7 @@ class Fields:
 
 
 def check_integer(value: object, path: str, minimum: int | None = None, maximum: int | None = None) -> int:
+    """`value` if it is an integer in the range, bounds included; neither a boolean nor 1.0 is one."""
     if isinstance(value, bool) or not isinstance(value, int):
         wrong_type(path, "an integer", value)
     check_range(value, path, minimum, maximum, "integer")
@@ -151,6 +153,7 @@ def check_integer(value: object, path: str, minimum: int | None = None, maximum:
 
 
 def check_number(value: object, path: str, minimum: float | None = None, maximum: float | None = None) -> float:
+    """`value` as a float if it is a number in the range, bounds included; a boolean is none."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         wrong_type(path, "a number", value)
     check_range(value, path, minimum, maximum, "decimal")

@@ -36,7 +36,7 @@ class Quotas:
     """From order to release."""
     orders_per_session: int = 1024
     tokens: int
-    """Of prompts that are ordered and not released: a longer queue than this is not worth waiting in."""
+    """Tokens of prompts that are ordered and not released: a longer queue is not worth waiting in."""
     tokens_per_session: int
     attachments: int = 4096
     """To orders of other ranks, from ATTACH to release."""
@@ -122,7 +122,7 @@ class Ledger:
 
 
 class Account:
-    """Of one connection."""
+    """What one connection has taken of the quotas."""
 
     def __init__(self, ledger: Ledger, host: str) -> None:
         self.ledger, self.host = ledger, host
