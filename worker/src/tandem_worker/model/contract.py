@@ -40,6 +40,7 @@ class KVCacheSpec:
 
     @property
     def bytes_per_block(self) -> int:
+        """Bytes of one block over all layers of this rank."""
         elements = 0
         for layer in self.layers:
             product = 1

@@ -44,6 +44,7 @@ class Families:
         return self._families
 
     def text(self) -> str:
+        """Prometheus text."""
         return generate_latest(self).decode()
 
     def _add(self, family: Metric, name: str, samples: Samples) -> None:

@@ -125,7 +125,7 @@ class MoE:
         self._weigh_input = weigh_input
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor, step: Step) -> torch.Tensor:
-        """`residual + moe(x)`; padding rows of `step` meet no routed expert."""
+        """`residual + moe(x)` for `[T, hidden]`, as a new tensor; padding rows of `step` meet no routed expert."""
         if self._tp is not None and self._tp.rank:
             residual = torch.zeros_like(residual)  # rank 0 alone brings the residual into the sum
         if self._shared is not None:

@@ -33,7 +33,7 @@ class AttentionPart(Protocol):
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, step: Step, kv_layer: torch.Tensor
     ) -> torch.Tensor:
-        """`residual + attention(x)`, where None adds nothing; writes the layer's KV."""
+        """`residual + attention(x)` for `[T, hidden]`, where None adds nothing; writes the layer's KV."""
         ...
 
 
@@ -41,7 +41,7 @@ class MLPPart(Protocol):
     """The second half of a layer, dense or a mixture of experts."""
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor, step: Step) -> torch.Tensor:
-        """`residual + mlp(x)`."""
+        """`residual + mlp(x)` for `[T, hidden]`, as a new tensor."""
         ...
 
 
