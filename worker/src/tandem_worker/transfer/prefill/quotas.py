@@ -1,6 +1,6 @@
 """What one peer, and all of them together, may make a prefill worker keep. Pure but for a lock.
 
-Peers have proven the model's key; these are bounds for one that has gone mad, far above what a sound one needs.
+Peers have proven the model's key; these are bounds for one with a defect, far above what a sound one needs.
 """
 
 from __future__ import annotations
