@@ -20,7 +20,7 @@ import sys
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 REVISIONS = {"main"}
 MARKERS = {".private", ".corrupt"}
@@ -133,8 +133,10 @@ class Handler(BaseHTTPRequestHandler):
                 "siblings": siblings}  # fmt: skip
 
     def _tree(self, repository: str) -> list[dict[str, object]]:
+        """As the hub lists it: what is in folders only where `recursive` asks for it."""
         repositories = self.server.repositories
         folder = repositories.root / repository
+        recursive = "true" in parse_qs(urlsplit(self.path).query.lower()).get("recursive", [])
         return [
             {
                 "type": "file",
@@ -144,6 +146,7 @@ class Handler(BaseHTTPRequestHandler):
                 "lfs": {"oid": repositories.digest(path), "size": path.stat().st_size, "pointerSize": 134},
             }
             for path in repositories.files(repository)
+            if recursive or path.parent == folder
         ]
 
     def _file(self, path: Path, commit: str, *, body: bool, corrupt: bool) -> None:

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
+from prometheus_client import Histogram
+from prometheus_client.parser import text_string_to_metric_families
 from tandem_api.names import Role
 from tandem_api.telemetry import Metric
 from tandem_worker.engine.contract import EngineStats
-from tandem_worker.host.exposition import Exposition, Histogram
 from tandem_worker.host.nvml import NO_GPU, GpuSample
+from tandem_worker.process.families import Families
 from tandem_worker.process.metrics import WorkerFacts, WorkerSample, build_metrics_text, build_telemetry
 from tandem_worker.server.request_metrics import PreparationCounts, RequestMetrics
 from tandem_worker.server.structured.counts import CompileCounts
@@ -41,6 +44,11 @@ def text(**changes: object) -> str:
     return build_metrics_text(FACTS, sample(**changes), requests, {"weights": 1 << 30}, PreparationCounts(2, 5, 1))  # type: ignore[arg-type]
 
 
+def total_of(histogram: Histogram) -> float:
+    (family,) = histogram.collect()
+    return next(sample.value for sample in family.samples if sample.name.endswith("_sum"))
+
+
 def test_every_worker_metric_is_there_once() -> None:
     stats = TransferStats(integrity_failures={"header": 0}, refusals={"gone": 0}, quota_refusals={"orders": 0})
     lines = text(transfer=stats).splitlines()
@@ -55,11 +63,32 @@ def test_every_line_is_prometheus_text() -> None:
     for line in lines:
         assert line.startswith("# ") or SAMPLE_LINE.fullmatch(line), line
     for sample_of in (
-        'kv_integrity_failures_total{model="smollm2",role="decode",kind="header"} 3',
-        'refused_connections_total{model="smollm2",role="decode",port="kv",reason="wrong_proof"} 2',
-        'kv_quota_refusals_total{model="smollm2",role="decode",quota="orders"} 1',
+        'kv_integrity_failures_total{kind="header",model="smollm2",role="decode"} 3.0',
+        'refused_connections_total{model="smollm2",port="kv",reason="wrong_proof",role="decode"} 2.0',
+        'kv_quota_refusals_total{model="smollm2",quota="orders",role="decode"} 1.0',
     ):
         assert f"tandem_worker_{sample_of}" in lines
+
+
+def read_families(text: str) -> set[tuple[object, ...]]:
+    """Every sample with its family, its bucket's bound as a number: `1` and `1.0` are the same to Prometheus."""
+    return {
+        (
+            family.type,
+            family.documentation,
+            sample.name,
+            float(sample.value),
+            frozenset((name, float(label) if name == "le" else label) for name, label in sample.labels.items()),
+        )
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_names_labels_and_help_are_what_dashboards_know() -> None:
+    stats = TransferStats(integrity_failures={"header": 3}, refusals={"wrong_proof": 2}, quota_refusals={"orders": 1})
+    known = Path(__file__).with_name("metrics.txt").read_text()
+    assert read_families(text(transfer=stats)) == read_families(known)
 
 
 def test_what_cannot_be_measured_is_absent() -> None:
@@ -79,35 +108,43 @@ def test_telemetry_has_the_same_figures() -> None:
 
 
 def test_histogram_buckets_accumulate() -> None:
-    histogram = Histogram([0.1, 1.0])
+    histogram = Histogram("h", "Help.", buckets=[0.1, 1.0], registry=None)
     for value in (0.05, 0.1, 0.5, 7.0):
         histogram.observe(value)
-    out = Exposition({"role": "decode"})
-    out.histogram("h", "Help.", histogram)
-    assert out.text().splitlines()[2:] == [
-        'h_bucket{role="decode",le="0.1"} 2', 'h_bucket{role="decode",le="1"} 3', 'h_bucket{role="decode",le="+Inf"} 4',
-        'h_sum{role="decode"} 7.65', 'h_count{role="decode"} 4',
+    out = Families({"role": "decode"})
+    out.histogram(histogram)
+    assert out.text().splitlines() == [
+        "# HELP h Help.", "# TYPE h histogram", 'h_bucket{le="0.1",role="decode"} 2.0',
+        'h_bucket{le="1.0",role="decode"} 3.0', 'h_bucket{le="+Inf",role="decode"} 4.0', 'h_count{role="decode"} 4.0',
+        'h_sum{role="decode"} 7.65',
     ]  # fmt: skip
 
 
 def test_label_values_are_escaped() -> None:
-    out = Exposition({"model": 'a"b\\c\nd'})
+    out = Families({"model": 'a"b\\c\nd'})
     out.gauge("g", "Help.", 1)
-    assert out.text().splitlines()[-1] == 'g{model="a\\"b\\\\c\\nd"} 1'
+    assert out.text().splitlines()[-1] == 'g{model="a\\"b\\\\c\\nd"} 1.0'
+
+
+def test_large_counts_keep_every_digit() -> None:
+    out = Families({})
+    out.counter("bytes_total", "Help.", (1 << 53) - 1)
+    (family,) = text_string_to_metric_families(out.text())
+    assert family.samples[0].value == (1 << 53) - 1
 
 
 @pytest.mark.parametrize(("streamed", "first"), [(False, 0.9), (True, None)])
 def test_only_streamed_answers_have_a_first_token_time(streamed: bool, first: float | None) -> None:
     requests = RequestMetrics()
     requests.record(status=200, seconds=1.0, first_token_seconds=first, num_generated=5, streamed=streamed)
-    assert requests.ttft.snapshot()[1] == 0
+    assert total_of(requests.ttft) == 0
     assert requests.by_status() == {200: 1}
 
 
 def test_time_per_token_counts_the_tokens_after_the_first() -> None:
     requests = RequestMetrics()
     requests.record(status=200, seconds=1.0, first_token_seconds=0.2, num_generated=5, streamed=True)
-    assert requests.tpot.snapshot()[1] == pytest.approx(0.2)
+    assert total_of(requests.tpot) == pytest.approx(0.2)
 
 
 def test_bandwidth_follows_the_larger_transfers() -> None:

@@ -38,6 +38,16 @@ def test_only_what_is_needed_is_downloaded(hub: Any, tmp_path: Path) -> None:
     assert (folder / "model.safetensors").read_bytes() == bytes(range(256)) * 4000
 
 
+def test_an_embedding_models_pooling_is_downloaded_from_its_folder(hub: Any, tmp_path: Path) -> None:
+    """The hub lists what is in folders to those who ask for it, and to nobody else."""
+    folder = hub.root / "org" / "model" / "1_Pooling"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"pooling_mode_cls_token": true}')
+    hub.add("org/model", modules__json=b"[]")
+    downloaded = resolve_model(hub.source(tmp_path / "cache"))
+    assert (downloaded / "1_Pooling" / "config.json").read_text() == '{"pooling_mode_cls_token": true}'
+
+
 def test_a_downloaded_model_is_not_downloaded_again(hub: Any, tmp_path: Path) -> None:
     first = resolve_model(hub.source(tmp_path / "cache"))
     hub.downloads.clear()

@@ -30,6 +30,7 @@ def check_request(request: GenerationRequest, *, vocab_size: int, max_model_len:
 
 
 def check_prompt(token_ids: tuple[int, ...], *, vocab_size: int, max_model_len: int) -> None:
+    """Raises RequestError for a prompt that is empty or has ids outside the vocabulary, ContextLengthError."""
     if not token_ids:
         raise RequestError("the prompt is empty", param="prompt")
     if len(token_ids) > max_model_len:

@@ -111,7 +111,9 @@ class LayerListener(Protocol):
         """`prompt_name` is `prefix_cache.name_prompt` of what was computed."""
         ...
 
-    def prefill_failed(self, request_id: str, message: str) -> None: ...
+    def prefill_failed(self, request_id: str, message: str) -> None:
+        """The prompt will not be computed; `message` says why, for the decode worker. Nothing follows."""
+        ...
 
 
 class Engine(Protocol):
@@ -141,13 +143,17 @@ class Engine(Protocol):
         """It has waited long at the prefill worker: if others lack its reserved blocks it is prefilled here."""
         ...
 
-    def remote_prefill_done(self, result: RemotePrefillResult) -> None: ...
+    def remote_prefill_done(self, result: RemotePrefillResult) -> None:
+        """All blocks are filled: the first token is sampled from `result.logits`. An older generation is ignored."""
+        ...
 
     def remote_prefill_failed(self, request_id: str, generation: int, reason: str) -> None:
         """The engine prefills locally instead and counts a fallback."""
         ...
 
-    def stats(self) -> EngineStats: ...
+    def stats(self) -> EngineStats:
+        """The figures that the engine thread last left. Any thread; waits for nothing."""
+        ...
 
     def drain(self) -> None:
         """Take no new requests; those inside go on."""

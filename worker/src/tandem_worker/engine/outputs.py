@@ -45,6 +45,7 @@ def build_token_delta(
     logprob: TokenLogprob | None,
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None,
 ) -> TokenDelta:
+    """What one new token tells the client; an end token that is not shown ends the choice without text."""
     request = sequence.request
     return TokenDelta(
         request_id=request.id,

@@ -101,6 +101,7 @@ class StepRunner:
     # -- commands ------------------------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
+        """A client's request. Without a prefill client its endpoints are forgotten: it is prefilled here."""
         if self.prefill_client is None:
             request.endpoints = ()
         self.requests[request.id] = request
@@ -110,11 +111,13 @@ class StepRunner:
             choice.lockstep = choice.sampler_state.needs_host
 
     def submit_peer(self, request: Request, order: RemotePrefill, listener: LayerListener) -> None:
+        """A prompt that another worker ordered; `listener` is told what may be sent."""
         block_size = self.scheduler.blocks.block_size
         self.peers[request.id] = PeerPrefill(order, listener, request, order.num_cached_tokens // block_size)
         self.scheduler.add(request)
 
     def abort(self, request_id: str) -> None:
+        """End every choice of a request with ABORT. What has ended is ignored."""
         request = self.requests.get(request_id)
         if request is not None:
             self._end_request(request, FinishReason.ABORT)
@@ -126,6 +129,7 @@ class StepRunner:
             self._end_choice(request.choices[choice], FinishReason.ABORT)
 
     def release(self, request_id: str) -> None:
+        """Nobody needs the blocks of this peer's prompt any more; they stay cached."""
         peer = self.peers.pop(request_id, None)
         if peer is not None:
             self.scheduler.finish(peer.sequence)

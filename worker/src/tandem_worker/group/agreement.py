@@ -16,7 +16,7 @@ class RankReport(Wire):
     num_blocks: int
     """KV blocks that fit into its memory, block 0 included."""
     digest: str
-    """Of the whole model."""
+    """Digest of the whole model."""
     dtype: str
     endpoint: str
     """Where the rank takes KV connections, where its role does."""
@@ -31,7 +31,7 @@ class GroupPlan(Wire):
 
     num_blocks: int
     layout: KVLayout
-    """Of the blocks of the whole model."""
+    """Layout of the whole model's blocks."""
     ranks: tuple[RankAddress, ...]
     max_rows: int
     """Sequences of one step."""

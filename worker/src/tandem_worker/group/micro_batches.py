@@ -9,7 +9,7 @@ import numpy as np
 from tandem_worker.engine.execute.batch import StepInput
 
 _LEAST_TOKENS = 64
-"""Of a micro-batch: below, reading the weights once more costs more than the stages gain by overlapping."""
+"""A micro-batch has at least as many: with fewer, reading the weights once more costs more than overlapping gains."""
 
 
 def count_micro_batches(num_tokens: int, num_stages: int) -> int:

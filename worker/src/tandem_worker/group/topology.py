@@ -19,9 +19,9 @@ class NodePlace:
     """One pod's place in its group."""
 
     node: int
-    """Of the group's pods; 0 leads."""
+    """This pod's number within the group; 0 leads."""
     ranks: range
-    """Of the processes in this pod."""
+    """Ranks of the processes in this pod."""
     leader_pod: str
     leader_host: str
     """Address at which this pod reaches the leader."""

@@ -29,6 +29,7 @@ def rank_endpoint(config: WorkerConfig, pod: PodFacts, local_rank: int) -> str:
 
 
 def group_identity(config: WorkerConfig, pod: PodFacts, digest: str, plan: GroupPlan) -> Identity:
+    """What a KV end says of itself in HELLO. Prefill workers name their ranks, which decode ranks connect to."""
     return Identity(
         worker=pod.pod,
         revision=config.revision,

@@ -40,6 +40,7 @@ class PodFacts:
 
 
 def observe_pod(environment: Mapping[str, str]) -> PodFacts:
+    """What the pod's environment says, with defaults for a process outside Kubernetes."""
     return PodFacts(
         pod=environment.get("POD_NAME") or socket.gethostname(),
         namespace=environment.get("POD_NAMESPACE", "default"),
@@ -68,6 +69,7 @@ def plan_threads(affinity: int, cpu_max: str) -> int:
 
 
 def observe_threads(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """`plan_threads` of this process's affinity and control group."""
     try:
         cpu_max = (cgroup / "cpu.max").read_text()
     except OSError:

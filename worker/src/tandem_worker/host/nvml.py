@@ -47,6 +47,7 @@ class GpuReader:
             self._open(uuid)
 
     def sample(self) -> GpuSample:
+        """The figures now. What cannot be read is None, and rates are None at the first reading. Any thread."""
         if self._handle is None:
             return NO_GPU
         with self._lock:

@@ -58,6 +58,7 @@ class Vitals:
             self._noted[source] = self._clock(), problem
 
     def clear(self, source: str) -> None:
+        """What `source` reported has passed."""
         with self._lock:
             known = self._problems.pop(source, None), self._noted.pop(source, None)
         if any(known):

@@ -45,6 +45,7 @@ def check_paged_inputs(
 
 
 def check_sequences(block_tables: torch.Tensor, context_lens: torch.Tensor) -> None:
+    """Refuse anything but block tables `[B, W]` int32 and context lengths `[B]` of an index type."""
     require_shape("block_tables", block_tables, (None, None))
     require_dtype("block_tables", block_tables, torch.int32)
     require_rows("block_tables", block_tables)
@@ -53,6 +54,7 @@ def check_sequences(block_tables: torch.Tensor, context_lens: torch.Tensor) -> N
 
 
 def check_sinks(sinks: torch.Tensor | None, num_q_heads: int) -> None:
+    """Refuse sinks that are not one logit per query head, `[Hq]`."""
     if sinks is not None:
         require_shape("sinks", sinks, (num_q_heads,))
         require_dtype("sinks", sinks, *FLOATS)
@@ -87,4 +89,5 @@ def online_softmax(scores, maximum, total):
 
 @triton.jit
 def cdiv(a, b):
+    """The quotient rounded up, for positive numbers."""
     return (a + b - 1) // b

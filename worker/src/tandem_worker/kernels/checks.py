@@ -24,6 +24,7 @@ def require_shape(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...]
 
 
 def require_dtype(name: str, tensor: torch.Tensor, *dtypes: torch.dtype) -> None:
+    """Raises TypeError for another dtype than these."""
     if tensor.dtype not in dtypes:
         wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise TypeError(f"{name} must be {wanted}, got {str(tensor.dtype).removeprefix('torch.')}")
@@ -36,11 +37,13 @@ def require_rows(name: str, tensor: torch.Tensor) -> None:
 
 
 def require_contiguous(name: str, tensor: torch.Tensor) -> None:
+    """Raises ValueError for a tensor with gaps."""
     if not tensor.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got shape {list(tensor.shape)} with strides {tensor.stride()}")
 
 
 def require_same_device(leading: torch.Tensor, **others: torch.Tensor | None) -> None:
+    """Raises TypeError for a tensor that is not where `leading` is; None is everywhere."""
     for name, tensor in others.items():
         if tensor is not None and tensor.device != leading.device:
             raise TypeError(f"{name} is on {tensor.device}, the first argument on {leading.device}")

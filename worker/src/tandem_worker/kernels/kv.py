@@ -60,6 +60,7 @@ def check_kv_cache(kv_cache: torch.Tensor, num_kv_heads: int | None, head_dim: i
 
 
 def check_slots(slot_mapping: torch.Tensor, num_tokens: int) -> None:
+    """Refuse anything but one slot per token, `[T]`, of an index type."""
     require_shape("slot_mapping", slot_mapping, (num_tokens,))
     require_dtype("slot_mapping", slot_mapping, *INDEXES)
 

@@ -67,6 +67,7 @@ def _bitmask_kernel(logits_ptr, bitmask_ptr, vocab, stride_logits, stride_bitmas
 
 
 def check_logits(logits: torch.Tensor) -> tuple[int, int]:
+    """Rows and vocabulary of logits, after refusing anything but `[N, V]` float32 with contiguous rows."""
     require_shape("logits", logits, (None, None))
     require_dtype("logits", logits, torch.float32)
     require_rows("logits", logits)

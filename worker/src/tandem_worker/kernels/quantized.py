@@ -33,6 +33,7 @@ class Fp8Weight:
         return tuple(self.data.shape)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """`[..., N, K]` in `dtype`; computed in float32."""
         rows, columns = self.shape[-2:]
         scale = _spread(_spread(self.scale, -2, self.tile, rows), -1, self.tile, columns)
         return (self.data.float() * scale).to(dtype)
@@ -55,9 +56,11 @@ class Int4Weight:
 
     @property
     def group(self) -> int:
+        """Columns that share a scale."""
         return self.shape[-1] // self.scale.shape[-1]
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """`[..., N, K]` in `dtype`; computed in float32."""
         shifts = torch.arange(0, 32, 4, device=self.packed.device, dtype=torch.int32)
         nibbles = ((self.packed[..., None] >> shifts) & 0xF).flatten(-2).float()
         columns = self.shape[-1]
@@ -79,6 +82,7 @@ class Mxfp4Weight:
         return (*self.packed.shape[:-1], self.packed.shape[-1] * 2)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """`[..., N, K]` in `dtype`; computed in float32."""
         nibbles = torch.stack((self.packed & 0xF, self.packed >> 4), dim=-1).flatten(-2).long()
         table = torch.tensor((*E2M1_VALUES, *(-value for value in E2M1_VALUES)), device=self.packed.device)
         factor = torch.exp2(self.scale.float() - 127.0)

@@ -26,7 +26,7 @@ class WeightArguments:
     tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     """data, scale, zero; data stands in where the form has none."""
     strides: tuple[int, int, int, int]
-    """Of data: expert, row; of scale (and zero): expert, row."""
+    """Strides of data (expert, row), then of scale and zero (expert, row)."""
     constants: dict[str, int | bool]
 
 

@@ -39,7 +39,7 @@ class LatentSpec:
     """MLA of one layer on this rank."""
 
     attention: AttentionSpec
-    """Of the absorbed form: `head_dim` is the latent's width, `value_dim` its part without positions (the rank)."""
+    """The absorbed form: `head_dim` is the latent's width, `value_dim` its part without positions (the rank)."""
     expand: torch.Tensor
     """`[num_heads, nope_dim + value width, rank]`: a latent's key part, then its value, for every head."""
     nope_dim: int
@@ -63,7 +63,7 @@ class LatentSpec:
 
     @property
     def value_width(self) -> int:
-        """Of one head."""
+        """Width of one head's values."""
         return self.expand.shape[1] - self.nope_dim
 
     def absorb(self, queries: torch.Tensor) -> torch.Tensor:

@@ -43,7 +43,7 @@ class ModelConfig:
     dtype: torch.dtype
     """Element type of the checkpoint."""
     embedding: EmbeddingSpec | None = None
-    """Of a model that computes embeddings: such a one has no output matrix."""
+    """How a model that computes embeddings pools them (it has no output matrix); None: it generates."""
     raw: Settings = field(default_factory=dict, repr=False)
     """The keys that the family declares to read, with the architecture's defaults for absent ones."""
 

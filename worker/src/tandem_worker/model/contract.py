@@ -40,6 +40,7 @@ class KVCacheSpec:
 
     @property
     def bytes_per_block(self) -> int:
+        """Bytes of one block over all layers of this rank."""
         elements = 0
         for layer in self.layers:
             product = 1
@@ -95,7 +96,9 @@ class CausalLM(Protocol):
     embedding: EmbeddingSpec | None
     """None: the model generates."""
 
-    def kv_cache_spec(self, block_size: int) -> KVCacheSpec: ...
+    def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
+        """What this rank stores per block of `block_size` tokens, layer by layer."""
+        ...
 
     def forward(self, batch: ForwardBatch, kv_cache: KVCache) -> torch.Tensor:
         """Logits `[N, vocab_size]` of `batch.logits_rows`, float32. Writes this batch's KV into `kv_cache`.

@@ -82,7 +82,7 @@ class ConfigKeys:
     """What stands for absent or null `rope_parameters`."""
     rope_kinds: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
     wrapper: ConfigKeys | None = None
-    """Of multimodal checkpoints: the keys around `text_config`."""
+    """The keys around `text_config`, in multimodal checkpoints."""
 
     def kind(self, key: str) -> str:
         """`read`, `fixed`, `ignored`, or `unknown`."""

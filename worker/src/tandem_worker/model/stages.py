@@ -31,9 +31,9 @@ class StageCosts:
 
     layers: tuple[float, ...]
     first: float
-    """Of the first stage alone: the embedding."""
+    """What the first stage alone has: the embedding."""
     last: float
-    """Of the last stage alone: final norm and output projection."""
+    """What the last stage alone has: final norm and output projection."""
 
 
 def plan_stages(
@@ -51,7 +51,7 @@ def plan_stages(
 
 
 def balance_stages(costs: StageCosts, num_stages: int) -> tuple[int, ...]:
-    """Index of the layer after each stage's last one, so that the dearest stage is as cheap as can be.
+    """Index of the layer after each stage's last one, so that the slowest stage takes as little time as possible.
 
     Every stage has a layer at least. Dynamic programming over (stages, layers): O(num_stages * layers^2).
     """

@@ -11,10 +11,14 @@ class Collective(Protocol):
     """The ranks along one axis of the grid. Every rank must make the same calls in the same order."""
 
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """Place of this process along the axis, from 0."""
+        ...
 
     @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """Ranks along the axis."""
+        ...
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over ranks; may write into `x`."""
@@ -28,7 +32,9 @@ class Collective(Protocol):
         """Rows of `x` in runs, one run per destination; returns the runs received, in order of rank."""
         ...
 
-    def send(self, x: torch.Tensor, rank: int) -> None: ...
+    def send(self, x: torch.Tensor, rank: int) -> None:
+        """Send a contiguous tensor; that rank calls `receive` with its shape and type."""
+        ...
 
     def receive(self, like: torch.Tensor, rank: int) -> torch.Tensor:
         """A tensor of the shape and type of `like`, which may be overwritten."""

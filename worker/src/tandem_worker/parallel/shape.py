@@ -47,11 +47,13 @@ class GroupShape:
         return self.ep * self.dp
 
     def coordinates(self, rank: int) -> Coordinates:
+        """Where a global rank stands along each axis."""
         tp, rest = rank % self.tp, rank // self.tp
         ep, rest = rest % self.ep, rest // self.ep
         return Coordinates(tp, ep, rest % self.pp, rest // self.pp)
 
     def rank(self, tp: int, ep: int, pp: int, dp: int = 0) -> int:
+        """The global rank at these coordinates: the inverse of `coordinates`."""
         return ((dp * self.pp + pp) * self.ep + ep) * self.tp + tp
 
     def stage_layers(self, rank: int, ends: Sequence[int]) -> range:

@@ -26,7 +26,9 @@ Refusals = Callable[[], Mapping[str, int]]
 
 
 class Transport(Protocol):
-    def stats(self) -> TransferStats: ...
+    def stats(self) -> TransferStats:
+        """What the transport has counted so far. Any thread."""
+        ...
 
 
 class Figures:
@@ -82,6 +84,7 @@ class Figures:
 
 
 def open_gpu_reader(device: torch.device) -> GpuReader:
+    """Reads the figures of the GPU that `device` is, whatever its number is to NVML; of none on a CPU."""
     if device.type != "cuda":
         return GpuReader(None)
     import torch

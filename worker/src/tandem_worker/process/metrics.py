@@ -9,8 +9,8 @@ from tandem_api.names import Role
 from tandem_api.telemetry import Metric, WorkerTelemetry
 
 from tandem_worker.engine.contract import EngineStats
-from tandem_worker.host.exposition import Exposition
 from tandem_worker.host.nvml import GpuSample
+from tandem_worker.process.families import Families
 from tandem_worker.server.request_metrics import PreparationCounts, RequestMetrics
 from tandem_worker.server.structured.counts import CompileCounts
 from tandem_worker.transfer.contract import TransferStats
@@ -37,12 +37,13 @@ class WorkerSample:
     """None where the role has no transport."""
     grammars: CompileCounts
     grammar_restarts: int
-    """Of the process that compiles grammars first."""
+    """Times that the process which compiles grammars first was started again."""
     refusals: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """Of ports, by their names: what they did not let through, by reason."""
+    """What each port did not let through, by the port's name and the reason."""
 
 
 def build_telemetry(facts: WorkerFacts, sample: WorkerSample) -> WorkerTelemetry:
+    """What gateway and operator weigh a worker by."""
     engine, gpu = sample.engine, sample.gpu
     return WorkerTelemetry(
         model_name=facts.model_name,
@@ -75,27 +76,26 @@ def build_metrics_text(
     memory_bytes: Mapping[str, int],
     preparation: PreparationCounts,
 ) -> str:
-    out = Exposition({"model": facts.model_name, "role": facts.role.value})
+    """Prometheus text. What cannot be measured is left out."""
+    out = Families({"model": facts.model_name, "role": facts.role.value})
     _add_requests(out, requests)
     _add_preparation(out, preparation)
     _add_engine(out, sample.engine)
     _add_transfer(out, sample.transfer)
     _add_gpu(out, sample.gpu)
     _add_grammars(out, sample)
-    out.samples(
+    out.counters(
         Metric.WORKER_REFUSED_CONNECTIONS_TOTAL,
         "Connections, and requests at the inference port, that were turned away before anything was done for them.",
-        "counter",
         [
             ({"port": port, "reason": reason}, count)
             for port, reasons in sorted(_refusals(sample).items())
             for reason, count in sorted(reasons.items())
         ],
     )
-    out.samples(
+    out.gauges(
         Metric.WORKER_MEMORY_BYTES,
         "Memory after start-up, by what it holds; `arena` is what activations take at their most.",
-        "gauge",
         [({"kind": kind}, size) for kind, size in memory_bytes.items()],
     )
     out.gauge(Metric.WORKER_DRAINING, "1 while the worker takes no new requests.", int(sample.draining))
@@ -107,19 +107,18 @@ def _refusals(sample: WorkerSample) -> dict[str, Mapping[str, int]]:
     return {**sample.refusals, **kv}
 
 
-def _add_requests(out: Exposition, requests: RequestMetrics) -> None:
+def _add_requests(out: Families, requests: RequestMetrics) -> None:
     statuses = sorted(requests.by_status().items())
-    out.samples(
+    out.counters(
         Metric.WORKER_REQUESTS_TOTAL,
         "Finished HTTP requests by status; 499 when the client went away.",
-        "counter",
         [({"status": str(status)}, count) for status, count in statuses],
     )
-    out.histogram(Metric.WORKER_TTFT_SECONDS, "Time to the first token of streamed answers.", requests.ttft)
-    out.histogram(Metric.WORKER_TPOT_SECONDS, "Time per further token of streamed answers.", requests.tpot)
+    out.histogram(requests.ttft)
+    out.histogram(requests.tpot)
 
 
-def _add_preparation(out: Exposition, counts: PreparationCounts) -> None:
+def _add_preparation(out: Families, counts: PreparationCounts) -> None:
     out.gauge(
         Metric.WORKER_LARGE_REQUESTS,
         "Large requests that are being parsed and tokenized in a process of their own, or wait for that.",
@@ -133,7 +132,7 @@ def _add_preparation(out: Exposition, counts: PreparationCounts) -> None:
     )
 
 
-def _add_engine(out: Exposition, engine: EngineStats) -> None:
+def _add_engine(out: Families, engine: EngineStats) -> None:
     out.gauge(Metric.WORKER_REQUESTS_RUNNING, "Requests in the running batch.", engine.running_requests)
     out.gauge(Metric.WORKER_REQUESTS_QUEUED, "Requests that wait for room.", engine.queued_requests)
     out.counter(Metric.WORKER_PROMPT_TOKENS_TOTAL, "Prompt tokens taken in.", engine.prompt_tokens_total)
@@ -144,20 +143,18 @@ def _add_engine(out: Exposition, engine: EngineStats) -> None:
     out.gauge(Metric.WORKER_KV_BLOCKS_USED, "KV blocks held by live requests.", engine.kv_blocks_used)
     out.gauge(Metric.WORKER_KV_BLOCKS_CACHED, "KV blocks held by the prefix cache alone.", engine.kv_blocks_cached)
     out.gauge(Metric.WORKER_KV_BLOCKS_TOTAL, "KV blocks there are.", engine.kv_blocks_total)
-    out.samples(
+    out.counters(
         Metric.WORKER_PREFILL_LOCAL_TOTAL,
         "Prompts prefilled here, by a prefill worker, or here because that failed.",
-        "counter",
         [
             ({"where": "local"}, engine.prefills_local_total),
             ({"where": "remote"}, engine.prefills_remote_total),
             ({"where": "fallback"}, engine.prefills_fallback_total),
         ],
     )
-    out.samples(
+    out.counters(
         Metric.WORKER_PREEMPTIONS_TOTAL,
         "Requests set back to make room, their KV to be computed again or moved to the host.",
-        "counter",
         [
             ({"kind": "recompute"}, engine.preemptions_recompute_total),
             ({"kind": "move"}, engine.preemptions_move_total),
@@ -166,13 +163,12 @@ def _add_engine(out: Exposition, engine: EngineStats) -> None:
     out.gauge(Metric.WORKER_STEP_SECONDS, "Smoothed duration of a decode step.", engine.decode_step_seconds)
 
 
-def _add_transfer(out: Exposition, transfer: TransferStats | None) -> None:
+def _add_transfer(out: Families, transfer: TransferStats | None) -> None:
     if transfer is None:
         return
-    out.samples(
+    out.counters(
         Metric.WORKER_KV_TRANSFER_BYTES_TOTAL,
         "KV bytes moved between workers.",
-        "counter",
         [({"direction": "sent"}, transfer.bytes_sent), ({"direction": "received"}, transfer.bytes_received)],
     )
     out.counter(
@@ -194,15 +190,14 @@ def _add_transfer(out: Exposition, transfer: TransferStats | None) -> None:
             transfer.quota_refusals,
         ),
     ):
-        out.samples(name, text, "counter", [({label: key}, count) for key, count in counts.items()])
+        out.counters(name, text, [({label: key}, count) for key, count in counts.items()])
 
 
-def _add_grammars(out: Exposition, sample: WorkerSample) -> None:
+def _add_grammars(out: Families, sample: WorkerSample) -> None:
     counts = sample.grammars
-    out.samples(
+    out.counters(
         Metric.WORKER_GRAMMARS_TOTAL,
         "Grammars of structured output: compiled, refused, not to be had now, or known from before.",
-        "counter",
         [
             ({"result": "compiled"}, counts.compiled),
             ({"result": "refused"}, counts.refused),
@@ -218,7 +213,7 @@ def _add_grammars(out: Exposition, sample: WorkerSample) -> None:
     )
 
 
-def _add_gpu(out: Exposition, gpu: GpuSample) -> None:
+def _add_gpu(out: Families, gpu: GpuSample) -> None:
     out.gauge(Metric.WORKER_VRAM_USED_BYTES, "VRAM in use on this worker's GPU.", gpu.vram_used_bytes)
     out.gauge(Metric.WORKER_VRAM_TOTAL_BYTES, "VRAM of this worker's GPU.", gpu.vram_total_bytes)
     out.counter(Metric.WORKER_NVLINK_TX_BYTES_TOTAL, "Bytes sent over NVLink.", gpu.nvlink_tx_bytes_total)

@@ -43,11 +43,13 @@ class Worker:
         return self.engine.idle and self.hub.num_open == 0
 
     def drain(self) -> None:
+        """Take no new requests and no new orders of other workers; those inside go on."""
         self.engine.drain()
         if self.prefill_server is not None:
             self.prefill_server.drain()
 
     def close(self) -> None:
+        """End everything at once: peers first, whose blocks the engine holds, then the engine and its processes."""
         if self.prefill_server is not None:
             self.prefill_server.close()
         if self.prefill_client is not None:

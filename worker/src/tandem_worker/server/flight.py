@@ -55,7 +55,7 @@ class Flight:
                 return deltas
 
     def abort(self, request_id: str, choice: int) -> None:
-        """Of this choice nothing more is wanted: the engine ends it, if it has not done so itself."""
+        """Nothing more is wanted of this choice: the engine ends it, if it has not done so itself."""
         inside = self._inside[request_id]
         if choice in inside:
             inside.discard(choice)

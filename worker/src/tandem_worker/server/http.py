@@ -52,6 +52,7 @@ class ServiceError(Exception):
 
 
 def header(scope: Scope, name: str) -> str | None:
+    """Value of the first header `name`, which is lower case; None without one."""
     wanted = name.encode()
     for key, value in scope["headers"]:
         if key == wanted:
@@ -83,6 +84,7 @@ async def send_bytes(
     content_type: str = "application/json",
     headers: Mapping[str, str] | None = None,
 ) -> None:
+    """A whole response."""
     all_headers = {"content-type": content_type, "content-length": str(len(body)), **(headers or {})}
     await send_start(send, status, all_headers)
     await send({"type": "http.response.body", "body": body})

@@ -18,6 +18,7 @@ PAUSE_SECONDS = 0.001
 
 
 async def pace(steps: Steps[T]) -> T:
+    """Run `steps` to their end on the event loop, with a pause after each."""
     while True:
         try:
             next(steps)
@@ -27,6 +28,7 @@ async def pace(steps: Steps[T]) -> T:
 
 
 def complete(steps: Steps[T]) -> T:
+    """Run `steps` to their end at once, where nobody else waits."""
     while True:
         try:
             next(steps)

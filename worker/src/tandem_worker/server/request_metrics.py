@@ -6,7 +6,8 @@ import threading
 from collections import Counter
 from dataclasses import dataclass, field
 
-from tandem_worker.host.exposition import Histogram
+from prometheus_client import Histogram
+from tandem_api.telemetry import Metric
 
 _TTFT_BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _TPOT_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
@@ -16,8 +17,22 @@ _TPOT_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 class RequestMetrics:
     """Any thread."""
 
-    ttft: Histogram = field(default_factory=lambda: Histogram(_TTFT_BOUNDS))
-    tpot: Histogram = field(default_factory=lambda: Histogram(_TPOT_BOUNDS))
+    ttft: Histogram = field(
+        default_factory=lambda: Histogram(
+            Metric.WORKER_TTFT_SECONDS,
+            "Time to the first token of streamed answers.",
+            buckets=_TTFT_BOUNDS,
+            registry=None,  # a worker's figures are its own, not the process's
+        )
+    )
+    tpot: Histogram = field(
+        default_factory=lambda: Histogram(
+            Metric.WORKER_TPOT_SECONDS,
+            "Time per further token of streamed answers.",
+            buckets=_TPOT_BOUNDS,
+            registry=None,
+        )
+    )
     _by_status: Counter[int] = field(default_factory=Counter)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -40,7 +55,7 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class PreparationCounts:
-    """Of large requests. Written on the event loop."""
+    """What became of large requests. Written on the event loop."""
 
     isolated: int = 0
     """Large requests that are being prepared in a process of their own, or wait for that, now."""

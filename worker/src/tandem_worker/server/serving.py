@@ -30,7 +30,7 @@ class WorkerProtocol(HttpToolsProtocol):
     """
 
     open: OrderedDict[WorkerProtocol, None]
-    """Of this server's connections, the one that was last used first comes first. Each server has its own."""
+    """This server's connections, the least recently used first. Each server has its own."""
     limit = MAX_CONNECTIONS
     busy_give_way = False
     """Where none gives way otherwise, the one that was answered first does: for short answers, which can be had again.

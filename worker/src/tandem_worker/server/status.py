@@ -17,9 +17,13 @@ from tandem_worker.server.http import send_bytes
 class FigureSource(Protocol):
     """What `/metrics` and `/telemetry` answer with."""
 
-    def metrics_text(self) -> str: ...
+    def metrics_text(self) -> str:
+        """Prometheus text of this moment."""
+        ...
 
-    def telemetry(self) -> WorkerTelemetry: ...
+    def telemetry(self) -> WorkerTelemetry:
+        """The same figures as the gateway and the operator read them."""
+        ...
 
 
 class StatusApp:

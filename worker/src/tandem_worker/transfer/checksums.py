@@ -33,7 +33,7 @@ def sum_header(data: bytes | bytearray | memoryview) -> int:
 
 
 def sum_body(body: bytes | bytearray | memoryview, transfer: int) -> int:
-    """Of all of a frame's body but the payload of blocks, which have sums of their own."""
+    """Sum of a frame's body without the payload of blocks, which have sums of their own."""
     return xxh3_64_intdigest(body, transfer)
 
 
@@ -42,7 +42,7 @@ def sum_logits(logits: bytes | memoryview, transfer: int) -> int:
 
 
 def sum_blocks(blocks: Sequence[Sequence[memoryview]], transfer: int, layer: int, first: int) -> list[int]:
-    """Of each of these consecutive blocks of the prompt in one layer, its runs one after another.
+    """Sum of each of these consecutive blocks of the prompt in one layer, its runs one after another.
 
     Seeded with transfer, layer and number: another seed for each block that a transfer moves.
     """

@@ -137,14 +137,18 @@ class PrefillServer(Protocol):
         """Drop every peer; their orders are aborted and released."""
         ...
 
-    def stats(self) -> TransferStats: ...
+    def stats(self) -> TransferStats:
+        """What has been counted so far, over all peers. Any thread."""
+        ...
 
 
 class GroupChannel(Protocol):
     """Rank 0's way to the other ranks of its worker."""
 
     @property
-    def num_followers(self) -> int: ...
+    def num_followers(self) -> int:
+        """Ranks of this worker besides rank 0."""
+        ...
 
     def post(self, message: bytes) -> None:
         """Any thread. Each follower handles `message` in the order of the posts and steps that it is sent: after the

@@ -83,7 +83,7 @@ def encode_message(message: Message) -> bytes:
 
 
 def decode_message(data: bytes) -> Message:
-    """Of a rank of the same worker, which runs the same code. Raises TransferError for anything else."""
+    """The message of a rank of the same worker, which runs the same code. Raises TransferError for anything else."""
     try:
         name, fields = json.loads(data)
         if "block_ids" in fields:

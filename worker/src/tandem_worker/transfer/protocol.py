@@ -54,9 +54,9 @@ _CHECKSUM_BYTES = 8
 PROMPT_NAME_BYTES = 16
 MAX_HELLO_BYTES = 16384
 MAX_TEXT_BYTES = 1024
-"""Of a reason, a request id or a cache salt."""
+"""The longest reason, request id or cache salt."""
 MAX_PAYLOAD_BYTES = 4 << 20
-"""Of one BLOCKS frame; a single block may be larger (up to MAX_BLOCK_BYTES) and then travels alone."""
+"""Payload of one BLOCKS frame; a single block may be larger (up to MAX_BLOCK_BYTES) and then travels alone."""
 MAX_BLOCK_BYTES = 64 << 20
 MAX_BLOCKS_PER_FRAME = 1024
 MAX_RESENDS = 2
@@ -172,6 +172,7 @@ def _frame(kind: FrameKind, transfer: int, body: bytes = b"") -> bytes:
 
 
 def encode_hello(identity: Identity) -> bytes:
+    """Raises TransferError when it is longer than peers accept."""
     body = json.dumps(
         {
             "magic": MAGIC,
@@ -190,6 +191,7 @@ def encode_hello(identity: Identity) -> bytes:
 
 
 def decode_hello(body: bytes) -> Identity:
+    """Raises TransferError for another version, and for what is no HELLO."""
     try:
         fields = json.loads(body)
         magic, version = fields["magic"], fields["version"]
@@ -247,6 +249,7 @@ def _little_endian(values: array[int]) -> array[int]:
 
 
 def encode_prefill(transfer: int, order: RemotePrefill) -> bytes:
+    """Raises TransferError when a field is longer than the frame has room for."""
     request_id, salt = order.request_id.encode(), order.cache_salt.encode()
     if len(request_id) > MAX_TEXT_BYTES or len(salt) > MAX_TEXT_BYTES or len(order.token_ids) > MAX_TOKENS:
         raise TransferError("the request id, the cache salt or the prompt is too long for the KV transport")
@@ -302,7 +305,7 @@ def decode_blocks_head(data: bytes | bytearray, header: Header) -> tuple[BlockRa
 
 
 def blocks_head_bytes(num_blocks: int) -> int:
-    """Of a BLOCKS frame with so many blocks: everything between header and payload."""
+    """Bytes between header and payload of a BLOCKS frame with so many blocks."""
     return _BLOCKS.size + _CHECKSUM_BYTES * num_blocks
 
 
@@ -312,6 +315,7 @@ def encode_done(transfer: int, done: Done) -> bytes:
 
 
 def decode_done(body: bytes, transfer: int) -> Done:
+    """Raises TransferError for a frame that is cut off, IntegrityError for damaged logits."""
     if len(body) < _DONE.size:
         raise TransferError("the peer sent a DONE frame that cannot be read")
     cached, prompt_name, logits_sum = _DONE.unpack_from(body)
@@ -327,11 +331,13 @@ def encode_start(transfer: int) -> bytes:
 
 
 def encode_resend(transfer: int, ranges: Sequence[BlockRange]) -> bytes:
+    """Ask for these blocks again; beyond MAX_RESEND_RANGES the rest is not asked for."""
     body = b"".join(_RANGE.pack(r.layer, 0, r.first, r.count) for r in ranges[:MAX_RESEND_RANGES])
     return _frame(FrameKind.RESEND, transfer, body)
 
 
 def decode_resend(body: bytes) -> list[BlockRange]:
+    """Raises TransferError."""
     if not body or len(body) % _RANGE.size:
         raise TransferError("the peer sent a RESEND frame that cannot be read")
     return [BlockRange(layer, first, count) for layer, _, first, count in _RANGE.iter_unpack(body)]
@@ -365,6 +371,7 @@ def encode_heartbeat(progress: int) -> bytes:
 
 
 def decode_heartbeat(body: bytes) -> int:
+    """Steps that the peer's engine has made. Raises TransferError."""
     if len(body) != _HEARTBEAT.size:
         raise TransferError("the peer sent a HEARTBEAT frame that cannot be read")
     return _HEARTBEAT.unpack(body)[0]

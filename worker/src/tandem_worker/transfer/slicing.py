@@ -51,11 +51,11 @@ class Piece:
     layer: int
     """Among the rank's own layers."""
     block_bytes: int
-    """Of the rank's whole block."""
+    """Bytes of the rank's whole block."""
     runs: tuple[tuple[int, int], ...]
     """`[start, end)` of each contiguous run of bytes inside a block; one run is a whole block."""
     shape: tuple[int, ...]
-    """Of the slice of one block."""
+    """Shape of the slice of one block."""
     narrow: tuple[int, int, int] | None
     """Axis of the block's shape, first head (of this rank), number of heads; None for the whole block."""
 

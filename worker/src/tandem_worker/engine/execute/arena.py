@@ -46,7 +46,7 @@ def measure_recordings(model: CausalLM, *, max_rows: int, max_model_len: int, bl
 
 
 def _measure_prompt(model: CausalLM, tokens: int, rows: int, block_size: int) -> int:
-    """Of one prompt of `tokens` tokens, with logits of its last `rows`."""
+    """Bytes that one prompt of `tokens` tokens takes at its most, with logits of its last `rows`."""
     cache = allocate_kv_cache(model.kv_cache_spec(block_size), -(-tokens // block_size) + 1, model.device)
     return _measure_forward(model, build_prompt_batch(tokens, min(rows, tokens), block_size, model.device), cache)
 

@@ -26,7 +26,7 @@ class Recorder(Protocol):
         ...
 
     def memory_bytes(self) -> int:
-        """Of the device, taken so far by everything."""
+        """Bytes of the device's memory that everything together takes now."""
         ...
 
 

@@ -145,6 +145,7 @@ class ModelExecutor:
 
     @staticmethod
     def dump_logits(row: torch.Tensor) -> bytes:
+        """One row `[vocab]` as float32 bytes in native order: what `load_logits` reads."""
         return row.detach().to("cpu", torch.float32).contiguous().numpy().tobytes()
 
 

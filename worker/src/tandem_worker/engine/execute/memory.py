@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 _GIB = 1024**3
 _CUDA_FRACTION = 0.95
-"""Of the VRAM that weights and measured activations leave; the rest is for graphs and the allocator's slack."""
+"""Share of the VRAM that weights and measured activations leave; the rest is for graphs and the allocator's slack."""
 _UNMEASURED_FRACTION = 0.85
-"""Of the VRAM that weights leave, where nobody has measured activations."""
+"""Share of the VRAM that weights leave, where nobody has measured activations."""
 _CPU_FRACTION = 0.25
 _CPU_LIMIT = 4 * _GIB
 

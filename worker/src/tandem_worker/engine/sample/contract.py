@@ -26,5 +26,5 @@ class Sampler(Protocol):
     def compute_logprobs(
         self, logits: torch.Tensor, sequences: Rows[Sequence], tokens: list[int]
     ) -> dict[int, TokenLogprob]:
-        """Logprobs of the chosen tokens of the rows that ask for them, by row."""
+        """Logprobs of the chosen tokens, by row of `logits` `[N, vocab]`; of the rows that ask for them."""
         ...

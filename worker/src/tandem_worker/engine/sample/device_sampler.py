@@ -44,7 +44,7 @@ class _Batch:
 
     states: list[SamplingState]
     next_positions: list[int]
-    """Of the coming step, as the host knows them."""
+    """Positions in the coming step, as the host knows them."""
     changes_at: list[int]
     """Position at which a row's minimum length is reached; 0 when it is."""
     draws: bool

@@ -59,7 +59,7 @@ def choose_tokens(logits: torch.Tensor, sequences: Rows[Sequence], credit: MaskC
 
 
 def compute_logprobs(logits: torch.Tensor, sequences: Rows[Sequence], tokens: list[int]) -> dict[int, TokenLogprob]:
-    """Logprobs of the chosen tokens of the rows that ask for them, by row."""
+    """Logprobs of the chosen tokens, by row of `logits` `[N, vocab]`; of the rows that ask for them."""
     result: dict[int, TokenLogprob] = {}
     for row in [row for row, sequence in enumerate(sequences) if sequence.lockstep]:
         num_top = sequences[row].sampler_state.params.num_logprobs
@@ -69,7 +69,7 @@ def compute_logprobs(logits: torch.Tensor, sequences: Rows[Sequence], tokens: li
 
 
 def score_prompt(logits: torch.Tensor, targets: list[int], num_top: int) -> list[TokenLogprob]:
-    """Logprob of token `targets[i]` after row i, with the `num_top` likeliest tokens."""
+    """Logprob of token `targets[i]` after row i of `logits` `[N, vocab]`, with the `num_top` likeliest tokens."""
     scores = torch.log_softmax(logits, dim=-1)
     own = scores.gather(1, torch.tensor(targets, device=logits.device)[:, None])[:, 0].tolist()
     if not num_top:

@@ -21,6 +21,7 @@ class SpeedMeter:
         self.decode_step_seconds: float | None = None
 
     def record(self, *, num_prefill_tokens: int, num_decodes: int, seconds: float) -> None:
+        """A step took `seconds`. A mixed one counts as prefill by its share of tokens; short prompts say nothing."""
         if num_prefill_tokens == 0:
             if num_decodes:
                 self.decode_step_seconds = _smooth(self.decode_step_seconds, seconds, _STEP_WEIGHT)

@@ -21,10 +21,14 @@ class Grammar(Protocol):
         """Write the allowed-token bitmask (int32 words, bit i of word w is token 32*w + i) for the next token."""
         ...
 
-    def accept(self, token_id: int) -> None: ...
+    def accept(self, token_id: int) -> None:
+        """The choice has got this token: the next mask comes after it. Raises where the grammar forbids it."""
+        ...
 
     @property
-    def terminated(self) -> bool: ...
+    def terminated(self) -> bool:
+        """The text is complete: nothing but its end may follow."""
+        ...
 
     @property
     def seconds(self) -> float:
@@ -44,7 +48,9 @@ class Grammar(Protocol):
 class GrammarFactory(Protocol):
     """Compiled grammar, shared by the choices of a request."""
 
-    def new(self) -> Grammar: ...
+    def new(self) -> Grammar:
+        """A grammar at the beginning of its text, for one choice."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +130,7 @@ class TokenDelta:
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     """On the first delta, when asked for: one entry per prompt token, None for the first."""
     embedding: bytes | None = None
-    """Of a request with `pooling`: float32 in native byte order, `hidden_size` of them, not normalized."""
+    """The answer to a request with `pooling`: float32 in native byte order, `hidden_size` of them, not normalized."""
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     """The stop token that ended the choice."""

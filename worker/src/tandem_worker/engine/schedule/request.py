@@ -66,7 +66,7 @@ class Request:
     """Prompt tokens that nobody computed for this request."""
     prefill_worker: str | None = None
     generation: int = 0
-    """Of the remote prefill under way."""
+    """Number of the remote prefill under way; what arrives under an older one is dropped."""
     choices: list[Sequence] = field(default_factory=list["Sequence"])
 
     @property

@@ -93,6 +93,7 @@ class Scheduler:
     # -- requests come and go ------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
+        """Take in a request. Choice 0 waits for its turn; the others wait for its prompt (`fork`)."""
         self._num_submitted += 1
         due = request.arrival + request.priority * self._limits.seconds_per_priority
         request.choices = [Sequence(request, choice, (due, self._num_submitted, choice)) for choice in range(request.n)]
@@ -119,6 +120,7 @@ class Scheduler:
             self._start_running(choice)
 
     def append_token(self, sequence: Sequence, token_id: int) -> None:
+        """The sequence has got this token."""
         sequence.output.append(token_id)
         if sequence.state is SequenceState.RUNNING:
             self.running_tokens += 1

@@ -1,9 +1,9 @@
 """Rank 0's end of the control channel.
 
 Life: *gathering*, while followers come, go and come again; *formed*, from the moment everybody is there and is told so;
-*over*, when it was stopped or a member is gone. A formed group loses no member and takes none: whatever befalls one of
-its processes ends all of them, and new processes gather anew. Nobody of an earlier group can slip into a later one,
-because a group's ranks find each other only in the table of its own leader process.
+*over*, when it was stopped or a member is gone. A formed group loses no member and takes none: what ends one of its
+processes ends all of them, and new processes gather anew. Nobody of an earlier group can slip into a later one, because
+a group's ranks find each other only in the table of its own leader process.
 
 Who knocks has proven the group's key at the door. Even so nobody takes the place of a rank that is alive: whoever comes
 for it is refused as long as the process that has it is heard, so that it takes a death to end a group.

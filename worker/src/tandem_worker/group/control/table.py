@@ -1,7 +1,7 @@
 """The table in which the ranks of a group find each other: keys and bytes, kept by rank 0.
 
 What `torch.distributed` wants of a store, over connections that have proven their key, instead of a port of torch's own
-that anybody may connect to. Bounded, because a rank that has gone mad must not fill its leader.
+that anybody may connect to. Bounded, because a rank with a defect must not fill its leader.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ _COLUMNS = {"copies": 2, "table_runs": 3}
 
 
 def encode_step(step: StepInput) -> bytes:
+    """All arrays of the step one after another, behind their lengths."""
     arrays = [getattr(step, name).reshape(-1) for name in _FIELDS]
     return np.concatenate([[array.size for array in arrays], *arrays]).astype(np.int32).tobytes()
 

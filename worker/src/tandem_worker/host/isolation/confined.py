@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 _NOTICE_SECONDS = 0.5
 """The spawner says within this time how a job ended."""
 _MOST_CALLS = 100
-"""Of one job: whatever it may have kept of them ends with it."""
+"""A job serves at most as many: whatever it may have kept of them ends with it."""
 _MOST_SILENT = 3
 """Calls in a row that may pass their deadline before a job begins with them."""
 
@@ -171,7 +171,7 @@ class Confined:
 
     @property
     def process_id(self) -> int | None:
-        """Of the process that jobs are forked from; None while there is none that takes calls."""
+        """Process id of the process that jobs are forked from; None while there is none that takes calls."""
         return self._keeper.process_id
 
     @property

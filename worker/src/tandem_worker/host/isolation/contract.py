@@ -53,7 +53,7 @@ class UnavailableError(IsolationError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Of one call."""
+    """What one call may take."""
 
     memory_bytes: int
     """Address space beyond what the setup takes."""

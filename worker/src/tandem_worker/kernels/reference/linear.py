@@ -44,5 +44,5 @@ def gate_up_silu_reference(
 
 
 def activate(gate_up: torch.Tensor, limit: float | None) -> torch.Tensor:
-    """The gated activation of an expert: silu, or gpt-oss's clamped form where there is a limit."""
+    """An expert's gated activation, `[T, 2I]` to `[T, I]`: silu, or gpt-oss's clamped form where there is a limit."""
     return silu_mul_reference(gate_up) if limit is None else swiglu_clamped_reference(gate_up, limit=limit)

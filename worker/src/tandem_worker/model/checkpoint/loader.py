@@ -71,6 +71,7 @@ class WeightLoader:
         self._prefix = prefix
 
     def has(self, name: str) -> bool:
+        """Whether the checkpoint has a tensor of this name."""
         return self._prefix + name in self.source
 
     def load(

@@ -36,7 +36,10 @@ def int4_groups(packed: torch.Tensor, scale: torch.Tensor, zeros: torch.Tensor |
 def gptq(
     words: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, groups: torch.Tensor | None, *, offset: int
 ) -> Int4Weight | None:
-    """GPTQ, packed along K but transposed. None where rows were reordered (act order): groups are no runs then."""
+    """GPTQ, words `[K / 8, N]`: packed along K but transposed.
+
+    None where rows were reordered (act order): groups are no runs then.
+    """
     columns = words.shape[0] * 8
     size = columns // scales.shape[0]
     if groups is not None and not torch.equal(groups.long(), torch.arange(columns) // size):
@@ -46,7 +49,7 @@ def gptq(
 
 
 def awq(words: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor) -> Int4Weight | None:
-    """AWQ, packed along N with columns interleaved."""
+    """AWQ, words `[K, N / 8]`: packed along N with columns interleaved."""
     return _int4(pack_words(awq_values(words).t()), scales.t(), awq_values(zeros).t())
 
 
@@ -69,7 +72,7 @@ def _int4(packed: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) 
 
 
 def fp8_blocks(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> Fp8Weight | None:
-    """float8_e4m3fn with a scale per square block whose side is a power of two."""
+    """float8_e4m3fn `[N, K]` with a scale per square block whose side is a power of two."""
     tile = block[0]
     if weight.dtype != torch.float8_e4m3fn or block[1] != tile or tile < _LEAST_GROUP or tile & (tile - 1):
         return None

@@ -20,7 +20,7 @@ _PACK_ROWS = 64  # the layout that oneDNN picks for this many rows is the fastes
 
 
 def can_pack(weight: torch.Tensor) -> bool:
-    """True where oneDNN's packed layout exists for this weight's device and type."""
+    """True where oneDNN's packed layout exists for the device and type of this weight `[N, K]`."""
     return (
         weight.device.type == "cpu"
         and torch.backends.mkldnn.is_available()
@@ -63,11 +63,12 @@ class Linear:
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """`[T, K]` to `[T, N]` of the same type, summed over ranks where they hold slices of K."""
         y = self._product(x)
         return y if self.reduce is None else self.reduce.all_reduce(y)
 
     def add_to(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        """`residual + x W^T + b` as a new tensor; without a residual as a call."""
+        """`residual + x W^T + b` for x `[T, K]` and residual `[T, N]`, as a new tensor; None adds nothing."""
         if residual is None:
             return self(x)
         if self.reduce is not None:
@@ -81,7 +82,7 @@ class Linear:
         return functional.linear(x, self.weight, self.bias)
 
     def add_partial(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """`residual + x W^T + b` of this rank's slice, not summed over ranks."""
+        """`residual + x W^T + b`, `[T, N]`, of this rank's slice of K, not summed over ranks."""
         if self.packed:
             return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.weight, self.bias, "add")
         if self.bias is not None:
@@ -103,6 +104,7 @@ class HeadLinear:
         self.weight = None if on_cpu else weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """`[T, K]` of any floating type to `[T, N]` float32."""
         if self.wide is not None:
             return self.wide(x.float())
         assert self.weight is not None

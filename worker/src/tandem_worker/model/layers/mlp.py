@@ -36,7 +36,7 @@ class GatedMLP:
         self.down = down
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor, step: Step) -> torch.Tensor:
-        """`residual + mlp(x)`, whatever the step."""
+        """`residual + mlp(x)` for `[T, hidden]`, as a new tensor, whatever the step."""
         del step
         return self.down.add_to(self._hidden(x), residual)
 

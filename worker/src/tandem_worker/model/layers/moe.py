@@ -71,7 +71,7 @@ class Experts:
         out = self._route_rows(rows, routing.experts.flatten(), routing.has_padding)
         if not weigh_input:
             out = out * weights
-        return residual + out.view(num_tokens, width, -1).sum(1)
+        return residual + out.view(num_tokens, width, x.shape[1]).sum(1)
 
     def _route_rows(self, rows: torch.Tensor, experts: torch.Tensor, has_padding: bool) -> torch.Tensor:
         """Each of `rows` `[R, hidden]` through its expert, wherever that is; 0 where it has none."""
@@ -125,7 +125,7 @@ class MoE:
         self._weigh_input = weigh_input
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor, step: Step) -> torch.Tensor:
-        """`residual + moe(x)`; padding rows of `step` meet no routed expert."""
+        """`residual + moe(x)` for `[T, hidden]`, as a new tensor; padding rows of `step` meet no routed expert."""
         if self._tp is not None and self._tp.rank:
             residual = torch.zeros_like(residual)  # rank 0 alone brings the residual into the sum
         if self._shared is not None:

@@ -19,6 +19,7 @@ class RMSNorm:
         self.eps = eps
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """`[..., dim]` to the same shape and type."""
         return functional.rms_norm(x, self.shape, self.weight, self.eps)
 
 

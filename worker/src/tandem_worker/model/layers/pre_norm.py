@@ -14,7 +14,9 @@ from tandem_worker.model.layers.step import Step
 class DecoderLayer(Protocol):
     """One layer of a family."""
 
-    def kv_layer_spec(self, block_size: int) -> KVLayerSpec: ...
+    def kv_layer_spec(self, block_size: int) -> KVLayerSpec:
+        """Shape of one block of this layer, for `block_size` tokens."""
+        ...
 
     def forward(self, hidden: torch.Tensor, step: Step, kv_layer: torch.Tensor) -> torch.Tensor:
         """`[T, hidden]` to `[T, hidden]`; writes the layer's KV."""
@@ -24,12 +26,14 @@ class DecoderLayer(Protocol):
 class AttentionPart(Protocol):
     """The first half of a layer."""
 
-    def kv_layer_spec(self, block_size: int) -> KVLayerSpec: ...
+    def kv_layer_spec(self, block_size: int) -> KVLayerSpec:
+        """Shape of one block of this layer, for `block_size` tokens."""
+        ...
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, step: Step, kv_layer: torch.Tensor
     ) -> torch.Tensor:
-        """`residual + attention(x)`, where None adds nothing; writes the layer's KV."""
+        """`residual + attention(x)` for `[T, hidden]`, where None adds nothing; writes the layer's KV."""
         ...
 
 
@@ -37,7 +41,7 @@ class MLPPart(Protocol):
     """The second half of a layer, dense or a mixture of experts."""
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor, step: Step) -> torch.Tensor:
-        """`residual + mlp(x)`."""
+        """`residual + mlp(x)` for `[T, hidden]`, as a new tensor."""
         ...
 
 
@@ -54,5 +58,6 @@ class PreNormLayer:
         return self.attention.kv_layer_spec(block_size)
 
     def forward(self, hidden: torch.Tensor, step: Step, kv_layer: torch.Tensor) -> torch.Tensor:
+        """`[T, hidden]` to `[T, hidden]`, in the type it came in; writes the layer's KV."""
         hidden = self.attention.forward(self.input_norm(hidden), hidden, step, kv_layer)
         return self.mlp.forward(self.mlp_norm(hidden), hidden, step)

@@ -30,7 +30,7 @@ class Routing:
 
 
 Route = Callable[[torch.Tensor, torch.Tensor | None], Routing]
-"""Of `[T, hidden]` and, where there is padding, `[T]` bool: which rows are none."""
+"""Routes `[T, hidden]`. The second argument, `[T]` bool, says which rows belong to a sequence; None: all do."""
 
 
 class Router(ABC):
@@ -43,7 +43,9 @@ class Router(ABC):
         """Scores before any rule, `[T, num_experts]`."""
 
     @abstractmethod
-    def choose(self, logits: torch.Tensor) -> Routing: ...
+    def choose(self, logits: torch.Tensor) -> Routing:
+        """The rule: scores `[T, num_experts]` to experts and weights `[T, top_k]`, the weights float32."""
+        ...
 
     @abstractmethod
     def rule(self) -> dict[str, Any] | None:

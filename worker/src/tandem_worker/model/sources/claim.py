@@ -12,6 +12,7 @@ from tandem_worker.host.errors import StartupError
 
 
 def resolve_claim(source: ModelSource, token: str | None = None, *, claims: str = names.MODEL_CLAIMS_PATH) -> Path:
+    """`pvc://CLAIM/PATH`: the path inside the mounted claim. Raises StartupError ModelNotFound, UnsupportedModelURI."""
     claim, _, inside = unquote(source.uri.removeprefix("pvc://")).partition("/")
     root = Path(claims, claim)
     if not claim or not root.is_dir():

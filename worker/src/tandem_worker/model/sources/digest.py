@@ -120,7 +120,7 @@ def list_files(path: Path) -> list[tuple[str, Path]]:
 
 
 def _may_be_read(file: Path) -> bool:
-    """Of files beside the weights."""
+    """Whether a file beside the weights may be read when the model is loaded."""
     hidden = file.name.startswith((".", "lease."))
     return not hidden and file.suffix.lower() not in _UNREAD | _WEIGHTS
 

@@ -11,6 +11,7 @@ from tandem_worker.host.errors import StartupError
 
 
 def resolve_file(source: ModelSource, token: str | None = None) -> Path:
+    """`file:///PATH` in the worker's container. Raises StartupError ModelNotFound, UnsupportedModelURI."""
     path = Path(unquote(source.uri.removeprefix("file://")))
     if not path.is_absolute():
         raise StartupError("UnsupportedModelURI", f"{source.uri!r} must name an absolute path: file:///PATH.")

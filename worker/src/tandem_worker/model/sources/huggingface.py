@@ -46,6 +46,11 @@ _LOG_SECONDS = 5.0
 
 
 def resolve_hub(source: ModelSource, token: str | None = None) -> Path:
+    """The folder of the revision's commit, complete and verified; downloaded unless it is there.
+
+    Raises StartupError: ModelNotFound, RevisionNotFound, AccessDenied, NoWeights, HubUnreachable, HubAnswerInvalid,
+    DownloadCorrupt, DiskFull, CacheNotWritable, CacheInvalid.
+    """
     from huggingface_hub import HfApi
 
     repository = source.uri.removeprefix("hf://").strip("/")
@@ -153,7 +158,7 @@ def _list_files(api: HfApi, repository: str, commit: str) -> list[RepositoryFile
             sha256=entry.lfs.sha256 if entry.lfs else None,
             git_blob=None if entry.lfs else entry.blob_id,
         )
-        for entry in api.list_repo_tree(repository, revision=commit)
+        for entry in api.list_repo_tree(repository, recursive=True, revision=commit)
         if isinstance(entry, RepoFile)
     ]
 

@@ -16,7 +16,7 @@ _SIDE_FILES = frozenset(
     }
 )  # fmt: skip
 _POOLING = re.compile(r"\d+_Pooling/config\.json")
-"""Of embedding models; `modules.json` names the folder."""
+"""How an embedding model pools. `modules.json` names the folder."""
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 _GGUF_PREFERENCE = (
     "BF16", "F16", "Q8_0", "Q6_K", "Q5_K_M", "Q5_K_S", "Q5_1", "Q5_0", "Q4_K_M", "Q4_K_S", "Q4_1", "Q4_0", "F32",
@@ -29,9 +29,9 @@ class RepositoryFile:
     path: str
     size: int
     sha256: str | None = None
-    """Of large files."""
+    """The content's digest; the hub announces it for large files."""
     git_blob: str | None = None
-    """Git's SHA-1 of the others."""
+    """Git's SHA-1, for the others."""
 
 
 def select_files(files: Iterable[RepositoryFile], repository: str) -> list[RepositoryFile]:

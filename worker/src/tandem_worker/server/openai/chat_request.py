@@ -29,7 +29,7 @@ class ResponseFormat:
     schema: dict[str, Any] | None = None
     """Only with `json_schema`; an absent schema allows any JSON value."""
     definition: str = ""
-    """Of a regex, or of a grammar in Lark."""
+    """The text of a regex, or of a grammar in Lark."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +50,7 @@ class ChatRequest:
 
 
 def parse_chat(body: object, vocab_size: int) -> ChatRequest:
+    """The body of a chat request, every field checked. Raises RequestError naming the field."""
     fields = Fields(body)
     model = fields.required_string("model")
     messages = parse_messages(fields)

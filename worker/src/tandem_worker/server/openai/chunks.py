@@ -64,7 +64,9 @@ class Encoder(Protocol):
         """As `update`, for any number of tokens."""
         ...
 
-    def usage(self, usage: Usage) -> bytes: ...
+    def usage(self, usage: Usage) -> bytes:
+        """The event that tells a stream's usage, after every choice has ended."""
+        ...
 
     def response(self, choices: Sequence[Update], prompts: Sequence[Sequence[int]], usage: Usage) -> Steps[list[bytes]]:
         """The whole answer, in parts; `choices[i]` is everything choice i said, `prompts[i]` its prompt tokens."""

@@ -89,6 +89,7 @@ def parse_prompts(value: Any, vocab_size: int, *, name: str, limit: int) -> tupl
 
 
 def check_token_ids(value: list[Any], path: str, vocab_size: int) -> tuple[int, ...]:
+    """`value` as token ids of the vocabulary. Raises RequestError naming the first item that is none."""
     if not value:
         refuse(path, f"'{path}' must not be empty.", "empty_array")
     # One pass without a call per token: prompts have many thousands of them.

@@ -28,6 +28,7 @@ def _json_type(value: object) -> str:
 
 
 def wrong_type(path: str, expected: str, value: object) -> Never:
+    """Refuse a value for its JSON type; `expected` is a noun with its article."""
     refuse(path, f"Invalid type for '{path}': expected {expected}, but got {_json_type(value)}.", "invalid_type")
 
 
@@ -45,6 +46,7 @@ class Fields:
         self.path = path
 
     def name(self, key: str) -> str:
+        """Path of a field of this object, as errors name it."""
         return f"{self.path}.{key}" if self.path else key
 
     def take(self, key: str) -> Any:
@@ -52,6 +54,7 @@ class Fields:
         return self._rest.pop(key, None)
 
     def given(self, key: str) -> bool:
+        """Whether the field is there and not null. Does not take it."""
         return self._rest.get(key) is not None
 
     def finish(self) -> None:
@@ -60,6 +63,7 @@ class Fields:
             refuse(self.name(key), f"Unrecognized request argument supplied: {self.name(key)}.", "unknown_parameter")
 
     def required(self, key: str) -> Any:
+        """The raw value; refuses an absent one and null."""
         value = self._rest.pop(key, _MISSING)
         if value is _MISSING:
             refuse(self.name(key), f"Missing required parameter: '{self.name(key)}'.", "missing_required_parameter")
@@ -68,6 +72,7 @@ class Fields:
         return value
 
     def string(self, key: str, *, max_length: int | None = None) -> str | None:
+        """None when absent. `max_length` counts characters."""
         value = self.take(key)
         if value is None:
             return None
@@ -98,18 +103,21 @@ class Fields:
         return value
 
     def integer(self, key: str, *, minimum: int | None = None, maximum: int | None = None) -> int | None:
+        """None when absent; bounds included. 1.0 is no integer."""
         value = self.take(key)
         if value is None:
             return None
         return check_integer(value, self.name(key), minimum, maximum)
 
     def number(self, key: str, *, minimum: float | None = None, maximum: float | None = None) -> float | None:
+        """None when absent; bounds included. An integer is a number too."""
         value = self.take(key)
         if value is None:
             return None
         return check_number(value, self.name(key), minimum, maximum)
 
     def choice(self, key: str, allowed: Collection[str]) -> str | None:
+        """One of `allowed`; None when absent."""
         value = self.string(key)
         if value is not None and value not in allowed:
             listed = ", ".join(f"'{item}'" for item in sorted(allowed))
@@ -119,16 +127,19 @@ class Fields:
         return value
 
     def array(self, key: str) -> list[Any] | None:
+        """The items, unchecked; None when absent."""
         value = self.take(key)
         if value is not None and not isinstance(value, list):
             wrong_type(self.name(key), "an array", value)
         return value
 
     def object(self, key: str) -> Fields | None:
+        """The fields of an object inside this one, to be finished by itself; None when absent."""
         value = self.take(key)
         return None if value is None else Fields(value, self.name(key))
 
     def raw_object(self, key: str) -> dict[str, Any] | None:
+        """An object whose fields are not ours to check; None when absent."""
         value = self.take(key)
         if value is not None and not isinstance(value, dict):
             wrong_type(self.name(key), "an object", value)
@@ -144,6 +155,7 @@ class Fields:
 
 
 def check_integer(value: object, path: str, minimum: int | None = None, maximum: int | None = None) -> int:
+    """`value` if it is an integer in the range, bounds included; neither a boolean nor 1.0 is one."""
     if isinstance(value, bool) or not isinstance(value, int):
         wrong_type(path, "an integer", value)
     check_range(value, path, minimum, maximum, "integer")
@@ -151,6 +163,7 @@ def check_integer(value: object, path: str, minimum: int | None = None, maximum:
 
 
 def check_number(value: object, path: str, minimum: float | None = None, maximum: float | None = None) -> float:
+    """`value` as a float if it is a number in the range, bounds included; a boolean is none."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         wrong_type(path, "a number", value)
     check_range(value, path, minimum, maximum, "decimal")
@@ -158,6 +171,7 @@ def check_number(value: object, path: str, minimum: float | None = None, maximum
 
 
 def check_range(value: float, path: str, minimum: float | None, maximum: float | None, kind: str) -> None:
+    """Refuse a value outside the range, bounds included; `kind` is the beginning of the error's code."""
     if minimum is not None and value < minimum:
         refuse(
             path,

@@ -20,7 +20,7 @@ KINDS = ("chat", "completion", "embedding", "tokenize", "detokenize")
 SETUP = f"{__name__}:setup"
 
 _MESSAGE_CHARACTERS = 4096
-"""Of a refusal, which may quote the request."""
+"""The most of a refusal that is kept: it may quote the request."""
 _WARM_UP = b'{"model":"","messages":[{"role":"user","content":"x"}]}'
 
 
@@ -29,6 +29,7 @@ def pack_setup(tokenizer: Any, rules: PromptRules, bound: LengthBound | None) ->
 
 
 def setup(payload: bytes) -> Mapping[str, Callable[[bytes], bytes]]:
+    """In the isolated process, once: the functions that jobs are forked to run, by kind of request."""
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     # transformers does without; it would take longer to load, and more memory, than all else here.
     sys.modules["torch"] = None  # type: ignore[assignment]

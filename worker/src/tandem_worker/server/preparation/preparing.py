@@ -27,7 +27,7 @@ from tandem_worker.server.text.prompting import Prompter
 from tandem_worker.server.tools.harmony import START
 
 MAX_DEFINITION_BYTES = 512 * 1024
-"""Of a request's schemas, functions and grammar together, as JSON."""
+"""The most that a request's schemas, functions and grammar may take together, as JSON."""
 _END_CHARACTERS = 64
 """Marks that a prompt may end in are shorter."""
 
@@ -90,7 +90,7 @@ class PromptRules:
         return limit - num_prompt_tokens if max_tokens is None else max_tokens
 
     def check_input(self, num_tokens: int, *, param: str, least: bool = False) -> None:
-        """Of texts that get no answer. Raises ContextLengthError."""
+        """Hold a text that gets no answer to the context length. Raises ContextLengthError."""
         if num_tokens > self.max_model_len:
             raise ContextLengthError(
                 f"This model's context length is {self.max_model_len} tokens, but '{param}' has "
@@ -258,7 +258,7 @@ class Preparer:
         return check
 
     def _tokenize(self, body: Any) -> Draft:
-        """Of a `prompt`, or of `messages` with the options of a chat request."""
+        """Tokenize a `prompt`, or `messages` with the options of a chat request."""
         rules = self._rules
         if isinstance(body, dict) and "messages" in body:
             # The same parser as for a chat: what is counted here is what a chat would be charged.

@@ -14,7 +14,7 @@ STEP_SECONDS = 0.1
 
 
 class MaskBudget:
-    """Of one request; its choices share it. Used on the engine thread."""
+    """The time that masks of one request may take; its choices share it. Used on the engine thread."""
 
     __slots__ = ("_num_tokens", "_spent")
 

@@ -34,9 +34,9 @@ logger = logging.getLogger(__name__)
 
 MAX_CACHED = 128
 MAX_CACHED_BYTES = 256 << 20
-"""Of compiled grammars, as the proving process measures them."""
+"""Memory of the compiled grammars that are kept, as the proving process measures them."""
 LEAST_BYTES = 256 << 10
-"""Of a compiled grammar: what it shares with freed memory is not seen as growth."""
+"""A compiled grammar counts as at least this much: what it shares with freed memory is not seen as growth."""
 MAX_PENDING = 32
 """Grammars that may wait to be compiled."""
 REQUEST_SECONDS = 1.4
@@ -107,12 +107,12 @@ class GrammarCompiler:
 
     @property
     def num_restarts(self) -> int:
-        """Of the proving process."""
+        """Times that the proving process was started again."""
         return 0 if self._confined is None else self._confined.num_restarts
 
     @property
     def process_id(self) -> int | None:
-        """Of the proving process; None while there is none."""
+        """Process id of the proving process; None while there is none."""
         return None if self._confined is None else self._confined.process_id
 
     # -- from what clients send to one grammar ------------------------------------------------------------------------

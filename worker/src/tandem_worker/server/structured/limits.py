@@ -21,7 +21,7 @@ _OPTIONS = re.compile(r"%llguidance\b[ \t]*([^\n]*)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrammarLimits:
-    """Of one request's grammar."""
+    """What one request's grammar may take."""
 
     text_bytes: int = 512 * 1024
     """All schemas together, or what they become as a grammar."""
@@ -31,7 +31,7 @@ class GrammarLimits:
     values: int = 20_000
     """Keys and values of a schema."""
     depth: int = 100
-    """Of a schema's objects and arrays, or of the brackets in a regex or grammar."""
+    """Nesting of a schema's objects and arrays, or of the brackets in a regex or grammar."""
 
     def check_schema(self, schema: object) -> None:
         """Raises GrammarError. Costs no more than the limits allow, however large the schema is."""
@@ -76,7 +76,7 @@ class GrammarLimits:
                 raise GrammarError("options of %llguidance are the server's: write '%llguidance {}' or leave it out")
 
     def check_text(self, text: str) -> None:
-        """Of a grammar as it is compiled. Raises GrammarError."""
+        """Check the size of a grammar as it is compiled. Raises GrammarError."""
         self._check_bytes(len(text), self.text_bytes, "all of it together")
 
     def _check_values(self, count: int) -> None:

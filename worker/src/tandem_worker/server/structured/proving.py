@@ -21,7 +21,7 @@ _SMALL = 'start: %json {"type": "object", "properties": {"a": {"type": "string"}
 
 
 def parser_limits() -> LLParserLimits:
-    """Of compiling and of every step. Fuel is the library's own unit: some 14 thousand are a millisecond of a step."""
+    """Limits of compiling and of every step. Of the library's fuel some 14 thousand are a millisecond of a step."""
     return LLParserLimits(
         initial_lexer_fuel=1_000_000,
         step_lexer_fuel=50_000,

@@ -40,7 +40,9 @@ class TextParser(Protocol):
     Invariant: what has been returned after the same text is the same, however the text was cut into calls of `feed`.
     """
 
-    def feed(self, text: str) -> Parsed: ...
+    def feed(self, text: str) -> Parsed:
+        """What this text adds; what may still turn out to be a mark is withheld."""
+        ...
 
     def flush(self) -> Parsed:
         """The text ended: what was withheld."""

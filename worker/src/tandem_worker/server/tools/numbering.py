@@ -12,7 +12,7 @@ class CallNumbers:
 
     def __init__(self) -> None:
         self.index = -1
-        """Of the current call."""
+        """Number of the current call; -1 before the first."""
 
     def begin(self, name: str, call_id: str | None = None) -> ToolDelta:
         """The delta that opens the next call."""

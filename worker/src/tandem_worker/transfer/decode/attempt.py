@@ -57,6 +57,7 @@ class Attempt:
 
 
 def wipe(spans: Sequence[memoryview]) -> None:
+    """Write zeros: unverified bytes of a peer must not stay in the cache."""
     for span in spans:
         for start in range(0, len(span), len(_ZEROS)):
             part = span[start : start + len(_ZEROS)]
@@ -69,7 +70,9 @@ class Connection(Protocol):
     endpoint: str
 
     @property
-    def established(self) -> bool: ...
+    def established(self) -> bool:
+        """Whether the peer was ever reached and agreed with."""
+        ...
 
 
 class LinkListener:

@@ -32,7 +32,7 @@ class _Order:
     """Endpoints not tried yet, the next one last."""
     reasons: list[str] = field(default_factory=list)
     intake: Intake | None = None
-    """Of the endpoint that is being tried."""
+    """What arrives from the endpoint that is being tried."""
     begun: bool = False
     """That endpoint computes the prompt."""
     told_followers: bool = False

@@ -30,7 +30,9 @@ class ReadyBlocks:
 class Reader(Protocol):
     """A connection that sends blocks of a transfer. Both methods may be called on any thread and only enqueue."""
 
-    def take(self, ready: ReadyBlocks) -> None: ...
+    def take(self, ready: ReadyBlocks) -> None:
+        """These blocks may be read once `fence` is reached."""
+        ...
 
     def closed(self, transfer: int) -> None:
         """There will be nothing more."""
@@ -49,7 +51,7 @@ class Shelf:
 
 
 class Outbox:
-    """Of one rank. All methods may be called from any thread."""
+    """Which blocks of its transfers one rank has ready, and who waits for them. Methods may be called on any thread."""
 
     def __init__(self, space: BlockSpace, tell_followers: Callable[[Message], None] | None = None) -> None:
         """`tell_followers` is there on the first rank of a group, whose reports stand for those of all ranks."""

@@ -22,13 +22,13 @@ class Outgoing:
     transfer: int
     shelf: Shelf
     engine_id: str | None
-    """Of an order that this connection brought; None where it attached to one."""
+    """The engine's request for the order that this connection brought; None where it attached to one."""
     num_tokens: int = 0
-    """Of an order's prompt."""
+    """Length of the order's prompt."""
     since: float = 0.0
     """When the peer asked for it."""
     num_unreported: int = 0
-    """Of an attached order: slices of blocks that are still to be computed."""
+    """Slices of blocks that are still to be computed, for an attached order."""
     block_ids: dict[int, int] = field(default_factory=dict)
     """Our block of each reported block of the prompt; the same in every layer."""
     done: Done | None = None

@@ -1,6 +1,6 @@
 """What one peer, and all of them together, may make a prefill worker keep. Pure but for a lock.
 
-Peers have proven the model's key; these are bounds for one that has gone mad, far above what a sound one needs.
+Peers have proven the model's key; these are bounds for one with a defect, far above what a sound one needs.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Quotas:
     """From order to release."""
     orders_per_session: int = 1024
     tokens: int
-    """Of prompts that are ordered and not released: a longer queue than this is not worth waiting in."""
+    """Tokens of prompts that are ordered and not released: a longer queue is not worth waiting in."""
     tokens_per_session: int
     fair_tokens: int
     """Ordered and not released, they make a pod's next order wait one level of priority longer: see `demotion`."""
@@ -200,7 +200,7 @@ class Ledger:
 
 
 class Account:
-    """Of one connection."""
+    """What one connection has taken of the quotas."""
 
     def __init__(self, ledger: Ledger, owner: tuple[str, str], *, proven: bool) -> None:
         self.ledger, self.owner, self.proven = ledger, owner, proven

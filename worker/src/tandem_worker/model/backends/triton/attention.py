@@ -17,7 +17,7 @@ from tandem_worker.model.backends.latent import plan_expanded
 from tandem_worker.model.contract import ForwardBatch
 
 _MAX_EXPANDED_BYTES = 1 << 30
-"""Of keys and values that MLA expands for one layer's prefill; sequences beyond attend in absorbed form."""
+"""Most that MLA's expanded keys and values take in one layer's prefill; sequences beyond attend in absorbed form."""
 
 
 class TritonAttention:
