@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from operator_objects import RELEASE, blueprint
 from tandem_api import names
 from tandem_api.launch import GatewayConfig, WorkerConfig
+from tandem_api.names import Role
 from tandem_operator.errors import InvalidOverlayError
 from tandem_operator.manifests import Manifest, child_key
 from tandem_operator.settings import Release
@@ -157,6 +158,16 @@ def test_what_makes_blocks_incompatible_changes_the_revision() -> None:
         blueprint(release=Release(worker_image="worker:2", gateway_image="gateway:1")),
     ]
     assert len({base, *(other.revision for other in others)}) == 6
+
+
+def test_an_image_given_through_a_pod_template_is_another_build() -> None:
+    overlay = {"spec": {"containers": [{"name": "worker", "image": "patched:1"}, {"name": "side", "image": "x"}]}}
+    plan = blueprint(prefill={}, decode={"podTemplate": overlay})
+    assert plan.revision_of(Role.DECODE) == blueprint(engine={"image": "patched:1"}).revision
+    assert plan.revision_of(Role.PREFILL) == blueprint().revision
+    for workload in of_kind(plan, "StatefulSet"):
+        labels = workload["spec"]["template"]["metadata"]["labels"]
+        assert labels["tandem.dev/revision"] == plan.revision_of(Role(labels["tandem.dev/role"]))
 
 
 @given(spec=specs)

@@ -11,7 +11,7 @@ from tandem_api import names
 from tandem_api.inferencemodel import InferenceModel, WorkerRole
 from tandem_api.names import Role
 
-from tandem_operator.manifests import CHILD_KINDS, Kind, Manifest, annotations_of
+from tandem_operator.manifests import CHILD_KINDS, Kind, Manifest, annotations_of, dig, dig_list
 from tandem_operator.settings import Release
 
 COMPONENT_LABEL = "app.kubernetes.io/component"
@@ -69,11 +69,22 @@ class Blueprint:
 
     @property
     def revision(self) -> str:
+        """That of the decode workers, which prefill workers share unless a podTemplate gives one role another image."""
+        return self.revision_of(self.decode_role)
+
+    def revision_of(self, role: Role) -> str:
         """Digest of all that decides whether two workers' key-value blocks mean the same. Parallelism does not: blocks
         are cut anew between workers that are spread differently."""
         spec = self.model.spec
-        parts = [spec.model.uri, spec.model.revision, self.worker_image, spec.engine.device, spec.engine.dtype]
+        parts = [spec.model.uri, spec.model.revision, self.image_of(role), spec.engine.device, spec.engine.dtype]
         return digest(parts)[:10]
+
+    def image_of(self, role: Role) -> str:
+        """The image that the workers of a role run: a podTemplate may name another one."""
+        template = self.worker_spec(role).pod_template
+        containers = dig_list(template.spec if template is not None else None, "containers")
+        named = [dig(container, "image") for container in containers if dig(container, "name") == "worker"]
+        return next((image for image in reversed(named) if isinstance(image, str)), self.worker_image)
 
     def selector(self, component: str) -> dict[str, str]:
         """Labels that select a component's pods. They never change: a selector cannot be changed after creation, and

@@ -36,7 +36,7 @@ def worker_config(blueprint: Blueprint, role: Role) -> WorkerConfig:
         model_name=blueprint.name,
         served_name=blueprint.model.served_name,
         role=role,
-        revision=blueprint.revision,
+        revision=blueprint.revision_of(role),
         model=ModelSource(
             uri=spec.model.uri, revision=spec.model.revision, hub_endpoint=blueprint.release.hub_endpoint
         ),

@@ -37,7 +37,7 @@ def pod_template(
     """
     labels = blueprint.labels(component_of(role), role)
     if role is not Role.GATEWAY:
-        labels[names.LABEL_REVISION] = blueprint.revision
+        labels[names.LABEL_REVISION] = blueprint.revision_of(role)
         labels[names.LABEL_NODES_PER_REPLICA] = str(blueprint.worker_spec(role).nodes_per_replica)
     template: Manifest = {
         "metadata": {
