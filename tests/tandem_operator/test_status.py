@@ -21,7 +21,7 @@ def settled(plan: Blueprint) -> dict[ChildKey, Manifest]:
     for key, child in list(live.items()):
         if (count := child.get("spec", {}).get("replicas")) is None:
             continue
-        child["metadata"]["generation"] = 1
+        child["metadata"] |= {"generation": 1, "uid": f"uid-{key.name}"}
         child["status"] = {"observedGeneration": 1}
         if key.kind == "Deployment":
             child["status"] |= {"replicas": count, "readyReplicas": count, "updatedReplicas": count}
@@ -31,7 +31,8 @@ def settled(plan: Blueprint) -> dict[ChildKey, Manifest]:
         for number in range(count):
             name = f"{key.name}-{number}"
             component = template["app.kubernetes.io/component"]
-            live[ChildKey("Pod", name)] = pod(name, component=component, labels=template, **READY)
+            owner = child["metadata"]["uid"]
+            live[ChildKey("Pod", name)] = pod(name, owner=owner, component=component, labels=template, **READY)
     return live
 
 
@@ -128,7 +129,7 @@ def test_a_workers_own_words_end_in_stalled_and_model_ready() -> None:
     live = settled(plan)
     said = '{"reason": "ModelNotFound", "message": "no such model"}'
     ended = {"terminated": {"exitCode": 1, "message": said}}
-    live[ChildKey("Pod", "m-decode-0")] = pod("m-decode-0", **container(lastState=ended))
+    live[ChildKey("Pod", "m-decode-0")]["status"] = container(lastState=ended)
     conditions = by_type(status(plan, live))
     assert {conditions[kind].reason for kind in ("Ready", "Stalled", "ModelReady", "DecodeReady")} == {"ModelNotFound"}
     assert "Reconciling" not in conditions

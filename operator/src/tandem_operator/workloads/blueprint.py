@@ -15,6 +15,9 @@ from tandem_operator.manifests import CHILD_KINDS, Kind, Manifest, annotations_o
 from tandem_operator.settings import Release
 
 COMPONENT_LABEL = "app.kubernetes.io/component"
+TEMPLATE_HASH = f"{names.GROUP}/template-hash"
+"""On workloads: digest of the pod template that the operator last applied."""
+_DIGESTS = (names.ANNOTATION_SPEC_HASH, TEMPLATE_HASH)
 _ORDER = {kind.name: position for position, kind in enumerate(CHILD_KINDS)}
 
 
@@ -109,9 +112,7 @@ class Blueprint:
             "labels": self.labels(component, role),
             "ownerReferences": [self._owner()],
         }
-        manifest: Manifest = {"apiVersion": kind.api_version, "kind": kind.name, "metadata": metadata, **body}
-        metadata["annotations"] = {names.ANNOTATION_SPEC_HASH: digest(manifest)[:16]}
-        return manifest
+        return sign({"apiVersion": kind.api_version, "kind": kind.name, "metadata": metadata, **body})
 
     def _owner(self) -> Manifest:
         return {
@@ -126,6 +127,16 @@ class Blueprint:
     @staticmethod
     def creation_order(manifest: Manifest) -> tuple[int, str]:
         return _ORDER[manifest["kind"]], manifest["metadata"]["name"]
+
+
+def sign(manifest: Manifest) -> Manifest:
+    """`manifest` with a digest of itself, and of its pod template where it has one."""
+    annotations = {key: value for key, value in annotations_of(manifest).items() if key not in _DIGESTS}
+    plain = manifest | {"metadata": manifest["metadata"] | {"annotations": annotations}}
+    signed = annotations | {names.ANNOTATION_SPEC_HASH: digest(plain)[:16]}
+    if (template := dig(manifest, "spec", "template")) is not None:
+        signed[TEMPLATE_HASH] = digest(template)[:16]
+    return plain | {"metadata": plain["metadata"] | {"annotations": signed}}
 
 
 def component_of(role: Role) -> str:

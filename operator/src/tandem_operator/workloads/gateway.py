@@ -9,7 +9,7 @@ from tandem_operator.manifests import DEPLOYMENT, SERVICE, Manifest
 from tandem_operator.workloads.blueprint import Blueprint
 from tandem_operator.workloads.configs import build_config_map, gateway_config
 from tandem_operator.workloads.keys import keys_mount, keys_volume
-from tandem_operator.workloads.pods import grace_seconds, http_probe, pod_template, thread_env
+from tandem_operator.workloads.pods import http_probe, pod_template, template_grace_seconds, thread_env
 from tandem_operator.workloads.workers import build_disruption_budget
 
 _COMPONENT = Role.GATEWAY.value
@@ -47,7 +47,7 @@ def _build_deployment(blueprint: Blueprint, config: Manifest) -> Manifest:
         spec={
             "serviceAccountName": blueprint.gateway_account,
             "automountServiceAccountToken": True,
-            "terminationGracePeriodSeconds": grace_seconds(blueprint) + _ENDPOINT_LAG_SECONDS,
+            "terminationGracePeriodSeconds": template_grace_seconds(blueprint) + _ENDPOINT_LAG_SECONDS,
         },
         workload=workload,
         path="spec.gateway",

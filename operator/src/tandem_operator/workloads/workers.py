@@ -87,9 +87,8 @@ def _build_stateful_set(blueprint: Blueprint, role: Role, config: Manifest) -> M
         "replicas": blueprint.num_pods(role),
         "serviceName": name,
         "podManagementPolicy": "Parallel",
-        # A StatefulSet replaces pod by pod and waits for each, but in a group a pod of the new template is never ready
-        # beside one of the old, and pods of a mistake never are: the operator replaces whole groups.
-        "updateStrategy": {"type": "OnDelete"},
+        # Of a new StatefulSet. From then on the partition says which pods are made from the newest template (`rolling`).
+        "updateStrategy": {"type": "RollingUpdate", "rollingUpdate": {"partition": 0}},
         "revisionHistoryLimit": 3,
         "selector": {"matchLabels": blueprint.selector(component)},
         "template": template,
