@@ -12,7 +12,7 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from operator_objects import RELEASE, blueprint
+from operator_objects import RELEASE, blueprint, cases
 from tandem_api import names
 from tandem_api.launch import GatewayConfig, WorkerConfig
 from tandem_api.names import Role
@@ -23,44 +23,7 @@ from tandem_operator.workloads import Blueprint, build_children
 from tandem_operator.workloads.configs import worker_config
 
 GOLDEN = Path(__file__).parent / "golden"
-CASES: dict[str, dict[str, Any]] = {
-    "disaggregated": {"prefill": {"replicas": 1}, "decode": {"replicas": 2}},
-    "aggregated": {"decode": {"replicas": 1}},
-    "everything": {
-        "model": {
-            "uri": "hf://org/repo", "revision": "v2", "servedName": "served",
-            "secretRef": {"name": "hub-token"}, "cache": {"persistentVolumeClaim": "cache"},
-        },
-        "prefill": {
-            "replicas": 3,
-            "resources": {"requests": {"cpu": 2}, "limits": {"cpu": "2500m", "nvidia.com/gpu": 1}},
-            "podTemplate": {
-                "metadata": {"annotations": {"example.com/team": "search"}},
-                "spec": {
-                    "nodeSelector": {"gpu": "yes"},
-                    "containers": [
-                        {"name": "worker", "env": [{"name": "NCCL_DEBUG", "value": "INFO"}]},
-                        {"name": "sidecar", "image": "sidecar:1"},
-                    ],
-                },
-            },
-        },
-        "engine": {"image": "own-worker:2", "device": "CUDA", "dtype": "BFloat16", "maxModelLen": 4096},
-        "kv": {"memory": "2Gi", "verify": False},
-        "gateway": {"replicas": 2, "timeouts": {"firstToken": "10s", "idle": "5s"}},
-        "drain": {"timeout": "90s"},
-    },
-    "groups": {
-        "prefill": {"replicas": 1},
-        "decode": {
-            "replicas": 2,
-            "nodesPerReplica": 2,
-            "parallelism": {"tensor": 2, "pipeline": 2},
-            "resources": {"limits": {"cpu": 8, "nvidia.com/gpu": 2}},
-        },
-    },
-    "claim-suspended": {"model": {"uri": "pvc://models/llama"}, "suspend": True},
-}  # fmt: skip
+CASES = cases()
 
 parallelism = st.fixed_dictionaries(
     {axis: st.integers(1, 3) for axis in ("tensor", "pipeline", "expert", "data")}

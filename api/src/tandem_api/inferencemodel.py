@@ -433,7 +433,7 @@ class InferenceModelStatus(Wire):
         default_factory=list[Condition],
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
     )
-    """Ready and Available sum up; Reconciling and Stalled are present only while true; the others say where it stands."""
+    """Ready and Available sum up; Reconciling and Stalled are present only while true; the others tell more."""
 
 
 class ObjectMeta(Wire):

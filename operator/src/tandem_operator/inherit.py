@@ -47,12 +47,11 @@ def _with_grace(blueprint: Blueprint, workload: Manifest, present: Manifest) -> 
     return _with_template(workload, spec={_GRACE: have})
 
 
-def _with_config(
-    workload: Manifest, present: Manifest, children: dict[ChildKey, Manifest], live: Children
-) -> Manifest:
+def _with_config(workload: Manifest, present: Manifest, children: dict[ChildKey, Manifest], live: Children) -> Manifest:
     """A ConfigMap that cannot be changed is from a release that wrote defaults out: kept while it says the same."""
     config_map, old = (
-        source.get(ChildKey(CONFIG_MAP.name, str(_config_name(w)))) for source, w in ((children, workload), (live, present))
+        source.get(ChildKey(CONFIG_MAP.name, str(_config_name(w))))
+        for source, w in ((children, workload), (live, present))
     )
     if config_map is None or old is None or not old.get("immutable") or config_hash(old) is None:
         return workload

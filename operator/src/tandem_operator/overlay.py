@@ -2,8 +2,8 @@
 
 Maps merge; null removes a key; lists with merge keys merge item by item as Kubernetes' own strategic merge does, with
 `$patch: delete` and `$patch: replace` for maps, items and whole lists; other lists are replaced. Of fields that exclude
-each other (the sources of a volume, `value` and `valueFrom`, the handlers of a probe) the overlay's one stays. Labels and
-annotations that selectors, discovery and rollouts rest on cannot be overlaid.
+each other (the sources of a volume, `value` and `valueFrom`, the handlers of a probe) the overlay's one stays. Labels
+and annotations that selectors, discovery and rollouts rest on cannot be overlaid.
 """
 
 from __future__ import annotations

@@ -63,8 +63,8 @@ def plan_children(
     hold_workloads: bool = False,
     keep: frozenset[ChildKey] = frozenset(),
 ) -> Plan:
-    """The plan that turns `live` into `desired`, but for workloads where those have to wait. What is in `keep` stays as it
-    is, though it is not desired.
+    """The plan that turns `live` into `desired`, but for workloads where those have to wait. What is in `keep` stays as
+    it is, though it is not desired.
 
     `live` may be incomplete: whoever executes the plan asks `plan_step` again for an object found only then.
     """
@@ -102,6 +102,15 @@ def plan_step(desired: Manifest, live: Manifest | None, *, owner_uid: str) -> St
     if dig(live, "metadata", "deletionTimestamp") is not None:
         return Step.WAIT
     return Step.KEEP if satisfies(live, desired) else Step.APPLY
+
+
+def own_workloads(live: Children, *, owner_uid: str) -> dict[ChildKey, Manifest]:
+    """`live` without the workloads of others: those have names like ours by chance, and their pods are none of ours."""
+    return {
+        key: child
+        for key, child in live.items()
+        if key.kind not in _WORKLOADS or (controller_of(child) or {}).get("uid") == owner_uid
+    }
 
 
 def plan_clearing(desired: Manifest, live: Manifest | None) -> Manifest | None:

@@ -13,13 +13,14 @@ from datetime import datetime
 
 from tandem_api.names import Role
 
-from tandem_operator.groups import group_pods
+from tandem_operator.groups import group_pods, is_leaving
 from tandem_operator.manifests import DEPLOYMENT, ChildKey, Manifest, annotations_of, child_key, dig
 from tandem_operator.matching import satisfies
 from tandem_operator.observation import observe_replicas, pods_of, workload_key
 from tandem_operator.planner import Children, is_rolled_out
 from tandem_operator.rollout import RolePlan, RoleView, plan_rollout
 from tandem_operator.workloads.blueprint import TEMPLATE_HASH, Blueprint
+from tandem_operator.workloads.pods import ROOM_TO_DRAIN_SECONDS, grace_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +28,8 @@ class Rolling:
     """What the workers' StatefulSets should say, and which of their pods to delete."""
 
     desired: list[Manifest]
+    scale: dict[ChildKey, int]
+    """Pods of StatefulSets that are not desired, because their template cannot be made."""
     replace: tuple[ChildKey, ...] = ()
 
 
@@ -57,13 +60,16 @@ def plan_rolling(blueprint: Blueprint, desired: Sequence[Manifest], live: Childr
         else {role: _hold(view, is_new=False) for role, view in views.items()}
     )
     replace: list[ChildKey] = []
+    scale: dict[ChildKey, int] = {}
     for role, plan in plans.items():
-        key = workload_key(blueprint, role)
+        key, size = workload_key(blueprint, role), blueprint.worker_spec(role).nodes_per_replica
         if key in by_key:
-            by_key[key] = _with_plan(by_key[key], plan, size=blueprint.worker_spec(role).nodes_per_replica)
+            by_key[key] = _with_plan(by_key[key], plan, size=size)
+        else:
+            scale[key] = plan.total * size
         if role in views:
             replace += _pods_to_delete(blueprint, role, views[role], plan, live)
-    return Rolling(desired=list(by_key.values()), replace=tuple(sorted(replace)))
+    return Rolling(desired=list(by_key.values()), scale=scale, replace=tuple(sorted(replace)))
 
 
 def _view(blueprint: Blueprint, role: Role, key: ChildKey, live: Children, *, now: datetime) -> RoleView:
@@ -115,11 +121,9 @@ def _with_plan(workload: Manifest, plan: RolePlan, *, size: int) -> Manifest:
     return workload | {"spec": workload["spec"] | {"replicas": plan.total * size, "updateStrategy": strategy}}
 
 
-def _pods_to_delete(
-    blueprint: Blueprint, role: Role, view: RoleView, plan: RolePlan, live: Children
-) -> list[ChildKey]:
-    """Outdated pods of replicas that come back from the newest template: a controller alone replaces pod by pod and waits
-    for each, but pods of two templates never form a replica, and pods of a mistake are never ready."""
+def _pods_to_delete(blueprint: Blueprint, role: Role, view: RoleView, plan: RolePlan, live: Children) -> list[ChildKey]:
+    """Outdated pods of replicas that come back from the newest template: a controller alone replaces pod by pod and
+    waits for each, but pods of two templates never form a replica, and pods of a mistake are never ready."""
     key = workload_key(blueprint, role)
     revision = str(dig(live[key], "status", "updateRevision"))
     allowed = [index for index in plan.replace if view.partition is None or index >= view.partition]
@@ -128,4 +132,18 @@ def _pods_to_delete(
         for group in group_pods(pods_of(key, live), blueprint.worker_spec(role).nodes_per_replica)
         if group.index in allowed
         for pod in group.outdated(revision)
+    ]
+
+
+def plan_hurry(blueprint: Blueprint, live: Children) -> list[tuple[ChildKey, int]]:
+    """Workers on their way out that would be given longer than `spec.drain` says, and the seconds they should get: pod
+    templates leave room, so that another time to drain needs no new pods."""
+    seconds = grace_seconds(blueprint)
+    return [
+        (child_key(pod), seconds)
+        for role in blueprint.worker_roles
+        for pod in pods_of(workload_key(blueprint, role), live)
+        if is_leaving(pod)
+        and dig(pod, "metadata", "deletionGracePeriodSeconds") == ROOM_TO_DRAIN_SECONDS
+        and seconds < ROOM_TO_DRAIN_SECONDS
     ]

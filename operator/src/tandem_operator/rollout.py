@@ -114,9 +114,7 @@ def _in_motion(view: RoleView) -> list[Replica]:
     return [r for r in _outdated(view) if view.partition is not None and r.index >= view.partition]
 
 
-def _release_serving(
-    roles: Mapping[Role, RoleView], serving: _Serving, released: Mapping[Role, set[int]]
-) -> None:
+def _release_serving(roles: Mapping[Role, RoleView], serving: _Serving, released: Mapping[Role, set[int]]) -> None:
     """Release one after another, unsure ones before ready ones, for as long as the promises hold."""
     while True:
         for state in (State.UNSURE, State.READY):
@@ -138,8 +136,8 @@ def _release_serving(
 
 
 def _is_stuck(roles: Mapping[Role, RoleView], released: Mapping[Role, set[int]]) -> bool:
-    """Everything is up, outdated replicas are left and none was spared. A target that changed midway leaves three builds
-    or more, whose shares need not add up: then the promise is out of reach, and one that costs least has to go."""
+    """Everything is up, outdated replicas are left and none was spared. A target that changed midway leaves three
+    builds or more, whose shares need not add up: then the promise is out of reach, and what costs least has to go."""
     everything_up = all(
         len(view.replicas) >= view.total >= view.wanted + (view.surge if view.is_rolling else 0)
         and all(r.state is State.READY and not r.is_leaving for r in view.replicas)
@@ -188,8 +186,9 @@ def _total(role: Role, view: RoleView, serving: _Serving, *, may_surge: bool, pa
 
 
 def _needs_surge(view: RoleView) -> bool:
-    """Something that may be serving is to be replaced."""
-    return any(r.index < view.wanted and r.state is not State.DOWN for r in _outdated(view))
+    """Something that may be serving is to be replaced, and is not in motion yet."""
+    moving = _in_motion(view)
+    return any(r.index < view.wanted and r.state is not State.DOWN and r not in moving for r in _outdated(view))
 
 
 def _role_plan(view: RoleView, released: set[int], total: int, *, paused: bool) -> RolePlan:

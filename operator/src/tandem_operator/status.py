@@ -27,6 +27,7 @@ from tandem_operator.workloads.blueprint import Blueprint
 WAITS_FOR_A_WISH = frozenset({"Suspended", "ScaledToZero", "RolloutPaused"})
 """Reasons to be stalled that somebody asked for: nothing is wrong."""
 
+_OVERDUE = "ProgressDeadlineExceeded"
 State = Literal["True", "False", "Unknown"]
 
 
@@ -122,7 +123,11 @@ def _summary(
     conditions = [ready, _available(states, counts)]
     if stalled is not None:
         return [*conditions, _stalled(stalled)]
-    return conditions if moving is None else [*conditions, _condition("Reconciling", "True", moving.reason, moving.message)]
+    return (
+        conditions
+        if moving is None
+        else [*conditions, _condition("Reconciling", "True", moving.reason, moving.message)]
+    )
 
 
 def _zero(blueprint: Blueprint, states: Mapping[Role, RoleState]) -> Problem | None:
@@ -160,17 +165,23 @@ def _paused(blueprint: Blueprint, states: Mapping[Role, RoleState], counts: str)
 
 
 def _overdue(blueprint: Blueprint, live: Children, moving: Problem, *, now: str) -> Problem | None:
-    """Nothing has come up for longer than the deadline."""
-    began = next((c for c in blueprint.model.status.conditions if c.type in ("Reconciling", "Stalled")), None)
-    if began is None or moving.reason == "Suspended":
+    """Nothing has come up for longer than the deadline. It stays so until something has."""
+    model = blueprint.model
+    before = next((c for c in model.status.conditions if c.type in ("Reconciling", "Stalled")), None)
+    if before is None or before.observed_generation != model.metadata.generation or moving.reason == "Suspended":
         return None
-    deadline = blueprint.model.spec.rollout.progress_deadline
-    times = [parse_time(began.last_transition_time), last_progress(live)]
-    latest, present = max((time for time in times if time is not None), default=None), parse_time(now)
-    if latest is None or present is None or present - latest < timedelta(seconds=parse_duration(deadline)):
+    deadline = model.spec.rollout.progress_deadline
+    began, progress, present = parse_time(before.last_transition_time), last_progress(live), parse_time(now)
+    if began is None or present is None:
+        return None
+    if before.type == "Stalled":
+        is_over = before.reason == _OVERDUE and (progress is None or progress <= began)
+    else:
+        is_over = present - max(began, progress or began) >= timedelta(seconds=parse_duration(deadline))
+    if not is_over:
         return None
     text = f"no pod has come up for {deadline} (spec.rollout.progressDeadline): {moving.message}"
-    return Problem(reason="ProgressDeadlineExceeded", message=text, stalled=True)
+    return Problem(reason=_OVERDUE, message=text, stalled=True)
 
 
 def _lacking(blueprint: Blueprint, states: Mapping[Role, RoleState], counts: str) -> Problem | None:

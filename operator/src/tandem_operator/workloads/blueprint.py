@@ -132,11 +132,12 @@ class Blueprint:
 def sign(manifest: Manifest) -> Manifest:
     """`manifest` with a digest of itself, and of its pod template where it has one."""
     annotations = {key: value for key, value in annotations_of(manifest).items() if key not in _DIGESTS}
-    plain = manifest | {"metadata": manifest["metadata"] | {"annotations": annotations}}
+    metadata = {key: value for key, value in manifest["metadata"].items() if key != "annotations"}
+    plain = manifest | {"metadata": metadata | ({"annotations": annotations} if annotations else {})}
     signed = annotations | {names.ANNOTATION_SPEC_HASH: digest(plain)[:16]}
     if (template := dig(manifest, "spec", "template")) is not None:
         signed[TEMPLATE_HASH] = digest(template)[:16]
-    return plain | {"metadata": plain["metadata"] | {"annotations": signed}}
+    return plain | {"metadata": metadata | {"annotations": signed}}
 
 
 def component_of(role: Role) -> str:

@@ -28,7 +28,6 @@ from tandem_operator.manifests import CONFIG_MAP, Manifest
 from tandem_operator.workloads.blueprint import Blueprint, component_of
 from tandem_operator.workloads.pods import drain_seconds
 
-
 CONFIG_FILE = names.CONFIG_PATH.rsplit("/", 1)[1]
 
 
