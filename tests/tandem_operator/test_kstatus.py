@@ -179,7 +179,7 @@ def test_a_deadline_ends_the_waiting() -> None:
     assert condition(late, "Stalled") == "True ProgressDeadlineExceeded"
     assert kstatus(written(late)) == "Failed"
     assert condition(look(after(plan, late), live, now=LATER), "Stalled") == "True ProgressDeadlineExceeded"
-    live[ChildKey("Pod", "m-decode-0")]["metadata"]["creationTimestamp"] = "2026-01-01T01:59:00Z"
+    live[ChildKey("Pod", "m-decode-0")]["metadata"]["creationTimestamp"] = "2026-01-01T02:01:00Z"
     assert kstatus(written(look(after(plan, late), live, now=LATER))) == "InProgress", "something has come since"
 
 
