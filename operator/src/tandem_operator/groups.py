@@ -33,7 +33,7 @@ class Group:
     @property
     def is_ready(self) -> bool:
         """Every pod is there, ready, and stays."""
-        return self.is_complete and all(is_ready(pod) and not is_leaving(pod) for pod in self.pods)
+        return self.is_complete and not any(is_leaving(pod) or not is_ready(pod) for pod in self.pods)
 
     @property
     def is_broken(self) -> bool:
@@ -82,10 +82,10 @@ def describe_pod(pod: Manifest) -> str:
 
 def is_ready(pod: Manifest) -> bool:
     """The kubelet says so; the pod may be leaving nevertheless."""
-    return any(
-        condition.get("type") == "Ready" and condition.get("status") == "True"
-        for condition in dig_list(pod, "status", "conditions")
-    )
+    for condition in dig_list(pod, "status", "conditions"):
+        if condition.get("type") == "Ready":
+            return condition.get("status") == "True"
+    return False
 
 
 def has_started(pod: Manifest) -> bool:
@@ -95,7 +95,7 @@ def has_started(pod: Manifest) -> bool:
 
 
 def is_leaving(pod: Manifest) -> bool:
-    return dig(pod, "metadata", "deletionTimestamp") is not None
+    return "deletionTimestamp" in pod["metadata"]
 
 
 def revision_of(pod: Manifest) -> str | None:

@@ -98,8 +98,8 @@ def observe_role(blueprint: Blueprint, role: Role, live: Children, failures: Map
         desired, desired_pods = blueprint.replicas(spec.replicas), blueprint.num_pods(role)
         revision = str(dig(workload, "status", "updateRevision"))
         groups = group_pods(pods, spec.nodes_per_replica)
-        counts = len(groups), sum(g.is_ready for g in groups), sum(g.is_of(revision) for g in groups)
         builds = Counter(build_of(group) for group in groups if group.is_ready)
+        counts = len(groups), builds.total(), sum(group.is_of(revision) for group in groups)
     if failure and problem is None and len(pods) < desired_pods:
         problem = Problem(reason="PodsNotCreated", message=f"{key}: {failure}", stalled=True)
     generation = dig(workload, "metadata", "generation")
@@ -135,14 +135,19 @@ def pods_of(workload: ChildKey, live: Children) -> list[Manifest]:
             pod
             for key, pod in live.items()
             if key.kind == POD.name
+            and key.name.startswith(prefix)
             and (owner := controller_of(pod) or {}).get("kind") == "ReplicaSet"
             and str(owner.get("name")).startswith(prefix)
         ]
     uid = dig(live.get(workload), "metadata", "uid")
+    prefix = f"{workload.name}-"  # cheaper to look at than owners, of thousands of pods
     return [
         pod
         for key, pod in live.items()
-        if key.kind == POD.name and uid is not None and (controller_of(pod) or {}).get("uid") == uid
+        if key.kind == POD.name
+        and key.name.startswith(prefix)
+        and uid is not None
+        and (controller_of(pod) or {}).get("uid") == uid
     ]
 
 

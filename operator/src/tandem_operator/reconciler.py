@@ -6,6 +6,7 @@ Children come from the cache; the InferenceModel itself is read anew each time, 
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -114,6 +115,7 @@ class Reconciler:
         outcome.children |= outcome.before
         keys = await self._ensure_keys(blueprint, raw, outcome)
         await self._execute(key, blueprint, keys, outcome)
+        await asyncio.sleep(0)  # a look at a thousand pods is long: others get their turn between its parts
         status = build_status(
             blueprint,
             own_workloads(outcome.children, owner_uid=model.metadata.uid),
@@ -146,8 +148,10 @@ class Reconciler:
         outcome.problems += [Problem(reason=e.reason, message=str(e), stalled=True) for e in built.refused.values()]
         ours = own_workloads(outcome.before, owner_uid=uid)
         desired = keep_what_runs(blueprint, built.children, ours)
+        await asyncio.sleep(0)
         rolling = plan_rolling(blueprint, desired, ours, now=datetime.datetime.now(datetime.UTC))
         # Pods made now would find no keys, or keys that are about to go: what runs is better left running.
+        await asyncio.sleep(0)
         hold = not keys.usable and not blueprint.model.spec.suspend
         plan = plan_children(
             rolling.desired, outcome.before, owner_uid=uid, hold_workloads=hold, keep=frozenset(built.refused)

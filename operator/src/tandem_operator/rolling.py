@@ -127,6 +127,8 @@ def _pods_to_delete(blueprint: Blueprint, role: Role, view: RoleView, plan: Role
     key = workload_key(blueprint, role)
     revision = str(dig(live[key], "status", "updateRevision"))
     allowed = [index for index in plan.replace if view.partition is None or index >= view.partition]
+    if not allowed:
+        return []
     return [
         child_key(pod)
         for group in group_pods(pods_of(key, live), blueprint.worker_spec(role).nodes_per_replica)

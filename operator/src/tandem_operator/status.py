@@ -17,9 +17,8 @@ from tandem_api.names import Role
 from tandem_api.quantities import parse_duration
 
 from tandem_operator.causes import Problem
-from tandem_operator.groups import group_pods
-from tandem_operator.manifests import ChildKey, labels_of
-from tandem_operator.observation import RoleState, last_progress, observe_role, parse_time, pods_of, workload_key
+from tandem_operator.manifests import ChildKey
+from tandem_operator.observation import RoleState, last_progress, observe_role, parse_time
 from tandem_operator.planner import Children
 from tandem_operator.rollout import capacity_of
 from tandem_operator.workloads.blueprint import Blueprint
@@ -45,7 +44,7 @@ def build_status(
     states = {role: observe_role(blueprint, role, live, failures) for role in (*blueprint.worker_roles, Role.GATEWAY)}
     workers = [state for role, state in states.items() if role is not Role.GATEWAY]
     conditions = _summary(blueprint, states, live, problems=problems, waiting=waiting, now=now)
-    conditions.append(_model_condition(blueprint, workers, live))
+    conditions.append(_model_condition(blueprint, workers))
     conditions += [_role_condition(blueprint, state) for state in states.values()]
     gateway = states[Role.GATEWAY]
     return InferenceModelStatus(
@@ -214,19 +213,13 @@ def _available(states: Mapping[Role, RoleState], counts: str) -> Condition:
     return _condition("Available", "False", "NothingServed", f"no {missing.component} replica is ready")
 
 
-def _model_condition(blueprint: Blueprint, workers: Sequence[RoleState], live: Children) -> Condition:
+def _model_condition(blueprint: Blueprint, workers: Sequence[RoleState]) -> Condition:
     """Whether the weights are where they should be: a worker is ready only after it has computed a token with them."""
     uri = blueprint.model.spec.model.uri
     told = next((state.problem for state in workers if state.problem is not None and state.problem.from_worker), None)
     if told is not None:
         return _condition("ModelReady", "False", told.reason, told.message)
-    loaded = any(
-        group.is_ready and labels_of(group.pods[0]).get(names.LABEL_REVISION) == blueprint.revision_of(state.role)
-        for state in workers
-        for group in group_pods(
-            pods_of(workload_key(blueprint, state.role), live), blueprint.worker_spec(state.role).nodes_per_replica
-        )
-    )
+    loaded = any(blueprint.revision_of(state.role) in state.builds for state in workers)
     if loaded:
         return _condition("ModelReady", "True", "Loaded", f"{uri} is loaded")
     if not any(state.desired for state in workers):
