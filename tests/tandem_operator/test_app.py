@@ -1,4 +1,4 @@
-"""The whole operator against an API server double over real HTTP: it leads, watches by kopf, makes a model, and stops."""
+"""The whole operator against an API server double over real HTTP: it leads, watches, makes a model, and stops."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""One look at a model over real HTTP, against a server that stores what it is sent: keys come first, and hold pods; each
-failure is told and stops nothing else."""
+"""One look at a model over real HTTP, against a server that stores what it is sent: keys come first, and hold pods;
+each failure is told and stops nothing else."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 from aiohttp import web
 from kubernetes.aio.client import ApiClient, Configuration
 from operator_objects import READY, RELEASE, container, pod, raw_model
+from tandem_operator.errors import IncompleteError
 from tandem_operator.keeper import KeyKeeper
 from tandem_operator.kube.client import KubeClient
 from tandem_operator.kube.events import CreationEvents
 from tandem_operator.kube.store import ChildStore
-from tandem_operator.errors import IncompleteError
 from tandem_operator.manifests import EVENT, KIND_BY_NAME, ModelKey
 from tandem_operator.reconciler import Reconciler
 from tandem_operator.recorder import EventRecorder

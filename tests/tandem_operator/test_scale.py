@@ -1,4 +1,4 @@
-"""How long one look at a large model holds the event loop: probes, the lease and every other model wait for that long."""
+"""How long one look at a large model holds the event loop: probes, the lease and other models wait for it."""
 
 from __future__ import annotations
 

@@ -140,8 +140,9 @@ async def test_a_hundred_watches_leave_room_for_everything_else(server: WatchSer
 
 def creation(name: str, reason: str, *, of: str = "m-decode", uid: str = "u") -> dict[str, Any]:
     return {
-        "metadata": {"name": name, "namespace": "n", "resourceVersion": "1"}, "reason": reason, "message": "exceeded quota",
-        "lastTimestamp": "2026-01-01T00:00:00Z", "involvedObject": {"name": of, "uid": uid},
+        "metadata": {"name": name, "namespace": "n", "resourceVersion": "1"}, "reason": reason,
+        "message": "exceeded quota", "lastTimestamp": "2026-01-01T00:00:00Z",
+        "involvedObject": {"name": of, "uid": uid},
     }  # fmt: skip
 
 

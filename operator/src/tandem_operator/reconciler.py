@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import datetime
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -243,7 +243,7 @@ class Reconciler:
 
 
 @asynccontextmanager
-async def _collecting(outcome: Outcome, child: str, *, doing: str = "write") -> AsyncIterator[None]:
+async def _collecting(outcome: Outcome, child: str, *, doing: str = "write") -> AsyncGenerator[None]:
     """A request whose failure is noted, and stops nothing else."""
     try:
         yield
