@@ -305,13 +305,16 @@ class Drain(Authored):
     """How long a pod that is being removed may finish what it runs."""
 
 
+_NO_BUDGET = "and maxUnavailable are both 0, so nothing could be replaced: raise one of them"
+
+
 class Rollout(Authored):
     model_config = ConfigDict(
         json_schema_extra={
             RULES_KEY: [
                 rule(
                     "!has(self.maxSurge) || !has(self.maxUnavailable) || self.maxSurge > 0 || self.maxUnavailable > 0",
-                    "and maxUnavailable are both 0, so nothing could be replaced: raise one of them",
+                    _NO_BUDGET,
                     path=".maxSurge",
                 )
             ]
@@ -332,6 +335,12 @@ class Rollout(Authored):
     progress_deadline: Duration = "1h"
     """When nothing has come up for this long, the model is Stalled with the reason. Loading counts: let it be longer
     than a worker takes to download and load the model."""
+
+    @model_validator(mode="after")
+    def _can_move(self) -> Rollout:
+        if self.max_surge == 0 and self.max_unavailable == 0:
+            raise ValueError(f"maxSurge {_NO_BUDGET}")
+        return self
 
     def surge_of(self, replicas: int) -> int:
         """Replicas that a role of so many may have on top while it is changed."""

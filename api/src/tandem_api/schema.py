@@ -87,6 +87,7 @@ def _printer_columns() -> list[Schema]:
         column("Prefill", ".status.prefill.summary"),
         column("Decode", ".status.decode.summary"),
         column("URL", ".status.url"),
+        column("Available", '.status.conditions[?(@.type=="Available")].status', priority=1),
         column("Model", ".spec.model.uri", priority=1),
         column("Revision", ".status.revision", priority=1),
         column("Message", f"{ready}.message", priority=1),
