@@ -148,6 +148,8 @@ def test_a_rollout_within_its_budget_keeps_ready() -> None:
     live[ChildKey("Pod", "m-decode-2")]["status"] = container()
     status = look(plan, live)
     assert (condition(status, "Ready"), kstatus(written(status))) == ("True Serving", "InProgress")
+    reconciling = next(c for c in status.conditions if c.type == "Reconciling")
+    assert "decode 3/4 (2 of 4 updated)" in reconciling.message
     live[ChildKey("Pod", "m-decode-3")]["status"] = container()
     assert condition(look(plan, live), "Ready") == "False Progressing"
 

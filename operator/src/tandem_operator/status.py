@@ -109,7 +109,7 @@ def _summary(
         stalled = zero
     moving: Problem | None = None
     if stalled is None and not settled:
-        moving = _moving(waiting, troubles, zero, counts)
+        moving = _moving(waiting, troubles, zero, states)
         stalled = _paused(blueprint, states, counts) or _overdue(blueprint, live, moving, now=now)
     lacking = _lacking(blueprint, states, counts)
     if (blocked := refused or zero) is not None:
@@ -140,8 +140,14 @@ def _zero(blueprint: Blueprint, states: Mapping[Role, RoleState]) -> Problem | N
     return None
 
 
-def _moving(waiting: Sequence[str], troubles: Sequence[Problem], zero: Problem | None, counts: str) -> Problem:
+def _moving(
+    waiting: Sequence[str], troubles: Sequence[Problem], zero: Problem | None, states: Mapping[Role, RoleState]
+) -> Problem:
     """What is at work, where nobody is needed."""
+    counts = ", ".join(
+        f"{s.component} {s.summary}" + (f" ({s.updated} of {s.replicas} updated)" if s.updated < s.replicas else "")
+        for s in states.values()
+    )
     if waiting:
         text = f"waiting for the removal of an earlier object: {', '.join(waiting)}"
         return Problem(reason="WaitingForRemoval", message=text)
