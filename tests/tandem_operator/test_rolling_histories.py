@@ -23,7 +23,7 @@ from tandem_operator.rollout import capacity_of
 from tandem_operator.workloads import Blueprint, build_children
 from tandem_operator.workloads.blueprint import digest
 
-HISTORIES = int(os.environ.get("TANDEM_HISTORIES", "60"))
+HISTORIES = int(os.environ.get("TANDEM_HISTORIES", "36"))
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 Live = dict[ChildKey, Manifest]
 

@@ -15,7 +15,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             run_child(pod)
         host = options.host or ("::" if ":" in pod.pod_ip else "0.0.0.0")
         config = _configure(options.config, pod, host)
-        _run(config, pod, host, options.config)
+        _run(config, pod, host)
     except StartupError as error:
         end_process(pod, error.reason, str(error))
     except Exception as error:
@@ -95,10 +95,9 @@ def _configure(path: Path, pod: PodFacts, host: str) -> WorkerConfig:
     return config
 
 
-def _run(config: WorkerConfig, pod: PodFacts, host: str, path: Path) -> None:
+def _run(config: WorkerConfig, pod: PodFacts, host: str) -> None:
     import uvloop
 
-    from tandem_worker.bootstrap import read_drain_seconds
     from tandem_worker.group.topology import check_support, plan_node
     from tandem_worker.runtime import open_runtime
 
@@ -106,11 +105,11 @@ def _run(config: WorkerConfig, pod: PodFacts, host: str, path: Path) -> None:
     check_support(config)
     runtime = open_runtime(config, host)
     if place.leads:
-        process = _Process(config, pod, place, runtime, lambda: read_drain_seconds(path, config))
+        process = _Process(config, pod, place, runtime)
     else:
         from tandem_worker.group.following import FollowerPod
 
-        process = FollowerPod(config, pod, place, runtime, lambda: read_drain_seconds(path, config))
+        process = FollowerPod(config, pod, place, runtime)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(process.run())
 
@@ -118,18 +117,10 @@ def _run(config: WorkerConfig, pod: PodFacts, host: str, path: Path) -> None:
 class _Process:
     """The life of the process on its event loop."""
 
-    def __init__(
-        self,
-        config: WorkerConfig,
-        pod: PodFacts,
-        place: NodePlace,
-        runtime: Runtime,
-        drain_seconds: Callable[[], float],
-    ) -> None:
+    def __init__(self, config: WorkerConfig, pod: PodFacts, place: NodePlace, runtime: Runtime) -> None:
         from tandem_worker.bootstrap import Progress, Switches
 
         self._config = config
-        self._drain_seconds = drain_seconds
         self._pod = pod
         self._place = place
         self._runtime = runtime
@@ -249,7 +240,7 @@ class _Process:
     async def _drain(self, worker: Worker) -> None:
         """Until nothing is left to finish, or nothing can be finished any more."""
         worker.drain()
-        timeout = self._drain_seconds()
+        timeout = self._config.drain_timeout_seconds
         logger.info("draining for at most %g s", timeout)
         deadline = time.monotonic() + timeout
         # The engine ends requests on its own thread and has nobody to tell: a look now and then is all it takes.

@@ -147,15 +147,6 @@ def load_config(path: Path) -> WorkerConfig:
         raise StartupError("InvalidConfig", f"The configuration {path} is not valid: {error}") from error
 
 
-def read_drain_seconds(path: Path, config: WorkerConfig) -> float:
-    """How long to drain, as it is written now: it may have changed since the start, and restarts nobody."""
-    try:
-        return load_config(path).drain_timeout_seconds
-    except StartupError as error:
-        logger.warning("%s; draining as it was told at start", error)
-        return config.drain_timeout_seconds
-
-
 def build_worker(
     config: WorkerConfig,
     pod: PodFacts,

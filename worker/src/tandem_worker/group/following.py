@@ -111,16 +111,8 @@ class _Follower:
 class FollowerPod:
     """The life of a pod that does not lead: its first rank on a thread, its probes on the event loop."""
 
-    def __init__(
-        self,
-        config: WorkerConfig,
-        pod: PodFacts,
-        place: NodePlace,
-        runtime: Runtime,
-        drain_seconds: Callable[[], float],
-    ) -> None:
+    def __init__(self, config: WorkerConfig, pod: PodFacts, place: NodePlace, runtime: Runtime) -> None:
         self._config, self._pod, self._place, self._runtime = config, pod, place, runtime
-        self._drain_seconds = drain_seconds
         order = RankOrder(
             config=config,
             rank=place.ranks[0],
@@ -173,5 +165,5 @@ class FollowerPod:
 
     def _end_late(self) -> None:
         """A leader that does not stop this pod in time is left behind."""
-        time.sleep(self._drain_seconds() + 5.0)
+        time.sleep(self._config.drain_timeout_seconds + 5.0)
         self._follower.lose(Loss("the leader did not stop this pod within its drain timeout"))
