@@ -154,6 +154,15 @@ def test_a_rollout_within_its_budget_keeps_ready() -> None:
     assert condition(look(plan, live), "Ready") == "False Progressing"
 
 
+def test_a_surge_that_a_quota_refuses_is_told_while_all_is_served() -> None:
+    plan = blueprint()
+    live = settled(plan)
+    live[DECODE]["spec"]["replicas"] = 2
+    live[ChildKey("Pod", "m-decode-0")]["metadata"]["labels"]["controller-revision-hash"] = "old"
+    status = look(plan, live, failures={DECODE: "exceeded quota"})
+    assert (condition(status, "Ready"), condition(status, "Stalled")) == ("True Serving", "True PodsNotCreated")
+
+
 def test_roles_of_different_builds_are_not_ready_whatever_their_pods_say() -> None:
     overlay = {"spec": {"containers": [{"name": "worker", "image": "patched:1"}]}}
     plan = blueprint(prefill={}, decode={"podTemplate": overlay})

@@ -100,7 +100,8 @@ def observe_role(blueprint: Blueprint, role: Role, live: Children, failures: Map
         groups = group_pods(pods, spec.nodes_per_replica)
         builds = Counter(build_of(group) for group in groups if group.is_ready)
         counts = len(groups), builds.total(), sum(group.is_of(revision) for group in groups)
-    if failure and problem is None and len(pods) < desired_pods:
+    surging = max(desired_pods, dig(workload, "spec", "replicas") or 0) if desired_pods else 0
+    if failure and problem is None and len(pods) < surging:
         problem = Problem(reason="PodsNotCreated", message=f"{key}: {failure}", stalled=True)
     generation = dig(workload, "metadata", "generation")
     return RoleState(
