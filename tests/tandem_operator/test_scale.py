@@ -10,11 +10,13 @@ from datetime import UTC, datetime
 from typing import Any
 
 from operator_objects import UID, blueprint, settled
+from tandem_api.names import Role
 from tandem_operator.inherit import keep_what_runs
 from tandem_operator.kube.store import ChildStore
 from tandem_operator.manifests import KIND_BY_NAME, ChildKey, Manifest, ModelKey
 from tandem_operator.planner import own_workloads, plan_children
 from tandem_operator.rolling import plan_hurry, plan_rolling
+from tandem_operator.rollout import Replica, RoleView, State, plan_rollout
 from tandem_operator.status import build_status
 from tandem_operator.workloads import build_children
 
@@ -58,6 +60,16 @@ def test_each_part_of_a_look_at_a_thousand_pods_is_short() -> None:
     }
     held = {name: quickest(part) for name, part in parts.items()}
     assert max(held.values()) < HELD_SECONDS, held
+
+
+def test_a_plan_that_takes_a_thousand_replicas_is_short_too() -> None:
+    def view(wanted: int) -> RoleView:
+        replicas = [Replica(index=i, build="old", state=State.READY, is_outdated=True) for i in range(wanted)]
+        return RoleView(wanted=wanted, total=wanted, partition=wanted, replicas=replicas, surge=0, unavailable=wanted)
+
+    roles = {Role.PREFILL: view(200), Role.DECODE: view(800)}
+    assert len(plan_rollout(roles)[Role.DECODE].replace) == 800
+    assert quickest(lambda: plan_rollout(roles)) < HELD_SECONDS
 
 
 async def test_reading_a_thousand_pods_gives_others_their_turn() -> None:

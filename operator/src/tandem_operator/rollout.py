@@ -16,7 +16,8 @@ comes down to replicas that were released here. Where one below others goes firs
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from fractions import Fraction
@@ -116,16 +117,12 @@ def _in_motion(view: RoleView) -> list[Replica]:
 
 def _release_serving(roles: Mapping[Role, RoleView], serving: _Serving, released: Mapping[Role, set[int]]) -> None:
     """Release one after another, unsure ones before ready ones, for as long as the promises hold."""
-    while True:
-        for state in (State.UNSURE, State.READY):
-            found = next(_candidates(roles, serving, released, state), None)
-            if found is not None:
-                role, replica = found
-                serving.remove(role, replica)
-                released[role].add(replica.index)
-                break
-        else:
-            break
+    queues = {role: _queues(view, released[role]) for role, view in roles.items()}
+    while (found := _next(roles, serving, queues)) is not None:
+        role, replica = found
+        queues[role][replica.state][replica.build].pop()
+        serving.remove(role, replica)
+        released[role].add(replica.index)
     if _is_stuck(roles, released):
         role, replica = min(
             ((role, replica) for role, view in roles.items() for replica in _outdated(view)),
@@ -133,6 +130,37 @@ def _release_serving(roles: Mapping[Role, RoleView], serving: _Serving, released
         )
         serving.remove(role, replica)
         released[role].add(replica.index)
+
+
+_Queues = dict[State, dict[str, list[Replica]]]
+
+
+def _queues(view: RoleView, released: set[int]) -> _Queues:
+    """What is left to release, by state and build; the last replicas at the end."""
+    queues: _Queues = {State.UNSURE: {}, State.READY: {}}
+    for replica in reversed(_outdated(view)):
+        if replica.state in queues and replica.index not in released:
+            queues[replica.state].setdefault(replica.build, []).append(replica)
+    return queues
+
+
+def _next(
+    roles: Mapping[Role, RoleView], serving: _Serving, queues: Mapping[Role, _Queues]
+) -> tuple[Role, Replica] | None:
+    """Whose turn it is: of the role that has more old replicas left, so that builds stay in proportion."""
+
+    def share_left(role: Role) -> Fraction:
+        left = sum(len(waiting) for builds in queues[role].values() for waiting in builds.values())
+        return Fraction(left, max(1, roles[role].wanted))
+
+    for state in (State.UNSURE, State.READY):
+        for role in sorted(roles, key=share_left, reverse=True):
+            # The last of each build: its others are worth the same. A build that has no partner left costs nothing.
+            lasts = [waiting[-1] for waiting in queues[role][state].values() if waiting]
+            for replica in sorted(lasts, key=lambda replica: -replica.index):
+                if serving.can_spare(role, replica):
+                    return role, replica
+    return None
 
 
 def _is_stuck(roles: Mapping[Role, RoleView], released: Mapping[Role, set[int]]) -> bool:
@@ -148,24 +176,6 @@ def _is_stuck(roles: Mapping[Role, RoleView], released: Mapping[Role, set[int]])
     return is_rolling and everything_up and not any(released.values()) and len(builds) > 2
 
 
-def _candidates(
-    roles: Mapping[Role, RoleView], serving: _Serving, released: Mapping[Role, set[int]], state: State
-) -> Iterator[tuple[Role, Replica]]:
-    # The role that has more of its old replicas left goes first, so that builds stay in proportion.
-    for role, view in sorted(roles.items(), key=lambda item: -_share_left(item[1], released[item[0]])):
-        left = [r for r in _outdated(view) if r.state is state and r.index not in released[role]]
-        # The last of each build: its others are worth the same. A build that has no partner left costs nothing.
-        lasts = {r.build: r for r in reversed(left)}.values()
-        for replica in sorted(lasts, key=lambda replica: -replica.index):
-            if serving.can_spare(role, replica):
-                yield role, replica
-
-
-def _share_left(view: RoleView, released: set[int]) -> Fraction:
-    left = sum(replica.index not in released for replica in _outdated(view))
-    return Fraction(left, max(1, view.wanted))
-
-
 def _total(role: Role, view: RoleView, serving: _Serving, *, may_surge: bool, paused: bool) -> int:
     """Replicas that the StatefulSet should ask for. What is beyond the wanted ones goes when it can be spared."""
     if paused:
@@ -177,7 +187,7 @@ def _total(role: Role, view: RoleView, serving: _Serving, *, may_surge: bool, pa
     by_index = {replica.index: replica for replica in view.replicas if not replica.is_leaving}
     while total > goal:
         last = by_index.get(total - 1)
-        if last is not None and not serving.has_gone(role, last) and last.state is not State.DOWN:
+        if last is not None and not serving.has_gone(role, last):
             if not serving.can_spare(role, last):
                 break
             serving.remove(role, last)
@@ -203,60 +213,71 @@ def _role_plan(view: RoleView, released: set[int], total: int, *, paused: bool) 
 
 
 class _Serving:
-    """What serves, without what earlier plans have released, and what may still be taken from it."""
+    """What serves, without what earlier plans have released, and what may still be taken from it.
+
+    It is counted twice: with what surely serves, and with what may.
+    """
 
     def __init__(self, roles: Mapping[Role, RoleView]) -> None:
         self._roles = roles
-        gone = {(role, r.index) for role, view in roles.items() for r in _in_motion(view)}
-        self._present: dict[Role, dict[int, Replica]] = {
-            role: {
-                r.index: r
-                for r in view.replicas
-                if r.state is not State.DOWN and not r.is_leaving and (role, r.index) not in gone
+        self._wanted = {role: view.wanted for role, view in roles.items()}
+        self._gone = {(role, r.index) for role, view in roles.items() for r in _in_motion(view)}
+        self._builds: dict[bool, dict[Role, Counter[str]]] = {
+            sure: {
+                role: Counter(r.build for r in view.replicas if self._counts(role, r, sure=sure))
+                for role, view in roles.items()
             }
-            for role, view in roles.items()
+            for sure in (True, False)
         }
         self._floor = min(
-            (Fraction(max(0, view.wanted - view.unavailable), view.wanted) for view in roles.values() if view.wanted),
+            (Fraction(max(0, view.wanted - view.unavailable), view.wanted) for view in roles.values()),
             default=Fraction(0),
         )
-        self._before = {sure: self._measure(self._present, sure=sure) for sure in (True, False)}
+        self._before = {sure: self._measure(sure=sure) for sure in (True, False)}
 
     def can_spare(self, role: Role, replica: Replica) -> bool:
         """Whether the promises hold without it, or are no further broken than they were."""
-        rest = dict(self._present)
-        rest[role] = {index: other for index, other in rest[role].items() if index != replica.index}
-        return all(self._holds(rest, sure=sure) for sure in (True, False))
+        with self._without(role, replica):
+            return all(self._holds(sure=sure) for sure in (True, False))
 
     def cost(self, role: Role, replica: Replica) -> tuple[Fraction, int]:
         """Capacity that goes with it, and its place: of equals the last goes."""
-        rest = dict(self._present)
-        rest[role] = {index: other for index, other in rest[role].items() if index != replica.index}
-        return self._before[True][0] - self._measure(rest, sure=True)[0], -replica.index
+        with self._without(role, replica):
+            return self._before[True][0] - self._measure(sure=True)[0], -replica.index
 
     def remove(self, role: Role, replica: Replica) -> None:
-        self._present[role].pop(replica.index, None)
+        self._change(role, replica, -1)
+        self._gone.add((role, replica.index))
 
     def has_gone(self, role: Role, replica: Replica) -> bool:
-        return replica.index not in self._present[role]
+        return (role, replica.index) in self._gone or replica.state is State.DOWN or replica.is_leaving
 
-    def _holds(self, present: Mapping[Role, Mapping[int, Replica]], *, sure: bool) -> bool:
-        capacity, counts = self._measure(present, sure=sure)
-        capacity_before, counts_before = self._before[sure]
+    def _counts(self, role: Role, replica: Replica, *, sure: bool) -> bool:
+        if self.has_gone(role, replica):
+            return False
+        return replica.state is State.READY or not sure
+
+    @contextmanager
+    def _without(self, role: Role, replica: Replica) -> Generator[None]:
+        self._change(role, replica, -1)
+        yield
+        self._change(role, replica, +1)
+
+    def _change(self, role: Role, replica: Replica, by: int) -> None:
+        for sure, builds in self._builds.items():
+            if self._counts(role, replica, sure=sure):
+                builds[role][replica.build] += by
+
+    def _holds(self, *, sure: bool) -> bool:
+        (capacity, counts), (capacity_before, counts_before) = self._measure(sure=sure), self._before[sure]
         return capacity >= min(self._floor, capacity_before) and all(
             counts[role] >= min(view.wanted - view.unavailable, counts_before[role])
             for role, view in self._roles.items()
         )
 
-    def _measure(
-        self, present: Mapping[Role, Mapping[int, Replica]], *, sure: bool
-    ) -> tuple[Fraction, dict[Role, int]]:
-        by_role = {
-            role: Counter(r.build for r in replicas.values() if not sure or r.state is State.READY)
-            for role, replicas in present.items()
-        }
-        wanted = {role: view.wanted for role, view in self._roles.items()}
-        return capacity_of(by_role, wanted), {role: counts.total() for role, counts in by_role.items()}
+    def _measure(self, *, sure: bool) -> tuple[Fraction, dict[Role, int]]:
+        builds = self._builds[sure]
+        return capacity_of(builds, self._wanted), {role: counts.total() for role, counts in builds.items()}
 
 
 def capacity_of(ready: Mapping[Role, Mapping[str, int]], wanted: Mapping[Role, int]) -> Fraction:
