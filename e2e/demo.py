@@ -86,7 +86,7 @@ def wait_ready(cluster: Any) -> None:
             print(line, flush=True)
             shown = line
         current = status.get("observedGeneration") == live["metadata"]["generation"]
-        if current and ready.get("status") == "True":
+        if current and ready.get("status") == "True" and "Reconciling" not in conditions:
             return
         if conditions.get("Stalled", {}).get("status") == "True":
             raise RuntimeError(f"{MODEL} is stalled: {conditions['Stalled']['message']}")

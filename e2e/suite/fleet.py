@@ -154,7 +154,8 @@ class Fleet:
         return next((condition for condition in conditions if condition["type"] == kind), None)
 
     def wait_ready(self, model: str, within: float = 180) -> Object:
-        """The object, once Ready is true for its present generation and no pod is on its way out or in."""
+        """The object, once Ready is true for its present generation and nothing is at work any more: a rollout and a
+        role that grows do not take Ready away."""
 
         def probe() -> Object | None:
             live = self.get("inferencemodels", model)
@@ -162,6 +163,7 @@ class Fleet:
             conditions = {c["type"]: c for c in status.get("conditions", [])}
             assert status.get("observedGeneration") == live["metadata"]["generation"], status
             assert conditions.get("Ready", {}).get("status") == "True", conditions
+            assert not {"Reconciling", "Stalled"} & conditions.keys(), conditions
             return live
 
         return until(f"{self.namespace}/{model} ready", probe, within=within)

@@ -58,18 +58,19 @@ def test_drift_is_corrected(main: Fleet) -> None:
         "PATCH", main.path("statefulsets", "main-decode"), {"spec": {"replicas": 0}}, "application/merge-patch+json"
     )
     until("replicas back at 1", lambda: main.get("statefulsets", "main-decode")["spec"]["replicas"] == 1, within=15)
-    strategy = {"type": "RollingUpdate", "rollingUpdate": {"partition": 0}}
+    strategy = {"type": "OnDelete", "rollingUpdate": None}
     main.kubernetes.request(
         "PATCH",
         main.path("statefulsets", "main-decode"),
         {"spec": {"updateStrategy": strategy}},
         "application/merge-patch+json",
     )
-    until(
-        "the update strategy back at the operator's",
-        lambda: main.get("statefulsets", "main-decode")["spec"]["updateStrategy"] == {"type": "OnDelete"},
-        within=15,
-    )
+
+    def restored() -> bool:
+        found = main.get("statefulsets", "main-decode")["spec"]["updateStrategy"]
+        return found["type"] == "RollingUpdate" and found["rollingUpdate"].get("partition", 0) == 0
+
+    until("the update strategy back at the operator's", restored, within=15)
     main.wait_role("main", "decode", 1)
 
 
@@ -104,9 +105,16 @@ def test_suspend_and_resume(fleet: Fleet) -> None:
     condition = fleet.condition("nap", "Ready")
     assert condition is not None
     assert (condition["status"], condition["reason"]) == ("False", "Suspended")
+    until("a person to be waited for", lambda: reason_of(fleet, "nap", "Stalled") == "Suspended", within=30)
+    assert reason_of(fleet, "nap", "Available") == "NothingServed"
     fleet.patch("nap", {"suspend": False})
     fleet.wait_ready("nap")
     assert "Paris" in ask(fleet, "nap")
+
+
+def reason_of(fleet: Fleet, model: str, kind: str) -> str | None:
+    condition = fleet.condition(model, kind)
+    return None if condition is None else condition["reason"]
 
 
 @pytest.mark.timeout(300)

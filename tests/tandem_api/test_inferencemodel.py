@@ -87,3 +87,25 @@ def test_ranks_that_cannot_be_shared_out_are_refused(role: str) -> None:
 def test_axes_are_bounded(axis: str, count: int) -> None:
     with pytest.raises(ValidationError, match=axis):
         parse(decode={"parallelism": {axis: count}})
+
+
+@pytest.mark.parametrize(
+    ("rollout", "replicas", "surge", "unavailable"),
+    [
+        ({}, 1, 1, 0),
+        ({}, 4, 0, 1),
+        ({"maxSurge": 0}, 1, 0, 1),
+        ({"maxSurge": 2}, 4, 2, 1),
+        ({"maxUnavailable": 0}, 4, 1, 0),
+        ({"maxUnavailable": 1}, 1, 0, 1),
+        ({"type": "Recreate", "maxSurge": 3}, 4, 0, 4),
+    ],
+)
+def test_budgets_of_a_rollout(rollout: dict[str, Any], replicas: int, surge: int, unavailable: int) -> None:
+    found = parse(rollout=rollout).spec.rollout
+    assert (found.surge_of(replicas), found.unavailable_of(replicas)) == (surge, unavailable)
+
+
+def test_a_rollout_that_could_replace_nothing_is_refused() -> None:
+    with pytest.raises(ValidationError, match="maxSurge and maxUnavailable are both 0"):
+        parse(rollout={"maxSurge": 0, "maxUnavailable": 0})

@@ -55,3 +55,66 @@ def stateful_set(*, nodes: int = 1, **fields: Any) -> Manifest:
 
 
 READY = {"conditions": [{"type": "Ready", "status": "True"}], **container(started=True)}
+
+
+def settled(plan: Blueprint) -> dict[ChildKey, Manifest]:
+    """Children whose controllers have done all they should; workers have not loaded this revision."""
+    live = copy.deepcopy(children(plan))
+    for key, child in list(live.items()):
+        if (count := child.get("spec", {}).get("replicas")) is None:
+            continue
+        child["metadata"] |= {"generation": 1, "uid": f"uid-{key.name}"}
+        child["status"] = {"observedGeneration": 1}
+        if key.kind == "Deployment":
+            child["status"] |= {"replicas": count, "readyReplicas": count, "updatedReplicas": count}
+            continue
+        child["status"]["updateRevision"] = "new"
+        template = child["spec"]["template"]["metadata"]["labels"]
+        for number in range(count):
+            name = f"{key.name}-{number}"
+            component = template["app.kubernetes.io/component"]
+            owner = child["metadata"]["uid"]
+            live[ChildKey("Pod", name)] = pod(name, owner=owner, component=component, labels=template, **READY)
+    return live
+
+
+def cases() -> dict[str, dict[str, Any]]:
+    """Specs that the golden manifests are made of."""
+    return {
+        "disaggregated": {"prefill": {"replicas": 1}, "decode": {"replicas": 2}},
+        "aggregated": {"decode": {"replicas": 1}},
+        "everything": {
+            "model": {
+                "uri": "hf://org/repo", "revision": "v2", "servedName": "served",
+                "secretRef": {"name": "hub-token"}, "cache": {"persistentVolumeClaim": "cache"},
+            },
+            "prefill": {
+                "replicas": 3,
+                "resources": {"requests": {"cpu": 2}, "limits": {"cpu": "2500m", "nvidia.com/gpu": 1}},
+                "podTemplate": {
+                    "metadata": {"annotations": {"example.com/team": "search"}},
+                    "spec": {
+                        "nodeSelector": {"gpu": "yes"},
+                        "containers": [
+                            {"name": "worker", "env": [{"name": "NCCL_DEBUG", "value": "INFO"}]},
+                            {"name": "sidecar", "image": "sidecar:1"},
+                        ],
+                    },
+                },
+            },
+            "engine": {"image": "own-worker:2", "device": "CUDA", "dtype": "BFloat16", "maxModelLen": 4096},
+            "kv": {"memory": "2Gi", "verify": False},
+            "gateway": {"replicas": 2, "timeouts": {"firstToken": "10s", "idle": "5s"}},
+            "drain": {"timeout": "90s"},
+        },
+        "groups": {
+            "prefill": {"replicas": 1},
+            "decode": {
+                "replicas": 2,
+                "nodesPerReplica": 2,
+                "parallelism": {"tensor": 2, "pipeline": 2},
+                "resources": {"limits": {"cpu": 8, "nvidia.com/gpu": 2}},
+            },
+        },
+        "claim-suspended": {"model": {"uri": "pvc://models/llama"}, "suspend": True},
+    }  # fmt: skip

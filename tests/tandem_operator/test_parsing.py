@@ -22,4 +22,4 @@ def test_every_wrong_field_is_named() -> None:
 def test_a_status_that_cannot_be_read_is_written_anew() -> None:
     raw = raw_model() | {"status": {"conditions": "none"}}
     assert parse_status(raw).conditions == []
-    assert parse_model(raw).status.observed_generation == 0
+    assert parse_model(raw).status.observed_generation == -1

@@ -4,9 +4,9 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
-from operator_objects import READY, UID, blueprint, children, container, pod, stateful_set
+from operator_objects import UID, blueprint, children, pod
 from tandem_operator.manifests import ChildKey, Manifest, child_key
-from tandem_operator.planner import Step, plan_children, plan_clearing, plan_outdated_pods, plan_step
+from tandem_operator.planner import Step, plan_children, plan_clearing, plan_step
 from tandem_operator.settings import NetworkSettings, Release
 from tandem_operator.workloads import build_children
 
@@ -101,45 +101,15 @@ def test_a_configuration_stays_while_a_pod_may_start_from_it() -> None:
     assert pruned()
 
 
-def outdated(workload: Manifest, *pods: Manifest) -> list[str]:
-    live = {ChildKey("Pod", p["metadata"]["name"]): p for p in pods}
-    return [key.name for key in plan_outdated_pods({ChildKey("StatefulSet", "m-decode"): workload} | live)]
-
-
-OLD = {"controller-revision-hash": "old"}
-LEAVING = {"deletionTimestamp": "2026-01-01T00:00:00Z"}
-
-
-def test_outdated_pods_that_never_came_up_are_replaced_at_once() -> None:
-    pods = [
-        pod("m-0", labels=OLD, **container()),
-        pod("m-1", labels=OLD),
-        pod("m-2", labels=OLD, **READY),
-        pod("m-3", labels=OLD, metadata=LEAVING),
-        pod("m-4", **container()),
-        pod("m-5", labels=OLD, owner="another"),
-    ]
-    assert outdated(stateful_set(replicas=6), *pods) == ["m-0", "m-1"]
-    unseen = stateful_set(replicas=6)
-    unseen["status"]["observedGeneration"] = 1
-    assert outdated(unseen, *pods) == []
-
-
-def test_outdated_groups_are_replaced_as_a_whole() -> None:
-    workload = stateful_set(nodes=2, replicas=4)
-    pods = [pod(f"m-decode-{number}", labels=OLD, **READY) for number in range(4)]
-    assert outdated(workload, *pods) == ["m-decode-2", "m-decode-3"]
-
-
 def test_what_the_api_server_filled_in_goes_before_a_strategy_that_does_not_admit_it() -> None:
     (desired,) = [c for c in build_children(blueprint()) if c["kind"] == "StatefulSet"]
-    by_controller = {"type": "RollingUpdate", "rollingUpdate": {"partition": 0}}
-    live = desired | {"spec": desired["spec"] | {"updateStrategy": by_controller}}
-    patch = plan_clearing(desired, live)
+    by_hand = desired | {"spec": desired["spec"] | {"updateStrategy": {"type": "OnDelete"}}}
+    patch = plan_clearing(by_hand, desired)
     assert patch == {"spec": {"updateStrategy": {"type": "OnDelete", "rollingUpdate": None}}}
     assert plan_clearing(desired, desired) is None
-    assert plan_clearing(desired, None) is None
-    assert plan_clearing(live, live) is None
+    assert plan_clearing(by_hand, None) is None
+    assert plan_clearing(by_hand, by_hand) is None
+    assert plan_clearing(desired, by_hand) is None
 
 
 def test_policies_go_with_the_switch_and_the_role() -> None:
@@ -157,20 +127,3 @@ def test_while_keys_are_missing_no_workload_is_touched() -> None:
     assert held.delete == (), "what runs may start anew from its configuration"
     made = plan_children(goal, {}, owner_uid=UID, hold_workloads=True)
     assert not {"Deployment", "StatefulSet"} & {child["kind"] for child in made.apply}
-
-
-def test_workers_that_serve_wait_for_the_gateways() -> None:
-    gateway = children(blueprint())[ChildKey("Deployment", "m")]
-    gateway["metadata"]["generation"] = 2
-    serving, broken = pod("m-0", labels=OLD, **READY), pod("m-1", labels=OLD, **container())
-
-    def chosen(*pods: Manifest, replicas: int, **status: Any) -> list[str]:
-        gateway["status"] = {"observedGeneration": 2, "replicas": 1, "updatedReplicas": 1} | status
-        live = {ChildKey("Pod", p["metadata"]["name"]): p for p in pods} | {ChildKey("Deployment", "m"): gateway}
-        workload = stateful_set(replicas=replicas)
-        return [key.name for key in plan_outdated_pods({ChildKey("StatefulSet", "m-decode"): workload} | live)]
-
-    assert chosen(serving, replicas=1) == ["m-0"]
-    assert chosen(serving, replicas=1, observedGeneration=1) == []
-    assert chosen(serving, replicas=1, updatedReplicas=0) == []
-    assert chosen(serving, broken, replicas=2, updatedReplicas=0) == ["m-1"], "it serves nobody"

@@ -1,4 +1,5 @@
-"""One look at a model over real HTTP, against a server that stores what it is sent: keys come first, and hold pods."""
+"""One look at a model over real HTTP, against a server that stores what it is sent: keys come first, and hold pods;
+each failure is told and stops nothing else."""
 
 from __future__ import annotations
 
@@ -9,11 +10,13 @@ from typing import Any
 import pytest
 from aiohttp import web
 from kubernetes.aio.client import ApiClient, Configuration
-from operator_objects import RELEASE, raw_model
+from operator_objects import READY, RELEASE, container, pod, raw_model
+from tandem_operator.errors import IncompleteError
 from tandem_operator.keeper import KeyKeeper
 from tandem_operator.kube.client import KubeClient
+from tandem_operator.kube.events import CreationEvents
 from tandem_operator.kube.store import ChildStore
-from tandem_operator.manifests import KIND_BY_NAME, ModelKey
+from tandem_operator.manifests import EVENT, KIND_BY_NAME, ModelKey
 from tandem_operator.reconciler import Reconciler
 from tandem_operator.recorder import EventRecorder
 from tandem_operator.rotation import KeyPolicy
@@ -26,23 +29,34 @@ SETTLE = 180.0
 
 
 class ObjectServer:
-    """Objects by path; an apply replaces. Refuses nothing."""
+    """Objects by path; an apply replaces."""
 
     def __init__(self) -> None:
         self.kept: dict[str, dict[str, Any]] = {}
         self.written: list[str] = []
         self.deleted: list[str] = []
+        self.requests: list[tuple[str, str]] = []
+        self.refuse: dict[tuple[str, str], tuple[int, str]] = {}
+        """By method and end of the path: a status and what it says."""
         self.url = ""
 
     async def handle(self, request: web.Request) -> web.Response:
         path = request.path
+        self.requests.append((request.method, path))
+        for (method, end), (status, message) in self.refuse.items():
+            if request.method == method and path.endswith(end):
+                return web.json_response({"message": message}, status=status)
         if request.method == "GET":
-            found = {"items": []} if path.endswith("/events") else self.kept.get(path)
+            found = self.kept.get(path)
             return web.json_response(found or {"message": "not found"}, status=200 if found else 404)
         if request.method == "DELETE":
             self.deleted.append(path)
             return web.json_response({})
         body = await request.json()
+        if request.content_type == "application/merge-patch+json":
+            self.kept[path]["spec"] |= body["spec"]
+            self.written.append(path)
+            return web.json_response(self.kept[path])
         if request.method == "POST":
             path = f"{path}/{body['metadata']['name']}"
         self.written.append(path)
@@ -70,6 +84,21 @@ class ObjectServer:
 
     def begin(self) -> None:
         self.written.clear()
+        self.requests.clear()
+
+    def add_pod(self, name: str, **fields: Any) -> str:
+        """A pod of the decode StatefulSet. Returns its path."""
+        owner = self.kept[DECODE]["metadata"]["uid"]
+        labels = self.kept[DECODE]["spec"]["template"]["metadata"]["labels"]
+        path = f"/api/v1/namespaces/n/pods/{name}"
+        self.kept[path] = pod(name, owner=owner, labels=labels | fields.pop("labels", {}), **fields)
+        return path
+
+    def settle(self) -> None:
+        """Controllers have seen everything."""
+        for path, found in self.kept.items():
+            if "/statefulsets/" in path or "/deployments/" in path:
+                found["status"] = {"observedGeneration": found["metadata"]["generation"], "updateRevision": "new"}
 
 
 @pytest.fixture
@@ -94,7 +123,9 @@ class Operator:
         self._server = server
         self._store = ChildStore()
         keeper = KeyKeeper(client, KeyPolicy(settle_seconds=SETTLE), clock=lambda: self.now)
-        self._reconciler = Reconciler(client, self._store, RELEASE, keeper, EventRecorder(client, instance="test"))
+        self.creations = CreationEvents()
+        recorder = EventRecorder(client, instance="test")
+        self._reconciler = Reconciler(client, self._store, RELEASE, keeper, recorder, self.creations)
 
     async def look(self) -> float | None:
         for found in self._server.kept.values():
@@ -164,3 +195,124 @@ async def test_a_secret_of_somebody_else_is_named(server: ObjectServer, operator
     assert "Secret m-keys" in server.conditions["Stalled"]["message"]
     assert server.kept[SECRET] == foreign
     assert DECODE not in server.written
+
+
+GATEWAY = "/apis/apps/v1/namespaces/n/deployments/m"
+WEBHOOK = 'Internal error occurred: failed calling webhook: admission webhook "images.corp.example" failed'
+
+
+async def test_a_webhook_that_fails_for_one_child_stops_no_other(server: ObjectServer, operator: Operator) -> None:
+    server.refuse["PATCH", "/services/m-decode"] = (500, WEBHOOK)
+    with pytest.raises(IncompleteError, match="Service m-decode"):
+        await operator.look()
+    assert {DECODE, GATEWAY} <= set(server.written)
+    found = server.conditions["Reconciling"]
+    assert found["reason"] == "WebhookFailed"
+    assert "Service m-decode" in found["message"]
+    assert "ask who runs images.corp.example" in found["message"]
+    del server.refuse["PATCH", "/services/m-decode"]
+    await operator.look()
+    assert server.conditions["Reconciling"]["reason"] == "Progressing"
+
+
+async def test_a_pod_that_may_not_be_deleted_is_named(server: ObjectServer, operator: Operator) -> None:
+    await operator.look()
+    server.settle()
+    path = server.add_pod("m-decode-0", labels={"controller-revision-hash": "old"}, **container())
+    server.refuse["DELETE", "/pods/m-decode-0"] = (403, 'admission webhook "keep.example" denied the request: on call')
+    await operator.look()
+    stalled = server.conditions["Stalled"]
+    assert (stalled["reason"], path in server.deleted) == ("Forbidden", False)
+    assert "to delete Pod m-decode-0: admission webhook" in stalled["message"]
+    assert stalled["message"].endswith("; ask who runs keep.example, or write what it wants")
+    assert server.conditions["DecodeReady"]["message"].startswith("0/1 ready")
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "reason", "advice"),
+    [
+        (403, "configmaps is forbidden: exceeded quota: small", "QuotaExceeded", "raise the ResourceQuota"),
+        (403, 'User "x" cannot patch resource "services"', "Forbidden", "the right to patch it: upgrade its chart"),
+        (422, "ValidatingAdmissionPolicy 'tidy' denied request", "Rejected", "ask who runs tidy"),
+    ],
+)
+async def test_refusals_say_what_to_do(
+    server: ObjectServer, operator: Operator, status: int, message: str, reason: str, advice: str
+) -> None:
+    server.refuse["PATCH", "/services/m"] = (status, message)
+    await operator.look()
+    stalled = server.conditions["Stalled"]
+    assert stalled["reason"] == reason
+    assert "Service m:" in stalled["message"]
+    assert message in stalled["message"]
+    assert advice in stalled["message"]
+
+
+async def test_an_api_server_that_does_not_give_keys_is_told_and_nothing_is_made(
+    server: ObjectServer, operator: Operator
+) -> None:
+    server.refuse["GET", "/secrets/m-keys"] = (500, "etcd is away")
+    with pytest.raises(IncompleteError):
+        await operator.look()
+    assert DECODE not in server.written
+    assert "Secret m-keys: etcd is away" in server.conditions["Reconciling"]["message"]
+
+
+BAD = {"podTemplate": {"metadata": {"labels": {"tandem.dev/role": "x"}}}}
+
+
+async def test_a_bad_pod_template_freezes_neither_status_nor_the_other_role_nor_suspension(
+    server: ObjectServer, operator: Operator
+) -> None:
+    await operator.look()
+    server.settle()
+    server.add_pod("m-decode-0", **READY)
+    await operator.look()
+    assert server.conditions["DecodeReady"]["status"] == "True"
+    server.change(decode=BAD, gateway={"replicas": 2})
+    await operator.look()
+    assert (server.conditions["Stalled"]["reason"], DECODE in server.written) == ("InvalidPodTemplate", False)
+    assert server.kept[GATEWAY]["spec"]["replicas"] == 2
+    assert DECODE not in server.deleted
+    server.kept["/api/v1/namespaces/n/pods/m-decode-0"]["status"] = container()
+    await operator.look()
+    assert server.conditions["DecodeReady"]["status"] == "False", "what is seen is told"
+    assert server.kept[MODEL]["status"]["decode"]["ready"] == 0
+    server.change(suspend=True)
+    await operator.look()
+    assert server.kept[DECODE]["spec"]["replicas"] == 0
+    assert not server.deleted
+
+
+async def test_a_stray_pod_stops_nothing(server: ObjectServer, operator: Operator) -> None:
+    await operator.look()
+    labels = {"tandem.dev/model": "m", "app.kubernetes.io/component": "decode", "tandem.dev/nodes-per-replica": "two"}
+    server.kept["/api/v1/namespaces/n/pods/debug"] = pod("debug", owner="x", labels=labels)
+    await operator.look()
+    assert "Stalled" not in server.conditions
+
+
+async def test_a_look_at_a_model_that_is_not_ready_asks_for_no_events(server: ObjectServer, operator: Operator) -> None:
+    await operator.look()
+    server.settle()
+    assert "Stalled" not in server.conditions
+    for reason, time in (("FailedCreate", "2026-01-01T00:00:00Z"), ("FailedCreate", "2026-01-01T00:01:00Z")):
+        event = {
+            "metadata": {"name": f"e{time}", "namespace": "n"}, "reason": reason, "lastTimestamp": time,
+            "message": f"exceeded quota at {time}",
+            "involvedObject": {"name": "m-decode", "uid": server.kept[DECODE]["metadata"]["uid"]},
+        }  # fmt: skip
+        assert operator.creations.put(EVENT, event) == KEY
+    await operator.look()
+    assert "exceeded quota at 2026-01-01T00:01:00Z" in server.conditions["Stalled"]["message"]
+    reads = [path for method, path in server.requests if method == "GET" and "/events/" not in path]
+    assert sorted(reads) == [SECRET, MODEL], "the object and its keys, nothing else"
+
+
+async def test_a_restart_writes_nothing(server: ObjectServer, operator: Operator) -> None:
+    await operator.look()
+    server.settle()
+    server.add_pod("m-decode-0", **READY)
+    await operator.look()
+    await operator.look()
+    assert server.written == []

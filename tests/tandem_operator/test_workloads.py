@@ -12,9 +12,10 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from operator_objects import RELEASE, blueprint
+from operator_objects import RELEASE, blueprint, cases
 from tandem_api import names
 from tandem_api.launch import GatewayConfig, WorkerConfig
+from tandem_api.names import Role
 from tandem_operator.errors import InvalidOverlayError
 from tandem_operator.manifests import Manifest, child_key
 from tandem_operator.settings import Release
@@ -22,44 +23,7 @@ from tandem_operator.workloads import Blueprint, build_children
 from tandem_operator.workloads.configs import worker_config
 
 GOLDEN = Path(__file__).parent / "golden"
-CASES: dict[str, dict[str, Any]] = {
-    "disaggregated": {"prefill": {"replicas": 1}, "decode": {"replicas": 2}},
-    "aggregated": {"decode": {"replicas": 1}},
-    "everything": {
-        "model": {
-            "uri": "hf://org/repo", "revision": "v2", "servedName": "served",
-            "secretRef": {"name": "hub-token"}, "cache": {"persistentVolumeClaim": "cache"},
-        },
-        "prefill": {
-            "replicas": 3,
-            "resources": {"requests": {"cpu": 2}, "limits": {"cpu": "2500m", "nvidia.com/gpu": 1}},
-            "podTemplate": {
-                "metadata": {"annotations": {"example.com/team": "search"}},
-                "spec": {
-                    "nodeSelector": {"gpu": "yes"},
-                    "containers": [
-                        {"name": "worker", "env": [{"name": "NCCL_DEBUG", "value": "INFO"}]},
-                        {"name": "sidecar", "image": "sidecar:1"},
-                    ],
-                },
-            },
-        },
-        "engine": {"image": "own-worker:2", "device": "CUDA", "dtype": "BFloat16", "maxModelLen": 4096},
-        "kv": {"memory": "2Gi", "verify": False},
-        "gateway": {"replicas": 2, "timeouts": {"firstToken": "10s", "idle": "5s"}},
-        "drain": {"timeout": "90s"},
-    },
-    "groups": {
-        "prefill": {"replicas": 1},
-        "decode": {
-            "replicas": 2,
-            "nodesPerReplica": 2,
-            "parallelism": {"tensor": 2, "pipeline": 2},
-            "resources": {"limits": {"cpu": 8, "nvidia.com/gpu": 2}},
-        },
-    },
-    "claim-suspended": {"model": {"uri": "pvc://models/llama"}, "suspend": True},
-}  # fmt: skip
+CASES = cases()
 
 parallelism = st.fixed_dictionaries(
     {axis: st.integers(1, 3) for axis in ("tensor", "pipeline", "expert", "data")}
@@ -157,6 +121,16 @@ def test_what_makes_blocks_incompatible_changes_the_revision() -> None:
         blueprint(release=Release(worker_image="worker:2", gateway_image="gateway:1")),
     ]
     assert len({base, *(other.revision for other in others)}) == 6
+
+
+def test_an_image_given_through_a_pod_template_is_another_build() -> None:
+    overlay = {"spec": {"containers": [{"name": "worker", "image": "patched:1"}, {"name": "side", "image": "x"}]}}
+    plan = blueprint(prefill={}, decode={"podTemplate": overlay})
+    assert plan.revision_of(Role.DECODE) == blueprint(engine={"image": "patched:1"}).revision
+    assert plan.revision_of(Role.PREFILL) == blueprint().revision
+    for workload in of_kind(plan, "StatefulSet"):
+        labels = workload["spec"]["template"]["metadata"]["labels"]
+        assert labels["tandem.dev/revision"] == plan.revision_of(Role(labels["tandem.dev/role"]))
 
 
 @given(spec=specs)

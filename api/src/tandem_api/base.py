@@ -30,5 +30,10 @@ class Wire(BaseModel):
     )
 
     def to_json(self) -> str:
-        """Serialized form; equal objects give equal text, so its digest names a configuration."""
+        """Serialized form; equal objects give equal text."""
         return self.model_dump_json(by_alias=True, exclude_none=True)
+
+    def set_json(self, *, without: frozenset[str] = frozenset()) -> str:
+        """What differs from the defaults, but for the fields `without`. A release that adds a field with a default says
+        the same of what does not use it, so a digest of this text names a configuration over releases."""
+        return self.model_dump_json(by_alias=True, exclude_none=True, exclude_defaults=True, exclude=set(without))

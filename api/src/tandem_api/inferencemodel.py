@@ -305,6 +305,60 @@ class Drain(Authored):
     """How long a pod that is being removed may finish what it runs."""
 
 
+_NO_BUDGET = "and maxUnavailable are both 0, so nothing could be replaced: raise one of them"
+
+
+class Rollout(Authored):
+    model_config = ConfigDict(
+        json_schema_extra={
+            RULES_KEY: [
+                rule(
+                    "!has(self.maxSurge) || !has(self.maxUnavailable) || self.maxSurge > 0 || self.maxUnavailable > 0",
+                    _NO_BUDGET,
+                    path=".maxSurge",
+                )
+            ]
+        }
+    )
+
+    type: Literal["RollingUpdate", "Recreate"] = "RollingUpdate"
+    """`RollingUpdate` replaces workers so that complete pairs of prefill and decode workers go on serving. `Recreate`
+    replaces all at once, where there is room for no more than there is and an outage is no harm."""
+    max_surge: Annotated[int, Field(ge=0, le=1000)] | None = None
+    """Replicas of each role that there may be beyond its number while workers are replaced. Defaults to 1 for a role
+    that may not lose a replica, so for one with a single replica, and else to 0."""
+    max_unavailable: Annotated[int, Field(ge=0, le=1000)] | None = None
+    """Replicas of each role that may be missing while workers are replaced. Defaults to 0 for a role with a single
+    replica, and else to 1."""
+    paused: bool = False
+    """Replace nothing for now. Scaling, suspension and configurations that need no restart are not held up."""
+    progress_deadline: Duration = "1h"
+    """When nothing has come up for this long, the model is Stalled with the reason. Loading counts: let it be longer
+    than a worker takes to download and load the model."""
+
+    @model_validator(mode="after")
+    def _can_move(self) -> Rollout:
+        if self.max_surge == 0 and self.max_unavailable == 0:
+            raise ValueError(f"maxSurge {_NO_BUDGET}")
+        return self
+
+    def surge_of(self, replicas: int) -> int:
+        """Replicas that a role of so many may have on top while it is changed."""
+        if self.type == "Recreate":
+            return 0
+        if self.max_surge is not None:
+            return self.max_surge
+        return 1 if self.unavailable_of(replicas) == 0 else 0
+
+    def unavailable_of(self, replicas: int) -> int:
+        """Replicas that a role of so many may lack while it is changed."""
+        if self.type == "Recreate":
+            return replicas
+        if self.max_unavailable is not None:
+            return self.max_unavailable
+        return 0 if replicas == 1 and self.max_surge != 0 else 1
+
+
 _BATCH_RANKS = " && ".join(
     f"self.{role}.parallelism.{axis} == 1" for role in ("prefill", "decode") for axis in ("expert", "data")
 )
@@ -338,6 +392,8 @@ class InferenceModelSpec(Authored):
     """The OpenAI-compatible endpoint."""
     drain: Drain = Field(default_factory=Drain)
     """How pods leave."""
+    rollout: Rollout = Field(default_factory=Rollout)
+    """How workers are replaced when something changes that they read at start."""
     suspend: bool = False
     """Scale every pod of this model to zero and keep the object; set it back to resume."""
 
@@ -351,6 +407,9 @@ class RoleStatus(Wire):
     """Replicas of which every pod is ready."""
     updated: int = 0
     """Replicas of which every pod is of the newest template."""
+    promised: int | None = None
+    """Replicas that `Ready` promises: those the spec asks for, once they have all been there. While a role grows it is
+    the number from before."""
     summary: str = ""
     """`ready/desired`, for the printer columns."""
 
@@ -370,8 +429,8 @@ class Condition(Wire):
 
 
 class InferenceModelStatus(Wire):
-    observed_generation: int = 0
-    """The `metadata.generation` that the rest of the status describes."""
+    observed_generation: int = -1
+    """The `metadata.generation` that the rest of the status describes; -1 before the operator has seen the object."""
     url: str | None = None
     """Base URL of the OpenAI API inside the cluster."""
     revision: str | None = None
@@ -383,7 +442,7 @@ class InferenceModelStatus(Wire):
         default_factory=list[Condition],
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
     )
-    """Ready sums up; Reconciling and Stalled are present only while true; the others say where it stands."""
+    """Ready and Available sum up; Reconciling and Stalled are present only while true; the others tell more."""
 
 
 class ObjectMeta(Wire):

@@ -127,6 +127,10 @@ class WorkerConfig(Wire):
     """How long running requests may finish after SIGTERM."""
 
 
+WORKER_READS_AGAIN = frozenset({"drain_timeout_seconds"})
+"""Fields of `WorkerConfig` that a running worker reads when it needs them: a change restarts nothing."""
+
+
 class GatewayTimeouts(Wire):
     """Seconds after which the gateway gives up, each ending in an OpenAI error that says so."""
 

@@ -49,7 +49,8 @@ def custom_resource_definition() -> Schema:
             "metadata": {"type": "object"},
             "spec": structural_schema(InferenceModelSpec) | {"description": "What should run."},
             "status": _without_defaults(structural_schema(InferenceModelStatus))
-            | {"description": "What runs, written by the operator."},
+            # Readers by kstatus take an object without any status for one that is done.
+            | {"description": "What runs, written by the operator.", "default": {"observedGeneration": -1}},
         },
         RULES_KEY: ROOT_RULES,
     }
@@ -86,6 +87,7 @@ def _printer_columns() -> list[Schema]:
         column("Prefill", ".status.prefill.summary"),
         column("Decode", ".status.decode.summary"),
         column("URL", ".status.url"),
+        column("Available", '.status.conditions[?(@.type=="Available")].status', priority=1),
         column("Model", ".spec.model.uri", priority=1),
         column("Revision", ".status.revision", priority=1),
         column("Message", f"{ready}.message", priority=1),

@@ -64,6 +64,6 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
   resources: [pods]
   verbs: [get, list, watch, delete]
 - apiGroups: [""]
-  resources: [events]
-  verbs: [get, list, create, update]
+  resources: [events] # its own, and those that say why a StatefulSet cannot create pods
+  verbs: [get, list, watch, create, update]
 {{- end }}

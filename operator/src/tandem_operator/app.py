@@ -14,13 +14,14 @@ import kopf
 from tandem_api import names
 
 from tandem_operator import metrics, web
-from tandem_operator.errors import APIError
+from tandem_operator.errors import APIError, IncompleteError
 from tandem_operator.keeper import KeyKeeper
-from tandem_operator.kube.client import KubeClient, connect
+from tandem_operator.kube.client import Connections, connect
+from tandem_operator.kube.events import CREATIONS, CreationEvents
 from tandem_operator.kube.store import ChildStore
 from tandem_operator.kube.watch import Watcher
 from tandem_operator.leader import LeaderElection
-from tandem_operator.manifests import WATCHED_KINDS, ModelKey
+from tandem_operator.manifests import EVENT, WATCHED_KINDS, ModelKey
 from tandem_operator.reconciler import Reconciler
 from tandem_operator.recorder import EventRecorder
 from tandem_operator.settings import OperatorSettings
@@ -34,14 +35,16 @@ log = logging.getLogger(__name__)
 class Operator:
     """One process. Followers do nothing but wait for the lease."""
 
-    def __init__(self, settings: OperatorSettings, client: KubeClient) -> None:
+    def __init__(self, settings: OperatorSettings, connections: Connections) -> None:
         self._settings = settings
-        self._client = client
+        self._client = client = connections.requests
+        self._lease_client = connections.lease
         self._queue = WorkQueue()
         self._store = ChildStore()
         recorder = EventRecorder(client, instance=settings.lease.identity)
         keeper = KeyKeeper(client, settings.keys)
-        self._reconciler = Reconciler(client, self._store, settings.release, keeper, recorder)
+        self._creations = CreationEvents()
+        self._reconciler = Reconciler(client, self._store, settings.release, keeper, recorder, self._creations)
         self._models: set[ModelKey] = set()
         self._connected = False
 
@@ -52,7 +55,7 @@ class Operator:
 
     async def run(self) -> int:
         """Run until SIGTERM (0) or until leadership is lost (1)."""
-        election = LeaderElection(self._client, self._settings.lease)
+        election = LeaderElection(self._lease_client, self._settings.lease)
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -94,6 +97,14 @@ class Operator:
                 for namespace in self._settings.namespaces or (None,)
             ]
             tasks += [asyncio.create_task(watcher.run(), name=f"watch {watcher}") for watcher in watchers]
+            # What they say is worth knowing, and not worth waiting for.
+            creations = [
+                Watcher(
+                    self._client, self._creations, EVENT, namespace, on_change=self._on_creation, selector=CREATIONS
+                )
+                for namespace in self._settings.namespaces or (None,)
+            ]
+            tasks += [asyncio.create_task(watcher.run(), name=f"watch {watcher}") for watcher in creations]
             synced = asyncio.gather(*(watcher.synced.wait() for watcher in watchers))
             if not await _first(stopped, _first(held, synced)):
                 return 0
@@ -139,6 +150,10 @@ class Operator:
     def _on_child(self, key: ModelKey) -> None:
         self._queue.add(key)
 
+    def _on_creation(self, key: ModelKey) -> None:
+        if key in self._models:  # Events name StatefulSets of anybody
+            self._queue.add(key)
+
     async def _resync(self) -> None:
         while True:
             await asyncio.sleep(self._settings.resync_seconds)
@@ -156,7 +171,7 @@ class Operator:
                 failed = False
                 if again is not None:
                     self._queue.add_later(key, again)
-            except (APIError, aiohttp.ClientError, TimeoutError) as error:
+            except (APIError, IncompleteError, aiohttp.ClientError, TimeoutError) as error:
                 log.warning("will try again", extra=retry | {"error": f"{type(error).__name__}: {error}"})
             except Exception:
                 # A defect met by one model must not stop the others.
@@ -192,9 +207,9 @@ async def _first(winner: asyncio.Future[Any], work: Any) -> bool:
 async def run_operator(settings: OperatorSettings) -> int:
     """The exit code of one operator process."""
     async with AsyncExitStack() as stack:
-        client = await connect()
-        stack.push_async_callback(client.close)
-        operator = Operator(settings, client)
+        connections = await connect()
+        stack.push_async_callback(connections.close)
+        operator = Operator(settings, connections)
         await web.serve(
             stack,
             health_port=settings.health_port,

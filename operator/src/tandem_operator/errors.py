@@ -10,6 +10,7 @@ OperatorError
 │   ├── RejectedError      400, 422 or a schema error: this object will never be accepted as it is
 │   ├── ForbiddenError     403: missing permission, quota or policy
 │   └── ExpiredError       410: a watch has to start over from a list
+├── IncompleteError        a look at a model did what it could and has told so in its status: it is tried again
 ├── UnreadableKeysError    the Secret with a model's keys does not hold key rings: waits for a person
 └── SettingsError          the operator's own arguments make no sense
 """
@@ -37,6 +38,10 @@ class InvalidSpecError(ModelError):
 
 class InvalidOverlayError(ModelError):
     reason = "InvalidPodTemplate"
+
+
+class IncompleteError(OperatorError):
+    """Something failed that time may heal. The rest was done and the status is written."""
 
 
 class UnreadableKeysError(OperatorError):

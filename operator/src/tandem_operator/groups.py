@@ -7,7 +7,7 @@ group of one is a pod.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tandem_api import names
@@ -33,7 +33,7 @@ class Group:
     @property
     def is_ready(self) -> bool:
         """Every pod is there, ready, and stays."""
-        return self.is_complete and all(is_ready(pod) and not is_leaving(pod) for pod in self.pods)
+        return self.is_complete and not any(is_leaving(pod) or not is_ready(pod) for pod in self.pods)
 
     @property
     def is_broken(self) -> bool:
@@ -50,48 +50,42 @@ class Group:
 
 
 def group_size(labels: dict[str, str]) -> int:
-    """Pods of one replica, by the labels of a pod or of a pod template."""
-    return int(labels.get(names.LABEL_NODES_PER_REPLICA, 1))
+    """Pods of one replica, by the labels of a pod or of a pod template; 1 where they do not say."""
+    text = labels.get(names.LABEL_NODES_PER_REPLICA, "1")
+    return int(text) if text.isascii() and text.isdigit() and int(text) > 0 else 1
 
 
 def group_pods(pods: Iterable[Manifest], size: int) -> list[Group]:
-    """The groups of which any pod is there, in order."""
+    """The groups of which any pod is there, in order. What has no ordinal is no StatefulSet's pod and left out."""
+    by_ordinal = {ordinal: pod for pod in pods if (ordinal := _ordinal(pod)) is not None}
     found: dict[int, list[Manifest]] = {}
-    for pod in sorted(pods, key=lambda pod: names.pod_ordinal(pod["metadata"]["name"])):
-        found.setdefault(names.pod_ordinal(pod["metadata"]["name"]) // size, []).append(pod)
+    for ordinal, pod in sorted(by_ordinal.items()):
+        found.setdefault(ordinal // size, []).append(pod)
     return [Group(index=index, size=size, pods=tuple(members)) for index, members in found.items()]
+
+
+def _ordinal(pod: Manifest) -> int | None:
+    try:
+        return names.pod_ordinal(pod["metadata"]["name"])
+    except ValueError:
+        return None
 
 
 def describe_pod(pod: Manifest) -> str:
     """`Pod NAME`, and where several pods form a replica, its place there."""
-    name, size = str(dig(pod, "metadata", "name")), group_size(labels_of(pod))
-    if size == 1:
+    name, size, ordinal = str(dig(pod, "metadata", "name")), group_size(labels_of(pod)), _ordinal(pod)
+    if size == 1 or ordinal is None:
         return f"Pod {name}"
-    replica, node = divmod(names.pod_ordinal(name), size)
+    replica, node = divmod(ordinal, size)
     return f"Pod {name} (node {node} of replica {replica})"
-
-
-def plan_replacement(groups: Sequence[Group], *, replicas: int, revision: str) -> list[Manifest]:
-    """Outdated pods to delete now, so that their StatefulSet makes them anew from `revision`.
-
-    Whole groups go, because pods of two templates do not form one. Broken groups go at once: after a mistake is fixed,
-    the pods of the mistake have nothing to lose. Of those that may be serving, one goes at a time, the last first, and
-    only while all others are ready. `replicas` is the number of groups that should be ready.
-    """
-    outdated = [group for group in groups if group.outdated(revision) and group.index < replicas]
-    chosen = [group for group in outdated if group.is_broken]
-    if not chosen:
-        ready = {group.index for group in groups if group.is_ready and group.index < replicas}
-        chosen = [group for group in outdated if len(ready | {group.index}) == replicas][-1:]
-    return [pod for group in chosen for pod in group.outdated(revision)]
 
 
 def is_ready(pod: Manifest) -> bool:
     """The kubelet says so; the pod may be leaving nevertheless."""
-    return any(
-        condition.get("type") == "Ready" and condition.get("status") == "True"
-        for condition in dig_list(pod, "status", "conditions")
-    )
+    for condition in dig_list(pod, "status", "conditions"):
+        if condition.get("type") == "Ready":
+            return condition.get("status") == "True"
+    return False
 
 
 def has_started(pod: Manifest) -> bool:
@@ -101,7 +95,7 @@ def has_started(pod: Manifest) -> bool:
 
 
 def is_leaving(pod: Manifest) -> bool:
-    return dig(pod, "metadata", "deletionTimestamp") is not None
+    return "deletionTimestamp" in pod["metadata"]
 
 
 def revision_of(pod: Manifest) -> str | None:

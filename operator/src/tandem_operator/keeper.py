@@ -19,6 +19,7 @@ from tandem_operator.errors import ForbiddenError, RejectedError, UnreadableKeys
 from tandem_operator.kube.client import KubeClient, object_path
 from tandem_operator.manifests import SECRET, ChildKey, Manifest, child_key
 from tandem_operator.planner import Step, plan_step
+from tandem_operator.refusals import refusal
 from tandem_operator.rotation import KeyPolicy, KeyState, NewKey, Rotation, plan_rotation
 from tandem_operator.transitions import Happening, keys_happening
 from tandem_operator.workloads.blueprint import Blueprint
@@ -69,9 +70,7 @@ class KeyKeeper:
         except UnreadableKeysError as error:
             return KeyLook(problem=Problem(reason="KeysUnreadable", message=str(error), stalled=True), usable=False)
         except (RejectedError, ForbiddenError) as error:
-            reason = "Forbidden" if isinstance(error, ForbiddenError) else "Rejected"
-            text = f"the API server refuses {key}: {error.message}"
-            return KeyLook(problem=Problem(reason=reason, message=text, stalled=True), usable=state is not None)
+            return KeyLook(problem=refusal(str(key), error), usable=state is not None)
         happening = None if rotation.step is None else keys_happening(key, rotation.step, self._policy.settle_seconds)
         return KeyLook(happening=happening, look_after_seconds=rotation.look_after_seconds)
 

@@ -82,17 +82,13 @@ def child_key(manifest: Manifest) -> ChildKey:
 
 def dig(value: Any, *path: str | int) -> Any:
     """The value at `path`, or None where the path ends early."""
-    for step in path:
-        if isinstance(value, dict):
-            value = cast(Manifest, value).get(cast(str, step))
-        elif (
-            isinstance(value, list)
-            and isinstance(step, int)
-            and -len(cast(list[Any], value)) <= step < len(cast(list[Any], value))
-        ):
-            value = cast(list[Any], value)[step]
-        else:
-            return None
+    try:
+        for step in path:
+            if value is None or type(value) is str:
+                return None
+            value = value[step]
+    except (KeyError, IndexError, TypeError):
+        return None
     return value
 
 
@@ -117,5 +113,7 @@ def annotations_of(manifest: Manifest) -> dict[str, str]:
 
 def controller_of(manifest: Manifest) -> Manifest | None:
     """The owner reference of the object's controller."""
-    owners = dig_list(manifest, "metadata", "ownerReferences")
-    return next((owner for owner in owners if owner.get("controller")), None)
+    for owner in dig_list(manifest, "metadata", "ownerReferences"):
+        if owner.get("controller"):
+            return owner
+    return None

@@ -1,8 +1,9 @@
 """The strategic merge of `spec.*.podTemplate` onto a generated pod template.
 
-Maps merge; null removes a key; lists with a merge key merge item by item as Kubernetes' own strategic merge does, with
-`$patch: delete` and `$patch: replace`; other lists are replaced. Labels and annotations that selectors, discovery and
-rollouts rest on cannot be overlaid.
+Maps merge; null removes a key; lists with merge keys merge item by item as Kubernetes' own strategic merge does, with
+`$patch: delete` and `$patch: replace` for maps, items and whole lists; other lists are replaced. Of fields that exclude
+each other (the sources of a volume, `value` and `valueFrom`, the handlers of a probe) the overlay's one stays. Labels
+and annotations that selectors, discovery and rollouts rest on cannot be overlaid.
 """
 
 from __future__ import annotations
@@ -15,11 +16,19 @@ from tandem_api.names import GROUP
 from tandem_operator.errors import InvalidOverlayError
 from tandem_operator.manifests import Manifest
 
-_MERGE_KEYS = {
-    "containers": "name", "initContainers": "name", "env": "name", "volumes": "name", "imagePullSecrets": "name",
-    "volumeMounts": "mountPath", "volumeDevices": "devicePath", "ports": "containerPort", "hostAliases": "ip",
-    "topologySpreadConstraints": "topologyKey", "resourceClaims": "name",
+_MERGE_KEYS: dict[str, tuple[str, ...]] = {
+    "containers": ("name",), "initContainers": ("name",), "env": ("name",), "volumes": ("name",),
+    "imagePullSecrets": ("name",), "volumeMounts": ("mountPath",), "volumeDevices": ("devicePath",),
+    "ports": ("containerPort", "protocol"), "hostAliases": ("ip",), "resourceClaims": ("name",),
+    "topologySpreadConstraints": ("topologyKey", "whenUnsatisfiable"),
 }  # fmt: skip
+"""Fields that tell the items of a list apart. Of several, the API server's own: two items may share the first one."""
+_KEY_DEFAULTS = {"protocol": "TCP"}
+_HANDLERS = frozenset({"exec", "httpGet", "tcpSocket", "grpc", "sleep"})
+_ALTERNATIVES = {"env": frozenset({"value", "valueFrom"})} | dict.fromkeys(
+    ("livenessProbe", "readinessProbe", "startupProbe", "preStop", "postStart"), _HANDLERS
+)
+"""By field: what excludes each other in it, or in its items."""
 _RESERVED_LABELS = (f"{GROUP}/", "app.kubernetes.io/")
 
 
@@ -53,9 +62,9 @@ def _merge(base: Any, overlay: Any, *, path: str) -> Any:
     if isinstance(overlay, dict):
         return _merge_maps(base, cast(Manifest, overlay), path=path)
     if isinstance(overlay, list):
-        key = _MERGE_KEYS.get(path.rsplit(".", 1)[-1])
-        if key is not None:
-            return _merge_lists(base, cast(list[Any], overlay), key=key, path=path)
+        keys = _MERGE_KEYS.get(path.rsplit(".", 1)[-1])
+        if keys is not None:
+            return _merge_lists(base, cast(list[Any], overlay), keys=keys, path=path)
         return cast(list[Any], overlay)
     if isinstance(base, dict | list) and overlay is not None:
         raise InvalidOverlayError(f"{path} must be a {'map' if isinstance(base, dict) else 'list'}")
@@ -65,30 +74,65 @@ def _merge(base: Any, overlay: Any, *, path: str) -> Any:
 def _merge_maps(base: Any, overlay: Manifest, *, path: str) -> Manifest:
     if base is not None and not isinstance(base, dict):
         raise InvalidOverlayError(f"{path} must not be a map")
-    directive = overlay.get("$patch")
+    directive = _directive(overlay, path=path)
     overlay = {key: value for key, value in overlay.items() if key != "$patch"}
-    result: Manifest = {} if directive == "replace" else dict(cast(Manifest, base or {}))
+    kept = cast(Manifest, base or {})
+    if excluded := _alternatives(kept, overlay, path=path):
+        kept = {key: value for key, value in kept.items() if key not in excluded}
+    result: Manifest = {} if directive == "replace" else dict(kept)
     for key, value in overlay.items():
-        if value is None:
+        where = f"{path}.{key}"
+        if key.startswith("$"):
+            raise InvalidOverlayError(f"{where} is not known: of the directives there is $patch alone")
+        if value is None or (isinstance(value, dict) and _directive(cast(Manifest, value), path=where) == "delete"):
             result.pop(key, None)
         else:
-            result[key] = _merge(result.get(key), value, path=f"{path}.{key}")
+            result[key] = _merge(result.get(key), value, path=where)
     return result
 
 
-def _merge_lists(base: Any, overlay: list[Any], *, key: str, path: str) -> list[Any]:
+def _directive(overlay: Manifest, *, path: str) -> str | None:
+    directive = overlay.get("$patch")
+    if directive not in (None, "delete", "replace", "merge"):
+        raise InvalidOverlayError(f"{path}.$patch must be delete, replace or merge")
+    return directive
+
+
+def _alternatives(base: Manifest, overlay: Manifest, *, path: str) -> set[str]:
+    """Fields of `base` that those of `overlay` stand instead of."""
+    field = path.rsplit(".", 1)[-1]
+    name = field.partition("[")[0]
+    if name == "volumes" and field != name:
+        # A volume is a name and one source.
+        alternatives = (base.keys() | overlay.keys()) - {"name"}
+    else:
+        alternatives = _ALTERNATIVES.get(name, frozenset[str]())
+    chosen = {key for key in alternatives if overlay.get(key) is not None}
+    return {key for key in alternatives - chosen if key in base} if chosen else set()
+
+
+def _merge_lists(base: Any, overlay: list[Any], *, keys: tuple[str, ...], path: str) -> list[Any]:
     if base is not None and not isinstance(base, list):
         raise InvalidOverlayError(f"{path} must not be a list")
     merged: list[Manifest] = list(cast(list[Manifest], base or []))
+    if any(item == {"$patch": "replace"} for item in overlay):
+        merged, overlay = [], [item for item in overlay if item != {"$patch": "replace"}]
     for index, item in enumerate(overlay):
-        if not isinstance(item, dict) or key not in item:
-            raise InvalidOverlayError(f"{path}[{index}] needs `{key}`: items of this list merge by it")
+        where = f"{path}[{index}]"
+        if not isinstance(item, dict) or keys[0] not in item:
+            raise InvalidOverlayError(f"{where} needs `{keys[0]}`: items of this list merge by it")
         entry = cast(Manifest, item)
-        position = next((at for at, have in enumerate(merged) if have.get(key) == entry[key]), None)
-        if entry.get("$patch") == "delete":
-            merged = [have for have in merged if have.get(key) != entry[key]]
-        elif position is None:
-            merged.append(_merge_maps(None, entry, path=f"{path}[{index}]"))
+        same = [at for at, have in enumerate(merged) if _identity(have, keys) == _identity(entry, keys)]
+        if _directive(entry, path=where) == "delete":
+            # One that is to go need not be told apart further than the overlay does.
+            named = [key for key in keys if key in entry]
+            merged = [have for have in merged if any(have.get(key) != entry[key] for key in named)]
+        elif same:
+            merged[same[0]] = _merge_maps(merged[same[0]], entry, path=where)
         else:
-            merged[position] = _merge_maps(merged[position], entry, path=f"{path}[{index}]")
+            merged.append(_merge_maps(None, entry, path=where))
     return merged
+
+
+def _identity(item: Manifest, keys: tuple[str, ...]) -> tuple[Any, ...]:
+    return tuple(item.get(key, _KEY_DEFAULTS.get(key)) for key in keys)

@@ -13,7 +13,6 @@ from enum import Enum
 from tandem_api import names
 from tandem_api.names import MANAGED_BY_LABEL
 
-from tandem_operator.groups import group_pods, group_size, plan_replacement
 from tandem_operator.manifests import (
     CONFIG_MAP,
     DEPLOYMENT,
@@ -26,7 +25,6 @@ from tandem_operator.manifests import (
     dig,
     dig_list,
     labels_of,
-    template_labels_of,
 )
 from tandem_operator.matching import satisfies
 from tandem_operator.workloads.blueprint import COMPONENT_LABEL, config_hash
@@ -57,8 +55,16 @@ class Plan:
     delete: tuple[ChildKey, ...] = ()
 
 
-def plan_children(desired: Iterable[Manifest], live: Children, *, owner_uid: str, hold_workloads: bool = False) -> Plan:
-    """The plan that turns `live` into `desired`, but for workloads where those have to wait.
+def plan_children(
+    desired: Iterable[Manifest],
+    live: Children,
+    *,
+    owner_uid: str,
+    hold_workloads: bool = False,
+    keep: frozenset[ChildKey] = frozenset(),
+) -> Plan:
+    """The plan that turns `live` into `desired`, but for workloads where those have to wait. What is in `keep` stays as
+    it is, though it is not desired.
 
     `live` may be incomplete: whoever executes the plan asks `plan_step` again for an object found only then.
     """
@@ -74,7 +80,7 @@ def plan_children(desired: Iterable[Manifest], live: Children, *, owner_uid: str
         ),
         waiting=tuple(key for key, (_, step) in steps.items() if step is Step.WAIT),
         taken=tuple(key for key, (_, step) in steps.items() if step is Step.TAKEN),
-        delete=tuple(sorted(_surplus(steps, live, owner_uid=owner_uid))),
+        delete=tuple(sorted(_surplus(steps, live, owner_uid=owner_uid, keep=keep))),
     )
 
 
@@ -98,6 +104,15 @@ def plan_step(desired: Manifest, live: Manifest | None, *, owner_uid: str) -> St
     return Step.KEEP if satisfies(live, desired) else Step.APPLY
 
 
+def own_workloads(live: Children, *, owner_uid: str) -> dict[ChildKey, Manifest]:
+    """`live` without the workloads of others: those have names like ours by chance, and their pods are none of ours."""
+    return {
+        key: child
+        for key, child in live.items()
+        if key.kind not in _WORKLOADS or (controller_of(child) or {}).get("uid") == owner_uid
+    }
+
+
 def plan_clearing(desired: Manifest, live: Manifest | None) -> Manifest | None:
     """A merge patch of what has to go before `desired` can be applied; None where nothing does.
 
@@ -110,17 +125,20 @@ def plan_clearing(desired: Manifest, live: Manifest | None) -> Manifest | None:
     return {"spec": {"updateStrategy": {"type": strategy, "rollingUpdate": None}}}
 
 
-def _surplus(steps: Mapping[ChildKey, tuple[Manifest, Step]], live: Children, *, owner_uid: str) -> Iterable[ChildKey]:
+def _surplus(
+    steps: Mapping[ChildKey, tuple[Manifest, Step]], live: Children, *, owner_uid: str, keep: frozenset[ChildKey]
+) -> Iterable[ChildKey]:
     """Owned children that are no longer desired; a configuration stays while a pod may start from it."""
     in_use = {config_hash(child) for key, child in live.items() if key.kind == POD.name}
     rolling = {
         labels_of(child).get(COMPONENT_LABEL)
         for key, (child, step) in steps.items()
-        if key.kind in _WORKLOADS and (step is not Step.KEEP or not _is_rolled_out(live[key]))
+        if key.kind in _WORKLOADS and (step is not Step.KEEP or not is_rolled_out(live[key]))
     }
+    rolling |= {labels_of(live[key]).get(COMPONENT_LABEL) for key in keep if key in live}
     for key, child in live.items():
         owner = controller_of(child)
-        if key in steps or key.kind == POD.name or owner is None or owner.get("uid") != owner_uid:
+        if key in steps or key in keep or key.kind == POD.name or owner is None or owner.get("uid") != owner_uid:
             continue
         if dig(child, "metadata", "deletionTimestamp") is not None:
             continue
@@ -131,37 +149,9 @@ def _surplus(steps: Mapping[ChildKey, tuple[Manifest, Step]], live: Children, *,
         yield key
 
 
-def _is_rolled_out(workload: Manifest) -> bool:
+def is_rolled_out(workload: Manifest) -> bool:
     """Whether every pod that its controller makes from now on is of the newest template."""
     status: Manifest = workload.get("status") or {}
     if status.get("observedGeneration") != dig(workload, "metadata", "generation"):
         return False
     return (status.get("updatedReplicas") or 0) == (status.get("replicas") or 0)
-
-
-def plan_outdated_pods(live: Children) -> tuple[ChildKey, ...]:
-    """Outdated pods to delete now, so that their StatefulSet makes them anew.
-
-    Workers that may be serving wait for the gateways' rollout: a gateway knows how to ask workers of the release
-    before it, and may not know what those of the next want.
-    """
-    gateways = [child for key, child in live.items() if key.kind == DEPLOYMENT.name]
-    gateways_first = not all(_is_rolled_out(gateway) for gateway in gateways)
-    outdated: list[ChildKey] = []
-    for key, workload in live.items():
-        revision = dig(workload, "status", "updateRevision")
-        is_seen = dig(workload, "status", "observedGeneration") == dig(workload, "metadata", "generation")
-        if key.kind != STATEFUL_SET.name or revision is None or not is_seen:
-            continue
-        uid = dig(workload, "metadata", "uid")
-        pods = [
-            pod for key, pod in live.items() if key.kind == POD.name and (controller_of(pod) or {}).get("uid") == uid
-        ]
-        size = group_size(template_labels_of(workload))
-        replicas = dig(workload, "spec", "replicas") // size
-        groups = group_pods(pods, size)
-        if gateways_first:
-            groups = [group for group in groups if group.is_broken]
-        chosen = plan_replacement(groups, replicas=replicas, revision=revision)
-        outdated += [child_key(pod) for pod in chosen]
-    return tuple(sorted(outdated))

@@ -6,21 +6,26 @@ Children come from the cache; the InferenceModel itself is read anew each time, 
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from tandem_api.inferencemodel import InferenceModel, InferenceModelStatus
+import aiohttp
+from tandem_api.inferencemodel import InferenceModelStatus
+from tandem_api.names import keys_name
 
 from tandem_operator import metrics
-from tandem_operator.causes import Problem, creation_failure
-from tandem_operator.errors import ConflictError, ForbiddenError, ModelError, NotFoundError, RejectedError
+from tandem_operator.causes import Problem
+from tandem_operator.errors import APIError, ConflictError, IncompleteError, ModelError, NotFoundError
+from tandem_operator.inherit import keep_what_runs
 from tandem_operator.keeper import KeyKeeper, KeyLook
 from tandem_operator.kube.client import KubeClient, object_path
+from tandem_operator.kube.events import CreationEvents
 from tandem_operator.kube.store import ChildStore
 from tandem_operator.manifests import (
-    EVENT,
     INFERENCE_MODEL,
     KIND_BY_NAME,
     STATEFUL_SET,
@@ -28,20 +33,21 @@ from tandem_operator.manifests import (
     Manifest,
     ModelKey,
     child_key,
-    controller_of,
     dig,
 )
 from tandem_operator.parsing import parse_model, parse_status
-from tandem_operator.planner import Plan, Step, plan_children, plan_clearing, plan_outdated_pods, plan_step
+from tandem_operator.planner import Plan, Step, own_workloads, plan_children, plan_clearing, plan_step
 from tandem_operator.recorder import EventRecorder
+from tandem_operator.refusals import refusal
+from tandem_operator.rolling import Rolling, plan_hurry, plan_rolling
 from tandem_operator.settings import Release
 from tandem_operator.status import build_status, refused_status
 from tandem_operator.transitions import Happening, apply_happenings, status_happenings
-from tandem_operator.workloads import Blueprint, build_children
+from tandem_operator.workloads import Blueprint, Built, build_possible
 from tandem_operator.workloads.keys import rotation_request
 
-_SOON, _LATER, _RARELY = 1.0, 5.0, 15.0
-"""Seconds after which to look again at what no watch reports: a removal, a missing pod, a refusal."""
+_SOON, _RARELY = 1.0, 15.0
+"""Seconds after which to look again at what no watch reports: a removal, a refusal, a deadline."""
 
 log = logging.getLogger(__name__)
 
@@ -58,32 +64,40 @@ class Outcome:
     waiting: list[str] = field(default_factory=list[str])
     applied: list[Manifest] = field(default_factory=list[Manifest])
     failures: dict[ChildKey, str] = field(default_factory=dict[ChildKey, str])
+    failed: list[str] = field(default_factory=list[str])
+    """Requests that time may heal."""
 
     @property
     def look_again(self) -> float | None:
         """Seconds until the next look, where events alone would not cause one."""
         if self.waiting:
             return _SOON
-        if self.problems:
-            return _RARELY
-        return _LATER if self.failures else None
+        return _RARELY if self.problems else None
 
 
 class Reconciler:
     def __init__(
-        self, client: KubeClient, store: ChildStore, release: Release, keeper: KeyKeeper, recorder: EventRecorder
+        self,
+        client: KubeClient,
+        store: ChildStore,
+        release: Release,
+        keeper: KeyKeeper,
+        recorder: EventRecorder,
+        creations: CreationEvents | None = None,
     ) -> None:
         self._client = client
         self._store = store
         self._release = release
         self._keeper = keeper
         self._recorder = recorder
+        self._creations = creations or CreationEvents()
 
     async def reconcile(self, key: ModelKey) -> float | None:
         """Bring one model to what it asks for. Returns seconds after which to look again, if events will not tell.
 
         Raises:
-            APIError: something that time may heal; the caller tries again later.
+            APIError: the model cannot be read, or its status cannot be written; the caller tries again later.
+            IncompleteError: some requests failed; the rest is done, the status says which.
         """
         path = INFERENCE_MODEL.path(key.namespace, key.name)
         raw = await self._client.find(path)
@@ -91,18 +105,20 @@ class Reconciler:
             return None  # the garbage collector removes the children
         try:
             model = parse_model(raw)
-            blueprint = Blueprint(model=model, release=self._release)
-            desired = build_children(blueprint)
         except ModelError as error:
             problem = Problem(reason=error.reason, message=str(error), stalled=True)
             status = refused_status(problem, parse_status(raw), generation=raw["metadata"]["generation"], now=_now())
             await self._report(key, raw, status, [])
             return None
-        keys = await self._keeper.ensure(blueprint, rotation_request(raw))
-        outcome = await self._execute(key, model, desired, keys)
+        blueprint = Blueprint(model=model, release=self._release)
+        outcome = Outcome(before=await self._store.read(key), children={})
+        outcome.children |= outcome.before
+        keys = await self._ensure_keys(blueprint, raw, outcome)
+        await self._execute(key, blueprint, keys, outcome)
+        await asyncio.sleep(0)  # a look at a thousand pods is long: others get their turn between its parts
         status = build_status(
             blueprint,
-            outcome.children,
+            own_workloads(outcome.children, owner_uid=model.metadata.uid),
             problems=outcome.problems,
             failures=outcome.failures,
             waiting=outcome.waiting,
@@ -110,31 +126,58 @@ class Reconciler:
         )
         happenings = apply_happenings(outcome.applied, outcome.before)
         await self._report(key, raw, status, happenings if keys.happening is None else [keys.happening, *happenings])
+        if outcome.failed:
+            raise IncompleteError("; ".join(outcome.failed))
         moving = any(condition.type in ("Reconciling", "Stalled") for condition in status.conditions)
         again = [outcome.look_again or (_RARELY if moving else None), keys.look_after_seconds]
         return min((seconds for seconds in again if seconds is not None), default=None)
 
-    async def _execute(
-        self, key: ModelKey, model: InferenceModel, desired: Sequence[Manifest], keys: KeyLook
-    ) -> Outcome:
-        uid = model.metadata.uid
-        live = self._store.children(key)
-        # Pods made now would find no keys, or keys that are about to go: what runs is better left running.
-        hold = not keys.usable and not model.spec.suspend
-        plan = plan_children(desired, live, owner_uid=uid, hold_workloads=hold)
-        outcome = Outcome(before=live, children=dict(live))
+    async def _ensure_keys(self, blueprint: Blueprint, raw: Manifest, outcome: Outcome) -> KeyLook:
+        keys = KeyLook(usable=False)
+        async with _collecting(outcome, f"Secret {keys_name(blueprint.name)}"):
+            keys = await self._keeper.ensure(blueprint, rotation_request(raw))
         if keys.problem is not None:
             outcome.problems.append(keys.problem)
         self._note(Plan(waiting=keys.waiting, taken=keys.taken), outcome)
+        return keys
+
+    async def _execute(self, key: ModelKey, blueprint: Blueprint, keys: KeyLook, outcome: Outcome) -> None:
+        """Do all that can be done. What fails is collected, and nothing else waits for it."""
+        uid = blueprint.model.metadata.uid
+        built = build_possible(blueprint)
+        outcome.problems += [Problem(reason=e.reason, message=str(e), stalled=True) for e in built.refused.values()]
+        ours = own_workloads(outcome.before, owner_uid=uid)
+        desired = keep_what_runs(blueprint, built.children, ours)
+        await asyncio.sleep(0)
+        rolling = plan_rolling(blueprint, desired, ours, now=datetime.datetime.now(datetime.UTC))
+        # Pods made now would find no keys, or keys that are about to go: what runs is better left running.
+        await asyncio.sleep(0)
+        hold = not keys.usable and not blueprint.model.spec.suspend
+        plan = plan_children(
+            rolling.desired, outcome.before, owner_uid=uid, hold_workloads=hold, keep=frozenset(built.refused)
+        )
         for manifest in plan.apply:
-            await self._apply(manifest, outcome, uid=uid, known=child_key(manifest) in live)
+            async with _collecting(outcome, str(child_key(manifest))):
+                await self._apply(manifest, outcome, uid=uid, known=child_key(manifest) in outcome.before)
         self._note(plan, outcome)
         for child in plan.delete:
             await self._delete(key, child, outcome, why="no longer wanted")
-        for pod in () if hold else plan_outdated_pods(outcome.children):
-            await self._delete(key, pod, outcome, why="made from an older template")
-        outcome.failures = await self._creation_failures(outcome.children)
-        return outcome
+        if not hold:
+            for child, pods in _scaling(blueprint, built, rolling, ours):
+                async with _collecting(outcome, str(child), doing="scale"):
+                    await self._scale(key, child, pods, outcome)
+            for pod in rolling.replace:
+                await self._delete(key, pod, outcome, why="made from an older template")
+        for pod, seconds in plan_hurry(blueprint, ours):
+            async with _collecting(outcome, str(pod), doing="end"):
+                path = KIND_BY_NAME[pod.kind].path(key.namespace, pod.name)
+                await self._client.delete(path, uid=dig(ours[pod], "metadata", "uid"), grace_seconds=seconds)
+        outcome.failures = {
+            child: failure
+            for child, manifest in outcome.children.items()
+            if child.kind == STATEFUL_SET.name
+            and (failure := self._creations.failure(str(dig(manifest, "metadata", "uid")))) is not None
+        }
 
     async def _apply(self, manifest: Manifest, outcome: Outcome, *, uid: str, known: bool) -> None:
         """Apply one child. What the cache does not know is read first: it may be somebody else's."""
@@ -147,18 +190,18 @@ class Reconciler:
                 self._note(blocked, outcome)
                 return
             known = True
-        try:
-            if (patch := plan_clearing(manifest, live)) is not None:
-                await self._client.merge(path, patch)
-            # Without force where nothing is: an object that somebody makes in this moment is a conflict, not a prey.
-            outcome.children[key] = await self._client.apply(path, manifest, force=known)
-        except (RejectedError, ForbiddenError) as error:
-            reason = "Forbidden" if isinstance(error, ForbiddenError) else "Rejected"
-            text = f"the API server refuses {key}: {error.message}"
-            outcome.problems.append(Problem(reason=reason, message=text, stalled=True))
-            return
+        if (patch := plan_clearing(manifest, live)) is not None:
+            await self._client.merge(path, patch)
+        # Without force where nothing is: an object that somebody makes in this moment is a conflict, not a prey.
+        outcome.children[key] = await self._client.apply(path, manifest, force=known)
         metrics.WRITES.labels("apply", key.kind).inc()
         outcome.applied.append(manifest)
+
+    async def _scale(self, key: ModelKey, child: ChildKey, pods: int, outcome: Outcome) -> None:
+        """Change the count alone."""
+        path = KIND_BY_NAME[child.kind].path(key.namespace, child.name)
+        outcome.children[child] = await self._client.merge(path, {"spec": {"replicas": pods}})
+        metrics.WRITES.labels("scale", child.kind).inc()
 
     def _note(self, plan: Plan, outcome: Outcome) -> None:
         outcome.waiting += [str(key) for key in plan.waiting]
@@ -167,28 +210,15 @@ class Reconciler:
             outcome.problems.append(Problem(reason="ChildNameTaken", message=text, stalled=True))
 
     async def _delete(self, key: ModelKey, child: ChildKey, outcome: Outcome, *, why: str) -> None:
-        removed = outcome.children.pop(child)
         path = KIND_BY_NAME[child.kind].path(key.namespace, child.name)
-        try:
-            await self._client.delete(path, uid=dig(removed, "metadata", "uid"))
-        except ConflictError:
-            return  # another object of that name by now: the next look decides about it
-        metrics.WRITES.labels("delete", child.kind).inc()
-        log.info("deleted", extra={"model": str(key), "child": str(child), "why": why})
-
-    async def _creation_failures(self, children: dict[ChildKey, Manifest]) -> dict[ChildKey, str]:
-        """Why StatefulSets could not create pods. Their status does not say; Events do."""
-        owners = [str((controller_of(pod) or {}).get("uid")) for pod in children.values()]
-        failures: dict[ChildKey, str] = {}
-        for key, child in children.items():
-            uid = str(dig(child, "metadata", "uid"))
-            if key.kind != STATEFUL_SET.name or owners.count(uid) >= dig(child, "spec", "replicas"):
-                continue
-            selector = f"involvedObject.uid={uid}"
-            found = await self._client.get(EVENT.path(child["metadata"]["namespace"]), fieldSelector=selector)
-            if (failure := creation_failure(found["items"])) is not None:
-                failures[key] = failure
-        return failures
+        async with _collecting(outcome, str(child), doing="delete"):
+            try:
+                await self._client.delete(path, uid=dig(outcome.children[child], "metadata", "uid"))
+            except ConflictError:
+                return  # another object of that name by now: the next look decides about it
+            del outcome.children[child]
+            metrics.WRITES.labels("delete", child.kind).inc()
+            log.info("deleted", extra={"model": str(key), "child": str(child), "why": why})
 
     async def _report(
         self, key: ModelKey, raw: Manifest, status: InferenceModelStatus, happenings: Sequence[Happening]
@@ -210,6 +240,27 @@ class Reconciler:
             metrics.WRITES.labels("status", INFERENCE_MODEL.name).inc()
         for happening in (*happenings, *status_happenings(before, status)):
             await self._recorder.record(key, uid, happening)
+
+
+@asynccontextmanager
+async def _collecting(outcome: Outcome, child: str, *, doing: str = "write") -> AsyncGenerator[None]:
+    """A request whose failure is noted, and stops nothing else."""
+    try:
+        yield
+    except (APIError, aiohttp.ClientError, TimeoutError) as error:
+        problem = refusal(child, error, doing=doing)
+        outcome.problems.append(problem)
+        if not problem.stalled:
+            outcome.failed.append(problem.message)
+
+
+def _scaling(
+    blueprint: Blueprint, built: Built, rolling: Rolling, live: Mapping[ChildKey, Manifest]
+) -> list[tuple[ChildKey, int]]:
+    """Counts of the workloads whose template cannot be made: they are scaled and suspended nevertheless."""
+    gateway = blueprint.replicas(blueprint.model.spec.gateway.replicas)
+    wanted = {key: rolling.scale.get(key, gateway) for key in built.refused if key in live}
+    return [(key, pods) for key, pods in wanted.items() if dig(live[key], "spec", "replicas") != pods]
 
 
 def _now() -> str:

@@ -1,104 +1,33 @@
 """The status of a model from what was observed. Pure; the time comes from the caller.
 
-`Ready` sums up. `Reconciling` and `Stalled` are present only while true, and never both: Stalled means that a person
-has to act. The other conditions tell where it stands. An unchanged state gives an equal status, so nothing is written.
+`Ready` is true while what the spec promises is served, `Available` while anything is. `Reconciling` and `Stalled` are
+present only while true, and never both: Stalled means that it stays so until a person acts. The other conditions tell
+where it stands. An unchanged state gives an equal status, so nothing is written.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal
 
 from tandem_api import names
-from tandem_api.inferencemodel import Condition, InferenceModelStatus, RoleStatus
+from tandem_api.inferencemodel import Condition, InferenceModelStatus
 from tandem_api.names import Role
+from tandem_api.quantities import parse_duration
 
-from tandem_operator.causes import Problem, role_problem
-from tandem_operator.groups import Group, group_pods
-from tandem_operator.manifests import DEPLOYMENT, POD, STATEFUL_SET, ChildKey, Manifest, dig, dig_list, labels_of
+from tandem_operator.causes import Problem
+from tandem_operator.manifests import ChildKey
+from tandem_operator.observation import RoleState, last_progress, observe_role, parse_time
 from tandem_operator.planner import Children
-from tandem_operator.workloads.blueprint import COMPONENT_LABEL, Blueprint, component_of
+from tandem_operator.rollout import capacity_of
+from tandem_operator.workloads.blueprint import Blueprint
 
+WAITS_FOR_A_WISH = frozenset({"Suspended", "ScaledToZero", "RolloutPaused"})
+"""Reasons to be stalled that somebody asked for: nothing is wrong."""
+
+_OVERDUE = "ProgressDeadlineExceeded"
 State = Literal["True", "False", "Unknown"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoleState:
-    """One role as it is, counted in replicas."""
-
-    role: Role
-    desired: int
-    replicas: int
-    ready: int
-    updated: int
-    observed: bool
-    """The controller has seen the newest template and count."""
-    problem: Problem | None
-
-    @property
-    def settled(self) -> bool:
-        return self.observed and self.replicas == self.ready == self.updated == self.desired
-
-    @property
-    def component(self) -> str:
-        return component_of(self.role)
-
-    @property
-    def summary(self) -> str:
-        return f"{self.ready}/{self.desired}"
-
-    def to_status(self) -> RoleStatus:
-        return RoleStatus(replicas=self.replicas, ready=self.ready, updated=self.updated, summary=self.summary)
-
-
-def observe_role(blueprint: Blueprint, role: Role, live: Children, failures: Mapping[ChildKey, str]) -> RoleState:
-    """One role's state. `failures` has, by workload, why its controller could not create pods."""
-    kind = DEPLOYMENT if role is Role.GATEWAY else STATEFUL_SET
-    key = ChildKey(kind.name, names.workload_name(blueprint.name, role))
-    workload = live.get(key, {})
-    pods = pods_of(component_of(role), live)
-    problem = role_problem(pods)
-    failure = failures.get(key) or replica_failure(workload)
-    if role is Role.GATEWAY:
-        desired = desired_pods = blueprint.replicas(blueprint.model.spec.gateway.replicas)
-        counts = tuple(dig(workload, "status", name) or 0 for name in ("replicas", "readyReplicas", "updatedReplicas"))
-    else:
-        spec = blueprint.worker_spec(role)
-        desired, desired_pods = blueprint.replicas(spec.replicas), blueprint.num_pods(role)
-        revision = str(dig(workload, "status", "updateRevision"))
-        counts = _count_groups(group_pods(pods, spec.nodes_per_replica), revision=revision)
-    if failure and problem is None and len(pods) < desired_pods:
-        problem = Problem(reason="PodsNotCreated", message=f"{key}: {failure}", stalled=True)
-    generation = dig(workload, "metadata", "generation")
-    return RoleState(
-        role=role,
-        desired=desired,
-        replicas=counts[0],
-        ready=counts[1],
-        updated=counts[2],
-        observed=generation is not None and generation == dig(workload, "status", "observedGeneration"),
-        problem=problem,
-    )
-
-
-def _count_groups(groups: Sequence[Group], *, revision: str) -> tuple[int, int, int]:
-    """Replicas that exist, that are ready, and that are of this revision of the template."""
-    return len(groups), sum(group.is_ready for group in groups), sum(group.is_of(revision) for group in groups)
-
-
-def pods_of(component: str, live: Children) -> list[Manifest]:
-    return [
-        pod for key, pod in live.items() if key.kind == POD.name and labels_of(pod).get(COMPONENT_LABEL) == component
-    ]
-
-
-def replica_failure(workload: Manifest) -> str | None:
-    """Why a Deployment cannot create pods; StatefulSets say so in Events only."""
-    for condition in dig_list(workload, "status", "conditions"):
-        if condition.get("type") == "ReplicaFailure" and condition.get("status") == "True":
-            return str(condition.get("message"))
-    return None
 
 
 def build_status(
@@ -114,10 +43,8 @@ def build_status(
     model = blueprint.model
     states = {role: observe_role(blueprint, role, live, failures) for role in (*blueprint.worker_roles, Role.GATEWAY)}
     workers = [state for role, state in states.items() if role is not Role.GATEWAY]
-    found = [*problems, *(state.problem for state in states.values() if state.problem is not None)]
-    blocking = next((problem for problem in found if problem.stalled), None)
-    conditions = _summary(blueprint, states, blocking=blocking, waiting=waiting)
-    conditions.append(_model_condition(blueprint, workers, live))
+    conditions = _summary(blueprint, states, live, problems=problems, waiting=waiting, now=now)
+    conditions.append(_model_condition(blueprint, workers))
     conditions += [_role_condition(blueprint, state) for state in states.values()]
     gateway = states[Role.GATEWAY]
     return InferenceModelStatus(
@@ -134,15 +61,11 @@ def build_status(
 def refused_status(
     problem: Problem, previous: InferenceModelStatus, *, generation: int, now: str
 ) -> InferenceModelStatus:
-    """The status of a model that cannot be planned: what ran before keeps running and keeps its place here."""
+    """The status of a model that cannot be read: what was seen last, each with the generation that it was seen at."""
     kept = [c for c in previous.conditions if c.type not in ("Ready", "Reconciling", "Stalled")]
-    conditions = [_condition("Ready", "False", problem.reason, problem.message), _stalled(problem), *kept]
-    return previous.model_copy(
-        update={
-            "observed_generation": generation,
-            "conditions": stamp(conditions, previous, generation=generation, now=now),
-        }
-    )
+    fresh = [_condition("Ready", "False", problem.reason, problem.message), _stalled(problem)]
+    conditions = [*stamp(fresh, previous, generation=generation, now=now), *kept]
+    return previous.model_copy(update={"observed_generation": generation, "conditions": conditions})
 
 
 def stamp(
@@ -169,41 +92,140 @@ def _stalled(problem: Problem) -> Condition:
 def _summary(
     blueprint: Blueprint,
     states: Mapping[Role, RoleState],
+    live: Children,
     *,
-    blocking: Problem | None,
+    problems: Sequence[Problem],
     waiting: Sequence[str],
+    now: str,
 ) -> list[Condition]:
-    """Ready, and Stalled or Reconciling where they hold."""
+    """Ready, Available, and Stalled or Reconciling where they hold."""
     counts = ", ".join(f"{state.component} {state.summary}" for state in states.values())
-    if blocking is not None:
-        return [_condition("Ready", "False", blocking.reason, blocking.message), _stalled(blocking)]
+    zero = _zero(blueprint, states)
+    refused = next((problem for problem in problems if problem.stalled), None)
+    troubles = [*problems, *(state.problem for state in states.values() if state.problem is not None)]
+    stalled = next((problem for problem in troubles if problem.stalled), None)
+    settled = all(state.settled for state in states.values()) and not waiting and not troubles
+    if zero is not None and stalled is None and settled:
+        stalled = zero
+    moving: Problem | None = None
+    if stalled is None and not settled:
+        moving = _moving(waiting, troubles, zero, states)
+        stalled = _paused(blueprint, states, counts) or _overdue(blueprint, live, moving, now=now)
+    lacking = _lacking(blueprint, states, counts)
+    if (blocked := refused or zero) is not None:
+        ready = _condition("Ready", "False", blocked.reason, blocked.message)
+    elif lacking is not None:
+        why = stalled or next(iter(troubles), None) or moving or lacking
+        ready = _condition("Ready", "False", why.reason, why.message)
+    else:
+        ready = _condition("Ready", "True", "AllReplicasReady" if settled else "Serving", counts)
+    conditions = [ready, _available(states, counts)]
+    if stalled is not None:
+        return [*conditions, _stalled(stalled)]
+    return (
+        conditions
+        if moving is None
+        else [*conditions, _condition("Reconciling", "True", moving.reason, moving.message)]
+    )
+
+
+def _zero(blueprint: Blueprint, states: Mapping[Role, RoleState]) -> Problem | None:
+    """Why nothing is meant to be served."""
+    if blueprint.model.spec.suspend:
+        return Problem(reason="Suspended", message="spec.suspend is true; set it to false to resume", stalled=True)
+    for role in (blueprint.decode_role, Role.GATEWAY):
+        if states[role].desired == 0:
+            text = f"spec.{states[role].component}.replicas is 0, so nothing is served; raise it"
+            return Problem(reason="ScaledToZero", message=text, stalled=True)
+    return None
+
+
+def _moving(
+    waiting: Sequence[str], troubles: Sequence[Problem], zero: Problem | None, states: Mapping[Role, RoleState]
+) -> Problem:
+    """What is at work, where nobody is needed."""
+    counts = ", ".join(
+        f"{s.component} {s.summary}" + (f" ({s.updated} of {s.replicas} updated)" if s.updated < s.replicas else "")
+        for s in states.values()
+    )
     if waiting:
         text = f"waiting for the removal of an earlier object: {', '.join(waiting)}"
-        ready = _condition("Ready", "False", "WaitingForRemoval", text)
-    elif all(state.settled for state in states.values()):
-        if blueprint.model.spec.suspend:
-            return [_condition("Ready", "False", "Suspended", "spec.suspend is true; set it to false to resume")]
-        if not any(state.desired for state in states.values()):
-            return [_condition("Ready", "False", "ScaledToZero", "every role has 0 replicas")]
-        return [_condition("Ready", "True", "AllReplicasReady", counts)]
-    elif blueprint.model.spec.suspend:
-        ready = _condition("Ready", "False", "Suspended", f"pods are leaving: {counts}")
+        return Problem(reason="WaitingForRemoval", message=text)
+    if zero is not None:
+        return Problem(reason=zero.reason, message=f"pods are leaving: {counts}")
+    return next(iter(troubles), None) or Problem(reason="Progressing", message=counts)
+
+
+def _paused(blueprint: Blueprint, states: Mapping[Role, RoleState], counts: str) -> Problem | None:
+    """A rollout that is held, once all else is done."""
+    if not blueprint.model.spec.rollout.paused:
+        return None
+    workers = [state for role, state in states.items() if role is not Role.GATEWAY]
+    whole = all(state.observed and state.ready == state.replicas == state.desired for state in states.values())
+    if not whole or all(state.updated == state.desired for state in workers):
+        return None
+    left = ", ".join(f"{s.component} {s.updated}/{s.desired} updated" for s in workers)
+    text = f"spec.rollout.paused is true and replicas of an older template are left ({left}); set it to false to go on"
+    return Problem(reason="RolloutPaused", message=text, stalled=True)
+
+
+def _overdue(blueprint: Blueprint, live: Children, moving: Problem, *, now: str) -> Problem | None:
+    """Nothing has come up for longer than the deadline. It stays so until something has."""
+    model = blueprint.model
+    before = next((c for c in model.status.conditions if c.type in ("Reconciling", "Stalled")), None)
+    if before is None or before.observed_generation != model.metadata.generation or moving.reason == "Suspended":
+        return None
+    deadline = model.spec.rollout.progress_deadline
+    began, progress, present = parse_time(before.last_transition_time), last_progress(live), parse_time(now)
+    if began is None or present is None:
+        return None
+    if before.type == "Stalled":
+        is_over = before.reason == _OVERDUE and (progress is None or progress <= began)
     else:
-        ready = _condition("Ready", "False", "Progressing", counts)
-    return [ready, _condition("Reconciling", "True", ready.reason, ready.message)]
+        is_over = present - max(began, progress or began) >= timedelta(seconds=parse_duration(deadline))
+    if not is_over:
+        return None
+    text = f"no pod has come up for {deadline} (spec.rollout.progressDeadline): {moving.message}"
+    return Problem(reason=_OVERDUE, message=text, stalled=True)
 
 
-def _model_condition(blueprint: Blueprint, workers: Sequence[RoleState], live: Children) -> Condition:
+def _lacking(blueprint: Blueprint, states: Mapping[Role, RoleState], counts: str) -> Problem | None:
+    """What is missing of what the spec promises: ready replicas of each role, and pairs of one build among them."""
+    rollout, short = blueprint.model.spec.rollout, Problem(reason="Progressing", message=counts)
+    workers = {role: state for role, state in states.items() if role is not Role.GATEWAY}
+    is_rolling = any(state.updated < state.replicas for state in workers.values())
+    floors = {
+        role: max(1, state.promised - (rollout.unavailable_of(state.promised) if is_rolling else 0))
+        for role, state in workers.items()
+        if state.desired
+    }
+    if states[Role.GATEWAY].ready < states[Role.GATEWAY].promised:
+        return short
+    if any(states[role].ready < floor for role, floor in floors.items()):
+        return short
+    promised = {role: workers[role].promised for role in floors}
+    share = min(floor / promised[role] for role, floor in floors.items()) if floors else 0.0
+    if float(capacity_of({role: workers[role].builds for role in floors}, promised)) + 1e-9 < share:
+        text = f"workers of one build are too few on one side for key-value blocks to move between them: {counts}"
+        return Problem(reason="BuildsApart", message=text)
+    return None
+
+
+def _available(states: Mapping[Role, RoleState], counts: str) -> Condition:
+    decode = next(state for role, state in states.items() if role in (Role.DECODE, Role.UNIFIED))
+    if decode.ready and states[Role.GATEWAY].ready:
+        return _condition("Available", "True", "Serving", counts)
+    missing = decode if not decode.ready else states[Role.GATEWAY]
+    return _condition("Available", "False", "NothingServed", f"no {missing.component} replica is ready")
+
+
+def _model_condition(blueprint: Blueprint, workers: Sequence[RoleState]) -> Condition:
     """Whether the weights are where they should be: a worker is ready only after it has computed a token with them."""
     uri = blueprint.model.spec.model.uri
     told = next((state.problem for state in workers if state.problem is not None and state.problem.from_worker), None)
     if told is not None:
         return _condition("ModelReady", "False", told.reason, told.message)
-    loaded = any(
-        group.is_ready and labels_of(group.pods[0]).get(names.LABEL_REVISION) == blueprint.revision
-        for state in workers
-        for group in group_pods(pods_of(state.component, live), blueprint.worker_spec(state.role).nodes_per_replica)
-    )
+    loaded = any(blueprint.revision_of(state.role) in state.builds for state in workers)
     if loaded:
         return _condition("ModelReady", "True", "Loaded", f"{uri} is loaded")
     if not any(state.desired for state in workers):

@@ -11,6 +11,7 @@ from tandem_api.inferencemodel import Condition, InferenceModelStatus
 from tandem_operator.manifests import ChildKey, Manifest, child_key, dig
 from tandem_operator.planner import Children
 from tandem_operator.rotation import KeyStep
+from tandem_operator.status import WAITS_FOR_A_WISH
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,9 +28,10 @@ def status_happenings(before: InferenceModelStatus, after: InferenceModelStatus)
     old, new = _by_type(before), _by_type(after)
     events: list[Happening] = []
     stalled = new.get("Stalled")
-    if stalled is not None and (stalled.reason, stalled.message) != _said(old.get("Stalled")):
+    asked_for = stalled is not None and stalled.reason in WAITS_FOR_A_WISH
+    if stalled is not None and not asked_for and (stalled.reason, stalled.message) != _said(old.get("Stalled")):
         events.append(Happening(kind="Warning", reason=stalled.reason, message=stalled.message))
-    if stalled is None and "Stalled" in old:
+    if stalled is None and "Stalled" in old and old["Stalled"].reason not in WAITS_FOR_A_WISH:
         events.append(Happening(reason="Recovered", message=f"no longer stalled: {old['Stalled'].reason}"))
     for kind, reason in (("ModelReady", "ModelLoaded"), ("Ready", "Ready")):
         if _is_true(new.get(kind)) and not _is_true(old.get(kind)):

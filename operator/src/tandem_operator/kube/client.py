@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -22,27 +23,52 @@ _PAGE = 250
 _WATCH_SECONDS = 300
 _APPLY = "application/apply-patch+yaml"
 _MERGE = "application/merge-patch+json"
+_MAX_REQUESTS, _MAX_LEASE_REQUESTS, _UNLIMITED = 32, 2, 0
+"""Connections at a time."""
 
 
-async def connect() -> KubeClient:
-    """A client for the cluster that the process runs in, or else that of KUBECONFIG."""
+@dataclass(frozen=True, slots=True)
+class Connections:
+    """Clients with pools of connections apart: a flood of one kind of request never keeps another waiting."""
+
+    requests: KubeClient
+    """Reads and writes; its watches have a pool of their own, as large as there are watches."""
+    lease: KubeClient
+
+    async def close(self) -> None:
+        await self.requests.close()
+        await self.lease.close()
+
+
+async def connect() -> Connections:
+    """Clients for the cluster that the process runs in, or else that of KUBECONFIG."""
+    return Connections(
+        requests=KubeClient(await _api_client(_MAX_REQUESTS), watches=await _api_client(_UNLIMITED)),
+        lease=KubeClient(await _api_client(_MAX_LEASE_REQUESTS)),
+    )
+
+
+async def _api_client(connections: int) -> ApiClient:
     configuration = Configuration()
     loader: Any = config
     try:
         loader.load_incluster_config(client_configuration=configuration)
     except config.ConfigException:
         await loader.load_kube_config(client_configuration=configuration)
-    return KubeClient(ApiClient(configuration))
+    configuration.connection_pool_maxsize = connections
+    return ApiClient(configuration)
 
 
 class KubeClient:
     """Requests against the API server. Errors are those of `tandem_operator.errors`."""
 
-    def __init__(self, client: ApiClient) -> None:
+    def __init__(self, client: ApiClient, *, watches: ApiClient | None = None) -> None:
         self._client: Any = client
+        self._watches: Any = watches or client
 
     async def close(self) -> None:
-        await self._client.close()
+        for client in {id(client): client for client in (self._client, self._watches)}.values():
+            await client.close()
 
     async def get(self, path: str, **query: str) -> Manifest:
         return await self._json("GET", path, query=query)
@@ -71,9 +97,14 @@ class KubeClient:
         query = {"fieldManager": FIELD_MANAGER}
         return await self._json("PATCH", path, body=patch, query=query, content_type=_MERGE)
 
-    async def delete(self, path: str, *, uid: str | None = None) -> None:
-        """Delete the object; with `uid` only if it still is that one. What is gone already counts as deleted."""
+    async def delete(self, path: str, *, uid: str | None = None, grace_seconds: int | None = None) -> None:
+        """Delete the object; with `uid` only if it still is that one. What is gone already counts as deleted.
+
+        `grace_seconds` is for pods, instead of what their template says; it also shortens that of one on its way out.
+        """
         body: Manifest = {"propagationPolicy": "Background"}
+        if grace_seconds is not None:
+            body["gracePeriodSeconds"] = grace_seconds
         if uid is not None:
             body["preconditions"] = {"uid": uid}
         try:
@@ -81,9 +112,12 @@ class KubeClient:
         except NotFoundError:
             return
 
-    async def list_pages(self, path: str, *, selector: str | None = None) -> AsyncIterator[Manifest]:
-        """The pages of a list, each as the API server sends it: `items` and `metadata`."""
-        query = {"limit": str(_PAGE)} | ({} if selector is None else {"labelSelector": selector})
+    async def list_pages(self, path: str, *, selector: Mapping[str, str]) -> AsyncIterator[Manifest]:
+        """The pages of a list, each as the API server sends it: `items` and `metadata`.
+
+        `selector` is a query: `labelSelector` or `fieldSelector`.
+        """
+        query = {"limit": str(_PAGE), **selector}
         while True:
             page = await self._json("GET", path, query=query)
             yield page
@@ -92,17 +126,17 @@ class KubeClient:
                 return
             query["continue"] = token
 
-    async def watch(self, path: str, *, selector: str, resource_version: str) -> AsyncIterator[Manifest]:
+    async def watch(self, path: str, *, selector: Mapping[str, str], resource_version: str) -> AsyncIterator[Manifest]:
         """Watch events after `resource_version` until the API server ends the stream."""
         query = {
             "watch": "true",
             "allowWatchBookmarks": "true",
-            "labelSelector": selector,
+            **selector,
             "resourceVersion": resource_version,
             "timeoutSeconds": str(_WATCH_SECONDS),
         }
         limits = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=_WATCH_SECONDS + 30)
-        response = await self._request("GET", path, query=query, limits=limits)
+        response = await self._request("GET", path, query=query, limits=limits, client=self._watches)
         try:
             if response.status >= 400:
                 raise await _error(response)
@@ -141,12 +175,14 @@ class KubeClient:
         body: Manifest | None = None,
         content_type: str = "application/json",
         limits: aiohttp.ClientTimeout,
+        client: Any = None,
     ) -> aiohttp.ClientResponse:
+        client = client or self._client
         headers = {"Accept": "application/json", "Content-Type": content_type}
-        _, url, headers, _, _ = await self._client.param_serialize(
+        _, url, headers, _, _ = await client.param_serialize(
             method, path, query_params=list(query.items()), header_params=headers, auth_settings=["BearerToken"]
         )
-        answer = await self._client.call_api(method, url, header_params=headers, body=body, _request_timeout=limits)
+        answer = await client.call_api(method, url, header_params=headers, body=body, _request_timeout=limits)
         return answer.response
 
 

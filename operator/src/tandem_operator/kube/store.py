@@ -1,11 +1,13 @@
 """A cache of every child in the cluster, by model.
 
 Objects are kept as compressed JSON: a thousand models have some fifteen thousand children, and as Python objects those
-would need ten times the memory for something that is read a few at a time.
+would need ten times the memory for something that is read a few at a time. Of pods, of which one model may have
+thousands, only what the operator reads is kept. Reading a model lets the event loop go on in between.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import zlib
 from collections import defaultdict
@@ -13,7 +15,14 @@ from collections.abc import Iterable
 
 from tandem_api import names
 
-from tandem_operator.manifests import ChildKey, Kind, Manifest, ModelKey, labels_of
+from tandem_operator.manifests import POD, ChildKey, Kind, Manifest, ModelKey, labels_of
+
+_AT_ONCE = 100
+_POD_METADATA = (
+    "name", "namespace", "uid", "labels", "annotations", "ownerReferences", "creationTimestamp", "deletionTimestamp",
+    "deletionGracePeriodSeconds",
+)  # fmt: skip
+_POD_STATUS = ("phase", "reason", "message", "conditions", "initContainerStatuses", "containerStatuses")
 
 
 class ChildStore:
@@ -26,6 +35,16 @@ class ChildStore:
         """Copies of all children of a model."""
         packed = self._models.get(model, {})
         return {key: json.loads(zlib.decompress(data)) for key, data in packed.items()}
+
+    async def read(self, model: ModelKey) -> dict[ChildKey, Manifest]:
+        """The same, of this moment, without holding the event loop for long."""
+        packed = list(self._models.get(model, {}).items())
+        found: dict[ChildKey, Manifest] = {}
+        for start in range(0, len(packed), _AT_ONCE):
+            if start:
+                await asyncio.sleep(0)
+            found |= {key: json.loads(zlib.decompress(data)) for key, data in packed[start : start + _AT_ONCE]}
+        return found
 
     def put(self, kind: Kind, manifest: Manifest) -> ModelKey | None:
         """Keep a child. Returns its model; None for an object without one."""
@@ -75,4 +94,12 @@ def _pack(kind: Kind, manifest: Manifest) -> bytes:
     metadata = {key: value for key, value in manifest["metadata"].items() if key != "managedFields"}
     # Items of a list carry neither kind nor apiVersion.
     whole = manifest | {"kind": kind.name, "apiVersion": kind.api_version, "metadata": metadata}
+    if kind == POD:
+        status: Manifest = manifest.get("status") or {}
+        whole = {
+            "kind": kind.name,
+            "apiVersion": kind.api_version,
+            "metadata": {key: metadata[key] for key in _POD_METADATA if key in metadata},
+            "status": {key: status[key] for key in _POD_STATUS if key in status},
+        }
     return zlib.compress(json.dumps(whole, separators=(",", ":")).encode(), level=1)

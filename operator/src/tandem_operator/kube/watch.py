@@ -1,31 +1,43 @@
-"""Keeps the store equal to the cluster: a list, then a watch, again and again.
+"""Keeps a store equal to the cluster: a list, then a watch, again and again.
 
 kopf watches InferenceModels. Children are watched here because a list after a broken watch has to remove what vanished
-meanwhile, which kopf's event handlers are not told.
+meanwhile, which kopf's event handlers are not told. However the API server ends a watch, at once, by an error or with
+410, it is asked again after a pause that grows until a watch has lasted.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
 
 import aiohttp
 from tandem_api import names
 
 from tandem_operator.errors import APIError, ExpiredError
 from tandem_operator.kube.client import KubeClient
-from tandem_operator.kube.store import ChildStore, model_of
 from tandem_operator.manifests import Kind, Manifest, ModelKey
 
-SELECTOR = f"{names.MANAGED_BY_LABEL}={names.MANAGED_BY},{names.LABEL_MODEL}"
+CHILDREN = {"labelSelector": f"{names.MANAGED_BY_LABEL}={names.MANAGED_BY},{names.LABEL_MODEL}"}
 """Evaluated by the API server: other people's objects never travel."""
 _BACKOFF_SECONDS = (0.2, 1.0, 2.0, 5.0, 10.0, 30.0)
-_HEALTHY_SECONDS = 30.0
-"""A watch that lasted this long had worked: that it breaks now says nothing about the failures before it."""
+_HEALTHY_SECONDS = 10.0
+"""A watch that lasted this long had worked: that it ends now says nothing about the failures before it."""
 
 log = logging.getLogger(__name__)
+
+
+class Store(Protocol):
+    """Where objects are kept. Each method says which models an object or its absence is about."""
+
+    def put(self, kind: Kind, manifest: Manifest) -> ModelKey | None: ...
+
+    def remove(self, kind: Kind, manifest: Manifest) -> ModelKey | None: ...
+
+    def retain(self, kind: Kind, namespace: str | None, present: Iterable[tuple[ModelKey, str]]) -> set[ModelKey]: ...
 
 
 class Watcher:
@@ -34,20 +46,27 @@ class Watcher:
     def __init__(
         self,
         client: KubeClient,
-        store: ChildStore,
+        store: Store,
         kind: Kind,
         namespace: str | None,
         *,
         on_change: Callable[[ModelKey], None],
+        selector: Mapping[str, str] = CHILDREN,
+        backoff_seconds: tuple[float, ...] = _BACKOFF_SECONDS,
     ) -> None:
         self._client = client
         self._store = store
         self._kind = kind
         self._namespace = namespace
         self._on_change = on_change
+        self._selector = selector
+        self._backoff = backoff_seconds
         self._path = kind.path(namespace)
         self.synced = asyncio.Event()
         """Set once the store has everything that was there at the start."""
+
+    def __str__(self) -> str:
+        return self._kind.name if self._namespace is None else f"{self._kind.name} in {self._namespace}"
 
     async def run(self) -> None:
         """Never returns; failures are logged and tried again."""
@@ -55,23 +74,30 @@ class Watcher:
         version: str | None = None
         while True:
             started = time.monotonic()
+            error: Exception | None = None
             try:
                 version = version or await self._list()
+                started = time.monotonic()
                 version = await self._follow(version)
+            except ExpiredError as expired:
+                version, error = None, expired
+            except (APIError, aiohttp.ClientError, TimeoutError, ValueError) as failure:
+                error = failure
+            lasted = time.monotonic() - started
+            if lasted > _HEALTHY_SECONDS:
                 failures = 0
-            except ExpiredError:
-                version = None
-            except (APIError, aiohttp.ClientError, TimeoutError, ValueError) as error:
-                failures = 0 if time.monotonic() - started > _HEALTHY_SECONDS else failures
-                delay = _BACKOFF_SECONDS[min(failures, len(_BACKOFF_SECONDS) - 1)]
-                failures += 1
-                log.warning("watch failed", extra={"kind": self._kind.name, "error": str(error), "retry_in": delay})
-                await asyncio.sleep(delay)
+                if error is None:
+                    continue
+            delay = self._backoff[min(failures, len(self._backoff) - 1)] * random.uniform(0.75, 1.25)
+            failures += 1
+            said = f"it ended after {lasted:.1f} s" if error is None else f"{type(error).__name__}: {error}"
+            log.warning("watch failed", extra={"watch": str(self), "error": said, "retry_in": round(delay, 3)})
+            await asyncio.sleep(delay)
 
     async def _list(self) -> str:
         present: set[tuple[ModelKey, str]] = set()
         version = ""
-        async for page in self._client.list_pages(self._path, selector=SELECTOR):
+        async for page in self._client.list_pages(self._path, selector=self._selector):
             version = page["metadata"]["resourceVersion"]
             for item in page["items"]:
                 if (model := self._store.put(self._kind, item)) is not None:
@@ -84,13 +110,13 @@ class Watcher:
 
     async def _follow(self, version: str) -> str:
         """Apply watch events until the stream ends; returns the version to go on from."""
-        async for event in self._client.watch(self._path, selector=SELECTOR, resource_version=version):
+        async for event in self._client.watch(self._path, selector=self._selector, resource_version=version):
             item: Manifest = event["object"]
             if event["type"] == "ERROR":
                 message = str(item.get("message"))
                 raise ExpiredError(410, message) if item.get("code") == 410 else APIError(item.get("code", 0), message)
             version = item["metadata"]["resourceVersion"]
-            if event["type"] == "BOOKMARK" or model_of(item) is None:
+            if event["type"] == "BOOKMARK":
                 continue
             change = self._store.remove if event["type"] == "DELETED" else self._store.put
             if (model := change(self._kind, item)) is not None:

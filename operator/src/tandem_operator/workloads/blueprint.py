@@ -11,10 +11,13 @@ from tandem_api import names
 from tandem_api.inferencemodel import InferenceModel, WorkerRole
 from tandem_api.names import Role
 
-from tandem_operator.manifests import CHILD_KINDS, Kind, Manifest, annotations_of
+from tandem_operator.manifests import CHILD_KINDS, Kind, Manifest, annotations_of, dig, dig_list
 from tandem_operator.settings import Release
 
 COMPONENT_LABEL = "app.kubernetes.io/component"
+TEMPLATE_HASH = f"{names.GROUP}/template-hash"
+"""On workloads: digest of the pod template that the operator last applied."""
+_DIGESTS = (names.ANNOTATION_SPEC_HASH, TEMPLATE_HASH)
 _ORDER = {kind.name: position for position, kind in enumerate(CHILD_KINDS)}
 
 
@@ -69,11 +72,22 @@ class Blueprint:
 
     @property
     def revision(self) -> str:
+        """That of the decode workers, which prefill workers share unless a podTemplate gives one role another image."""
+        return self.revision_of(self.decode_role)
+
+    def revision_of(self, role: Role) -> str:
         """Digest of all that decides whether two workers' key-value blocks mean the same. Parallelism does not: blocks
         are cut anew between workers that are spread differently."""
         spec = self.model.spec
-        parts = [spec.model.uri, spec.model.revision, self.worker_image, spec.engine.device, spec.engine.dtype]
+        parts = [spec.model.uri, spec.model.revision, self.image_of(role), spec.engine.device, spec.engine.dtype]
         return digest(parts)[:10]
+
+    def image_of(self, role: Role) -> str:
+        """The image that the workers of a role run: a podTemplate may name another one."""
+        template = self.worker_spec(role).pod_template
+        containers = dig_list(template.spec if template is not None else None, "containers")
+        named = [dig(container, "image") for container in containers if dig(container, "name") == "worker"]
+        return next((image for image in reversed(named) if isinstance(image, str)), self.worker_image)
 
     def selector(self, component: str) -> dict[str, str]:
         """Labels that select a component's pods. They never change: a selector cannot be changed after creation, and
@@ -98,9 +112,7 @@ class Blueprint:
             "labels": self.labels(component, role),
             "ownerReferences": [self._owner()],
         }
-        manifest: Manifest = {"apiVersion": kind.api_version, "kind": kind.name, "metadata": metadata, **body}
-        metadata["annotations"] = {names.ANNOTATION_SPEC_HASH: digest(manifest)[:16]}
-        return manifest
+        return sign({"apiVersion": kind.api_version, "kind": kind.name, "metadata": metadata, **body})
 
     def _owner(self) -> Manifest:
         return {
@@ -115,6 +127,17 @@ class Blueprint:
     @staticmethod
     def creation_order(manifest: Manifest) -> tuple[int, str]:
         return _ORDER[manifest["kind"]], manifest["metadata"]["name"]
+
+
+def sign(manifest: Manifest) -> Manifest:
+    """`manifest` with a digest of itself, and of its pod template where it has one."""
+    annotations = {key: value for key, value in annotations_of(manifest).items() if key not in _DIGESTS}
+    metadata = {key: value for key, value in manifest["metadata"].items() if key != "annotations"}
+    plain = manifest | {"metadata": metadata | ({"annotations": annotations} if annotations else {})}
+    signed = annotations | {names.ANNOTATION_SPEC_HASH: digest(plain)[:16]}
+    if (template := dig(manifest, "spec", "template")) is not None:
+        signed[TEMPLATE_HASH] = digest(template)[:16]
+    return plain | {"metadata": metadata | {"annotations": signed}}
 
 
 def component_of(role: Role) -> str:

@@ -1,7 +1,8 @@
-"""Launch configurations and the immutable ConfigMaps that carry them.
+"""Launch configurations and the ConfigMaps that carry them.
 
-A ConfigMap is named after its content. A pod that restarts in the middle of a rollout therefore starts with the
-configuration its template was made for, and never with that of another revision.
+A ConfigMap is named after what its pods read at start and what was set of that. A pod that restarts in the middle of a
+rollout therefore starts with the configuration its template was made for, and never with that of another revision; and
+neither a release that adds a default nor a field that is read while running restarts one.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import hashlib
 from tandem_api import names
 from tandem_api.base import Wire
 from tandem_api.launch import (
+    WORKER_READS_AGAIN,
     GatewayConfig,
     GatewayTimeouts,
     GroupConfig,
@@ -26,6 +28,8 @@ from tandem_operator.manifests import CONFIG_MAP, Manifest
 from tandem_operator.workloads.blueprint import Blueprint, component_of
 from tandem_operator.workloads.pods import drain_seconds
 
+CONFIG_FILE = names.CONFIG_PATH.rsplit("/", 1)[1]
+
 
 def worker_config(blueprint: Blueprint, role: Role) -> WorkerConfig:
     """What a worker of `role` is told."""
@@ -36,7 +40,7 @@ def worker_config(blueprint: Blueprint, role: Role) -> WorkerConfig:
         model_name=blueprint.name,
         served_name=blueprint.model.served_name,
         role=role,
-        revision=blueprint.revision,
+        revision=blueprint.revision_of(role),
         model=ModelSource(
             uri=spec.model.uri, revision=spec.model.revision, hub_endpoint=blueprint.release.hub_endpoint
         ),
@@ -77,15 +81,19 @@ def gateway_config(blueprint: Blueprint) -> GatewayConfig:
 
 def build_config_map(blueprint: Blueprint, role: Role, config: Wire) -> Manifest:
     """The ConfigMap that holds `config` where `names.CONFIG_PATH` expects it."""
-    text = config.to_json()
-    text_hash = hashlib.sha256(text.encode()).hexdigest()[:8]
-    file = names.CONFIG_PATH.rsplit("/", 1)[1]
+    text_hash = start_hash(config)
     manifest = blueprint.child(
         CONFIG_MAP,
         f"{names.workload_name(blueprint.name, role)}-{text_hash}",
-        {"data": {file: text}, "immutable": True},
+        {"data": {CONFIG_FILE: config.set_json()}},
         component=component_of(role),
         role=role,
     )
     manifest["metadata"]["annotations"][names.ANNOTATION_CONFIG_HASH] = text_hash
     return manifest
+
+
+def start_hash(config: Wire) -> str:
+    """Names what a pod reads at start."""
+    read_again = WORKER_READS_AGAIN if isinstance(config, WorkerConfig) else frozenset[str]()
+    return hashlib.sha256(config.set_json(without=read_again).encode()).hexdigest()[:8]

@@ -1,4 +1,4 @@
-"""The children of the gateway: ConfigMap, Service, PodDisruptionBudget, Deployment."""
+"""The children of the gateway: Service, PodDisruptionBudget, Deployment."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from tandem_api.names import Role
 
 from tandem_operator.manifests import DEPLOYMENT, SERVICE, Manifest
 from tandem_operator.workloads.blueprint import Blueprint
-from tandem_operator.workloads.configs import build_config_map, gateway_config
 from tandem_operator.workloads.keys import keys_mount, keys_volume
-from tandem_operator.workloads.pods import grace_seconds, http_probe, pod_template, thread_env
+from tandem_operator.workloads.pods import http_probe, pod_template, template_grace_seconds, thread_env
 from tandem_operator.workloads.workers import build_disruption_budget
 
 _COMPONENT = Role.GATEWAY.value
@@ -18,9 +17,8 @@ _ENDPOINT_LAG_SECONDS = 3
 
 
 def build_gateway(blueprint: Blueprint) -> list[Manifest]:
-    """Everything that runs the gateway."""
-    config = build_config_map(blueprint, Role.GATEWAY, gateway_config(blueprint))
-    children = [config, _build_service(blueprint), _build_deployment(blueprint, config)]
+    """What stands around the gateway's Deployment."""
+    children = [_build_service(blueprint)]
     if blueprint.model.spec.gateway.replicas > 1:
         children.append(build_disruption_budget(blueprint, Role.GATEWAY))
     return children
@@ -35,7 +33,12 @@ def _build_service(blueprint: Blueprint) -> Manifest:
     return blueprint.child(SERVICE, blueprint.name, {"spec": spec}, component=_COMPONENT, role=Role.GATEWAY)
 
 
-def _build_deployment(blueprint: Blueprint, config: Manifest) -> Manifest:
+def build_deployment(blueprint: Blueprint, config: Manifest) -> Manifest:
+    """The Deployment.
+
+    Raises:
+        InvalidOverlayError: the podTemplate does not fit.
+    """
     workload = blueprint.model.spec.gateway
     template = pod_template(
         blueprint,
@@ -47,7 +50,7 @@ def _build_deployment(blueprint: Blueprint, config: Manifest) -> Manifest:
         spec={
             "serviceAccountName": blueprint.gateway_account,
             "automountServiceAccountToken": True,
-            "terminationGracePeriodSeconds": grace_seconds(blueprint) + _ENDPOINT_LAG_SECONDS,
+            "terminationGracePeriodSeconds": template_grace_seconds(blueprint) + _ENDPOINT_LAG_SECONDS,
         },
         workload=workload,
         path="spec.gateway",

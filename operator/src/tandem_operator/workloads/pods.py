@@ -17,6 +17,8 @@ from tandem_operator.workloads.blueprint import Blueprint, component_of
 USER = 65532
 GRACE_SECONDS = 15
 """Added to the drain timeout before a pod is killed: what the process needs to stop after it has drained."""
+ROOM_TO_DRAIN_SECONDS = 600
+"""Pod templates leave at least this much, so that a longer `drain.timeout` needs no new pods."""
 _CONFIG_FOLDER = names.CONFIG_PATH.rsplit("/", 1)[0]
 
 
@@ -37,7 +39,7 @@ def pod_template(
     """
     labels = blueprint.labels(component_of(role), role)
     if role is not Role.GATEWAY:
-        labels[names.LABEL_REVISION] = blueprint.revision
+        labels[names.LABEL_REVISION] = blueprint.revision_of(role)
         labels[names.LABEL_NODES_PER_REPLICA] = str(blueprint.worker_spec(role).nodes_per_replica)
     template: Manifest = {
         "metadata": {
@@ -57,7 +59,7 @@ def pod_template(
                 "fsGroupChangePolicy": "OnRootMismatch",
                 "seccompProfile": {"type": "RuntimeDefault"},
             },
-            "terminationGracePeriodSeconds": grace_seconds(blueprint),
+            "terminationGracePeriodSeconds": template_grace_seconds(blueprint),
             **spec,
             "containers": [_hardened(container, blueprint, workload)],
             "volumes": [
@@ -123,6 +125,11 @@ def drain_seconds(blueprint: Blueprint) -> float:
 def grace_seconds(blueprint: Blueprint) -> int:
     """How long a pod may take to end after SIGTERM."""
     return math.ceil(drain_seconds(blueprint)) + GRACE_SECONDS
+
+
+def template_grace_seconds(blueprint: Blueprint) -> int:
+    """What new pod templates say."""
+    return max(grace_seconds(blueprint), ROOM_TO_DRAIN_SECONDS)
 
 
 def http_probe(path: str, port: str, *, period: int, failures: int, timeout: int = 5) -> Manifest:

@@ -1,4 +1,4 @@
-"""The children of one worker role: ConfigMap, headless Service, PodDisruptionBudget, StatefulSet."""
+"""The children of one worker role: headless Service, PodDisruptionBudget, StatefulSet."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from tandem_api.names import Role
 
 from tandem_operator.manifests import POD_DISRUPTION_BUDGET, SERVICE, STATEFUL_SET, Manifest
 from tandem_operator.workloads.blueprint import Blueprint, component_of
-from tandem_operator.workloads.configs import build_config_map, worker_config
 from tandem_operator.workloads.keys import KEY_FILES, keys_mount, keys_volume
 from tandem_operator.workloads.pods import http_probe, pod_template, thread_env
 
@@ -17,14 +16,8 @@ _LOADING_SECONDS = 6 * 3600
 
 
 def build_workers(blueprint: Blueprint, role: Role) -> list[Manifest]:
-    """Everything that runs the workers of `role`."""
-    config = build_config_map(blueprint, role, worker_config(blueprint, role))
-    return [
-        config,
-        _build_headless_service(blueprint, role),
-        build_disruption_budget(blueprint, role),
-        _build_stateful_set(blueprint, role, config),
-    ]
+    """What stands around the StatefulSet of `role`."""
+    return [_build_headless_service(blueprint, role), build_disruption_budget(blueprint, role)]
 
 
 def build_disruption_budget(blueprint: Blueprint, role: Role) -> Manifest:
@@ -68,7 +61,12 @@ def _build_headless_service(blueprint: Blueprint, role: Role) -> Manifest:
     return blueprint.child(SERVICE, name, {"spec": spec}, component=component, role=role)
 
 
-def _build_stateful_set(blueprint: Blueprint, role: Role, config: Manifest) -> Manifest:
+def build_stateful_set(blueprint: Blueprint, role: Role, config: Manifest) -> Manifest:
+    """The StatefulSet.
+
+    Raises:
+        InvalidOverlayError: the podTemplate does not fit.
+    """
     component = component_of(role)
     name = names.workload_name(blueprint.name, role)
     workload = blueprint.worker_spec(role)
@@ -87,9 +85,8 @@ def _build_stateful_set(blueprint: Blueprint, role: Role, config: Manifest) -> M
         "replicas": blueprint.num_pods(role),
         "serviceName": name,
         "podManagementPolicy": "Parallel",
-        # A StatefulSet replaces pod by pod and waits for each, but in a group a pod of the new template is never ready
-        # beside one of the old, and pods of a mistake never are: the operator replaces whole groups.
-        "updateStrategy": {"type": "OnDelete"},
+        # Of a new StatefulSet. Later the partition says which pods are made from the newest template (`rolling`).
+        "updateStrategy": {"type": "RollingUpdate", "rollingUpdate": {"partition": 0}},
         "revisionHistoryLimit": 3,
         "selector": {"matchLabels": blueprint.selector(component)},
         "template": template,

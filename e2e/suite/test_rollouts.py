@@ -1,0 +1,70 @@
+"""Workers are replaced under load: complete pairs of one build serve throughout, and Ready says so."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from e2e.suite.fleet import Fleet, Say, smollm2
+from e2e.suite.load import Outcome, run_load, varied_prompts
+
+MODEL = "rolling"
+
+
+def workers(fleet: Fleet) -> set[str]:
+    return {pod["metadata"]["uid"] for role in ("prefill", "decode") for pod in fleet.pods(MODEL, role)}
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("engine", [{"dtype": "BFloat16"}, {"maxBatchTokens": 1024}], ids=["build", "setting"])
+def test_a_pair_is_replaced_beside_itself_without_a_failed_request(
+    fleet: Fleet, engine: dict[str, Any], say: Say
+) -> None:
+    """One prefill and one decode worker: a second pair comes up, then the first is replaced, then the second goes."""
+    fleet.apply(smollm2(MODEL))
+    fleet.wait_ready(MODEL)
+    before = workers(fleet)
+    outcomes: list[Outcome] = []
+    with fleet.url(MODEL) as url, ThreadPoolExecutor(1) as walk:
+        started = time.monotonic()
+        rolled = walk.submit(roll, fleet, engine)
+        while not rolled.done():
+            outcomes += asyncio.run(run_load(url, MODEL, varied_prompts(50), concurrency=8, max_tokens=24))
+        seen = rolled.result()
+    say(f"rollout of {engine}: {len(outcomes)} requests in {time.monotonic() - started:.0f} s, Ready was {seen}")
+    broken = [outcome for outcome in outcomes if not outcome.complete]
+    assert not broken, f"{len(broken)} of {len(outcomes)} requests failed; the first: {broken[0]}"
+    assert seen == {"True"}, "what is promised was served throughout"
+    after = workers(fleet)
+    assert len(after) == 2
+    assert not before & after
+
+
+def roll(fleet: Fleet, engine: dict[str, Any]) -> set[str]:
+    """Change the engine and wait for the end. Returns what Ready was on the way."""
+    generation = fleet.patch(MODEL, {"engine": engine})["metadata"]["generation"]
+    seen: set[str] = set()
+    conditions: dict[str, str] = {}
+    deadline = time.monotonic() + 600
+    while time.monotonic() < deadline:
+        status = fleet.get("inferencemodels", MODEL)["status"]
+        conditions = {condition["type"]: condition["status"] for condition in status["conditions"]}
+        seen.add(conditions["Ready"])
+        if status["observedGeneration"] == generation and not {"Reconciling", "Stalled"} & conditions.keys():
+            return seen
+        time.sleep(0.5)
+    raise AssertionError(f"the rollout does not end: {conditions}")
+
+
+@pytest.mark.timeout(400)
+def test_another_time_to_drain_restarts_no_worker(fleet: Fleet) -> None:
+    fleet.apply(smollm2(MODEL))
+    fleet.wait_ready(MODEL)
+    before = workers(fleet)
+    fleet.patch(MODEL, {"drain": {"timeout": "90s"}})
+    fleet.wait_ready(MODEL)
+    assert workers(fleet) == before

@@ -1,0 +1,222 @@
+"""What there is of a model's roles, counted in replicas. Pure; the time comes from the caller.
+
+Only pods that the model's own workloads control are looked at: labels alone say nothing, anybody may write them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+
+from tandem_api import names
+from tandem_api.inferencemodel import RoleStatus
+from tandem_api.names import Role
+
+from tandem_operator.causes import Problem, role_problem
+from tandem_operator.groups import Group, group_pods, is_leaving, is_ready, revision_of
+from tandem_operator.manifests import (
+    DEPLOYMENT,
+    POD,
+    STATEFUL_SET,
+    ChildKey,
+    Manifest,
+    controller_of,
+    dig,
+    dig_list,
+    labels_of,
+)
+from tandem_operator.planner import Children
+from tandem_operator.rollout import Replica, State
+from tandem_operator.workloads.blueprint import Blueprint, component_of
+
+BLINK = timedelta(seconds=30)
+"""A worker that has been unready for less may be back in a moment."""
+UNREACHABLE = timedelta(minutes=5)
+"""A node that is out of reach may be serving for this long: then Kubernetes gives its pods up too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleState:
+    """One role as it is, counted in replicas."""
+
+    role: Role
+    desired: int
+    promised: int
+    """Replicas that `Ready` promises."""
+    replicas: int
+    ready: int
+    updated: int
+    observed: bool
+    """The controller has seen the newest template and count."""
+    problem: Problem | None
+    builds: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Ready replicas by build; of worker roles."""
+
+    @property
+    def settled(self) -> bool:
+        return self.observed and self.replicas == self.ready == self.updated == self.desired
+
+    @property
+    def component(self) -> str:
+        return component_of(self.role)
+
+    @property
+    def summary(self) -> str:
+        return f"{self.ready}/{self.desired}"
+
+    def to_status(self) -> RoleStatus:
+        return RoleStatus(
+            replicas=self.replicas,
+            ready=self.ready,
+            updated=self.updated,
+            promised=self.promised,
+            summary=self.summary,
+        )
+
+
+def workload_key(blueprint: Blueprint, role: Role) -> ChildKey:
+    """The StatefulSet or Deployment of a role."""
+    kind = DEPLOYMENT if role is Role.GATEWAY else STATEFUL_SET
+    return ChildKey(kind.name, names.workload_name(blueprint.name, role))
+
+
+def observe_role(blueprint: Blueprint, role: Role, live: Children, failures: Mapping[ChildKey, str]) -> RoleState:
+    """One role's state. `failures` has, by workload, why its controller could not create pods."""
+    key = workload_key(blueprint, role)
+    workload = live.get(key, {})
+    pods = pods_of(key, live)
+    problem = role_problem(pods)
+    failure = failures.get(key) or replica_failure(workload)
+    builds: Mapping[str, int] = {}
+    if role is Role.GATEWAY:
+        desired = desired_pods = blueprint.replicas(blueprint.model.spec.gateway.replicas)
+        counts = tuple(dig(workload, "status", name) or 0 for name in ("replicas", "readyReplicas", "updatedReplicas"))
+    else:
+        spec = blueprint.worker_spec(role)
+        desired, desired_pods = blueprint.replicas(spec.replicas), blueprint.num_pods(role)
+        revision = str(dig(workload, "status", "updateRevision"))
+        groups = group_pods(pods, spec.nodes_per_replica)
+        builds = Counter(build_of(group) for group in groups if group.is_ready)
+        counts = len(groups), builds.total(), sum(group.is_of(revision) for group in groups)
+    surging = max(desired_pods, dig(workload, "spec", "replicas") or 0) if desired_pods else 0
+    if failure and problem is None and len(pods) < surging:
+        problem = Problem(reason="PodsNotCreated", message=f"{key}: {failure}", stalled=True)
+    generation = dig(workload, "metadata", "generation")
+    return RoleState(
+        role=role,
+        desired=desired,
+        promised=_promise(desired, counts[1], _status_before(blueprint, role)),
+        replicas=counts[0],
+        ready=counts[1],
+        updated=counts[2],
+        observed=generation is not None and generation == dig(workload, "status", "observedGeneration"),
+        problem=problem,
+        builds=builds,
+    )
+
+
+def _status_before(blueprint: Blueprint, role: Role) -> RoleStatus | None:
+    status = blueprint.model.status
+    return {Role.GATEWAY: status.gateway, Role.PREFILL: status.prefill}.get(role, status.decode)
+
+
+def _promise(desired: int, ready: int, before: RoleStatus | None) -> int:
+    """A role that grows keeps the promise it had until all of the new replicas have been there."""
+    kept = 0 if before is None else before.promised or 0
+    return kept if 0 < kept < desired and ready < desired else desired
+
+
+def pods_of(workload: ChildKey, live: Children) -> list[Manifest]:
+    """Pods of one of the model's workloads. Between a Deployment and its pods stands a ReplicaSet, named after it."""
+    if workload.kind == DEPLOYMENT.name:
+        prefix = f"{workload.name}-"
+        return [
+            pod
+            for key, pod in live.items()
+            if key.kind == POD.name
+            and key.name.startswith(prefix)
+            and (owner := controller_of(pod) or {}).get("kind") == "ReplicaSet"
+            and str(owner.get("name")).startswith(prefix)
+        ]
+    uid = dig(live.get(workload), "metadata", "uid")
+    prefix = f"{workload.name}-"  # cheaper to look at than owners, of thousands of pods
+    return [
+        pod
+        for key, pod in live.items()
+        if key.kind == POD.name
+        and key.name.startswith(prefix)
+        and uid is not None
+        and (controller_of(pod) or {}).get("uid") == uid
+    ]
+
+
+def replica_failure(workload: Manifest) -> str | None:
+    """Why a Deployment cannot create pods; StatefulSets say so in Events only."""
+    for condition in dig_list(workload, "status", "conditions"):
+        if condition.get("type") == "ReplicaFailure" and condition.get("status") == "True":
+            return str(condition.get("message"))
+    return None
+
+
+def observe_replicas(groups: Sequence[Group], *, revision: str, now: datetime) -> list[Replica]:
+    """Replicas as the planner of rollouts sees them."""
+    return [
+        Replica(
+            index=group.index,
+            build=build_of(group),
+            state=state_of(group, now=now),
+            is_outdated=bool(group.outdated(revision)),
+            is_leaving=all(is_leaving(pod) for pod in group.pods),
+        )
+        for group in groups
+    ]
+
+
+def build_of(group: Group) -> str:
+    """The build whose blocks the replica takes: that of its leader."""
+    return labels_of(group.pods[0]).get(names.LABEL_REVISION, "")
+
+
+def state_of(group: Group, *, now: datetime) -> State:
+    """Whether a replica serves. Pods of two templates do not form one."""
+    if group.is_broken or len({revision_of(pod) for pod in group.pods}) > 1:
+        return State.DOWN
+    if group.is_ready:
+        return State.READY
+    unready = [pod for pod in group.pods if not is_ready(pod)]
+    return State.UNSURE if all(_may_serve(pod, now=now) for pod in unready) else State.DOWN
+
+
+def _may_serve(pod: Manifest, *, now: datetime) -> bool:
+    """Whether an unready pod that was up may be serving. When a node is out of reach the control plane calls its pods
+    unready, and their containers remain what the kubelet last said of them: ready."""
+    condition = next((c for c in dig_list(pod, "status", "conditions") if c.get("type") == "Ready"), Manifest())
+    since = parse_time(condition.get("lastTransitionTime"))
+    if since is None:
+        return False
+    kubelet_says_ready = all(status.get("ready") for status in dig_list(pod, "status", "containerStatuses"))
+    return now - since < (UNREACHABLE if kubelet_says_ready else BLINK)
+
+
+def parse_time(text: object) -> datetime | None:
+    try:
+        time = datetime.fromisoformat(str(text))
+    except ValueError:
+        return None
+    return time if time.tzinfo is not None else None
+
+
+def last_progress(live: Children) -> datetime | None:
+    """When a pod of the model last came or became ready, or ceased to be."""
+    times = [
+        parse_time(text)
+        for key, pod in live.items()
+        if key.kind == POD.name
+        for text in (
+            dig(pod, "metadata", "creationTimestamp"),
+            *(c.get("lastTransitionTime") for c in dig_list(pod, "status", "conditions") if c.get("type") == "Ready"),
+        )
+    ]
+    return max((time for time in times if time is not None), default=None)

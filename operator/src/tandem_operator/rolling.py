@@ -1,0 +1,151 @@
+"""Rollouts on StatefulSets: from live objects to the planner's view, and from its plan to manifests and pods to delete.
+
+Together with a new template goes a partition above all pods, so that nothing is replaced before the planner has seen
+what there is. Pods are deleted only once their StatefulSet's controller has seen the partition that lets them come back
+from the newest template.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from tandem_api.names import Role
+
+from tandem_operator.groups import group_pods, is_leaving
+from tandem_operator.manifests import DEPLOYMENT, ChildKey, Manifest, annotations_of, child_key, dig
+from tandem_operator.matching import satisfies
+from tandem_operator.observation import observe_replicas, pods_of, workload_key
+from tandem_operator.planner import Children, is_rolled_out
+from tandem_operator.rollout import RolePlan, RoleView, plan_rollout
+from tandem_operator.workloads.blueprint import TEMPLATE_HASH, Blueprint
+from tandem_operator.workloads.pods import ROOM_TO_DRAIN_SECONDS, grace_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rolling:
+    """What the workers' StatefulSets should say, and which of their pods to delete."""
+
+    desired: list[Manifest]
+    scale: dict[ChildKey, int]
+    """Pods of StatefulSets that are not desired, because their template cannot be made."""
+    replace: tuple[ChildKey, ...] = ()
+
+
+def plan_rolling(blueprint: Blueprint, desired: Sequence[Manifest], live: Children, *, now: datetime) -> Rolling:
+    """`desired` with strategies and counts for this moment of a rollout.
+
+    A StatefulSet that is not desired, because its template cannot be made, is looked at as it is and not changed.
+    """
+    views: dict[Role, RoleView] = {}
+    held: dict[Role, RolePlan] = {}
+    by_key = {child_key(child): child for child in desired}
+    for role in blueprint.worker_roles:
+        key = workload_key(blueprint, role)
+        present = live.get(key)
+        if present is None:
+            continue
+        view = _view(blueprint, role, key, live, now=now)
+        if not _is_seen(present) or (key in by_key and _is_new_template(by_key[key], present)):
+            held[role] = _hold(view, is_new=key in by_key and _is_new_template(by_key[key], present))
+        else:
+            views[role] = view
+    rollout = blueprint.model.spec.rollout
+    gateways = [child for key, child in live.items() if key.kind == DEPLOYMENT.name]
+    # What one role is about to become is not known while it is held: the other one waits for it.
+    plans = held | (
+        plan_rollout(views, paused=rollout.paused, gateways_first=not all(map(is_rolled_out, gateways)))
+        if not held
+        else {role: _hold(view, is_new=False) for role, view in views.items()}
+    )
+    replace: list[ChildKey] = []
+    scale: dict[ChildKey, int] = {}
+    for role, plan in plans.items():
+        key, size = workload_key(blueprint, role), blueprint.worker_spec(role).nodes_per_replica
+        if key in by_key:
+            by_key[key] = _with_plan(by_key[key], plan, size=size)
+        else:
+            scale[key] = plan.total * size
+        if role in views:
+            replace += _pods_to_delete(blueprint, role, views[role], plan, live)
+    return Rolling(desired=list(by_key.values()), scale=scale, replace=tuple(sorted(replace)))
+
+
+def _view(blueprint: Blueprint, role: Role, key: ChildKey, live: Children, *, now: datetime) -> RoleView:
+    spec, workload = blueprint.worker_spec(role), live[key]
+    size = spec.nodes_per_replica
+    groups = group_pods(pods_of(key, live), size)
+    strategy = dig(workload, "spec", "updateStrategy")
+    partition = None if dig(strategy, "type") == "OnDelete" else dig(strategy, "rollingUpdate", "partition") or 0
+    rollout = blueprint.model.spec.rollout
+    return RoleView(
+        wanted=blueprint.replicas(spec.replicas),
+        total=_groups(dig(workload, "spec", "replicas") or 0, size),
+        partition=None if partition is None else _groups(partition, size),
+        replicas=observe_replicas(groups, revision=str(dig(workload, "status", "updateRevision")), now=now),
+        surge=rollout.surge_of(spec.replicas),
+        unavailable=rollout.unavailable_of(spec.replicas),
+    )
+
+
+def _groups(pods: int, size: int) -> int:
+    return -(-pods // size)
+
+
+def _is_seen(workload: Manifest) -> bool:
+    return dig(workload, "status", "observedGeneration") == dig(workload, "metadata", "generation")
+
+
+def _is_new_template(desired: Manifest, present: Manifest) -> bool:
+    """Whether applying it gives pods another template. A StatefulSet of an earlier release has no digest of it."""
+    signed = annotations_of(present).get(TEMPLATE_HASH)
+    if signed is not None and signed != annotations_of(desired).get(TEMPLATE_HASH):
+        return True
+    return not satisfies(dig(present, "spec", "template"), dig(desired, "spec", "template"))
+
+
+def _hold(view: RoleView, *, is_new: bool) -> RolePlan:
+    """Replace nothing; what is added is made from the newest template."""
+    if view.wanted == 0:
+        return RolePlan(total=0, partition=0)
+    total = max(view.total, view.wanted)
+    return RolePlan(total=total, partition=view.total if is_new else view.partition)
+
+
+def _with_plan(workload: Manifest, plan: RolePlan, *, size: int) -> Manifest:
+    if plan.partition is None:
+        strategy: Manifest = {"type": "OnDelete"}
+    else:
+        strategy = {"type": "RollingUpdate", "rollingUpdate": {"partition": plan.partition * size}}
+    return workload | {"spec": workload["spec"] | {"replicas": plan.total * size, "updateStrategy": strategy}}
+
+
+def _pods_to_delete(blueprint: Blueprint, role: Role, view: RoleView, plan: RolePlan, live: Children) -> list[ChildKey]:
+    """Outdated pods of replicas that come back from the newest template: a controller alone replaces pod by pod and
+    waits for each, but pods of two templates never form a replica, and pods of a mistake are never ready."""
+    key = workload_key(blueprint, role)
+    revision = str(dig(live[key], "status", "updateRevision"))
+    allowed = [index for index in plan.replace if view.partition is None or index >= view.partition]
+    if not allowed:
+        return []
+    return [
+        child_key(pod)
+        for group in group_pods(pods_of(key, live), blueprint.worker_spec(role).nodes_per_replica)
+        if group.index in allowed
+        for pod in group.outdated(revision)
+    ]
+
+
+def plan_hurry(blueprint: Blueprint, live: Children) -> list[tuple[ChildKey, int]]:
+    """Workers on their way out that would be given longer than `spec.drain` says, and the seconds they should get: pod
+    templates leave room, so that another time to drain needs no new pods."""
+    seconds = grace_seconds(blueprint)
+    return [
+        (child_key(pod), seconds)
+        for role in blueprint.worker_roles
+        for pod in pods_of(workload_key(blueprint, role), live)
+        if is_leaving(pod)
+        and dig(pod, "metadata", "deletionGracePeriodSeconds") == ROOM_TO_DRAIN_SECONDS
+        and seconds < ROOM_TO_DRAIN_SECONDS
+    ]

@@ -1,0 +1,291 @@
+"""Which replicas may be replaced now, over both worker roles at once. Pure arithmetic.
+
+Blocks move between workers of one *build* (`tandem.dev/revision`) only, so what serves are pairs: a build's capacity is
+that of its scarcest role, as a share of what the role should have, and the model's is the sum over its builds. A plan
+keeps two promises, unless they were broken before it: the capacity stays at or above what `maxUnavailable` allows, and
+so does each role's number of ready replicas. It never takes what would break them further, but where a target that
+changed midway left three builds whose shares do not add up: then one replica goes at a time, the one that costs least.
+
+A replica that was ready and may be serving though nobody can tell (its node is out of reach, or its readiness blinks)
+is *unsure*: a plan must keep the promises whether it serves or not. One that is *down* serves nobody and goes first.
+
+A StatefulSet's partition says which template a pod gets that is made anew: at and above it the newest. It only ever
+comes down to replicas that were released here. Where one below others goes first, the set is on `OnDelete` meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from fractions import Fraction
+
+from tandem_api.names import Role
+
+
+class State(Enum):
+    """Whether a replica serves."""
+
+    READY = "ready"
+    UNSURE = "unsure"
+    DOWN = "down"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replica:
+    """One replica of a role, some of whose pods exist."""
+
+    index: int
+    build: str
+    """Its workers exchange blocks with those of the same build."""
+    state: State
+    is_outdated: bool
+    """Made from another template than the newest."""
+    is_leaving: bool = False
+    """All of its pods are on their way out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleView:
+    """One role as it is and as it should be, counted in replicas."""
+
+    wanted: int
+    total: int
+    """What its StatefulSet asks for at present, a surge included."""
+    partition: int | None
+    """At and above this index pods are made from the newest template; None: all are, and no controller replaces any."""
+    replicas: Sequence[Replica]
+    surge: int
+    """Replicas that there may be beyond the wanted ones while some are replaced."""
+    unavailable: int
+    """Wanted replicas that may be missing while some are replaced."""
+
+    @property
+    def is_rolling(self) -> bool:
+        """Some of what should stay is outdated."""
+        return any(replica.is_outdated and replica.index < self.wanted for replica in self.replicas)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolePlan:
+    """What a role's StatefulSet should say, and whose pods to delete."""
+
+    total: int
+    partition: int | None
+    replace: tuple[int, ...] = ()
+    """Replicas that may be replaced, in order."""
+
+
+def plan_rollout(
+    roles: Mapping[Role, RoleView], *, paused: bool = False, gateways_first: bool = False
+) -> dict[Role, RolePlan]:
+    """One step of a rollout. With `gateways_first` only what is down goes: gateways know how to ask the workers of the
+    release before theirs, and not what those of the next one want."""
+    idle = {role: RolePlan(total=0, partition=0) for role, view in roles.items() if view.wanted == 0}
+    return idle | _plan_serving(
+        {role: view for role, view in roles.items() if role not in idle}, paused=paused, gateways_first=gateways_first
+    )
+
+
+def _plan_serving(roles: Mapping[Role, RoleView], *, paused: bool, gateways_first: bool) -> dict[Role, RolePlan]:
+    serving = _Serving(roles)
+    released = {role: {replica.index for replica in _in_motion(view)} for role, view in roles.items()}
+    if not paused:
+        for role, view in roles.items():
+            released[role] |= {r.index for r in _outdated(view) if r.state is State.DOWN}
+        if not gateways_first:
+            _release_serving(roles, serving, released)
+    totals = {
+        role: _total(role, view, serving, may_surge=not paused and not gateways_first, paused=paused)
+        for role, view in roles.items()
+    }
+    return {role: _role_plan(view, released[role], totals[role], paused=paused) for role, view in roles.items()}
+
+
+def _outdated(view: RoleView) -> list[Replica]:
+    """What a plan may release, the last first."""
+    found = [replica for replica in view.replicas if replica.is_outdated and not replica.is_leaving]
+    return sorted(found, key=lambda replica: -replica.index)
+
+
+def _in_motion(view: RoleView) -> list[Replica]:
+    """Released by an earlier plan: the controller may be replacing them in this moment."""
+    return [r for r in _outdated(view) if view.partition is not None and r.index >= view.partition]
+
+
+def _release_serving(roles: Mapping[Role, RoleView], serving: _Serving, released: Mapping[Role, set[int]]) -> None:
+    """Release one after another, unsure ones before ready ones, for as long as the promises hold."""
+    queues = {role: _queues(view, released[role]) for role, view in roles.items()}
+    while (found := _next(roles, serving, queues)) is not None:
+        role, replica = found
+        queues[role][replica.state][replica.build].pop()
+        serving.remove(role, replica)
+        released[role].add(replica.index)
+    if _is_stuck(roles, released):
+        role, replica = min(
+            ((role, replica) for role, view in roles.items() for replica in _outdated(view)),
+            key=lambda item: serving.cost(*item),
+        )
+        serving.remove(role, replica)
+        released[role].add(replica.index)
+
+
+_Queues = dict[State, dict[str, list[Replica]]]
+
+
+def _queues(view: RoleView, released: set[int]) -> _Queues:
+    """What is left to release, by state and build; the last replicas at the end."""
+    queues: _Queues = {State.UNSURE: {}, State.READY: {}}
+    for replica in reversed(_outdated(view)):
+        if replica.state in queues and replica.index not in released:
+            queues[replica.state].setdefault(replica.build, []).append(replica)
+    return queues
+
+
+def _next(
+    roles: Mapping[Role, RoleView], serving: _Serving, queues: Mapping[Role, _Queues]
+) -> tuple[Role, Replica] | None:
+    """Whose turn it is: of the role that has more old replicas left, so that builds stay in proportion."""
+
+    def share_left(role: Role) -> Fraction:
+        left = sum(len(waiting) for builds in queues[role].values() for waiting in builds.values())
+        return Fraction(left, max(1, roles[role].wanted))
+
+    for state in (State.UNSURE, State.READY):
+        for role in sorted(roles, key=share_left, reverse=True):
+            # The last of each build: its others are worth the same. A build that has no partner left costs nothing.
+            lasts = [waiting[-1] for waiting in queues[role][state].values() if waiting]
+            for replica in sorted(lasts, key=lambda replica: -replica.index):
+                if serving.can_spare(role, replica):
+                    return role, replica
+    return None
+
+
+def _is_stuck(roles: Mapping[Role, RoleView], released: Mapping[Role, set[int]]) -> bool:
+    """Everything is up, outdated replicas are left and none was spared. A target that changed midway leaves three
+    builds or more, whose shares need not add up: then the promise is out of reach, and what costs least has to go."""
+    everything_up = all(
+        len(view.replicas) >= view.total >= view.wanted + (view.surge if view.is_rolling else 0)
+        and all(r.state is State.READY and not r.is_leaving for r in view.replicas)
+        for view in roles.values()
+    )
+    builds = {replica.build for view in roles.values() for replica in view.replicas}
+    is_rolling = any(view.is_rolling for view in roles.values())
+    return is_rolling and everything_up and not any(released.values()) and len(builds) > 2
+
+
+def _total(role: Role, view: RoleView, serving: _Serving, *, may_surge: bool, paused: bool) -> int:
+    """Replicas that the StatefulSet should ask for. What is beyond the wanted ones goes when it can be spared."""
+    if paused:
+        return view.wanted
+    goal = view.wanted
+    if view.is_rolling and (view.total > view.wanted or (may_surge and _needs_surge(view))):
+        goal = view.wanted + view.surge
+    total = max(goal, view.total)
+    by_index = {replica.index: replica for replica in view.replicas if not replica.is_leaving}
+    while total > goal:
+        last = by_index.get(total - 1)
+        if last is not None and not serving.has_gone(role, last):
+            if not serving.can_spare(role, last):
+                break
+            serving.remove(role, last)
+        total -= 1
+    return total
+
+
+def _needs_surge(view: RoleView) -> bool:
+    """Something that may be serving is to be replaced, and is not in motion yet."""
+    moving = _in_motion(view)
+    return any(r.index < view.wanted and r.state is not State.DOWN and r not in moving for r in _outdated(view))
+
+
+def _role_plan(view: RoleView, released: set[int], total: int, *, paused: bool) -> RolePlan:
+    if paused:
+        return RolePlan(total=total, partition=view.partition)
+    outdated = {replica.index for replica in _outdated(view)}
+    kept = outdated - released
+    partition = max(kept, default=-1) + 1
+    if any(index < partition for index in released & outdated):
+        return RolePlan(total=total, partition=None, replace=tuple(sorted(released & outdated)))
+    return RolePlan(total=total, partition=partition, replace=tuple(sorted(released & outdated)))
+
+
+class _Serving:
+    """What serves, without what earlier plans have released, and what may still be taken from it.
+
+    It is counted twice: with what surely serves, and with what may.
+    """
+
+    def __init__(self, roles: Mapping[Role, RoleView]) -> None:
+        self._roles = roles
+        self._wanted = {role: view.wanted for role, view in roles.items()}
+        self._gone = {(role, r.index) for role, view in roles.items() for r in _in_motion(view)}
+        self._builds: dict[bool, dict[Role, Counter[str]]] = {
+            sure: {
+                role: Counter(r.build for r in view.replicas if self._counts(role, r, sure=sure))
+                for role, view in roles.items()
+            }
+            for sure in (True, False)
+        }
+        self._floor = min(
+            (Fraction(max(0, view.wanted - view.unavailable), view.wanted) for view in roles.values()),
+            default=Fraction(0),
+        )
+        self._before = {sure: self._measure(sure=sure) for sure in (True, False)}
+
+    def can_spare(self, role: Role, replica: Replica) -> bool:
+        """Whether the promises hold without it, or are no further broken than they were."""
+        with self._without(role, replica):
+            return all(self._holds(sure=sure) for sure in (True, False))
+
+    def cost(self, role: Role, replica: Replica) -> tuple[Fraction, int]:
+        """Capacity that goes with it, and its place: of equals the last goes."""
+        with self._without(role, replica):
+            return self._before[True][0] - self._measure(sure=True)[0], -replica.index
+
+    def remove(self, role: Role, replica: Replica) -> None:
+        self._change(role, replica, -1)
+        self._gone.add((role, replica.index))
+
+    def has_gone(self, role: Role, replica: Replica) -> bool:
+        return (role, replica.index) in self._gone or replica.state is State.DOWN or replica.is_leaving
+
+    def _counts(self, role: Role, replica: Replica, *, sure: bool) -> bool:
+        if self.has_gone(role, replica):
+            return False
+        return replica.state is State.READY or not sure
+
+    @contextmanager
+    def _without(self, role: Role, replica: Replica) -> Generator[None]:
+        self._change(role, replica, -1)
+        yield
+        self._change(role, replica, +1)
+
+    def _change(self, role: Role, replica: Replica, by: int) -> None:
+        for sure, builds in self._builds.items():
+            if self._counts(role, replica, sure=sure):
+                builds[role][replica.build] += by
+
+    def _holds(self, *, sure: bool) -> bool:
+        (capacity, counts), (capacity_before, counts_before) = self._measure(sure=sure), self._before[sure]
+        return capacity >= min(self._floor, capacity_before) and all(
+            counts[role] >= min(view.wanted - view.unavailable, counts_before[role])
+            for role, view in self._roles.items()
+        )
+
+    def _measure(self, *, sure: bool) -> tuple[Fraction, dict[Role, int]]:
+        builds = self._builds[sure]
+        return capacity_of(builds, self._wanted), {role: counts.total() for role, counts in builds.items()}
+
+
+def capacity_of(ready: Mapping[Role, Mapping[str, int]], wanted: Mapping[Role, int]) -> Fraction:
+    """The share of its promised capacity that a model has: of each build, its scarcest role."""
+    if not all(wanted.values()):
+        return Fraction(0)
+    builds = {build for counts in ready.values() for build in counts}
+    return sum(
+        (min(Fraction(counts.get(build, 0), wanted[role]) for role, counts in ready.items()) for build in builds),
+        start=Fraction(0),
+    )

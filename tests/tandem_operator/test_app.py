@@ -1,0 +1,147 @@
+"""The whole operator against an API server double over real HTTP: it leads, watches, makes a model, and stops."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from kubernetes.aio.client import ApiClient, Configuration
+from operator_objects import RELEASE, raw_model
+from tandem_operator.app import Operator
+from tandem_operator.kube.client import Connections, KubeClient
+from tandem_operator.settings import LeaseSettings, OperatorSettings
+
+NAMESPACES = tuple(f"n{number}" for number in range(10))
+MODEL = "/apis/tandem.dev/v1alpha1/namespaces/n3/inferencemodels/m"
+LEASE = "/apis/coordination.k8s.io/v1/namespaces/ns/leases/tandem-operator"
+RESOURCE = {
+    "name": "inferencemodels", "singularName": "inferencemodel", "namespaced": True, "kind": "InferenceModel",
+    "verbs": ["get", "list", "watch", "patch"],
+}  # fmt: skip
+
+
+class APIServer:
+    """Objects by path. Watches stay open and say nothing, as in a cluster in which nothing happens."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, dict[str, Any]] = {}
+        self.requests: Counter[str] = Counter()
+        self.watching: set[str] = set()
+        self.stop = asyncio.Event()
+        self.url = ""
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        path, method = request.path, request.method
+        if request.query.get("watch") == "true":
+            return await self._watch(request)
+        self.requests[method] += 1
+        if method == "GET":
+            return self._get(path)
+        body = await request.json()
+        if method == "POST":
+            path = f"{path}/{body['metadata']['name']}"
+        if path.endswith("/status"):
+            self.kept[path.removesuffix("/status")]["status"] = body["status"]
+            return web.json_response(body)
+        version = str(sum(self.requests.values()))
+        body["metadata"] |= {"uid": f"uid of {path}", "resourceVersion": version, "generation": 1}
+        self.kept[path] = body
+        return web.json_response(body)
+
+    def _get(self, path: str) -> web.Response:
+        if path == "/api":
+            return web.json_response({"versions": ["v1"]})
+        if path == "/apis":
+            version = {"groupVersion": "tandem.dev/v1alpha1", "version": "v1alpha1"}
+            group = {"name": "tandem.dev", "versions": [version], "preferredVersion": version}
+            return web.json_response({"groups": [group]})
+        if path == "/apis/tandem.dev/v1alpha1":
+            return web.json_response({"resources": [RESOURCE], "groupVersion": "tandem.dev/v1alpha1"})
+        if path == "/api/v1":
+            namespaces = {"name": "namespaces", "singularName": "namespace", "namespaced": False, "kind": "Namespace"}
+            return web.json_response({"resources": [namespaces | {"verbs": ["list"]}], "groupVersion": "v1"})
+        if path in self.kept:
+            return web.json_response(self.kept[path])
+        if path.count("/") > 1 and path.rsplit("/", 1)[1].endswith("s") and "m-" not in path:
+            items = [found for key, found in self.kept.items() if key.rsplit("/", 1)[0] == path]
+            return web.json_response({"items": items, "metadata": {"resourceVersion": "1"}, "kind": "List"})
+        return web.json_response({"message": "not found", "code": 404, "kind": "Status"}, status=404)
+
+    async def _watch(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        self.watching.add(request.path)
+        await self.stop.wait()
+        return response
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[APIServer]:
+    made = APIServer()
+    made.kept[MODEL] = {"apiVersion": "tandem.dev/v1alpha1", "kind": "InferenceModel", **raw_model()}
+    made.kept[MODEL]["metadata"] |= {"namespace": "n3", "resourceVersion": "1"}
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", made.handle)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    made.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    yield made
+    made.stop.set()
+    await runner.cleanup()
+
+
+def client(server: APIServer, connections: int) -> ApiClient:
+    configuration = Configuration()
+    configuration.host, configuration.connection_pool_maxsize = server.url, connections
+    return ApiClient(configuration)
+
+
+async def until(holds: Any) -> None:
+    async with asyncio.timeout(20):
+        while not holds():  # noqa: ASYNC110 -- the other end is a server
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+async def test_ten_namespaces_are_watched_and_the_lease_is_held_meanwhile(
+    server: APIServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = {"name": "c", "cluster": {"server": server.url}}
+    context = {"name": "c", "context": {"cluster": "c", "user": "u"}}
+    config = {"clusters": [cluster], "contexts": [context], "users": [{"name": "u", "user": {"token": "t"}}]}
+    path = tmp_path / "kubeconfig"
+    path.write_text(json.dumps({"apiVersion": "v1", "kind": "Config", "current-context": "c", **config}))
+    # The library reads KUBECONFIG once, when it is imported.
+    monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(path))
+    lease = LeaseSettings(namespace="ns", identity="me", renew_seconds=0.2)
+    settings = OperatorSettings(release=RELEASE, lease=lease, namespaces=NAMESPACES)
+    # As `connect` makes them, with pools so small that watches in them would starve all else.
+    connections = Connections(
+        requests=KubeClient(client(server, 4), watches=client(server, 0)), lease=KubeClient(client(server, 1))
+    )
+    running = asyncio.create_task(Operator(settings, connections).run())
+    try:
+        await until(lambda: "conditions" in server.kept[MODEL].get("status", {}))
+        assert "/apis/apps/v1/namespaces/n3/statefulsets/m-decode" in server.kept
+        assert server.kept[LEASE]["spec"]["holderIdentity"] == "me"
+        await until(lambda: sum(path.endswith("/events") for path in server.watching) == len(NAMESPACES))
+        assert sum(path.endswith("/pods") for path in server.watching) == len(NAMESPACES)
+        renewed = server.kept[LEASE]["spec"]["renewTime"]
+        await until(lambda: server.kept[LEASE]["spec"]["renewTime"] > renewed)
+        assert not running.done()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await asyncio.wait_for(running, 20) == 0
+        assert server.kept[LEASE]["spec"]["holderIdentity"] == "", "given up at once"
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await connections.close()

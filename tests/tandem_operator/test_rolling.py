@@ -1,0 +1,197 @@
+"""Rollouts on live objects: what StatefulSets are told, and which pods go."""
+
+from __future__ import annotations
+
+import copy
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from operator_objects import READY, UID, blueprint, children, container, pod
+from tandem_operator.manifests import ChildKey, Manifest
+from tandem_operator.planner import own_workloads
+from tandem_operator.rolling import Rolling, plan_hurry, plan_rolling
+from tandem_operator.workloads import Blueprint, build_children
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+DECODE, PREFILL, GATEWAY = (
+    ChildKey("StatefulSet", "m-decode"),
+    ChildKey("StatefulSet", "m-prefill"),
+    ChildKey("Deployment", "m"),
+)
+OLD = {"controller-revision-hash": "old"}
+
+
+def serving(plan: Blueprint) -> dict[ChildKey, Manifest]:
+    """Everything is up and of the newest template."""
+    live = copy.deepcopy(children(plan))
+    for key, child in list(live.items()):
+        if (count := child.get("spec", {}).get("replicas")) is None:
+            continue
+        child["metadata"] |= {"generation": 1, "uid": f"uid-{key.name}"}
+        child["status"] = {
+            "observedGeneration": 1,
+            "updateRevision": "new",
+            "replicas": count,
+            "updatedReplicas": count,
+        }
+        labels = child["spec"]["template"]["metadata"]["labels"]
+        for number in range(count if key.kind == "StatefulSet" else 0):
+            name = f"{key.name}-{number}"
+            live[ChildKey("Pod", name)] = pod(name, owner=f"uid-{key.name}", labels=labels, **READY)
+    return live
+
+
+def outdated(live: dict[ChildKey, Manifest], *names: str, **status: Any) -> None:
+    for name in names:
+        found = live[ChildKey("Pod", name)]
+        found["metadata"]["labels"] = found["metadata"]["labels"] | OLD | {"tandem.dev/revision": "old"}
+        found["status"] = status or found["status"]
+
+
+def rolled(plan: Blueprint, live: dict[ChildKey, Manifest], *, now: datetime = NOW) -> Rolling:
+    return plan_rolling(plan, build_children(plan), own_workloads(live, owner_uid=UID), now=now)
+
+
+def told(found: Rolling, name: str = "m-decode") -> tuple[int, int | None]:
+    """Replicas and partition."""
+    (workload,) = [c for c in found.desired if c["kind"] == "StatefulSet" and c["metadata"]["name"] == name]
+    strategy = workload["spec"]["updateStrategy"]
+    return workload["spec"]["replicas"], strategy.get("rollingUpdate", {}).get("partition")
+
+
+def names_of(found: Rolling) -> list[str]:
+    return [key.name for key in found.replace]
+
+
+def test_what_is_up_to_date_stays_as_it_is() -> None:
+    plan = blueprint(prefill={}, decode={"replicas": 3})
+    found = rolled(plan, serving(plan))
+    assert (told(found), told(found, "m-prefill"), found.replace) == ((3, 0), (1, 0), ())
+
+
+def test_a_new_template_comes_with_a_partition_that_holds_everything() -> None:
+    live = serving(blueprint(decode={"replicas": 3}))
+    changed = blueprint(decode={"replicas": 5}, engine={"maxBatchTokens": 64})
+    assert told(rolled(changed, live)) == (5, 3), "what is added is made from the newest template"
+    overlay = {"spec": {"nodeSelector": {"gpu": "yes"}}}
+    removed = serving(blueprint(decode={"replicas": 3, "podTemplate": overlay}))
+    assert told(rolled(blueprint(decode={"replicas": 3}), removed)) == (3, 3), "a field that goes changes it too"
+
+
+def test_one_by_one_from_the_last_and_only_once_the_controller_knows() -> None:
+    plan = blueprint(decode={"replicas": 3})
+    live = serving(plan)
+    outdated(live, "m-decode-0", "m-decode-1", "m-decode-2")
+    live[DECODE]["spec"]["updateStrategy"] = {"type": "RollingUpdate", "rollingUpdate": {"partition": 3}}
+    found = rolled(plan, live)
+    assert (told(found), names_of(found)) == ((3, 2), []), "it would come back from the old template"
+    live[DECODE]["spec"]["updateStrategy"] = {"type": "RollingUpdate", "rollingUpdate": {"partition": 2}}
+    assert names_of(rolled(plan, live)) == ["m-decode-2"]
+    live[DECODE]["metadata"]["generation"] = 2
+    assert names_of(rolled(plan, live)) == []
+
+
+def test_a_single_replica_is_replaced_beside_another_one() -> None:
+    plan = blueprint(prefill={})
+    live = serving(plan)
+    outdated(live, "m-decode-0", "m-prefill-0")
+    found = rolled(plan, live)
+    # The template of before had no partition: its pods are in motion already.
+    assert told(found) == (1, 0)
+    for key in (DECODE, PREFILL):
+        live[key]["spec"]["updateStrategy"]["rollingUpdate"]["partition"] = 1
+    found = rolled(plan, live)
+    assert (told(found), told(found, "m-prefill"), found.replace) == ((2, 1), (2, 1), ())
+
+
+def test_recreate_takes_everything_at_once() -> None:
+    plan = blueprint(prefill={}, rollout={"type": "Recreate"})
+    live = serving(plan)
+    outdated(live, "m-decode-0", "m-prefill-0")
+    for key in (DECODE, PREFILL):
+        live[key]["spec"]["updateStrategy"] = {"type": "OnDelete"}
+    assert names_of(rolled(plan, live)) == ["m-decode-0", "m-prefill-0"]
+
+
+def test_unready_workers_below_ready_ones_are_mended_first() -> None:
+    plan = blueprint(decode={"replicas": 3})
+    live = serving(plan)
+    running = container(started=True, ready=False) | {
+        "conditions": [{"type": "Ready", "status": "False", "lastTransitionTime": "2025-12-31T23:00:00Z"}]
+    }
+    outdated(live, "m-decode-0", "m-decode-1", **running)
+    outdated(live, "m-decode-2")
+    live[DECODE]["spec"]["updateStrategy"]["rollingUpdate"]["partition"] = 3
+    assert told(rolled(plan, live)) == (3, None), "OnDelete: no controller takes the one that serves"
+    live[DECODE]["spec"]["updateStrategy"] = {"type": "OnDelete"}
+    assert names_of(rolled(plan, live)) == ["m-decode-0", "m-decode-1"]
+
+
+def test_a_node_out_of_reach_is_given_time() -> None:
+    """The control plane calls its pods unready; of their containers remains what the kubelet said last."""
+    plan = blueprint(decode={"replicas": 2})
+    live = serving(plan)
+    ready = {"type": "Ready", "status": "False", "lastTransitionTime": NOW.isoformat()}
+    outdated(live, "m-decode-0", "m-decode-1", **container(started=True, ready=True) | {"conditions": [ready]})
+    live[DECODE]["spec"]["updateStrategy"] = {"type": "OnDelete"}
+    assert names_of(rolled(plan, live, now=NOW + timedelta(seconds=60))) == ["m-decode-1"]
+    assert names_of(rolled(plan, live, now=NOW + timedelta(minutes=6))) == ["m-decode-0", "m-decode-1"]
+
+
+def test_groups_go_whole() -> None:
+    plan = blueprint(decode={"replicas": 2, "nodesPerReplica": 2, "parallelism": {"tensor": 2}})
+    live = serving(plan)
+    outdated(live, *[f"m-decode-{number}" for number in range(4)])
+    live[DECODE]["spec"]["updateStrategy"]["rollingUpdate"]["partition"] = 4
+    found = rolled(plan, live)
+    assert (told(found), found.replace) == ((4, 2), ())
+    live[DECODE]["spec"]["updateStrategy"]["rollingUpdate"]["partition"] = 2
+    assert names_of(rolled(plan, live)) == ["m-decode-2", "m-decode-3"]
+
+
+def test_workers_that_serve_wait_for_the_gateways() -> None:
+    plan = blueprint(decode={"replicas": 2})
+    live = serving(plan)
+    outdated(live, "m-decode-0", "m-decode-1")
+    live[DECODE]["spec"]["updateStrategy"]["rollingUpdate"]["partition"] = 2
+    live[GATEWAY]["status"]["updatedReplicas"] = 0
+    assert told(rolled(plan, live)) == (2, 2)
+    live[GATEWAY]["status"]["updatedReplicas"] = 1
+    assert told(rolled(plan, live)) == (2, 1)
+
+
+def test_a_suspension_in_the_middle_of_a_rollout_takes_every_pod() -> None:
+    live = serving(blueprint(decode={"replicas": 3}))
+    outdated(live, "m-decode-0")
+    live[DECODE]["metadata"]["generation"] = 2
+    changed = blueprint(decode={"replicas": 3}, engine={"maxBatchTokens": 64}, suspend=True)
+    assert told(rolled(changed, live))[0] == 0
+
+
+def test_pods_of_anybody_elses_stateful_set_are_left_alone() -> None:
+    """Of our name and with our labels, but not ours."""
+    plan = blueprint()
+    live = serving(plan)
+    outdated(live, "m-decode-0", **container())
+    assert names_of(rolled(plan, live)) == ["m-decode-0"]
+    live[DECODE]["metadata"]["ownerReferences"][0]["uid"] = "another"
+    assert names_of(rolled(plan, live)) == []
+    live = serving(plan)
+    stray = pod("x-0", owner="uid-x", labels=live[ChildKey("Pod", "m-decode-0")]["metadata"]["labels"] | OLD)
+    live[ChildKey("Pod", "x-0")] = stray
+    live[ChildKey("StatefulSet", "x")] = live[DECODE] | {
+        "metadata": live[DECODE]["metadata"] | {"name": "x", "uid": "uid-x", "ownerReferences": []}
+    }
+    assert names_of(rolled(plan, live)) == []
+
+
+def test_pods_on_their_way_out_get_what_the_spec_says() -> None:
+    live = serving(blueprint(drain={"timeout": "20s"}))
+    leaving = live[ChildKey("Pod", "m-decode-0")]["metadata"]
+    assert plan_hurry(blueprint(), live) == []
+    leaving |= {"deletionTimestamp": "2026-01-01T00:00:00Z", "deletionGracePeriodSeconds": 600}
+    assert plan_hurry(blueprint(drain={"timeout": "20s"}), live) == [(ChildKey("Pod", "m-decode-0"), 35)]
+    leaving["deletionGracePeriodSeconds"] = 35
+    assert plan_hurry(blueprint(drain={"timeout": "20s"}), live) == []
+    leaving["deletionGracePeriodSeconds"] = 30  # of a podTemplate
+    assert plan_hurry(blueprint(drain={"timeout": "90s"}), live) == []

@@ -1,0 +1,281 @@
+"""Rollouts over random histories: a cluster that starts slowly, crashes and changes its mind, against the planner."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tandem_api.names import Role
+from tandem_operator.rollout import Replica, RolePlan, RoleView, State, capacity_of, plan_rollout
+
+HISTORIES = int(os.environ.get("TANDEM_HISTORIES", "100"))
+
+
+@dataclass
+class Pod:
+    template: int
+    state: State = State.DOWN
+
+
+@dataclass
+class Set:
+    """A StatefulSet with replicas of one pod, as its controller runs it."""
+
+    wanted: int
+    surge: int
+    unavailable: int
+    total: int = 0
+    partition: int | None = 0
+    current: int = 0
+    newest: int = 0
+    pods: dict[int, Pod] = field(default_factory=dict[int, Pod])
+
+    def view(self) -> RoleView:
+        replicas = [
+            Replica(index=i, build=str(p.template), state=p.state, is_outdated=p.template != self.newest)
+            for i, p in sorted(self.pods.items())
+        ]
+        return RoleView(
+            wanted=self.wanted, total=self.total, partition=self.partition, replicas=replicas, surge=self.surge,
+            unavailable=self.unavailable,
+        )  # fmt: skip
+
+    def control(self) -> None:
+        """One turn of the StatefulSet controller."""
+        for index in [index for index in self.pods if index >= self.total]:
+            del self.pods[index]
+        for index in range(self.total):
+            at_newest = self.partition is None or index >= self.partition
+            self.pods.setdefault(index, Pod(self.newest if at_newest else self.current))
+        if self.partition is not None:
+            for index in sorted(self.pods, reverse=True):
+                if index >= self.partition and self.pods[index].template != self.newest:
+                    del self.pods[index]
+                    return
+                if self.pods[index].state is not State.READY:
+                    break
+            if all(p.template == self.newest and p.state is State.READY for p in self.pods.values()):
+                self.current = self.newest
+
+
+@dataclass
+class Cluster:
+    sets: dict[Role, Set]
+
+    def capacity(self) -> Fraction:
+        ready = {
+            role: Counter(str(p.template) for p in entry.pods.values() if p.state is State.READY)
+            for role, entry in self.sets.items()
+        }
+        return capacity_of(ready, {role: entry.wanted for role, entry in self.sets.items()})
+
+    @property
+    def floor(self) -> Fraction:
+        return min(Fraction(max(0, s.wanted - s.unavailable), s.wanted) for s in self.sets.values())
+
+    def plan(self, **more: bool) -> dict[Role, RolePlan]:
+        views = {role: entry.view() for role, entry in self.sets.items()}
+        plan = plan_rollout(views, **more)
+        assert plan == plan_rollout(views, **more), "the same state has the same plan"
+        return plan
+
+    def execute(self, plan: dict[Role, RolePlan]) -> None:
+        """Write what is planned, and let what was released be replaced at once: the worst that can happen."""
+        for role, entry in self.sets.items():
+            entry.total, entry.partition = plan[role].total, plan[role].partition
+            for index in plan[role].replace:
+                entry.pods.pop(index, None)
+            for index in [index for index in entry.pods if index >= entry.total]:
+                del entry.pods[index]
+
+    def new_template(self) -> None:
+        """As it is applied: together with a partition that holds everything."""
+        for entry in self.sets.values():
+            entry.newest += 1
+            entry.partition = max(entry.total, entry.wanted)
+
+    def start_all(self) -> None:
+        for entry in self.sets.values():
+            for pod in entry.pods.values():
+                pod.state = State.READY
+
+    @property
+    def is_done(self) -> bool:
+        return all(
+            len(entry.pods) == entry.wanted == entry.total
+            and all(p.template == entry.newest and p.state is State.READY for p in entry.pods.values())
+            for entry in self.sets.values()
+        )
+
+
+def cluster(*shapes: tuple[int, int, int]) -> Cluster:
+    """Sets of (wanted, surge, unavailable): prefill and decode, or decode alone; all of it serves."""
+    roles = (Role.PREFILL, Role.DECODE) if len(shapes) == 2 else (Role.UNIFIED,)
+    sets = {
+        role: Set(wanted=n, surge=surge, unavailable=gone, total=n, pods={i: Pod(0, State.READY) for i in range(n)})
+        for role, (n, surge, gone) in zip(roles, shapes, strict=True)
+    }
+    return Cluster(sets)
+
+
+def roll(made: Cluster, *, steps: int = 400) -> Fraction:
+    """Run until done, everything starting in a turn. Returns the lowest capacity on the way."""
+    lowest = made.capacity()
+    for _ in range(steps):
+        made.execute(made.plan())
+        lowest = min(lowest, made.capacity())
+        for entry in made.sets.values():
+            entry.control()
+        lowest = min(lowest, made.capacity())
+        made.start_all()
+        if made.is_done:
+            return lowest
+    raise AssertionError(f"it does not end: {made}")
+
+
+@pytest.mark.parametrize(
+    ("shapes", "floor"),
+    [
+        ([(1, 1, 0), (1, 1, 0)], Fraction(1)),
+        ([(1, 1, 0), (8, 0, 1)], Fraction(7, 8)),
+        ([(2, 0, 1), (4, 0, 1)], Fraction(1, 2)),
+        ([(2, 1, 0), (8, 1, 0)], Fraction(1)),
+        ([(3, 0, 1)], Fraction(2, 3)),
+        ([(1, 0, 1), (1, 0, 1)], Fraction(0)),
+    ],
+)
+def test_pairs_never_fall_below_the_promise(shapes: list[tuple[int, int, int]], floor: Fraction) -> None:
+    """One prefill and eight decode: not 1 of 7 that takes everything, but 7 of 8 at least."""
+    made = cluster(*shapes)
+    made.new_template()
+    assert roll(made) >= floor
+
+
+def test_a_mending_template_reaches_workers_that_run_but_are_not_ready() -> None:
+    made = cluster((3, 0, 1))
+    for index in (0, 1):
+        made.sets[Role.UNIFIED].pods[index].state = State.DOWN
+    made.new_template()
+    plan = made.plan()[Role.UNIFIED]
+    assert plan.replace == (0, 1)
+    assert plan.partition is None, "the one above them stays, and no controller takes it"
+    roll(made)
+
+
+def test_what_may_be_serving_is_kept_in_either_case() -> None:
+    """A node that is out of reach: its replicas look unready and may all be serving."""
+    made = cluster((4, 0, 1))
+    for index in range(3):
+        made.sets[Role.UNIFIED].pods[index].state = State.UNSURE
+    made.new_template()
+    assert made.plan()[Role.UNIFIED].replace == (2,), "one, as if all four served; never the one that surely does"
+    made.sets[Role.UNIFIED].pods.pop(2)
+    assert made.plan()[Role.UNIFIED].replace == ()
+
+
+def test_a_paused_rollout_stays_where_it_is_and_scales() -> None:
+    made = cluster((4, 0, 1))
+    made.new_template()
+    made.sets[Role.UNIFIED].pods[3] = Pod(1, State.READY)
+    made.sets[Role.UNIFIED].partition = 3
+    assert made.plan(paused=True)[Role.UNIFIED] == RolePlan(total=4, partition=3)
+    made.sets[Role.UNIFIED].wanted = 6
+    assert made.plan(paused=True)[Role.UNIFIED].total == 6
+
+
+def test_workers_that_serve_wait_for_the_gateways() -> None:
+    made = cluster((2, 1, 0))
+    made.new_template()
+    made.sets[Role.UNIFIED].pods[0].state = State.DOWN
+    plan = made.plan(gateways_first=True)[Role.UNIFIED]
+    assert (plan.total, plan.replace) == (2, (0,))
+
+
+def test_a_surge_comes_only_while_something_that_serves_is_replaced() -> None:
+    made = cluster((1, 1, 0))
+    assert made.plan()[Role.UNIFIED] == RolePlan(total=1, partition=0)
+    made.new_template()
+    assert made.plan()[Role.UNIFIED] == RolePlan(total=2, partition=1)
+    made.sets[Role.UNIFIED].pods[0].state = State.DOWN
+    assert made.plan()[Role.UNIFIED] == RolePlan(total=1, partition=0, replace=(0,))
+
+
+def test_suspension_takes_everything_at_once() -> None:
+    made = cluster((2, 1, 0), (4, 0, 1))
+    made.new_template()
+    for entry in made.sets.values():
+        entry.wanted = 0
+    assert [plan.total for plan in made.plan().values()] == [0, 0]
+
+
+def test_three_builds_whose_shares_do_not_add_up_come_to_an_end() -> None:
+    made = cluster((4, 1, 0), (5, 1, 0))
+    for role, templates in ((Role.PREFILL, [0, 2, 1, 2, 2]), (Role.DECODE, [0, 2, 1, 2, 2, 2])):
+        entry = made.sets[role]
+        entry.pods = {index: Pod(template, State.READY) for index, template in enumerate(templates)}
+        entry.total = entry.partition = len(templates)
+        entry.newest = 2
+    assert roll(made) > Fraction(3, 4)
+
+
+budgets = st.sampled_from([(0, 1), (1, 0), (1, 1), (2, 0), (0, 2), (2, 1)])
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> Cluster:
+    num_roles = draw(st.sampled_from([1, 2, 2]))
+    return cluster(*[(draw(st.integers(1, 6)), *draw(budgets)) for _ in range(num_roles)])
+
+
+EVENTS = ("start", "start", "start", "template", "crash", "evict", "blink", "scale", "nothing", "nothing")
+
+
+def happen(made: Cluster, event: str, data: st.DataObject) -> None:
+    """One thing that no plan asked for."""
+    role = data.draw(st.sampled_from(sorted(made.sets)))
+    entry = made.sets[role]
+    if event == "template":
+        made.new_template()
+    elif event == "scale":
+        entry.wanted = data.draw(st.integers(1, 6))
+    elif entry.pods:
+        index = data.draw(st.sampled_from(sorted(entry.pods)))
+        states = {"start": State.READY, "crash": State.DOWN, "blink": State.UNSURE}
+        if event == "evict":
+            del entry.pods[index]
+        elif event in states:
+            entry.pods[index].state = states[event]
+
+
+@pytest.mark.timeout(max(60, HISTORIES))
+@settings(max_examples=HISTORIES)
+@given(made=clusters(), data=st.data())
+def test_random_histories(made: Cluster, data: st.DataObject) -> None:
+    """What a plan does itself never costs more than the promise, whatever happened; in the end everything is new."""
+    for _ in range(data.draw(st.integers(1, 12))):
+        before, counts, builds = made.capacity(), ready_counts(made), builds_of(made)
+        made.execute(made.plan())
+        if len(builds) <= 2:  # the shares of more builds need not add up
+            assert made.capacity() >= min(made.floor, before)
+        for role, entry in made.sets.items():
+            assert ready_counts(made)[role] >= min(entry.wanted - entry.unavailable, counts[role])
+        for entry in made.sets.values():
+            before = made.capacity()
+            entry.control()
+            assert made.capacity() >= min(made.floor, before), "nor does what a controller makes of it"
+        for event in data.draw(st.lists(st.sampled_from(EVENTS), max_size=4)):
+            happen(made, event, data)
+    roll(made)
+
+
+def builds_of(made: Cluster) -> set[int]:
+    return {p.template for entry in made.sets.values() for p in entry.pods.values()}
+
+
+def ready_counts(made: Cluster) -> dict[Role, int]:
+    return {role: sum(p.state is State.READY for p in s.pods.values()) for role, s in made.sets.items()}
