@@ -38,7 +38,7 @@ def test_a_configuration_that_is_not_valid(workers: SimpleNamespace, tmp_path: P
 
 @pytest.mark.timeout(200)
 def test_probes_answer_early_and_sigterm_drains(workers: SimpleNamespace, tiny_model: Path, tmp_path: Path) -> None:
-    with workers.run(tmp_path, "unified", tiny_model) as worker:
+    with workers.run(tmp_path, "unified", tiny_model, drainTimeoutSeconds=0.1) as worker:
         seen: set[tuple[int, int]] = set()
 
         def probe() -> bool:
@@ -57,6 +57,8 @@ def test_probes_answer_early_and_sigterm_drains(workers: SimpleNamespace, tiny_m
         request = threading.Thread(target=lambda: answer.update(worker.complete("hello", **options)))
         request.start()
         workers.eventually(lambda: worker.metric("tandem_worker_kv_blocks_used") > 0, 10, "the request runs")
+        (config,) = tmp_path.glob("unified-*.json")  # as the kubelet refreshes it: read when it is needed
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"drainTimeoutSeconds": 20}))
         worker.process.send_signal(signal.SIGTERM)
         workers.eventually(lambda: worker.get("/readyz").text == "draining\n", 5, "draining")
         refused = httpx.post(worker.url + "/v1/completions", json={"model": "tiny", "prompt": "late"})

@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             run_child(pod)
         host = options.host or ("::" if ":" in pod.pod_ip else "0.0.0.0")
         config = _configure(options.config, pod, host)
-        _run(config, pod, host)
+        _run(config, pod, host, options.config)
     except StartupError as error:
         end_process(pod, error.reason, str(error))
     except Exception as error:
@@ -81,11 +81,15 @@ def _configure(path: Path, pod: PodFacts, host: str) -> WorkerConfig:
     return config
 
 
-def _run(config: WorkerConfig, pod: PodFacts, host: str) -> None:
+def _run(config: WorkerConfig, pod: PodFacts, host: str, path: Path) -> None:
     import uvloop
 
     from tandem_worker.group.topology import check_support, plan_node
     from tandem_worker.host.runtime import open_runtime
+    from tandem_worker.process.configuration import read_drain_seconds
+
+    def drain_seconds() -> float:
+        return read_drain_seconds(path, config)
 
     place = plan_node(config.group, pod.pod)
     check_support(config)
@@ -93,11 +97,11 @@ def _run(config: WorkerConfig, pod: PodFacts, host: str) -> None:
     if place.leads:
         from tandem_worker.process.serving import ServingProcess
 
-        process = ServingProcess(config, pod, place, runtime)
+        process = ServingProcess(config, pod, place, runtime, drain_seconds)
     else:
         from tandem_worker.process.following import FollowerPod
 
-        process = FollowerPod(config, pod, place, runtime)
+        process = FollowerPod(config, pod, place, runtime, drain_seconds)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(process.run())
 

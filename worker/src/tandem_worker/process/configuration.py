@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from tandem_api.launch import WorkerConfig
 
 from tandem_worker.host.errors import StartupError
+
+logger = logging.getLogger(__name__)
 
 
 def load_config(path: Path) -> WorkerConfig:
@@ -19,3 +22,12 @@ def load_config(path: Path) -> WorkerConfig:
         return WorkerConfig.model_validate_json(text)
     except ValueError as error:
         raise StartupError("InvalidConfig", f"The configuration {path} is not valid: {error}") from error
+
+
+def read_drain_seconds(path: Path, config: WorkerConfig) -> float:
+    """How long to drain, as it is written now: it may have changed since the start, and restarts nobody."""
+    try:
+        return load_config(path).drain_timeout_seconds
+    except StartupError as error:
+        logger.warning("%s; draining as it was told at start", error)
+        return config.drain_timeout_seconds

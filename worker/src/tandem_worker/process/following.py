@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Callable
 
 from starlette.types import Receive, Scope, Send
 from tandem_api.launch import WorkerConfig
@@ -47,7 +48,15 @@ class FollowerApp:
 class FollowerPod:
     """The life of a pod that does not lead: its first rank on a thread, its probes on the event loop."""
 
-    def __init__(self, config: WorkerConfig, pod: PodFacts, place: NodePlace, runtime: Runtime) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        pod: PodFacts,
+        place: NodePlace,
+        runtime: Runtime,
+        drain_seconds: Callable[[], float],
+    ) -> None:
+        self._drain_seconds = drain_seconds
         self._config, self._pod, self._place, self._runtime = config, pod, place, runtime
         order = RankOrder(
             config=config,
@@ -99,5 +108,5 @@ class FollowerPod:
 
     def _end_late(self) -> None:
         """A leader that does not stop this pod in time is left behind."""
-        time.sleep(self._config.drain_timeout_seconds + 5.0)
+        time.sleep(self._drain_seconds() + 5.0)
         self._follower.lose(Loss("the leader did not stop this pod within its drain timeout"))

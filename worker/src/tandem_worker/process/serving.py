@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from tandem_api.launch import WorkerConfig
@@ -35,7 +36,15 @@ _DRAIN_POLL_SECONDS = 0.05
 class ServingProcess:
     """The life of the process on its event loop."""
 
-    def __init__(self, config: WorkerConfig, pod: PodFacts, place: NodePlace, runtime: Runtime) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        pod: PodFacts,
+        place: NodePlace,
+        runtime: Runtime,
+        drain_seconds: Callable[[], float],
+    ) -> None:
+        self._drain_seconds = drain_seconds
         self._config = config
         self._pod = pod
         self._place = place
@@ -147,7 +156,7 @@ class ServingProcess:
     async def _drain(self, worker: Worker) -> None:
         """Until nothing is left to finish, or nothing can be finished any more."""
         worker.drain()
-        timeout = self._config.drain_timeout_seconds
+        timeout = self._drain_seconds()
         logger.info("draining for at most %g s", timeout)
         deadline = time.monotonic() + timeout
         # The engine ends requests on its own thread and has nobody to tell: a look now and then is all it takes.
