@@ -19,9 +19,11 @@ class Demand:
     prefix: list[int]
     """Hash chain over the prompt's bytes, one entry per full chunk."""
     affinity: int
-    """Seed for rendezvous hashing; equal for the turns of one session."""
+    """Seed for the ring; equal for the turns of one session. 0: nothing names the session, its prefix must."""
     local: bool = False
     """Nothing is decoded: the worker that answers computes the prompt itself."""
+    stream: bool = True
+    """Its first token shows; an answer in one piece shows nothing until it is complete."""
 
 
 class Estimator:
