@@ -110,9 +110,13 @@ class Endpoint:
 
     def backlog(self, now: float) -> float:
         """Its load, less what it has probably computed of the prompt that it is at."""
-        if not self.prefill_tokens or not (speed := self.speed.value):
+        tokens = self.prefill_tokens
+        speed = self.speed.value
+        if not tokens or not speed:
             return self.load
-        return self.load - min(_MOST_DONE * self.prefill_tokens, speed * (now - self.working_since))
+        done = speed * (now - self.working_since)
+        most = _MOST_DONE * tokens
+        return self.load - (done if done < most else most)
 
     @property
     def state(self) -> str:

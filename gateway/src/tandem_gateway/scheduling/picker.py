@@ -111,13 +111,15 @@ def _rank(
     prompt = demand.prompt_tokens
     whole = weight * max(0, prompt - shared)
     homes = pool.ring.find_homes(seed, excluded) if seed else []
-    costs: dict[Endpoint, float] = {endpoint: endpoint.backlog(now) + whole for endpoint in homes}
+    costs: dict[Endpoint, float] = {}
+    for endpoint in homes:
+        costs[endpoint] = (endpoint.backlog(now) if endpoint.prefill_tokens else endpoint.load) + whole
     for endpoint in pool.find_idle(MAX_IDLE, excluded):
         if endpoint not in costs:
-            costs[endpoint] = endpoint.backlog(now) + whole
+            costs[endpoint] = (endpoint.backlog(now) if endpoint.prefill_tokens else endpoint.load) + whole
     for endpoint, tokens in cached.items():
         if endpoint.pool is pool and endpoint.level >= 0 and not (excluded and endpoint.worker.name in excluded):
-            costs[endpoint] = endpoint.backlog(now) + weight * max(0, prompt - tokens)
+            costs[endpoint] = endpoint.backlog(now) + (weight * (prompt - tokens) if tokens < prompt else 0.0)
     if not costs:
         return 0.0, []
     ranked = sorted(costs, key=costs.__getitem__)

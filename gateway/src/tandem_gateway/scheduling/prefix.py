@@ -108,12 +108,13 @@ class PrefixIndex:
     def match(self, chain: list[int], above: int = 0) -> dict[Endpoint, int]:
         """For each endpoint that holds more than `above` leading chunks their number, deepest first; O(log n)."""
         depths: dict[Endpoint, int] = {}
+        young, old = self._young, self._old
         depth = self.find_depth(chain)
         step = 0
         last: Holders | None = None
         while depth > above:
             entry = chain[depth - 1]
-            holders = self._young.get(entry) or self._old.get(entry) or ()
+            holders = young.get(entry) or old.get(entry) or ()
             if holders is not last:
                 last = holders
                 for holding in holders:

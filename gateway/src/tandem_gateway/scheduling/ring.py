@@ -21,6 +21,7 @@ MAX_HOMES = 2
 """Of a session: where it belongs, and where it goes when that has too much to do."""
 MAX_STEPS = 64
 """Points looked at for one session, so that a ring of which most endpoints are out is no scan."""
+_NEAR = 6
 _FEW = 8
 """Endpoints that join one by one; more are sorted in together."""
 
@@ -63,11 +64,20 @@ class Ring:
     def find_homes(self, seed: int, excluded: Collection[str]) -> list[Endpoint]:
         """The first `MAX_HOMES` from the session's point on that may be chosen, nearest first."""
         owners = self._owners
-        homes: list[Endpoint] = []
         position = bisect_left(self._points, seed)
-        for index in range(position, position + min(MAX_STEPS, len(owners))):
-            endpoint = owners[index % len(owners)]
-            if endpoint.level >= 0 and endpoint not in homes and not (excluded and endpoint.worker.name in excluded):
+        homes: list[Endpoint] = []
+        for steps in (_NEAR, MAX_STEPS):  # nearly always the few next points are enough
+            for endpoint in owners[position : position + steps] or owners[:steps]:
+                if (
+                    endpoint.level >= 0
+                    and endpoint not in homes
+                    and not (excluded and endpoint.worker.name in excluded)
+                ):
+                    homes.append(endpoint)
+                    if len(homes) == MAX_HOMES:
+                        return homes
+        for endpoint in owners[:MAX_STEPS]:  # the ring goes round
+            if endpoint.level >= 0 and endpoint not in homes and endpoint.worker.name not in excluded:
                 homes.append(endpoint)
                 if len(homes) == MAX_HOMES:
                     break
