@@ -150,6 +150,9 @@ class Tandem:
         def begin(now: float) -> None:
             scheduler.accept(choice, demand, now)
             reservation.first_token(now)
+            scheduler.estimator.learn_cached(
+                prompt_tokens=arrival.prompt, expected=choice.known_tokens, cached=result.hit_tokens
+            )
 
         def end(now: float) -> None:
             reservation.release()

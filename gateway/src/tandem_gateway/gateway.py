@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import Iterable
 from itertools import count
+from typing import Any, cast
 
 from tandem_api.launch import GatewayConfig
 
@@ -186,6 +187,12 @@ class Gateway:
             self.scheduler.estimator.learn(
                 prompt_bytes=exchange.inquiry.prompt_bytes, prompt_tokens=prompt, output_tokens=output
             )
+            details: Any = usage.get("prompt_tokens_details")
+            cached: Any = cast(dict[str, Any], details).get("cached_tokens") if isinstance(details, dict) else None
+            if isinstance(cached, int) and exchange.choice is not None:
+                self.scheduler.estimator.learn_cached(
+                    prompt_tokens=prompt, expected=exchange.choice.known_tokens, cached=cached
+                )
 
     # time
 

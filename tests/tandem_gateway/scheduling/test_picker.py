@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tandem_api.names import Role
 from tandem_gateway.scheduling import Demand, Scheduler, missing_role
-from tandem_gateway.scheduling.picker import MAX_PREFILL, SLACK, SLACK_TOKENS
+from tandem_gateway.scheduling.picker import MAX_PREFILL, OWN_SLACK, SLACK, SLACK_TOKENS
 from tandem_gateway.scheduling.prefix import BRANCHES
 
 from tests.tandem_gateway.scheduling.fleet import (
@@ -119,6 +119,16 @@ def test_a_session_keeps_its_worker_under_load(first: int, grown: int, output: i
     assert share >= 0.9
 
 
+def test_a_home_counts_for_more_where_other_gateways_send_there_too() -> None:
+    scheduler = make_scheduler(*(make_worker(f"d{index}") for index in range(4)))
+    demand = make_demand(20_000, prefix=make_chain(1, 80))
+    home = names(scheduler, demand)[0]
+    scheduler.endpoints[home].charge(8000, 0)
+    assert names(scheduler, demand) != (home,)
+    scheduler.estimator.unseen_hits = 0.5
+    assert names(scheduler, demand) == (home,)
+
+
 def test_one_session_does_not_pile_up() -> None:
     """All requests carry the same key and nothing ends: the load still spreads within the slack."""
     scheduler = make_scheduler(*(make_worker(f"d{index}") for index in range(5)))
@@ -128,7 +138,7 @@ def test_one_session_does_not_pile_up() -> None:
         assert choice is not None
         scheduler.reserve(choice, demand, 0.0)
     loads = [endpoint.load for endpoint in scheduler.endpoints.values()]
-    assert max(loads) - min(loads) <= SLACK_TOKENS + SLACK * sum(loads) / 5 + 110 + max(loads) / 8
+    assert max(loads) - min(loads) <= SLACK_TOKENS + SLACK * sum(loads) / 5 + 0.1 * 150 + 110 + max(loads) / 8
 
 
 def test_clients_that_name_no_session_find_their_conversation_in_every_gateway() -> None:
@@ -177,7 +187,8 @@ def test_a_pair_is_of_one_revision_and_its_load_is_bounded(
         pool = endpoint.pool
         assert pool is not None
         least = min(member.load for member in pool.members.values() if member.worker.name not in excluded)
-        assert endpoint.load <= least * 1.13 + 64 + SLACK_TOKENS + SLACK * pool.load / pool.available
+        slack = SLACK_TOKENS + SLACK * pool.load / pool.available + OWN_SLACK * 1.5 * prompt
+        assert endpoint.load <= least * 1.13 + 64 + slack
 
 
 def test_a_worker_without_a_pool_is_never_matched() -> None:

@@ -19,6 +19,8 @@ from tandem_gateway.scheduling.pool import Pool
 
 SLACK = 0.25
 """Of the pool's mean load."""
+OWN_SLACK = 0.1
+"""Of the request's own work: its first token comes that much later at most."""
 SLACK_TOKENS = 64
 """What nobody notices, loaded or not."""
 RECOMPUTE_WEIGHT = 1.5
@@ -42,6 +44,8 @@ class Choice:
     uncached_tokens: int
     """Estimated for the endpoint that computes the prompt."""
     cached_tokens: int
+    known_tokens: int
+    """Estimated cached tokens on either endpoint."""
 
 
 @dataclass(slots=True)
@@ -59,13 +63,15 @@ def pick(
     cached: Mapping[Endpoint, int],
     *,
     shared: int,
+    unseen: float,
     now: float,
     excluded: Collection[str],
     disaggregated: bool,
 ) -> Choice | None:
     """The best pair of one revision among endpoints that may be chosen, or None without a decode endpoint.
 
-    `cached` gives the estimated cached prompt tokens, `shared` those of everybody else. A revision without prefill
+    `cached` gives the estimated cached prompt tokens, `shared` those of everybody else, `unseen` the share of the rest
+    that a session's home has all the same. A revision without prefill
     endpoints is taken only when no revision is complete: its decode workers compute prompts themselves.
     """
     best: Choice | None = None
@@ -74,16 +80,19 @@ def pick(
     for group in groups:
         cost, prefills = 0.0, _NOBODY
         if not demand.local:
-            cost, prefills = _rank(group.prefills, demand, seed, cached, shared, now, excluded, RECOMPUTE_WEIGHT)
+            cost, prefills = _rank(
+                group.prefills, demand, seed, cached, shared, unseen, now, excluded, RECOMPUTE_WEIGHT
+            )
         weight = MOVE_WEIGHT if prefills else RECOMPUTE_WEIGHT
-        more, decodes = _rank(group.decodes, demand, seed, cached, shared, now, excluded, weight)
+        more, decodes = _rank(group.decodes, demand, seed, cached, shared, unseen, now, excluded, weight)
         if not decodes:
             continue
         cost += more
         incomplete = disaggregated and not prefills
         if best is None or (incomplete, cost) < (best_incomplete, best_cost):
             hit = min(demand.prompt_tokens, cached.get(prefills[0] if prefills else decodes[0], shared))
-            best = Choice(decodes[0], prefills[:MAX_PREFILL], demand.prompt_tokens - hit, hit)
+            known = max(hit, min(demand.prompt_tokens, cached.get(decodes[0], shared)))
+            best = Choice(decodes[0], prefills[:MAX_PREFILL], demand.prompt_tokens - hit, hit, known)
             best_cost, best_incomplete = cost, incomplete
     return best
 
@@ -101,6 +110,7 @@ def _rank(
     seed: int,
     cached: Mapping[Endpoint, int],
     shared: int,
+    unseen: float,
     now: float,
     excluded: Collection[str],
     weight: float,
@@ -120,10 +130,12 @@ def _rank(
     for endpoint, tokens in cached.items():
         if endpoint.pool is pool and endpoint.level >= 0 and not (excluded and endpoint.worker.name in excluded):
             costs[endpoint] = endpoint.backlog(now) + (weight * (prompt - tokens) if tokens < prompt else 0.0)
+    if unseen and homes:
+        costs[homes[0]] -= unseen * weight * max(0, prompt - cached.get(homes[0], shared))
     if not costs:
         return 0.0, []
     ranked = sorted(costs, key=costs.__getitem__)
-    limit = costs[ranked[0]] + SLACK_TOKENS + SLACK * pool.load / pool.available
+    limit = costs[ranked[0]] + SLACK_TOKENS + SLACK * pool.load / pool.available + OWN_SLACK * whole
     for home in homes:
         if costs[home] <= limit:
             if home is not ranked[0]:

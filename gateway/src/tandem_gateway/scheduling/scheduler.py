@@ -112,7 +112,8 @@ class Scheduler:
                 cached[endpoint] = max(tokens, cached.get(endpoint, 0))
         return pick(
             self._groups.values(), demand, seed, cached,
-            shared=shared, now=now, excluded=excluded, disaggregated=self.disaggregated,
+            shared=shared, unseen=self.estimator.unseen_hits, now=now, excluded=excluded,
+            disaggregated=self.disaggregated,
         )  # fmt: skip
 
     def reserve(self, choice: Choice, demand: Demand, now: float) -> Reservation:
