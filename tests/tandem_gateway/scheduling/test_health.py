@@ -131,6 +131,24 @@ def test_the_last_one_serves_all_while_it_is_half_open() -> None:
         scheduler.reserve(choice, make_demand(), 1.0)
 
 
+def test_many_failures_at_once_cost_one_pause() -> None:
+    scheduler = fleet(2)
+    for _ in range(64):
+        scheduler.report(scheduler.endpoints["w0"], Outcome.TIMEOUT, 0.0)
+    assert scheduler.endpoints["w0"].health.until == RULES[Outcome.TIMEOUT].first
+    assert scheduler.failures[Outcome.TIMEOUT] == 64
+    assert scheduler.ejections[Outcome.TIMEOUT] == 1
+
+
+@pytest.mark.parametrize(("outcome", "state"), [(Outcome.SLOW, "ejected"), (Outcome.SILENT, "available")])
+def test_an_answer_from_before_ends_a_pause_only_where_it_proves_something(outcome: Outcome, state: str) -> None:
+    scheduler = fleet(3)
+    endpoint = scheduler.endpoints["w0"]
+    scheduler.report(endpoint, outcome, 0.0)
+    scheduler.report(endpoint, Outcome.ANSWERED, 0.1)
+    assert endpoint.state == state
+
+
 def test_single_errors_between_answers_eject_nobody() -> None:
     scheduler = fleet(3)
     for now in range(50):

@@ -66,6 +66,8 @@ RULES = {
     Outcome.SLOW: Rule(1, 10.0, 60.0),
     Outcome.UNUSED: Rule(2, 1.0, 15.0),
 }
+SERVES_OLD = frozenset((Outcome.BUSY, Outcome.ERROR, Outcome.SLOW, Outcome.UNUSED))
+"""Left out for these, a worker goes on with what it has: only the answer to a probe ends its pause."""
 
 
 def classify_status(status: int, *, retry: bool) -> Outcome:
@@ -84,7 +86,7 @@ def classify_status(status: int, *, retry: bool) -> Outcome:
 class Health:
     """Of one worker."""
 
-    __slots__ = ("ejections", "failures", "pauses", "probe", "total", "until")
+    __slots__ = ("ejections", "failures", "pauses", "probe", "reason", "total", "until")
 
     def __init__(self) -> None:
         self.failures = 0
@@ -97,6 +99,8 @@ class Health:
         """Ever."""
         self.until = 0.0
         """When the pause ends."""
+        self.reason: Outcome | None = None
+        """Of the last pause."""
         self.probe: object | None = None
         """While half open: the request that tries, or `WANTED`."""
 
@@ -109,8 +113,9 @@ class Health:
             return 0.0
         return min(rule.longest, rule.first * 2.0 ** min(self.pauses, 16))
 
-    def open(self, until: float) -> None:
+    def open(self, until: float, reason: Outcome) -> None:
         """Leave it out."""
+        self.reason = reason
         self.pauses += 1
         self.ejections += 1
         self.until = until

@@ -11,7 +11,7 @@ from tandem_api.names import Role
 
 from tandem_gateway.scheduling.demand import Demand, Estimator
 from tandem_gateway.scheduling.endpoint import DECODE_WEIGHT, Endpoint, Worker
-from tandem_gateway.scheduling.health import RULES, WANTED, Outcome
+from tandem_gateway.scheduling.health import RULES, SERVES_OLD, WANTED, Outcome
 from tandem_gateway.scheduling.ledger import Reservation
 from tandem_gateway.scheduling.picker import Choice, Group, pick
 from tandem_gateway.scheduling.pool import Pool
@@ -166,16 +166,21 @@ class Scheduler:
         """How an attempt at an endpoint went. Decides whether it is left out for a while."""
         health = endpoint.health
         pool = endpoint.pool
+        out = endpoint.level < 0 and health.probe is None
         if outcome is Outcome.ANSWERED:
+            if out and health.reason in SERVES_OLD:
+                return  # to a request from before
             health.succeed()
             if pool is not None:
                 pool.admit(endpoint)
             return
         self.failures[outcome] += 1
         pause = health.fail(outcome)
+        if out:
+            return  # many requests fail at once when a worker dies: they cost it one pause
         if not pause or pool is None or not (RULES[outcome].hard or self._may_eject(pool, endpoint)):
             return
-        health.open(now + pause)
+        health.open(now + pause, outcome)
         self.ejections[outcome] += 1
         pool.bar(endpoint)
         heappush(self._out, (health.until, endpoint.serial, endpoint))
