@@ -41,7 +41,7 @@ class Fleet:
         self.holders: dict[int, set[int]] = {}
         """Block → workers that have it: what perfect knowledge would know."""
         self._caches: list[OrderedDict[int, float]] = [OrderedDict() for _ in range(count)]
-        self.evicted_until = [0.0] * count
+        self.evicted_until = np.zeros(count)
         """Last use of the block that each worker evicted last."""
         self._running: list[list[float]] = [[] for _ in range(count)]
 

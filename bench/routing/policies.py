@@ -111,6 +111,7 @@ class Tandem:
         self._fleet = fleet
         self._telemetry = telemetry
         self._told_at = 0.0
+        self._told = np.zeros(fleet.count), np.zeros(fleet.count)
         self._workers = [
             Worker(name=f"w-{number}", address=f"w-{number}:1", role=Role.DECODE, revision="r", kv_tokens=kv_tokens)
             for number in range(fleet.count)
@@ -170,14 +171,18 @@ class Tandem:
             scheduler.apply_workers(self._workers)
 
     def _tell(self, now: float) -> None:
+        """Only what changed, as workers do."""
         fleet = self._fleet
-        queued = np.maximum(fleet.free_at - now, 0.0) * fleet.rate
-        for scheduler in self._schedulers:
-            for endpoint in scheduler.endpoints.values():
-                number = self._numbers[endpoint.worker.name]
-                scheduler.observe(
-                    endpoint, now, queued_tokens=float(queued[number]), evicted_until=fleet.evicted_until[number]
-                )
+        queued = np.where(np.isinf(fleet.free_at), 0.0, np.maximum(fleet.free_at - now, 0.0) * fleet.rate)
+        evicted = fleet.evicted_until.copy()
+        for number in np.flatnonzero((queued != self._told[0]) | (evicted != self._told[1])):
+            for scheduler in self._schedulers:
+                endpoint = scheduler.endpoints.get(f"w-{number}")
+                if endpoint is not None:
+                    scheduler.observe(
+                        endpoint, now, queued_tokens=float(queued[number]), evicted_until=float(evicted[number])
+                    )
+        self._told = queued, evicted
 
     def _plan(self, at: float, act: Callable[[float], None]) -> None:
         heappush(self._later, (at, next(self._order), act))

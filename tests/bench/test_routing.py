@@ -35,7 +35,7 @@ def test_the_cache_forgets_the_least_recently_used_leaf() -> None:
     fleet.serve(0, arrive(0.0, 1600, (1, 2, 3)))
     fleet.serve(0, arrive(1.0, 1100, (7, 8)))
     assert fleet.count_hits(arrive(2.0, 1600, (1, 2, 3))).tolist() == [1024]
-    assert fleet.evicted_until == [0.0]
+    assert fleet.evicted_until.tolist() == [0.0]
     fleet.lose(0)
     assert fleet.count_hits(arrive(2.0, 1600, (1, 2, 3))).tolist() == [0]
 
