@@ -94,7 +94,7 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--rate", type=float, default=16_000, help="prompt tokens that a worker computes per second")
     parser.add_argument("--kv-tokens", type=int, default=1 << 20, help="tokens that a worker's cache holds")
     parser.add_argument(
-        "--load", type=lambda text: [float(part) for part in text.split(",")], default=[0.0, 0.6], metavar="SHARE,..",
+        "--load", type=lambda text: [float(part) for part in text.split(",")], default=[0.0], metavar="SHARE,..",
         help="of the workers' capacity without caches; 0 replays the recording at its own pace",
     )  # fmt: skip
     parser.add_argument("--lose", type=_numbers, default=[4, 16], metavar="N,N", help="fleets that lose a quarter")
