@@ -106,6 +106,10 @@ soak-kv: setup ## 20,000 requests while bits flip on the way between prefill and
 bench-gateway: setup ## CPU per request and per streamed chunk of the gateway
 	@$(RUN) python bench/gateway/run.py
 
+.PHONY: bench-routing
+bench-routing: setup ## Conversations through the gateway's scheduling code, against other policies (TRACE=FILE)
+	@$(RUN) python -m bench.routing $(if $(TRACE),--trace $(TRACE))
+
 .PHONY: clean
 clean: cluster-down ## Stop the cluster and remove every cache
 	@rm -rf .cache .venv

@@ -15,7 +15,7 @@ from tandem_api.keys import KEY_BYTES, KeyRing, bearer_token
 from tandem_api.names import API_KEY_FILE, Role
 from tandem_gateway import exchange as exchange_module
 from tandem_gateway.admin import Admin, _is_loopback
-from tandem_gateway.scheduling import Worker
+from tandem_gateway.scheduling import Outcome, Worker
 
 
 def ring_of(*names: str, primary: str) -> KeyRing:
@@ -140,12 +140,13 @@ async def test_a_401_before_the_body_is_read_is_understood(start_gateway, start_
     )
     good = await start_worker("d2")
     running = await start_gateway(good, keys_path=str(keys))
-    body = json.dumps({"model": "toy", "prompt": "x" * 6_000_000}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
     running.server.apply_workers([stale, good.worker])
-    for _ in range(20):
+    for turn in range(20):
+        body = json.dumps({"model": "toy", "prompt": f"{turn:02}" * 3_000_000}).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
         assert (await read_answer(running, head + body))[0] == 200
-        running.gateway.scheduler.endpoints["d1"].succeed()
+        scheduler = running.gateway.scheduler
+        scheduler.report(scheduler.endpoints["d1"], Outcome.ANSWERED, 0.0)
     assert refused
     assert running.gateway.metrics.retries == {"unauthorized": refused}
     server.close()

@@ -279,7 +279,7 @@ async def test_a_connection_closed_while_idle_costs_no_attempt_and_no_back_off(
     await worker.stop()
     await worker.start(port)
     assert (await read_answer(running, chat()))[0] == 200
-    assert running.gateway.scheduler.endpoints["pod-d"].failures == 0
+    assert running.gateway.scheduler.endpoints["pod-d"].health.total == 0
 
 
 async def test_the_decode_worker_gets_the_body_untouched_and_the_prefill_workers_named(
@@ -329,9 +329,10 @@ async def test_the_ratio_of_bytes_to_tokens_is_learned(start_gateway, start_work
 async def test_load_spreads_over_decode_workers(start_gateway, start_worker, fault, chat) -> None:
     workers = [await start_worker(f"d{index}", default=fault.stream(2, then="eof", pause=0.05)) for index in range(3)]
     running = await start_gateway(*workers)
-    await asyncio.gather(*(read_answer(running, chat(stream=True)) for _ in range(12)))
+    requests = [chat(stream=True, messages=[{"role": "user", "content": f"{index}"}]) for index in range(12)]
+    await asyncio.gather(*(read_answer(running, request) for request in requests))
     counts = [len(worker.received) for worker in workers]
-    assert max(counts) - min(counts) <= 2, counts  # equal, but for what affinity may add within the tolerance
+    assert max(counts) - min(counts) <= 4, counts  # equal, but for what affinity may add: a quarter and a few tokens
 
 
 async def test_chaos(start_gateway, start_worker, fault, chat) -> None:

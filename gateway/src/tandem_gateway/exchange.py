@@ -25,7 +25,15 @@ from tandem_gateway.http.connection import ClientConnection
 from tandem_gateway.http.request import Request
 from tandem_gateway.http.response import LAST_CHUNK, build_chunk, build_error, build_head
 from tandem_gateway.prompt import Inquiry
-from tandem_gateway.scheduling import Choice, Endpoint, Reservation, Scheduler, missing_role
+from tandem_gateway.scheduling import (
+    Choice,
+    Endpoint,
+    Outcome,
+    Reservation,
+    Scheduler,
+    classify_status,
+    missing_role,
+)
 from tandem_gateway.sse import EventStream, EventTooLarge, build_event, find_usage
 from tandem_gateway.upstream.base import Call, Failure, Link, ResponseHead
 
@@ -44,6 +52,16 @@ CLIENT_GONE = 499
 RETRY_AFTER = (("Retry-After", "5"),)
 UNAUTHORIZED = "unauthorized"
 """Reason of a retry: the worker does not take this gateway's key."""
+OUTCOMES = {
+    Failure.CONNECT.value: Outcome.REFUSED,
+    Failure.RESET.value: Outcome.RESET,
+    Failure.PROTOCOL.value: Outcome.RESET,
+    UNAUTHORIZED: Outcome.UNAUTHORIZED,
+    "draining": Outcome.DRAINING,
+    "busy": Outcome.BUSY,
+    "error": Outcome.ERROR,
+}
+"""What the reason of a retry says about the worker."""
 _DECODE_WORKER = HEADER_DECODE_WORKER.encode()
 _PREFILL_WORKER = HEADER_PREFILL_WORKER.encode()
 _PREFILL = HEADER_PREFILL.encode()
@@ -89,10 +107,10 @@ class Exchange:
     """Sink of its upstream calls and conversation of its client connection."""
 
     __slots__ = (
-        "_call", "_connection", "_context", "_deadline", "_excluded", "_give_up_at", "_head", "_held", "_held_bytes",
-        "_loop", "_phase", "_reads", "_reads_seen", "_reservation", "_resets", "_slow", "_stale", "_stream",
-        "_tokens_seen", "_unsent", "attempts", "bytes_out", "choice", "error", "first_byte_at", "inquiry", "request",
-        "request_id", "started_at", "status", "usage",
+        "_blamed", "_call", "_connection", "_context", "_deadline", "_excluded", "_give_up_at", "_head", "_held",
+        "_held_bytes", "_loop", "_phase", "_reads", "_reads_seen", "_reservation", "_resets", "_slow", "_stale",
+        "_stream", "_tokens_seen", "_unsent", "attempts", "bytes_out", "choice", "error", "first_byte_at", "inquiry",
+        "request", "request_id", "started_at", "status", "usage",
     )  # fmt: skip
 
     def __init__(
@@ -117,6 +135,8 @@ class Exchange:
         self._call: Call | None = None
         self._reservation: Reservation | None = None
         self._excluded: set[str] = set()
+        self._blamed: list[Endpoint] = []
+        """Answered with an error that may be the request's fault: an answer from another worker tells."""
         self._give_up_at = 0.0
         self._resets = 0
         self._stale = 0
@@ -148,7 +168,7 @@ class Exchange:
             return
         self.choice = choice
         self.attempts += 1
-        self._reservation = scheduler.reserve(choice, self.inquiry.demand)
+        self._reservation = scheduler.reserve(choice, self.inquiry.demand, now)
         self._phase = Phase.SENT
         self._reads_seen = self._reads
         self._deadline = now + self._answer_seconds()
@@ -165,6 +185,8 @@ class Exchange:
         if events != self._tokens_seen and self._reservation is not None:
             self._reservation.progress(events - self._tokens_seen)
             self._tokens_seen = events
+        if not self.inquiry.stream and self._reservation is not None:
+            self._reservation.assume(now)
         if now >= self._deadline:
             self._time_out()
 
@@ -176,22 +198,51 @@ class Exchange:
     # the worker's side
 
     def on_upstream_head(self, head: ResponseHead) -> None:
-        if head.status == 503 and head.get(_RETRY) is not None:
+        outcome = classify_status(head.status, retry=head.get(_RETRY) is not None)
+        if outcome is Outcome.DRAINING:
             self._drop_call()
             self._retry("draining", "the worker is shutting down")
             return
         assert self.choice is not None
-        if head.status == 401:
+        if outcome is Outcome.UNAUTHORIZED:
             # About this gateway's key, never about the client, who has shown the worker nothing.
             self._drop_call()
             self._context.on_unauthorized(self.choice.decode)
             self._retry(UNAUTHORIZED, "the worker does not take this gateway's key")
             return
-        self.choice.decode.succeed()
+        if outcome is not Outcome.ANSWERED and self._can_move():
+            self._drop_call()
+            self._retry(outcome.value, f"the worker answered {head.status}")
+            return
+        self._take_answer(outcome, head)
         self._head = head
         self._reads += 1
         if (head.get(b"content-type") or b"").startswith(b"text/event-stream"):
             self._stream = EventStream()
+
+    def _can_move(self) -> bool:
+        """Nothing of this answer has reached the client, and another worker is free to give a better one."""
+        assert self.choice is not None
+        scheduler = self._context.scheduler
+        if self.attempts >= MAX_ATTEMPTS or self._phase is not Phase.SENT:
+            return False
+        excluded = self._excluded | {self.choice.decode.worker.name}
+        return scheduler.choose(self.inquiry.demand, self._loop.time(), excluded) is not None and scheduler.may_retry()
+
+    def _take_answer(self, outcome: Outcome, head: ResponseHead) -> None:
+        """This is the answer that the client gets: what it says about the workers."""
+        assert self.choice is not None
+        scheduler, choice, now = self._context.scheduler, self.choice, self._loop.time()
+        if outcome is Outcome.ANSWERED:
+            for endpoint in self._blamed:
+                scheduler.report(endpoint, Outcome.ERROR, now)
+        if outcome is not Outcome.ERROR or not self._blamed:  # who all fail at one request are not to blame
+            scheduler.report(choice.decode, outcome, now)
+        self._blamed.clear()
+        if head.status == 200:
+            scheduler.accept(choice, self.inquiry.demand, now)
+            if choice.prefill:
+                scheduler.report_prefill(choice, (head.get(_PREFILL_WORKER) or b"").decode("latin-1"), now)
 
     def on_upstream_body(self, data: bytes, *, final: bool) -> None:
         self._reads += 1
@@ -235,6 +286,8 @@ class Exchange:
         elif self._phase is Phase.SENT:
             self._retry(failure.value, detail)
         else:
+            assert self.choice is not None
+            self._context.scheduler.report(self.choice.decode, OUTCOMES[failure.value], self._loop.time())
             self._fail(UpstreamFailed(f"the answer broke off: {detail}"))
 
     # the client's side
@@ -273,6 +326,8 @@ class Exchange:
             self._connection.transport.abort()
             return
         self._drop_call()
+        assert self.choice is not None
+        self._context.scheduler.report(self.choice.decode, Outcome.TIMEOUT, self._loop.time())
         if self._head is None:
             self._fail(UpstreamTimeout("the worker did not begin its answer in time"))
         else:
@@ -291,7 +346,11 @@ class Exchange:
             self._stale += 1
             self.attempts -= 1
         else:
-            self._context.scheduler.fail(decode, now)
+            outcome = OUTCOMES[reason]
+            if outcome is Outcome.ERROR:
+                self._blamed.append(decode)
+            else:
+                self._context.scheduler.report(decode, outcome, now)
             self._excluded.add(decode.worker.name)
             self._resets += reason in (Failure.RESET.value, Failure.PROTOCOL.value)
         self._give_up_at = self._give_up_at or now + GRACE_SECONDS
@@ -322,7 +381,7 @@ class Exchange:
         self._phase = Phase.STREAMING
         self.status = self._head.status
         self.first_byte_at = monotonic()
-        self._reservation.first_token()
+        self._reservation.first_token(self._loop.time())
         self.request.body = b""
         framing = b"" if self.request.http10 else b"\r\ntransfer-encoding: chunked"
         return build_head(self._head, self.request_id, framing, keep_alive=self._keep_alive)
@@ -344,6 +403,8 @@ class Exchange:
     def _complete(self) -> None:
         """An answer in one piece has arrived."""
         assert self._head is not None
+        if self._reservation is not None:
+            self._reservation.complete(self._loop.time())
         body = b"".join(self._held)
         self._held.clear()
         self.status = self._head.status

@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import Iterable
 from itertools import count
+from typing import Any, cast
 
 from tandem_api.launch import GatewayConfig
 
@@ -186,12 +187,19 @@ class Gateway:
             self.scheduler.estimator.learn(
                 prompt_bytes=exchange.inquiry.prompt_bytes, prompt_tokens=prompt, output_tokens=output
             )
+            details: Any = usage.get("prompt_tokens_details")
+            cached: Any = cast(dict[str, Any], details).get("cached_tokens") if isinstance(details, dict) else None
+            if isinstance(cached, int) and exchange.choice is not None:
+                self.scheduler.estimator.learn_cached(
+                    prompt_tokens=prompt, expected=exchange.choice.known_tokens, cached=cached
+                )
 
     # time
 
     def tick(self, now: float) -> None:
         """Everything that happens because time passes."""
         self._credentials.refresh()
+        self.scheduler.tick(now)
         for exchange in tuple(self.exchanges):
             exchange.tick(now)
         self._place_waiting()
@@ -232,16 +240,20 @@ class Gateway:
 
     def render_metrics(self) -> str:
         endpoints: dict[tuple[str, str], int] = {}
-        now = asyncio.get_running_loop().time()
         for endpoint in self.scheduler.endpoints.values():
-            key = (endpoint.worker.role.value, "backoff" if endpoint.backoff_until > now else "available")
+            key = (endpoint.worker.role.value, endpoint.state)
             endpoints[key] = endpoints.get(key, 0) + 1
         known = self.scheduler.endpoints.values()
         tokens = {
             "prefill": sum(endpoint.prefill_tokens for endpoint in known),
             "decode": sum(endpoint.decode_tokens for endpoint in known),
         }
-        return self.metrics.render(endpoints=endpoints, tokens=tokens)
+        return self.metrics.render(
+            endpoints=endpoints,
+            tokens=tokens,
+            failures={outcome.value: count for outcome, count in self.scheduler.failures.items()},
+            ejections={outcome.value: count for outcome, count in self.scheduler.ejections.items()},
+        )
 
     def describe_endpoints(self) -> list[dict[str, object]]:
         """For people: what the scheduler believes of each worker."""
@@ -255,8 +267,12 @@ class Gateway:
                 "requests": endpoint.requests,
                 "prefillTokens": endpoint.prefill_tokens,
                 "decodeTokens": endpoint.decode_tokens,
-                "failures": endpoint.failures,
-                "backoffSeconds": round(max(0.0, endpoint.backoff_until - now), 3),
+                "tokensPerSecond": round(endpoint.speed.value),
+                "state": endpoint.state,
+                "failures": endpoint.health.total,
+                "failuresInARow": endpoint.health.failures,
+                "ejections": endpoint.health.ejections,
+                "backoffSeconds": round(max(0.0, endpoint.health.until - now), 3),
             }
             for endpoint in self.scheduler.endpoints.values()
         ]

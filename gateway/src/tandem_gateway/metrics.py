@@ -14,6 +14,8 @@ from tandem_api.telemetry import Metric
 BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 """Seconds. From a cached prompt on a fast GPU to a long answer on a CPU."""
 
+_NONE: Mapping[str, int] = {}
+
 
 class Histogram:
     __slots__ = ("counts", "total")
@@ -38,8 +40,17 @@ class Metrics:
         self.ttft = Histogram()
         self.duration = Histogram()
 
-    def render(self, *, endpoints: Mapping[tuple[str, str], int], tokens: Mapping[str, int]) -> str:
-        """Prometheus text. `endpoints` counts by role and state, `tokens` are in flight by kind."""
+    def render(
+        self,
+        *,
+        endpoints: Mapping[tuple[str, str], int],
+        tokens: Mapping[str, int],
+        failures: Mapping[str, int] = _NONE,
+        ejections: Mapping[str, int] = _NONE,
+    ) -> str:
+        """Prometheus text. `endpoints` counts by role and state, `tokens` are in flight by kind, `failures` and
+        `ejections` of workers by reason.
+        """
         lines: list[str] = []
         _family(
             lines, Metric.GATEWAY_REQUESTS_TOTAL, "counter", "Requests answered, by path and status.",
@@ -48,6 +59,14 @@ class Metrics:
         _family(
             lines, Metric.GATEWAY_RETRIES_TOTAL, "counter", "Requests sent to another worker, by reason.",
             ((f'reason="{reason}"', count) for reason, count in sorted(self.retries.items())),
+        )  # fmt: skip
+        _family(
+            lines, Metric.GATEWAY_WORKER_FAILURES_TOTAL, "counter", "Attempts at workers that failed, by reason.",
+            ((f'reason="{reason}"', count) for reason, count in sorted(failures.items())),
+        )  # fmt: skip
+        _family(
+            lines, Metric.GATEWAY_EJECTIONS_TOTAL, "counter", "Workers left out for a while, by reason.",
+            ((f'reason="{reason}"', count) for reason, count in sorted(ejections.items())),
         )  # fmt: skip
         _family(
             lines, Metric.GATEWAY_CLIENT_DISCONNECTS_TOTAL, "counter", "Clients that left before their answer ended.",

@@ -12,16 +12,14 @@ from typing import Any, cast
 import orjson
 
 from tandem_gateway.errors import BadRequest, UnknownModel
-from tandem_gateway.scheduling.affinity import build_seed
 from tandem_gateway.scheduling.demand import Demand, Estimator
-from tandem_gateway.scheduling.prefix import build_chain
+from tandem_gateway.scheduling.prefix import CHUNK_BYTES, build_chain
+from tandem_gateway.scheduling.ring import build_seed
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 EMBEDDINGS = "/v1/embeddings"
 INFERENCE_PATHS = frozenset((CHAT, COMPLETIONS, EMBEDDINGS, "/tokenize", "/detokenize"))
-_ROOT_BYTES = 4096
-"""Of a prompt's beginning stand for the session when the client names none."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,7 +47,8 @@ def read_inquiry(path: str, body: bytes, *, served_name: str, affinity: bytes | 
     if path == CHAT:
         prompt, root = _read_messages(fields)
     elif path == COMPLETIONS:
-        prompt = root = _read_prompt(fields, "prompt")
+        prompt = _read_prompt(fields, "prompt")
+        root = b"" if len(prompt) >= CHUNK_BYTES else prompt
     elif path == EMBEDDINGS:
         prompt = root = _read_prompt(fields, "input")
     else:
@@ -60,8 +59,9 @@ def read_inquiry(path: str, body: bytes, *, served_name: str, affinity: bytes | 
         prompt_tokens=_count_tokens(fields.get("input" if path == EMBEDDINGS else "prompt"), prompt, estimator),
         output_tokens=estimator.expected_output(max_tokens),
         prefix=build_chain(prompt),
-        affinity=build_seed(_affinity_key(fields, affinity) or root[:_ROOT_BYTES]),
+        affinity=_read_session(fields, affinity, root),
         local=not generates,
+        stream=bool(stream),
     )
     return Inquiry(stream=bool(stream), prompt_bytes=len(prompt), max_tokens=max_tokens, demand=demand)
 
@@ -158,3 +158,9 @@ def _affinity_key(fields: dict[str, Any], header: bytes | None) -> bytes | None:
         if isinstance(value, str) and value:
             return value.encode()
     return None
+
+
+def _read_session(fields: dict[str, Any], header: bytes | None, root: bytes) -> int:
+    """What names the session: the client, else the conversation's beginning; 0 leaves it to the prompt's prefix."""
+    key = _affinity_key(fields, header) or root
+    return build_seed(key) if key else 0

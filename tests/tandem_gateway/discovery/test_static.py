@@ -17,6 +17,7 @@ def test_a_worker_is_read() -> None:
         name="p0", address="10.0.0.1:8000", role=Role.PREFILL, revision="r2"
     )
     assert parse_worker("url=[::1]:9").address == "[::1]:9"
+    assert parse_worker("url=h:1,kv-tokens=4096").kv_tokens == 4096
 
 
 @pytest.mark.parametrize(
@@ -27,6 +28,8 @@ def test_a_worker_is_read() -> None:
         ("url=host", "write url=HOST:PORT"),
         ("url=h:1,role=both", "role is"),
         ("url=h:1,port=3", "unknown key 'port'"),
+        ("url=h:1,kv-tokens=many", "kv-tokens is how many"),
+        ("url=h:1,kv-tokens=0", "kv-tokens is how many"),
     ],
 )
 def test_a_bad_worker_is_explained(text: str, says: str) -> None:

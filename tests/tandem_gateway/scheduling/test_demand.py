@@ -20,6 +20,20 @@ def test_max_tokens_caps_the_expected_output() -> None:
     assert estimator.expected_output(10**9) == estimator.expected_output(None)
 
 
+def test_hits_that_nobody_here_expected_tell_of_other_gateways() -> None:
+    estimator = Estimator()
+    for _ in range(300):
+        estimator.learn_cached(prompt_tokens=10_000, expected=2000, cached=2000)
+        estimator.learn_cached(prompt_tokens=300, expected=0, cached=300)  # too short to be known better
+    assert estimator.unseen_hits == 0.0
+    for _ in range(300):
+        estimator.learn_cached(prompt_tokens=10_000, expected=2000, cached=6000)
+    assert abs(estimator.unseen_hits - 0.5) < 0.01
+    for _ in range(600):
+        estimator.learn_cached(prompt_tokens=10_000, expected=9000, cached=0)
+    assert 0.0 <= estimator.unseen_hits < 0.01
+
+
 @given(st.lists(st.tuples(st.integers(0, 10**9), st.integers(0, 10**9), st.integers(0, 10**9)), max_size=30))
 def test_no_usage_can_make_estimates_useless(observations: list[tuple[int, int, int]]) -> None:
     estimator = Estimator()

@@ -1,59 +1,119 @@
-"""Workers come and go; the scheduler follows."""
+"""Workers come and go; the scheduler follows, and remembers only what workers took."""
 
-from tandem_api.names import Role
-from tandem_gateway.scheduling import Demand, Scheduler, Worker
-from tandem_gateway.scheduling.prefix import CHUNK_BYTES, build_chain
+import pytest
+from tandem_gateway.scheduling import Outcome, Scheduler
+from tandem_gateway.scheduling.prefix import CHUNK_BYTES, MIN_ENTRIES
 
-
-def worker(name: str, role: Role = Role.DECODE, port: int = 1) -> Worker:
-    return Worker(name=name, address=f"{name}:{port}", role=role, revision="r1")
-
-
-def demand(prompt: bytes = b"") -> Demand:
-    return Demand(prompt_tokens=len(prompt) // 4 + 1, output_tokens=10, prefix=build_chain(prompt), affinity=1)
+from tests.tandem_gateway.scheduling.fleet import D, P, make_chain, make_demand, make_scheduler, make_worker, serve
 
 
 def test_known_workers_keep_their_state_and_lost_ones_are_returned() -> None:
-    scheduler = Scheduler(disaggregated=False)
-    scheduler.apply_workers([worker("a"), worker("b")])
+    scheduler = make_scheduler(make_worker("a"), make_worker("b"))
     kept = scheduler.endpoints["a"]
-    left = scheduler.apply_workers([worker("a"), worker("c")])
+    left = scheduler.apply_workers([make_worker("a"), make_worker("c")])
     assert [endpoint.worker.name for endpoint in left] == ["b"]
+    assert left[0].gone
     assert scheduler.endpoints["a"] is kept
     assert set(scheduler.endpoints) == {"a", "c"}
 
 
-def test_a_worker_that_came_back_elsewhere_is_a_new_endpoint() -> None:
-    scheduler = Scheduler(disaggregated=False)
-    scheduler.apply_workers([worker("a")])
+def test_a_worker_that_came_back_elsewhere_is_a_new_endpoint_without_a_past() -> None:
+    scheduler = make_scheduler(make_worker("a"))
+    demand = make_demand(2048, prefix=make_chain(1, 8))
+    serve(scheduler, demand)
     old = scheduler.endpoints["a"]
-    assert scheduler.apply_workers([worker("a", port=2)]) == [old]
-    assert scheduler.endpoints["a"].serial != old.serial
+    assert scheduler.apply_workers([make_worker("a", kv_tokens=5)]) == [old]
+    choice = scheduler.choose(demand, 0.0)
+    assert choice is not None
+    assert choice.decode.serial != old.serial
+    assert choice.cached_tokens == 0
 
 
-def test_a_request_returns_to_where_its_prefix_is_even_against_some_load() -> None:
-    scheduler = Scheduler(disaggregated=True)
-    scheduler.apply_workers([worker("d"), worker("p1", Role.PREFILL), worker("p2", Role.PREFILL)])
-    wanted = demand(b"x" * CHUNK_BYTES * 20)
-    first = scheduler.choose(wanted, 0.0)
-    assert first is not None
-    scheduler.reserve(first, wanted).release()
-    first.prefill[0].prefill_tokens = 1000
+def test_a_request_returns_to_where_its_prefix_is() -> None:
+    scheduler = make_scheduler(make_worker("d"), make_worker("p1", P), make_worker("p2", P))
+    wanted = make_demand(5120, prefix=make_chain(1, 20))
+    first = serve(scheduler, wanted)
+    scheduler.endpoints[first[1]].charge(1000, 0)
     again = scheduler.choose(wanted, 0.0)
     assert again is not None
-    assert again.prefill[0] is first.prefill[0]
-    assert again.cached_tokens >= 2500
-    assert again.uncached_tokens < 100
+    assert again.prefill[0].worker.name == first[1]
+    assert again.cached_tokens >= 5000
+    assert again.uncached_tokens <= 120
 
 
-def test_endpoints_in_back_off_or_tried_already_are_left_out() -> None:
+def test_what_no_worker_accepted_leaves_no_trace() -> None:
+    """Refused prompts of 8 MB must not push out what is known."""
+    scheduler = make_scheduler(make_worker("a"), make_worker("b"))
+    known = make_demand(2048, prefix=make_chain(1, 8))
+    serve(scheduler, known)
+    for session in range(2, 12):
+        refused = make_demand(2_000_000, prefix=make_chain(session, 8192))
+        choice = scheduler.choose(refused, 0.0)
+        assert choice is not None
+        scheduler.reserve(choice, refused, 0.0).release()
+    choice = scheduler.choose(known, 0.0)
+    assert choice is not None
+    assert choice.cached_tokens == 2048
+    assert len(scheduler.index) == 8
+
+
+def test_the_index_grows_with_the_fleet() -> None:
     scheduler = Scheduler(disaggregated=False)
-    scheduler.apply_workers([worker("a"), worker("b")])
-    scheduler.fail(scheduler.endpoints["a"], 10.0)
-    choice = scheduler.choose(demand(), 10.1)
+    assert scheduler.index.generation == MIN_ENTRIES
+    scheduler.apply_workers([make_worker(f"w{index}") for index in range(16)])
+    assert scheduler.index.generation >= 16 * (1 << 20) * scheduler.estimator.bytes_per_token / CHUNK_BYTES
+
+
+def test_a_choice_can_be_asked_for_without_being_taken() -> None:
+    scheduler = make_scheduler(*(make_worker(f"w{index}") for index in range(4)))
+    names = {scheduler.choose(make_demand(), 0.0).decode.worker.name for _ in range(20)}  # type: ignore[union-attr]
+    assert len(names) == 1
+
+
+def test_what_a_worker_tells_corrects_what_this_gateway_counted() -> None:
+    scheduler = make_scheduler(make_worker("a"), make_worker("b"))
+    demand = make_demand(1000, affinity=0)
+    scheduler.observe(scheduler.endpoints["a"], 0.0, queued_tokens=50_000)
+    for _ in range(10):
+        choice = scheduler.choose(demand, 0.0)
+        assert choice is not None
+        assert choice.decode.worker.name == "b"
+        scheduler.reserve(choice, demand, 0.0)
+    scheduler.observe(scheduler.endpoints["b"], 0.0, queued_tokens=10_000)
+    assert scheduler.endpoints["b"].others == 0
+    scheduler.observe(scheduler.endpoints["a"], 0.0, queued_tokens=0)
+    assert scheduler.endpoints["a"].load == 0
+
+
+def test_back_off_and_tried_ones_are_left_out_together() -> None:
+    scheduler = make_scheduler(make_worker("a"), make_worker("b"))
+    scheduler.report(scheduler.endpoints["a"], Outcome.REFUSED, 10.0)
+    choice = scheduler.choose(make_demand(), 10.1)
     assert choice is not None
     assert choice.decode.worker.name == "b"
-    assert scheduler.choose(demand(), 10.1, {"b"}) is None
-    later = scheduler.choose(demand(), 11.0, {"b"})
+    assert scheduler.choose(make_demand(), 10.1, {"b"}) is None
+    later = scheduler.choose(make_demand(), 11.0, {"b"})
     assert later is not None
     assert later.decode.worker.name == "a"
+
+
+@pytest.mark.parametrize("roles", [(D, D), (P, D)])
+def test_work_is_bounded_by_candidates_not_by_endpoints(roles: tuple) -> None:
+    """A decision among 1,024 endpoints looks at as many as one among 64: counted, not timed."""
+    looked = {}
+    for count in (64, 1024):
+        scheduler = make_scheduler(*(make_worker(f"w{index}", roles[index % 2]) for index in range(count)))
+        for endpoint in scheduler.endpoints.values():
+            endpoint.charge(100, 0)
+        seen = []
+        original = type(endpoint).backlog
+
+        def backlog(self, now: float, original=original, seen=seen) -> float:
+            seen.append(self)
+            return original(self, now)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(endpoint), "backlog", backlog)
+            scheduler.choose(make_demand(), 0.0)
+        looked[count] = len(seen)
+    assert 0 < looked[1024] <= looked[64] + 2 <= 16

@@ -11,14 +11,15 @@ from tandem_api.names import Role
 
 from tandem_gateway.errors import ConfigError
 from tandem_gateway.scheduling import Worker
+from tandem_gateway.scheduling.endpoint import DEFAULT_KV_TOKENS
 
 log = logging.getLogger(__name__)
 POLL_SECONDS = 0.5
-_KEYS = {"role", "url", "kv", "revision", "name"}
+_KEYS = {"role", "url", "kv", "revision", "name", "kv-tokens"}
 
 
 def parse_worker(text: str) -> Worker:
-    """A worker written as `role=decode,url=HOST:PORT[,kv=HOST:PORT][,revision=R][,name=N]`.
+    """A worker written as `role=decode,url=HOST:PORT[,kv=HOST:PORT][,revision=R][,name=N][,kv-tokens=T]`.
 
     Raises:
         ConfigError: `text` is something else.
@@ -35,12 +36,16 @@ def parse_worker(text: str) -> Worker:
         role = Role(fields.get("role", Role.DECODE))
     except ValueError as error:
         raise ConfigError(f"worker {text!r}: role is prefill, decode or unified") from error
+    kv_tokens = fields.get("kv-tokens", str(DEFAULT_KV_TOKENS))
+    if not kv_tokens.isdecimal() or not int(kv_tokens):
+        raise ConfigError(f"worker {text!r}: kv-tokens is how many tokens its cache holds, a number above 0")
     return Worker(
         name=fields.get("name") or address,
         address=address,
         role=role,
         revision=fields.get("revision", "static"),
         kv_address=fields.get("kv", ""),
+        kv_tokens=int(kv_tokens),
     )
 
 

@@ -9,6 +9,9 @@ DEFAULT_OUTPUT_TOKENS = 128.0
 _WEIGHT = 0.05
 """Of one new observation in the moving averages: about the last forty requests count."""
 
+MIN_UNSEEN = 512
+"""Tokens: chunks and the ends of prompts are not known better."""
+
 
 @dataclass(slots=True, kw_only=True)
 class Demand:
@@ -19,19 +22,25 @@ class Demand:
     prefix: list[int]
     """Hash chain over the prompt's bytes, one entry per full chunk."""
     affinity: int
-    """Seed for rendezvous hashing; equal for the turns of one session."""
+    """Seed for the ring; equal for the turns of one session. 0: nothing names the session, its prefix must."""
     local: bool = False
     """Nothing is decoded: the worker that answers computes the prompt itself."""
+    stream: bool = True
+    """Its first token shows; an answer in one piece shows nothing until it is complete."""
 
 
 class Estimator:
     """Learned per model: how many bytes make a token, and how long answers are."""
 
-    __slots__ = ("bytes_per_token", "output_tokens")
+    __slots__ = ("bytes_per_token", "output_tokens", "unseen_hits")
 
     def __init__(self) -> None:
         self.bytes_per_token = DEFAULT_BYTES_PER_TOKEN
         self.output_tokens = DEFAULT_OUTPUT_TOKENS
+        self.unseen_hits = 0.0
+        """Of the tokens that seemed uncached to this gateway, the share that were cached all the same: what other
+        gateways have sent there. 0 where there are none.
+        """
 
     def prompt_tokens(self, num_bytes: int) -> int:
         return int(num_bytes / self.bytes_per_token) + 1
@@ -51,3 +60,9 @@ class Estimator:
     def learn_output(self, output_tokens: int) -> None:
         """From the number of events of a stream that told no usage."""
         self.output_tokens += _WEIGHT * (output_tokens - self.output_tokens)
+
+    def learn_cached(self, *, prompt_tokens: int, expected: int, cached: int) -> None:
+        """From the `usage` of an answer: how many prompt tokens were cached, beside those expected."""
+        if prompt_tokens - expected >= MIN_UNSEEN:
+            share = min(1.0, max(0.0, (cached - expected) / (prompt_tokens - expected)))
+            self.unseen_hits += _WEIGHT / 2 * (share - self.unseen_hits)

@@ -1,19 +1,30 @@
-"""What the gateway knows of one worker, and the tokens it has promised to it.
+"""What the gateway knows of one worker: its load, its speed and what its cache has taken in.
 
-Invariant: an endpoint's counters are the sums over its open reservations, so they return to zero when the last request
-ends, however it ends.
+Invariant: the counters are the sums over the open reservations of `ledger`, so they return to zero when the last
+request ends, however it ends.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import count
+from typing import TYPE_CHECKING
 
 from tandem_api.names import Role
 
-BACKOFF_FIRST = 0.5
-BACKOFF_MAX = 3.0
-"""Seconds. Short, because a model with one replica has nobody else to ask while its pod restarts in place."""
+from tandem_gateway.scheduling.health import WANTED, Health
+from tandem_gateway.scheduling.speed import Speed
+
+if TYPE_CHECKING:
+    from tandem_gateway.scheduling.pool import Pool
+
+DECODE_WEIGHT = 0.25
+"""Cost of one outstanding output token in prefill tokens: decoding is batched with the prompt chunks and slows them,
+but each token only a little. A power of two, so that sums stay exact."""
+DEFAULT_KV_TOKENS = 1 << 20
+"""Of a worker that nobody told about."""
+_MOST_DONE = 0.9
+"""Of the outstanding prompts can be taken for computed: the first token alone tells."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +38,8 @@ class Worker:
     revision: str
     kv_address: str = ""
     """`host:port` that decode workers ask for prefills; empty: its HTTP address."""
+    kv_tokens: int = DEFAULT_KV_TOKENS
+    """Tokens whose key-value blocks fit into it."""
 
 
 _serials = count(1)
@@ -36,77 +49,84 @@ class Endpoint:
     """A worker with its load and health as seen from this gateway."""
 
     __slots__ = (
-        "affinity_seed", "backoff_until", "decode_tokens", "failures", "gone", "host", "prefill_address",
-        "prefill_tokens", "requests", "serial", "worker",
+        "decode_tokens", "deserted", "evicted_until", "gone", "health", "host", "kv_tokens", "kv_written", "level",
+        "load", "others", "owed", "patience", "pool", "prefill_address", "prefill_tokens", "requests", "serial",
+        "signs", "signs_seen", "silent_since", "speed", "worker", "working_since",
     )  # fmt: skip
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
         self.serial = next(_serials)
         """Names this incarnation: a worker that left and came back has an empty cache."""
-        self.affinity_seed = worker.name.encode()
         self.host = worker.address.encode()
         self.prefill_address = (worker.kv_address or worker.address).encode()
+        self.health = Health()
         self.requests = 0
         self.prefill_tokens = 0
         """Uncached prompt tokens sent here and not yet computed."""
         self.decode_tokens = 0
         """Output tokens expected from here and not yet seen."""
-        self.failures = 0
-        self.backoff_until = 0.0
+        self.load = 0.0
+        """Both and `others`, in prefill tokens."""
+        self.others = 0
+        """What other gateways have there, as the worker told last."""
+        self.kv_tokens = worker.kv_tokens
+        self.kv_written = 0
+        """Tokens its cache has taken in so far: what was written before the last `kv_tokens` of them is evicted."""
+        self.evicted_until = 0.0
+        """Its cache has forgotten what was last used before, as the worker told."""
+        self.speed = Speed()
+        self.working_since = 0.0
+        """When it began with the oldest prompt that is not yet computed."""
+        self.owed = 0
+        """First signs of an answer that it has a part in and that have not come."""
+        self.deserted = 0
+        """Requests that ended without one since it was last heard."""
+        self.patience = 0.0
+        """Seconds that the longest of what it owes should take."""
+        self.signs = self.signs_seen = 0
+        """Of life."""
+        self.silent_since = 0.0
         self.gone = False
         """Discovery no longer reports it. Its requests may still finish."""
+        self.pool: Pool | None = None
+        self.level = -1
+        """Of its load in the pool; -1: it may not be chosen now."""
 
-    def fail(self, now: float) -> None:
-        """Take it out for a short while that doubles with every failure in a row."""
-        self.backoff_until = now + min(BACKOFF_MAX, BACKOFF_FIRST * 2**self.failures)
-        self.failures = min(self.failures + 1, 8)
+    def charge(self, prefill: int, decode: int) -> None:
+        """Change what is outstanding."""
+        self.prefill_tokens += prefill
+        self.decode_tokens += decode
+        self._change_load(prefill + DECODE_WEIGHT * decode)
 
-    def succeed(self) -> None:
-        self.failures = 0
-        self.backoff_until = 0.0
+    def set_others(self, tokens: int) -> None:
+        self._change_load(tokens - self.others)
+        self.others = tokens
 
+    def _change_load(self, change: float) -> None:
+        self.load += change
+        if self.level >= 0 and self.pool is not None:
+            self.pool.on_load(self, change)
 
-class Reservation:
-    """The tokens one request holds on its prefill and decode endpoint. Every method is safe to call again."""
+    def backlog(self, now: float) -> float:
+        """Its load, less what it has probably computed of the prompt that it is at."""
+        tokens = self.prefill_tokens
+        speed = self.speed.value
+        if not tokens or not speed:
+            return self.load
+        done = speed * (now - self.working_since)
+        most = _MOST_DONE * tokens
+        return self.load - (done if done < most else most)
 
-    __slots__ = ("_decode", "_decode_left", "_open", "_prefill", "_prefill_left", "_prefilling")
+    @property
+    def state(self) -> str:
+        """For people and metrics."""
+        if self.health.probe is not None:
+            return "half-open"
+        return "available" if self.level >= 0 else "ejected"
 
-    def __init__(self, decode: Endpoint, prefill: Endpoint, *, prefill_tokens: int, decode_tokens: int) -> None:
-        """`prefill` is `decode` itself where that worker computes the prompt."""
-        self._decode = decode
-        self._prefill = prefill
-        self._prefill_left = prefill_tokens
-        self._decode_left = decode_tokens
-        self._open = True
-        self._prefilling = True
-        decode.requests += 1
-        decode.decode_tokens += decode_tokens
-        prefill.prefill_tokens += prefill_tokens
-        if prefill is not decode:
-            prefill.requests += 1
-
-    def first_token(self) -> None:
-        """The prompt is computed: its prefill tokens are worked off."""
-        if self._prefilling:
-            self._prefilling = False
-            self._prefill.prefill_tokens -= self._prefill_left
-            if self._prefill is not self._decode:
-                self._prefill.requests -= 1
-
-    def progress(self, tokens: int) -> None:
-        """`tokens` more were generated. One stays expected until the end: the request still occupies the worker."""
-        done = min(tokens, self._decode_left - 1)
-        if done > 0:
-            self._decode_left -= done
-            self._decode.decode_tokens -= done
-
-    def release(self) -> None:
-        """The request ended, whichever way."""
-        if not self._open:
-            return
-        self._open = False
-        self.first_token()
-        self._decode.decode_tokens -= self._decode_left
-        self._decode_left = 0
-        self._decode.requests -= 1
+    def retry_probe(self) -> None:
+        """The request that probed it ended without a word about it: the next one probes."""
+        self.health.probe = WANTED
+        if self.pool is not None:
+            self.pool.admit(self)

@@ -1,32 +1,38 @@
-"""From the endpoints that may serve a request to the pair that does.
+"""From the pools of a model to the pair that serves a request.
 
-The score of an endpoint is work in tokens that stands before this request's first token, its own included. Affinity
-decides among endpoints whose scores are within a tolerance of the best, so no session can pile more than the tolerance
-on one endpoint while another is free: bounded load, and nobody starves. One pass over the endpoints, O(n).
+The cost of an endpoint is work in tokens that stands before this request's first token, its own included. Candidates
+are who holds the prompt's prefix, the session's homes on the ring, and the least loaded: a fixed number, however many
+endpoints there are. The session's home is taken while it costs at most `SLACK` of the mean load more than the best
+candidate: affinity with bounded load, so nobody starves and no session piles up on one endpoint.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from heapq import nsmallest
-from operator import itemgetter
 
 from tandem_api.names import Role
 
-from tandem_gateway.scheduling.affinity import weigh
 from tandem_gateway.scheduling.demand import Demand
 from tandem_gateway.scheduling.endpoint import Endpoint
+from tandem_gateway.scheduling.pool import Pool
 
-DECODE_WEIGHT = 0.25
-"""Cost of one outstanding output token in prefill tokens, where one worker does both: decoding is batched with the
-prompt chunks and slows them, but each token only a little."""
-TOLERANCE_TOKENS = 64
+SLACK = 0.25
+"""Of the pool's mean load."""
+OWN_SLACK = 0.1
+"""Of the request's own work: its first token comes that much later at most."""
+SLACK_TOKENS = 64
+"""What nobody notices, loaded or not."""
+RECOMPUTE_WEIGHT = 1.5
+"""Cost of an uncached token: it takes the time of one, and pushes another out of a cache and others back in a queue."""
+MOVE_WEIGHT = 0.0625
+"""Cost of moving one prompt token's blocks to a decode worker, in prefill tokens."""
+MAX_IDLE = 3
+"""Least loaded endpoints that are candidates."""
 MAX_PREFILL = 3
 """Prefill endpoints named to the decode worker: the best and two alternates."""
 
-
-_Score = Callable[[Endpoint, int, Mapping[int, int]], float]
+_NOBODY: list[Endpoint] = []
 
 
 @dataclass(slots=True)
@@ -38,94 +44,102 @@ class Choice:
     uncached_tokens: int
     """Estimated for the endpoint that computes the prompt."""
     cached_tokens: int
+    known_tokens: int
+    """Estimated cached tokens on either endpoint."""
 
 
-Group = tuple[list[Endpoint], list[Endpoint]]
-"""The decode and the prefill endpoints of one revision."""
+@dataclass(slots=True)
+class Group:
+    """The endpoints of one revision."""
+
+    decodes: Pool
+    prefills: Pool
 
 
-def group_by_revision(endpoints: Iterable[Endpoint]) -> list[Group]:
-    groups: dict[str, Group] = {}
-    for endpoint in endpoints:
-        group = groups.setdefault(endpoint.worker.revision, ([], []))
-        group[endpoint.worker.role is Role.PREFILL].append(endpoint)
-    return list(groups.values())
+def pick(
+    groups: Iterable[Group],
+    demand: Demand,
+    seed: int,
+    cached: Mapping[Endpoint, int],
+    *,
+    shared: int,
+    unseen: float,
+    now: float,
+    excluded: Collection[str],
+    disaggregated: bool,
+) -> Choice | None:
+    """The best pair of one revision among endpoints that may be chosen, or None without a decode endpoint.
 
-
-def pick(groups: Iterable[Group], demand: Demand, cached: Mapping[int, int], *, disaggregated: bool) -> Choice | None:
-    """The best pair of one revision among endpoints that are available, or None without a decode endpoint.
-
-    `cached` gives the estimated cached prompt tokens by endpoint serial. A revision without prefill endpoints is taken
-    only when no revision is complete: its decode workers compute prompts themselves, slower but right.
+    `cached` gives the estimated cached prompt tokens, `shared` those of everybody else, `unseen` the share of the rest
+    that a session's home has all the same. A revision without prefill
+    endpoints is taken only when no revision is complete: its decode workers compute prompts themselves.
     """
-    best: tuple[tuple[bool, float], Choice] | None = None
-    for decodes, prefills in groups:
+    best: Choice | None = None
+    best_cost = 0.0
+    best_incomplete = True
+    for group in groups:
+        cost, prefills = 0.0, _NOBODY
+        if not demand.local:
+            cost, prefills = _rank(
+                group.prefills, demand, seed, cached, shared, unseen, now, excluded, RECOMPUTE_WEIGHT
+            )
+        weight = MOVE_WEIGHT if prefills else RECOMPUTE_WEIGHT
+        more, decodes = _rank(group.decodes, demand, seed, cached, shared, unseen, now, excluded, weight)
         if not decodes:
             continue
-        score, choice = _pick_in_group(decodes, [] if demand.local else prefills, demand, cached)
-        rank = (disaggregated and not prefills, score)
-        if best is None or rank < best[0]:
-            best = (rank, choice)
-    return best[1] if best else None
+        cost += more
+        incomplete = disaggregated and not prefills
+        if best is None or (incomplete, cost) < (best_incomplete, best_cost):
+            hit = min(demand.prompt_tokens, cached.get(prefills[0] if prefills else decodes[0], shared))
+            known = max(hit, min(demand.prompt_tokens, cached.get(decodes[0], shared)))
+            best = Choice(decodes[0], prefills[:MAX_PREFILL], demand.prompt_tokens - hit, hit, known)
+            best_cost, best_incomplete = cost, incomplete
+    return best
 
 
-def missing_role(endpoints: Sequence[Endpoint]) -> str:
+def missing_role(endpoints: Iterable[Endpoint]) -> str:
     """Why no pair can be chosen, as a sentence for the client."""
     if not any(endpoint.worker.role is not Role.PREFILL for endpoint in endpoints):
         return "no decode worker of this model is ready"
     return "every decode worker of this model refused the connection, or this gateway's key, a moment ago"
 
 
-def _pick_in_group(
-    decodes: list[Endpoint], prefills: list[Endpoint], demand: Demand, cached: Mapping[int, int]
-) -> tuple[float, Choice]:
+def _rank(
+    pool: Pool,
+    demand: Demand,
+    seed: int,
+    cached: Mapping[Endpoint, int],
+    shared: int,
+    unseen: float,
+    now: float,
+    excluded: Collection[str],
+    weight: float,
+) -> tuple[float, list[Endpoint]]:
+    """The candidates, best first, and what the best costs."""
+    if not pool.available:
+        return 0.0, []
     prompt = demand.prompt_tokens
-    if not prefills:
-        score, unified = _pick_one(decodes, demand, cached, _unified_score)
-        hit = min(prompt, cached.get(unified.serial, 0))
-        return score, Choice(unified, [], prompt - hit, hit)
-    prefill_score, prefill = _pick_one(prefills, demand, cached, _prefill_score)
-    decode_score, decode = _pick_one(decodes, demand, cached, _decode_score)
-    hit = min(prompt, cached.get(prefill.serial, 0))
-    ranked = [prefill, *_alternates(prefills, prefill, demand, cached)]
-    return prefill_score + decode_score, Choice(decode, ranked, prompt - hit, hit)
-
-
-def _prefill_score(endpoint: Endpoint, prompt: int, cached: Mapping[int, int]) -> float:
-    return endpoint.prefill_tokens + max(0, prompt - cached.get(endpoint.serial, 0))
-
-
-def _decode_score(endpoint: Endpoint, prompt: int, cached: Mapping[int, int]) -> float:
-    """Outstanding output, and the part of the prompt's blocks that would have to be moved here."""
-    return endpoint.decode_tokens + DECODE_WEIGHT * max(0, prompt - cached.get(endpoint.serial, 0))
-
-
-def _unified_score(endpoint: Endpoint, prompt: int, cached: Mapping[int, int]) -> float:
-    return _prefill_score(endpoint, prompt, cached) + DECODE_WEIGHT * endpoint.decode_tokens
-
-
-def _pick_one(
-    endpoints: list[Endpoint], demand: Demand, cached: Mapping[int, int], score: _Score
-) -> tuple[float, Endpoint]:
-    prompt = demand.prompt_tokens
-    if len(endpoints) == 1:
-        return score(endpoints[0], prompt, cached), endpoints[0]
-    scored = [(score(endpoint, prompt, cached), endpoint) for endpoint in endpoints]
-    limit = min(scored, key=_SCORE)[0] + TOLERANCE_TOKENS
-    within = [item for item in scored if item[0] <= limit]
-    if len(within) == 1:
-        return within[0]
-    seed = demand.affinity
-    return max(within, key=lambda item: weigh(item[1], seed))
-
-
-_SCORE = itemgetter(0)
-
-
-def _alternates(prefills: list[Endpoint], best: Endpoint, demand: Demand, cached: Mapping[int, int]) -> list[Endpoint]:
-    others = [endpoint for endpoint in prefills if endpoint is not best]
-    if len(others) < 2:
-        return others
-    return nsmallest(
-        MAX_PREFILL - 1, others, key=lambda endpoint: _prefill_score(endpoint, demand.prompt_tokens, cached)
-    )
+    whole = weight * max(0, prompt - shared)
+    homes = pool.ring.find_homes(seed, excluded) if seed else []
+    costs: dict[Endpoint, float] = {}
+    for endpoint in homes:
+        costs[endpoint] = (endpoint.backlog(now) if endpoint.prefill_tokens else endpoint.load) + whole
+    for endpoint in pool.find_idle(MAX_IDLE, excluded):
+        if endpoint not in costs:
+            costs[endpoint] = (endpoint.backlog(now) if endpoint.prefill_tokens else endpoint.load) + whole
+    for endpoint, tokens in cached.items():
+        if endpoint.pool is pool and endpoint.level >= 0 and not (excluded and endpoint.worker.name in excluded):
+            costs[endpoint] = endpoint.backlog(now) + (weight * (prompt - tokens) if tokens < prompt else 0.0)
+    if unseen and homes:
+        costs[homes[0]] -= unseen * weight * max(0, prompt - cached.get(homes[0], shared))
+    if not costs:
+        return 0.0, []
+    ranked = sorted(costs, key=costs.__getitem__)
+    limit = costs[ranked[0]] + SLACK_TOKENS + SLACK * pool.load / pool.available + OWN_SLACK * whole
+    for home in homes:
+        if costs[home] <= limit:
+            if home is not ranked[0]:
+                ranked.remove(home)
+                ranked.insert(0, home)
+            break
+    return costs[ranked[0]], ranked

@@ -3,6 +3,10 @@
 A prompt's bytes are cut into chunks of fixed size and hashed as a chain (xxh3, each chunk seeded with its parent's
 hash), so that equal entries mean equal prefixes. Equal bytes tokenize equally except around a chunk's border, which is
 why this is an estimate that decides *where* a request goes and never *what* is computed.
+
+Invariants: who holds an entry holds all entries above it, because workers evict leaves first; so only the deepest ones
+are looked at, and a shallow entry need not name everybody. Where an entry is known, so are all above it: recording
+renews a whole chain, and eviction forgets whole generations.
 """
 
 from __future__ import annotations
@@ -12,13 +16,47 @@ from itertools import pairwise
 
 from xxhash import xxh3_64_intdigest
 
+from tandem_gateway.scheduling.endpoint import Endpoint
+
 CHUNK_BYTES = 1024
 """About 256 tokens of English. Smaller chunks see shorter shared prefixes at a higher price per prompt."""
-DEFAULT_CAPACITY = 32_768
-"""Entries: 32 MiB of distinct prompt bytes at about 200 bytes each, 7 MB in all."""
 MAX_HOLDERS = 4
+"""Named by one entry, the newest."""
+MAX_MATCHES = 4
+"""Endpoints that `match` finds: more would only cost time."""
+MIN_ENTRIES = 10_922
+MAX_ENTRIES = 699_050
+"""Of one generation; both are about 110 MB then."""
+BRANCHES = 8
+"""Prompts that part after an entry make it a shared one: the end of a system prompt, say."""
+MAX_SHARED_CHUNKS = 64
+_MAX_BRANCHES = 4096
+MAX_SESSIONS = 8192
+"""Of short prompts, about 4 MB."""
 
-Holders = tuple[int, ...]
+
+class Holding:
+    """One endpoint's copy of a prompt: when it was last used, and how much its cache had taken in by then."""
+
+    __slots__ = ("endpoint", "used_at", "written")
+
+    def __init__(self, endpoint: Endpoint, now: float) -> None:
+        self.endpoint = endpoint
+        self.used_at = now
+        self.written = endpoint.kv_written
+
+    @property
+    def alive(self) -> bool:
+        """The worker still exists, has not said that it forgot, nor taken in a whole cache of other tokens since."""
+        endpoint = self.endpoint
+        return (
+            not endpoint.gone
+            and self.used_at >= endpoint.evicted_until
+            and endpoint.kv_written - self.written < endpoint.kv_tokens
+        )
+
+
+Holders = tuple[Holding, ...]
 
 
 def build_chain(prompt: bytes) -> list[int]:
@@ -34,66 +72,129 @@ def build_chain(prompt: bytes) -> list[int]:
 
 
 class PrefixIndex:
-    """Least recently used map from chain entry to the endpoints that served it, newest last, at most four of each.
-
-    Endpoints are named by their serial. Neighbouring entries of one prompt share one holders object, which lets
-    `match` skip over runs of them.
+    """From chain entry to the endpoints that served it, newest last, in two generations: when the young one is full it
+    becomes the old one, and what was in the old one and not used since is forgotten. Half of an exact LRU's memory, and
+    recording is one assignment per entry.
     """
 
-    __slots__ = ("_capacity", "_entries")
+    __slots__ = ("_branches", "_old", "_sessions", "_shared", "_shared_depths", "_young", "generation")
 
-    def __init__(self, capacity: int = DEFAULT_CAPACITY) -> None:
-        # Not a plain dict: finding its oldest entry walks over all that were deleted before it.
-        self._entries: OrderedDict[int, Holders] = OrderedDict()
-        self._capacity = capacity
+    def __init__(self) -> None:
+        self.generation = MIN_ENTRIES
+        """Entries of one generation; only a single prompt that is longer can exceed it."""
+        self._young: dict[int, Holders] = {}
+        self._old: dict[int, Holders] = {}
+        self._branches: dict[int, int] = {}
+        """How many prompts parted after an entry. Oldest first."""
+        self._shared: set[int] = set()
+        """Entries after which many prompts parted, and at what depths there are any, deepest first."""
+        self._shared_depths: list[int] = []
+        self._sessions: OrderedDict[int, tuple[tuple[Holding, int], ...]] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._young) + len(self._old)
 
-    def match(self, chain: list[int]) -> dict[int, int]:
-        """For each endpoint the number of leading chunks it has served without a gap."""
-        depths: dict[int, int] = {}
-        get = self._entries.get
-        alive: Holders = ()
+    def resize(self, kv_bytes: float) -> None:
+        """Make room for `kv_bytes` of distinct prompts, within bounds.
+
+        A generation is as large as a full dict, two thirds of a power of two: there an entry costs the least.
+        """
+        wanted = kv_bytes / CHUNK_BYTES
+        generation = MIN_ENTRIES
+        while generation < wanted and generation < MAX_ENTRIES:
+            generation = (generation * 3 // 2 + 1) * 2 * 2 // 3
+        self.generation = generation
+
+    def match(self, chain: list[int], above: int = 0) -> dict[Endpoint, int]:
+        """For each endpoint that holds more than `above` leading chunks their number, deepest first; O(log n)."""
+        depths: dict[Endpoint, int] = {}
+        young, old = self._young, self._old
+        depth = self.find_depth(chain)
+        step = 0
         last: Holders | None = None
-        for depth, entry in enumerate(chain):
-            holders = get(entry)
-            if holders is last and holders is not None:
-                continue
-            found: Holders = holders or ()
-            survivors: Holders = tuple([serial for serial in alive if serial in found]) if depth else found
-            for serial in alive:
-                if serial not in survivors:
-                    depths[serial] = depth
-            alive, last = survivors, holders
-            if not alive:
-                break
-        for serial in alive:
-            depths[serial] = len(chain)
+        while depth > above:
+            entry = chain[depth - 1]
+            holders = young.get(entry) or old.get(entry) or ()
+            if holders is not last:
+                last = holders
+                for holding in holders:
+                    endpoint = holding.endpoint
+                    if endpoint not in depths and holding.alive:
+                        depths[endpoint] = depth
+                if len(depths) >= MAX_MATCHES:
+                    break
+            # Runs of one prompt have the same holders: steps double, so that a long prompt is no long walk.
+            step += step or 1
+            depth -= step
         return depths
 
-    def record(self, chain: list[int], serials: Holders) -> None:
-        """`serials` now serve this prompt. Deepest chunk first, so that leaves are evicted before their roots."""
-        entries = self._entries
-        get, touch = entries.get, entries.move_to_end
+    def find_depth(self, chain: list[int]) -> int:
+        """How many leading entries are known: a binary search, since none is known below an unknown one."""
+        young, old = self._young, self._old
+        low, high = 0, len(chain)
+        while low < high:
+            middle = (low + high + 1) >> 1
+            entry = chain[middle - 1]
+            if entry in young or entry in old:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def record(self, chain: list[int], endpoints: tuple[Endpoint, ...], now: float) -> None:
+        """`endpoints` now hold this prompt."""
+        if not chain:
+            return
+        if len(self._young) + len(chain) > self.generation:
+            self._old, self._young = self._young, {}
+        known = self.find_depth(chain)
+        if 0 < known < len(chain):
+            self._count_branch(chain[known - 1], known)
+        young, old = self._young, self._old
+        news: Holders = tuple([Holding(endpoint, now) for endpoint in endpoints])
         before: Holders | None = None
-        after = serials
-        for entry in reversed(chain):
-            holders = get(entry)
+        after = news
+        for entry in chain:
+            holders = young.get(entry) or old.get(entry)
             if holders is None:
-                entries[entry] = serials
+                young[entry] = news
                 continue
             if holders is not before:
-                before, after = holders, _merge(holders, serials)
-            if after is not holders:
-                entries[entry] = after
-            touch(entry)
-        while len(entries) > self._capacity:
-            entries.popitem(last=False)
+                before, after = holders, _merge(holders, news, endpoints)
+            young[entry] = after
+
+    def match_session(self, seed: int) -> list[tuple[Endpoint, int]]:
+        """Who holds how many tokens of a session whose prompts are too short for chunks."""
+        return [(holding.endpoint, tokens) for holding, tokens in self._sessions.get(seed, ()) if holding.alive]
+
+    def record_session(self, seed: int, endpoints: tuple[Endpoint, ...], tokens: int, now: float) -> None:
+        sessions = self._sessions
+        sessions.pop(seed, None)
+        sessions[seed] = tuple([(Holding(endpoint, now), tokens) for endpoint in endpoints])
+        if len(sessions) > MAX_SESSIONS:
+            sessions.popitem(last=False)
+
+    def count_shared(self, chain: list[int]) -> int:
+        """How many leading entries many prompts share, the end of a system prompt being the last: whoever serves this
+        model has them, and what comes after them stands for a conversation that has no other name.
+        """
+        for depth in self._shared_depths:
+            if depth <= len(chain) and chain[depth - 1] in self._shared:
+                return depth
+        return 0
+
+    def _count_branch(self, entry: int, depth: int) -> None:
+        branches = self._branches
+        count = branches[entry] = branches.pop(entry, 0) + 1
+        if count == BRANCHES and depth <= MAX_SHARED_CHUNKS:
+            self._shared.add(entry)
+            self._shared_depths = sorted({depth, *self._shared_depths}, reverse=True)
+        if len(branches) > _MAX_BRANCHES:
+            self._branches = dict(list(branches.items())[_MAX_BRANCHES // 2 :])
+            self._shared &= self._branches.keys()
 
 
-def _merge(holders: Holders, serials: Holders) -> Holders:
-    """The newest of both; the same object when nothing changes."""
-    if holders[-len(serials) :] == serials:
-        return holders
-    return (*(serial for serial in holders if serial not in serials), *serials)[-MAX_HOLDERS:]
+def _merge(holders: Holders, news: Holders, endpoints: tuple[Endpoint, ...]) -> Holders:
+    """The newest of both."""
+    kept = [holding for holding in holders if holding.endpoint not in endpoints]
+    return (*kept, *news)[-MAX_HOLDERS:]

@@ -1,13 +1,42 @@
-"""The scheduler's state for one model: endpoints, prefix index and learned ratios, and the choice made from them."""
+"""The scheduler's state for one model: pools of endpoints, prefix index and learned ratios, and the choices made."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable
+from heapq import heappop, heappush
+from statistics import median
+
+from tandem_api.names import Role
 
 from tandem_gateway.scheduling.demand import Demand, Estimator
-from tandem_gateway.scheduling.endpoint import Endpoint, Reservation, Worker
-from tandem_gateway.scheduling.picker import Choice, Group, group_by_revision, pick
+from tandem_gateway.scheduling.endpoint import DECODE_WEIGHT, Endpoint, Worker
+from tandem_gateway.scheduling.health import RULES, SERVES_OLD, WANTED, Outcome
+from tandem_gateway.scheduling.ledger import Reservation
+from tandem_gateway.scheduling.picker import Choice, Group, pick
+from tandem_gateway.scheduling.pool import Pool
 from tandem_gateway.scheduling.prefix import CHUNK_BYTES, PrefixIndex
+
+CHECK_SECONDS = 1.0
+"""Between two looks for workers that are silent or slow."""
+SILENT_SECONDS = 3.0
+SILENT_FACTOR = 4.0
+"""A worker that owes first tokens is silent after this long, and this many times what its prompts should take."""
+SLOW_FACTOR = 5.0
+"""Slower than the median of its pool by this is an outlier, once it has computed `SLOW_SAMPLES` prompts."""
+SLOW_SAMPLES = 8
+SLOW_LATENCY = 0.25
+"""Seconds of latency that are no outlier, whatever the others have."""
+DESERTIONS = 3
+"""Requests given up by their clients before any sign of life, after which silence counts as if they waited."""
+SHORT_CHUNKS = 2
+"""Prompts of fewer chunks leave no trace in the index: their session is remembered instead."""
+LONG_PROMPT = 4096
+"""Uncached tokens that a decode worker would rather not compute itself."""
+RETRY_SHARE = 0.3
+RETRY_BURST = 50.0
+"""Of all requests, this share may be tried again because of 429 and 5xx, and so many at once: no storm of retries."""
+_NOBODY: frozenset[str] = frozenset()
 
 
 class Scheduler:
@@ -18,9 +47,16 @@ class Scheduler:
         self.endpoints: dict[str, Endpoint] = {}
         self.estimator = Estimator()
         self.index = PrefixIndex()
-        self._groups: list[Group] = []
-        self._unhealthy_until = 0.0
-        """No endpoint backs off after this: the groups can be used as they are."""
+        self.failures: Counter[Outcome] = Counter()
+        self.ejections: Counter[Outcome] = Counter()
+        self._groups: dict[str, Group] = {}
+        self._out: list[tuple[float, int, Endpoint]] = []
+        """Who is left out, by the end of the pause. Entries of the past are skipped."""
+        self._checked_at = 0.0
+        self._retries = RETRY_BURST
+        """Attempts beyond the first that may be made after answers of busy or failing workers."""
+
+    # workers
 
     def apply_workers(self, workers: Iterable[Worker]) -> list[Endpoint]:
         """Make the endpoints those of `workers`; returns the endpoints that left.
@@ -33,41 +69,207 @@ class Scheduler:
         for endpoint in left:
             endpoint.gone = True
             del self.endpoints[endpoint.worker.name]
+            if endpoint.pool is not None:
+                endpoint.pool.remove(endpoint)
+        joined: dict[Pool, list[Endpoint]] = {}
         for name, worker in wanted.items():
             if name not in self.endpoints:
-                self.endpoints[name] = Endpoint(worker)
-        self._groups = group_by_revision(self.endpoints.values())
+                endpoint = self.endpoints[name] = Endpoint(worker)
+                joined.setdefault(self._find_pool(worker), []).append(endpoint)
+        for pool, endpoints in joined.items():
+            pool.add(endpoints)
+        for revision, group in list(self._groups.items()):
+            if not group.decodes.members and not group.prefills.members:
+                del self._groups[revision]
+        tokens = sum(endpoint.kv_tokens for endpoint in self.endpoints.values())
+        self.index.resize(tokens * self.estimator.bytes_per_token)
         return left
 
-    def fail(self, endpoint: Endpoint, now: float) -> None:
-        """The endpoint refused or dropped a request: leave it out for a short while."""
-        endpoint.fail(now)
-        self._unhealthy_until = max(self._unhealthy_until, endpoint.backoff_until)
+    def _find_pool(self, worker: Worker) -> Pool:
+        group = self._groups.get(worker.revision)
+        if group is None:
+            group = self._groups[worker.revision] = Group(Pool(), Pool())
+        return group.prefills if worker.role is Role.PREFILL else group.decodes
 
-    def choose(self, demand: Demand, now: float, excluded: set[str] | None = None) -> Choice | None:
-        """The pair for this request, or None when no decode endpoint may serve it now. Changes nothing."""
-        groups = self._groups
-        if excluded or now < self._unhealthy_until:
-            groups = group_by_revision(filter_available(self.endpoints.values(), now, excluded))
-        cached: dict[int, int] = {}
-        if demand.prefix:
+    # choosing
+
+    def choose(self, demand: Demand, now: float, excluded: Collection[str] = _NOBODY) -> Choice | None:
+        """The pair for this request, or None when no decode endpoint may serve it now. Commits to nothing."""
+        if self._out and self._out[0][0] <= now:
+            self._readmit(now)
+        chain = demand.prefix
+        seed = demand.affinity
+        cached: dict[Endpoint, int] = {}
+        shared = 0
+        if chain:
             tokens = CHUNK_BYTES / self.estimator.bytes_per_token
-            cached = {serial: int(chunks * tokens) for serial, chunks in self.index.match(demand.prefix).items()}
-        return pick(groups, demand, cached, disaggregated=self.disaggregated)
+            depth = self.index.count_shared(chain)
+            shared = int(depth * tokens)
+            seed = seed or chain[min(depth, len(chain) - 1)]
+            cached = {endpoint: int(chunks * tokens) for endpoint, chunks in self.index.match(chain, depth).items()}
+        if len(chain) < SHORT_CHUNKS and seed:
+            for endpoint, tokens in self.index.match_session(seed):
+                cached[endpoint] = max(tokens, cached.get(endpoint, 0))
+        return pick(
+            self._groups.values(), demand, seed, cached,
+            shared=shared, unseen=self.estimator.unseen_hits, now=now, excluded=excluded,
+            disaggregated=self.disaggregated,
+        )  # fmt: skip
 
-    def reserve(self, choice: Choice, demand: Demand) -> Reservation:
-        """Count the request on its endpoints and remember where its prefix now is."""
+    def reserve(self, choice: Choice, demand: Demand, now: float) -> Reservation:
+        """Count the request on its endpoints."""
+        self._retries = min(RETRY_BURST, self._retries + RETRY_SHARE)
         prefill = choice.prefill[0] if choice.prefill else choice.decode
-        if demand.prefix:
-            decode = choice.decode
-            self.index.record(demand.prefix, (decode.serial,) if prefill is decode else (prefill.serial, decode.serial))
-        return Reservation(
-            choice.decode, prefill, prefill_tokens=choice.uncached_tokens, decode_tokens=demand.output_tokens
+        reservation = Reservation(
+            choice.decode,
+            prefill,
+            prefill_tokens=choice.uncached_tokens,
+            decode_tokens=demand.output_tokens,
+            now=now,
+            stream=demand.stream,
         )
+        for endpoint in (choice.decode, prefill):
+            pool = endpoint.pool
+            if endpoint.health.probe is WANTED and pool is not None:
+                endpoint.health.probe = reservation
+                if pool.available > 1:
+                    pool.bar(endpoint)
+        return reservation
+
+    def accept(self, choice: Choice, demand: Demand, now: float) -> None:
+        """The worker answers the request: remember where its prefix now is."""
+        decode = choice.decode
+        prefill = choice.prefill[0] if choice.prefill else decode
+        both = (decode,) if prefill is decode else (prefill, decode)
+        for endpoint in both:
+            endpoint.kv_written += choice.uncached_tokens
+        if demand.prefix:
+            self.index.record(demand.prefix, both, now)
+        if len(demand.prefix) < SHORT_CHUNKS and demand.affinity:
+            self.index.record_session(demand.affinity, both, demand.prompt_tokens, now)
+
+    def observe(
+        self, endpoint: Endpoint, now: float, *, queued_tokens: float | None = None, evicted_until: float | None = None
+    ) -> None:
+        """What a worker tells about itself: uncached prompt tokens in its queue, whoever sent them, and until when its
+        cache has forgotten what was last used (by the clock of `now`).
+        """
+        if queued_tokens is not None:
+            own = endpoint.backlog(now) - endpoint.others - DECODE_WEIGHT * endpoint.decode_tokens
+            endpoint.set_others(max(0, int(queued_tokens - own)))
+        if evicted_until is not None:
+            endpoint.evicted_until = evicted_until
+
+    # health
+
+    def report(self, endpoint: Endpoint, outcome: Outcome, now: float) -> None:
+        """How an attempt at an endpoint went. Decides whether it is left out for a while."""
+        health = endpoint.health
+        pool = endpoint.pool
+        out = endpoint.level < 0 and health.probe is None
+        if outcome is Outcome.ANSWERED:
+            if out and health.reason in SERVES_OLD:
+                return  # to a request from before
+            health.succeed()
+            if pool is not None:
+                pool.admit(endpoint)
+            return
+        self.failures[outcome] += 1
+        pause = health.fail(outcome)
+        if out:
+            return  # many requests fail at once when a worker dies: they cost it one pause
+        if not pause or pool is None or not (RULES[outcome].hard or self._may_eject(pool, endpoint)):
+            return
+        health.open(now + pause, outcome)
+        self.ejections[outcome] += 1
+        pool.bar(endpoint)
+        heappush(self._out, (health.until, endpoint.serial, endpoint))
+
+    def report_prefill(self, choice: Choice, used: str, now: float) -> None:
+        """`used` names the worker that computed the prompt. Those named before it did not: they are dead or refused.
+
+        A decode worker computes short prompts itself, and prompts that it knows; a long one only where nobody else did.
+        """
+        for endpoint in choice.prefill:
+            if endpoint.worker.name == used:
+                self.report(endpoint, Outcome.ANSWERED, now)
+                break
+        else:
+            if used != choice.decode.worker.name or choice.uncached_tokens < LONG_PROMPT:
+                return
+        for endpoint in choice.prefill:
+            if endpoint.worker.name == used:
+                return
+            self.report(endpoint, Outcome.UNUSED, now)
+
+    def may_retry(self) -> bool:
+        """Whether another attempt is within the budget of this model; spends it."""
+        if self._retries < 1.0:
+            return False
+        self._retries -= 1.0
+        return True
+
+    @staticmethod
+    def _may_eject(pool: Pool, endpoint: Endpoint) -> bool:
+        """On suspicion never the last, and never so many that fewer than half are left."""
+        left = pool.available - (endpoint.level >= 0)
+        return left >= 1 and 2 * left >= len(pool.members)
+
+    def _readmit(self, now: float) -> None:
+        while self._out and self._out[0][0] <= now:
+            until, _, endpoint = heappop(self._out)
+            if endpoint.pool is not None and endpoint.health.until == until:
+                endpoint.health.half_open()
+                endpoint.pool.admit(endpoint)
+
+    def tick(self, now: float) -> None:
+        """Look for workers that are silent or slow."""
+        if now - self._checked_at < CHECK_SECONDS:
+            return
+        self._checked_at = now
+        for group in self._groups.values():
+            for pool in (group.decodes, group.prefills):
+                self._check(pool, now)
+
+    def _check(self, pool: Pool, now: float) -> None:
+        members = pool.members.values()
+        speed = _usual([endpoint.speed.value for endpoint in members if endpoint.speed.samples >= SLOW_SAMPLES])
+        latency = _usual([e.speed.latency for e in members if e.speed.short_samples >= SLOW_SAMPLES])
+        for endpoint in members:
+            if self._is_silent(endpoint, now):
+                self.report(endpoint, Outcome.SILENT, now)
+            elif endpoint.level >= 0 and _is_slow(endpoint, speed, latency):
+                self.report(endpoint, Outcome.SLOW, now)
+                endpoint.speed.forget()
+
+    @staticmethod
+    def _is_silent(endpoint: Endpoint, now: float) -> bool:
+        if endpoint.signs != endpoint.signs_seen:
+            endpoint.signs_seen = endpoint.signs
+            endpoint.deserted = 0
+            endpoint.silent_since = now
+        elif not endpoint.owed and endpoint.deserted < DESERTIONS:
+            endpoint.silent_since = now
+        if not endpoint.owed:
+            patience, endpoint.patience = endpoint.patience, 0.0
+        else:
+            patience = endpoint.patience
+        if endpoint.level < 0 or now - endpoint.silent_since <= SILENT_SECONDS + SILENT_FACTOR * patience:
+            return False
+        endpoint.silent_since = now
+        endpoint.deserted = 0
+        return True
 
 
-def filter_available(endpoints: Iterable[Endpoint], now: float, excluded: set[str] | None) -> list[Endpoint]:
-    """Endpoints that are not backing off and were not tried by this request already."""
-    if excluded:
-        return [e for e in endpoints if e.backoff_until <= now and e.worker.name not in excluded]
-    return [endpoint for endpoint in endpoints if endpoint.backoff_until <= now]
+def _usual(values: list[float]) -> float:
+    """The median of enough workers to say what is usual, else 0."""
+    return median(values) if len(values) > 2 else 0.0
+
+
+def _is_slow(endpoint: Endpoint, usual_speed: float, usual_latency: float) -> bool:
+    speed = endpoint.speed
+    if usual_speed and speed.samples >= SLOW_SAMPLES and speed.value * SLOW_FACTOR < usual_speed:
+        return True
+    if not usual_latency or speed.short_samples < SLOW_SAMPLES:
+        return False
+    return speed.latency > SLOW_FACTOR * usual_latency + SLOW_LATENCY

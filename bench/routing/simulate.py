@@ -1,0 +1,55 @@
+"""One replay of a workload through one policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from bench.routing.fleet import Fleet
+from bench.routing.policies import Policy
+from bench.routing.workload import Arrival
+
+
+@dataclass(slots=True)
+class Replay:
+    """What was seen, by request."""
+
+    at: list[float] = field(default_factory=list)
+    ttft: list[float] = field(default_factory=list)
+    token_seconds: list[float] = field(default_factory=list)
+    prompt: list[int] = field(default_factory=list)
+    hit: list[int] = field(default_factory=list)
+
+    def hit_ratio(self, since: float = 0.0) -> float:
+        """Share of the prompt tokens that were cached, of requests from `since` on."""
+        late = np.array(self.at) >= since
+        return float(np.array(self.hit)[late].sum() / max(1, np.array(self.prompt)[late].sum()))
+
+    def ttft_at(self, percent: float) -> float:
+        return float(np.percentile(self.ttft, percent))
+
+    def token_at(self, percent: float) -> float:
+        return float(np.percentile(self.token_seconds, percent))
+
+
+def replay(
+    arrivals: list[Arrival], fleet: Fleet, policy: Policy, *, lose_at: float | None = None, lose: set[int] | None = None
+) -> Replay:
+    """Give every request to a worker. At `lose_at` the workers `lose` disappear with their caches."""
+    seen = Replay()
+    for arrival in arrivals:
+        if lose and lose_at is not None and arrival.at >= lose_at:
+            for worker in lose:
+                fleet.lose(worker)
+            policy.lose(lose)
+            lose = None
+        worker = policy.choose(arrival)
+        result = fleet.serve(worker, arrival)
+        policy.served(arrival, worker, result)
+        seen.at.append(arrival.at)
+        seen.ttft.append(result.first_token - arrival.at)
+        seen.token_seconds.append(result.token_seconds)
+        seen.prompt.append(arrival.prompt)
+        seen.hit.append(result.hit_tokens)
+    return seen

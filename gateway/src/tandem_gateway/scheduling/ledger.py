@@ -1,0 +1,123 @@
+"""The tokens that requests hold on their endpoints. Every method is safe to call again."""
+
+from __future__ import annotations
+
+from tandem_gateway.scheduling.endpoint import Endpoint
+from tandem_gateway.scheduling.speed import SHORT_TOKENS
+
+_TOKENS_PER_STEP = 32
+"""Prompt tokens computed in the time of one decode step: splits the time of an answer in one piece."""
+_PATIENT_TOKENS = 4 * _TOKENS_PER_STEP
+"""The same where it only matters not to be impatient: answers may be several times longer than expected."""
+_UNKNOWN_SECONDS = 60.0
+"""Patience with a worker of which nothing is known."""
+
+
+class Reservation:
+    """What one request holds on its prefill and its decode endpoint."""
+
+    __slots__ = (
+        "_decode", "_decode_left", "_open", "_output", "_owing", "_prefill", "_prefill_tokens", "_prefilling",
+        "_since", "_work",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        decode: Endpoint,
+        prefill: Endpoint,
+        *,
+        prefill_tokens: int,
+        decode_tokens: int,
+        now: float,
+        stream: bool = True,
+    ) -> None:
+        """`prefill` is `decode` itself where that worker computes the prompt."""
+        self._decode = decode
+        self._prefill = prefill
+        self._prefill_tokens = prefill_tokens
+        self._decode_left = self._output = decode_tokens
+        self._open = True
+        self._prefilling = True
+        self._owing = True
+        self._since = now
+        self._work = prefill.backlog(now) + prefill_tokens
+        if not prefill.owed:
+            prefill.working_since = now
+        for endpoint in (decode, prefill):
+            if not endpoint.owed and not endpoint.deserted:
+                endpoint.silent_since = now
+        decode.requests += 1
+        decode.owed += 1
+        decode.charge(0, decode_tokens)
+        prefill.charge(prefill_tokens, 0)
+        if prefill is not decode:
+            prefill.requests += 1
+            prefill.owed += 1
+        expected = prefill.speed.predict(self._work if stream else self._work + _PATIENT_TOKENS * decode_tokens)
+        for endpoint in (decode, prefill):
+            endpoint.patience = max(endpoint.patience, _UNKNOWN_SECONDS if expected is None else expected)
+
+    def first_token(self, now: float) -> None:
+        """The prompt is computed: its prefill tokens are worked off."""
+        if self._prefilling:
+            self._prefill.speed.observe(self._work, now - self._since)
+            self._prefill.working_since = now
+            self._end_prefill()
+        self._end_owing()
+
+    def assume(self, now: float) -> None:
+        """An answer in one piece shows no sign of life: its prompt counts for as long as it should take."""
+        if self._prefilling and (speed := self._prefill.speed.value) and now - self._since > self._work / speed:
+            self._prefill.working_since = now
+            self._end_prefill()
+
+    def complete(self, now: float) -> None:
+        """An answer in one piece is there. What its prompt took is a guess from the whole."""
+        if self._owing and self._prefill_tokens >= SHORT_TOKENS:
+            self._prefill.speed.observe(self._work + _TOKENS_PER_STEP * self._output, now - self._since)
+        self._end_prefill()
+        self._end_owing()
+
+    def progress(self, tokens: int) -> None:
+        """`tokens` more were generated. One stays expected until the end: the request still occupies the worker."""
+        self._decode.signs += 1
+        done = min(tokens, self._decode_left - 1)
+        if done > 0:
+            self._decode_left -= done
+            self._decode.charge(0, -done)
+
+    def release(self) -> None:
+        """The request ended, whichever way."""
+        if not self._open:
+            return
+        self._open = False
+        self._end_prefill()
+        if self._owing:  # the client left, or the worker failed, before any sign of life
+            self._decode.deserted += 1
+            self._prefill.deserted += 1
+            self._stop_owing()
+        self._decode.charge(0, -self._decode_left)
+        self._decode_left = 0
+        self._decode.requests -= 1
+        for endpoint in (self._decode, self._prefill):
+            if endpoint.health.probe is self:
+                endpoint.retry_probe()
+
+    def _end_prefill(self) -> None:
+        if self._prefilling:
+            self._prefilling = False
+            self._prefill.charge(-self._prefill_tokens, 0)
+            if self._prefill is not self._decode:
+                self._prefill.requests -= 1
+
+    def _end_owing(self) -> None:
+        if self._owing:
+            self._decode.signs += 1
+            self._prefill.signs += 1
+            self._stop_owing()
+
+    def _stop_owing(self) -> None:
+        self._owing = False
+        self._decode.owed -= 1
+        if self._prefill is not self._decode:
+            self._prefill.owed -= 1

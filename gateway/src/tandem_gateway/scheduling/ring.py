@@ -1,0 +1,90 @@
+"""Where sessions are at home: a consistent-hash ring, the same in every gateway process without any talk.
+
+Every endpoint owns a fixed number of points that follow from its name; a session's homes are the owners of the points
+that come next after its own. When an endpoint leaves, only its own sessions move. Joining costs O(points log n), a look
+at the ring O(log n): ranking every endpoint for every request (rendezvous hashing) costs O(n).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection
+from operator import itemgetter
+
+from xxhash import xxh3_64_intdigest
+
+from tandem_gateway.scheduling.endpoint import Endpoint
+
+POINTS = 64
+"""Per endpoint: shares of the ring differ by about 1/sqrt(64), which bounded load evens out."""
+MAX_HOMES = 2
+"""Of a session: where it belongs, and where it goes when that has too much to do."""
+MAX_STEPS = 64
+"""Points looked at for one session, so that a ring of which most endpoints are out is no scan."""
+_NEAR = 6
+_FEW = 8
+"""Endpoints that join one by one; more are sorted in together."""
+
+
+def build_seed(key: bytes) -> int:
+    """The number that stands for a session."""
+    return xxh3_64_intdigest(key)
+
+
+class Ring:
+    """Points in order, and who owns them."""
+
+    __slots__ = ("_owners", "_points")
+
+    def __init__(self) -> None:
+        self._points: list[int] = []
+        self._owners: list[Endpoint] = []
+
+    def add(self, endpoints: list[Endpoint]) -> None:
+        if len(endpoints) > _FEW:
+            joined = [*zip(self._points, self._owners, strict=True)]
+            joined += [(point, endpoint) for endpoint in endpoints for point in _place(endpoint)]
+            joined.sort(key=itemgetter(0))
+            self._points = [point for point, _ in joined]
+            self._owners = [owner for _, owner in joined]
+            return
+        for endpoint in endpoints:
+            for point in _place(endpoint):
+                position = bisect_right(self._points, point)
+                self._points.insert(position, point)
+                self._owners.insert(position, endpoint)
+
+    def remove(self, endpoint: Endpoint) -> None:
+        for point in _place(endpoint):
+            position = bisect_left(self._points, point)
+            while self._owners[position] is not endpoint:  # another's equal point
+                position += 1
+            del self._points[position], self._owners[position]
+
+    def find_homes(self, seed: int, excluded: Collection[str]) -> list[Endpoint]:
+        """The first `MAX_HOMES` from the session's point on that may be chosen, nearest first."""
+        owners = self._owners
+        position = bisect_left(self._points, seed)
+        homes: list[Endpoint] = []
+        for steps in (_NEAR, MAX_STEPS):  # nearly always the few next points are enough
+            for endpoint in owners[position : position + steps] or owners[:steps]:
+                if (
+                    endpoint.level >= 0
+                    and endpoint not in homes
+                    and not (excluded and endpoint.worker.name in excluded)
+                ):
+                    homes.append(endpoint)
+                    if len(homes) == MAX_HOMES:
+                        return homes
+        for endpoint in owners[:MAX_STEPS]:  # the ring goes round
+            if endpoint.level >= 0 and endpoint not in homes and endpoint.worker.name not in excluded:
+                homes.append(endpoint)
+                if len(homes) == MAX_HOMES:
+                    break
+        return homes
+
+
+def _place(endpoint: Endpoint) -> list[int]:
+    # The index is hashed with the name: as a seed it leaves short names' points close together.
+    name = endpoint.worker.name
+    return [xxh3_64_intdigest(f"{name}/{index}".encode()) for index in range(POINTS)]

@@ -1,0 +1,95 @@
+"""The routing benchmark: its simulated workers are right, and on made-up conversations the goals hold."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from bench.routing.fleet import Fleet
+from bench.routing.policies import LeastTokens, PerfectGreedy, RoundRobin, SessionHash, Tandem
+from bench.routing.simulate import Replay, replay
+from bench.routing.workload import Arrival, make_conversations, multiply, offered_tokens, read_trace
+
+KV = 1 << 18
+RATE = 8000.0
+
+
+def arrive(at: float, prompt: int, blocks: tuple[int, ...]) -> Arrival:
+    return Arrival(at, prompt, 10, blocks, 0)
+
+
+def test_a_worker_computes_one_prompt_after_another_and_only_what_it_lacks() -> None:
+    fleet = Fleet(2, tokens_per_second=1000, kv_tokens=KV)
+    assert fleet.serve(0, arrive(0.0, 2000, (1, 2, 3))).first_token == 2.0
+    second = fleet.serve(0, arrive(1.0, 2000, (1, 2, 9)))
+    assert second.hit_tokens == 1024
+    assert second.first_token == pytest.approx(2.0 + 0.976)
+    assert fleet.serve(1, arrive(1.0, 2000, (1, 2, 9))).first_token == 3.0
+    assert fleet.count_hits(arrive(1.0, 2000, (1, 2, 9))).tolist() == [1536, 1536]
+    assert fleet.count_hits(arrive(1.0, 2000, (1, 2, 3))).tolist() == [1536, 1024]
+
+
+def test_the_cache_forgets_the_least_recently_used_leaf() -> None:
+    fleet = Fleet(1, tokens_per_second=1000, kv_tokens=4 * 512)
+    fleet.serve(0, arrive(0.0, 1600, (1, 2, 3)))
+    fleet.serve(0, arrive(1.0, 1100, (7, 8)))
+    assert fleet.count_hits(arrive(2.0, 1600, (1, 2, 3))).tolist() == [1024]
+    assert fleet.evicted_until.tolist() == [0.0]
+    fleet.lose(0)
+    assert fleet.count_hits(arrive(2.0, 1600, (1, 2, 3))).tolist() == [0]
+
+
+def test_a_trace_is_read(tmp_path) -> None:
+    path = tmp_path / "trace.jsonl"
+    rows = [
+        {"timestamp": 2000, "input_length": 1100, "output_length": 5, "hash_ids": [0, 4, 5]},
+        {"timestamp": 1000, "input_length": 600, "output_length": 7, "hash_ids": [0, 2]},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read_trace(path) == [Arrival(1.0, 600, 7, (0,), 2), Arrival(2.0, 1100, 5, (0, 4), 4)]
+
+
+def test_copies_share_no_blocks_and_offer_as_much_more() -> None:
+    single = make_conversations(sessions=50, seconds=200)
+    triple = multiply(single, 3, 2.0)
+    assert len(triple) == 3 * len(single)
+    assert offered_tokens(triple) == pytest.approx(6 * offered_tokens(single), rel=0.25)
+    assert len({block for a in triple for block in a.blocks}) == 3 * len({block for a in single for block in a.blocks})
+
+
+@pytest.fixture(scope="module")
+def conversations() -> list[Arrival]:
+    return make_conversations(sessions=400, seconds=400)
+
+
+def run(conversations: list[Arrival], build, workers: int = 8) -> Replay:
+    fleet = Fleet(workers, tokens_per_second=RATE, kv_tokens=KV)
+    return replay(conversations, fleet, build(fleet))
+
+
+def test_it_hits_and_answers_nearly_as_perfect_knowledge_does(conversations: list[Arrival]) -> None:
+    best = run(conversations, PerfectGreedy)
+    for naming in (0.0, 0.5, 1.0):
+        own = run(conversations, lambda fleet, naming=naming: Tandem(fleet, kv_tokens=KV, naming=naming))
+        assert own.hit_ratio() >= 0.9 * best.hit_ratio()
+        assert own.ttft_at(90) <= 1.1 * best.ttft_at(90)
+
+
+def test_under_load_it_is_faster_than_every_baseline(conversations: list[Arrival]) -> None:
+    own = run(conversations, lambda fleet: Tandem(fleet, kv_tokens=KV), 2)
+    for baseline in (RoundRobin, SessionHash, LeastTokens):
+        assert own.ttft_at(90) < run(conversations, baseline, 2).ttft_at(90)
+
+
+def test_four_gateways_hit_as_one_does(conversations: list[Arrival]) -> None:
+    one = run(conversations, lambda fleet: Tandem(fleet, kv_tokens=KV), 32)
+    four = run(conversations, lambda fleet: Tandem(fleet, kv_tokens=KV, gateways=4), 32)
+    assert four.hit_ratio() >= one.hit_ratio() - 0.02
+
+
+def test_after_losing_a_quarter_hits_come_back(conversations: list[Arrival]) -> None:
+    fleet = Fleet(8, tokens_per_second=RATE, kv_tokens=KV)
+    seen = replay(conversations, fleet, Tandem(fleet, kv_tokens=KV), lose_at=150.0, lose={0, 1})
+    steady = run(conversations, lambda fleet: Tandem(fleet, kv_tokens=KV), 6)
+    assert seen.hit_ratio(since=300.0) >= steady.hit_ratio(since=300.0) - 0.05

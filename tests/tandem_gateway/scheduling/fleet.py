@@ -1,0 +1,46 @@
+"""Endpoints, pools and demands for the scheduler's tests."""
+
+from __future__ import annotations
+
+from tandem_api.names import Role
+from tandem_gateway.scheduling import Demand, Endpoint, Scheduler, Worker
+from xxhash import xxh3_64_intdigest
+
+D, P = Role.DECODE, Role.PREFILL
+
+
+def make_worker(name: str, role: Role = D, revision: str = "r1", **fields: int) -> Worker:
+    return Worker(name=name, address=f"{name}:1", role=role, revision=revision, **fields)
+
+
+def make_endpoint(name: str = "a", role: Role = D) -> Endpoint:
+    return Endpoint(make_worker(name, role))
+
+
+def make_scheduler(*workers: Worker) -> Scheduler:
+    scheduler = Scheduler(disaggregated=any(worker.role is P for worker in workers))
+    scheduler.apply_workers(workers)
+    return scheduler
+
+
+def make_demand(prompt: int = 100, *, output: int = 50, affinity: int = 7, prefix: list[int] | None = None) -> Demand:
+    return Demand(prompt_tokens=prompt, output_tokens=output, prefix=prefix or [], affinity=affinity)
+
+
+def make_chain(session: int, chunks: int, *, shared: int = 0) -> list[int]:
+    """Entries of a prompt whose first `shared` chunks are everybody's."""
+    return [
+        xxh3_64_intdigest(f"{index}".encode() if index < shared else f"{session} {shared} {index}".encode())
+        for index in range(chunks)
+    ]
+
+
+def serve(scheduler: Scheduler, demand: Demand, now: float = 0.0) -> tuple[str, ...]:
+    """A request from beginning to end; who served it, decode worker first."""
+    choice = scheduler.choose(demand, now)
+    assert choice is not None
+    reservation = scheduler.reserve(choice, demand, now)
+    scheduler.accept(choice, demand, now)
+    reservation.first_token(now + 0.1)
+    reservation.release()
+    return choice.decode.worker.name, *(endpoint.worker.name for endpoint in choice.prefill)

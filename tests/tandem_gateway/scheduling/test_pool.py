@@ -1,0 +1,54 @@
+"""Buckets by load: what they say is what a scan would."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+from tandem_gateway.scheduling.pool import Pool, find_level
+
+from tests.tandem_gateway.scheduling.fleet import make_endpoint
+
+NOBODY: frozenset[str] = frozenset()
+
+
+@given(st.floats(0, 1e9), st.floats(0, 1e9))
+def test_levels_are_in_the_order_of_loads_and_an_eighth_wide(one: float, other: float) -> None:
+    low, high = sorted((one, other))
+    assert 0 <= find_level(low) <= find_level(high)
+    if find_level(low) == find_level(high) > 0:
+        assert int(high) <= int(low) * 1.13
+    assert (find_level(high) == 0) == (int(high) < 64)
+
+
+STEPS = st.lists(
+    st.tuples(st.integers(0, 5), st.sampled_from(["charge", "admit", "bar"]), st.integers(0, 9000)), max_size=40
+)
+
+
+@given(STEPS)
+def test_the_pool_agrees_with_a_scan(steps: list[tuple[int, str, int]]) -> None:
+    pool = Pool()
+    endpoints = [make_endpoint(f"w{index}") for index in range(6)]
+    pool.add(endpoints)
+    open_ones = set(endpoints)
+    for number, action, tokens in steps:
+        endpoint = endpoints[number]
+        if action == "charge":
+            endpoint.charge(tokens - endpoint.prefill_tokens, 0)
+        elif action == "admit":
+            pool.admit(endpoint)
+            open_ones.add(endpoint)
+        else:
+            pool.bar(endpoint)
+            open_ones.discard(endpoint)
+        assert pool.available == len(open_ones)
+        assert pool.load == sum(endpoint.load for endpoint in open_ones)
+        order = pool.find_idle(6, NOBODY)
+        assert set(order) == open_ones
+        levels = [find_level(endpoint.load) for endpoint in order]
+        assert levels == sorted(levels)
+
+
+def test_who_was_excluded_is_passed_over() -> None:
+    pool = Pool()
+    endpoints = [make_endpoint(f"w{index}") for index in range(3)]
+    pool.add(endpoints)
+    assert pool.find_idle(1, {"w0", "w1"}) == [endpoints[2]]

@@ -1,0 +1,126 @@
+"""One of four workers fails in its own way: every request is answered right by the others, and it draws few of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+
+import pytest
+from tandem_api.names import Role
+
+
+def fail_with(status: int) -> Callable[..., Awaitable[None]]:
+    async def behave(worker, request, writer) -> None:
+        body = json.dumps({"error": {"message": "no", "type": "server_error"}}).encode()
+        writer.write(
+            b"HTTP/1.1 %d No\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % (status, len(body))
+            + body
+        )
+        await writer.drain()
+
+    return behave
+
+
+async def ask(running, data: bytes) -> tuple[int, bytes]:
+    reader, writer = await running.connect()
+    writer.write(data)
+    async with asyncio.timeout(10):
+        head = await reader.readuntil(b"\r\n\r\n")
+        body = b""
+        if b"transfer-encoding: chunked" in head:
+            while size := int(await reader.readuntil(b"\r\n"), 16):
+                body += (await reader.readexactly(size + 2))[:-2]
+        else:
+            length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+            body = await reader.readexactly(length)
+    writer.close()
+    return int(head.split()[1]), body
+
+
+def question(chat, number: int, *, stream: bool = False) -> bytes:
+    return chat(stream=stream, messages=[{"role": "user", "content": f"question {number}"}])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("status", [429, 500, 502, 503])
+async def test_a_worker_that_refuses_at_once_draws_no_traffic(
+    start_gateway, start_worker, chat, status: int, stream: bool
+) -> None:
+    workers = [await start_worker(f"d{index}") for index in range(4)]
+    workers[0].default = fail_with(status)
+    running = await start_gateway(*workers)
+    for number in range(60):
+        code, body = await ask(running, question(chat, number, stream=stream))
+        assert code == 200, body
+        assert b"t0 " in body
+    assert len(workers[0].received) <= 12
+    endpoint = running.gateway.scheduler.endpoints["d0"]
+    assert endpoint.health.total >= 1
+    assert endpoint.health.ejections >= 1
+    assert f'reason="{"busy" if status in (429, 503) else "error"}"' in running.gateway.render_metrics()
+
+
+@pytest.mark.parametrize("status", [429, 500])
+async def test_where_everybody_refuses_the_client_gets_the_worker_s_own_answer(
+    start_gateway, start_worker, chat, status: int
+) -> None:
+    workers = [await start_worker(f"d{index}", default=fail_with(status)) for index in range(2)]
+    running = await start_gateway(*workers)
+    code, body = await ask(running, question(chat, 1))
+    assert (code, json.loads(body)["error"]["message"]) == (status, "no")
+    assert sum(len(worker.received) for worker in workers) == 2
+
+
+async def test_a_request_that_every_worker_fails_at_ejects_nobody(start_gateway, start_worker, fault, chat) -> None:
+    async def fail_at_poison(worker, request, writer) -> None:
+        await (fail_with(500) if b"poison" in request.body else fault.answer)(worker, request, writer)
+
+    workers = [await start_worker(f"d{index}", default=fail_at_poison) for index in range(4)]
+    running = await start_gateway(*workers)
+    poison = chat(messages=[{"role": "user", "content": "poison"}])
+    for number in range(20):
+        assert (await ask(running, poison))[0] == 500
+        assert (await ask(running, question(chat, number)))[0] == 200
+    assert {endpoint.state for endpoint in running.gateway.scheduler.endpoints.values()} == {"available"}
+
+
+async def test_a_worker_that_hangs_is_counted_and_left_out(start_gateway, start_worker, fault, chat) -> None:
+    workers = [await start_worker(f"d{index}") for index in range(4)]
+    workers[0].default = fault.hang
+    running = await start_gateway(*workers, timeouts={"first_token_seconds": 0.3})
+    codes = [(await ask(running, question(chat, number, stream=True)))[0] for number in range(30)]
+    assert codes.count(200) >= 29
+    assert running.gateway.scheduler.endpoints["d0"].health.total == codes.count(504) == 30 - codes.count(200)
+
+
+async def test_a_broken_stream_counts_against_its_worker(start_gateway, start_worker, fault, chat) -> None:
+    worker = await start_worker(default=fault.stream(2, then="die"))
+    running = await start_gateway(worker, await start_worker("d2"))
+    for number in range(8):
+        await ask(running, question(chat, number, stream=True))
+    assert running.gateway.scheduler.endpoints["pod-d"].health.total >= 1
+
+
+async def test_a_prefill_worker_that_is_never_used_is_left_out(start_gateway, start_worker, chat) -> None:
+    """The decode worker says in its answer who computed the prompt."""
+    decode = await start_worker("pod-d")
+    prefills = [await start_worker(f"p{index}", role=Role.PREFILL) for index in range(2)]
+
+    async def use_the_second(worker, request, writer) -> None:
+        assert len(request.headers["x-tandem-prefill"].split(",")) == 2
+        writer.write(
+            b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n"
+            b"x-tandem-decode-worker: pod-d\r\nx-tandem-prefill-worker: p1\r\n\r\n{}"
+        )
+        await writer.drain()
+
+    decode.default = use_the_second
+    running = await start_gateway(decode, *prefills)
+    first = running.gateway.scheduler.endpoints["p0"]
+    for number in range(12):
+        if first.state != "available":
+            break
+        assert (await ask(running, question(chat, number)))[0] == 200
+    assert first.state == "ejected"
+    assert running.gateway.scheduler.endpoints["p1"].state == "available"
