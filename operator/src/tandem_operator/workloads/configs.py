@@ -69,6 +69,7 @@ def gateway_config(blueprint: Blueprint) -> GatewayConfig:
         timeouts=GatewayTimeouts(
             first_token_seconds=parse_duration(spec.gateway.timeouts.first_token),
             idle_seconds=parse_duration(spec.gateway.timeouts.idle),
+            answer_seconds=parse_duration(spec.gateway.timeouts.answer),
         ),
         keys_path=names.KEYS_PATH,
         drain_timeout_seconds=drain_seconds(blueprint),
