@@ -107,7 +107,8 @@ async def test_serve_observe_and_stop(launch, start_worker, chat) -> None:
     stdout, _ = await process.process.communicate()
     assert process.process.returncode == 0
     lines = [json.loads(line) for line in stdout.splitlines()]
-    assert [line["request_id"] for line in lines] == ["me-False", "me-True"]
+    assert [line["request_id"] for line in lines[:2]] == ["me-False", "me-True"]
+    assert [(line["status"], line["error"]) for line in lines[2:]] == [(400, "invalid_json")]
     assert lines[0]["decode"] == "pod-d"
     assert (lines[0]["cached_tokens"], lines[0]["completion_tokens"], lines[0]["status"]) == (3, 4, 200)
     assert lines[1]["events"] == 5

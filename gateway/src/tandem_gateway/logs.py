@@ -7,6 +7,8 @@ from datetime import UTC, datetime
 
 import orjson
 
+from tandem_gateway.line_writer import LineWriter
+
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "taskName"}
 
 
@@ -23,7 +25,24 @@ class JsonFormatter(logging.Formatter):
         return orjson.dumps(fields, default=str).decode()
 
 
-def configure_logging(level: str) -> None:
-    handler = logging.StreamHandler()
+class LineHandler(logging.Handler):
+    """Records through a writer that never blocks: the process's own events must not stop its traffic."""
+
+    def __init__(self, writer: LineWriter) -> None:
+        super().__init__()
+        self._writer = writer
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._writer.write(self.format(record).encode() + b"\n")
+        except Exception:  # as every handler: a record that cannot be formatted ends nothing
+            self.handleError(record)
+
+
+def configure_logging(level: str) -> LineWriter:
+    """To standard error. The caller closes the writer when the process ends."""
+    writer = LineWriter(2, "log")
+    handler = LineHandler(writer)
     handler.setFormatter(JsonFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    return writer

@@ -11,6 +11,9 @@ from collections.abc import Iterable, Mapping
 
 from tandem_api.telemetry import Metric
 
+from tandem_gateway.prompt import INFERENCE_PATHS, MODELS
+
+_PATHS = INFERENCE_PATHS | {MODELS}
 BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 """Seconds. From a cached prompt on a fast GPU to a long answer on a CPU."""
 
@@ -37,6 +40,10 @@ class Metrics:
         self.in_flight = 0
         self.ttft = Histogram()
         self.duration = Histogram()
+
+    def count(self, path: str, status: int) -> None:
+        """A request was answered. Paths that nothing is behind are one, whatever clients make up."""
+        self.requests[path if path in _PATHS else "other", status] += 1
 
     def render(self, *, endpoints: Mapping[tuple[str, str], int], tokens: Mapping[str, int]) -> str:
         """Prometheus text. `endpoints` counts by role and state, `tokens` are in flight by kind."""
