@@ -33,9 +33,14 @@ class LineWriter:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
+    @property
+    def backlog(self) -> int:
+        """Bytes not yet written."""
+        return self._queued - self._written
+
     def write(self, lines: bytes) -> None:
         """`lines` ends with a line feed."""
-        if self._queued - self._written + len(lines) > self._max_queued_bytes:
+        if self.backlog + len(lines) > self._max_queued_bytes:
             count = lines.count(b"\n")
             self.dropped += count
             self._untold += count
