@@ -20,7 +20,7 @@ from tandem_gateway.server import Server
 from tandem_gateway.settings import Settings
 
 sys.path.insert(0, str(Path(__file__).parent))  # `processes`, for the tests that need real ones
-from processes import launch, launch_worker  # noqa: E402, F401
+from processes import launch, launch_worker  # noqa: F401
 
 MODEL = "toy"
 # Wall time says nothing on a machine that other work shares.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import json
 import os
@@ -197,7 +198,7 @@ async def test_a_killed_worker_costs_nobody_an_answer(launch, launch_worker, con
         workers[1][0].kill()
 
     async with asyncio.timeout(50):
-        # Many idle connections, then fewer clients than that: the dead ones have not all been noticed when one is taken.
+        # Many idle connections, then fewer clients: the dead ones are not all noticed before one is taken.
         await asyncio.gather(*(client(number, 2) for number in range(160)))
         start = done
         await asyncio.gather(killer(), *(client(number, 40) for number in range(16)))
@@ -254,7 +255,7 @@ async def test_a_lack_of_descriptors_is_not_the_workers_fault(start_gateway, sta
     resource.setrlimit(resource.RLIMIT_NOFILE, (used, hard))
     plugs: list[int] = []
     try:
-        with pytest.raises(OSError, match="Too many open files"):
+        with contextlib.suppress(OSError):
             while True:
                 plugs.append(os.dup(0))
         writer.write(chat(headers="connection: close\r\n"))
