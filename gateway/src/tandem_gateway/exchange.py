@@ -15,6 +15,7 @@ from tandem_api.launch import GatewayTimeouts
 from tandem_api.names import HEADER_DECODE_WORKER, HEADER_PREFILL, HEADER_PREFILL_WORKER, HEADER_REQUEST_ID
 
 from tandem_gateway.errors import GatewayFull, NoEndpoint, RequestError, UpstreamFailed, UpstreamTimeout
+from tandem_gateway.http.budget import FREE_BYTES
 from tandem_gateway.http.connection import ClientConnection
 from tandem_gateway.http.request import Request
 from tandem_gateway.http.response import LAST_CHUNK, build_chunk, build_error, build_head
@@ -367,7 +368,7 @@ class Exchange:
         if self._held_bytes > MAX_HELD_BYTES:
             self._drop_call()
             self._fail(UpstreamFailed(f"the worker's answer exceeds {MAX_HELD_BYTES} bytes; ask for a stream"))
-        elif not self._connection.held_changed():
+        elif self._held_bytes > FREE_BYTES and not self._connection.held_changed():
             self._drop_call()
             self._fail(GatewayFull("the gateway holds as many bytes as it may; ask for a stream, or try again shortly"))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 FREE_BYTES = 64 * 1024
-"""Every connection may hold this much whatever the others hold, so that large requests never shut out small ones."""
+"""Every connection may hold this much, uncounted, so that large requests never shut out small ones."""
 
 
 class Budget:
@@ -19,16 +19,18 @@ class Budget:
 class Share:
     """What one connection holds of a budget."""
 
-    __slots__ = ("_budget", "_charged")
+    __slots__ = ("_budget", "charged")
 
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
-        self._charged = 0
+        self.charged = 0
 
     def hold(self, size: int) -> bool:
         """It now holds `size` bytes. False when that is more than there is room for; they are counted all the same."""
+        if size <= FREE_BYTES:
+            size = 0
         budget = self._budget
-        grown = size > self._charged
-        budget.used += size - self._charged
-        self._charged = size
-        return not grown or size <= FREE_BYTES or budget.used <= budget.limit
+        grown = size > self.charged
+        budget.used += size - self.charged
+        self.charged = size
+        return not grown or budget.used <= budget.limit

@@ -18,7 +18,7 @@ from typing import Protocol, cast
 from tandem_api.launch import GatewayTimeouts
 
 from tandem_gateway.errors import BadRequest, GatewayFull, RequestError
-from tandem_gateway.http.budget import Budget, Share
+from tandem_gateway.http.budget import FREE_BYTES, Budget, Share
 from tandem_gateway.http.reader import Phase, RequestReader
 from tandem_gateway.http.request import MAX_HEADER_BYTES, Request
 from tandem_gateway.http.response import CONTINUE
@@ -115,12 +115,16 @@ class ClientConnection(asyncio.Protocol):
             if len(self._unread) > self._handler.max_body_bytes + MAX_HEADER_BYTES or not self._account():
                 self.transport.abort()
             return
-        size = len(data)
         reader = self._reader
-        if not self._unread and not reader.ready and (size <= SLICE_BYTES or size <= reader.missing_bytes):
-            self._read(data)
-        else:
-            self._unread += data
+        if not self._unread and not reader.ready:
+            if len(data) > max(SLICE_BYTES, reader.missing_bytes):
+                # The rest is often the body that this slice begins, which needs no further care.
+                self._read(data[:SLICE_BYTES])
+                data = data[SLICE_BYTES:]
+            if len(data) <= max(SLICE_BYTES, reader.missing_bytes) and not reader.ready:
+                self._read(data)
+                data = b""
+        self._unread += data
         if self._scheduled:
             self._throttle()
         else:
@@ -197,7 +201,8 @@ class ClientConnection(asyncio.Protocol):
         else:
             waiting = reader.phase is Phase.IDLE
             self.deadline = self._loop.time() + (KEEP_ALIVE_SECONDS if waiting else self._handler.timeouts.body_seconds)
-        self._account()
+        if self._share.charged:
+            self._account()
 
     def held_changed(self) -> bool:
         """The exchange holds more, or less, than before. False when the gateway has no room for it."""
@@ -256,7 +261,8 @@ class ClientConnection(asyncio.Protocol):
                 self._read(data)
             else:
                 break
-        self._throttle()
+        if self._paused or self.blocked or self._unread:
+            self._throttle()
 
     def _schedule(self) -> None:
         if not self._scheduled and not self.closed:
@@ -273,7 +279,7 @@ class ClientConnection(asyncio.Protocol):
                 self.deadline = self._loop.time() + timeouts.header_seconds
             elif reader.phase is Phase.BODY:
                 self.deadline = self._loop.time() + timeouts.body_seconds
-        if not self._account():
+        if (self._share.charged or len(data) + reader.body_bytes > FREE_BYTES) and not self._account():
             reader.ready.clear()
             reader.refuse(GatewayFull("the gateway holds as many bytes as it may; try again shortly"))
             self._account()

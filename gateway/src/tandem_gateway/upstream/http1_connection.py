@@ -161,7 +161,7 @@ class WorkerConnection(asyncio.Protocol):
         """Everything that one read brought goes on in one piece, outside the parser's callbacks."""
         if self._head is not None:
             head, self._head = self._head, None
-            call.forget_request()
+            call.head = call.body = b""
             if call.sink is not None:
                 call.sink.on_upstream_head(head)
         parts = self._body
