@@ -106,6 +106,10 @@ soak-kv: setup ## 20,000 requests while bits flip on the way between prefill and
 bench-gateway: setup ## CPU per request and per streamed chunk of the gateway
 	@$(RUN) python bench/gateway/run.py
 
+.PHONY: fuzz
+fuzz: setup ## The gateway between clients and workers that send anything (FUZZ="--seconds 600 --seed 1")
+	@$(RUN) python -m bench.gateway.fuzz $(FUZZ)
+
 .PHONY: clean
 clean: cluster-down ## Stop the cluster and remove every cache
 	@rm -rf .cache .venv

@@ -186,3 +186,15 @@ async def test_held_answers_count(start_gateway, start_worker, chat, until) -> N
     assert answer.startswith(b"HTTP/1.1 503")
     assert b"ask for a stream" in answer
     await until(lambda: running.gateway.budget.used == 0)
+
+
+async def test_what_was_read_before_the_connection_broke_is_no_endless_work(start_gateway, until) -> None:
+    """As when the write of an earlier answer finds the client gone: the end of it is told a turn later."""
+    running = await start_gateway()
+    _, writer = await running.connect()
+    await until(lambda: running.gateway.connections)
+    connection = next(iter(running.gateway.connections))
+    connection.transport.abort()
+    connection.data_received(b"nonsense\r\n\r\n")
+    await until(lambda: connection.closed)
+    writer.close()

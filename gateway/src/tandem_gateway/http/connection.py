@@ -306,9 +306,11 @@ class ClientConnection(asyncio.Protocol):
 
     def _end(self) -> None:
         """Close once the client has read the answer, or does not care to."""
-        if self.closed or self.transport.is_closing():
+        if self._ending:
             return
         self._ending = True
+        if self.closed or self.transport.is_closing():
+            return
         self._unread.clear()
         self._reader.ready.clear()
         self._account()
