@@ -32,7 +32,7 @@ from tandem_gateway.scheduling import Worker
 from tandem_gateway.server import Server
 from tandem_gateway.settings import Settings
 
-from bench.gateway.fuzz_cases import NAME, Step, make_name, plan_answer, plan_client, read_responses
+from bench.gateway.fuzz_cases import NAME, STRANGER, Step, make_name, plan_answer, plan_client, read_responses
 
 STALL_SECONDS = 0.1
 """Of processor time: what the machine does elsewhere does not count."""
@@ -55,7 +55,7 @@ class Run:
         self.cases = 0
         self.statuses: Counter[int] = Counter()
         self.problems: list[str] = []
-        self.names: set[bytes] = set()
+        self.names: set[bytes] = {STRANGER}
         """Given to requests that may still be answered."""
         self.longest = 0.0
 

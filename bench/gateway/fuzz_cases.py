@@ -11,6 +11,9 @@ Step = bytes | float | str
 """Send, wait, or end with "close" or "reset"."""
 NAME = re.compile(rb"name-[0-9a-f]{12}")
 
+STRANGER = b"name-" + b"f" * 12
+"""In what workers add to complete answers: nobody may ever read it."""
+
 
 def make_name(rng: random.Random) -> bytes:
     return b"name-%012x" % rng.getrandbits(48)
@@ -131,7 +134,8 @@ def plan_answer(rng: random.Random, name: bytes, *, stream: bool) -> list[Step]:
     if kind == 1:
         data = rng.choice((b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 103 Hints\r\nlink: x\r\n\r\n")) + data
     elif kind == 2:
-        data += rng.choice((_whole(rng, name), data[:30], b"\r\n", b"x", b"\0" * 100))
+        foreign = _whole(rng, STRANGER)
+        data += rng.choice((foreign, foreign, foreign[: rng.randrange(len(foreign))], data[:30], b"\r\n", b"\0" * 100))
     elif kind == 3:
         return [*split(rng, data[: rng.randrange(len(data))]), rng.choice(("close", "reset"))]
     elif kind in (4, 5):
