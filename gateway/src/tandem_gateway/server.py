@@ -64,7 +64,7 @@ class Server:
         settings = self._settings
         config = settings.config
         self._spawn(self._discovery())
-        admin = await asyncio.start_server(self.admin.serve, settings.host, config.metrics_port)
+        admin = await loop.create_server(lambda: ClientConnection(self.admin), settings.host, config.metrics_port)
         data = await loop.create_server(
             lambda: ClientConnection(self.gateway), settings.host, config.http_port, backlog=BACKLOG
         )
@@ -96,6 +96,7 @@ class Server:
         for listener in self._listeners:
             listener.close()
         self.gateway.stop()
+        self.admin.stop()
         # Last words reach the sockets of whoever takes them.
         for _ in range(LAST_WORDS_TICKS):
             await asyncio.sleep(TICK_SECONDS)
@@ -135,6 +136,7 @@ class Server:
         while True:
             await asyncio.sleep(TICK_SECONDS)
             self.gateway.tick(loop.time())
+            self.admin.tick(loop.time())
 
     def _spawn(self, job: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(job)
