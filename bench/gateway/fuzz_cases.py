@@ -194,44 +194,42 @@ def read_responses(data: bytes) -> list[tuple[int, bytes]]:
         ValueError: it is not HTTP.
     """
     found: list[tuple[int, bytes]] = []
-    while data:
-        head = _HEAD.match(data)
+    at = 0
+    while at < len(data):
+        head = _HEAD.match(data, at)
         if head is None:
-            if b"\r\n\r\n" in data or not b"HTTP/1.1 "[: len(data)] == data[:9]:
-                raise ValueError(f"no header in {data[:200]!r}")
+            if data.find(b"\r\n\r\n", at) >= 0 or not b"HTTP/1.1 ".startswith(data[at : at + 9]):
+                raise ValueError(f"no header in {data[at : at + 200]!r}")
             return found
-        status, fields, data = int(head[1]), head[2].lower(), data[head.end() :]
+        status, fields, at = int(head[1]), head[2].lower(), head.end()
         length = re.search(rb"content-length: (\d+)\r\n", fields)
         if status == 100:
             continue
         if length is not None:
-            size = int(length[1])
-            found.append((status, data[:size]))
-            data = data[size:]
+            found.append((status, data[at : at + int(length[1])]))
+            at += int(length[1])
         elif b"transfer-encoding: chunked" in fields:
-            body, data = _read_chunks(data)
+            body, at = _read_chunks(data, at)
             found.append((status, body))
         else:
-            found.append((status, data))
+            found.append((status, data[at:]))
             return found
     return found
 
 
-def _read_chunks(data: bytes) -> tuple[bytes, bytes]:
+def _read_chunks(data: bytes, at: int) -> tuple[bytes, int]:
     body: list[bytes] = []
     while True:
-        line, separator, rest = data.partition(b"\r\n")
-        if not separator:
-            if not re.fullmatch(rb"[0-9a-f]*\r?", line):
-                raise ValueError(f"no chunk in {data[:100]!r}")
-            return b"".join(body), b""
-        size = int(line, 16)
-        body.append(rest[:size])
-        end = rest[size : size + 2]
-        if not b"\r\n".startswith(end):
-            raise ValueError(f"a chunk of {size} bytes ends with {end!r}")
-        if not size:
-            return b"".join(body), rest[2:]
-        data = rest[size + 2 :]
-        if len(end) < 2:
-            return b"".join(body), b""
+        end = data.find(b"\r\n", at)
+        if end < 0:
+            if not re.fullmatch(rb"[0-9a-f]{0,8}\r?", data[at:]):
+                raise ValueError(f"no chunk in {data[at : at + 100]!r}")
+            return b"".join(body), len(data)
+        size = int(data[at:end], 16)
+        body.append(data[end + 2 : end + 2 + size])
+        at = end + 2 + size
+        if not b"\r\n".startswith(data[at : at + 2]):
+            raise ValueError(f"a chunk of {size} bytes ends with {data[at : at + 2]!r}")
+        at += 2
+        if not size or at > len(data):
+            return b"".join(body), at
