@@ -202,13 +202,13 @@ def read_responses(data: bytes) -> list[tuple[int, bytes]]:
                 raise ValueError(f"no header in {data[at : at + 200]!r}")
             return found
         status, fields, at = int(head[1]), head[2].lower(), head.end()
-        length = re.search(rb"content-length: (\d+)\r\n", fields)
+        length = re.search(rb"(?m)^content-length: (\d+)\r$", fields)
         if status == 100:
             continue
         if length is not None:
             found.append((status, data[at : at + int(length[1])]))
             at += int(length[1])
-        elif b"transfer-encoding: chunked" in fields:
+        elif re.search(rb"(?m)^transfer-encoding: chunked\r$", fields):
             body, at = _read_chunks(data, at)
             found.append((status, body))
         else:

@@ -28,8 +28,8 @@ async def test_serve_observe_and_stop(launch, start_worker, chat) -> None:
     assert (await process.probe("/readyz")).status_code == 200
     assert (await process.probe("/nothing")).status_code == 404
     metrics = (await process.probe("/metrics")).text
-    assert f'{Metric.GATEWAY_REQUESTS_TOTAL}{{path="/v1/chat/completions",code="200"}} 2' in metrics
-    assert f"{Metric.GATEWAY_REQUESTS_IN_FLIGHT} 0" in metrics
+    assert f'{Metric.GATEWAY_REQUESTS_TOTAL}{{code="200",path="/v1/chat/completions"}} 2.0' in metrics
+    assert f"{Metric.GATEWAY_REQUESTS_IN_FLIGHT} 0.0" in metrics
     endpoint = (await process.probe("/debug/endpoints")).json()["endpoints"][0]
     assert (endpoint["name"], endpoint["requests"], endpoint["decodeTokens"]) == ("pod-d", 0, 0)
     assert process.rss_mib < 80

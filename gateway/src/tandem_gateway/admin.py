@@ -10,6 +10,7 @@ from ipaddress import IPv6Address, ip_address
 from typing import Any
 
 import orjson
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from tandem_api.launch import GatewayTimeouts
 
 from tandem_gateway.errors import GatewayFull, RequestError
@@ -45,7 +46,7 @@ class Admin:
         if method != b"GET":
             return 405, "text/plain", b"only GET\n"
         if path == "/metrics":
-            return 200, "text/plain; version=0.0.4; charset=utf-8", self._gateway.render_metrics().encode()
+            return 200, CONTENT_TYPE_PLAIN_0_0_4, self._gateway.render_metrics()
         if path == "/healthz":
             return 200, "text/plain", b"ok\n"
         if path == "/readyz":

@@ -254,7 +254,7 @@ class Gateway:
 
     # records
 
-    def render_metrics(self) -> str:
+    def render_metrics(self) -> bytes:
         endpoints: dict[tuple[str, str], int] = {}
         now = asyncio.get_running_loop().time()
         for endpoint in self.scheduler.endpoints.values():
