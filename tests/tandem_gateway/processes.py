@@ -24,7 +24,7 @@ class Process:
         async with asyncio.timeout(20):
             while line := await self.process.stderr.readline():
                 event = json.loads(line)
-                if event["msg"] == "listening":
+                if event["message"] == "listening":
                     self.http_port, self.metrics_port = event["http_port"], event["metrics_port"]
                     return
         raise AssertionError("the process ended")

@@ -27,7 +27,7 @@ async def test_a_blocked_standard_output_stops_nothing(launch, start_worker, cha
     async with asyncio.timeout(10):
         stdout, _ = await process.process.communicate()
     assert process.process.returncode == 0
-    assert sum(json.loads(line)["msg"] == "request" for line in stdout.splitlines()) == 4000
+    assert sum(json.loads(line)["message"] == "request" for line in stdout.splitlines()) == 4000
 
 
 def test_what_does_not_fit_is_counted_and_told() -> None:

@@ -11,6 +11,7 @@ import threading
 from queue import SimpleQueue
 
 import orjson
+from tandem_api.logs import format_time
 
 MAX_QUEUED_BYTES = 4 * 1024 * 1024
 CLOSE_SECONDS = 1.0
@@ -46,7 +47,10 @@ class LineWriter:
             self._untold += count
             return
         if self._untold:
-            notice = {"level": "warning", "message": "log lines were dropped: nobody read them", "count": self._untold}
+            notice = {
+                "time": format_time(), "level": "warning", "logger": __name__,
+                "message": "log lines were dropped: nobody read them", "count": self._untold,
+            }  # fmt: skip
             lines = orjson.dumps(notice) + b"\n" + lines
             self._untold = 0
         self._queued += len(lines)

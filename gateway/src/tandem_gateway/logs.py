@@ -3,26 +3,10 @@
 from __future__ import annotations
 
 import logging
-from datetime import UTC, datetime
 
-import orjson
+from tandem_api.logs import JsonFormatter
 
 from tandem_gateway.line_writer import LineWriter
-
-_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "taskName"}
-
-
-class JsonFormatter(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        fields: dict[str, object] = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
-            "level": record.levelname.lower(),
-            "msg": record.getMessage(),
-        }
-        fields.update({key: value for key, value in vars(record).items() if key not in _STANDARD})
-        if record.exc_info:
-            fields["exception"] = self.formatException(record.exc_info)
-        return orjson.dumps(fields, default=str).decode()
 
 
 class LineHandler(logging.Handler):
@@ -34,7 +18,7 @@ class LineHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self._writer.write(self.format(record).encode() + b"\n")
+            self._writer.write(self.format(record).encode(errors="backslashreplace") + b"\n")
         except Exception:  # as every handler: a record that cannot be formatted ends nothing
             self.handleError(record)
 

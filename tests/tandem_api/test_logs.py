@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 import logging
 
-from tandem_worker.observe.logging import JsonFormatter
+from tandem_api.logs import JsonFormatter, format_time
 
 
 def formatted(record: logging.LogRecord) -> dict[str, object]:
@@ -35,3 +35,18 @@ def test_exceptions_are_part_of_the_line() -> None:
     made = record("failed")
     made.exc_info = (ValueError, ValueError("no"), None)
     assert "ValueError: no" in str(formatted(made)["exception"])
+
+
+def test_objects_of_frameworks_are_left_out_where_they_are_not_wanted() -> None:
+    line = json.loads(JsonFormatter(plain_only=True).format(record("x", thing={1, 2}, number=3, text=None)))
+    assert ("thing" in line, line["number"], line["text"]) == (False, 3, None)
+
+
+def test_a_text_that_is_no_unicode_can_still_be_written() -> None:
+    line = JsonFormatter().format(record("name \udc80")).encode(errors="backslashreplace")
+    assert json.loads(line)["message"] == "name \udc80"
+
+
+def test_times_are_utc_to_the_millisecond() -> None:
+    assert format_time(0.0015) == "1970-01-01T00:00:00.001Z"
+    assert format_time().endswith("Z")
