@@ -11,6 +11,7 @@ import hashlib
 from tandem_api import names
 from tandem_api.base import Wire
 from tandem_api.launch import (
+    MAX_HELD_BYTES,
     GatewayConfig,
     GatewayTimeouts,
     GroupConfig,
@@ -73,7 +74,15 @@ def gateway_config(blueprint: Blueprint) -> GatewayConfig:
         ),
         keys_path=names.KEYS_PATH,
         drain_timeout_seconds=drain_seconds(blueprint),
+        max_held_bytes=_held_bytes(spec.gateway.resources.limits.get("memory")),
     )
+
+
+def _held_bytes(limit: str | None) -> int:
+    """A gateway takes requests until they fill half of its memory: reading a body takes as much again for a moment."""
+    if limit is None:
+        return MAX_HELD_BYTES
+    return min(MAX_HELD_BYTES, int(parse_quantity(limit)) // 2)
 
 
 def build_config_map(blueprint: Blueprint, role: Role, config: Wire) -> Manifest:
