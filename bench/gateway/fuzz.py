@@ -38,6 +38,8 @@ STALL_SECONDS = 0.1
 """Of processor time: what the machine does elsewhere does not count."""
 CLIENTS = 128
 WORKERS = 6
+ROUND_SECONDS = 5.0
+"""Then everybody leaves, and nothing may be left."""
 END_SECONDS = 20.0
 _REQUEST = re.compile(rb"POST /[\x21-\x7e]* HTTP/1\.1\r\n(?:[a-z-]+: [^\r\n]*\r\n)*\r\n")
 _LENGTH = re.compile(rb"\r\ncontent-length: (\d+)\r\n")
@@ -133,20 +135,26 @@ async def act_client(run: Run, port: int, rng: random.Random) -> None:
             else:
                 writer.transport.abort()
 
-    received = b""
+    received, answered = b"", 0
     sending = asyncio.create_task(send())
     with contextlib.suppress(ConnectionError, TimeoutError):
         async with asyncio.timeout(plan.patience):
             if plan.reads_late:
                 await asyncio.sleep(0.1)
-            while data := await reader.read(65536):
+            while data := await asyncio.wait_for(reader.read(65536), plan.pause if answered >= len(names) else None):
                 received += data
+                answered += data.count(b"HTTP/1.1 ")
     writer.transport.abort()
     sending.cancel()
     with contextlib.suppress(asyncio.CancelledError, ConnectionError, RuntimeError):
         await sending
     judge(run, names, received)
     run.names.difference_update(names)
+
+
+async def act_clients(run: Run, port: int, rng: random.Random, until: float) -> None:
+    while asyncio.get_running_loop().time() < until and not run.problems:
+        await act_client(run, port, rng)
 
 
 def judge(run: Run, names: list[bytes], received: bytes) -> None:
@@ -196,9 +204,10 @@ async def fuzz(run: Run, seconds: float, cases: int) -> None:
     watching = loop.create_task(watch_turns(run))
     started, objects = loop.time(), 0
     while loop.time() < started + seconds and run.cases < cases and not run.problems:
-        async with asyncio.timeout(60), asyncio.TaskGroup() as clients:
+        until = min(loop.time() + ROUND_SECONDS, started + seconds)
+        async with asyncio.timeout(ROUND_SECONDS + END_SECONDS), asyncio.TaskGroup() as clients:
             for _ in range(CLIENTS):
-                clients.create_task(act_client(run, server.http_port, random.Random(master.random())))
+                clients.create_task(act_clients(run, server.http_port, random.Random(master.random()), until))
                 await asyncio.sleep(0)  # what a client thinks of is not the gateway's computing
         await check_nothing_is_left(server)
         if run.longest > STALL_SECONDS:

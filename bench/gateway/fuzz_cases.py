@@ -71,6 +71,8 @@ class ClientPlan:
     steps: list[Step]
     reads_late: bool
     patience: float
+    pause: float
+    """Silence after as many answers as requests, until it leaves."""
 
 
 def plan_client(rng: random.Random, names: list[bytes]) -> ClientPlan:
@@ -82,8 +84,8 @@ def plan_client(rng: random.Random, names: list[bytes]) -> ClientPlan:
     steps = split(rng, data)
     if rng.random() < 0.25:
         steps[rng.randrange(len(steps)) :] = [rng.choice(("close", "reset"))]
-    patience = rng.choice((0.02, 0.2, 0.8))
-    return ClientPlan(steps, rng.random() < 0.1, patience)
+    patience = 0.02 if rng.random() < 0.05 else rng.choice((0.5, 1.0))
+    return ClientPlan(steps, rng.random() < 0.1, patience, rng.choice((0.01, 0.05)))
 
 
 def _request(rng: random.Random, name: bytes) -> bytes:
