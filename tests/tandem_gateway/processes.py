@@ -50,6 +50,11 @@ class Process:
                 await asyncio.sleep(0.05)
 
     @property
+    def cpu_seconds(self) -> float:
+        """Computed by the event loop's thread so far."""
+        return int(Path(f"/proc/{self.process.pid}/schedstat").read_text().split()[0]) / 1e9
+
+    @property
     def rss_mib(self) -> float:
         for line in Path(f"/proc/{self.process.pid}/status").read_text().splitlines():
             if line.startswith("VmRSS"):
