@@ -35,7 +35,7 @@ from tandem_gateway.settings import Settings
 from bench.gateway.fuzz_cases import NAME, STRANGER, Step, make_name, plan_answer, plan_client, read_responses
 
 STALL_SECONDS = 0.1
-"""Of processor time: what the machine does elsewhere does not count."""
+"""Of processor time, so that what the machine does elsewhere hardly counts."""
 CLIENTS = 128
 WORKERS = 6
 ROUND_SECONDS = 5.0
@@ -60,6 +60,7 @@ class Run:
         self.names: set[bytes] = {STRANGER}
         """Given to requests that may still be answered."""
         self.longest = 0.0
+        self.stall = STALL_SECONDS
 
     def report(self, problem: str) -> None:
         self.problems.append(problem)
@@ -210,7 +211,7 @@ async def fuzz(run: Run, seconds: float, cases: int) -> None:
                 clients.create_task(act_clients(run, server.http_port, random.Random(master.random()), until))
                 await asyncio.sleep(0)  # what a client thinks of is not the gateway's computing
         await check_nothing_is_left(server)
-        if run.longest > STALL_SECONDS:
+        if run.longest > run.stall:
             run.report(f"one turn of the event loop computed for {run.longest:.3f} s")
         if not objects and loop.time() > started + seconds / 3:
             gc.collect()
@@ -246,11 +247,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--cases", type=int, default=10_000_000, help="end after as many requests")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
+    parser.add_argument("--stall", type=float, default=STALL_SECONDS, help="seconds that one turn may compute")
     options = parser.parse_args()
     logging.basicConfig(level=logging.CRITICAL)
     # What takes seconds in a cluster: a case must end sooner.
     exchange.GRACE_SECONDS, connection.LINGER_SECONDS, connection.KEEP_ALIVE_SECONDS = 0.2, 0.2, 0.3
     run = Run(options.seed)
+    run.stall = options.stall
     started = time.monotonic()
     try:
         uvloop.run(fuzz(run, options.seconds, options.cases))

@@ -68,7 +68,7 @@ async def test_a_client_that_takes_nothing_of_it_is_dropped(start_gateway, start
 
 
 async def test_a_client_that_takes_a_little_at_a_time_is_not_dropped(start_gateway, start_worker, chat) -> None:
-    running = await start_gateway(await start_worker(default=large), timeouts={"idle_seconds": 0.5})
+    running = await start_gateway(await start_worker(default=large), timeouts={"idle_seconds": 1.5})
     reader, writer = await running.connect(limit=1 << 16)
     writer.write(chat())
     await reader.readuntil(b"\r\n\r\n")

@@ -15,7 +15,7 @@ async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
         length = int(head.split("content-length: ")[1].split("\r\n")[0])
         request = json.loads(await reader.readexactly(length))
         await asyncio.sleep(0.02)
-        text = json.dumps({"choices": [{"index": 0, "text": request["prompt"]}]}).encode()
+        text = json.dumps({"choices": [{"index": 0, "text": request.get("prompt")}]}).encode()
         writer.write(
             b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(text) + text
         )
