@@ -110,6 +110,10 @@ bench-gateway: setup ## CPU per request and per streamed chunk of the gateway
 bench-routing: setup ## Conversations through the gateway's scheduling code, against other policies (TRACE=FILE)
 	@$(RUN) python -m bench.routing $(if $(TRACE),--trace $(TRACE))
 
+.PHONY: fuzz
+fuzz: setup ## The gateway between clients and workers that send anything (FUZZ="--seconds 600 --seed 1")
+	@$(RUN) python -m bench.gateway.fuzz $(FUZZ)
+
 .PHONY: clean
 clean: cluster-down ## Stop the cluster and remove every cache
 	@rm -rf .cache .venv

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,9 @@ from tandem_api.names import Role
 from tandem_gateway.scheduling import Worker
 from tandem_gateway.server import Server
 from tandem_gateway.settings import Settings
+
+sys.path.insert(0, str(Path(__file__).parent))  # `processes`, for the tests that need real ones
+from processes import launch, launch_worker  # noqa: F401
 
 MODEL = "toy"
 # Wall time says nothing on a machine that other work shares.

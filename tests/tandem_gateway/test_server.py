@@ -2,86 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import httpx
 import pytest
 from tandem_api.launch import GatewayConfig
 from tandem_api.telemetry import Metric
-
-
-class Process:
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self.process = process
-        self.http_port = self.metrics_port = 0
-
-    async def wait_listening(self) -> None:
-        assert self.process.stderr is not None
-        async with asyncio.timeout(20):
-            while line := await self.process.stderr.readline():
-                event = json.loads(line)
-                if event["msg"] == "listening":
-                    self.http_port, self.metrics_port = event["http_port"], event["metrics_port"]
-                    return
-        raise AssertionError("the process ended")
-
-    async def probe(self, path: str) -> httpx.Response:
-        async with httpx.AsyncClient() as client:
-            return await client.get(f"http://127.0.0.1:{self.metrics_port}{path}")
-
-    async def probe_until(self, path: str, status: int) -> bool:
-        async with asyncio.timeout(5):
-            while (await self.probe(path)).status_code != status:  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
-        return True
-
-    async def refuses(self, connect: Callable) -> bool:
-        """Wait until no more connections are accepted."""
-        async with asyncio.timeout(5):
-            while True:
-                try:
-                    await connect(self.http_port)
-                except ConnectionRefusedError:
-                    return True
-                await asyncio.sleep(0.05)
-
-    @property
-    def rss_mib(self) -> float:
-        for line in Path(f"/proc/{self.process.pid}/status").read_text().splitlines():
-            if line.startswith("VmRSS"):
-                return int(line.split()[1]) / 1024
-        raise AssertionError("no VmRSS")
-
-
-@pytest.fixture
-async def launch(tmp_path: Path) -> AsyncIterator[Callable]:
-    started: list[Process] = []
-
-    async def start(*arguments: str, **config: object) -> Process:
-        path = tmp_path / "config.json"
-        fixed = {"namespace": "ns", "disaggregated": False, "http_port": 0, "metrics_port": 0}
-        told = GatewayConfig(model_name="toy", served_name="toy", **fixed, **config)
-        path.write_text(told.to_json())
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "tandem_gateway", "--config", str(path), "--host", "127.0.0.1", *arguments,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
-        started.append(Process(process))
-        await started[-1].wait_listening()
-        return started[-1]
-
-    yield start
-    for item in started:
-        if item.process.returncode is None:
-            item.process.kill()
-        await item.process.communicate()
 
 
 async def test_serve_observe_and_stop(launch, start_worker, chat) -> None:
@@ -97,8 +28,8 @@ async def test_serve_observe_and_stop(launch, start_worker, chat) -> None:
     assert (await process.probe("/readyz")).status_code == 200
     assert (await process.probe("/nothing")).status_code == 404
     metrics = (await process.probe("/metrics")).text
-    assert f'{Metric.GATEWAY_REQUESTS_TOTAL}{{path="/v1/chat/completions",code="200"}} 2' in metrics
-    assert f"{Metric.GATEWAY_REQUESTS_IN_FLIGHT} 0" in metrics
+    assert f'{Metric.GATEWAY_REQUESTS_TOTAL}{{code="200",path="/v1/chat/completions"}} 2.0' in metrics
+    assert f"{Metric.GATEWAY_REQUESTS_IN_FLIGHT} 0.0" in metrics
     endpoint = (await process.probe("/debug/endpoints")).json()["endpoints"][0]
     assert (endpoint["name"], endpoint["requests"], endpoint["decodeTokens"]) == ("pod-d", 0, 0)
     assert process.rss_mib < 80
@@ -107,7 +38,8 @@ async def test_serve_observe_and_stop(launch, start_worker, chat) -> None:
     stdout, _ = await process.process.communicate()
     assert process.process.returncode == 0
     lines = [json.loads(line) for line in stdout.splitlines()]
-    assert [line["request_id"] for line in lines] == ["me-False", "me-True"]
+    assert [line["request_id"] for line in lines[:2]] == ["me-False", "me-True"]
+    assert [(line["status"], line["error"]) for line in lines[2:]] == [(400, "invalid_json")]
     assert lines[0]["decode"] == "pod-d"
     assert (lines[0]["cached_tokens"], lines[0]["completion_tokens"], lines[0]["status"]) == (3, 4, 200)
     assert lines[1]["events"] == 5

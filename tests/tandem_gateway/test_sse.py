@@ -35,6 +35,14 @@ def test_any_fragmentation_gives_the_same_stream_cut_at_event_borders(data: st.D
     assert stream.done
 
 
+@pytest.mark.parametrize("start", [b"\n\nd", b"\n\n: c", b"\r\n\r\nda", b"\n\n\ndat"])
+def test_empty_lines_before_an_event_do_not_cut_it(start: bytes) -> None:
+    stream = EventStream()
+    passed = stream.feed(start)
+    assert not passed.strip()
+    assert passed + stream.feed(b"ata: 1\n\n") == start + b"ata: 1\n\n"
+
+
 def test_an_event_cut_short_is_held_back() -> None:
     stream = EventStream()
     assert stream.feed(b'data: 1\n\ndata: {"ha') == b"data: 1\n\n"

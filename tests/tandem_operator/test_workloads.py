@@ -20,7 +20,7 @@ from tandem_operator.errors import InvalidOverlayError
 from tandem_operator.manifests import Manifest, child_key
 from tandem_operator.settings import Release
 from tandem_operator.workloads import Blueprint, build_children
-from tandem_operator.workloads.configs import worker_config
+from tandem_operator.workloads.configs import gateway_config, worker_config
 
 GOLDEN = Path(__file__).parent / "golden"
 CASES = cases()
@@ -256,3 +256,9 @@ def test_overlays_cannot_touch_what_selectors_rest_on() -> None:
     overlay = {"metadata": {"labels": {"tandem.dev/role": "prefill"}}}
     with pytest.raises(InvalidOverlayError, match=r"spec\.decode\.podTemplate\.metadata\.labels: tandem\.dev/role"):
         build_children(blueprint(decode={"podTemplate": overlay}))
+
+
+@pytest.mark.parametrize(("limit", "held"), [(None, 512), ("4Gi", 512), ("256Mi", 128)])
+def test_a_gateway_holds_no_more_than_its_memory_has_room_for(limit: str | None, held: int) -> None:
+    gateway = {"resources": {"limits": {"memory": limit}}} if limit else {}
+    assert gateway_config(blueprint(gateway=gateway)).max_held_bytes == held << 20

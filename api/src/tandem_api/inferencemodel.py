@@ -289,6 +289,8 @@ class Timeouts(Authored):
     """How long a client may wait for the first token."""
     idle: ClientTimeout = "60s"
     """How long a worker may be silent inside an answer."""
+    answer: ClientTimeout = "600s"
+    """How long an answer in one piece may take: unlike a stream it shows no sign of life before it is complete."""
 
 
 class Gateway(Workload):

@@ -22,6 +22,7 @@ from tandem_api.names import (
     Role,
 )
 
+MAX_HELD_BYTES = 512 * 1024 * 1024
 Device = Literal["Auto", "CUDA", "CPU"]
 DType = Literal["Auto", "BFloat16", "Float16", "Float32"]
 
@@ -142,6 +143,8 @@ class GatewayTimeouts(Wire):
     """A worker must have accepted the connection."""
     first_token_seconds: float = 300.0
     """A worker must have begun its answer."""
+    answer_seconds: float = 600.0
+    """A worker must have answered in one piece, however many tokens were asked for."""
     idle_seconds: float = 60.0
     """A worker may be silent this long inside an answer."""
 
@@ -159,5 +162,9 @@ class GatewayConfig(Wire):
     keys_path: str | None = None
     """Folder with `names.API_KEY_FILE`; None: no token is shown to workers."""
     max_body_bytes: int = 8 * 1024 * 1024
+    max_held_bytes: int = MAX_HELD_BYTES
+    """Request bodies, and answers in one piece, that may be in memory at once."""
+    max_connections: int = 8192
+    """Of clients, at once; fewer where the process may not have two descriptors for each."""
     timeouts: GatewayTimeouts = Field(default_factory=GatewayTimeouts)
     drain_timeout_seconds: float = 60.0

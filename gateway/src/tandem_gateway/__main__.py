@@ -18,7 +18,7 @@ def main() -> None:
         settings = parse_settings(sys.argv[1:])
     except ConfigError as error:
         sys.exit(f"tandem-gateway: {error}")
-    configure_logging(settings.log_level)
+    log = configure_logging(settings.log_level)
     # What is loaded by now stays: the collector need not walk it again.
     gc.collect()
     gc.freeze()
@@ -28,6 +28,8 @@ def main() -> None:
         healthy = uvloop.run(_serve(settings))
     except (ConfigError, OSError) as error:
         sys.exit(f"tandem-gateway: {error}")
+    finally:
+        log.close()
     sys.exit(0 if healthy else 1)
 
 

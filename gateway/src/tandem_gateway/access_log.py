@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, cast
 
 import orjson
+from tandem_api.logs import format_time
 
 from tandem_gateway.exchange import Exchange
 
@@ -16,15 +16,27 @@ Write = Callable[[bytes], None]
 
 MAX_PENDING = 512
 """Lines. Beyond this they are written at once."""
+MAX_PATH = 200
+"""Characters that are logged of a path that nothing is behind."""
 
 
 class AccessLog:
-    def __init__(self, write: Write | None = None) -> None:
+    def __init__(self, write: Write) -> None:
+        """`write` must not block: it is called between two requests."""
         self._pending: list[bytes] = []
-        self._write = write or _write_stdout
+        self._write = write
 
     def add(self, exchange: Exchange, now: float) -> None:
-        self._pending.append(build_record(exchange, now))
+        """Of a request that went to a worker, or waited for one."""
+        self._add(build_record(exchange, now))
+
+    def add_own(self, path: str, status: int, request_id: bytes, error: str | None, size: int) -> None:
+        """Of an answer that the gateway gave by itself. `path` is empty where the request could not be read."""
+        named = orjson.dumps(path[:MAX_PATH] or None)
+        self._add(_OWN_LINE % (_now(), request_id, named, status, _quote(error), size))
+
+    def _add(self, line: bytes) -> None:
+        self._pending.append(line)
         if len(self._pending) >= MAX_PENDING:
             self.flush()
 
@@ -34,11 +46,6 @@ class AccessLog:
             data = b"\n".join(self._pending)
             self._pending = []
             self._write(data)
-
-
-def _write_stdout(data: bytes) -> None:
-    sys.stdout.buffer.write(data)
-    sys.stdout.buffer.flush()
 
 
 def build_record(exchange: Exchange, now: float) -> bytes:
@@ -53,7 +60,7 @@ def build_record(exchange: Exchange, now: float) -> bytes:
     started = exchange.started_at
     first = exchange.first_byte_at
     return _LINE % (
-        time.time(),
+        _now(),
         exchange.request_id,
         exchange.request.path.encode(),
         exchange.status,
@@ -72,11 +79,24 @@ def build_record(exchange: Exchange, now: float) -> bytes:
     )
 
 
-_LINE = (
-    b'{"time":%.3f,"msg":"request","request_id":"%b","path":"%b","status":%d,"error":%b,"decode":%b,"prefill":%b,'
-    b'"attempts":%d,"stream":%b,"ttft_ms":%b,"duration_ms":%.2f,"prompt_tokens":%b,"cached_tokens":%b,'
-    b'"completion_tokens":%b,"events":%d,"bytes":%d}'
+_BEGIN = b'{"time":"%b","level":"info","logger":"access","message":"request","request_id":"%b",'
+_LINE = _BEGIN + (
+    b'"path":"%b","status":%d,"error":%b,"decode":%b,"prefill":%b,"attempts":%d,"stream":%b,"ttft_ms":%b,'
+    b'"duration_ms":%.2f,"prompt_tokens":%b,"cached_tokens":%b,"completion_tokens":%b,"events":%d,"bytes":%d}'
 )
+_OWN_LINE = _BEGIN + b'"path":%b,"status":%d,"error":%b,"bytes":%d}'
+
+
+def _now() -> bytes:
+    now = time.time()
+    whole = int(now)
+    return b"%b.%03dZ" % (_second(whole), (now - whole) * 1000)
+
+
+@lru_cache(maxsize=2)
+def _second(whole: int) -> bytes:
+    """Making it costs more than the rest of a line, and a thousand lines may share it."""
+    return format_time(whole).partition(".")[0].encode()
 
 
 def _number(value: Any) -> bytes:

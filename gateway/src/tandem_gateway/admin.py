@@ -6,59 +6,52 @@ people who may forward a port into the pod: those arrive over the loopback inter
 
 from __future__ import annotations
 
-import asyncio
-from http import HTTPStatus
 from ipaddress import IPv6Address, ip_address
+from typing import Any
 
 import orjson
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
+from tandem_api.launch import GatewayTimeouts
 
+from tandem_gateway.errors import GatewayFull, RequestError
 from tandem_gateway.gateway import Gateway
+from tandem_gateway.http.budget import Budget
+from tandem_gateway.http.connection import ClientConnection
+from tandem_gateway.http.request import Request
+from tandem_gateway.http.response import build_plain
 
-_READ_SECONDS = 5.0
+MAX_CONNECTIONS = 64
+_SECONDS = 5.0
 
 
 class Admin:
-    """`ready` says whether discovery has spoken once; draining makes the process unready before it stops."""
+    """Handler of the connections to the metrics port. `ready` says whether discovery has spoken once; draining makes
+    the process unready before it stops."""
+
+    timeouts = GatewayTimeouts(header_seconds=_SECONDS, body_seconds=_SECONDS, idle_seconds=_SECONDS)
+    max_body_bytes = 1024
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
+        self._connections: set[ClientConnection] = set()
+        self.budget = Budget(MAX_CONNECTIONS * self.max_body_bytes)
         self.discovered = False
 
     @property
     def ready(self) -> bool:
         return self.discovered and not self._gateway.draining
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One request per connection: probes and scrapes are rare."""
-        try:
-            async with asyncio.timeout(_READ_SECONDS):
-                head = await reader.readuntil(b"\r\n\r\n")
-                status, kind, body = self.answer(head, from_here=_is_loopback(writer))
-                phrase = HTTPStatus(status).phrase
-                writer.write(
-                    f"HTTP/1.1 {status} {phrase}\r\ncontent-type: {kind}\r\ncontent-length: {len(body)}\r\n"
-                    "connection: close\r\n\r\n".encode()
-                    + body
-                )
-                await writer.drain()
-        except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            pass  # a prober that went away or sent no request: nobody is left to be told
-        finally:
-            writer.close()
-
-    def answer(self, head: bytes, *, from_here: bool) -> tuple[int, str, bytes]:
-        """Status, content type and body for a request header. `from_here`: it came over the loopback interface."""
-        method, _, rest = head.partition(b" ")
-        path = rest.partition(b" ")[0].partition(b"?")[0]
+    def answer(self, method: bytes, path: str, *, from_here: bool) -> tuple[int, str, bytes]:
+        """Status, content type and body. `from_here`: it came over the loopback interface."""
         if method != b"GET":
             return 405, "text/plain", b"only GET\n"
-        if path == b"/metrics":
-            return 200, "text/plain; version=0.0.4; charset=utf-8", self._gateway.render_metrics().encode()
-        if path == b"/healthz":
+        if path == "/metrics":
+            return 200, CONTENT_TYPE_PLAIN_0_0_4, self._gateway.render_metrics()
+        if path == "/healthz":
             return 200, "text/plain", b"ok\n"
-        if path == b"/readyz":
+        if path == "/readyz":
             return (200, "text/plain", b"ok\n") if self.ready else (503, "text/plain", self._unready())
-        if path == b"/debug/endpoints":
+        if path == "/debug/endpoints":
             if not from_here:
                 return 403, "text/plain", b"over the loopback interface only: kubectl port-forward, then localhost\n"
             endpoints = self._gateway.describe_endpoints()
@@ -68,11 +61,38 @@ class Admin:
     def _unready(self) -> bytes:
         return b"draining\n" if self._gateway.draining else b"the workers have not been listed yet\n"
 
+    # connections
 
-def _is_loopback(writer: asyncio.StreamWriter) -> bool:
-    peer = writer.get_extra_info("peername")
+    def on_connect(self, connection: ClientConnection) -> None:
+        self._connections.add(connection)
+        if len(self._connections) > MAX_CONNECTIONS:
+            connection.refuse(GatewayFull("too many connections to the metrics port"))
+
+    def on_disconnect(self, connection: ClientConnection) -> None:
+        self._connections.discard(connection)
+
+    def on_request(self, connection: ClientConnection, request: Request) -> None:
+        from_here = is_loopback(connection.transport.get_extra_info("peername"))
+        status, kind, body = self.answer(request.method, request.path, from_here=from_here)
+        connection.write(build_plain(status, kind, body, keep_alive=request.keep_alive))
+        connection.finish(keep_alive=request.keep_alive)
+
+    def on_refused(self, connection: ClientConnection, error: RequestError) -> None:
+        connection.write(build_plain(error.status, "text/plain", f"{error.message}\n".encode(), keep_alive=False))
+
+    def tick(self, now: float) -> None:
+        for connection in tuple(self._connections):
+            connection.tick(now)
+
+    def stop(self) -> None:
+        for connection in tuple(self._connections):
+            connection.transport.close()
+
+
+def is_loopback(peer: Any) -> bool:
+    """Whether a socket's peer is on this machine. None is one that has gone already."""
     if not peer:
-        return False  # it has gone already
+        return False
     address = ip_address(peer[0].partition("%")[0])
     mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
     return (mapped or address).is_loopback

@@ -10,7 +10,8 @@ GatewayError
     ├── NoEndpoint         503: no worker of a role is there
     ├── UpstreamFailed     502: workers failed and the retries are used up, or a stream broke
     ├── UpstreamTimeout    504: a worker was silent for too long
-    └── ShuttingDown       503: this gateway is going away
+    ├── ShuttingDown       503: this gateway is going away
+    └── GatewayFull        503: this gateway has no room for one more
 """
 
 from __future__ import annotations
@@ -101,3 +102,14 @@ class ShuttingDown(RequestError):
     status = 503
     kind: ErrorType = "overloaded_error"
     code = "shutting_down"
+
+
+class GatewayFull(RequestError):
+    """Never a worker's fault: the process has as many connections, bytes or descriptors as it may."""
+
+    status = 503
+    kind: ErrorType = "overloaded_error"
+    code = "gateway_full"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, headers=(("Retry-After", "5"),))

@@ -20,7 +20,8 @@ from tandem_api.names import (
     HEADER_RETRY,
 )
 
-from tandem_gateway.errors import NoEndpoint, RequestError, UpstreamFailed, UpstreamTimeout
+from tandem_gateway.errors import GatewayFull, NoEndpoint, RequestError, UpstreamFailed, UpstreamTimeout
+from tandem_gateway.http.budget import FREE_BYTES
 from tandem_gateway.http.connection import ClientConnection
 from tandem_gateway.http.request import Request
 from tandem_gateway.http.response import LAST_CHUNK, build_chunk, build_error, build_head
@@ -40,7 +41,6 @@ from tandem_gateway.upstream.base import Call, Failure, Link, ResponseHead
 MAX_ATTEMPTS = 3
 MAX_RESETS = 2
 """Of the attempts may end in a reset: a request that kills its worker must not be handed to all of them."""
-MAX_STALE = 4
 GRACE_SECONDS = 5.0
 """A request waits this long for a worker to appear: pods are replaced all the time."""
 MAX_HELD_BYTES = 32 * 1024 * 1024
@@ -79,7 +79,9 @@ class Phase(IntEnum):
     SENT = 2
     """Nothing has reached the client: everything can still be retried."""
     STREAMING = 3
-    OVER = 4
+    DELIVERING = 4
+    """The worker has done its part, the client has not taken all of it."""
+    OVER = 5
 
 
 class Context(Protocol):
@@ -108,9 +110,9 @@ class Exchange:
 
     __slots__ = (
         "_blamed", "_call", "_connection", "_context", "_deadline", "_excluded", "_give_up_at", "_head", "_held",
-        "_held_bytes", "_loop", "_phase", "_reads", "_reads_seen", "_reservation", "_resets", "_slow", "_stale",
-        "_stream", "_tokens_seen", "_unsent", "attempts", "bytes_out", "choice", "error", "first_byte_at", "inquiry",
-        "request", "request_id", "started_at", "status", "usage",
+        "_held_bytes", "_keep_alive_after", "_loop", "_phase", "_reads", "_reads_seen", "_reservation", "_resets",
+        "_slow", "_stream", "_tokens_seen", "_unsent", "attempts", "bytes_out", "choice", "error", "first_byte_at",
+        "inquiry", "request", "request_id", "started_at", "status", "usage",
     )  # fmt: skip
 
     def __init__(
@@ -124,6 +126,7 @@ class Exchange:
         self.request_id = request_id
         self.started_at = monotonic()
         self.first_byte_at = 0.0
+        """Of a stream. When the first token of an answer in one piece was there, only its worker knows."""
         self.status = 0
         self.bytes_out = 0
         self.attempts = 0
@@ -139,8 +142,8 @@ class Exchange:
         """Answered with an error that may be the request's fault: an answer from another worker tells."""
         self._give_up_at = 0.0
         self._resets = 0
-        self._stale = 0
         self._slow = False
+        self._keep_alive_after = False
         self._unsent = b""
         self._head: ResponseHead | None = None
         self._stream: EventStream | None = None
@@ -151,6 +154,14 @@ class Exchange:
     @property
     def waiting(self) -> bool:
         return self._phase is Phase.WAITING
+
+    @property
+    def delivering(self) -> bool:
+        return self._phase is Phase.DELIVERING
+
+    @property
+    def held_bytes(self) -> int:
+        return len(self.request.body) + self._held_bytes
 
     @property
     def events(self) -> int:
@@ -187,12 +198,19 @@ class Exchange:
             self._tokens_seen = events
         if not self.inquiry.stream and self._reservation is not None:
             self._reservation.assume(now)
-        if now >= self._deadline:
+        if self._slow or self._phase is Phase.DELIVERING:
+            # The worker is not to blame: it is the client that takes nothing.
+            if self._connection.is_stuck(now):
+                self._connection.transport.abort()
+        elif now >= self._deadline:
             self._time_out()
 
     def stop(self, error: RequestError) -> None:
         """End it from outside."""
-        if self._phase is not Phase.OVER:
+        if self._phase is Phase.DELIVERING:
+            self.error = error.code
+            self._conclude()
+        elif self._phase is not Phase.OVER:
             self._fail(error)
 
     # the worker's side
@@ -283,6 +301,8 @@ class Exchange:
         self._call = None
         if self._stream is not None and self._stream.done:
             self._end_stream()
+        elif failure is Failure.LOCAL:
+            self._wait(detail)
         elif self._phase is Phase.SENT:
             self._retry(failure.value, detail)
         else:
@@ -293,9 +313,12 @@ class Exchange:
     # the client's side
 
     def on_client_gone(self) -> None:
+        if self._phase is Phase.OVER:
+            return
         self._drop_call()
+        self._release()
         self.status = CLIENT_GONE
-        self._finish(keep_alive=False)
+        self._conclude()
 
     def on_client_slow(self) -> None:
         self._slow = True
@@ -303,6 +326,9 @@ class Exchange:
             self._call.pause_reading()
 
     def on_client_ready(self) -> None:
+        if self._phase is Phase.DELIVERING:
+            self._conclude()
+            return
         self._slow = False
         self._reads += 1
         if self._call is not None:
@@ -311,19 +337,17 @@ class Exchange:
     # decisions
 
     def _answer_seconds(self) -> float:
-        seconds = self._context.timeouts.first_token_seconds
-        if not self.inquiry.stream:
-            seconds += (self.inquiry.max_tokens or DEFAULT_MAX_TOKENS) / SLOWEST_TOKENS_PER_SECOND
-        return seconds
+        timeouts = self._context.timeouts
+        if self.inquiry.stream:
+            return timeouts.first_token_seconds
+        tokens = self.inquiry.max_tokens or DEFAULT_MAX_TOKENS
+        longest = max(timeouts.answer_seconds, timeouts.first_token_seconds)
+        return min(timeouts.first_token_seconds + tokens / SLOWEST_TOKENS_PER_SECOND, longest)
 
     def _time_out(self) -> None:
         if self._phase is Phase.WAITING:
             endpoints = list(self._context.scheduler.endpoints.values())
             self._fail(NoEndpoint(f"{missing_role(endpoints)}; try again shortly", headers=RETRY_AFTER))
-            return
-        if self._slow:
-            # The worker is not to blame: it is the client that takes nothing.
-            self._connection.transport.abort()
             return
         self._drop_call()
         assert self.choice is not None
@@ -332,6 +356,19 @@ class Exchange:
             self._fail(UpstreamTimeout("the worker did not begin its answer in time"))
         else:
             self._fail(UpstreamTimeout("the worker was silent for too long"))
+
+    def _wait(self, detail: str) -> None:
+        """The gateway itself lacks what a connection needs. Others may soon give some back."""
+        self._release()
+        now = self._loop.time()
+        self._give_up_at = self._give_up_at or now + GRACE_SECONDS
+        if now >= self._give_up_at:
+            self._fail(GatewayFull(f"the gateway cannot connect to a worker: {detail}; try again shortly"))
+            return
+        self._context.on_retry(self, Failure.LOCAL.value)
+        self.attempts -= 1
+        self._deadline = self._give_up_at + GRACE_SECONDS
+        self._phase = Phase.WAITING
 
     def _retry(self, reason: str, detail: str) -> None:
         """Nothing reached the client: hand the request to another worker, unless it has been round enough."""
@@ -342,24 +379,20 @@ class Exchange:
         self._head = self._stream = None
         self._held.clear()
         self._held_bytes = 0
-        if reason == Failure.STALE.value:
-            self._stale += 1
-            self.attempts -= 1
+        outcome = OUTCOMES[reason]
+        if outcome is Outcome.ERROR:
+            self._blamed.append(decode)
         else:
-            outcome = OUTCOMES[reason]
-            if outcome is Outcome.ERROR:
-                self._blamed.append(decode)
-            else:
-                self._context.scheduler.report(decode, outcome, now)
-            self._excluded.add(decode.worker.name)
-            self._resets += reason in (Failure.RESET.value, Failure.PROTOCOL.value)
+            self._context.scheduler.report(decode, outcome, now)
+        self._excluded.add(decode.worker.name)
+        self._resets += reason in (Failure.RESET.value, Failure.PROTOCOL.value)
         self._give_up_at = self._give_up_at or now + GRACE_SECONDS
         if reason in (Failure.CONNECT.value, UNAUTHORIZED):
             # Costs nothing but time: a pod that restarts in place is back within the grace, keys arrive, or another
             # takes over.
             exhausted = now >= self._give_up_at
         else:
-            exhausted = self.attempts >= MAX_ATTEMPTS or self._resets >= MAX_RESETS or self._stale >= MAX_STALE
+            exhausted = self.attempts >= MAX_ATTEMPTS or self._resets >= MAX_RESETS
         if exhausted and not self._resets:
             self._fail(NoEndpoint(f"no worker is available: {detail}; try again shortly", headers=RETRY_AFTER))
             return
@@ -383,6 +416,7 @@ class Exchange:
         self.first_byte_at = monotonic()
         self._reservation.first_token(self._loop.time())
         self.request.body = b""
+        self._connection.held_changed()
         framing = b"" if self.request.http10 else b"\r\ntransfer-encoding: chunked"
         return build_head(self._head, self.request_id, framing, keep_alive=self._keep_alive)
 
@@ -399,6 +433,9 @@ class Exchange:
         if self._held_bytes > MAX_HELD_BYTES:
             self._drop_call()
             self._fail(UpstreamFailed(f"the worker's answer exceeds {MAX_HELD_BYTES} bytes; ask for a stream"))
+        elif self._held_bytes > FREE_BYTES and not self._connection.held_changed():
+            self._drop_call()
+            self._fail(GatewayFull("the gateway holds as many bytes as it may; ask for a stream, or try again shortly"))
 
     def _complete(self) -> None:
         """An answer in one piece has arrived."""
@@ -408,7 +445,6 @@ class Exchange:
         body = b"".join(self._held)
         self._held.clear()
         self.status = self._head.status
-        self.first_byte_at = monotonic()
         if self.status == 200 and b'"usage"' in body:
             self.usage = find_usage(body)
         head = build_head(
@@ -447,12 +483,21 @@ class Exchange:
             self._reservation = None
 
     def _finish(self, *, keep_alive: bool) -> None:
-        if self._phase is Phase.OVER:
+        """What is left is the client's to take."""
+        if self._phase >= Phase.DELIVERING:
             return
-        self._phase = Phase.OVER
+        self._phase = Phase.DELIVERING
         self._release()
+        self._keep_alive_after = keep_alive
+        if not self._connection.blocked or self._connection.closed:
+            self._conclude()
+
+    def _conclude(self) -> None:
+        self._phase = Phase.OVER
+        self._held_bytes = 0
+        self.request.body = b""
         self._context.on_exchange_end(self)
-        self._connection.finish(keep_alive=keep_alive)
+        self._connection.finish(keep_alive=self._keep_alive_after)
 
     # records
 

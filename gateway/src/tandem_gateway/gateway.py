@@ -15,13 +15,14 @@ from tandem_api.launch import GatewayConfig
 
 from tandem_gateway.access_log import AccessLog
 from tandem_gateway.credentials import Credentials
-from tandem_gateway.errors import NotRouted, RequestError, ShuttingDown, UnknownModel
+from tandem_gateway.errors import GatewayFull, NotRouted, RequestError, ShuttingDown, UnknownModel
 from tandem_gateway.exchange import Exchange
+from tandem_gateway.http.budget import Budget
 from tandem_gateway.http.connection import ClientConnection
 from tandem_gateway.http.request import Request
 from tandem_gateway.http.response import build_error, build_json
 from tandem_gateway.metrics import Metrics
-from tandem_gateway.prompt import INFERENCE_PATHS, read_inquiry
+from tandem_gateway.prompt import INFERENCE_PATHS, MODELS, read_inquiry
 from tandem_gateway.scheduling import Endpoint, Scheduler, Worker
 from tandem_gateway.upstream.base import Link
 from tandem_gateway.upstream.http1 import Http1Link
@@ -31,7 +32,8 @@ TICK_SECONDS = 0.1
 than the requests' own work."""
 UNAUTHORIZED_LOG_SECONDS = 10.0
 """A worker that does not take this gateway's key is named this often, however many requests it turns away."""
-MODELS = "/v1/models"
+REFUSALS = 64
+"""Connections beyond the limit that are told so before they are closed."""
 _REQUEST_ID = re.compile(rb"[\w.:/+=-]{1,128}")
 log = logging.getLogger(__name__)
 
@@ -42,6 +44,8 @@ class Gateway:
         self.config = config
         self.timeouts = config.timeouts
         self.max_body_bytes = config.max_body_bytes
+        self.max_connections = config.max_connections
+        self.budget = Budget(config.max_held_bytes)
         self.scheduler = Scheduler(disaggregated=config.disaggregated)
         self.metrics = Metrics()
         self.access_log = access_log
@@ -69,7 +73,9 @@ class Gateway:
     def link(self, endpoint: Endpoint) -> Link:
         link = self._links.get(endpoint.serial)
         if link is None:
-            link = Http1Link(endpoint.worker.address, connect_seconds=self.timeouts.connect_seconds)
+            link = Http1Link(
+                endpoint.worker.address, connect_seconds=self.timeouts.connect_seconds, on_stale=self._on_stale
+            )
             self._links[endpoint.serial] = link
         return link
 
@@ -77,6 +83,13 @@ class Gateway:
 
     def on_connect(self, connection: ClientConnection) -> None:
         self.connections.add(connection)
+        over = len(self.connections) - self.max_connections
+        if over > REFUSALS:
+            connection.transport.abort()
+        elif over > 0:
+            connection.refuse(
+                GatewayFull(f"the gateway has as many connections as it may, {self.max_connections}; try again shortly")
+            )
 
     def on_disconnect(self, connection: ClientConnection) -> None:
         self.connections.discard(connection)
@@ -84,25 +97,28 @@ class Gateway:
     def on_request(self, connection: ClientConnection, request: Request) -> None:
         request_id = self._read_request_id(request)
         keep_alive = request.keep_alive and not self.draining
+        code = None
         try:
             if request.path in INFERENCE_PATHS:
                 self._start_exchange(connection, request, request_id)
                 return
             payload = self._answer(request)
         except RequestError as error:
-            status = error.status
+            status, code = error.status, error.code or error.kind
             answer = build_error(error, request_id, keep_alive=keep_alive, with_body=request.method != b"HEAD")
         else:
             status = 200
             answer = build_json(200, payload, request_id, keep_alive=keep_alive, with_body=request.method != b"HEAD")
-        self._count(request.path, status)
+        self._record(request.path, status, request_id, code, len(answer))
         connection.write(answer)
         connection.finish(keep_alive=keep_alive)
 
     def on_refused(self, connection: ClientConnection, error: RequestError) -> None:
         """The connection could not read a request; it closes itself after this answer."""
-        self._count("", error.status)
-        connection.write(build_error(error, self._make_request_id(), keep_alive=False))
+        request_id = self._make_request_id()
+        answer = build_error(error, request_id, keep_alive=False)
+        self._record("", error.status, request_id, error.code or error.kind, len(answer))
+        connection.write(answer)
 
     # requests
 
@@ -149,7 +165,7 @@ class Gateway:
         self.exchanges.discard(exchange)
         metrics = self.metrics
         metrics.in_flight -= 1
-        self._count(exchange.request.path, exchange.status)
+        self.metrics.count(exchange.request.path, exchange.status)
         if exchange.status == 499:
             metrics.disconnects += 1
         metrics.duration.observe(now - exchange.started_at)
@@ -158,6 +174,9 @@ class Gateway:
         self._learn(exchange)
         if self.access_log is not None:
             self.access_log.add(exchange, now)
+
+    def _on_stale(self) -> None:
+        self.metrics.retries["stale"] += 1
 
     def on_retry(self, exchange: Exchange, reason: str) -> None:
         self.metrics.retries[reason] += 1
@@ -221,6 +240,11 @@ class Gateway:
         """Answers from now on end their connections, so that clients move elsewhere."""
         self.draining = True
 
+    @property
+    def busy(self) -> bool:
+        """Something runs, or was answered and is not on its way yet."""
+        return bool(self.exchanges) or any(connection.unsent for connection in self.connections)
+
     def close_idle(self) -> None:
         for connection in tuple(self.connections):
             connection.close_if_idle()
@@ -238,7 +262,7 @@ class Gateway:
 
     # records
 
-    def render_metrics(self) -> str:
+    def render_metrics(self) -> bytes:
         endpoints: dict[tuple[str, str], int] = {}
         for endpoint in self.scheduler.endpoints.values():
             key = (endpoint.worker.role.value, endpoint.state)
@@ -277,9 +301,11 @@ class Gateway:
             for endpoint in self.scheduler.endpoints.values()
         ]
 
-    def _count(self, path: str, status: int) -> None:
-        known = path in INFERENCE_PATHS or path == MODELS
-        self.metrics.requests[path if known else "other", status] += 1
+    def _record(self, path: str, status: int, request_id: bytes, error: str | None, size: int) -> None:
+        """An answer of the gateway's own."""
+        self.metrics.count(path, status)
+        if self.access_log is not None:
+            self.access_log.add_own(path, status, request_id, error, size)
 
     def _read_request_id(self, request: Request) -> bytes:
         given = request.headers.get(b"x-request-id")

@@ -7,10 +7,18 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from itertools import accumulate
 
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import Metric as Family
+from prometheus_client.registry import Collector
 from tandem_api.telemetry import Metric
 
+from tandem_gateway.prompt import INFERENCE_PATHS, MODELS
+
+_PATHS = INFERENCE_PATHS | {MODELS}
 BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 """Seconds. From a cached prompt on a fast GPU to a long answer on a CPU."""
 
@@ -28,6 +36,11 @@ class Histogram:
         self.counts[bisect_left(BUCKETS, seconds)] += 1
         self.total += seconds
 
+    def family(self, name: str, text: str) -> HistogramMetricFamily:
+        running = accumulate(self.counts)
+        buckets = [(str(bound), count) for bound, count in zip((*BUCKETS, "+Inf"), running, strict=True)]
+        return HistogramMetricFamily(name, text, buckets=buckets, sum_value=self.total)
+
 
 class Metrics:
     def __init__(self) -> None:
@@ -40,6 +53,10 @@ class Metrics:
         self.ttft = Histogram()
         self.duration = Histogram()
 
+    def count(self, path: str, status: int) -> None:
+        """A request was answered. Paths that nothing is behind are one, whatever clients make up."""
+        self.requests[path if path in _PATHS else "other", status] += 1
+
     def render(
         self,
         *,
@@ -47,56 +64,63 @@ class Metrics:
         tokens: Mapping[str, int],
         failures: Mapping[str, int] = _NONE,
         ejections: Mapping[str, int] = _NONE,
-    ) -> str:
+    ) -> bytes:
         """Prometheus text. `endpoints` counts by role and state, `tokens` are in flight by kind, `failures` and
         `ejections` of workers by reason.
         """
-        lines: list[str] = []
-        _family(
-            lines, Metric.GATEWAY_REQUESTS_TOTAL, "counter", "Requests answered, by path and status.",
-            ((f'path="{path}",code="{code}"', count) for (path, code), count in sorted(self.requests.items())),
-        )  # fmt: skip
-        _family(
-            lines, Metric.GATEWAY_RETRIES_TOTAL, "counter", "Requests sent to another worker, by reason.",
-            ((f'reason="{reason}"', count) for reason, count in sorted(self.retries.items())),
-        )  # fmt: skip
-        _family(
-            lines, Metric.GATEWAY_WORKER_FAILURES_TOTAL, "counter", "Attempts at workers that failed, by reason.",
-            ((f'reason="{reason}"', count) for reason, count in sorted(failures.items())),
-        )  # fmt: skip
-        _family(
-            lines, Metric.GATEWAY_EJECTIONS_TOTAL, "counter", "Workers left out for a while, by reason.",
-            ((f'reason="{reason}"', count) for reason, count in sorted(ejections.items())),
-        )  # fmt: skip
-        _family(
-            lines, Metric.GATEWAY_CLIENT_DISCONNECTS_TOTAL, "counter", "Clients that left before their answer ended.",
-            [("", self.disconnects)],
-        )  # fmt: skip
-        _family(lines, Metric.GATEWAY_REQUESTS_IN_FLIGHT, "gauge", "Requests not yet ended.", [("", self.in_flight)])
-        _family(
-            lines, Metric.GATEWAY_TOKENS_IN_FLIGHT, "gauge", "Estimated tokens sent to workers and not yet computed.",
-            ((f'kind="{kind}"', value) for kind, value in sorted(tokens.items())),
-        )  # fmt: skip
-        _family(
-            lines, Metric.GATEWAY_ENDPOINTS, "gauge", "Workers known, by role and state.",
-            ((f'role="{role}",state="{state}"', value) for (role, state), value in sorted(endpoints.items())),
-        )  # fmt: skip
-        _histogram(lines, Metric.GATEWAY_TTFT_SECONDS, "From a request's last byte to its answer's first.", self.ttft)
-        _histogram(
-            lines, Metric.GATEWAY_DURATION_SECONDS, "From a request's last byte to its answer's last.", self.duration
+        registry = CollectorRegistry()
+        by_reason = [
+            _by_reason(Metric.GATEWAY_WORKER_FAILURES_TOTAL, "Attempts at workers that failed, by reason.", failures),
+            _by_reason(Metric.GATEWAY_EJECTIONS_TOTAL, "Workers left out for a while, by reason.", ejections),
+        ]
+        registry.register(_Snapshot([*self._families(endpoints, tokens), *by_reason]))
+        return generate_latest(registry)
+
+    def _families(self, endpoints: Mapping[tuple[str, str], int], tokens: Mapping[str, int]) -> list[Family]:
+        requests = CounterMetricFamily(
+            Metric.GATEWAY_REQUESTS_TOTAL, "Requests answered, by path and status.", labels=("path", "code")
         )
-        return "\n".join(lines) + "\n"
+        for (path, code), count in sorted(self.requests.items()):
+            requests.add_metric((path, str(code)), count)
+        retries = _by_reason(Metric.GATEWAY_RETRIES_TOTAL, "Requests sent to another worker, by reason.", self.retries)
+        in_flight = GaugeMetricFamily(
+            Metric.GATEWAY_TOKENS_IN_FLIGHT, "Estimated tokens sent to workers and not yet computed.", labels=("kind",)
+        )
+        for kind, count in sorted(tokens.items()):
+            in_flight.add_metric((kind,), count)
+        known = GaugeMetricFamily(
+            Metric.GATEWAY_ENDPOINTS, "Workers known, by role and state.", labels=("role", "state")
+        )
+        for labels, count in sorted(endpoints.items()):
+            known.add_metric(labels, count)
+        return [
+            requests, retries, in_flight, known,
+            CounterMetricFamily(
+                Metric.GATEWAY_CLIENT_DISCONNECTS_TOTAL, "Clients that left before their answer ended.",
+                value=self.disconnects,
+            ),
+            GaugeMetricFamily(Metric.GATEWAY_REQUESTS_IN_FLIGHT, "Requests not yet ended.", value=self.in_flight),
+            self.ttft.family(
+                Metric.GATEWAY_TTFT_SECONDS, "From a request's last byte to the first of its stream."
+            ),
+            self.duration.family(
+                Metric.GATEWAY_DURATION_SECONDS, "From a request's last byte to its answer's last."
+            ),
+        ]  # fmt: skip
 
 
-def _family(lines: list[str], name: str, kind: str, text: str, samples: Iterable[tuple[str, int]]) -> None:
-    lines += (f"# HELP {name} {text}", f"# TYPE {name} {kind}")
-    lines += (f"{name}{{{labels}}} {value}" if labels else f"{name} {value}" for labels, value in samples)
+def _by_reason(name: str, text: str, counts: Mapping[str, int]) -> CounterMetricFamily:
+    family = CounterMetricFamily(name, text, labels=("reason",))
+    for reason, count in sorted(counts.items()):
+        family.add_metric((reason,), count)
+    return family
 
 
-def _histogram(lines: list[str], name: str, text: str, histogram: Histogram) -> None:
-    lines += (f"# HELP {name} {text}", f"# TYPE {name} histogram")
-    running = 0
-    for bound, count in zip((*BUCKETS, "+Inf"), histogram.counts, strict=True):
-        running += count
-        lines.append(f'{name}_bucket{{le="{bound}"}} {running}')
-    lines += (f"{name}_sum {histogram.total:.6f}", f"{name}_count {running}")
+class _Snapshot(Collector):
+    """What `prometheus_client` turns into text."""
+
+    def __init__(self, families: list[Family]) -> None:
+        self._families = families
+
+    def collect(self) -> list[Family]:
+        return self._families

@@ -19,7 +19,10 @@ from tandem_gateway.scheduling.ring import build_seed
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 EMBEDDINGS = "/v1/embeddings"
+MODELS = "/v1/models"
 INFERENCE_PATHS = frozenset((CHAT, COMPLETIONS, EMBEDDINGS, "/tokenize", "/detokenize"))
+MAX_NODES = 100_000
+"""Objects, lists and strings of a body, names included. Each costs many times its bytes to read; numbers do not."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,6 +70,12 @@ def read_inquiry(path: str, body: bytes, *, served_name: str, affinity: bytes | 
 
 
 def _read_object(body: bytes) -> dict[str, Any]:
+    if len(body) > 2 * MAX_NODES and count_nodes(body) > MAX_NODES:
+        raise BadRequest(
+            f"the request body consists of too many parts; at most {MAX_NODES} objects, lists and strings are read",
+            status=413,
+            code="too_many_parts",
+        )
     try:
         fields: Any = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -74,6 +83,19 @@ def _read_object(body: bytes) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise BadRequest("the request body must be a JSON object", code="invalid_json")
     return cast(dict[str, Any], fields)
+
+
+def count_nodes(body: bytes) -> int:
+    """Objects, lists and strings in a JSON text, or more than MAX_NODES where there are more. O(bytes), without
+    reading it."""
+    if body.count(b'"') // 2 + body.count(b"{") + body.count(b"[") <= MAX_NODES:
+        return 0  # too few even if every brace and bracket were one
+    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    strings = plain.count(b'"') // 2
+    if strings > MAX_NODES:
+        return strings
+    outside = b"".join(plain.split(b'"')[::2])
+    return strings + outside.count(b"{") + outside.count(b"[")
 
 
 def _check_model(model: Any, served_name: str, *, required: bool) -> None:
@@ -98,6 +120,7 @@ def _read_messages(fields: dict[str, Any]) -> tuple[bytes, bytes]:
         raise BadRequest("'messages' must be a list with at least one message", param="messages", code="invalid_type")
     tools: Any = fields.get("tools")
     parts = [_canonical(tools, "tools")] if tools else []
+    rich: list[Any] = []
     root_parts = 0
     for index, message in enumerate(cast(list[Any], messages)):
         if not isinstance(message, dict):
@@ -109,11 +132,26 @@ def _read_messages(fields: dict[str, Any]) -> tuple[bytes, bytes]:
                 f"'messages[{index}].role' must be a string", param=f"messages[{index}].role", code="invalid_type"
             )
         content: Any = message.get("content")
-        plain = isinstance(content, str) and len(message) == 2
-        parts.append(f"{role}\0{content}\0".encode() if plain else _canonical(message, f"messages[{index}]"))
+        if not isinstance(content, str) or len(message) != 2:
+            rich.append(message)
+        else:
+            _add_rich(parts, rich)
+            parts.append(f"{role}\0{content}\0".encode())
         if role == "user" and not root_parts:
+            _add_rich(parts, rich)
             root_parts = len(parts)
+    _add_rich(parts, rich)
     return b"".join(parts), b"".join(parts[: root_parts or None])
+
+
+def _add_rich(parts: list[bytes], messages: list[Any]) -> None:
+    """Messages that are more than role and text, in one piece: one by one they would cost a kilobyte each to write.
+
+    Without the list's brackets, so that a conversation that grows keeps its beginning.
+    """
+    if messages:
+        parts.append(_canonical(messages, "messages")[1:-1] + b",")
+        messages.clear()
 
 
 def _read_prompt(fields: dict[str, Any], name: str) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import resource
 import signal
 from collections.abc import Coroutine
 from typing import Any
@@ -16,11 +17,15 @@ from tandem_gateway.discovery.pods import PodWatcher
 from tandem_gateway.discovery.static import follow_file
 from tandem_gateway.gateway import TICK_SECONDS, Gateway
 from tandem_gateway.http.connection import ClientConnection
+from tandem_gateway.line_writer import LineWriter
 from tandem_gateway.scheduling import Worker
 from tandem_gateway.settings import Settings
 
 log = logging.getLogger(__name__)
 BACKLOG = 1024
+LAST_WORDS_TICKS = 10
+OTHER_DESCRIPTORS = 64
+"""Of the process itself: listeners, discovery, logs, probes."""
 
 
 class Server:
@@ -28,7 +33,8 @@ class Server:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self.gateway = Gateway(settings.config, AccessLog() if settings.access_log else None)
+        self._lines = LineWriter(1, "access-log") if settings.access_log else None
+        self.gateway = Gateway(settings.config, AccessLog(self._lines.write) if self._lines else None)
         self.admin = Admin(self.gateway)
         self.http_port = 0
         self.metrics_port = 0
@@ -58,12 +64,13 @@ class Server:
         settings = self._settings
         config = settings.config
         self._spawn(self._discovery())
-        admin = await asyncio.start_server(self.admin.serve, settings.host, config.metrics_port)
+        admin = await loop.create_server(lambda: ClientConnection(self.admin), settings.host, config.metrics_port)
         data = await loop.create_server(
             lambda: ClientConnection(self.gateway), settings.host, config.http_port, backlog=BACKLOG
         )
         self._listeners = [admin, data]
         self.metrics_port, self.http_port = (server.sockets[0].getsockname()[1] for server in self._listeners)
+        self.gateway.max_connections = _affordable_connections(config.max_connections)
         self._spawn(self._clock())
         log.info(
             "listening",
@@ -79,7 +86,7 @@ class Server:
         self._listeners[1].close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._settings.config.drain_timeout_seconds):
-                while gateway.exchanges:
+                while gateway.busy:
                     gateway.close_idle()
                     await asyncio.sleep(TICK_SECONDS / 2)
         gateway.close_idle()
@@ -89,11 +96,17 @@ class Server:
         for listener in self._listeners:
             listener.close()
         self.gateway.stop()
-        # One round of the loop lets last words reach the sockets.
-        await asyncio.sleep(TICK_SECONDS / 2)
+        self.admin.stop()
+        # Last words reach the sockets of whoever takes them.
+        for _ in range(LAST_WORDS_TICKS):
+            await asyncio.sleep(TICK_SECONDS)
+            if not self.gateway.busy:
+                break
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._lines is not None:
+            self._lines.close()
         log.info("stopped", extra={"cut_off": left})
 
     def apply_workers(self, workers: list[Worker]) -> None:
@@ -123,6 +136,7 @@ class Server:
         while True:
             await asyncio.sleep(TICK_SECONDS)
             self.gateway.tick(loop.time())
+            self.admin.tick(loop.time())
 
     def _spawn(self, job: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(job)
@@ -135,3 +149,19 @@ class Server:
             log.critical("a part of the gateway failed", exc_info=error)
             self._failed = True
             self._stopping.set()
+
+
+def _affordable_connections(wanted: int) -> int:
+    """Every client may need a worker's connection besides its own, and running out of descriptors stops everything."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = 2 * wanted + OTHER_DESCRIPTORS
+    if soft < needed and soft < hard:
+        soft = min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    affordable = min(wanted, max(1, (soft - OTHER_DESCRIPTORS) // 2))
+    if affordable < wanted:
+        log.warning(
+            "fewer client connections are accepted than configured; raise the process's limit of open files",
+            extra={"connections": affordable, "configured": wanted, "open_files": soft},
+        )
+    return affordable

@@ -46,9 +46,8 @@ class EventStream:
 
     def _cut(self, data: bytes) -> bytes:
         data = self._partial + data
-        border = max(data.rfind(b"\n\n") + 2, data.rfind(b"\r\n\r\n") + 4)
-        if border < 4 and not data.startswith(b"\n\n"):
-            border = 0
+        lf, crlf = data.rfind(b"\n\n"), data.rfind(b"\r\n\r\n")
+        border = max(lf + 2 if lf >= 0 else 0, crlf + 4 if crlf >= 0 else 0)
         self._partial = data[border:]
         if len(self._partial) > MAX_EVENT_BYTES:
             raise EventTooLarge

@@ -72,6 +72,12 @@ REFUSED = {
     "10 MB body": (post("content-length: 10485760\r\n", "x" * 10_485_760), 413),
     "10 MB in chunks": (post("transfer-encoding: chunked\r\n", f"100000\r\n{'x' * 0x100000}\r\n" * 10), 413),
     "compressed body": (post("content-encoding: gzip\r\ncontent-length: 2\r\n", "{}"), 415),
+    "HTTP/0.9": (b"GET /v1/models\r\n\r\n", 505),
+    "HTTP/0.9, told": (b"GET /v1/models HTTP/0.9\r\nhost: x\r\n\r\n", 505),
+    "HTTP/2.0": (b"GET /v1/models HTTP/2.0\r\nhost: x\r\n\r\n", 505),
+    "CONNECT": (b"CONNECT x:80 HTTP/1.1\r\nhost: x\r\n\r\n", 400),
+    "trailers of 40 kB": (post("transfer-encoding: chunked\r\n", f"0\r\nx-a: {'a' * 40_000}\r\n\r\n"), 431),
+    "300 trailers": (post("transfer-encoding: chunked\r\n", "0\r\n" + "x-a: b\r\n" * 300 + "\r\n"), 431),
     "unknown expectation": (post("expect: tea\r\ncontent-length: 2\r\n", "{}"), 417),
 }  # fmt: skip
 
@@ -106,6 +112,10 @@ async def test_a_smuggled_request_is_never_seen(start_gateway, start_worker) -> 
         ("GET /v1/models", 200, None),
         ("GET /v1/models?limit=3", 200, None),
         ("GET /v1/models/toy", 200, None),
+        ("GET http://gateway.example:8080/v1/models", 200, None),
+        ("GET HTTP://[::1]/v1/models/toy?x=http://y/z", 200, None),
+        ("GET http://gateway.example", 404, "unknown_url"),
+        ("GET http://gateway.example?/v1/models", 404, "unknown_url"),
         ("GET /v1/models/other", 404, "model_not_found"),
         ("POST /v1/models", 405, "method_not_allowed"),
         ("GET /v1/chat/completions", 405, "method_not_allowed"),
@@ -250,6 +260,23 @@ async def test_an_upgrade_offer_is_declined_by_answering_plainly(start_gateway, 
     running = await start_gateway(await start_worker())
     data = chat(headers="connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAM\r\n")
     assert [status for status, _, _ in split(await running.raw(data + CLOSE))] == [200, 200]
+
+
+async def test_many_upgrade_offers_in_one_read_are_no_recursion(start_gateway, start_worker) -> None:
+    running = await start_gateway(await start_worker())
+    offer = MODELS.replace(b"\r\n\r\n", b"\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n")
+    assert [status for status, _, _ in split(await running.raw(offer * 3000 + CLOSE))] == [200] * 3001
+
+
+async def test_trailers_change_nothing(start_gateway, start_worker, chat) -> None:
+    worker = await start_worker()
+    running = await start_gateway(worker)
+    body = chat().partition(b"\r\n\r\n")[2]
+    data = post("transfer-encoding: chunked\r\nx-request-id: mine\r\nconnection: close\r\n")
+    data += b"%x\r\n%b\r\n0\r\nx-request-id: other\r\ncontent-type: x/y\r\n\r\n" % (len(body), body)
+    assert only(await running.raw(data))[1]["x-request-id"] == "mine"
+    assert worker.received[0].headers["x-request-id"] == "mine"
+    assert "content-type" not in worker.received[0].headers
 
 
 async def test_a_half_closed_client_has_gone(start_gateway, start_worker, fault, chat, until) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlencode
 
+import httptools
 import orjson
 
 from tandem_gateway.errors import ConfigError, DiscoveryError
@@ -22,8 +23,9 @@ from tandem_gateway.errors import ConfigError, DiscoveryError
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 CONNECT_SECONDS = 10.0
 LIST_SECONDS = 30.0
-STREAM_LIMIT = 16 * 1024 * 1024
-"""Bytes of one line: a watch event is a whole Pod, which etcd keeps under 1.5 MiB."""
+READ_BYTES = 64 * 1024
+MAX_LINE_BYTES = 16 * 1024 * 1024
+"""A watch event is a whole Pod, which etcd keeps under 1.5 MiB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,47 +53,73 @@ class ApiServer:
 
 
 class Response:
-    """An answer whose body is read as it comes."""
+    """An answer whose body is read as it comes. The callbacks named `on_*` are httptools'."""
 
-    def __init__(
-        self, status: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, length: int | None
-    ) -> None:
-        self.status = status
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.status = 0
         self._reader = reader
         self._writer = writer
-        self._length = length
+        self._parser = httptools.HttpResponseParser(self)
+        self._body: list[bytes] = []
+        self._complete = False
+
+    async def read_head(self) -> None:
+        """Sets `status`."""
+        while not self.status:
+            await self._read_on()
 
     async def read(self) -> bytes:
         """The whole body."""
-        if self._length is not None:
-            return await self._reader.readexactly(self._length)
-        return b"".join([chunk async for chunk in self.chunks()])
+        return b"".join([part async for part in self.parts()])
 
-    async def chunks(self, silence: float | None = None) -> AsyncIterator[bytes]:
-        """Body pieces of a chunked answer.
+    async def parts(self, silence: float | None = None) -> AsyncIterator[bytes]:
+        """The body in pieces of any size.
 
         Raises:
             TimeoutError: nothing came for `silence` seconds.
         """
         while True:
-            async with asyncio.timeout(silence):
-                line = await self._reader.readuntil(b"\r\n")
-                size = int(line.split(b";")[0], 16)
-                data = (await self._reader.readexactly(size + 2))[:-2]
-            if not size:
+            if self._body:
+                part, self._body = b"".join(self._body), []
+                yield part
+            elif self._complete:
                 return
-            yield data
+            else:
+                async with asyncio.timeout(silence):
+                    await self._read_on()
 
     async def lines(self, silence: float) -> AsyncIterator[bytes]:
         pending = b""
-        async for chunk in self.chunks(silence):
-            *complete, pending = (pending + chunk).split(b"\n")
+        async for part in self.parts(silence):
+            *complete, pending = (pending + part).split(b"\n")
+            if len(pending) > MAX_LINE_BYTES:
+                raise DiscoveryError(f"the API server sent more than {MAX_LINE_BYTES} bytes without a line feed")
             for line in complete:
                 if line:
                     yield line
 
     def close(self) -> None:
         self._writer.close()
+
+    async def _read_on(self) -> None:
+        data = await self._reader.read(READ_BYTES)
+        if not data:
+            raise ConnectionResetError("the API server closed the connection in the middle of its answer")
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            raise DiscoveryError(f"the API server sent something that is not HTTP: {error}") from error
+
+    # httptools
+
+    def on_headers_complete(self) -> None:
+        self.status = self._parser.get_status_code()
+
+    def on_body(self, body: bytes) -> None:
+        self._body.append(body)
+
+    def on_message_complete(self) -> None:
+        self._complete = True
 
 
 async def get(server: ApiServer, path: str, query: dict[str, str]) -> Response:
@@ -105,17 +133,17 @@ async def get(server: ApiServer, path: str, query: dict[str, str]) -> Response:
     if server.ca is not None:
         context = ssl.create_default_context(cafile=str(server.ca))
     async with asyncio.timeout(CONNECT_SECONDS):
-        reader, writer = await asyncio.open_connection(server.host, server.port, ssl=context, limit=STREAM_LIMIT)
+        reader, writer = await asyncio.open_connection(server.host, server.port, ssl=context)
+    response = Response(reader, writer)
     try:
         async with asyncio.timeout(CONNECT_SECONDS):
             writer.write(_build_head(server, f"{path}?{urlencode(query)}"))
             await writer.drain()
-            head = await reader.readuntil(b"\r\n\r\n")
-        status, length = _parse_head(head)
+            await response.read_head()
     except BaseException:
         writer.close()
         raise
-    return Response(status, reader, writer, length)
+    return response
 
 
 def _build_head(server: ApiServer, target: str) -> bytes:
@@ -129,16 +157,6 @@ def _build_head(server: ApiServer, target: str) -> bytes:
     if server.token is not None:
         lines.append(f"Authorization: Bearer {server.token.read_text().strip()}")
     return ("\r\n".join(lines) + "\r\n\r\n").encode()
-
-
-def _parse_head(head: bytes) -> tuple[int, int | None]:
-    status_line, *lines = head.decode("latin-1").split("\r\n")
-    parts = status_line.split(" ", 2)
-    if len(parts) < 2 or not parts[1].isdigit():
-        raise DiscoveryError(f"the API server sent {status_line[:80]!r}")
-    fields = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    length = fields.get("content-length")
-    return int(parts[1]), int(length) if length is not None else None
 
 
 def parse_object(data: bytes) -> dict[str, Any]:

@@ -70,7 +70,7 @@ class PodWatcher:
                     log.info("the watch is too old; listing again")
                 else:
                     log.warning("discovery failed; the last known workers stay", extra={"error": str(error)})
-            except (OSError, ValueError, KeyError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
+            except (OSError, ValueError, KeyError) as error:
                 log.warning("the API server is out of reach; the last known workers stay", extra={"error": repr(error)})
             if loop.time() - began > BACKOFF_MAX:
                 pause = self._backoff_first  # it had worked for a while

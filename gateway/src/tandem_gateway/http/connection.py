@@ -1,9 +1,11 @@
-"""One client connection: reads requests strictly and in order, hands each to the gateway, writes what comes back.
+"""One client connection: hands its requests to the gateway one at a time and in order, writes what comes back.
 
-One request is answered at a time; requests that a client pipelines wait in `_ready`. Reading never pauses, for a
-paused socket does not tell that its client went away, and an abandoned generation costs a GPU. Instead a client that
-sends too far ahead is cut off, which bounds what it can make the gateway hold. A client that closes its sending side
-has gone: nothing else tells a closed connection from a patient one.
+While a request is being answered, reading never pauses, for a paused socket does not tell that its client went away,
+and an abandoned generation costs a GPU; what a client sends ahead is kept unread, and one that sends too far ahead is
+cut off. Between requests nobody waits for anything, so a client that sends faster than it reads is not read. Every
+turn of the event loop does a bounded amount of one connection's work.
+
+A client that closes its sending side has gone: nothing else tells a closed connection from a patient one.
 """
 
 from __future__ import annotations
@@ -11,22 +13,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections import deque
-from enum import IntEnum
 from typing import Protocol, cast
 
-import httptools
 from tandem_api.launch import GatewayTimeouts
 
-from tandem_gateway.errors import BadRequest, RequestError
-from tandem_gateway.http.request import (
-    MAX_HEADER_BYTES,
-    HeaderReader,
-    Request,
-    build_plain_head,
-    header_too_large,
-    too_large,
-)
+from tandem_gateway.errors import BadRequest, GatewayFull, RequestError
+from tandem_gateway.http.budget import FREE_BYTES, Budget, Share
+from tandem_gateway.http.reader import Phase, RequestReader
+from tandem_gateway.http.request import MAX_HEADER_BYTES, Request
 from tandem_gateway.http.response import CONTINUE
 
 KEEP_ALIVE_SECONDS = 75.0
@@ -35,13 +29,13 @@ LINGER_BYTES = 64 * 1024 * 1024
 """After an error that ends the connection, input is read and dropped up to here: closing with unread input would reset
 the connection and take the error with it."""
 WRITE_BUFFER_BYTES = 64 * 1024
-
-
-class Phase(IntEnum):
-    IDLE = 0
-    HEADER = 1
-    BODY = 2
-    DISCARD = 3
+SLICE_BYTES = 16 * 1024
+"""Read at a time: the smallest requests are a few hundred to a slice."""
+TURN_COST = 64
+SLICE_COST = 8
+"""Of one turn of the event loop, in requests answered."""
+MAX_UNREAD_BYTES = 64 * 1024
+"""Kept of what a client sends between requests; the rest stays in the socket."""
 
 
 class Handler(Protocol):
@@ -49,6 +43,7 @@ class Handler(Protocol):
 
     timeouts: GatewayTimeouts
     max_body_bytes: int
+    budget: Budget
 
     def on_connect(self, connection: ClientConnection) -> None: ...
 
@@ -62,11 +57,23 @@ class Handler(Protocol):
 class Conversation(Protocol):
     """The exchange that a connection is busy with."""
 
+    @property
+    def held_bytes(self) -> int:
+        """Kept in memory for it."""
+        ...
+
+    @property
+    def delivering(self) -> bool:
+        """Its answer is complete, and on its way."""
+        ...
+
     def on_client_gone(self) -> None: ...
 
     def on_client_slow(self) -> None: ...
 
-    def on_client_ready(self) -> None: ...
+    def on_client_ready(self) -> None:
+        """The client has taken everything that was written."""
+        ...
 
 
 class ClientConnection(asyncio.Protocol):
@@ -75,16 +82,16 @@ class ClientConnection(asyncio.Protocol):
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
         self._loop = asyncio.get_running_loop()
-        self._parser = httptools.HttpRequestParser(self)
-        self._ready: deque[Request | RequestError] = deque()
-        self._header = HeaderReader(handler.max_body_bytes)
-        self._body: list[bytes] = []
-        self._body_bytes = 0
-        self._phase = Phase.IDLE
+        self._reader = RequestReader(handler.max_body_bytes)
+        self._share = Share(handler.budget)
+        self._unread = bytearray()
+        self._steps = 0
+        self._scheduled = self._paused = self._ending = self._half_closed = False
         self._dropped = 0
-        self._ahead = 0
-        self._upgrading = False
-        self._messages = 0
+        self._unsent_seen = 0
+        self._taken_at = 0.0
+        self.blocked = False
+        """The client has not taken what was written, or not yet."""
         self.exchange: Conversation | None = None
         self.closed = False
         self.deadline = 0.0
@@ -93,197 +100,226 @@ class ClientConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
-        self.transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
+        self.transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES, low=0)
         with contextlib.suppress(OSError):
             transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.deadline = self._loop.time() + self._handler.timeouts.header_seconds
         self._handler.on_connect(self)
 
     def data_received(self, data: bytes) -> None:
-        if self._phase is Phase.DISCARD:
+        if self._ending or self._reader.phase is Phase.REFUSED:
             self._drop(len(data))
             return
         if self.exchange is not None:
-            self._ahead += len(data)
-            if self._ahead > self._handler.max_body_bytes + MAX_HEADER_BYTES:
+            self._unread += data
+            if len(self._unread) > self._handler.max_body_bytes + MAX_HEADER_BYTES or not self._account():
                 self.transport.abort()
-                return
-        before = self._messages
-        self._feed(data)
-        if self._phase is Phase.HEADER and self._messages == before:
-            # All of this read belongs to the unfinished header.
-            self._header.received += len(data)
-            if self._header.received > MAX_HEADER_BYTES:
-                self._refuse(header_too_large())
-        if self._ready or self.exchange is not None:
-            self._advance()
+            return
+        reader = self._reader
+        if not self._unread and not reader.ready:
+            if len(data) > max(SLICE_BYTES, reader.missing_bytes):
+                # The rest is often the body that this slice begins, which needs no further care.
+                self._read(data[:SLICE_BYTES])
+                data = data[SLICE_BYTES:]
+            if len(data) <= max(SLICE_BYTES, reader.missing_bytes) and not reader.ready:
+                self._read(data)
+                data = b""
+        self._unread += data
+        if self._scheduled:
+            self._throttle()
+        else:
+            self._work()
 
     def eof_received(self) -> bool:
-        if self.exchange is not None:
-            self.transport.abort()
+        self._half_closed = True
+        exchange = self.exchange
+        if exchange is None:
+            return False
+        if exchange.delivering:
+            return True
+        self.transport.abort()
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed = True
-        self._ready.clear()
         exchange, self.exchange = self.exchange, None
         if exchange is not None:
             exchange.on_client_gone()
+        self._unread.clear()
+        self._share.hold(0)
         self._handler.on_disconnect(self)
 
     def pause_writing(self) -> None:
+        self.blocked = True
+        self._unsent_seen = self.unsent
+        self._taken_at = self._loop.time()
         if self.exchange is not None:
             self.exchange.on_client_slow()
 
     def resume_writing(self) -> None:
+        self.blocked = False
         if self.exchange is not None:
             self.exchange.on_client_ready()
-
-    # httptools
-
-    def on_message_begin(self) -> None:
-        if self._phase is Phase.DISCARD:
-            return
-        self._phase = Phase.HEADER
-        self._header = HeaderReader(self._handler.max_body_bytes)
-        self._body = []
-        self._body_bytes = 0
-        self.deadline = self._loop.time() + self._handler.timeouts.header_seconds
-
-    def on_url(self, url: bytes) -> None:
-        self._header.add_url(url)
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self._header.add(name, value)
-
-    def on_headers_complete(self) -> None:
-        if self._phase is Phase.DISCARD:
-            return
-        header = self._header
-        header.finish(http10=self._parser.get_http_version() == "1.0")
-        if header.refusal is not None:
-            self._refuse(header.refusal)
-            return
-        self._phase = Phase.BODY
-        self.deadline = self._loop.time() + self._handler.timeouts.body_seconds
-        self._upgrading = self._parser.should_upgrade()
-        if b"expect" in header.kept and self.exchange is None:
-            self.transport.write(CONTINUE)
-
-    def on_body(self, body: bytes) -> None:
-        if self._phase is Phase.DISCARD:
-            self._dropped += len(body)
-            return
-        self._body_bytes += len(body)
-        if self._body_bytes > self._handler.max_body_bytes:
-            self._refuse(too_large(self._handler.max_body_bytes))
-            return
-        self._body.append(body)
-
-    def on_message_complete(self) -> None:
-        self._messages += 1
-        if self._phase is Phase.DISCARD or self._upgrading:
-            return
-        header = self._header
-        http10 = self._parser.get_http_version() == "1.0"
-        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
-        path = header.url.partition(b"?")[0].decode("latin-1")
-        keep_alive = not http10 and self._parser.should_keep_alive()
-        self._ready.append(Request(self._parser.get_method(), path, header.kept, body, keep_alive, http10))
-        self._body = []
-        self._phase = Phase.IDLE
+        elif not self._ending:
+            self._schedule()
 
     # the gateway's side
 
+    @property
+    def unsent(self) -> int:
+        """Bytes written that the kernel has not taken yet."""
+        return 0 if self.closed else self.transport.get_write_buffer_size()
+
+    def is_stuck(self, now: float) -> bool:
+        """The client has taken nothing for as long as a worker may be silent."""
+        unsent = self.unsent
+        if unsent != self._unsent_seen:
+            self._unsent_seen = unsent
+            self._taken_at = now
+        return unsent > 0 and now - self._taken_at >= self._handler.timeouts.idle_seconds
+
     def write(self, data: bytes) -> None:
         self.transport.write(data)
+
+    def refuse(self, error: RequestError) -> None:
+        """Answer with `error` after what came before it, then end the connection."""
+        self._reader.refuse(error)
+        self._unread.clear()
+        self._schedule()
 
     def finish(self, *, keep_alive: bool) -> None:
         """The current request is answered. Takes the next one, waits for it, or closes."""
         self.exchange = None
         if self.closed:
             return
-        if not keep_alive:
-            self._linger()
+        if not keep_alive or self._half_closed:
+            self._end()
             return
-        if self._ready:
-            # On a fresh stack: a long pipeline must not become a deep recursion.
-            self._loop.call_soon(self._advance)
-        elif self._phase is Phase.DISCARD:
-            self._linger()
+        reader = self._reader
+        if reader.ready or reader.refusal or self._unread:
+            self._schedule()
         else:
-            self._ahead = 0
-            waiting = self._phase is Phase.IDLE
+            waiting = reader.phase is Phase.IDLE
             self.deadline = self._loop.time() + (KEEP_ALIVE_SECONDS if waiting else self._handler.timeouts.body_seconds)
+        if self._share.charged:
+            self._account()
+
+    def held_changed(self) -> bool:
+        """The exchange holds more, or less, than before. False when the gateway has no room for it."""
+        return self._account()
 
     def close_if_idle(self) -> None:
-        if self.exchange is None and not self._ready and self._phase is Phase.IDLE:
+        reader = self._reader
+        if self.exchange is None and not reader.ready and not self._unread and reader.phase is Phase.IDLE:
             self.transport.close()
 
     def tick(self, now: float) -> None:
         """Enforce the deadline of the phase that waits for the client. The exchange keeps its own."""
-        if self.exchange is not None or self._ready or now < self.deadline or self.closed:
+        if self.closed or self.exchange is not None:
             return
-        if self._phase is Phase.HEADER:
+        if self.unsent and (self.blocked or self._ending):
+            # The answers to what it sent come first: until it takes them it is neither late nor done.
+            self.deadline = max(self.deadline, now + LINGER_SECONDS)
+            if self.is_stuck(now):
+                self.transport.abort()
+            return
+        if self._scheduled or now < self.deadline:
+            return
+        if self._ending or self._reader.phase is Phase.REFUSED:
+            self.transport.abort()
+        elif self._reader.phase is Phase.HEADER:
             self._time_out("the request header did not arrive in time")
-        elif self._phase is Phase.BODY:
+        elif self._reader.phase is Phase.BODY:
             self._time_out("the request body did not arrive in time")
         else:
-            self.transport.abort() if self._phase is Phase.DISCARD else self.transport.close()
+            self.transport.close()
 
-    def _feed(self, data: bytes) -> None:
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade as offer:
-            if self._phase is not Phase.DISCARD:
-                self._decline_upgrade(data[offer.args[0] :])
-        except httptools.HttpParserError as error:
-            self._refuse(BadRequest(f"the request is not valid HTTP: {error}"))
+    # work
 
-    def _decline_upgrade(self, rest: bytes) -> None:
-        """Read the request as if it had offered nothing: some clients offer HTTP/2 with every first request.
+    def _work(self) -> None:
+        """A turn of reading and answering, then whatever is left in the next one, after everybody else's."""
+        self._scheduled = False
+        reader, cost = self._reader, 0
+        while not (self.closed or self._ending or self.blocked or self.exchange is not None):
+            if cost >= TURN_COST:
+                self._schedule()
+                break
+            if reader.ready:
+                cost += 1
+                self._handler.on_request(self, reader.ready.popleft())
+            elif reader.refusal is not None:
+                self._handler.on_refused(self, reader.refusal)
+                self._end()
+            elif reader.wants_continue:
+                reader.wants_continue = False
+                self.transport.write(CONTINUE)
+            elif self._unread:
+                cost += SLICE_COST
+                size = max(SLICE_BYTES, reader.missing_bytes)
+                data = bytes(self._unread[:size])
+                del self._unread[:size]
+                self._read(data)
+            else:
+                break
+        if self._paused or self.blocked or self._unread:
+            self._throttle()
 
-        The parser stops at such an offer, before the body; a fresh one gets the same header without it.
-        """
-        method = self._parser.get_method()
-        if method == b"CONNECT":
-            self._refuse(BadRequest("this is not a proxy"))
-            return
-        self._parser = httptools.HttpRequestParser(self)
-        self._feed(build_plain_head(method, self._header) + rest)
+    def _schedule(self) -> None:
+        if not self._scheduled and not self.closed:
+            self._scheduled = True
+            self._loop.call_soon(self._work)
+
+    def _read(self, data: bytes) -> None:
+        reader = self._reader
+        reader.feed(data)
+        if reader.steps != self._steps:
+            self._steps = reader.steps
+            timeouts = self._handler.timeouts
+            if reader.phase is Phase.HEADER:
+                self.deadline = self._loop.time() + timeouts.header_seconds
+            elif reader.phase is Phase.BODY:
+                self.deadline = self._loop.time() + timeouts.body_seconds
+        if (self._share.charged or len(data) + reader.body_bytes > FREE_BYTES) and not self._account():
+            reader.ready.clear()
+            reader.refuse(GatewayFull("the gateway holds as many bytes as it may; try again shortly"))
+            self._account()
+
+    def _account(self) -> bool:
+        exchange = self.exchange
+        held = len(self._unread) + self._reader.body_bytes
+        for request in self._reader.ready:
+            held += len(request.body)
+        return self._share.hold(held + exchange.held_bytes if exchange is not None else held)
+
+    def _throttle(self) -> None:
+        """Between requests: leave in the socket what would only be kept here."""
+        pause = (
+            self.exchange is None and not self._ending and (self.blocked or len(self._unread) > MAX_UNREAD_BYTES)
+        )  # fmt: skip
+        if pause != self._paused and not self.closed and not self.transport.is_closing():
+            self._paused = pause
+            self.transport.pause_reading() if pause else self.transport.resume_reading()
 
     def _time_out(self, message: str) -> None:
-        self._refuse(BadRequest(message, status=408, code="request_timeout"))
-        self._advance()
+        self._reader.refuse(BadRequest(message, status=408, code="request_timeout"))
+        self._work()
 
-    def _advance(self) -> None:
-        """Start the next request if none runs."""
-        while self._ready and self.exchange is None and not self.closed:
-            item = self._ready.popleft()
-            if isinstance(item, Request):
-                self._handler.on_request(self, item)
-            else:
-                self._handler.on_refused(self, item)
-                self._linger()
-                return
-
-    def _refuse(self, error: RequestError) -> None:
-        """Answer with `error` after what came before it, then end the connection: its framing is not to be trusted."""
-        self._stop_reading()
-        self._ready.append(error)
-
-    def _stop_reading(self) -> None:
-        self._phase = Phase.DISCARD
-        self._body = []
-
-    def _linger(self) -> None:
+    def _end(self) -> None:
         """Close once the client has read the answer, or does not care to."""
+        if self._ending:
+            return
+        self._ending = True
         if self.closed or self.transport.is_closing():
             return
-        self._ready.clear()
-        self._phase = Phase.DISCARD
+        self._unread.clear()
+        self._reader.ready.clear()
+        self._account()
+        self._throttle()
         self.deadline = self._loop.time() + LINGER_SECONDS
-        if self.transport.can_write_eof():
+        self._unsent_seen = 0
+        if self._half_closed:
+            self.transport.close()
+        elif self.transport.can_write_eof():
             self.transport.write_eof()
 
     def _drop(self, size: int) -> None:

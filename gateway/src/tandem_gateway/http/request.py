@@ -69,6 +69,18 @@ class HeaderReader:
                 self._refuse("Transfer-Encoding must be exactly 'chunked'")
             self.chunked = True
 
+    def add_trailer(self, name: bytes, value: bytes) -> bool:
+        """A field behind the body: counted and dropped, for nothing in a request may be changed after it was judged.
+        True when there are too many."""
+        self.count += 1
+        self.size += len(name) + len(value)
+        return self._too_large
+
+    def receive(self, size: int) -> bool:
+        """Count bytes read while it is unfinished. True when there are too many."""
+        self.received += size
+        return self.received > MAX_HEADER_BYTES
+
     def finish(self, *, http10: bool) -> None:
         """Judge the complete header; `refusal` tells the outcome."""
         if self.chunked and self.content_length is not None:
@@ -87,6 +99,10 @@ class HeaderReader:
         if self.kept.get(b"expect", b"100-continue").lower() != b"100-continue":
             self.refusal = self.refusal or BadRequest("only 'Expect: 100-continue' is supported", status=417)
 
+    @property
+    def _too_large(self) -> bool:
+        return self.size > MAX_HEADER_BYTES or self.count > MAX_HEADERS
+
     def _add_length(self, value: bytes) -> None:
         if self.content_length is not None or not value.isdigit():
             self._refuse("Content-Length must be one decimal number")
@@ -95,11 +111,20 @@ class HeaderReader:
 
     def _grow(self, size: int) -> None:
         self.size += size
-        if self.size > MAX_HEADER_BYTES or self.count > MAX_HEADERS:
+        if self._too_large:
             self.refusal = self.refusal or header_too_large()
 
     def _refuse(self, message: str) -> None:
         self.refusal = self.refusal or BadRequest(message)
+
+
+def read_path(url: bytes) -> str:
+    """The path of a request target, which a client may also write in absolute form, as it would to a proxy."""
+    if not url.startswith(b"/"):
+        scheme, separator, rest = url.partition(b"://")
+        if separator and scheme.lower() in (b"http", b"https"):
+            url = rest[rest.find(b"/") :] if b"/" in rest.partition(b"?")[0] else b"/"
+    return url.partition(b"?")[0].decode("latin-1")
 
 
 def build_plain_head(method: bytes, header: HeaderReader) -> bytes:

@@ -33,6 +33,17 @@ def build_chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
+def build_plain(status: int, kind: str, body: bytes, *, keep_alive: bool) -> bytes:
+    """A complete response to somebody who is no client of the model: probes and scrapes."""
+    lines = [
+        STATUS_LINES[status],
+        b"content-type: %b\r\ncontent-length: %d\r\n" % (kind.encode(), len(body)),
+        b"\r\n" if keep_alive else b"connection: close\r\n\r\n",
+        body,
+    ]
+    return b"".join(lines)
+
+
 def build_json(
     status: int,
     payload: object,

@@ -17,8 +17,8 @@ class Failure(Enum):
 
     CONNECT = "connect"
     """The worker did not accept the connection."""
-    STALE = "stale"
-    """A kept-alive connection was closed before it carried any byte of this answer: says nothing about the worker."""
+    LOCAL = "local"
+    """This process could not even try, for want of descriptors or ports: says nothing about the worker."""
     RESET = "reset"
     """The connection ended before the answer did."""
     PROTOCOL = "protocol"

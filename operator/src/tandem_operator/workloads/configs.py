@@ -12,6 +12,7 @@ import hashlib
 from tandem_api import names
 from tandem_api.base import Wire
 from tandem_api.launch import (
+    MAX_HELD_BYTES,
     WORKER_READS_AGAIN,
     GatewayConfig,
     GatewayTimeouts,
@@ -73,10 +74,19 @@ def gateway_config(blueprint: Blueprint) -> GatewayConfig:
         timeouts=GatewayTimeouts(
             first_token_seconds=parse_duration(spec.gateway.timeouts.first_token),
             idle_seconds=parse_duration(spec.gateway.timeouts.idle),
+            answer_seconds=parse_duration(spec.gateway.timeouts.answer),
         ),
         keys_path=names.KEYS_PATH,
         drain_timeout_seconds=drain_seconds(blueprint),
+        max_held_bytes=_held_bytes(spec.gateway.resources.limits.get("memory")),
     )
+
+
+def _held_bytes(limit: str | None) -> int:
+    """A gateway takes requests until they fill half of its memory: reading a body takes as much again for a moment."""
+    if limit is None:
+        return MAX_HELD_BYTES
+    return min(MAX_HELD_BYTES, int(parse_quantity(limit)) // 2)
 
 
 def build_config_map(blueprint: Blueprint, role: Role, config: Wire) -> Manifest:

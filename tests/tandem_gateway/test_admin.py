@@ -1,0 +1,50 @@
+"""The metrics port, read as strictly as the clients' one."""
+
+from __future__ import annotations
+
+import pytest
+from tandem_gateway import admin as admin_module
+
+
+async def ask(connect, port: int, data: bytes) -> bytes:
+    reader, writer = await connect(port)
+    writer.write(data)
+    return await reader.read()
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (b"GET /healthz HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n", b"200"),
+        (b"GET /healthz?verbose HTTP/1.0\r\n\r\n", b"200"),
+        (b"GET /readyz HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n", b"200"),
+        (b"GET /metrics HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n", b"200"),
+        (b"GET /debug/endpoints HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n", b"200"),
+        (b"POST /metrics HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\nconnection: close\r\n\r\n", b"405"),
+        (b"GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n", b"404"),
+        (b"nonsense\r\n\r\n", b"400"),
+        (b"GET /metrics HTTP/1.1\r\nhost: x\r\nx-a: " + b"a" * 40_000 + b"\r\n\r\n", b"431"),
+        (b"POST /metrics HTTP/1.1\r\nhost: x\r\ncontent-length: 9999\r\n\r\n", b"413"),
+    ],
+)
+async def test_answers(start_gateway, start_worker, connect, data: bytes, status: bytes) -> None:
+    running = await start_gateway(await start_worker())
+    assert (await ask(connect, running.server.metrics_port, data)).startswith(b"HTTP/1.1 " + status)
+
+
+async def test_a_scraper_may_keep_its_connection(start_gateway, start_worker, connect) -> None:
+    running = await start_gateway(await start_worker())
+    reader, writer = await connect(running.server.metrics_port)
+    for _ in range(3):
+        writer.write(b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n")
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert b"tandem_gateway" in await reader.readexactly(int(head.split(b"content-length: ")[1].split(b"\r\n")[0]))
+
+
+async def test_connections_are_limited(start_gateway, start_worker, connect, until, monkeypatch) -> None:
+    monkeypatch.setattr(admin_module, "MAX_CONNECTIONS", 2)
+    running = await start_gateway(await start_worker())
+    for _ in range(2):
+        await connect(running.server.metrics_port)
+    await until(lambda: len(running.server.admin._connections) == 2)
+    assert (await ask(connect, running.server.metrics_port, b"")).startswith(b"HTTP/1.1 503")
