@@ -123,8 +123,10 @@ def attack_and_watch(watched: dict[str, Any], warm: list[Any], targets: list[dic
     """`serve()` asks for something sound and checks the answer; it is asked all the time."""
     # What a worker needs when it works at all is not counted: every block, and the process for large requests.
     for worker in warm:
-        for number in range(6):
-            worker.complete([1 + (number + 13 * place) % 250 for place in range(8000)], max_tokens=1)
+        for length in [8000, *[1000] * 26]:
+            worker.complete([1 + (length + secrets.randbelow(200)) % 250 for _ in range(length)], max_tokens=1)
+        too_long = {"model": "tiny", "prompt": "x" * 100_000}
+        httpx.post(worker.url + "/v1/completions", json=too_long, headers=worker.headers, timeout=60)
     for _ in range(20):
         serve()
     control = sorted(timed(serve) for _ in range(20))
