@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -15,8 +16,6 @@ import pytest
 
 from tests.tandem_worker.bootstrap.test_stalls import (
     CONTROL_SECONDS,
-    OUTLIER_SECONDS,
-    OUTLIERS,
     Watch,
     check,
     watching,
@@ -76,6 +75,16 @@ def test_a_thousand_hostile_grammars(workers: SimpleNamespace, tiny_model: Path,
             )
             outcomes.append((began, time.monotonic(), answer.status_code, answer.text[:200]))
 
+        def ask_for_nothing_special() -> None:
+            """As long as the others take: what a request takes here whatever it asks for."""
+            while not over.is_set():
+                began = time.monotonic()
+                worker.complete("x", max_tokens=4)
+                ordinary.append(time.monotonic() - began)
+                time.sleep(0.2)
+
+        ordinary: list[float] = []
+        over = threading.Event()
         ask(bodies[-1])  # libraries load more on first use
         outcomes.clear()
         with watching(worker) as watch:
@@ -83,13 +92,17 @@ def test_a_thousand_hostile_grammars(workers: SimpleNamespace, tiny_model: Path,
             began = time.monotonic()
             time.sleep(2 * CONTROL_SECONDS)
             control = (began, time.monotonic())
+            beside = threading.Thread(target=ask_for_nothing_special)
+            beside.start()
             with ThreadPoolExecutor(AT_ONCE) as pool:
                 list(pool.map(ask, bodies))
+            over.set()
+            beside.join()
             attacked = (control[1], time.monotonic())
         assert worker.process.poll() is None
         assert worker.get("/healthz").text == "ok\n"
         assert worker.complete("still here", max_tokens=2)["usage"]["completion_tokens"] > 0
-    judge(watch, control, attacked, outcomes)
+    judge(watch, control, attacked, outcomes, ordinary)
 
 
 def judge(
@@ -97,10 +110,12 @@ def judge(
     control: tuple[float, float],
     attacked: tuple[float, float],
     outcomes: list[tuple[float, float, int, str]],
+    ordinary: list[float],
 ) -> None:
     statuses = Counter(status for _, _, status, _ in outcomes)
-    # Less what a sleeping process had to wait for a core at the same time: that is the machine's.
-    took = sorted(end - begin - watch._late(begin, end) for begin, end, _, _ in outcomes)
+    took = sorted(end - begin for begin, end, _, _ in outcomes)
+    ordinary.sort()
+    print(f"ordinary requests beside them: {ordinary[len(ordinary) // 2]:.3f} s (median), {ordinary[-1]:.3f} (longest)")
     print(f"\n{len(outcomes)} grammars in {attacked[1] - attacked[0]:.0f} s: {dict(statuses)}")
     middle, late, last = took[len(took) // 2], took[int(0.99 * len(took))], took[-1]
     print(f"answered within {middle:.3f} s (median), {late:.3f} (99%), {last:.3f} (all)")
@@ -109,6 +124,6 @@ def judge(
     assert not odd
     assert statuses[503] + statuses[500] < 0.02 * len(outcomes), statuses
     assert min(statuses[200], statuses[400]) > 0.1 * len(outcomes)
-    assert sum(seconds > ANSWER_SECONDS for seconds in took) <= OUTLIERS * len(took)
-    assert last < ANSWER_SECONDS + OUTLIER_SECONDS
+    assert late < ANSWER_SECONDS
+    assert last < ANSWER_SECONDS + ordinary[-1]  # on a machine that is not busy that is next to nothing
     check(watch, control, {"grammars": attacked})
