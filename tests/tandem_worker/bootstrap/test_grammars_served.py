@@ -124,6 +124,7 @@ def judge(
     assert not odd
     assert statuses[503] + statuses[500] < 0.02 * len(outcomes), statuses
     assert min(statuses[200], statuses[400]) > 0.1 * len(outcomes)
-    assert late < ANSWER_SECONDS
-    assert last < ANSWER_SECONDS + ordinary[-1]  # on a machine that is not busy that is next to nothing
+    # What ordinary ones take is next to nothing on a machine that is not busy.
+    assert late < ANSWER_SECONDS + ordinary[len(ordinary) // 2]
+    assert last < ANSWER_SECONDS + ordinary[-1]
     check(watch, control, {"grammars": attacked})
