@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +30,6 @@ from tandem_worker.server.hub import ClientGoneError
 from tandem_worker.server.intake import SMALL_BODY_BYTES, Intake
 from tandem_worker.server.preparing import Prepared, Preparer
 from tandem_worker.server.preparing_job import SETUP, unpack
-from tandem_worker.trimming import trim_memory
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +167,7 @@ class Preparation:
 
     def _trim(self) -> None:
         with contextlib.suppress(RuntimeError):  # closed in the meantime
-            self._threads.submit(trim_memory)
+            self._threads.submit(_trim_memory)
 
     async def _call(self, kind: str, body: bytes) -> bytes:
         try:
@@ -194,6 +194,13 @@ class Preparation:
             code="too_many_large_requests",
             status=429,
         )
+
+
+def _trim_memory() -> None:
+    """Releases the interpreter's lock. Only glibc has it; others' allocators do it unasked, or not at all."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _note_unheard(work: asyncio.Task[Prepared]) -> None:

@@ -10,7 +10,6 @@ import itertools
 import logging
 import socket
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,13 +26,11 @@ from tandem_worker.transfer.outbox import Outbox
 from tandem_worker.transfer.outgoing import SessionTotals
 from tandem_worker.transfer.quotas import Account, Ledger, Quotas
 from tandem_worker.transfer.session import Session
-from tandem_worker.trimming import trim_memory
 from tandem_worker.vitals import Vitals
 
 logger = logging.getLogger(__name__)
 
 _SOURCE = "KV sessions"
-_TRIM_EVERY = 5.0
 
 
 class TcpPrefillServer:
@@ -71,7 +68,6 @@ class TcpPrefillServer:
         self._lock = threading.Lock()
         self._sessions: set[Session] = set()
         self._numbers = itertools.count(1)
-        self._next_trim = 0.0
         self._draining = False
         self._closed = False
         self._port = port
@@ -174,12 +170,5 @@ class TcpPrefillServer:
         self._group.post(encode_message(message))
 
     def _forget(self, session: Session) -> None:
-        """On its thread, at its end."""
         with self._lock:
             self._sessions.discard(session)
-            now = time.monotonic()
-            due = now >= self._next_trim
-            if due:
-                self._next_trim = now + _TRIM_EVERY
-        if due:
-            trim_memory()  # frames were read on a thread of their own, and what they left lies in its arena
