@@ -139,6 +139,7 @@ EXTRA_IGNORES = {
     "label2id": {"x": 0},
     "problem_type": None,
     "dtype": "float32",
+    "torch_dtype": "float32",
     "initializer_range": 0.5,
     "return_dict": None,  # transformers' own models break on False
 }
