@@ -148,7 +148,7 @@ async def test_one_dead_idle_connection_says_that_all_are_dead(start_gateway, st
     assert (await ask(running, chat, "b"))[0] == 200
     assert worker.connections == 9
     assert running.gateway.metrics.retries == {"stale": 1}
-    assert running.gateway.scheduler.endpoints["pod-d"].failures == 0
+    assert running.gateway.scheduler.endpoints["pod-d"].health.failures == 0
 
 
 async def test_a_request_is_not_sent_again_after_the_worker_began_to_answer(start_gateway, start_worker, chat) -> None:
@@ -260,7 +260,7 @@ async def test_a_lack_of_descriptors_is_not_the_workers_fault(start_gateway, sta
                 plugs.append(os.dup(0))
         writer.write(chat(headers="connection: close\r\n"))
         await until(lambda: running.gateway.metrics.retries["local"] >= 2)
-        assert running.gateway.scheduler.endpoints["pod-d"].failures == 0
+        assert running.gateway.scheduler.endpoints["pod-d"].health.failures == 0
     finally:
         for descriptor in plugs:
             os.close(descriptor)
