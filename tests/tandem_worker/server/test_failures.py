@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import socket
 from typing import Any
 
 import openai
 import pytest
 from tandem_worker.engine.errors import EngineStoppedError, RequestError
+from tandem_worker.server.serving import WorkerProtocol
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 BODY = {"model": "tiny", "messages": HELLO}
@@ -199,3 +202,18 @@ async def test_many_streams_at_once(worker: Any) -> None:
 
     assert all(await asyncio.gather(*(one(index) for index in range(50))))
     assert worker.hub.num_open == 0
+
+
+async def test_a_connection_that_was_reset_is_forgotten(worker: Any) -> None:
+    """An answered one keeps a timer for its next request; it must not keep what it has read until that is over."""
+
+    def alive() -> int:
+        gc.collect()
+        return sum(isinstance(each, WorkerProtocol) for each in gc.get_objects())
+
+    before = alive()
+    for _ in range(20):
+        with socket.create_connection(("127.0.0.1", worker.port)) as client:
+            client.sendall(b"GET /nothing HTTP/1.1\r\nhost: x\r\n\r\n")
+            await asyncio.sleep(0.02)  # what it does not read makes its end a reset
+    await until(lambda: alive() <= before)

@@ -48,6 +48,9 @@ class WorkerProtocol(HttpToolsProtocol):
         self.open.pop(self, None)
         self._stop_deadline()
         super().connection_lost(exc)
+        # uvicorn leaves this to a connection that ended in order. One that was reset would keep itself, and what it had
+        # read, until the time for its next request is over.
+        self._unset_keepalive_if_required()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
