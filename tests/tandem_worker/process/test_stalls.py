@@ -89,10 +89,11 @@ REFUSED: dict[str, Attack] = {
     "a regex": (CHAT, lambda size: chat(response_format=grammar("regex", "(ab|c)" * (size // 6)))),
     "a grammar": (CHAT, lambda size: chat(response_format=grammar("lark", "start: " + '"a" ' * (size // 7)))),
     "detokenize": ("/detokenize", lambda size: {"tokens": fill(1, size)}),
+    "a token per byte": ("/tokenize", lambda size: {"prompt": "hello " * (size // 6)}),
 }
 """By name: path, and body by its size."""
 ANSWERED: dict[str, Attack] = {
-    "tokenize": ("/tokenize", lambda size: {"prompt": "hello " * (size // 6)}),
+    "tokenize": ("/tokenize", lambda size: {"prompt": "hello " * (size // 12)}),
     "stop strings": (COMPLETIONS, lambda _: {
         "model": "tiny", "prompt": "x", "max_tokens": 64, "n": 16, "stop": ["a" * 1023 + str(n) for n in range(4)]}),
     "logit bias": (COMPLETIONS, lambda _: {

@@ -69,7 +69,11 @@ class Limits:
             case signal.SIGPROF | signal.SIGXCPU:
                 return LimitError("cpu_seconds", f"takes more than {self.cpu_seconds:g} s of computing")
             case signal.SIGSEGV | signal.SIGBUS:
-                return LimitError("stack_bytes", f"is nested too deeply for {self.stack_bytes >> 10} KiB of stack")
+                # Libraries in C end so too where they do not look whether they got the memory they asked for.
+                room = (
+                    f"{self.stack_bytes >> 10} KiB of stack or takes more than {self.memory_bytes >> 20} MiB of memory"
+                )
+                return LimitError("stack_bytes", f"is nested too deeply for {room}")
             case signal.SIGABRT:
                 return LimitError("memory_bytes", f"takes more than {self.memory_bytes >> 20} MiB of memory")
             case _:
