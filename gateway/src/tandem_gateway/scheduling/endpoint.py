@@ -6,17 +6,15 @@ request ends, however it ends.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from tandem_api.names import Role
 
 from tandem_gateway.scheduling.health import WANTED, Health
 from tandem_gateway.scheduling.speed import Speed
-
-if TYPE_CHECKING:
-    from tandem_gateway.scheduling.pool import Pool
 
 DECODE_WEIGHT = 0.25
 """Cost of one outstanding output token in prefill tokens: decoding is batched with the prompt chunks and slows them,
@@ -43,6 +41,34 @@ class Worker:
 
 
 _serials = count(1)
+
+
+class Candidates(Protocol):
+    """Endpoints among which one is chosen, as an endpoint that belongs to them sees them."""
+
+    @property
+    def available(self) -> int:
+        """How many may be chosen now."""
+        ...
+
+    @property
+    def members(self) -> Mapping[int, Endpoint]:
+        """By serial, also those that may not be chosen now."""
+        ...
+
+    def admit(self, endpoint: Endpoint) -> None:
+        """It may be chosen."""
+        ...
+
+    def bar(self, endpoint: Endpoint) -> None:
+        """It may not be chosen."""
+        ...
+
+    def remove(self, endpoint: Endpoint) -> None: ...
+
+    def on_load(self, endpoint: Endpoint, change: float) -> None:
+        """Its load has changed by so many tokens."""
+        ...
 
 
 class Endpoint:
@@ -89,7 +115,7 @@ class Endpoint:
         self.silent_since = 0.0
         self.gone = False
         """Discovery no longer reports it. Its requests may still finish."""
-        self.pool: Pool | None = None
+        self.pool: Candidates | None = None
         self.level = -1
         """Of its load in the pool; -1: it may not be chosen now."""
 

@@ -10,7 +10,7 @@ from statistics import median
 from tandem_api.names import Role
 
 from tandem_gateway.scheduling.demand import Demand, Estimator
-from tandem_gateway.scheduling.endpoint import DECODE_WEIGHT, Endpoint, Worker
+from tandem_gateway.scheduling.endpoint import DECODE_WEIGHT, Candidates, Endpoint, Worker
 from tandem_gateway.scheduling.health import RULES, SERVES_OLD, WANTED, Outcome
 from tandem_gateway.scheduling.ledger import Reservation
 from tandem_gateway.scheduling.picker import Choice, Group, pick
@@ -210,7 +210,7 @@ class Scheduler:
         return True
 
     @staticmethod
-    def _may_eject(pool: Pool, endpoint: Endpoint) -> bool:
+    def _may_eject(pool: Candidates, endpoint: Endpoint) -> bool:
         """On suspicion never the last, and never so many that fewer than half are left."""
         left = pool.available - (endpoint.level >= 0)
         return left >= 1 and 2 * left >= len(pool.members)
