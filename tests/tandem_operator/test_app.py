@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from kubernetes.aio.client import ApiClient, Configuration
+from api_double import api_client, serving
 from operator_objects import RELEASE, raw_model
 from tandem_operator.app import Operator
 from tandem_operator.kube.client import Connections, KubeClient
@@ -88,21 +88,9 @@ async def server() -> AsyncIterator[APIServer]:
     made = APIServer()
     made.kept[MODEL] = {"apiVersion": "tandem.dev/v1alpha1", "kind": "InferenceModel", **raw_model()}
     made.kept[MODEL]["metadata"] |= {"namespace": "n3", "resourceVersion": "1"}
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", made.handle)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    made.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    yield made
-    made.stop.set()
-    await runner.cleanup()
-
-
-def client(server: APIServer, connections: int) -> ApiClient:
-    configuration = Configuration()
-    configuration.host, configuration.connection_pool_maxsize = server.url, connections
-    return ApiClient(configuration)
+    async with serving(made.handle) as made.url:
+        yield made
+        made.stop.set()
 
 
 async def until(holds: Any) -> None:
@@ -126,7 +114,8 @@ async def test_ten_namespaces_are_watched_and_the_lease_is_held_meanwhile(
     settings = OperatorSettings(release=RELEASE, lease=lease, namespaces=NAMESPACES)
     # As `connect` makes them, with pools so small that watches in them would starve all else.
     connections = Connections(
-        requests=KubeClient(client(server, 4), watches=client(server, 0)), lease=KubeClient(client(server, 1))
+        requests=KubeClient(api_client(server.url, 4), watches=api_client(server.url, 0)),
+        lease=KubeClient(api_client(server.url, 1)),
     )
     running = asyncio.create_task(Operator(settings, connections).run())
     try:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from api_double import serving
 from kubernetes.aio.client import ApiClient, Configuration
 from operator_objects import UID, blueprint
 from tandem_api.keys import KeyRing, parse_key_ring
@@ -83,14 +84,8 @@ class SecretServer:
 @pytest.fixture
 async def server() -> AsyncIterator[SecretServer]:
     secrets = SecretServer()
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", secrets.handle)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    secrets.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    yield secrets
-    await runner.cleanup()
+    async with serving(secrets.handle) as secrets.url:
+        yield secrets
 
 
 class Clock:

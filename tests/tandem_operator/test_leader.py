@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from api_double import serving
 from kubernetes.aio.client import ApiClient, Configuration
 from tandem_operator.kube.client import KubeClient
 from tandem_operator.leader import LeaderElection
@@ -52,15 +53,8 @@ class LeaseServer:
 @pytest.fixture
 async def server() -> AsyncIterator[LeaseServer]:
     leases = LeaseServer()
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", leases.handle)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    leases.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    yield leases
-    await runner.cleanup()
+    async with serving(leases.handle) as leases.url:
+        yield leases
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from api_double import serving
 from kubernetes.aio.client import ApiClient, Configuration
 from operator_objects import READY, RELEASE, container, pod, raw_model
 from tandem_operator.errors import IncompleteError
@@ -105,14 +106,8 @@ class ObjectServer:
 async def server() -> AsyncIterator[ObjectServer]:
     objects = ObjectServer()
     objects.kept[MODEL] = {"kind": "InferenceModel", **raw_model()}
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", objects.handle)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    objects.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    yield objects
-    await runner.cleanup()
+    async with serving(objects.handle) as objects.url:
+        yield objects
 
 
 class Operator:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from kubernetes.aio.client import ApiClient, Configuration
+from api_double import api_client, serving
 from operator_objects import pod
 from tandem_operator.kube.client import KubeClient
 from tandem_operator.kube.events import CREATIONS, CreationEvents
@@ -52,26 +52,14 @@ class WatchServer:
 @pytest.fixture
 async def server() -> AsyncIterator[WatchServer]:
     made = WatchServer()
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", made.handle)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    made.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    yield made
-    made.stay.set()
-    await runner.cleanup()
-
-
-def api_client(server: WatchServer, connections: int) -> ApiClient:
-    configuration = Configuration()
-    configuration.host, configuration.connection_pool_maxsize = server.url, connections
-    return ApiClient(configuration)
+    async with serving(made.handle) as made.url:
+        yield made
+        made.stay.set()
 
 
 @pytest.fixture
 async def client(server: WatchServer) -> AsyncIterator[KubeClient]:
-    made = KubeClient(api_client(server, 4), watches=api_client(server, 0))
+    made = KubeClient(api_client(server.url, 4), watches=api_client(server.url, 0))
     yield made
     await made.close()
 
