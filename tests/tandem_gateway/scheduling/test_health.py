@@ -1,7 +1,7 @@
 """When a worker gets no requests: circuit breaking, probes, and who is never left out."""
 
 import pytest
-from tandem_gateway.scheduling import Demand, Outcome, Scheduler, classify_status
+from tandem_gateway.scheduling import Demand, Endpoint, Outcome, Reservation, Scheduler, classify_status
 from tandem_gateway.scheduling.health import RULES
 from tandem_gateway.scheduling.scheduler import RETRY_BURST, SILENT_SECONDS, SLOW_SAMPLES
 
@@ -263,3 +263,12 @@ def test_retries_have_a_budget() -> None:
     for _ in range(1000):
         serve(scheduler, make_demand())
     assert sum(scheduler.may_retry() for _ in range(1000)) == RETRY_BURST
+
+
+def test_an_answer_in_one_piece_is_waited_for_however_quick_short_ones_are() -> None:
+    """It shows no sign of life before it is there: what short streams take says nothing about it."""
+    endpoint = Endpoint(make_worker("d"))
+    endpoint.speed.observe(1, 0.001)
+    for stream in (True, False):
+        Reservation(endpoint, endpoint, prefill_tokens=1, decode_tokens=1, now=0.0, stream=stream)
+        assert (endpoint.patience < 1.0) is stream

@@ -54,8 +54,10 @@ class Reservation:
             prefill.requests += 1
             prefill.owed += 1
         expected = prefill.speed.predict(self._work if stream else self._work + _PATIENT_TOKENS * decode_tokens)
+        if expected is None or not stream:  # how long an answer in one piece is, nobody knows before it is there
+            expected = max(expected or 0.0, _UNKNOWN_SECONDS)
         for endpoint in (decode, prefill):
-            endpoint.patience = max(endpoint.patience, _UNKNOWN_SECONDS if expected is None else expected)
+            endpoint.patience = max(endpoint.patience, expected)
 
     def first_token(self, now: float) -> None:
         """The prompt is computed: its prefill tokens are worked off."""
