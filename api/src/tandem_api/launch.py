@@ -168,3 +168,23 @@ class GatewayConfig(Wire):
     """Of clients, at once; fewer where the process may not have two descriptors for each."""
     timeouts: GatewayTimeouts = Field(default_factory=GatewayTimeouts)
     drain_timeout_seconds: float = 60.0
+
+
+class CanaryTraffic(Wire):
+    """Workers of a new build that get a part of the requests, whatever their number."""
+
+    percent: float
+    """Share of new requests, 0 to 100."""
+    workers: list[str]
+    """Pods, of groups the leaders. A request is served by these alone or by the others alone."""
+
+
+class GatewayRouting(Wire):
+    """What a running gateway follows: a ConfigMap that it watches, so that a change restarts nothing."""
+
+    served_names: list[str]
+    """Names that clients may pass as `model`; the first is the one that `/v1/models` gives. During a change of name the
+    one from before is among them."""
+    canary: CanaryTraffic | None = None
+    timeouts: GatewayTimeouts = Field(default_factory=GatewayTimeouts)
+    drain_timeout_seconds: float = 60.0

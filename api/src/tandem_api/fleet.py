@@ -1,0 +1,51 @@
+"""What a gateway knows of its workers: `GET /fleet` of its metrics port, which the operator reads from each."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from tandem_api.base import Wire
+from tandem_api.names import Role
+
+FLEET_PATH = "/fleet"
+TTFT_BOUNDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0)
+"""Upper bounds, in seconds, of the buckets of `WorkerReport.ttft_counts`; a last one has none."""
+
+
+class WorkerReport(Wire):
+    """One worker as one gateway sees it. Counts run from when this gateway first saw this worker at this address."""
+
+    name: str
+    """The pod; of a group of pods its leader."""
+    address: str
+    role: Role
+    revision: str
+    state: Literal["Admitted", "Ejected"]
+    """Whether requests may go to it now."""
+    reason: str | None = None
+    """Why it is ejected: the name of the failure, as in the metric."""
+    requests: int = 0
+    """Requests that it was sent and that have ended, but for those that their clients gave up."""
+    failures: int = 0
+    """Of those: 5xx, connections that broke, timeouts, streams that ended in an error. Of prefill workers: prompts that
+    they were named for and did not compute."""
+    ttft_counts: list[int] = Field(default_factory=list[int])
+    """Seconds to the first token by `TTFT_BOUNDS`, each bucket by itself. Empty for prefill workers."""
+
+
+class FleetReport(Wire):
+    """One gateway's view of its model."""
+
+    gateway: str
+    """The pod."""
+    started_at: float
+    """Unix seconds."""
+    at: float
+    """Unix seconds of this report."""
+    served_names: list[str] = Field(default_factory=list[str])
+    """Names that this gateway takes as `model`."""
+    canary_percent: float | None = None
+    """Share of new requests that goes to the canary's workers, as this gateway was told."""
+    workers: list[WorkerReport] = Field(default_factory=list[WorkerReport])
