@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from tandem_api.base import Authored, Wire
-from tandem_api.launch import Device, DType, Parallelism
+from tandem_api.launch import Device, DType, GatewayRouting, Parallelism
 from tandem_api.quantities import DURATION_PATTERN, QUANTITY_PATTERN
 from tandem_api.validation import RULES_KEY, Matches, Satisfies, rule
 
@@ -437,6 +437,8 @@ class InferenceModelStatus(Wire):
     """Base URL of the OpenAI API inside the cluster."""
     revision: str | None = None
     """Revision that new worker pods get."""
+    routing: GatewayRouting | None = None
+    """What the gateways follow at present: the names they serve and where requests go."""
     prefill: RoleStatus | None = None
     decode: RoleStatus | None = None
     gateway: RoleStatus | None = None

@@ -180,7 +180,8 @@ class CanaryTraffic(Wire):
 
 
 class GatewayRouting(Wire):
-    """What a running gateway follows: a ConfigMap that it watches, so that a change restarts nothing."""
+    """What a running gateway follows: `status.routing` of its InferenceModel, which it watches, so that a change
+    restarts nothing. Until it has seen one it goes by its launch configuration."""
 
     served_names: list[str]
     """Names that clients may pass as `model`; the first is the one that `/v1/models` gives. During a change of name the

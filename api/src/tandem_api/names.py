@@ -59,7 +59,6 @@ API_KEY_FILE = "api.json"
 
 CONFIG_PATH = "/etc/tandem/config.json"
 """Where a pod finds its launch configuration."""
-ROUTING_FILE = "routing.json"
 MODEL_CACHE_PATH = "/var/cache/tandem"
 """Where a worker pod keeps downloaded models: a shared claim or an emptyDir."""
 MODEL_CLAIMS_PATH = "/mnt/models"
@@ -98,11 +97,6 @@ def workload_name(model: str, role: Role) -> str:
 def keys_name(model: str) -> str:
     """Name of the Secret with the keys of a model's pods."""
     return f"{model}-keys"
-
-
-def routing_name(model: str) -> str:
-    """Name of the ConfigMap that a model's gateways follow; `ROUTING_FILE` in it is a `launch.GatewayRouting`."""
-    return f"{model}-routing"
 
 
 def pod_ordinal(pod: str) -> int:
