@@ -103,8 +103,8 @@ soak-kv: setup ## 20,000 requests while bits flip on the way between prefill and
 	@$(RUN) python -m bench.transfer.soak
 
 .PHONY: bench-gateway
-bench-gateway: setup ## CPU per request and per streamed chunk of the gateway
-	@$(RUN) python bench/gateway/run.py
+bench-gateway: setup ## CPU, latency and memory of the gateway, beside nginx and other gateways where they are installed
+	@$(RUN) python -m bench.gateway.run
 
 .PHONY: bench-routing
 bench-routing: setup ## Conversations through the gateway's scheduling code, against other policies (TRACE=FILE)

@@ -1,11 +1,13 @@
-"""Two small servers for measurements: `engine` streams tokens without computing any, `relay` copies bytes.
+"""Small servers for measurements: `engine` streams tokens without computing any, `prefill` is one that sends a single
+token at once, `relay` copies bytes.
 
-usage: stub.py engine PORT | stub.py relay PORT TARGET_PORT
+usage: stub.py engine PORT | stub.py prefill PORT | stub.py relay PORT TARGET_PORT
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import sys
 
@@ -16,14 +18,22 @@ EVENT = b'data: {"id":"c","object":"chat.completion.chunk","created":1,"model":"
 CHUNK = b"%x\r\n%b\r\n" % (len(EVENT), EVENT)
 END = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
 LENGTH = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
-TOKENS = re.compile(rb'"max_tokens": ?(\d+)')
+TOKENS = re.compile(rb'"max_(?:completion_)?tokens": ?(\d+)')
 INTERVAL = re.compile(rb'"seed": ?(\d+)')
 """Microseconds between tokens."""
+ABOUT = {
+    b"/v1/models": {"object": "list", "data": [{"id": "m", "object": "model", "created": 1, "owned_by": "stub"}]},
+    b"model_info": {"model_path": "m", "tokenizer_path": "m", "served_model_name": "m", "is_generation": True},
+    b"server_info": {"model_path": "m", "served_model_name": "m", "tp_size": 1, "dp_size": 1, "version": "0.5.9"},
+    b"load": [{"dp_rank": 0, "num_reqs": 0, "num_waiting_reqs": 0, "num_tokens": 0}],
+}
+"""What other routers ask before they send anything, by a part of the path."""
 
 
 class Engine(asyncio.Protocol):
-    def __init__(self) -> None:
+    def __init__(self, *, prefill: bool = False) -> None:
         self.buffer = bytearray()
+        self.prefill = prefill
 
     def connection_made(self, transport) -> None:
         self.transport = transport
@@ -37,15 +47,26 @@ class Engine(asyncio.Protocol):
         end = border + 4 + (int(match[1]) if match else 0)
         if len(self.buffer) < end:
             return
+        line = bytes(self.buffer[: self.buffer.find(b"\r\n")])
         body = bytes(self.buffer[border + 4 : end])
         del self.buffer[:end]
-        tokens = int(TOKENS.search(body)[1])
-        interval = int(INTERVAL.search(body)[1]) / 1e6
+        found = TOKENS.search(body)
+        if found is None:
+            self.describe(line)
+            return
+        tokens = 1 if self.prefill else int(found[1])
+        interval = 0.0 if self.prefill else int(INTERVAL.search(body)[1]) / 1e6
         if interval:
             self.transport.write(HEAD + CHUNK)
             self.step(tokens - 1, interval, asyncio.get_running_loop().time() + interval)
         else:
             self.transport.write(HEAD + CHUNK * tokens + END)
+
+    def describe(self, line: bytes) -> None:
+        about = next((about for part, about in ABOUT.items() if part in line), {"status": "ok"})
+        body = json.dumps(about).encode()
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
+        self.transport.write(head + body)
 
     def step(self, left: int, interval: float, due: float) -> None:
         if self.transport.is_closing():
@@ -91,7 +112,7 @@ class Relay(asyncio.Protocol):
 
 async def main(kind: str, port: int, target: int | None) -> None:
     loop = asyncio.get_running_loop()
-    factory = Engine if kind == "engine" else lambda: Relay(target)
+    factory = {"engine": Engine, "prefill": lambda: Engine(prefill=True), "relay": lambda: Relay(target)}[kind]
     server = await loop.create_server(factory, "127.0.0.1", port)
     await server.serve_forever()
 
