@@ -357,7 +357,7 @@ class WorkerRole(Workload):
     """What a pod's own volume for downloads may hold, where `spec.model.cache` names no claim; a pod that holds more is
     evicted."""
     shared_memory_size_limit: Quantity | None = None
-    """Size of `/dev/shm`, which counts to the container's memory. Pods of several ranks have one, without a limit of its
+    """Size of `/dev/shm`, which counts to the container's memory. Pods of several ranks have one without a limit of its
     own; with this field pods of one rank have one too."""
 
     @property
@@ -498,9 +498,9 @@ class HTTPRoute(Authored):
     labels: Selector = Field(default_factory=dict)
     """Added to the route."""
     timeouts: Literal["Disabled", "Unset"] = "Disabled"
-    """`Disabled` writes timeouts of `0s`, which mean none: a long stream is not cut, and `gateway.timeouts` ends what is
-    stuck. `Unset` writes nothing, for a Gateway API older than 1.2 or an implementation that refuses the field; many of
-    them then cut streams after 15 to 60 seconds."""
+    """`Disabled` writes timeouts of `0s`, which mean none: a long stream is not cut, and `gateway.timeouts` ends what
+    is stuck. `Unset` writes nothing, for a Gateway API older than 1.2 or an implementation that refuses the field; many
+    of them then cut streams after 15 to 60 seconds."""
 
 
 class Gateway(Workload):
