@@ -358,5 +358,10 @@ async def test_conditions_are_figures_too(server: ObjectServer, operator: Operat
     server.settle()
     await operator.look()
     assert REGISTRY.get_sample_value(name, labels | {"type": "Stalled"}) == 1
+    assert REGISTRY.get_sample_value(name, labels | {"type": "Suspended"}) == 1
+    server.change(suspend=False, decode=BAD)
+    await operator.look()
+    assert REGISTRY.get_sample_value(name, labels | {"type": "Stalled"}) == 1
+    assert REGISTRY.get_sample_value(name, labels | {"type": "Suspended"}) == 0, "nobody asked for that"
     metrics.forget_model(KEY)
     assert REGISTRY.get_sample_value(name, labels | {"type": "Stalled"}) is None

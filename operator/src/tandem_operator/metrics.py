@@ -19,7 +19,9 @@ LEASE_FAILURES = Counter("tandem_operator_lease_failures", "Renewals of the leas
 MODEL_CONDITION = Gauge(
     "tandem_operator_model_condition", "1 while the condition of the model is true.", ["namespace", "model", "type"]
 )
-_CONDITIONS = ("Ready", "Available", "Stalled")
+SUSPENDED = "Suspended"
+"""No condition of its own: Stalled because somebody asked for that."""
+_CONDITIONS = ("Ready", "Available", "Stalled", SUSPENDED)
 
 
 def note_conditions(model: ModelKey, true: Set[str]) -> None:

@@ -41,7 +41,7 @@ from tandem_operator.recorder import EventRecorder
 from tandem_operator.refusals import refusal, unserved_problem
 from tandem_operator.rolling import Rolling, plan_hurry, plan_rolling
 from tandem_operator.settings import Release
-from tandem_operator.status import build_status, refused_status
+from tandem_operator.status import build_status, refused_status, true_conditions
 from tandem_operator.transitions import Happening, apply_happenings, status_happenings
 from tandem_operator.workloads import Blueprint, Built, build_possible
 from tandem_operator.workloads.keys import rotation_request
@@ -231,7 +231,7 @@ class Reconciler:
         self, key: ModelKey, raw: Manifest, status: InferenceModelStatus, happenings: Sequence[Happening]
     ) -> None:
         """Write the status if it says something new, and the Events that belong to it."""
-        metrics.note_conditions(key, {c.type for c in status.conditions if c.status == "True"})
+        metrics.note_conditions(key, true_conditions(status))
         before, uid = parse_status(raw), str(raw["metadata"]["uid"])
         if status != before:
             body: Manifest = {
