@@ -106,6 +106,8 @@ ADMITTED: dict[str, Object] = {
     "labels": {"metadata": {"labels": {"team": "search"}, "annotations": {"example.com/a": "b"}}},
 }  # fmt: skip
 ADMISSION = "/apis/admissionregistration.k8s.io/v1"
+RBAC = "rbac.authorization.k8s.io"
+GATEWAY_ROLE = "tandem-tandem-system-gateway"
 
 
 def model(**spec: Any) -> Object:
@@ -186,32 +188,42 @@ def test_the_operator_may_not_write_roles(fleet: Fleet) -> None:
     """It binds gateways to one ClusterRole, and may bind no other."""
 
     def may(verb: str, resource: str, name: str = "") -> bool:
-        review = {
-            "apiVersion": "authorization.k8s.io/v1",
-            "kind": "SubjectAccessReview",
-            "spec": {
-                "user": "system:serviceaccount:tandem-system:tandem",
-                "resourceAttributes": {
-                    "namespace": fleet.namespace, "verb": verb, "group": "rbac.authorization.k8s.io",
-                    "resource": resource, "name": name,
-                },
-            },
-        }  # fmt: skip
-        answer = fleet.kubernetes.request("POST", "/apis/authorization.k8s.io/v1/subjectaccessreviews", review)
-        return answer["status"]["allowed"]
+        return fleet.may("tandem-system:tandem", verb, resource, group=RBAC, name=name)
 
     assert not any(may(verb, "roles") for verb in ("create", "update", "patch", "escalate", "bind"))
-    assert may("bind", "clusterroles", "tandem-tandem-system-gateway")
+    assert may("bind", "clusterroles", GATEWAY_ROLE)
     assert not may("bind", "clusterroles", "cluster-admin")
 
 
 @pytest.mark.timeout(300)
-def test_gateways_get_their_rights_by_a_binding(fleet: Fleet) -> None:
-    fleet.apply(smollm2("m", prefill=None))
-    fleet.wait_ready("m")
-    assert not fleet.find("roles", "tandem.dev/model=m")
-    (binding,) = fleet.find("rolebindings", "tandem.dev/model=m")
-    assert binding["roleRef"]["name"] == "tandem-tandem-system-gateway"
+def test_gateways_get_their_rights_by_a_binding_and_those_of_earlier_releases_go(fleet: Fleet) -> None:
+    live = fleet.apply(model())
+    (binding,) = until("the gateway to be bound", lambda: fleet.find("rolebindings", "tandem.dev/model=m"), within=60)
+    assert binding["roleRef"]["name"] == GATEWAY_ROLE
+    assert fleet.may(f"{fleet.namespace}:m-gateway", "watch", "pods")
+    assert fleet.may(f"{fleet.namespace}:m-gateway", "watch", "inferencemodels", group="tandem.dev")
+    assert not fleet.may(f"{fleet.namespace}:m-gateway", "get", "secrets")
+    assert not fleet.may(f"{fleet.namespace}:m-worker", "list", "pods")
+    owner = {
+        "apiVersion": live["apiVersion"], "kind": live["kind"], "name": "m", "uid": live["metadata"]["uid"],
+        "controller": True, "blockOwnerDeletion": True,
+    }  # fmt: skip
+    metadata = {"name": "m-gateway", "labels": binding["metadata"]["labels"], "ownerReferences": [owner]}
+    api_version = f"{RBAC}/v1"
+    rules = [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}]
+    fleet.kubernetes.request(
+        "POST", fleet.path("roles"), {"apiVersion": api_version, "kind": "Role", "metadata": metadata, "rules": rules}
+    )
+    former = {"apiGroup": RBAC, "kind": "Role", "name": "m-gateway"}
+    fleet.kubernetes.request(
+        "POST",
+        fleet.path("rolebindings"),
+        {"apiVersion": api_version, "kind": "RoleBinding", "metadata": metadata, "roleRef": former}
+        | {"subjects": binding["subjects"]},
+    )
+    until("the former Role to go", lambda: not fleet.find("roles", "tandem.dev/model=m"), within=60)
+    until("its binding to go", lambda: len(fleet.find("rolebindings", "tandem.dev/model=m")) == 1, within=60)
+    assert fleet.may(f"{fleet.namespace}:m-gateway", "watch", "pods")
 
 
 @pytest.mark.timeout(200)
