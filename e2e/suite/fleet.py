@@ -180,6 +180,17 @@ class Fleet:
 
         until(f"{count} ready {role} pods of {model}", probe, within=within)
 
+    def may(self, account: str, verb: str, resource: str, *, group: str = "", name: str = "") -> bool:
+        """Whether a service account, `NAMESPACE:NAME`, may do something in this namespace."""
+        asked = {"namespace": self.namespace, "verb": verb, "group": group, "resource": resource, "name": name}
+        review = {
+            "apiVersion": "authorization.k8s.io/v1",
+            "kind": "SubjectAccessReview",
+            "spec": {"user": f"system:serviceaccount:{account}", "resourceAttributes": asked},
+        }
+        answer = self.kubernetes.request("POST", "/apis/authorization.k8s.io/v1/subjectaccessreviews", review)
+        return answer["status"]["allowed"]
+
     def run_python(self, pod: str, container: str, code: str, *arguments: str) -> str:
         """What a piece of Python prints inside a container."""
         command = ["python3", "-c", code, *arguments]

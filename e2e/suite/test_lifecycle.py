@@ -133,6 +133,7 @@ def test_helm_upgrade_uninstall_reinstall(main: Fleet, tandem: Any) -> None:
     uninstall_chart(tandem)
     assert main.exists("inferencemodels", "main")
     assert "Paris" in ask(main, "main")
+    assert main.may(f"{main.namespace}:main-gateway", "watch", "pods"), "gateways see new workers without an operator"
     install_chart(tandem)
     main.wait_ready("main")
     assert serving() == before

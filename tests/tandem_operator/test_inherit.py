@@ -65,6 +65,36 @@ def test_start_hashes_of_this_release(case: str) -> None:
     assert {role.value: start_hash(worker_config(plan, role)) for role in plan.worker_roles} == START_HASHES[case]
 
 
+def spread_of(workload: Manifest) -> list[str]:
+    return [c["topologyKey"] for c in workload["spec"]["template"]["spec"].get("topologySpreadConstraints", [])]
+
+
+@pytest.mark.parametrize("version", sorted(path.name for path in RELEASED.iterdir()))
+def test_defaults_of_this_release_come_with_the_next_change_and_stay(version: str) -> None:
+    """What an earlier release started runs on without them; what is replaced anyway gets them."""
+    live = released(version, "disaggregated")
+    case: dict[str, Any] = cases()["disaggregated"]
+    live |= copy.deepcopy(upgraded(blueprint(**case), live))
+    assert {str(key): spread_of(w) for key, w in workloads(live).items()} == {
+        "StatefulSet m-prefill": [], "StatefulSet m-decode": [], "Deployment m": []
+    }  # fmt: skip
+    changed = case | {"engine": {"image": "w:2"}, "gateway": {"image": "g:2"}}
+    live |= copy.deepcopy(upgraded(blueprint(**changed), live))
+    decode, gateway = live[ChildKey("StatefulSet", "m-decode")], live[ChildKey("Deployment", "m")]
+    assert spread_of(decode) == ["kubernetes.io/hostname"]
+    assert spread_of(gateway) == ["kubernetes.io/hostname", "topology.kubernetes.io/zone"]
+    assert gateway["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"] == {"memory": "1Gi"}
+    assert workloads(upgraded(blueprint(**changed), live)) == workloads(live), "and they are kept"
+
+
+def test_a_wish_for_what_is_the_default_is_followed_at_once() -> None:
+    live = released("0.1.0-rollouts", "aggregated")
+    wish = [{"topologyKey": "kubernetes.io/hostname"}]
+    after = upgraded(blueprint(decode={"replicas": 1, "topologySpreadConstraints": wish}), live)
+    assert spread_of(after[ChildKey("StatefulSet", "m-decode")]) == ["kubernetes.io/hostname"]
+    assert spread_of(after[ChildKey("Deployment", "m")]) == [], "nobody asked for this one"
+
+
 def test_a_later_release_with_an_added_default_says_the_same() -> None:
     class LaterSource(ModelSource):
         mirrors: tuple[str, ...] = ()
@@ -124,4 +154,7 @@ def test_a_second_look_after_an_upgrade_writes_nothing() -> None:
     again = upgraded(plan, live)
     assert all(satisfies(live[key], child) for key, child in again.items())
     done = plan_children(again.values(), live, owner_uid=plan.model.metadata.uid)
-    assert (done.apply, done.delete) == ((), ())
+    assert done.apply == ()
+    assert done.delete == (ChildKey("Role", "m-gateway"), ChildKey("RoleBinding", "m-gateway")), (
+        "a ClusterRole is bound"
+    )

@@ -12,6 +12,8 @@ from aiohttp import web
 from api_double import serving
 from kubernetes.aio.client import ApiClient, Configuration
 from operator_objects import READY, RELEASE, container, pod, raw_model
+from prometheus_client import REGISTRY
+from tandem_operator import metrics
 from tandem_operator.errors import IncompleteError
 from tandem_operator.keeper import KeyKeeper
 from tandem_operator.kube.client import KubeClient
@@ -119,8 +121,11 @@ class Operator:
         self._store = ChildStore()
         keeper = KeyKeeper(client, KeyPolicy(settle_seconds=SETTLE), clock=lambda: self.now)
         self.creations = CreationEvents()
+        self.unserved: frozenset[str] = frozenset()
         recorder = EventRecorder(client, instance="test")
-        self._reconciler = Reconciler(client, self._store, RELEASE, keeper, recorder, self.creations)
+        self._reconciler = Reconciler(
+            client, self._store, RELEASE, keeper, recorder, self.creations, unserved=lambda: self.unserved
+        )
 
     async def look(self) -> float | None:
         for found in self._server.kept.values():
@@ -311,3 +316,52 @@ async def test_a_restart_writes_nothing(server: ObjectServer, operator: Operator
     await operator.look()
     await operator.look()
     assert server.written == []
+
+
+ROUTE = "/apis/gateway.networking.k8s.io/v1/namespaces/n/httproutes/m"
+WITH_ROUTE = {"httpRoute": {"parentRefs": [{"name": "public"}]}}
+
+
+async def test_a_route_that_cannot_be_made_is_told_and_everything_else_is_made(
+    server: ObjectServer, operator: Operator
+) -> None:
+    operator.unserved = frozenset({"HTTPRoute"})
+    server.change(gateway=WITH_ROUTE)
+    await operator.look()
+    stalled = server.conditions["Stalled"]
+    assert stalled["reason"] == "GatewayAPIMissing"
+    assert "spec.gateway.httpRoute" in stalled["message"]
+    assert {DECODE, GATEWAY} <= set(server.written)
+    assert not [path for _, path in server.requests if path == ROUTE], "it is not even asked for"
+    operator.unserved = frozenset()
+    await operator.look()
+    assert ROUTE in server.written
+    assert "Stalled" not in server.conditions
+
+
+async def test_a_route_goes_with_its_field(server: ObjectServer, operator: Operator) -> None:
+    server.change(gateway=WITH_ROUTE)
+    await operator.look()
+    assert ROUTE in server.written
+    server.change(gateway={})
+    await operator.look()
+    assert server.deleted == [ROUTE]
+
+
+async def test_conditions_are_figures_too(server: ObjectServer, operator: Operator) -> None:
+    await operator.look()
+    labels = {"namespace": "n", "model": "m"}
+    name = "tandem_operator_model_condition"
+    assert REGISTRY.get_sample_value(name, labels | {"type": "Ready"}) == 0
+    server.change(suspend=True)
+    await operator.look()
+    server.settle()
+    await operator.look()
+    assert REGISTRY.get_sample_value(name, labels | {"type": "Stalled"}) == 1
+    assert REGISTRY.get_sample_value(name, labels | {"type": "Suspended"}) == 1
+    server.change(suspend=False, decode=BAD)
+    await operator.look()
+    assert REGISTRY.get_sample_value(name, labels | {"type": "Stalled"}) == 1
+    assert REGISTRY.get_sample_value(name, labels | {"type": "Suspended"}) == 0, "nobody asked for that"
+    metrics.forget_model(KEY)
+    assert REGISTRY.get_sample_value(name, labels | {"type": "Stalled"}) is None

@@ -4,7 +4,7 @@ import pytest
 from tandem_operator.errors import SettingsError
 from tandem_operator.settings import parse_settings
 
-IMAGES = ["--worker-image=w", "--gateway-image=g"]
+IMAGES = ["--worker-image=w", "--gateway-image=g", "--gateway-cluster-role=gateways"]
 
 
 def test_arguments() -> None:

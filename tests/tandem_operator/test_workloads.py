@@ -217,12 +217,9 @@ def test_configurations_read_back_and_roll_the_pods() -> None:
     assert GatewayConfig.model_validate_json(gateway).disaggregated
 
 
-def test_workers_get_no_token_and_gateways_may_only_see_pods() -> None:
-    plan = blueprint()
-    (workload,) = of_kind(plan, "StatefulSet")
+def test_workers_get_no_token() -> None:
+    (workload,) = of_kind(blueprint(), "StatefulSet")
     assert workload["spec"]["template"]["spec"]["automountServiceAccountToken"] is False
-    (role,) = of_kind(plan, "Role")
-    assert role["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}]
 
 
 @given(spec=specs)

@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from tandem_api.base import Authored, Wire
 from tandem_api.launch import Device, DType, GatewayRouting, Parallelism
+from tandem_api.names import GROUP
 from tandem_api.quantities import DURATION_PATTERN, QUANTITY_PATTERN
 from tandem_api.validation import RULES_KEY, Matches, Satisfies, rule
 
@@ -74,6 +75,25 @@ Image = Annotated[
     Field(max_length=512),
 ]
 PreserveUnknown = Annotated[dict[str, Any], Field(json_schema_extra={"x-kubernetes-preserve-unknown-fields": True})]
+LabelKey = Annotated[str, Field(min_length=1, max_length=317)]
+"""A domain and a name."""
+PartName = Annotated[
+    str,
+    Matches(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", "must be lower-case letters, digits and '-', for example gpus"),
+    Field(max_length=63),
+]
+"""Of something inside an object."""
+Hostname = Annotated[
+    str,
+    Matches(
+        r"([*][.])?[a-z0-9]([-a-z0-9]*[a-z0-9])?([.][a-z0-9]([-a-z0-9]*[a-z0-9])?)*",
+        "must be a host name in lower case, for example llm.example.com or *.example.com",
+    ),
+    Field(max_length=253),
+]
+Selector = Annotated[dict[str, Annotated[str, Field(max_length=63)]], Field(max_length=32)]
+"""Labels and their values."""
+Annotations = Annotated[dict[str, Annotated[str, Field(max_length=4096)]], Field(max_length=32)]
 
 
 class SecretKey(Authored):
@@ -131,6 +151,13 @@ class Model(Authored):
     """Where downloads are kept. Without it every pod downloads into a volume of its own."""
 
 
+class ContainerClaim(Authored):
+    name: PartName
+    """One of the pod's `resourceClaims`."""
+    request: Annotated[str, Field(max_length=128)] | None = None
+    """One request of that claim. Defaults to all of it."""
+
+
 class Resources(Authored):
     """Kubernetes resource requests and limits of the main container."""
 
@@ -152,6 +179,8 @@ class Resources(Authored):
     """What the scheduler sets aside, for example `{cpu: 500m, memory: 2Gi}`."""
     limits: Annotated[dict[str, Quantity], Field(max_length=16)] = Field(default_factory=dict)
     """What the container may use at most, for example `{nvidia.com/gpu: "1"}`."""
+    claims: Annotated[list[ContainerClaim], Field(max_length=16)] = Field(default_factory=list[ContainerClaim])
+    """Devices of the pod's `resourceClaims` that the container may use (dynamic resource allocation)."""
 
 
 class PodTemplate(Authored):
@@ -163,14 +192,104 @@ class PodTemplate(Authored):
     """Fields of a PodSpec."""
 
 
+class Toleration(Authored):
+    key: LabelKey | None = None
+    """The taint's key. Without one all are meant, and `operator` must be `Exists`."""
+    operator: Literal["Exists", "Equal"] | None = None
+    """`Equal` compares the value too; it is what Kubernetes takes where nothing is said."""
+    value: Annotated[str, Field(max_length=63)] | None = None
+    """The taint's value, for `Equal`."""
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
+    """Defaults to all effects."""
+    toleration_seconds: Annotated[int, Field(ge=0, le=2_147_483_647)] | None = None
+    """How long a `NoExecute` taint is tolerated. Defaults to for ever."""
+
+
+class Affinity(Authored):
+    """As in a PodSpec."""
+
+    node_affinity: PreserveUnknown | None = None
+    """Which nodes, by their labels."""
+    pod_affinity: PreserveUnknown | None = None
+    """Near which other pods."""
+    pod_anti_affinity: PreserveUnknown | None = None
+    """Away from which other pods."""
+
+
+NodePolicy = Literal["Honor", "Ignore"]
+
+
+class TopologySpreadConstraint(Authored):
+    topology_key: LabelKey
+    """Label of nodes; nodes with the same value count as one place."""
+    max_skew: Annotated[int, Field(ge=1, le=1000)] = 1
+    """By how many pods places may differ."""
+    when_unsatisfiable: Literal["ScheduleAnyway", "DoNotSchedule"] = "ScheduleAnyway"
+    label_selector: PreserveUnknown | None = None
+    """Which pods count. Defaults to those of this role of this model."""
+    match_label_keys: Annotated[list[LabelKey], Field(max_length=8)] | None = None
+    """Labels of which a pod counts those alone that have its own values."""
+    min_domains: Annotated[int, Field(ge=1, le=1000)] | None = None
+    """How many places there should be at least; for `DoNotSchedule`."""
+    node_affinity_policy: NodePolicy | None = None
+    """Whether nodes count that the pod's affinity and node selector exclude."""
+    node_taints_policy: NodePolicy | None = None
+    """Whether nodes count whose taints the pod does not tolerate."""
+
+
+class PullSecret(Authored):
+    name: ObjectName
+    """A Secret in the model's namespace."""
+
+
+class PodClaim(Authored):
+    model_config = ConfigDict(
+        json_schema_extra={
+            RULES_KEY: [
+                rule(
+                    "has(self.resourceClaimName) != has(self.resourceClaimTemplateName)",
+                    "must name a claim or a template of claims: write resourceClaimName or resourceClaimTemplateName",
+                )
+            ]
+        }
+    )
+
+    name: PartName
+    """What `resources.claims` calls it."""
+    resource_claim_name: ObjectName | None = None
+    """A ResourceClaim that all pods share."""
+    resource_claim_template_name: ObjectName | None = None
+    """A ResourceClaimTemplate, from which each pod gets a claim of its own."""
+
+
 class Workload(Authored):
     """What can be said of any group of pods."""
 
     resources: Resources = Field(default_factory=Resources)
     """Requests and limits of the main container."""
+    resource_claims: Annotated[list[PodClaim], Field(max_length=16)] = Field(default_factory=list[PodClaim])
+    """Devices by dynamic resource allocation; `resources.claims` hands them to the main container."""
+    node_selector: Selector = Field(default_factory=dict)
+    """Labels that nodes must have."""
+    tolerations: Annotated[list[Toleration], Field(max_length=32)] = Field(default_factory=list[Toleration])
+    """Taints of nodes that the pods put up with."""
+    affinity: Affinity | None = None
+    """Nodes and neighbours that the pods want, or want to avoid."""
+    topology_spread_constraints: Annotated[list[TopologySpreadConstraint], Field(max_length=8)] | None = None
+    """How the pods spread over nodes and zones. Defaults to a preference: workers over nodes, gateways over nodes and
+    zones. An empty list asks for none."""
+    priority_class_name: ObjectName | None = None
+    """PriorityClass of the pods."""
+    runtime_class_name: ObjectName | None = None
+    """RuntimeClass of the pods."""
+    image_pull_secrets: Annotated[list[PullSecret], Field(max_length=16)] = Field(default_factory=list[PullSecret])
+    """Secrets with which the images are pulled."""
+    tmp_size_limit: Quantity | None = None
+    """What `/tmp` may hold; a pod that holds more is evicted."""
     pod_template: PodTemplate | None = None
-    """Strategic overlay on the generated pod template, for what has no field of its own: node selectors, tolerations,
-    environment variables, sidecars. Containers merge by name; the main one is `worker` or `gateway`."""
+    """Strategic overlay on the generated pod template, for what has no field of its own: environment variables,
+    sidecars, volumes. It is merged last, so it wins over the fields here. Containers merge by name; the main one is
+    `worker` or `gateway`."""
 
 
 class RoleParallelism(Authored):
@@ -234,6 +353,12 @@ class WorkerRole(Workload):
     parallelism: RoleParallelism = Field(default_factory=RoleParallelism)
     """How one replica is spread over devices: tensor x pipeline x expert x data of them, shared out evenly among its
     pods."""
+    download_size_limit: Quantity | None = None
+    """What a pod's own volume for downloads may hold, where `spec.model.cache` names no claim; a pod that holds more is
+    evicted."""
+    shared_memory_size_limit: Quantity | None = None
+    """Size of `/dev/shm`, which counts to the container's memory. Pods of several ranks have one without a limit of its
+    own; with this field pods of one rank have one too."""
 
     @property
     def ranks_per_pod(self) -> int:
@@ -293,7 +418,99 @@ class Timeouts(Authored):
     """How long an answer in one piece may take: unlike a stream it shows no sign of life before it is complete."""
 
 
+_RESERVED = (f"{GROUP}/", "app.kubernetes.io/")
+_NOT_RESERVED = " && ".join(f"!k.startsWith('{prefix}')" for prefix in _RESERVED)
+
+
+def _unreserved(field: str) -> Any:
+    """A rule that a map of labels or annotations has none of the operator's."""
+    message = f"must not hold names of {' or '.join(_RESERVED)}, which the operator writes: use a domain of your own"
+    return rule(f"!has(self.{field}) || self.{field}.all(k, {_NOT_RESERVED})", message, path=f".{field}")
+
+
+class GatewayService(Authored):
+    """The Service in front of the gateways."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            RULES_KEY: [
+                rule(
+                    "!has(self.nodePort) || self.type != 'ClusterIP'",
+                    "is for a type of NodePort or LoadBalancer: remove it, or change type",
+                    path=".nodePort",
+                ),
+                rule(
+                    "!has(self.externalTrafficPolicy) || self.type != 'ClusterIP'",
+                    "is for a type of NodePort or LoadBalancer: remove it, or change type",
+                    path=".externalTrafficPolicy",
+                ),
+                rule(
+                    "!has(self.loadBalancerClass) || self.type == 'LoadBalancer'",
+                    "is for a type of LoadBalancer: remove it, or change type",
+                    path=".loadBalancerClass",
+                ),
+                _unreserved("labels"),
+                _unreserved("annotations"),
+            ]
+        }
+    )
+
+    type: Literal["ClusterIP", "NodePort", "LoadBalancer"] = "ClusterIP"
+    """Whoever reaches the Service may use the model: gateways ask clients for no key."""
+    annotations: Annotations = Field(default_factory=dict)
+    """Added to the Service, for example for a cloud's load balancer."""
+    labels: Selector = Field(default_factory=dict)
+    """Added to the Service."""
+    load_balancer_class: Annotated[str, Field(min_length=1, max_length=253)] | None = None
+    """Which implementation of load balancers is meant. Kubernetes does not let it change while the type stays."""
+    node_port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    """Port of every node, in the range that the cluster has for them. Chosen by Kubernetes where nothing is said."""
+    external_traffic_policy: Literal["Cluster", "Local"] | None = None
+    """`Local` keeps the client's address and uses gateways of the node that was reached alone."""
+
+
+class ParentReference(Authored):
+    name: ObjectName
+    """A Gateway, of the Gateway API."""
+    namespace: ObjectName | None = None
+    """Defaults to the model's."""
+    section_name: ObjectName | None = None
+    """One of its listeners. Defaults to all that admit the route."""
+    port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    """Port of its listeners. Defaults to all."""
+    group: Annotated[str, Field(max_length=253)] | None = None
+    """Of a parent that is not a Gateway."""
+    kind: Annotated[str, Field(min_length=1, max_length=63)] | None = None
+    """Of a parent that is not a Gateway."""
+
+
+class HTTPRoute(Authored):
+    """A route of the Gateway API to the Service."""
+
+    model_config = ConfigDict(json_schema_extra={RULES_KEY: [_unreserved("labels"), _unreserved("annotations")]})
+
+    parent_refs: Annotated[list[ParentReference], Field(min_length=1, max_length=16)]
+    """Gateways that the route is attached to. They must admit routes of the model's namespace."""
+    hostnames: Annotated[list[Hostname], Field(max_length=16)] = Field(default_factory=list[str])
+    """Hosts whose requests are meant. Defaults to those of the listener."""
+    annotations: Annotations = Field(default_factory=dict)
+    """Added to the route."""
+    labels: Selector = Field(default_factory=dict)
+    """Added to the route."""
+    timeouts: Literal["Disabled", "Unset"] = "Disabled"
+    """`Disabled` writes timeouts of `0s`, which mean none: a long stream is not cut, and `gateway.timeouts` ends what
+    is stuck. `Unset` writes nothing, for a Gateway API older than 1.2 or an implementation that refuses the field; many
+    of them then cut streams after 15 to 60 seconds."""
+
+
 class Gateway(Workload):
+    resources: Resources = Field(default_factory=Resources)
+    """Requests and limits of the gateway's container. Where nothing is said: a tenth of a core and 256Mi requested, and
+    a limit of 1Gi of memory."""
+    service: GatewayService = Field(default_factory=GatewayService)
+    """How clients reach the gateways."""
+    http_route: HTTPRoute | None = None
+    """Route of the Gateway API to the Service, where its CRDs are installed."""
     replicas: Annotated[int, Field(ge=0, le=100)] = 1
     """Pods that take requests; any of them serves any client."""
     image: Image | None = None

@@ -30,8 +30,36 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- if not .Values.networkPolicies.enabled }}none{{ else if .Values.networkPolicies.egress }}all{{ else }}ingress{{ end -}}
 {{- end }}
 
-{{/* What the operator may do where it serves models. It creates Roles that let gateways see pods, so it must itself be
-     allowed to see pods: Kubernetes lets nobody grant what he does not have. */}}
+{{/* The ClusterRole that gateways are bound to. */}}
+{{- define "tandem.gatewayRole" -}}
+{{ include "tandem.name" . }}-{{ .Release.Namespace }}-gateway
+{{- end }}
+
+{{/* Ports at which the hub is reached, as JSON: 443 and that of hub.endpoint. */}}
+{{- define "tandem.hubPorts" -}}
+{{- $url := urlParse (.Values.hub.endpoint | default "https://hub") -}}
+{{- $port := regexFind ":[0-9]+$" $url.host | trimPrefix ":" | default (eq $url.scheme "http" | ternary "80" "443") -}}
+{{- list 443 (int $port) | uniq | toJson -}}
+{{- end }}
+
+{{/* The namespace of the hub where hub.endpoint is a Service, as NAME or NAME.NAMESPACE.svc…; else nothing. */}}
+{{- define "tandem.hubNamespace" -}}
+{{- with .Values.hub.endpoint -}}
+{{- $parts := regexReplaceAll ":[0-9]+$" (urlParse .).host "" | splitList "." -}}
+{{- if and (ge (len $parts) 3) (eq (index $parts 2) "svc") -}}{{ index $parts 1 }}{{- end -}}
+{{- if eq (len $parts) 1 -}}{{ $.Release.Namespace }}{{- end -}}
+{{- end -}}
+{{- end }}
+
+{{/* Sysctls that are those of the pod alone, as a CEL list. */}}
+{{- define "tandem.safeSysctls" -}}
+['kernel.shm_rmid_forced', 'net.ipv4.ip_local_port_range', 'net.ipv4.ip_local_reserved_ports',
+        'net.ipv4.ip_unprivileged_port_start', 'net.ipv4.ping_group_range', 'net.ipv4.tcp_fin_timeout',
+        'net.ipv4.tcp_keepalive_intvl', 'net.ipv4.tcp_keepalive_probes', 'net.ipv4.tcp_keepalive_time',
+        'net.ipv4.tcp_rmem', 'net.ipv4.tcp_syncookies', 'net.ipv4.tcp_wmem']
+{{- end }}
+
+{{/* What the operator may do where it serves models. It binds gateways to one ClusterRole, and writes no Roles. */}}
 {{- define "tandem.rules" -}}
 - apiGroups: [tandem.dev]
   resources: [inferencemodels]
@@ -58,7 +86,17 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
   resources: [poddisruptionbudgets]
   verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [rbac.authorization.k8s.io]
-  resources: [rolebindings, roles]
+  resources: [rolebindings]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [rbac.authorization.k8s.io]
+  resources: [clusterroles]
+  resourceNames: [{{ include "tandem.gatewayRole" . }}]
+  verbs: [bind]
+- apiGroups: [rbac.authorization.k8s.io]
+  resources: [roles] # those that earlier releases made, to delete them
+  verbs: [get, list, watch, delete]
+- apiGroups: [gateway.networking.k8s.io]
+  resources: [httproutes]
   verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [""]
   resources: [pods]

@@ -18,10 +18,11 @@ from tandem_operator.errors import APIError, IncompleteError
 from tandem_operator.keeper import KeyKeeper
 from tandem_operator.kube.client import Connections, connect
 from tandem_operator.kube.events import CREATIONS, CreationEvents
+from tandem_operator.kube.optional import OptionalWatch
 from tandem_operator.kube.store import ChildStore
 from tandem_operator.kube.watch import Watcher
 from tandem_operator.leader import LeaderElection
-from tandem_operator.manifests import EVENT, WATCHED_KINDS, ModelKey
+from tandem_operator.manifests import EVENT, OPTIONAL_KINDS, WATCHED_KINDS, ModelKey
 from tandem_operator.reconciler import Reconciler
 from tandem_operator.recorder import EventRecorder
 from tandem_operator.settings import OperatorSettings
@@ -44,7 +45,20 @@ class Operator:
         recorder = EventRecorder(client, instance=settings.lease.identity)
         keeper = KeyKeeper(client, settings.keys)
         self._creations = CreationEvents()
-        self._reconciler = Reconciler(client, self._store, settings.release, keeper, recorder, self._creations)
+        self._optional = [
+            OptionalWatch(
+                client,
+                self._store,
+                kind,
+                settings.namespaces or (None,),
+                on_change=self._on_child,
+                on_served=self._look_at_all,
+            )
+            for kind in OPTIONAL_KINDS
+        ]
+        self._reconciler = Reconciler(
+            client, self._store, settings.release, keeper, recorder, self._creations, unserved=self._unserved
+        )
         self._models: set[ModelKey] = set()
         self._connected = False
 
@@ -105,7 +119,10 @@ class Operator:
                 for namespace in self._settings.namespaces or (None,)
             ]
             tasks += [asyncio.create_task(watcher.run(), name=f"watch {watcher}") for watcher in creations]
-            synced = asyncio.gather(*(watcher.synced.wait() for watcher in watchers))
+            tasks += [asyncio.create_task(watch.run(), name=f"look for {watch}") for watch in self._optional]
+            synced = asyncio.gather(
+                *(watcher.synced.wait() for watcher in watchers), *(watch.looked.wait() for watch in self._optional)
+            )
             if not await _first(stopped, _first(held, synced)):
                 return 0
             tasks += [asyncio.create_task(self._work(), name="worker") for _ in range(self._settings.workers)]
@@ -142,6 +159,7 @@ class Operator:
         if type == "DELETED":
             self._models.discard(key)
             self._queue.forget(key)
+            metrics.forget_model(key)
         else:
             self._models.add(key)
             self._queue.add(key)
@@ -157,8 +175,14 @@ class Operator:
     async def _resync(self) -> None:
         while True:
             await asyncio.sleep(self._settings.resync_seconds)
-            for key in self._models:
-                self._queue.add(key)
+            self._look_at_all()
+
+    def _look_at_all(self) -> None:
+        for key in self._models:
+            self._queue.add(key)
+
+    def _unserved(self) -> frozenset[str]:
+        return frozenset(watch.kind.name for watch in self._optional if not watch.is_served)
 
     async def _work(self) -> None:
         while True:
@@ -169,6 +193,8 @@ class Operator:
             try:
                 again = await self._reconciler.reconcile(key)
                 failed = False
+                if key not in self._models:
+                    metrics.forget_model(key)  # deleted meanwhile
                 if again is not None:
                     self._queue.add_later(key, again)
             except (APIError, IncompleteError, aiohttp.ClientError, TimeoutError) as error:

@@ -1,11 +1,13 @@
 """What a running workload may keep though the operator would write it otherwise today. Pure.
 
 A pod template that differs in any byte restarts pods, so what means the same is left as it is: a time to drain that is
-long enough, and the launch configuration of an earlier release that says the same in more words.
+long enough, the launch configuration of an earlier release that says the same in more words, and a template without the
+defaults that this release gives to pods, for as long as nothing else in it changes.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 
 from pydantic import ValidationError
@@ -13,9 +15,21 @@ from tandem_api import names
 from tandem_api.base import Wire
 from tandem_api.launch import GatewayConfig, WorkerConfig
 
-from tandem_operator.manifests import CONFIG_MAP, DEPLOYMENT, STATEFUL_SET, ChildKey, Manifest, child_key, dig, dig_list
+from tandem_operator.manifests import (
+    CONFIG_MAP,
+    DEPLOYMENT,
+    STATEFUL_SET,
+    ChildKey,
+    Manifest,
+    annotations_of,
+    child_key,
+    dig,
+    dig_list,
+)
+from tandem_operator.matching import satisfies
 from tandem_operator.planner import Children
-from tandem_operator.workloads.blueprint import Blueprint, config_hash, sign
+from tandem_operator.workloads import build_possible
+from tandem_operator.workloads.blueprint import TEMPLATE_HASH, Blueprint, config_hash, sign, template_hash
 from tandem_operator.workloads.configs import CONFIG_FILE
 from tandem_operator.workloads.pods import grace_seconds, template_grace_seconds
 
@@ -26,15 +40,42 @@ _CONFIG_TYPES: dict[str, type[Wire]] = {STATEFUL_SET.name: WorkerConfig, DEPLOYM
 def keep_what_runs(blueprint: Blueprint, desired: Iterable[Manifest], live: Children) -> list[Manifest]:
     """`desired`, with what the live workloads may keep."""
     children = {child_key(child): child for child in desired}
+    bare: dict[ChildKey, Manifest] | None = None
     for key, workload in list(children.items()):
         present = live.get(key)
         if key.kind not in _CONFIG_TYPES or present is None:
             continue
-        changed = _with_grace(blueprint, workload, present)
-        changed = _with_config(changed, present, children, live)
+        old = _kept_config(workload, present, children, live)
+        changed = _as_it_runs(blueprint, workload, present, old)
+        if not _is_template_of(present, changed):
+            bare = _without_defaults(blueprint) if bare is None else bare
+            earlier = _as_it_runs(blueprint, bare[key], present, old)
+            changed = earlier if _is_template_of(present, earlier) else changed
         if changed is not workload:
             children[key] = sign(changed)
     return list(children.values())
+
+
+def _as_it_runs(blueprint: Blueprint, workload: Manifest, present: Manifest, config: Manifest | None) -> Manifest:
+    """`workload` with the time to end of what is there, and its configuration where that is kept."""
+    changed = _with_grace(blueprint, workload, present)
+    return changed if config is None else _with_config(changed, config)
+
+
+def _without_defaults(blueprint: Blueprint) -> dict[ChildKey, Manifest]:
+    """Workloads as they are without what this release gives to pods that do not say."""
+    built = build_possible(dataclasses.replace(blueprint, pod_defaults=False))
+    return {child_key(child): child for child in built.children if child["kind"] in _CONFIG_TYPES}
+
+
+def _is_template_of(present: Manifest, workload: Manifest) -> bool:
+    """Whether the template of `workload` is the one that was applied last."""
+    template = workload["spec"]["template"]
+    applied = annotations_of(present).get(TEMPLATE_HASH)
+    if applied is not None:
+        return applied == template_hash(template)
+    # A release that kept no digest: nor did it spread pods.
+    return satisfies(present["spec"]["template"], template)
 
 
 def _with_grace(blueprint: Blueprint, workload: Manifest, present: Manifest) -> Manifest:
@@ -47,21 +88,24 @@ def _with_grace(blueprint: Blueprint, workload: Manifest, present: Manifest) -> 
     return _with_template(workload, spec={_GRACE: have})
 
 
-def _with_config(workload: Manifest, present: Manifest, children: dict[ChildKey, Manifest], live: Children) -> Manifest:
-    """A ConfigMap that cannot be changed is from a release that wrote defaults out: kept while it says the same."""
+def _kept_config(
+    workload: Manifest, present: Manifest, children: dict[ChildKey, Manifest], live: Children
+) -> Manifest | None:
+    """A ConfigMap that cannot be changed is from a release that wrote defaults out. While it says the same it stays,
+    in the place of the new one in `children`."""
     config_map, old = (
         source.get(ChildKey(CONFIG_MAP.name, str(_config_name(w))))
         for source, w in ((children, workload), (live, present))
     )
     if config_map is None or old is None or not old.get("immutable") or config_hash(old) is None:
-        return workload
+        return None
     wire = _CONFIG_TYPES[workload["kind"]]
     try:
         said = [wire.model_validate_json(dig(source, "data", CONFIG_FILE) or "") for source in (config_map, old)]
     except ValidationError:
-        return workload
+        return None
     if said[0] != said[1]:
-        return workload
+        return None
     del children[child_key(config_map)]
     kept = config_map | {
         "metadata": config_map["metadata"]
@@ -73,6 +117,11 @@ def _with_config(workload: Manifest, present: Manifest, children: dict[ChildKey,
         "immutable": True,
     }
     children[child_key(kept)] = sign(kept)
+    return old
+
+
+def _with_config(workload: Manifest, old: Manifest) -> Manifest:
+    """`workload` with the ConfigMap `old`."""
     volumes = [
         volume | {"configMap": volume["configMap"] | {"name": old["metadata"]["name"]}}
         if volume.get("name") == "config" and "configMap" in volume

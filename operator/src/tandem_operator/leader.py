@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import aiohttp
 
+from tandem_operator import metrics
 from tandem_operator.errors import APIError, ConflictError
 from tandem_operator.kube.client import KubeClient
 from tandem_operator.manifests import LEASE, Manifest, dig
@@ -69,6 +70,7 @@ class LeaderElection:
                         break
                 renewed = started
             except (APIError, aiohttp.ClientError, TimeoutError) as error:
+                metrics.LEASE_FAILURES.inc()
                 log.warning("cannot renew the lease", extra={"error": str(error)})
         log.error("leadership lost", extra={"lease": self._settings.name})
         self._held = None

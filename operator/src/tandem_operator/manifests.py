@@ -39,19 +39,24 @@ SERVICE = Kind("v1", "Service", "services")
 POD_DISRUPTION_BUDGET = Kind("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets")
 STATEFUL_SET = Kind("apps/v1", "StatefulSet", "statefulsets")
 DEPLOYMENT = Kind("apps/v1", "Deployment", "deployments")
+HTTP_ROUTE = Kind("gateway.networking.k8s.io/v1", "HTTPRoute", "httproutes")
 POD = Kind("v1", "Pod", "pods")
 EVENT = Kind("v1", "Event", "events")
 LEASE = Kind("coordination.k8s.io/v1", "Lease", "leases")
 INFERENCE_MODEL = Kind(names.API_VERSION, names.KIND, names.PLURAL)
 
 CHILD_KINDS = (
-    SERVICE_ACCOUNT, ROLE, ROLE_BINDING, CONFIG_MAP, NETWORK_POLICY, SERVICE, POD_DISRUPTION_BUDGET, STATEFUL_SET,
+    SERVICE_ACCOUNT, ROLE_BINDING, CONFIG_MAP, NETWORK_POLICY, SERVICE, HTTP_ROUTE, POD_DISRUPTION_BUDGET, STATEFUL_SET,
     DEPLOYMENT,
 )  # fmt: skip
 """What the operator makes by applying, in the order of making: pods start when all they refer to is there. The Secret
 with their keys comes before all of them (`keeper`)."""
-WATCHED_KINDS = (*CHILD_KINDS, POD)
-KIND_BY_NAME = {kind.name: kind for kind in WATCHED_KINDS}
+OPTIONAL_KINDS = (HTTP_ROUTE,)
+"""Of those, kinds that the API server may not have."""
+FORMER_KINDS = (ROLE,)
+"""What earlier releases made, and this one only deletes."""
+WATCHED_KINDS = (*(kind for kind in CHILD_KINDS if kind not in OPTIONAL_KINDS), *FORMER_KINDS, POD)
+KIND_BY_NAME = {kind.name: kind for kind in (*WATCHED_KINDS, *OPTIONAL_KINDS)}
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 from prometheus_client import Counter, Gauge, Histogram
+
+from tandem_operator.manifests import ModelKey
 
 RECONCILES = Counter("tandem_operator_reconciles", "Looks at a model, by how they ended.", ["result"])
 RECONCILE_SECONDS = Histogram("tandem_operator_reconcile_seconds", "Time of one look at a model.")
@@ -10,3 +14,22 @@ WRITES = Counter("tandem_operator_writes", "Requests that change the cluster.", 
 QUEUE_DEPTH = Gauge("tandem_operator_queue_depth", "Models that wait to be looked at.")
 LEADER = Gauge("tandem_operator_leader", "1 on the replica that holds the lease.")
 MODELS = Gauge("tandem_operator_models", "InferenceModels that are known.")
+WATCH_FAILURES = Counter("tandem_operator_watch_failures", "Watches that ended too soon or by an error.", ["kind"])
+LEASE_FAILURES = Counter("tandem_operator_lease_failures", "Renewals of the lease that failed.")
+MODEL_CONDITION = Gauge(
+    "tandem_operator_model_condition", "1 while the condition of the model is true.", ["namespace", "model", "type"]
+)
+SUSPENDED = "Suspended"
+"""No condition of its own: Stalled because somebody asked for that."""
+_CONDITIONS = ("Ready", "Available", "Stalled", SUSPENDED)
+
+
+def note_conditions(model: ModelKey, true: Set[str]) -> None:
+    """`true` are the conditions that hold."""
+    for condition in _CONDITIONS:
+        MODEL_CONDITION.labels(model.namespace, model.name, condition).set(condition in true)
+
+
+def forget_model(model: ModelKey) -> None:
+    """A model was deleted."""
+    MODEL_CONDITION.remove_by_labels({"namespace": model.namespace, "model": model.name})

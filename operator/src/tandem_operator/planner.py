@@ -17,6 +17,8 @@ from tandem_operator.manifests import (
     CONFIG_MAP,
     DEPLOYMENT,
     POD,
+    ROLE,
+    ROLE_BINDING,
     STATEFUL_SET,
     ChildKey,
     Manifest,
@@ -32,6 +34,7 @@ from tandem_operator.workloads.blueprint import COMPONENT_LABEL, config_hash
 Children = Mapping[ChildKey, Manifest]
 
 _WORKLOADS = (STATEFUL_SET.name, DEPLOYMENT.name)
+_ACCESS = (ROLE.name, ROLE_BINDING.name)
 
 
 class Step(Enum):
@@ -128,7 +131,9 @@ def plan_clearing(desired: Manifest, live: Manifest | None) -> Manifest | None:
 def _surplus(
     steps: Mapping[ChildKey, tuple[Manifest, Step]], live: Children, *, owner_uid: str, keep: frozenset[ChildKey]
 ) -> Iterable[ChildKey]:
-    """Owned children that are no longer desired; a configuration stays while a pod may start from it."""
+    """Owned children that are no longer desired. A configuration stays while a pod may start from it, and what gives
+    gateways their rights until what is to give them from now on has been seen to be there."""
+    is_bound = all(step is Step.KEEP for key, (_, step) in steps.items() if key.kind == ROLE_BINDING.name)
     in_use = {config_hash(child) for key, child in live.items() if key.kind == POD.name}
     rolling = {
         labels_of(child).get(COMPONENT_LABEL)
@@ -141,6 +146,8 @@ def _surplus(
         if key in steps or key in keep or key.kind == POD.name or owner is None or owner.get("uid") != owner_uid:
             continue
         if dig(child, "metadata", "deletionTimestamp") is not None:
+            continue
+        if key.kind in _ACCESS and not is_bound:
             continue
         if key.kind == CONFIG_MAP.name and (
             config_hash(child) in in_use or labels_of(child).get(COMPONENT_LABEL) in rolling

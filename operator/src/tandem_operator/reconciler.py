@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import datetime
 import logging
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -38,10 +38,10 @@ from tandem_operator.manifests import (
 from tandem_operator.parsing import parse_model, parse_status
 from tandem_operator.planner import Plan, Step, own_workloads, plan_children, plan_clearing, plan_step
 from tandem_operator.recorder import EventRecorder
-from tandem_operator.refusals import refusal
+from tandem_operator.refusals import refusal, unserved_problem
 from tandem_operator.rolling import Rolling, plan_hurry, plan_rolling
 from tandem_operator.settings import Release
-from tandem_operator.status import build_status, refused_status
+from tandem_operator.status import build_status, refused_status, true_conditions
 from tandem_operator.transitions import Happening, apply_happenings, status_happenings
 from tandem_operator.workloads import Blueprint, Built, build_possible
 from tandem_operator.workloads.keys import rotation_request
@@ -84,13 +84,17 @@ class Reconciler:
         keeper: KeyKeeper,
         recorder: EventRecorder,
         creations: CreationEvents | None = None,
+        *,
+        unserved: Callable[[], frozenset[str]] = frozenset,
     ) -> None:
+        """`unserved` names the kinds that the API server does not have just now."""
         self._client = client
         self._store = store
         self._release = release
         self._keeper = keeper
         self._recorder = recorder
         self._creations = creations or CreationEvents()
+        self._unserved = unserved
 
     async def reconcile(self, key: ModelKey) -> float | None:
         """Bring one model to what it asks for. Returns seconds after which to look again, if events will not tell.
@@ -147,7 +151,10 @@ class Reconciler:
         built = build_possible(blueprint)
         outcome.problems += [Problem(reason=e.reason, message=str(e), stalled=True) for e in built.refused.values()]
         ours = own_workloads(outcome.before, owner_uid=uid)
-        desired = keep_what_runs(blueprint, built.children, ours)
+        unserved = self._unserved()
+        outcome.problems += [unserved_problem(kind) for kind in built.kinds & unserved]
+        possible = [child for child in built.children if child["kind"] not in unserved]
+        desired = keep_what_runs(blueprint, possible, ours)
         await asyncio.sleep(0)
         rolling = plan_rolling(blueprint, desired, ours, now=datetime.datetime.now(datetime.UTC))
         # Pods made now would find no keys, or keys that are about to go: what runs is better left running.
@@ -224,6 +231,7 @@ class Reconciler:
         self, key: ModelKey, raw: Manifest, status: InferenceModelStatus, happenings: Sequence[Happening]
     ) -> None:
         """Write the status if it says something new, and the Events that belong to it."""
+        metrics.note_conditions(key, true_conditions(status))
         before, uid = parse_status(raw), str(raw["metadata"]["uid"])
         if status != before:
             body: Manifest = {

@@ -6,6 +6,7 @@ import re
 
 from tandem_operator.causes import Problem
 from tandem_operator.errors import APIError, ConflictError, ForbiddenError, RejectedError
+from tandem_operator.manifests import HTTP_ROUTE
 
 _MESSAGE_MAX = 500
 _WEBHOOK = re.compile(r'admission webhook "([^"]+)"')
@@ -28,6 +29,15 @@ def refusal(child: str, error: Exception, *, doing: str = "write") -> Problem:
         return Problem(reason="WebhookFailed", message=f"cannot {doing} {child}: {words}; trying again{_advice(words)}")
     reason = "APIError" if isinstance(error, APIError) else "APIServerUnreachable"
     return Problem(reason=reason, message=f"cannot {doing} {child}: {words}; trying again")
+
+
+def unserved_problem(kind: str) -> Problem:
+    """What to report of a child whose kind the API server does not have. The gateway's route is the only one."""
+    text = (
+        f"spec.gateway.httpRoute asks for an {kind}, which this API server does not have: install the CRDs of the"
+        f" Gateway API ({HTTP_ROUTE.api_version}), or remove the field"
+    )
+    return Problem(reason="GatewayAPIMissing", message=text, stalled=True)
 
 
 def _refused(child: str, words: str, doing: str) -> str:

@@ -38,6 +38,8 @@ class Release:
     hub_endpoint: str | None = None
     """Base URL of the model hub; None is the public one."""
     network: NetworkSettings = field(default_factory=NetworkSettings)
+    gateway_cluster_role: str = "tandem-gateway"
+    """What gateways may ask of the API server; the chart makes it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +89,7 @@ def parse_settings(arguments: Sequence[str] | None = None) -> OperatorSettings:
             gateway_image=given.gateway_image,
             image_pull_policy=given.image_pull_policy,
             hub_endpoint=given.hub_endpoint,
+            gateway_cluster_role=given.gateway_cluster_role,
             network=NetworkSettings(
                 enabled=given.network_policies != "none",
                 egress=given.network_policies == "all",
@@ -109,6 +112,9 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--image-pull-policy", default="IfNotPresent", choices=["Always", "IfNotPresent", "Never"])
     parser.add_argument(
         "--hub-endpoint", type=_base_url, default=None, help="base URL of the model hub that hf:// names"
+    )
+    parser.add_argument(
+        "--gateway-cluster-role", required=True, help="ClusterRole that gateways are bound to in their namespaces"
     )
     parser.add_argument("--namespace", action="append", default=[], help="serve this namespace only; may be repeated")
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])

@@ -16,6 +16,7 @@ from tandem_api.inferencemodel import Condition, InferenceModelStatus
 from tandem_api.names import Role
 from tandem_api.quantities import parse_duration
 
+from tandem_operator import metrics
 from tandem_operator.causes import Problem
 from tandem_operator.manifests import ChildKey
 from tandem_operator.observation import RoleState, last_progress, observe_role, parse_time
@@ -66,6 +67,13 @@ def refused_status(
     fresh = [_condition("Ready", "False", problem.reason, problem.message), _stalled(problem)]
     conditions = [*stamp(fresh, previous, generation=generation, now=now), *kept]
     return previous.model_copy(update={"observed_generation": generation, "conditions": conditions})
+
+
+def true_conditions(status: InferenceModelStatus) -> set[str]:
+    """Types of the conditions that hold, for figures; one more where a model is stalled because somebody asked."""
+    held = {condition.type: condition.reason for condition in status.conditions if condition.status == "True"}
+    asked_for = held.get("Stalled") in WAITS_FOR_A_WISH
+    return {*held, metrics.SUSPENDED} if asked_for else {*held}
 
 
 def stamp(

@@ -17,6 +17,7 @@ from typing import Protocol
 import aiohttp
 from tandem_api import names
 
+from tandem_operator import metrics
 from tandem_operator.errors import APIError, ExpiredError
 from tandem_operator.kube.client import KubeClient
 from tandem_operator.manifests import Kind, Manifest, ModelKey
@@ -90,6 +91,7 @@ class Watcher:
                     continue
             delay = self._backoff[min(failures, len(self._backoff) - 1)] * random.uniform(0.75, 1.25)
             failures += 1
+            metrics.WATCH_FAILURES.labels(self._kind.name).inc()
             said = f"it ended after {lasted:.1f} s" if error is None else f"{type(error).__name__}: {error}"
             log.warning("watch failed", extra={"watch": str(self), "error": said, "retry_in": round(delay, 3)})
             await asyncio.sleep(delay)

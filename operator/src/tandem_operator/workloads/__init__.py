@@ -26,6 +26,10 @@ class Built:
     refused: dict[ChildKey, InvalidOverlayError]
     """Workloads whose podTemplate does not fit."""
 
+    @property
+    def kinds(self) -> set[str]:
+        return {child["kind"] for child in self.children}
+
 
 def build_children(blueprint: Blueprint) -> list[Manifest]:
     """Every child that the model should have, in the order of creation.

@@ -1,17 +1,23 @@
-"""Who the pods are and what they may ask of the API server: workers nothing, gateways to see pods."""
+"""Who the pods are and what they may ask of the API server: workers nothing, gateways to see pods and models.
+
+What gateways may do is a ClusterRole of the chart, bound in each namespace: so the operator writes no Roles.
+"""
 
 from __future__ import annotations
 
-from tandem_operator.manifests import ROLE, ROLE_BINDING, SERVICE_ACCOUNT, Manifest
-from tandem_operator.workloads.blueprint import Blueprint
+from tandem_operator.manifests import ROLE_BINDING, SERVICE_ACCOUNT, Manifest
+from tandem_operator.workloads.blueprint import Blueprint, digest
 
 
 def build_access(blueprint: Blueprint) -> list[Manifest]:
-    """ServiceAccounts, and the gateway's Role with its binding."""
+    """ServiceAccounts, and the binding of the gateway's to its ClusterRole."""
     account = blueprint.gateway_account
-    rules = [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}]
     binding = {
-        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": account},
+        "roleRef": {
+            "apiGroup": "rbac.authorization.k8s.io",
+            "kind": "ClusterRole",
+            "name": blueprint.release.gateway_cluster_role,
+        },
         "subjects": [{"kind": "ServiceAccount", "name": account, "namespace": blueprint.model.metadata.namespace}],
     }
     return [
@@ -19,6 +25,10 @@ def build_access(blueprint: Blueprint) -> list[Manifest]:
             SERVICE_ACCOUNT, blueprint.worker_account, {"automountServiceAccountToken": False}, component="worker"
         ),
         blueprint.child(SERVICE_ACCOUNT, account, {}, component="gateway"),
-        blueprint.child(ROLE, account, {"rules": rules}, component="gateway"),
-        blueprint.child(ROLE_BINDING, account, binding, component="gateway"),
+        blueprint.child(ROLE_BINDING, _binding_name(blueprint), binding, component="gateway"),
     ]
+
+
+def _binding_name(blueprint: Blueprint) -> str:
+    """A binding cannot be changed to another role, so each role has a binding of its own name."""
+    return f"{blueprint.gateway_account}-{digest(blueprint.release.gateway_cluster_role)[:8]}"

@@ -27,6 +27,9 @@ class Blueprint:
 
     model: InferenceModel
     release: Release
+    pod_defaults: bool = True
+    """Whether pods get what this release gives to those that do not say: a spread, and the gateway's resources. Earlier
+    releases gave neither, and what runs is left as it is (`inherit`)."""
 
     @property
     def name(self) -> str:
@@ -136,8 +139,13 @@ def sign(manifest: Manifest) -> Manifest:
     plain = manifest | {"metadata": metadata | ({"annotations": annotations} if annotations else {})}
     signed = annotations | {names.ANNOTATION_SPEC_HASH: digest(plain)[:16]}
     if (template := dig(manifest, "spec", "template")) is not None:
-        signed[TEMPLATE_HASH] = digest(template)[:16]
+        signed[TEMPLATE_HASH] = template_hash(template)
     return plain | {"metadata": metadata | {"annotations": signed}}
+
+
+def template_hash(template: Manifest) -> str:
+    """Value of `TEMPLATE_HASH`."""
+    return digest(template)[:16]
 
 
 def component_of(role: Role) -> str:

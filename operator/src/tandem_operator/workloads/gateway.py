@@ -1,36 +1,83 @@
-"""The children of the gateway: Service, PodDisruptionBudget, Deployment."""
+"""The children of the gateway: Service, HTTPRoute, PodDisruptionBudget, Deployment."""
 
 from __future__ import annotations
 
 from tandem_api import names
+from tandem_api.inferencemodel import GatewayService, HTTPRoute, Resources
 from tandem_api.names import Role
 
-from tandem_operator.manifests import DEPLOYMENT, SERVICE, Manifest
-from tandem_operator.workloads.blueprint import Blueprint
+from tandem_operator.manifests import DEPLOYMENT, HTTP_ROUTE, SERVICE, Manifest
+from tandem_operator.workloads.blueprint import Blueprint, sign
 from tandem_operator.workloads.keys import keys_mount, keys_volume
-from tandem_operator.workloads.pods import http_probe, pod_template, template_grace_seconds, thread_env
+from tandem_operator.workloads.pods import http_probe, pod_template, resources_of, template_grace_seconds, thread_env
 from tandem_operator.workloads.workers import build_disruption_budget
 
 _COMPONENT = Role.GATEWAY.value
 _ENDPOINT_LAG_SECONDS = 3
 """After a pod is marked for removal, nodes send it connections for about this long: it must still take them."""
+DEFAULT_RESOURCES = Resources(requests={"cpu": "100m", "memory": "256Mi"}, limits={"memory": "1Gi"})
+"""Of gateways that say nothing. Half of the memory is for requests that are held, which is as many as there may be
+without a limit. No limit on CPU: it would make streams stutter."""
+_NO_TIMEOUT = "0s"
 
 
 def build_gateway(blueprint: Blueprint) -> list[Manifest]:
     """What stands around the gateway's Deployment."""
     children = [_build_service(blueprint)]
+    if (route := blueprint.model.spec.gateway.http_route) is not None:
+        children.append(_build_route(blueprint, route))
     if blueprint.model.spec.gateway.replicas > 1:
         children.append(build_disruption_budget(blueprint, Role.GATEWAY))
     return children
 
 
 def _build_service(blueprint: Blueprint) -> Manifest:
-    spec = {
-        "type": "ClusterIP",
-        "selector": blueprint.selector(_COMPONENT),
-        "ports": [{"name": "http", "port": names.SERVICE_PORT, "targetPort": "http", "protocol": "TCP"}],
+    wanted = blueprint.model.spec.gateway.service
+    port = {"name": "http", "port": names.SERVICE_PORT, "targetPort": "http", "protocol": "TCP"}
+    optional = {
+        "externalTrafficPolicy": wanted.external_traffic_policy,
+        "loadBalancerClass": wanted.load_balancer_class,
     }
-    return blueprint.child(SERVICE, blueprint.name, {"spec": spec}, component=_COMPONENT, role=Role.GATEWAY)
+    spec: Manifest = {
+        "type": wanted.type,
+        "selector": blueprint.selector(_COMPONENT),
+        "ports": [port if wanted.node_port is None else port | {"nodePort": wanted.node_port}],
+        **{key: value for key, value in optional.items() if value is not None},
+    }
+    service = blueprint.child(SERVICE, blueprint.name, {"spec": spec}, component=_COMPONENT, role=Role.GATEWAY)
+    return _decorated(service, wanted)
+
+
+def _build_route(blueprint: Blueprint, wanted: HTTPRoute) -> Manifest:
+    """Everything under the hosts goes to the Service. Without timeouts: what is stuck the gateway itself ends."""
+    rule: Manifest = {"backendRefs": [{"name": blueprint.name, "port": names.SERVICE_PORT}]}
+    if wanted.timeouts == "Disabled":
+        rule["timeouts"] = {"request": _NO_TIMEOUT, "backendRequest": _NO_TIMEOUT}
+    spec: Manifest = {
+        "parentRefs": [parent.model_dump(by_alias=True, exclude_none=True) for parent in wanted.parent_refs],
+        **({"hostnames": wanted.hostnames} if wanted.hostnames else {}),
+        "rules": [rule],
+    }
+    route = blueprint.child(HTTP_ROUTE, blueprint.name, {"spec": spec}, component=_COMPONENT, role=Role.GATEWAY)
+    return _decorated(route, wanted)
+
+
+def _decorated(child: Manifest, wanted: GatewayService | HTTPRoute) -> Manifest:
+    """`child` with the labels and annotations that the model asks for; the operator's own stay."""
+    metadata = child["metadata"]
+    if not wanted.labels and not wanted.annotations:
+        return child
+    more = {
+        "labels": wanted.labels | metadata["labels"],
+        "annotations": wanted.annotations | metadata["annotations"],
+    }
+    return sign(child | {"metadata": metadata | more})
+
+
+def gateway_resources(blueprint: Blueprint) -> Resources:
+    """What the model says, or else the default."""
+    said = blueprint.model.spec.gateway.resources
+    return DEFAULT_RESOURCES if blueprint.pod_defaults and said == Resources() else said
 
 
 def build_deployment(blueprint: Blueprint, config: Manifest) -> Manifest:
@@ -70,6 +117,7 @@ def _container(blueprint: Blueprint) -> Manifest:
         "name": "gateway",
         "image": blueprint.gateway_image,
         "env": thread_env(blueprint.model.spec.gateway.resources),
+        "resources": resources_of(gateway_resources(blueprint)),
         "ports": [
             {"name": "http", "containerPort": names.GATEWAY_HTTP_PORT, "protocol": "TCP"},
             {"name": "metrics", "containerPort": names.GATEWAY_METRICS_PORT, "protocol": "TCP"},

@@ -13,6 +13,7 @@ from tandem_api.quantities import parse_duration, parse_quantity
 from tandem_operator.manifests import Manifest
 from tandem_operator.overlay import overlay_template
 from tandem_operator.workloads.blueprint import Blueprint, component_of
+from tandem_operator.workloads.placement import placement
 
 USER = 65532
 GRACE_SECONDS = 15
@@ -33,7 +34,7 @@ def pod_template(
     workload: Workload,
     path: str,
 ) -> Manifest:
-    """The pod template around one main container, with the person's overlay on top.
+    """The pod template around one main container: what is generated, the fields of the workload, the person's overlay.
 
     `config` is the ConfigMap's manifest: its hash on the template makes a new configuration roll the pods.
     """
@@ -61,10 +62,11 @@ def pod_template(
             },
             "terminationGracePeriodSeconds": template_grace_seconds(blueprint),
             **spec,
+            **placement(blueprint, role, workload),
             "containers": [_hardened(container, blueprint, workload)],
             "volumes": [
                 {"name": "config", "configMap": {"name": config["metadata"]["name"]}},
-                {"name": "tmp", "emptyDir": {}},
+                {"name": "tmp", "emptyDir": size_limit(workload.tmp_size_limit)},
                 *volumes,
             ],
         },
@@ -81,7 +83,7 @@ def _hardened(container: Manifest, blueprint: Blueprint, workload: Workload) -> 
         "imagePullPolicy": blueprint.release.image_pull_policy,
         "terminationMessagePolicy": "FallbackToLogsOnError",  # the last log lines, where no sentence was left
         "env": [*_identity_env(), *container["env"]],
-        "resources": _resources(workload.resources),
+        "resources": container.get("resources") or resources_of(workload.resources),
         "volumeMounts": [
             {"name": "config", "mountPath": _CONFIG_FOLDER, "readOnly": True},
             {"name": "tmp", "mountPath": "/tmp"},
@@ -106,8 +108,14 @@ def _identity_env() -> list[Manifest]:
     return [*from_fields, {"name": "HOME", "value": "/tmp"}, {"name": "USER", "value": "tandem"}]
 
 
-def _resources(resources: Resources) -> dict[str, Any]:
-    return {key: value for key, value in resources.model_dump(by_alias=True).items() if value}
+def resources_of(resources: Resources) -> dict[str, Any]:
+    """As a container says it; only what is set."""
+    return {key: value for key, value in resources.model_dump(by_alias=True, exclude_none=True).items() if value}
+
+
+def size_limit(size: str | None) -> dict[str, str]:
+    """Of an emptyDir."""
+    return {} if size is None else {"sizeLimit": size}
 
 
 def thread_env(resources: Resources, *, processes: int = 1) -> list[Manifest]:

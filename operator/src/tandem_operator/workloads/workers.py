@@ -9,7 +9,7 @@ from tandem_api.names import Role
 from tandem_operator.manifests import POD_DISRUPTION_BUDGET, SERVICE, STATEFUL_SET, Manifest
 from tandem_operator.workloads.blueprint import Blueprint, component_of
 from tandem_operator.workloads.keys import KEY_FILES, keys_mount, keys_volume
-from tandem_operator.workloads.pods import http_probe, pod_template, thread_env
+from tandem_operator.workloads.pods import http_probe, pod_template, size_limit, thread_env
 
 _LOADING_SECONDS = 6 * 3600
 """A worker may download and load this long before it counts as hung: large models come over slow links."""
@@ -118,22 +118,24 @@ def _token_env(blueprint: Blueprint) -> list[Manifest]:
 
 def _volumes(blueprint: Blueprint, workload: WorkerRole) -> tuple[list[Manifest], list[Manifest]]:
     """Volumes and mounts: the keys, what the model's source needs, and memory that the ranks of a pod share."""
-    volumes, mounts = _model_volumes(blueprint)
+    volumes, mounts = _model_volumes(blueprint, workload)
     volumes, mounts = [keys_volume(blueprint, KEY_FILES), *volumes], [keys_mount(), *mounts]
-    if workload.ranks_per_pod > 1:
+    size = workload.shared_memory_size_limit
+    if workload.ranks_per_pod > 1 or size is not None:
         # The 64 MiB that container runtimes mount there are too few for NCCL. It counts to the container's memory.
-        volumes = [*volumes, {"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]
+        volumes = [*volumes, {"name": "shared-memory", "emptyDir": {"medium": "Memory"} | size_limit(size)}]
         mounts = [*mounts, {"name": "shared-memory", "mountPath": "/dev/shm"}]
     return volumes, mounts
 
 
-def _model_volumes(blueprint: Blueprint) -> tuple[list[Manifest], list[Manifest]]:
+def _model_volumes(blueprint: Blueprint, workload: WorkerRole) -> tuple[list[Manifest], list[Manifest]]:
     """Volumes and mounts that the model's source needs."""
     source = blueprint.model.spec.model
     scheme, _, rest = source.uri.partition("://")
     if scheme == "hf":
         claim = None if source.cache is None else source.cache.persistent_volume_claim
-        volume: Manifest = {"emptyDir": {}} if claim is None else {"persistentVolumeClaim": {"claimName": claim}}
+        own = {"emptyDir": size_limit(workload.download_size_limit)}
+        volume: Manifest = own if claim is None else {"persistentVolumeClaim": {"claimName": claim}}
         return [{"name": "models", **volume}], [{"name": "models", "mountPath": names.MODEL_CACHE_PATH}]
     if scheme == "pvc":
         claim = rest.split("/", 1)[0]
