@@ -41,7 +41,7 @@ class Follower:
         backoff_first: float = BACKOFF_FIRST,
     ) -> None:
         """`selector` is a query, `labelSelector` or `fieldSelector`. `on_list` gets all objects, `on_change` the type
-        of an event (ADDED, MODIFIED or DELETED) and its object, `on_failure` is called for every attempt that failed."""
+        of an event (ADDED, MODIFIED or DELETED) and its object; `on_failure` is called for every failed attempt."""
         self._server = server
         self._path = path
         self._selector = dict(selector)
