@@ -311,3 +311,19 @@ async def test_a_restart_writes_nothing(server: ObjectServer, operator: Operator
     await operator.look()
     await operator.look()
     assert server.written == []
+
+
+async def test_another_name_reaches_gateways_by_the_status_alone(server: ObjectServer, operator: Operator) -> None:
+    await operator.look()
+    server.settle()
+    server.change(model={"uri": "hf://org/repo", "servedName": "new"})
+    again = await operator.look()
+    assert {DECODE, GATEWAY}.isdisjoint(server.written)
+    routing = server.kept[MODEL]["status"]["routing"]
+    assert routing["servedNames"] == ["new", "m"]
+    assert (again or 999) <= 60, "the former name is taken away in time"
+    assert "Renamed" in server.event_reasons
+    server.change(model={"uri": 7})
+    await operator.look()
+    assert server.conditions["Stalled"]["reason"] == "InvalidSpec"
+    assert server.kept[MODEL]["status"]["routing"] == routing, "what served last is served on"

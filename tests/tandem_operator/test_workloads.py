@@ -217,12 +217,16 @@ def test_configurations_read_back_and_roll_the_pods() -> None:
     assert GatewayConfig.model_validate_json(gateway).disaggregated
 
 
-def test_workers_get_no_token_and_gateways_may_only_see_pods() -> None:
+def test_workers_get_no_token_and_gateways_may_only_see_pods_and_their_own_model() -> None:
     plan = blueprint()
     (workload,) = of_kind(plan, "StatefulSet")
     assert workload["spec"]["template"]["spec"]["automountServiceAccountToken"] is False
     (role,) = of_kind(plan, "Role")
-    assert role["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}]
+    verbs = ["get", "list", "watch"]
+    assert role["rules"] == [
+        {"apiGroups": [""], "resources": ["pods"], "verbs": verbs},
+        {"apiGroups": ["tandem.dev"], "resources": ["inferencemodels"], "resourceNames": ["m"], "verbs": verbs},
+    ]
 
 
 @given(spec=specs)

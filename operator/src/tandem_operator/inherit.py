@@ -21,6 +21,9 @@ from tandem_operator.workloads.pods import grace_seconds, template_grace_seconds
 
 _GRACE = "terminationGracePeriodSeconds"
 _CONFIG_TYPES: dict[str, type[Wire]] = {STATEFUL_SET.name: WorkerConfig, DEPLOYMENT.name: GatewayConfig}
+_FOLLOWED_EVER = {STATEFUL_SET.name: frozenset({"drain_timeout_seconds"}), DEPLOYMENT.name: frozenset[str]()}
+"""What pods of every release follow in a ConfigMap that may be changed. A configuration that is named by another rule
+than this release's belongs to pods of an earlier one, which may follow no more than this."""
 
 
 def keep_what_runs(blueprint: Blueprint, desired: Iterable[Manifest], live: Children) -> list[Manifest]:
@@ -48,19 +51,22 @@ def _with_grace(blueprint: Blueprint, workload: Manifest, present: Manifest) -> 
 
 
 def _with_config(workload: Manifest, present: Manifest, children: dict[ChildKey, Manifest], live: Children) -> Manifest:
-    """A ConfigMap that cannot be changed is from a release that wrote defaults out: kept while it says the same."""
+    """A ConfigMap of another name that says the same is from a release that wrote defaults out, or counted more to what
+    is read at start: kept while it does. One of the former cannot be changed."""
     config_map, old = (
         source.get(ChildKey(CONFIG_MAP.name, str(_config_name(w))))
         for source, w in ((children, workload), (live, present))
     )
-    if config_map is None or old is None or not old.get("immutable") or config_hash(old) is None:
+    if config_map is None or old is None or config_hash(old) in (None, config_hash(config_map)):
         return workload
+    is_fixed = bool(old.get("immutable"))
     wire = _CONFIG_TYPES[workload["kind"]]
     try:
         said = [wire.model_validate_json(dig(source, "data", CONFIG_FILE) or "") for source in (config_map, old)]
     except ValidationError:
         return workload
-    if said[0] != said[1]:
+    free = frozenset[str]() if is_fixed else _FOLLOWED_EVER[workload["kind"]]
+    if said[0] != said[1].model_copy(update={field: getattr(said[0], field) for field in free}):
         return workload
     del children[child_key(config_map)]
     kept = config_map | {
@@ -69,8 +75,7 @@ def _with_config(workload: Manifest, present: Manifest, children: dict[ChildKey,
             "name": old["metadata"]["name"],
             "annotations": config_map["metadata"]["annotations"] | {names.ANNOTATION_CONFIG_HASH: config_hash(old)},
         },
-        "data": old["data"],
-        "immutable": True,
+        **({"data": old["data"], "immutable": True} if is_fixed else {}),
     }
     children[child_key(kept)] = sign(kept)
     volumes = [

@@ -40,6 +40,7 @@ from tandem_operator.planner import Plan, Step, own_workloads, plan_children, pl
 from tandem_operator.recorder import EventRecorder
 from tandem_operator.refusals import refusal
 from tandem_operator.rolling import Rolling, plan_hurry, plan_rolling
+from tandem_operator.routing import seconds_left
 from tandem_operator.settings import Release
 from tandem_operator.status import build_status, refused_status
 from tandem_operator.transitions import Happening, apply_happenings, status_happenings
@@ -129,7 +130,11 @@ class Reconciler:
         if outcome.failed:
             raise IncompleteError("; ".join(outcome.failed))
         moving = any(condition.type in ("Reconciling", "Stalled") for condition in status.conditions)
-        again = [outcome.look_again or (_RARELY if moving else None), keys.look_after_seconds]
+        again = [
+            outcome.look_again or (_RARELY if moving else None),
+            keys.look_after_seconds,
+            seconds_left(status.routing, now=datetime.datetime.now(datetime.UTC)),
+        ]
         return min((seconds for seconds in again if seconds is not None), default=None)
 
     async def _ensure_keys(self, blueprint: Blueprint, raw: Manifest, outcome: Outcome) -> KeyLook:

@@ -21,6 +21,7 @@ from tandem_operator.manifests import ChildKey
 from tandem_operator.observation import RoleState, last_progress, observe_role, parse_time
 from tandem_operator.planner import Children
 from tandem_operator.rollout import capacity_of
+from tandem_operator.routing import plan_routing
 from tandem_operator.workloads.blueprint import Blueprint
 
 WAITS_FOR_A_WISH = frozenset({"Suspended", "ScaledToZero", "RolloutPaused"})
@@ -47,10 +48,13 @@ def build_status(
     conditions.append(_model_condition(blueprint, workers))
     conditions += [_role_condition(blueprint, state) for state in states.values()]
     gateway = states[Role.GATEWAY]
+    present = parse_time(now)
+    assert present is not None
     return InferenceModelStatus(
         observed_generation=model.metadata.generation,
         url=names.service_url(blueprint.name, model.metadata.namespace),
         revision=blueprint.revision,
+        routing=plan_routing(blueprint, now=present),
         prefill=states[Role.PREFILL].to_status() if Role.PREFILL in states else None,
         decode=states[blueprint.decode_role].to_status(),
         gateway=gateway.to_status(),

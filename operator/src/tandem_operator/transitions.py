@@ -39,7 +39,17 @@ def status_happenings(before: InferenceModelStatus, after: InferenceModelStatus)
     ready, was = new.get("Ready"), old.get("Ready")
     if ready is not None and ready.reason == "Suspended" and (was is None or was.reason != "Suspended"):
         events.append(Happening(reason="Suspended", message="scaling every pod of this model to zero"))
-    return events
+    return [*events, *_renamed(before, after)]
+
+
+def _renamed(before: InferenceModelStatus, after: InferenceModelStatus) -> list[Happening]:
+    if before.routing is None or after.routing is None:
+        return []
+    old, new = before.routing.served_names, after.routing.served_names
+    if old[:1] == new[:1]:
+        return []
+    text = f"served as {new[0]} from now on; until {after.routing.former_until} also as {', '.join(new[1:])}"
+    return [Happening(reason="Renamed", message=text)]
 
 
 def apply_happenings(applied: Iterable[Manifest], live: Children) -> list[Happening]:

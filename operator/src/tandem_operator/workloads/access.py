@@ -1,6 +1,8 @@
-"""Who the pods are and what they may ask of the API server: workers nothing, gateways to see pods."""
+"""Who the pods are and what they may ask of the API server: workers nothing, gateways to see pods and their model."""
 
 from __future__ import annotations
+
+from tandem_api import names
 
 from tandem_operator.manifests import ROLE, ROLE_BINDING, SERVICE_ACCOUNT, Manifest
 from tandem_operator.workloads.blueprint import Blueprint
@@ -9,7 +11,11 @@ from tandem_operator.workloads.blueprint import Blueprint
 def build_access(blueprint: Blueprint) -> list[Manifest]:
     """ServiceAccounts, and the gateway's Role with its binding."""
     account = blueprint.gateway_account
-    rules = [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}]
+    read = {"verbs": ["get", "list", "watch"]}
+    rules = [
+        {"apiGroups": [""], "resources": ["pods"], **read},
+        {"apiGroups": [names.GROUP], "resources": [names.PLURAL], "resourceNames": [blueprint.name], **read},
+    ]
     binding = {
         "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": account},
         "subjects": [{"kind": "ServiceAccount", "name": account, "namespace": blueprint.model.metadata.namespace}],
