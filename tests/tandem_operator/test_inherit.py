@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import copy
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from operator_objects import blueprint, cases
+from operator_objects import RELEASED, blueprint, cases, released
 from pydantic import Field
 from tandem_api.launch import ModelSource, WorkerConfig
 from tandem_api.names import Role
@@ -23,7 +21,6 @@ from tandem_operator.planner import plan_children
 from tandem_operator.workloads import Blueprint, build_children
 from tandem_operator.workloads.configs import gateway_config, start_hash, worker_config
 
-RELEASED = Path(__file__).parent / "released"
 START_HASHES = {
     "aggregated": {"unified": "b7be8608", "gateway": "e35a2c5b"},
     "disaggregated": {"prefill": "4ed51685", "decode": "9f0308c1", "gateway": "79dfd4f2"},
@@ -33,11 +30,6 @@ START_HASHES = {
 }
 """Of this release, by case and role. A release that changes one keeps what runs under the former name (`inherit`)."""
 DECODE, GATEWAY = ChildKey("StatefulSet", "m-decode"), ChildKey("Deployment", "m")
-
-
-def released(version: str, case: str) -> dict[ChildKey, Manifest]:
-    documents = yaml.safe_load_all((RELEASED / version / f"{case}.yaml").read_text())
-    return {child_key(document): document for document in documents}
 
 
 def upgraded(plan: Blueprint, live: dict[ChildKey, Manifest]) -> dict[ChildKey, Manifest]:

@@ -129,8 +129,8 @@ class WorkerConfig(Wire):
 
 
 WORKER_READS_AGAIN = frozenset({"drain_timeout_seconds", "served_name"})
-"""Fields of `WorkerConfig` that a running worker reads when it needs them, or leaves to the gateways that show it a key,
-as it does with the served name: a change restarts nothing."""
+"""Fields of `WorkerConfig` that a running worker reads when it needs them, or leaves to the gateways that show it a
+key, as it does with the served name: a change restarts nothing."""
 
 
 class GatewayTimeouts(Wire):

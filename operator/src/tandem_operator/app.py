@@ -15,6 +15,7 @@ from tandem_api import names
 
 from tandem_operator import metrics, web
 from tandem_operator.errors import APIError, IncompleteError
+from tandem_operator.hub import Hub
 from tandem_operator.keeper import KeyKeeper
 from tandem_operator.kube.client import Connections, connect
 from tandem_operator.kube.events import CREATIONS, CreationEvents
@@ -44,7 +45,10 @@ class Operator:
         recorder = EventRecorder(client, instance=settings.lease.identity)
         keeper = KeyKeeper(client, settings.keys)
         self._creations = CreationEvents()
-        self._reconciler = Reconciler(client, self._store, settings.release, keeper, recorder, self._creations)
+        self._hub = Hub(client, settings.hub, on_answer=self._queue.add)
+        self._reconciler = Reconciler(
+            client, self._store, settings.release, keeper, recorder, self._creations, self._hub
+        )
         self._models: set[ModelKey] = set()
         self._connected = False
 
@@ -118,6 +122,7 @@ class Operator:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            await self._hub.close()
 
     async def _watch_models(self) -> None:
         """InferenceModels by kopf. Event handlers alone: kopf then writes neither annotations nor finalizers."""
@@ -142,6 +147,7 @@ class Operator:
         if type == "DELETED":
             self._models.discard(key)
             self._queue.forget(key)
+            self._hub.forget(key)
         else:
             self._models.add(key)
             self._queue.add(key)

@@ -43,7 +43,7 @@ def worker_config(blueprint: Blueprint, role: Role) -> WorkerConfig:
         role=role,
         revision=blueprint.revision_of(role),
         model=ModelSource(
-            uri=spec.model.uri, revision=spec.model.revision, hub_endpoint=blueprint.release.hub_endpoint
+            uri=spec.model.uri, revision=blueprint.weights_revision, hub_endpoint=blueprint.release.hub_endpoint
         ),
         device=spec.engine.device,
         dtype=spec.engine.dtype,
