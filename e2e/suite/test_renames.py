@@ -1,4 +1,4 @@
-"""What changes without a restart: names and time limits. And what a branch that moves does to workers: nothing by itself."""
+"""What changes without a restart: names and time limits. And a branch that moves, which by itself replaces nobody."""
 
 from __future__ import annotations
 

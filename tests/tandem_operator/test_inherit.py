@@ -155,3 +155,12 @@ def test_workers_of_an_earlier_release_read_another_time_to_drain_from_where_the
     volumes = after[DECODE]["spec"]["template"]["spec"]["volumes"]
     (mounted,) = (volume["configMap"]["name"] for volume in volumes if volume["name"] == "config")
     assert json.loads(after[ChildKey("ConfigMap", mounted)]["data"]["config.json"])["drainTimeoutSeconds"] == 90.0
+
+
+@pytest.mark.parametrize("version", sorted(path.name for path in RELEASED.iterdir()))
+def test_pods_that_are_replaced_anyway_follow_from_then_on(version: str) -> None:
+    live = released(version, "disaggregated")
+    case: dict[str, Any] = cases()["disaggregated"] | {"engine": {"image": "w:2"}, "gateway": {"image": "g:2"}}
+    after = upgraded(blueprint(**case), live)
+    renamed = upgraded(blueprint(**case | {"model": {"uri": "hf://org/repo", "servedName": "new"}}), after)
+    assert workloads(renamed) == workloads(after)

@@ -15,6 +15,7 @@ from tandem_api.launch import GatewayConfig, WorkerConfig
 
 from tandem_operator.manifests import CONFIG_MAP, DEPLOYMENT, STATEFUL_SET, ChildKey, Manifest, child_key, dig, dig_list
 from tandem_operator.planner import Children
+from tandem_operator.rolling import is_new_template
 from tandem_operator.workloads.blueprint import Blueprint, config_hash, sign
 from tandem_operator.workloads.configs import CONFIG_FILE
 from tandem_operator.workloads.pods import grace_seconds, template_grace_seconds
@@ -34,8 +35,11 @@ def keep_what_runs(blueprint: Blueprint, desired: Iterable[Manifest], live: Chil
         if key.kind not in _CONFIG_TYPES or present is None:
             continue
         changed = _with_grace(blueprint, workload, present)
-        changed = _with_config(changed, present, children, live)
-        if changed is not workload:
+        kept = _kept_config(changed, present, children, live)
+        if kept is not None and not is_new_template(inherits := sign(_with_config(changed, kept)), present):
+            del children[ChildKey(CONFIG_MAP.name, str(_config_name(workload)))]
+            children |= {child_key(kept): kept, key: inherits}
+        elif changed is not workload:
             children[key] = sign(changed)
     return list(children.values())
 
@@ -50,25 +54,24 @@ def _with_grace(blueprint: Blueprint, workload: Manifest, present: Manifest) -> 
     return _with_template(workload, spec={_GRACE: have})
 
 
-def _with_config(workload: Manifest, present: Manifest, children: dict[ChildKey, Manifest], live: Children) -> Manifest:
+def _kept_config(workload: Manifest, present: Manifest, children: Children, live: Children) -> Manifest | None:
     """A ConfigMap of another name that says the same is from a release that wrote defaults out, or counted more to what
-    is read at start: kept while it does. One of the former cannot be changed."""
+    is read at start: kept while it does, unless pods are replaced anyway. One of the former cannot be changed."""
     config_map, old = (
         source.get(ChildKey(CONFIG_MAP.name, str(_config_name(w))))
         for source, w in ((children, workload), (live, present))
     )
     if config_map is None or old is None or config_hash(old) in (None, config_hash(config_map)):
-        return workload
+        return None
     is_fixed = bool(old.get("immutable"))
     wire = _CONFIG_TYPES[workload["kind"]]
     try:
         said = [wire.model_validate_json(dig(source, "data", CONFIG_FILE) or "") for source in (config_map, old)]
     except ValidationError:
-        return workload
+        return None
     free = frozenset[str]() if is_fixed else _FOLLOWED_EVER[workload["kind"]]
     if said[0] != said[1].model_copy(update={field: getattr(said[0], field) for field in free}):
-        return workload
-    del children[child_key(config_map)]
+        return None
     kept = config_map | {
         "metadata": config_map["metadata"]
         | {
@@ -77,15 +80,19 @@ def _with_config(workload: Manifest, present: Manifest, children: dict[ChildKey,
         },
         **({"data": old["data"], "immutable": True} if is_fixed else {}),
     }
-    children[child_key(kept)] = sign(kept)
+    return sign(kept)
+
+
+def _with_config(workload: Manifest, config_map: Manifest) -> Manifest:
+    """`workload` with pods that start from `config_map`."""
     volumes = [
-        volume | {"configMap": volume["configMap"] | {"name": old["metadata"]["name"]}}
+        volume | {"configMap": volume["configMap"] | {"name": config_map["metadata"]["name"]}}
         if volume.get("name") == "config" and "configMap" in volume
         else volume
         for volume in dig_list(workload, "spec", "template", "spec", "volumes")
     ]
     return _with_template(
-        workload, spec={"volumes": volumes}, annotations={names.ANNOTATION_CONFIG_HASH: config_hash(old)}
+        workload, spec={"volumes": volumes}, annotations={names.ANNOTATION_CONFIG_HASH: config_hash(config_map)}
     )
 
 
