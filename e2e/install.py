@@ -13,6 +13,8 @@ NAMESPACE = "tandem-system"
 SETTLE_SECONDS = {"binaries": 45}
 """Between two steps of a key rotation, by the cluster's backend: there the kubelet looks at a pod every 10 to 15 s."""
 DEFAULT_SETTLE_SECONDS = 100
+POLL_SECONDS = 15
+"""Between two questions whether a branch has moved."""
 HUB_ENDPOINT = "http://mirror.tandem-mirror.svc"
 
 
@@ -43,6 +45,7 @@ def chart_values(cluster: Any) -> list[str]:
         "images.gateway": images["gateway"],
         "images.worker": images["worker"],
         "hub.endpoint": HUB_ENDPOINT,
+        "hub.pollSeconds": POLL_SECONDS,
         "keys.settleSeconds": settle_seconds(cluster),
     }
     return [part for key, value in values.items() for part in ("--set", f"{key}={value}")]

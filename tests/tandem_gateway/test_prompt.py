@@ -15,7 +15,7 @@ USER = {"role": "user", "content": "hi"}
 
 def read(body: Any, path: str = CHAT, affinity: bytes | None = None) -> Inquiry:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return read_inquiry(path, data, served_name="toy", affinity=affinity, estimator=Estimator())
+    return read_inquiry(path, data, served_names=["toy"], affinity=affinity, estimator=Estimator())
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
+import yaml
 from tandem_api.inferencemodel import InferenceModel
 from tandem_operator.manifests import ChildKey, Manifest, child_key
 from tandem_operator.settings import Release
 from tandem_operator.workloads import Blueprint, build_children
 
+RELEASED = Path(__file__).parent / "released"
 RELEASE = Release(worker_image="worker:1", gateway_image="gateway:1")
 UID = "11111111-2222-3333-4444-555555555555"
 
@@ -26,6 +29,12 @@ def blueprint(name: str = "m", *, release: Release = RELEASE, **spec: Any) -> Bl
 def children(plan: Blueprint) -> dict[ChildKey, Manifest]:
     """The model's children as they are right after they were made."""
     return {child_key(child): copy.deepcopy(child) for child in build_children(plan)}
+
+
+def released(version: str, case: str) -> dict[ChildKey, Manifest]:
+    """Children of the golden spec `case`, as an earlier release wrote them."""
+    documents = yaml.safe_load_all((RELEASED / version / f"{case}.yaml").read_text())
+    return {child_key(document): document for document in documents}
 
 
 def pod(name: str, *, owner: str = "sts-uid", component: str = "decode", **fields: Any) -> Manifest:

@@ -17,7 +17,7 @@ from api_double import api_client, serving
 from operator_objects import RELEASE, raw_model
 from tandem_operator.app import Operator
 from tandem_operator.kube.client import Connections, KubeClient
-from tandem_operator.settings import LeaseSettings, OperatorSettings
+from tandem_operator.settings import HubPolicy, LeaseSettings, OperatorSettings
 
 NAMESPACES = tuple(f"n{number}" for number in range(10))
 MODEL = "/apis/tandem.dev/v1alpha1/namespaces/n3/inferencemodels/m"
@@ -111,7 +111,7 @@ async def test_ten_namespaces_are_watched_and_the_lease_is_held_meanwhile(
     # The library reads KUBECONFIG once, when it is imported.
     monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(path))
     lease = LeaseSettings(namespace="ns", identity="me", renew_seconds=0.2)
-    settings = OperatorSettings(release=RELEASE, lease=lease, namespaces=NAMESPACES)
+    settings = OperatorSettings(release=RELEASE, lease=lease, namespaces=NAMESPACES, hub=HubPolicy(resolve=False))
     # As `connect` makes them, with pools so small that watches in them would starve all else.
     connections = Connections(
         requests=KubeClient(api_client(server.url, 4), watches=api_client(server.url, 0)),

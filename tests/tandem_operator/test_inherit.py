@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import copy
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from operator_objects import blueprint, cases
+from operator_objects import RELEASED, blueprint, cases, released
 from pydantic import Field
 from tandem_api.launch import ModelSource, WorkerConfig
 from tandem_api.names import Role
@@ -21,22 +19,17 @@ from tandem_operator.manifests import ChildKey, Manifest, child_key
 from tandem_operator.matching import satisfies
 from tandem_operator.planner import plan_children
 from tandem_operator.workloads import Blueprint, build_children
-from tandem_operator.workloads.configs import start_hash, worker_config
+from tandem_operator.workloads.configs import gateway_config, start_hash, worker_config
 
-RELEASED = Path(__file__).parent / "released"
 START_HASHES = {
-    "aggregated": {"unified": "c43fe3ce"},
-    "disaggregated": {"prefill": "c6bc73b6", "decode": "984e1bba"},
-    "everything": {"prefill": "77d6b9c0", "decode": "92f364ac"},
-    "groups": {"prefill": "c6bc73b6", "decode": "b0dcb85e"},
-    "claim-suspended": {"unified": "ef3ba05f"},
+    "aggregated": {"unified": "b7be8608", "gateway": "e35a2c5b"},
+    "disaggregated": {"prefill": "4ed51685", "decode": "9f0308c1", "gateway": "79dfd4f2"},
+    "everything": {"prefill": "29957ee5", "decode": "c9a53d0c", "gateway": "79dfd4f2"},
+    "groups": {"prefill": "4ed51685", "decode": "6945054e", "gateway": "79dfd4f2"},
+    "claim-suspended": {"unified": "daacf21f", "gateway": "e35a2c5b"},
 }
-"""Of this release, by case and role. A release that changes one restarts every such worker."""
-
-
-def released(version: str, case: str) -> dict[ChildKey, Manifest]:
-    documents = yaml.safe_load_all((RELEASED / version / f"{case}.yaml").read_text())
-    return {child_key(document): document for document in documents}
+"""Of this release, by case and role. A release that changes one keeps what runs under the former name (`inherit`)."""
+DECODE, GATEWAY = ChildKey("StatefulSet", "m-decode"), ChildKey("Deployment", "m")
 
 
 def upgraded(plan: Blueprint, live: dict[ChildKey, Manifest]) -> dict[ChildKey, Manifest]:
@@ -62,7 +55,8 @@ def test_an_upgrade_of_the_operator_restarts_nobody(version: str, case: str) -> 
 @pytest.mark.parametrize("case", sorted(START_HASHES))
 def test_start_hashes_of_this_release(case: str) -> None:
     plan = blueprint(**cases()[case])
-    assert {role.value: start_hash(worker_config(plan, role)) for role in plan.worker_roles} == START_HASHES[case]
+    workers = {role.value: start_hash(worker_config(plan, role)) for role in plan.worker_roles}
+    assert workers | {"gateway": start_hash(gateway_config(plan))} == START_HASHES[case]
 
 
 def spread_of(workload: Manifest) -> list[str]:
@@ -114,9 +108,7 @@ def test_a_later_release_with_an_added_default_says_the_same() -> None:
 def test_another_time_to_drain_restarts_no_worker_and_is_there_to_be_read() -> None:
     live = {child_key(child): child for child in build_children(blueprint(prefill={}))}
     after = upgraded(blueprint(prefill={}, drain={"timeout": "90s"}), live)
-    for key, workload in workloads(after).items():
-        if key.kind == "StatefulSet":
-            assert workload == live[key]
+    assert workloads(after) == workloads(live)
     configs = [json.loads(after[key]["data"]["config.json"]) for key in after if key.kind == "ConfigMap"]
     assert {config["drainTimeoutSeconds"] for config in configs} == {90.0}
     assert not any("immutable" in child for child in after.values()), "it changes in place"
@@ -158,3 +150,50 @@ def test_a_second_look_after_an_upgrade_writes_nothing() -> None:
     assert done.delete == (ChildKey("Role", "m-gateway"), ChildKey("RoleBinding", "m-gateway")), (
         "a ClusterRole is bound"
     )
+
+
+def test_another_name_and_other_timeouts_restart_nobody() -> None:
+    live = {child_key(child): child for child in build_children(blueprint(prefill={}))}
+    renamed = {"model": {"uri": "hf://org/repo", "servedName": "new"}, "gateway": {"timeouts": {"firstToken": "9s"}}}
+    after = upgraded(blueprint(prefill={}, **renamed), live)
+    assert workloads(after) == workloads(live)
+    configs = [json.loads(after[key]["data"]["config.json"]) for key in after if key.kind == "ConfigMap"]
+    assert {config["servedName"] for config in configs} == {"new"}, "what starts from now on is told"
+
+
+@pytest.mark.parametrize("version", sorted(path.name for path in RELEASED.iterdir()))
+def test_pods_of_releases_that_follow_no_name_are_replaced_for_another_one_and_then_no_more(version: str) -> None:
+    live = released(version, "disaggregated")
+    case: dict[str, Any] = cases()["disaggregated"]
+    renamed = {"model": {"uri": "hf://org/repo", "servedName": "new"}}
+    after = upgraded(blueprint(**case | renamed), live)
+    for key in (DECODE, GATEWAY):
+        assert after[key]["spec"]["template"] != live[key]["spec"]["template"]
+    again = upgraded(blueprint(**case | {"model": {"uri": "hf://org/repo", "servedName": "newer"}}), after)
+    assert workloads(again) == workloads(after)
+
+
+def test_gateways_of_a_release_that_follows_nothing_are_replaced_for_other_timeouts() -> None:
+    live = released("0.1.0-rollouts", "disaggregated")
+    case: dict[str, Any] = cases()["disaggregated"]
+    after = upgraded(blueprint(**case | {"gateway": {"timeouts": {"idle": "9s"}}}), live)
+    assert after[GATEWAY]["spec"]["template"] != live[GATEWAY]["spec"]["template"]
+    assert after[DECODE]["spec"]["template"] == live[DECODE]["spec"]["template"]
+
+
+def test_workers_of_an_earlier_release_read_another_time_to_drain_from_where_they_look() -> None:
+    live = released("0.1.0-rollouts", "disaggregated")
+    after = upgraded(blueprint(**cases()["disaggregated"], drain={"timeout": "90s"}), live)
+    assert after[DECODE]["spec"]["template"] == live[DECODE]["spec"]["template"]
+    volumes = after[DECODE]["spec"]["template"]["spec"]["volumes"]
+    (mounted,) = (volume["configMap"]["name"] for volume in volumes if volume["name"] == "config")
+    assert json.loads(after[ChildKey("ConfigMap", mounted)]["data"]["config.json"])["drainTimeoutSeconds"] == 90.0
+
+
+@pytest.mark.parametrize("version", sorted(path.name for path in RELEASED.iterdir()))
+def test_pods_that_are_replaced_anyway_follow_from_then_on(version: str) -> None:
+    live = released(version, "disaggregated")
+    case: dict[str, Any] = cases()["disaggregated"] | {"engine": {"image": "w:2"}, "gateway": {"image": "g:2"}}
+    after = upgraded(blueprint(**case), live)
+    renamed = upgraded(blueprint(**case | {"model": {"uri": "hf://org/repo", "servedName": "new"}}), after)
+    assert workloads(renamed) == workloads(after)

@@ -3,7 +3,10 @@ each failure is told and stops nothing else."""
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import dataclasses
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -15,6 +18,7 @@ from operator_objects import READY, RELEASE, container, pod, raw_model
 from prometheus_client import REGISTRY
 from tandem_operator import metrics
 from tandem_operator.errors import IncompleteError
+from tandem_operator.hub import Hub
 from tandem_operator.keeper import KeyKeeper
 from tandem_operator.kube.client import KubeClient
 from tandem_operator.kube.events import CreationEvents
@@ -23,6 +27,7 @@ from tandem_operator.manifests import EVENT, KIND_BY_NAME, ModelKey
 from tandem_operator.reconciler import Reconciler
 from tandem_operator.recorder import EventRecorder
 from tandem_operator.rotation import KeyPolicy
+from tandem_operator.settings import HubPolicy, Release
 
 MODEL = "/apis/tandem.dev/v1alpha1/namespaces/n/inferencemodels/m"
 SECRET = "/api/v1/namespaces/n/secrets/m-keys"
@@ -115,7 +120,9 @@ async def server() -> AsyncIterator[ObjectServer]:
 class Operator:
     """Looks at model `m`, with a cache that knows what the server has."""
 
-    def __init__(self, server: ObjectServer, client: KubeClient) -> None:
+    def __init__(
+        self, server: ObjectServer, client: KubeClient, hub: Hub | None = None, release: Release = RELEASE
+    ) -> None:
         self.now = 1_750_000_000.0
         self._server = server
         self._store = ChildStore()
@@ -124,7 +131,7 @@ class Operator:
         self.unserved: frozenset[str] = frozenset()
         recorder = EventRecorder(client, instance="test")
         self._reconciler = Reconciler(
-            client, self._store, RELEASE, keeper, recorder, self.creations, unserved=lambda: self.unserved
+            client, self._store, release, keeper, recorder, self.creations, hub, unserved=lambda: self.unserved
         )
 
     async def look(self) -> float | None:
@@ -365,3 +372,126 @@ async def test_conditions_are_figures_too(server: ObjectServer, operator: Operat
     assert REGISTRY.get_sample_value(name, labels | {"type": "Suspended"}) == 0, "nobody asked for that"
     metrics.forget_model(KEY)
     assert REGISTRY.get_sample_value(name, labels | {"type": "Stalled"}) is None
+
+
+async def test_another_name_reaches_gateways_by_the_status_alone(server: ObjectServer, operator: Operator) -> None:
+    await operator.look()
+    server.settle()
+    server.change(model={"uri": "hf://org/repo", "servedName": "new"})
+    again = await operator.look()
+    assert {DECODE, GATEWAY}.isdisjoint(server.written)
+    routing = server.kept[MODEL]["status"]["routing"]
+    assert routing["servedNames"] == ["new", "m"]
+    assert (again or 999) <= 60, "the former name is taken away in time"
+    assert "Renamed" in server.event_reasons
+    server.change(model={"uri": 7})
+    await operator.look()
+    assert server.conditions["Stalled"]["reason"] == "InvalidSpec"
+    assert server.kept[MODEL]["status"]["routing"] == routing, "what served last is served on"
+
+
+A, B = "a" * 40, "b" * 40
+
+
+class Weights:
+    """An operator that asks a hub with one branch."""
+
+    def __init__(self, server: ObjectServer, client: KubeClient, url: str) -> None:
+        self.commit: str | None = A
+        self._answered = asyncio.Event()
+        self.hub = Hub(client, HubPolicy(poll_seconds=1e-6), on_answer=lambda _: self._answered.set())
+        release = dataclasses.replace(RELEASE, hub_endpoint=url)
+        self.earlier = Operator(server, client, release=release)
+        """One that asks nobody."""
+        self._operator = Operator(server, client, self.hub, release)
+        self._server = server
+
+    async def look(self) -> list[str]:
+        """Look, and again once the hub has answered, as the work queue does. Returns what the second look wrote."""
+        self._answered.clear()
+        await self._operator.look()
+        async with asyncio.timeout(10):
+            await self._answered.wait()
+        await self._operator.look()
+        return [path for path in self._server.written if "/events/" not in path]
+
+    @property
+    def loaded(self) -> str:
+        """The revision that decode pods are told."""
+        volumes = self._server.kept[DECODE]["spec"]["template"]["spec"]["volumes"]
+        (name,) = (volume["configMap"]["name"] for volume in volumes if volume["name"] == "config")
+        config = self._server.kept[f"/api/v1/namespaces/n/configmaps/{name}"]["data"]["config.json"]
+        return json.loads(config)["model"].get("revision", "main")
+
+
+@pytest.fixture
+async def weights(server: ObjectServer) -> AsyncIterator[Weights]:
+    made: list[Weights] = []
+
+    async def answer(_: web.Request) -> web.Response:
+        return web.json_response({"sha": made[0].commit}) if made[0].commit else web.Response(status=503)
+
+    configuration = Configuration()
+    configuration.host = server.url
+    client = KubeClient(ApiClient(configuration))
+    async with serving(answer) as url:
+        made.append(Weights(server, client, url))
+        yield made[0]
+        await made[0].hub.close()
+    await client.close()
+
+
+async def test_a_new_model_gets_pods_once_its_commit_is_known(server: ObjectServer, weights: Weights) -> None:
+    weights.commit = None
+    assert DECODE not in await weights.look()
+    found = server.conditions["Reconciling"]
+    assert found["reason"] == "HubUnreachable"
+    assert "hub.resolve=false" in found["message"]
+    weights.commit = A
+    weights.hub.forget(KEY)
+    assert DECODE in await weights.look()
+    assert weights.loaded == A
+    assert server.kept[MODEL]["status"]["model"]["commit"] == A
+    assert server.conditions["ModelResolved"]["status"] == "True"
+    assert "ModelResolved" in server.event_reasons
+
+
+async def test_a_branch_that_moves_is_told_and_rolled_when_somebody_says_so(
+    server: ObjectServer, weights: Weights
+) -> None:
+    await weights.look()
+    server.settle()
+    weights.commit = B
+    assert DECODE not in await weights.look()
+    assert (weights.loaded, server.kept[MODEL]["status"]["model"]["latestCommit"]) == (A, B)
+    assert server.conditions["ModelResolved"]["reason"] == "RevisionMoved"
+    assert "RevisionMoved" in server.event_reasons
+    server.annotate(**{"resolve-model": "now"})
+    assert DECODE in await weights.look()
+    assert weights.loaded == B
+    server.settle()
+    assert DECODE not in await weights.look(), "once"
+    weights.commit = A
+    server.change(model={"uri": "hf://org/repo", "followRevision": True})
+    assert DECODE in await weights.look()
+    assert weights.loaded == A
+
+
+async def test_workers_that_an_earlier_operator_made_run_on_and_load_a_commit_when_they_are_replaced(
+    server: ObjectServer, weights: Weights
+) -> None:
+    await weights.earlier.look()
+    server.settle()
+    before = server.kept[DECODE]
+    assert DECODE not in await weights.look()
+    assert server.kept[DECODE] == before
+    assert server.conditions["ModelResolved"]["reason"] == "NotResolved"
+    weights.commit = None
+    weights.hub.forget(KEY)
+    server.change(engine={"image": "w:2"})
+    assert DECODE not in await weights.look(), "what runs goes on"
+    assert server.conditions["Reconciling"]["reason"] == "HubUnreachable"
+    weights.commit = A
+    weights.hub.forget(KEY)
+    assert DECODE in await weights.look()
+    assert weights.loaded == A

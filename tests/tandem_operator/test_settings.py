@@ -25,6 +25,13 @@ def test_the_lease_needs_a_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
         parse_settings(IMAGES)
 
 
+def test_when_the_hub_is_asked() -> None:
+    plain = parse_settings([*IMAGES, "--lease-namespace=ns"])
+    assert (plain.hub.resolve, plain.hub.poll_seconds) == (True, 600.0)
+    told = parse_settings([*IMAGES, "--lease-namespace=ns", "--hub-resolve=false", "--hub-poll-seconds=60"])
+    assert (told.hub.resolve, told.hub.poll_seconds) == (False, 60.0)
+
+
 def test_keys_and_policies() -> None:
     plain = parse_settings([*IMAGES, "--lease-namespace=ns"])
     assert (plain.keys.settle_seconds, plain.keys.rotate_after_seconds) == (180.0, None)

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 from operator_objects import blueprint, children
-from tandem_api.inferencemodel import Condition, InferenceModelStatus
+from tandem_api.inferencemodel import Condition, InferenceModelStatus, ModelStatus
+from tandem_api.launch import GatewayRouting
 from tandem_operator.transitions import apply_happenings, status_happenings
 from tandem_operator.workloads import build_children
 
@@ -35,3 +36,28 @@ def test_workloads_that_are_made_or_scaled() -> None:
     assert sorted(happening.reason for happening in created) == ["Created", "Created"]
     (scaled,) = apply_happenings(build_children(three), children(one))
     assert scaled.message == "scaled StatefulSet m-decode from 1 to 3 pods"
+
+
+def test_a_change_of_name_is_told_with_its_end() -> None:
+    old = InferenceModelStatus(routing=GatewayRouting(served_names=["old"]))
+    both = GatewayRouting(served_names=["new", "old"], former_until="2026-01-01T00:01:00Z")
+    new = InferenceModelStatus(routing=both)
+    (told,) = status_happenings(old, new)
+    assert (told.reason, told.message) == (
+        "Renamed", "served as new from now on; until 2026-01-01T00:01:00Z also as old",
+    )  # fmt: skip
+    ended = InferenceModelStatus(routing=GatewayRouting(served_names=["new"]))
+    assert reasons(new, new) == reasons(new, ended) == reasons(InferenceModelStatus(), new) == []
+
+
+def test_a_commit_and_a_move_of_its_branch_are_told_once() -> None:
+    def status(commit: str | None, latest: str | None = None) -> InferenceModelStatus:
+        model = ModelStatus(uri="hf://o/r", revision="main", commit=commit, latest_commit=latest)
+        return InferenceModelStatus(model=model)
+
+    assert reasons(InferenceModelStatus(), status("a")) == ["ModelResolved"]
+    assert reasons(status(None), status(None, "b")) == [], "nobody knows what runs there"
+    assert reasons(status("a"), status("a", "b")) == ["RevisionMoved"]
+    assert reasons(status("a", "b"), status("a", "b")) == []
+    assert reasons(status("a", "b"), status("a", "c")) == ["RevisionMoved"]
+    assert reasons(status("a", "c"), status("c")) == ["ModelResolved"]

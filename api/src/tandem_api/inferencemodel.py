@@ -127,6 +127,11 @@ class Model(Authored):
                 _hub_only("revision", "the branch, tag or commit", unset="main"),
                 _hub_only("secretRef", "the access token"),
                 _hub_only("cache", "the download folder"),
+                rule(
+                    "!has(self.followRevision) || !self.followRevision || self.uri.startsWith('hf://')",
+                    "is about the branch of an hf:// repository: remove it, or let uri be hf://ORGANIZATION/REPOSITORY",
+                    path=".followRevision",
+                ),
             ]
         }
     )
@@ -135,7 +140,10 @@ class Model(Authored):
     """Where the weights are: `hf://ORG/REPOSITORY`, `pvc://CLAIM/path`, or `file:///path/in/container`. The folder
     holds safetensors files with a `config.json`, or a GGUF file."""
     revision: Revision = "main"
-    """Branch, tag or commit of an `hf://` repository."""
+    """Branch, tag or commit of an `hf://` repository. The operator asks once which commit a branch or tag is, and all
+    workers load that one: see `status.model`."""
+    follow_revision: bool = False
+    """Replace the workers whenever the branch of `revision` has moved. Otherwise that is only reported."""
     served_name: (
         Annotated[
             str,
@@ -633,6 +641,21 @@ class RoleStatus(Wire):
     """`ready/desired`, for the printer columns."""
 
 
+class ModelStatus(Wire):
+    """Which weights workers load. Absent for models that are no `hf://` repository."""
+
+    uri: str
+    revision: str
+    """Branch, tag or commit that the spec names."""
+    commit: str | None = None
+    """What it was when it was resolved: workers load this. Absent while each of them resolves the revision itself."""
+    resolved_at: Annotated[str, Field(json_schema_extra={"format": "date-time"})] | None = None
+    latest_commit: str | None = None
+    """What the revision is by now, where that is another commit."""
+    request: str | None = None
+    """Value of the annotation `tandem.dev/resolve-model` that `commit` answers."""
+
+
 class Condition(Wire):
     """A Kubernetes condition; kstatus reads `Ready`, `Reconciling` and `Stalled`."""
 
@@ -654,6 +677,8 @@ class InferenceModelStatus(Wire):
     """Base URL of the OpenAI API inside the cluster."""
     revision: str | None = None
     """Revision that new worker pods get."""
+    model: ModelStatus | None = None
+    """The weights, by commit."""
     routing: GatewayRouting | None = None
     """What the gateways follow at present: the names they serve and where requests go."""
     prefill: RoleStatus | None = None

@@ -128,8 +128,9 @@ class WorkerConfig(Wire):
     """How long running requests may finish after SIGTERM."""
 
 
-WORKER_READS_AGAIN = frozenset({"drain_timeout_seconds"})
-"""Fields of `WorkerConfig` that a running worker reads when it needs them: a change restarts nothing."""
+WORKER_READS_AGAIN = frozenset({"drain_timeout_seconds", "served_name"})
+"""Fields of `WorkerConfig` that a running worker reads when it needs them, or leaves to the gateways that show it a
+key, as it does with the served name: a change restarts nothing."""
 
 
 class GatewayTimeouts(Wire):
@@ -170,6 +171,10 @@ class GatewayConfig(Wire):
     drain_timeout_seconds: float = 60.0
 
 
+GATEWAY_FOLLOWS = frozenset({"served_name", "timeouts", "drain_timeout_seconds"})
+"""Fields of `GatewayConfig` that a running gateway follows by `GatewayRouting`: a change restarts nothing."""
+
+
 class CanaryTraffic(Wire):
     """Workers of a new build that get a part of the requests, whatever their number."""
 
@@ -186,6 +191,8 @@ class GatewayRouting(Wire):
     served_names: list[str]
     """Names that clients may pass as `model`; the first is the one that `/v1/models` gives. During a change of name the
     one from before is among them."""
+    former_until: str | None = None
+    """When the operator takes the names after the first away: RFC 3339; absent while there are none."""
     canary: CanaryTraffic | None = None
     timeouts: GatewayTimeouts = Field(default_factory=GatewayTimeouts)
     drain_timeout_seconds: float = 60.0

@@ -6,6 +6,7 @@ people who may forward a port into the pod: those arrive over the loopback inter
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from ipaddress import IPv6Address, ip_address
 from typing import Any
 
@@ -36,10 +37,12 @@ class Admin:
         self._connections: set[ClientConnection] = set()
         self.budget = Budget(MAX_CONNECTIONS * self.max_body_bytes)
         self.discovered = False
+        self.knows_routing: Callable[[], bool] = lambda: True
+        """Whether what the gateway follows of its model has been asked for once."""
 
     @property
     def ready(self) -> bool:
-        return self.discovered and not self._gateway.draining
+        return self.discovered and self.knows_routing() and not self._gateway.draining
 
     def answer(self, method: bytes, path: str, *, from_here: bool) -> tuple[int, str, bytes]:
         """Status, content type and body. `from_here`: it came over the loopback interface."""
@@ -59,7 +62,9 @@ class Admin:
         return 404, "text/plain", b"try /metrics, /healthz, /readyz or /debug/endpoints\n"
 
     def _unready(self) -> bytes:
-        return b"draining\n" if self._gateway.draining else b"the workers have not been listed yet\n"
+        if self._gateway.draining:
+            return b"draining\n"
+        return b"the model has not been read yet\n" if self.discovered else b"the workers have not been listed yet\n"
 
     # connections
 

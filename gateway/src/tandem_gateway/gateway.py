@@ -11,18 +11,18 @@ from collections.abc import Iterable
 from itertools import count
 from typing import Any, cast
 
-from tandem_api.launch import GatewayConfig
+from tandem_api.launch import GatewayConfig, GatewayRouting
 
 from tandem_gateway.access_log import AccessLog
 from tandem_gateway.credentials import Credentials
-from tandem_gateway.errors import GatewayFull, NotRouted, RequestError, ShuttingDown, UnknownModel
+from tandem_gateway.errors import GatewayFull, NotRouted, RequestError, ShuttingDown
 from tandem_gateway.exchange import Exchange
 from tandem_gateway.http.budget import Budget
 from tandem_gateway.http.connection import ClientConnection
 from tandem_gateway.http.request import Request
 from tandem_gateway.http.response import build_error, build_json
 from tandem_gateway.metrics import Metrics
-from tandem_gateway.prompt import INFERENCE_PATHS, MODELS, read_inquiry
+from tandem_gateway.prompt import INFERENCE_PATHS, MODELS, check_name, read_inquiry
 from tandem_gateway.scheduling import Endpoint, Scheduler, Worker
 from tandem_gateway.upstream.base import Link
 from tandem_gateway.upstream.http1 import Http1Link
@@ -42,7 +42,10 @@ class Gateway:
     def __init__(self, config: GatewayConfig, access_log: AccessLog | None = None) -> None:
         """Raises ConfigError where the keys cannot be read."""
         self.config = config
+        self.served_names: tuple[str, ...] = (config.served_name,)
+        """Names that clients may pass as `model`, the present one first."""
         self.timeouts = config.timeouts
+        self.drain_timeout_seconds = config.drain_timeout_seconds
         self.max_body_bytes = config.max_body_bytes
         self.max_connections = config.max_connections
         self.budget = Budget(config.max_held_bytes)
@@ -69,6 +72,12 @@ class Gateway:
             if link is not None:
                 link.close()
         self._place_waiting()
+
+    def apply_routing(self, routing: GatewayRouting) -> None:
+        """From now on it is so. Requests that run keep the deadline they have until they next show a sign of life."""
+        self.served_names = tuple(routing.served_names)
+        self.timeouts = routing.timeouts
+        self.drain_timeout_seconds = routing.drain_timeout_seconds
 
     def link(self, endpoint: Endpoint) -> Link:
         link = self._links.get(endpoint.serial)
@@ -128,7 +137,7 @@ class Gateway:
         inquiry = read_inquiry(
             request.path,
             request.body,
-            served_name=self.config.served_name,
+            served_names=self.served_names,
             affinity=request.headers.get(b"x-session-affinity"),
             estimator=self.scheduler.estimator,
         )
@@ -140,25 +149,18 @@ class Gateway:
 
     def _answer(self, request: Request) -> object:
         """What the gateway knows by itself."""
-        model = {
-            "id": self.config.served_name,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "tandem",
-        }
         if request.path != MODELS and not request.path.startswith(f"{MODELS}/"):
             raise NotRouted(f"unknown path {request.path[:200]!r}", code="unknown_url")
         if request.method not in (b"GET", b"HEAD"):
             raise _wrong_method(request, "GET, HEAD")
         if request.path == MODELS:
-            return {"object": "list", "data": [model]}
+            return {"object": "list", "data": [self._describe(self.served_names[0])]}
         name = request.path[len(MODELS) + 1 :]
-        if name != self.config.served_name:
-            raise UnknownModel(
-                f"the model {name[:200]!r} does not exist here; this endpoint serves {self.config.served_name!r}",
-                param="model",
-            )
-        return model
+        check_name(name, self.served_names)
+        return self._describe(name)
+
+    def _describe(self, name: str) -> dict[str, object]:
+        return {"id": name, "object": "model", "created": self._created, "owned_by": "tandem"}
 
     def on_exchange_end(self, exchange: Exchange) -> None:
         now = time.monotonic()  # the loop's own clock counts whole milliseconds

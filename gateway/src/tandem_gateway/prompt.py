@@ -6,6 +6,7 @@ out.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -35,15 +36,17 @@ class Inquiry:
     demand: Demand
 
 
-def read_inquiry(path: str, body: bytes, *, served_name: str, affinity: bytes | None, estimator: Estimator) -> Inquiry:
-    """What `body` asks for.
+def read_inquiry(
+    path: str, body: bytes, *, served_names: Sequence[str], affinity: bytes | None, estimator: Estimator
+) -> Inquiry:
+    """What `body` asks for. The first of `served_names` is the one that a refusal tells.
 
     Raises:
         BadRequest: it is not a JSON object, or a parameter that routing needs is missing or of the wrong type.
         UnknownModel: it names another model.
     """
     fields = _read_object(body)
-    _check_model(fields.get("model"), served_name, required=path not in ("/tokenize", "/detokenize"))
+    _check_model(fields.get("model"), served_names, required=path not in ("/tokenize", "/detokenize"))
     stream = fields.get("stream")
     if stream is not None and not isinstance(stream, bool):
         raise BadRequest("'stream' must be true or false", param="stream", code="invalid_type")
@@ -98,16 +101,21 @@ def count_nodes(body: bytes) -> int:
     return strings + outside.count(b"{") + outside.count(b"[")
 
 
-def _check_model(model: Any, served_name: str, *, required: bool) -> None:
+def _check_model(model: Any, served_names: Sequence[str], *, required: bool) -> None:
     if model is None:
         if required:
             raise BadRequest("you must provide a 'model' parameter", param="model", code="missing_required_parameter")
         return
     if not isinstance(model, str):
         raise BadRequest("'model' must be a string", param="model", code="invalid_type")
-    if model != served_name:
+    check_name(model, served_names)
+
+
+def check_name(name: str, served_names: Sequence[str]) -> None:
+    """Raises UnknownModel."""
+    if name not in served_names:
         raise UnknownModel(
-            f"the model {model[:200]!r} does not exist here; this endpoint serves {served_name!r}", param="model"
+            f"the model {name[:200]!r} does not exist here; this endpoint serves {served_names[0]!r}", param="model"
         )
 
 

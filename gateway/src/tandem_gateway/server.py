@@ -14,6 +14,7 @@ from tandem_gateway.access_log import AccessLog
 from tandem_gateway.admin import Admin
 from tandem_gateway.discovery.kube import ApiServer
 from tandem_gateway.discovery.pods import PodWatcher
+from tandem_gateway.discovery.routing import RoutingWatcher
 from tandem_gateway.discovery.static import follow_file
 from tandem_gateway.gateway import TICK_SECONDS, Gateway
 from tandem_gateway.http.connection import ClientConnection
@@ -63,7 +64,8 @@ class Server:
         loop = asyncio.get_running_loop()
         settings = self._settings
         config = settings.config
-        self._spawn(self._discovery())
+        for job in self._discovery():
+            self._spawn(job)
         admin = await loop.create_server(lambda: ClientConnection(self.admin), settings.host, config.metrics_port)
         data = await loop.create_server(
             lambda: ClientConnection(self.gateway), settings.host, config.http_port, backlog=BACKLOG
@@ -85,7 +87,7 @@ class Server:
         await asyncio.sleep(self._settings.lame_duck_seconds)
         self._listeners[1].close()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._settings.config.drain_timeout_seconds):
+            async with asyncio.timeout(gateway.drain_timeout_seconds):
                 while gateway.busy:
                     gateway.close_idle()
                     await asyncio.sleep(TICK_SECONDS / 2)
@@ -113,20 +115,20 @@ class Server:
         self.admin.discovered = True
         self.gateway.apply_workers(workers)
 
-    def _discovery(self) -> Coroutine[Any, Any, None]:
-        """The job that tells about workers."""
+    def _discovery(self) -> list[Coroutine[Any, Any, None]]:
+        """The jobs that tell about workers, and what the gateway follows while it runs."""
         settings = self._settings
         if settings.workers_file is not None:
-            return follow_file(settings.workers_file, self.apply_workers)
+            return [follow_file(settings.workers_file, self.apply_workers)]
         if settings.workers:
-            return self._apply_fixed(list(settings.workers))
-        watcher = PodWatcher(
-            ApiServer.in_cluster(),
-            namespace=settings.config.namespace,
-            model=settings.config.model_name,
-            apply=self.apply_workers,
+            return [self._apply_fixed(list(settings.workers))]
+        server, config = ApiServer.in_cluster(), settings.config
+        pods = PodWatcher(server, namespace=config.namespace, model=config.model_name, apply=self.apply_workers)
+        routing = RoutingWatcher(
+            server, namespace=config.namespace, model=config.model_name, apply=self.gateway.apply_routing
         )
-        return watcher.run()
+        self.admin.knows_routing = lambda: routing.asked
+        return [pods.run(), routing.run()]
 
     async def _apply_fixed(self, workers: list[Worker]) -> None:
         self.apply_workers(workers)

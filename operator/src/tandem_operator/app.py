@@ -15,6 +15,7 @@ from tandem_api import names
 
 from tandem_operator import metrics, web
 from tandem_operator.errors import APIError, IncompleteError
+from tandem_operator.hub import Hub
 from tandem_operator.keeper import KeyKeeper
 from tandem_operator.kube.client import Connections, connect
 from tandem_operator.kube.events import CREATIONS, CreationEvents
@@ -56,8 +57,16 @@ class Operator:
             )
             for kind in OPTIONAL_KINDS
         ]
+        self._hub = Hub(client, settings.hub, on_answer=self._queue.add)
         self._reconciler = Reconciler(
-            client, self._store, settings.release, keeper, recorder, self._creations, unserved=self._unserved
+            client,
+            self._store,
+            settings.release,
+            keeper,
+            recorder,
+            self._creations,
+            self._hub,
+            unserved=self._unserved,
         )
         self._models: set[ModelKey] = set()
         self._connected = False
@@ -135,6 +144,7 @@ class Operator:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            await self._hub.close()
 
     async def _watch_models(self) -> None:
         """InferenceModels by kopf. Event handlers alone: kopf then writes neither annotations nor finalizers."""
@@ -160,6 +170,7 @@ class Operator:
             self._models.discard(key)
             self._queue.forget(key)
             metrics.forget_model(key)
+            self._hub.forget(key)
         else:
             self._models.add(key)
             self._queue.add(key)

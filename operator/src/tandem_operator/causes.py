@@ -34,7 +34,7 @@ class Problem:
     stalled: bool = False
     """It needs a person; waiting alone will not do."""
     from_worker: bool = False
-    """The worker itself said so: it is about the model rather than about Kubernetes."""
+    """The worker itself said so, or the hub: it is about the model rather than about Kubernetes."""
 
 
 def role_problem(pods: Iterable[Manifest]) -> Problem | None:

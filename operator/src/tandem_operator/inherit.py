@@ -15,26 +15,19 @@ from tandem_api import names
 from tandem_api.base import Wire
 from tandem_api.launch import GatewayConfig, WorkerConfig
 
-from tandem_operator.manifests import (
-    CONFIG_MAP,
-    DEPLOYMENT,
-    STATEFUL_SET,
-    ChildKey,
-    Manifest,
-    annotations_of,
-    child_key,
-    dig,
-    dig_list,
-)
-from tandem_operator.matching import satisfies
+from tandem_operator.manifests import CONFIG_MAP, DEPLOYMENT, STATEFUL_SET, ChildKey, Manifest, child_key, dig, dig_list
 from tandem_operator.planner import Children
+from tandem_operator.rolling import is_new_template
 from tandem_operator.workloads import build_possible
-from tandem_operator.workloads.blueprint import TEMPLATE_HASH, Blueprint, config_hash, sign, template_hash
+from tandem_operator.workloads.blueprint import Blueprint, config_hash, sign
 from tandem_operator.workloads.configs import CONFIG_FILE
 from tandem_operator.workloads.pods import grace_seconds, template_grace_seconds
 
 _GRACE = "terminationGracePeriodSeconds"
 _CONFIG_TYPES: dict[str, type[Wire]] = {STATEFUL_SET.name: WorkerConfig, DEPLOYMENT.name: GatewayConfig}
+_FOLLOWED_EVER = {STATEFUL_SET.name: frozenset({"drain_timeout_seconds"}), DEPLOYMENT.name: frozenset[str]()}
+"""What pods of every release follow in a ConfigMap that may be changed. A configuration that is named by another rule
+than this release's belongs to pods of an earlier one, which may follow no more than this."""
 
 
 def keep_what_runs(blueprint: Blueprint, desired: Iterable[Manifest], live: Children) -> list[Manifest]:
@@ -45,37 +38,34 @@ def keep_what_runs(blueprint: Blueprint, desired: Iterable[Manifest], live: Chil
         present = live.get(key)
         if key.kind not in _CONFIG_TYPES or present is None:
             continue
-        old = _kept_config(workload, present, children, live)
-        changed = _as_it_runs(blueprint, workload, present, old)
-        if not _is_template_of(present, changed):
+        changed = _with_grace(blueprint, workload, present)
+        found = _as_it_runs(changed, present, children, live)
+        if found is None:
             bare = _without_defaults(blueprint) if bare is None else bare
-            earlier = _as_it_runs(blueprint, bare[key], present, old)
-            changed = earlier if _is_template_of(present, earlier) else changed
-        if changed is not workload:
-            children[key] = sign(changed)
+            found = _as_it_runs(_with_grace(blueprint, bare[key], present), present, children, live)
+        if found is None:
+            children[key] = workload if changed is workload else sign(changed)
+            continue
+        children[key], kept = found
+        if kept is not None:
+            del children[ChildKey(CONFIG_MAP.name, str(config_name(workload)))]
+            children[child_key(kept)] = kept
     return list(children.values())
 
 
-def _as_it_runs(blueprint: Blueprint, workload: Manifest, present: Manifest, config: Manifest | None) -> Manifest:
-    """`workload` with the time to end of what is there, and its configuration where that is kept."""
-    changed = _with_grace(blueprint, workload, present)
-    return changed if config is None else _with_config(changed, config)
+def _as_it_runs(
+    workload: Manifest, present: Manifest, children: Children, live: Children
+) -> tuple[Manifest, Manifest | None] | None:
+    """`workload`, and the ConfigMap that it keeps if it does, where this replaces no pod; else None."""
+    kept = _kept_config(workload, present, children, live)
+    inherits = sign(workload if kept is None else _with_config(workload, kept))
+    return None if is_new_template(inherits, present) else (inherits, kept)
 
 
 def _without_defaults(blueprint: Blueprint) -> dict[ChildKey, Manifest]:
     """Workloads as they are without what this release gives to pods that do not say."""
     built = build_possible(dataclasses.replace(blueprint, pod_defaults=False))
     return {child_key(child): child for child in built.children if child["kind"] in _CONFIG_TYPES}
-
-
-def _is_template_of(present: Manifest, workload: Manifest) -> bool:
-    """Whether the template of `workload` is the one that was applied last."""
-    template = workload["spec"]["template"]
-    applied = annotations_of(present).get(TEMPLATE_HASH)
-    if applied is not None:
-        return applied == template_hash(template)
-    # A release that kept no digest: nor did it spread pods.
-    return satisfies(present["spec"]["template"], template)
 
 
 def _with_grace(blueprint: Blueprint, workload: Manifest, present: Manifest) -> Manifest:
@@ -88,52 +78,50 @@ def _with_grace(blueprint: Blueprint, workload: Manifest, present: Manifest) -> 
     return _with_template(workload, spec={_GRACE: have})
 
 
-def _kept_config(
-    workload: Manifest, present: Manifest, children: dict[ChildKey, Manifest], live: Children
-) -> Manifest | None:
-    """A ConfigMap that cannot be changed is from a release that wrote defaults out. While it says the same it stays,
-    in the place of the new one in `children`."""
+def _kept_config(workload: Manifest, present: Manifest, children: Children, live: Children) -> Manifest | None:
+    """A ConfigMap of another name that says the same is from a release that wrote defaults out, or counted more to what
+    is read at start: kept while it does, unless pods are replaced anyway. One of the former cannot be changed."""
     config_map, old = (
-        source.get(ChildKey(CONFIG_MAP.name, str(_config_name(w))))
+        source.get(ChildKey(CONFIG_MAP.name, str(config_name(w))))
         for source, w in ((children, workload), (live, present))
     )
-    if config_map is None or old is None or not old.get("immutable") or config_hash(old) is None:
+    if config_map is None or old is None or config_hash(old) in (None, config_hash(config_map)):
         return None
+    is_fixed = bool(old.get("immutable"))
     wire = _CONFIG_TYPES[workload["kind"]]
     try:
         said = [wire.model_validate_json(dig(source, "data", CONFIG_FILE) or "") for source in (config_map, old)]
     except ValidationError:
         return None
-    if said[0] != said[1]:
+    free = frozenset[str]() if is_fixed else _FOLLOWED_EVER[workload["kind"]]
+    if said[0] != said[1].model_copy(update={field: getattr(said[0], field) for field in free}):
         return None
-    del children[child_key(config_map)]
     kept = config_map | {
         "metadata": config_map["metadata"]
         | {
             "name": old["metadata"]["name"],
             "annotations": config_map["metadata"]["annotations"] | {names.ANNOTATION_CONFIG_HASH: config_hash(old)},
         },
-        "data": old["data"],
-        "immutable": True,
+        **({"data": old["data"], "immutable": True} if is_fixed else {}),
     }
-    children[child_key(kept)] = sign(kept)
-    return old
+    return sign(kept)
 
 
-def _with_config(workload: Manifest, old: Manifest) -> Manifest:
-    """`workload` with the ConfigMap `old`."""
+def _with_config(workload: Manifest, config_map: Manifest) -> Manifest:
+    """`workload` with pods that start from `config_map`."""
     volumes = [
-        volume | {"configMap": volume["configMap"] | {"name": old["metadata"]["name"]}}
+        volume | {"configMap": volume["configMap"] | {"name": config_map["metadata"]["name"]}}
         if volume.get("name") == "config" and "configMap" in volume
         else volume
         for volume in dig_list(workload, "spec", "template", "spec", "volumes")
     ]
     return _with_template(
-        workload, spec={"volumes": volumes}, annotations={names.ANNOTATION_CONFIG_HASH: config_hash(old)}
+        workload, spec={"volumes": volumes}, annotations={names.ANNOTATION_CONFIG_HASH: config_hash(config_map)}
     )
 
 
-def _config_name(workload: Manifest) -> str | None:
+def config_name(workload: Manifest) -> str | None:
+    """Name of the ConfigMap that a workload's pods start from."""
     volumes = dig_list(workload, "spec", "template", "spec", "volumes")
     return next((dig(v, "configMap", "name") for v in volumes if v.get("name") == "config"), None)
 

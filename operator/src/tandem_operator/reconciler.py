@@ -7,6 +7,7 @@ Children come from the cache; the InferenceModel itself is read anew each time, 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import datetime
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -19,7 +20,9 @@ from tandem_api.names import keys_name
 
 from tandem_operator import metrics
 from tandem_operator.causes import Problem
+from tandem_operator.commits import CommitPlan, is_resolved, makes_workers, plan_commit, read_question, read_request
 from tandem_operator.errors import APIError, ConflictError, IncompleteError, ModelError, NotFoundError
+from tandem_operator.hub import Hub
 from tandem_operator.inherit import keep_what_runs
 from tandem_operator.keeper import KeyKeeper, KeyLook
 from tandem_operator.kube.client import KubeClient, object_path
@@ -40,6 +43,7 @@ from tandem_operator.planner import Plan, Step, own_workloads, plan_children, pl
 from tandem_operator.recorder import EventRecorder
 from tandem_operator.refusals import refusal, unserved_problem
 from tandem_operator.rolling import Rolling, plan_hurry, plan_rolling
+from tandem_operator.routing import seconds_left
 from tandem_operator.settings import Release
 from tandem_operator.status import build_status, refused_status, true_conditions
 from tandem_operator.transitions import Happening, apply_happenings, status_happenings
@@ -84,10 +88,12 @@ class Reconciler:
         keeper: KeyKeeper,
         recorder: EventRecorder,
         creations: CreationEvents | None = None,
+        hub: Hub | None = None,
         *,
         unserved: Callable[[], frozenset[str]] = frozenset,
     ) -> None:
-        """`unserved` names the kinds that the API server does not have just now."""
+        """Without `hub`, or where its policy says so, workers resolve branches for themselves. `unserved` names the
+        kinds that the API server does not have just now."""
         self._client = client
         self._store = store
         self._release = release
@@ -95,6 +101,7 @@ class Reconciler:
         self._recorder = recorder
         self._creations = creations or CreationEvents()
         self._unserved = unserved
+        self._hub = hub
 
     async def reconcile(self, key: ModelKey) -> float | None:
         """Bring one model to what it asks for. Returns seconds after which to look again, if events will not tell.
@@ -117,8 +124,10 @@ class Reconciler:
         blueprint = Blueprint(model=model, release=self._release)
         outcome = Outcome(before=await self._store.read(key), children={})
         outcome.children |= outcome.before
+        weights = self._name_weights(key, blueprint, raw, outcome)
+        blueprint = dataclasses.replace(blueprint, commit=weights.commit)
         keys = await self._ensure_keys(blueprint, raw, outcome)
-        await self._execute(key, blueprint, keys, outcome)
+        await self._execute(key, blueprint, outcome, hold=not keys.usable or weights.problem is not None)
         await asyncio.sleep(0)  # a look at a thousand pods is long: others get their turn between its parts
         status = build_status(
             blueprint,
@@ -127,14 +136,34 @@ class Reconciler:
             failures=outcome.failures,
             waiting=outcome.waiting,
             now=_now(),
+            weights=weights,
         )
         happenings = apply_happenings(outcome.applied, outcome.before)
         await self._report(key, raw, status, happenings if keys.happening is None else [keys.happening, *happenings])
         if outcome.failed:
             raise IncompleteError("; ".join(outcome.failed))
         moving = any(condition.type in ("Reconciling", "Stalled") for condition in status.conditions)
-        again = [outcome.look_again or (_RARELY if moving else None), keys.look_after_seconds]
+        again = [
+            outcome.look_again or (_RARELY if moving else None),
+            keys.look_after_seconds,
+            None if self._hub is None else self._hub.look_after(key),
+            seconds_left(status.routing, now=datetime.datetime.now(datetime.UTC)),
+        ]
         return min((seconds for seconds in again if seconds is not None), default=None)
+
+    def _name_weights(self, key: ModelKey, blueprint: Blueprint, raw: Manifest, outcome: Outcome) -> CommitPlan:
+        """Which commit workers load. The hub's answer, where there is none yet, causes another look."""
+        model, hub, request = blueprint.model, self._hub, read_request(raw)
+        asks = hub is not None and hub.policy.resolve
+        question = read_question(blueprint, request)
+        answer = hub.ask(key, question) if hub is not None and asks and question is not None else None
+        needed = asks and question is not None and not is_resolved(model)
+        if needed:
+            needed = makes_workers(blueprint, own_workloads(outcome.before, owner_uid=model.metadata.uid))
+        weights = plan_commit(model, answer, asks=asks, request=request, needed=needed, now=_now())
+        if weights.problem is not None:
+            outcome.problems.append(weights.problem)
+        return weights
 
     async def _ensure_keys(self, blueprint: Blueprint, raw: Manifest, outcome: Outcome) -> KeyLook:
         keys = KeyLook(usable=False)
@@ -145,8 +174,12 @@ class Reconciler:
         self._note(Plan(waiting=keys.waiting, taken=keys.taken), outcome)
         return keys
 
-    async def _execute(self, key: ModelKey, blueprint: Blueprint, keys: KeyLook, outcome: Outcome) -> None:
-        """Do all that can be done. What fails is collected, and nothing else waits for it."""
+    async def _execute(self, key: ModelKey, blueprint: Blueprint, outcome: Outcome, *, hold: bool) -> None:
+        """Do all that can be done. What fails is collected, and nothing else waits for it.
+
+        `hold`: pods made now would find no keys, or keys that are about to go, or no model: what runs is better left
+        running.
+        """
         uid = blueprint.model.metadata.uid
         built = build_possible(blueprint)
         outcome.problems += [Problem(reason=e.reason, message=str(e), stalled=True) for e in built.refused.values()]
@@ -157,9 +190,8 @@ class Reconciler:
         desired = keep_what_runs(blueprint, possible, ours)
         await asyncio.sleep(0)
         rolling = plan_rolling(blueprint, desired, ours, now=datetime.datetime.now(datetime.UTC))
-        # Pods made now would find no keys, or keys that are about to go: what runs is better left running.
         await asyncio.sleep(0)
-        hold = not keys.usable and not blueprint.model.spec.suspend
+        hold = hold and not blueprint.model.spec.suspend
         plan = plan_children(
             rolling.desired, outcome.before, owner_uid=uid, hold_workloads=hold, keep=frozenset(built.refused)
         )

@@ -47,8 +47,8 @@ def plan_rolling(blueprint: Blueprint, desired: Sequence[Manifest], live: Childr
         if present is None:
             continue
         view = _view(blueprint, role, key, live, now=now)
-        if not _is_seen(present) or (key in by_key and _is_new_template(by_key[key], present)):
-            held[role] = _hold(view, is_new=key in by_key and _is_new_template(by_key[key], present))
+        if not _is_seen(present) or (key in by_key and is_new_template(by_key[key], present)):
+            held[role] = _hold(view, is_new=key in by_key and is_new_template(by_key[key], present))
         else:
             views[role] = view
     rollout = blueprint.model.spec.rollout
@@ -97,7 +97,7 @@ def _is_seen(workload: Manifest) -> bool:
     return dig(workload, "status", "observedGeneration") == dig(workload, "metadata", "generation")
 
 
-def _is_new_template(desired: Manifest, present: Manifest) -> bool:
+def is_new_template(desired: Manifest, present: Manifest) -> bool:
     """Whether applying it gives pods another template. A StatefulSet of an earlier release has no digest of it."""
     signed = annotations_of(present).get(TEMPLATE_HASH)
     if signed is not None and signed != annotations_of(desired).get(TEMPLATE_HASH):

@@ -43,6 +43,16 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HubPolicy:
+    """When the hub is asked which commit a branch or tag is."""
+
+    resolve: bool = True
+    """False: never, each worker does so for itself."""
+    poll_seconds: float = 600.0
+    """Between two questions whether a branch has moved."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseSettings:
     """The Lease that one operator replica holds while it works."""
 
@@ -61,6 +71,7 @@ class OperatorSettings:
     release: Release
     lease: LeaseSettings
     keys: KeyPolicy = field(default_factory=KeyPolicy)
+    hub: HubPolicy = field(default_factory=HubPolicy)
     namespaces: tuple[str, ...] = ()
     """Namespaces to serve; empty means all."""
     log_level: str = "info"
@@ -98,6 +109,7 @@ def parse_settings(arguments: Sequence[str] | None = None) -> OperatorSettings:
         ),
         lease=LeaseSettings(name=given.lease_name, namespace=given.lease_namespace, identity=identity),
         keys=KeyPolicy(settle_seconds=given.keys_settle_seconds, rotate_after_seconds=given.keys_rotate_after),
+        hub=HubPolicy(resolve=given.hub_resolve == "true", poll_seconds=given.hub_poll_seconds),
         namespaces=tuple(dict.fromkeys(given.namespace)),
         log_level=given.log_level,
         health_port=given.health_port,
@@ -116,6 +128,14 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--gateway-cluster-role", required=True, help="ClusterRole that gateways are bound to in their namespaces"
     )
+    parser.add_argument(
+        "--hub-resolve", choices=["true", "false"], default="true",
+        help="ask the hub which commit a branch or tag is; false where the operator cannot reach it",
+    )  # fmt: skip
+    parser.add_argument(
+        "--hub-poll-seconds", type=_positive, default=HubPolicy().poll_seconds,
+        help="time between two questions whether a branch has moved",
+    )  # fmt: skip
     parser.add_argument("--namespace", action="append", default=[], help="serve this namespace only; may be repeated")
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     parser.add_argument("--lease-name", default="tandem-operator")

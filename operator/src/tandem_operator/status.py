@@ -18,10 +18,12 @@ from tandem_api.quantities import parse_duration
 
 from tandem_operator import metrics
 from tandem_operator.causes import Problem
+from tandem_operator.commits import CommitPlan
 from tandem_operator.manifests import ChildKey
 from tandem_operator.observation import RoleState, last_progress, observe_role, parse_time
 from tandem_operator.planner import Children
 from tandem_operator.rollout import capacity_of
+from tandem_operator.routing import plan_routing
 from tandem_operator.workloads.blueprint import Blueprint
 
 WAITS_FOR_A_WISH = frozenset({"Suspended", "ScaledToZero", "RolloutPaused"})
@@ -29,6 +31,7 @@ WAITS_FOR_A_WISH = frozenset({"Suspended", "ScaledToZero", "RolloutPaused"})
 
 _OVERDUE = "ProgressDeadlineExceeded"
 State = Literal["True", "False", "Unknown"]
+_NO_WEIGHTS = CommitPlan()
 
 
 def build_status(
@@ -39,19 +42,25 @@ def build_status(
     failures: Mapping[ChildKey, str],
     waiting: Sequence[str],
     now: str,
+    weights: CommitPlan = _NO_WEIGHTS,
 ) -> InferenceModelStatus:
     """The whole status. `problems` are those of planning and applying, `waiting` what has to vanish first."""
     model = blueprint.model
     states = {role: observe_role(blueprint, role, live, failures) for role in (*blueprint.worker_roles, Role.GATEWAY)}
     workers = [state for role, state in states.items() if role is not Role.GATEWAY]
     conditions = _summary(blueprint, states, live, problems=problems, waiting=waiting, now=now)
-    conditions.append(_model_condition(blueprint, workers))
+    conditions += _resolved_condition(weights)
+    conditions.append(_model_condition(blueprint, workers, weights.problem))
     conditions += [_role_condition(blueprint, state) for state in states.values()]
     gateway = states[Role.GATEWAY]
+    present = parse_time(now)
+    assert present is not None
     return InferenceModelStatus(
         observed_generation=model.metadata.generation,
         url=names.service_url(blueprint.name, model.metadata.namespace),
         revision=blueprint.revision,
+        model=weights.status,
+        routing=plan_routing(blueprint, now=present),
         prefill=states[Role.PREFILL].to_status() if Role.PREFILL in states else None,
         decode=states[blueprint.decode_role].to_status(),
         gateway=gateway.to_status(),
@@ -227,10 +236,19 @@ def _available(states: Mapping[Role, RoleState], counts: str) -> Condition:
     return _condition("Available", "False", "NothingServed", f"no {missing.component} replica is ready")
 
 
-def _model_condition(blueprint: Blueprint, workers: Sequence[RoleState]) -> Condition:
+def _resolved_condition(weights: CommitPlan) -> list[Condition]:
+    """Whether the workers load one commit that the operator knows; of `hf://` models alone."""
+    if weights.finding is None:
+        return []
+    holds, reason, message = weights.finding
+    return [_condition("ModelResolved", "Unknown" if holds is None else "True" if holds else "False", reason, message)]
+
+
+def _model_condition(blueprint: Blueprint, workers: Sequence[RoleState], unresolved: Problem | None) -> Condition:
     """Whether the weights are where they should be: a worker is ready only after it has computed a token with them."""
     uri = blueprint.model.spec.model.uri
-    told = next((state.problem for state in workers if state.problem is not None and state.problem.from_worker), None)
+    problems = [unresolved, *(state.problem for state in workers)]
+    told = next((problem for problem in problems if problem is not None and problem.from_worker), None)
     if told is not None:
         return _condition("ModelReady", "False", told.reason, told.message)
     loaded = any(blueprint.revision_of(state.role) in state.builds for state in workers)

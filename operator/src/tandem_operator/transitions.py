@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from tandem_api.inferencemodel import Condition, InferenceModelStatus
+from tandem_api.inferencemodel import Condition, InferenceModelStatus, ModelStatus
 
 from tandem_operator.manifests import ChildKey, Manifest, child_key, dig
 from tandem_operator.planner import Children
@@ -39,7 +39,30 @@ def status_happenings(before: InferenceModelStatus, after: InferenceModelStatus)
     ready, was = new.get("Ready"), old.get("Ready")
     if ready is not None and ready.reason == "Suspended" and (was is None or was.reason != "Suspended"):
         events.append(Happening(reason="Suspended", message="scaling every pod of this model to zero"))
-    return events
+    return [*events, *_renamed(before, after), *_weights(before.model, after.model)]
+
+
+def _weights(before: ModelStatus | None, after: ModelStatus | None) -> list[Happening]:
+    """Events of the weights' commit."""
+    if after is None or after.commit is None:
+        return []
+    if after.commit != (None if before is None else before.commit):
+        text = f"workers load commit {after.commit} of {after.uri}, revision {after.revision}"
+        return [Happening(reason="ModelResolved", message=text)]
+    if after.latest_commit is None or (before is not None and after.latest_commit == before.latest_commit):
+        return []
+    text = f"{after.revision} of {after.uri} is commit {after.latest_commit} by now; workers load {after.commit}"
+    return [Happening(reason="RevisionMoved", message=text)]
+
+
+def _renamed(before: InferenceModelStatus, after: InferenceModelStatus) -> list[Happening]:
+    if before.routing is None or after.routing is None:
+        return []
+    old, new = before.routing.served_names, after.routing.served_names
+    if old[:1] == new[:1]:
+        return []
+    text = f"served as {new[0]} from now on; until {after.routing.former_until} also as {', '.join(new[1:])}"
+    return [Happening(reason="Renamed", message=text)]
 
 
 def apply_happenings(applied: Iterable[Manifest], live: Children) -> list[Happening]:

@@ -3,87 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
-from urllib.parse import parse_qs, urlsplit
 
 import pytest
 from discovery_pods import make_pod
+from discovery_server import FakeApiServer
 from tandem_api.names import LABEL_MODEL
 from tandem_gateway.discovery.kube import ApiServer
 from tandem_gateway.discovery.pods import PodWatcher
 from tandem_gateway.errors import ConfigError
 from tandem_gateway.scheduling import Worker
-
-
-class FakeApiServer:
-    """Lists `pods`; a watch sends what is put into `events`, and ends at None."""
-
-    def __init__(self) -> None:
-        self.pods: list[dict[str, Any]] = []
-        self.version = "10"
-        self.events: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
-        self.requests: list[dict[str, str]] = []
-        self.tokens: list[str] = []
-        self.refuse: list[int] = []
-        self.port = 0
-        self._server: asyncio.Server | None = None
-        self._writers: set[asyncio.StreamWriter] = set()
-
-    async def start(self, port: int = 0) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", port)
-        self.port = self._server.sockets[0].getsockname()[1]
-
-    def stop(self) -> None:
-        assert self._server is not None
-        self._server.close()
-        for writer in self._writers:
-            writer.transport.abort()
-
-    @property
-    def lists(self) -> list[dict[str, str]]:
-        return [query for query in self.requests if "watch" not in query]
-
-    @property
-    def watches(self) -> list[dict[str, str]]:
-        return [query for query in self.requests if "watch" in query]
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._writers.add(writer)
-        try:
-            head = (await reader.readuntil(b"\r\n\r\n")).decode()
-            target = urlsplit(head.split(" ")[1])
-            assert target.path == "/api/v1/namespaces/ns/pods"
-            query = {key: values[0] for key, values in parse_qs(target.query).items()}
-            assert query["labelSelector"] == f"{LABEL_MODEL}=toy"
-            self.requests.append(query)
-            self.tokens.append(head.split("Authorization: Bearer ")[1].split("\r\n")[0])
-            if self.refuse:
-                writer.write(b"HTTP/1.1 %d No\r\ncontent-length: 2\r\n\r\n{}" % self.refuse.pop(0))
-            elif "watch" in query:
-                await self._watch(writer)
-            else:
-                body = {"metadata": {"resourceVersion": self.version}, "items": self.pods}
-                data = json.dumps(body).encode()
-                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(data) + data)
-            await writer.drain()
-        except (ConnectionError, asyncio.IncompleteReadError):
-            pass
-        except asyncio.CancelledError:
-            writer.transport.abort()
-        finally:
-            writer.close()
-
-    async def _watch(self, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
-        while (item := await self.events.get()) is not None:
-            line = json.dumps(item).encode() + b"\n"
-            for part in (line[:20], line[20:]):  # an event need not fit one chunk
-                writer.write(b"%x\r\n%b\r\n" % (len(part), part))
-                await writer.drain()
-        writer.write(b"0\r\n\r\n")
 
 
 class Watch:
@@ -115,7 +45,7 @@ class Watch:
 
 @pytest.fixture
 async def api() -> AsyncIterator[FakeApiServer]:
-    server = FakeApiServer()
+    server = FakeApiServer("/api/v1/namespaces/ns/pods", labelSelector=f"{LABEL_MODEL}=toy")
     await server.start()
     yield server
     server.stop()
@@ -126,7 +56,7 @@ async def api() -> AsyncIterator[FakeApiServer]:
 async def watch(api: FakeApiServer, tmp_path: Path) -> AsyncIterator[Watch]:
     token = tmp_path / "token"
     token.write_text("first\n")
-    api.pods = [make_pod("a"), make_pod("b", status_conditions=[])]
+    api.items = [make_pod("a"), make_pod("b", status_conditions=[])]
     found = Watch(api, token)
     yield found
     found.task.cancel()
@@ -177,7 +107,7 @@ async def test_a_watch_goes_on_from_the_last_bookmark_without_a_list(api: FakeAp
 @pytest.mark.parametrize("as_event", [True, False])
 async def test_a_version_too_old_lists_again(api: FakeApiServer, watch: Watch, as_event: bool) -> None:
     await watch.until_names("a")
-    api.pods = [make_pod("z", ip="10.0.0.9")]
+    api.items = [make_pod("z", ip="10.0.0.9")]
     if as_event:
         status = {"kind": "Status", "code": 410, "message": "too old resource version"}
         api.events.put_nowait({"type": "ERROR", "object": status})
@@ -216,7 +146,7 @@ async def test_the_token_is_read_again_for_every_connection(api: FakeApiServer, 
 @pytest.mark.parametrize("status", [401, 403, 429, 500])
 async def test_refusals_are_tried_again(api: FakeApiServer, tmp_path: Path, status: int) -> None:
     api.refuse = [status, status]
-    api.pods = [make_pod("a")]
+    api.items = [make_pod("a")]
     (tmp_path / "token").write_text("t")
     found = Watch(api, tmp_path / "token")
     await found.until_names("a")

@@ -30,10 +30,16 @@ class Blueprint:
     pod_defaults: bool = True
     """Whether pods get what this release gives to those that do not say: a spread, and the gateway's resources. Earlier
     releases gave neither, and what runs is left as it is (`inherit`)."""
+    commit: str | None = None
+    """Of an `hf://` repository, what workers load; None: each resolves `spec.model.revision` for itself."""
 
     @property
     def name(self) -> str:
         return self.model.metadata.name
+
+    @property
+    def weights_revision(self) -> str:
+        return self.commit or self.model.spec.model.revision
 
     @property
     def worker_image(self) -> str:
@@ -82,7 +88,7 @@ class Blueprint:
         """Digest of all that decides whether two workers' key-value blocks mean the same. Parallelism does not: blocks
         are cut anew between workers that are spread differently."""
         spec = self.model.spec
-        parts = [spec.model.uri, spec.model.revision, self.image_of(role), spec.engine.device, spec.engine.dtype]
+        parts = [spec.model.uri, self.weights_revision, self.image_of(role), spec.engine.device, spec.engine.dtype]
         return digest(parts)[:10]
 
     def image_of(self, role: Role) -> str:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 
 from tandem_api import names
-from tandem_api.base import Wire
 from tandem_api.launch import (
+    GATEWAY_FOLLOWS,
     MAX_HELD_BYTES,
     WORKER_READS_AGAIN,
     GatewayConfig,
@@ -43,7 +43,7 @@ def worker_config(blueprint: Blueprint, role: Role) -> WorkerConfig:
         role=role,
         revision=blueprint.revision_of(role),
         model=ModelSource(
-            uri=spec.model.uri, revision=spec.model.revision, hub_endpoint=blueprint.release.hub_endpoint
+            uri=spec.model.uri, revision=blueprint.weights_revision, hub_endpoint=blueprint.release.hub_endpoint
         ),
         device=spec.engine.device,
         dtype=spec.engine.dtype,
@@ -71,14 +71,19 @@ def gateway_config(blueprint: Blueprint) -> GatewayConfig:
         served_name=blueprint.model.served_name,
         namespace=blueprint.model.metadata.namespace,
         disaggregated=spec.prefill is not None,
-        timeouts=GatewayTimeouts(
-            first_token_seconds=parse_duration(spec.gateway.timeouts.first_token),
-            idle_seconds=parse_duration(spec.gateway.timeouts.idle),
-            answer_seconds=parse_duration(spec.gateway.timeouts.answer),
-        ),
+        timeouts=gateway_timeouts(blueprint),
         keys_path=names.KEYS_PATH,
         drain_timeout_seconds=drain_seconds(blueprint),
         max_held_bytes=_held_bytes(spec.gateway.resources.limits.get("memory")),
+    )
+
+
+def gateway_timeouts(blueprint: Blueprint) -> GatewayTimeouts:
+    timeouts = blueprint.model.spec.gateway.timeouts
+    return GatewayTimeouts(
+        first_token_seconds=parse_duration(timeouts.first_token),
+        idle_seconds=parse_duration(timeouts.idle),
+        answer_seconds=parse_duration(timeouts.answer),
     )
 
 
@@ -89,7 +94,7 @@ def _held_bytes(limit: str | None) -> int:
     return min(MAX_HELD_BYTES, int(parse_quantity(limit)) // 2)
 
 
-def build_config_map(blueprint: Blueprint, role: Role, config: Wire) -> Manifest:
+def build_config_map(blueprint: Blueprint, role: Role, config: WorkerConfig | GatewayConfig) -> Manifest:
     """The ConfigMap that holds `config` where `names.CONFIG_PATH` expects it."""
     text_hash = start_hash(config)
     manifest = blueprint.child(
@@ -103,7 +108,11 @@ def build_config_map(blueprint: Blueprint, role: Role, config: Wire) -> Manifest
     return manifest
 
 
-def start_hash(config: Wire) -> str:
+def start_hash(config: WorkerConfig | GatewayConfig) -> str:
     """Names what a pod reads at start."""
-    read_again = WORKER_READS_AGAIN if isinstance(config, WorkerConfig) else frozenset[str]()
-    return hashlib.sha256(config.set_json(without=read_again).encode()).hexdigest()[:8]
+    return hashlib.sha256(config.set_json(without=followed(config)).encode()).hexdigest()[:8]
+
+
+def followed(config: WorkerConfig | GatewayConfig) -> frozenset[str]:
+    """Fields that a running process follows, so that they do not count to what it reads at start."""
+    return WORKER_READS_AGAIN if isinstance(config, WorkerConfig) else GATEWAY_FOLLOWS

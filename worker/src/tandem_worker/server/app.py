@@ -177,15 +177,16 @@ class _Api:
         scope["tandem.usage"] = await self._embedder.run(prepared, receive, send)
 
     async def models(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send_json(send, {"object": "list", "data": [self._card()]})
+        await send_json(send, {"object": "list", "data": [self._card(self._model.name)]})
 
     async def model(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._model.rules.check_name(scope["path_params"]["model"])
-        await send_json(send, self._card())
+        name = scope["path_params"]["model"]
+        self._model.rules.check_name(name)
+        await send_json(send, self._card(name))
 
-    def _card(self) -> dict[str, object]:
+    def _card(self, name: str) -> dict[str, object]:
         return {
-            "id": self._model.name,
+            "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "tandem",

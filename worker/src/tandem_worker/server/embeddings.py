@@ -65,7 +65,7 @@ class Embedder:
         )
         headers = {names.HEADER_DECODE_WORKER: self._pod_name, names.HEADER_PREFILL_WORKER: self._pod_name}
         vectors = (finish_vector(result.embedding or b"", spec, request.dimensions) for result in results)
-        await send_parts(send, await pace(_write_response(vectors, request, self._model.name, usage)), headers=headers)
+        await send_parts(send, await pace(_write_response(vectors, request, usage)), headers=headers)
         return usage
 
     @staticmethod
@@ -98,9 +98,7 @@ class Embedder:
         return [results[request.request_id] for request in requests]
 
 
-def _write_response(
-    vectors: Iterable[Vector], request: EmbeddingRequest, model: str, usage: Usage
-) -> Steps[list[bytes]]:
+def _write_response(vectors: Iterable[Vector], request: EmbeddingRequest, usage: Usage) -> Steps[list[bytes]]:
     """In parts: 2,048 vectors may be 100 MB."""
     parts = [b'{"object":"list","data":[']
     for index, vector in enumerate(vectors):
@@ -113,7 +111,7 @@ def _write_response(
         "total_tokens": usage.prompt_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
-    parts.append(b'],"model":%b,"usage":%b}' % (orjson.dumps(model), orjson.dumps(counts)))
+    parts.append(b'],"model":%b,"usage":%b}' % (orjson.dumps(request.model), orjson.dumps(counts)))
     return parts
 
 

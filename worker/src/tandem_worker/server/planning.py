@@ -28,7 +28,7 @@ async def plan_chat(prepared: PreparedChat, model: ServedModel, endpoints: tuple
         eos_token_ids=model.eos_token_ids,
         grammar=shape.grammar,
     )
-    head = _head("chatcmpl", request.common, model, with_logprobs=request.num_logprobs is not None)
+    head = _head("chatcmpl", request.model, request.common, model, with_logprobs=request.num_logprobs is not None)
     options = request.common
     choices = [
         Choice(
@@ -54,7 +54,7 @@ async def plan_completion(prepared: PreparedCompletion, model: ServedModel, endp
     request = prepared.request
     options = request.common
     score_only = request.max_tokens == 0
-    head = _head("cmpl", options, model, with_logprobs=request.num_logprobs is not None)
+    head = _head("cmpl", request.model, options, model, with_logprobs=request.num_logprobs is not None)
     requests: list[GenerationRequest] = []
     choices: list[Choice] = []
     for position, (tokens, room) in enumerate(zip(prepared.tokens, prepared.room, strict=True)):
@@ -115,11 +115,11 @@ class _Echoes:
             self._encoder.echoes[position * self._n + index] = echo
 
 
-def _head(prefix: str, options: CommonOptions, model: ServedModel, *, with_logprobs: bool) -> AnswerHead:
+def _head(prefix: str, name: str, options: CommonOptions, model: ServedModel, *, with_logprobs: bool) -> AnswerHead:
     return AnswerHead(
         id=f"{prefix}-{secrets.token_hex(16)}",
         created=int(time.time()),
-        model=model.name,
+        model=name,
         fingerprint=model.fingerprint,
         service_tier=options.service_tier,
         include_usage=options.include_usage,

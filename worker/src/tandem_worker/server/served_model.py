@@ -51,6 +51,7 @@ class ServedModel:
         grammars: GrammarCompiler | None = None,
     ) -> None:
         self.name = config.served_name
+        """As it was at start. Answers carry the name that the request gave: names change while workers run."""
         self.fingerprint = f"fp_{config.revision}"
         self.embedding = embedding
         """None: the model generates text."""
@@ -73,6 +74,8 @@ class ServedModel:
         start = tokenizer.bos_token_id
         self.rules = PromptRules(
             name=self.name,
+            # With keys only the model's gateways get this far, and they know which names are served at present.
+            vouched=config.keys_path is not None,
             max_model_len=self.max_model_len,
             vocab_size=self.vocab_size,
             start_token=start if start is not None else min(self.eos_token_ids, default=0),
@@ -94,7 +97,7 @@ class ServedModel:
         """Raises RequestError for an embedding model."""
         if self.embedding is not None:
             raise RequestError(
-                f"The model '{self.name}' computes embeddings and generates no text: use /v1/embeddings.",
+                "This model computes embeddings and generates no text: use /v1/embeddings.",
                 param="model",
                 code="unsupported_endpoint",
             )
@@ -103,7 +106,7 @@ class ServedModel:
         """Raises RequestError for a model that generates text."""
         if self.embedding is None:
             raise RequestError(
-                f"The model '{self.name}' generates text; it does not provide embeddings.",
+                "This model generates text; it does not provide embeddings.",
                 param="model",
                 code="unsupported_endpoint",
             )

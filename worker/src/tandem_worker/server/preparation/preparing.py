@@ -39,6 +39,8 @@ class PromptRules:
     """What a model says about prompts. Plain data."""
 
     name: str
+    vouched: bool = False
+    """Who may ask has checked the name that a request gives: this worker takes whatever it is."""
     max_model_len: int
     vocab_size: int
     start_token: int
@@ -48,7 +50,7 @@ class PromptRules:
     grammar_limits: GrammarLimits
 
     def check_name(self, name: str) -> None:
-        if name != self.name:
+        if not self.vouched and name != self.name:
             raise RequestError(
                 f"The model '{name}' does not exist here. This server serves '{self.name}'.",
                 param="model",

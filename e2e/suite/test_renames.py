@@ -1,0 +1,142 @@
+"""What changes without a restart: names and time limits. And a branch that moves, which by itself replaces nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from e2e.suite.fleet import Fleet, Say, smollm2, until
+from e2e.suite.load import Outcome, run_load, varied_prompts
+
+MOVING = "tandem-e2e/moving-smollm2"
+MIRROR = "/api/v1/namespaces/tandem-mirror/services/mirror:80/proxy"
+
+
+def lives(fleet: Fleet, model: str) -> dict[str, tuple[str, int]]:
+    """Every pod of a model, gateways too, with its uid and how often its containers were started again."""
+    return {
+        pod["metadata"]["name"]: (
+            pod["metadata"]["uid"],
+            sum(container["restartCount"] for container in pod["status"].get("containerStatuses", [])),
+        )
+        for pod in fleet.pods(model)
+    }
+
+
+async def load_both(url: str, names: list[str]) -> list[Outcome]:
+    """A few streams for each name, at the same time."""
+    parts = (run_load(url, name, varied_prompts(8), concurrency=4, max_tokens=16) for name in names)
+    return [outcome for part in await asyncio.gather(*parts) for outcome in part]
+
+
+def listed(url: str) -> list[str]:
+    return [model["id"] for model in httpx.get(f"{url}/v1/models", timeout=10).json()["data"]]
+
+
+def ask(url: str, name: str) -> httpx.Response:
+    body = {"model": name, "prompt": "The sea is", "max_tokens": 2}
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+
+
+@pytest.mark.timeout(600)
+def test_a_rename_under_load_fails_nothing_and_restarts_nobody(fleet: Fleet, say: Say) -> None:
+    manifest = smollm2("renamed", drain={"timeout": "120s"})
+    manifest["spec"]["model"]["servedName"] = "old"
+    fleet.apply(manifest)
+    fleet.wait_ready("renamed")
+    before = lives(fleet, "renamed")
+    with fleet.url("renamed") as url:
+        outcomes = asyncio.run(load_both(url, ["old"]))
+        fleet.patch("renamed", {"model": {"servedName": "new"}})
+        renamed_at = time.monotonic()
+        outcomes += asyncio.run(load_both(url, ["old"]))
+        until("the new name is listed", lambda: listed(url) == ["new"], within=30)
+        say(f"rename: the gateway listed the new name after {time.monotonic() - renamed_at:.1f} s at most")
+        outcomes += asyncio.run(load_both(url, ["new", "old"]))
+        within = time.monotonic() - renamed_at
+        assert within < 120, f"the machine is too slow for this test: {within:.0f} s"
+        broken = [outcome for outcome in outcomes if not outcome.complete]
+        assert not broken, f"{len(broken)} of {len(outcomes)} requests failed; the first: {broken[0]}"
+        for name in ("new", "old"):
+            assert ask(url, name).json()["model"] == name, "an answer has the name that was asked for"
+        refused = until(
+            "the former name is refused",
+            lambda: answer if (answer := ask(url, "old")).status_code == 404 else None,
+            within=150,
+            every=2,
+        )
+        assert refused.json()["error"]["code"] == "model_not_found"
+        assert "'new'" in refused.json()["error"]["message"]
+        assert time.monotonic() - renamed_at >= 118, "not before its time"
+        assert ask(url, "new").status_code == 200
+    fleet.wait_ready("renamed")
+    assert lives(fleet, "renamed") == before
+    status = fleet.get("inferencemodels", "renamed")["status"]
+    assert status["routing"]["servedNames"] == ["new"]
+
+
+@pytest.mark.timeout(400)
+def test_other_time_limits_and_another_time_to_drain_restart_nobody(fleet: Fleet) -> None:
+    fleet.apply(smollm2("timely", prefill=None))
+    fleet.wait_ready("timely")
+    before = lives(fleet, "timely")
+    gateway = next(pod["metadata"]["name"] for pod in fleet.pods("timely", "gateway"))
+    fleet.patch("timely", {"gateway": {"timeouts": {"firstToken": "123s"}}, "drain": {"timeout": "77s"}})
+
+    def heard() -> bool:
+        log = fleet.cluster.kubectl("-n", fleet.namespace, "logs", gateway, "-c", "gateway")
+        lines = [line for line in log.splitlines() if "routing changed" in line]
+        assert lines
+        assert "123" in lines[-1], lines[-1]
+        assert "77" in lines[-1], lines[-1]
+        return True
+
+    until("the gateway has heard of it", heard, within=60)
+    fleet.wait_ready("timely")
+    assert lives(fleet, "timely") == before
+
+
+def weights(fleet: Fleet, model: str) -> dict[str, Any]:
+    return fleet.get("inferencemodels", model).get("status", {}).get("model", {})
+
+
+def move_branch(fleet: Fleet) -> str:
+    """The repository's branch is a new commit with the same files. Returns it."""
+    return fleet.kubernetes.request("POST", f"{MIRROR}/move/{MOVING}")["sha"]
+
+
+@pytest.mark.timeout(900)
+def test_a_branch_that_moves_is_reported_and_then_followed(fleet: Fleet, say: Say) -> None:
+    manifest = smollm2("moving", prefill=None)
+    manifest["spec"]["model"]["uri"] = f"hf://{MOVING}"
+    fleet.apply(manifest)
+    fleet.wait_ready("moving")
+    first, before = weights(fleet, "moving")["commit"], lives(fleet, "moving")
+    assert len(first) == 40
+
+    second, moved_at = move_branch(fleet), time.monotonic()
+    until("the move is seen", lambda: weights(fleet, "moving").get("latestCommit") == second, within=90)
+    say(f"a moved branch was reported after {time.monotonic() - moved_at:.0f} s")
+    condition = fleet.condition("moving", "ModelResolved")
+    assert condition is not None
+    assert (condition["status"], condition["reason"]) == ("True", "RevisionMoved")
+    fleet.wait_ready("moving")
+    assert (lives(fleet, "moving"), weights(fleet, "moving")["commit"]) == (before, first), "told, and nothing else"
+
+    fleet.annotate("moving", {"tandem.dev/resolve-model": "1"})
+    until("the commit is taken", lambda: weights(fleet, "moving").get("commit") == second, within=60)
+    fleet.wait_ready("moving", within=300)
+    assert "moving-decode-0" in lives(fleet, "moving")
+    assert lives(fleet, "moving")["moving-decode-0"] != before["moving-decode-0"]
+    assert "latestCommit" not in weights(fleet, "moving")
+
+    fleet.patch("moving", {"model": {"followRevision": True}})
+    third = move_branch(fleet)
+    until("the branch is followed", lambda: weights(fleet, "moving").get("commit") == third, within=90)
+    fleet.wait_ready("moving", within=300)
+    with fleet.url("moving") as url:
+        assert ask(url, "moving").status_code == 200

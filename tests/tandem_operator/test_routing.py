@@ -1,0 +1,73 @@
+"""What gateways follow: a table of one change after another, and what holds for any history of names."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from operator_objects import RELEASE, raw_model
+from tandem_api.inferencemodel import InferenceModel
+from tandem_api.launch import GatewayRouting
+from tandem_operator.routing import MAX_FORMER_NAMES, plan_routing, seconds_left
+from tandem_operator.workloads import Blueprint
+
+START = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def plan(name: str, before: GatewayRouting | None, *, at: float = 0, **spec: Any) -> GatewayRouting:
+    raw = raw_model(**spec)
+    raw["spec"]["model"] |= {"servedName": name}
+    raw["status"] = {} if before is None else {"routing": before.model_dump(by_alias=True, exclude_none=True)}
+    blueprint = Blueprint(model=InferenceModel.model_validate(raw), release=RELEASE)
+    return plan_routing(blueprint, now=START + timedelta(seconds=at))
+
+
+def test_a_name_from_before_is_served_for_a_while() -> None:
+    first = plan("old", None)
+    assert (first.served_names, first.former_until) == (["old"], None)
+    renamed = plan("new", first, at=10)
+    assert (renamed.served_names, renamed.former_until) == (["new", "old"], "2026-01-01T00:01:10Z")
+    assert plan("new", renamed, at=69) == renamed, "an operator that starts anew goes on with it"
+    assert plan("new", renamed, at=70).served_names == ["new"]
+    assert plan("new", renamed, at=70).former_until is None
+    assert seconds_left(renamed, now=START + timedelta(seconds=60)) == 10
+    assert seconds_left(first, now=START) is None
+
+
+@pytest.mark.parametrize(("drain", "until"), [("5s", "2026-01-01T00:01:00Z"), ("10m", "2026-01-01T00:10:00Z")])
+def test_it_is_served_as_long_as_streams_may_run(drain: str, until: str) -> None:
+    assert plan("new", plan("old", None), drain={"timeout": drain}).former_until == until
+
+
+def test_a_change_in_the_middle_of_another_one_keeps_all_names_and_taking_it_back_keeps_the_newer() -> None:
+    second = plan("b", plan("a", None), at=0)
+    third = plan("c", second, at=30)
+    assert (third.served_names, third.former_until) == (["c", "b", "a"], "2026-01-01T00:01:30Z")
+    assert plan("b", third, at=40).served_names == ["b", "c", "a"]
+
+
+def test_limits_of_time_are_those_of_the_spec() -> None:
+    limits = {"firstToken": "7s", "idle": "8s", "answer": "9s"}
+    routing = plan("m", None, gateway={"timeouts": limits}, drain={"timeout": "90s"})
+    timeouts = routing.timeouts
+    assert (timeouts.first_token_seconds, timeouts.idle_seconds, timeouts.answer_seconds) == (7, 8, 9)
+    assert routing.drain_timeout_seconds == 90
+
+
+@given(history=st.lists(st.tuples(st.sampled_from("abcdefg"), st.integers(0, 100)), min_size=1, max_size=12))
+def test_the_present_name_is_first_and_nobody_is_cut_off_early(history: list[tuple[str, int]]) -> None:
+    routing, now, left_at = None, 0, dict[str, int]()
+    for name, pause in history:
+        now += pause
+        before, routing = routing, plan(name, routing, at=now)
+        if before is not None and before.served_names[0] != name:
+            left_at[before.served_names[0]] = now
+        left_at.pop(name, None)
+        assert routing.served_names[0] == name
+        assert len(set(routing.served_names)) == len(routing.served_names) <= 1 + MAX_FORMER_NAMES
+        recent = sorted((at, n) for n, at in left_at.items() if now - at < 60)[-MAX_FORMER_NAMES:]
+        assert {n for _, n in recent} <= set(routing.served_names)
+        assert (routing.former_until is None) == (len(routing.served_names) == 1)
