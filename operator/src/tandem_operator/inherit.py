@@ -37,7 +37,7 @@ def keep_what_runs(blueprint: Blueprint, desired: Iterable[Manifest], live: Chil
         changed = _with_grace(blueprint, workload, present)
         kept = _kept_config(changed, present, children, live)
         if kept is not None and not is_new_template(inherits := sign(_with_config(changed, kept)), present):
-            del children[ChildKey(CONFIG_MAP.name, str(_config_name(workload)))]
+            del children[ChildKey(CONFIG_MAP.name, str(config_name(workload)))]
             children |= {child_key(kept): kept, key: inherits}
         elif changed is not workload:
             children[key] = sign(changed)
@@ -58,7 +58,7 @@ def _kept_config(workload: Manifest, present: Manifest, children: Children, live
     """A ConfigMap of another name that says the same is from a release that wrote defaults out, or counted more to what
     is read at start: kept while it does, unless pods are replaced anyway. One of the former cannot be changed."""
     config_map, old = (
-        source.get(ChildKey(CONFIG_MAP.name, str(_config_name(w))))
+        source.get(ChildKey(CONFIG_MAP.name, str(config_name(w))))
         for source, w in ((children, workload), (live, present))
     )
     if config_map is None or old is None or config_hash(old) in (None, config_hash(config_map)):
@@ -96,7 +96,8 @@ def _with_config(workload: Manifest, config_map: Manifest) -> Manifest:
     )
 
 
-def _config_name(workload: Manifest) -> str | None:
+def config_name(workload: Manifest) -> str | None:
+    """Name of the ConfigMap that a workload's pods start from."""
     volumes = dig_list(workload, "spec", "template", "spec", "volumes")
     return next((dig(v, "configMap", "name") for v in volumes if v.get("name") == "config"), None)
 
