@@ -495,3 +495,14 @@ async def test_workers_that_an_earlier_operator_made_run_on_and_load_a_commit_wh
     weights.hub.forget(KEY)
     assert DECODE in await weights.look()
     assert weights.loaded == A
+
+
+async def test_a_lost_status_loses_no_commit(server: ObjectServer, weights: Weights) -> None:
+    server.annotate(**{"resolve-model": "now"})
+    await weights.look()
+    server.settle()
+    weights.commit = B
+    server.kept[MODEL]["status"] = {"conditions": "unreadable"}
+    assert DECODE not in await weights.look()
+    assert weights.loaded == A
+    assert server.kept[MODEL]["status"]["model"]["commit"] == A

@@ -9,17 +9,20 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from tandem_api.inferencemodel import InferenceModel, ModelStatus, SecretKey
+from pydantic import ValidationError
+from tandem_api.inferencemodel import InferenceModel, Model, ModelStatus, SecretKey
+from tandem_api.launch import WorkerConfig
 from tandem_api.names import GROUP
 
 from tandem_operator.causes import Problem
-from tandem_operator.inherit import keep_what_runs
-from tandem_operator.manifests import Manifest, annotations_of, child_key, dig
+from tandem_operator.inherit import config_name, keep_what_runs
+from tandem_operator.manifests import CONFIG_MAP, ChildKey, Manifest, annotations_of, child_key, dig
 from tandem_operator.observation import workload_key
 from tandem_operator.planner import Children
 from tandem_operator.rolling import is_new_template
 from tandem_operator.workloads import Blueprint, build_possible
 from tandem_operator.workloads.blueprint import digest
+from tandem_operator.workloads.configs import CONFIG_FILE
 
 PUBLIC_HUB = "https://huggingface.co"
 RESOLVE_ANNOTATION = f"{GROUP}/resolve-model"
@@ -108,6 +111,25 @@ def makes_workers(blueprint: Blueprint, live: Children) -> bool:
     return not is_running
 
 
+def recover(blueprint: Blueprint, live: Children, *, request: str | None, now: str) -> InferenceModel:
+    """The model, with the commit that its workers were told where its status has been lost. A wish to resolve it anew
+    then counts as granted: nobody knows."""
+    model = blueprint.model
+    source = model.spec.model
+    if model.status.model is not None or not source.uri.startswith(_SCHEME):
+        return model
+    for role in blueprint.worker_roles:
+        config_map = live.get(ChildKey(CONFIG_MAP.name, str(config_name(live.get(workload_key(blueprint, role), {})))))
+        try:
+            told = WorkerConfig.model_validate_json(dig(config_map, "data", CONFIG_FILE) or "").model
+        except ValidationError:
+            continue
+        if told.uri == source.uri and told.revision != source.revision and is_commit(told.revision):
+            found = _resolved(source, told.revision, request=request, now=now).status
+            return model.model_copy(update={"status": model.status.model_copy(update={"model": found})})
+    return model
+
+
 def plan_commit(
     model: InferenceModel, answer: Answer | None, *, asks: bool, request: str | None, needed: bool, now: str
 ) -> CommitPlan:
@@ -180,7 +202,7 @@ def _keep_or_follow(
     return CommitPlan(commit=known.commit, status=status, finding=finding)
 
 
-def _resolved(source: ModelStatus, commit: str, *, request: str | None, now: str) -> CommitPlan:
+def _resolved(source: ModelStatus | Model, commit: str, *, request: str | None, now: str) -> CommitPlan:
     status = ModelStatus(uri=source.uri, revision=source.revision, commit=commit, resolved_at=now, request=request)
     finding = (True, "Resolved", f"{source.revision} was commit {commit} at {now}")
     return CommitPlan(commit=commit, status=status, finding=finding)

@@ -20,7 +20,15 @@ from tandem_api.names import keys_name
 
 from tandem_operator import metrics
 from tandem_operator.causes import Problem
-from tandem_operator.commits import CommitPlan, is_resolved, makes_workers, plan_commit, read_question, read_request
+from tandem_operator.commits import (
+    CommitPlan,
+    is_resolved,
+    makes_workers,
+    plan_commit,
+    read_question,
+    read_request,
+    recover,
+)
 from tandem_operator.errors import APIError, ConflictError, IncompleteError, ModelError, NotFoundError
 from tandem_operator.hub import Hub
 from tandem_operator.inherit import keep_what_runs
@@ -153,13 +161,13 @@ class Reconciler:
 
     def _name_weights(self, key: ModelKey, blueprint: Blueprint, raw: Manifest, outcome: Outcome) -> CommitPlan:
         """Which commit workers load. The hub's answer, where there is none yet, causes another look."""
-        model, hub, request = blueprint.model, self._hub, read_request(raw)
+        ours = own_workloads(outcome.before, owner_uid=blueprint.model.metadata.uid)
+        hub, request = self._hub, read_request(raw)
+        model = recover(blueprint, ours, request=request, now=_now())
         asks = hub is not None and hub.policy.resolve
         question = read_question(blueprint, request)
         answer = hub.ask(key, question) if hub is not None and asks and question is not None else None
-        needed = asks and question is not None and not is_resolved(model)
-        if needed:
-            needed = makes_workers(blueprint, own_workloads(outcome.before, owner_uid=model.metadata.uid))
+        needed = asks and question is not None and not is_resolved(model) and makes_workers(blueprint, ours)
         weights = plan_commit(model, answer, asks=asks, request=request, needed=needed, now=_now())
         if weights.problem is not None:
             outcome.problems.append(weights.problem)
