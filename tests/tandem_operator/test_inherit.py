@@ -125,3 +125,12 @@ def test_a_second_look_after_an_upgrade_writes_nothing() -> None:
     assert all(satisfies(live[key], child) for key, child in again.items())
     done = plan_children(again.values(), live, owner_uid=plan.model.metadata.uid)
     assert (done.apply, done.delete) == ((), ())
+
+
+def test_another_step_timeout_restarts_no_worker_and_is_there_to_be_read() -> None:
+    live = {child_key(child): child for child in build_children(blueprint(prefill={}))}
+    after = upgraded(blueprint(prefill={}, engine={"stepTimeout": "0s"}), live)
+    for key, workload in workloads(after).items():
+        assert workload == live[key]
+    configs = [json.loads(after[key]["data"]["config.json"]) for key in after if key.kind == "ConfigMap"]
+    assert [config.get("stepTimeoutSeconds") for config in configs if "role" in config] == [0.0, 0.0]
