@@ -15,12 +15,13 @@ import yaml
 from operator_objects import blueprint, cases
 from pydantic import Field
 from tandem_api.launch import ModelSource, WorkerConfig
-from tandem_api.names import Role
+from tandem_api.names import CONDITION_ADMITTED, Role
 from tandem_operator.inherit import keep_what_runs
 from tandem_operator.manifests import ChildKey, Manifest, child_key
 from tandem_operator.matching import satisfies
 from tandem_operator.planner import plan_children
 from tandem_operator.workloads import Blueprint, build_children
+from tandem_operator.workloads.blueprint import sign
 from tandem_operator.workloads.configs import start_hash, worker_config
 
 RELEASED = Path(__file__).parent / "released"
@@ -125,6 +126,34 @@ def test_a_second_look_after_an_upgrade_writes_nothing() -> None:
     assert all(satisfies(live[key], child) for key, child in again.items())
     done = plan_children(again.values(), live, owner_uid=plan.model.metadata.uid)
     assert (done.apply, done.delete) == ((), ())
+
+
+def without_gates(plan: Blueprint) -> dict[ChildKey, Manifest]:
+    """Children as a release before the readiness gate signed them."""
+    children = {child_key(child): child for child in build_children(plan)}
+    for key, child in workloads(children).items():
+        child["spec"]["template"]["spec"].pop("readinessGates", None)
+        children[key] = sign(child)
+    return children
+
+
+def test_the_gate_restarts_nobody_and_comes_with_the_next_template() -> None:
+    plan = blueprint(prefill={})
+    live = without_gates(plan)
+    key = ChildKey("StatefulSet", "m-decode")
+    after = upgraded(plan, live)
+    assert after[key] == live[key], "to the digest"
+    changed = upgraded(blueprint(prefill={}, engine={"maxBatchTokens": 64}), live)
+    assert changed[key]["spec"]["template"]["spec"]["readinessGates"] == [{"conditionType": CONDITION_ADMITTED}]
+    assert upgraded(plan, {child_key(c): c for c in changed.values()})[key]["spec"]["template"]["spec"][
+        "readinessGates"
+    ]
+
+
+def test_a_pod_template_may_do_without_the_gate() -> None:
+    plan = blueprint(decode={"podTemplate": {"spec": {"readinessGates": []}}})
+    (workload,) = (child for child in build_children(plan) if child["kind"] == "StatefulSet")
+    assert workload["spec"]["template"]["spec"]["readinessGates"] == []
 
 
 def test_another_step_timeout_restarts_no_worker_and_is_there_to_be_read() -> None:

@@ -15,6 +15,7 @@ from tandem_api import names
 
 from tandem_operator import metrics, web
 from tandem_operator.errors import APIError, IncompleteError
+from tandem_operator.fleet import FleetWatch
 from tandem_operator.keeper import KeyKeeper
 from tandem_operator.kube.client import Connections, connect
 from tandem_operator.kube.events import CREATIONS, CreationEvents
@@ -44,7 +45,10 @@ class Operator:
         recorder = EventRecorder(client, instance=settings.lease.identity)
         keeper = KeyKeeper(client, settings.keys)
         self._creations = CreationEvents()
-        self._reconciler = Reconciler(client, self._store, settings.release, keeper, recorder, self._creations)
+        self._fleet = FleetWatch(self._on_child)
+        self._reconciler = Reconciler(
+            client, self._store, settings.release, keeper, recorder, self._creations, self._fleet
+        )
         self._models: set[ModelKey] = set()
         self._connected = False
 
@@ -110,6 +114,7 @@ class Operator:
                 return 0
             tasks += [asyncio.create_task(self._work(), name="worker") for _ in range(self._settings.workers)]
             tasks.append(asyncio.create_task(self._resync(), name="resync"))
+            tasks.append(asyncio.create_task(self._fleet.run(), name="fleet"))
             # kopf takes over the signal handlers: it ends by itself on SIGTERM.
             tasks.append(asyncio.create_task(self._watch_models(), name="kopf"))
             done, _ = await asyncio.wait([*tasks, stopped], return_when=asyncio.FIRST_COMPLETED)
@@ -142,6 +147,7 @@ class Operator:
         if type == "DELETED":
             self._models.discard(key)
             self._queue.forget(key)
+            self._fleet.forget(key)
         else:
             self._models.add(key)
             self._queue.add(key)

@@ -1,7 +1,8 @@
 """What a running workload may keep though the operator would write it otherwise today. Pure.
 
 A pod template that differs in any byte restarts pods, so what means the same is left as it is: a time to drain that is
-long enough, and the launch configuration of an earlier release that says the same in more words.
+long enough, the launch configuration of an earlier release that says the same in more words, and a template without the
+readiness gate.
 """
 
 from __future__ import annotations
@@ -13,13 +14,25 @@ from tandem_api import names
 from tandem_api.base import Wire
 from tandem_api.launch import GatewayConfig, WorkerConfig
 
-from tandem_operator.manifests import CONFIG_MAP, DEPLOYMENT, STATEFUL_SET, ChildKey, Manifest, child_key, dig, dig_list
+from tandem_operator.manifests import (
+    CONFIG_MAP,
+    DEPLOYMENT,
+    STATEFUL_SET,
+    ChildKey,
+    Manifest,
+    annotations_of,
+    child_key,
+    dig,
+    dig_list,
+)
+from tandem_operator.matching import satisfies
 from tandem_operator.planner import Children
-from tandem_operator.workloads.blueprint import Blueprint, config_hash, sign
+from tandem_operator.workloads.blueprint import TEMPLATE_HASH, Blueprint, config_hash, sign
 from tandem_operator.workloads.configs import CONFIG_FILE
 from tandem_operator.workloads.pods import grace_seconds, template_grace_seconds
 
 _GRACE = "terminationGracePeriodSeconds"
+_GATES = "readinessGates"
 _CONFIG_TYPES: dict[str, type[Wire]] = {STATEFUL_SET.name: WorkerConfig, DEPLOYMENT.name: GatewayConfig}
 
 
@@ -32,6 +45,7 @@ def keep_what_runs(blueprint: Blueprint, desired: Iterable[Manifest], live: Chil
             continue
         changed = _with_grace(blueprint, workload, present)
         changed = _with_config(changed, present, children, live)
+        changed = _without_gate(changed, present)
         if changed is not workload:
             children[key] = sign(changed)
     return list(children.values())
@@ -45,6 +59,19 @@ def _with_grace(blueprint: Blueprint, workload: Manifest, present: Manifest) -> 
     if not is_generated or not isinstance(have, int) or have == want or have < grace_seconds(blueprint) + lag:
         return workload
     return _with_template(workload, spec={_GRACE: have})
+
+
+def _without_gate(workload: Manifest, present: Manifest) -> Manifest:
+    """Pods of an earlier release have no readiness gate: one is no reason to replace them."""
+    spec = workload["spec"]["template"]["spec"]
+    if _GATES not in spec or _GATES in dig(present, "spec", "template", "spec"):
+        return workload
+    template = workload["spec"]["template"]
+    plain = template | {"spec": {name: value for name, value in spec.items() if name != _GATES}}
+    changed = workload | {"spec": workload["spec"] | {"template": plain}}
+    applied = annotations_of(present).get(TEMPLATE_HASH)
+    is_same = applied in (None, annotations_of(sign(changed))[TEMPLATE_HASH])
+    return changed if is_same and satisfies(dig(present, "spec", "template"), plain) else workload
 
 
 def _with_config(workload: Manifest, present: Manifest, children: dict[ChildKey, Manifest], live: Children) -> Manifest:

@@ -31,6 +31,8 @@ from tandem_operator.planner import Children
 from tandem_operator.rollout import Replica, State
 from tandem_operator.workloads.blueprint import Blueprint, component_of
 
+WAITS_FOR_GATES = "ReadinessGatesNotReady"
+"""The kubelet's reason for pods whose containers are ready."""
 BLINK = timedelta(seconds=30)
 """A worker that has been unready for less may be back in a moment."""
 UNREACHABLE = timedelta(minutes=5)
@@ -197,6 +199,10 @@ def _may_serve(pod: Manifest, *, now: datetime) -> bool:
     if since is None:
         return False
     kubelet_says_ready = all(status.get("ready") for status in dig_list(pod, "status", "containerStatuses"))
+    if condition.get("reason") == WAITS_FOR_GATES:
+        # Gateways do not wait for the gate that waits for them: only their own word says that it serves nobody.
+        gate = next((c for c in dig_list(pod, "status", "conditions") if c.get("type") == names.CONDITION_ADMITTED), {})
+        return kubelet_says_ready and gate.get("status") != "False"
     return now - since < (UNREACHABLE if kubelet_says_ready else BLINK)
 
 

@@ -38,14 +38,16 @@ def build_status(
     failures: Mapping[ChildKey, str],
     waiting: Sequence[str],
     now: str,
+    more: Sequence[Condition] = (),
 ) -> InferenceModelStatus:
-    """The whole status. `problems` are those of planning and applying, `waiting` what has to vanish first."""
+    """The whole status. `problems` are those of planning and applying, `waiting` what has to vanish first,
+    `more` conditions of other parts."""
     model = blueprint.model
     states = {role: observe_role(blueprint, role, live, failures) for role in (*blueprint.worker_roles, Role.GATEWAY)}
     workers = [state for role, state in states.items() if role is not Role.GATEWAY]
     conditions = _summary(blueprint, states, live, problems=problems, waiting=waiting, now=now)
     conditions.append(_model_condition(blueprint, workers))
-    conditions += [_role_condition(blueprint, state) for state in states.values()]
+    conditions += [*(_role_condition(blueprint, state) for state in states.values()), *more]
     gateway = states[Role.GATEWAY]
     return InferenceModelStatus(
         observed_generation=model.metadata.generation,
