@@ -379,3 +379,28 @@ async def test_a_gate_that_may_not_be_set_is_told(server: ObjectServer, operator
     server.refuse.clear()
     await operator.look()
     assert f"{path}/status" in server.written, "without a gateway nothing waits for one"
+
+
+async def test_gateways_that_cannot_be_asked_are_named_where_workers_wait_for_them(
+    server: ObjectServer, operator: Operator
+) -> None:
+    await operator.look()
+    server.settle()
+    path = server.add_pod("m-decode-0", **UP)
+    server.kept[path]["spec"] = {"readinessGates": [{"conditionType": GATE}]}
+    add_gateway(server)
+    server.refuse["GET", "/fleet"] = (500, "no")
+    asking = asyncio.create_task(operator.fleet.run())
+    try:
+        await operator.look()
+        async with asyncio.timeout(10):
+            while "it answers 500" not in operator.fleet.view(KEY).silent.values():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    finally:
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+    await operator.look()
+    assert f"{path}/status" not in server.written, "it is not guessed"
+    words = "1 of 1 gateways do not report: m-5f-a: it answers 500"
+    assert words in server.conditions["WorkersAdmitted"]["message"]
+    assert (server.conditions["Ready"]["reason"], server.conditions["Reconciling"]["reason"]) == ("NoReports",) * 2

@@ -21,6 +21,7 @@ from tandem_operator.planner import Children
 from tandem_operator.workloads.blueprint import Blueprint
 
 CONDITION = "WorkersAdmitted"
+NO_REPORTS = "NoReports"
 _NAMED = 3
 """Workers, or gateways, that a message names."""
 
@@ -119,7 +120,7 @@ def admission_condition(
             f"{len(names)} of {len(names) + len(view.reporting) + len(view.unable)} gateways do not report: {words};"
             " let the operator reach their metrics ports"
         )
-        return _condition("Unknown", "NoReports", text)
+        return _condition("Unknown", NO_REPORTS, text)
     if not view.reporting:
         return _condition("Unknown", "GatewayCannotReport", "the gateways' release has no reports: update their image")
     out = [

@@ -18,7 +18,13 @@ from tandem_api.inferencemodel import Condition, InferenceModelStatus
 from tandem_api.names import keys_name
 
 from tandem_operator import metrics
-from tandem_operator.admission import admission_condition, gateway_addresses, is_admission_open, plan_admissions
+from tandem_operator.admission import (
+    NO_REPORTS,
+    admission_condition,
+    gateway_addresses,
+    is_admission_open,
+    plan_admissions,
+)
 from tandem_operator.causes import Problem
 from tandem_operator.errors import APIError, ConflictError, IncompleteError, ModelError, NotFoundError
 from tandem_operator.fleet import FleetWatch
@@ -163,7 +169,10 @@ class Reconciler:
                 except (NotFoundError, ConflictError):
                     continue  # another pod of that name by now, or none
                 metrics.WRITES.labels("admit", POD.name).inc()
-        return admission_condition(blueprint, ours, view, blueprint.model.status.conditions)
+        found = admission_condition(blueprint, ours, view, blueprint.model.status.conditions)
+        if found is not None and found.reason == NO_REPORTS and is_admission_open(blueprint, ours):
+            outcome.problems.append(Problem(reason=found.reason, message=found.message))
+        return found
 
     async def _execute(self, key: ModelKey, blueprint: Blueprint, keys: KeyLook, outcome: Outcome) -> None:
         """Do all that can be done. What fails is collected, and nothing else waits for it."""
