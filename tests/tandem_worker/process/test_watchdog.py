@@ -46,7 +46,7 @@ class Finder(importlib.abc.MetaPathFinder):
 
 sys.meta_path.insert(0, Finder())
 """
-"""In the worker's process, as `sitecustomize`: its device hangs while the file HANG is there, for as long as it says."""
+"""In the worker's process, as `sitecustomize`: its device hangs while the file HANG is there, as long as it says."""
 
 
 def age_after(looks: list[tuple[float, float, float]]) -> TurnAge:
