@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -160,3 +161,121 @@ def test_what_needs_a_person_comes_first() -> None:
     assert found is not None
     assert found.reason == "ImagePullFailed"
     assert role_problem([pod("c", **READY)]) is None
+
+
+# As the API server shows them, but for what the operator does not keep.
+
+NOW = datetime(2026, 1, 1, 0, 10, tzinfo=UTC)
+RUNNING = {"state": {"running": {"startedAt": "2026-01-01T00:00:00Z"}}, "restartCount": 0}
+SINCE = "2026-01-01T00:05:00Z"
+
+
+def condition(kind: str, status: str, reason: str = "", message: str = "") -> dict[str, str]:
+    return {"type": kind, "status": status, "reason": reason, "message": message, "lastTransitionTime": SINCE}
+
+
+EVICTED = (
+    "The node was low on resource: memory. Threshold quantity: 100Mi, available: 96Mi. Container worker was using"
+    " 3Gi, request is 1Gi, has larger consumption of memory. "
+)
+DISK = "Pod ephemeral local storage usage exceeds the total limit of containers 10Gi. "
+VOLUME = 'Usage of EmptyDir volume "models" exceeds the limit "10Gi". '
+
+
+@pytest.mark.parametrize(
+    ("status", "reason", "words"),
+    [
+        ({"phase": "Failed", "reason": "Evicted", "message": EVICTED}, "Evicted", "raise resources.requests.memory"),
+        ({"phase": "Failed", "reason": "Evicted", "message": DISK}, "Evicted", "keep the model in a claim"),
+        ({"phase": "Failed", "reason": "Evicted", "message": VOLUME}, "Evicted", "keep the model in a claim"),
+        ({"phase": "Failed", "reason": "NodeShutdown", "message": "Node is shutting down"}, "NodeShutdown", "shutting"),
+        (
+            {"phase": "Failed", "reason": "UnexpectedAdmissionError", "message": "Allocate failed: no healthy devices"},
+            "UnexpectedAdmissionError",
+            "no healthy devices",
+        ),
+        (
+            {"conditions": [condition("PodScheduled", "False", "Unschedulable",
+                "0/3 nodes are available: pod has unbound immediate PersistentVolumeClaims.")]},
+            "VolumeNotBound",
+            "kubectl describe pvc",
+        ),
+        (
+            {"conditions": [condition("PodScheduled", "False", "Unschedulable",
+                "0/3 nodes are available: 3 node(s) didn't find available persistent volumes to bind.")]},
+            "VolumeNotBound",
+            "a StorageClass that makes one",
+        ),
+        (
+            {"conditions": [condition("PodScheduled", "True"), condition("PodReadyToStartContainers", "False")]}
+            | waiting("ContainerCreating"),
+            "ContainersNotCreated",
+            "on node node-1 since 2026-01-01T00:05:00Z without a container",
+        ),
+        (
+            {"conditions": [condition("Ready", "False", "ContainersNotReady")]}
+            | container(started=True, ready=False, **RUNNING),
+            "ContainerUnready",
+            "container worker is not ready since 2026-01-01T00:05:00Z",
+        ),
+        (
+            {"conditions": [condition("Ready", "False"), condition("ContainersReady", "True")]}
+            | container(started=True, ready=True, **RUNNING),
+            "NodeUnreachable",
+            "node node-1 may be out of reach",
+        ),
+        (
+            {"conditions": [condition("Ready", "False", "ReadinessGatesNotReady"),
+                            condition("tandem.dev/admitted", "False", "Ejected", "no gateway sends requests: kv")]}
+            | container(started=True, ready=True, **RUNNING),
+            "NotAdmitted",
+            "no gateway sends requests: kv",
+        ),
+    ],
+)  # fmt: skip
+def test_what_befalls_a_pod_is_named_and_waits_for_nobody(status: dict[str, Any], reason: str, words: str) -> None:
+    found = pod_problem(pod("m-decode-0", **status) | {"spec": {"nodeName": "node-1"}}, now=NOW)
+    assert found is not None
+    assert (found.reason, found.stalled) == (reason, False)
+    assert found.message.startswith("Pod m-decode-0")
+    assert words in found.message
+
+
+def test_a_pod_that_does_not_go_is_named_once_it_is_overdue() -> None:
+    def leaving(due: str) -> Problem | None:
+        found = pod("m-decode-0", metadata={"deletionTimestamp": due, "deletionGracePeriodSeconds": 75}, **READY)
+        return pod_problem(found | {"spec": {"nodeName": "node-1"}}, now=NOW)
+
+    assert leaving("2026-01-01T00:11:00Z") is None, "it drains"
+    assert leaving("2026-01-01T00:09:30Z") is None
+    found = leaving("2026-01-01T00:08:00Z")
+    assert found is not None
+    assert (found.reason, found.stalled) == ("StuckTerminating", True)
+    assert "node node-1" in found.message
+    assert "out-of-service" in found.message
+
+
+@pytest.mark.parametrize(
+    "status",
+    [
+        {"conditions": [condition("PodScheduled", "True"), condition("PodReadyToStartContainers", "True")]}
+        | waiting("ContainerCreating"),  # an image is pulled
+        {"conditions": [condition("Ready", "False", "ContainersNotReady")]} | container(started=False, **RUNNING),
+        {"conditions": [condition("Ready", "False", "ReadinessGatesNotReady")]}
+        | container(started=True, ready=True, **RUNNING),
+    ],
+)
+def test_a_pod_on_its_way_is_no_problem(status: dict[str, Any]) -> None:
+    assert pod_problem(pod("m-decode-0", **status), now=NOW) is None
+
+
+def test_a_volume_is_given_time() -> None:
+    conditions = [condition("PodScheduled", "True"), condition("PodReadyToStartContainers", "False")]
+    found = pod("m-decode-0", conditions=conditions, **waiting("ContainerCreating"))
+    assert pod_problem(found, now=datetime(2026, 1, 1, 0, 5, 30, tzinfo=UTC)) is None
+
+
+@pytest.mark.parametrize("looping", [True, False])
+def test_a_hung_step_needs_a_person_only_when_it_hangs_again_and_again(looping: bool) -> None:
+    found = problem(**lost("StepHung", looping=looping))
+    assert (found.reason, found.stalled, found.from_worker) == ("StepHung", looping, False)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from operator_objects import RELEASED, blueprint, cases, released
 from pydantic import Field
 from tandem_api.launch import ModelSource, WorkerConfig
-from tandem_api.names import Role
+from tandem_api.names import CONDITION_ADMITTED, Role
 from tandem_operator.inherit import keep_what_runs
 from tandem_operator.manifests import ChildKey, Manifest, child_key
 from tandem_operator.matching import satisfies
@@ -197,3 +198,36 @@ def test_pods_that_are_replaced_anyway_follow_from_then_on(version: str) -> None
     after = upgraded(blueprint(**case), live)
     renamed = upgraded(blueprint(**case | {"model": {"uri": "hf://org/repo", "servedName": "new"}}), after)
     assert workloads(renamed) == workloads(after)
+
+
+def without_defaults(plan: Blueprint) -> dict[ChildKey, Manifest]:
+    """Children as a release before the readiness gate and the spread signed them."""
+    return {child_key(child): child for child in build_children(dataclasses.replace(plan, pod_defaults=False))}
+
+
+def test_the_gate_restarts_nobody_and_comes_with_the_next_template() -> None:
+    plan = blueprint(prefill={})
+    live = without_defaults(plan)
+    key = ChildKey("StatefulSet", "m-decode")
+    after = upgraded(plan, live)
+    assert after[key] == live[key], "to the digest"
+    changed = upgraded(blueprint(prefill={}, engine={"maxBatchTokens": 64}), live)
+    assert changed[key]["spec"]["template"]["spec"]["readinessGates"] == [{"conditionType": CONDITION_ADMITTED}]
+    assert upgraded(plan, {child_key(c): c for c in changed.values()})[key]["spec"]["template"]["spec"][
+        "readinessGates"
+    ]
+
+
+def test_a_pod_template_may_do_without_the_gate() -> None:
+    plan = blueprint(decode={"podTemplate": {"spec": {"readinessGates": []}}})
+    (workload,) = (child for child in build_children(plan) if child["kind"] == "StatefulSet")
+    assert workload["spec"]["template"]["spec"]["readinessGates"] == []
+
+
+def test_another_step_timeout_restarts_no_worker_and_is_there_to_be_read() -> None:
+    live = {child_key(child): child for child in build_children(blueprint(prefill={}))}
+    after = upgraded(blueprint(prefill={}, engine={"stepTimeout": "0s"}), live)
+    for key, workload in workloads(after).items():
+        assert workload == live[key]
+    configs = [json.loads(after[key]["data"]["config.json"]) for key in after if key.kind == "ConfigMap"]
+    assert [config.get("stepTimeoutSeconds") for config in configs if "role" in config] == [0.0, 0.0]

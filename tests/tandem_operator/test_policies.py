@@ -210,3 +210,13 @@ def test_policies_are_named_after_what_they_guard() -> None:
     assert found == {
         names.workload_name("m", role) for role in (names.Role.PREFILL, names.Role.DECODE, names.Role.GATEWAY)
     }
+
+
+def test_the_operator_reads_what_gateways_report_and_nothing_else() -> None:
+    plan = split(
+        release=Release(worker_image="w", gateway_image="g", network=NetworkSettings(operator_namespace="mirror"))
+    )
+    inside = pods(plan)
+    assert reachable(plan, MIRROR, inside["gateway"]) == {METRICS, 8080}
+    assert reachable(plan, MIRROR, inside["decode"]) == set()
+    assert reachable(plan, STRANGER, inside["gateway"]) == {8080}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import copy
 import dataclasses
 import json
 from collections.abc import AsyncIterator
@@ -18,6 +19,7 @@ from operator_objects import READY, RELEASE, container, pod, raw_model
 from prometheus_client import REGISTRY
 from tandem_operator import metrics
 from tandem_operator.errors import IncompleteError
+from tandem_operator.fleet import FleetWatch
 from tandem_operator.hub import Hub
 from tandem_operator.keeper import KeyKeeper
 from tandem_operator.kube.client import KubeClient
@@ -68,7 +70,11 @@ class ObjectServer:
         if request.method == "POST":
             path = f"{path}/{body['metadata']['name']}"
         self.written.append(path)
-        if path.endswith("/status"):
+        if path.endswith("/status") and "/pods/" in path:
+            conditions = self.kept[path.removesuffix("/status")]["status"].setdefault("conditions", [])
+            for new in body["status"]["conditions"]:
+                conditions[:] = [*(old for old in conditions if old["type"] != new["type"]), new]
+        elif path.endswith("/status"):
             self.kept[path.removesuffix("/status")]["status"] = body["status"]
         else:
             body["metadata"] |= {"uid": f"uid of {path}", "resourceVersion": str(len(self.written)), "generation": 1}
@@ -99,7 +105,7 @@ class ObjectServer:
         owner = self.kept[DECODE]["metadata"]["uid"]
         labels = self.kept[DECODE]["spec"]["template"]["metadata"]["labels"]
         path = f"/api/v1/namespaces/n/pods/{name}"
-        self.kept[path] = pod(name, owner=owner, labels=labels | fields.pop("labels", {}), **fields)
+        self.kept[path] = copy.deepcopy(pod(name, owner=owner, labels=labels | fields.pop("labels", {}), **fields))
         return path
 
     def settle(self) -> None:
@@ -130,8 +136,17 @@ class Operator:
         self.creations = CreationEvents()
         self.unserved: frozenset[str] = frozenset()
         recorder = EventRecorder(client, instance="test")
+        self.fleet = FleetWatch(port=int(server.url.rpartition(":")[2]), seconds=(0.05, 0.05))
         self._reconciler = Reconciler(
-            client, self._store, release, keeper, recorder, self.creations, hub, unserved=lambda: self.unserved
+            client,
+            self._store,
+            release,
+            keeper,
+            recorder,
+            self.creations,
+            hub,
+            self.fleet,
+            unserved=lambda: self.unserved,
         )
 
     async def look(self) -> float | None:
@@ -506,3 +521,88 @@ async def test_a_lost_status_loses_no_commit(server: ObjectServer, weights: Weig
     assert DECODE not in await weights.look()
     assert weights.loaded == A
     assert server.kept[MODEL]["status"]["model"]["commit"] == A
+
+
+GATE = "tandem.dev/admitted"
+UP = {"podIP": "10.0.0.1", "conditions": [{"type": "ContainersReady", "status": "True"}], **container(started=True)}
+
+
+def add_gateway(server: ObjectServer, **worker: str) -> None:
+    """A ready gateway pod at this server's address, and its report of one worker."""
+    owner = {"kind": "ReplicaSet", "name": "m-5f", "uid": "rs", "controller": True}
+    found = pod("m-5f-a", component="gateway", metadata={"ownerReferences": [owner]}, podIP="127.0.0.1", **READY)
+    server.kept["/api/v1/namespaces/n/pods/m-5f-a"] = found
+    told = {"name": "m-decode-0", "address": "10.0.0.1:8000", "role": "unified", "revision": "r", **worker}
+    server.kept["/fleet"] = {"kind": "Fleet", "gateway": "m-5f-a", "startedAt": 1, "at": 2, "workers": [told]}
+
+
+async def until_reported(operator: Operator) -> None:
+    async with asyncio.timeout(10):
+        while not operator.fleet.view(KEY).standings:  # noqa: ASYNC110 -- the other end is a server
+            await asyncio.sleep(0.01)
+
+
+async def test_a_worker_is_ready_only_once_a_gateway_has_admitted_it(server: ObjectServer, operator: Operator) -> None:
+    await operator.look()
+    server.settle()
+    path = server.add_pod("m-decode-0", **UP)
+    server.kept[path]["spec"] = {"readinessGates": [{"conditionType": GATE}]}
+    await operator.look()
+    assert f"{path}/status" not in server.written, "no gateway has said anything"
+    assert server.conditions["WorkersAdmitted"]["reason"] == "NotAskedYet"
+    add_gateway(server, state="Admitted")
+    asking = asyncio.create_task(operator.fleet.run())
+    try:
+        await operator.look()
+        await until_reported(operator)
+    finally:
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+    await operator.look()
+    gates = [c for c in server.kept[path]["status"]["conditions"] if c["type"] == GATE]
+    assert [(gate["status"], gate["reason"]) for gate in gates] == [("True", "Admitted")]
+    assert server.conditions["WorkersAdmitted"]["status"] == "True"
+    await operator.look()
+    assert server.written == [], "said once"
+
+
+async def test_a_gate_that_may_not_be_set_is_told(server: ObjectServer, operator: Operator) -> None:
+    server.change(gateway={"replicas": 0})
+    await operator.look()
+    server.settle()
+    path = server.add_pod("m-decode-0", **UP)
+    server.kept[path]["spec"] = {"readinessGates": [{"conditionType": GATE}]}
+    server.refuse["PATCH", "/pods/m-decode-0/status"] = (403, 'User "x" cannot patch resource "pods/status"')
+    await operator.look()
+    stalled = server.conditions["Stalled"]
+    assert stalled["reason"] == "Forbidden"
+    assert "to admit Pod m-decode-0" in stalled["message"]
+    assert "the right to patch it: upgrade its chart" in stalled["message"]
+    server.refuse.clear()
+    await operator.look()
+    assert f"{path}/status" in server.written, "without a gateway nothing waits for one"
+
+
+async def test_gateways_that_cannot_be_asked_are_named_where_workers_wait_for_them(
+    server: ObjectServer, operator: Operator
+) -> None:
+    await operator.look()
+    server.settle()
+    path = server.add_pod("m-decode-0", **UP)
+    server.kept[path]["spec"] = {"readinessGates": [{"conditionType": GATE}]}
+    add_gateway(server)
+    server.refuse["GET", "/fleet"] = (500, "no")
+    asking = asyncio.create_task(operator.fleet.run())
+    try:
+        await operator.look()
+        async with asyncio.timeout(10):
+            while "it answers 500" not in operator.fleet.view(KEY).silent.values():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    finally:
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+    await operator.look()
+    assert f"{path}/status" not in server.written, "it is not guessed"
+    words = "1 of 1 gateways do not report: m-5f-a: it answers 500"
+    assert words in server.conditions["WorkersAdmitted"]["message"]
+    assert (server.conditions["Ready"]["reason"], server.conditions["Reconciling"]["reason"]) == ("NoReports",) * 2

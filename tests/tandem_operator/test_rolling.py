@@ -138,6 +138,21 @@ def test_a_node_out_of_reach_is_given_time() -> None:
     assert names_of(rolled(plan, live, now=NOW + timedelta(minutes=6))) == ["m-decode-0", "m-decode-1"]
 
 
+def test_workers_that_wait_for_their_gate_may_be_serving_and_those_left_out_are_not() -> None:
+    """An operator that was away finds gates that nobody has opened, of workers that gateways have long admitted."""
+    plan = blueprint(decode={"replicas": 2})
+    live = serving(plan)
+    waits = {"type": "Ready", "status": "False", "reason": "ReadinessGatesNotReady",
+             "lastTransitionTime": "2025-01-01T00:00:00Z"}  # fmt: skip
+    up = container(started=True, ready=True)
+    outdated(live, "m-decode-0", "m-decode-1", **up | {"conditions": [waits]})
+    live[DECODE]["spec"]["updateStrategy"] = {"type": "OnDelete"}
+    assert names_of(rolled(plan, live)) == ["m-decode-1"]
+    left_out = {"type": "tandem.dev/admitted", "status": "False"}
+    outdated(live, "m-decode-0", "m-decode-1", **up | {"conditions": [waits, left_out]})
+    assert names_of(rolled(plan, live)) == ["m-decode-0", "m-decode-1"]
+
+
 def test_groups_go_whole() -> None:
     plan = blueprint(decode={"replicas": 2, "nodesPerReplica": 2, "parallelism": {"tensor": 2}})
     live = serving(plan)

@@ -11,6 +11,8 @@ from typing import Any
 
 from operator_objects import UID, blueprint, settled
 from tandem_api.names import Role
+from tandem_operator.admission import admission_condition, is_admission_open, plan_admissions
+from tandem_operator.fleet import FleetView, Standing
 from tandem_operator.inherit import keep_what_runs
 from tandem_operator.kube.store import ChildStore
 from tandem_operator.manifests import KIND_BY_NAME, ChildKey, Manifest, ModelKey
@@ -53,9 +55,13 @@ def test_each_part_of_a_look_at_a_thousand_pods_is_short() -> None:
     ours = own_workloads(live, owner_uid=UID)
     desired = keep_what_runs(plan, build_children(plan), ours)
     now = datetime.now(UTC)
+    standings = {key.name: Standing(host="", admitted=True) for key in ours if key.kind == "Pod"}
+    fleet = FleetView(standings=standings, reporting=frozenset({"g"}), asked=True)
     parts: dict[str, Callable[[], object]] = {
         "rolling": lambda: plan_rolling(plan, desired, ours, now=now),
         "children": lambda: (plan_children(desired, live, owner_uid=UID), plan_hurry(plan, ours)),
+        "admission": lambda: plan_admissions(plan, ours, fleet),
+        "gates": lambda: (admission_condition(plan, ours, fleet, []), is_admission_open(plan, ours)),
         "status": lambda: build_status(plan, ours, problems=[], failures={}, waiting=[], now="2026-01-01T00:00:00Z"),
     }
     held = {name: quickest(part) for name, part in parts.items()}
@@ -104,5 +110,5 @@ def test_of_pods_only_what_is_read_is_kept() -> None:
     key = ChildKey("Pod", "m-decode-0")
     store.put(KIND_BY_NAME["Pod"], live[key])
     kept = store.children(KEY)[key]
-    assert kept.keys() == {"kind", "apiVersion", "metadata", "status"}
+    assert kept.keys() == {"kind", "apiVersion", "metadata", "spec", "status"}
     assert kept["status"]["conditions"] == live[key]["status"]["conditions"]

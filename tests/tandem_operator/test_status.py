@@ -71,6 +71,27 @@ def test_half_a_group_of_the_newest_template_is_not_updated() -> None:
     assert by_type(found)["Reconciling"].status == "True"
 
 
+def test_pods_that_quota_keeps_from_being_made_say_what_to_do() -> None:
+    plan, key = blueprint(), ChildKey("StatefulSet", "m-decode")
+    live = settled(plan)
+    del live[ChildKey("Pod", "m-decode-0")]
+    said = (
+        'create Pod m-decode-0 in StatefulSet m-decode failed error: pods "m-decode-0" is forbidden: exceeded quota:'
+        " small, requested: pods=1, used: pods=4, limited: pods=4"
+    )
+    stalled = by_type(status(plan, live, failures={key: said}))["Stalled"]
+    assert stalled.reason == "PodsNotCreated"
+    assert stalled.message == f"{key}: {said}; raise the ResourceQuota, or lower what the model asks for"
+
+
+def test_a_pod_stuck_on_a_lost_node_is_told() -> None:
+    plan = blueprint()
+    live = settled(plan)
+    live[ChildKey("Pod", "m-decode-0")]["metadata"]["deletionTimestamp"] = "2025-12-31T23:00:00Z"
+    conditions = by_type(status(plan, live))
+    assert conditions["Stalled"].reason == conditions["Ready"].reason == "StuckTerminating"
+
+
 def test_a_missing_pod_of_a_group_is_missed() -> None:
     plan = blueprint(decode=GROUPS)
     live = settled(plan)

@@ -393,6 +393,10 @@ class Engine(Authored):
     """Tokens computed in one engine step: longer prompts are prefilled in chunks of this size."""
     max_running_requests: Annotated[int, Field(ge=1, le=4096)] = 256
     """Requests that one worker computes at a time; more wait in its queue."""
+    step_timeout: Duration | None = None
+    """A step of the engine that takes longer makes its worker unready, and at twice that the worker restarts: a GPU, a
+    rank or a thread hangs. Slow steps are learned: three times the longest one before is always allowed. Defaults to
+    15s; `0s` turns it off. Changing it restarts nothing."""
     free_form_grammars: bool = False
     """Let clients hold answers to grammars of their own (`response_format` of type `grammar` with syntax `lark`). JSON
     schemas and regexes need no permission; all three have limits."""

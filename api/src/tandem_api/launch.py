@@ -126,9 +126,12 @@ class WorkerConfig(Wire):
     """Clients may send grammars in Lark, not schemas and regexes alone."""
     drain_timeout_seconds: float = 60.0
     """How long running requests may finish after SIGTERM."""
+    step_timeout_seconds: float | None = None
+    """A step of the engine that takes longer, and three times as long as any step before it, makes the worker unready;
+    at twice that it ends. None is 15 seconds, 0 lets steps take as long as they like."""
 
 
-WORKER_READS_AGAIN = frozenset({"drain_timeout_seconds", "served_name"})
+WORKER_READS_AGAIN = frozenset({"drain_timeout_seconds", "served_name", "step_timeout_seconds"})
 """Fields of `WorkerConfig` that a running worker reads when it needs them, or leaves to the gateways that show it a
 key, as it does with the served name: a change restarts nothing."""
 

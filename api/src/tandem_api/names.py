@@ -27,9 +27,13 @@ ANNOTATION_CONFIG_HASH = f"{GROUP}/config-hash"
 """On pod templates: digest of the launch configuration, so that a changed one rolls the pods."""
 ANNOTATION_SPEC_HASH = f"{GROUP}/spec-hash"
 """On every child: digest of what the operator last applied."""
+CONDITION_ADMITTED = f"{GROUP}/admitted"
+"""Readiness gate of worker pods: the operator sets it once a gateway has admitted the pod. Gateways go by all else."""
 MANAGED_BY_LABEL = "app.kubernetes.io/managed-by"
 MANAGED_BY = "tandem-operator"
 
+REASON_STEP_HUNG = "StepHung"
+"""Reason in the termination message of a worker that ended because a step of its engine did not."""
 REASON_GROUP_INCOMPLETE = "GroupIncomplete"
 REASON_GROUP_LOST = "GroupLost"
 """Reasons in the termination message of a worker that ended because a rank of its group did not come, or is gone: where

@@ -102,6 +102,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
   resources: [pods]
   verbs: [get, list, watch, delete]
 - apiGroups: [""]
+  resources: [pods/status] # the readiness gate of workers, once a gateway has admitted them
+  verbs: [patch]
+- apiGroups: [""]
   resources: [events] # its own, and those that say why a StatefulSet cannot create pods
   verbs: [get, list, watch, create, update]
 {{- end }}

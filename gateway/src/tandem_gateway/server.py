@@ -19,6 +19,7 @@ from tandem_gateway.discovery.static import follow_file
 from tandem_gateway.gateway import TICK_SECONDS, Gateway
 from tandem_gateway.http.connection import ClientConnection
 from tandem_gateway.line_writer import LineWriter
+from tandem_gateway.probation import Probation
 from tandem_gateway.scheduling import Worker
 from tandem_gateway.settings import Settings
 
@@ -37,6 +38,12 @@ class Server:
         self._lines = LineWriter(1, "access-log") if settings.access_log else None
         self.gateway = Gateway(settings.config, AccessLog(self._lines.write) if self._lines else None)
         self.admin = Admin(self.gateway)
+        self.probation = Probation(
+            self.apply_workers,
+            served_name=settings.config.served_name,
+            token_line=lambda: self.gateway.token_line,
+            connect_seconds=settings.config.timeouts.connect_seconds,
+        )
         self.http_port = 0
         self.metrics_port = 0
         self._listeners: list[asyncio.Server] = []
@@ -123,11 +130,12 @@ class Server:
         if settings.workers:
             return [self._apply_fixed(list(settings.workers))]
         server, config = ApiServer.in_cluster(), settings.config
-        pods = PodWatcher(server, namespace=config.namespace, model=config.model_name, apply=self.apply_workers)
+        pods = PodWatcher(server, namespace=config.namespace, model=config.model_name, apply=self.probation.take)
         routing = RoutingWatcher(
             server, namespace=config.namespace, model=config.model_name, apply=self.gateway.apply_routing
         )
         self.admin.knows_routing = lambda: routing.asked
+        self._spawn(self.probation.run())
         return [pods.run(), routing.run()]
 
     async def _apply_fixed(self, workers: list[Worker]) -> None:

@@ -15,6 +15,7 @@ from tandem_api import names
 
 from tandem_operator import metrics, web
 from tandem_operator.errors import APIError, IncompleteError
+from tandem_operator.fleet import FleetWatch
 from tandem_operator.hub import Hub
 from tandem_operator.keeper import KeyKeeper
 from tandem_operator.kube.client import Connections, connect
@@ -57,6 +58,7 @@ class Operator:
             )
             for kind in OPTIONAL_KINDS
         ]
+        self._fleet = FleetWatch(self._on_child)
         self._hub = Hub(client, settings.hub, on_answer=self._queue.add)
         self._reconciler = Reconciler(
             client,
@@ -66,6 +68,7 @@ class Operator:
             recorder,
             self._creations,
             self._hub,
+            self._fleet,
             unserved=self._unserved,
         )
         self._models: set[ModelKey] = set()
@@ -136,6 +139,7 @@ class Operator:
                 return 0
             tasks += [asyncio.create_task(self._work(), name="worker") for _ in range(self._settings.workers)]
             tasks.append(asyncio.create_task(self._resync(), name="resync"))
+            tasks.append(asyncio.create_task(self._fleet.run(), name="fleet"))
             # kopf takes over the signal handlers: it ends by itself on SIGTERM.
             tasks.append(asyncio.create_task(self._watch_models(), name="kopf"))
             done, _ = await asyncio.wait([*tasks, stopped], return_when=asyncio.FIRST_COMPLETED)
@@ -171,6 +175,7 @@ class Operator:
             self._queue.forget(key)
             metrics.forget_model(key)
             self._hub.forget(key)
+            self._fleet.forget(key)
         else:
             self._models.add(key)
             self._queue.add(key)

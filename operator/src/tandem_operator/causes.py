@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, cast
 
-from tandem_api.names import REASON_GROUP_INCOMPLETE, REASON_GROUP_LOST
+from tandem_api.names import CONDITION_ADMITTED, REASON_GROUP_INCOMPLETE, REASON_GROUP_LOST, REASON_STEP_HUNG
 
-from tandem_operator.groups import describe_pod, is_leaving, is_ready
+from tandem_operator.groups import describe_pod, has_started, is_leaving, is_ready
 from tandem_operator.manifests import Manifest, dig, dig_list
 
 _IMAGE_REASONS = frozenset({"ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull", "RegistryUnavailable"})
@@ -19,6 +19,12 @@ _CONFIG_REASONS = frozenset({"CreateContainerConfigError", "CreateContainerError
 _MISSING_CLAIM = re.compile(r'persistentvolumeclaim "([^"]+)" not found')
 _REASON = re.compile(r"[A-Z][A-Za-z0-9]{0,63}")
 _GROUP_REASONS = frozenset({REASON_GROUP_INCOMPLETE, REASON_GROUP_LOST})
+_HEALED_BY_A_RESTART = _GROUP_REASONS | {REASON_STEP_HUNG}
+"""What a worker ends with so that it starts anew: only when it happens again and again does it need a person."""
+_UNBOUND = re.compile(r"unbound immediate PersistentVolumeClaims|available persistent volumes to bind")
+_WAITS_FOR_GATES = "ReadinessGatesNotReady"
+_SLOW_TO_END = timedelta(seconds=60)
+_SLOW_TO_CREATE = timedelta(seconds=60)
 _MESSAGE_MAX = 600
 _BACKOFF_RESET = timedelta(minutes=10)
 """A container that ran this long starts with a clean slate for the kubelet."""
@@ -37,23 +43,105 @@ class Problem:
     """The worker itself said so, or the hub: it is about the model rather than about Kubernetes."""
 
 
-def role_problem(pods: Iterable[Manifest]) -> Problem | None:
+def role_problem(pods: Iterable[Manifest], *, now: datetime | None = None) -> Problem | None:
     """The most telling problem among a role's pods: one that needs a person first, then by pod name. When a pod takes
     its group down, the others only say that it is gone: theirs come last."""
     ordered = sorted(pods, key=lambda pod: str(dig(pod, "metadata", "name")))
-    found = [problem for pod in ordered if (problem := pod_problem(pod)) is not None]
+    found = [problem for pod in ordered if (problem := pod_problem(pod, now=now)) is not None]
     return min(found, key=lambda problem: (problem.reason in _GROUP_REASONS, not problem.stalled), default=None)
 
 
-def pod_problem(pod: Manifest) -> Problem | None:
-    """Why this pod is not up; None for a pod that is ready, leaving, or on its way without trouble."""
-    if is_leaving(pod) or is_ready(pod):
-        return None
+def pod_problem(pod: Manifest, *, now: datetime | None = None) -> Problem | None:
+    """Why this pod is not up, or does not go; None for a pod that is ready, or on its way without trouble. What only
+    time tells is left out without `now`."""
     name = describe_pod(pod)
+    if is_leaving(pod):
+        return None if now is None else _ending_problem(name, pod, now)
+    if is_ready(pod):
+        return None
+    if dig(pod, "status", "phase") == "Failed" and (reason := dig(pod, "status", "reason")) is not None:
+        return _failed_problem(name, pod, str(reason))
     for status in [*dig_list(pod, "status", "initContainerStatuses"), *dig_list(pod, "status", "containerStatuses")]:
         if (problem := _container_problem(name, status)) is not None:
             return problem
-    return _scheduling_problem(name, pod)
+    return (
+        _scheduling_problem(name, pod)
+        or _unready_problem(name, pod)
+        or (None if now is None else _creation_problem(name, pod, now))
+    )
+
+
+def _ending_problem(name: str, pod: Manifest, now: datetime) -> Problem | None:
+    """A pod that should be gone. A StatefulSet waits for it for ever, because its node may still run it."""
+    due = _time(dig(pod, "metadata", "deletionTimestamp"))
+    if due is None or now - due < _SLOW_TO_END:
+        return None
+    node = dig(pod, "spec", "nodeName") or "unknown"
+    text = (
+        f"{name} should have ended at {due:%Y-%m-%dT%H:%M:%SZ} and has not, on node {node}: if that node is lost,"
+        " delete the Node or taint it node.kubernetes.io/out-of-service=nodeshutdown:NoExecute; kubectl delete pod"
+        " --force is safe only when the node cannot run it any more"
+    )
+    return Problem(reason="StuckTerminating", message=text, stalled=True)
+
+
+def _failed_problem(name: str, pod: Manifest, reason: str) -> Problem:
+    """A pod that its node has ended: evicted, shut down, not admitted. Its controller makes another one."""
+    words = _short(str(dig(pod, "status", "message") or reason))
+    if reason != "Evicted":
+        return Problem(reason=reason if _REASON.fullmatch(reason) else "PodFailed", message=f"{name}: {words}")
+    advice = "the node ran short; give the pod what it uses as resources.requests, or the node more"
+    if "ephemeral" in words or "EmptyDir" in words:
+        advice = "it wrote more to its node's disk than it may; keep the model in a claim (spec.model.cache)"
+    elif "memory" in words:
+        advice = "the node ran out of memory; raise resources.requests.memory to what the worker uses"
+    return Problem(reason="Evicted", message=f"{name}: {words}: {advice}")
+
+
+def _unready_problem(name: str, pod: Manifest) -> Problem | None:
+    """A pod that runs and is not ready."""
+    ready = _condition(pod, "Ready")
+    if ready.get("status") in (None, "True") or not has_started(pod):
+        return None
+    since = f" since {ready['lastTransitionTime']}" if ready.get("lastTransitionTime") else ""
+    if ready.get("reason") == _WAITS_FOR_GATES:
+        gate = _condition(pod, CONDITION_ADMITTED)
+        if gate.get("status") != "False":
+            return None  # it is up and will be looked at; what gateways say is told elsewhere
+        return Problem(reason="NotAdmitted", message=f"{name}: {_short(str(gate.get('message')))}")
+    unready = [str(s.get("name")) for s in dig_list(pod, "status", "containerStatuses") if not s.get("ready")]
+    if unready:
+        text = (
+            f"{name}: container {', '.join(unready)} is not ready{since}: its readiness probe fails; its log says why"
+        )
+        return Problem(reason="ContainerUnready", message=text)
+    node = dig(pod, "spec", "nodeName") or "unknown"
+    text = f"{name} counts as unready{since}, though its containers were ready: node {node} may be out of reach"
+    return Problem(reason="NodeUnreachable", message=text)
+
+
+def _creation_problem(name: str, pod: Manifest, now: datetime) -> Problem | None:
+    """A pod that has a node and whose containers are not made. While an image is pulled the sandbox is there."""
+    sandbox, scheduled = _condition(pod, "PodReadyToStartContainers"), _condition(pod, "PodScheduled")
+    since = _time(scheduled.get("lastTransitionTime"))
+    if sandbox.get("status") != "False" or scheduled.get("status") != "True" or has_started(pod):
+        return None
+    if since is None or now - since < _SLOW_TO_CREATE:
+        return None
+    node = dig(pod, "spec", "nodeName") or "unknown"
+    text = (
+        f"{name} has been on node {node} since {since:%Y-%m-%dT%H:%M:%SZ} without a container: a volume cannot be"
+        " mounted, or the node gives it no network; kubectl describe pod says which"
+    )
+    return Problem(reason="ContainersNotCreated", message=text)
+
+
+def _time(text: object) -> datetime | None:
+    try:
+        time = datetime.fromisoformat(str(text))
+    except ValueError:
+        return None
+    return time if time.tzinfo is not None else None
 
 
 def _condition(pod: Manifest, kind: str) -> Manifest:
@@ -69,6 +157,12 @@ def _scheduling_problem(name: str, pod: Manifest) -> Problem | None:
     if claim := _MISSING_CLAIM.search(message):
         text = f"{name}: PersistentVolumeClaim {claim[1]} does not exist in this namespace; create it"
         return Problem(reason="VolumeClaimNotFound", message=text, stalled=True)
+    if _UNBOUND.search(message):
+        text = (
+            f"{name}: {_short(message)}: kubectl describe pvc says why the claim does not bind; it wants a volume, or a"
+            " StorageClass that makes one, where the pod may run"
+        )
+        return Problem(reason="VolumeNotBound", message=text)
     return Problem(reason=str(scheduled["reason"]), message=f"{name}: {_short(message)}")
 
 
@@ -107,8 +201,7 @@ def _ends_quickly(status: Manifest, ended: Manifest) -> bool:
 def _exit_problem(name: str, status: Manifest, ended: Manifest, *, looping: bool) -> Problem:
     text = str(ended.get("message") or "").strip()
     if (said := _worker_message(text)) is not None:
-        # The members of a group that ended meet anew; only when they end again and again does it need a person.
-        its_own = said[0] not in _GROUP_REASONS
+        its_own = said[0] not in _HEALED_BY_A_RESTART
         return Problem(
             reason=said[0], message=f"{name}: {_short(said[1])}", stalled=its_own or looping, from_worker=its_own
         )

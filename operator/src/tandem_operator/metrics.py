@@ -12,6 +12,9 @@ RECONCILES = Counter("tandem_operator_reconciles", "Looks at a model, by how the
 RECONCILE_SECONDS = Histogram("tandem_operator_reconcile_seconds", "Time of one look at a model.")
 WRITES = Counter("tandem_operator_writes", "Requests that change the cluster.", ["verb", "kind"])
 HUB_QUESTIONS = Counter("tandem_operator_hub_questions", "Times that the hub was asked for a commit.", ["result"])
+FLEET_REPORTS = Counter(
+    "tandem_operator_fleet_reports", "Requests for gateways' reports, by how they ended.", ["result"]
+)
 QUEUE_DEPTH = Gauge("tandem_operator_queue_depth", "Models that wait to be looked at.")
 LEADER = Gauge("tandem_operator_leader", "1 on the replica that holds the lease.")
 MODELS = Gauge("tandem_operator_models", "InferenceModels that are known.")

@@ -28,9 +28,12 @@ from tandem_operator.manifests import (
     labels_of,
 )
 from tandem_operator.planner import Children
+from tandem_operator.refusals import advice
 from tandem_operator.rollout import Replica, State
 from tandem_operator.workloads.blueprint import Blueprint, component_of
 
+WAITS_FOR_GATES = "ReadinessGatesNotReady"
+"""The kubelet's reason for pods whose containers are ready."""
 BLINK = timedelta(seconds=30)
 """A worker that has been unready for less may be back in a moment."""
 UNREACHABLE = timedelta(minutes=5)
@@ -82,12 +85,15 @@ def workload_key(blueprint: Blueprint, role: Role) -> ChildKey:
     return ChildKey(kind.name, names.workload_name(blueprint.name, role))
 
 
-def observe_role(blueprint: Blueprint, role: Role, live: Children, failures: Mapping[ChildKey, str]) -> RoleState:
-    """One role's state. `failures` has, by workload, why its controller could not create pods."""
+def observe_role(
+    blueprint: Blueprint, role: Role, live: Children, failures: Mapping[ChildKey, str], *, now: datetime | None = None
+) -> RoleState:
+    """One role's state. `failures` has, by workload, why its controller could not create pods. Without `now`, what only
+    time tells is left out."""
     key = workload_key(blueprint, role)
     workload = live.get(key, {})
     pods = pods_of(key, live)
-    problem = role_problem(pods)
+    problem = role_problem(pods, now=now)
     failure = failures.get(key) or replica_failure(workload)
     builds: Mapping[str, int] = {}
     if role is Role.GATEWAY:
@@ -102,7 +108,7 @@ def observe_role(blueprint: Blueprint, role: Role, live: Children, failures: Map
         counts = len(groups), builds.total(), sum(group.is_of(revision) for group in groups)
     surging = max(desired_pods, dig(workload, "spec", "replicas") or 0) if desired_pods else 0
     if failure and problem is None and len(pods) < surging:
-        problem = Problem(reason="PodsNotCreated", message=f"{key}: {failure}", stalled=True)
+        problem = Problem(reason="PodsNotCreated", message=f"{key}: {failure}{advice(failure)}", stalled=True)
     generation = dig(workload, "metadata", "generation")
     return RoleState(
         role=role,
@@ -197,6 +203,10 @@ def _may_serve(pod: Manifest, *, now: datetime) -> bool:
     if since is None:
         return False
     kubelet_says_ready = all(status.get("ready") for status in dig_list(pod, "status", "containerStatuses"))
+    if condition.get("reason") == WAITS_FOR_GATES:
+        # Gateways do not wait for the gate that waits for them: only their own word says that it serves nobody.
+        gates = (c for c in dig_list(pod, "status", "conditions") if c.get("type") == names.CONDITION_ADMITTED)
+        return kubelet_says_ready and all(gate.get("status") != "False" for gate in gates)
     return now - since < (UNREACHABLE if kubelet_says_ready else BLINK)
 
 

@@ -15,10 +15,17 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import aiohttp
-from tandem_api.inferencemodel import InferenceModelStatus
+from tandem_api.inferencemodel import Condition, InferenceModelStatus
 from tandem_api.names import keys_name
 
 from tandem_operator import metrics
+from tandem_operator.admission import (
+    NO_REPORTS,
+    admission_condition,
+    gateway_addresses,
+    is_admission_open,
+    plan_admissions,
+)
 from tandem_operator.causes import Problem
 from tandem_operator.commits import (
     CommitPlan,
@@ -30,6 +37,7 @@ from tandem_operator.commits import (
     recover,
 )
 from tandem_operator.errors import APIError, ConflictError, IncompleteError, ModelError, NotFoundError
+from tandem_operator.fleet import FleetWatch
 from tandem_operator.hub import Hub
 from tandem_operator.inherit import keep_what_runs
 from tandem_operator.keeper import KeyKeeper, KeyLook
@@ -39,6 +47,7 @@ from tandem_operator.kube.store import ChildStore
 from tandem_operator.manifests import (
     INFERENCE_MODEL,
     KIND_BY_NAME,
+    POD,
     STATEFUL_SET,
     ChildKey,
     Manifest,
@@ -47,7 +56,7 @@ from tandem_operator.manifests import (
     dig,
 )
 from tandem_operator.parsing import parse_model, parse_status
-from tandem_operator.planner import Plan, Step, own_workloads, plan_children, plan_clearing, plan_step
+from tandem_operator.planner import Children, Plan, Step, own_workloads, plan_children, plan_clearing, plan_step
 from tandem_operator.recorder import EventRecorder
 from tandem_operator.refusals import refusal, unserved_problem
 from tandem_operator.rolling import Rolling, plan_hurry, plan_rolling
@@ -97,6 +106,7 @@ class Reconciler:
         recorder: EventRecorder,
         creations: CreationEvents | None = None,
         hub: Hub | None = None,
+        fleet: FleetWatch | None = None,
         *,
         unserved: Callable[[], frozenset[str]] = frozenset,
     ) -> None:
@@ -110,6 +120,7 @@ class Reconciler:
         self._creations = creations or CreationEvents()
         self._unserved = unserved
         self._hub = hub
+        self._fleet = fleet or FleetWatch()
 
     async def reconcile(self, key: ModelKey) -> float | None:
         """Bring one model to what it asks for. Returns seconds after which to look again, if events will not tell.
@@ -137,20 +148,26 @@ class Reconciler:
         keys = await self._ensure_keys(blueprint, raw, outcome)
         await self._execute(key, blueprint, outcome, hold=not keys.usable or weights.problem is not None)
         await asyncio.sleep(0)  # a look at a thousand pods is long: others get their turn between its parts
+        ours = own_workloads(outcome.children, owner_uid=model.metadata.uid)
+        admitted = await self._admit(key, blueprint, ours, outcome)
+        await asyncio.sleep(0)
         status = build_status(
             blueprint,
-            own_workloads(outcome.children, owner_uid=model.metadata.uid),
+            ours,
             problems=outcome.problems,
             failures=outcome.failures,
             waiting=outcome.waiting,
             now=_now(),
             weights=weights,
+            more=[] if admitted is None else [admitted],
         )
         happenings = apply_happenings(outcome.applied, outcome.before)
         await self._report(key, raw, status, happenings if keys.happening is None else [keys.happening, *happenings])
         if outcome.failed:
             raise IncompleteError("; ".join(outcome.failed))
         moving = any(condition.type in ("Reconciling", "Stalled") for condition in status.conditions)
+        hurry = moving or is_admission_open(blueprint, ours) or (admitted is not None and admitted.status == "False")
+        self._fleet.follow(key, gateway_addresses(blueprint, ours), hurry=hurry)
         again = [
             outcome.look_again or (_RARELY if moving else None),
             keys.look_after_seconds,
@@ -181,6 +198,22 @@ class Reconciler:
             outcome.problems.append(keys.problem)
         self._note(Plan(waiting=keys.waiting, taken=keys.taken), outcome)
         return keys
+
+    async def _admit(self, key: ModelKey, blueprint: Blueprint, ours: Children, outcome: Outcome) -> Condition | None:
+        """Set the gates of workers by what gateways report."""
+        view = self._fleet.view(key)
+        for admission in plan_admissions(blueprint, ours, view):
+            async with _collecting(outcome, str(admission.pod), doing="admit"):
+                path = POD.path(key.namespace, admission.pod.name, subresource="status")
+                try:
+                    await self._client.apply(path, admission.manifest(key, _now()), force=True)
+                except (NotFoundError, ConflictError):
+                    continue  # another pod of that name by now, or none
+                metrics.WRITES.labels("admit", POD.name).inc()
+        found = admission_condition(blueprint, ours, view, blueprint.model.status.conditions)
+        if found is not None and found.reason == NO_REPORTS and is_admission_open(blueprint, ours):
+            outcome.problems.append(Problem(reason=found.reason, message=found.message))
+        return found
 
     async def _execute(self, key: ModelKey, blueprint: Blueprint, outcome: Outcome, *, hold: bool) -> None:
         """Do all that can be done. What fails is collected, and nothing else waits for it.

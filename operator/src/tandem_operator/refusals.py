@@ -19,14 +19,14 @@ def refusal(child: str, error: Exception, *, doing: str = "write") -> Problem:
     words = " ".join(str(error).split())[:_MESSAGE_MAX] or type(error).__name__
     if isinstance(error, RejectedError):
         # A webhook may refuse with any status.
-        return Problem(reason="Rejected", message=f"{_refused(child, words, doing)}{_advice(words)}", stalled=True)
+        return Problem(reason="Rejected", message=f"{_refused(child, words, doing)}{advice(words)}", stalled=True)
     if isinstance(error, ForbiddenError):
         reason = "QuotaExceeded" if "exceeded quota" in words else "Forbidden"
-        return Problem(reason=reason, message=f"{_refused(child, words, doing)}{_advice(words)}", stalled=True)
+        return Problem(reason=reason, message=f"{_refused(child, words, doing)}{advice(words)}", stalled=True)
     if isinstance(error, ConflictError):
         return Problem(reason="Conflict", message=f"somebody else writes {child} too: {words}; trying again")
     if isinstance(error, APIError) and _WEBHOOK.search(words) is not None and error.status >= 500:
-        return Problem(reason="WebhookFailed", message=f"cannot {doing} {child}: {words}; trying again{_advice(words)}")
+        return Problem(reason="WebhookFailed", message=f"cannot {doing} {child}: {words}; trying again{advice(words)}")
     reason = "APIError" if isinstance(error, APIError) else "APIServerUnreachable"
     return Problem(reason=reason, message=f"cannot {doing} {child}: {words}; trying again")
 
@@ -45,11 +45,14 @@ def _refused(child: str, words: str, doing: str) -> str:
     return f"the API server refuses {what}: {words}"
 
 
-def _advice(words: str) -> str:
+def advice(words: str) -> str:
+    """What to do about a refusal with these words, to be put after them; empty where nobody can say."""
     if found := _WEBHOOK.search(words) or _POLICY.search(words):
         return f"; ask who runs {found[1]}, or write what it wants"
     if "exceeded quota" in words:
         return "; raise the ResourceQuota, or lower what the model asks for"
+    if "violates PodSecurity" in words:
+        return "; take that out of the podTemplate, or let the namespace have it (pod-security.kubernetes.io/enforce)"
     if found := _MISSING_RIGHT.search(words):
         return f"; give the operator the right to {found[1]} it: upgrade its chart"
     return ""

@@ -26,6 +26,8 @@ class NetworkSettings:
     """Also for what pods may connect to."""
     api_server_ports: tuple[int, ...] = (443, 6443)
     """Where the API server listens: of its Service, and behind it, where most networks look."""
+    operator_namespace: str | None = None
+    """Where the operator runs, which reads the reports of gateways; None: not in this cluster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +107,7 @@ def parse_settings(arguments: Sequence[str] | None = None) -> OperatorSettings:
                 enabled=given.network_policies != "none",
                 egress=given.network_policies == "all",
                 api_server_ports=tuple(dict.fromkeys(given.api_server_port)) or NetworkSettings().api_server_ports,
+                operator_namespace=given.lease_namespace,
             ),
         ),
         lease=LeaseSettings(name=given.lease_name, namespace=given.lease_namespace, identity=identity),

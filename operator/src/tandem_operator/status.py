@@ -43,15 +43,18 @@ def build_status(
     waiting: Sequence[str],
     now: str,
     weights: CommitPlan = _NO_WEIGHTS,
+    more: Sequence[Condition] = (),
 ) -> InferenceModelStatus:
-    """The whole status. `problems` are those of planning and applying, `waiting` what has to vanish first."""
+    """The whole status. `problems` are those of planning and applying, `waiting` what has to vanish first,
+    `more` conditions of other parts."""
     model = blueprint.model
-    states = {role: observe_role(blueprint, role, live, failures) for role in (*blueprint.worker_roles, Role.GATEWAY)}
+    roles, present = (*blueprint.worker_roles, Role.GATEWAY), parse_time(now)
+    states = {role: observe_role(blueprint, role, live, failures, now=present) for role in roles}
     workers = [state for role, state in states.items() if role is not Role.GATEWAY]
     conditions = _summary(blueprint, states, live, problems=problems, waiting=waiting, now=now)
     conditions += _resolved_condition(weights)
     conditions.append(_model_condition(blueprint, workers, weights.problem))
-    conditions += [_role_condition(blueprint, state) for state in states.values()]
+    conditions += [*(_role_condition(blueprint, state) for state in states.values()), *more]
     gateway = states[Role.GATEWAY]
     present = parse_time(now)
     assert present is not None

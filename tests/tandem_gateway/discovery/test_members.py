@@ -8,7 +8,7 @@ import pytest
 from discovery_pods import make_pod
 from hypothesis import given
 from hypothesis import strategies as st
-from tandem_api.names import LABEL_NODES_PER_REPLICA, Role
+from tandem_api.names import CONDITION_ADMITTED, LABEL_NODES_PER_REPLICA, Role
 from tandem_gateway.discovery.members import read_member, select_workers
 from tandem_gateway.scheduling import Worker
 
@@ -51,6 +51,37 @@ def test_a_named_port_and_an_ipv6_address_are_used() -> None:
 )
 def test_other_pods_are_none(changes: dict[str, Any]) -> None:
     assert read_member(make_pod("a", **changes)) is None
+
+
+GATED: dict[str, Any] = {"spec_readinessGates": [{"conditionType": CONDITION_ADMITTED}]}
+OTHER: dict[str, Any] = {
+    "spec_readinessGates": [{"conditionType": CONDITION_ADMITTED}, {"conditionType": "example.com/warm"}]
+}
+UNGATED = {"type": "Ready", "status": "False", "reason": "ReadinessGatesNotReady"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "up", "ready", "is_worker"),
+    [
+        (GATED, "True", UNGATED, True),
+        (GATED, "False", UNGATED, False),
+        (GATED, "True", {"type": "Ready", "status": "True"}, True),
+        (GATED, "True", {"type": "Ready", "status": "False"}, False),  # what a lost node's pods are given
+        (OTHER, "True", UNGATED, False),
+        ({}, "True", UNGATED, False),
+    ],
+)
+def test_a_worker_need_not_wait_for_the_gate_that_waits_for_gateways(
+    fields: dict[str, Any], up: str, ready: dict[str, str], is_worker: bool
+) -> None:
+    conditions = [{"type": "ContainersReady", "status": up}, ready]
+    member = read_member(make_pod("a", status_conditions=conditions, **fields))
+    assert (member is not None) == is_worker
+
+
+def test_another_gate_that_is_open_keeps_nobody_out() -> None:
+    conditions = [UNGATED, *({"type": kind, "status": "True"} for kind in ("ContainersReady", "example.com/warm"))]
+    assert read_member(make_pod("a", status_conditions=conditions, **OTHER)) is not None
 
 
 @given(replicas=st.integers(1, 4), nodes=st.integers(1, 4), data=st.data())

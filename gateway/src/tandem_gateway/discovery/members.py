@@ -15,6 +15,7 @@ from typing import Any
 
 from tandem_api.names import (
     ANNOTATION_CONFIG_HASH,
+    CONDITION_ADMITTED,
     LABEL_NODES_PER_REPLICA,
     LABEL_REVISION,
     LABEL_ROLE,
@@ -61,8 +62,7 @@ def read_member(pod: Pod) -> Member | None:
     address = status.get("podIP")
     if role is None or not address or meta.get("deletionTimestamp"):
         return None
-    conditions: list[dict[str, Any]] = status.get("conditions") or []
-    if not any(item.get("type") == "Ready" and item.get("status") == "True" for item in conditions):
+    if not _is_up(pod):
         return None
     host = f"[{address}]" if ":" in address else address
     worker = Worker(
@@ -79,6 +79,27 @@ def read_member(pod: Pod) -> Member | None:
     except ValueError as error:
         log.warning("not a worker: its place in its group cannot be read", extra={"error": str(error)})
         return None
+
+
+def _is_up(pod: Pod) -> bool:
+    """Ready, but for what gateways themselves decide.
+
+    The operator opens the gate for pods that a gateway has admitted, so a gateway cannot wait for it; other gates are
+    somebody else's word. When a node is lost the control plane takes `Ready` away and leaves `ContainersReady`.
+    """
+    spec: dict[str, Any] = pod.get("spec") or {}
+    status: dict[str, Any] = pod.get("status") or {}
+    listed: list[dict[str, Any]] = status.get("conditions") or []
+    conditions = {item.get("type"): item for item in listed}
+    gates: list[dict[str, Any]] = spec.get("readinessGates") or []
+    wanted = {gate.get("conditionType") for gate in gates}
+    if CONDITION_ADMITTED not in wanted:
+        return conditions.get("Ready", {}).get("status") == "True"
+    wanted = (wanted - {CONDITION_ADMITTED}) | {"ContainersReady"}
+    if not all(conditions.get(kind, {}).get("status") == "True" for kind in wanted):
+        return False
+    ready = conditions.get("Ready", {})
+    return ready.get("status") == "True" or ready.get("reason") == "ReadinessGatesNotReady"
 
 
 def _read_place(worker: Worker, meta: dict[str, Any]) -> Member:

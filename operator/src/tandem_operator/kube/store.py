@@ -22,7 +22,8 @@ _POD_METADATA = (
     "name", "namespace", "uid", "labels", "annotations", "ownerReferences", "creationTimestamp", "deletionTimestamp",
     "deletionGracePeriodSeconds",
 )  # fmt: skip
-_POD_STATUS = ("phase", "reason", "message", "conditions", "initContainerStatuses", "containerStatuses")
+_POD_SPEC = ("readinessGates", "nodeName")
+_POD_STATUS = ("phase", "reason", "message", "conditions", "initContainerStatuses", "containerStatuses", "podIP")
 
 
 class ChildStore:
@@ -95,11 +96,13 @@ def _pack(kind: Kind, manifest: Manifest) -> bytes:
     # Items of a list carry neither kind nor apiVersion.
     whole = manifest | {"kind": kind.name, "apiVersion": kind.api_version, "metadata": metadata}
     if kind == POD:
+        spec: Manifest = manifest.get("spec") or {}
         status: Manifest = manifest.get("status") or {}
         whole = {
             "kind": kind.name,
             "apiVersion": kind.api_version,
             "metadata": {key: metadata[key] for key in _POD_METADATA if key in metadata},
+            "spec": {key: spec[key] for key in _POD_SPEC if key in spec},
             "status": {key: status[key] for key in _POD_STATUS if key in status},
         }
     return zlib.compress(json.dumps(whole, separators=(",", ":")).encode(), level=1)

@@ -28,8 +28,8 @@ class Blueprint:
     model: InferenceModel
     release: Release
     pod_defaults: bool = True
-    """Whether pods get what this release gives to those that do not say: a spread, and the gateway's resources. Earlier
-    releases gave neither, and what runs is left as it is (`inherit`)."""
+    """Whether pods get what this release gives to those that do not say: a spread, the gateway's resources, the
+    readiness gate of workers. Earlier releases gave none of it, and what runs is left as it is (`inherit`)."""
     commit: str | None = None
     """Of an `hf://` repository, what workers load; None: each resolves `spec.model.revision` for itself."""
 

@@ -54,10 +54,15 @@ def _build_worker_policy(blueprint: Blueprint, role: Role) -> Manifest:
 def _build_gateway_policy(blueprint: Blueprint) -> Manifest:
     api_server = {"ports": [_tcp(port) for port in blueprint.release.network.api_server_ports]}
     workers = _to(blueprint, component_of(blueprint.decode_role), [_tcp(names.WORKER_HTTP_PORT)])
+    ingress = [{"ports": [_tcp(names.GATEWAY_HTTP_PORT)]}, _metrics_rule(names.GATEWAY_METRICS_PORT)]
+    if (namespace := blueprint.release.network.operator_namespace) is not None:
+        # The operator reads what gateways report of their workers.
+        source = {"namespaceSelector": {"matchLabels": {_NAMESPACE_NAME_LABEL: namespace}}}
+        ingress.append({"from": [source], "ports": [_tcp(names.GATEWAY_METRICS_PORT)]})
     return _build_policy(
         blueprint,
         Role.GATEWAY,
-        ingress=[{"ports": [_tcp(names.GATEWAY_HTTP_PORT)]}, _metrics_rule(names.GATEWAY_METRICS_PORT)],
+        ingress=ingress,
         egress=[_DNS_RULE, api_server, workers],
     )
 

@@ -77,7 +77,11 @@ def build_stateful_set(blueprint: Blueprint, role: Role, config: Manifest) -> Ma
         container=_container(blueprint, role, mounts),
         volumes=volumes,
         config=config,
-        spec={"serviceAccountName": blueprint.worker_account, "automountServiceAccountToken": False},
+        spec={
+            "serviceAccountName": blueprint.worker_account,
+            "automountServiceAccountToken": False,
+            **({"readinessGates": [{"conditionType": names.CONDITION_ADMITTED}]} if blueprint.pod_defaults else {}),
+        },
         workload=workload,
         path=f"spec.{component}",
     )

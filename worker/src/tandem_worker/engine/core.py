@@ -93,7 +93,9 @@ class EngineCore:
         """No command is executed any more."""
         self._failure: BaseException | None = None
         self.vitals = vitals or Vitals()
-        self._thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None
+        self.turn_began = 0.0
+        """By the monotonic clock, when the present turn of the step loop began; 0 while there is nothing to do."""
         self._stats = build_stats(self._runner.lanes, num_pending=0)
 
     # -- any thread ----------------------------------------------------------------------------------------------
@@ -123,9 +125,9 @@ class EngineCore:
     def start(self) -> None:
         """Raises EngineStoppedError when the system has no thread for it; nothing is changed then."""
         with self._wake:
-            if self._thread is None:
+            if self.thread is None:
                 try:
-                    self._thread = self.vitals.start_thread("engine", self._run, is_over=self._may_end)
+                    self.thread = self.vitals.start_thread("engine", self._run, is_over=self._may_end)
                 except ThreadStartError as error:
                     raise EngineStoppedError(f"the engine cannot start: {error}") from error
 
@@ -189,6 +191,14 @@ class EngineCore:
     def stats(self) -> EngineStats:
         return self._stats
 
+    def describe_turn(self) -> str:
+        """What the engine's thread was given to compute last, for whoever asks why it does not end."""
+        lanes = self._runner.lanes
+        plans = [lane.latest for lane in lanes]
+        batches = [f"{len(plan.decodes)} decodes and {plan.num_prefill_tokens} prompt tokens" for plan in plans]
+        steps = max(lane.totals.steps for lane in lanes)
+        return f"rank 0 of {self._executor.num_ranks}, step {steps + 1} since the start, {'; '.join(batches)}"
+
     def drain(self) -> None:
         self._draining = True
 
@@ -209,7 +219,7 @@ class EngineCore:
         """End every request with ABORT and the thread with them."""
         with self._wake:
             self._draining = self._stopping = True
-            thread = self._thread
+            thread = self.thread
             self._wake.notify()
         if thread is not None:
             thread.join(timeout)
@@ -276,6 +286,7 @@ class EngineCore:
             self._end()
             self._runner.disown_all(f"the engine has failed: {error}")
         self._flush()
+        self.turn_began = 0.0
 
     def _end(self) -> None:
         """Take in what was submitted until now, so that it is answered too; nothing is taken afterwards."""
@@ -291,6 +302,7 @@ class EngineCore:
     def _loop(self) -> None:
         busy = False
         while self._wait(busy):
+            self.turn_began = time.monotonic()
             self._run_commands()
             busy = self._runner.step()
             self._flush()
@@ -298,6 +310,7 @@ class EngineCore:
     def _wait(self, busy: bool) -> bool:
         """Sleep until there is something to do. False: stop."""
         if not busy and not self._commands:
+            self.turn_began = 0.0
             with self._wake:
                 while not self._commands and not self._stopping:
                     self._wake.wait()

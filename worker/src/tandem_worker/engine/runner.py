@@ -71,6 +71,8 @@ class StepRunner:
         self.deltas: list[TokenDelta] = []
         self.meter = SpeedMeter()
         self.totals = Totals()
+        self.latest = StepPlan()
+        """What was planned last."""
         self._eos_token_ids = eos_token_ids
         self._target_step_seconds = target_step_seconds
         self._is_abandoned = is_abandoned
@@ -248,6 +250,7 @@ class StepRunner:
             if not retry or self._under_way is not None:
                 return None
             plan = self._plan()
+        self.latest = plan
         reports = self._report_cached_and_plan(plan)
         return PendingStep(plan, self._watch_layers(plan, reports), began)
 

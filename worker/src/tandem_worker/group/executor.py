@@ -128,6 +128,7 @@ class GroupExecutor(RankExecutor):
     def __init__(self, model: CausalLM, kv_cache: KVCache, seat: GroupSeat, plan: GroupPlan) -> None:
         super().__init__(model, kv_cache, seat.context, seat.shape, plan)
         self._leader = seat.leader
+        self.num_ranks = seat.leader.size
         block_size, host = kv_cache.spec.block_size, torch.device("cpu")
         self._describers = [self._builder] + [
             BatchBuilder(max_rows=plan.max_rows, max_blocks=self._max_blocks, block_size=block_size, device=host)

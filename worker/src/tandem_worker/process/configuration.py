@@ -24,6 +24,15 @@ def load_config(path: Path) -> WorkerConfig:
         raise StartupError("InvalidConfig", f"The configuration {path} is not valid: {error}") from error
 
 
+def read_step_seconds(path: Path, config: WorkerConfig) -> float | None:
+    """When a step counts as hung, as it is written now (see `WorkerConfig.step_timeout_seconds`)."""
+    try:
+        return load_config(path).step_timeout_seconds
+    except StartupError as error:
+        logger.warning("%s; steps are judged as it was told at start", error)
+        return config.step_timeout_seconds
+
+
 def read_drain_seconds(path: Path, config: WorkerConfig) -> float:
     """How long to drain, as it is written now: it may have changed since the start, and restarts nobody."""
     try:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from tandem_api.launch import WorkerConfig
+from tandem_api.names import REASON_STEP_HUNG
 
 from tandem_worker.engine.errors import GroupLostError
 from tandem_worker.group.control.link import Loss
@@ -23,6 +24,7 @@ from tandem_worker.process.build import build_worker
 from tandem_worker.process.figures import Refusals
 from tandem_worker.process.progress import StartProgress, Switches
 from tandem_worker.process.staging import StagedApp
+from tandem_worker.process.watchdog import StepWatchdog
 from tandem_worker.process.worker import Worker
 from tandem_worker.server.gate import TokenGate
 from tandem_worker.server.ports import open_ports
@@ -31,6 +33,9 @@ from tandem_worker.server.status import StatusApp
 logger = logging.getLogger("tandem_worker")
 
 _DRAIN_POLL_SECONDS = 0.05
+_CHILDREN_SECONDS = 1.0
+_FAREWELL_SECONDS = 5.0
+"""What it takes to answer everybody that the worker has failed, and to end; then it ends anyway."""
 
 
 class ServingProcess:
@@ -43,8 +48,11 @@ class ServingProcess:
         place: NodePlace,
         runtime: Runtime,
         drain_seconds: Callable[[], float],
+        step_seconds: Callable[[], float | None],
     ) -> None:
         self._drain_seconds = drain_seconds
+        self._step_seconds = step_seconds
+        self._watchdog: StepWatchdog | None = None
         self._config = config
         self._pod = pod
         self._place = place
@@ -74,20 +82,43 @@ class ServingProcess:
             raise
         await app.install(worker.app)
         status.figures = worker.figures
+        self._watch_steps(worker, group)
         self._switches.ready = True
         await self._stop.wait()
         await self._drain(worker)
         if self._lost is not None:
             await worker.fail(self._lost.message)
+            if group is not None:  # one that hangs does not notice that its leader ends
+                await asyncio.to_thread(group.children.stop, _CHILDREN_SECONDS)
             end_process(self._pod, self._lost.reason, self._lost.message)
         await ports.close()
+        if self._watchdog is not None:
+            self._watchdog.stop()
         await asyncio.to_thread(worker.close)
         logger.info("ended")
 
     def _waits_for(self) -> str | None:
         if self._switches.draining:
             return "draining"
-        return None if self._switches.ready else self._progress.phase
+        if not self._switches.ready:
+            return self._progress.phase
+        return None if self._watchdog is None else self._watchdog.problem
+
+    def _watch_steps(self, worker: Worker, group: LeadingPod | None) -> None:
+        """From now on; while the worker starts, warming up has limits of its own."""
+        loop = asyncio.get_running_loop()
+
+        def on_hung(cause: str) -> None:
+            loss = Loss(cause, REASON_STEP_HUNG)
+            if group is not None:
+                group.leader.lose(loss)  # the other ranks wait inside the same step; it calls `_on_lost`
+            else:
+                loop.call_soon_threadsafe(self._on_lost, loss)
+            time.sleep(_FAREWELL_SECONDS)
+            end_process(self._pod, loss.reason, loss.message)  # the event loop does not get there
+
+        self._watchdog = StepWatchdog(worker.engine, configured=self._step_seconds, on_hung=on_hung)
+        self._watchdog.start(self._runtime.vitals)
 
     async def _build(self, group: LeadingPod | None, refusals: dict[str, Refusals]) -> Worker:
         """Raises StartupError; GroupLostError without waiting for a step that a lost rank will never take part in."""

@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 
 class ModelExecutor:
+    num_ranks = 1
+    """Processes that compute a step."""
     can_abandon = True
     """A step may be left between layers, by an exception of its `on_layer`."""
 

@@ -8,6 +8,8 @@ import signal
 import sys
 from collections.abc import Callable
 
+from tandem_api.names import REASON_STEP_HUNG
+
 from tandem_worker.engine.errors import GroupLostError
 from tandem_worker.group.control.link import Loss
 from tandem_worker.group.control.member import GroupMember
@@ -20,6 +22,7 @@ from tandem_worker.host.environment import PodFacts, raise_descriptor_limit
 from tandem_worker.host.errors import StartupError
 from tandem_worker.host.logging import configure_logging
 from tandem_worker.host.runtime import Runtime, open_runtime
+from tandem_worker.host.stacks import dump_stacks
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +97,8 @@ class FollowingProcess:
         self._children.stop(timeout=5.0)
 
     def lose(self, cause: Loss) -> None:
+        if cause.reason == REASON_STEP_HUNG:
+            dump_stacks()  # it may be this rank that hangs; the leader only waits for it
         end_process(self._pod, cause.reason, cause.message)
 
     def _give_up(self, cause: Loss) -> None:
