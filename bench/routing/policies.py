@@ -162,7 +162,7 @@ class Tandem:
         self._plan(result.first_token, begin)
         seconds = result.end - result.first_token
         for part in (0.25, 0.5, 0.75):
-            self._plan(result.first_token + part * seconds, lambda _: reservation.progress(arrival.output // 4))
+            self._plan(result.first_token + part * seconds, lambda now: reservation.progress(arrival.output // 4, now))
         self._plan(result.end, end)
 
     def lose(self, workers: set[int]) -> None:

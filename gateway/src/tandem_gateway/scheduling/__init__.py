@@ -7,12 +7,12 @@ simulations (`bench/routing`), so nothing in here imports asyncio or reads the t
 
 from tandem_gateway.scheduling.demand import Demand, Estimator
 from tandem_gateway.scheduling.endpoint import Endpoint, Worker
-from tandem_gateway.scheduling.health import Outcome, classify_status
+from tandem_gateway.scheduling.health import REQUESTS_FAULT, Outcome, classify_status
 from tandem_gateway.scheduling.ledger import Reservation
 from tandem_gateway.scheduling.picker import Choice, missing_role
 from tandem_gateway.scheduling.scheduler import Scheduler
 
 __all__ = [
-    "Choice", "Demand", "Endpoint", "Estimator", "Outcome", "Reservation", "Scheduler", "Worker", "classify_status",
-    "missing_role",
+    "REQUESTS_FAULT", "Choice", "Demand", "Endpoint", "Estimator", "Outcome", "Reservation", "Scheduler", "Worker",
+    "classify_status", "missing_role",
 ]  # fmt: skip

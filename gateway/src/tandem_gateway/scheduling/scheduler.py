@@ -22,13 +22,15 @@ CHECK_SECONDS = 1.0
 SILENT_SECONDS = 3.0
 SILENT_FACTOR = 4.0
 """A worker that owes first tokens is silent after this long, and this many times what its prompts should take."""
+PROBE_SECONDS = 5.0
+"""A half-open worker is probed by another request where the one before has not told by then."""
 SLOW_FACTOR = 5.0
 """Slower than the median of its pool by this is an outlier, once it has computed `SLOW_SAMPLES` prompts."""
 SLOW_SAMPLES = 8
 SLOW_LATENCY = 0.25
 """Seconds of latency that are no outlier, whatever the others have."""
 DESERTIONS = 3
-"""Requests given up by their clients before any sign of life, after which silence counts as if they waited."""
+"""Clients that waited for long enough and left, after which a worker counts as silent as if they still waited."""
 SHORT_CHUNKS = 2
 """Prompts of fewer chunks leave no trace in the index: their session is remembered instead."""
 LONG_PROMPT = 4096
@@ -132,6 +134,7 @@ class Scheduler:
             pool = endpoint.pool
             if endpoint.health.probe is WANTED and pool is not None:
                 endpoint.health.probe = reservation
+                endpoint.health.probe_until = now + PROBE_SECONDS
                 if pool.available > 1:
                     pool.bar(endpoint)
         return reservation
@@ -185,6 +188,11 @@ class Scheduler:
         pool.bar(endpoint)
         heappush(self._out, (health.until, endpoint.serial, endpoint))
 
+    def report_timeout(self, endpoint: Endpoint, waited: float, now: float) -> None:
+        """A request got nothing from an endpoint for so many seconds, which is as long as it may take."""
+        alive = endpoint.heard_at > now - min(waited, SILENT_SECONDS)
+        self.report(endpoint, Outcome.LATE if alive else Outcome.TIMEOUT, now)
+
     def report_prefill(self, choice: Choice, used: str, now: float) -> None:
         """`used` names the worker that computed the prompt. Those named before it did not: they are dead or refused.
 
@@ -220,6 +228,7 @@ class Scheduler:
             until, _, endpoint = heappop(self._out)
             if endpoint.pool is not None and endpoint.health.until == until:
                 endpoint.health.half_open()
+                endpoint.quiet_since = now  # what it owes from before has spoken against it already
                 endpoint.pool.admit(endpoint)
 
     def tick(self, now: float) -> None:
@@ -236,29 +245,31 @@ class Scheduler:
         speed = _usual([endpoint.speed.value for endpoint in members if endpoint.speed.samples >= SLOW_SAMPLES])
         latency = _usual([e.speed.latency for e in members if e.speed.short_samples >= SLOW_SAMPLES])
         for endpoint in members:
-            if self._is_silent(endpoint, now):
+            health = endpoint.health
+            if health.probe is not None and health.probe is not WANTED and now >= health.probe_until:
+                endpoint.retry_probe()
+            if _is_silent(endpoint, now):
+                endpoint.quiet_since = now
+                endpoint.deserted = 0
                 self.report(endpoint, Outcome.SILENT, now)
             elif endpoint.level >= 0 and _is_slow(endpoint, speed, latency):
                 self.report(endpoint, Outcome.SLOW, now)
                 endpoint.speed.forget()
 
-    @staticmethod
-    def _is_silent(endpoint: Endpoint, now: float) -> bool:
-        if endpoint.signs != endpoint.signs_seen:
-            endpoint.signs_seen = endpoint.signs
-            endpoint.deserted = 0
-            endpoint.silent_since = now
-        elif not endpoint.owed and endpoint.deserted < DESERTIONS:
-            endpoint.silent_since = now
-        if not endpoint.owed:
-            patience, endpoint.patience = endpoint.patience, 0.0
+
+def _is_silent(endpoint: Endpoint, now: float) -> bool:
+    """It owes a first sign for longer than that one should take, or as long as three clients cared to wait, and nobody
+    else has heard of it in that time.
+    """
+    if endpoint.deserted < DESERTIONS:
+        quiet = now - endpoint.quiet_since - SILENT_SECONDS
+        for wait in endpoint.owing if quiet > 0 else ():
+            spare = SILENT_FACTOR * max(wait.patience, endpoint.gap)
+            if quiet > spare and now - wait.since > SILENT_SECONDS + spare:
+                break
         else:
-            patience = endpoint.patience
-        if endpoint.level < 0 or now - endpoint.silent_since <= SILENT_SECONDS + SILENT_FACTOR * patience:
             return False
-        endpoint.silent_since = now
-        endpoint.deserted = 0
-        return True
+    return endpoint.level >= 0 or endpoint.health.probe is not None
 
 
 def _usual(values: list[float]) -> float:
