@@ -212,7 +212,7 @@ class Exchange:
         outcome = classify_status(head.status, head.get(_RETRY))
         if outcome is Outcome.DRAINING:
             self._drop_call()
-            self._retry(outcome, "the worker is shutting down")
+            self._retry(outcome, "the worker is shutting down", failed=None)
             return
         assert self.choice is not None
         if outcome is Outcome.UNAUTHORIZED:
@@ -223,7 +223,7 @@ class Exchange:
             return
         if outcome is not Outcome.ANSWERED and self._can_move():
             self._drop_call()
-            self._retry(outcome, f"the worker answered {head.status}")
+            self._retry(outcome, f"the worker answered {head.status}", failed=head.status >= 500)
             return
         self._take_answer(outcome, head)
         self._head = head
@@ -265,6 +265,7 @@ class Exchange:
             data = stream.feed(data)
         except EventTooLarge:
             self._drop_call()
+            self._count_end(failed=True)
             self._fail(UpstreamFailed("the worker sent an event without end"))
             return
         if not data:
@@ -288,6 +289,7 @@ class Exchange:
         elif self._phase is Phase.SENT:
             self._retry(Outcome.RESET, "the worker ended its stream before the first event")
         else:
+            self._count_end(failed=True)
             self._fail(UpstreamFailed("the worker ended its stream before the answer was complete"))
 
     def on_upstream_failure(self, failure: Failure, detail: str) -> None:
@@ -302,6 +304,7 @@ class Exchange:
             assert self.choice is not None
             now = self._loop.time()
             if not self._slow and now >= self._held_back_until:
+                self._count_end(failed=True)
                 self._context.scheduler.report(self.choice.decode, Outcome.RESET, now)
             self._fail(UpstreamFailed(f"the answer broke off: {detail}"))
 
@@ -350,6 +353,7 @@ class Exchange:
         self._drop_call()
         assert self.choice is not None
         allowed = self._answer_seconds() if self._head is None else self._context.timeouts.idle_seconds
+        self._count_end(failed=True)
         self._context.scheduler.report_timeout(self.choice.decode, allowed, self._loop.time())
         if self._head is None:
             self._fail(UpstreamTimeout("the worker did not begin its answer in time"))
@@ -369,11 +373,15 @@ class Exchange:
         self._deadline = self._give_up_at + GRACE_SECONDS
         self._phase = Phase.WAITING
 
-    def _retry(self, outcome: Outcome, detail: str) -> None:
-        """Nothing reached the client: hand the request to another worker, unless it has been round enough."""
+    def _retry(self, outcome: Outcome, detail: str, *, failed: bool | None = True) -> None:
+        """Nothing reached the client: hand the request to another worker, unless it has been round enough. `failed`:
+        whether this one failed; None where it did nothing, and rightly so.
+        """
         assert self.choice is not None
         decode = self.choice.decode
         now = self._loop.time()
+        if failed is not None:
+            self._count_end(failed=failed)
         self._release()
         self._head = self._stream = None
         self._held.clear()
@@ -409,10 +417,13 @@ class Exchange:
         """The first event is here: from now on the client sees a stream, which begins with the returned header."""
         assert self._head is not None
         assert self._reservation is not None
+        assert self.choice is not None
         self._phase = Phase.STREAMING
         self.status = self._head.status
         self.first_byte_at = monotonic()
-        self._reservation.first_token(self._loop.time())
+        now = self._loop.time()
+        self.choice.decode.count_first_token(now - self._reservation.since)
+        self._reservation.first_token(now)
         self.request.body = b""
         self._connection.held_changed()
         framing = b"" if self.request.http10 else b"\r\ntransfer-encoding: chunked"
@@ -423,6 +434,7 @@ class Exchange:
         self._connection.write(self._unsent + (b"" if self.request.http10 else LAST_CHUNK))
         self.usage = find_usage(self._stream.tail)
         self.error = "worker" if self._stream.failed else None
+        self._count_end(failed=self._stream.failed)
         self._finish(keep_alive=self._keep_alive)
 
     def _hold(self, data: bytes) -> None:
@@ -443,6 +455,7 @@ class Exchange:
         body = b"".join(self._held)
         self._held.clear()
         self.status = self._head.status
+        self._count_end(failed=self.status >= 500)
         if self.status == 200 and b'"usage"' in body:
             self.usage = find_usage(body)
         head = build_head(
@@ -469,6 +482,10 @@ class Exchange:
         return self.request.keep_alive and not self._context.draining
 
     # endings
+
+    def _count_end(self, *, failed: bool) -> None:
+        assert self.choice is not None
+        self.choice.decode.count_end(failed=failed)
 
     def _drop_call(self) -> None:
         call, self._call = self._call, None

@@ -6,12 +6,15 @@ import asyncio
 import logging
 import os
 import re
+import socket
 import time
 from collections.abc import Iterable
 from itertools import count
 from typing import Any, cast
 
+from tandem_api.fleet import FleetReport, WorkerReport
 from tandem_api.launch import GatewayConfig
+from tandem_api.names import Role
 
 from tandem_gateway.access_log import AccessLog
 from tandem_gateway.credentials import Credentials
@@ -58,7 +61,7 @@ class Gateway:
         """When a worker that does not take the key was last named."""
         self._request_ids = count(1)
         self._request_prefix = os.urandom(6).hex()
-        self._created = int(time.time())
+        self._started_at = time.time()
 
     # discovery
 
@@ -143,7 +146,7 @@ class Gateway:
         model = {
             "id": self.config.served_name,
             "object": "model",
-            "created": self._created,
+            "created": int(self._started_at),
             "owned_by": "tandem",
         }
         if request.path != MODELS and not request.path.startswith(f"{MODELS}/"):
@@ -301,6 +304,16 @@ class Gateway:
             for endpoint in self.scheduler.endpoints.values()
         ]
 
+    def describe_fleet(self) -> FleetReport:
+        """For the operator: how the workers do, and nothing of what was asked."""
+        return FleetReport(
+            gateway=os.environ.get("POD_NAME") or socket.gethostname(),
+            started_at=self._started_at,
+            at=time.time(),
+            served_names=[self.config.served_name],
+            workers=[_report_on(endpoint) for endpoint in self.scheduler.endpoints.values()],
+        )
+
     def _record(self, path: str, status: int, request_id: bytes, error: str | None, size: int) -> None:
         """An answer of the gateway's own."""
         self.metrics.count(path, status)
@@ -313,6 +326,22 @@ class Gateway:
 
     def _make_request_id(self) -> bytes:
         return f"req-{self._request_prefix}{next(self._request_ids):08x}".encode()
+
+
+def _report_on(endpoint: Endpoint) -> WorkerReport:
+    worker, reason = endpoint.worker, endpoint.health.reason
+    admitted = endpoint.level >= 0
+    return WorkerReport(
+        name=worker.name,
+        address=worker.address,
+        role=worker.role,
+        revision=worker.revision,
+        state="Admitted" if admitted else "Ejected",
+        reason=None if admitted or reason is None else reason.value,
+        requests=endpoint.ended,
+        failures=endpoint.failed,
+        ttft_counts=[] if worker.role is Role.PREFILL else endpoint.ttft_counts,
+    )
 
 
 def _wrong_method(request: Request, allowed: str) -> NotRouted:

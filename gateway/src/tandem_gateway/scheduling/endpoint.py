@@ -6,11 +6,13 @@ request ends, however it ends.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count
 from typing import Protocol
 
+from tandem_api.fleet import TTFT_BOUNDS
 from tandem_api.names import Role
 
 from tandem_gateway.scheduling.health import WANTED, Health
@@ -92,9 +94,9 @@ class Endpoint:
     """A worker with its load and health as seen from this gateway."""
 
     __slots__ = (
-        "decode_tokens", "deserted", "evicted_until", "gap", "gone", "health", "heard_at", "host", "kv_tokens",
-        "kv_written", "level", "load", "others", "owing", "pool", "prefill_address", "prefill_tokens", "quiet_since",
-        "requests", "serial", "speed", "worker", "working_since",
+        "decode_tokens", "deserted", "ended", "evicted_until", "failed", "gap", "gone", "health", "heard_at",
+        "host", "kv_tokens", "kv_written", "level", "load", "others", "owing", "pool", "prefill_address",
+        "prefill_tokens", "quiet_since", "requests", "serial", "speed", "ttft_counts", "worker", "working_since",
     )  # fmt: skip
 
     def __init__(self, worker: Worker) -> None:
@@ -131,6 +133,12 @@ class Endpoint:
         """Seconds: the longest that it was lately silent while it owed something, and alive all the same."""
         self.deserted = 0
         """Clients that had waited for long enough, and left, since it was last heard."""
+        self.ended = self.failed = 0
+        """Requests that it was sent, or prompts that it was named for, and that have ended otherwise than by their
+        client's leaving; how many of them it failed.
+        """
+        self.ttft_counts = [0] * (len(TTFT_BOUNDS) + 1)
+        """First tokens of streams, by the seconds they took."""
         self.gone = False
         """Discovery no longer reports it. Its requests may still finish."""
         self.pool: Candidates | None = None
@@ -151,6 +159,13 @@ class Endpoint:
         self.load += change
         if self.level >= 0 and self.pool is not None:
             self.pool.on_load(self, change)
+
+    def count_end(self, *, failed: bool) -> None:
+        self.ended += 1
+        self.failed += failed
+
+    def count_first_token(self, seconds: float) -> None:
+        self.ttft_counts[bisect_left(TTFT_BOUNDS, seconds)] += 1
 
     def hear(self, now: float) -> None:
         """A sign of life: a token, or an answer, of whichever request."""

@@ -200,6 +200,7 @@ class Scheduler:
         """
         for endpoint in choice.prefill:
             if endpoint.worker.name == used:
+                endpoint.count_end(failed=False)
                 self.report(endpoint, Outcome.ANSWERED, now)
                 break
         else:
@@ -208,6 +209,7 @@ class Scheduler:
         for endpoint in choice.prefill:
             if endpoint.worker.name == used:
                 return
+            endpoint.count_end(failed=True)
             self.report(endpoint, Outcome.UNUSED, now)
 
     def may_retry(self) -> bool:
