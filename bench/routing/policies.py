@@ -117,7 +117,7 @@ class Tandem:
             for number in range(fleet.count)
         ]
         self._numbers = {worker.name: number for number, worker in enumerate(self._workers)}
-        self._schedulers = [Scheduler(disaggregated=False) for _ in range(gateways)]
+        self._schedulers = [Scheduler() for _ in range(gateways)]
         self._naming = naming
         self._chance = random.Random(3)
         self._later: list[tuple[float, int, Callable[[float], None]]] = []

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 from tandem_api.fleet import FLEET_PATH, TTFT_BOUNDS, FleetReport, WorkerReport
+from tandem_api.launch import CanaryTraffic
 from tandem_api.names import Role
 
 from tests.tandem_gateway.test_faults import ask, fail_with, question
@@ -120,3 +121,21 @@ async def test_prefill_workers_count_the_prompts_that_they_were_named_for(
     report = counts(await read_fleet(running))
     assert report["d"] == report["p1"] == (12, 0)
     assert report["p0"] == (2, 2)
+
+
+async def test_a_canary_gets_its_share_and_its_failures_reach_no_client(
+    start_gateway, start_worker, fault, chat, read_fleet
+) -> None:
+    workers = [await start_worker(f"d{index}") for index in range(3)]
+    workers[2].default = fail_with(500)
+    running = await start_gateway(*workers)
+    running.gateway.scheduler.apply_canary(CanaryTraffic(percent=25, workers=["d2"]))
+    for number in range(40):
+        assert (await ask(running, question(chat, number)))[0] == 200
+    report = await read_fleet(running)
+    assert report.canary_percent == 25
+    requests, failures = counts(report)["d2"]
+    assert requests == failures
+    assert 3 <= requests <= 10
+    text = running.gateway.render_metrics().decode()
+    assert 'tandem_gateway_canary_requests_total{moved="true",side="others"}' in text

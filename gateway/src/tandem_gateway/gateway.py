@@ -49,7 +49,7 @@ class Gateway:
         self.max_body_bytes = config.max_body_bytes
         self.max_connections = config.max_connections
         self.budget = Budget(config.max_held_bytes)
-        self.scheduler = Scheduler(disaggregated=config.disaggregated)
+        self.scheduler = Scheduler()
         self.metrics = Metrics()
         self.access_log = access_log
         self.draining = False
@@ -280,6 +280,7 @@ class Gateway:
             tokens=tokens,
             failures={outcome.value: count for outcome, count in self.scheduler.failures.items()},
             ejections={outcome.value: count for outcome, count in self.scheduler.ejections.items()},
+            canary=self.scheduler.canary_requests,
         )
 
     def describe_endpoints(self) -> list[dict[str, object]]:
@@ -306,11 +307,13 @@ class Gateway:
 
     def describe_fleet(self) -> FleetReport:
         """For the operator: how the workers do, and nothing of what was asked."""
+        canary = self.scheduler.canary
         return FleetReport(
             gateway=os.environ.get("POD_NAME") or socket.gethostname(),
             started_at=self._started_at,
             at=time.time(),
             served_names=[self.config.served_name],
+            canary_percent=None if canary is None else canary.percent,
             workers=[_report_on(endpoint) for endpoint in self.scheduler.endpoints.values()],
         )
 

@@ -3,16 +3,19 @@
 The cost of an endpoint is work in tokens that stands before this request's first token, its own included. Candidates
 are who holds the prompt's prefix, the session's homes on the ring, and the least loaded: a fixed number, however many
 endpoints there are. The session's home is taken while it costs at most `SLACK` of the mean load more than the best
-candidate: affinity with bounded load, so nobody starves and no session piles up on one endpoint.
+candidate: affinity with bounded load, so nobody starves and no session piles up on one endpoint. The same holds for
+revisions, over which sessions spread in proportion to what each can serve.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 
 from tandem_api.names import Role
 
+from tandem_gateway.scheduling.canary import BY_REVISION, find_point
 from tandem_gateway.scheduling.demand import Demand
 from tandem_gateway.scheduling.endpoint import Endpoint
 from tandem_gateway.scheduling.pool import Pool
@@ -27,6 +30,7 @@ RECOMPUTE_WEIGHT = 1.5
 """Cost of an uncached token: it takes the time of one, and pushes another out of a cache and others back in a queue."""
 MOVE_WEIGHT = 0.0625
 """Cost of moving one prompt token's blocks to a decode worker, in prefill tokens."""
+MOST_DECODE_LOAD = 2.0
 MAX_IDLE = 3
 """Least loaded endpoints that are candidates."""
 MAX_PREFILL = 3
@@ -56,27 +60,29 @@ class Group:
     prefills: Pool
 
 
+Offer = tuple[float, list[Endpoint], list[Endpoint], Group]
+"""What a revision's best pair costs, its prefill and decode candidates, best first, and the revision."""
+
+
 def pick(
     groups: Iterable[Group],
     demand: Demand,
     seed: int,
     cached: Mapping[Endpoint, int],
     *,
+    turn: int,
     shared: int,
     unseen: float,
     now: float,
     excluded: Collection[str],
-    disaggregated: bool,
 ) -> Choice | None:
     """The best pair of one revision among endpoints that may be chosen, or None without a decode endpoint.
 
     `cached` gives the estimated cached prompt tokens, `shared` those of everybody else, `unseen` the share of the rest
-    that a session's home has all the same. A revision without prefill
-    endpoints is taken only when no revision is complete: its decode workers compute prompts themselves.
+    that a session's home has all the same. `turn` stands for a request that has no `seed`. In a revision without
+    prefill endpoints decode workers compute prompts themselves.
     """
-    best: Choice | None = None
-    best_cost = 0.0
-    best_incomplete = True
+    offers: list[Offer] = []
     for group in groups:
         cost, prefills = 0.0, _NOBODY
         if not demand.local:
@@ -85,16 +91,55 @@ def pick(
             )
         weight = MOVE_WEIGHT if prefills else RECOMPUTE_WEIGHT
         more, decodes = _rank(group.decodes, demand, seed, cached, shared, unseen, now, excluded, weight)
-        if not decodes:
-            continue
-        cost += more
-        incomplete = disaggregated and not prefills
-        if best is None or (incomplete, cost) < (best_incomplete, best_cost):
-            hit = min(demand.prompt_tokens, cached.get(prefills[0] if prefills else decodes[0], shared))
-            known = max(hit, min(demand.prompt_tokens, cached.get(decodes[0], shared)))
-            best = Choice(decodes[0], prefills[:MAX_PREFILL], demand.prompt_tokens - hit, hit, known)
-            best_cost, best_incomplete = cost, incomplete
-    return best
+        if decodes:
+            offers.append((cost + more, prefills, decodes, group))
+    if not offers:
+        return None
+    offer = offers[0] if len(offers) == 1 else _choose_revision(offers, demand, find_point(seed or turn, BY_REVISION))
+    _, prefills, decodes, _ = offer
+    hit = min(demand.prompt_tokens, cached.get(prefills[0] if prefills else decodes[0], shared))
+    known = max(hit, min(demand.prompt_tokens, cached.get(decodes[0], shared)))
+    return Choice(decodes[0], prefills[:MAX_PREFILL], demand.prompt_tokens - hit, hit, known)
+
+
+def find_capacity(prefills: int, decodes: int, *, all_prefills: int, all_decodes: int) -> float:
+    """What a revision with so many endpoints can serve, where all of them together, well matched, could serve 1.
+
+    Its scarcest role limits it. Without prefill endpoints its decode endpoints do both, and have less time for each.
+    """
+    if not prefills:
+        return decodes / (all_prefills + all_decodes)
+    return min(prefills / all_prefills, decodes / all_decodes)
+
+
+def _choose_revision(offers: list[Offer], demand: Demand, point: float) -> Offer:
+    """Sessions spread over revisions in proportion to their capacity. A session's own revision is taken while it costs
+    at most the slack more than the cheapest, as a home within a revision is. None is taken for its short queue alone
+    whose decode endpoints have more than `MOST_DECODE_LOAD` of what all have in the mean.
+    """
+    all_prefills = sum(group.prefills.available for _, prefills, _, group in offers if prefills)
+    all_decodes = sum(group.decodes.available for *_, group in offers)
+    capacities = [
+        find_capacity(
+            group.prefills.available if prefills else 0, group.decodes.available,
+            all_prefills=all_prefills, all_decodes=all_decodes,
+        )
+        for _, prefills, _, group in offers
+    ]  # fmt: skip
+    left = point * sum(capacities)
+    home = offers[-1]
+    for offer, capacity in zip(offers, capacities, strict=True):
+        left -= capacity
+        if left < 0:
+            home = offer
+            break
+    most = SLACK_TOKENS + MOST_DECODE_LOAD * sum(group.decodes.load for *_, group in offers) / all_decodes
+    sound = [offer for offer in offers if offer[3].decodes.load <= most * offer[3].decodes.available]
+    cheapest = min(sound, key=itemgetter(0))
+    load = sum(group.prefills.load + group.decodes.load for *_, group in offers)
+    slack = SLACK_TOKENS + OWN_SLACK * RECOMPUTE_WEIGHT * demand.prompt_tokens
+    limit = cheapest[0] + slack + SLACK * load / (all_prefills + all_decodes)
+    return home if home[0] <= limit and home in sound else cheapest
 
 
 def missing_role(endpoints: Iterable[Endpoint]) -> str:
