@@ -1,8 +1,8 @@
 """Which workers serve a request: pure functions and plain state, no sockets and no clock of their own.
 
 endpoint (what is known of a worker) → pool (those of a role and revision) → picker (who serves). ledger has what they
-owe, health who is left out, ring where sessions are at home, prefix who has cached what, canary which requests try a new
-build. The same code runs in simulations (`bench/routing`), so nothing in here imports asyncio or reads the time.
+owe, health who is left out, ring where sessions are at home, prefix who has cached what, canary who tries a build. The
+same code runs in simulations (`bench/routing`), so nothing in here imports asyncio or reads the time.
 """
 
 from tandem_gateway.scheduling.demand import Demand, Estimator

@@ -60,8 +60,8 @@ class Group:
     prefills: Pool
 
 
-Offer = tuple[float, list[Endpoint], list[Endpoint], Group]
-"""What a revision's best pair costs, its prefill and decode candidates, best first, and the revision."""
+Offer = tuple[float, list[Endpoint], Endpoint, Group]
+"""What a revision's best pair costs, its prefill endpoints, best first, its decode endpoint, and the revision."""
 
 
 def pick(
@@ -86,20 +86,23 @@ def pick(
     for group in groups:
         cost, prefills = 0.0, _NOBODY
         if not demand.local:
-            cost, prefills = _rank(
+            prefill, costs = _rank(
                 group.prefills, demand, seed, cached, shared, unseen, now, excluded, RECOMPUTE_WEIGHT
             )
+            if prefill is not None:
+                cost, prefills = costs[prefill], _list_alternates(prefill, costs)
         weight = MOVE_WEIGHT if prefills else RECOMPUTE_WEIGHT
-        more, decodes = _rank(group.decodes, demand, seed, cached, shared, unseen, now, excluded, weight)
-        if decodes:
-            offers.append((cost + more, prefills, decodes, group))
+        decode, costs = _rank(group.decodes, demand, seed, cached, shared, unseen, now, excluded, weight)
+        if decode is not None:
+            offers.append((cost + costs[decode], prefills, decode, group))
     if not offers:
         return None
     offer = offers[0] if len(offers) == 1 else _choose_revision(offers, demand, find_point(seed or turn, BY_REVISION))
-    _, prefills, decodes, _ = offer
-    hit = min(demand.prompt_tokens, cached.get(prefills[0] if prefills else decodes[0], shared))
-    known = max(hit, min(demand.prompt_tokens, cached.get(decodes[0], shared)))
-    return Choice(decodes[0], prefills[:MAX_PREFILL], demand.prompt_tokens - hit, hit, known)
+    _, prefills, decode, _ = offer
+    prompt = demand.prompt_tokens
+    hit = min(prompt, cached.get(prefills[0] if prefills else decode, shared))
+    known = max(hit, min(prompt, cached.get(decode, shared))) if prefills else hit
+    return Choice(decode, prefills, prompt - hit, hit, known)
 
 
 def find_capacity(prefills: int, decodes: int, *, all_prefills: int, all_decodes: int) -> float:
@@ -159,32 +162,35 @@ def _rank(
     now: float,
     excluded: Collection[str],
     weight: float,
-) -> tuple[float, list[Endpoint]]:
-    """The candidates, best first, and what the best costs."""
-    if not pool.available:
-        return 0.0, []
-    prompt = demand.prompt_tokens
-    whole = weight * max(0, prompt - shared)
-    homes = pool.ring.find_homes(seed, excluded) if seed else []
+) -> tuple[Endpoint | None, dict[Endpoint, float]]:
+    """The best candidate, and what each costs."""
     costs: dict[Endpoint, float] = {}
-    for endpoint in homes:
+    if not pool.available:
+        return None, costs
+    prompt = demand.prompt_tokens
+    whole = weight * (prompt - shared) if prompt > shared else 0.0
+    homes = pool.ring.find_homes(seed, excluded) if seed else _NOBODY
+    for endpoint in (*homes, *pool.find_idle(MAX_IDLE, excluded)):
         costs[endpoint] = (endpoint.backlog(now) if endpoint.prefill_tokens else endpoint.load) + whole
-    for endpoint in pool.find_idle(MAX_IDLE, excluded):
-        if endpoint not in costs:
-            costs[endpoint] = (endpoint.backlog(now) if endpoint.prefill_tokens else endpoint.load) + whole
     for endpoint, tokens in cached.items():
         if endpoint.pool is pool and endpoint.level >= 0 and not (excluded and endpoint.worker.name in excluded):
-            costs[endpoint] = endpoint.backlog(now) + (weight * (prompt - tokens) if tokens < prompt else 0.0)
+            load = endpoint.backlog(now) if endpoint.prefill_tokens else endpoint.load
+            costs[endpoint] = load + weight * (prompt - tokens) if tokens < prompt else load
     if unseen and homes:
         costs[homes[0]] -= unseen * weight * max(0, prompt - cached.get(homes[0], shared))
     if not costs:
-        return 0.0, []
-    ranked = sorted(costs, key=costs.__getitem__)
-    limit = costs[ranked[0]] + SLACK_TOKENS + SLACK * pool.load / pool.available + OWN_SLACK * whole
+        return None, costs
+    limit = min(costs.values()) + SLACK_TOKENS + SLACK * pool.load / pool.available + OWN_SLACK * whole
     for home in homes:
         if costs[home] <= limit:
-            if home is not ranked[0]:
-                ranked.remove(home)
-                ranked.insert(0, home)
-            break
-    return costs[ranked[0]], ranked
+            return home, costs
+    return min(costs, key=costs.__getitem__), costs
+
+
+def _list_alternates(best: Endpoint, costs: Mapping[Endpoint, float]) -> list[Endpoint]:
+    """The best, and the cheapest of the others."""
+    ranked = sorted(costs, key=costs.__getitem__)[:MAX_PREFILL]
+    if ranked[0] is not best:
+        ranked.remove(best) if best in ranked else ranked.pop()
+        ranked.insert(0, best)
+    return ranked

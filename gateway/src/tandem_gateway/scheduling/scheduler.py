@@ -153,7 +153,7 @@ class Scheduler:
             depth = self.index.count_shared(chain)
             shared = int(depth * tokens)
             seed = seed or chain[min(depth, len(chain) - 1)]
-            cached = {endpoint: int(chunks * tokens) for endpoint, chunks in self.index.match(chain, depth).items()}
+            cached = self.index.match(chain, depth, tokens)
         if len(chain) < SHORT_CHUNKS and seed:
             for endpoint, tokens in self.index.match_session(seed):
                 cached[endpoint] = max(tokens, cached.get(endpoint, 0))
