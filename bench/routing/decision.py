@@ -17,7 +17,7 @@ SESSIONS = 500
 def measure(endpoints: int, *, disaggregated: bool) -> dict[str, float]:
     """Medians in microseconds: of choosing, and of counting and recording the request afterwards."""
     chance = random.Random(1)
-    scheduler = Scheduler(disaggregated=disaggregated)
+    scheduler = Scheduler()
     scheduler.apply_workers(
         Worker(
             name=f"w-{number}",

@@ -117,7 +117,7 @@ class Tandem:
             for number in range(fleet.count)
         ]
         self._numbers = {worker.name: number for number, worker in enumerate(self._workers)}
-        self._schedulers = [Scheduler(disaggregated=False) for _ in range(gateways)]
+        self._schedulers = [Scheduler() for _ in range(gateways)]
         self._naming = naming
         self._chance = random.Random(3)
         self._later: list[tuple[float, int, Callable[[float], None]]] = []
@@ -162,7 +162,7 @@ class Tandem:
         self._plan(result.first_token, begin)
         seconds = result.end - result.first_token
         for part in (0.25, 0.5, 0.75):
-            self._plan(result.first_token + part * seconds, lambda _: reservation.progress(arrival.output // 4))
+            self._plan(result.first_token + part * seconds, lambda now: reservation.progress(arrival.output // 4, now))
         self._plan(result.end, end)
 
     def lose(self, workers: set[int]) -> None:

@@ -19,6 +19,7 @@ async def ask(connect, port: int, data: bytes) -> bytes:
         (b"GET /healthz?verbose HTTP/1.0\r\n\r\n", b"200"),
         (b"GET /readyz HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n", b"200"),
         (b"GET /metrics HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n", b"200"),
+        (b"GET /fleet HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n", b"200"),
         (b"GET /debug/endpoints HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n", b"200"),
         (b"POST /metrics HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\nconnection: close\r\n\r\n", b"405"),
         (b"GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n", b"404"),

@@ -73,7 +73,7 @@ async def test_a_worker_that_is_gone_costs_one_attempt_and_then_nothing(start_ga
     await dead.stop()
     for _ in range(6):
         assert (await read_answer(running, chat()))[0] == 200
-    assert running.gateway.metrics.retries["connect"] <= 1
+    assert running.gateway.metrics.retries["refused"] <= 1
     assert len(alive.received) == 6
 
 

@@ -85,6 +85,110 @@ async def test_a_request_that_every_worker_fails_at_ejects_nobody(start_gateway,
     assert {endpoint.state for endpoint in running.gateway.scheduler.endpoints.values()} == {"available"}
 
 
+def states(running) -> set[str]:
+    return {endpoint.state for endpoint in running.gateway.scheduler.endpoints.values()}
+
+
+async def test_a_request_that_breaks_every_connection_ejects_nobody(start_gateway, start_worker, fault, chat) -> None:
+    """One client with such a request could take out two workers each time."""
+
+    async def break_at_poison(worker, request, writer) -> None:
+        await (fault.die if b"poison" in request.body else fault.answer)(worker, request, writer)
+
+    workers = [await start_worker(f"d{index}", default=break_at_poison) for index in range(4)]
+    running = await start_gateway(*workers)
+    poison = chat(messages=[{"role": "user", "content": "poison"}])
+    for number in range(10):
+        assert (await ask(running, poison))[0] == 502
+        assert states(running) == {"available"}
+        assert (await ask(running, question(chat, number)))[0] == 200
+
+
+async def test_a_worker_that_breaks_connections_that_others_keep_is_left_out(
+    start_gateway, start_worker, fault, chat
+) -> None:
+    workers = [await start_worker(f"d{index}") for index in range(4)]
+    workers[0].default = fault.die
+    running = await start_gateway(*workers)
+    for number in range(40):
+        assert (await ask(running, question(chat, number)))[0] == 200
+    assert running.gateway.scheduler.endpoints["d0"].health.ejections >= 1
+    assert len(workers[0].received) <= 4
+
+
+async def test_a_worker_that_cannot_take_one_request_takes_the_others(start_gateway, start_worker, fault, chat) -> None:
+    """503 with `x-tandem-retry: request`: of large requests, say. It is not draining."""
+
+    async def refuse_large(worker, request, writer) -> None:
+        if b"large" not in request.body:
+            await fault.answer(worker, request, writer)
+            return
+        body = b'{"error":{"message":"not now"}}'
+        writer.write(b"HTTP/1.1 503 No\r\nx-tandem-retry: request\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        await writer.drain()
+
+    workers = [await start_worker(f"d{index}", default=refuse_large) for index in range(2)]
+    running = await start_gateway(*workers)
+    large = chat(messages=[{"role": "user", "content": "large"}])
+    for number in range(6):
+        code, body = await ask(running, large)
+        assert (code, json.loads(body)["error"]["message"]) == (503, "not now")
+        assert states(running) == {"available"}
+        assert (await ask(running, question(chat, number)))[0] == 200
+    workers[1].default = fault.answer
+    assert (await ask(running, large))[0] == 200
+
+
+async def test_a_connection_that_was_cut_while_its_client_did_not_read_blames_nobody(
+    start_gateway, start_worker, fault, chat, until
+) -> None:
+    """A worker needs room, and ends a connection that takes nothing from it."""
+    cut = asyncio.Event()
+
+    async def flood_and_cut(worker, request, writer) -> None:
+        sent: list[int] = []
+        flood = asyncio.create_task(fault.flood(sent)(worker, request, writer))
+        before = -1
+        while before != len(sent):
+            before = len(sent)
+            await asyncio.sleep(0.3)
+        flood.cancel()
+        writer.transport.abort()
+        cut.set()
+
+    worker = await start_worker(default=flood_and_cut)
+    running = await start_gateway(worker)
+    reader, writer = await running.connect(limit=1024)
+    writer.write(chat(stream=True))
+    async with asyncio.timeout(20):
+        await cut.wait()
+        last = b""
+        while part := await reader.read(65536):
+            last = (last + part)[-300:]
+    assert b"broke off" in last
+    endpoint = running.gateway.scheduler.endpoints["pod-d"]
+    assert (endpoint.state, endpoint.health.total) == ("available", 0)
+
+
+async def test_clients_that_leave_at_once_eject_nobody(start_gateway, start_worker, fault, chat, until) -> None:
+    workers = [await start_worker(f"d{index}") for index in range(4)]
+    running = await start_gateway(*workers)
+    for number in range(20):
+        await ask(running, question(chat, number, stream=True))
+    for worker in workers:
+        worker.default = fault.stream(0, then="hang")
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    number = 0
+    while loop.time() - started < 6:
+        _, writer = await running.connect()
+        writer.write(question(chat, number, stream=True))
+        number += 1
+        await asyncio.sleep(0.02)
+        writer.transport.abort()
+    assert not running.gateway.scheduler.failures
+
+
 async def test_a_worker_that_hangs_is_counted_and_left_out(start_gateway, start_worker, fault, chat) -> None:
     workers = [await start_worker(f"d{index}") for index in range(4)]
     workers[0].default = fault.hang

@@ -13,11 +13,11 @@ def render(metrics: Metrics) -> list[str]:
 def test_counters_and_gauges() -> None:
     metrics = Metrics()
     metrics.requests["/v1/completions", 200] += 3
-    metrics.retries["connect"] += 1
+    metrics.retries["refused"] += 1
     metrics.in_flight = 4
     lines = render(metrics)
     assert f'{Metric.GATEWAY_REQUESTS_TOTAL}{{code="200",path="/v1/completions"}} 3.0' in lines
-    assert f'{Metric.GATEWAY_RETRIES_TOTAL}{{reason="connect"}} 1.0' in lines
+    assert f'{Metric.GATEWAY_RETRIES_TOTAL}{{reason="refused"}} 1.0' in lines
     assert f"{Metric.GATEWAY_REQUESTS_IN_FLIGHT} 4.0" in lines
     assert f'{Metric.GATEWAY_TOKENS_IN_FLIGHT}{{kind="decode"}} 7.0' in lines
     assert f'{Metric.GATEWAY_ENDPOINTS}{{role="decode",state="available"}} 2.0' in lines
@@ -39,4 +39,4 @@ def test_histogram_buckets_are_cumulative() -> None:
 def test_every_family_is_typed_once() -> None:
     lines = render(Metrics())
     types = [line for line in lines if line.startswith("# TYPE")]
-    assert len(types) == len(set(types)) == 10
+    assert len(types) == len(set(types)) == 11

@@ -49,7 +49,13 @@ HEADER_PREFILL_WORKER = "x-tandem-prefill-worker"
 """Response: the pod that prefilled (the decode pod itself when it did so locally)."""
 
 HEADER_RETRY = "x-tandem-retry"
-"""Response of a worker, on a 503: nothing was done for this request, another worker may take it."""
+"""Response of a worker, on a 503: nothing was done for this request, another worker may take it. Its value is one of
+the next two.
+"""
+RETRY_WORKER = "1"
+"""This worker takes no requests: it is loading, stopping or not the one to ask."""
+RETRY_REQUEST = "request"
+"""This worker cannot take this request now, but others."""
 
 HEADER_TOKEN = "x-tandem-token"
 """Gateway to worker: `keys.bearer_token`. Without it a worker that has keys answers 401."""

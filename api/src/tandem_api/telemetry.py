@@ -84,6 +84,8 @@ class Metric:
     GATEWAY_WORKER_FAILURES_TOTAL = "tandem_gateway_worker_failures_total"
     GATEWAY_EJECTIONS_TOTAL = "tandem_gateway_worker_ejections_total"
     """Label `reason`, both: `refused`, `reset`, `busy`, `error`, `timeout`, `silent`, `slow`, ..."""
+    GATEWAY_CANARY_REQUESTS_TOTAL = "tandem_gateway_canary_requests_total"
+    """Labels `side` (`canary`, `others`) and `moved` (`true`: the other side was meant, and could not serve)."""
     GATEWAY_CLIENT_DISCONNECTS_TOTAL = "tandem_gateway_client_disconnects_total"
     GATEWAY_TTFT_SECONDS = "tandem_gateway_time_to_first_token_seconds"
     GATEWAY_DURATION_SECONDS = "tandem_gateway_request_duration_seconds"

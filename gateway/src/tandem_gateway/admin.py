@@ -1,7 +1,7 @@
 """The metrics port: probes, Prometheus text and a look at the scheduler. Not on the data path, so kept plain.
 
-Probes and metrics are for whoever reaches the port. The scheduler's view names workers and their addresses, and is for
-people who may forward a port into the pod: those arrive over the loopback interface.
+Probes, metrics and how the workers do are for whoever reaches the port. What the scheduler believes is for people who
+may forward a port into the pod: those arrive over the loopback interface.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import orjson
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
+from tandem_api.fleet import FLEET_PATH
 from tandem_api.launch import GatewayTimeouts
 
 from tandem_gateway.errors import GatewayFull, RequestError
@@ -54,12 +55,14 @@ class Admin:
             return 200, "text/plain", b"ok\n"
         if path == "/readyz":
             return (200, "text/plain", b"ok\n") if self.ready else (503, "text/plain", self._unready())
+        if path == FLEET_PATH:
+            return 200, "application/json", self._gateway.describe_fleet().to_json().encode()
         if path == "/debug/endpoints":
             if not from_here:
                 return 403, "text/plain", b"over the loopback interface only: kubectl port-forward, then localhost\n"
             endpoints = self._gateway.describe_endpoints()
             return 200, "application/json", orjson.dumps({"endpoints": endpoints}, option=orjson.OPT_INDENT_2)
-        return 404, "text/plain", b"try /metrics, /healthz, /readyz or /debug/endpoints\n"
+        return 404, "text/plain", b"try /metrics, /healthz, /readyz, /fleet or /debug/endpoints\n"
 
     def _unready(self) -> bytes:
         if self._gateway.draining:

@@ -27,6 +27,7 @@ from tandem_gateway.http.request import Request
 from tandem_gateway.http.response import LAST_CHUNK, build_chunk, build_error, build_head
 from tandem_gateway.prompt import Inquiry
 from tandem_gateway.scheduling import (
+    REQUESTS_FAULT,
     Choice,
     Endpoint,
     Outcome,
@@ -50,18 +51,9 @@ SLOWEST_TOKENS_PER_SECOND = 4
 DEFAULT_MAX_TOKENS = 4096
 CLIENT_GONE = 499
 RETRY_AFTER = (("Retry-After", "5"),)
-UNAUTHORIZED = "unauthorized"
-"""Reason of a retry: the worker does not take this gateway's key."""
-OUTCOMES = {
-    Failure.CONNECT.value: Outcome.REFUSED,
-    Failure.RESET.value: Outcome.RESET,
-    Failure.PROTOCOL.value: Outcome.RESET,
-    UNAUTHORIZED: Outcome.UNAUTHORIZED,
-    "draining": Outcome.DRAINING,
-    "busy": Outcome.BUSY,
-    "error": Outcome.ERROR,
-}
-"""What the reason of a retry says about the worker."""
+HELD_SECONDS = 5.0
+"""A worker may end a connection that takes nothing from it. Where an answer breaks so soon after it was held back for a
+slow client, or while it is, the worker is not to blame."""
 _DECODE_WORKER = HEADER_DECODE_WORKER.encode()
 _PREFILL_WORKER = HEADER_PREFILL_WORKER.encode()
 _PREFILL = HEADER_PREFILL.encode()
@@ -109,10 +101,10 @@ class Exchange:
     """Sink of its upstream calls and conversation of its client connection."""
 
     __slots__ = (
-        "_blamed", "_call", "_connection", "_context", "_deadline", "_excluded", "_give_up_at", "_head", "_held",
-        "_held_bytes", "_keep_alive_after", "_loop", "_phase", "_reads", "_reads_seen", "_reservation", "_resets",
-        "_slow", "_stream", "_tokens_seen", "_unsent", "attempts", "bytes_out", "choice", "error", "first_byte_at",
-        "inquiry", "request", "request_id", "started_at", "status", "usage",
+        "_call", "_connection", "_context", "_deadline", "_excluded", "_give_up_at", "_head", "_held",
+        "_held_back_until", "_held_bytes", "_keep_alive_after", "_loop", "_phase", "_reads", "_reads_seen",
+        "_reservation", "_resets", "_slow", "_stream", "_suspects", "_tokens_seen", "_unsent", "attempts", "bytes_out",
+        "choice", "error", "first_byte_at", "inquiry", "request", "request_id", "started_at", "status", "usage",
     )  # fmt: skip
 
     def __init__(
@@ -138,11 +130,12 @@ class Exchange:
         self._call: Call | None = None
         self._reservation: Reservation | None = None
         self._excluded: set[str] = set()
-        self._blamed: list[Endpoint] = []
-        """Answered with an error that may be the request's fault: an answer from another worker tells."""
+        self._suspects: list[tuple[Endpoint, Outcome]] = []
+        """Failed in a way that may be the request's fault: an answer from another worker tells."""
         self._give_up_at = 0.0
         self._resets = 0
         self._slow = False
+        self._held_back_until = -HELD_SECONDS
         self._keep_alive_after = False
         self._unsent = b""
         self._head: ResponseHead | None = None
@@ -194,7 +187,7 @@ class Exchange:
                 self._deadline = now + self._context.timeouts.idle_seconds
         events = self.events
         if events != self._tokens_seen and self._reservation is not None:
-            self._reservation.progress(events - self._tokens_seen)
+            self._reservation.progress(events - self._tokens_seen, now)
             self._tokens_seen = events
         if not self.inquiry.stream and self._reservation is not None:
             self._reservation.assume(now)
@@ -216,21 +209,21 @@ class Exchange:
     # the worker's side
 
     def on_upstream_head(self, head: ResponseHead) -> None:
-        outcome = classify_status(head.status, retry=head.get(_RETRY) is not None)
+        outcome = classify_status(head.status, head.get(_RETRY))
         if outcome is Outcome.DRAINING:
             self._drop_call()
-            self._retry("draining", "the worker is shutting down")
+            self._retry(outcome, "the worker is shutting down", failed=None)
             return
         assert self.choice is not None
         if outcome is Outcome.UNAUTHORIZED:
             # About this gateway's key, never about the client, who has shown the worker nothing.
             self._drop_call()
             self._context.on_unauthorized(self.choice.decode)
-            self._retry(UNAUTHORIZED, "the worker does not take this gateway's key")
+            self._retry(outcome, "the worker does not take this gateway's key")
             return
         if outcome is not Outcome.ANSWERED and self._can_move():
             self._drop_call()
-            self._retry(outcome.value, f"the worker answered {head.status}")
+            self._retry(outcome, f"the worker answered {head.status}", failed=head.status >= 500)
             return
         self._take_answer(outcome, head)
         self._head = head
@@ -252,11 +245,11 @@ class Exchange:
         assert self.choice is not None
         scheduler, choice, now = self._context.scheduler, self.choice, self._loop.time()
         if outcome is Outcome.ANSWERED:
-            for endpoint in self._blamed:
-                scheduler.report(endpoint, Outcome.ERROR, now)
-        if outcome is not Outcome.ERROR or not self._blamed:  # who all fail at one request are not to blame
+            for endpoint, failure in self._suspects:
+                scheduler.report(endpoint, failure, now)
+        if outcome is not Outcome.ERROR or not self._suspects:  # who all fail at one request are not to blame
             scheduler.report(choice.decode, outcome, now)
-        self._blamed.clear()
+        self._suspects.clear()
         if head.status == 200:
             scheduler.accept(choice, self.inquiry.demand, now)
             if choice.prefill:
@@ -272,6 +265,7 @@ class Exchange:
             data = stream.feed(data)
         except EventTooLarge:
             self._drop_call()
+            self._count_end(failed=True)
             self._fail(UpstreamFailed("the worker sent an event without end"))
             return
         if not data:
@@ -293,8 +287,9 @@ class Exchange:
         elif self._stream.done or self._stream.failed:
             self._end_stream()
         elif self._phase is Phase.SENT:
-            self._retry("reset", "the worker ended its stream before the first event")
+            self._retry(Outcome.RESET, "the worker ended its stream before the first event")
         else:
+            self._count_end(failed=True)
             self._fail(UpstreamFailed("the worker ended its stream before the answer was complete"))
 
     def on_upstream_failure(self, failure: Failure, detail: str) -> None:
@@ -304,10 +299,13 @@ class Exchange:
         elif failure is Failure.LOCAL:
             self._wait(detail)
         elif self._phase is Phase.SENT:
-            self._retry(failure.value, detail)
+            self._retry(Outcome.REFUSED if failure is Failure.CONNECT else Outcome.RESET, detail)
         else:
             assert self.choice is not None
-            self._context.scheduler.report(self.choice.decode, OUTCOMES[failure.value], self._loop.time())
+            now = self._loop.time()
+            if not self._slow and now >= self._held_back_until:
+                self._count_end(failed=True)
+                self._context.scheduler.report(self.choice.decode, Outcome.RESET, now)
             self._fail(UpstreamFailed(f"the answer broke off: {detail}"))
 
     # the client's side
@@ -316,6 +314,8 @@ class Exchange:
         if self._phase is Phase.OVER:
             return
         self._drop_call()
+        if self._reservation is not None:
+            self._reservation.desert(self._loop.time())
         self._release()
         self.status = CLIENT_GONE
         self._conclude()
@@ -330,6 +330,7 @@ class Exchange:
             self._conclude()
             return
         self._slow = False
+        self._held_back_until = self._loop.time() + HELD_SECONDS
         self._reads += 1
         if self._call is not None:
             self._call.resume_reading()
@@ -351,7 +352,9 @@ class Exchange:
             return
         self._drop_call()
         assert self.choice is not None
-        self._context.scheduler.report(self.choice.decode, Outcome.TIMEOUT, self._loop.time())
+        allowed = self._answer_seconds() if self._head is None else self._context.timeouts.idle_seconds
+        self._count_end(failed=True)
+        self._context.scheduler.report_timeout(self.choice.decode, allowed, self._loop.time())
         if self._head is None:
             self._fail(UpstreamTimeout("the worker did not begin its answer in time"))
         else:
@@ -370,24 +373,27 @@ class Exchange:
         self._deadline = self._give_up_at + GRACE_SECONDS
         self._phase = Phase.WAITING
 
-    def _retry(self, reason: str, detail: str) -> None:
-        """Nothing reached the client: hand the request to another worker, unless it has been round enough."""
+    def _retry(self, outcome: Outcome, detail: str, *, failed: bool | None = True) -> None:
+        """Nothing reached the client: hand the request to another worker, unless it has been round enough. `failed`:
+        whether this one failed; None where it did nothing, and rightly so.
+        """
         assert self.choice is not None
         decode = self.choice.decode
         now = self._loop.time()
+        if failed is not None:
+            self._count_end(failed=failed)
         self._release()
         self._head = self._stream = None
         self._held.clear()
         self._held_bytes = 0
-        outcome = OUTCOMES[reason]
-        if outcome is Outcome.ERROR:
-            self._blamed.append(decode)
+        if outcome in REQUESTS_FAULT:
+            self._suspects.append((decode, outcome))
         else:
             self._context.scheduler.report(decode, outcome, now)
         self._excluded.add(decode.worker.name)
-        self._resets += reason in (Failure.RESET.value, Failure.PROTOCOL.value)
+        self._resets += outcome is Outcome.RESET
         self._give_up_at = self._give_up_at or now + GRACE_SECONDS
-        if reason in (Failure.CONNECT.value, UNAUTHORIZED):
+        if outcome in (Outcome.REFUSED, Outcome.UNAUTHORIZED):
             # Costs nothing but time: a pod that restarts in place is back within the grace, keys arrive, or another
             # takes over.
             exhausted = now >= self._give_up_at
@@ -401,7 +407,7 @@ class Exchange:
                 UpstreamFailed(f"no worker could answer after {self.attempts} attempts; the last said: {detail}")
             )
             return
-        self._context.on_retry(self, reason)
+        self._context.on_retry(self, outcome.value)
         self._deadline = self._give_up_at
         self.dispatch()
 
@@ -411,10 +417,13 @@ class Exchange:
         """The first event is here: from now on the client sees a stream, which begins with the returned header."""
         assert self._head is not None
         assert self._reservation is not None
+        assert self.choice is not None
         self._phase = Phase.STREAMING
         self.status = self._head.status
         self.first_byte_at = monotonic()
-        self._reservation.first_token(self._loop.time())
+        now = self._loop.time()
+        self.choice.decode.count_first_token(now - self._reservation.since)
+        self._reservation.first_token(now)
         self.request.body = b""
         self._connection.held_changed()
         framing = b"" if self.request.http10 else b"\r\ntransfer-encoding: chunked"
@@ -425,6 +434,7 @@ class Exchange:
         self._connection.write(self._unsent + (b"" if self.request.http10 else LAST_CHUNK))
         self.usage = find_usage(self._stream.tail)
         self.error = "worker" if self._stream.failed else None
+        self._count_end(failed=self._stream.failed)
         self._finish(keep_alive=self._keep_alive)
 
     def _hold(self, data: bytes) -> None:
@@ -445,6 +455,7 @@ class Exchange:
         body = b"".join(self._held)
         self._held.clear()
         self.status = self._head.status
+        self._count_end(failed=self.status >= 500)
         if self.status == 200 and b'"usage"' in body:
             self.usage = find_usage(body)
         head = build_head(
@@ -471,6 +482,10 @@ class Exchange:
         return self.request.keep_alive and not self._context.draining
 
     # endings
+
+    def _count_end(self, *, failed: bool) -> None:
+        assert self.choice is not None
+        self.choice.decode.count_end(failed=failed)
 
     def _drop_call(self) -> None:
         call, self._call = self._call, None

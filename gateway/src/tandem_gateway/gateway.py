@@ -6,12 +6,15 @@ import asyncio
 import logging
 import os
 import re
+import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import count
 from typing import Any, cast
 
+from tandem_api.fleet import FleetReport, WorkerReport
 from tandem_api.launch import GatewayConfig, GatewayRouting
+from tandem_api.names import Role
 
 from tandem_gateway.access_log import AccessLog
 from tandem_gateway.credentials import Credentials
@@ -49,10 +52,12 @@ class Gateway:
         self.max_body_bytes = config.max_body_bytes
         self.max_connections = config.max_connections
         self.budget = Budget(config.max_held_bytes)
-        self.scheduler = Scheduler(disaggregated=config.disaggregated)
+        self.scheduler = Scheduler()
         self.metrics = Metrics()
         self.access_log = access_log
         self.draining = False
+        self.held_back: Callable[[], list[WorkerReport]] = list
+        """Workers that are known and get no requests yet."""
         self.exchanges: set[Exchange] = set()
         self.connections: set[ClientConnection] = set()
         self._credentials = Credentials(config.keys_path)
@@ -61,7 +66,7 @@ class Gateway:
         """When a worker that does not take the key was last named."""
         self._request_ids = count(1)
         self._request_prefix = os.urandom(6).hex()
-        self._created = int(time.time())
+        self._started_at = time.time()
 
     # discovery
 
@@ -78,6 +83,7 @@ class Gateway:
         self.served_names = tuple(routing.served_names)
         self.timeouts = routing.timeouts
         self.drain_timeout_seconds = routing.drain_timeout_seconds
+        self.scheduler.apply_canary(routing.canary)
 
     def link(self, endpoint: Endpoint) -> Link:
         link = self._links.get(endpoint.serial)
@@ -160,7 +166,7 @@ class Gateway:
         return self._describe(name)
 
     def _describe(self, name: str) -> dict[str, object]:
-        return {"id": name, "object": "model", "created": self._created, "owned_by": "tandem"}
+        return {"id": name, "object": "model", "created": int(self._started_at), "owned_by": "tandem"}
 
     def on_exchange_end(self, exchange: Exchange) -> None:
         now = time.monotonic()  # the loop's own clock counts whole milliseconds
@@ -279,6 +285,7 @@ class Gateway:
             tokens=tokens,
             failures={outcome.value: count for outcome, count in self.scheduler.failures.items()},
             ejections={outcome.value: count for outcome, count in self.scheduler.ejections.items()},
+            canary=self.scheduler.canary_requests,
         )
 
     def describe_endpoints(self) -> list[dict[str, object]]:
@@ -303,6 +310,18 @@ class Gateway:
             for endpoint in self.scheduler.endpoints.values()
         ]
 
+    def describe_fleet(self) -> FleetReport:
+        """For the operator: how the workers do, and nothing of what was asked."""
+        canary = self.scheduler.canary
+        return FleetReport(
+            gateway=os.environ.get("POD_NAME") or socket.gethostname(),
+            started_at=self._started_at,
+            at=time.time(),
+            served_names=list(self.served_names),
+            canary_percent=None if canary is None else canary.percent,
+            workers=[*map(_report_on, self.scheduler.endpoints.values()), *self.held_back()],
+        )
+
     def _record(self, path: str, status: int, request_id: bytes, error: str | None, size: int) -> None:
         """An answer of the gateway's own."""
         self.metrics.count(path, status)
@@ -315,6 +334,22 @@ class Gateway:
 
     def _make_request_id(self) -> bytes:
         return f"req-{self._request_prefix}{next(self._request_ids):08x}".encode()
+
+
+def _report_on(endpoint: Endpoint) -> WorkerReport:
+    worker, reason = endpoint.worker, endpoint.health.reason
+    admitted = endpoint.level >= 0
+    return WorkerReport(
+        name=worker.name,
+        address=worker.address,
+        role=worker.role,
+        revision=worker.revision,
+        state="Admitted" if admitted else "Ejected",
+        reason=None if admitted or reason is None else reason.value,
+        requests=endpoint.ended,
+        failures=endpoint.failed,
+        ttft_counts=[] if worker.role is Role.PREFILL else endpoint.ttft_counts,
+    )
 
 
 def _wrong_method(request: Request, allowed: str) -> NotRouted:

@@ -64,16 +64,23 @@ class Metrics:
         tokens: Mapping[str, int],
         failures: Mapping[str, int] = _NONE,
         ejections: Mapping[str, int] = _NONE,
+        canary: Mapping[tuple[bool, bool], int] | None = None,
     ) -> bytes:
         """Prometheus text. `endpoints` counts by role and state, `tokens` are in flight by kind, `failures` and
-        `ejections` of workers by reason.
+        `ejections` of workers by reason, `canary` by whether its workers served and whether they did in others' stead.
         """
         registry = CollectorRegistry()
         by_reason = [
             _by_reason(Metric.GATEWAY_WORKER_FAILURES_TOTAL, "Attempts at workers that failed, by reason.", failures),
             _by_reason(Metric.GATEWAY_EJECTIONS_TOTAL, "Workers left out for a while, by reason.", ejections),
         ]
-        registry.register(_Snapshot([*self._families(endpoints, tokens), *by_reason]))
+        sides = CounterMetricFamily(
+            Metric.GATEWAY_CANARY_REQUESTS_TOTAL, "Requests sent to workers while there was a canary.",
+            labels=("side", "moved"),
+        )  # fmt: skip
+        for (side, moved), count in sorted((canary or {}).items()):
+            sides.add_metric(("canary" if side else "others", "true" if moved else "false"), count)
+        registry.register(_Snapshot([*self._families(endpoints, tokens), *by_reason, sides]))
         return generate_latest(registry)
 
     def _families(self, endpoints: Mapping[tuple[str, str], int], tokens: Mapping[str, int]) -> list[Family]:

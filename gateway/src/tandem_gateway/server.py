@@ -135,6 +135,7 @@ class Server:
             server, namespace=config.namespace, model=config.model_name, apply=self.gateway.apply_routing
         )
         self.admin.knows_routing = lambda: routing.asked
+        self.gateway.held_back = self.probation.reports
         self._spawn(self.probation.run())
         return [pods.run(), routing.run()]
 

@@ -18,7 +18,7 @@ def make_endpoint(name: str = "a", role: Role = D) -> Endpoint:
 
 
 def make_scheduler(*workers: Worker) -> Scheduler:
-    scheduler = Scheduler(disaggregated=any(worker.role is P for worker in workers))
+    scheduler = Scheduler()
     scheduler.apply_workers(workers)
     return scheduler
 

@@ -3,7 +3,7 @@
 import pytest
 from tandem_gateway.scheduling import Demand, Endpoint, Outcome, Reservation, Scheduler, classify_status
 from tandem_gateway.scheduling.health import RULES
-from tandem_gateway.scheduling.scheduler import RETRY_BURST, SILENT_SECONDS, SLOW_SAMPLES
+from tandem_gateway.scheduling.scheduler import PROBE_SECONDS, RETRY_BURST, SILENT_SECONDS, SLOW_SAMPLES
 
 from tests.tandem_gateway.scheduling.fleet import D, P, make_demand, make_scheduler, make_worker, serve
 
@@ -27,13 +27,14 @@ def chosen(scheduler: Scheduler, now: float, sessions: int = 64) -> set[str]:
 @pytest.mark.parametrize(
     ("status", "retry", "outcome"),
     [
-        (200, False, Outcome.ANSWERED), (400, False, Outcome.ANSWERED), (404, False, Outcome.ANSWERED),
-        (401, False, Outcome.UNAUTHORIZED), (429, False, Outcome.BUSY), (500, False, Outcome.ERROR),
-        (502, False, Outcome.ERROR), (503, False, Outcome.BUSY), (503, True, Outcome.DRAINING),
+        (200, None, Outcome.ANSWERED), (400, None, Outcome.ANSWERED), (404, None, Outcome.ANSWERED),
+        (401, None, Outcome.UNAUTHORIZED), (429, None, Outcome.BUSY), (500, None, Outcome.ERROR),
+        (502, None, Outcome.ERROR), (503, None, Outcome.BUSY), (503, b"1", Outcome.DRAINING),
+        (503, b"request", Outcome.ERROR),
     ],
 )  # fmt: skip
-def test_what_a_status_says(status: int, retry: bool, outcome: Outcome) -> None:
-    assert classify_status(status, retry=retry) is outcome
+def test_what_a_status_says(status: int, retry: bytes | None, outcome: Outcome) -> None:
+    assert classify_status(status, retry) is outcome
 
 
 @pytest.mark.parametrize("outcome", list(RULES))
@@ -124,7 +125,7 @@ def test_who_cannot_serve_is_left_out_even_when_last(outcome: Outcome) -> None:
 
 def test_the_last_one_serves_all_while_it_is_half_open() -> None:
     scheduler = fleet(1)
-    scheduler.report(scheduler.endpoints["w0"], Outcome.RESET, 0.0)
+    scheduler.report(scheduler.endpoints["w0"], Outcome.REFUSED, 0.0)
     for _ in range(3):
         choice = scheduler.choose(make_demand(), 1.0)
         assert choice is not None
@@ -166,9 +167,9 @@ def stream(scheduler: Scheduler, demand: Demand, now: float, speed: dict[str, fl
     scheduler.report(choice.decode, Outcome.ANSWERED, now)
 
 
-@pytest.mark.parametrize("given_up", [False, True])
-def test_a_hung_worker_is_noticed_by_its_silence(given_up: bool) -> None:
-    """Whether its clients wait or leave."""
+@pytest.mark.parametrize("given_up_after", [None, 1.2])
+def test_a_hung_worker_is_noticed_by_its_silence(given_up_after: float | None) -> None:
+    """Whether its clients wait, or leave when they have waited for long enough."""
     scheduler = fleet(4)
     speed = dict.fromkeys(scheduler.endpoints, 5000.0)
     for turn in range(200):
@@ -176,6 +177,7 @@ def test_a_hung_worker_is_noticed_by_its_silence(given_up: bool) -> None:
     hung = scheduler.endpoints["w2"]
     now = 30.0
     sent = 0
+    waiting: list[tuple[float, Reservation]] = []
     while now < 60 and hung.state == "available":
         demand = make_demand(1000, affinity=(sent + 1) * 0x9E3779B97F4A7C15 % 2**64)
         choice = scheduler.choose(demand, now)
@@ -184,13 +186,17 @@ def test_a_hung_worker_is_noticed_by_its_silence(given_up: bool) -> None:
         if choice.decode is not hung:
             reservation.first_token(now + 0.2)
             reservation.release()
-        elif given_up:
-            reservation.release()
+        elif given_up_after is not None:
+            waiting.append((now + given_up_after, reservation))
+        while waiting and waiting[0][0] <= now:
+            _, left = waiting.pop(0)
+            left.desert(now)
+            left.release()
         sent += 1
         now += 0.1
         scheduler.tick(now)
     assert hung.state == "ejected"
-    assert now < 30 + 2 * SILENT_SECONDS + 3
+    assert now < 30 + 2 * SILENT_SECONDS + 4
     assert [name for name, state in states(scheduler).items() if state != "available"] == ["w2"]
 
 
@@ -270,5 +276,123 @@ def test_an_answer_in_one_piece_is_waited_for_however_quick_short_ones_are() -> 
     endpoint = Endpoint(make_worker("d"))
     endpoint.speed.observe(1, 0.001)
     for stream in (True, False):
-        Reservation(endpoint, endpoint, prefill_tokens=1, decode_tokens=1, now=0.0, stream=stream)
-        assert (endpoint.patience < 1.0) is stream
+        wait = Reservation(endpoint, endpoint, prefill_tokens=1, decode_tokens=1, now=0.0, stream=stream)
+        assert (wait.patience < 1.0) is stream
+
+
+@pytest.mark.parametrize("patience", [0.0, 0.3, 0.8])
+def test_clients_that_leave_at_once_speak_against_nobody(patience: float) -> None:
+    """However many they are: the worker had no time to answer."""
+    scheduler = fleet(4)
+    speed = dict.fromkeys(scheduler.endpoints, 5000.0)
+    for turn in range(200):
+        stream(scheduler, make_demand(1000, affinity=(turn + 1) << 56), turn / 10, speed)
+    leaving: list[tuple[float, Reservation]] = []
+    for tenth in range(200, 800):
+        now = tenth / 10
+        for sent in range(4):
+            demand = make_demand(100, affinity=(tenth * 4 + sent) * 0x9E3779B97F4A7C15 % 2**64)
+            choice = scheduler.choose(demand, now)
+            assert choice is not None
+            leaving.append((now + patience, scheduler.reserve(choice, demand, now)))
+        while leaving and leaving[0][0] <= now:
+            _, left = leaving.pop(0)
+            left.desert(now)
+            left.release()
+        scheduler.tick(now)
+    assert not scheduler.failures
+
+
+def test_one_client_that_leaves_does_not_wear_out_the_patience_with_another() -> None:
+    """A long prompt is computed for as long as it takes, whoever comes and goes beside it."""
+    scheduler = fleet(3)
+    speed = dict.fromkeys(scheduler.endpoints, 5000.0)
+    for turn in range(200):
+        stream(scheduler, make_demand(1000, affinity=(turn + 1) << 56), turn / 10, speed)
+    demand = make_demand(100_000)
+    choice = scheduler.choose(demand, 30.0)
+    assert choice is not None
+    long = scheduler.reserve(choice, demand, 30.0)
+    for tenth in range(300, 480):
+        now = tenth / 10
+        left = Reservation(choice.decode, choice.decode, prefill_tokens=10, decode_tokens=10, now=now)
+        left.desert(now)
+        left.release()
+        scheduler.tick(now)
+    assert not scheduler.failures
+    long.first_token(50.0)
+    long.release()
+
+
+def test_a_queue_behind_answers_in_one_piece_is_no_silence() -> None:
+    """Streams wait while others' whole answers come every few seconds: those are its signs of life."""
+    scheduler = fleet(3)
+    endpoint = scheduler.endpoints["w0"]
+    for _ in range(10):
+        endpoint.speed.observe(10, 0.05)
+    answers = [
+        Reservation(endpoint, endpoint, prefill_tokens=10, decode_tokens=99, now=0.0, stream=False) for _ in range(9)
+    ]
+    for second in range(1, 40):
+        if second % 5 == 0:
+            answers[second // 5].complete(second)
+        if second == 8:
+            Reservation(endpoint, endpoint, prefill_tokens=10, decode_tokens=10, now=8.0)
+        scheduler.tick(float(second))
+    assert not scheduler.failures
+
+
+def test_a_probe_that_takes_long_is_followed_by_another() -> None:
+    """An answer in one piece may take minutes: it must not bar a healthy worker for so long."""
+    scheduler = fleet(2)
+    bad = scheduler.endpoints["w0"]
+    scheduler.report(bad, Outcome.RESET, 0.0)
+    scheduler.endpoints["w1"].charge(10**6, 0)
+    demand = make_demand()
+    demand.stream = False
+    choice = scheduler.choose(demand, 1.0)
+    assert choice is not None
+    assert choice.decode is bad
+    first = scheduler.reserve(choice, demand, 1.0)
+    assert chosen(scheduler, 1.0 + PROBE_SECONDS / 2) == {"w1"}
+    for second in range(1, 8):
+        scheduler.tick(float(second))
+    assert "w0" in chosen(scheduler, 7.0)
+    second_probe = scheduler.reserve(scheduler.choose(make_demand(), 7.0), make_demand(), 7.0)  # type: ignore[arg-type]
+    first.release()
+    assert bad.health.probe is second_probe
+    scheduler.report(bad, Outcome.ANSWERED, 7.1)
+    assert bad.state == "available"
+
+
+def test_a_probe_of_a_worker_that_still_hangs_ends_in_its_next_pause() -> None:
+    scheduler = fleet(2)
+    bad = scheduler.endpoints["w0"]
+    for _ in range(10):
+        bad.speed.observe(10, 0.05)
+    scheduler.report(bad, Outcome.SILENT, 0.0)
+    scheduler.endpoints["w1"].charge(10**6, 0)
+    choice = scheduler.choose(make_demand(), 2.0)
+    assert choice is not None
+    assert choice.decode is bad
+    scheduler.reserve(choice, make_demand(), 2.0)
+    for tenth in range(20, 80):
+        scheduler.tick(tenth / 10)
+    assert bad.state == "ejected"
+    assert bad.health.ejections == 2
+
+
+def test_a_timeout_counts_at_once_only_where_nothing_else_came_from_the_worker() -> None:
+    scheduler = fleet(4)
+    alive, hung = scheduler.endpoints["w0"], scheduler.endpoints["w1"]
+    for endpoint in (alive, hung):
+        other = Reservation(endpoint, endpoint, prefill_tokens=1, decode_tokens=99, now=0.0)
+        other.first_token(1.0)
+        if endpoint is alive:
+            other.progress(5, 299.0)
+        scheduler.report_timeout(endpoint, 300.0, 300.0)
+    assert (alive.state, hung.state) == ("available", "ejected")
+    assert scheduler.failures == {Outcome.LATE: 1, Outcome.TIMEOUT: 1}
+    for _ in range(RULES[Outcome.LATE].threshold - 1):
+        scheduler.report_timeout(alive, 300.0, 300.0)
+    assert alive.state == "ejected"  # three in a row, and not one answer between them

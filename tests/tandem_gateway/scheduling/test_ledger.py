@@ -20,7 +20,7 @@ def test_first_token_frees_the_prefill_endpoint() -> None:
     assert counters(decode) == (1, 0, 20)
     reservation.first_token(1.0)
     assert counters(prefill) == (0, 0, 0)
-    reservation.progress(5)
+    reservation.progress(5, 1.0)
     assert counters(decode) == (1, 0, 15)
 
 
@@ -33,7 +33,7 @@ def test_a_fully_cached_prompt_frees_its_prefill_endpoint_too() -> None:
 def test_an_answer_longer_than_expected_still_occupies_its_worker() -> None:
     endpoint = make()
     reservation = Reservation(endpoint, endpoint, prefill_tokens=1, decode_tokens=4, now=0.0)
-    reservation.progress(1000)
+    reservation.progress(1000, 1.0)
     assert endpoint.decode_tokens == 1
     reservation.release()
     assert counters(endpoint) == (0, 0, 0)
@@ -56,7 +56,7 @@ def test_counters_never_go_negative_and_end_at_zero(plans: list[tuple[bool, int,
             elif step == "release":
                 reservation.release()
             else:
-                reservation.progress(int(step))
+                reservation.progress(int(step), 1.0)
             assert min(*counters(decode), *counters(prefill)) >= 0
     for reservation in opened:
         reservation.release()
@@ -77,12 +77,11 @@ def test_an_answer_in_one_piece_frees_its_prefill_tokens_when_they_should_be_com
     assert endpoint.prefill_tokens == 2000
     reservation.assume(2.1)
     assert counters(endpoint) == (1, 0, 10)
-    assert endpoint.owed == 1  # it has still shown no sign of life
+    assert len(endpoint.owing) == 1  # it has still shown no sign of life
     reservation.complete(9.0)
     reservation.release()
     assert counters(endpoint) == (0, 0, 0)
-    assert (endpoint.owed, endpoint.deserted) == (0, 0)
-    assert endpoint.signs
+    assert (len(endpoint.owing), endpoint.deserted, endpoint.heard_at) == (0, 0, 9.0)
 
 
 def test_nothing_is_assumed_of_a_worker_whose_speed_is_unknown() -> None:

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tandem_api.names import Role
-from tandem_gateway.scheduling import Demand, Scheduler, missing_role
-from tandem_gateway.scheduling.picker import MAX_PREFILL, OWN_SLACK, SLACK, SLACK_TOKENS
+from tandem_gateway.scheduling import Demand, Scheduler, Worker, missing_role
+from tandem_gateway.scheduling.picker import MAX_PREFILL, OWN_SLACK, SLACK, SLACK_TOKENS, find_capacity
 from tandem_gateway.scheduling.prefix import BRANCHES
+from xxhash import xxh3_64_intdigest
 
 from tests.tandem_gateway.scheduling.fleet import (
     D,
@@ -66,12 +67,79 @@ def test_alternates_are_ranked_and_bounded() -> None:
     assert MAX_PREFILL == 3
 
 
-def test_a_complete_revision_is_preferred_over_an_incomplete_one() -> None:
-    scheduler = make_scheduler(
-        make_worker("d-new", D, "r2"), make_worker("d-old", D, "r1"), make_worker("p-old", P, "r1")
-    )
-    load(scheduler, **{"d-old": 5000, "p-old": 5000})
-    assert names(scheduler, make_demand()) == ("d-old", "p-old")
+def revision(name: str, prefills: int, decodes: int) -> list[Worker]:
+    workers = [make_worker(f"p{index}-{name}", P, name) for index in range(prefills)]
+    return workers + [make_worker(f"d{index}-{name}", D, name) for index in range(decodes)]
+
+
+def spread(scheduler: Scheduler, streams: int, *, affinity: bool, together: bool) -> Counter[str]:
+    """How many of so many streams each decode worker got: at once, or one after another."""
+    counts: Counter[str] = Counter()
+    for index in range(streams):
+        demand = make_demand(1000, output=200, affinity=xxh3_64_intdigest(f"{index}".encode()) if affinity else 0)
+        choice = scheduler.choose(demand, 0.0)
+        assert choice is not None
+        assert len({endpoint.worker.revision for endpoint in (choice.decode, *choice.prefill)}) == 1
+        reservation = scheduler.reserve(choice, demand, 0.0)
+        counts[choice.decode.worker.name] += 1
+        if not together:
+            reservation.first_token(0.1)
+            reservation.release()
+    return counts
+
+
+@pytest.mark.parametrize(("affinity", "together"), [(False, True), (True, True), (True, False)])
+@pytest.mark.parametrize(
+    ("old", "new"), [((0, 7), (1, 1)), ((1, 8), (1, 1)), ((4, 3), (0, 1)), ((2, 2), (2, 2)), ((0, 6), (1, 3))]
+)
+def test_during_a_rollout_no_worker_gets_much_more_than_its_share(
+    old: tuple[int, int], new: tuple[int, int], affinity: bool, together: bool
+) -> None:
+    scheduler = make_scheduler(*revision("old", *old), *revision("new", *new))
+    decodes = old[1] + new[1]
+    counts = spread(scheduler, 8 * decodes, affinity=affinity, together=together)
+    assert len(counts) == decodes
+    assert max(counts.values()) <= 2 * 8 + 2
+
+
+def test_revisions_get_what_their_scarcest_role_can_serve() -> None:
+    scheduler = make_scheduler(*revision("old", 1, 6), *revision("new", 3, 2))
+    counts = spread(scheduler, 1000, affinity=True, together=False)
+    new = sum(count for name, count in counts.items() if name.endswith("new"))
+    # 1 of 4 prefill and 6 of 8 decode endpoints; 3 of 4 and 2 of 8.
+    assert 440 <= new <= 560
+
+
+def test_a_session_keeps_its_revision_while_others_come_and_go() -> None:
+    scheduler = make_scheduler(*revision("a", 2, 4), *revision("b", 2, 4))
+    demands = [make_demand(1000, affinity=xxh3_64_intdigest(f"{n}".encode())) for n in range(200)]
+
+    def revisions() -> list[str]:
+        return [scheduler.choose(demand, 0.0).decode.worker.revision for demand in demands]  # type: ignore[union-attr]
+
+    before = revisions()
+    scheduler.apply_workers([*revision("a", 2, 4), *revision("b", 2, 3)])
+    moved = sum(one != other for one, other in zip(before, revisions(), strict=True))
+    assert 0 < moved < 40
+
+
+def test_a_revision_with_too_much_to_do_is_left_for_another() -> None:
+    scheduler = make_scheduler(*revision("new", 0, 1), *revision("old", 1, 1))
+    load(scheduler, **{"d0-old": 5000, "p0-old": 5000})
+    assert {names(scheduler, make_demand(affinity=n << 58)) for n in range(1, 32)} == {("d0-new",)}
+
+
+COUNTS = st.tuples(st.integers(0, 20), st.integers(1, 20))
+
+
+@given(st.lists(COUNTS, min_size=1, max_size=4))
+def test_capacities_are_shares_that_never_exceed_the_whole(counts: list[tuple[int, int]]) -> None:
+    totals = {"all_prefills": sum(p for p, _ in counts), "all_decodes": sum(d for _, d in counts)}
+    shares = [find_capacity(p, d, **totals) for p, d in counts]
+    assert all(share > 0 for share in shares)
+    assert sum(shares) <= 1 + 1e-9
+    for (prefills, decodes), share in zip(counts, shares, strict=True):
+        assert find_capacity(prefills, decodes + 1, **totals) >= share
 
 
 def test_without_any_prefill_worker_a_decode_worker_computes_the_prompt_itself() -> None:
@@ -171,7 +239,6 @@ def test_a_pair_is_of_one_revision_and_its_load_is_bounded(
     scheduler = make_scheduler(
         *(make_worker(f"e{n}", role, revision) for n, (role, revision, _, _) in enumerate(fleet))
     )
-    scheduler.disaggregated = True
     excluded = {f"e{index}" for index, (_, _, _, out) in enumerate(fleet) if out}
     for index, (_, _, tokens, _) in enumerate(fleet):
         load(scheduler, **{f"e{index}": tokens})

@@ -58,7 +58,7 @@ def test_what_no_worker_accepted_leaves_no_trace() -> None:
 
 
 def test_the_index_grows_with_the_fleet() -> None:
-    scheduler = Scheduler(disaggregated=False)
+    scheduler = Scheduler()
     assert scheduler.index.generation == MIN_ENTRIES
     scheduler.apply_workers([make_worker(f"w{index}") for index in range(16)])
     assert scheduler.index.generation >= 16 * (1 << 20) * scheduler.estimator.bytes_per_token / CHUNK_BYTES

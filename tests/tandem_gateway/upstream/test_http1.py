@@ -266,4 +266,4 @@ async def test_a_lack_of_descriptors_is_not_the_workers_fault(start_gateway, sta
             os.close(descriptor)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert b"200 OK" in await reader.readuntil(b"\r\n")
-    assert running.gateway.metrics.retries["connect"] == 0
+    assert running.gateway.metrics.retries["refused"] == 0

@@ -27,6 +27,8 @@ class Demand:
     """Nothing is decoded: the worker that answers computes the prompt itself."""
     stream: bool = True
     """Its first token shows; an answer in one piece shows nothing until it is complete."""
+    canary: bool | None = None
+    """Whether it is for the canary's workers; decided when it is first placed while there is a canary."""
 
 
 class Estimator:

@@ -6,11 +6,13 @@ request ends, however it ends.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count
 from typing import Protocol
 
+from tandem_api.fleet import TTFT_BOUNDS
 from tandem_api.names import Role
 
 from tandem_gateway.scheduling.health import WANTED, Health
@@ -21,6 +23,9 @@ DECODE_WEIGHT = 0.25
 but each token only a little. A power of two, so that sums stay exact."""
 DEFAULT_KV_TOKENS = 1 << 20
 """Of a worker that nobody told about."""
+LONGEST_GAP = 15.0
+_GAP_DECAY = 0.9
+"""With every sign of life."""
 _MOST_DONE = 0.9
 """Of the outstanding prompts can be taken for computed: the first token alone tells."""
 
@@ -71,13 +76,27 @@ class Candidates(Protocol):
         ...
 
 
+class Wait(Protocol):
+    """A request that waits for a sign of life."""
+
+    @property
+    def since(self) -> float:
+        """When it was sent."""
+        ...
+
+    @property
+    def patience(self) -> float:
+        """Seconds that its first sign should take."""
+        ...
+
+
 class Endpoint:
     """A worker with its load and health as seen from this gateway."""
 
     __slots__ = (
-        "decode_tokens", "deserted", "evicted_until", "gone", "health", "host", "kv_tokens", "kv_written", "level",
-        "load", "others", "owed", "patience", "pool", "prefill_address", "prefill_tokens", "requests", "serial",
-        "signs", "signs_seen", "silent_since", "speed", "worker", "working_since",
+        "decode_tokens", "deserted", "ended", "evicted_until", "failed", "gap", "gone", "health", "heard_at",
+        "host", "kv_tokens", "kv_written", "level", "load", "others", "owing", "pool", "prefill_address",
+        "prefill_tokens", "quiet_since", "requests", "serial", "speed", "ttft_counts", "worker", "working_since",
     )  # fmt: skip
 
     def __init__(self, worker: Worker) -> None:
@@ -104,15 +123,22 @@ class Endpoint:
         self.speed = Speed()
         self.working_since = 0.0
         """When it began with the oldest prompt that is not yet computed."""
-        self.owed = 0
-        """First signs of an answer that it has a part in and that have not come."""
+        self.owing: dict[Wait, None] = {}
+        """Requests that wait for the first sign of an answer that it has a part in, the oldest first."""
+        self.heard_at = 0.0
+        """When it last showed a sign of life, to anybody."""
+        self.quiet_since = 0.0
+        """From when on its silence counts: `heard_at`, or when it was last left out for it, or is probed again."""
+        self.gap = 0.0
+        """Seconds: the longest that it was lately silent while it owed something, and alive all the same."""
         self.deserted = 0
-        """Requests that ended without one since it was last heard."""
-        self.patience = 0.0
-        """Seconds that the longest of what it owes should take."""
-        self.signs = self.signs_seen = 0
-        """Of life."""
-        self.silent_since = 0.0
+        """Clients that had waited for long enough, and left, since it was last heard."""
+        self.ended = self.failed = 0
+        """Requests that it was sent, or prompts that it was named for, and that have ended otherwise than by their
+        client's leaving; how many of them it failed.
+        """
+        self.ttft_counts = [0] * (len(TTFT_BOUNDS) + 1)
+        """First tokens of streams, by the seconds they took."""
         self.gone = False
         """Discovery no longer reports it. Its requests may still finish."""
         self.pool: Candidates | None = None
@@ -133,6 +159,23 @@ class Endpoint:
         self.load += change
         if self.level >= 0 and self.pool is not None:
             self.pool.on_load(self, change)
+
+    def count_end(self, *, failed: bool) -> None:
+        self.ended += 1
+        self.failed += failed
+
+    def count_first_token(self, seconds: float) -> None:
+        self.ttft_counts[bisect_left(TTFT_BOUNDS, seconds)] += 1
+
+    def hear(self, now: float) -> None:
+        """A sign of life: a token, or an answer, of whichever request."""
+        if now == self.heard_at:
+            return
+        if self.owing:
+            since = max(self.heard_at, next(iter(self.owing)).since)
+            self.gap = min(LONGEST_GAP, max(now - since, self.gap * _GAP_DECAY))
+        self.heard_at = self.quiet_since = now
+        self.deserted = 0
 
     def backlog(self, now: float) -> float:
         """Its load, less what it has probably computed of the prompt that it is at."""

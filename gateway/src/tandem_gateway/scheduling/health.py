@@ -1,15 +1,19 @@
 """Which workers get no requests for a while: a circuit breaker per worker, as pure state.
 
 A worker is *out* after a failure that speaks for itself, or after several in a row that may be the requests' fault. Its
-pauses double. After a pause it is *half open*: one request probes it, and only an answer lets the others follow.
-What it cannot serve at all (`HARD`) counts always; what is a suspicion only never takes out the last of its pool, nor
-more than half of it.
+pauses double. After a pause it is *half open*: one request at a time probes it, another one where that takes long, and
+only an answer lets the others follow. That it cannot serve at all (`hard`) counts always; a suspicion never takes out
+the last of its pool, nor more than half of it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+
+from tandem_api.names import RETRY_REQUEST
+
+_RETRY_REQUEST = RETRY_REQUEST.encode()
 
 
 class Outcome(Enum):
@@ -24,13 +28,15 @@ class Outcome(Enum):
     DRAINING = "draining"
     """It is about to stop."""
     RESET = "reset"
-    """The connection broke, or carried something that is not HTTP."""
+    """The connection broke, or carried something that is not HTTP. A worker that has died refuses the next one."""
     BUSY = "busy"
     """429, or 503: it takes no more for now."""
     ERROR = "error"
     """Any other 5xx."""
     TIMEOUT = "timeout"
-    """Nothing came in the time that a first token may take."""
+    """Nothing came in the time that a first token may take, for this request or another."""
+    LATE = "late"
+    """The same, from a worker that answered others in that time."""
     SILENT = "silent"
     """It owes answers and has shown no sign of life for much longer than they should take."""
     SLOW = "slow"
@@ -58,24 +64,29 @@ RULES = {
     Outcome.REFUSED: _HARD,
     Outcome.UNAUTHORIZED: _HARD,
     Outcome.DRAINING: _HARD,
-    Outcome.RESET: _HARD,
+    Outcome.RESET: Rule(1, 0.5, 3.0),
     Outcome.BUSY: Rule(1, 0.25, 2.0),
     Outcome.ERROR: Rule(3, 1.0, 30.0),
     Outcome.TIMEOUT: Rule(1, 2.0, 30.0),
+    Outcome.LATE: Rule(3, 2.0, 30.0),
     Outcome.SILENT: Rule(1, 2.0, 30.0),
     Outcome.SLOW: Rule(1, 10.0, 60.0),
     Outcome.UNUSED: Rule(2, 1.0, 15.0),
 }
 SERVES_OLD = frozenset((Outcome.BUSY, Outcome.ERROR, Outcome.SLOW, Outcome.UNUSED))
 """Left out for these, a worker goes on with what it has: only the answer to a probe ends its pause."""
+REQUESTS_FAULT = frozenset((Outcome.ERROR, Outcome.RESET))
+"""May be the request's fault: they count once another worker has answered it."""
 
 
-def classify_status(status: int, *, retry: bool) -> Outcome:
-    """What an answer's status says about the worker that sent it. `retry`: it asks for another one to be tried."""
+def classify_status(status: int, retry: bytes | None) -> Outcome:
+    """What an answer's status says about the worker that sent it. `retry`: its `names.HEADER_RETRY`."""
     if status == 401:
         return Outcome.UNAUTHORIZED
+    if status == 503 and retry is not None:
+        return Outcome.ERROR if retry == _RETRY_REQUEST else Outcome.DRAINING
     if status == 503:
-        return Outcome.DRAINING if retry else Outcome.BUSY
+        return Outcome.BUSY
     if status == 429:
         return Outcome.BUSY
     if status >= 500:
@@ -86,7 +97,7 @@ def classify_status(status: int, *, retry: bool) -> Outcome:
 class Health:
     """Of one worker."""
 
-    __slots__ = ("ejections", "failures", "pauses", "probe", "reason", "total", "until")
+    __slots__ = ("ejections", "failures", "pauses", "probe", "probe_until", "reason", "total", "until")
 
     def __init__(self) -> None:
         self.failures = 0
@@ -103,6 +114,8 @@ class Health:
         """Of the last pause."""
         self.probe: object | None = None
         """While half open: the request that tries, or `WANTED`."""
+        self.probe_until = 0.0
+        """When another request tries."""
 
     def fail(self, outcome: Outcome) -> float:
         """Count a failure; the seconds for which the worker is to be left out, or 0."""

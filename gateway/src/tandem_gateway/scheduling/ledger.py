@@ -11,6 +11,9 @@ _PATIENT_TOKENS = 4 * _TOKENS_PER_STEP
 """The same where it only matters not to be impatient: answers may be several times longer than expected."""
 _UNKNOWN_SECONDS = 60.0
 """Patience with a worker of which nothing is known."""
+SENSIBLE_SECONDS = 1.0
+SENSIBLE_FACTOR = 2.0
+"""A client has waited for long enough after this long, and this many times what its answer should take."""
 
 
 class Reservation:
@@ -18,7 +21,7 @@ class Reservation:
 
     __slots__ = (
         "_decode", "_decode_left", "_open", "_output", "_owing", "_prefill", "_prefill_tokens", "_prefilling",
-        "_since", "_work",
+        "_work", "patience", "since",
     )  # fmt: skip
 
     def __init__(
@@ -39,54 +42,64 @@ class Reservation:
         self._open = True
         self._prefilling = True
         self._owing = True
-        self._since = now
+        self.since = now
         self._work = prefill.backlog(now) + prefill_tokens
-        if not prefill.owed:
+        if not prefill.owing:
             prefill.working_since = now
-        for endpoint in (decode, prefill):
-            if not endpoint.owed and not endpoint.deserted:
-                endpoint.silent_since = now
         decode.requests += 1
-        decode.owed += 1
+        decode.owing[self] = None
         decode.charge(0, decode_tokens)
         prefill.charge(prefill_tokens, 0)
         if prefill is not decode:
             prefill.requests += 1
-            prefill.owed += 1
+            prefill.owing[self] = None
         expected = prefill.speed.predict(self._work if stream else self._work + _PATIENT_TOKENS * decode_tokens)
         if expected is None or not stream:  # how long an answer in one piece is, nobody knows before it is there
             expected = max(expected or 0.0, _UNKNOWN_SECONDS)
-        for endpoint in (decode, prefill):
-            endpoint.patience = max(endpoint.patience, expected)
+        self.patience = expected
+        """Seconds that the first sign of its answer should take."""
 
     def first_token(self, now: float) -> None:
         """The prompt is computed: its prefill tokens are worked off."""
         if self._prefilling:
-            self._prefill.speed.observe(self._work, now - self._since)
+            self._prefill.speed.observe(self._work, now - self.since)
             self._prefill.working_since = now
             self._end_prefill()
-        self._end_owing()
+        self._end_owing(now)
 
     def assume(self, now: float) -> None:
         """An answer in one piece shows no sign of life: its prompt counts for as long as it should take."""
-        if self._prefilling and (speed := self._prefill.speed.value) and now - self._since > self._work / speed:
+        if self._prefilling and (speed := self._prefill.speed.value) and now - self.since > self._work / speed:
             self._prefill.working_since = now
             self._end_prefill()
 
     def complete(self, now: float) -> None:
         """An answer in one piece is there. What its prompt took is a guess from the whole."""
         if self._owing and self._prefill_tokens >= SHORT_TOKENS:
-            self._prefill.speed.observe(self._work + _TOKENS_PER_STEP * self._output, now - self._since)
+            self._prefill.speed.observe(self._work + _TOKENS_PER_STEP * self._output, now - self.since)
         self._end_prefill()
-        self._end_owing()
+        self._end_owing(now)
 
-    def progress(self, tokens: int) -> None:
+    def progress(self, tokens: int, now: float) -> None:
         """`tokens` more were generated. One stays expected until the end: the request still occupies the worker."""
-        self._decode.signs += 1
+        self._decode.hear(now)
         done = min(tokens, self._decode_left - 1)
         if done > 0:
             self._decode_left -= done
             self._decode.charge(0, -done)
+
+    def desert(self, now: float) -> None:
+        """The client leaves. That says something of its workers only where it had waited for longer than an answer
+        takes, and nobody had any sign of life from them in that time.
+        """
+        if not self._owing:
+            return
+        for endpoint in (self._decode, self._prefill):
+            waited = now - max(self.since, endpoint.quiet_since)
+            if waited >= max(SENSIBLE_SECONDS, SENSIBLE_FACTOR * max(self.patience, endpoint.gap)):
+                endpoint.deserted += 1
+            if self._prefill is self._decode:
+                break
 
     def release(self) -> None:
         """The request ended, whichever way."""
@@ -94,10 +107,7 @@ class Reservation:
             return
         self._open = False
         self._end_prefill()
-        if self._owing:  # the client left, or the worker failed, before any sign of life
-            self._decode.deserted += 1
-            self._prefill.deserted += 1
-            self._stop_owing()
+        self._stop_owing()
         self._decode.charge(0, -self._decode_left)
         self._decode_left = 0
         self._decode.requests -= 1
@@ -112,14 +122,14 @@ class Reservation:
             if self._prefill is not self._decode:
                 self._prefill.requests -= 1
 
-    def _end_owing(self) -> None:
+    def _end_owing(self, now: float) -> None:
         if self._owing:
-            self._decode.signs += 1
-            self._prefill.signs += 1
+            self._decode.hear(now)
+            if self._prefill is not self._decode:
+                self._prefill.hear(now)
             self._stop_owing()
 
     def _stop_owing(self) -> None:
         self._owing = False
-        self._decode.owed -= 1
-        if self._prefill is not self._decode:
-            self._prefill.owed -= 1
+        self._decode.owing.pop(self, None)
+        self._prefill.owing.pop(self, None)

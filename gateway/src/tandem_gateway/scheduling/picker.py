@@ -3,16 +3,19 @@
 The cost of an endpoint is work in tokens that stands before this request's first token, its own included. Candidates
 are who holds the prompt's prefix, the session's homes on the ring, and the least loaded: a fixed number, however many
 endpoints there are. The session's home is taken while it costs at most `SLACK` of the mean load more than the best
-candidate: affinity with bounded load, so nobody starves and no session piles up on one endpoint.
+candidate: affinity with bounded load, so nobody starves and no session piles up on one endpoint. The same holds for
+revisions, over which sessions spread in proportion to what each can serve.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 
 from tandem_api.names import Role
 
+from tandem_gateway.scheduling.canary import BY_REVISION, find_point
 from tandem_gateway.scheduling.demand import Demand
 from tandem_gateway.scheduling.endpoint import Endpoint
 from tandem_gateway.scheduling.pool import Pool
@@ -27,6 +30,7 @@ RECOMPUTE_WEIGHT = 1.5
 """Cost of an uncached token: it takes the time of one, and pushes another out of a cache and others back in a queue."""
 MOVE_WEIGHT = 0.0625
 """Cost of moving one prompt token's blocks to a decode worker, in prefill tokens."""
+MOST_DECODE_LOAD = 2.0
 MAX_IDLE = 3
 """Least loaded endpoints that are candidates."""
 MAX_PREFILL = 3
@@ -56,45 +60,89 @@ class Group:
     prefills: Pool
 
 
+Offer = tuple[float, list[Endpoint], Endpoint, Group]
+"""What a revision's best pair costs, its prefill endpoints, best first, its decode endpoint, and the revision."""
+
+
 def pick(
     groups: Iterable[Group],
     demand: Demand,
     seed: int,
     cached: Mapping[Endpoint, int],
     *,
+    turn: int,
     shared: int,
     unseen: float,
     now: float,
     excluded: Collection[str],
-    disaggregated: bool,
 ) -> Choice | None:
     """The best pair of one revision among endpoints that may be chosen, or None without a decode endpoint.
 
     `cached` gives the estimated cached prompt tokens, `shared` those of everybody else, `unseen` the share of the rest
-    that a session's home has all the same. A revision without prefill
-    endpoints is taken only when no revision is complete: its decode workers compute prompts themselves.
+    that a session's home has all the same. `turn` stands for a request that has no `seed`. In a revision without
+    prefill endpoints decode workers compute prompts themselves.
     """
-    best: Choice | None = None
-    best_cost = 0.0
-    best_incomplete = True
+    offers: list[Offer] = []
     for group in groups:
         cost, prefills = 0.0, _NOBODY
         if not demand.local:
-            cost, prefills = _rank(
+            prefill, costs = _rank(
                 group.prefills, demand, seed, cached, shared, unseen, now, excluded, RECOMPUTE_WEIGHT
             )
+            if prefill is not None:
+                cost, prefills = costs[prefill], _list_alternates(prefill, costs)
         weight = MOVE_WEIGHT if prefills else RECOMPUTE_WEIGHT
-        more, decodes = _rank(group.decodes, demand, seed, cached, shared, unseen, now, excluded, weight)
-        if not decodes:
-            continue
-        cost += more
-        incomplete = disaggregated and not prefills
-        if best is None or (incomplete, cost) < (best_incomplete, best_cost):
-            hit = min(demand.prompt_tokens, cached.get(prefills[0] if prefills else decodes[0], shared))
-            known = max(hit, min(demand.prompt_tokens, cached.get(decodes[0], shared)))
-            best = Choice(decodes[0], prefills[:MAX_PREFILL], demand.prompt_tokens - hit, hit, known)
-            best_cost, best_incomplete = cost, incomplete
-    return best
+        decode, costs = _rank(group.decodes, demand, seed, cached, shared, unseen, now, excluded, weight)
+        if decode is not None:
+            offers.append((cost + costs[decode], prefills, decode, group))
+    if not offers:
+        return None
+    offer = offers[0] if len(offers) == 1 else _choose_revision(offers, demand, find_point(seed or turn, BY_REVISION))
+    _, prefills, decode, _ = offer
+    prompt = demand.prompt_tokens
+    hit = min(prompt, cached.get(prefills[0] if prefills else decode, shared))
+    known = max(hit, min(prompt, cached.get(decode, shared))) if prefills else hit
+    return Choice(decode, prefills, prompt - hit, hit, known)
+
+
+def find_capacity(prefills: int, decodes: int, *, all_prefills: int, all_decodes: int) -> float:
+    """What a revision with so many endpoints can serve, where all of them together, well matched, could serve 1.
+
+    Its scarcest role limits it. Without prefill endpoints its decode endpoints do both, and have less time for each.
+    """
+    if not prefills:
+        return decodes / (all_prefills + all_decodes)
+    return min(prefills / all_prefills, decodes / all_decodes)
+
+
+def _choose_revision(offers: list[Offer], demand: Demand, point: float) -> Offer:
+    """Sessions spread over revisions in proportion to their capacity. A session's own revision is taken while it costs
+    at most the slack more than the cheapest, as a home within a revision is. None is taken for its short queue alone
+    whose decode endpoints have more than `MOST_DECODE_LOAD` of what all have in the mean.
+    """
+    all_prefills = sum(group.prefills.available for _, prefills, _, group in offers if prefills)
+    all_decodes = sum(group.decodes.available for *_, group in offers)
+    capacities = [
+        find_capacity(
+            group.prefills.available if prefills else 0, group.decodes.available,
+            all_prefills=all_prefills, all_decodes=all_decodes,
+        )
+        for _, prefills, _, group in offers
+    ]  # fmt: skip
+    left = point * sum(capacities)
+    home = offers[-1]
+    for offer, capacity in zip(offers, capacities, strict=True):
+        left -= capacity
+        if left < 0:
+            home = offer
+            break
+    most = SLACK_TOKENS + MOST_DECODE_LOAD * sum(group.decodes.load for *_, group in offers) / all_decodes
+    sound = [offer for offer in offers if offer[3].decodes.load <= most * offer[3].decodes.available]
+    cheapest = min(sound, key=itemgetter(0))
+    load = sum(group.prefills.load + group.decodes.load for *_, group in offers)
+    slack = SLACK_TOKENS + OWN_SLACK * RECOMPUTE_WEIGHT * demand.prompt_tokens
+    limit = cheapest[0] + slack + SLACK * load / (all_prefills + all_decodes)
+    return home if home[0] <= limit and home in sound else cheapest
 
 
 def missing_role(endpoints: Iterable[Endpoint]) -> str:
@@ -114,32 +162,35 @@ def _rank(
     now: float,
     excluded: Collection[str],
     weight: float,
-) -> tuple[float, list[Endpoint]]:
-    """The candidates, best first, and what the best costs."""
-    if not pool.available:
-        return 0.0, []
-    prompt = demand.prompt_tokens
-    whole = weight * max(0, prompt - shared)
-    homes = pool.ring.find_homes(seed, excluded) if seed else []
+) -> tuple[Endpoint | None, dict[Endpoint, float]]:
+    """The best candidate, and what each costs."""
     costs: dict[Endpoint, float] = {}
-    for endpoint in homes:
+    if not pool.available:
+        return None, costs
+    prompt = demand.prompt_tokens
+    whole = weight * (prompt - shared) if prompt > shared else 0.0
+    homes = pool.ring.find_homes(seed, excluded) if seed else _NOBODY
+    for endpoint in (*homes, *pool.find_idle(MAX_IDLE, excluded)):
         costs[endpoint] = (endpoint.backlog(now) if endpoint.prefill_tokens else endpoint.load) + whole
-    for endpoint in pool.find_idle(MAX_IDLE, excluded):
-        if endpoint not in costs:
-            costs[endpoint] = (endpoint.backlog(now) if endpoint.prefill_tokens else endpoint.load) + whole
     for endpoint, tokens in cached.items():
         if endpoint.pool is pool and endpoint.level >= 0 and not (excluded and endpoint.worker.name in excluded):
-            costs[endpoint] = endpoint.backlog(now) + (weight * (prompt - tokens) if tokens < prompt else 0.0)
+            load = endpoint.backlog(now) if endpoint.prefill_tokens else endpoint.load
+            costs[endpoint] = load + weight * (prompt - tokens) if tokens < prompt else load
     if unseen and homes:
         costs[homes[0]] -= unseen * weight * max(0, prompt - cached.get(homes[0], shared))
     if not costs:
-        return 0.0, []
-    ranked = sorted(costs, key=costs.__getitem__)
-    limit = costs[ranked[0]] + SLACK_TOKENS + SLACK * pool.load / pool.available + OWN_SLACK * whole
+        return None, costs
+    limit = min(costs.values()) + SLACK_TOKENS + SLACK * pool.load / pool.available + OWN_SLACK * whole
     for home in homes:
         if costs[home] <= limit:
-            if home is not ranked[0]:
-                ranked.remove(home)
-                ranked.insert(0, home)
-            break
-    return costs[ranked[0]], ranked
+            return home, costs
+    return min(costs, key=costs.__getitem__), costs
+
+
+def _list_alternates(best: Endpoint, costs: Mapping[Endpoint, float]) -> list[Endpoint]:
+    """The best, and the cheapest of the others."""
+    ranked = sorted(costs, key=costs.__getitem__)[:MAX_PREFILL]
+    if ranked[0] is not best:
+        ranked.remove(best) if best in ranked else ranked.pop()
+        ranked.insert(0, best)
+    return ranked

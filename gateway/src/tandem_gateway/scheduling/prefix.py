@@ -45,7 +45,6 @@ class Holding:
         self.used_at = now
         self.written = endpoint.kv_written
 
-    @property
     def alive(self) -> bool:
         """The worker still exists, has not said that it forgot, nor taken in a whole cache of other tokens since."""
         endpoint = self.endpoint
@@ -105,9 +104,11 @@ class PrefixIndex:
             generation = (generation * 3 // 2 + 1) * 2 * 2 // 3
         self.generation = generation
 
-    def match(self, chain: list[int], above: int = 0) -> dict[Endpoint, int]:
-        """For each endpoint that holds more than `above` leading chunks their number, deepest first; O(log n)."""
-        depths: dict[Endpoint, int] = {}
+    def match(self, chain: list[int], above: int = 0, chunk_tokens: float = 1.0) -> dict[Endpoint, int]:
+        """For each endpoint that holds more than `above` leading chunks their number times `chunk_tokens`, deepest
+        first; O(log n).
+        """
+        found: dict[Endpoint, int] = {}
         young, old = self._young, self._old
         depth = self.find_depth(chain)
         step = 0
@@ -117,16 +118,16 @@ class PrefixIndex:
             holders = young.get(entry) or old.get(entry) or ()
             if holders is not last:
                 last = holders
+                tokens = int(depth * chunk_tokens)
                 for holding in holders:
-                    endpoint = holding.endpoint
-                    if endpoint not in depths and holding.alive:
-                        depths[endpoint] = depth
-                if len(depths) >= MAX_MATCHES:
+                    if holding.endpoint not in found and holding.alive():
+                        found[holding.endpoint] = tokens
+                if len(found) >= MAX_MATCHES:
                     break
             # Runs of one prompt have the same holders: steps double, so that a long prompt is no long walk.
             step += step or 1
             depth -= step
-        return depths
+        return found
 
     def find_depth(self, chain: list[int]) -> int:
         """How many leading entries are known: a binary search, since none is known below an unknown one."""
@@ -165,7 +166,7 @@ class PrefixIndex:
 
     def match_session(self, seed: int) -> list[tuple[Endpoint, int]]:
         """Who holds how many tokens of a session whose prompts are too short for chunks."""
-        return [(holding.endpoint, tokens) for holding, tokens in self._sessions.get(seed, ()) if holding.alive]
+        return [(holding.endpoint, tokens) for holding, tokens in self._sessions.get(seed, ()) if holding.alive()]
 
     def record_session(self, seed: int, endpoints: tuple[Endpoint, ...], tokens: int, now: float) -> None:
         sessions = self._sessions

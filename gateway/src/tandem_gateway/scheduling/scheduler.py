@@ -7,8 +7,10 @@ from collections.abc import Collection, Iterable
 from heapq import heappop, heappush
 from statistics import median
 
+from tandem_api.launch import CanaryTraffic
 from tandem_api.names import Role
 
+from tandem_gateway.scheduling.canary import Split
 from tandem_gateway.scheduling.demand import Demand, Estimator
 from tandem_gateway.scheduling.endpoint import DECODE_WEIGHT, Candidates, Endpoint, Worker
 from tandem_gateway.scheduling.health import RULES, SERVES_OLD, WANTED, Outcome
@@ -22,13 +24,15 @@ CHECK_SECONDS = 1.0
 SILENT_SECONDS = 3.0
 SILENT_FACTOR = 4.0
 """A worker that owes first tokens is silent after this long, and this many times what its prompts should take."""
+PROBE_SECONDS = 5.0
+"""A half-open worker is probed by another request where the one before has not told by then."""
 SLOW_FACTOR = 5.0
 """Slower than the median of its pool by this is an outlier, once it has computed `SLOW_SAMPLES` prompts."""
 SLOW_SAMPLES = 8
 SLOW_LATENCY = 0.25
 """Seconds of latency that are no outlier, whatever the others have."""
 DESERTIONS = 3
-"""Requests given up by their clients before any sign of life, after which silence counts as if they waited."""
+"""Clients that waited for long enough and left, after which a worker counts as silent as if they still waited."""
 SHORT_CHUNKS = 2
 """Prompts of fewer chunks leave no trace in the index: their session is remembered instead."""
 LONG_PROMPT = 4096
@@ -42,14 +46,21 @@ _NOBODY: frozenset[str] = frozenset()
 class Scheduler:
     """Owned by one event loop; nothing in it blocks or waits."""
 
-    def __init__(self, *, disaggregated: bool) -> None:
-        self.disaggregated = disaggregated
+    def __init__(self) -> None:
         self.endpoints: dict[str, Endpoint] = {}
         self.estimator = Estimator()
         self.index = PrefixIndex()
         self.failures: Counter[Outcome] = Counter()
         self.ejections: Counter[Outcome] = Counter()
-        self._groups: dict[str, Group] = {}
+        self.canary: CanaryTraffic | None = None
+        self.canary_requests: Counter[tuple[bool, bool]] = Counter()
+        """Requests sent while there was a canary: whether to its workers, and whether they were meant for the others
+        of the two sides, which could not serve."""
+        self._canary_names: frozenset[str] = frozenset()
+        self._split = Split(0.0)
+        self._turn = 0
+        self._groups: tuple[dict[str, Group], dict[str, Group]] = ({}, {})
+        """By revision: everybody's but the canary's, and the canary's."""
         self._out: list[tuple[float, int, Endpoint]] = []
         """Who is left out, by the end of the pause. Entries of the past are skipped."""
         self._checked_at = 0.0
@@ -78,23 +89,59 @@ class Scheduler:
                 joined.setdefault(self._find_pool(worker), []).append(endpoint)
         for pool, endpoints in joined.items():
             pool.add(endpoints)
-        for revision, group in list(self._groups.items()):
-            if not group.decodes.members and not group.prefills.members:
-                del self._groups[revision]
+        self._drop_empty_groups()
         tokens = sum(endpoint.kv_tokens for endpoint in self.endpoints.values())
         self.index.resize(tokens * self.estimator.bytes_per_token)
         return left
 
+    def apply_canary(self, traffic: CanaryTraffic | None) -> None:
+        """From now on so many of the new requests go to these workers, and the others to the rest; None: no canary.
+
+        No pair has workers of both sides. While one side cannot serve, the other one serves all.
+        """
+        if traffic == self.canary:
+            return
+        if traffic is None or self.canary is None or traffic.percent != self.canary.percent:
+            self._split = Split(0.0 if traffic is None else traffic.percent)
+        self.canary = traffic
+        names: frozenset[str] = frozenset() if traffic is None else frozenset(traffic.workers)
+        moving = [self.endpoints[name] for name in self._canary_names ^ names if name in self.endpoints]
+        self._canary_names = names
+        for endpoint in moving:
+            self._move(endpoint)
+        self._drop_empty_groups()
+
+    def _move(self, endpoint: Endpoint) -> None:
+        """To the side that it now belongs to, with its load and its health."""
+        barred = endpoint.level < 0
+        if endpoint.pool is not None:
+            endpoint.pool.remove(endpoint)
+        pool = self._find_pool(endpoint.worker)
+        pool.add([endpoint])
+        if barred and (endpoint.health.probe is None or pool.available > 1):
+            pool.bar(endpoint)
+
     def _find_pool(self, worker: Worker) -> Pool:
-        group = self._groups.get(worker.revision)
+        groups = self._groups[worker.name in self._canary_names]
+        group = groups.get(worker.revision)
         if group is None:
-            group = self._groups[worker.revision] = Group(Pool(), Pool())
+            group = groups[worker.revision] = Group(Pool(), Pool())
+            for revision in sorted(groups):  # in one order in every gateway: sessions' revisions follow from it
+                groups[revision] = groups.pop(revision)
         return group.prefills if worker.role is Role.PREFILL else group.decodes
+
+    def _drop_empty_groups(self) -> None:
+        for groups in self._groups:
+            for revision, group in list(groups.items()):
+                if not group.decodes.members and not group.prefills.members:
+                    del groups[revision]
 
     # choosing
 
     def choose(self, demand: Demand, now: float, excluded: Collection[str] = _NOBODY) -> Choice | None:
-        """The pair for this request, or None when no decode endpoint may serve it now. Commits to nothing."""
+        """The pair for this request, or None when no decode endpoint may serve it now. Commits to nothing, but for the
+        side of a canary that the request is for.
+        """
         if self._out and self._out[0][0] <= now:
             self._readmit(now)
         chain = demand.prefix
@@ -106,19 +153,32 @@ class Scheduler:
             depth = self.index.count_shared(chain)
             shared = int(depth * tokens)
             seed = seed or chain[min(depth, len(chain) - 1)]
-            cached = {endpoint: int(chunks * tokens) for endpoint, chunks in self.index.match(chain, depth).items()}
+            cached = self.index.match(chain, depth, tokens)
         if len(chain) < SHORT_CHUNKS and seed:
             for endpoint, tokens in self.index.match_session(seed):
                 cached[endpoint] = max(tokens, cached.get(endpoint, 0))
-        return pick(
-            self._groups.values(), demand, seed, cached,
-            shared=shared, unseen=self.estimator.unseen_hits, now=now, excluded=excluded,
-            disaggregated=self.disaggregated,
-        )  # fmt: skip
+        canary = False
+        if self.canary is not None:
+            if demand.canary is None:
+                demand.canary = self._split.decide(seed)
+            canary = demand.canary
+        if not seed:
+            self._turn += 1
+        for groups in (self._groups[canary], self._groups[not canary]):
+            choice = pick(
+                groups.values(), demand, seed, cached,
+                turn=self._turn, shared=shared, unseen=self.estimator.unseen_hits, now=now, excluded=excluded,
+            )  # fmt: skip
+            if choice is not None:
+                return choice
+        return None
 
     def reserve(self, choice: Choice, demand: Demand, now: float) -> Reservation:
         """Count the request on its endpoints."""
         self._retries = min(RETRY_BURST, self._retries + RETRY_SHARE)
+        if self.canary is not None:
+            served = choice.decode.worker.name in self._canary_names
+            self.canary_requests[served, demand.canary is not None and demand.canary is not served] += 1
         prefill = choice.prefill[0] if choice.prefill else choice.decode
         reservation = Reservation(
             choice.decode,
@@ -132,6 +192,7 @@ class Scheduler:
             pool = endpoint.pool
             if endpoint.health.probe is WANTED and pool is not None:
                 endpoint.health.probe = reservation
+                endpoint.health.probe_until = now + PROBE_SECONDS
                 if pool.available > 1:
                     pool.bar(endpoint)
         return reservation
@@ -185,6 +246,11 @@ class Scheduler:
         pool.bar(endpoint)
         heappush(self._out, (health.until, endpoint.serial, endpoint))
 
+    def report_timeout(self, endpoint: Endpoint, waited: float, now: float) -> None:
+        """A request got nothing from an endpoint for so many seconds, which is as long as it may take."""
+        alive = endpoint.heard_at > now - min(waited, SILENT_SECONDS)
+        self.report(endpoint, Outcome.LATE if alive else Outcome.TIMEOUT, now)
+
     def report_prefill(self, choice: Choice, used: str, now: float) -> None:
         """`used` names the worker that computed the prompt. Those named before it did not: they are dead or refused.
 
@@ -192,6 +258,7 @@ class Scheduler:
         """
         for endpoint in choice.prefill:
             if endpoint.worker.name == used:
+                endpoint.count_end(failed=False)
                 self.report(endpoint, Outcome.ANSWERED, now)
                 break
         else:
@@ -200,6 +267,7 @@ class Scheduler:
         for endpoint in choice.prefill:
             if endpoint.worker.name == used:
                 return
+            endpoint.count_end(failed=True)
             self.report(endpoint, Outcome.UNUSED, now)
 
     def may_retry(self) -> bool:
@@ -220,6 +288,7 @@ class Scheduler:
             until, _, endpoint = heappop(self._out)
             if endpoint.pool is not None and endpoint.health.until == until:
                 endpoint.health.half_open()
+                endpoint.quiet_since = now  # what it owes from before has spoken against it already
                 endpoint.pool.admit(endpoint)
 
     def tick(self, now: float) -> None:
@@ -227,38 +296,41 @@ class Scheduler:
         if now - self._checked_at < CHECK_SECONDS:
             return
         self._checked_at = now
-        for group in self._groups.values():
-            for pool in (group.decodes, group.prefills):
-                self._check(pool, now)
+        for groups in self._groups:
+            for group in groups.values():
+                self._check(group.decodes, now)
+                self._check(group.prefills, now)
 
     def _check(self, pool: Pool, now: float) -> None:
         members = pool.members.values()
         speed = _usual([endpoint.speed.value for endpoint in members if endpoint.speed.samples >= SLOW_SAMPLES])
         latency = _usual([e.speed.latency for e in members if e.speed.short_samples >= SLOW_SAMPLES])
         for endpoint in members:
-            if self._is_silent(endpoint, now):
+            health = endpoint.health
+            if health.probe is not None and health.probe is not WANTED and now >= health.probe_until:
+                endpoint.retry_probe()
+            if _is_silent(endpoint, now):
+                endpoint.quiet_since = now
+                endpoint.deserted = 0
                 self.report(endpoint, Outcome.SILENT, now)
             elif endpoint.level >= 0 and _is_slow(endpoint, speed, latency):
                 self.report(endpoint, Outcome.SLOW, now)
                 endpoint.speed.forget()
 
-    @staticmethod
-    def _is_silent(endpoint: Endpoint, now: float) -> bool:
-        if endpoint.signs != endpoint.signs_seen:
-            endpoint.signs_seen = endpoint.signs
-            endpoint.deserted = 0
-            endpoint.silent_since = now
-        elif not endpoint.owed and endpoint.deserted < DESERTIONS:
-            endpoint.silent_since = now
-        if not endpoint.owed:
-            patience, endpoint.patience = endpoint.patience, 0.0
+
+def _is_silent(endpoint: Endpoint, now: float) -> bool:
+    """It owes a first sign for longer than that one should take, or as long as three clients cared to wait, and nobody
+    else has heard of it in that time.
+    """
+    if endpoint.deserted < DESERTIONS:
+        quiet = now - endpoint.quiet_since - SILENT_SECONDS
+        for wait in endpoint.owing if quiet > 0 else ():
+            spare = SILENT_FACTOR * max(wait.patience, endpoint.gap)
+            if quiet > spare and now - wait.since > SILENT_SECONDS + spare:
+                break
         else:
-            patience = endpoint.patience
-        if endpoint.level < 0 or now - endpoint.silent_since <= SILENT_SECONDS + SILENT_FACTOR * patience:
             return False
-        endpoint.silent_since = now
-        endpoint.deserted = 0
-        return True
+    return endpoint.level >= 0 or endpoint.health.probe is not None
 
 
 def _usual(values: list[float]) -> float:

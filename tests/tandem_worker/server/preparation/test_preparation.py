@@ -17,7 +17,7 @@ from tandem_worker.engine.errors import ContextLengthError, RequestError
 from tandem_worker.host.isolation.contract import Limits
 from tandem_worker.server import intake
 from tandem_worker.server.deltas import ClientGoneError
-from tandem_worker.server.http import ServiceError
+from tandem_worker.server.http import ServiceError, describe_error
 from tandem_worker.server.preparation import placing as preparation
 from tandem_worker.server.preparation.fitting import observe_bound
 from tandem_worker.server.preparation.job import KINDS, SETUP, _run, pack_setup, unpack
@@ -267,6 +267,16 @@ async def test_who_leaves_takes_the_job_along(prepared_apart: Preparation) -> No
     await asyncio.sleep(0)
     assert (prepared_apart.counts.isolated, prepared_apart.intake.held_bytes) == (0, 0)
     assert (await prepared_apart.prepare("chat", SCOPE, Client(chat(LONG)))).tokens
+
+
+async def test_where_large_requests_cannot_be_prepared_others_still_can(prepared_apart: Preparation) -> None:
+    """The answer says so: a gateway must not take this worker for one that stops."""
+    prepared_apart.start().close()
+    with pytest.raises(ServiceError, match="cannot prepare large requests") as caught:
+        await prepared_apart.prepare("chat", SCOPE, Client(chat(LONG)))
+    status, _, headers = describe_error(caught.value)
+    assert (status, headers) == (503, {"x-tandem-retry": "request"})
+    assert (await prepared_apart.prepare("chat", SCOPE, Client(chat("hello")))).tokens
 
 
 @pytest.mark.parametrize("fails", [RequestError("refused"), ServiceError("later", status=503), ZeroDivisionError("x")])

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from starlette.types import Receive, Scope, Send
 from tandem_api.launch import WorkerConfig
-from tandem_api.names import HEADER_RETRY
+from tandem_api.names import HEADER_RETRY, RETRY_WORKER
 from tandem_api.openai import error_body
 
 from tandem_worker.group.control.link import Loss
@@ -42,7 +42,7 @@ class FollowerApp:
             leader = self._leader
             message = f"This pod computes for the worker {leader} and takes no requests itself: ask {leader}."
             body = error_body(message, kind="overloaded_error", code="group_follower")
-            await send_json(send, body, status=503, headers={HEADER_RETRY: "1"})
+            await send_json(send, body, status=503, headers={HEADER_RETRY: RETRY_WORKER})
 
 
 class FollowerPod:

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from tandem_api.names import HEADER_RETRY
+from tandem_api.names import HEADER_RETRY, RETRY_WORKER
 from tandem_api.openai import error_body
 
 from tandem_worker.server.http import send_json
@@ -35,7 +35,7 @@ class StagedApp:
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
             body = error_body(f"This worker is still {self._phase()}.", kind="overloaded_error")
-            await send_json(send, body, status=503, headers={HEADER_RETRY: "1"})
+            await send_json(send, body, status=503, headers={HEADER_RETRY: RETRY_WORKER})
 
     async def _live(self, receive: Receive, send: Send) -> None:
         """The server's own lifespan; the installed application's ends with it."""

@@ -103,7 +103,7 @@ def raise_failure(delta: TokenDelta) -> None:
     if delta.finish_reason is FinishReason.ERROR:
         raise ServiceError(delta.error or "The engine failed to answer this request.")
     if delta.finish_reason is FinishReason.ABORT:
-        raise ServiceError("The worker stopped before the answer was complete.", status=503, retry=True)
+        raise ServiceError("The worker stopped before the answer was complete.", status=503, retry=names.RETRY_WORKER)
 
 
 class Answerer:

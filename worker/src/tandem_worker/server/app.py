@@ -124,11 +124,15 @@ class _State:
     def check_admission(self) -> None:
         """Raises ServiceError while this worker takes no requests."""
         if self.engine.failure is not None:
-            raise ServiceError("The engine has failed; this worker is about to restart.", status=503, retry=True)
+            raise ServiceError(
+                "The engine has failed; this worker is about to restart.", status=503, retry=names.RETRY_WORKER
+            )
         if self.draining():
-            raise ServiceError("This worker is shutting down and takes no new requests.", status=503, retry=True)
+            raise ServiceError(
+                "This worker is shutting down and takes no new requests.", status=503, retry=names.RETRY_WORKER
+            )
         if not self.ready():
-            raise ServiceError("This worker is still loading the model.", status=503, retry=True)
+            raise ServiceError("This worker is still loading the model.", status=503, retry=names.RETRY_WORKER)
 
     @contextlib.asynccontextmanager
     async def lifespan(self, _app: object) -> AsyncIterator[None]:

@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 from starlette.types import Scope, Send
 from tandem_api import names
-from tandem_api.names import HEADER_RETRY
+from tandem_api.names import HEADER_RETRY, RETRY_WORKER
 from tandem_api.openai import ErrorType, error_body
 
 from tandem_worker.engine.errors import EngineStoppedError, RequestError
@@ -45,7 +45,8 @@ class BodyTooLargeError(RequestError):
 class ServiceError(Exception):
     """The server's own failure before an answer began: HTTP 500 or 503."""
 
-    def __init__(self, message: str, *, status: int = 500, retry: bool = False) -> None:
+    def __init__(self, message: str, *, status: int = 500, retry: str | None = None) -> None:
+        """`retry`: the value of `names.HEADER_RETRY`."""
         super().__init__(message)
         self.status = status
         self.retry = retry
@@ -120,9 +121,13 @@ def describe_error(error: Exception) -> tuple[int, dict[str, Any], Headers]:
             return error.status, error_body(_clip(str(error)), kind=kind, param=param, code=error.code), extra
         case EngineStoppedError():
             message = str(error) or "This worker is shutting down."
-            return 503, error_body(message, kind="overloaded_error", code="worker_stopping"), {HEADER_RETRY: "1"}
+            return (
+                503,
+                error_body(message, kind="overloaded_error", code="worker_stopping"),
+                {HEADER_RETRY: RETRY_WORKER},
+            )
         case ServiceError():
-            extra = {HEADER_RETRY: "1"} if error.retry else {}
+            extra = {} if error.retry is None else {HEADER_RETRY: error.retry}
             kind = _KINDS.get(error.status, "server_error")
             return error.status, error_body(str(error), kind=kind), extra
         case RecursionError():

@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from starlette.types import Receive, Scope
+from tandem_api.names import RETRY_REQUEST
 
 from tandem_worker.engine.errors import RequestError
 from tandem_worker.host.isolation.confined import Confined
@@ -181,7 +182,7 @@ class Preparation:
             raise self._refuse_crowd() from error
         except UnavailableError as error:
             raise ServiceError(
-                f"This worker cannot prepare large requests at the moment: {error}.", status=503, retry=True
+                f"This worker cannot prepare large requests at the moment: {error}.", status=503, retry=RETRY_REQUEST
             ) from error
         except FunctionError as error:
             logger.error("preparing a request failed: %s", error)  # noqa: TRY400 - the trace that matters is not here
