@@ -47,6 +47,10 @@ HEADER_PREFILL_WORKER = "x-tandem-prefill-worker"
 HEADER_RETRY = "x-tandem-retry"
 """Response of a worker, on a 503: nothing was done for this request, another worker may take it."""
 
+HEADER_RESUME = "x-tandem-resume"
+"""Gateway to decode worker, for streams: the bytes of the journal before the body, 0 for a stream that begins.
+Response: what a journal begins with. See `tandem_api.journal`."""
+
 HEADER_TOKEN = "x-tandem-token"
 """Gateway to worker: `keys.bearer_token`. Without it a worker that has keys answers 401."""
 
