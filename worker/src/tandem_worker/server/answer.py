@@ -130,7 +130,7 @@ class Answerer:
         progress = Progress(plan)
         async with Flight(self._engine, self._hub, plan.requests, receive) as flight:
             # Headers wait for the first delta: it names the pod that prefilled, or carries the failure.
-            begun, touched = await _advance(progress, flight)
+            begun, touched = ([], []) if progress.finished else await _advance(progress, flight)
             all_headers = {
                 **headers,
                 names.HEADER_DECODE_WORKER: self._pod_name,

@@ -69,8 +69,6 @@ def _check(plan: Plan, resume: Resume) -> None:
         raise _cannot_resume("its prompt, or the room after it, is another one here")
     if not all(0 <= index < len(plan.choices) for index in resume.choices):
         raise _cannot_resume("it has other choices")
-    if all(resume.get(choice.index).ended for choice in plan.choices):
-        raise _cannot_resume("all of its choices have ended")
 
 
 async def _repeat_opening(plan: Plan, position: int) -> None:
