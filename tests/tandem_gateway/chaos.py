@@ -36,6 +36,7 @@ MIXED = ("greedy", "seeded", "nucleus and penalties", "schema", "tools", "logpro
 """Kinds of requests that take part, with several seeds each."""
 SEEDS = 3
 ANSWER_SECONDS = 120.0
+LOGPROB_ERROR = 1e-3
 Request = tuple[str, dict[str, Any]]
 
 
@@ -68,20 +69,25 @@ def list_requests() -> list[Request]:
 
 
 def read_answer(stream: bytes) -> dict[str, Any]:
-    """What must be equal. Logprobs but for what a step of one token and one of many may differ by."""
+    """What must be equal."""
     merged = merge(stream)
     assert len(merged["heads"]) == 1
     merged["heads"] = None
     merged["usage"].pop("prompt_tokens_details")
-    return _round(merged)
+    return merged
 
 
-def _round(value: Any) -> Any:
-    if isinstance(value, float):
-        return round(value, 2) + 0.0
-    if isinstance(value, dict):
-        return {key: _round(entry) for key, entry in value.items()}
-    return [_round(entry) for entry in value] if isinstance(value, list) else value
+def find_difference(one: Any, other: Any, path: str = "answer") -> str | None:
+    """Where two answers differ. A step of one token and one of many add up in another order: logprobs may, a little."""
+    if isinstance(one, float) and isinstance(other, float):
+        return None if abs(one - other) < LOGPROB_ERROR else f"{path}: {one} and {other}"
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        found = (find_difference(one[key], other[key], f"{path}.{key}") for key in one)
+        return next(filter(None, found), None)
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        found = (find_difference(*pair, f"{path}[{index}]") for index, pair in enumerate(zip(one, other, strict=True)))
+        return next(filter(None, found), None)
+    return None if one == other else f"{path}: {one!r:.200} and {other!r:.200}"
 
 
 class Cutter:
@@ -287,24 +293,24 @@ class Run:
     async def stream(self, client: httpx.AsyncClient, number: int) -> None:
         index = number % len(self.requests)
         path, body = self.requests[index]
-        result = "right"
+        result, detail = "right", ""
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 response = await client.post(self.fleet.url + path, json=body)
             if response.status_code != 200:
-                result = f"status {response.status_code}"
+                result, detail = f"status {response.status_code}", response.text
             elif b'data: {"error"' in response.content:
-                result = "broken"
-            elif read_answer(response.content) != self.expected[index]:
-                result = "wrong"
+                result, detail = "broken", response.text[-300:]
+            elif difference := find_difference(read_answer(response.content), self.expected[index]):
+                result, detail = "wrong", difference
         except TimeoutError:
             result = "hung"
         except (httpx.HTTPError, AssertionError, KeyError) as error:
             result = f"failed: {type(error).__name__}"
         self.results[result] += 1
         if result != "right":
-            content = response.content[-300:] if result in ("broken", "wrong") or result.startswith("status") else b""
-            self.problems.append(f"{number}: {result} {body.get('seed')} {path} {content!r}")
+            kind = MIXED[index // SEEDS]
+            self.problems.append(f"{number} ({kind}, seed {body['seed']}): {result} {detail}")
 
     async def run(self, count: int, at_once: int, *, until: Callable[[], bool] = lambda: False) -> None:
         """`count` streams, `at_once` of them side by side; fewer where `until` comes true before."""

@@ -49,8 +49,9 @@ class JournaledStream(EventStream):
         if self._partial:
             data = self._partial + data
             self._partial = b""
-        start = data.find(_LINE) + 1
-        if start and data.find(b"\n", start) == len(data) - 1 and not data.startswith(MARK):
+        # Most reads are one event of one line and its mark.
+        start = data.find(b"\n") + 2
+        if data.startswith(MARK, start) and data.find(b"\n", start) == len(data) - 1 and not data.startswith(MARK):
             if self.keeps:
                 self.journal += data[start:]
             data = data[:start]
