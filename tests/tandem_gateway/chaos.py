@@ -37,6 +37,8 @@ MIXED = ("greedy", "seeded", "nucleus and penalties", "schema", "tools", "logpro
 SEEDS = 3
 ANSWER_SECONDS = 120.0
 LOGPROB_ERROR = 1e-3
+FIRST_BYTES = 4000
+"""Of an answer that are not cut: a request whose first event never comes is sent to two workers, and no more."""
 Request = tuple[str, dict[str, Any]]
 
 
@@ -132,7 +134,8 @@ class Cutter:
         async def forth() -> None:
             nonlocal left
             while data := await reader.read(1 << 16):
-                left = int(self._random.expovariate(1 / 8000)) if self._random.random() < self.share else 1 << 60
+                cut = self._random.random() < self.share
+                left = FIRST_BYTES + int(self._random.expovariate(1 / 8000)) if cut else 1 << 60
                 back_writer.write(data)
                 await back_writer.drain()
 
