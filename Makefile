@@ -63,6 +63,10 @@ e2e: cluster ## The suite on a real Kubernetes; failures leave their evidence in
 test-full: setup ## Unit tests with the slow sweeps: every family and parallel layout
 	@$(RUN) pytest tests -m "not cluster and not gpu" --timeout 900
 
+.PHONY: chaos
+chaos: setup ## 10,000 streams (STREAMS=N) while real workers of a tiny model are cut, killed, frozen and ended
+	@OMP_NUM_THREADS=1 $(RUN) python -m tests.tandem_gateway.chaos --streams $(or $(STREAMS),10000)
+
 .PHONY: test-gpu
 test-gpu: ## Kernels against their twins and the oracle tests on CUDA
 	@$(RUN) pytest tests -m gpu --timeout 900

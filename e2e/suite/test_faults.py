@@ -84,6 +84,43 @@ def test_kill_under_load(pair: Fleet, role: str, say: Say) -> None:
     main.wait_blocks_free("pair", within=5)
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("how", ["killed", "deleted"])
+def test_streams_outlive_their_decode_pod(pair: Fleet, how: str, say: Say) -> None:
+    """Half of the streams lose their worker: each goes on at the other one, and says what it said without that."""
+    main = pair
+    prompts = varied_prompts(16)
+    outcomes: list[Outcome] = []
+    with main.url("pair") as url:
+
+        def stream() -> list[Outcome]:
+            return asyncio.run(run_load(url, "pair", prompts, concurrency=16, max_tokens=120, limit=120))
+
+        undisturbed = stream()
+        assert all(outcome.complete for outcome in undisturbed), "nothing has happened yet"
+        sender = threading.Thread(target=lambda: outcomes.extend(stream()))
+        sender.start()
+        victim = main.pods("pair", "decode")[0]["metadata"]["name"]
+        until("streams on the victim", lambda: main.blocks_in_use("pair").get(victim, 0) > 10, within=30)
+        if how == "killed":
+            main.cluster.kubectl("-n", main.namespace, "exec", victim, "-c", "worker", "--", "python3", "-c", KILL)
+        else:
+            # The grace ends the drain: the worker hands its streams on, or is gone.
+            main.cluster.kubectl("-n", main.namespace, "delete", "pod", victim, "--grace-period=2", "--wait=false")
+        sender.join()
+    broken = [outcome for outcome in outcomes if not outcome.complete]
+    assert not broken, f"{len(broken)} of {len(outcomes)} streams did not end; the first: {broken[0]}"
+    pairs = list(zip(undisturbed, outcomes, strict=True))
+    different = [
+        (one, other) for one, other in pairs if (one.text, one.finish_reason) != (other.text, other.finish_reason)
+    ]
+    assert not different, f"{len(different)} of {len(outcomes)} streams are others; the first: {different[0]}"
+    assert [one.completion_tokens for one, _ in pairs] == [other.completion_tokens for _, other in pairs]
+    say(f"decode pod {how} under {len(prompts)} streams: all complete and equal")
+    main.wait_role("pair", "decode", 2)
+    main.wait_blocks_free("pair", within=10)
+
+
 async def one_request(url: str, limit: float) -> Outcome:
     import openai
 

@@ -57,6 +57,10 @@ RETRY_WORKER = "1"
 RETRY_REQUEST = "request"
 """This worker cannot take this request now, but others."""
 
+HEADER_RESUME = "x-tandem-resume"
+"""Gateway to decode worker, for streams: the bytes of the journal before the body, 0 for a stream that begins.
+Response: what a journal begins with. See `tandem_api.journal`."""
+
 HEADER_TOKEN = "x-tandem-token"
 """Gateway to worker: `keys.bearer_token`. Without it a worker that has keys answers 401."""
 

@@ -81,6 +81,8 @@ class Metric:
     GATEWAY_TOKENS_IN_FLIGHT = "tandem_gateway_tokens_in_flight"
     GATEWAY_ENDPOINTS = "tandem_gateway_endpoints"
     GATEWAY_RETRIES_TOTAL = "tandem_gateway_retries_total"
+    GATEWAY_RESUMES_TOTAL = "tandem_gateway_resumes_total"
+    GATEWAY_FAILED_RESUMES_TOTAL = "tandem_gateway_failed_resumes_total"
     GATEWAY_WORKER_FAILURES_TOTAL = "tandem_gateway_worker_failures_total"
     GATEWAY_EJECTIONS_TOTAL = "tandem_gateway_worker_ejections_total"
     """Label `reason`, both: `refused`, `reset`, `busy`, `error`, `timeout`, `silent`, `slow`, ..."""

@@ -1,12 +1,14 @@
 """The life of one inference request: choose workers, send, pass the answer on, retry while nothing reached the client.
 
 Invariants: every exchange ends exactly once, in `_finish`, which releases its reservation; whatever the client has
-received ends as a complete answer, an OpenAI error, or a stream whose last event is an error event.
+received ends as a complete answer, an OpenAI error, or a stream whose last event is an error event. A stream that has
+begun goes on at another worker where it can (`resume`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from enum import IntEnum
 from time import monotonic
 from typing import Protocol
@@ -17,15 +19,17 @@ from tandem_api.names import (
     HEADER_PREFILL,
     HEADER_PREFILL_WORKER,
     HEADER_REQUEST_ID,
+    HEADER_RESUME,
     HEADER_RETRY,
 )
 
 from tandem_gateway.errors import GatewayFull, NoEndpoint, RequestError, UpstreamFailed, UpstreamTimeout
-from tandem_gateway.http.budget import FREE_BYTES
+from tandem_gateway.http.budget import FREE_BYTES, Budget
 from tandem_gateway.http.connection import ClientConnection
 from tandem_gateway.http.request import Request
 from tandem_gateway.http.response import LAST_CHUNK, build_chunk, build_error, build_head
-from tandem_gateway.prompt import Inquiry
+from tandem_gateway.prompt import GENERATES, Inquiry
+from tandem_gateway.resume import Continuation, JournaledStream, may_keep
 from tandem_gateway.scheduling import (
     REQUESTS_FAULT,
     Choice,
@@ -38,6 +42,8 @@ from tandem_gateway.scheduling import (
 )
 from tandem_gateway.sse import EventStream, EventTooLarge, build_event, find_usage
 from tandem_gateway.upstream.base import Call, Failure, Link, ResponseHead
+
+log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 3
 MAX_RESETS = 2
@@ -58,6 +64,7 @@ _DECODE_WORKER = HEADER_DECODE_WORKER.encode()
 _PREFILL_WORKER = HEADER_PREFILL_WORKER.encode()
 _PREFILL = HEADER_PREFILL.encode()
 _REQUEST_ID = HEADER_REQUEST_ID.encode()
+_RESUME = HEADER_RESUME.encode()
 _RETRY = HEADER_RETRY.encode()
 _FORWARDED = (b"content-type", b"accept", b"traceparent", b"tracestate")
 """What a worker may learn of the client's header. Never the x-tandem ones, which name machines to connect to and tell
@@ -81,6 +88,7 @@ class Context(Protocol):
 
     scheduler: Scheduler
     timeouts: GatewayTimeouts
+    budget: Budget
     draining: bool
 
     @property
@@ -94,6 +102,14 @@ class Context(Protocol):
 
     def on_retry(self, exchange: Exchange, reason: str) -> None: ...
 
+    def on_resumed(self, reason: str) -> None:
+        """A stream goes on at another worker."""
+        ...
+
+    def on_resume_failed(self, reason: str) -> None:
+        """A stream ends because no worker could go on with it."""
+        ...
+
     def on_unauthorized(self, endpoint: Endpoint) -> None: ...
 
 
@@ -101,7 +117,7 @@ class Exchange:
     """Sink of its upstream calls and conversation of its client connection."""
 
     __slots__ = (
-        "_call", "_connection", "_context", "_deadline", "_excluded", "_give_up_at", "_head", "_held",
+        "_call", "_connection", "_context", "_continuation", "_deadline", "_excluded", "_give_up_at", "_head", "_held",
         "_held_back_until", "_held_bytes", "_keep_alive_after", "_loop", "_phase", "_reads", "_reads_seen",
         "_reservation", "_resets", "_slow", "_stream", "_suspects", "_tokens_seen", "_unsent", "attempts", "bytes_out",
         "choice", "error", "first_byte_at", "inquiry", "request", "request_id", "started_at", "status", "usage",
@@ -140,13 +156,15 @@ class Exchange:
         self._unsent = b""
         self._head: ResponseHead | None = None
         self._stream: EventStream | None = None
+        self._continuation: Continuation | None = None
+        """Of a stream that has begun and can go on elsewhere."""
         self._held: list[bytes] = []
         self._held_bytes = 0
         self._reads = self._reads_seen = self._tokens_seen = 0
 
     @property
     def waiting(self) -> bool:
-        return self._phase is Phase.WAITING
+        return self._phase is Phase.WAITING and not self._slow
 
     @property
     def delivering(self) -> bool:
@@ -154,7 +172,18 @@ class Exchange:
 
     @property
     def held_bytes(self) -> int:
-        return len(self.request.body) + self._held_bytes
+        kept = self._continuation.held_bytes if self._continuation is not None else 0
+        return len(self.request.body) + self._held_bytes + kept
+
+    @property
+    def resumes(self) -> int:
+        """Times that another worker went on with this stream."""
+        return self._continuation.moves if self._continuation is not None else 0
+
+    @property
+    def _begun(self) -> bool:
+        """The client sees a stream."""
+        return self.first_byte_at > 0
 
     @property
     def events(self) -> int:
@@ -164,7 +193,7 @@ class Exchange:
         """Send the request to the best endpoint, or wait for one. Called again whenever endpoints change."""
         now = self._loop.time()
         scheduler = self._context.scheduler
-        choice = scheduler.choose(self.inquiry.demand, now, self._excluded)
+        choice = self._choose(now)
         if choice is None:
             # Everyone was tried: whoever comes back first from its back-off may try again.
             self._excluded.clear()
@@ -176,8 +205,23 @@ class Exchange:
         self._phase = Phase.SENT
         self._reads_seen = self._reads
         self._deadline = now + self._answer_seconds()
-        head = build_request_head(self.request, choice, self.request_id, self._context.token_line)
-        self._call = self._context.link(choice.decode).start(self, head, self.request.body)
+        continuation = self._continuation
+        journal = continuation.stream.build_prefix() if continuation is not None else b""
+        keeps = self.inquiry.stream and self.request.path in GENERATES
+        head = build_request_head(
+            self.request, choice, self.request_id, self._context.token_line, len(journal) if keeps else None
+        )
+        self._call = self._context.link(choice.decode).start(self, head, journal + self.request.body)
+
+    def _choose(self, now: float) -> Choice | None:
+        scheduler, demand = self._context.scheduler, self.inquiry.demand
+        choice = scheduler.choose(demand, now, self._excluded)
+        continuation = self._continuation
+        if choice is None or continuation is None or choice.decode.worker.revision == continuation.revision:
+            return choice
+        workers = [endpoint.worker for endpoint in scheduler.endpoints.values()]
+        others = {worker.name for worker in workers if worker.revision != continuation.revision}
+        return scheduler.choose(demand, now, self._excluded | others)
 
     def tick(self, now: float) -> None:
         """Work off tokens and enforce deadlines; called a few times a second."""
@@ -191,6 +235,10 @@ class Exchange:
             self._tokens_seen = events
         if not self.inquiry.stream and self._reservation is not None:
             self._reservation.assume(now)
+        if self._continuation is not None and self._continuation.has_grown() and not self._connection.held_changed():
+            self._continuation.stream.stop_keeping()
+            self.request.body = b""
+            self._connection.held_changed()
         if self._slow or self._phase is Phase.DELIVERING:
             # The worker is not to blame: it is the client that takes nothing.
             if self._connection.is_stuck(now):
@@ -212,24 +260,28 @@ class Exchange:
         outcome = classify_status(head.status, head.get(_RETRY))
         if outcome is Outcome.DRAINING:
             self._drop_call()
-            self._retry(outcome, "the worker is shutting down", failed=None)
+            self._recover(outcome, "the worker is shutting down", failed=None)
             return
         assert self.choice is not None
         if outcome is Outcome.UNAUTHORIZED:
             # About this gateway's key, never about the client, who has shown the worker nothing.
             self._drop_call()
             self._context.on_unauthorized(self.choice.decode)
-            self._retry(outcome, "the worker does not take this gateway's key")
+            self._recover(outcome, "the worker does not take this gateway's key")
+            return
+        if self._begun:
+            self._go_on(outcome, head)
             return
         if outcome is not Outcome.ANSWERED and self._can_move():
             self._drop_call()
-            self._retry(outcome, f"the worker answered {head.status}", failed=head.status >= 500)
+            self._recover(outcome, f"the worker answered {head.status}", failed=head.status >= 500)
             return
         self._take_answer(outcome, head)
         self._head = head
         self._reads += 1
         if (head.get(b"content-type") or b"").startswith(b"text/event-stream"):
-            self._stream = EventStream()
+            journal = head.get(_RESUME)
+            self._stream = EventStream() if journal is None else JournaledStream(journal)
 
     def _can_move(self) -> bool:
         """Nothing of this answer has reached the client, and another worker is free to give a better one."""
@@ -239,6 +291,78 @@ class Exchange:
             return False
         excluded = self._excluded | {self.choice.decode.worker.name}
         return scheduler.choose(self.inquiry.demand, self._loop.time(), excluded) is not None and scheduler.may_retry()
+
+    def _recover(self, outcome: Outcome, detail: str, *, failed: bool | None = True, blame: bool = True) -> None:
+        """This attempt has ended without an answer, or within it. `failed`: whether the worker failed; None where it
+        did nothing, and rightly so. `blame`: the outcome says something about the worker.
+        """
+        if failed is not None:
+            self._count_end(failed=failed)
+        if blame:
+            self._blame(outcome)
+        if not self._begun:
+            self._retry(outcome, detail)
+        elif not self._move(outcome, detail):
+            error = UpstreamTimeout if outcome is Outcome.TIMEOUT else UpstreamFailed
+            self._fail(error(f"the answer broke off: {detail}"))
+
+    def _blame(self, outcome: Outcome) -> None:
+        """What may be the fault of a request that nobody has answered yet waits until another worker has."""
+        assert self.choice is not None
+        decode, scheduler, now = self.choice.decode, self._context.scheduler, self._loop.time()
+        if outcome is Outcome.TIMEOUT:
+            timeouts = self._context.timeouts
+            allowed = self._answer_seconds() if self._head is None else timeouts.idle_seconds
+            scheduler.report_timeout(decode, allowed, now)
+        elif outcome in REQUESTS_FAULT and not self._begun:
+            self._suspects.append((decode, outcome))
+        else:
+            scheduler.report(decode, outcome, now)
+
+    def _move(self, outcome: Outcome, detail: str) -> bool:
+        """Let another worker go on with a stream that has begun. False: that cannot be."""
+        continuation, now = self._continuation, self._loop.time()
+        assert self.choice is not None
+        decode, reason = self.choice.decode, outcome.value
+        problem = "unkept" if continuation is None else continuation.start_move(reason, now)
+        if continuation is None or problem is not None:
+            self._context.on_resume_failed(problem or "unkept")
+            return False
+        log.info("a stream moves", extra={"request_id": self.request_id.decode(), "reason": reason, "detail": detail,
+                                          "worker": decode.worker.name})  # fmt: skip
+        self._call = None
+        self._release()
+        self._excluded.add(decode.worker.name)
+        unsent, self._unsent = self._unsent, b""
+        if unsent:
+            self._connection.transport.write(unsent)
+        self._deadline = continuation.deadline
+        if self._slow:
+            self._phase = Phase.WAITING  # for its client: nothing would hold the next worker back
+        else:
+            self.dispatch()
+        return True
+
+    def _go_on(self, outcome: Outcome, head: ResponseHead) -> None:
+        """What a worker answers that was to take over a stream."""
+        continuation = self._continuation
+        assert continuation is not None
+        assert self._reservation is not None
+        now = self._loop.time()
+        if head.status == 200 and head.get(_RESUME) is not None:
+            self._take_answer(outcome, head)
+            self._phase = Phase.STREAMING
+            self._reads += 1
+            self._reservation.first_token(now)
+            self._context.on_resumed(continuation.end_move())
+            return
+        self._drop_call()
+        if outcome is Outcome.ANSWERED:
+            self._count_end(failed=False)
+            self._context.on_resume_failed("refused")
+            self._fail(UpstreamFailed(f"the answer broke off, and no other worker could go on with it ({head.status})"))
+        else:
+            self._recover(outcome, f"the worker answered {head.status}", failed=head.status >= 500)
 
     def _take_answer(self, outcome: Outcome, head: ResponseHead) -> None:
         """This is the answer that the client gets: what it says about the workers."""
@@ -286,11 +410,10 @@ class Exchange:
             self._complete()
         elif self._stream.done or self._stream.failed:
             self._end_stream()
-        elif self._phase is Phase.SENT:
-            self._retry(Outcome.RESET, "the worker ended its stream before the first event")
         else:
-            self._count_end(failed=True)
-            self._fail(UpstreamFailed("the worker ended its stream before the answer was complete"))
+            moved = isinstance(self._stream, JournaledStream) and self._stream.moved
+            detail = "the worker ended its stream before the answer was complete"
+            self._recover(Outcome.DRAINING if moved else Outcome.RESET, detail, failed=None if moved else True)
 
     def on_upstream_failure(self, failure: Failure, detail: str) -> None:
         self._call = None
@@ -298,15 +421,11 @@ class Exchange:
             self._end_stream()
         elif failure is Failure.LOCAL:
             self._wait(detail)
-        elif self._phase is Phase.SENT:
-            self._retry(Outcome.REFUSED if failure is Failure.CONNECT else Outcome.RESET, detail)
         else:
-            assert self.choice is not None
-            now = self._loop.time()
-            if not self._slow and now >= self._held_back_until:
-                self._count_end(failed=True)
-                self._context.scheduler.report(self.choice.decode, Outcome.RESET, now)
-            self._fail(UpstreamFailed(f"the answer broke off: {detail}"))
+            # A worker may end what nobody takes from it.
+            held = self._begun and (self._slow or self._loop.time() < self._held_back_until)
+            outcome = Outcome.REFUSED if failure is Failure.CONNECT else Outcome.RESET
+            self._recover(outcome, detail, failed=None if held else True, blame=not held)
 
     # the client's side
 
@@ -329,6 +448,11 @@ class Exchange:
         if self._phase is Phase.DELIVERING:
             self._conclude()
             return
+        if self._slow and self._phase is Phase.WAITING:
+            self._slow = False
+            self._deadline = self._loop.time() + GRACE_SECONDS
+            self.dispatch()
+            return
         self._slow = False
         self._held_back_until = self._loop.time() + HELD_SECONDS
         self._reads += 1
@@ -339,6 +463,8 @@ class Exchange:
 
     def _answer_seconds(self) -> float:
         timeouts = self._context.timeouts
+        if self._begun:
+            return min(timeouts.idle_seconds, timeouts.first_token_seconds)
         if self.inquiry.stream:
             return timeouts.first_token_seconds
         tokens = self.inquiry.max_tokens or DEFAULT_MAX_TOKENS
@@ -348,13 +474,17 @@ class Exchange:
     def _time_out(self) -> None:
         if self._phase is Phase.WAITING:
             endpoints = list(self._context.scheduler.endpoints.values())
+            if self._begun:
+                self._context.on_resume_failed("time")
             self._fail(NoEndpoint(f"{missing_role(endpoints)}; try again shortly", headers=RETRY_AFTER))
             return
+        moves = self.inquiry.stream and (self._begun or self._can_move())
         self._drop_call()
-        assert self.choice is not None
-        allowed = self._answer_seconds() if self._head is None else self._context.timeouts.idle_seconds
+        if moves:
+            self._recover(Outcome.TIMEOUT, "the worker was silent for too long")
+            return
         self._count_end(failed=True)
-        self._context.scheduler.report_timeout(self.choice.decode, allowed, self._loop.time())
+        self._blame(Outcome.TIMEOUT)
         if self._head is None:
             self._fail(UpstreamTimeout("the worker did not begin its answer in time"))
         else:
@@ -373,25 +503,17 @@ class Exchange:
         self._deadline = self._give_up_at + GRACE_SECONDS
         self._phase = Phase.WAITING
 
-    def _retry(self, outcome: Outcome, detail: str, *, failed: bool | None = True) -> None:
-        """Nothing reached the client: hand the request to another worker, unless it has been round enough. `failed`:
-        whether this one failed; None where it did nothing, and rightly so.
-        """
+    def _retry(self, outcome: Outcome, detail: str) -> None:
+        """Nothing reached the client: hand the request to another worker, unless it has been round enough."""
         assert self.choice is not None
         decode = self.choice.decode
         now = self._loop.time()
-        if failed is not None:
-            self._count_end(failed=failed)
         self._release()
         self._head = self._stream = None
         self._held.clear()
         self._held_bytes = 0
-        if outcome in REQUESTS_FAULT:
-            self._suspects.append((decode, outcome))
-        else:
-            self._context.scheduler.report(decode, outcome, now)
         self._excluded.add(decode.worker.name)
-        self._resets += outcome is Outcome.RESET
+        self._resets += outcome in (Outcome.RESET, Outcome.TIMEOUT)
         self._give_up_at = self._give_up_at or now + GRACE_SECONDS
         if outcome in (Outcome.REFUSED, Outcome.UNAUTHORIZED):
             # Costs nothing but time: a pod that restarts in place is back within the grace, keys arrive, or another
@@ -424,8 +546,11 @@ class Exchange:
         now = self._loop.time()
         self.choice.decode.count_first_token(now - self._reservation.since)
         self._reservation.first_token(now)
-        self.request.body = b""
-        self._connection.held_changed()
+        if isinstance(self._stream, JournaledStream) and may_keep(self._context.budget, len(self.request.body)):
+            self._continuation = Continuation(self._stream, self.choice.decode.worker.revision)
+        else:
+            self.request.body = b""
+            self._connection.held_changed()
         framing = b"" if self.request.http10 else b"\r\ntransfer-encoding: chunked"
         return build_head(self._head, self.request_id, framing, keep_alive=self._keep_alive)
 
@@ -468,7 +593,7 @@ class Exchange:
     def _fail(self, error: RequestError) -> None:
         self._drop_call()
         self.error = error.code or error.kind
-        if self._phase is Phase.STREAMING:
+        if self._begun:
             event = build_event(error.body())
             self._connection.write(self._unsent + (event if self.request.http10 else build_chunk(event) + LAST_CHUNK))
             self._finish(keep_alive=False)
@@ -512,6 +637,7 @@ class Exchange:
         self._held_bytes = 0
         self.request.body = b""
         self._context.on_exchange_end(self)
+        self._continuation = None
         self._connection.finish(keep_alive=self._keep_alive_after)
 
     # records
@@ -527,13 +653,21 @@ class Exchange:
         return decode_name.decode("latin-1"), prefill_name.decode("latin-1")
 
 
-def build_request_head(request: Request, choice: Choice, request_id: bytes, token_line: bytes) -> bytes:
-    """The header that goes to the decode worker. Built from an allow-list; the body follows unchanged."""
+def build_request_head(
+    request: Request, choice: Choice, request_id: bytes, token_line: bytes, journal_bytes: int | None
+) -> bytes:
+    """The header that goes to the decode worker. Built from an allow-list; the body follows unchanged.
+
+    `journal_bytes` go before the body of a stream: 0 where it begins. None: the answer has no journal.
+    """
     lines = [b"POST %b HTTP/1.1\r\nhost: %b\r\n" % (request.path.encode(), choice.decode.host), token_line]
     headers = request.headers
     lines += [b"%b: %b\r\n" % (name, headers[name]) for name in _FORWARDED if name in headers]
     if choice.prefill:
         addresses = b",".join([endpoint.prefill_address for endpoint in choice.prefill])
         lines.append(b"%b: %b\r\n" % (_PREFILL, addresses))
-    lines.append(b"%b: %b\r\ncontent-length: %d\r\n\r\n" % (_REQUEST_ID, request_id, len(request.body)))
+    if journal_bytes is not None:
+        lines.append(b"%b: %d\r\n" % (_RESUME, journal_bytes))
+    length = len(request.body) + (journal_bytes or 0)
+    lines.append(b"%b: %b\r\ncontent-length: %d\r\n\r\n" % (_REQUEST_ID, request_id, length))
     return b"".join(lines)

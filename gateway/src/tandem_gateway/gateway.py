@@ -189,6 +189,12 @@ class Gateway:
     def on_retry(self, exchange: Exchange, reason: str) -> None:
         self.metrics.retries[reason] += 1
 
+    def on_resumed(self, reason: str) -> None:
+        self.metrics.resumes[reason] += 1
+
+    def on_resume_failed(self, reason: str) -> None:
+        self.metrics.failed_resumes[reason] += 1
+
     @property
     def token_line(self) -> bytes:
         return self._credentials.line

@@ -48,6 +48,10 @@ class Metrics:
         """By path and status. 499 is a client that went away before its answer was complete."""
         self.retries: Counter[str] = Counter()
         """By what made the retry necessary."""
+        self.resumes: Counter[str] = Counter()
+        """Streams that went on at another worker, by why."""
+        self.failed_resumes: Counter[str] = Counter()
+        """Streams that could not, by why not."""
         self.disconnects = 0
         self.in_flight = 0
         self.ttft = Histogram()
@@ -90,6 +94,14 @@ class Metrics:
         for (path, code), count in sorted(self.requests.items()):
             requests.add_metric((path, str(code)), count)
         retries = _by_reason(Metric.GATEWAY_RETRIES_TOTAL, "Requests sent to another worker, by reason.", self.retries)
+        resumes = _by_reason(
+            Metric.GATEWAY_RESUMES_TOTAL, "Streams that went on at another worker, by why they had to.", self.resumes
+        )
+        failed = _by_reason(
+            Metric.GATEWAY_FAILED_RESUMES_TOTAL,
+            "Streams that broke off because they could not go on at another worker, by why not.",
+            self.failed_resumes,
+        )
         in_flight = GaugeMetricFamily(
             Metric.GATEWAY_TOKENS_IN_FLIGHT, "Estimated tokens sent to workers and not yet computed.", labels=("kind",)
         )
@@ -101,7 +113,7 @@ class Metrics:
         for labels, count in sorted(endpoints.items()):
             known.add_metric(labels, count)
         return [
-            requests, retries, in_flight, known,
+            requests, retries, resumes, failed, in_flight, known,
             CounterMetricFamily(
                 Metric.GATEWAY_CLIENT_DISCONNECTS_TOTAL, "Clients that left before their answer ended.",
                 value=self.disconnects,

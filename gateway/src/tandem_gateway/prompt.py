@@ -21,6 +21,7 @@ CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 EMBEDDINGS = "/v1/embeddings"
 MODELS = "/v1/models"
+GENERATES = frozenset((CHAT, COMPLETIONS))
 INFERENCE_PATHS = frozenset((CHAT, COMPLETIONS, EMBEDDINGS, "/tokenize", "/detokenize"))
 MAX_NODES = 100_000
 """Objects, lists and strings of a body, names included. Each costs many times its bytes to read; numbers do not."""
@@ -59,7 +60,7 @@ def read_inquiry(
         prompt = root = _read_prompt(fields, "input")
     else:
         prompt = root = b""
-    generates = path in (CHAT, COMPLETIONS)
+    generates = path in GENERATES
     max_tokens = _read_max_tokens(fields) if generates else 1
     demand = Demand(
         prompt_tokens=_count_tokens(fields.get("input" if path == EMBEDDINGS else "prompt"), prompt, estimator),

@@ -100,7 +100,7 @@ class Rig:
     def submit(self, request_id: str, prompt: Sequence[int], max_tokens: int = 8, **options: Any) -> None:
         request_fields = {
             name: options.pop(name)
-            for name in ("n", "priority", "cache_salt", "prefill_endpoints", "prompt_logprobs", "pooling")
+            for name in ("n", "priority", "cache_salt", "prefill_endpoints", "prompt_logprobs", "pooling", "resumed")
             if name in options
         }
         sampling = SamplingParams(max_tokens=max_tokens, **({"temperature": 0.0} | options))
@@ -110,6 +110,12 @@ class Rig:
             )
         )
         self._submitted += request_fields.get("n", 1)
+
+    def resume(
+        self, request_id: str, prompt: Sequence[int], resumed: tuple[tuple[int, ...] | None, ...], **options: Any
+    ) -> None:
+        """Submit a request that began elsewhere. All of its choices must be open for `wait`."""
+        self.submit(request_id, prompt, resumed=resumed, **options)
 
     def wait(self) -> None:
         """Until every choice submitted so far has ended."""

@@ -135,7 +135,8 @@ async def test_a_dead_engine_ends_its_requests(worker: Any) -> None:
     await until(lambda: worker.engine.requests)
     worker.engine.failure = RuntimeError("illegal memory access")
     response = await task
-    assert response.status_code == 500
+    assert response.status_code == 503
+    assert response.headers["x-tandem-retry"] == "1", "another worker may take it"
     assert (await worker.http.post("/v1/chat/completions", json=BODY)).status_code == 503
 
 

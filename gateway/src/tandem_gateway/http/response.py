@@ -5,7 +5,7 @@ from __future__ import annotations
 from http import HTTPStatus
 
 import orjson
-from tandem_api.names import HEADER_REQUEST_ID
+from tandem_api.names import HEADER_REQUEST_ID, HEADER_RESUME
 
 from tandem_gateway.errors import RequestError
 from tandem_gateway.upstream.base import ResponseHead
@@ -14,6 +14,8 @@ CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 LAST_CHUNK = b"0\r\n\r\n"
 STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 _REQUEST_ID = HEADER_REQUEST_ID.encode()
+_OWN = frozenset((_REQUEST_ID, HEADER_RESUME.encode()))
+"""Of a worker's header, what it says to the gateway alone or the gateway says itself."""
 _REQUEST_ID_LINE = _REQUEST_ID + b": "
 
 
@@ -21,7 +23,7 @@ def build_head(head: ResponseHead, request_id: bytes, framing: bytes, *, keep_al
     """A worker's header as the client gets it. `framing` is the line (or nothing) that tells the body's end."""
     lines = [STATUS_LINES.get(head.status) or b"HTTP/1.1 %d Unknown\r\n" % head.status]
     for name, value in head.headers:
-        if name != _REQUEST_ID:
+        if name not in _OWN:
             lines.append(name + b": " + value + b"\r\n")
     lines.append(_REQUEST_ID_LINE + request_id)
     lines.append(framing)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from tandem_worker.engine.errors import ContextLengthError, RequestError
-from tandem_worker.engine.schedule.params import GenerationRequest
+from tandem_worker.engine.schedule.params import GenerationRequest, Grammar
+from tandem_worker.host.errors import WorkerError
 
 
 def check_request(request: GenerationRequest, *, vocab_size: int, max_model_len: int) -> None:
@@ -22,11 +23,53 @@ def check_request(request: GenerationRequest, *, vocab_size: int, max_model_len:
             "answer). Shorten the prompt or the answer.",
             param="max_tokens",
         )
+    _check_resumed(request, vocab_size)
     for token_id in sampling.logit_bias:
         if not 0 <= token_id < vocab_size:
             raise RequestError(
                 f"logit_bias names token {token_id}; tokens are 0 to {vocab_size - 1}", param="logit_bias"
             )
+
+
+def _check_resumed(request: GenerationRequest, vocab_size: int) -> None:
+    if request.resumed is None:
+        return
+    if len(request.resumed) != request.n or all(tokens is None for tokens in request.resumed):
+        raise _cannot_resume("it must tell the tokens of every choice, one of which is open")
+    for choice, tokens in enumerate(request.resumed):
+        if tokens and (min(tokens) < 0 or max(tokens) >= vocab_size):
+            raise _cannot_resume(f"choice {choice} has token ids outside 0 to {vocab_size - 1}")
+        if tokens and len(tokens) >= request.sampling.max_tokens:
+            raise _cannot_resume(f"choice {choice} has all of its {request.sampling.max_tokens} tokens")
+
+
+def replay_grammars(request: GenerationRequest) -> tuple[Grammar | None, ...]:
+    """A grammar for each choice that has accepted the choice's tokens; None where there is none to go on with.
+
+    Raises RequestError (409) where a grammar forbids a token, or has ended.
+    """
+    factory = request.sampling.grammar
+    if factory is None or request.resumed is None:
+        return ()
+    grammars: list[Grammar | None] = []
+    for choice, tokens in enumerate(request.resumed):
+        if tokens is None:
+            grammars.append(None)
+            continue
+        grammar = factory.new()
+        try:
+            for token in tokens:
+                grammar.accept(token)
+        except WorkerError as error:
+            raise _cannot_resume(f"the tokens of choice {choice} do not follow its grammar: {error}") from error
+        if grammar.terminated:
+            raise _cannot_resume(f"choice {choice} is complete")
+        grammars.append(grammar)
+    return tuple(grammars)
+
+
+def _cannot_resume(why: str) -> RequestError:
+    return RequestError(f"The request cannot be resumed: {why}.", code="cannot_resume", status=409)
 
 
 def check_prompt(token_ids: tuple[int, ...], *, vocab_size: int, max_model_len: int) -> None:

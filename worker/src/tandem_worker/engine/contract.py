@@ -118,7 +118,11 @@ class LayerListener(Protocol):
 
 class Engine(Protocol):
     def submit(self, request: GenerationRequest) -> None:
-        """Queue a request. Raises EngineStoppedError, ContextLengthError, RequestError (429 when the queue is full)."""
+        """Queue a request. Raises EngineStoppedError, ContextLengthError, RequestError (429 when the queue is full, 409
+        for a resumed one whose tokens are none that could be followed by more).
+
+        The grammars of a resumed request read its tokens again in this call: a microsecond or a few for each.
+        """
         ...
 
     def abort(self, request_id: str, choice: int | None = None) -> None:

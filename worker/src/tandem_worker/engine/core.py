@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from tandem_worker.engine.admission import check_prompt, check_request
+from tandem_worker.engine.admission import check_prompt, check_request, replay_grammars
 from tandem_worker.engine.contract import (
     DeliverFunction,
     EngineStats,
@@ -148,6 +148,9 @@ class EngineCore:
         inside.endpoints = request.prefill_endpoints
         inside.prompt_logprobs = request.prompt_logprobs
         inside.pooling = request.pooling
+        if request.resumed is not None:
+            inside.resumed = request.resumed
+            inside.grammars = replay_grammars(request)
         self._claim(self._open, request.request_id)
         self._send(partial(self._runner.submit, inside))
 

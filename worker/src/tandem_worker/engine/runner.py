@@ -108,8 +108,9 @@ class StepRunner:
             request.endpoints = ()
         self.requests[request.id] = request
         self.scheduler.add(request)
-        for choice in request.choices:
-            choice.sampler_state = SamplingState(request.sampling, self._eos_token_ids)
+        grammars = request.grammars or (None,) * request.n
+        for choice, grammar in zip(request.choices, grammars, strict=True):
+            choice.sampler_state = SamplingState(request.sampling, self._eos_token_ids, grammar)
             choice.lockstep = choice.sampler_state.needs_host
 
     def submit_peer(self, request: Request, order: RemotePrefill, listener: LayerListener) -> None:
@@ -334,16 +335,17 @@ class StepRunner:
     def _start_remote(self, sequence: Sequence) -> None:
         request = sequence.request
         request.generation = next(self._generations)
+        tokens = (*request.prompt, *sequence.output)
         order = RemotePrefill(
             request_id=request.id,
             generation=request.generation,
-            token_ids=request.prompt,
+            token_ids=tokens,
             num_cached_tokens=sequence.num_computed,
             block_ids=tuple(sequence.block_ids),
             endpoints=request.endpoints,
             cache_salt=request.cache_salt,
             priority=request.priority,
-            prompt_name=self._name_prompt(request),
+            prompt_name=self._name_tokens(sequence, tokens),
         )
         assert self.prefill_client is not None
         try:
@@ -355,6 +357,12 @@ class StepRunner:
     def _name_prompt(self, request: Request) -> bytes:
         block_size = self.scheduler.blocks.block_size
         return name_prompt(request.chain_root, request.prompt_chain, request.prompt, block_size)
+
+    def _name_tokens(self, sequence: Sequence, tokens: tuple[int, ...]) -> bytes:
+        """As `_name_prompt`, for a prompt with what a resumed choice has said."""
+        block_size = self.scheduler.blocks.block_size
+        chain = sequence.name_blocks(len(tokens) // block_size, block_size)
+        return name_prompt(sequence.request.chain_root, chain, tokens, block_size)
 
     def _report_cached_and_plan(self, plan: StepPlan) -> list[LayerReport]:
         block_size = self.scheduler.blocks.block_size
@@ -436,7 +444,8 @@ class StepRunner:
         for row, sequence in enumerate(sequences):
             if sequence.state is SequenceState.FINISHED:
                 continue
-            for choice in [sequence] if sequence.output else self._first_choices(sequence, logits[row]):
+            forks = not sequence.output and sequence.request.resumed is None
+            for choice in self._first_choices(sequence, logits[row]) if forks else [sequence]:
                 rows.append(row)
                 expanded.append(choice)
         if rows == list(range(logits.shape[0])):

@@ -195,6 +195,8 @@ class ServingProcess:
             await asyncio.sleep(_DRAIN_POLL_SECONDS)
         if not worker.idle:
             logger.warning("requests are cut off: the drain timeout has passed or the engine has failed")
+        if self._lost is None:
+            await worker.give_up("The worker stopped before the answer was complete.")
 
     def _is_broken(self, worker: Worker) -> bool:
         return self._lost is not None or worker.engine.failure is not None

@@ -62,7 +62,11 @@ class Worker:
     async def fail(self, cause: str, grace_seconds: float = 2.0) -> None:
         """End every request with an error, for the engine cannot; on the event loop. Waits until they are answered."""
         self.engine.fail(GroupLostError(cause))
-        self.hub.fail_all(f"The worker has lost a part of itself: {cause}")
+        await self.give_up(f"The worker has lost a part of itself: {cause}", grace_seconds)
+
+    async def give_up(self, cause: str, grace_seconds: float = 2.0) -> None:
+        """End every request here, so that other workers take them; on the event loop. Waits until they are told."""
+        self.hub.abort_all(cause)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_seconds):
                 while self.hub.num_open:  # noqa: ASYNC110

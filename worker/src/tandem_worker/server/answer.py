@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 
 from starlette.types import Receive, Send
 from tandem_api import names
+from tandem_api.journal import COMMIT, MOVED
 
 from tandem_worker.engine.contract import Engine
 from tandem_worker.engine.schedule.params import FinishReason, GenerationRequest, TokenDelta
 from tandem_worker.server.deltas import DeltaHub
 from tandem_worker.server.flight import Flight
 from tandem_worker.server.http import ServiceError, describe_error, send_parts, send_start
+from tandem_worker.server.journal import Journal
 from tandem_worker.server.openai.chunks import DONE, Encoder, event, is_long
 from tandem_worker.server.pacing import pace
 from tandem_worker.server.text.choice import Choice
@@ -37,6 +39,10 @@ class Plan:
     """Told the first delta of each request (with its position) before any event of its choices is encoded."""
     score_only: bool = False
     """Nothing is generated: the answer is complete with the first delta."""
+    journal: Journal | None = None
+    """Of a stream: tells in marks between its events how another worker can go on."""
+    begun: Mapping[int, int] = field(default_factory=dict[int, int])
+    """Cached tokens of the requests (by position) whose events began elsewhere."""
 
 
 @dataclass(slots=True)
@@ -51,6 +57,8 @@ class Progress:
     def __post_init__(self) -> None:
         for position, request in enumerate(self.plan.requests):
             self.positions[request.request_id] = position
+            if position in self.plan.begun:
+                self.cached_tokens[request.request_id] = self.plan.begun[position]
 
     def feed(self, deltas: Sequence[TokenDelta]) -> tuple[list[int], list[Choice]]:
         """Give the deltas to their choices. Returns the requests that began and the choices that have news.
@@ -66,7 +74,7 @@ class Progress:
                 begun.append(position)
                 if self.plan.first_delta is not None:
                     self.plan.first_delta(position, delta)
-            self.cached_tokens[delta.request_id] = delta.num_cached_tokens
+                self.cached_tokens[delta.request_id] = delta.num_cached_tokens
             self.prefill_worker = self.prefill_worker or delta.prefill_worker
             choice = self.choices_of(position)[delta.choice]
             if self.plan.score_only:
@@ -103,7 +111,8 @@ def raise_failure(delta: TokenDelta) -> None:
     if delta.finish_reason is FinishReason.ERROR:
         raise ServiceError(delta.error or "The engine failed to answer this request.")
     if delta.finish_reason is FinishReason.ABORT:
-        raise ServiceError("The worker stopped before the answer was complete.", status=503, retry=names.RETRY_WORKER)
+        message = delta.error or "The worker stopped before the answer was complete."
+        raise ServiceError(message, status=503, retry=names.RETRY_WORKER)
 
 
 class Answerer:
@@ -121,7 +130,7 @@ class Answerer:
         progress = Progress(plan)
         async with Flight(self._engine, self._hub, plan.requests, receive) as flight:
             # Headers wait for the first delta: it names the pod that prefilled, or carries the failure.
-            begun, touched = await _advance(progress, flight)
+            begun, touched = ([], []) if progress.finished else await _advance(progress, flight)
             all_headers = {
                 **headers,
                 names.HEADER_DECODE_WORKER: self._pod_name,
@@ -156,6 +165,9 @@ class Answerer:
             "cache-control": "no-cache",
             "x-accel-buffering": "no",
         }
+        journal = plan.journal
+        if journal is not None:
+            sse[names.HEADER_RESUME] = journal.head.to_json()
         await send_start(send, 200, {**headers, **sse})
         while True:
             events = await _events(progress, begun, touched)
@@ -168,11 +180,15 @@ class Answerer:
                 begun, touched = await _advance(progress, flight)
             except ServiceError as error:
                 # The status line is out: the error travels as an event, and no [DONE] follows.
-                await send({"type": "http.response.body", "body": event(describe_error(error)[1])})
+                last = event(describe_error(error)[1])
+                if journal is not None:
+                    last = MOVED if error.retry else last + COMMIT
+                await send({"type": "http.response.body", "body": last})
                 return
         if plan.include_usage:
             events += plan.encoder.usage(progress.usage())
-        await send({"type": "http.response.body", "body": events + DONE})
+        events += DONE if journal is None else DONE + COMMIT
+        await send({"type": "http.response.body", "body": events})
 
 
 async def _advance(progress: Progress, flight: Flight) -> tuple[list[int], list[Choice]]:
@@ -185,17 +201,22 @@ async def _advance(progress: Progress, flight: Flight) -> tuple[list[int], list[
 
 
 async def _events(progress: Progress, begun: Sequence[int], touched: Sequence[Choice]) -> bytes:
-    encoder = progress.plan.encoder
-    parts = [
-        await pace(encoder.opening(choice.index, progress.plan.requests[position].prompt_token_ids))
-        for position in begun
-        for choice in progress.choices_of(position)
-    ]
+    encoder, journal = progress.plan.encoder, progress.plan.journal
+    parts: list[bytes] = []
+    for position in begun:
+        request = progress.plan.requests[position]
+        parts += [
+            await pace(encoder.opening(choice.index, request.prompt_token_ids))
+            for choice in progress.choices_of(position)
+        ]
+        if journal is not None:
+            parts.append(journal.begin(position, progress.cached_tokens[request.request_id]))
     for choice in touched:
         update = choice.take()
         # A client that reads slowly finds much waiting for it.
         long = is_long(update)
-        parts.append(
-            await pace(encoder.long_update(choice.index, update)) if long else encoder.update(choice.index, update)
-        )
+        events = await pace(encoder.long_update(choice.index, update)) if long else encoder.update(choice.index, update)
+        parts.append(events)
+        if journal is not None:
+            parts.append(journal.update(choice, update, told=bool(events)))
     return parts[0] if len(parts) == 1 else b"".join(parts)

@@ -25,8 +25,10 @@ from tandem_worker.server.answer import Answerer, Plan
 from tandem_worker.server.deltas import ClientGoneError, DeltaHub
 from tandem_worker.server.embeddings import Embedder
 from tandem_worker.server.http import ServiceError, describe_error, header, request_id, send_bytes, send_json
+from tandem_worker.server.journal import Resume, take_journal, wants_journal
 from tandem_worker.server.planning import plan_chat, plan_completion
 from tandem_worker.server.request_metrics import PreparationCounts
+from tandem_worker.server.resuming import open_journal, take_up
 from tandem_worker.server.served_model import ServedModel
 from tandem_worker.server.structured.compiler import GrammarCompiler
 from tandem_worker.server.text.output import Usage
@@ -148,7 +150,7 @@ class _State:
         while True:
             await asyncio.sleep(FAILURE_POLL_SECONDS)
             if self.engine.failure is not None:
-                self.hub.fail_all("The engine failed while it worked on this request.")
+                self.hub.abort_all("The engine failed while it worked on this request.")
 
 
 class _Api:
@@ -162,16 +164,24 @@ class _Api:
     async def chat(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._state.check_admission()
         self._model.check_generates()
-        prepared = await self._model.preparation.prepare("chat", scope, receive)
-        await self._answer(await plan_chat(prepared, self._model, prefill_endpoints(scope)), scope, receive, send)
+        resume, inner, receive = await take_journal(scope, receive)
+        prepared = await self._model.preparation.prepare("chat", inner, receive)
+        plan = await plan_chat(prepared, self._model, prefill_endpoints(scope), resume and resume.head)
+        await self._answer(plan, resume, scope, receive, send)
 
     async def completions(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._state.check_admission()
         self._model.check_generates()
-        prepared = await self._model.preparation.prepare("completion", scope, receive)
-        await self._answer(await plan_completion(prepared, self._model, prefill_endpoints(scope)), scope, receive, send)
+        resume, inner, receive = await take_journal(scope, receive)
+        prepared = await self._model.preparation.prepare("completion", inner, receive)
+        plan = await plan_completion(prepared, self._model, prefill_endpoints(scope), resume and resume.head)
+        await self._answer(plan, resume, scope, receive, send)
 
-    async def _answer(self, plan: Plan, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer(self, plan: Plan, resume: Resume | None, scope: Scope, receive: Receive, send: Send) -> None:
+        if plan.stream and wants_journal(scope):
+            plan.journal = open_journal(plan)
+        if resume is not None:
+            await take_up(plan, resume)
         scope["tandem.usage"] = await self._answerer.run(plan, receive, send, {})
 
     async def embeddings(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -94,7 +94,7 @@ class DeltaHub:
         for request_id in inbox.request_ids:
             self._inboxes.pop(request_id, None)
 
-    def fail_all(self, message: str) -> None:
-        """End every open request with an error: the engine will deliver nothing more."""
+    def abort_all(self, message: str) -> None:
+        """End every open request: nothing more will come of it here, and another worker may take it."""
         for request_id, inbox in self._inboxes.items():
-            inbox.put(TokenDelta(request_id=request_id, choice=0, finish_reason=FinishReason.ERROR, error=message))
+            inbox.put(TokenDelta(request_id=request_id, choice=0, finish_reason=FinishReason.ABORT, error=message))

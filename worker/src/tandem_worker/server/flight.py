@@ -9,7 +9,7 @@ from types import TracebackType
 from starlette.types import Receive
 
 from tandem_worker.engine.contract import Engine
-from tandem_worker.engine.schedule.params import FinishReason, GenerationRequest, TokenDelta
+from tandem_worker.engine.schedule.params import GenerationRequest, TokenDelta
 from tandem_worker.server.deltas import DeltaHub, Inbox
 
 
@@ -35,8 +35,12 @@ class Flight:
         self._watcher = asyncio.create_task(self._watch())
         try:
             for request in self._requests:
-                self._engine.submit(request)
-                self._inside[request.request_id] = set(range(request.n))
+                open_choices = _open_choices(request)
+                if request.resumed is None:
+                    self._engine.submit(request)
+                elif open_choices:
+                    await asyncio.to_thread(self._engine.submit, request)  # its grammars read its tokens again
+                self._inside[request.request_id] = open_choices
         except BaseException:
             self._close()
             raise
@@ -63,7 +67,7 @@ class Flight:
 
     def _is_wanted(self, delta: TokenDelta) -> bool:
         inside = self._inside[delta.request_id]
-        wanted = delta.choice in inside or delta.finish_reason is FinishReason.ERROR
+        wanted = delta.choice in inside or delta.error is not None
         if delta.finish_reason is not None:
             inside.discard(delta.choice)
         return wanted
@@ -84,3 +88,9 @@ class Flight:
             if choices:
                 choices.clear()
                 self._engine.abort(request_id)
+
+
+def _open_choices(request: GenerationRequest) -> set[int]:
+    if request.resumed is None:
+        return set(range(request.n))
+    return {choice for choice, tokens in enumerate(request.resumed) if tokens is not None}

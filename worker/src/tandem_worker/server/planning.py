@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 import time
 from collections.abc import Sequence
 
 from tandem_worker.engine.schedule.params import GenerationRequest, SamplingParams, TokenDelta
 from tandem_worker.server.answer import Plan
+from tandem_worker.server.journal import StreamHead
 from tandem_worker.server.openai.chunks import AnswerHead, ChatEncoder, CompletionEncoder, Echo
 from tandem_worker.server.openai.completion_request import Prompt
 from tandem_worker.server.openai.options import CommonOptions, to_sampling
@@ -17,19 +19,21 @@ from tandem_worker.server.text.choice import Choice
 from tandem_worker.server.text.shaping import shape_answer
 
 
-async def plan_chat(prepared: PreparedChat, model: ServedModel, endpoints: tuple[str, ...]) -> Plan:
-    """Raises RequestError."""
+async def plan_chat(
+    prepared: PreparedChat, model: ServedModel, endpoints: tuple[str, ...], start: StreamHead | None = None
+) -> Plan:
+    """`start` is the beginning of the stream that this request continues. Raises RequestError."""
     request = prepared.request
+    options = _begin_as(start, request.common)
     shape = await shape_answer(request, model, prepared.prompt_end)
     sampling = to_sampling(
-        request.common,
+        options,
         max_tokens=prepared.room,
         num_logprobs=request.num_logprobs,
         eos_token_ids=model.eos_token_ids,
         grammar=shape.grammar,
     )
-    head = _head("chatcmpl", request.model, request.common, model, with_logprobs=request.num_logprobs is not None)
-    options = request.common
+    head = _head("chatcmpl", request.model, options, model, start, with_logprobs=request.num_logprobs is not None)
     choices = [
         Choice(
             index,
@@ -49,12 +53,14 @@ async def plan_chat(prepared: PreparedChat, model: ServedModel, endpoints: tuple
     )
 
 
-async def plan_completion(prepared: PreparedCompletion, model: ServedModel, endpoints: tuple[str, ...]) -> Plan:
-    """Raises RequestError."""
+async def plan_completion(
+    prepared: PreparedCompletion, model: ServedModel, endpoints: tuple[str, ...], start: StreamHead | None = None
+) -> Plan:
+    """As `plan_chat`. Raises RequestError."""
     request = prepared.request
-    options = request.common
+    options = _begin_as(start, request.common)
     score_only = request.max_tokens == 0
-    head = _head("cmpl", request.model, options, model, with_logprobs=request.num_logprobs is not None)
+    head = _head("cmpl", request.model, options, model, start, with_logprobs=request.num_logprobs is not None)
     requests: list[GenerationRequest] = []
     choices: list[Choice] = []
     for position, (tokens, room) in enumerate(zip(prepared.tokens, prepared.room, strict=True)):
@@ -115,10 +121,22 @@ class _Echoes:
             self._encoder.echoes[position * self._n + index] = echo
 
 
-def _head(prefix: str, name: str, options: CommonOptions, model: ServedModel, *, with_logprobs: bool) -> AnswerHead:
+def _begin_as(start: StreamHead | None, options: CommonOptions) -> CommonOptions:
+    return options if start is None else dataclasses.replace(options, seed=start.seed)
+
+
+def _head(
+    prefix: str,
+    name: str,
+    options: CommonOptions,
+    model: ServedModel,
+    start: StreamHead | None,
+    *,
+    with_logprobs: bool,
+) -> AnswerHead:
     return AnswerHead(
-        id=f"{prefix}-{secrets.token_hex(16)}",
-        created=int(time.time()),
+        id=f"{prefix}-{secrets.token_hex(16)}" if start is None else start.id,
+        created=int(time.time()) if start is None else start.created,
         model=name,
         fingerprint=model.fingerprint,
         service_tier=options.service_tier,

@@ -20,13 +20,15 @@ class SamplingState:
         "plain", "stop_token_ids",
     )  # fmt: skip
 
-    def __init__(self, params: SamplingParams, eos_token_ids: frozenset[int]) -> None:
+    def __init__(self, params: SamplingParams, eos_token_ids: frozenset[int], grammar: Grammar | None = None) -> None:
+        """`grammar` has accepted the tokens of a resumed choice; without it a new one is begun."""
         self.params = params
         self.stop_token_ids = (
             params.stop_token_ids - eos_token_ids if params.ignore_eos else params.stop_token_ids | eos_token_ids
         )
-        self.grammar: Grammar | None = params.grammar.new() if params.grammar is not None else None
-        self.grammar_seconds = 0.0
+        begun = params.grammar.new() if params.grammar is not None and grammar is None else None
+        self.grammar: Grammar | None = grammar or begun
+        self.grammar_seconds = self.grammar.seconds if self.grammar is not None else 0.0
         self.grammar_pace: float | None = None
         """What the grammar had taken at its last mask, and seconds per token lately; `masks` keeps both."""
         self.plain = self._is_plain()

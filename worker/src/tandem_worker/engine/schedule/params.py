@@ -99,6 +99,9 @@ class GenerationRequest:
     """Wanted logprobs of prompt tokens (`echo`); such a prompt bypasses prefix cache hits."""
     pooling: Pooling | None = None
     """The prompt's embedding is wanted and nothing is generated (`max_tokens` 0, `n` 1). For embedding models alone."""
+    resumed: tuple[tuple[int, ...] | None, ...] | None = None
+    """The request began elsewhere: of each choice the tokens that it has, None where it has ended. Some choice is open.
+    What is delivered begins after these tokens and is what would have followed them there."""
 
 
 class FinishReason(StrEnum):

@@ -4,7 +4,7 @@
                   │            ▲          │
                   └◀▶ RECEIVING ┘         │      every state ──▶ FINISHED
 
-PARKED choices wait for choice 0 to compute the prompt that they share. WAITING ones hold no blocks, except
+PARKED choices wait for the first open one to compute the prompt that they share. WAITING ones hold no blocks, except
 in host memory after a preemption that moved theirs. RECEIVING ones hold the blocks that a prefill worker writes to and
 cost no compute; until the prefill worker has begun, others may take these blocks from them. RUNNING ones are prefilling
 or decoding. HELD is the prefill side's end: computed, blocks kept until they are sent.
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from tandem_worker.engine.schedule.params import SamplingParams
+from tandem_worker.engine.schedule.params import Grammar, SamplingParams
 from tandem_worker.engine.schedule.prefix_cache import extend_chain
 from tandem_worker.model.pooling import Pooling
 
@@ -67,6 +67,10 @@ class Request:
     prefill_worker: str | None = None
     generation: int = 0
     """Number of the remote prefill under way; what arrives under an older one is dropped."""
+    resumed: tuple[tuple[int, ...] | None, ...] | None = None
+    """As in `GenerationRequest`."""
+    grammars: tuple[Grammar | None, ...] = ()
+    """Of a resumed request's choices, which have accepted their tokens."""
     choices: list[Sequence] = field(default_factory=list["Sequence"])
 
     @property
@@ -107,6 +111,7 @@ class Sequence:
         "num_named",
         "num_planned",
         "num_prompt",
+        "num_resumed",
         "num_saved",
         "num_synced",
         "output",
@@ -131,6 +136,8 @@ class Sequence:
         self.last_input = self.num_prompt + request.sampling.max_tokens - 1
         """Position of the token that is never computed: the answer's last."""
         self.output: list[int] = []
+        self.num_resumed = 0
+        """Leading tokens of `output` that were chosen elsewhere."""
         self.num_computed = 0
         """Tokens whose KV finished steps have computed."""
         self.num_planned = 0

@@ -93,11 +93,38 @@ class Scheduler:
     # -- requests come and go ------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Take in a request. Choice 0 waits for its turn; the others wait for its prompt (`fork`)."""
+        """Take in a request. Choice 0 waits for its turn; the others wait for its prompt (`fork`).
+
+        Of a resumed one the first open choice does; the others find the prompt in the prefix cache (`_unpark`).
+        """
         self._num_submitted += 1
         due = request.arrival + request.priority * self._limits.seconds_per_priority
         request.choices = [Sequence(request, choice, (due, self._num_submitted, choice)) for choice in range(request.n)]
-        self._enqueue(request.choices[0])
+        leader = request.choices[0]
+        if request.resumed is not None:
+            leader = self._take_up(request.choices, request.resumed)
+        self._enqueue(leader)
+
+    @staticmethod
+    def _take_up(choices: list[Sequence], resumed: tuple[tuple[int, ...] | None, ...]) -> Sequence:
+        """Give choices what they have already said. Returns the first open one."""
+        for choice, output in zip(choices, resumed, strict=True):
+            if output is None:
+                choice.move_to(SequenceState.FINISHED)
+            else:
+                choice.output = list(output)
+                choice.num_resumed = len(output)
+        leader = next(choice for choice in choices if choice.state is not SequenceState.FINISHED)
+        if leader.state is SequenceState.PARKED:
+            leader.move_to(SequenceState.WAITING)
+        return leader
+
+    def _unpark(self, request: Request) -> None:
+        """The prompt of a resumed request is computed, or never will be by its leader."""
+        for choice in request.choices:
+            if choice.state is SequenceState.PARKED:
+                choice.move_to(SequenceState.WAITING)
+                self._enqueue(choice)
 
     def fork(self, request: Request) -> None:
         """The prompt is computed: choice 0's blocks are shared with the other choices, which begin to decode.
@@ -134,6 +161,8 @@ class Scheduler:
         self._withdraw(sequence)
         self._release_host(sequence)
         sequence.move_to(SequenceState.FINISHED)
+        if sequence.request.resumed is not None:
+            self._unpark(sequence.request)
         if not sequence.under_way:
             self._release_blocks(sequence)
         if len(self._waiting) > 2 * self.num_waiting + 64:
@@ -153,6 +182,8 @@ class Scheduler:
         self._start_running(sequence)
         self._name_full_blocks(sequence)
         sequence.decoding = True
+        if sequence.request.resumed is not None:
+            self._unpark(sequence.request)
 
     def receive_failed(self, sequence: Sequence) -> None:
         """Compute here, from where the cached blocks end."""
@@ -188,6 +219,8 @@ class Scheduler:
             if sequence.state is SequenceState.RUNNING:
                 sequence.num_computed += length
                 self._name_full_blocks(sequence)
+                if sequence.decoding and sequence.request.resumed is not None:
+                    self._unpark(sequence.request)
             else:
                 self._settle(sequence, length)
 
@@ -362,7 +395,7 @@ class Scheduler:
 
     def _may_go_remote(self, sequence: Sequence) -> bool:
         request = sequence.request
-        fresh = not sequence.output and not sequence.num_saved
+        fresh = len(sequence.output) == sequence.num_resumed and not sequence.num_saved and not sequence.choice
         return bool(request.endpoints) and fresh and request.prompt_logprobs is None
 
     def _take_blocks(self, sequence: Sequence, plan: StepPlan) -> bool:

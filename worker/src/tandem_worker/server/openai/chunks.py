@@ -52,6 +52,9 @@ class AnswerHead:
 
 
 class Encoder(Protocol):
+    @property
+    def head(self) -> AnswerHead: ...
+
     def opening(self, index: int, prompt_token_ids: Sequence[int]) -> Steps[bytes]:
         """The event that comes first for a choice; may be empty."""
         ...
@@ -93,7 +96,7 @@ def _join_response(
 
 class ChatEncoder:
     def __init__(self, head: AnswerHead, table: TokenTable) -> None:
-        self._head = head
+        self.head = head
         self._table = table
         base = head.fields("chat.completion.chunk")
         # `{...,"choices":[{"index":` i `,"delta":{"content":` text `},"logprobs":null,"finish_reason":null}]}`
@@ -109,19 +112,19 @@ class ChatEncoder:
             "logprobs": None,
             "finish_reason": None,
         }
-        if self._head.return_token_ids:
+        if self.head.return_token_ids:
             choice["prompt_token_ids"] = prompt_token_ids
         return self._event(index, choice)
 
     def update(self, index: int, update: Update) -> bytes:
-        plain = not (update.reasoning or update.tools or update.logprobs or self._head.return_token_ids)
+        plain = not (update.reasoning or update.tools or update.logprobs or self.head.return_token_ids)
         if not plain:
             return complete(self.long_update(index, update))
         return self._finish(index, update, self._text(index, update.content) if update.content else b"")
 
     def long_update(self, index: int, update: Update) -> Steps[bytes]:
         head = b""
-        if update.has_text or update.logprobs or (update.token_ids and self._head.return_token_ids):
+        if update.has_text or update.logprobs or (update.token_ids and self.head.return_token_ids):
             head = self._event(index, (yield from self._rich(update)))
         return self._finish(index, update, head)
 
@@ -149,13 +152,13 @@ class ChatEncoder:
             delta["tool_calls"] = [_tool_delta(tool) for tool in update.tools]
         logprobs = (yield from chat_logprobs(self._table, update.logprobs)) if update.logprobs else None
         choice: dict[str, Any] = {"delta": delta, "logprobs": logprobs, "finish_reason": None}
-        if self._head.return_token_ids:
+        if self.head.return_token_ids:
             choice["token_ids"] = update.token_ids
         return choice
 
     def response(self, choices: Sequence[Update], prompts: Sequence[Sequence[int]], usage: Usage) -> Steps[list[bytes]]:
         written = (self._choice(index, *each) for index, each in enumerate(zip(choices, prompts, strict=True)))
-        return (yield from _join_response(self._head.fields("chat.completion"), written, usage))
+        return (yield from _join_response(self.head.fields("chat.completion"), written, usage))
 
     def _choice(self, index: int, update: Update, prompt: Sequence[int]) -> Steps[dict[str, Any]]:
         calls = join_tool_deltas(update.tools)
@@ -168,9 +171,9 @@ class ChatEncoder:
             message["reasoning_content"] = update.reasoning
         if calls:
             message["tool_calls"] = calls
-        logprobs = (yield from chat_logprobs(self._table, update.logprobs)) if self._head.with_logprobs else None
+        logprobs = (yield from chat_logprobs(self._table, update.logprobs)) if self.head.with_logprobs else None
         choice = {"index": index, "message": message, "logprobs": logprobs, "finish_reason": update.finish}
-        if self._head.return_token_ids:
+        if self.head.return_token_ids:
             choice["prompt_token_ids"] = prompt
             choice["token_ids"] = update.token_ids
         return choice
@@ -209,7 +212,7 @@ class CompletionEncoder:
 
     def __init__(self, head: AnswerHead, table: TokenTable) -> None:
         self.echoes: dict[int, Echo] = {}
-        self._head = head
+        self.head = head
         self._table = table
         self._base = head.fields("text_completion")
         self._prefix = b"data: " + orjson.dumps(self._base)[:-1] + b',"choices":[{"index":'
@@ -219,18 +222,18 @@ class CompletionEncoder:
 
     def opening(self, index: int, prompt_token_ids: Sequence[int]) -> Steps[bytes]:
         echo = self.echoes.get(index)
-        if echo is None and not self._head.return_token_ids:
+        if echo is None and not self.head.return_token_ids:
             return b""
         choice: dict[str, Any] = {"text": "", "logprobs": None, "finish_reason": None}
         if echo is not None:
             choice["text"] = yield from self._echo_text(echo)
             choice["logprobs"] = yield from self._logprobs(Update(), echo)
-        if self._head.return_token_ids:
+        if self.head.return_token_ids:
             choice["prompt_token_ids"] = prompt_token_ids
         return self._event(index, choice)
 
     def update(self, index: int, update: Update) -> bytes:
-        if update.logprobs or self._head.return_token_ids:
+        if update.logprobs or self.head.return_token_ids:
             return complete(self.long_update(index, update))
         return self._finish(index, update, self._text(index, update.content) if update.content else b"")
 
@@ -240,7 +243,7 @@ class CompletionEncoder:
             choice: dict[str, Any] = {"text": update.content, "logprobs": None, "finish_reason": None}
             if update.logprobs:
                 choice["logprobs"] = yield from self._logprobs(update, None, shift=self._shift(index))
-            if self._head.return_token_ids:
+            if self.head.return_token_ids:
                 choice["token_ids"] = update.token_ids
             head = self._event(index, choice)
         return self._finish(index, update, head)
@@ -269,7 +272,7 @@ class CompletionEncoder:
         return echo.text
 
     def _logprobs(self, update: Update, echo: Echo | None, *, shift: int = 0) -> Steps[orjson.Fragment | None]:
-        if not self._head.with_logprobs:
+        if not self.head.with_logprobs:
             return None
         logprobs: list[TokenLogprob | None] = list(update.logprobs)
         token_ids = [logprob.token_id for logprob in update.logprobs]
@@ -294,7 +297,7 @@ class CompletionEncoder:
             "logprobs": (yield from self._logprobs(update, echo, shift=self._shift(index))),
             "finish_reason": finish,
         }
-        if self._head.return_token_ids:
+        if self.head.return_token_ids:
             choice["prompt_token_ids"] = prompt
             choice["token_ids"] = update.token_ids
         return choice

@@ -6,12 +6,16 @@ or updates: a stream can therefore be continued elsewhere by feeding the same to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from tandem_worker.engine.schedule.params import FinishReason, TokenDelta, TokenLogprob
+from tandem_worker.server.pacing import Steps
 from tandem_worker.server.text.detokenizer import Detokenizer
 from tandem_worker.server.text.output import Finish, Parsed, TextParser, Update
 from tandem_worker.server.text.stops import StopMatcher
+
+_SLICE_TOKENS = 512
+"""Of a replay: a few milliseconds."""
 
 
 class Choice:
@@ -74,6 +78,28 @@ class Choice:
         """What is new since the last call."""
         update, self._update = self._update, Update()
         return update
+
+    @property
+    def waiting(self) -> Sequence[tuple[int, TokenLogprob]]:
+        """Logprobs of withheld text with its offset: all that a choice has which its tokens do not tell."""
+        return self._waiting
+
+    def replay(self, token_ids: Sequence[int], waiting: Iterable[tuple[int, TokenLogprob]]) -> Steps[None]:
+        """Stand where a choice stood elsewhere after these tokens, with nothing to tell. `waiting` was its own."""
+        for start in range(0, len(token_ids), _SLICE_TOKENS):
+            if start:
+                yield
+            for token_id in token_ids[start : start + _SLICE_TOKENS]:
+                if self.finish is None:
+                    self._token(token_id, None)
+        self._waiting = list(waiting)
+        self.take()
+
+    def close_ended(self, completion_tokens: int, reasoning_tokens: int) -> None:
+        """It has ended elsewhere, and its end was told."""
+        self.finish = "stop"
+        self.completion_tokens = completion_tokens
+        self.reasoning_tokens = reasoning_tokens
 
     def close_empty(self) -> None:
         """End without any output: only the prompt was to be scored."""

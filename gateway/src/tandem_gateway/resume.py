@@ -1,0 +1,176 @@
+"""Streams that outlive their worker: what is kept of them, and how often they may move.
+
+A decode worker that was asked to writes marks between its events (`tandem_api.journal`). Events are passed on only up
+to the last mark that is here, so what the client has seen and the journal never disagree. When the worker is gone, the
+same request goes to another one of its revision with the journal before it, and that worker's events follow on.
+
+Pure: no sockets, no clock. Who moves what, and when, is `exchange`'s.
+"""
+
+from __future__ import annotations
+
+from tandem_api.journal import MARK, MAX_JOURNAL_BYTES, MOVED
+
+from tandem_gateway.http.budget import FREE_BYTES, Budget
+from tandem_gateway.sse import MAX_EVENT_BYTES, EventStream, EventTooLarge
+
+SECONDS = 30.0
+"""A stream waits this long for somebody who takes it over: its client sees a pause."""
+MAX_STALLS = 3
+"""Moves after failures without any event between them. A request that kills workers must not meet all of them."""
+MAX_DEATHS = 8
+"""Workers that fail under one stream, in all."""
+MAX_UNIT_BYTES = 8 * MAX_EVENT_BYTES
+"""Between two marks."""
+FATAL = frozenset(("reset", "protocol", "timeout", "error"))
+"""Reasons that may be the stream's own fault."""
+_LINE = b"\n" + MARK
+_GROWN_BYTES = 16 * 1024
+
+
+class JournaledStream(EventStream):
+    """Takes a stream apart: events for the client, marks for the journal. O(1) per read of one marked unit."""
+
+    __slots__ = ("head", "journal", "keeps")
+
+    def __init__(self, head: bytes) -> None:
+        """`head` is what the worker said in the header."""
+        super().__init__()
+        self.head = head
+        self.journal = bytearray()
+        self.keeps = True
+
+    def feed(self, data: bytes) -> bytes:
+        """Events to pass on now, possibly none. Everything returned is committed.
+
+        Raises:
+            EventTooLarge: no mark within MAX_UNIT_BYTES.
+        """
+        if self._partial:
+            data = self._partial + data
+            self._partial = b""
+        # Most reads are one event of one line and its mark.
+        start = data.find(b"\n") + 2
+        if data.startswith(MARK, start) and data.find(b"\n", start) == len(data) - 1 and not data.startswith(MARK):
+            if self.keeps:
+                self.journal += data[start:]
+            data = data[:start]
+        else:
+            data = self._take_apart(data)
+            if not data:
+                return data
+        self.events += data.count(b"\n\n")
+        self._previous = self._last
+        self._last = data
+        return data
+
+    def _take_apart(self, data: bytes) -> bytes:
+        events: list[bytes] = []
+        position = 0
+        while True:
+            start = position if data.startswith(MARK, position) else data.find(_LINE, position) + 1
+            end = data.find(b"\n", start) + 1
+            if (not start and position) or not end or not data.startswith(MARK, start):
+                break
+            events.append(data[position:start])
+            if self.keeps:
+                self.journal += data[start:end]
+            position = end
+        self._partial = data[position:]
+        if len(self._partial) > MAX_UNIT_BYTES:
+            raise EventTooLarge
+        return b"".join(events)
+
+    @property
+    def moved(self) -> bool:
+        """The worker said that the stream is to go on elsewhere."""
+        return self.journal.endswith(MOVED)
+
+    def build_prefix(self) -> bytes:
+        """What goes before the body of the request that continues this stream."""
+        return b"%b\n%b" % (self.head, self.journal)
+
+    def restart(self) -> None:
+        """Another worker goes on: what the first one did not commit is dropped."""
+        self._partial = b""
+        if self.moved:
+            del self.journal[-len(MOVED) :]
+
+    def stop_keeping(self) -> None:
+        self.keeps = False
+        self.journal = bytearray()
+
+
+class Continuation:
+    """How one stream has moved, and whether it may once more. It has begun: its client has seen an event."""
+
+    __slots__ = (
+        "_accounted",
+        "_deaths",
+        "_events_seen",
+        "_stalls",
+        "deadline",
+        "moves",
+        "reason",
+        "revision",
+        "stream",
+    )
+
+    def __init__(self, stream: JournaledStream, revision: str) -> None:
+        self.stream = stream
+        self.revision = revision
+        """The only one whose workers can go on."""
+        self.moves = 0
+        """Times that another worker took it over."""
+        self.reason = ""
+        """Of the move under way."""
+        self.deadline = 0.0
+        """Of the move under way."""
+        self._events_seen = 0
+        self._stalls = 0
+        self._deaths = 0
+        self._accounted = 0
+
+    @property
+    def held_bytes(self) -> int:
+        return len(self.stream.journal)
+
+    def start_move(self, reason: str, now: float) -> str | None:
+        """Whether it may move now; else why not, in one word."""
+        stream = self.stream
+        if not stream.keeps:
+            return "memory"
+        if stream.events != self._events_seen or not self.reason:
+            self._events_seen = stream.events
+            self._stalls = 0
+            self.deadline = now + SECONDS
+            self.reason = reason
+        if reason in FATAL:
+            self._stalls += 1
+            self._deaths += 1
+        if self._stalls > MAX_STALLS or self._deaths > MAX_DEATHS:
+            return "deaths"
+        if now >= self.deadline:
+            return "time"
+        stream.restart()
+        return None
+
+    def end_move(self) -> str:
+        """Another worker goes on. Returns why it had to."""
+        self.moves += 1
+        return self.reason
+
+    def has_grown(self) -> bool:
+        """The journal has, by enough to be accounted for. Called now and then."""
+        size = len(self.stream.journal)
+        if size > MAX_JOURNAL_BYTES:
+            self.stream.stop_keeping()
+        grown = size > self._accounted + _GROWN_BYTES
+        if grown:
+            self._accounted = size
+        return grown
+
+
+def may_keep(budget: Budget, body_bytes: int) -> bool:
+    """Whether a request's body may be kept after its stream began: others' requests come first."""
+    return body_bytes <= FREE_BYTES or budget.used <= budget.limit // 2

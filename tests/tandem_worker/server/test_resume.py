@@ -1,0 +1,370 @@
+"""A stream that is cut anywhere and goes on at another worker is the stream that nobody cut."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tandem_api.journal import COMMIT, MARK, MOVED
+from tandem_api.launch import KVConfig, ModelSource, SchedulerConfig, WorkerConfig
+from tandem_api.names import HEADER_RESUME, Role
+from tandem_worker.engine.build import build_engine
+from tandem_worker.engine.errors import RequestError
+from tandem_worker.server.app import build_app
+from tandem_worker.server.deltas import DeltaHub
+from tandem_worker.server.journal import read_journal
+
+from tests.tandem_worker.engine.history_model import HistoryModel
+from tests.tandem_worker.server.conftest import byte_level_tokenizer, share_compiler
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+TOKENIZER = byte_level_tokenizer()
+THINK_END = TOKENIZER.convert_tokens_to_ids("</think>")
+IM_END = TOKENIZER.eos_token_id
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["one", "two"]}},
+          "required": ["a", "b"], "additionalProperties": False}  # fmt: skip
+TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": {
+    "type": "object", "properties": {"x": {"enum": ["sun", "moon"]}, "y": {"type": "boolean"}},
+    "required": ["x", "y"], "additionalProperties": False}}}]  # fmt: skip
+LETTERS = dict.fromkeys(map(str, TOKENIZER.convert_tokens_to_ids(list("abc"))), 100.0)
+"""Nothing else is said, so that stop strings are met."""
+MESSAGES = [{"role": "user", "content": "Tell me of the sun."}]
+
+
+def chat(**fields: Any) -> tuple[str, dict[str, Any]]:
+    body = {"model": "tiny", "messages": MESSAGES, "stream": True, "stream_options": {"include_usage": True}}
+    return CHAT, body | {"max_tokens": 24, "seed": 7} | fields
+
+
+def complete(**fields: Any) -> tuple[str, dict[str, Any]]:
+    body = {"model": "tiny", "prompt": "The sun", "stream": True, "stream_options": {"include_usage": True}}
+    return COMPLETIONS, body | {"max_tokens": 16, "seed": 7} | fields
+
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "greedy": chat(temperature=0, ignore_eos=True),
+    "seeded": chat(ignore_eos=True),
+    "nucleus and penalties": chat(top_p=0.9, presence_penalty=0.5, repetition_penalty=1.2, ignore_eos=True),
+    "ends by itself": chat(logit_bias={str(IM_END): 3.0}, max_tokens=60),
+    "schema": chat(
+        response_format={"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA, "strict": True}},
+        max_tokens=40,
+        logit_bias={str(THINK_END): 6.0},
+    ),
+    "tools": chat(tools=TOOLS, tool_choice="required", max_tokens=90, logit_bias={str(THINK_END): 6.0}),
+    "reasoning": chat(
+        chat_template_kwargs={"force_thinking": True}, logit_bias={str(THINK_END): 5.0}, max_tokens=30, ignore_eos=True
+    ),
+    "logprobs": chat(logprobs=True, top_logprobs=3, ignore_eos=True),
+    "logprobs and stop": chat(
+        logprobs=True, top_logprobs=1, stop=["abca", "bcab", "ccca"], logit_bias=LETTERS, ignore_eos=True, max_tokens=90
+    ),
+    "stop": chat(stop=["abca", "bcab", "cbca"], logit_bias=LETTERS, ignore_eos=True, max_tokens=70),
+    "token ids": chat(return_token_ids=True, ignore_eos=True),
+    "four choices": chat(n=4, max_tokens=12, stop=["aba", "cc"], logit_bias=LETTERS),
+    "completion": complete(ignore_eos=True),
+    "prompts": complete(prompt=["The sun", "Paris", "the"], n=2, echo=True, logprobs=2, max_tokens=6),
+    "scored": complete(prompt=["The sun", "the"], echo=True, logprobs=1, max_tokens=0),
+    "no usage": chat(stream_options=None, ignore_eos=True),
+}
+
+
+@contextmanager
+def serving(**changes: Any) -> Iterator[httpx.AsyncClient]:
+    """A worker that needs no port. Its model's next token depends on every token before it."""
+    hub = DeltaHub()
+    fields: dict[str, Any] = {
+        "model_name": "tiny", "served_name": "tiny", "role": Role.UNIFIED, "revision": "r1",
+        "model": ModelSource(uri="file:///m"), "max_model_len": 2048,
+        "kv": KVConfig(memory_bytes=1 << 20, block_size=8), "scheduler": SchedulerConfig(),
+    }  # fmt: skip
+    config = WorkerConfig(**(fields | changes))
+    engine = build_engine(HistoryModel(len(TOKENIZER)), config, hub.deliver)
+    app = build_app(
+        engine, TOKENIZER, config, hub=hub, pod_name="pod-0", ready=lambda: True, draining=lambda: False,
+        grammars=share_compiler(TOKENIZER),
+    )  # fmt: skip
+    client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://worker", timeout=60)
+    client.hub = hub  # type: ignore[attr-defined]
+    client.engine = engine  # type: ignore[attr-defined]
+    try:
+        yield client
+        assert engine.failure is None
+        assert hub.num_open == 0
+    finally:
+        engine.stop()
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[tuple[httpx.AsyncClient, httpx.AsyncClient]]:
+    """Where streams begin, and where they go on."""
+    with serving() as first, serving() as second:
+        yield first, second
+
+
+async def ask(client: httpx.AsyncClient, request: tuple[str, dict[str, Any]]) -> bytes:
+    path, body = request
+    response = await client.post(path, json=body)
+    assert response.status_code == 200, response.text
+    assert HEADER_RESUME not in response.headers
+    return response.content
+
+
+async def record(
+    client: httpx.AsyncClient, request: tuple[str, dict[str, Any]]
+) -> tuple[str, list[tuple[bytes, bytes]]]:
+    """The head of the journal, and what each of its lines commits."""
+    path, body = request
+    response = await client.post(path, json=body, headers={HEADER_RESUME: "0"})
+    assert response.status_code == 200, response.text
+    return response.headers[HEADER_RESUME], cut_units(response.content)
+
+
+def cut_units(stream: bytes) -> list[tuple[bytes, bytes]]:
+    units: list[tuple[bytes, bytes]] = []
+    events = b""
+    for line in stream.splitlines(keepends=True):
+        if line.startswith(MARK):
+            units.append((events, line))
+            events = b""
+        else:
+            events += line
+    assert events == b"", "the last line commits everything"
+    return units
+
+
+async def resume(
+    client: httpx.AsyncClient, request: tuple[str, dict[str, Any]], head: str, marks: list[bytes]
+) -> httpx.Response:
+    path, body = request
+    journal = head.encode() + b"\n" + b"".join(marks)
+    headers = {HEADER_RESUME: str(len(journal)), "content-type": "application/json"}
+    return await client.post(path, content=journal + orjson.dumps(body), headers=headers)
+
+
+def read_events(stream: bytes) -> list[dict[str, Any]]:
+    events = [line[6:] for line in stream.split(b"\n") if line.startswith(b"data: ")]
+    assert events[-1] == b"[DONE]"
+    assert events.count(b"[DONE]") == 1
+    return [json.loads(event) for event in events[:-1]]
+
+
+def merge(stream: bytes) -> dict[str, Any]:
+    """What a client puts together. Ids of tool calls are drawn anew by every worker, and left out."""
+    merged: dict[str, Any] = {"choices": {}, "usage": None, "heads": set()}
+    for event in read_events(stream):
+        merged["heads"].add(
+            (event["id"], event["created"], event["model"], event["system_fingerprint"], event["object"])
+        )
+        if not event["choices"]:
+            assert merged["usage"] is None
+            merged["usage"] = event["usage"]
+        for part in event["choices"]:
+            choice = merged["choices"].setdefault(
+                part["index"], {"text": "", "reasoning": "", "calls": [], "logprobs": {}, "ids": [], "roles": 0,
+                                "finish": None, "prompt": []}
+            )  # fmt: skip
+            assert choice["finish"] is None, "nothing comes after the end"
+            delta = part.get("delta", {})
+            choice["roles"] += "role" in delta
+            choice["text"] += delta.get("content") or part.get("text") or ""
+            choice["reasoning"] += delta.get("reasoning_content") or ""
+            for call in delta.get("tool_calls", []):
+                if "id" in call:
+                    choice["calls"].append([call["function"]["name"], ""])
+                assert len(choice["calls"]) == call["index"] + 1
+                choice["calls"][-1][1] += call["function"]["arguments"]
+            for key, values in (part["logprobs"] or {}).items():
+                choice["logprobs"][key] = choice["logprobs"].get(key, []) + (values or [])
+            choice["ids"] += part.get("token_ids", [])
+            choice["prompt"] += part.get("prompt_token_ids", [])
+            choice["finish"] = part["finish_reason"]
+    return merged
+
+
+def same(first: bytes, second: bytes, *, heads: bool = True) -> None:
+    one, other = merge(first), merge(second)
+    if not heads:
+        one["heads"] = other["heads"] = None
+    else:
+        assert len(other["heads"]) == 1
+    for each in (one, other):
+        if each["usage"] is not None:  # of the worker that was asked; another one may have had it in its cache
+            each["usage"].pop("prompt_tokens_details")
+    assert one == other
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_every_cut_of_every_kind(pair: tuple[httpx.AsyncClient, httpx.AsyncClient], kind: str) -> None:
+    first, second = pair
+    request = KINDS[kind]
+    undisturbed = await ask(second, request)
+    head, units = await record(first, request)
+    whole = b"".join(events for events, _ in units)
+    same(undisturbed, whole, heads=False)
+    for cut in range(1, len(units)):
+        if units[cut - 1][0].endswith(b"[DONE]\n\n"):
+            break
+        marks = [mark for _, mark in units[:cut]]
+        response = await resume(second, request, head, marks)
+        if all(is_ended(marks, index) for index in merge(whole)["choices"]):
+            assert response.json()["error"]["code"] == "cannot_resume"
+            continue
+        assert response.status_code == 200, response.text
+        rest = cut_units(response.content)
+        sent = b"".join(events for events, _ in units[:cut])
+        same(whole, sent + b"".join(events for events, _ in rest))
+        cached = read_events(whole)[-1].get("usage")
+        if cached:
+            assert read_events(response.content)[-1]["usage"] == cached, "the cached tokens are those of the first"
+
+
+def is_ended(marks: list[bytes], index: int) -> bool:
+    return any(mark.startswith(b": f %d " % index) for mark in marks)
+
+
+@pytest.mark.parametrize(
+    ("kind", "check"),
+    [
+        ("ends by itself", lambda choice: choice["finish"] == "stop"),
+        ("schema", lambda choice: set(json.loads(choice["text"])) == {"a", "b"}),
+        ("tools", lambda choice: choice["calls"] and "x" in json.loads(choice["calls"][0][1])),
+        ("reasoning", lambda choice: choice["reasoning"] and choice["text"]),
+        ("stop", lambda choice: choice["finish"] == "stop"),
+        ("logprobs and stop", lambda choice: choice["finish"] == "stop" and len(choice["logprobs"]["content"]) > 3),
+    ],
+)
+async def test_a_kind_does_what_makes_it_hard(
+    pair: tuple[httpx.AsyncClient, httpx.AsyncClient], kind: str, check: Callable[[Any], Any]
+) -> None:
+    choice = merge(await ask(pair[0], KINDS[kind]))["choices"][0]
+    assert check(choice), choice
+
+
+async def test_withheld_logprobs_travel_along(pair: tuple[httpx.AsyncClient, httpx.AsyncClient]) -> None:
+    _, units = await record(pair[0], KINDS["logprobs and stop"])
+    assert any(mark.count(b" ") > 3 for _, mark in units), "no text was ever withheld"
+
+
+@given(data=st.data())
+@settings(max_examples=25, deadline=None)
+def test_a_stream_may_move_again_and_again(data: st.DataObject) -> None:
+    kind = data.draw(st.sampled_from(sorted(KINDS)))
+    request = copy.deepcopy(KINDS[kind])
+    request[1]["seed"] = data.draw(st.one_of(st.none(), st.integers(0, 1 << 40)))
+
+    async def go() -> None:
+        with serving() as first, serving() as second:
+            head, units = await record(first, request)
+            sent, marks = b"", list[bytes]()
+            whole = b"".join(events for events, _ in units)
+            for client in (second, first, second):
+                cut = int(data.draw(st.floats(0, 1, exclude_max=True)) * len(units))
+                sent += b"".join(events for events, _ in units[:cut])
+                marks += [mark for _, mark in units[:cut]]
+                response = await resume(client, request, head, marks)
+                if response.status_code == 409:
+                    assert all(is_ended(marks, index) for index in merge(whole)["choices"])
+                    return
+                assert response.headers[HEADER_RESUME] == head
+                units = cut_units(response.content)
+            same(whole, sent + b"".join(events for events, _ in units))
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"messages": [{"role": "user", "content": "Something else."}]}, "its prompt"),
+        ({"max_tokens": 25}, "the room after it"),
+        ({"stream": False, "stream_options": None}, "no stream"),
+    ],
+)
+async def test_what_cannot_go_on_is_refused(
+    pair: tuple[httpx.AsyncClient, httpx.AsyncClient], change: dict[str, Any], why: str
+) -> None:
+    path, body = KINDS["greedy"]
+    head, units = await record(pair[0], (path, body))
+    response = await resume(pair[1], (path, body | change), head, [mark for _, mark in units[:5]])
+    assert response.status_code == 409
+    assert why in response.json()["error"]["message"]
+    assert response.json()["error"]["code"] == "cannot_resume"
+
+
+async def test_another_revision_does_not_take_it(pair: tuple[httpx.AsyncClient, httpx.AsyncClient]) -> None:
+    head, units = await record(pair[0], KINDS["greedy"])
+    with serving(revision="r2") as other:
+        response = await resume(other, KINDS["greedy"], head, [mark for _, mark in units[:5]])
+    assert response.status_code == 409
+    assert "revision" in response.json()["error"]["message"]
+
+
+async def test_tokens_that_do_not_belong_are_refused(pair: tuple[httpx.AsyncClient, httpx.AsyncClient]) -> None:
+    head, _ = await record(pair[0], KINDS["schema"])
+    response = await resume(pair[1], KINDS["schema"], head, [b": b 0 0\n", b": t 0 5,6,7\n"])
+    assert response.status_code == 409
+    assert "grammar" in response.json()["error"]["message"]
+    head, _ = await record(pair[0], KINDS["greedy"])
+    response = await resume(pair[1], KINDS["greedy"], head, [b": b 0 0\n", b": t 0 100000\n"])
+    assert response.status_code == 409
+
+
+@pytest.mark.parametrize("journal", [b"", b"{}\n", b"[]\n: t 0 1\n", b"x", b": t\n", b"\xff\n"])
+async def test_a_journal_that_is_none_is_refused(
+    pair: tuple[httpx.AsyncClient, httpx.AsyncClient], journal: bytes
+) -> None:
+    path, body = KINDS["greedy"]
+    headers = {HEADER_RESUME: str(len(journal) or "x")}
+    response = await pair[0].post(path, content=journal + orjson.dumps(body), headers=headers)
+    assert response.status_code == 400
+
+
+@given(lines=st.lists(st.binary(max_size=30).filter(lambda line: b"\n" not in line), max_size=4))
+@settings(max_examples=50, deadline=None)
+def test_no_journal_breaks_the_reader(lines: list[bytes]) -> None:
+    head = orjson.dumps({"id": "i", "created": 1, "fingerprint": "f", "seed": 1, "digest": "d"})
+    with contextlib.suppress(RequestError):
+        read_journal(b"\n".join([head, *(MARK + line for line in lines)]))
+
+
+async def test_a_client_of_its_own_sees_no_marks(pair: tuple[httpx.AsyncClient, httpx.AsyncClient]) -> None:
+    stream = await ask(pair[0], KINDS["greedy"])
+    assert all(line.startswith(b"data: ") for line in stream.split(b"\n") if line)
+
+
+async def test_a_worker_that_stops_hands_its_streams_on(pair: tuple[httpx.AsyncClient, httpx.AsyncClient]) -> None:
+    path, body = KINDS["greedy"]
+    body = body | {"max_tokens": 1500}
+    with serving() as client:
+        hub: DeltaHub = client.hub  # type: ignore[attr-defined]
+
+        async def stop() -> None:
+            while not hub.num_open:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            await asyncio.sleep(0.2)
+            hub.abort_all("It stops.")
+
+        stopping = asyncio.create_task(stop())
+        response = await client.post(path, json=body, headers={HEADER_RESUME: "0"})
+        await stopping
+        assert response.content.endswith(MOVED)
+        units = cut_units(response.content)
+        assert COMMIT not in [mark for _, mark in units]
+        stopping = asyncio.create_task(stop())
+        plain = await client.post(path, json=body)
+        await stopping
+        assert b'data: {"error":{"message":"It stops."' in plain.content
+    rest = await resume(pair[1], (path, body), response.headers[HEADER_RESUME], [mark for _, mark in units[:-1]])
+    whole = b"".join(events for events, _ in [*units, *cut_units(rest.content)])
+    same(await ask(pair[0], (path, body)), whole, heads=False)

@@ -1,0 +1,222 @@
+"""The journal of a stream: written here, kept by the gateway, read where the stream goes on. See `tandem_api.journal`.
+
+    {"id": …, "created": …, "fingerprint": …, "seed": …, "digest": …}    the head: a header of the response
+    : b POSITION CACHED            the answers to this prompt began; so many of its tokens had been cached
+    : t CHOICE IDS [WAITING]       the choice has these tokens more; logprobs that are withheld now
+    : f CHOICE TOKENS REASONING    it has ended, and had so many
+    :                              nothing
+
+A line commits all events since the line before it, so that what a client has seen is always what the lines say: what a
+choice has sent is a function of its tokens (`text.choice`), except for withheld logprobs, which therefore travel along.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+from starlette.types import Message, Receive, Scope
+from tandem_api import names
+from tandem_api.journal import MARK, MAX_JOURNAL_BYTES
+
+from tandem_worker.engine.errors import RequestError
+from tandem_worker.engine.schedule.params import GenerationRequest, TokenLogprob
+from tandem_worker.server.deltas import ClientGoneError
+from tandem_worker.server.http import header
+from tandem_worker.server.intake import BODY_SECONDS
+from tandem_worker.server.text.choice import Choice
+from tandem_worker.server.text.output import Update
+
+Withheld = tuple[int, TokenLogprob]
+_MAX_BYTES = MAX_JOURNAL_BYTES + 64 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamHead:
+    """What a stream was given at its beginning, and tells in every event or needs for every token."""
+
+    id: str
+    created: int
+    fingerprint: str
+    seed: int
+    digest: str
+    """Of the prompts' tokens and of how much may follow: another worker must come to the same."""
+
+    def to_json(self) -> str:
+        return orjson.dumps(self).decode()
+
+
+@dataclass(slots=True)
+class ChoiceRecord:
+    """What is known of a choice that began elsewhere."""
+
+    token_ids: list[int] = field(default_factory=list[int])
+    waiting: tuple[Withheld, ...] = ()
+    ended: tuple[int, int] | None = None
+    """Tokens, and those of them that were reasoning."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Resume:
+    """A journal that was read."""
+
+    head: StreamHead
+    cached: dict[int, int] = field(default_factory=dict[int, int])
+    """Cached tokens of the prompts whose answers have begun, by position."""
+    choices: dict[int, ChoiceRecord] = field(default_factory=dict[int, ChoiceRecord])
+
+    def get(self, index: int) -> ChoiceRecord:
+        return self.choices.get(index) or ChoiceRecord()
+
+    def find_resumed(self, position: int, n: int) -> tuple[tuple[int, ...] | None, ...] | None:
+        """The tokens of the choices of a prompt, as `GenerationRequest.resumed` has them; None: nothing was said."""
+        records = [self.get(index) for index in range(position * n, (position + 1) * n)]
+        if not any(record.token_ids or record.ended for record in records):
+            return None
+        return tuple(None if record.ended else tuple(record.token_ids) for record in records)
+
+
+class Journal:
+    """Writes the lines of one stream."""
+
+    def __init__(self, head: StreamHead) -> None:
+        self.head = head
+        self._untold: dict[int, list[int]] = {}
+        """Tokens since the last line of a choice, which changed nothing that a client sees."""
+
+    def begin(self, position: int, num_cached_tokens: int) -> bytes:
+        return b": b %d %d\n" % (position, num_cached_tokens)
+
+    def update(self, choice: Choice, update: Update, *, told: bool) -> bytes:
+        """The line after the events of `update`; nothing where there are none, and the choice goes on."""
+        ids = update.token_ids
+        if not told:
+            self._untold.setdefault(choice.index, []).extend(ids)
+            return b""
+        if update.finish is not None:
+            return b": f %d %d %d\n" % (choice.index, choice.completion_tokens, choice.reasoning_tokens)
+        if self._untold:
+            ids = [*self._untold.pop(choice.index, ()), *ids]
+        if len(ids) == 1 and not choice.waiting:
+            return b": t %d %d\n" % (choice.index, ids[0])
+        line = b": t %d %b" % (choice.index, ",".join(map(str, ids)).encode())
+        if choice.waiting:
+            line += b" " + orjson.dumps([[offset, *_write_logprob(entry)] for offset, entry in choice.waiting])
+        return line + b"\n"
+
+
+def _write_logprob(entry: TokenLogprob) -> list[Any]:
+    """JSON has no infinity: it is null."""
+    return [entry.token_id, entry.logprob, entry.top]
+
+
+def _read_withheld(entry: Any) -> Withheld:
+    offset, token_id, logprob, top = entry
+    pairs = tuple((int(token), _read_float(value)) for token, value in top)
+    return int(offset), TokenLogprob(token_id=int(token_id), logprob=_read_float(logprob), top=pairs)
+
+
+def _read_float(value: float | None) -> float:
+    return float("-inf") if value is None else float(value)
+
+
+def digest_requests(requests: Sequence[GenerationRequest]) -> str:
+    """Differs where the tokens of the prompts do, or what may follow them."""
+    digest = hashlib.blake2b(digest_size=12)
+    for request in requests:
+        tokens = array("q", request.prompt_token_ids)
+        digest.update(b"%d %d %d\n" % (len(tokens), request.sampling.max_tokens, request.n))
+        digest.update(tokens.tobytes())
+    return digest.hexdigest()
+
+
+def read_journal(data: bytes) -> Resume:
+    """Raises RequestError."""
+    try:
+        head, *lines = data.split(b"\n")
+        resume = Resume(head=StreamHead(**orjson.loads(head)))
+        for line in lines:
+            _read_line(resume, line)
+    except (ValueError, TypeError, KeyError) as error:
+        raise RequestError(f"The journal cannot be read: {error}.", code="invalid_journal") from error
+    return resume
+
+
+def _read_line(resume: Resume, line: bytes) -> None:
+    if not line.startswith(MARK):
+        if line:
+            raise ValueError("a line does not begin with a mark")
+        return
+    match line[len(MARK) :].split(b" "):
+        case [b""]:
+            pass
+        case [b"b", position, cached]:
+            resume.cached[int(position)] = int(cached)
+        case [b"t", index, ids, *rest]:
+            record = resume.choices.setdefault(int(index), ChoiceRecord())
+            if ids:
+                record.token_ids += map(int, ids.split(b","))
+            record.waiting = tuple(map(_read_withheld, orjson.loads(rest[0]))) if rest else ()
+        case [b"f", index, tokens, reasoning]:
+            resume.choices.setdefault(int(index), ChoiceRecord()).ended = int(tokens), int(reasoning)
+        case _:
+            raise ValueError(f"a line of it is unknown: {line[:40]!r}")
+
+
+def wants_journal(scope: Scope) -> bool:
+    return header(scope, names.HEADER_RESUME) is not None
+
+
+async def take_journal(scope: Scope, receive: Receive) -> tuple[Resume | None, Scope, Receive]:
+    """What a request says about the stream that it continues, and the request without that.
+
+    Raises RequestError, ClientGoneError.
+    """
+    value = header(scope, names.HEADER_RESUME) or "0"
+    if not value.isdigit() or not value.isascii() or len(value) > 10 or int(value) > _MAX_BYTES:
+        raise RequestError(
+            f"The header {names.HEADER_RESUME} must be the number of bytes before the body, at most {_MAX_BYTES}.",
+            param=names.HEADER_RESUME,
+        )
+    size = int(value)
+    if not size:
+        return None, scope, receive
+    data = bytearray()
+    more = True
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            while more and len(data) < size:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGoneError
+                data += message.get("body", b"")
+                more = message.get("more_body", False)
+    except TimeoutError as error:
+        message = f"The journal was not complete after {BODY_SECONDS:g} s."
+        raise RequestError(message, code="body_timeout", status=408) from error
+    resume = read_journal(bytes(data[:size]))
+    return resume, _without_length(scope, size), _replay(bytes(data[size:]), more, receive)
+
+
+def _without_length(scope: Mapping[str, Any], size: int) -> Scope:
+    """The header with the length of the body alone."""
+    fields = [
+        (name, b"%d" % (int(value) - size) if name == b"content-length" and value.isdigit() else value)
+        for name, value in scope["headers"]
+    ]
+    return {**scope, "headers": fields}
+
+
+def _replay(first: bytes, more: bool, receive: Receive) -> Receive:
+    """As `receive`, with what has been read of the body already."""
+    pending: list[Message] = [{"type": "http.request", "body": first, "more_body": more}]
+
+    async def read() -> Message:
+        return pending.pop() if pending else await receive()
+
+    return read

@@ -1,0 +1,85 @@
+"""A plan that goes on where another worker stopped: its choices stand where they stood, and nothing is told twice.
+
+Everything is rebuilt from the tokens, by what handled them the first time: detokenizer, stop strings, parsers of tools
+and reasoning here, grammars and penalties in the engine. Draws go by seed, choice and position.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+
+from tandem_worker.engine.errors import RequestError
+from tandem_worker.engine.schedule.params import GenerationRequest, TokenDelta
+from tandem_worker.server.answer import Plan
+from tandem_worker.server.journal import Journal, Resume, StreamHead, digest_requests
+from tandem_worker.server.pacing import pace
+
+
+def open_journal(plan: Plan) -> Journal:
+    """For a stream that may have to go on elsewhere."""
+    head = plan.encoder.head
+    start = StreamHead(
+        id=head.id,
+        created=head.created,
+        fingerprint=head.fingerprint,
+        seed=plan.requests[0].sampling.seed,
+        digest=digest_requests(plan.requests),
+    )
+    return Journal(start)
+
+
+async def take_up(plan: Plan, resume: Resume) -> None:
+    """Bring a plan that was made with `resume.head` to where the stream stood. Raises RequestError (409)."""
+    _check(plan, resume)
+    n = plan.requests[0].n
+    requests: list[GenerationRequest] = []
+    for position, request in enumerate(plan.requests):
+        begun = position in resume.cached
+        if begun:
+            await _repeat_opening(plan, position)
+        requests.append(
+            dataclasses.replace(
+                request,
+                # Of its own: the first worker may still be at it, and a prefill worker at the first one's order.
+                request_id=f"{request.request_id}~{secrets.token_hex(4)}",
+                resumed=resume.find_resumed(position, n),
+                prompt_logprobs=None if begun else request.prompt_logprobs,
+            )
+        )
+    for choice in plan.choices:
+        record = resume.get(choice.index)
+        if record.ended is not None:
+            choice.close_ended(*record.ended)
+            continue
+        await pace(choice.replay(record.token_ids, record.waiting))
+        if choice.finish is not None:
+            raise _cannot_resume(f"choice {choice.index} is complete")
+    plan.requests = requests
+    plan.begun = resume.cached
+
+
+def _check(plan: Plan, resume: Resume) -> None:
+    head, ours = resume.head, plan.encoder.head
+    if not plan.stream:
+        raise _cannot_resume("it is no stream")
+    if head.fingerprint != ours.fingerprint:
+        raise _cannot_resume(f"it began at a worker of revision {head.fingerprint}, and this one is {ours.fingerprint}")
+    if head.digest != digest_requests(plan.requests):
+        raise _cannot_resume("its prompt, or the room after it, is another one here")
+    if not all(0 <= index < len(plan.choices) for index in resume.choices):
+        raise _cannot_resume("it has other choices")
+
+
+async def _repeat_opening(plan: Plan, position: int) -> None:
+    """Only for what it leaves behind: where the text of an echoed prompt ends."""
+    request = plan.requests[position]
+    if plan.first_delta is None:
+        return
+    plan.first_delta(position, TokenDelta(request_id=request.request_id, choice=0))
+    for index in range(position * request.n, (position + 1) * request.n):
+        await pace(plan.encoder.opening(index, ()))
+
+
+def _cannot_resume(why: str) -> RequestError:
+    return RequestError(f"The stream cannot be resumed: {why}.", code="cannot_resume", status=409)
