@@ -347,11 +347,12 @@ async def test_a_worker_is_ready_only_once_a_gateway_has_admitted_it(server: Obj
     server.kept[path]["spec"] = {"readinessGates": [{"conditionType": GATE}]}
     await operator.look()
     assert f"{path}/status" not in server.written, "no gateway has said anything"
-    assert server.conditions["WorkersAdmitted"]["reason"] == "NotAskedYet"
+    assert server.conditions["WorkersAdmitted"]["reason"] == "NoGatewayReady"
     add_gateway(server, state="Admitted")
     asking = asyncio.create_task(operator.fleet.run())
     try:
         await operator.look()
+        assert server.conditions["WorkersAdmitted"]["reason"] == "NotAskedYet"
         await until_reported(operator)
     finally:
         asking.cancel()

@@ -170,7 +170,8 @@ class Reconciler:
                     continue  # another pod of that name by now, or none
                 metrics.WRITES.labels("admit", POD.name).inc()
         found = admission_condition(blueprint, ours, view, blueprint.model.status.conditions)
-        if found is not None and found.reason == NO_REPORTS and is_admission_open(blueprint, ours):
+        nobody = not view.reporting and not view.unable
+        if found is not None and found.reason == NO_REPORTS and nobody and is_admission_open(blueprint, ours):
             outcome.problems.append(Problem(reason=found.reason, message=found.message))
         return found
 
