@@ -164,7 +164,8 @@ def test_an_open_gate_closes_only_on_a_fresh_word(gate: str | None, standing: St
         (FleetView(), ("Unknown", "NotAskedYet", "")),
         (view(p0=admitted()), ("True", "Admitted", "")),
         (view(), ("False", "NotAdmitted", "m-decode-0: no gateway knows it yet")),
-        (view(p0=rejected(1.0)), ("False", "NotAdmitted", "m-decode-0: silent")),
+        (view(p0=rejected(FRESH)), ("False", "NotAdmitted", "m-decode-0: silent")),
+        (view(p0=rejected(1.0)), ("True", "Admitted", "")),
         (view(unable=True), ("Unknown", "GatewayCannotReport", "update their image")),
         (
             FleetView(silent={"m-gw": "it did not answer within 3 s"}, asked=True),

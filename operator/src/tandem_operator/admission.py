@@ -141,11 +141,12 @@ def admission_condition(
 
 
 def _standing(group: Group, view: FleetView) -> tuple[bool, str] | None:
+    """Whether a replica gets requests, and why not; None where no gateway knows it. Moments do not count."""
     leader = group.pods[0]
     found = view.standings.get(leader["metadata"]["name"])
     if found is None or found.host != dig(leader, "status", "podIP"):
         return None
-    return found.admitted, found.reason or "left out"
+    return found.rejected_seconds < REJECTED_SECONDS[0], found.reason or "left out"
 
 
 def is_admission_open(blueprint: Blueprint, live: Children) -> bool:
