@@ -15,7 +15,7 @@ from api_double import serving
 from kubernetes.aio.client import ApiClient, Configuration
 from operator_objects import READY, RELEASE, container, pod, raw_model
 from tandem_operator.errors import IncompleteError
-from tandem_operator.fleet import FleetWatch
+from tandem_operator.fleet import FleetView, FleetWatch
 from tandem_operator.keeper import KeyKeeper
 from tandem_operator.kube.client import KubeClient
 from tandem_operator.kube.events import CreationEvents
@@ -363,6 +363,16 @@ async def test_a_worker_is_ready_only_once_a_gateway_has_admitted_it(server: Obj
     assert server.conditions["WorkersAdmitted"]["status"] == "True"
     await operator.look()
     assert server.written == [], "said once"
+
+
+async def test_gateways_of_a_model_that_is_gone_are_not_asked(server: ObjectServer, operator: Operator) -> None:
+    await operator.look()
+    add_gateway(server)
+    await operator.look()
+    assert operator.fleet.view(KEY).silent
+    del server.kept[MODEL]
+    await operator.look()
+    assert operator.fleet.view(KEY) == FleetView()
 
 
 async def test_a_gate_that_may_not_be_set_is_told(server: ObjectServer, operator: Operator) -> None:

@@ -113,6 +113,7 @@ class Reconciler:
         path = INFERENCE_MODEL.path(key.namespace, key.name)
         raw = await self._client.find(path)
         if raw is None or dig(raw, "metadata", "deletionTimestamp") is not None:
+            self._fleet.forget(key)
             return None  # the garbage collector removes the children
         try:
             model = parse_model(raw)
