@@ -22,6 +22,7 @@ from tandem_gateway.http.connection import ClientConnection
 from tandem_gateway.http.request import Request
 from tandem_gateway.http.response import build_error, build_json
 from tandem_gateway.metrics import Metrics
+from tandem_gateway.probation import Held
 from tandem_gateway.prompt import INFERENCE_PATHS, MODELS, read_inquiry
 from tandem_gateway.scheduling import Endpoint, Scheduler, Worker
 from tandem_gateway.upstream.base import Link
@@ -49,6 +50,8 @@ class Gateway:
         self.scheduler = Scheduler(disaggregated=config.disaggregated)
         self.metrics = Metrics()
         self.access_log = access_log
+        self.held: Held = list
+        """Workers that discovery knows and that get no requests yet, as `GET /fleet` tells of them."""
         self.draining = False
         self.exchanges: set[Exchange] = set()
         self.connections: set[ClientConnection] = set()

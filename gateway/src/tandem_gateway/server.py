@@ -43,6 +43,7 @@ class Server:
             token_line=lambda: self.gateway.token_line,
             connect_seconds=settings.config.timeouts.connect_seconds,
         )
+        self.gateway.held = self.probation.reports
         self.http_port = 0
         self.metrics_port = 0
         self._listeners: list[asyncio.Server] = []
