@@ -18,12 +18,19 @@ from tests.tandem_gateway.conftest import Behaviour, FakeWorker, Received, send_
 PREFILL = Worker(name="p", address="10.0.0.1:8000", role=Role.PREFILL, revision="r1", kv_address="10.0.0.1:7000")
 
 
-def answers(status: int = 200, used: str | None = None) -> Behaviour:
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110  (what is waited for has no event to wait on)
+            await asyncio.sleep(0.005)
+
+
+def answers(status: int = 200, used: str | None = None) -> Callable[..., Any]:
     """As a decode worker that says who computed the prompt."""
 
-    async def behave(worker: FakeWorker, request: Received, writer: asyncio.StreamWriter) -> None:
-        headers = [] if used is None else [f"x-tandem-prefill-worker: {used}"]
-        await send_json(writer, status, {"choices": []}, *headers)
+    async def behave(worker: Any, request: Any, writer: asyncio.StreamWriter) -> None:
+        told = "" if used is None else f"x-tandem-prefill-worker: {used}\r\n"
+        writer.write(f"HTTP/1.1 {status} X\r\n{told}content-length: 2\r\n\r\n{{}}".encode())
+        await writer.drain()
 
     return behave
 
@@ -59,17 +66,11 @@ async def trial() -> AsyncIterator[Trial]:
 
 
 @pytest.fixture
-async def decode() -> AsyncIterator[Callable[..., Any]]:
-    started: list[FakeWorker] = []
+def decode(start_worker: Any) -> Callable[..., Any]:
+    async def start(name: str, behaviour: Callable[..., Any]) -> Any:
+        return await start_worker(name, default=behaviour)
 
-    async def start(name: str, behaviour: Behaviour) -> FakeWorker:
-        started.append(FakeWorker(name, default=behaviour))
-        await started[-1].start()
-        return started[-1]
-
-    yield start
-    for worker in started:
-        await worker.stop()
+    return start
 
 
 async def test_a_new_worker_serves_once_a_prompt_has_come_from_a_prefill_worker(trial: Trial, decode: Any) -> None:
@@ -97,7 +98,7 @@ async def test_a_new_worker_serves_once_a_prompt_has_come_from_a_prefill_worker(
     ],
 )
 async def test_who_gets_no_blocks_is_held_back_with_the_reason_and_asked_again(
-    trial: Trial, decode: Any, behaviour: Behaviour, words: str
+    trial: Trial, decode: Any, behaviour: Callable[..., Any], words: str
 ) -> None:
     good, bad = await decode("d0", answers(used="p")), await decode("d1", behaviour)
     trial.probation.take([PREFILL, good.worker, bad.worker])

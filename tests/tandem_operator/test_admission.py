@@ -33,9 +33,17 @@ def up(*, gate: str | None = None, host: str = "10.0.0.1", reason: str = "Admitt
     return {"spec": {"readinessGates": GATE}, "status": {"podIP": host, "conditions": conditions}}
 
 
+def gateway_pod(name: str, **status: Any) -> Manifest:
+    owner = {"kind": "ReplicaSet", "name": "m-5f", "uid": "rs", "controller": True}
+    return {"metadata": {"name": name, "namespace": "n", "uid": name, "ownerReferences": [owner]}, "status": status}
+
+
+READY = {"conditions": [{"type": "Ready", "status": "True"}]}
+
+
 def live(plan: Blueprint, **pods: Manifest) -> dict[ChildKey, Manifest]:
     """What there is of a model, with these of its decode pods changed, by number: `p0`."""
-    children = settled(plan)
+    children = settled(plan) | {ChildKey("Pod", "m-5f-a"): gateway_pod("m-5f-a", podIP="10.1.0.1", **READY)}
     for name, fields in pods.items():
         children[ChildKey("Pod", f"m-decode-{name[1:]}")] |= fields
     return children
@@ -156,7 +164,8 @@ def test_an_open_gate_closes_only_on_a_fresh_word(gate: str | None, standing: St
         (FleetView(), ("Unknown", "NotAskedYet", "")),
         (view(p0=admitted()), ("True", "Admitted", "")),
         (view(), ("False", "NotAdmitted", "m-decode-0: no gateway knows it yet")),
-        (view(p0=rejected(1.0)), ("False", "NotAdmitted", "m-decode-0: silent")),
+        (view(p0=rejected(FRESH)), ("False", "NotAdmitted", "m-decode-0: silent")),
+        (view(p0=rejected(1.0)), ("True", "Admitted", "")),
         (view(unable=True), ("Unknown", "GatewayCannotReport", "update their image")),
         (
             FleetView(silent={"m-gw": "it did not answer within 3 s"}, asked=True),
@@ -179,18 +188,23 @@ def test_an_operator_that_has_just_started_says_what_was_said_before() -> None:
     assert admission_condition(plan, live(plan, p0=up()), FleetView(), [before]) == before
 
 
+def test_without_a_gateway_that_is_ready_nobody_can_say() -> None:
+    plan = blueprint()
+    children = live(plan, p0=up(gate="True"))
+    del children[ChildKey("Pod", "m-5f-a")]
+    before = admission_condition(plan, live(plan, p0=up(gate="True")), view(p0=admitted()), [])
+    assert before is not None
+    found = admission_condition(plan, children, FleetView(), [before])
+    assert found is not None
+    assert (found.status, found.reason) == ("Unknown", "NoGatewayReady")
+
+
 def test_gateways_that_take_requests_are_asked() -> None:
     plan = blueprint()
 
-    def gateway(name: str, **status: Any) -> Manifest:
-        owner = {"kind": "ReplicaSet", "name": "m-5f", "uid": "rs", "controller": True}
-        return {"metadata": {"name": name, "namespace": "n", "uid": name, "ownerReferences": [owner]}, "status": status}
-
-    ready = {"conditions": [{"type": "Ready", "status": "True"}]}
     pods = {
-        "m-5f-a": gateway("m-5f-a", podIP="10.1.0.1", **ready),
-        "m-5f-b": gateway("m-5f-b", podIP="10.1.0.2"),
-        "m-5f-c": gateway("m-5f-c", **ready),
+        "m-5f-b": gateway_pod("m-5f-b", podIP="10.1.0.2"),
+        "m-5f-c": gateway_pod("m-5f-c", **READY),
     }
     children = live(plan) | {ChildKey("Pod", name): pod for name, pod in pods.items()}
     assert gateway_addresses(plan, children) == {"m-5f-a": "10.1.0.1"}

@@ -122,7 +122,18 @@ async def test_only_changes_of_admission_cause_a_look(gateways: Gateways, watchi
     gateways.say("m-one", worker("a", "Ejected", "silent"))
     await watching.until(lambda view: not view.standings["a"].admitted)
     await until_asked(gateways, ONE, gateways.asked[ONE] + 2)
+    assert watching.changes == [KEY], "busy for a moment is no change"
+    watching.late = fleet.REJECTED_SECONDS[0]
+    await until_asked(gateways, ONE, gateways.asked[ONE] + 3)
     assert watching.changes == [KEY, KEY]
+    gateways.say("m-one", worker("a"))
+    await watching.until(lambda view: view.standings["a"].admitted)
+    await until_asked(gateways, ONE, gateways.asked[ONE] + 2)
+    assert watching.changes == [KEY, KEY, KEY]
+    gateways.say("m-one", worker("a"), worker("new", "Ejected", "kv"))
+    await watching.until(lambda view: "new" in view.standings)
+    await until_asked(gateways, ONE, gateways.asked[ONE] + 2)
+    assert watching.changes == [KEY] * 4, "one that never was admitted is news at once"
 
 
 async def until_asked(gateways: Gateways, host: str, count: int) -> None:

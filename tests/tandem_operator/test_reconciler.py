@@ -19,7 +19,7 @@ from operator_objects import READY, RELEASE, container, pod, raw_model
 from prometheus_client import REGISTRY
 from tandem_operator import metrics
 from tandem_operator.errors import IncompleteError
-from tandem_operator.fleet import FleetWatch
+from tandem_operator.fleet import FleetView, FleetWatch
 from tandem_operator.hub import Hub
 from tandem_operator.keeper import KeyKeeper
 from tandem_operator.kube.client import KubeClient
@@ -549,11 +549,12 @@ async def test_a_worker_is_ready_only_once_a_gateway_has_admitted_it(server: Obj
     server.kept[path]["spec"] = {"readinessGates": [{"conditionType": GATE}]}
     await operator.look()
     assert f"{path}/status" not in server.written, "no gateway has said anything"
-    assert server.conditions["WorkersAdmitted"]["reason"] == "NotAskedYet"
+    assert server.conditions["WorkersAdmitted"]["reason"] == "NoGatewayReady"
     add_gateway(server, state="Admitted")
     asking = asyncio.create_task(operator.fleet.run())
     try:
         await operator.look()
+        assert server.conditions["WorkersAdmitted"]["reason"] == "NotAskedYet"
         await until_reported(operator)
     finally:
         asking.cancel()
@@ -564,6 +565,16 @@ async def test_a_worker_is_ready_only_once_a_gateway_has_admitted_it(server: Obj
     assert server.conditions["WorkersAdmitted"]["status"] == "True"
     await operator.look()
     assert server.written == [], "said once"
+
+
+async def test_gateways_of_a_model_that_is_gone_are_not_asked(server: ObjectServer, operator: Operator) -> None:
+    await operator.look()
+    add_gateway(server)
+    await operator.look()
+    assert operator.fleet.view(KEY).silent
+    del server.kept[MODEL]
+    await operator.look()
+    assert operator.fleet.view(KEY) == FleetView()
 
 
 async def test_a_gate_that_may_not_be_set_is_told(server: ObjectServer, operator: Operator) -> None:

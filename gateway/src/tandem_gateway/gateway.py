@@ -8,7 +8,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import count
 from typing import Any, cast
 
@@ -25,6 +25,7 @@ from tandem_gateway.http.connection import ClientConnection
 from tandem_gateway.http.request import Request
 from tandem_gateway.http.response import build_error, build_json
 from tandem_gateway.metrics import Metrics
+from tandem_gateway.probation import Held
 from tandem_gateway.prompt import INFERENCE_PATHS, MODELS, check_name, read_inquiry
 from tandem_gateway.scheduling import Endpoint, Scheduler, Worker
 from tandem_gateway.upstream.base import Link
@@ -55,9 +56,9 @@ class Gateway:
         self.scheduler = Scheduler()
         self.metrics = Metrics()
         self.access_log = access_log
+        self.held: Held = list
+        """Workers that discovery knows and that get no requests yet, as `GET /fleet` tells of them."""
         self.draining = False
-        self.held_back: Callable[[], list[WorkerReport]] = list
-        """Workers that are known and get no requests yet."""
         self.exchanges: set[Exchange] = set()
         self.connections: set[ClientConnection] = set()
         self._credentials = Credentials(config.keys_path)
@@ -325,7 +326,7 @@ class Gateway:
             at=time.time(),
             served_names=list(self.served_names),
             canary_percent=None if canary is None else canary.percent,
-            workers=[*map(_report_on, self.scheduler.endpoints.values()), *self.held_back()],
+            workers=[*map(_report_on, self.scheduler.endpoints.values()), *self.held()],
         )
 
     def _record(self, path: str, status: int, request_id: bytes, error: str | None, size: int) -> None:

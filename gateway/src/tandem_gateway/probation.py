@@ -38,6 +38,9 @@ _TEXT_BYTES = 256
 """Of hexadecimal digits: more tokens than decode workers compute themselves, whatever the tokenizer."""
 _PREFILL_WORKER = HEADER_PREFILL_WORKER.encode()
 
+Held = Callable[[], list[WorkerReport]]
+"""Those that are held back, now."""
+
 log = logging.getLogger(__name__)
 
 

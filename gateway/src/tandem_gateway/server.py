@@ -44,6 +44,7 @@ class Server:
             token_line=lambda: self.gateway.token_line,
             connect_seconds=settings.config.timeouts.connect_seconds,
         )
+        self.gateway.held = self.probation.reports
         self.http_port = 0
         self.metrics_port = 0
         self._listeners: list[asyncio.Server] = []
@@ -135,7 +136,6 @@ class Server:
             server, namespace=config.namespace, model=config.model_name, apply=self.gateway.apply_routing
         )
         self.admin.knows_routing = lambda: routing.asked
-        self.gateway.held_back = self.probation.reports
         self._spawn(self.probation.run())
         return [pods.run(), routing.run()]
 

@@ -22,6 +22,7 @@ from tandem_operator.workloads.blueprint import Blueprint
 
 CONDITION = "WorkersAdmitted"
 NO_REPORTS = "NoReports"
+_NO_GATEWAY = "NoGatewayReady"
 _NAMED = 3
 """Workers, or gateways, that a message names."""
 
@@ -110,9 +111,13 @@ def admission_condition(
     if wanted == 0 or blueprint.replicas(blueprint.model.spec.gateway.replicas) == 0:
         return None
     known = next((condition for condition in previous if condition.type == CONDITION), None)
+    if not gateway_addresses(blueprint, live):
+        return _condition("Unknown", _NO_GATEWAY, "no gateway is ready, so none can say")
     if not view.asked or not (view.reporting or view.unable or view.silent):
-        # Of a gateway that is not there yet, or an operator that has just started, nothing can be told.
-        return known or _condition("Unknown", "NotAskedYet", "no gateway has been asked yet")
+        # An operator that has just started has asked nobody yet.
+        if known is not None and known.reason != _NO_GATEWAY:
+            return known
+        return _condition("Unknown", "NotAskedYet", "no gateway has been asked yet")
     if view.silent:
         names = sorted(view.silent)
         words = "; ".join(f"{name}: {view.silent[name]}" for name in names[:_NAMED])
@@ -136,11 +141,12 @@ def admission_condition(
 
 
 def _standing(group: Group, view: FleetView) -> tuple[bool, str] | None:
+    """Whether a replica gets requests, and why not; None where no gateway knows it. Moments do not count."""
     leader = group.pods[0]
     found = view.standings.get(leader["metadata"]["name"])
     if found is None or found.host != dig(leader, "status", "podIP"):
         return None
-    return found.admitted, found.reason or "left out"
+    return found.rejected_seconds < REJECTED_SECONDS[0], found.reason or "left out"
 
 
 def is_admission_open(blueprint: Blueprint, live: Children) -> bool:

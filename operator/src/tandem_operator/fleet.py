@@ -82,6 +82,8 @@ class _Model:
     hurry: bool = True
     rejected_since: dict[tuple[str, str], float] = field(default_factory=dict[tuple[str, str], float])
     """By name and host of workers."""
+    admitted: set[tuple[str, str]] = field(default_factory=set[tuple[str, str]])
+    """Those that some gateway has admitted, as long as they are reported."""
     told: object = None
     """What the last reconcile could have known."""
 
@@ -189,9 +191,14 @@ class FleetWatch:
             if not report.admitted
         }
         view = self.view(key)
+        model.admitted = {
+            worker
+            for worker in ((name, standing.host) for name, standing in standings.items())
+            if worker in model.admitted or worker not in model.rejected_since
+        }
         told = (
             {
-                name: (s.host, s.admitted, s.reason, sum(s.rejected_seconds >= limit for limit in REJECTED_SECONDS))
+                name: (s.host, _phase(s, was_admitted=(name, s.host) in model.admitted))
                 for name, s in view.standings.items()
             },
             view.reporting,
@@ -271,6 +278,12 @@ def _standings(model: _Model, reports: Sequence[FleetReport], now: float) -> dic
         )
         for name, found in _merge(reports).items()
     }
+
+
+def _phase(standing: Standing, *, was_admitted: bool) -> object:
+    """What somebody has to know of a worker: a busy one that is left out for moments is as it was."""
+    steps = sum(standing.rejected_seconds >= limit for limit in REJECTED_SECONDS)
+    return "admitted" if standing.admitted or (was_admitted and not steps) else (steps, standing.reason)
 
 
 def _merge(reports: Sequence[FleetReport]) -> dict[str, Standing]:

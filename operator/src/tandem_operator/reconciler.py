@@ -132,6 +132,7 @@ class Reconciler:
         path = INFERENCE_MODEL.path(key.namespace, key.name)
         raw = await self._client.find(path)
         if raw is None or dig(raw, "metadata", "deletionTimestamp") is not None:
+            self._fleet.forget(key)
             return None  # the garbage collector removes the children
         try:
             model = parse_model(raw)
@@ -211,7 +212,8 @@ class Reconciler:
                     continue  # another pod of that name by now, or none
                 metrics.WRITES.labels("admit", POD.name).inc()
         found = admission_condition(blueprint, ours, view, blueprint.model.status.conditions)
-        if found is not None and found.reason == NO_REPORTS and is_admission_open(blueprint, ours):
+        nobody = not view.reporting and not view.unable
+        if found is not None and found.reason == NO_REPORTS and nobody and is_admission_open(blueprint, ours):
             outcome.problems.append(Problem(reason=found.reason, message=found.message))
         return found
 
