@@ -10,6 +10,7 @@ import asyncio
 from enum import IntEnum
 from time import monotonic
 from typing import Protocol
+from urllib.parse import quote
 
 from tandem_api.launch import GatewayTimeouts
 from tandem_api.names import (
@@ -18,6 +19,7 @@ from tandem_api.names import (
     HEADER_PREFILL_WORKER,
     HEADER_REQUEST_ID,
     HEADER_RETRY,
+    HEADER_ROUTE,
 )
 
 from tandem_gateway.errors import GatewayFull, NoEndpoint, RequestError, UpstreamFailed, UpstreamTimeout
@@ -59,6 +61,7 @@ _PREFILL_WORKER = HEADER_PREFILL_WORKER.encode()
 _PREFILL = HEADER_PREFILL.encode()
 _REQUEST_ID = HEADER_REQUEST_ID.encode()
 _RETRY = HEADER_RETRY.encode()
+_ROUTE = HEADER_ROUTE.encode()
 _FORWARDED = (b"content-type", b"accept", b"traceparent", b"tracestate")
 """What a worker may learn of the client's header. Never the x-tandem ones, which name machines to connect to and tell
 who asks."""
@@ -426,6 +429,7 @@ class Exchange:
         self._reservation.first_token(now)
         self.request.body = b""
         self._connection.held_changed()
+        self._explain()
         framing = b"" if self.request.http10 else b"\r\ntransfer-encoding: chunked"
         return build_head(self._head, self.request_id, framing, keep_alive=self._keep_alive)
 
@@ -452,6 +456,7 @@ class Exchange:
         assert self._head is not None
         if self._reservation is not None:
             self._reservation.complete(self._loop.time())
+            self._explain()
         body = b"".join(self._held)
         self._held.clear()
         self.status = self._head.status
@@ -480,6 +485,27 @@ class Exchange:
     @property
     def _keep_alive(self) -> bool:
         return self.request.keep_alive and not self._context.draining
+
+    def _explain(self) -> None:
+        """For who asks: where the request went, and what was expected of it there."""
+        if self.request.headers.get(_ROUTE) != b"explain":
+            return
+        assert self._head is not None
+        assert self._reservation is not None
+        assert self.choice is not None
+        choice, expected, canary = self.choice, self._reservation.expected, self.inquiry.demand.canary
+        fields = {
+            "decode": choice.decode.worker.name,
+            "prefill": ",".join(endpoint.worker.name for endpoint in choice.prefill),
+            "revision": choice.decode.worker.revision,
+            "canary": "" if canary is None else str(canary).lower(),
+            "attempts": self.attempts,
+            "uncached_tokens": choice.uncached_tokens,
+            "cached_tokens": choice.cached_tokens,
+            "ttft_ms": "" if expected is None else round(1000 * expected),
+        }
+        text = "; ".join(f"{name}={quote(str(value), safe=',:[]')}" for name, value in fields.items() if value != "")
+        self._head.headers.append((_ROUTE, text.encode()))
 
     # endings
 
