@@ -104,6 +104,21 @@ async def test_a_request_that_breaks_every_connection_ejects_nobody(start_gatewa
         assert (await ask(running, question(chat, number)))[0] == 200
 
 
+async def test_errors_count_only_where_another_worker_did_better(start_gateway, start_worker, fault, chat) -> None:
+    """With the retries used up there is nobody to ask: it may be the request's fault."""
+
+    async def fail_at_poison(worker, request, writer) -> None:
+        await (fail_with(500) if b"poison" in request.body else fault.answer)(worker, request, writer)
+
+    running = await start_gateway(*[await start_worker(f"d{index}", default=fail_at_poison) for index in range(4)])
+    while running.gateway.scheduler.may_retry():
+        pass
+    for number in range(40):
+        poison = chat(messages=[{"role": "user", "content": f"poison {number}"}])
+        assert (await ask(running, poison))[0] == 500
+    assert states(running) == {"available"}
+
+
 async def test_a_worker_that_breaks_connections_that_others_keep_is_left_out(
     start_gateway, start_worker, fault, chat
 ) -> None:

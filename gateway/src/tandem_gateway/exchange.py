@@ -250,7 +250,7 @@ class Exchange:
         if outcome is Outcome.ANSWERED:
             for endpoint, failure in self._suspects:
                 scheduler.report(endpoint, failure, now)
-        if outcome is not Outcome.ERROR or not self._suspects:  # who all fail at one request are not to blame
+        if outcome is not Outcome.ERROR:  # it may be the request's fault, and nobody else is there to tell
             scheduler.report(choice.decode, outcome, now)
         self._suspects.clear()
         if head.status == 200:
