@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 from tandem_api.names import Role
+from tandem_gateway.scheduling import Outcome
 
 
 def fail_with(status: int) -> Callable[..., Awaitable[None]]:
@@ -202,6 +203,27 @@ async def test_clients_that_leave_at_once_eject_nobody(start_gateway, start_work
         await asyncio.sleep(0.02)
         writer.transport.abort()
     assert not running.gateway.scheduler.failures
+
+
+async def test_a_worker_that_hangs_is_found_long_before_its_first_token_is_late(
+    start_gateway, start_worker, fault, chat, until
+) -> None:
+    workers = [await start_worker(f"d{index}") for index in range(4)]
+    running = await start_gateway(*workers)
+    for number in range(40):
+        await ask(running, question(chat, number, stream=True))
+    workers[0].default = fault.hang
+    hung = running.gateway.scheduler.endpoints["d0"]
+    loop = asyncio.get_running_loop()
+    started, number = loop.time(), 0
+    while hung.state == "available":
+        assert loop.time() - started < 8
+        _, writer = await running.connect()
+        writer.write(question(chat, number, stream=True))
+        number += 1
+        await asyncio.sleep(0.05)
+    assert hung.health.reason is Outcome.SILENT
+    assert [endpoint.state for endpoint in running.gateway.scheduler.endpoints.values()].count("available") == 3
 
 
 async def test_a_worker_that_hangs_is_counted_and_left_out(start_gateway, start_worker, fault, chat) -> None:
