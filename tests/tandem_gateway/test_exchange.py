@@ -362,3 +362,26 @@ async def test_chaos(start_gateway, start_worker, fault, chat) -> None:
         await asyncio.gather(*(one(index) for index in range(start, start + 14)))
     await running.idle()
     assert len(outcomes) == 60
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_who_asks_is_told_where_the_request_went(start_gateway, start_worker, chat, stream: bool) -> None:
+    decode, prefill = await start_worker("d1"), await start_worker("p1", role=Role.PREFILL)
+    running = await start_gateway(decode, prefill)
+
+    async def explain(headers: str) -> list[bytes]:
+        reader, writer = await running.connect()
+        writer.write(chat(stream=stream, max_tokens=1, headers=headers))
+        head = await reader.readuntil(b"\r\n\r\n")
+        return [line for line in head.split(b"\r\n") if line.startswith(b"x-tandem-route")]
+
+    assert await explain("") == await explain("x-tandem-route: no\r\n") == []
+    (line,) = await explain("x-tandem-route: explain\r\n")
+    fields = dict(part.split("=") for part in line.decode().removeprefix("x-tandem-route: ").split("; "))
+    assert (fields["decode"], fields["prefill"], fields["revision"], fields["attempts"]) == ("d1", "p1", "r1", "1")
+    assert "x-tandem-route" not in decode.received[-1].headers
+    endpoint = running.gateway.scheduler.endpoints["p1"]
+    for _ in range(10):
+        endpoint.speed.observe(10, 0.05)
+    (line,) = await explain("x-tandem-route: explain\r\n")
+    assert 20 <= int(line.split(b"ttft_ms=")[1]) <= 60

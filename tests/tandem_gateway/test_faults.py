@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 from tandem_api.names import Role
+from tandem_gateway.scheduling import Outcome
 
 
 def fail_with(status: int) -> Callable[..., Awaitable[None]]:
@@ -104,6 +105,21 @@ async def test_a_request_that_breaks_every_connection_ejects_nobody(start_gatewa
         assert (await ask(running, question(chat, number)))[0] == 200
 
 
+async def test_errors_count_only_where_another_worker_did_better(start_gateway, start_worker, fault, chat) -> None:
+    """With the retries used up there is nobody to ask: it may be the request's fault."""
+
+    async def fail_at_poison(worker, request, writer) -> None:
+        await (fail_with(500) if b"poison" in request.body else fault.answer)(worker, request, writer)
+
+    running = await start_gateway(*[await start_worker(f"d{index}", default=fail_at_poison) for index in range(4)])
+    while running.gateway.scheduler.may_retry():
+        pass
+    for number in range(40):
+        poison = chat(messages=[{"role": "user", "content": f"poison {number}"}])
+        assert (await ask(running, poison))[0] == 500
+    assert states(running) == {"available"}
+
+
 async def test_a_worker_that_breaks_connections_that_others_keep_is_left_out(
     start_gateway, start_worker, fault, chat
 ) -> None:
@@ -187,6 +203,27 @@ async def test_clients_that_leave_at_once_eject_nobody(start_gateway, start_work
         await asyncio.sleep(0.02)
         writer.transport.abort()
     assert not running.gateway.scheduler.failures
+
+
+async def test_a_worker_that_hangs_is_found_long_before_its_first_token_is_late(
+    start_gateway, start_worker, fault, chat, until
+) -> None:
+    workers = [await start_worker(f"d{index}") for index in range(4)]
+    running = await start_gateway(*workers)
+    for number in range(40):
+        await ask(running, question(chat, number, stream=True))
+    workers[0].default = fault.hang
+    hung = running.gateway.scheduler.endpoints["d0"]
+    loop = asyncio.get_running_loop()
+    started, number = loop.time(), 0
+    while hung.state == "available":
+        assert loop.time() - started < 8
+        _, writer = await running.connect()
+        writer.write(question(chat, number, stream=True))
+        number += 1
+        await asyncio.sleep(0.05)
+    assert hung.health.reason is Outcome.SILENT
+    assert [endpoint.state for endpoint in running.gateway.scheduler.endpoints.values()].count("available") == 3
 
 
 async def test_a_worker_that_hangs_is_counted_and_left_out(start_gateway, start_worker, fault, chat) -> None:

@@ -13,8 +13,6 @@ from tandem_gateway import probation
 from tandem_gateway.probation import PATIENCE, Probation
 from tandem_gateway.scheduling import Worker
 
-from tests.tandem_gateway.conftest import Behaviour, FakeWorker, Received, send_json, until
-
 PREFILL = Worker(name="p", address="10.0.0.1:8000", role=Role.PREFILL, revision="r1", kv_address="10.0.0.1:7000")
 
 

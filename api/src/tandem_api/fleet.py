@@ -27,12 +27,14 @@ class WorkerReport(Wire):
     reason: str | None = None
     """Why it is ejected: the name of the failure, as in the metric."""
     requests: int = 0
-    """Requests that it was sent and that have ended, but for those that their clients gave up."""
+    """Attempts at it that have ended, whether or not another worker made good for them; but for those that clients gave
+    up, and those that it declined because it is loading or stopping."""
     failures: int = 0
-    """Of those: 5xx, connections that broke, timeouts, streams that ended in an error. Of prefill workers: prompts that
-    they were named for and did not compute."""
+    """Of those: no connection, 401, 5xx, connections that broke, timeouts, streams that ended in an error. Of prefill
+    workers: prompts that they were named for and did not compute."""
     ttft_counts: list[int] = Field(default_factory=list[int])
-    """Seconds to the first token by `TTFT_BOUNDS`, each bucket by itself. Empty for prefill workers."""
+    """Streams by the seconds from sending the request to the first token, by `TTFT_BOUNDS`, each bucket by itself.
+    Answers in one piece do not tell. Empty for prefill workers."""
 
 
 class FleetReport(Wire):

@@ -48,8 +48,11 @@ HEADER_DECODE_WORKER = "x-tandem-decode-worker"
 HEADER_PREFILL_WORKER = "x-tandem-prefill-worker"
 """Response: the pod that prefilled (the decode pod itself when it did so locally)."""
 
+HEADER_ROUTE = "x-tandem-route"
+"""Client to gateway: `explain` asks for a header of this name in the response that says where the request went."""
+
 HEADER_RETRY = "x-tandem-retry"
-"""Response of a worker, on a 503: nothing was done for this request, another worker may take it. Its value is one of
+"""Response of a worker, on a 503 or 429: nothing was done for this request, another worker may take it. It says one of
 the next two.
 """
 RETRY_WORKER = "1"

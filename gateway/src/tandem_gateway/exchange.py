@@ -12,6 +12,7 @@ import logging
 from enum import IntEnum
 from time import monotonic
 from typing import Protocol
+from urllib.parse import quote
 
 from tandem_api.launch import GatewayTimeouts
 from tandem_api.names import (
@@ -21,6 +22,7 @@ from tandem_api.names import (
     HEADER_REQUEST_ID,
     HEADER_RESUME,
     HEADER_RETRY,
+    HEADER_ROUTE,
 )
 
 from tandem_gateway.errors import GatewayFull, NoEndpoint, RequestError, UpstreamFailed, UpstreamTimeout
@@ -66,6 +68,7 @@ _PREFILL = HEADER_PREFILL.encode()
 _REQUEST_ID = HEADER_REQUEST_ID.encode()
 _RESUME = HEADER_RESUME.encode()
 _RETRY = HEADER_RETRY.encode()
+_ROUTE = HEADER_ROUTE.encode()
 _FORWARDED = (b"content-type", b"accept", b"traceparent", b"tracestate")
 """What a worker may learn of the client's header. Never the x-tandem ones, which name machines to connect to and tell
 who asks."""
@@ -371,7 +374,7 @@ class Exchange:
         if outcome is Outcome.ANSWERED:
             for endpoint, failure in self._suspects:
                 scheduler.report(endpoint, failure, now)
-        if outcome is not Outcome.ERROR or not self._suspects:  # who all fail at one request are not to blame
+        if outcome is not Outcome.ERROR:  # it may be the request's fault, and nobody else is there to tell
             scheduler.report(choice.decode, outcome, now)
         self._suspects.clear()
         if head.status == 200:
@@ -551,6 +554,7 @@ class Exchange:
         else:
             self.request.body = b""
             self._connection.held_changed()
+        self._explain()
         framing = b"" if self.request.http10 else b"\r\ntransfer-encoding: chunked"
         return build_head(self._head, self.request_id, framing, keep_alive=self._keep_alive)
 
@@ -577,6 +581,7 @@ class Exchange:
         assert self._head is not None
         if self._reservation is not None:
             self._reservation.complete(self._loop.time())
+            self._explain()
         body = b"".join(self._held)
         self._held.clear()
         self.status = self._head.status
@@ -605,6 +610,27 @@ class Exchange:
     @property
     def _keep_alive(self) -> bool:
         return self.request.keep_alive and not self._context.draining
+
+    def _explain(self) -> None:
+        """For who asks: where the request went, and what was expected of it there."""
+        if self.request.headers.get(_ROUTE) != b"explain":
+            return
+        assert self._head is not None
+        assert self._reservation is not None
+        assert self.choice is not None
+        choice, expected, canary = self.choice, self._reservation.expected, self.inquiry.demand.canary
+        fields = {
+            "decode": choice.decode.worker.name,
+            "prefill": ",".join(endpoint.worker.name for endpoint in choice.prefill),
+            "revision": choice.decode.worker.revision,
+            "canary": "" if canary is None else str(canary).lower(),
+            "attempts": self.attempts,
+            "uncached_tokens": choice.uncached_tokens,
+            "cached_tokens": choice.cached_tokens,
+            "ttft_ms": "" if expected is None else round(1000 * expected),
+        }
+        text = "; ".join(f"{name}={quote(str(value), safe=',:[]')}" for name, value in fields.items() if value != "")
+        self._head.headers.append((_ROUTE, text.encode()))
 
     # endings
 

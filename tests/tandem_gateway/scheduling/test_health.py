@@ -30,7 +30,7 @@ def chosen(scheduler: Scheduler, now: float, sessions: int = 64) -> set[str]:
         (200, None, Outcome.ANSWERED), (400, None, Outcome.ANSWERED), (404, None, Outcome.ANSWERED),
         (401, None, Outcome.UNAUTHORIZED), (429, None, Outcome.BUSY), (500, None, Outcome.ERROR),
         (502, None, Outcome.ERROR), (503, None, Outcome.BUSY), (503, b"1", Outcome.DRAINING),
-        (503, b"request", Outcome.ERROR),
+        (503, b"request", Outcome.ERROR), (429, b"request", Outcome.ERROR), (400, b"request", Outcome.ANSWERED),
     ],
 )  # fmt: skip
 def test_what_a_status_says(status: int, retry: bytes | None, outcome: Outcome) -> None:

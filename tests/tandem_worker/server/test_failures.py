@@ -10,6 +10,7 @@ from typing import Any
 import openai
 import pytest
 from tandem_worker.engine.errors import EngineStoppedError, RequestError
+from tandem_worker.server.http import describe_error
 from tandem_worker.server.serving import WorkerProtocol
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
@@ -99,6 +100,13 @@ async def test_full_queue(worker: Any) -> None:
         await worker.client.chat.completions.create(**BODY)
     assert caught.value.response.headers["retry-after"] == "1"
     assert caught.value.body["type"] == "rate_limit_error"
+
+
+def test_who_refuses_large_requests_alone_says_so() -> None:
+    """A gateway leaves out who answers 429 to everything, for a while."""
+    for code, expected in (("queue_full", None), ("too_many_large_requests", "request")):
+        status, _, headers = describe_error(RequestError("no", status=429, code=code))
+        assert (status, headers.get("x-tandem-retry")) == (429, expected)
 
 
 async def test_a_bug_is_a_500_and_the_server_lives(worker: Any) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from tandem_api.names import HEADER_ROUTE
+
 from tandem_gateway.errors import BadRequest, RequestError
 
 MAX_HEADER_BYTES = 32 * 1024
@@ -19,6 +21,7 @@ _KEPT = frozenset(
         b"tracestate",
         b"x-request-id",
         b"x-session-affinity",
+        HEADER_ROUTE.encode(),
     )
 )
 

@@ -83,11 +83,11 @@ def classify_status(status: int, retry: bytes | None) -> Outcome:
     """What an answer's status says about the worker that sent it. `retry`: its `names.HEADER_RETRY`."""
     if status == 401:
         return Outcome.UNAUTHORIZED
+    if status in (429, 503) and retry == _RETRY_REQUEST:
+        return Outcome.ERROR
     if status == 503 and retry is not None:
-        return Outcome.ERROR if retry == _RETRY_REQUEST else Outcome.DRAINING
-    if status == 503:
-        return Outcome.BUSY
-    if status == 429:
+        return Outcome.DRAINING
+    if status in (429, 503):
         return Outcome.BUSY
     if status >= 500:
         return Outcome.ERROR

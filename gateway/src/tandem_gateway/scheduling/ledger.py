@@ -21,7 +21,7 @@ class Reservation:
 
     __slots__ = (
         "_decode", "_decode_left", "_open", "_output", "_owing", "_prefill", "_prefill_tokens", "_prefilling",
-        "_work", "patience", "since",
+        "_work", "expected", "patience", "since",
     )  # fmt: skip
 
     def __init__(
@@ -53,7 +53,9 @@ class Reservation:
         if prefill is not decode:
             prefill.requests += 1
             prefill.owing[self] = None
-        expected = prefill.speed.predict(self._work if stream else self._work + _PATIENT_TOKENS * decode_tokens)
+        self.expected = prefill.speed.predict(self._work)
+        """Seconds until its first token, or None while too little is known."""
+        expected = self.expected if stream else prefill.speed.predict(self._work + _PATIENT_TOKENS * decode_tokens)
         if expected is None or not stream:  # how long an answer in one piece is, nobody knows before it is there
             expected = max(expected or 0.0, _UNKNOWN_SECONDS)
         self.patience = expected

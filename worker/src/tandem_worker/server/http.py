@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 from starlette.types import Scope, Send
 from tandem_api import names
-from tandem_api.names import HEADER_RETRY, RETRY_WORKER
+from tandem_api.names import HEADER_RETRY, RETRY_REQUEST, RETRY_WORKER
 from tandem_api.openai import ErrorType, error_body
 
 from tandem_worker.engine.errors import EngineStoppedError, RequestError
@@ -27,6 +27,8 @@ _KINDS: Mapping[int, ErrorType] = {
     503: "overloaded_error",
 }
 
+TOO_MANY_LARGE_REQUESTS = "too_many_large_requests"
+"""Code of an error that small requests do not meet."""
 _QUOTED_CHARACTERS = 2000
 _JOINED_BYTES = 1024 * 1024
 
@@ -117,6 +119,8 @@ def describe_error(error: Exception) -> tuple[int, dict[str, Any], Headers]:
         case RequestError():
             kind = _KINDS.get(error.status, "invalid_request_error")
             extra = {"retry-after": "1"} if error.status == 429 else {}
+            if error.code == TOO_MANY_LARGE_REQUESTS:
+                extra[HEADER_RETRY] = RETRY_REQUEST
             param = None if error.param is None else _clip(error.param)
             return error.status, error_body(_clip(str(error)), kind=kind, param=param, code=error.code), extra
         case EngineStoppedError():

@@ -9,7 +9,7 @@ from starlette.types import Receive, Scope
 
 from tandem_worker.engine.errors import RequestError
 from tandem_worker.server.deltas import ClientGoneError
-from tandem_worker.server.http import MAX_BODY_BYTES, BodyTooLargeError, header
+from tandem_worker.server.http import MAX_BODY_BYTES, TOO_MANY_LARGE_REQUESTS, BodyTooLargeError, header
 
 SMALL_BODY_BYTES = 32 * 1024
 """Bodies up to this size are not counted, so that nobody's large ones keep them out."""
@@ -69,7 +69,7 @@ class Intake:
         if self.held_bytes + num_bytes > MAX_HELD_BYTES:
             raise RequestError(
                 "This worker is preparing as many large requests as it can hold; try again later.",
-                code="too_many_large_requests",
+                code=TOO_MANY_LARGE_REQUESTS,
                 status=429,
             )
         self.held_bytes += num_bytes

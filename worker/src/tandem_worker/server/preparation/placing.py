@@ -26,7 +26,7 @@ from tandem_worker.engine.errors import RequestError
 from tandem_worker.host.isolation.confined import Confined
 from tandem_worker.host.isolation.contract import FunctionError, LimitError, Limits, QueueFullError, UnavailableError
 from tandem_worker.server.deltas import ClientGoneError
-from tandem_worker.server.http import MAX_BODY_BYTES, ServiceError
+from tandem_worker.server.http import MAX_BODY_BYTES, TOO_MANY_LARGE_REQUESTS, ServiceError
 from tandem_worker.server.intake import SMALL_BODY_BYTES, Intake
 from tandem_worker.server.preparation.job import SETUP, unpack
 from tandem_worker.server.preparation.preparing import Prepared, Preparer
@@ -192,7 +192,7 @@ class Preparation:
         self.counts.refused_total += 1
         return RequestError(
             "This worker has as many large requests waiting as it takes; try again later.",
-            code="too_many_large_requests",
+            code=TOO_MANY_LARGE_REQUESTS,
             status=429,
         )
 
