@@ -28,6 +28,8 @@ class ClusterServer:
         self.kept: dict[str, list[dict[str, Any]]] = {PODS: [], MODELS: []}
         self.events = {path: asyncio.Queue[dict[str, Any]]() for path in self.kept}
         self.forbidden: set[str] = set()
+        self.answers_models = asyncio.Event()
+        self.answers_models.set()
         self.server: asyncio.Server
         self._writers: set[asyncio.StreamWriter] = set()
 
@@ -35,6 +37,8 @@ class ClusterServer:
         self._writers.add(writer)
         try:
             target = urlsplit((await reader.readuntil(b"\r\n\r\n")).decode().split(" ")[1])
+            if target.path == MODELS:
+                await self.answers_models.wait()
             if target.path in self.forbidden:
                 writer.write(b"HTTP/1.1 403 Forbidden\r\ncontent-length: 2\r\n\r\n{}")
             elif "watch" in parse_qs(target.query):
@@ -108,7 +112,11 @@ async def test_it_is_ready_with_the_names_of_the_status_and_keeps_them_without_t
     cluster: ClusterServer, gateway: Server, until: Any
 ) -> None:
     cluster.kept[MODELS] = [make_model("new", "old")]
+    cluster.answers_models.clear()
     await gateway.start()
+    await until(lambda: gateway.admin.discovered)
+    assert not gateway.admin.ready, "it would refuse a name that is served"
+    cluster.answers_models.set()
     await until(lambda: gateway.admin.ready)
     statuses = [await status_of(gateway, name) for name in ("new", "old", "launched")]
     assert statuses == [200, 200, 404]
