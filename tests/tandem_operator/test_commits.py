@@ -12,6 +12,7 @@ from operator_objects import blueprint, cases, raw_model, released, settled
 from tandem_api.inferencemodel import InferenceModel, InferenceModelStatus, ModelStatus
 from tandem_operator.causes import Problem
 from tandem_operator.commits import Answer, CommitPlan, is_resolved, makes_workers, plan_commit, read_question
+from tandem_operator.manifests import ChildKey
 from tandem_operator.workloads.configs import worker_config
 
 A, B, C = "a" * 40, "b" * 40, "c" * 40
@@ -184,6 +185,14 @@ def test_a_role_without_replicas_beside_one_that_runs_makes_none() -> None:
     assert makes_workers(blueprint(**spec), {})
     gone: dict[str, Any] = {"decode": {"replicas": 0}}
     assert makes_workers(blueprint(**gone), settled(blueprint(**gone)))
+
+
+def test_a_role_that_cannot_be_made_replaces_nobody_else() -> None:
+    bad: dict[str, Any] = {"podTemplate": {"metadata": {"labels": {"tandem.dev/role": "x"}}}}
+    live = settled(blueprint(prefill={}))
+    del live[ChildKey("StatefulSet", "m-prefill")]
+    assert not makes_workers(blueprint(prefill=bad), live)
+    assert makes_workers(blueprint(prefill={}), live)
 
 
 def test_the_commit_names_the_build_and_is_what_workers_are_told() -> None:

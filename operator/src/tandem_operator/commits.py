@@ -105,7 +105,8 @@ def makes_workers(blueprint: Blueprint, live: Children) -> bool:
     for role in blueprint.worker_roles:
         key = workload_key(blueprint, role)
         present, desired = live.get(key), children.get(key)
-        if present is None or (desired is not None and is_new_template(desired, present)):
+        # One whose template cannot be made is neither made nor replaced.
+        if desired is not None and (present is None or is_new_template(desired, present)):
             return True
         is_running |= bool(dig(present, "spec", "replicas"))
     return not is_running
