@@ -349,7 +349,7 @@ class Weights:
         release = dataclasses.replace(RELEASE, hub_endpoint=url)
         self.earlier = Operator(server, client, release=release)
         """One that asks nobody."""
-        self._operator = Operator(server, client, self.hub, release)
+        self.operator = Operator(server, client, self.hub, release)
         self._server = server
 
     async def look(self) -> list[str]:
@@ -357,10 +357,10 @@ class Weights:
         second look wrote."""
         self.hub.forget(KEY)
         self._answered.clear()
-        await self._operator.look()
+        await self.operator.look()
         async with asyncio.timeout(10):
             await self._answered.wait()
-        await self._operator.look()
+        await self.operator.look()
         return [path for path in self._server.written if "/events/" not in path]
 
     @property
@@ -451,3 +451,12 @@ async def test_a_lost_status_loses_no_commit(server: ObjectServer, weights: Weig
     assert DECODE not in await weights.look()
     assert weights.loaded == A
     assert server.kept[MODEL]["status"]["model"]["commit"] == A
+
+
+async def test_a_model_that_names_a_commit_is_not_asked_about_any_more(server: ObjectServer, weights: Weights) -> None:
+    await weights.look()
+    assert weights.hub.look_after(KEY) is not None
+    server.change(model={"uri": "hf://org/repo", "revision": B})
+    await weights.operator.look()
+    assert weights.loaded == B
+    assert weights.hub.look_after(KEY) is None, "nothing would ever make it less than due"

@@ -162,7 +162,11 @@ class Reconciler:
         model = recover(blueprint, ours, request=request, now=_now())
         asks = hub is not None and hub.policy.resolve
         question = read_question(blueprint, request)
-        answer = hub.ask(key, question) if hub is not None and asks and question is not None else None
+        answer = None
+        if hub is not None and asks and question is not None:
+            answer = hub.ask(key, question)
+        elif hub is not None:
+            hub.forget(key)  # the model named a branch before
         needed = asks and question is not None and not is_resolved(model) and makes_workers(blueprint, ours)
         weights = plan_commit(model, answer, asks=asks, request=request, needed=needed, now=_now())
         if weights.problem is not None:
