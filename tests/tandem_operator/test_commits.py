@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from operator_objects import blueprint, cases, raw_model, released, settled
 from tandem_api.inferencemodel import InferenceModel, InferenceModelStatus, ModelStatus
 from tandem_operator.causes import Problem
-from tandem_operator.commits import Answer, CommitPlan, is_resolved, makes_workers, plan_commit, read_question
+from tandem_operator.commits import Answer, CommitPlan, can_wait, is_resolved, makes_workers, plan_commit, read_question
 from tandem_operator.manifests import ChildKey
 from tandem_operator.workloads.configs import worker_config
 
@@ -132,6 +132,25 @@ def test_another_source_is_another_question() -> None:
         assert plan(known(A), Answer(commit=B), needed=True, **spec).commit == B
     model = InferenceModel.model_validate(raw_model(model={"uri": "hf://org/repo", "revision": "v2"}))
     assert not is_resolved(model.model_copy(update={"status": InferenceModelStatus(model=known(A))}))
+
+
+@pytest.mark.parametrize(
+    ("status", "source", "wish", "expected"),
+    [
+        (None, {}, None, False),
+        (known(None), {}, None, False),
+        (known(A), {}, None, True),
+        (known(A), {"followRevision": True}, None, False),
+        (known(A), {"revision": "v2"}, None, False),
+        (known(A), {}, "now", False),
+        (known(A, request="now"), {}, "now", True),
+    ],
+)
+def test_what_hangs_on_an_answer(
+    status: ModelStatus | None, source: dict[str, Any], wish: str | None, expected: bool
+) -> None:
+    model = InferenceModel.model_validate(raw_model(model={"uri": "hf://org/repo"} | source))
+    assert can_wait(model.model_copy(update={"status": InferenceModelStatus(model=status)}), wish) == expected
 
 
 history = st.lists(

@@ -22,6 +22,7 @@ from tandem_operator import metrics
 from tandem_operator.causes import Problem
 from tandem_operator.commits import (
     CommitPlan,
+    can_wait,
     is_resolved,
     makes_workers,
     plan_commit,
@@ -164,7 +165,7 @@ class Reconciler:
         question = read_question(blueprint, request)
         answer = None
         if hub is not None and asks and question is not None:
-            answer = hub.ask(key, question)
+            answer = hub.ask(key, question, can_wait=can_wait(model, request))
         elif hub is not None:
             hub.forget(key)  # the model named a branch before
         needed = asks and question is not None and not is_resolved(model) and makes_workers(blueprint, ours)
