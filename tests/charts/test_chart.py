@@ -53,6 +53,8 @@ def test_the_default_values_are_valid_and_every_one_is_declared() -> None:
         {"logLevel": "loud"},
         {"images": {"wroker": "x"}},
         {"hub": {"endpoint": "x"}},
+        {"hub": {"resolve": "no"}},
+        {"hub": {"pollSeconds": 0}},
         {"keys": {"rotateAfter": "90d"}},
         {"keys": {"settleSeconds": 0}},
         {"networkPolicies": {"apiServerPorts": []}},
@@ -126,11 +128,15 @@ def test_nobody_may_do_everything() -> None:
 def test_the_operators_arguments_are_understood() -> None:
     from tandem_operator.settings import parse_settings
 
-    documents = render("--set", "hub.endpoint=http://mirror", "--set", "images.worker=w:1")
+    documents = render(
+        "--set", "hub.endpoint=http://mirror", "--set", "images.worker=w:1", "--set", "hub.resolve=false",
+        "--set", "hub.pollSeconds=60",
+    )  # fmt: skip
     (deployment,) = [d for d in documents if d["kind"] == "Deployment"]
     arguments = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
     settings = parse_settings([*arguments, "--lease-namespace=ns"])
     assert (settings.release.worker_image, settings.release.hub_endpoint) == ("w:1", "http://mirror")
+    assert (settings.hub.resolve, settings.hub.poll_seconds) == (False, 60.0)
     assert settings.release.gateway_image == "ghcr.io/tandem-dev/tandem-gateway:0.1.0"
 
 

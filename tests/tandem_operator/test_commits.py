@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from operator_objects import blueprint, cases, raw_model, released, settled
 from tandem_api.inferencemodel import InferenceModel, InferenceModelStatus, ModelStatus
 from tandem_operator.causes import Problem
-from tandem_operator.commits import Answer, CommitPlan, is_resolved, makes_workers, plan_commit, read_question
+from tandem_operator.commits import Answer, CommitPlan, can_wait, is_resolved, makes_workers, plan_commit, read_question
+from tandem_operator.manifests import ChildKey
 from tandem_operator.workloads.configs import worker_config
 
 A, B, C = "a" * 40, "b" * 40, "c" * 40
@@ -133,6 +134,25 @@ def test_another_source_is_another_question() -> None:
     assert not is_resolved(model.model_copy(update={"status": InferenceModelStatus(model=known(A))}))
 
 
+@pytest.mark.parametrize(
+    ("status", "source", "wish", "expected"),
+    [
+        (None, {}, None, False),
+        (known(None), {}, None, False),
+        (known(A), {}, None, True),
+        (known(A), {"followRevision": True}, None, False),
+        (known(A), {"revision": "v2"}, None, False),
+        (known(A), {}, "now", False),
+        (known(A, request="now"), {}, "now", True),
+    ],
+)
+def test_what_hangs_on_an_answer(
+    status: ModelStatus | None, source: dict[str, Any], wish: str | None, expected: bool
+) -> None:
+    model = InferenceModel.model_validate(raw_model(model={"uri": "hf://org/repo"} | source))
+    assert can_wait(model.model_copy(update={"status": InferenceModelStatus(model=status)}), wish) == expected
+
+
 history = st.lists(
     st.tuples(
         st.sampled_from([None, DOWN, Answer(commit=A), Answer(commit=B), Answer(commit=C)]),
@@ -184,6 +204,14 @@ def test_a_role_without_replicas_beside_one_that_runs_makes_none() -> None:
     assert makes_workers(blueprint(**spec), {})
     gone: dict[str, Any] = {"decode": {"replicas": 0}}
     assert makes_workers(blueprint(**gone), settled(blueprint(**gone)))
+
+
+def test_a_role_that_cannot_be_made_replaces_nobody_else() -> None:
+    bad: dict[str, Any] = {"podTemplate": {"metadata": {"labels": {"tandem.dev/role": "x"}}}}
+    live = settled(blueprint(prefill={}))
+    del live[ChildKey("StatefulSet", "m-prefill")]
+    assert not makes_workers(blueprint(prefill=bad), live)
+    assert makes_workers(blueprint(prefill={}), live)
 
 
 def test_the_commit_names_the_build_and_is_what_workers_are_told() -> None:

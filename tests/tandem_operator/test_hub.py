@@ -160,17 +160,23 @@ async def test_what_is_not_there_is_named(
     assert repository in found[2]
 
 
-async def test_a_hub_that_is_away_is_asked_again_ever_later(asker: Asker) -> None:
+@pytest.mark.parametrize(
+    ("can_wait", "expected"),
+    [(False, [4, 8, 16, 32, 60, 60, 60, 60, 60]), (True, [4, 8, 16, 32, 64, 128, 256, 512, 600])],
+)
+async def test_a_hub_that_is_away_is_asked_again_ever_later(
+    asker: Asker, can_wait: bool, expected: list[float]
+) -> None:
     gone = about("http://127.0.0.1:9")
     waits: list[float] = []
-    for _ in range(8):
+    for _ in expected:
         asker.answered.clear()
-        answer = asker.hub.ask(KEY, gone)
+        answer = asker.hub.ask(KEY, gone, can_wait=can_wait)
         assert asker.hub.look_after(KEY) is None, "it is being asked"
         await asyncio.wait_for(asker.answered.wait(), 10)
         waits.append(asker.hub.look_after(KEY) or 0)
         asker.now += waits[-1]
-    assert waits == [4, 8, 16, 32, 60, 60, 60, 60]
+    assert waits == expected
     answer = asker.hub.ask(KEY, gone)
     assert answer is not None
     assert answer.problem is not None

@@ -414,20 +414,22 @@ class Weights:
     def __init__(self, server: ObjectServer, client: KubeClient, url: str) -> None:
         self.commit: str | None = A
         self._answered = asyncio.Event()
-        self.hub = Hub(client, HubPolicy(poll_seconds=1e-6), on_answer=lambda _: self._answered.set())
+        self.hub = Hub(client, HubPolicy(), on_answer=lambda _: self._answered.set())
         release = dataclasses.replace(RELEASE, hub_endpoint=url)
         self.earlier = Operator(server, client, release=release)
         """One that asks nobody."""
-        self._operator = Operator(server, client, self.hub, release)
+        self.operator = Operator(server, client, self.hub, release)
         self._server = server
 
     async def look(self) -> list[str]:
-        """Look, and again once the hub has answered, as the work queue does. Returns what the second look wrote."""
+        """Look when it is time to ask, and again once the hub has answered, as the work queue does. Returns what the
+        second look wrote."""
+        self.hub.forget(KEY)
         self._answered.clear()
-        await self._operator.look()
+        await self.operator.look()
         async with asyncio.timeout(10):
             await self._answered.wait()
-        await self._operator.look()
+        await self.operator.look()
         return [path for path in self._server.written if "/events/" not in path]
 
     @property
@@ -463,7 +465,6 @@ async def test_a_new_model_gets_pods_once_its_commit_is_known(server: ObjectServ
     assert found["reason"] == "HubUnreachable"
     assert "hub.resolve=false" in found["message"]
     weights.commit = A
-    weights.hub.forget(KEY)
     assert DECODE in await weights.look()
     assert weights.loaded == A
     assert server.kept[MODEL]["status"]["model"]["commit"] == A
@@ -502,12 +503,10 @@ async def test_workers_that_an_earlier_operator_made_run_on_and_load_a_commit_wh
     assert server.kept[DECODE] == before
     assert server.conditions["ModelResolved"]["reason"] == "NotResolved"
     weights.commit = None
-    weights.hub.forget(KEY)
     server.change(engine={"image": "w:2"})
     assert DECODE not in await weights.look(), "what runs goes on"
     assert server.conditions["Reconciling"]["reason"] == "HubUnreachable"
     weights.commit = A
-    weights.hub.forget(KEY)
     assert DECODE in await weights.look()
     assert weights.loaded == A
 
@@ -521,6 +520,15 @@ async def test_a_lost_status_loses_no_commit(server: ObjectServer, weights: Weig
     assert DECODE not in await weights.look()
     assert weights.loaded == A
     assert server.kept[MODEL]["status"]["model"]["commit"] == A
+
+
+async def test_a_model_that_names_a_commit_is_not_asked_about_any_more(server: ObjectServer, weights: Weights) -> None:
+    await weights.look()
+    assert weights.hub.look_after(KEY) is not None
+    server.change(model={"uri": "hf://org/repo", "revision": B})
+    await weights.operator.look()
+    assert weights.loaded == B
+    assert weights.hub.look_after(KEY) is None, "nothing would ever make it less than due"
 
 
 GATE = "tandem.dev/admitted"

@@ -95,6 +95,14 @@ def is_resolved(model: InferenceModel) -> bool:
     return known is not None and known.commit is not None
 
 
+def can_wait(model: InferenceModel, request: str | None) -> bool:
+    """Whether nothing hangs on the next answer but a report that the branch has moved."""
+    known = _known(model)
+    if known is None or known.commit is None or model.spec.model.follow_revision:
+        return False
+    return request is None or request == known.request
+
+
 def makes_workers(blueprint: Blueprint, live: Children) -> bool:
     """Whether worker pods would be made anew even if they resolve the revision for themselves, as those of earlier
     releases do: then naming the commit restarts nobody who would otherwise run on."""
@@ -105,7 +113,8 @@ def makes_workers(blueprint: Blueprint, live: Children) -> bool:
     for role in blueprint.worker_roles:
         key = workload_key(blueprint, role)
         present, desired = live.get(key), children.get(key)
-        if present is None or (desired is not None and is_new_template(desired, present)):
+        # One whose template cannot be made is neither made nor replaced.
+        if desired is not None and (present is None or is_new_template(desired, present)):
             return True
         is_running |= bool(dig(present, "spec", "replicas"))
     return not is_running

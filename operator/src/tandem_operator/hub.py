@@ -45,6 +45,7 @@ class _Asked:
     at: float = 0.0
     """When it was last answered, by the clock."""
     failures: int = 0
+    can_wait: bool = False
     task: asyncio.Task[None] | None = None
 
 
@@ -66,12 +67,14 @@ class Hub:
         self._places = asyncio.Semaphore(_AT_A_TIME)
         self._session: aiohttp.ClientSession | None = None
 
-    def ask(self, key: ModelKey, question: Question) -> Answer | None:
-        """The latest answer; None before the first. Where it is old, or was none, the hub is asked again meanwhile."""
+    def ask(self, key: ModelKey, question: Question, *, can_wait: bool = False) -> Answer | None:
+        """The latest answer; None before the first. Where it is old, or was none, the hub is asked again meanwhile;
+        after failures ever later, up to a minute, or where it `can_wait` up to the time between two questions."""
         asked = self._asked.get(key)
         if asked is None or asked.question != question:
             self.forget(key)
             asked = self._asked[key] = _Asked(question)
+        asked.can_wait = can_wait
         if asked.task is None and self._seconds_left(asked) <= 0:
             asked.task = asyncio.create_task(self._run(key, asked), name=f"hub {key}")
         return asked.answer
@@ -97,8 +100,11 @@ class Hub:
     def _seconds_left(self, asked: _Asked) -> float:
         if asked.answer is None:
             return 0.0
-        retry = min(_FIRST_RETRY_SECONDS * 2 ** min(asked.failures, 16), _LAST_RETRY_SECONDS)
-        return asked.at + (retry if asked.failures else self.policy.poll_seconds) - self._clock()
+        pause = self.policy.poll_seconds
+        if asked.failures:
+            last = pause if asked.can_wait else _LAST_RETRY_SECONDS
+            pause = min(_FIRST_RETRY_SECONDS * 2 ** min(asked.failures, 16), last)
+        return asked.at + pause - self._clock()
 
     async def _run(self, key: ModelKey, asked: _Asked) -> None:
         async with self._places:

@@ -29,6 +29,7 @@ from tandem_operator.admission import (
 from tandem_operator.causes import Problem
 from tandem_operator.commits import (
     CommitPlan,
+    can_wait,
     is_resolved,
     makes_workers,
     plan_commit,
@@ -184,7 +185,11 @@ class Reconciler:
         model = recover(blueprint, ours, request=request, now=_now())
         asks = hub is not None and hub.policy.resolve
         question = read_question(blueprint, request)
-        answer = hub.ask(key, question) if hub is not None and asks and question is not None else None
+        answer = None
+        if hub is not None and asks and question is not None:
+            answer = hub.ask(key, question, can_wait=can_wait(model, request))
+        elif hub is not None:
+            hub.forget(key)  # the model named a branch before
         needed = asks and question is not None and not is_resolved(model) and makes_workers(blueprint, ours)
         weights = plan_commit(model, answer, asks=asks, request=request, needed=needed, now=_now())
         if weights.problem is not None:
