@@ -75,8 +75,8 @@ def _decorated(child: Manifest, wanted: GatewayService | HTTPRoute) -> Manifest:
 
 
 def gateway_resources(blueprint: Blueprint) -> Resources:
-    """What the model says, or else the default. A podTemplate that says any stands alone: a limit of its own may be less
-    than the default requests."""
+    """What the model says, or else the default. A podTemplate that says any stands alone: a limit of its own may be
+    less than the default requests."""
     gateway = blueprint.model.spec.gateway
     containers = dig_list(None if gateway.pod_template is None else gateway.pod_template.spec, "containers")
     is_overlaid = any(dig(c, "name") == _COMPONENT and dig(c, "resources") is not None for c in containers)
