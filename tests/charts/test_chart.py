@@ -304,11 +304,17 @@ def test_the_policy_about_pod_templates_is_on_unless_switched_off() -> None:
 @needs_helm
 def test_the_operators_pod_takes_what_is_added() -> None:
     environment = [{"name": "HTTPS_PROXY", "value": "http://proxy:3128"}]
-    given = ("--set-json", f"extraEnv={json.dumps(environment)}", "--set", "extraArgs={--identity=x}")
+    mount = {"name": "ca", "mountPath": "/etc/ssl/company", "readOnly": True}
+    volume = {"name": "ca", "configMap": {"name": "company-ca"}}
+    given = (
+        "--set-json", f"extraEnv={json.dumps(environment)}", "--set-json", f"extraVolumes={json.dumps([volume])}",
+        "--set-json", f"extraVolumeMounts={json.dumps([mount])}", "--set", "extraArgs={--identity=x}",
+    )  # fmt: skip
     (deployment,) = of_kind(render(*given), "Deployment")
     pod = deployment["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     assert environment[0] in container["env"]
+    assert (pod["volumes"][-1], container["volumeMounts"][-1]) == (volume, mount)
     assert container["args"][-1] == "--identity=x"
     (spread,) = pod["topologySpreadConstraints"]
     assert (

@@ -103,6 +103,8 @@ async def until(holds: Any) -> None:
 async def test_ten_namespaces_are_watched_and_the_lease_is_held_meanwhile(
     server: APIServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    server.kept["/apis/gateway.networking.k8s.io/v1"] = {"resources": [{"name": "httproutes"}]}
+    server.kept[MODEL]["spec"]["gateway"] = {"httpRoute": {"parentRefs": [{"name": "public"}]}}
     cluster = {"name": "c", "cluster": {"server": server.url}}
     context = {"name": "c", "context": {"cluster": "c", "user": "u"}}
     config = {"clusters": [cluster], "contexts": [context], "users": [{"name": "u", "user": {"token": "t"}}]}
@@ -121,9 +123,11 @@ async def test_ten_namespaces_are_watched_and_the_lease_is_held_meanwhile(
     try:
         await until(lambda: "conditions" in server.kept[MODEL].get("status", {}))
         assert "/apis/apps/v1/namespaces/n3/statefulsets/m-decode" in server.kept
+        assert "/apis/gateway.networking.k8s.io/v1/namespaces/n3/httproutes/m" in server.kept
         assert server.kept[LEASE]["spec"]["holderIdentity"] == "me"
         await until(lambda: sum(path.endswith("/events") for path in server.watching) == len(NAMESPACES))
         assert sum(path.endswith("/pods") for path in server.watching) == len(NAMESPACES)
+        assert sum(path.endswith("/httproutes") for path in server.watching) == len(NAMESPACES)
         renewed = server.kept[LEASE]["spec"]["renewTime"]
         await until(lambda: server.kept[LEASE]["spec"]["renewTime"] > renewed)
         assert not running.done()

@@ -113,6 +113,9 @@ def test_gateways_have_requests_and_a_limit_of_memory_unless_something_is_said()
 
     assert resources() == {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "1Gi"}}
     assert resources(resources={"requests": {"cpu": 2}}) == {"requests": {"cpu": "2"}}
+    small = {"limits": {"memory": "64Mi"}}
+    overlay = {"spec": {"containers": [{"name": "gateway", "resources": small}]}}
+    assert resources(podTemplate=overlay) == small, "less than the default requests"
 
 
 def test_the_service_is_as_asked() -> None:

@@ -54,6 +54,14 @@ class PlainDumper(yaml.SafeDumper):
         return True
 
 
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    """Go's readers take `n` and `y` for booleans too."""
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="'" if text.lower() in ("n", "y") else None)
+
+
+PlainDumper.add_representer(str, _represent_text)
+
+
 def text_of(children: list[Manifest]) -> str:
     return yaml.dump_all(children, Dumper=PlainDumper, sort_keys=False, width=120)
 

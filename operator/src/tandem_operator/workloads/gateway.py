@@ -6,7 +6,7 @@ from tandem_api import names
 from tandem_api.inferencemodel import GatewayService, HTTPRoute, Resources
 from tandem_api.names import Role
 
-from tandem_operator.manifests import DEPLOYMENT, HTTP_ROUTE, SERVICE, Manifest
+from tandem_operator.manifests import DEPLOYMENT, HTTP_ROUTE, SERVICE, Manifest, dig, dig_list
 from tandem_operator.workloads.blueprint import Blueprint, sign
 from tandem_operator.workloads.keys import keys_mount, keys_volume
 from tandem_operator.workloads.pods import http_probe, pod_template, resources_of, template_grace_seconds, thread_env
@@ -75,9 +75,13 @@ def _decorated(child: Manifest, wanted: GatewayService | HTTPRoute) -> Manifest:
 
 
 def gateway_resources(blueprint: Blueprint) -> Resources:
-    """What the model says, or else the default."""
-    said = blueprint.model.spec.gateway.resources
-    return DEFAULT_RESOURCES if blueprint.pod_defaults and said == Resources() else said
+    """What the model says, or else the default. A podTemplate that says any stands alone: a limit of its own may be
+    less than the default requests."""
+    gateway = blueprint.model.spec.gateway
+    containers = dig_list(None if gateway.pod_template is None else gateway.pod_template.spec, "containers")
+    is_overlaid = any(dig(c, "name") == _COMPONENT and dig(c, "resources") is not None for c in containers)
+    is_silent = gateway.resources == Resources() and not is_overlaid
+    return DEFAULT_RESOURCES if blueprint.pod_defaults and is_silent else gateway.resources
 
 
 def build_deployment(blueprint: Blueprint, config: Manifest) -> Manifest:
