@@ -27,6 +27,8 @@ ANNOTATION_CONFIG_HASH = f"{GROUP}/config-hash"
 """On pod templates: digest of the launch configuration, so that a changed one rolls the pods."""
 ANNOTATION_SPEC_HASH = f"{GROUP}/spec-hash"
 """On every child: digest of what the operator last applied."""
+ANNOTATION_RETRY_CANARY = f"{GROUP}/retry-canary"
+"""On an InferenceModel: any new value tries a revision again whose canary has failed."""
 MANAGED_BY_LABEL = "app.kubernetes.io/managed-by"
 MANAGED_BY = "tandem-operator"
 
