@@ -53,6 +53,8 @@ def test_the_default_values_are_valid_and_every_one_is_declared() -> None:
         {"keys": {"settleSeconds": 0}},
         {"networkPolicies": {"apiServerPorts": []}},
         {"networkPolicies": {"enable": True}},
+        {"rollouts": {"maxConcurrent": -1}},
+        {"rollouts": {"maxConcurrent": "1"}},
     ],
 )
 def test_wrong_values_are_refused(wrong: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from operator_objects import UID, blueprint, settled
 from tandem_api.names import Role
+from tandem_operator.course import decide, look_at
 from tandem_operator.inherit import keep_what_runs
 from tandem_operator.kube.store import ChildStore
 from tandem_operator.manifests import KIND_BY_NAME, ChildKey, Manifest, ModelKey
@@ -54,6 +55,14 @@ def test_each_part_of_a_look_at_a_thousand_pods_is_short() -> None:
     desired = keep_what_runs(plan, build_children(plan), ours)
     now = datetime.now(UTC)
     parts: dict[str, Callable[[], object]] = {
+        "course": lambda: decide(
+            look_at(plan, {}, ours, request=None, taken=0, now=now),
+            ours,
+            may_roll=True,
+            added={},
+            fresh=False,
+            now=now,
+        ),
         "rolling": lambda: plan_rolling(plan, desired, ours, now=now),
         "children": lambda: (plan_children(desired, live, owner_uid=UID), plan_hurry(plan, ours)),
         "status": lambda: build_status(plan, ours, problems=[], failures={}, waiting=[], now="2026-01-01T00:00:00Z"),

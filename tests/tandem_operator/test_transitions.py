@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import itertools
+
 from operator_objects import blueprint, children
-from tandem_api.inferencemodel import Condition, InferenceModelStatus
-from tandem_operator.transitions import apply_happenings, status_happenings
+from tandem_api.inferencemodel import Condition, InferenceModelStatus, RolloutStatus
+from tandem_operator.transitions import apply_happenings, rollout_happenings, status_happenings
 from tandem_operator.workloads import build_children
 
 
@@ -35,3 +37,30 @@ def test_workloads_that_are_made_or_scaled() -> None:
     assert sorted(happening.reason for happening in created) == ["Created", "Created"]
     (scaled,) = apply_happenings(build_children(three), children(one))
     assert scaled.message == "scaled StatefulSet m-decode from 1 to 3 pods"
+
+
+def rollout(phase: str, *, step: int | None = None, **more: int) -> RolloutStatus:
+    told: dict[str, object] = {"phase": phase, "revision": 2, "digest": "x", "stableRevision": 1, "completeRevision": 1}
+    trial = None if step is None else {"revision": 2, "step": step, "since": "2026-01-01T00:00:00Z"}
+    return RolloutStatus.model_validate(told | {"canary": trial, "since": "2026-01-01T00:00:00Z"} | more)
+
+
+def test_steps_of_a_canary_are_told() -> None:
+    course = [
+        rollout("Complete"),
+        rollout("Canary", step=1),
+        rollout("Canary", step=1),
+        rollout("Canary", step=2),
+        rollout("Progressing", stableRevision=2),
+        rollout("Complete", stableRevision=2, completeRevision=2),
+    ]
+    told = [[h.message for h in rollout_happenings(*pair)] for pair in itertools.pairwise(course)]
+    assert told == [
+        ["revision 2 is at step 1"],
+        [],
+        ["revision 2 is at step 2"],
+        ["revision 2 is promoted"],
+        ["all workers have revision 2"],
+    ]
+    given_up = rollout_happenings(course[1], rollout("Progressing", revision=1))
+    assert [h.message for h in given_up] == ["revision 2 is given up"]

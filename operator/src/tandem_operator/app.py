@@ -19,12 +19,14 @@ from tandem_operator.keeper import KeyKeeper
 from tandem_operator.kube.client import Connections, connect
 from tandem_operator.kube.events import CREATIONS, CreationEvents
 from tandem_operator.kube.store import ChildStore
-from tandem_operator.kube.watch import Watcher
+from tandem_operator.kube.watch import CHILDREN, REVISIONS, Watcher
 from tandem_operator.leader import LeaderElection
-from tandem_operator.manifests import EVENT, WATCHED_KINDS, ModelKey
+from tandem_operator.manifests import CONTROLLER_REVISION, EVENT, INFERENCE_MODEL, WATCHED_KINDS, ModelKey
+from tandem_operator.parsing import parse_status
 from tandem_operator.reconciler import Reconciler
 from tandem_operator.recorder import EventRecorder
 from tandem_operator.settings import OperatorSettings
+from tandem_operator.turns import Turns
 from tandem_operator.workqueue import WorkQueue
 
 _CRD_POLL_SECONDS = 2.0
@@ -44,7 +46,10 @@ class Operator:
         recorder = EventRecorder(client, instance=settings.lease.identity)
         keeper = KeyKeeper(client, settings.keys)
         self._creations = CreationEvents()
-        self._reconciler = Reconciler(client, self._store, settings.release, keeper, recorder, self._creations)
+        self._turns = Turns(limit=settings.max_concurrent_rollouts)
+        self._reconciler = Reconciler(
+            client, self._store, settings.release, keeper, recorder, self._creations, turns=self._turns
+        )
         self._models: set[ModelKey] = set()
         self._connected = False
 
@@ -92,7 +97,14 @@ class Operator:
         tasks: list[asyncio.Task[Any]] = [held]
         try:
             watchers = [
-                Watcher(self._client, self._store, kind, namespace, on_change=self._on_child)
+                Watcher(
+                    self._client,
+                    self._store,
+                    kind,
+                    namespace,
+                    on_change=self._on_child,
+                    selector=REVISIONS if kind is CONTROLLER_REVISION else CHILDREN,
+                )
                 for kind in WATCHED_KINDS
                 for namespace in self._settings.namespaces or (None,)
             ]
@@ -108,6 +120,7 @@ class Operator:
             synced = asyncio.gather(*(watcher.synced.wait() for watcher in watchers))
             if not await _first(stopped, _first(held, synced)):
                 return 0
+            await self._remember_turns()
             tasks += [asyncio.create_task(self._work(), name="worker") for _ in range(self._settings.workers)]
             tasks.append(asyncio.create_task(self._resync(), name="resync"))
             # kopf takes over the signal handlers: it ends by itself on SIGTERM.
@@ -118,6 +131,16 @@ class Operator:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _remember_turns(self) -> None:
+        """Whose turn it was under the operator before."""
+        if not self._settings.max_concurrent_rollouts:
+            return
+        for namespace in self._settings.namespaces or (None,):
+            async for page in self._client.list_pages(INFERENCE_MODEL.path(namespace), selector={}):
+                for item in page["items"]:
+                    key = ModelKey(item["metadata"]["namespace"], item["metadata"]["name"])
+                    self._turns.remember(key, parse_status(item))
 
     async def _watch_models(self) -> None:
         """InferenceModels by kopf. Event handlers alone: kopf then writes neither annotations nor finalizers."""
@@ -142,6 +165,7 @@ class Operator:
         if type == "DELETED":
             self._models.discard(key)
             self._queue.forget(key)
+            self._reconciler.forget(key)
         else:
             self._models.add(key)
             self._queue.add(key)

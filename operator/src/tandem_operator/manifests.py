@@ -39,6 +39,7 @@ SERVICE = Kind("v1", "Service", "services")
 POD_DISRUPTION_BUDGET = Kind("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets")
 STATEFUL_SET = Kind("apps/v1", "StatefulSet", "statefulsets")
 DEPLOYMENT = Kind("apps/v1", "Deployment", "deployments")
+CONTROLLER_REVISION = Kind("apps/v1", "ControllerRevision", "controllerrevisions")
 POD = Kind("v1", "Pod", "pods")
 EVENT = Kind("v1", "Event", "events")
 LEASE = Kind("coordination.k8s.io/v1", "Lease", "leases")
@@ -50,7 +51,7 @@ CHILD_KINDS = (
 )  # fmt: skip
 """What the operator makes by applying, in the order of making: pods start when all they refer to is there. The Secret
 with their keys comes before all of them (`keeper`)."""
-WATCHED_KINDS = (*CHILD_KINDS, POD)
+WATCHED_KINDS = (*CHILD_KINDS, POD, CONTROLLER_REVISION)
 KIND_BY_NAME = {kind.name: kind for kind in WATCHED_KINDS}
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from tandem_api.inferencemodel import Condition, InferenceModelStatus
+from tandem_api.inferencemodel import Condition, InferenceModelStatus, RolloutStatus
 
 from tandem_operator.manifests import ChildKey, Manifest, child_key, dig
 from tandem_operator.planner import Children
@@ -39,6 +39,26 @@ def status_happenings(before: InferenceModelStatus, after: InferenceModelStatus)
     ready, was = new.get("Ready"), old.get("Ready")
     if ready is not None and ready.reason == "Suspended" and (was is None or was.reason != "Suspended"):
         events.append(Happening(reason="Suspended", message="scaling every pod of this model to zero"))
+    return [*events, *rollout_happenings(before.rollout, after.rollout)]
+
+
+def rollout_happenings(before: RolloutStatus | None, after: RolloutStatus | None) -> list[Happening]:
+    """Events of a canary and of changed revisions. That one failed is told as the reason to be stalled."""
+    if before is None or after is None:
+        return []
+    events: list[Happening] = []
+    old, new = before.canary, after.canary
+    if (
+        after.phase == "Canary"
+        and new is not None
+        and (old is None or (old.revision, old.step) != (new.revision, new.step))
+    ):
+        events.append(Happening(reason="CanaryStep", message=f"revision {new.revision} is at step {new.step}"))
+    if before.phase == "Canary" and after.phase == "Progressing":
+        done = "is promoted" if old is not None and old.revision == after.stable_revision else "is given up"
+        events.append(Happening(reason="CanaryEnded", message=f"revision {old.revision if old else '?'} {done}"))
+    if after.phase == "Complete" and before.complete_revision != after.complete_revision:
+        events.append(Happening(reason="RolledOut", message=f"all workers have revision {after.complete_revision}"))
     return events
 
 
