@@ -65,6 +65,8 @@ def test_the_default_values_are_valid_and_every_one_is_declared() -> None:
         {"metrics": {"rules": {"errorShare": 5}}},
         {"metrics": {"podMonitors": {"interval": "30"}}},
         {"extraArgs": ["log-level=debug"]},
+        {"rollouts": {"maxConcurrent": -1}},
+        {"rollouts": {"maxConcurrent": "1"}},
     ],
 )
 def test_wrong_values_are_refused(wrong: dict[str, Any]) -> None:

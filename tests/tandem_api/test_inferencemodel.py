@@ -106,6 +106,41 @@ def test_budgets_of_a_rollout(rollout: dict[str, Any], replicas: int, surge: int
     assert (found.surge_of(replicas), found.unavailable_of(replicas)) == (surge, unavailable)
 
 
+STEPS = [{"weight": 10, "duration": "5m"}, {"weight": 50, "duration": "10m"}]
+
+
+def test_a_single_replica_is_tried_beside_itself() -> None:
+    rollout = parse(rollout={"maxUnavailable": 1, "canary": {"steps": STEPS}}).spec.rollout
+    assert (rollout.surge_of(1), rollout.surge_of(4)) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("canary", "more", "message"),
+    [
+        ({"steps": []}, {}, "at least 1 item"),
+        ({"steps": list(reversed(STEPS))}, {}, "must not fall from step to step"),
+        ({"steps": [{"weight": 100, "duration": "1m"}]}, {}, "less than or equal to 99"),
+        ({"steps": STEPS, "maxTTFT": {}}, {}, "either a factor"),
+        ({"steps": STEPS, "maxTTFT": {"factor": 2, "duration": "1s"}}, {}, "either a factor"),
+        ({"steps": STEPS, "maxErrorRate": 101}, {}, "less than or equal to 100"),
+        ({"steps": STEPS}, {"type": "Recreate"}, "needs the type RollingUpdate"),
+        ({"steps": STEPS}, {"maxSurge": 0}, "has room for a canary only"),
+    ],
+)
+def test_canaries_that_cannot_be(canary: dict[str, Any], more: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        parse(rollout={"canary": canary} | more)
+
+
+def test_a_canary() -> None:
+    told = {"steps": STEPS, "maxErrorRate": 2, "maxTTFT": {"percentile": 90, "factor": 1.5}}
+    canary = parse(rollout={"canary": told}).spec.rollout.canary
+    assert canary is not None
+    assert canary.max_ttft is not None
+    assert (canary.max_error_rate, canary.max_ttft.factor, canary.min_requests) == (2.0, 1.5, 20)
+    assert parse(decode={"replicas": 2}, rollout={"canary": told, "maxSurge": 0}).spec.rollout.canary == canary
+
+
 def test_a_rollout_that_could_replace_nothing_is_refused() -> None:
     with pytest.raises(ValidationError, match="maxSurge and maxUnavailable are both 0"):
         parse(rollout={"maxSurge": 0, "maxUnavailable": 0})

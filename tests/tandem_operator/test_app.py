@@ -113,7 +113,13 @@ async def test_ten_namespaces_are_watched_and_the_lease_is_held_meanwhile(
     # The library reads KUBECONFIG once, when it is imported.
     monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(path))
     lease = LeaseSettings(namespace="ns", identity="me", renew_seconds=0.2)
-    settings = OperatorSettings(release=RELEASE, lease=lease, namespaces=NAMESPACES, hub=HubPolicy(resolve=False))
+    settings = OperatorSettings(
+        release=RELEASE,
+        lease=lease,
+        namespaces=NAMESPACES,
+        hub=HubPolicy(resolve=False),
+        max_concurrent_rollouts=1,
+    )
     # As `connect` makes them, with pools so small that watches in them would starve all else.
     connections = Connections(
         requests=KubeClient(api_client(server.url, 4), watches=api_client(server.url, 0)),

@@ -74,6 +74,20 @@ def test_all_is_well() -> None:
     assert kstatus(written(look(plan, settled(plan)))) == "Current"
 
 
+def test_a_canary_and_one_that_has_failed() -> None:
+    plan = blueprint(decode={"replicas": 2})
+    trying = Problem(reason="Canary", message="step 1")
+    status = look(plan, settled(plan), trial=trying)
+    assert (kstatus(written(status)), condition(status, "Ready")) == ("InProgress", "True AllReplicasReady")
+    assert condition(look(after(plan, status), settled(plan), trial=trying, now=LATER), "Stalled") is None
+    failed = look(plan, settled(plan), trial=Problem(reason="CanaryFailed", message="x", stalled=True))
+    assert (kstatus(written(failed)), condition(failed, "Stalled")) == ("Failed", "True CanaryFailed")
+    assert condition(failed, "Ready") == "True AllReplicasReady"
+    suspended = blueprint(decode={"replicas": 2}, suspend=True)
+    status = look(suspended, settled(suspended), trial=Problem(reason="CanaryFailed", message="x", stalled=True))
+    assert condition(status, "Stalled") == "True Suspended"
+
+
 def test_deleting() -> None:
     plan = blueprint()
     assert kstatus(written(look(plan, settled(plan)), deletionTimestamp=NOW)) == "Terminating"

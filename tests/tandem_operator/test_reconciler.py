@@ -8,7 +8,8 @@ import base64
 import copy
 import dataclasses
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from time import time as clock
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from api_double import serving
 from kubernetes.aio.client import ApiClient, Configuration
 from operator_objects import READY, RELEASE, container, pod, raw_model
 from prometheus_client import REGISTRY
+from tandem_api.fleet import FleetReport
 from tandem_operator import metrics
 from tandem_operator.errors import IncompleteError
 from tandem_operator.fleet import FleetView, FleetWatch
@@ -30,6 +32,7 @@ from tandem_operator.reconciler import Reconciler
 from tandem_operator.recorder import EventRecorder
 from tandem_operator.rotation import KeyPolicy
 from tandem_operator.settings import HubPolicy, Release
+from tandem_operator.turns import Turns
 
 MODEL = "/apis/tandem.dev/v1alpha1/namespaces/n/inferencemodels/m"
 SECRET = "/api/v1/namespaces/n/secrets/m-keys"
@@ -112,7 +115,12 @@ class ObjectServer:
         """Controllers have seen everything."""
         for path, found in self.kept.items():
             if "/statefulsets/" in path or "/deployments/" in path:
-                found["status"] = {"observedGeneration": found["metadata"]["generation"], "updateRevision": "new"}
+                replicas = found["spec"]["replicas"]
+                found["status"] = {
+                    "observedGeneration": found["metadata"]["generation"], "updateRevision": "new",
+                    "currentRevision": "new", "replicas": replicas, "updatedReplicas": replicas,
+                    "readyReplicas": replicas,
+                }  # fmt: skip
 
 
 @pytest.fixture
@@ -121,6 +129,15 @@ async def server() -> AsyncIterator[ObjectServer]:
     objects.kept[MODEL] = {"kind": "InferenceModel", **raw_model()}
     async with serving(objects.handle) as objects.url:
         yield objects
+
+
+class Gateways(FleetWatch):
+    """What gateways say: what a test has them say, else what they answer."""
+
+    said: Sequence[FleetReport] = ()
+
+    def reports(self, key: ModelKey) -> Sequence[FleetReport]:
+        return self.said or super().reports(key)
 
 
 class Operator:
@@ -136,7 +153,8 @@ class Operator:
         self.creations = CreationEvents()
         self.unserved: frozenset[str] = frozenset()
         recorder = EventRecorder(client, instance="test")
-        self.fleet = FleetWatch(port=int(server.url.rpartition(":")[2]), seconds=(0.05, 0.05))
+        self.turns = Turns()
+        self.fleet = self.gateways = Gateways(port=int(server.url.rpartition(":")[2]), seconds=(0.05, 0.05))
         self._reconciler = Reconciler(
             client,
             self._store,
@@ -146,6 +164,7 @@ class Operator:
             self.creations,
             hub,
             self.fleet,
+            self.turns,
             unserved=lambda: self.unserved,
         )
 
@@ -625,3 +644,142 @@ async def test_gateways_that_cannot_be_asked_are_named_where_workers_wait_for_th
     words = "1 of 1 gateways do not report: m-5f-a: it answers 500"
     assert words in server.conditions["WorkersAdmitted"]["message"]
     assert (server.conditions["Ready"]["reason"], server.conditions["Reconciling"]["reason"]) == ("NoReports",) * 2
+
+
+STEPS = {"steps": [{"weight": 20, "duration": "1m"}]}
+REVISION = "/apis/apps/v1/namespaces/n/controllerrevisions/m-"
+FIRST, SECOND = f"{REVISION}1", f"{REVISION}2"
+
+
+async def serve(server: ObjectServer, operator: Operator, **spec: Any) -> None:
+    """Revision 1 serves."""
+    server.kept[MODEL]["spec"] |= {"engine": {"image": "w:1"}} | spec
+    await operator.look()
+    server.settle()
+    server.add_pod("m-decode-0", **READY)
+    await operator.look()
+    assert server.kept[MODEL]["status"]["rollout"]["completeRevision"] == 1
+
+
+async def begin_trial(server: ObjectServer, operator: Operator) -> None:
+    """The new template is seen, then a pod of it is up beside the old one."""
+    for _ in range(2):
+        server.settle()
+        server.kept[DECODE]["status"] |= {"updateRevision": "newer"}
+        server.add_pod("m-decode-1", labels={"controller-revision-hash": "newer"}, **READY)
+        await operator.look()
+
+
+async def test_a_revision_is_kept_before_anything_is_made_of_it(server: ObjectServer, operator: Operator) -> None:
+    await operator.look()
+    made = [path for path in server.written if path in (FIRST, DECODE)]
+    assert made == [FIRST, DECODE]
+    kept = server.kept[FIRST]
+    assert (kept["revision"], kept["data"]["spec"]["engine"]["image"]) == (1, "worker:1")
+    assert kept["metadata"]["ownerReferences"][0]["kind"] == "InferenceModel"
+
+
+async def test_a_canary_is_told_to_gateways_and_survives_the_operator(server: ObjectServer, operator: Operator) -> None:
+    await serve(server, operator, rollout={"canary": STEPS})
+    server.change(engine={"image": "w:2"})
+    assert await operator.look() == 5.0
+    assert {SECOND, DECODE} <= set(server.written)
+    statuses = [index for index, path in enumerate(server.written) if path == f"{MODEL}/status"]
+    assert statuses[0] < server.written.index(DECODE), "what is tried is remembered before it is made"
+    await begin_trial(server, operator)
+    status = server.kept[MODEL]["status"]
+    assert status["rollout"]["canary"]["weight"] == 20
+    assert status["routing"]["canary"] == {"percent": 20.0, "workers": ["m-decode-1"]}
+    assert server.conditions["Reconciling"]["reason"] == "Canary"
+    assert server.conditions["Ready"]["status"] == "True"
+
+
+async def test_a_canary_that_fails_by_the_gateways_figures_goes_back(server: ObjectServer, operator: Operator) -> None:
+    await serve(server, operator, rollout={"canary": STEPS | {"maxErrorRate": 5, "minRequests": 10}})
+    old = server.kept[DECODE]["spec"]["template"]
+    server.change(engine={"image": "w:2"})
+    await operator.look()
+    await begin_trial(server, operator)
+    now = clock()
+    worker = {"name": "m-decode-1", "address": "10.0.0.1", "role": "decode", "revision": "r", "state": "Admitted"}
+    for requests, failures in ((0, 0), (40, 30)):
+        told = worker | {"requests": requests, "failures": failures}
+        report = {"gateway": "m-x", "startedAt": now - 100, "at": now, "workers": [told]}
+        operator.gateways.said = [FleetReport.model_validate(report)]
+        await operator.look()
+    stalled = server.conditions["Stalled"]
+    assert (stalled["reason"], server.conditions["Ready"]["status"]) == ("CanaryFailed", "True")
+    assert "ErrorRateExceeded: 30 of 40 requests failed" in stalled["message"]
+    assert server.kept[MODEL]["status"]["routing"]["canary"]["percent"] == 0.0
+    assert server.kept[DECODE]["spec"]["template"] == old
+    assert "CanaryFailed" in server.event_reasons
+
+
+async def test_without_figures_a_limit_holds_the_step(server: ObjectServer, operator: Operator) -> None:
+    steps = {"steps": [{"weight": 20, "duration": "0s"}]}
+    await serve(server, operator, rollout={"canary": steps | {"maxErrorRate": 5}})
+    server.change(engine={"image": "w:2"})
+    await operator.look()
+    await begin_trial(server, operator)
+    for _ in range(3):
+        await operator.look()
+    assert "no gateway has reported figures for 60 s" in server.conditions["Reconciling"]["message"]
+    server.change(rollout={"canary": steps})
+    for _ in range(3):
+        await operator.look()
+    assert server.kept[MODEL]["status"]["rollout"]["phase"] == "Progressing"
+
+
+async def test_only_so_many_revisions_are_kept(server: ObjectServer, operator: Operator) -> None:
+    await serve(server, operator, rollout={"revisionHistoryLimit": 1})
+    for number in (2, 3, 4):
+        server.change(engine={"image": f"w:{number}"})
+        await operator.look()
+        server.settle()
+        await operator.look()
+    assert set(server.deleted) == {FIRST, SECOND}
+    assert server.kept[MODEL]["status"]["rollout"]["revision"] == 4
+
+
+async def test_a_revision_that_is_not_kept_is_named(server: ObjectServer, operator: Operator) -> None:
+    await serve(server, operator)
+    server.change(rollout={"revision": 9})
+    await operator.look()
+    assert (server.conditions["Stalled"]["reason"], server.conditions["Ready"]["status"]) == (
+        "RevisionNotFound",
+        "True",
+    )
+    assert ("GET", f"{REVISION}9") in server.requests, "the cache may be late"
+    assert DECODE not in server.written
+
+
+async def test_one_model_waits_for_another(server: ObjectServer, operator: Operator) -> None:
+    await serve(server, operator)
+    operator.turns.limit = 1
+    assert operator.turns.ask(ModelKey("n", "other"), since="2026")
+    server.change(engine={"image": "w:2"})
+    await operator.look()
+    server.settle()
+    server.kept[DECODE]["status"] |= {"updateRevision": "newer"}
+    await operator.look()
+    assert server.conditions["Reconciling"]["reason"] == "WaitingForTurn"
+    assert server.kept[DECODE]["spec"]["updateStrategy"]["rollingUpdate"]["partition"] == 1
+    operator.turns.give_back(ModelKey("n", "other"))
+    await operator.look()
+    assert server.conditions["Reconciling"]["reason"] != "WaitingForTurn"
+    assert server.kept[DECODE]["spec"]["replicas"] == 2
+
+
+async def test_suspension_holds_though_the_rest_cannot_be_read(server: ObjectServer, operator: Operator) -> None:
+    await serve(server, operator)
+    server.change(engine={"image": "w:2", "unheardOf": True})
+    await operator.look()
+    assert server.conditions["Stalled"]["reason"] == "InvalidSpec"
+    assert server.kept[DECODE]["spec"]["replicas"] == 1
+    server.change(suspend=True)
+    await operator.look()
+    assert (server.kept[DECODE]["spec"]["replicas"], server.kept[GATEWAY]["spec"]["replicas"]) == (0, 0)
+    assert "its pods are scaled to zero" in server.conditions["Stalled"]["message"]
+    assert server.conditions["Available"]["status"] == "False"
+    await operator.look()
+    assert server.written == []

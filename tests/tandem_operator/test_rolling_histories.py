@@ -80,7 +80,11 @@ class Cluster:
         newest = digest(spec["template"])[:8]
         self.templates[newest] = copy.deepcopy(spec["template"])
         current = self.current.setdefault(key, newest)
-        workload["status"] = {"observedGeneration": workload["metadata"]["generation"], "updateRevision": newest}
+        workload["status"] = {
+            "observedGeneration": workload["metadata"]["generation"],
+            "updateRevision": newest,
+            "currentRevision": current,
+        }
         rolls = spec["updateStrategy"]["type"] == "RollingUpdate"
         partition = spec["updateStrategy"]["rollingUpdate"]["partition"] if rolls else 0
         mine = {int(p["metadata"]["name"].rsplit("-", 1)[1]): p for p in pods_of(key, self.live)}
@@ -97,7 +101,7 @@ class Cluster:
                 if not is_ready(mine[number]):
                     break
             if all(labels_of(p)["controller-revision-hash"] == newest and is_ready(p) for p in mine.values()):
-                self.current[key] = newest
+                self.current[key] = workload["status"]["currentRevision"] = newest
 
     def _make(self, key: ChildKey, number: int, revision: str) -> Manifest:
         name = f"{key.name}-{number}"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -11,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tandem_api.names import Role
+from tandem_operator.canary import RoleFleet, replicas_for
 from tandem_operator.rollout import Replica, RolePlan, RoleView, State, capacity_of, plan_rollout
 
 HISTORIES = int(os.environ.get("TANDEM_HISTORIES", "100"))
@@ -33,7 +36,25 @@ class Set:
     partition: int | None = 0
     current: int = 0
     newest: int = 0
+    made: int = 0
+    """Templates that there have been."""
+    weight: int | None = None
+    """Percent of a revision on trial."""
     pods: dict[int, Pod] = field(default_factory=dict[int, Pod])
+
+    @property
+    def limit(self) -> int | None:
+        if self.weight is None:
+            return None
+        return replicas_for(RoleFleet(wanted=self.wanted, surge=self.surge), self.weight)
+
+    @property
+    def num_new(self) -> int:
+        return sum(p.template == self.newest for p in self.pods.values())
+
+    @property
+    def is_even(self) -> bool:
+        return self.current == self.newest == self.made and all(p.template == self.newest for p in self.pods.values())
 
     def view(self) -> RoleView:
         replicas = [
@@ -42,7 +63,7 @@ class Set:
         ]
         return RoleView(
             wanted=self.wanted, total=self.total, partition=self.partition, replicas=replicas, surge=self.surge,
-            unavailable=self.unavailable,
+            unavailable=self.unavailable, limit=self.limit,
         )  # fmt: skip
 
     def control(self) -> None:
@@ -76,7 +97,7 @@ class Cluster:
 
     @property
     def floor(self) -> Fraction:
-        return min(Fraction(max(0, s.wanted - s.unavailable), s.wanted) for s in self.sets.values())
+        return min(Fraction(max(0, s.wanted - s.unavailable), max(1, s.wanted)) for s in self.sets.values())
 
     def plan(self, **more: bool) -> dict[Role, RolePlan]:
         views = {role: entry.view() for role, entry in self.sets.items()}
@@ -96,8 +117,36 @@ class Cluster:
     def new_template(self) -> None:
         """As it is applied: together with a partition that holds everything."""
         for entry in self.sets.values():
-            entry.newest += 1
+            entry.made += 1
+            entry.newest, entry.weight = entry.made, None
             entry.partition = max(entry.total, entry.wanted)
+
+    @property
+    def can_try(self) -> bool:
+        """A canary begins from one template, and where two revisions have room side by side."""
+        return all(
+            entry.is_even and entry.wanted and entry.wanted + entry.surge > 1 and len(entry.pods) >= entry.wanted
+            for entry in self.sets.values()
+        )
+
+    def new_trial(self, weight: int) -> None:
+        self.new_template()
+        self.weigh(weight)
+
+    def weigh(self, weight: int | None) -> None:
+        """Another step, or all of it: promotion."""
+        for entry in self.sets.values():
+            entry.weight = weight
+
+    def roll_back(self) -> None:
+        """The template of before, as it is applied."""
+        for entry in self.sets.values():
+            entry.newest, entry.weight = entry.current, None
+            entry.partition = max(entry.total, entry.wanted)
+
+    @property
+    def is_trying(self) -> bool:
+        return any(entry.weight is not None for entry in self.sets.values())
 
     def start_all(self) -> None:
         for entry in self.sets.values():
@@ -188,11 +237,20 @@ def test_a_paused_rollout_stays_where_it_is_and_scales() -> None:
     assert made.plan(paused=True)[Role.UNIFIED].total == 6
 
 
+def test_a_pause_takes_no_replica_that_is_needed() -> None:
+    made = cluster((2, 1, 0))
+    entry = made.sets[Role.UNIFIED]
+    entry.wanted, entry.pods[0].state = 1, State.DOWN
+    assert made.plan(paused=True)[Role.UNIFIED].total == 2
+    entry.pods[0].state = State.READY
+    assert made.plan(paused=True)[Role.UNIFIED].total == 1
+
+
 def test_workers_that_serve_wait_for_the_gateways() -> None:
     made = cluster((2, 1, 0))
     made.new_template()
     made.sets[Role.UNIFIED].pods[0].state = State.DOWN
-    plan = made.plan(gateways_first=True)[Role.UNIFIED]
+    plan = made.plan(only_down=True)[Role.UNIFIED]
     assert (plan.total, plan.replace) == (2, (0,))
 
 
@@ -223,6 +281,98 @@ def test_three_builds_whose_shares_do_not_add_up_come_to_an_end() -> None:
     assert roll(made) > Fraction(3, 4)
 
 
+def try_out(made: Cluster, *, steps: int = 400) -> Fraction:
+    """Run until as many new replicas as the step needs are ready. Returns the lowest capacity on the way."""
+    lowest = made.capacity()
+    for _ in range(steps):
+        made.execute(made.plan())
+        lowest = min(lowest, made.capacity())
+        for entry in made.sets.values():
+            entry.control()
+        lowest = min(lowest, made.capacity())
+        made.start_all()
+        if all(entry.num_new == entry.limit and len(entry.pods) >= entry.wanted for entry in made.sets.values()):
+            return lowest
+    raise AssertionError(f"the step is never reached: {made}")
+
+
+@pytest.mark.parametrize(
+    ("shapes", "floor"),
+    [
+        ([(1, 1, 0), (1, 1, 0)], Fraction(1)),
+        ([(1, 1, 0), (8, 0, 1)], Fraction(7, 8)),
+        ([(2, 0, 1), (4, 0, 1)], Fraction(1, 2)),
+        ([(2, 1, 0), (8, 1, 0)], Fraction(1)),
+        ([(4, 1, 0), (5, 1, 0)], Fraction(1)),
+        ([(3, 0, 1)], Fraction(2, 3)),
+    ],
+)
+def test_a_canary_goes_up_step_by_step_and_back_at_any_of_them(
+    shapes: list[tuple[int, int, int]], floor: Fraction
+) -> None:
+    made = cluster(*shapes)
+    for weights in itertools.accumulate([[10], [40], [75], [99]]):
+        made.new_trial(weights[0])
+        for weight in weights:
+            made.weigh(weight)
+            assert try_out(made) >= floor
+        made.roll_back()
+        assert roll(made) >= floor
+        assert {p.template for entry in made.sets.values() for p in entry.pods.values()} == {0}
+    made.new_trial(50)
+    assert try_out(made) >= floor
+    made.weigh(None)
+    assert roll(made) >= floor
+
+
+def test_a_single_replica_is_tried_beside_itself() -> None:
+    made = cluster((1, 1, 0))
+    made.new_trial(10)
+    assert made.plan()[Role.UNIFIED] == RolePlan(total=2, partition=1)
+    try_out(made)
+    assert {i: p.template for i, p in made.sets[Role.UNIFIED].pods.items()} == {0: 0, 1: 1}
+    assert made.plan(paused=True)[Role.UNIFIED] == RolePlan(total=2, partition=1), "a pause keeps both"
+
+
+@pytest.mark.parametrize(("shape", "lost"), [((2, 1, 0), ()), ((2, 1, 1), (0,)), ((1, 1, 0), ())])
+def test_one_of_the_revision_before_stays_though_none_serves(shape: tuple[int, int, int], lost: tuple[int]) -> None:
+    made = cluster(shape)
+    entry = made.sets[Role.UNIFIED]
+    made.new_trial(60)
+    if lost:
+        try_out(made)
+    for index, pod in list(entry.pods.items()):
+        pod.state = State.DOWN if not lost else pod.state
+        if index in lost:
+            del entry.pods[index]
+    try_out(made)
+    assert 0 in {pod.template for pod in entry.pods.values()}
+    assert entry.current == 0
+
+
+def test_what_is_added_during_a_canary_is_of_the_revision_before() -> None:
+    made = cluster((4, 0, 1))
+    made.new_trial(10)
+    try_out(made)
+    made.sets[Role.UNIFIED].wanted = 8
+    assert made.plan()[Role.UNIFIED] == RolePlan(total=8, partition=8)
+    roll_on = try_out(made)
+    assert roll_on > 0
+    assert made.sets[Role.UNIFIED].num_new == 1
+
+
+def test_what_is_lost_during_a_canary_comes_back_as_it_was() -> None:
+    made = cluster((4, 0, 1))
+    made.new_trial(10)
+    try_out(made)
+    entry = made.sets[Role.UNIFIED]
+    for index in (1, 3):
+        del entry.pods[index]
+        made.execute(made.plan())
+        entry.control()
+    assert [entry.pods[index].template for index in range(4)] == [0, 0, 0, 1]
+
+
 budgets = st.sampled_from([(0, 1), (1, 0), (1, 1), (2, 0), (0, 2), (2, 1)])
 
 
@@ -232,17 +382,21 @@ def clusters(draw: st.DrawFn) -> Cluster:
     return cluster(*[(draw(st.integers(1, 6)), *draw(budgets)) for _ in range(num_roles)])
 
 
-EVENTS = ("start", "start", "start", "template", "crash", "evict", "blink", "scale", "nothing", "nothing")
+EVENTS = (
+    "start", "start", "start", "template", "crash", "evict", "blink", "scale", "nothing", "nothing", "trial", "weigh",
+    "promote", "roll back", "pause", "suspend",
+)  # fmt: skip
 
 
 def happen(made: Cluster, event: str, data: st.DataObject) -> None:
     """One thing that no plan asked for."""
-    role = data.draw(st.sampled_from(sorted(made.sets)))
-    entry = made.sets[role]
-    if event == "template":
-        made.new_template()
-    elif event == "scale":
+    entry = made.sets[data.draw(st.sampled_from(sorted(made.sets)))]
+    if event == "scale":
         entry.wanted = data.draw(st.integers(1, 6))
+        if made.is_trying and entry.wanted + entry.surge < 2:
+            made.roll_back()
+    elif event in _WISHES:
+        _WISHES[event](made, data)
     elif entry.pods:
         index = data.draw(st.sampled_from(sorted(entry.pods)))
         states = {"start": State.READY, "crash": State.DOWN, "blink": State.UNSURE}
@@ -252,15 +406,57 @@ def happen(made: Cluster, event: str, data: st.DataObject) -> None:
             entry.pods[index].state = states[event]
 
 
+def ask_for_another(made: Cluster, data: st.DataObject) -> None:
+    """What is tried goes back before something else is."""
+    made.roll_back() if made.is_trying else made.new_template()
+
+
+def ask_for_trial(made: Cluster, data: st.DataObject) -> None:
+    if made.can_try:
+        made.new_trial(data.draw(st.sampled_from([1, 10, 30, 60])))
+
+
+def ask_for_step(made: Cluster, data: st.DataObject) -> None:
+    if made.is_trying:
+        made.weigh(data.draw(st.sampled_from([30, 60, 99])))
+
+
+def go_back(made: Cluster, data: st.DataObject) -> None:
+    if made.is_trying:
+        made.roll_back()
+
+
+def suspend(made: Cluster, data: st.DataObject) -> None:
+    go_back(made, data)
+    for entry in made.sets.values():
+        entry.wanted = 0
+    made.execute(made.plan())
+    for entry in made.sets.values():
+        entry.control()
+        entry.wanted = data.draw(st.integers(1, 6))
+
+
+_WISHES: dict[str, Callable[[Cluster, st.DataObject], None]] = {
+    "template": ask_for_another,
+    "trial": ask_for_trial,
+    "weigh": ask_for_step,
+    "promote": lambda made, _: made.weigh(None),
+    "roll back": go_back,
+    "suspend": suspend,
+}
+
+
 @pytest.mark.timeout(max(60, HISTORIES))
 @settings(max_examples=HISTORIES)
 @given(made=clusters(), data=st.data())
 def test_random_histories(made: Cluster, data: st.DataObject) -> None:
     """What a plan does itself never costs more than the promise, whatever happened; in the end everything is new."""
+    paused = False
     for _ in range(data.draw(st.integers(1, 12))):
         before, counts, builds = made.capacity(), ready_counts(made), builds_of(made)
-        made.execute(made.plan())
-        if len(builds) <= 2:  # the shares of more builds need not add up
+        tried = {role: entry.num_new for role, entry in made.sets.items()}
+        made.execute(made.plan(paused=paused))
+        if len(builds) <= 2 or paused:  # the shares of more builds need not add up
             assert made.capacity() >= min(made.floor, before)
         for role, entry in made.sets.items():
             assert ready_counts(made)[role] >= min(entry.wanted - entry.unavailable, counts[role])
@@ -268,8 +464,20 @@ def test_random_histories(made: Cluster, data: st.DataObject) -> None:
             before = made.capacity()
             entry.control()
             assert made.capacity() >= min(made.floor, before), "nor does what a controller makes of it"
+        for role, entry in made.sets.items():
+            if entry.limit is not None:
+                assert entry.num_new <= max(entry.limit, tried[role]), "no more are tried than may be"
+                assert entry.current != entry.newest, "there is a way back"
         for event in data.draw(st.lists(st.sampled_from(EVENTS), max_size=4)):
+            paused = not paused if event == "pause" else paused
             happen(made, event, data)
+    if made.is_trying:
+        stays = all(entry.num_new <= (entry.limit or 0) for entry in made.sets.values())
+        if stays and data.draw(st.booleans()):
+            try_out(made)
+        if data.draw(st.booleans()):
+            made.roll_back()
+        made.weigh(None)
     roll(made)
 
 

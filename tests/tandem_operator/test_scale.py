@@ -12,6 +12,7 @@ from typing import Any
 from operator_objects import UID, blueprint, settled
 from tandem_api.names import Role
 from tandem_operator.admission import admission_condition, is_admission_open, plan_admissions
+from tandem_operator.course import decide, look_at
 from tandem_operator.fleet import FleetView, Standing
 from tandem_operator.inherit import keep_what_runs
 from tandem_operator.kube.store import ChildStore
@@ -58,6 +59,14 @@ def test_each_part_of_a_look_at_a_thousand_pods_is_short() -> None:
     standings = {key.name: Standing(host="", admitted=True) for key in ours if key.kind == "Pod"}
     fleet = FleetView(standings=standings, reporting=frozenset({"g"}), asked=True)
     parts: dict[str, Callable[[], object]] = {
+        "course": lambda: decide(
+            look_at(plan, {}, ours, request=None, taken=0, now=now),
+            ours,
+            may_roll=True,
+            added={},
+            fresh=False,
+            now=now,
+        ),
         "rolling": lambda: plan_rolling(plan, desired, ours, now=now),
         "children": lambda: (plan_children(desired, live, owner_uid=UID), plan_hurry(plan, ours)),
         "admission": lambda: plan_admissions(plan, ours, fleet),

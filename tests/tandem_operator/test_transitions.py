@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import itertools
+
 from operator_objects import blueprint, children
-from tandem_api.inferencemodel import Condition, InferenceModelStatus, ModelStatus
+from tandem_api.inferencemodel import Condition, InferenceModelStatus, ModelStatus, RolloutStatus
 from tandem_api.launch import GatewayRouting
-from tandem_operator.transitions import apply_happenings, status_happenings
+from tandem_operator.transitions import apply_happenings, rollout_happenings, status_happenings
 from tandem_operator.workloads import build_children
 
 
@@ -61,3 +63,30 @@ def test_a_commit_and_a_move_of_its_branch_are_told_once() -> None:
     assert reasons(status("a", "b"), status("a", "b")) == []
     assert reasons(status("a", "b"), status("a", "c")) == ["RevisionMoved"]
     assert reasons(status("a", "c"), status("c")) == ["ModelResolved"]
+
+
+def rollout(phase: str, *, step: int | None = None, **more: int) -> RolloutStatus:
+    told: dict[str, object] = {"phase": phase, "revision": 2, "digest": "x", "stableRevision": 1, "completeRevision": 1}
+    trial = None if step is None else {"revision": 2, "step": step, "since": "2026-01-01T00:00:00Z"}
+    return RolloutStatus.model_validate(told | {"canary": trial, "since": "2026-01-01T00:00:00Z"} | more)
+
+
+def test_steps_of_a_canary_are_told() -> None:
+    course = [
+        rollout("Complete"),
+        rollout("Canary", step=1),
+        rollout("Canary", step=1),
+        rollout("Canary", step=2),
+        rollout("Progressing", stableRevision=2),
+        rollout("Complete", stableRevision=2, completeRevision=2),
+    ]
+    told = [[h.message for h in rollout_happenings(*pair)] for pair in itertools.pairwise(course)]
+    assert told == [
+        ["revision 2 is at step 1"],
+        [],
+        ["revision 2 is at step 2"],
+        ["revision 2 is promoted"],
+        ["all workers have revision 2"],
+    ]
+    given_up = rollout_happenings(course[1], rollout("Progressing", revision=1))
+    assert [h.message for h in given_up] == ["revision 2 is given up"]

@@ -536,7 +536,74 @@ class Drain(Authored):
     """How long a pod that is being removed may finish what it runs."""
 
 
+class CanaryStep(Authored):
+    weight: Annotated[int, Field(ge=1, le=99)]
+    """Percent of new requests that go to the new workers. There are as many of these as that share of each role is, and
+    at least one of each; at least one of each stays of the revision before."""
+    duration: Duration
+    """How long the step takes. It counts from when its workers are ready, and anew when one of them was not."""
+
+
+class MaxTTFT(Authored):
+    model_config = ConfigDict(
+        json_schema_extra={
+            RULES_KEY: [
+                rule(
+                    "has(self.factor) != has(self.duration)",
+                    "needs either a factor of what the other workers take, or a duration: write one of them",
+                    path=".factor",
+                )
+            ]
+        }
+    )
+
+    percentile: Annotated[int, Field(ge=50, le=99)] = 95
+    """Which of the times to the first token is compared: 95 is the one that 95 of 100 requests do not exceed."""
+    factor: Annotated[float, Field(ge=1.0, le=100.0)] | None = None
+    """How many times as long as that of the other workers it may be."""
+    duration: Duration | None = None
+    """How long it may be, whatever the other workers take."""
+
+    @model_validator(mode="after")
+    def _says_one(self) -> MaxTTFT:
+        if (self.factor is None) == (self.duration is None):
+            raise ValueError("needs either a factor of what the other workers take, or a duration: write one of them")
+        return self
+
+
+_RISING = "must not fall from step to step: give each step at least the weight of the one before"
+
+
+class Canary(Authored):
+    steps: Annotated[
+        list[CanaryStep],
+        Field(min_length=1, max_length=20),
+        Satisfies("self.map(step, step.weight).isSorted()", _RISING),
+    ]
+    """Shares of traffic, one after another. After the last one all workers are replaced."""
+    max_error_rate: Annotated[float, Field(ge=0.0, le=100.0)] | None = None
+    """Percent of the canary's requests of a step that may fail. More of them end it, and the model goes on with the
+    revision before. Without it failed requests end no canary."""
+    max_ttft: Annotated[MaxTTFT | None, Field(alias="maxTTFT")] = None
+    """How long the canary may take to the first token. Without it slow answers end no canary."""
+    min_requests: Annotated[int, Field(ge=1, le=1_000_000)] = 20
+    """Requests that the canary must have answered in a step before `maxErrorRate` and `maxTTFT` are judged. A step goes
+    on until there were as many; without these limits none is needed."""
+
+    @model_validator(mode="after")
+    def _rises(self) -> Canary:
+        weights = [step.weight for step in self.steps]
+        if weights != sorted(weights):
+            raise ValueError(f"steps: weight {_RISING}")
+        return self
+
+
 _NO_BUDGET = "and maxUnavailable are both 0, so nothing could be replaced: raise one of them"
+_NO_CANARY = "needs the type RollingUpdate, because both revisions serve side by side: remove canary or type Recreate"
+_NO_ROOM = (
+    "has room for a canary only where each role has two replicas or a surge: raise rollout.maxSurge or remove"
+    " rollout.canary"
+)
 
 
 class Rollout(Authored):
@@ -547,7 +614,12 @@ class Rollout(Authored):
                     "!has(self.maxSurge) || !has(self.maxUnavailable) || self.maxSurge > 0 || self.maxUnavailable > 0",
                     _NO_BUDGET,
                     path=".maxSurge",
-                )
+                ),
+                rule(
+                    "!has(self.canary) || self.type != 'Recreate'",
+                    _NO_CANARY,
+                    path=".canary",
+                ),
             ]
         }
     )
@@ -557,7 +629,8 @@ class Rollout(Authored):
     replaces all at once, where there is room for no more than there is and an outage is no harm."""
     max_surge: Annotated[int, Field(ge=0, le=1000)] | None = None
     """Replicas of each role that there may be beyond its number while workers are replaced. Defaults to 1 for a role
-    that may not lose a replica, so for one with a single replica, and else to 0."""
+    that may not lose a replica, so for one with a single replica, or that has a single one and a canary, and else to
+    0."""
     max_unavailable: Annotated[int, Field(ge=0, le=1000)] | None = None
     """Replicas of each role that may be missing while workers are replaced. Defaults to 0 for a role with a single
     replica, and else to 1."""
@@ -567,10 +640,23 @@ class Rollout(Authored):
     """When nothing has come up for this long, the model is Stalled with the reason. Loading counts: let it be longer
     than a worker takes to download and load the model."""
 
+    canary: Canary | None = None
+    """Try a new revision with a part of the requests first. It is promoted by itself after the last step, and goes back
+    by itself when it fails. Without it workers are replaced as fast as the budget allows. A change that adds or removes
+    `spec.prefill`, or changes `nodesPerReplica`, has no canary."""
+    revision: Annotated[int, Field(ge=1)] | None = None
+    """Run this revision of `model`, `engine`, `kv`, `prefill` and `decode` instead of what the object says of them;
+    `replicas` and `servedName` are not part of it. `kubectl get controllerrevisions` lists those that are kept. It has
+    no canary. Remove it to run what the object says."""
+    revision_history_limit: Annotated[int, Field(ge=1, le=100)] = 10
+    """Revisions that are kept, besides those in use."""
+
     @model_validator(mode="after")
     def _can_move(self) -> Rollout:
         if self.max_surge == 0 and self.max_unavailable == 0:
             raise ValueError(f"maxSurge {_NO_BUDGET}")
+        if self.canary is not None and self.type == "Recreate":
+            raise ValueError(f"canary {_NO_CANARY}")
         return self
 
     def surge_of(self, replicas: int) -> int:
@@ -579,7 +665,8 @@ class Rollout(Authored):
             return 0
         if self.max_surge is not None:
             return self.max_surge
-        return 1 if self.unavailable_of(replicas) == 0 else 0
+        is_tried_beside_itself = self.canary is not None and replicas == 1
+        return 1 if is_tried_beside_itself or self.unavailable_of(replicas) == 0 else 0
 
     def unavailable_of(self, replicas: int) -> int:
         """Replicas that a role of so many may lack while it is changed."""
@@ -604,7 +691,14 @@ class InferenceModelSpec(Authored):
                     "needs expert and data ranks of both roles to be 1, because blocks are not yet moved between them:"
                     " leave prefill out, or use tensor and pipeline ranks",
                     path=".prefill",
-                )
+                ),
+                rule(
+                    "!has(self.rollout) || !has(self.rollout.canary) || !has(self.rollout.maxSurge)"
+                    " || self.rollout.maxSurge > 0"
+                    " || self.decode.replicas != 1 && (!has(self.prefill) || self.prefill.replicas != 1)",
+                    _NO_ROOM,
+                    path=".rollout",
+                ),
             ]
         }
     )
@@ -627,6 +721,14 @@ class InferenceModelSpec(Authored):
     """How workers are replaced when something changes that they read at start."""
     suspend: bool = False
     """Scale every pod of this model to zero and keep the object; set it back to resume."""
+
+    @model_validator(mode="after")
+    def _has_room(self) -> InferenceModelSpec:
+        workers = [self.decode] if self.prefill is None else [self.prefill, self.decode]
+        no_room = self.rollout.max_surge == 0 and any(role.replicas == 1 for role in workers)
+        if self.rollout.canary is not None and no_room:
+            raise ValueError(f"rollout {_NO_ROOM}")
+        return self
 
 
 class RoleStatus(Wire):
@@ -660,6 +762,64 @@ class ModelStatus(Wire):
     """Value of the annotation `tandem.dev/resolve-model` that `commit` answers."""
 
 
+class CanaryFigures(Wire):
+    """What gateways have counted of some workers since a step began."""
+
+    requests: int = 0
+    failures: int = 0
+    prefill_requests: int = 0
+    """Prompts that prefill workers were named for."""
+    prefill_failures: int = 0
+    ttft_counts: list[int] = Field(default_factory=list[int])
+    """Requests by seconds to the first token, in the buckets of the gateways' `/fleet`."""
+
+
+class CanaryStatus(Wire):
+    """A revision on trial, or one that failed."""
+
+    revision: int
+    """Its number."""
+    step: int = 1
+    """Which of the steps, from 1."""
+    weight: int = 0
+    """Percent of new requests that go to it: less than the step's while its workers start."""
+    since: Annotated[str, Field(json_schema_extra={"format": "date-time"})] = ""
+    """When the step's workers were ready, or when the wait for them began."""
+    ready: bool = False
+    """The step's workers are ready, so its time counts."""
+    figures: CanaryFigures | None = None
+    """Of its workers, in this step."""
+    stable_figures: CanaryFigures | None = None
+    """Of the other workers, in this step."""
+    reason: str | None = None
+    """Why it failed, in one CamelCase word."""
+    message: str | None = None
+    """What it waits for, or why it failed."""
+
+
+class RolloutStatus(Wire):
+    """Which revision the workers run, and how far a change has come."""
+
+    phase: Literal["Complete", "Progressing", "Preparing", "Canary", "RolledBack"] = "Complete"
+    """`Progressing`: workers are replaced. `Preparing`: they are brought to one revision before a canary begins.
+    `RolledBack`: a canary failed."""
+    revision: int
+    """Number of the revision that is wanted."""
+    digest: str
+    """Of that revision's content."""
+    stable_revision: int
+    """Number of the revision that all workers but those of a canary have or are being given."""
+    complete_revision: int | None = None
+    """Number of the last revision that all workers had."""
+    since: Annotated[str, Field(json_schema_extra={"format": "date-time"})] = ""
+    """When the phase began, or a turn was given."""
+    waiting: bool = False
+    """It waits for its turn, because as many models roll as may at a time."""
+    canary: CanaryStatus | None = None
+    retry: str | None = None
+    """The wish to try again that was last followed."""
+
+
 class Condition(Wire):
     """A Kubernetes condition; kstatus reads `Ready`, `Reconciling` and `Stalled`."""
 
@@ -685,6 +845,7 @@ class InferenceModelStatus(Wire):
     """The weights, by commit."""
     routing: GatewayRouting | None = None
     """What the gateways follow at present: the names they serve and where requests go."""
+    rollout: RolloutStatus | None = None
     prefill: RoleStatus | None = None
     decode: RoleStatus | None = None
     gateway: RoleStatus | None = None

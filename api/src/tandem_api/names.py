@@ -29,6 +29,8 @@ ANNOTATION_SPEC_HASH = f"{GROUP}/spec-hash"
 """On every child: digest of what the operator last applied."""
 CONDITION_ADMITTED = f"{GROUP}/admitted"
 """Readiness gate of worker pods: the operator sets it once a gateway has admitted the pod. Gateways go by all else."""
+ANNOTATION_RETRY_CANARY = f"{GROUP}/retry-canary"
+"""On an InferenceModel: any new value tries a revision again whose canary has failed."""
 MANAGED_BY_LABEL = "app.kubernetes.io/managed-by"
 MANAGED_BY = "tandem-operator"
 

@@ -22,12 +22,21 @@ from tandem_operator.kube.client import Connections, connect
 from tandem_operator.kube.events import CREATIONS, CreationEvents
 from tandem_operator.kube.optional import OptionalWatch
 from tandem_operator.kube.store import ChildStore
-from tandem_operator.kube.watch import Watcher
+from tandem_operator.kube.watch import CHILDREN, REVISIONS, Watcher
 from tandem_operator.leader import LeaderElection
-from tandem_operator.manifests import EVENT, OPTIONAL_KINDS, WATCHED_KINDS, ModelKey
+from tandem_operator.manifests import (
+    CONTROLLER_REVISION,
+    EVENT,
+    INFERENCE_MODEL,
+    OPTIONAL_KINDS,
+    WATCHED_KINDS,
+    ModelKey,
+)
+from tandem_operator.parsing import parse_status
 from tandem_operator.reconciler import Reconciler
 from tandem_operator.recorder import EventRecorder
 from tandem_operator.settings import OperatorSettings
+from tandem_operator.turns import Turns
 from tandem_operator.workqueue import WorkQueue
 
 _CRD_POLL_SECONDS = 2.0
@@ -59,6 +68,7 @@ class Operator:
             for kind in OPTIONAL_KINDS
         ]
         self._fleet = FleetWatch(self._on_child)
+        self._turns = Turns(limit=settings.max_concurrent_rollouts)
         self._hub = Hub(client, settings.hub, on_answer=self._queue.add)
         self._reconciler = Reconciler(
             client,
@@ -69,6 +79,7 @@ class Operator:
             self._creations,
             self._hub,
             self._fleet,
+            self._turns,
             unserved=self._unserved,
         )
         self._models: set[ModelKey] = set()
@@ -118,7 +129,14 @@ class Operator:
         tasks: list[asyncio.Task[Any]] = [held]
         try:
             watchers = [
-                Watcher(self._client, self._store, kind, namespace, on_change=self._on_child)
+                Watcher(
+                    self._client,
+                    self._store,
+                    kind,
+                    namespace,
+                    on_change=self._on_child,
+                    selector=REVISIONS if kind is CONTROLLER_REVISION else CHILDREN,
+                )
                 for kind in WATCHED_KINDS
                 for namespace in self._settings.namespaces or (None,)
             ]
@@ -137,6 +155,7 @@ class Operator:
             )
             if not await _first(stopped, _first(held, synced)):
                 return 0
+            await self._remember_turns()
             tasks += [asyncio.create_task(self._work(), name="worker") for _ in range(self._settings.workers)]
             tasks.append(asyncio.create_task(self._resync(), name="resync"))
             tasks.append(asyncio.create_task(self._fleet.run(), name="fleet"))
@@ -149,6 +168,16 @@ class Operator:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._hub.close()
+
+    async def _remember_turns(self) -> None:
+        """Whose turn it was under the operator before."""
+        if not self._settings.max_concurrent_rollouts:
+            return
+        for namespace in self._settings.namespaces or (None,):
+            async for page in self._client.list_pages(INFERENCE_MODEL.path(namespace), selector={}):
+                for item in page["items"]:
+                    key = ModelKey(item["metadata"]["namespace"], item["metadata"]["name"])
+                    self._turns.remember(key, parse_status(item))
 
     async def _watch_models(self) -> None:
         """InferenceModels by kopf. Event handlers alone: kopf then writes neither annotations nor finalizers."""
@@ -175,7 +204,7 @@ class Operator:
             self._queue.forget(key)
             metrics.forget_model(key)
             self._hub.forget(key)
-            self._fleet.forget(key)
+            self._reconciler.forget(key)
         else:
             self._models.add(key)
             self._queue.add(key)

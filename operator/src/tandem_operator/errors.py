@@ -11,6 +11,7 @@ OperatorError
 │   ├── ForbiddenError     403: missing permission, quota or policy
 │   └── ExpiredError       410: a watch has to start over from a list
 ├── IncompleteError        a look at a model did what it could and has told so in its status: it is tried again
+├── UnreadableRevisionError  a revision that was kept cannot be read: waits for a person
 ├── UnreadableKeysError    the Secret with a model's keys does not hold key rings: waits for a person
 └── SettingsError          the operator's own arguments make no sense
 """
@@ -42,6 +43,10 @@ class InvalidOverlayError(ModelError):
 
 class IncompleteError(OperatorError):
     """Something failed that time may heal. The rest was done and the status is written."""
+
+
+class UnreadableRevisionError(OperatorError):
+    """This release cannot read what an earlier one kept. The sentence names the revision."""
 
 
 class UnreadableKeysError(OperatorError):

@@ -40,6 +40,7 @@ POD_DISRUPTION_BUDGET = Kind("policy/v1", "PodDisruptionBudget", "poddisruptionb
 STATEFUL_SET = Kind("apps/v1", "StatefulSet", "statefulsets")
 DEPLOYMENT = Kind("apps/v1", "Deployment", "deployments")
 HTTP_ROUTE = Kind("gateway.networking.k8s.io/v1", "HTTPRoute", "httproutes")
+CONTROLLER_REVISION = Kind("apps/v1", "ControllerRevision", "controllerrevisions")
 POD = Kind("v1", "Pod", "pods")
 EVENT = Kind("v1", "Event", "events")
 LEASE = Kind("coordination.k8s.io/v1", "Lease", "leases")
@@ -55,7 +56,12 @@ OPTIONAL_KINDS = (HTTP_ROUTE,)
 """Of those, kinds that the API server may not have."""
 FORMER_KINDS = (ROLE,)
 """What earlier releases made, and this one only deletes."""
-WATCHED_KINDS = (*(kind for kind in CHILD_KINDS if kind not in OPTIONAL_KINDS), *FORMER_KINDS, POD)
+WATCHED_KINDS = (
+    *(kind for kind in CHILD_KINDS if kind not in OPTIONAL_KINDS),
+    *FORMER_KINDS,
+    POD,
+    CONTROLLER_REVISION,
+)
 KIND_BY_NAME = {kind.name: kind for kind in (*WATCHED_KINDS, *OPTIONAL_KINDS)}
 
 

@@ -11,11 +11,11 @@ import dataclasses
 import datetime
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 import aiohttp
-from tandem_api.inferencemodel import Condition, InferenceModelStatus
+from tandem_api.inferencemodel import CanaryFigures, Condition, InferenceModelStatus, RolloutStatus
 from tandem_api.names import keys_name
 
 from tandem_operator import metrics
@@ -37,15 +37,18 @@ from tandem_operator.commits import (
     read_request,
     recover,
 )
+from tandem_operator.course import Course, Look, decide, look_at, missing_revisions, retry_request, with_traffic
 from tandem_operator.errors import APIError, ConflictError, IncompleteError, ModelError, NotFoundError
+from tandem_operator.figures import Tally, are_fresh, take_differences
 from tandem_operator.fleet import FleetWatch
 from tandem_operator.hub import Hub
-from tandem_operator.inherit import keep_what_runs
 from tandem_operator.keeper import KeyKeeper, KeyLook
 from tandem_operator.kube.client import KubeClient, object_path
 from tandem_operator.kube.events import CreationEvents
 from tandem_operator.kube.store import ChildStore
 from tandem_operator.manifests import (
+    CONTROLLER_REVISION,
+    DEPLOYMENT,
     INFERENCE_MODEL,
     KIND_BY_NAME,
     POD,
@@ -60,15 +63,17 @@ from tandem_operator.parsing import parse_model, parse_status
 from tandem_operator.planner import Children, Plan, Step, own_workloads, plan_children, plan_clearing, plan_step
 from tandem_operator.recorder import EventRecorder
 from tandem_operator.refusals import refusal, unserved_problem
+from tandem_operator.revisions import highest_number, kept_content, read_history, revision_name
 from tandem_operator.rolling import Rolling, plan_hurry, plan_rolling
 from tandem_operator.routing import seconds_left
 from tandem_operator.settings import Release
 from tandem_operator.status import build_status, refused_status, true_conditions
 from tandem_operator.transitions import Happening, apply_happenings, status_happenings
-from tandem_operator.workloads import Blueprint, Built, build_possible
+from tandem_operator.turns import Turns, is_stalled
+from tandem_operator.workloads import Blueprint, Built
 from tandem_operator.workloads.keys import rotation_request
 
-_SOON, _RARELY = 1.0, 15.0
+_SOON, _OFTEN, _RARELY = 1.0, 5.0, 15.0
 """Seconds after which to look again at what no watch reports: a removal, a refusal, a deadline."""
 
 log = logging.getLogger(__name__)
@@ -108,6 +113,7 @@ class Reconciler:
         creations: CreationEvents | None = None,
         hub: Hub | None = None,
         fleet: FleetWatch | None = None,
+        turns: Turns | None = None,
         *,
         unserved: Callable[[], frozenset[str]] = frozenset,
     ) -> None:
@@ -122,6 +128,9 @@ class Reconciler:
         self._unserved = unserved
         self._hub = hub
         self._fleet = fleet or FleetWatch()
+        self._turns = turns or Turns()
+        self._tallies: dict[ModelKey, Tally] = {}
+        """Of models with a canary: what gateways had counted when they were last asked."""
 
     async def reconcile(self, key: ModelKey) -> float | None:
         """Bring one model to what it asks for. Returns seconds after which to look again, if events will not tell.
@@ -133,36 +142,39 @@ class Reconciler:
         path = INFERENCE_MODEL.path(key.namespace, key.name)
         raw = await self._client.find(path)
         if raw is None or dig(raw, "metadata", "deletionTimestamp") is not None:
-            self._fleet.forget(key)
+            self.forget(key)
             return None  # the garbage collector removes the children
+        outcome = Outcome(before=await self._store.read(key), children={})
+        outcome.children |= outcome.before
         try:
             model = parse_model(raw)
         except ModelError as error:
-            problem = Problem(reason=error.reason, message=str(error), stalled=True)
-            status = refused_status(problem, parse_status(raw), generation=raw["metadata"]["generation"], now=_now())
-            await self._report(key, raw, status, [])
-            return None
+            return await self._refuse(key, raw, error, outcome)
         blueprint = Blueprint(model=model, release=self._release)
-        outcome = Outcome(before=await self._store.read(key), children={})
-        outcome.children |= outcome.before
         weights = self._name_weights(key, blueprint, raw, outcome)
         blueprint = dataclasses.replace(blueprint, commit=weights.commit)
         keys = await self._ensure_keys(blueprint, raw, outcome)
-        await self._execute(key, blueprint, outcome, hold=not keys.usable or weights.problem is not None)
+        course = await self._steer(key, blueprint, raw, outcome)
+        await self._execute(key, course, outcome, hold=not keys.usable or weights.problem is not None)
         await asyncio.sleep(0)  # a look at a thousand pods is long: others get their turn between its parts
         ours = own_workloads(outcome.children, owner_uid=model.metadata.uid)
         admitted = await self._admit(key, blueprint, ours, outcome)
         await asyncio.sleep(0)
         status = build_status(
-            blueprint,
+            course.target.blueprint,
             ours,
             problems=outcome.problems,
             failures=outcome.failures,
             waiting=outcome.waiting,
             now=_now(),
+            rollout=course.state,
+            trial=course.problem,
             weights=weights,
             more=[] if admitted is None else [admitted],
         )
+        await asyncio.sleep(0)
+        status = with_traffic(status, course, ours, now=datetime.datetime.now(datetime.UTC))
+        self._turns.count(key, stalled=is_stalled(status))
         happenings = apply_happenings(outcome.applied, outcome.before)
         await self._report(key, raw, status, happenings if keys.happening is None else [keys.happening, *happenings])
         if outcome.failed:
@@ -175,6 +187,7 @@ class Reconciler:
             keys.look_after_seconds,
             None if self._hub is None else self._hub.look_after(key),
             seconds_left(status.routing, now=datetime.datetime.now(datetime.UTC)),
+            _OFTEN if course.state is not None and course.state.phase == "Canary" else None,
         ]
         return min((seconds for seconds in again if seconds is not None), default=None)
 
@@ -222,26 +235,109 @@ class Reconciler:
             outcome.problems.append(Problem(reason=found.reason, message=found.message))
         return found
 
-    async def _execute(self, key: ModelKey, blueprint: Blueprint, outcome: Outcome, *, hold: bool) -> None:
+    def forget(self, key: ModelKey) -> None:
+        """The model is gone."""
+        self._fleet.forget(key)
+        self._turns.give_back(key)
+        self._tallies.pop(key, None)
+
+    async def _refuse(self, key: ModelKey, raw: Manifest, error: ModelError, outcome: Outcome) -> None:
+        """What cannot be read stays as it is, but for `suspend`: somebody who pulls the brake means it."""
+        problem = Problem(reason=error.reason, message=str(error), stalled=True)
+        self._turns.count(key, stalled=True)
+        suspended = dig(raw, "spec", "suspend") is True
+        if suspended:
+            for child, workload in own_workloads(outcome.before, owner_uid=str(raw["metadata"]["uid"])).items():
+                if child.kind in (STATEFUL_SET.name, DEPLOYMENT.name) and dig(workload, "spec", "replicas") != 0:
+                    async with _collecting(outcome, str(child), doing="scale"):
+                        await self._scale(key, child, 0, outcome)
+        generation, now = raw["metadata"]["generation"], _now()
+        status = refused_status(problem, parse_status(raw), generation=generation, now=now, suspended=suspended)
+        await self._report(key, raw, status, [])
+        if outcome.failed:
+            raise IncompleteError("; ".join(outcome.failed))
+
+    async def _steer(self, key: ModelKey, blueprint: Blueprint, raw: Manifest, outcome: Outcome) -> Course:
+        """Find out which revision the workers should have, and keep it before anything is made of it."""
+        uid, now = blueprint.model.metadata.uid, datetime.datetime.now(datetime.UTC)
+        history = read_history(outcome.before, owner_uid=uid)
+        for number in missing_revisions(blueprint, history):
+            path = CONTROLLER_REVISION.path(key.namespace, revision_name(blueprint.name, number))
+            async with _collecting(
+                outcome, f"ControllerRevision {revision_name(blueprint.name, number)}", doing="read"
+            ):
+                found = await self._client.find(path)
+                if found is not None and (kept := kept_content(found, owner_uid=uid)) is not None:
+                    history[kept[0]] = kept[1]
+        ours = own_workloads(outcome.before, owner_uid=uid)
+        taken = highest_number(outcome.before)
+        seen = look_at(blueprint, history, ours, request=retry_request(raw), taken=taken, now=now)
+        await asyncio.sleep(0)
+        added, fresh = self._count(key, seen.before, now=now.timestamp())
+        course = decide(seen, ours, may_roll=self._take_turn(key, seen), added=added, fresh=fresh, now=now)
+        await asyncio.sleep(0)
+        if seen.record is not None:
+            await self._keep(key, seen.record, outcome)
+        phases = {seen.before and seen.before.phase, course.state and course.state.phase}
+        if seen.before is not None and "Canary" in phases and len(phases) > 1:
+            # An operator that stops in this moment must not take the pods of one revision for those of the other.
+            await self._write_status(key, raw, parse_status(raw).model_copy(update={"rollout": course.state}))
+        return course
+
+    def _take_turn(self, key: ModelKey, seen: Look) -> bool:
+        if not seen.wants_turn:
+            self._turns.give_back(key)
+            return True
+        is_waiting = seen.before is not None and seen.before.waiting
+        return self._turns.ask(key, since=seen.before.since if seen.before is not None and is_waiting else _now())
+
+    def _count(
+        self, key: ModelKey, state: RolloutStatus | None, *, now: float
+    ) -> tuple[Mapping[str, CanaryFigures], bool]:
+        """What gateways have counted of each worker since the last look, and whether they have told lately."""
+        if state is None or state.phase != "Canary":
+            self._tallies.pop(key, None)
+            return {}, False
+        reports = self._fleet.reports(key)
+        self._tallies[key], added = take_differences(self._tallies.get(key) or Tally(since=now), reports)
+        return added, are_fresh(reports, now=now)
+
+    async def _keep(self, key: ModelKey, record: Manifest, outcome: Outcome) -> None:
+        """Make a ControllerRevision. One of that name has the same content: numbers are given once."""
+        async with _collecting(outcome, str(child_key(record)), doing="create"):
+            with suppress(ConflictError):
+                made = await self._client.create(CONTROLLER_REVISION.path(key.namespace), record)
+                outcome.children[child_key(made)] = made
+                metrics.WRITES.labels("create", CONTROLLER_REVISION.name).inc()
+
+    async def _execute(self, key: ModelKey, course: Course, outcome: Outcome, *, hold: bool) -> None:
         """Do all that can be done. What fails is collected, and nothing else waits for it.
 
         `hold`: pods made now would find no keys, or keys that are about to go, or no model: what runs is better left
         running.
         """
+        blueprint, built = course.target.blueprint, course.target.built
         uid = blueprint.model.metadata.uid
-        built = build_possible(blueprint)
         outcome.problems += [Problem(reason=e.reason, message=str(e), stalled=True) for e in built.refused.values()]
         ours = own_workloads(outcome.before, owner_uid=uid)
         unserved = self._unserved()
         outcome.problems += [unserved_problem(kind) for kind in built.kinds & unserved]
-        possible = [child for child in built.children if child["kind"] not in unserved]
-        desired = keep_what_runs(blueprint, possible, ours)
+        rolling = plan_rolling(
+            blueprint,
+            [child for child in course.target.desired if child["kind"] not in unserved],
+            ours,
+            now=datetime.datetime.now(datetime.UTC),
+            limits=course.limits,
+            waiting=course.waiting,
+        )
         await asyncio.sleep(0)
-        rolling = plan_rolling(blueprint, desired, ours, now=datetime.datetime.now(datetime.UTC))
-        await asyncio.sleep(0)
-        hold = hold and not blueprint.model.spec.suspend
+        hold = (hold or course.hold) and not blueprint.model.spec.suspend
         plan = plan_children(
-            rolling.desired, outcome.before, owner_uid=uid, hold_workloads=hold, keep=frozenset(built.refused)
+            rolling.desired,
+            outcome.before,
+            owner_uid=uid,
+            hold_workloads=hold,
+            keep=frozenset(built.refused) | course.keep,
         )
         for manifest in plan.apply:
             async with _collecting(outcome, str(child_key(manifest))):
@@ -313,21 +409,27 @@ class Reconciler:
         """Write the status if it says something new, and the Events that belong to it."""
         metrics.note_conditions(key, true_conditions(status))
         before, uid = parse_status(raw), str(raw["metadata"]["uid"])
-        if status != before:
-            body: Manifest = {
-                "apiVersion": INFERENCE_MODEL.api_version,
-                "kind": INFERENCE_MODEL.name,
-                "metadata": {"name": key.name, "namespace": key.namespace, "uid": uid},
-                "status": status.model_dump(by_alias=True, exclude_none=True),
-            }
-            path = INFERENCE_MODEL.path(key.namespace, key.name, subresource="status")
-            try:
-                await self._client.apply(path, body, force=True)
-            except NotFoundError:
-                return
-            metrics.WRITES.labels("status", INFERENCE_MODEL.name).inc()
+        if status != before and not await self._write_status(key, raw, status):
+            return
         for happening in (*happenings, *status_happenings(before, status)):
             await self._recorder.record(key, uid, happening)
+
+    async def _write_status(self, key: ModelKey, raw: Manifest, status: InferenceModelStatus) -> bool:
+        """False where the model is gone."""
+        body: Manifest = {
+            "apiVersion": INFERENCE_MODEL.api_version,
+            "kind": INFERENCE_MODEL.name,
+            "metadata": {"name": key.name, "namespace": key.namespace, "uid": str(raw["metadata"]["uid"])},
+            "status": status.model_dump(by_alias=True, exclude_none=True),
+        }
+        try:
+            await self._client.apply(
+                INFERENCE_MODEL.path(key.namespace, key.name, subresource="status"), body, force=True
+            )
+        except NotFoundError:
+            return False
+        metrics.WRITES.labels("status", INFERENCE_MODEL.name).inc()
+        return True
 
 
 @asynccontextmanager

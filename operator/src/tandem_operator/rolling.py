@@ -7,20 +7,25 @@ from the newest template.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 
 from tandem_api.names import Role
 
+from tandem_operator.canary import Fleet, RoleFleet
+from tandem_operator.causes import role_problem
 from tandem_operator.groups import group_pods, is_leaving
 from tandem_operator.manifests import DEPLOYMENT, ChildKey, Manifest, annotations_of, child_key, dig
 from tandem_operator.matching import satisfies
-from tandem_operator.observation import observe_replicas, pods_of, workload_key
+from tandem_operator.observation import observe_replicas, parse_time, pods_of, workload_key
 from tandem_operator.planner import Children, is_rolled_out
-from tandem_operator.rollout import RolePlan, RoleView, plan_rollout
+from tandem_operator.rollout import Replica, RolePlan, RoleView, State, plan_rollout
 from tandem_operator.workloads.blueprint import TEMPLATE_HASH, Blueprint
 from tandem_operator.workloads.pods import ROOM_TO_DRAIN_SECONDS, grace_seconds
+
+TROUBLE_AGE = timedelta(seconds=30)
+"""A pod that is younger may be in a trouble that passes: a registry that does not answer at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +38,17 @@ class Rolling:
     replace: tuple[ChildKey, ...] = ()
 
 
-def plan_rolling(blueprint: Blueprint, desired: Sequence[Manifest], live: Children, *, now: datetime) -> Rolling:
-    """`desired` with strategies and counts for this moment of a rollout.
+def plan_rolling(
+    blueprint: Blueprint,
+    desired: Sequence[Manifest],
+    live: Children,
+    *,
+    now: datetime,
+    limits: Mapping[Role, int] | None = None,
+    waiting: bool = False,
+) -> Rolling:
+    """`desired` with strategies and counts for this moment of a rollout. During a canary there may be as many replicas
+    of the newest template as `limits` says. What waits for its turn replaces nothing that serves.
 
     A StatefulSet that is not desired, because its template cannot be made, is looked at as it is and not changed.
     """
@@ -46,16 +60,18 @@ def plan_rolling(blueprint: Blueprint, desired: Sequence[Manifest], live: Childr
         present = live.get(key)
         if present is None:
             continue
-        view = _view(blueprint, role, key, live, now=now)
+        view = _view(blueprint, role, key, live, now=now, limit=(limits or {}).get(role))
         if not _is_seen(present) or (key in by_key and is_new_template(by_key[key], present)):
             held[role] = _hold(view, is_new=key in by_key and is_new_template(by_key[key], present))
         else:
             views[role] = view
     rollout = blueprint.model.spec.rollout
     gateways = [child for key, child in live.items() if key.kind == DEPLOYMENT.name]
+    # Gateways know how to ask the workers of the release before theirs, and not what those of the next one want.
+    only_down = waiting or not all(map(is_rolled_out, gateways))
     # What one role is about to become is not known while it is held: the other one waits for it.
     plans = held | (
-        plan_rollout(views, paused=rollout.paused, gateways_first=not all(map(is_rolled_out, gateways)))
+        plan_rollout(views, paused=rollout.paused, only_down=only_down)
         if not held
         else {role: _hold(view, is_new=False) for role, view in views.items()}
     )
@@ -72,7 +88,9 @@ def plan_rolling(blueprint: Blueprint, desired: Sequence[Manifest], live: Childr
     return Rolling(desired=list(by_key.values()), scale=scale, replace=tuple(sorted(replace)))
 
 
-def _view(blueprint: Blueprint, role: Role, key: ChildKey, live: Children, *, now: datetime) -> RoleView:
+def _view(
+    blueprint: Blueprint, role: Role, key: ChildKey, live: Children, *, now: datetime, limit: int | None = None
+) -> RoleView:
     spec, workload = blueprint.worker_spec(role), live[key]
     size = spec.nodes_per_replica
     groups = group_pods(pods_of(key, live), size)
@@ -86,7 +104,64 @@ def _view(blueprint: Blueprint, role: Role, key: ChildKey, live: Children, *, no
         replicas=observe_replicas(groups, revision=str(dig(workload, "status", "updateRevision")), now=now),
         surge=rollout.surge_of(spec.replicas),
         unavailable=rollout.unavailable_of(spec.replicas),
+        limit=limit,
     )
+
+
+def observe_fleet(
+    blueprint: Blueprint, desired: Sequence[Manifest], live: Children, *, tried: Collection[Role], now: datetime
+) -> Fleet:
+    """The workers as a canary is decided by them. `desired` has the StatefulSets as they should be, and `tried` are the
+    roles that the revision on trial changes."""
+    by_key = {child_key(child): child for child in desired}
+    roles: dict[Role, RoleFleet] = {}
+    for role in blueprint.worker_roles:
+        key = workload_key(blueprint, role)
+        present, wish = live.get(key), by_key.get(key)
+        if present is None:
+            spec = blueprint.worker_spec(role)
+            roles[role] = RoleFleet(wanted=blueprint.replicas(spec.replicas), is_current=False, is_tried=role in tried)
+            continue
+        is_current = _is_seen(present) and wish is not None and not is_new_template(wish, present)
+        roles[role] = _role_fleet(blueprint, role, live, is_current=is_current, is_tried=role in tried, now=now)
+    return Fleet(roles=roles)
+
+
+def _role_fleet(
+    blueprint: Blueprint, role: Role, live: Children, *, is_current: bool, is_tried: bool, now: datetime
+) -> RoleFleet:
+    key = workload_key(blueprint, role)
+    view = _view(blueprint, role, key, live, now=now)
+    newest, current = (dig(live[key], "status", name) for name in ("updateRevision", "currentRevision"))
+    groups = {g.index: g for g in group_pods(pods_of(key, live), blueprint.worker_spec(role).nodes_per_replica)}
+    new = [r for r in view.replicas if not r.is_outdated and not r.is_leaving]
+    old = [r for r in view.replicas if r.is_outdated]
+    settled = [pod for r in new for pod in groups[r.index].pods if _is_older(pod, TROUBLE_AGE, now=now)]
+    trouble = role_problem(settled)
+
+    def leaders(replicas: Sequence[Replica]) -> tuple[str, ...]:
+        return tuple(str(groups[replica.index].pods[0]["metadata"]["name"]) for replica in replicas)
+
+    return RoleFleet(
+        wanted=view.wanted,
+        surge=view.surge,
+        new=len(new),
+        new_ready=sum(r.state is State.READY for r in new),
+        new_up=sum(r.state is not State.DOWN for r in new),
+        old=len(old),
+        old_up=sum(r.state is not State.DOWN for r in old),
+        is_current=is_current,
+        keeps_old=current is not None and current != newest,
+        is_tried=is_tried,
+        trouble=trouble if trouble is not None and trouble.stalled else None,
+        new_workers=leaders(new),
+        old_workers=leaders(old),
+    )
+
+
+def _is_older(pod: Manifest, age: timedelta, *, now: datetime) -> bool:
+    made = parse_time(dig(pod, "metadata", "creationTimestamp"))
+    return made is not None and now - made >= age
 
 
 def _groups(pods: int, size: int) -> int:
@@ -106,10 +181,12 @@ def is_new_template(desired: Manifest, present: Manifest) -> bool:
 
 
 def _hold(view: RoleView, *, is_new: bool) -> RolePlan:
-    """Replace nothing; what is added is made from the newest template."""
+    """Replace nothing; what is added is made from the newest template, unless that is on trial."""
     if view.wanted == 0:
         return RolePlan(total=0, partition=0)
     total = max(view.total, view.wanted)
+    if view.limit is not None and (is_new or total > view.total):
+        return RolePlan(total=total, partition=total)
     return RolePlan(total=total, partition=view.total if is_new else view.partition)
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from fractions import Fraction
 
@@ -61,6 +61,9 @@ class RoleView:
     """Replicas that there may be beyond the wanted ones while some are replaced."""
     unavailable: int
     """Wanted replicas that may be missing while some are replaced."""
+    limit: int | None = None
+    """Replicas of the newest template that there may be; None: any number. With a limit the new ones are the last of
+    the role, and its set is never on `OnDelete`: a lost replica of the older template comes back as it was."""
 
     @property
     def is_rolling(self) -> bool:
@@ -79,26 +82,65 @@ class RolePlan:
 
 
 def plan_rollout(
-    roles: Mapping[Role, RoleView], *, paused: bool = False, gateways_first: bool = False
+    roles: Mapping[Role, RoleView], *, paused: bool = False, only_down: bool = False
 ) -> dict[Role, RolePlan]:
-    """One step of a rollout. With `gateways_first` only what is down goes: gateways know how to ask the workers of the
-    release before theirs, and not what those of the next one want."""
+    """One step of a rollout. With `only_down` nothing that serves is replaced, and nothing is put on trial."""
     idle = {role: RolePlan(total=0, partition=0) for role, view in roles.items() if view.wanted == 0}
-    return idle | _plan_serving(
-        {role: view for role, view in roles.items() if role not in idle}, paused=paused, gateways_first=gateways_first
-    )
+    left = {role: view for role, view in roles.items() if role not in idle}
+    plan = _plan_limited if any(view.limit is not None for view in left.values()) else _plan_serving
+    return idle | plan(left, paused=paused, only_down=only_down)
 
 
-def _plan_serving(roles: Mapping[Role, RoleView], *, paused: bool, gateways_first: bool) -> dict[Role, RolePlan]:
+def _plan_limited(roles: Mapping[Role, RoleView], *, paused: bool, only_down: bool) -> dict[Role, RolePlan]:
+    """A step of a trial: from the last replica on, as many as there may be are of the newest template."""
+    serving = _Serving(roles)
+    hold = paused or only_down
+    plans: dict[Role, RolePlan] = {}
+    for role, view in roles.items():
+        limit = len(view.replicas) + view.total if view.limit is None else view.limit
+        kept = view.total - view.wanted if hold else view.surge
+        bounded = replace(view, surge=max(0, min(view.surge, limit, kept)))
+        total = _total(role, bounded, serving, may_surge=not hold, paused=False)
+        partition = _limited_partition(role, bounded, serving, total, limit, hold=hold)
+        released = [r.index for r in _outdated(view) if partition <= r.index < total]
+        plans[role] = RolePlan(total=total, partition=partition, replace=tuple(sorted(released)))
+    return plans
+
+
+def _limited_partition(role: Role, view: RoleView, serving: _Serving, total: int, limit: int, *, hold: bool) -> int:
+    """The lowest index from which on replicas may be of the newest template."""
+    by_index = {replica.index: replica for replica in view.replicas if not replica.is_leaving}
+    moving = {replica.index for replica in _in_motion(view) if replica.index < total}
+    newest = sum(not replica.is_outdated for replica in by_index.values() if replica.index < total)
+    if view.limit is not None:
+        limit = min(limit, max(1, total - 1))  # one of the revision before stays, or comes back
+    room = limit - newest - len(moving)
+    partition = total
+    for index in reversed(range(total)):
+        found = by_index.get(index)
+        if found is None or (found.is_outdated and index not in moving):
+            was_new = view.partition is None or index >= view.partition
+            if room <= 0 or (hold and not (found is None and was_new)):
+                break
+            if found is not None and found.state is not State.DOWN:
+                if not serving.can_spare(role, found):
+                    break
+                serving.remove(role, found)
+            room -= 1
+        partition = index
+    return partition
+
+
+def _plan_serving(roles: Mapping[Role, RoleView], *, paused: bool, only_down: bool) -> dict[Role, RolePlan]:
     serving = _Serving(roles)
     released = {role: {replica.index for replica in _in_motion(view)} for role, view in roles.items()}
     if not paused:
         for role, view in roles.items():
             released[role] |= {r.index for r in _outdated(view) if r.state is State.DOWN}
-        if not gateways_first:
+        if not only_down:
             _release_serving(roles, serving, released)
     totals = {
-        role: _total(role, view, serving, may_surge=not paused and not gateways_first, paused=paused)
+        role: _total(role, view, serving, may_surge=not paused and not only_down, paused=paused)
         for role, view in roles.items()
     }
     return {role: _role_plan(view, released[role], totals[role], paused=paused) for role, view in roles.items()}
@@ -178,10 +220,10 @@ def _is_stuck(roles: Mapping[Role, RoleView], released: Mapping[Role, set[int]])
 
 def _total(role: Role, view: RoleView, serving: _Serving, *, may_surge: bool, paused: bool) -> int:
     """Replicas that the StatefulSet should ask for. What is beyond the wanted ones goes when it can be spared."""
-    if paused:
-        return view.wanted
     goal = view.wanted
-    if view.is_rolling and (view.total > view.wanted or (may_surge and _needs_surge(view))):
+    if view.limit is not None:
+        goal += view.surge  # both revisions stay side by side, whatever is lost meanwhile
+    elif not paused and view.is_rolling and (view.total > view.wanted or (may_surge and _needs_surge(view))):
         goal = view.wanted + view.surge
     total = max(goal, view.total)
     by_index = {replica.index: replica for replica in view.replicas if not replica.is_leaving}

@@ -81,6 +81,8 @@ class OperatorSettings:
     metrics_port: int = OPERATOR_METRICS_PORT
     workers: int = 8
     """Models reconciled at a time."""
+    max_concurrent_rollouts: int = 0
+    """Models whose workers are replaced at a time; 0: any number."""
     resync_seconds: float = 600.0
     """Every model is looked at this often even when nothing happens."""
 
@@ -117,6 +119,7 @@ def parse_settings(arguments: Sequence[str] | None = None) -> OperatorSettings:
         log_level=given.log_level,
         health_port=given.health_port,
         metrics_port=given.metrics_port,
+        max_concurrent_rollouts=given.max_concurrent_rollouts,
     )
 
 
@@ -148,6 +151,10 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--identity", default=os.environ.get("POD_NAME", ""), help="lease holder; default: $POD_NAME")
     parser.add_argument("--health-port", type=int, default=OPERATOR_HEALTH_PORT)
     parser.add_argument("--metrics-port", type=int, default=OPERATOR_METRICS_PORT)
+    parser.add_argument(
+        "--max-concurrent-rollouts", type=_count, default=0, metavar="MODELS",
+        help="models whose workers are replaced at a time; 0, the default: any number",
+    )  # fmt: skip
     keys = parser.add_argument_group("keys of the models' pods")
     keys.add_argument(
         "--keys-settle-seconds", type=_positive, default=KeyPolicy().settle_seconds,
@@ -177,6 +184,12 @@ def _base_url(text: str) -> str | None:
     if not valid:
         raise argparse.ArgumentTypeError(f"{text!r} is not a base URL; write for example https://hub.example.com")
     return text
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number, 0 or above")
+    return int(text)
 
 
 def _positive(text: str) -> float:

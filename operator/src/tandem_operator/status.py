@@ -12,11 +12,12 @@ from datetime import timedelta
 from typing import Literal
 
 from tandem_api import names
-from tandem_api.inferencemodel import Condition, InferenceModelStatus
+from tandem_api.inferencemodel import Condition, InferenceModelStatus, RolloutStatus
 from tandem_api.names import Role
 from tandem_api.quantities import parse_duration
 
 from tandem_operator import metrics
+from tandem_operator.canary import WAITING_FOR_TURN
 from tandem_operator.causes import Problem
 from tandem_operator.commits import CommitPlan
 from tandem_operator.manifests import ChildKey
@@ -30,6 +31,8 @@ WAITS_FOR_A_WISH = frozenset({"Suspended", "ScaledToZero", "RolloutPaused"})
 """Reasons to be stalled that somebody asked for: nothing is wrong."""
 
 _OVERDUE = "ProgressDeadlineExceeded"
+_NOT_OVERDUE = frozenset({"Suspended", WAITING_FOR_TURN, "Canary"})
+"""What takes as long as it takes; a canary has a deadline of its own."""
 State = Literal["True", "False", "Unknown"]
 _NO_WEIGHTS = CommitPlan()
 
@@ -44,14 +47,16 @@ def build_status(
     now: str,
     weights: CommitPlan = _NO_WEIGHTS,
     more: Sequence[Condition] = (),
+    rollout: RolloutStatus | None = None,
+    trial: Problem | None = None,
 ) -> InferenceModelStatus:
-    """The whole status. `problems` are those of planning and applying, `waiting` what has to vanish first,
-    `more` conditions of other parts."""
+    """The whole status. `problems` are those of planning and applying, `waiting` what has to vanish first, `trial` what
+    a canary, or the wait for a turn, has to say, `more` conditions of other parts."""
     model = blueprint.model
     roles, present = (*blueprint.worker_roles, Role.GATEWAY), parse_time(now)
     states = {role: observe_role(blueprint, role, live, failures, now=present) for role in roles}
     workers = [state for role, state in states.items() if role is not Role.GATEWAY]
-    conditions = _summary(blueprint, states, live, problems=problems, waiting=waiting, now=now)
+    conditions = _summary(blueprint, states, live, problems=problems, waiting=waiting, trial=trial, now=now)
     conditions += _resolved_condition(weights)
     conditions.append(_model_condition(blueprint, workers, weights.problem))
     conditions += [*(_role_condition(blueprint, state) for state in states.values()), *more]
@@ -64,6 +69,7 @@ def build_status(
         revision=blueprint.revision,
         model=weights.status,
         routing=plan_routing(blueprint, now=present),
+        rollout=rollout,
         prefill=states[Role.PREFILL].to_status() if Role.PREFILL in states else None,
         decode=states[blueprint.decode_role].to_status(),
         gateway=gateway.to_status(),
@@ -72,11 +78,18 @@ def build_status(
 
 
 def refused_status(
-    problem: Problem, previous: InferenceModelStatus, *, generation: int, now: str
+    problem: Problem, previous: InferenceModelStatus, *, generation: int, now: str, suspended: bool = False
 ) -> InferenceModelStatus:
-    """The status of a model that cannot be read: what was seen last, each with the generation that it was seen at."""
+    """The status of a model that cannot be read: what was seen last, each with the generation that it was seen at.
+    Suspension holds nevertheless."""
+    if suspended:
+        text = f"{problem.message}; spec.suspend is true, so its pods are scaled to zero"
+        problem = Problem(reason=problem.reason, message=text, stalled=True)
     kept = [c for c in previous.conditions if c.type not in ("Ready", "Reconciling", "Stalled")]
     fresh = [_condition("Ready", "False", problem.reason, problem.message), _stalled(problem)]
+    if suspended:
+        kept = [c for c in kept if c.type != "Available"]
+        fresh.append(_condition("Available", "False", "Suspended", "spec.suspend is true; set it to false to resume"))
     conditions = [*stamp(fresh, previous, generation=generation, now=now), *kept]
     return previous.model_copy(update={"observed_generation": generation, "conditions": conditions})
 
@@ -116,6 +129,7 @@ def _summary(
     *,
     problems: Sequence[Problem],
     waiting: Sequence[str],
+    trial: Problem | None,
     now: str,
 ) -> list[Condition]:
     """Ready, Available, and Stalled or Reconciling where they hold."""
@@ -127,9 +141,11 @@ def _summary(
     settled = all(state.settled for state in states.values()) and not waiting and not troubles
     if zero is not None and stalled is None and settled:
         stalled = zero
+    if trial is not None and trial.stalled and stalled is None:
+        stalled = trial
     moving: Problem | None = None
-    if stalled is None and not settled:
-        moving = _moving(waiting, troubles, zero, states)
+    if stalled is None and (trial is not None or not settled):
+        moving = _moving(waiting, troubles, zero, states, trial)
         stalled = _paused(blueprint, states, counts) or _overdue(blueprint, live, moving, now=now)
     lacking = _lacking(blueprint, states, counts)
     if (blocked := refused or zero) is not None:
@@ -161,7 +177,11 @@ def _zero(blueprint: Blueprint, states: Mapping[Role, RoleState]) -> Problem | N
 
 
 def _moving(
-    waiting: Sequence[str], troubles: Sequence[Problem], zero: Problem | None, states: Mapping[Role, RoleState]
+    waiting: Sequence[str],
+    troubles: Sequence[Problem],
+    zero: Problem | None,
+    states: Mapping[Role, RoleState],
+    trial: Problem | None,
 ) -> Problem:
     """What is at work, where nobody is needed."""
     counts = ", ".join(
@@ -173,7 +193,7 @@ def _moving(
         return Problem(reason="WaitingForRemoval", message=text)
     if zero is not None:
         return Problem(reason=zero.reason, message=f"pods are leaving: {counts}")
-    return next(iter(troubles), None) or Problem(reason="Progressing", message=counts)
+    return next(iter(troubles), None) or trial or Problem(reason="Progressing", message=counts)
 
 
 def _paused(blueprint: Blueprint, states: Mapping[Role, RoleState], counts: str) -> Problem | None:
@@ -193,10 +213,13 @@ def _overdue(blueprint: Blueprint, live: Children, moving: Problem, *, now: str)
     """Nothing has come up for longer than the deadline. It stays so until something has."""
     model = blueprint.model
     before = next((c for c in model.status.conditions if c.type in ("Reconciling", "Stalled")), None)
-    if before is None or before.observed_generation != model.metadata.generation or moving.reason == "Suspended":
+    if before is None or before.observed_generation != model.metadata.generation or moving.reason in _NOT_OVERDUE:
         return None
     deadline = model.spec.rollout.progress_deadline
     began, progress, present = parse_time(before.last_transition_time), last_progress(live), parse_time(now)
+    turn = parse_time(model.status.rollout.since) if model.status.rollout is not None else None
+    if began is not None and turn is not None and before.type != "Stalled":
+        began = max(began, turn)  # the wait for a turn, or a canary, is over since then
     if began is None or present is None:
         return None
     if before.type == "Stalled":

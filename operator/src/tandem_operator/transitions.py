@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from tandem_api.inferencemodel import Condition, InferenceModelStatus, ModelStatus
+from tandem_api.inferencemodel import Condition, InferenceModelStatus, ModelStatus, RolloutStatus
 
 from tandem_operator.manifests import ChildKey, Manifest, child_key, dig
 from tandem_operator.planner import Children
@@ -39,7 +39,8 @@ def status_happenings(before: InferenceModelStatus, after: InferenceModelStatus)
     ready, was = new.get("Ready"), old.get("Ready")
     if ready is not None and ready.reason == "Suspended" and (was is None or was.reason != "Suspended"):
         events.append(Happening(reason="Suspended", message="scaling every pod of this model to zero"))
-    return [*events, *_renamed(before, after), *_weights(before.model, after.model)]
+    changes = [*_renamed(before, after), *_weights(before.model, after.model)]
+    return [*events, *changes, *rollout_happenings(before.rollout, after.rollout)]
 
 
 def _weights(before: ModelStatus | None, after: ModelStatus | None) -> list[Happening]:
@@ -63,6 +64,26 @@ def _renamed(before: InferenceModelStatus, after: InferenceModelStatus) -> list[
         return []
     text = f"served as {new[0]} from now on; until {after.routing.former_until} also as {', '.join(new[1:])}"
     return [Happening(reason="Renamed", message=text)]
+
+
+def rollout_happenings(before: RolloutStatus | None, after: RolloutStatus | None) -> list[Happening]:
+    """Events of a canary and of changed revisions. That one failed is told as the reason to be stalled."""
+    if before is None or after is None:
+        return []
+    events: list[Happening] = []
+    old, new = before.canary, after.canary
+    if (
+        after.phase == "Canary"
+        and new is not None
+        and (old is None or (old.revision, old.step) != (new.revision, new.step))
+    ):
+        events.append(Happening(reason="CanaryStep", message=f"revision {new.revision} is at step {new.step}"))
+    if before.phase == "Canary" and after.phase == "Progressing":
+        done = "is promoted" if old is not None and old.revision == after.stable_revision else "is given up"
+        events.append(Happening(reason="CanaryEnded", message=f"revision {old.revision if old else '?'} {done}"))
+    if after.phase == "Complete" and before.complete_revision != after.complete_revision:
+        events.append(Happening(reason="RolledOut", message=f"all workers have revision {after.complete_revision}"))
+    return events
 
 
 def apply_happenings(applied: Iterable[Manifest], live: Children) -> list[Happening]:

@@ -21,9 +21,12 @@ from tandem_operator import metrics
 from tandem_operator.errors import APIError, ExpiredError
 from tandem_operator.kube.client import KubeClient
 from tandem_operator.manifests import Kind, Manifest, ModelKey
+from tandem_operator.workloads.blueprint import COMPONENT_LABEL, HISTORY
 
 CHILDREN = {"labelSelector": f"{names.MANAGED_BY_LABEL}={names.MANAGED_BY},{names.LABEL_MODEL}"}
 """Evaluated by the API server: other people's objects never travel."""
+REVISIONS = {"labelSelector": f"{CHILDREN['labelSelector']},{COMPONENT_LABEL}={HISTORY}"}
+"""The same of ControllerRevisions: those of the StatefulSets have their labels, and are not read."""
 _BACKOFF_SECONDS = (0.2, 1.0, 2.0, 5.0, 10.0, 30.0)
 _HEALTHY_SECONDS = 10.0
 """A watch that lasted this long had worked: that it ends now says nothing about the failures before it."""

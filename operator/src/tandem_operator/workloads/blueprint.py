@@ -15,6 +15,8 @@ from tandem_operator.manifests import CHILD_KINDS, Kind, Manifest, annotations_o
 from tandem_operator.settings import Release
 
 COMPONENT_LABEL = "app.kubernetes.io/component"
+HISTORY = "history"
+"""Component of the ControllerRevisions that keep a model's revisions; StatefulSets have revisions of their own."""
 TEMPLATE_HASH = f"{names.GROUP}/template-hash"
 """On workloads: digest of the pod template that the operator last applied."""
 _DIGESTS = (names.ANNOTATION_SPEC_HASH, TEMPLATE_HASH)

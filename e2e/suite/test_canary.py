@@ -1,0 +1,152 @@
+"""Canaries: one that is promoted, ones that go back by themselves, and undo by number; nobody is failed on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from e2e.suite.fleet import Fleet, Object, Say, smollm2, until
+from e2e.suite.load import Outcome, run_load, varied_prompts
+
+MODEL = "tried"
+STEPS = {"steps": [{"weight": 25, "duration": "10s"}, {"weight": 60, "duration": "10s"}]}
+
+
+def rollout(fleet: Fleet) -> Object:
+    return fleet.get("inferencemodels", MODEL).get("status", {}).get("rollout", {})
+
+
+def uids(fleet: Fleet) -> set[str]:
+    return {pod["metadata"]["uid"] for role in ("prefill", "decode") for pod in fleet.pods(MODEL, role)}
+
+
+def revisions(fleet: Fleet) -> dict[int, str]:
+    """Number of each revision that is kept, and its element type."""
+    path = f"/apis/apps/v1/namespaces/{fleet.namespace}/controllerrevisions"
+    selector = f"tandem.dev/model={MODEL},app.kubernetes.io/component=history"
+    found = fleet.kubernetes.request("GET", f"{path}?labelSelector={selector}")["items"]
+    return {item["revision"]: item["data"]["spec"]["engine"]["dtype"] for item in found}
+
+
+def serve(fleet: Fleet, canary: dict[str, Any], **more: Any) -> None:
+    fleet.apply(smollm2(MODEL, rollout={"canary": canary} | more))
+    fleet.wait_ready(MODEL)
+    assert rollout(fleet)["completeRevision"] == 1
+
+
+def under_load(fleet: Fleet, say: Say, what: Callable[[], Any]) -> None:
+    """Do `what` while clients ask; none of them may be failed."""
+    outcomes: list[Outcome] = []
+    with fleet.url(MODEL) as url, ThreadPoolExecutor(1) as beside:
+        started = time.monotonic()
+        done = beside.submit(what)
+        while not done.done():
+            outcomes += asyncio.run(run_load(url, MODEL, varied_prompts(30), concurrency=6, max_tokens=16))
+        done.result()
+    say(f"canary: {len(outcomes)} requests in {time.monotonic() - started:.0f} s")
+    broken = [outcome for outcome in outcomes if not outcome.complete]
+    assert not broken, f"{len(broken)} of {len(outcomes)} requests failed; the first: {broken[0]}"
+
+
+@pytest.mark.timeout(900)
+def test_a_canary_is_promoted_under_load(fleet: Fleet, say: Say) -> None:
+    serve(fleet, STEPS)
+    before = uids(fleet)
+    seen: list[tuple[int, float]] = []
+
+    def change() -> None:
+        fleet.patch(MODEL, {"engine": {"dtype": "BFloat16"}})
+
+        def probe() -> bool:
+            status = fleet.get("inferencemodels", MODEL)["status"]
+            trial, told = status["rollout"].get("canary"), status.get("routing", {}).get("canary")
+            if trial and trial["ready"] and told:
+                seen.append((trial["step"], told["percent"]))
+            assert status["rollout"]["phase"] != "RolledBack", status["rollout"]
+            return status["rollout"].get("completeRevision") == 2
+
+        until("the canary to be promoted", probe, within=600, every=0.5)
+
+    under_load(fleet, say, change)
+    assert list(dict.fromkeys(seen)) == [(1, 25.0), (2, 60.0)]
+    assert revisions(fleet) == {1: "Float32", 2: "BFloat16"}
+    fleet.wait_ready(MODEL)
+    assert not before & uids(fleet)
+    assert fleet.get("inferencemodels", MODEL)["status"]["routing"].get("canary") is None
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("change", "undo", "reason"),
+    [
+        (
+            {"engine": {"image": "registry.invalid/no-such-image:1"}},
+            {"engine": {"image": None}},
+            "ImagePullFailed",
+        ),
+        (
+            {"model": {"uri": "hf://HuggingFaceTB/no-such-model"}},
+            {"model": {"uri": "hf://HuggingFaceTB/SmolLM2-135M-Instruct"}},
+            "ModelNotFound",
+        ),
+    ],
+    ids=["image", "model"],
+)
+def test_a_canary_that_cannot_start_goes_back_by_itself(
+    fleet: Fleet, change: Object, undo: Object, reason: str, say: Say
+) -> None:
+    serve(fleet, STEPS, progressDeadline="3m")
+    before = uids(fleet)
+
+    def fail() -> None:
+        fleet.patch(MODEL, change)
+
+        def probe() -> Object | None:
+            stalled = fleet.condition(MODEL, "Stalled")
+            return stalled if stalled and stalled["reason"] == "CanaryFailed" else None
+
+        stalled = until("the canary to go back", probe, within=300)
+        say(f"failed canary: {stalled['message']}")
+        assert reason in stalled["message"]
+        fleet.wait_role(MODEL, "decode", 1)
+        fleet.wait_role(MODEL, "prefill", 1)
+
+    under_load(fleet, say, fail)
+    assert uids(fleet) == before, "what served was never touched"
+    ready = fleet.condition(MODEL, "Ready")
+    assert ready is not None
+    assert ready["status"] == "True"
+    fleet.annotate(MODEL, {"tandem.dev/retry-canary": "once more"})
+    until("it to be tried again", lambda: rollout(fleet)["phase"] == "Canary", within=60)
+    fleet.patch(MODEL, undo)
+    fleet.wait_ready(MODEL)
+    assert rollout(fleet)["revision"] == 1
+
+
+@pytest.mark.timeout(900)
+def test_undo_by_number_in_the_middle_of_a_canary_and_after_a_rollout(fleet: Fleet, say: Say) -> None:
+    serve(fleet, {"steps": [{"weight": 50, "duration": "1h"}]})
+    before = uids(fleet)
+    fleet.patch(MODEL, {"engine": {"dtype": "BFloat16"}})
+    until("the canary", lambda: (rollout(fleet).get("canary") or {}).get("ready"), within=200)
+    fleet.patch(MODEL, {"rollout": {"revision": 1}})
+    fleet.wait_ready(MODEL)
+    assert uids(fleet) == before
+    fleet.patch(MODEL, {"rollout": {"revision": None, "canary": None}})
+    until("revision 2", lambda: rollout(fleet).get("completeRevision") == 2, within=300)
+    under_load(fleet, say, lambda: go_back(fleet))
+    assert rollout(fleet)["revision"] == 1
+    (pod,) = fleet.pods(MODEL, "decode")
+    assert pod["metadata"]["uid"] not in before
+    assert revisions(fleet) == {1: "Float32", 2: "BFloat16"}
+
+
+def go_back(fleet: Fleet) -> None:
+    fleet.patch(MODEL, {"rollout": {"revision": 1}})
+    until("the undo", lambda: rollout(fleet).get("completeRevision") == 1, within=300)
+    fleet.wait_ready(MODEL)

@@ -1,0 +1,185 @@
+"""What gateways count of a canary's workers and of the others, and whether that is good enough. Pure.
+
+Gateways count from when they first saw a worker, and begin anew when they restart: what is added up are differences.
+The time to the first token is known by buckets only, so a canary counts as too slow when it surely is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from tandem_api.fleet import TTFT_BOUNDS, FleetReport, WorkerReport
+from tandem_api.inferencemodel import Canary, CanaryFigures
+from tandem_api.names import Role
+from tandem_api.quantities import parse_duration
+
+FRESH_SECONDS = 60.0
+"""A report that is older says nothing of now."""
+
+Counter = tuple[str, float, str, str]
+"""Gateway, when it started, worker, address: the counts of a worker that any of these parts from another."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tally:
+    """What was counted so far, to take differences from."""
+
+    since: float
+    """Unix seconds from which on everything counts."""
+    last: Mapping[Counter, CanaryFigures] = field(default_factory=dict[Counter, CanaryFigures])
+
+
+def take_differences(tally: Tally, reports: Iterable[FleetReport]) -> tuple[Tally, dict[str, CanaryFigures]]:
+    """What has been added since the last time, by worker, and the tally to go on with."""
+    last, added = dict(tally.last), dict[str, CanaryFigures]()
+    watched = {(gateway, started) for gateway, started, _, _ in last}
+    for report in reports:
+        # Of a gateway that was there before and was not looked at, the first report is where counting begins.
+        counts_whole = (report.gateway, report.started_at) in watched or report.started_at >= tally.since
+        for worker in report.workers:
+            counter = (report.gateway, report.started_at, worker.name, worker.address)
+            now, before = _figures_of(worker), last.get(counter)
+            last[counter] = now
+            if before is None and not counts_whole:
+                continue
+            more = now if before is None else _minus(now, before)
+            added[worker.name] = add_figures(added.get(worker.name), more)
+    return Tally(since=tally.since, last=last), added
+
+
+def _figures_of(worker: WorkerReport) -> CanaryFigures:
+    if worker.role is Role.PREFILL:
+        return CanaryFigures(prefill_requests=worker.requests, prefill_failures=worker.failures)
+    return CanaryFigures(requests=worker.requests, failures=worker.failures, ttft_counts=worker.ttft_counts)
+
+
+def _minus(now: CanaryFigures, before: CanaryFigures) -> CanaryFigures:
+    """What was added. Counts that have fallen began anew."""
+    if now.requests < before.requests or now.prefill_requests < before.prefill_requests:
+        return now
+    buckets = before.ttft_counts or [0] * len(now.ttft_counts)
+    return CanaryFigures(
+        requests=now.requests - before.requests,
+        failures=max(0, now.failures - before.failures),
+        prefill_requests=now.prefill_requests - before.prefill_requests,
+        prefill_failures=max(0, now.prefill_failures - before.prefill_failures),
+        ttft_counts=[max(0, new - old) for new, old in zip(now.ttft_counts, buckets, strict=False)],
+    )
+
+
+def add_figures(one: CanaryFigures | None, other: CanaryFigures) -> CanaryFigures:
+    if one is None:
+        return other
+    longest = max(len(one.ttft_counts), len(other.ttft_counts))
+    padded = [counts + [0] * (longest - len(counts)) for counts in (one.ttft_counts, other.ttft_counts)]
+    return CanaryFigures(
+        requests=one.requests + other.requests,
+        failures=one.failures + other.failures,
+        prefill_requests=one.prefill_requests + other.prefill_requests,
+        prefill_failures=one.prefill_failures + other.prefill_failures,
+        ttft_counts=[a + b for a, b in zip(*padded, strict=True)],
+    )
+
+
+def are_fresh(reports: Iterable[FleetReport], *, now: float) -> bool:
+    """Whether any gateway has said something lately."""
+    return any(now - report.at <= FRESH_SECONDS for report in reports)
+
+
+class Judgement(Enum):
+    GOOD = "good"
+    """Nothing speaks against the next step."""
+    UNKNOWN = "unknown"
+    """Too little is known: the step goes on."""
+    BAD = "bad"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What the figures say, and why in a sentence."""
+
+    judgement: Judgement
+    reason: str = ""
+    text: str = ""
+
+
+def judge(canary: Canary | None, mine: CanaryFigures | None, others: CanaryFigures | None, *, fresh: bool) -> Verdict:
+    """Whether the workers of a canary do as well as they must."""
+    if canary is None or (canary.max_error_rate is None and canary.max_ttft is None):
+        return Verdict(judgement=Judgement.GOOD)
+    mine, others = mine or CanaryFigures(), others or CanaryFigures()
+    found = _judge_errors(canary, mine) or _judge_ttft(canary, mine, others)
+    if found is not None and found.judgement is Judgement.BAD:
+        return found
+    if not fresh:
+        text = f"no gateway has reported figures for {FRESH_SECONDS:g} s, so maxErrorRate and maxTTFT cannot be judged"
+        return Verdict(judgement=Judgement.UNKNOWN, reason="NoFigures", text=text)
+    if mine.requests < canary.min_requests:
+        text = f"{mine.requests} of {canary.min_requests} requests (minRequests) have been answered"
+        return Verdict(judgement=Judgement.UNKNOWN, reason="TooFewRequests", text=text)
+    return found or Verdict(judgement=Judgement.GOOD)
+
+
+def _judge_errors(canary: Canary, mine: CanaryFigures) -> Verdict | None:
+    """Bad as soon as the rate would be exceeded though all of the requests that are still needed succeeded."""
+    if (limit := canary.max_error_rate) is None:
+        return None
+    for what, total, failed in (
+        ("requests", mine.requests, mine.failures),
+        ("remote prefills", mine.prefill_requests, mine.prefill_failures),
+    ):
+        if failed * 100 > limit * max(total, canary.min_requests):
+            text = f"{failed} of {total} {what} failed, and maxErrorRate is {limit:g} %"
+            return Verdict(judgement=Judgement.BAD, reason="ErrorRateExceeded", text=text)
+    return None
+
+
+def _judge_ttft(canary: Canary, mine: CanaryFigures, others: CanaryFigures) -> Verdict | None:
+    limit = canary.max_ttft
+    if limit is None or sum(mine.ttft_counts) < canary.min_requests:
+        return None
+    share = limit.percentile / 100
+    at_least = percentile_bounds(mine.ttft_counts, share)[0]
+    name = f"the {limit.percentile}th percentile of the time to the first token"
+    if limit.duration is not None:
+        if at_least < parse_duration(limit.duration):
+            return None
+        text = f"{name} is above {at_least:g} s, and maxTTFT is {limit.duration}"
+        return Verdict(judgement=Judgement.BAD, reason="TTFTExceeded", text=text)
+    assert limit.factor is not None
+    if (count := sum(others.ttft_counts)) < canary.min_requests:
+        text = f"the other workers have answered {count} of the {canary.min_requests} requests to compare with"
+        return Verdict(judgement=Judgement.UNKNOWN, reason="TooFewRequests", text=text)
+    usual = percentile(others.ttft_counts, share)
+    if at_least < limit.factor * usual:
+        return None
+    text = f"{name} is above {at_least:g} s, more than {limit.factor:g} times (maxTTFT) the others' {usual:.2g} s"
+    return Verdict(judgement=Judgement.BAD, reason="TTFTExceeded", text=text)
+
+
+def percentile_bounds(counts: Sequence[int], share: float) -> tuple[float, float]:
+    """Between which seconds the percentile surely is. Above the last bound there is no end."""
+    _, index, _ = _bucket(counts, share)
+    low = TTFT_BOUNDS[index - 1] if index else 0.0
+    return low, TTFT_BOUNDS[index] if index < len(TTFT_BOUNDS) else float("inf")
+
+
+def percentile(counts: Sequence[int], share: float) -> float:
+    """The percentile in seconds, by a straight line through its bucket; of the last one its lower bound."""
+    below, index, rank = _bucket(counts, share)
+    low, high = percentile_bounds(counts, share)
+    if high == float("inf"):
+        return low
+    return low + (high - low) * (rank - below) / counts[index]
+
+
+def _bucket(counts: Sequence[int], share: float) -> tuple[int, int, float]:
+    """Requests below the bucket that the percentile is in, its index, and the rank that is looked for."""
+    rank, below = share * sum(counts), 0
+    for index, count in enumerate(counts):
+        if count and below + count >= rank:
+            return below, index, rank
+        below += count
+    raise ValueError("there is no percentile of nothing")
