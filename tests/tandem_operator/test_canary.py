@@ -155,9 +155,14 @@ def test_a_canary_whose_workers_do_not_come_up_goes_back() -> None:
 
 def test_the_deadline_begins_anew_after_a_pause() -> None:
     paused = after(trying(ready=False, weight=0), wish(deadline_seconds=60, paused=True), tried(0), at=500)
-    on = after(paused, wish(deadline_seconds=600), tried(0), at=510)
+    on = after(paused, wish(deadline_seconds=60), tried(0), at=510)
     assert on.canary is not None
-    assert on.canary.since == text(510)
+    assert (on.phase, on.canary.since) == ("Canary", text(510))
+    assert after(on, wish(deadline_seconds=60), tried(0), at=570).phase == "RolledBack"
+    waiting = trying(ready=False, weight=0).model_copy(update={"waiting": True})
+    given = after(waiting, wish(deadline_seconds=60), tried(0), at=500)
+    assert (given.phase, given.waiting) == ("Canary", False)
+    assert after(given, wish(deadline_seconds=60), tried(0), at=559).phase == "Canary"
 
 
 def test_what_failed_stays_failed_until_somebody_asks() -> None:

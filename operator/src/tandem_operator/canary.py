@@ -240,7 +240,7 @@ def _try(
     if trial is None or fleet.serves_nothing or fleet.has_lost_old:
         return state.model_copy(update={"phase": "Preparing", "since": _text(now), "canary": None})
     trial = trial.model_copy(update={"step": min(trial.step, len(canary.steps))})
-    if (failure := _failure(canary, trial, wish, fleet, verdict, now)) is not None:
+    if (failure := _failure(canary, state, trial, wish, fleet, verdict, now)) is not None:
         ended = trial.model_copy(
             update={"weight": 0, "ready": False, "reason": failure.reason, "message": failure.message}
         )
@@ -264,16 +264,24 @@ def _try(
 
 
 def _failure(
-    canary: Canary, trial: CanaryStatus, wish: Wish, fleet: Fleet, verdict: Verdict, now: datetime
+    canary: Canary,
+    state: RolloutStatus,
+    trial: CanaryStatus,
+    wish: Wish,
+    fleet: Fleet,
+    verdict: Verdict,
+    now: datetime,
 ) -> Problem | None:
     """Why this canary ends."""
     if fleet.is_current and (trouble := fleet.trouble) is not None:
         return Problem(reason=trouble.reason, message=trouble.message)
     if verdict.judgement is Judgement.BAD:
         return Problem(reason=verdict.reason, message=verdict.text)
-    waited = _seconds_since(trial.since, now)
+    # Neither a pause nor the wait for a turn counts.
+    waited = min(_seconds_since(since, now) for since in (trial.since, state.since))
+    is_held = wish.paused or trial.message == _PAUSED or not wish.may_roll or state.waiting
     is_late = not trial.ready and not fleet.is_ready_for(_step(canary, trial).weight)
-    if is_late and not wish.paused and wish.may_roll and waited >= wish.deadline_seconds:
+    if is_late and not is_held and waited >= wish.deadline_seconds:
         text = f"its workers were not ready within {wish.deadline_seconds:g} s (spec.rollout.progressDeadline)"
         return Problem(reason="ProgressDeadlineExceeded", message=text)
     return None
