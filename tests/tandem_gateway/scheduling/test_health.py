@@ -205,10 +205,25 @@ def test_the_first_request_to_a_worker_begins_its_silence() -> None:
     for endpoint in scheduler.endpoints.values():
         endpoint.speed.observe(10, 0.01)
     scheduler.reserve(scheduler.choose(make_demand(), 1000.0), make_demand(), 1000.0)  # type: ignore[arg-type]
-    scheduler.tick(1000.5)
+    for second in range(int(SILENT_SECONDS)):
+        scheduler.tick(1000.5 + second)
     assert not scheduler.failures
-    scheduler.tick(1000.5 + SILENT_SECONDS)
+    for second in range(2):
+        scheduler.tick(1000.5 + SILENT_SECONDS + second)
     assert scheduler.failures == {Outcome.SILENT: 1}
+
+
+def test_a_gateway_that_was_held_up_blames_nobody_for_what_it_did_not_hear() -> None:
+    scheduler = fleet(4)
+    for endpoint in scheduler.endpoints.values():
+        endpoint.speed.observe(10, 0.01)
+        Reservation(endpoint, endpoint, prefill_tokens=10, decode_tokens=10, now=1000.0)
+    scheduler.tick(1000.1)
+    scheduler.tick(1010.0)
+    assert not scheduler.failures
+    for second in range(1011, 1015):
+        scheduler.tick(float(second))
+    assert scheduler.ejections == {Outcome.SILENT: 2}
 
 
 def test_a_worker_busy_with_a_long_prompt_is_not_silent() -> None:

@@ -293,9 +293,14 @@ class Scheduler:
 
     def tick(self, now: float) -> None:
         """Look for workers that are silent or slow."""
-        if now - self._checked_at < CHECK_SECONDS:
+        passed = now - self._checked_at
+        if passed < CHECK_SECONDS:
             return
         self._checked_at = now
+        if passed > SILENT_SECONDS:  # this process was held up, and has heard nobody
+            for endpoint in self.endpoints.values():
+                endpoint.quiet_since = now
+            return
         for groups in self._groups:
             for group in groups.values():
                 self._check(group.decodes, now)
