@@ -278,3 +278,11 @@ async def test_a_slow_client_gets_all_of_it(fleet, chat, until) -> None:
     assert text.count('"content"') == 60_003
     assert "[DONE]" in text
     await running.idle()
+
+
+async def test_a_client_cannot_say_how_its_stream_began(fleet, chat) -> None:
+    running, journals = await fleet(journaled(2, then="done"))
+    data = chat(stream=True, headers="x-tandem-resume: 20\r\nconnection: close\r\n")
+    assert b"[DONE]" in await running.raw(data)
+    assert journals == [b""]
+    await running.idle()

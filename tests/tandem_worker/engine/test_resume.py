@@ -55,15 +55,15 @@ class Alternating:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("n", [1, 3])
-def test_every_cut_gives_the_same_rest(make_rig: MakeRig, kind: str, n: int) -> None:
+@pytest.mark.parametrize(("n", "runs_ahead"), [(1, False), (3, False), (1, True), (3, True)])
+def test_every_cut_gives_the_same_rest(make_rig: MakeRig, kind: str, n: int, runs_ahead: bool) -> None:
     rig = make_rig(num_blocks=200)
     options = {"max_tokens": 10, "n": n} | KINDS[kind]
     rig.submit("whole", PROMPT, **options)
     rig.wait()
     whole = [rig.out.tokens("whole", choice) for choice in range(n)]
     for cut in range(9):
-        other = make_rig(num_blocks=200)
+        other = make_rig(num_blocks=200, runs_ahead=runs_ahead)
         resumed = tuple(None if len(tokens) <= cut + choice else tuple(tokens[: cut + choice])
                         for choice, tokens in enumerate(whole))  # fmt: skip
         if all(tokens is None for tokens in resumed):
