@@ -138,6 +138,11 @@ def prepare_environment(
         "OMP_WAIT_POLICY": "passive",
         "GOMP_SPINCOUNT": "3000",
         "KMP_BLOCKTIME": "0",
+        # Torch and oneDNN each keep a compiled product for every number of rows it has had with every shape of
+        # weights, 0.6 MiB together, and 1024 of them unless told otherwise: answers of all lengths grew a worker by as
+        # many. 128 are those of 25 numbers of rows; to compile a product takes a millisecond.
+        "LRU_CACHE_CAPACITY": "64",
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
         "TOKENIZERS_PARALLELISM": "false",
         # The root file system is read-only; the cache folder is the one place to write to.
         "HF_HOME": str(Path(cache_dir, ".huggingface")),
