@@ -69,6 +69,24 @@ async def test_error_before_the_first_token_is_a_500(worker: Any) -> None:
         await worker.client.chat.completions.create(**BODY)
 
 
+@pytest.mark.parametrize("status", [400, 429])
+async def test_an_end_that_is_the_requests_fault_says_so(worker: Any, status: int) -> None:
+    """What a grammar takes beyond its limits was answered 500, as if the worker were broken."""
+    worker.says("many words")
+    worker.engine.fail_after = 0
+    worker.engine.error = RequestError("The grammar is too complex.", code="grammar_too_complex", status=status)
+    for stream in (False, True):
+        response = await worker.http.post("/v1/chat/completions", json={**BODY, "stream": stream})
+        assert response.status_code == status
+        assert response.json()["error"]["code"] == "grammar_too_complex"
+    worker.engine.fail_after = 3
+    worker.engine.step_seconds = 0.02
+    response = await worker.http.post("/v1/chat/completions", json={**BODY, "stream": True})
+    assert response.status_code == 200
+    assert b"[DONE]" not in response.content
+    assert '"grammar_too_complex"' in response.text.split("\n\n")[-2]
+
+
 async def test_error_in_mid_stream_is_an_event(worker: Any) -> None:
     worker.says("many words")
     worker.engine.fail_after = 3

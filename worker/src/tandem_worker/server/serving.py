@@ -132,7 +132,8 @@ class WorkerProtocol(HttpToolsProtocol):
         self._refuse(b"408 Request Timeout", orjson.dumps(error_body(message, kind="timeout_error")))
 
     def _refuse_headers(self) -> None:
-        message = f"The request header is too large: at most {MAX_HEADER_BYTES} bytes and {MAX_HEADERS} fields are read."
+        limits = f"{MAX_HEADER_BYTES} bytes and {MAX_HEADERS} fields"
+        message = f"The request header is too large: at most {limits} are read."
         error = error_body(message, kind="invalid_request_error", code="headers_too_large")
         self._refuse(b"431 Request Header Fields Too Large", orjson.dumps(error))
 

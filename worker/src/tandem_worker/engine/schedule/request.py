@@ -68,6 +68,8 @@ class Request:
     generation: int = 0
     """Number of the remote prefill under way; what arrives under an older one is dropped."""
     choices: list[Sequence] = field(default_factory=list["Sequence"])
+    """Empty when all have ended: each names its request, and a cycle would keep the prompt until Python looks for
+    those, which it does rarely."""
 
     @property
     def starts_on_host(self) -> bool:
