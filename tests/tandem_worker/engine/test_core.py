@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 import time
@@ -12,6 +13,7 @@ import pytest
 import torch
 from tandem_worker.engine.errors import ContextLengthError, EngineStoppedError, RequestError
 from tandem_worker.engine.schedule.params import FinishReason, TokenDelta
+from tandem_worker.engine.schedule.request import Request
 from tandem_worker.model.contract import ForwardBatch, KVCache
 
 from tests.tandem_worker.engine.history_model import HistoryModel, greedy_answer
@@ -50,6 +52,20 @@ def test_an_answer_is_cached_for_the_next_turn(make_rig: MakeRig) -> None:
     answer = rig.run("a", (1, 2, 3, 4, 5), max_tokens=8)
     rig.run("b", (1, 2, 3, 4, 5, *answer, 9), max_tokens=1)
     assert rig.out.last("b").num_cached_tokens == 12
+
+
+def test_requests_that_have_ended_are_gone_without_a_collection(make_rig: MakeRig) -> None:
+    """A request and its choices named each other: prompts stayed until Python looked for cycles of old objects."""
+    rig = make_rig()
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(5):
+            rig.run(str(number), tuple(range(20)))
+        left = [each for each in gc.get_objects() if type(each) is Request]
+    finally:
+        gc.enable()
+    assert len(left) <= 1, "the engine's thread may still have the last one in its hands"
 
 
 def test_tenants_do_not_share_blocks(make_rig: MakeRig) -> None:

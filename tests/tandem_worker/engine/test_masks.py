@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+from tandem_worker.engine.errors import RequestError
 from tandem_worker.engine.masks import CREDIT_SECONDS, OVERDRAFT_SECONDS, QUICK_SECONDS, MaskCredit
 from tandem_worker.engine.sample.state import SamplingState
 from tandem_worker.engine.schedule.params import SamplingParams
@@ -18,7 +19,7 @@ class Taking:
     def __init__(self, *seconds: float) -> None:
         self._coming = list(seconds)
         self.seconds = 0.0
-        self.reason: str | None = None
+        self.reason: RequestError | None = None
 
     def new(self) -> Taking:
         return self
@@ -37,7 +38,7 @@ class Taking:
     def failed(self) -> bool:
         return self.reason is not None
 
-    def give_up(self, reason: str) -> None:
+    def give_up(self, reason: RequestError) -> None:
         self.reason = self.reason or reason
 
 
@@ -102,7 +103,7 @@ def test_who_turns_slow_ends_and_not_who_comes_last() -> None:
     for _ in range(12):
         worker.step()
     assert set(worker.ended) <= set(turning)
-    assert "this is the slowest: one token took 20.0 ms" in (worker.ended[0].reason or "")
+    assert "this is the slowest: one token took 20.0 ms" in str(worker.ended[0].reason)
 
 
 def test_even_those_that_were_quick_cannot_all_turn_slow_at_once() -> None:

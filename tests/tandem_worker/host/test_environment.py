@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -35,6 +36,41 @@ def test_what_a_person_has_set_stays() -> None:
     assert environment["OMP_NUM_THREADS"] == "3"
     assert environment["OMP_WAIT_POLICY"] == "passive"
     assert environment["HF_HOME"] == "/cache/.huggingface"
+
+
+PRODUCTS = """
+import os, sys
+if sys.argv[1] == "prepared":
+    from tandem_worker.host.environment import prepare_environment
+    prepare_environment(os.environ, num_threads=1, cache_dir="/cache")
+import torch
+from tandem_worker.model.layers.linear import can_pack
+weight = torch.randn(64, 64)
+packed = torch.ops.mkldnn._reorder_linear_weight(weight, 64) if can_pack(weight) else None
+def anonymous():
+    return next(int(line.split()[1]) for line in open("/proc/self/smaps_rollup") if line.startswith("Anonymous:"))
+before = anonymous()
+for rows in range(1, 301 if packed is not None else 1):
+    torch.ops.mkldnn._linear_pointwise(torch.randn(rows, 64), packed, None, "none", [], "")
+print((anonymous() - before) >> 10)
+"""
+
+
+@pytest.mark.timeout(300)
+def test_compiled_products_take_bounded_memory() -> None:
+    """One for every number of rows: 600 MiB with the caches that torch and oneDNN have by themselves."""
+
+    def grown_mib(how: str) -> int:
+        environment = {name: value for name, value in os.environ.items() if "CAPACITY" not in name} | {
+            "OMP_NUM_THREADS": "1"
+        }
+        run = [sys.executable, "-c", PRODUCTS, how]
+        return int(subprocess.run(run, capture_output=True, text=True, check=True, env=environment).stdout)
+
+    usual, ours = grown_mib("usual"), grown_mib("prepared")
+    print(f"{usual} MiB by themselves, {ours} MiB as a worker has them")
+    assert ours < 60
+    assert usual < 60 or ours < usual / 2
 
 
 def test_pod_facts() -> None:

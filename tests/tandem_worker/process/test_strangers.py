@@ -29,9 +29,7 @@ from tandem_worker.transfer.protocol import FrameKind
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 SECONDS = 60.0
-WANTED_BYTES = 50 << 20
-MOST_BYTES = 300 << 20
-"""Wanted is less; a worker of some 600 MiB has been seen to grow by 60 to 270 MiB within such a minute."""
+MOST_BYTES = 50 << 20
 TEXT = "The quick brown fox jumps over the lazy dog. " * 4
 RESOLVER = """
 import socket
@@ -62,7 +60,11 @@ def port_of(url: str) -> int:
 
 
 def memory(worker: Any) -> dict[str, int]:
-    """Bytes of its process and of those that it has started, by command; pages that several share are shared out."""
+    """Bytes of its process and of those that it has started; pages that several share are shared out.
+
+    Pages of files are not counted: the kernel takes them back when it likes, and a worker's share of its libraries is
+    as large as others that run here make it.
+    """
     processes = [worker.process.pid]
     for process in processes:
         for thread in Path(f"/proc/{process}/task").glob("*/children"):
@@ -71,7 +73,7 @@ def memory(worker: Any) -> dict[str, int]:
     for index, process in enumerate(processes):
         with contextlib.suppress(OSError):  # ended meanwhile
             lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
-            pss = next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+            pss = sum(int(line.split()[1]) for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
             found["others" if index else "itself"] += pss << 10
     return dict(found)
 
@@ -153,7 +155,7 @@ def attack_and_watch(watched: dict[str, Any], warm: list[Any], targets: list[dic
     assert process.returncode == 0
     at_end = {name: growth(name) for name in watched}
     began = time.monotonic()
-    while max(map(growth, watched)) > WANTED_BYTES and time.monotonic() - began < SECONDS:
+    while max(map(growth, watched)) > MOST_BYTES and time.monotonic() - began < SECONDS:
         time.sleep(1.0)  # bodies that were never completed are given up, connections are gone
         serve()
     after = {name: growth(name) for name in watched}

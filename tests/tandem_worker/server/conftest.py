@@ -14,7 +14,7 @@ import openai
 import pytest
 from tandem_api.launch import ModelSource, WorkerConfig
 from tandem_api.names import Role
-from tandem_worker.engine.errors import EngineStoppedError
+from tandem_worker.engine.errors import EngineStoppedError, RequestError
 from tandem_worker.engine.schedule.params import FinishReason, GenerationRequest, TokenDelta, TokenLogprob
 from tandem_worker.server.app import RequestOutcome, build_app
 from tandem_worker.server.deltas import DeltaHub
@@ -88,6 +88,7 @@ class ScriptedEngine:
     tokens_per_delta: int = 1
     fail_after: int | None = None
     """Deliver an ERROR after this many tokens."""
+    error: str | RequestError = "The GPU is gone."
     submit_error: Exception | None = None
     prefill_worker: str | None = None
     num_cached_tokens: int = 0
@@ -130,7 +131,7 @@ class ScriptedEngine:
                 return
             if self.fail_after is not None and start >= self.fail_after:
                 error = TokenDelta(
-                    request_id=request.request_id, choice=0, finish_reason=FinishReason.ERROR, error="The GPU is gone."
+                    request_id=request.request_id, choice=0, finish_reason=FinishReason.ERROR, error=self.error
                 )
                 self.hub.deliver([error])
                 return

@@ -70,6 +70,24 @@ async def test_error_before_the_first_token_is_a_500(worker: Any) -> None:
         await worker.client.chat.completions.create(**BODY)
 
 
+@pytest.mark.parametrize("status", [400, 429])
+async def test_an_end_that_is_the_requests_fault_says_so(worker: Any, status: int) -> None:
+    """What a grammar takes beyond its limits was answered 500, as if the worker were broken."""
+    worker.says("many words")
+    worker.engine.fail_after = 0
+    worker.engine.error = RequestError("The grammar is too complex.", code="grammar_too_complex", status=status)
+    for stream in (False, True):
+        response = await worker.http.post("/v1/chat/completions", json={**BODY, "stream": stream})
+        assert response.status_code == status
+        assert response.json()["error"]["code"] == "grammar_too_complex"
+    worker.engine.fail_after = 3
+    worker.engine.step_seconds = 0.02
+    response = await worker.http.post("/v1/chat/completions", json={**BODY, "stream": True})
+    assert response.status_code == 200
+    assert b"[DONE]" not in response.content
+    assert '"grammar_too_complex"' in response.text.split("\n\n")[-2]
+
+
 async def test_error_in_mid_stream_is_an_event(worker: Any) -> None:
     worker.says("many words")
     worker.engine.fail_after = 3
@@ -178,6 +196,48 @@ async def test_what_is_no_http_is_refused(worker: Any, data: bytes) -> None:
     assert answer.startswith(b"HTTP/1.1 400 ")
     assert b'"invalid_http"' in answer
     assert (await worker.http.get("/v1/models")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET /v1/models HTTP/1.1\r\nHost: a\r\n" + b"a: b\r\n" * 129,
+        b"GET /v1/models HTTP/1.1\r\nHost: a\r\n" + b"a: b\r\n" * 128 + b"\r\n",
+        b"GET /v1/models HTTP/1.1\r\nHost: a\r\nb: " + b"x" * 33_000,
+        b"GET /v1/models HTTP/1.1\r\nHost: a\r\nb: " + b"x" * 33_000 + b"\r\n\r\n",
+        b"GET /" + b"x" * 33_000,
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
+        + b"a: b\r\n" * 129,
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\nb: "
+        + b"x" * 400_000,  # more than one read: what a read has beside a body is not counted
+    ],
+    ids=["begun", "many", "long-begun", "long", "a-path", "trailers", "a-trailer"],
+)
+async def test_headers_are_bounded(worker: Any, data: bytes) -> None:
+    """They are kept before anybody has shown a key: megabytes of them took forty times as many."""
+    answer = await raw(worker, data)
+    assert answer.startswith(b"HTTP/1.1 431 ")
+    assert b'"headers_too_large"' in answer
+
+
+async def test_headers_within_the_bounds_are_taken(worker: Any) -> None:
+    for headers in (b"a: b\r\n" * 126, b"a: " + b"x" * 30_000 + b"\r\n"):
+        head = b"GET /v1/models HTTP/1.1\r\nHost: a\r\nConnection: close\r\n" + headers
+        assert (await raw(worker, head + b"\r\n")).startswith(b"HTTP/1.1 200 ")
+    # Neither a body nor the request before counts to a header.
+    body = b'{"model":"tiny","messages":[{"role":"user","content":"' + b"x" * 20_000 + b'"}],"max_tokens":1}'
+    chunks = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in (body[i : i + 3] for i in range(0, len(body), 3)))
+    lines = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n"
+    request = lines + b"a: b\r\n" * 100 + b"\r\n" + chunks + b"0\r\nc: d\r\n\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", worker.port)
+    for _ in range(5):
+        writer.write(request)
+        status = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 15)
+        assert status.startswith(b"HTTP/1.1 "), status
+        assert not status.startswith(b"HTTP/1.1 431 ")
+        length = int(status.lower().partition(b"content-length: ")[2].partition(b"\r")[0])
+        await reader.readexactly(length)
+    writer.close()
 
 
 async def test_slow_headers_are_cut_off(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:

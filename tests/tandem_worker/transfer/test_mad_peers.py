@@ -17,7 +17,7 @@ import pytest
 from tandem_api.keys import KeyRing
 from tandem_worker.transfer import protocol
 from tandem_worker.transfer.errors import QuotaError
-from tandem_worker.transfer.prefill.quotas import FIRST_FRAMES, Bucket, Ledger, Quotas
+from tandem_worker.transfer.prefill.quotas import FIRST_FRAMES, NAMES_PER_HOST, URGENT_SECONDS, Bucket, Ledger, Quotas
 from tandem_worker.transfer.protocol import BlockRange, FrameKind
 
 from tests.tandem_worker.transfer.scripted import ScriptedPeer, enter, read_exact, read_frame, read_order, stranger
@@ -274,19 +274,60 @@ def test_who_has_ordered_much_comes_later_with_more(kit: SimpleNamespace) -> Non
             assert read_frame(sock)[0].kind is FrameKind.HELLO
         seen: list[float] = []
         for transfer, name in enumerate(["one", "one", "same", "other", "other", "same"]):
-            socks[name].sendall(protocol.encode_prefill(transfer, pair.order(tokens=30)))
+            socks[name].sendall(protocol.encode_prefill(transfer, replace(pair.order(tokens=30), priority=0)))
             kit.eventually(lambda count=transfer + 1: len(pair.prefill.orders) == count)
-            seen.append(list(pair.prefill.orders.values())[-1][0].priority - pair.order().priority)
+            seen.append(list(pair.prefill.orders.values())[-1][0].priority)
         assert seen == [0, 0.5, 1, 0, 0.5, 1.5]
         socks["one"].close()
         kit.eventually(lambda: len(pair.prefill.released) == 2)
-        socks["same"].sendall(protocol.encode_cancel(5) + protocol.encode_prefill(9, pair.order(tokens=30)))
+        socks["same"].sendall(
+            protocol.encode_cancel(5) + protocol.encode_prefill(9, replace(pair.order(tokens=30), priority=0))
+        )
         kit.eventually(lambda: len(pair.prefill.orders) == 7)
-        assert list(pair.prefill.orders.values())[-1][0].priority == pair.order().priority + 0.5
+        assert list(pair.prefill.orders.values())[-1][0].priority == 0.5
     finally:
         for sock in socks.values():
             sock.close()
         pair.close()
+
+
+def test_what_peers_claim_to_be_urgent_is_bounded() -> None:
+    """A priority of -1000 was worth more than all that makes a pod's orders come later."""
+    now = 100.0
+    ledger = Ledger(SOME, clock=lambda: now)
+    first, second = (ledger.open("h", proven=True) for _ in range(2))
+    first.identify("one")
+    second.identify("two")
+    half = SOME.fair_tokens // 2
+    assert first.place(-1000, half) == second.place(-1000, half) == -1000
+    for account in (first, second):  # whoever it is
+        assert account.place(-1000, half) == 0
+        assert account.place(3, half) == 3
+    now += URGENT_SECONDS / 2
+    assert second.place(-1000, half) == -1000
+    assert second.place(-1000, half) == 0
+    now += 10 * URGENT_SECONDS
+    assert first.place(-5, 100 * half) == -5, "what is larger than ever fits waits for all of it"
+    assert first.place(-5, 1) == 0
+
+
+def test_many_names_gain_little() -> None:
+    ledger = Ledger(Quotas.of(1000), clock=lambda: 100.0)
+    accounts = [ledger.open("h0", proven=True) for _ in range(NAMES_PER_HOST)]
+    for number, account in enumerate(accounts):
+        account.identify(f"name-{number}")
+    accounts[0].take_order(8000)
+    accounts[1].take_order(8000)
+    assert accounts[2].place(0, 1) == 0, "so many pods may share an address"
+    newcomer = ledger.open("h0", proven=True)
+    newcomer.identify("another name")
+    assert newcomer.place(0, 1) == 16_000 / 1000 / NAMES_PER_HOST
+    assert accounts[0].place(0, 1) == 8
+    newcomer.close()
+    assert accounts[2].place(0, 1) == 0
+    elsewhere = ledger.open("h9", proven=True)
+    elsewhere.identify("elsewhere")
+    assert elsewhere.place(0, 1) == 0
 
 
 def test_attachments_are_bounded_and_do_not_wait_for_ever(guarded: Any, kit: SimpleNamespace) -> None:

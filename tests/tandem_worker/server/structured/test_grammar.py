@@ -13,11 +13,12 @@ import pytest
 import torch
 from llguidance import LLMatcher, LLParserLimits
 from llguidance.hf import from_tokenizer
+from tandem_worker.engine.errors import RequestError
 from tandem_worker.engine.schedule.params import Grammar
 from tandem_worker.server.openai.toolspec import Tool, ToolOptions
 from tandem_worker.server.structured.compiler import MAX_CACHED, GrammarCompiler
 from tandem_worker.server.structured.errors import GrammarError
-from tandem_worker.server.structured.grammar import AfterReasoningFactory, TokenGrammarFactory
+from tandem_worker.server.structured.grammar import AfterReasoningFactory, TokenGrammarFactory, describe_refusal
 from tandem_worker.server.text.detokenizer import TokenTable, byte_level_alphabet
 from tandem_worker.server.tools import harmony
 from tandem_worker.server.tools.formats import FORMATS, build_grammar
@@ -153,26 +154,45 @@ def test_a_grammar_at_its_limits_ends_with_an_error_on_accept(tokenizer: Any) ->
     assert not grammar.failed
     assert allowed(grammar) == [1]
     assert grammar.failed
-    with pytest.raises(GrammarError, match="too complex"):
+    with pytest.raises(RequestError, match="too complex") as raised:
         grammar.accept(1)
+    assert (raised.value.status, raised.value.code) == (400, "grammar_too_complex")
+
+
+@pytest.mark.parametrize(
+    ("limits", "fault"),
+    [({"step_lexer_fuel": 1}, True), ({"max_lexer_states": 3}, True), ({}, False)],
+)
+def test_whose_fault_a_refused_token_is(tokenizer: Any, limits: dict[str, int], fault: bool) -> None:
+    matcher = LLMatcher(
+        from_tokenizer(tokenizer, n_vocab=300),
+        LLMatcher.grammar_from_json_schema({}),
+        log_level=0,
+        limits=LLParserLimits(**limits),
+    )
+    for text in '{"a' if fault else "x":
+        matcher.consume_token(tokenizer.convert_tokens_to_ids(text))
+    matcher.compute_bitmask()
+    error = describe_refusal(7, matcher.get_error().partition("\n")[0])
+    assert isinstance(error, RequestError if fault else GrammarError), error
 
 
 def test_a_grammar_can_be_given_up(compiler: GrammarCompiler) -> None:
     grammar = compile_schema(compiler, {"type": "object"}).new()
     assert len(allowed(grammar)) > 1 or not grammar.failed
     assert grammar.seconds > 0
-    grammar.give_up("it is the slowest")
-    grammar.give_up("it is too late for another reason")
+    grammar.give_up(RequestError("it is the slowest"))
+    grammar.give_up(RequestError("it is too late for another reason"))
     assert grammar.failed
     assert len(allowed(grammar)) == 1
-    with pytest.raises(GrammarError, match="it is the slowest"):
+    with pytest.raises(RequestError, match="it is the slowest"):
         grammar.accept(allowed(grammar)[0])
 
 
 def test_who_thinks_has_no_grammar_to_give_up(compiler: GrammarCompiler, tokenizer: Any) -> None:
     begin, end, one = tokenizer.convert_tokens_to_ids(["<think>", "</think>", "1"])
     thinking = AfterReasoningFactory(compile_schema(compiler, {"const": 1}), begin, end, inside=True).new()
-    thinking.give_up("too slow")
+    thinking.give_up(RequestError("too slow"))
     thinking.accept(end)
     thinking.accept(one)
     assert thinking.terminated

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+from tandem_worker.engine.errors import RequestError
 from tandem_worker.engine.sample.state import SamplingState
 
 CREDIT_SECONDS = 0.05
@@ -53,9 +54,7 @@ class MaskCredit:
         grammar = state.grammar
         assert grammar is not None
         if self._credit <= 0 and not self._may_overdraw(state, slowest):
-            grammar.give_up(
-                "the grammars of all requests here take too long together, and there is no time for this one: try again"
-            )
+            grammar.give_up(_too_slow("there is no time for this one: try again"))
         grammar.fill_mask(mask)
         seconds = grammar.seconds - state.grammar_seconds
         state.grammar_seconds = grammar.seconds
@@ -73,11 +72,14 @@ class MaskCredit:
             if self._credit >= 0 or not _price(seconds):
                 break
             assert state.grammar is not None
-            state.grammar.give_up(
-                f"the grammars of all requests here take too long together, and this is the slowest: one token took "
-                f"{seconds * 1e3:.1f} ms"
-            )
+            state.grammar.give_up(_too_slow(f"this is the slowest: one token took {seconds * 1e3:.1f} ms"))
             self._credit += _price(seconds)
+
+
+def _too_slow(why: str) -> RequestError:
+    return RequestError(
+        f"The grammars of all requests here take too long together, and {why}.", code="grammars_too_slow", status=429
+    )
 
 
 def _guess(row: tuple[SamplingState, object]) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tandem_worker.engine.errors import RequestError
 from tandem_worker.engine.sample.state import SamplingState
 from tandem_worker.engine.schedule.params import FinishReason, TokenDelta, TokenLogprob
 from tandem_worker.engine.schedule.request import Sequence
@@ -63,7 +64,7 @@ def build_token_delta(
 def build_final_delta(
     sequence: Sequence,
     reason: FinishReason,
-    error: str | None = None,
+    error: str | RequestError | None = None,
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None,
     embedding: bytes | None = None,
 ) -> TokenDelta:

@@ -15,6 +15,7 @@ import torch
 
 from tandem_worker.engine.block_reports import LayerReport, PeerPrefill, plan_reports
 from tandem_worker.engine.contract import LayerListener, PrefillClient, RemotePrefill, RemotePrefillResult
+from tandem_worker.engine.errors import RequestError
 from tandem_worker.engine.execute.batch import LogitsLayout
 from tandem_worker.engine.execute.executor import ModelExecutor, is_fatal
 from tandem_worker.engine.execute.step import PendingStep, StepAbandonedError
@@ -136,6 +137,7 @@ class StepRunner:
         peer = self.peers.pop(request_id, None)
         if peer is not None:
             self.scheduler.finish(peer.sequence)
+            peer.request.choices = []
 
     def remote_overdue(self, request_id: str, generation: int) -> None:
         sequence = self._find_receiving(request_id, generation)
@@ -198,11 +200,11 @@ class StepRunner:
         self.totals.prefills_fallback += 1
         self.scheduler.receive_failed(sequence)
 
-    def _end_request(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
+    def _end_request(self, request: Request, reason: FinishReason, error: str | RequestError | None = None) -> None:
         for choice in request.choices:
             self._end_choice(choice, reason, error)
 
-    def _end_choice(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
+    def _end_choice(self, sequence: Sequence, reason: FinishReason, error: str | RequestError | None = None) -> None:
         if sequence.state is SequenceState.FINISHED:
             return
         self.deltas.append(build_final_delta(sequence, reason, error))
@@ -219,6 +221,7 @@ class StepRunner:
             self._prompt_scores.pop(request.id, None)
             self._pools.pop(request.id, None)
             self.requests.pop(request.id, None)
+            request.choices = []
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
@@ -498,6 +501,10 @@ class StepRunner:
             return
         try:
             outcome = decide_outcome(token, len(sequence.output), sequence.sampler_state)
+        except RequestError as error:
+            logger.warning("a grammar ended a choice of %s: %s", sequence.request.id, error)
+            self._end_choice(sequence, FinishReason.ERROR, error.with_traceback(None))
+            return
         except WorkerError as error:
             logger.warning("a grammar ended a choice of %s: %s", sequence.request.id, error)
             self._end_choice(sequence, FinishReason.ERROR, f"the answer cannot go on: {error}")

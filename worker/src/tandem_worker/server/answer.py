@@ -15,6 +15,7 @@ from tandem_api import names
 from tandem_api.journal import COMMIT, MOVED
 
 from tandem_worker.engine.contract import Engine
+from tandem_worker.engine.errors import RequestError
 from tandem_worker.engine.schedule.params import FinishReason, GenerationRequest, TokenDelta
 from tandem_worker.server.deltas import DeltaHub
 from tandem_worker.server.flight import Flight
@@ -63,7 +64,7 @@ class Progress:
     def feed(self, deltas: Sequence[TokenDelta]) -> tuple[list[int], list[Choice]]:
         """Give the deltas to their choices. Returns the requests that began and the choices that have news.
 
-        Raises ServiceError when the engine gave up a request.
+        Raises ServiceError when the engine gave up a request, RequestError where that is the request's fault.
         """
         begun: list[int] = []
         touched: dict[int, Choice] = {}
@@ -107,7 +108,9 @@ class Progress:
 
 
 def raise_failure(delta: TokenDelta) -> None:
-    """Raises ServiceError when the engine gave up."""
+    """Raises ServiceError when the engine gave up, RequestError where that is the request's fault."""
+    if isinstance(delta.error, RequestError):
+        raise delta.error
     if delta.finish_reason is FinishReason.ERROR:
         raise ServiceError(delta.error or "The engine failed to answer this request.")
     if delta.finish_reason is FinishReason.ABORT:
@@ -178,7 +181,7 @@ class Answerer:
                 await send({"type": "http.response.body", "body": events, "more_body": True})
             try:
                 begun, touched = await _advance(progress, flight)
-            except ServiceError as error:
+            except (RequestError, ServiceError) as error:
                 # The status line is out: the error travels as an event, and no [DONE] follows.
                 last = event(describe_error(error)[1])
                 if journal is not None:

@@ -18,12 +18,21 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 _log = logging.getLogger(__name__)
 HEADER_TIMEOUT_SECONDS = 10.0
 """A client must have sent its complete header within this time."""
+MAX_HEADER_BYTES = 32 * 1024
+MAX_HEADERS = 128
+"""Of a request, trailers included, as the gateway takes them. Kept as Python's objects, `a: b` takes forty times as
+much memory as it has bytes, and nobody has shown a key yet."""
 KEEP_ALIVE_SECONDS = 75
 MAX_CONNECTIONS = 4096
 
 
+class _HeadersTooLargeError(Exception):
+    """Raised inside the parser, so that it stops."""
+
+
 class WorkerProtocol(HttpToolsProtocol):
-    """Adds a deadline for request headers, a bound on connections, and OpenAI's error shape where the parser refuses.
+    """Adds a deadline and a size for request headers, a bound on connections, and OpenAI's error shape where the parser
+    refuses.
 
     When there are too many connections, the one that has been idle for longest makes room, and where none is idle one
     whose client does not take its answer: strangers use up neither descriptors nor places.
@@ -36,6 +45,9 @@ class WorkerProtocol(HttpToolsProtocol):
     """Where none gives way otherwise, the one that was answered first does: for short answers, which can be had again.
     A probe then gets in whatever others do."""
     _deadline: asyncio.TimerHandle | None = None
+    _head_bytes = 0
+    """Received since the last header, piece of a body or message that was complete."""
+    _num_headers = 0
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -75,13 +87,36 @@ class WorkerProtocol(HttpToolsProtocol):
         self.open.pop(victim, None)
         victim.transport.abort()
 
+    def data_received(self, data: bytes) -> None:
+        self._head_bytes += len(data)
+        super().data_received(data)
+        if self._head_bytes > MAX_HEADER_BYTES:
+            self._refuse_headers()
+
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._num_headers = 0
         self._start_deadline()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._num_headers += 1
+        if self._num_headers > MAX_HEADERS or len(name) + len(value) > MAX_HEADER_BYTES:
+            self._refuse_headers()
+            raise _HeadersTooLargeError
+        super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._stop_deadline()
+        self._head_bytes = 0
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._head_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._head_bytes = 0
+        super().on_message_complete()
 
     def _start_deadline(self) -> None:
         self._stop_deadline()
@@ -96,6 +131,12 @@ class WorkerProtocol(HttpToolsProtocol):
         message = f"The request header was not complete after {HEADER_TIMEOUT_SECONDS:g} s."
         self._refuse(b"408 Request Timeout", orjson.dumps(error_body(message, kind="timeout_error")))
 
+    def _refuse_headers(self) -> None:
+        limits = f"{MAX_HEADER_BYTES} bytes and {MAX_HEADERS} fields"
+        message = f"The request header is too large: at most {limits} are read."
+        error = error_body(message, kind="invalid_request_error", code="headers_too_large")
+        self._refuse(b"431 Request Header Fields Too Large", orjson.dumps(error))
+
     def send_400_response(self, msg: str) -> None:
         text = "The request is not valid HTTP/1.1."
         self._refuse(
@@ -104,6 +145,9 @@ class WorkerProtocol(HttpToolsProtocol):
 
     def _refuse(self, status: bytes, body: bytes) -> None:
         if self.transport.is_closing():
+            return
+        if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
+            self.transport.abort()  # it would be read as a part of the answer that is on its way
             return
         lines = [
             b"HTTP/1.1 " + status,

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
+from tandem_worker.engine.errors import RequestError
 from tandem_worker.model.pooling import Pooling
 
 
@@ -22,7 +23,10 @@ class Grammar(Protocol):
         ...
 
     def accept(self, token_id: int) -> None:
-        """The choice has got this token: the next mask comes after it. Raises where the grammar forbids it."""
+        """The choice has got this token: the next mask comes after it.
+
+        Raises RequestError where the grammar takes more than it may, anything else where it forbids the token.
+        """
         ...
 
     @property
@@ -40,7 +44,7 @@ class Grammar(Protocol):
         """Nothing can follow, though the answer is not complete: masks mean nothing any more, and `accept` raises."""
         ...
 
-    def give_up(self, reason: str) -> None:
+    def give_up(self, reason: RequestError) -> None:
         """Fail, unless it has failed already."""
         ...
 
@@ -141,5 +145,5 @@ class TokenDelta:
     """Prompt tokens that were not computed for this request, here or on the prefill worker. On every delta."""
     prefill_worker: str | None = None
     """Pod that prefilled when it was another one."""
-    error: str | None = None
-    """With FinishReason.ERROR: the sentence for the client."""
+    error: str | RequestError | None = None
+    """With FinishReason.ERROR: the sentence for the client, or the error where it is not the engine's."""

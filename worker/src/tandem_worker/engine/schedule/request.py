@@ -72,6 +72,8 @@ class Request:
     grammars: tuple[Grammar | None, ...] = ()
     """Of a resumed request's choices, which have accepted their tokens."""
     choices: list[Sequence] = field(default_factory=list["Sequence"])
+    """Empty when all have ended: each names its request, and a cycle would keep the prompt until Python looks for
+    those, which it does rarely."""
 
     @property
     def starts_on_host(self) -> bool:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +22,7 @@ from starlette.types import Receive, Scope
 from tandem_api.names import RETRY_REQUEST
 
 from tandem_worker.engine.errors import RequestError
+from tandem_worker.host.allocator import trim_memory
 from tandem_worker.host.isolation.confined import Confined
 from tandem_worker.host.isolation.contract import FunctionError, LimitError, Limits, QueueFullError, UnavailableError
 from tandem_worker.server.deltas import ClientGoneError
@@ -168,7 +168,7 @@ class Preparation:
 
     def _trim(self) -> None:
         with contextlib.suppress(RuntimeError):  # closed in the meantime
-            self._threads.submit(_trim_memory)
+            self._threads.submit(trim_memory)
 
     async def _call(self, kind: str, body: bytes) -> bytes:
         try:
@@ -195,13 +195,6 @@ class Preparation:
             code=TOO_MANY_LARGE_REQUESTS,
             status=429,
         )
-
-
-def _trim_memory() -> None:
-    """Releases the interpreter's lock. Only glibc has it; others' allocators do it unasked, or not at all."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def _note_unheard(work: asyncio.Task[Prepared]) -> None:

@@ -27,13 +27,10 @@ class MaskBudget:
         self._spent += seconds
         self._num_tokens = max(self._num_tokens, num_tokens)
         if seconds > STEP_SECONDS:
-            return (
-                f"the grammar is too complex: one token took {seconds * 1e3:.0f} ms, "
-                f"and at most {STEP_SECONDS * 1e3:.0f} ms are allowed"
-            )
+            return f"one token took {seconds * 1e3:.0f} ms, and at most {STEP_SECONDS * 1e3:.0f} ms are allowed"
         if self._spent > CREDIT_SECONDS + TOKEN_SECONDS * self._num_tokens:
             return (
-                f"the grammar is too complex: {self._num_tokens + 1} tokens took {self._spent * 1e3:.0f} ms, and "
+                f"{self._num_tokens + 1} tokens took {self._spent * 1e3:.0f} ms, and "
                 f"{CREDIT_SECONDS * 1e3:.0f} ms and {TOKEN_SECONDS * 1e3:.0f} ms per token are allowed"
             )
         return None

@@ -8,21 +8,28 @@ makes it cost is bounded for each step by the library's fuel (`proving.parser_li
 from __future__ import annotations
 
 import itertools
+import re
 import time
 from typing import Any
 
 import numpy as np
 from llguidance import LLMatcher
 
+from tandem_worker.engine.errors import RequestError
 from tandem_worker.engine.schedule.params import Grammar, GrammarFactory
+from tandem_worker.host.errors import WorkerError
 from tandem_worker.server.structured.budget import MaskBudget
 from tandem_worker.server.structured.errors import GrammarError
+
+_LIMIT = re.compile("too (many|complex|large)")
+"""In the library's words where a grammar takes more than `proving.parser_limits`: its reasons to stop do not tell that
+from a token that is forbidden."""
 
 
 class TokenGrammar:
     """State of one choice. Not thread-safe; used on the engine thread.
 
-    `accept` raises GrammarError for a token that the mask forbade, and when the grammar's limits were reached.
+    `accept` raises GrammarError for a token that the mask forbade, RequestError when the grammar's limits were reached.
     """
 
     __slots__ = ("_budget", "_eos_token_ids", "_failure", "_matcher", "_num_tokens", "_refused", "_words", "seconds")
@@ -32,7 +39,7 @@ class TokenGrammar:
     ) -> None:
         self._matcher = matcher
         self._budget = budget or MaskBudget()
-        self._failure: str | None = None
+        self._failure: RequestError | None = None
         self.seconds = 0.0
         self._num_tokens = 0
         self._words = words
@@ -57,22 +64,23 @@ class TokenGrammar:
 
     def accept(self, token_id: int) -> None:
         if self._failure is not None:
-            raise GrammarError(self._failure)
+            raise self._failure
         if self._matcher.is_stopped() and token_id in self._eos_token_ids:
             return
         self._num_tokens += 1
         began = time.thread_time()
         if not self._matcher.consume_token(token_id):
-            raise GrammarError(f"token {token_id} is not allowed here: {self._first_line()}")
+            raise describe_refusal(token_id, self._first_line())
         self._note_cost(began)
 
     def _note_cost(self, began: float) -> None:
         seconds = time.thread_time() - began
         self.seconds += seconds
         if self._matcher.is_error():
-            self._failure = f"the grammar is too complex: {self._first_line()}"
+            self._failure = _too_complex(self._first_line())
         else:
-            self._failure = self._budget.spend(self._num_tokens, seconds)
+            excess = self._budget.spend(self._num_tokens, seconds)
+            self._failure = None if excess is None else _too_complex(excess)
 
     def _first_line(self) -> str:
         return self._matcher.get_error().strip().partition("\n")[0]
@@ -86,7 +94,7 @@ class TokenGrammar:
     def failed(self) -> bool:
         return self._failure is not None
 
-    def give_up(self, reason: str) -> None:
+    def give_up(self, reason: RequestError) -> None:
         self._failure = self._failure or reason
 
 
@@ -155,7 +163,7 @@ class AfterReasoning:
     def failed(self) -> bool:
         return not self._thinking and self._grammar.failed
 
-    def give_up(self, reason: str) -> None:
+    def give_up(self, reason: RequestError) -> None:
         if not self._thinking:
             self._grammar.give_up(reason)
 
@@ -169,6 +177,17 @@ class AfterReasoningFactory:
 
     def new(self) -> Grammar:
         return AfterReasoning(self._factory.new(), self._begin, self._end, inside=self._inside)
+
+
+def describe_refusal(token_id: int, error: str) -> WorkerError:
+    """Why the library did not take a token, with the first line of its error: at its limits the request is at fault."""
+    if _LIMIT.search(error):
+        return _too_complex(error)
+    return GrammarError(f"token {token_id} is not allowed here: {error}")
+
+
+def _too_complex(why: str) -> RequestError:
+    return RequestError(f"The answer cannot go on: the grammar is too complex: {why}", code="grammar_too_complex")
 
 
 def _row(mask: Any) -> np.ndarray[Any, np.dtype[np.int32]]:

@@ -16,6 +16,10 @@ from tandem_worker.transfer.errors import QuotaError
 
 _FEW_TOKENS = 1 << 17
 """As an order so many take some 5 MB: not worth a refusal, however small the block space is."""
+NAMES_PER_HOST = 8
+"""Pods that may share an address at no cost. Of more, each counts as one of so many that have ordered all of it."""
+URGENT_SECONDS = 30.0
+"""In this time as many tokens as the block space holds may get ahead of others by their priority."""
 FIRST_FRAMES = 64
 _BYTES_PER_FRAME = 4096
 
@@ -76,9 +80,21 @@ class Bucket:
 
     def take(self, count: float, now: float) -> float:
         """Seconds to wait until they are there."""
-        self._left = min(self._most, self._left + (now - self._at) * self._rate) - count
-        self._at = now
+        self._fill(now)
+        self._left -= count
         return max(0.0, -self._left / self._rate)
+
+    def try_take(self, count: float, now: float) -> bool:
+        """Take them if they are there now; of more than ever fit, when it is full."""
+        self._fill(now)
+        if self._left < min(count, self._most):
+            return False
+        self._left -= count
+        return True
+
+    def _fill(self, now: float) -> None:
+        self._left = min(self._most, self._left + (now - self._at) * self._rate)
+        self._at = now
 
 
 class Ledger:
@@ -90,6 +106,11 @@ class Ledger:
         self._lock = threading.Lock()
         self._owners: Counter[tuple[str, str]] = Counter()
         self._tokens_of: Counter[tuple[str, str]] = Counter()
+        self._tokens_at: Counter[str] = Counter()
+        """By address, whatever names are used there."""
+        self._names_at: dict[str, Counter[str]] = {}
+        """Connections by address and by the name of the pod."""
+        self._urgent = Bucket(quotas.fair_tokens / URGENT_SECONDS, quotas.fair_tokens, quotas.fair_tokens, clock())
         self._buckets: dict[tuple[str, str], Bucket] = {}
         """Of every owner of connections."""
         self._orders = self._tokens = self._attachments = 0
@@ -102,7 +123,7 @@ class Ledger:
                 raise self._refuse(Quota.SESSIONS, f"there are {self.quotas.sessions} connections already")
             owner = ("", host)
             self._add_owner(owner, self.quotas.sessions_per_host)
-        return Account(self, owner, proven=proven)
+        return Account(self, owner, host, proven=proven)
 
     def identify(self, account: Account, worker: str) -> None:
         """The connection is that of `worker`, and counts as its own from now on. Raises QuotaError.
@@ -115,7 +136,8 @@ class Ledger:
             owner = ("worker ", worker)
             self._add_owner(owner, self.quotas.sessions_per_worker)
             self._drop_owner(account.owner)
-            account.owner = owner
+            account.owner, account.name = owner, worker
+            self._names_at.setdefault(account.host, Counter())[worker] += 1
 
     def _add_owner(self, owner: tuple[str, str], most: int) -> None:
         if self._owners[owner] >= most:
@@ -136,10 +158,26 @@ class Ledger:
         """What to add to the priority of a pod's next order, because of those that it has given already.
 
         About what it would wait behind them alone. So pods with little under way do not wait behind all that one has
-        ordered, and the order among those of one pod stays.
+        ordered, and the order among those of one pod stays. A pod that gives itself many names gains little.
         """
         with self._lock:
-            return self._tokens_of[account.owner] / self.quotas.fair_tokens
+            tokens = self._tokens_of[account.owner]
+            if len(self._names_at.get(account.host, ())) > NAMES_PER_HOST:
+                tokens = max(tokens, self._tokens_at[account.host] / NAMES_PER_HOST)
+            return tokens / self.quotas.fair_tokens
+
+    def place(self, account: Account, priority: float, num_tokens: int) -> float:
+        """The priority at which an order is served.
+
+        What gets ahead of others is bounded, for all peers together, so that nobody waits for ever behind what a peer
+        claims to be urgent: beyond it an order is as urgent as any other.
+        """
+        later = self.demotion(account)
+        if priority < 0:
+            with self._lock:
+                if not self._urgent.try_take(num_tokens, self._clock()):
+                    priority = 0
+        return priority + later
 
     def count_frame(self, account: Account, num_bytes: int) -> float:
         """Seconds for which its sender is to be left alone."""
@@ -188,11 +226,21 @@ class Ledger:
         with self._lock:
             self._note(account, -account.orders, -account.tokens, -account.attachments)
             self._drop_owner(account.owner)
+            if account.name is not None:
+                names = self._names_at[account.host]
+                names[account.name] -= 1
+                if not names[account.name]:
+                    del names[account.name]
+                if not names:
+                    del self._names_at[account.host]
 
     def _note(self, account: Account, orders: int, tokens: int, attachments: int) -> None:
         account.orders += orders
         account.tokens += tokens
         self._tokens_of[account.owner] += tokens
+        self._tokens_at[account.host] += tokens
+        if not self._tokens_at[account.host]:
+            del self._tokens_at[account.host]
         account.attachments += attachments
         self._orders += orders
         self._tokens += tokens
@@ -202,8 +250,10 @@ class Ledger:
 class Account:
     """What one connection has taken of the quotas."""
 
-    def __init__(self, ledger: Ledger, owner: tuple[str, str], *, proven: bool) -> None:
-        self.ledger, self.owner, self.proven = ledger, owner, proven
+    def __init__(self, ledger: Ledger, owner: tuple[str, str], host: str, *, proven: bool) -> None:
+        self.ledger, self.owner, self.host, self.proven = ledger, owner, host, proven
+        self.name: str | None = None
+        """Of its pod, where that was proven."""
         self.orders = self.tokens = self.attachments = 0
 
     def identify(self, worker: str) -> None:
@@ -214,10 +264,9 @@ class Account:
         """Seconds for which the peer is to be left alone."""
         return self.ledger.count_frame(self, num_bytes)
 
-    @property
-    def demotion(self) -> float:
-        """Of the next order."""
-        return self.ledger.demotion(self)
+    def place(self, priority: float, num_tokens: int) -> float:
+        """The priority at which an order is served, which is not among those in the account yet."""
+        return self.ledger.place(self, priority, num_tokens)
 
     def take_order(self, num_tokens: int) -> None:
         """Raises QuotaError."""

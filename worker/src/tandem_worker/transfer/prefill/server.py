@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from tandem_api.keys import KeyRing, open_ring
 
+from tandem_worker.host.allocator import trim_memory
 from tandem_worker.host.errors import ThreadStartError
 from tandem_worker.host.peers.door import Door
 from tandem_worker.host.peers.handshake import Purpose, Refusal
@@ -32,6 +33,8 @@ from tandem_worker.transfer.prefill.session import Session
 logger = logging.getLogger(__name__)
 
 _SOURCE = "KV sessions"
+_ENDED_PER_TRIM = 32
+"""Each session has a thread, and threads have heaps of their own, which keep what was freed in them."""
 
 
 class TcpPrefillServer:
@@ -69,6 +72,7 @@ class TcpPrefillServer:
         self._lock = threading.Lock()
         self._sessions: set[Session] = set()
         self._numbers = itertools.count(1)
+        self._num_ended = 0
         self._draining = False
         self._closed = False
         self._port = port
@@ -173,3 +177,7 @@ class TcpPrefillServer:
     def _forget(self, session: Session) -> None:
         with self._lock:
             self._sessions.discard(session)
+            self._num_ended += 1
+            trims = self._num_ended % _ENDED_PER_TRIM == 0
+        if trims:
+            trim_memory()

@@ -233,7 +233,7 @@ class Session:
         if order.num_cached_tokens % self._space.layout.block_size:
             raise TransferError("the peer's order begins inside a block")
         refusal = "draining" if self._draining() else None
-        later = self._account.demotion
+        priority = self._account.place(order.priority, len(order.token_ids))
         if self._engine is None:
             refusal = "this rank takes no orders: the first rank of its group does"
         elif refusal is None:
@@ -249,7 +249,6 @@ class Session:
         self._transfers[engine_id] = transfer
         self._num_strays = 0
         try:
-            priority = order.priority + later
             self._engine.submit_prefill(replace(order, request_id=engine_id, priority=priority), self)
         except WorkerError as error:
             self._forget(outgoing)
@@ -319,6 +318,8 @@ class Session:
             self._totals.failures += len(self._transfers)
         for outgoing in list(self._orders.values()):
             self._give_up(outgoing, abort=True)
+        for queue in (self._reported, self._to_send, self._to_finish):
+            queue.clear()  # session and channel name each other: Python looks for such cycles, but rarely
         self._account.close()
         self._on_closed(self)
 
