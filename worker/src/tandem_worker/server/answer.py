@@ -185,7 +185,8 @@ class Answerer:
                 # The status line is out: the error travels as an event, and no [DONE] follows.
                 last = event(describe_error(error)[1])
                 if journal is not None:
-                    last = MOVED if error.retry else last + COMMIT
+                    moves = isinstance(error, ServiceError) and error.retry is not None
+                    last = MOVED if moves else last + COMMIT
                 await send({"type": "http.response.body", "body": last})
                 return
         if plan.include_usage:
