@@ -192,7 +192,7 @@ def test_what_is_no_commit_never_becomes_a_path(hub: Any, tmp_path: Path, sha: o
 
 
 def test_a_hub_may_name_commits_by_sha256(hub: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub.repositories, "commit", lambda repository: "5a" * 32)
+    monkeypatch.setattr(hub.repositories, "commits", lambda repository: ["5a" * 32])
     assert resolve_model(hub.source(tmp_path / "cache")).name == "5a" * 32
 
 

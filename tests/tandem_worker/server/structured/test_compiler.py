@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from llguidance import LLMatcher
+from tandem_worker.engine.errors import RequestError
 from tandem_worker.engine.schedule.params import Grammar
 from tandem_worker.host.isolation import keeper
 from tandem_worker.server.structured import compiler as compiling
@@ -70,7 +71,7 @@ def answer(compiler: GrammarCompiler, kind: str, grammar: Any, seed: int = 0) ->
         text = write(compiler, kind, grammar)
         factory = compiler.compile_here(text, time.monotonic() + REQUEST_SECONDS)
         walk(factory.for_request().new(), random.Random(seed))
-    except GrammarError as error:
+    except (GrammarError, RequestError) as error:
         return str(error)
     return None
 
