@@ -484,8 +484,10 @@ async def test_a_new_model_gets_pods_once_its_commit_is_known(server: ObjectServ
     assert found["reason"] == "HubUnreachable"
     assert "hub.resolve=false" in found["message"]
     weights.commit = A
+    assert "rollout" not in server.kept[MODEL]["status"], "it has no revision before it has a commit"
     assert DECODE in await weights.look()
     assert weights.loaded == A
+    assert server.kept[MODEL]["status"]["rollout"]["revision"] == 1
     assert server.kept[MODEL]["status"]["model"]["commit"] == A
     assert server.conditions["ModelResolved"]["status"] == "True"
     assert "ModelResolved" in server.event_reasons

@@ -119,10 +119,18 @@ def missing_revisions(blueprint: Blueprint, history: History) -> set[int]:
 
 
 def look_at(
-    blueprint: Blueprint, history: History, live: Children, *, request: str | None, taken: int, now: datetime
+    blueprint: Blueprint,
+    history: History,
+    live: Children,
+    *,
+    request: str | None,
+    taken: int,
+    now: datetime,
+    known: bool = True,
 ) -> Look:
     """`live` has the model's own children. `taken` is the highest number of any ControllerRevision there, `request` the
-    wish to try again."""
+    wish to try again. Where it is not `known` yet which commit workers are to load, there is no revision to go to: what
+    was decided last goes on."""
     model, before = blueprint.model, blueprint.model.status.rollout
     pinned, content = model.spec.rollout.revision, content_of(blueprint)
     own = number_of(digest_of(content), history, before, taken=taken)
@@ -138,7 +146,7 @@ def look_at(
     if base not in specs and model.spec.rollout.canary is not None and pinned is None:
         text = f"revision {base} is not kept any more, so no canary can go back to it: remove spec.rollout.canary"
         problem = Problem(reason="RevisionNotFound", message=f"{text} to give all workers the new one", stalled=True)
-    elif wanted in specs:
+    elif wanted in specs and (known or wanted != own):
         digest_wanted = digest_of(content if wanted == own else history[wanted])
         wish = _wish(model.spec, specs, base=base, wanted=wanted, digest_wanted=digest_wanted, request=request)
         record = build_revision(blueprint, own, content) if wanted == own and own not in history else None

@@ -154,7 +154,7 @@ class Reconciler:
         weights = self._name_weights(key, blueprint, raw, outcome)
         blueprint = dataclasses.replace(blueprint, commit=weights.commit)
         keys = await self._ensure_keys(blueprint, raw, outcome)
-        course = await self._steer(key, blueprint, raw, outcome)
+        course = await self._steer(key, blueprint, raw, outcome, known=weights.problem is None)
         await self._execute(key, course, outcome, hold=not keys.usable or weights.problem is not None)
         await asyncio.sleep(0)  # a look at a thousand pods is long: others get their turn between its parts
         ours = own_workloads(outcome.children, owner_uid=model.metadata.uid)
@@ -257,8 +257,11 @@ class Reconciler:
         if outcome.failed:
             raise IncompleteError("; ".join(outcome.failed))
 
-    async def _steer(self, key: ModelKey, blueprint: Blueprint, raw: Manifest, outcome: Outcome) -> Course:
-        """Find out which revision the workers should have, and keep it before anything is made of it."""
+    async def _steer(
+        self, key: ModelKey, blueprint: Blueprint, raw: Manifest, outcome: Outcome, *, known: bool
+    ) -> Course:
+        """Find out which revision the workers should have, and keep it before anything is made of it. `known`: so is
+        the commit that they load."""
         uid, now = blueprint.model.metadata.uid, datetime.datetime.now(datetime.UTC)
         history = read_history(outcome.before, owner_uid=uid)
         for number in missing_revisions(blueprint, history):
@@ -271,7 +274,7 @@ class Reconciler:
                     history[kept[0]] = kept[1]
         ours = own_workloads(outcome.before, owner_uid=uid)
         taken = highest_number(outcome.before)
-        seen = look_at(blueprint, history, ours, request=retry_request(raw), taken=taken, now=now)
+        seen = look_at(blueprint, history, ours, request=retry_request(raw), taken=taken, now=now, known=known)
         await asyncio.sleep(0)
         added, fresh = self._count(key, seen.before, now=now.timestamp())
         course = decide(seen, ours, may_roll=self._take_turn(key, seen), added=added, fresh=fresh, now=now)
