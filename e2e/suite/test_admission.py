@@ -167,7 +167,7 @@ def test_a_model_from_before_the_policy_can_be_annotated_and_deleted(fleet: Flee
     until("the policy to hold", lambda: create(fleet, offending) is not None, within=60)
     fleet.annotate("m", {"example.com/note": "seen"})
     with pytest.raises(client.ApiException):
-        fleet.patch("m", {"drain": {"timeout": "5s"}})
+        fleet.patch("m", {"drain": {"timeout": "77s"}})
     fleet.delete("inferencemodels", "m")
     until("the model to be gone", lambda: not fleet.exists("inferencemodels", "m"), within=60)
 
