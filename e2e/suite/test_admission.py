@@ -164,7 +164,8 @@ def test_a_model_from_before_the_policy_can_be_annotated_and_deleted(fleet: Flee
         kept = {key: binding["metadata"][key] for key in ("name", "labels", "annotations")}
         body = {"apiVersion": binding["apiVersion"], "kind": binding["kind"], "metadata": kept, "spec": binding["spec"]}
         fleet.kubernetes.request("POST", path.rsplit("/", 1)[0], body)
-    until("the policy to hold", lambda: create(fleet, offending) is not None, within=60)
+    another = offending | {"metadata": {"name": "n"}}  # one that is there already is refused for that alone
+    until("the policy to hold", lambda: create(fleet, another) is not None, within=60)
     fleet.annotate("m", {"example.com/note": "seen"})
     with pytest.raises(client.ApiException):
         fleet.patch("m", {"drain": {"timeout": "77s"}})
