@@ -89,13 +89,9 @@ def test_a_canary_is_promoted_under_load(fleet: Fleet, say: Say) -> None:
             {"engine": {"image": None}},
             "ImagePullFailed",
         ),
-        (
-            {"model": {"uri": "hf://HuggingFaceTB/no-such-model"}},
-            {"model": {"uri": "hf://HuggingFaceTB/SmolLM2-135M-Instruct"}},
-            "ModelNotFound",
-        ),
+        ({"engine": {"device": "CUDA"}}, {"engine": {"device": "CPU"}}, "DeviceUnavailable"),
     ],
-    ids=["image", "model"],
+    ids=["image", "device"],
 )
 def test_a_canary_that_cannot_start_goes_back_by_itself(
     fleet: Fleet, change: Object, undo: Object, reason: str, say: Say
@@ -126,6 +122,26 @@ def test_a_canary_that_cannot_start_goes_back_by_itself(
     fleet.patch(MODEL, undo)
     fleet.wait_ready(MODEL)
     assert rollout(fleet)["revision"] == 1
+
+
+@pytest.mark.timeout(300)
+def test_a_model_that_is_not_there_is_told_before_anything_is_tried(fleet: Fleet) -> None:
+    serve(fleet, STEPS)
+    before = uids(fleet)
+    fleet.patch(MODEL, {"model": {"uri": "hf://HuggingFaceTB/no-such-model"}})
+
+    def told() -> Object | None:
+        stalled = fleet.condition(MODEL, "Stalled")
+        return stalled if stalled and stalled["reason"] == "ModelNotFound" else None
+
+    until("the hub's answer", told, within=60)
+    assert (rollout(fleet)["phase"], rollout(fleet)["revision"]) == ("Complete", 1)
+    available = fleet.condition(MODEL, "Available")
+    assert available is not None
+    assert available["status"] == "True"
+    fleet.patch(MODEL, {"model": {"uri": "hf://HuggingFaceTB/SmolLM2-135M-Instruct"}})
+    fleet.wait_ready(MODEL)
+    assert (uids(fleet), set(revisions(fleet))) == (before, {1})
 
 
 @pytest.mark.timeout(900)
