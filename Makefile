@@ -110,6 +110,10 @@ soak-kv: setup ## 20,000 requests while bits flip on the way between prefill and
 bench-gateway: setup ## CPU, latency and memory of the gateway, beside nginx and other gateways where they are installed
 	@$(RUN) python -m bench.gateway.run
 
+.PHONY: bench-operator
+bench-operator: setup ## A thousand pods of two hundred models under the operator, on a real API server with kwok's nodes
+	@$(RUN) python -m bench.operator
+
 .PHONY: bench-routing
 bench-routing: setup ## Conversations through the gateway's scheduling code, against other policies (TRACE=FILE)
 	@$(RUN) python -m bench.routing $(if $(TRACE),--trace $(TRACE))

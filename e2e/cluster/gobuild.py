@@ -60,6 +60,7 @@ PROGRAMS = {
         Program(name="registry", module="registry", package="."),
         Program(name="pause", module="pause", package="."),
         Program(name="kind", module="kind", package="sigs.k8s.io/kind"),
+        Program(name="kwok", module="kwok", package="sigs.k8s.io/kwok/cmd/kwok"),
     )
 }
 

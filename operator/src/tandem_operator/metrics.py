@@ -15,6 +15,7 @@ HUB_QUESTIONS = Counter("tandem_operator_hub_questions", "Times that the hub was
 FLEET_REPORTS = Counter(
     "tandem_operator_fleet_reports", "Requests for gateways' reports, by how they ended.", ["result"]
 )
+REQUESTS = Counter("tandem_operator_requests", "Requests to the API server, watches included.", ["method"])
 QUEUE_DEPTH = Gauge("tandem_operator_queue_depth", "Models that wait to be looked at.")
 LEADER = Gauge("tandem_operator_leader", "1 on the replica that holds the lease.")
 MODELS = Gauge("tandem_operator_models", "InferenceModels that are known.")

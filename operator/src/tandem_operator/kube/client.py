@@ -15,6 +15,7 @@ from kubernetes.aio import config
 from kubernetes.aio.client import ApiClient, Configuration
 from tandem_api.names import FIELD_MANAGER
 
+from tandem_operator import metrics
 from tandem_operator.errors import NotFoundError, api_error
 from tandem_operator.manifests import Kind, Manifest
 
@@ -177,6 +178,7 @@ class KubeClient:
         limits: aiohttp.ClientTimeout,
         client: Any = None,
     ) -> aiohttp.ClientResponse:
+        metrics.REQUESTS.labels(method).inc()
         client = client or self._client
         headers = {"Accept": "application/json", "Content-Type": content_type}
         _, url, headers, _, _ = await client.param_serialize(

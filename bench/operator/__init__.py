@@ -1,0 +1,1 @@
+"""The operator with a thousand pods on a real API server."""
