@@ -24,10 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from kubernetes.aio import config
+from kubernetes.aio.client import ApiClient, Configuration
 from prometheus_client.parser import text_string_to_metric_families
 from tandem_api import names
 from tandem_operator.errors import APIError
-from tandem_operator.kube.client import KubeClient, connect
+from tandem_operator.kube.client import KubeClient
 from tandem_operator.manifests import INFERENCE_MODEL
 
 from bench.gateway.run import free_port
@@ -81,6 +83,14 @@ def bare_workloads(number: int) -> list[tuple[str, Manifest]]:
         body = {"apiVersion": "apps/v1", "kind": kind, "metadata": {"name": name}, "spec": spec}
         found.append((f"/apis/apps/v1/namespaces/{namespace}/{kind.lower()}s", body))
     return found
+
+
+async def connect(kubeconfig: Path) -> KubeClient:
+    configuration = Configuration()
+    loader: Any = config
+    await loader.load_kube_config(config_file=str(kubeconfig), client_configuration=configuration)
+    configuration.connection_pool_maxsize = 2 * PARALLEL
+    return KubeClient(ApiClient(configuration))
 
 
 async def at_once(work: Iterable[Coroutine[Any, Any, Any]]) -> None:
@@ -268,10 +278,8 @@ async def run(models: int, events: int) -> dict[str, Any]:
     async with AsyncExitStack() as stack:
         stack.callback(plane.down)
         plane.up()
-        os.environ["KUBECONFIG"] = str(plane.kubeconfig)
-        connections = await connect()
-        stack.push_async_callback(connections.close)
-        client = connections.requests
+        client = await connect(plane.kubeconfig)
+        stack.push_async_callback(client.close)
         await prepare(client)
         floor = await measure_floor(client, models)
         print(f"floor: {models * PODS_PER_MODEL} pods ready in {floor['ready_seconds']:.1f} s")
