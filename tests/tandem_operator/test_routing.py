@@ -59,15 +59,15 @@ def test_limits_of_time_are_those_of_the_spec() -> None:
 
 @given(history=st.lists(st.tuples(st.sampled_from("abcdefg"), st.integers(0, 100)), min_size=1, max_size=12))
 def test_the_present_name_is_first_and_nobody_is_cut_off_early(history: list[tuple[str, int]]) -> None:
-    routing, now, left_at = None, 0, dict[str, int]()
-    for name, pause in history:
+    routing, now, left_at = None, 0, dict[str, tuple[int, int]]()
+    for number, (name, pause) in enumerate(history):
         now += pause
         before, routing = routing, plan(name, routing, at=now)
         if before is not None and before.served_names[0] != name:
-            left_at[before.served_names[0]] = now
+            left_at[before.served_names[0]] = now, number
         left_at.pop(name, None)
         assert routing.served_names[0] == name
         assert len(set(routing.served_names)) == len(routing.served_names) <= 1 + MAX_FORMER_NAMES
-        recent = sorted((at, n) for n, at in left_at.items() if now - at < 60)[-MAX_FORMER_NAMES:]
+        recent = sorted((left, n) for n, left in left_at.items() if now - left[0] < 60)[-MAX_FORMER_NAMES:]
         assert {n for _, n in recent} <= set(routing.served_names)
         assert (routing.former_until is None) == (len(routing.served_names) == 1)
