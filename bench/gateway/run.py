@@ -186,7 +186,7 @@ async def measure_closed(target: Target, scenario: Closed, seconds: float) -> Fi
 
 
 async def measure_half(target: Target, rate: float, seconds: float) -> Figures:
-    """Time to first token at a steady rate, half of what one core of the slowest in the comparison can do."""
+    """Time to first token at a steady rate."""
     load = Load(target.port, CLOSED["req"].shape)
     await load.connect(8)
     await load.arrive(rate, 1.0)
@@ -240,9 +240,9 @@ async def run(targets: list[Target], names: list[str], rounds: int, seconds: flo
             for target in random.Random(number).sample(targets, len(targets)):
                 if name in CLOSED:
                     taken[target.name].append(await measure_closed(target, CLOSED[name], seconds))
-                elif name == HALF:
+                elif name == HALF and target.name in (DIRECT, "relay", "nginx", OURS, OURS_PAIRS):
                     taken[target.name].append(await measure_half(target, _half_rate(results), seconds))
-                elif target.name in (OURS, DIRECT, "nginx"):
+                elif name == SLOW and target.name in (OURS, DIRECT, "nginx"):
                     taken[target.name].append(await measure_slow(target, 10.0))
         results[name] = {target: summarize(each) for target, each in taken.items() if each}
         show(name, results[name], rounds)
