@@ -280,6 +280,26 @@ async def test_a_slow_client_gets_all_of_it(fleet, chat, until) -> None:
     await running.idle()
 
 
+async def test_who_drops_a_stream_that_moves_is_to_blame_however_slow_its_client(fleet, chat) -> None:
+    """What a worker may do to whom nobody reads from is no excuse for one that has sent nothing."""
+    blamed: list[int] = []
+
+    def failures() -> int:
+        return sum(endpoint.health.total for endpoint in running.gateway.scheduler.endpoints.values())
+
+    async def drop(worker, request, writer) -> None:
+        blamed.append(failures())
+        (exchange,) = running.gateway.exchanges
+        exchange.on_client_slow()
+        exchange.on_client_ready()
+        writer.transport.abort()
+
+    running, _ = await fleet(journaled(3, then="die"), drop, journaled(2, then="done", first=3))
+    assert tokens_of(await read_stream(running, chat)) == [f"t{index}" for index in range(5)]
+    assert failures() == blamed[0] + 1
+    await running.idle()
+
+
 async def test_a_client_cannot_say_how_its_stream_began(fleet, chat) -> None:
     running, journals = await fleet(journaled(2, then="done"))
     data = chat(stream=True, headers="x-tandem-resume: 20\r\nconnection: close\r\n")

@@ -426,7 +426,8 @@ class Exchange:
             self._wait(detail)
         else:
             # A worker may end what nobody takes from it.
-            held = self._begun and (self._slow or self._loop.time() < self._held_back_until)
+            streams = self._phase is Phase.STREAMING
+            held = streams and (self._slow or self._loop.time() < self._held_back_until)
             outcome = Outcome.REFUSED if failure is Failure.CONNECT else Outcome.RESET
             self._recover(outcome, detail, failed=None if held else True, blame=not held)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from tandem_api.journal import MARK, MAX_JOURNAL_BYTES, MOVED
 
 from tandem_gateway.http.budget import FREE_BYTES, Budget
+from tandem_gateway.scheduling import Outcome
 from tandem_gateway.sse import MAX_EVENT_BYTES, EventStream, EventTooLarge
 
 SECONDS = 30.0
@@ -22,7 +23,7 @@ MAX_DEATHS = 8
 """Workers that fail under one stream, in all."""
 MAX_UNIT_BYTES = 8 * MAX_EVENT_BYTES
 """Between two marks."""
-FATAL = frozenset(("reset", "protocol", "timeout", "error"))
+FATAL = frozenset(outcome.value for outcome in (Outcome.RESET, Outcome.TIMEOUT, Outcome.ERROR))
 """Reasons that may be the stream's own fault."""
 _LINE = b"\n" + MARK
 _GROWN_BYTES = 16 * 1024
