@@ -42,7 +42,7 @@ def pod(name: str, *, owner: str = "sts-uid", component: str = "decode", **field
     labels = {"app.kubernetes.io/component": component, "tandem.dev/model": "m", "controller-revision-hash": "new"}
     metadata = {
         "name": name, "namespace": "n", "uid": f"uid-{name}", "labels": labels | fields.pop("labels", {}),
-        "ownerReferences": [{"kind": "StatefulSet", "name": "m-decode", "uid": owner, "controller": True}],
+        "ownerReferences": [{"kind": "StatefulSet", "name": name.rpartition("-")[0], "uid": owner, "controller": True}],
         "annotations": fields.pop("annotations", {}),
     }  # fmt: skip
     return {"kind": "Pod", "metadata": metadata | fields.pop("metadata", {}), "status": fields}

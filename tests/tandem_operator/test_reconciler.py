@@ -104,9 +104,9 @@ class ObjectServer:
         self.requests.clear()
 
     def add_pod(self, name: str, **fields: Any) -> str:
-        """A pod of the decode StatefulSet. Returns its path."""
-        owner = self.kept[DECODE]["metadata"]["uid"]
-        labels = self.kept[DECODE]["spec"]["template"]["metadata"]["labels"]
+        """A pod of the StatefulSet that its name says. Returns its path."""
+        owning = self.kept[f"{DECODE.rpartition('/')[0]}/{name.rpartition('-')[0]}"]
+        owner, labels = owning["metadata"]["uid"], owning["spec"]["template"]["metadata"]["labels"]
         path = f"/api/v1/namespaces/n/pods/{name}"
         self.kept[path] = copy.deepcopy(pod(name, owner=owner, labels=labels | fields.pop("labels", {}), **fields))
         return path
@@ -753,6 +753,19 @@ async def test_a_revision_that_is_not_kept_is_named(server: ObjectServer, operat
     )
     assert ("GET", f"{REVISION}9") in server.requests, "the cache may be late"
     assert DECODE not in server.written
+
+
+async def test_workers_are_admitted_by_the_revision_that_they_have(server: ObjectServer, operator: Operator) -> None:
+    """The spec has no prefill workers any more, the revision that was gone back to has."""
+    server.kept[MODEL]["spec"] |= {"prefill": {"replicas": 1}, "gateway": {"replicas": 0}}
+    await operator.look()
+    server.settle()
+    del server.kept[MODEL]["spec"]["prefill"]
+    server.change(rollout={"revision": 1})
+    path = server.add_pod("m-prefill-0", **UP)
+    server.kept[path]["spec"] = {"readinessGates": [{"conditionType": GATE}]}
+    await operator.look()
+    assert f"{path}/status" in server.written
 
 
 async def test_one_model_waits_for_another(server: ObjectServer, operator: Operator) -> None:

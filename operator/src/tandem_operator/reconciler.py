@@ -158,10 +158,11 @@ class Reconciler:
         await self._execute(key, course, outcome, hold=not keys.usable or weights.problem is not None)
         await asyncio.sleep(0)  # a look at a thousand pods is long: others get their turn between its parts
         ours = own_workloads(outcome.children, owner_uid=model.metadata.uid)
+        blueprint = course.target.blueprint
         admitted = await self._admit(key, blueprint, ours, outcome)
         await asyncio.sleep(0)
         status = build_status(
-            course.target.blueprint,
+            blueprint,
             ours,
             problems=outcome.problems,
             failures=outcome.failures,
