@@ -21,6 +21,17 @@ Object = dict[str, Any]
 Say = Callable[[str], None]
 """Of the fixture `say`."""
 T = TypeVar("T")
+_SIGNAL = """
+import os, pathlib, signal, sys
+for entry in pathlib.Path("/proc").iterdir():
+    if entry.name.isdigit() and int(entry.name) != os.getpid():
+        try:
+            command = (entry / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if b"tandem-worker" in command or b"tandem_worker" in command:
+            os.kill(int(entry.name), signal.Signals[sys.argv[1]])
+"""
 
 
 class NotReached(AssertionError):
@@ -195,6 +206,10 @@ class Fleet:
         """What a piece of Python prints inside a container."""
         command = ["python3", "-c", code, *arguments]
         return self.cluster.kubectl("-n", self.namespace, "exec", pod, "-c", container, "--", *command)
+
+    def send_signal(self, pod: str, name: str) -> None:
+        """To every process of a worker, in a pod whose containers share their processes."""
+        self.run_python(pod, "worker", _SIGNAL, name)
 
     def telemetry(self, pod: str) -> Object:
         """The worker's own figures, read through the API server so that it works on any cluster."""

@@ -12,17 +12,6 @@ import pytest
 from e2e.suite.fleet import Fleet, Say, smollm2, until
 from e2e.suite.load import Outcome, run_load, stream_once, varied_prompts
 
-KILL = """
-import os, pathlib, signal
-for entry in pathlib.Path("/proc").iterdir():
-    if entry.name.isdigit() and int(entry.name) != os.getpid():
-        try:
-            command = (entry / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if b"tandem-worker" in command or b"tandem_worker" in command:
-            os.kill(int(entry.name), signal.SIGKILL)
-"""
 SHARED_PROCESSES = {"spec": {"shareProcessNamespace": True}}
 """Process 1 cannot be killed from inside its own namespace; with a shared one the worker is not process 1."""
 
@@ -62,7 +51,7 @@ def test_kill_under_load(pair: Fleet, role: str, say: Say) -> None:
         before = asyncio.run(one_request(url, limit=60))
         assert before.complete, f"nothing has been killed yet: {before}"
         allowed = RECOVERY_SECONDS + 2 * before.seconds
-        main.cluster.kubectl("-n", main.namespace, "exec", victim, "-c", "worker", "--", "python3", "-c", KILL)
+        main.send_signal(victim, "SIGKILL")
         killed = time.monotonic()
 
         def new_request_succeeds() -> bool:
@@ -103,7 +92,7 @@ def test_streams_outlive_their_decode_pod(pair: Fleet, how: str, say: Say) -> No
         victim = main.pods("pair", "decode")[0]["metadata"]["name"]
         until("streams on the victim", lambda: main.blocks_in_use("pair").get(victim, 0) > 10, within=30)
         if how == "killed":
-            main.cluster.kubectl("-n", main.namespace, "exec", victim, "-c", "worker", "--", "python3", "-c", KILL)
+            main.send_signal(victim, "SIGKILL")
         else:
             # The grace ends the drain: the worker hands its streams on, or is gone.
             main.cluster.kubectl("-n", main.namespace, "delete", "pod", victim, "--grace-period=2", "--wait=false")

@@ -14,7 +14,7 @@ from e2e.suite import test_answers
 from e2e.suite.fleet import Fleet, Object, is_ready, smollm2, until
 from e2e.suite.load import Outcome, stream_once
 from e2e.suite.test_answers import NEW_TOKENS, WORDS, assert_same
-from e2e.suite.test_faults import KILL, SHARED_PROCESSES, restarts
+from e2e.suite.test_faults import SHARED_PROCESSES, restarts
 
 oracle = test_answers.oracle
 """Module-wide: transformers in float32."""
@@ -90,7 +90,7 @@ def test_a_killed_pod_takes_its_group_down_and_the_group_comes_back(
     staged.wait_ready(MODEL)
     victim = workers(staged)[node]["metadata"]["name"]
     before = restart_count(staged, victim)
-    staged.cluster.kubectl("-n", staged.namespace, "exec", victim, "-c", "worker", "--", "python3", "-c", KILL)
+    staged.send_signal(victim, "SIGKILL")
     until("the killed container to be ready again", lambda: restarts(staged, victim) > before, within=180)
     staged.wait_role(MODEL, "unified", NODES)
     staged.wait_ready(MODEL)

@@ -15,17 +15,6 @@ from e2e.suite.test_diagnosis import cause
 from e2e.suite.test_faults import SHARED_PROCESSES, restarts
 
 GATE = "tandem.dev/admitted"
-SIGNAL = """
-import os, pathlib, signal, sys
-for entry in pathlib.Path("/proc").iterdir():
-    if entry.name.isdigit() and int(entry.name) != os.getpid():
-        try:
-            command = (entry / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if b"tandem-worker" in command or b"tandem_worker" in command:
-            os.kill(int(entry.name), signal.Signals[sys.argv[1]])
-"""
 
 
 def conditions(pod: Object) -> dict[str, Any]:
@@ -35,11 +24,6 @@ def conditions(pod: Object) -> dict[str, Any]:
 def workers(fleet: Fleet, model: str) -> list[Object]:
     found = [pod for pod in fleet.pods(model) if pod["metadata"]["labels"]["tandem.dev/role"] != "gateway"]
     return sorted(found, key=lambda pod: pod["metadata"]["name"])
-
-
-def send_signal(fleet: Fleet, pod: str, name: str) -> None:
-    """To every process of a worker, in a pod whose containers share their processes."""
-    fleet.run_python(pod, "worker", SIGNAL, name)
 
 
 def test_workers_are_ready_once_a_gateway_has_admitted_them(main: Fleet, say: Say) -> None:
@@ -84,7 +68,7 @@ def test_a_worker_that_stands_still_is_named_and_serves_again(fleet: Fleet, say:
     fleet.apply(manifest)
     fleet.wait_ready("still")
     before = restarts(fleet, "still-decode-0")
-    send_signal(fleet, "still-decode-0", "SIGSTOP")
+    fleet.send_signal("still-decode-0", "SIGSTOP")
     try:
         seen = until(
             "the worker to be named", lambda: cause(fleet, "still", "ContainerUnready", "still-decode-0"), within=40
@@ -95,7 +79,7 @@ def test_a_worker_that_stands_still_is_named_and_serves_again(fleet: Fleet, say:
         assert available is not None
         assert (ready["status"], available["status"]) == ("False", "False")
     finally:
-        send_signal(fleet, "still-decode-0", "SIGCONT")
+        fleet.send_signal("still-decode-0", "SIGCONT")
     fleet.wait_ready("still")
     assert restarts(fleet, "still-decode-0") == before
 
@@ -119,12 +103,12 @@ def test_a_step_that_hangs_is_named_and_mended(fleet: Fleet, say: Say) -> None:
         asking = threading.Thread(target=ask)
         asking.start()
         until("a step to run", lambda: fleet.blocks_in_use("hung")["hung-decode-0"] > 0, within=60)
-        send_signal(fleet, "hung-decode-1", "SIGSTOP")
+        fleet.send_signal("hung-decode-1", "SIGSTOP")
         try:
             seen = until("the step to be named", lambda: cause(fleet, "hung", "StepHung", "rank 0 of 2"), within=60)
             say(f"hung step: {seen['type']} {seen['reason']}: {seen['message']}")
         finally:
-            send_signal(fleet, "hung-decode-1", "SIGCONT")
+            fleet.send_signal("hung-decode-1", "SIGCONT")
         asking.join()
     until("the leader to have restarted", lambda: restarts(fleet, "hung-decode-0") > before, within=240)
     fleet.wait_ready("hung", within=300)
