@@ -20,6 +20,7 @@ from e2e.suite.fleet import Fleet, Kubernetes, Say, smollm2
 
 ARTIFACTS = Path(__file__).resolve().parent.parent / "artifacts"
 _SAID = "said"
+_FAILURE_CHARACTERS = 4000
 RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
 
 
@@ -73,18 +74,26 @@ def say(record_property: Callable[[str, object], None]) -> Say:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
+    reports = [report for found in terminalreporter.stats.values() for report in found if hasattr(report, "nodeid")]
     lines = [
         text
-        for reports in terminalreporter.stats.values()
         for report in reports
         if getattr(report, "when", "") == "call"
         for name, text in report.user_properties
         if name == _SAID
     ]
+    lines += [_failure(report) for report in reports if report.failed]
     if lines:
         terminalreporter.section("seen on the way")
         for line in lines:
             terminalreporter.write_line(line)
+
+
+def _failure(report: Any) -> str:
+    """One line on what went wrong: whoever has the end of a run's output alone can begin with it."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    text = " ".join(str(report.longrepr if crash is None else crash.message).split())
+    return f"failed in {report.when}: {report.nodeid.rpartition('::')[2]}: {text[:_FAILURE_CHARACTERS]}"
 
 
 @pytest.hookimpl(wrapper=True)
