@@ -27,6 +27,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 REVISIONS = {"main"}
 MARKERS = {".private", ".corrupt"}
 CHUNK = 1 << 20
+MOST_MOVES = 64
 INFO = re.compile(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?")
 TREE = re.compile(r"/api/models/([^/]+/[^/]+)/tree/([^/]+)")
 MOVE = re.compile(r"/move/([^/]+/[^/]+)")
@@ -56,18 +57,25 @@ class Repositories:
         return sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in MARKERS)
 
     def commits(self, repository: str) -> list[str]:
-        """Of forty hexadecimal digits each, which change when any file does; the last is what the branch is now."""
+        """All that the branch is, was or can become, of forty hexadecimal digits each, which change when any file does.
+        Known beforehand, so that a mirror that starts anew still has what it named before."""
         folder = self.root / repository
         names = "".join(f"{path.relative_to(folder)} {self.digest(path)}\n" for path in self.files(repository))
-        texts = [names + "moved\n" * count for count in range(self._moves[repository] + 1)]
+        texts = [names + "moved\n" * count for count in range(MOST_MOVES + 1)]
         return [hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest() for text in texts]
+
+    def branch(self, repository: str) -> str:
+        """The commit that the branch is now."""
+        return self.commits(repository)[self._moves[repository]]
 
     def move(self, repository: str) -> str:
         """The branch is a new commit from now on."""
         if ".." in Path(repository).parts or not (self.root / repository).is_dir():
             raise Refusal(HTTPStatus.NOT_FOUND, "RepoNotFound", "Repository not found")
+        if self._moves[repository] == MOST_MOVES:
+            raise Refusal(HTTPStatus.CONFLICT, "TooManyMoves", f"a branch moves {MOST_MOVES} times at most")
         self._moves[repository] += 1
-        return self.commits(repository)[-1]
+        return self.branch(repository)
 
     def digest(self, path: Path) -> str:
         if path not in self._digests:
@@ -83,12 +91,11 @@ class Repositories:
         secret = folder / ".private"
         if secret.exists() and authorization != f"Bearer {secret.read_text().strip()}":
             raise Refusal(HTTPStatus.UNAUTHORIZED, "RepoNotFound", "Invalid username or password.")
-        commits = self.commits(repository)
-        if revision in commits:
+        if revision in self.commits(repository):
             return revision
         if revision is not None and revision not in REVISIONS:
             raise Refusal(HTTPStatus.NOT_FOUND, "RevisionNotFound", f"Invalid rev id: {revision}")
-        return commits[-1]
+        return self.branch(repository)
 
     def is_corrupt(self, repository: str) -> bool:
         return (self.root / repository / ".corrupt").exists()
