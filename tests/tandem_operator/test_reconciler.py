@@ -289,6 +289,19 @@ async def test_refusals_say_what_to_do(
     assert advice in stalled["message"]
 
 
+@pytest.mark.parametrize("first", [("POST", "/secrets"), ("POST", "/controllerrevisions"), ("PATCH", "/services/m")])
+async def test_a_namespace_that_is_being_deleted_is_left_alone(
+    server: ObjectServer, operator: Operator, first: tuple[str, str]
+) -> None:
+    """Its controller removes all, and the model maybe last: nothing is told that nobody reads."""
+    words = 'things "m" is forbidden: unable to create new content in namespace n because it is being terminated'
+    server.refuse[first] = (403, words)
+    await operator.look()
+    assert "status" not in server.kept[MODEL]
+    assert not [path for path in server.written if "/events" in path]
+    assert not server.deleted
+
+
 async def test_an_api_server_that_does_not_give_keys_is_told_and_nothing_is_made(
     server: ObjectServer, operator: Operator
 ) -> None:

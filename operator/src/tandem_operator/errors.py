@@ -9,6 +9,7 @@ OperatorError
 │   ├── ConflictError      409: someone else was faster; the next attempt sees their version
 │   ├── RejectedError      400, 422 or a schema error: this object will never be accepted as it is
 │   ├── ForbiddenError     403: missing permission, quota or policy
+│   │   └── NamespaceEndingError  nothing can be made in a namespace that is being deleted
 │   └── ExpiredError       410: a watch has to start over from a list
 ├── IncompleteError        a look at a model did what it could and has told so in its status: it is tried again
 ├── UnreadableRevisionError  a revision that was kept cannot be read: waits for a person
@@ -78,6 +79,10 @@ class ForbiddenError(APIError):
     pass
 
 
+class NamespaceEndingError(ForbiddenError):
+    pass
+
+
 class ExpiredError(APIError):
     pass
 
@@ -86,6 +91,8 @@ def api_error(status: int, message: str) -> APIError:
     """The error class that an HTTP status and message stand for."""
     if status == 500 and "failed to create typed patch object" in message:
         return RejectedError(status, message)  # server-side apply answers so to a field that does not exist
+    if status == 403 and "because it is being terminated" in message:
+        return NamespaceEndingError(status, message)
     classes: dict[int, type[APIError]] = {
         400: RejectedError, 403: ForbiddenError, 404: NotFoundError, 409: ConflictError, 410: ExpiredError,
         422: RejectedError,

@@ -15,7 +15,7 @@ from tandem_api.keys import KEY_BYTES, MAX_KEY_ID
 
 from tandem_operator import metrics
 from tandem_operator.causes import Problem
-from tandem_operator.errors import ForbiddenError, RejectedError, UnreadableKeysError
+from tandem_operator.errors import ForbiddenError, NamespaceEndingError, RejectedError, UnreadableKeysError
 from tandem_operator.kube.client import KubeClient, object_path
 from tandem_operator.manifests import SECRET, ChildKey, Manifest, child_key
 from tandem_operator.planner import Step, plan_step
@@ -69,6 +69,8 @@ class KeyKeeper:
                 await self._write(write_keys(desired, live, write), is_new=live is None)
         except UnreadableKeysError as error:
             return KeyLook(problem=Problem(reason="KeysUnreadable", message=str(error), stalled=True), usable=False)
+        except NamespaceEndingError:
+            raise  # not a refusal: everything here is about to go
         except (RejectedError, ForbiddenError) as error:
             return KeyLook(problem=refusal(str(key), error), usable=state is not None)
         happening = None if rotation.step is None else keys_happening(key, rotation.step, self._policy.settle_seconds)

@@ -38,7 +38,14 @@ from tandem_operator.commits import (
     recover,
 )
 from tandem_operator.course import Course, Look, decide, look_at, missing_revisions, retry_request, with_traffic
-from tandem_operator.errors import APIError, ConflictError, IncompleteError, ModelError, NotFoundError
+from tandem_operator.errors import (
+    APIError,
+    ConflictError,
+    IncompleteError,
+    ModelError,
+    NamespaceEndingError,
+    NotFoundError,
+)
 from tandem_operator.figures import Tally, are_fresh, take_differences
 from tandem_operator.fleet import FleetWatch
 from tandem_operator.hub import Hub
@@ -93,6 +100,8 @@ class Outcome:
     failures: dict[ChildKey, str] = field(default_factory=dict[ChildKey, str])
     failed: list[str] = field(default_factory=list[str])
     """Requests that time may heal."""
+    ending: bool = False
+    """The namespace is being deleted."""
 
     @property
     def look_again(self) -> float | None:
@@ -154,8 +163,12 @@ class Reconciler:
         weights = self._name_weights(key, blueprint, raw, outcome)
         blueprint = dataclasses.replace(blueprint, commit=weights.commit)
         keys = await self._ensure_keys(blueprint, raw, outcome)
+        if outcome.ending:
+            return _RARELY  # the namespace's controller removes everything, this model too
         course = await self._steer(key, blueprint, raw, outcome, known=weights.problem is None)
         await self._execute(key, course, outcome, hold=not keys.usable or weights.problem is not None)
+        if outcome.ending:
+            return _RARELY
         await asyncio.sleep(0)  # a look at a thousand pods is long: others get their turn between its parts
         ours = own_workloads(outcome.children, owner_uid=model.metadata.uid)
         blueprint = course.target.blueprint
@@ -441,6 +454,8 @@ async def _collecting(outcome: Outcome, child: str, *, doing: str = "write") -> 
     """A request whose failure is noted, and stops nothing else."""
     try:
         yield
+    except NamespaceEndingError:
+        outcome.ending = True
     except (APIError, aiohttp.ClientError, TimeoutError) as error:
         problem = refusal(child, error, doing=doing)
         outcome.problems.append(problem)
