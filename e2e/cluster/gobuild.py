@@ -61,6 +61,8 @@ PROGRAMS = {
         Program(name="pause", module="pause", package="."),
         Program(name="kind", module="kind", package="sigs.k8s.io/kind"),
         Program(name="kwok", module="kwok", package="sigs.k8s.io/kwok/cmd/kwok"),
+        Program(name="kustomize-controller", module="gitops", package="github.com/fluxcd/kustomize-controller"),
+        Program(name="health", module="gitops", package="./health"),
     )
 }
 

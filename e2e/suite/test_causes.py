@@ -1,0 +1,208 @@
+"""Faults of the cluster and of manifests: `kubectl get im` names each soon, and healing it is enough.
+
+Image, model, Secret and token, a name that is taken, a stopped and a hung worker are in `test_diagnosis` and
+`test_readiness`; what waits for a GPU is in `test_canary`.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from kubernetes.client import ApiException
+
+from e2e.suite.conftest import make_namespace
+from e2e.suite.fleet import Fleet, Kubernetes, Say, smollm2, until
+
+Object = dict[str, Any]
+ADMISSION = "/apis/admissionregistration.k8s.io/v1"
+POLICIES, BINDINGS = f"{ADMISSION}/validatingadmissionpolicies", f"{ADMISSION}/validatingadmissionpolicybindings"
+WEBHOOKS = f"{ADMISSION}/validatingwebhookconfigurations"
+PRIORITIES = "/apis/scheduling.k8s.io/v1/priorityclasses"
+SETS = {"apiGroups": ["apps"], "apiVersions": ["v1"], "operations": ["CREATE", "UPDATE"], "resources": ["statefulsets"]}
+SOON = 45.0
+"""Seconds until a cause is told, what the cluster needs to run into it included: an image, a model, an eviction."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """Something that is wrong, the reason (a regular expression) and the words that tell it, and what heals it."""
+
+    reason: str
+    words: str
+    decode: Object = field(default_factory=dict)
+    """In the role's spec; taken out to heal it."""
+    quota: bool = False
+    heal: Callable[[Kubernetes], None] | None = None
+    """Instead of a change of the spec."""
+
+
+def container(**fields: Any) -> Object:
+    return {"podTemplate": {"spec": {"containers": [{"name": "worker"} | fields]}}}
+
+
+def end_policy(kubernetes: Kubernetes) -> None:
+    kubernetes.request("DELETE", f"{BINDINGS}/tandem-e2e-tidy")
+
+
+def relent_webhook(kubernetes: Kubernetes) -> None:
+    hooks = kubernetes.request("GET", f"{WEBHOOKS}/tandem-e2e-gone")
+    hooks["webhooks"][0]["failurePolicy"] = "Ignore"
+    kubernetes.request("PUT", f"{WEBHOOKS}/tandem-e2e-gone", hooks)
+
+
+def make_priority(kubernetes: Kubernetes) -> None:
+    body = {"metadata": {"name": "tandem-e2e-first"}, "value": 1000}
+    kubernetes.request("POST", PRIORITIES, body)
+
+
+FAULTS: dict[str, Fault] = {
+    "quota": Fault(reason="QuotaExceeded", words="exceeded quota: one-pod", quota=True),
+    "policy": Fault(reason="Rejected|Forbidden", words="ask who runs tandem-e2e-tidy", heal=end_policy),
+    "webhook": Fault(reason="WebhookFailed", words='webhook "gone.e2e.tandem.dev"', heal=relent_webhook),
+    "place": Fault(reason="Unschedulable", words="didn't match", decode={"nodeSelector": {"disk": "none-such"}}),
+    "claim": Fault(
+        reason="VolumeClaimNotFound",
+        words="nowhere",
+        decode={
+            "podTemplate": {"spec": {"volumes": [{"name": "more", "persistentVolumeClaim": {"claimName": "nowhere"}}]}}
+        },
+    ),
+    "memory": Fault(
+        reason="OutOfMemory",
+        words="memory",
+        decode={"resources": {"requests": {"cpu": "50m", "memory": "200Mi"}, "limits": {"memory": "200Mi"}}},
+    ),
+    "priority": Fault(
+        reason=".*", words="tandem-e2e-first", decode={"priorityClassName": "tandem-e2e-first"}, heal=make_priority
+    ),
+    "runtime": Fault(reason=".*", words="none-such-runtime", decode={"runtimeClassName": "none-such-runtime"}),
+    "disk": Fault(
+        reason="Evicted",
+        words="ephemeral",
+        decode={"resources": {"requests": {"cpu": "50m"}, "limits": {"ephemeral-storage": "20Mi"}}},
+    ),
+    "command": Fault(reason=".*", words="/no-such-program", decode=container(command=["/no-such-program"])),
+    "environment": Fault(
+        reason="CreateContainerConfigError",
+        words="none-such-secret",
+        decode=container(
+            env=[{"name": "EXTRA", "valueFrom": {"secretKeyRef": {"name": "none-such-secret", "key": "x"}}}]
+        ),
+    ),
+}
+HALVES = (tuple(FAULTS)[:6], tuple(FAULTS)[6:])
+
+
+@pytest.fixture
+def admission(kubernetes: Kubernetes, fleet: Fleet) -> Iterator[None]:
+    """A policy that refuses one StatefulSet, and a webhook for another one that nobody answers."""
+    here = {"matchLabels": {"kubernetes.io/metadata.name": fleet.namespace}}
+    policy = {
+        "metadata": {"name": "tandem-e2e-tidy"},
+        "spec": {
+            "matchConstraints": {"resourceRules": [SETS]},
+            "validations": [{"expression": "object.metadata.name != 'policy-decode'", "message": "not this one"}],
+        },
+    }
+    binding = {
+        "metadata": {"name": "tandem-e2e-tidy"},
+        "spec": {
+            "policyName": "tandem-e2e-tidy",
+            "validationActions": ["Deny"],
+            "matchResources": {"namespaceSelector": here},
+        },
+    }
+    hook = {
+        "name": "gone.e2e.tandem.dev",
+        "clientConfig": {"service": {"namespace": fleet.namespace, "name": "nobody", "port": 443}},
+        "rules": [SETS],
+        "namespaceSelector": here,
+        "matchConditions": [{"name": "one", "expression": "object.metadata.name == 'webhook-decode'"}],
+        "sideEffects": "None",
+        "admissionReviewVersions": ["v1"],
+        "timeoutSeconds": 2,
+        "failurePolicy": "Fail",
+    }
+    hooks = {"metadata": {"name": "tandem-e2e-gone"}, "webhooks": [hook]}
+    try:
+        for path, body in ((POLICIES, policy), (BINDINGS, binding), (WEBHOOKS, hooks)):
+            kubernetes.request("POST", path, body)
+        yield
+    finally:
+        for path in (
+            f"{BINDINGS}/tandem-e2e-tidy", f"{POLICIES}/tandem-e2e-tidy", f"{WEBHOOKS}/tandem-e2e-gone",
+            f"{PRIORITIES}/tandem-e2e-first",
+        ):  # fmt: skip
+            remove(kubernetes, path)
+
+
+def remove(kubernetes: Kubernetes, path: str) -> None:
+    """Whether or not it is there."""
+    try:
+        kubernetes.request("DELETE", path)
+    except ApiException as error:
+        if error.status != 404:
+            raise
+
+
+@pytest.fixture
+def small(tandem: Any, kubernetes: Kubernetes, fleet: Fleet) -> Iterator[Fleet]:
+    """A namespace in which one pod may be."""
+    made = make_namespace(tandem, kubernetes, f"{fleet.namespace}-small")
+    quota = {"metadata": {"name": "one-pod"}, "spec": {"hard": {"pods": "1"}}}
+    kubernetes.request("POST", f"/api/v1/namespaces/{made.namespace}/resourcequotas", quota)
+    yield made
+    kubernetes.request("DELETE", f"/api/v1/namespaces/{made.namespace}")
+
+
+def told(fleet: Fleet, name: str, fault: Fault) -> Object | None:
+    """What `kubectl get im` shows of it: the reason and message of a condition that is not Ready itself."""
+    for condition in fleet.get("inferencemodels", name).get("status", {}).get("conditions", []):
+        is_cause = condition["type"] in ("Stalled", "Reconciling") and fault.words in condition["message"]
+        if is_cause and re.fullmatch(fault.reason, condition["reason"]):
+            return condition
+    return None
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("names", HALVES, ids=("first", "second"))
+def test_each_fault_is_named_and_healing_it_is_enough(
+    names: Sequence[str], fleet: Fleet, small: Fleet, admission: None, kubernetes: Kubernetes, say: Say
+) -> None:
+    places = {name: small if FAULTS[name].quota else fleet for name in names}
+    plain = {name: smollm2(name, prefill=None) for name in names}
+    applied: dict[str, float] = {}
+    for name in names:
+        broken = plain[name] | {
+            "spec": plain[name]["spec"] | {"decode": plain[name]["spec"]["decode"] | FAULTS[name].decode}
+        }
+        places[name].apply(broken)
+        applied[name] = time.monotonic()
+    left = dict.fromkeys(names)
+
+    def all_told() -> bool:
+        for name in list(left):
+            if (seen := told(places[name], name, FAULTS[name])) is not None:
+                took = time.monotonic() - applied[name]
+                say(f"fault {name}: {seen['type']} {seen['reason']} after {took:.0f} s: {seen['message'][:300]}")
+                del left[name]
+        assert not left, {name: places[name].get("inferencemodels", name)["status"]["conditions"] for name in left}
+        return True
+
+    until("every cause is told", all_told, within=SOON)
+    for name in names:
+        if (heal := FAULTS[name].heal) is not None:
+            heal(kubernetes)
+        elif FAULTS[name].quota:
+            path = f"/api/v1/namespaces/{small.namespace}/resourcequotas/one-pod"
+            body = {"spec": {"hard": {"pods": "9"}}}
+            kubernetes.request("PATCH", path, body, "application/merge-patch+json")
+        else:
+            places[name].apply(plain[name])
+    for name in names:
+        places[name].wait_ready(name, within=240)
