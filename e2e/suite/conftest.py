@@ -82,7 +82,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         for name, text in report.user_properties
         if name == _SAID
     ]
-    lines += [_failure(report) for report in reports if report.failed]
+    lines += [_failure(report) for kind in ("failed", "error") for report in terminalreporter.stats.get(kind, [])]
     if lines:
         terminalreporter.section("seen on the way")
         for line in lines:

@@ -61,7 +61,7 @@ def make_priority(kubernetes: Kubernetes) -> None:
 
 
 FAULTS: dict[str, Fault] = {
-    "quota": Fault(reason="QuotaExceeded", words="exceeded quota: one-pod", quota=True),
+    "quota": Fault(reason="PodsNotCreated", words="exceeded quota: one-pod", quota=True),
     "policy": Fault(reason="Rejected|Forbidden", words="ask who runs tandem-e2e-tidy", heal=end_policy),
     "webhook": Fault(reason="WebhookFailed", words='webhook "gone.e2e.tandem.dev"', heal=relent_webhook),
     "place": Fault(reason="Unschedulable", words="didn't match", decode={"nodeSelector": {"disk": "none-such"}}),

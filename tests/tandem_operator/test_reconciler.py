@@ -239,7 +239,10 @@ async def test_a_secret_of_somebody_else_is_named(server: ObjectServer, operator
 
 
 GATEWAY = "/apis/apps/v1/namespaces/n/deployments/m"
-WEBHOOK = 'Internal error occurred: failed calling webhook: admission webhook "images.corp.example" failed'
+WEBHOOK = (  # as API server 1.35 says it
+    'Internal error occurred: failed calling webhook "images.corp.example": failed to call webhook: Post'
+    ' "https://images.corp.svc:443/?timeout=2s": service "images" not found'
+)
 
 
 async def test_a_webhook_that_fails_for_one_child_stops_no_other(server: ObjectServer, operator: Operator) -> None:

@@ -9,7 +9,7 @@ from tandem_operator.errors import APIError, ConflictError, ForbiddenError, Reje
 from tandem_operator.manifests import HTTP_ROUTE
 
 _MESSAGE_MAX = 500
-_WEBHOOK = re.compile(r'admission webhook "([^"]+)"')
+_WEBHOOK = re.compile(r'(?:admission|calling) webhook "([^"]+)"')
 _POLICY = re.compile(r"ValidatingAdmissionPolicy '([^']+)'")
 _MISSING_RIGHT = re.compile(r"cannot (\w+) resource")
 
