@@ -48,6 +48,7 @@ class StreamHead:
     """Of the prompts' tokens and of how much may follow: another worker must come to the same."""
 
     def to_json(self) -> str:
+        """A JSON object of the fields."""
         return orjson.dumps(self).decode()
 
 
@@ -71,6 +72,7 @@ class Resume:
     choices: dict[int, ChoiceRecord] = field(default_factory=dict[int, ChoiceRecord])
 
     def get(self, index: int) -> ChoiceRecord:
+        """What choice `index` had said; an empty record when it had said nothing."""
         return self.choices.get(index) or ChoiceRecord()
 
     def find_resumed(self, position: int, n: int) -> tuple[tuple[int, ...] | None, ...] | None:
@@ -169,6 +171,7 @@ def _read_line(resume: Resume, line: bytes) -> None:
 
 
 def wants_journal(scope: Scope) -> bool:
+    """Whether the request has the header by which the gateway asks for a journal."""
     return header(scope, names.HEADER_RESUME) is not None
 
 

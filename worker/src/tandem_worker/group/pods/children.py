@@ -60,6 +60,7 @@ class Children:
 
     @property
     def pids(self) -> list[int]:
+        """Process ids of the ranks started here, in the order of their starts; ended ones are included."""
         return [process.pid for process in self._processes]
 
     def stop(self, timeout: float) -> None:

@@ -62,6 +62,7 @@ class Keeper:
         self._thread.start()
 
     def close(self) -> None:
+        """End the process and start none again. Waits up to 2 seconds for the thread that keeps it."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -71,6 +72,7 @@ class Keeper:
 
     @property
     def closed(self) -> bool:
+        """Whether `close` was called: no process will be started any more."""
         return self._closed
 
     @property

@@ -38,6 +38,11 @@ _libc = ctypes.CDLL(None)
 
 
 def main() -> None:
+    """Prepare what jobs need, then fork a process for each job until the worker closes the connection.
+
+    The command line holds the numbers of two inherited descriptors: the connection for jobs, and the one for the start,
+    which brings the settings and the payload. Raises what the preparation raises, after reporting it there.
+    """
     control, start = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
     _, order = read_frame(start, MAX_SETUP_BYTES)
     settings = orjson.loads(order)
