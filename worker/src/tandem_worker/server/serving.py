@@ -112,7 +112,7 @@ class WorkerProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """The deadline and the size for headers are no concern of the body."""
+        """End the deadline and the count of bytes for headers: neither applies to the body."""
         self._stop_deadline()
         self._head_bytes = 0
         super().on_headers_complete()

@@ -53,7 +53,7 @@ class RankAddress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVLayout:
-    """Shape of a block as far as a peer must share it. The number of blocks is each worker's own affair."""
+    """Shape of a block as far as a peer must share it. The number of blocks may differ between workers."""
 
     dtype: str
     element_bytes: int

@@ -1,6 +1,6 @@
 """Room in host memory for the KV of preempted sequences, and when to use it.
 
-A host block belongs to one sequence: nothing is shared or cached there. Which bytes are where is the engine's affair.
+A host block belongs to one sequence: nothing is shared or cached there. The engine decides which bytes are where.
 """
 
 from __future__ import annotations

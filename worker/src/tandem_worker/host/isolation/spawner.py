@@ -47,7 +47,7 @@ def main() -> None:
     _, order = read_frame(start, MAX_SETUP_BYTES)
     settings = orjson.loads(order)
     _, payload = read_frame(start, MAX_SETUP_BYTES)
-    _be_humble(settings["niceness"])
+    _give_way(settings["niceness"])
     try:
         functions = _prepare(settings["setup"], payload)
     except BaseException as error:
@@ -71,7 +71,7 @@ def _prepare(setup: str, payload: bytes) -> Mapping[str, Function]:
     return functions
 
 
-def _be_humble(niceness: int) -> None:
+def _give_way(niceness: int) -> None:
     """Where the container runs out of memory this process is the one to go."""
     os.nice(niceness)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
