@@ -5,6 +5,7 @@ A name that is not there any more is worse than none when somebody looks for the
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -194,3 +195,23 @@ def test_reasons_of_conditions_are_there() -> None:
     }
     assert len(reasons) > 60
     assert [name for name in sorted(reasons) if f'"{name}"' not in read_sources()] == []
+
+
+def list_reasons(tree: ast.AST) -> Iterator[str]:
+    """Reasons that this module gives: of a worker that ends, and of whatever has a `reason`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            found = [each.value for each in node.keywords if each.arg == "reason"]
+            if ast.unparse(node.func).rpartition(".")[2] in {"StartupError", "end_process"}:
+                found += node.args
+            for each in found:
+                if isinstance(each, ast.Constant) and re.fullmatch("[A-Z][A-Za-z]+", str(each.value)):
+                    yield str(each.value)
+
+
+def test_every_reason_is_explained() -> None:
+    files = [path for name in ("tandem_operator", "tandem_worker") for path in PACKAGES[name].rglob("*.py")]
+    reasons = {reason for path in files for reason in list_reasons(ast.parse(path.read_text()))}
+    text = "".join((ROOT / "docs" / page).read_text() for page in ("operations.md", "models.md"))
+    assert len(reasons) > 60
+    assert [reason for reason in sorted(reasons) if f"`{reason}`" not in text] == []
