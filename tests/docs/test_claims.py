@@ -16,6 +16,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 from tandem_api.launch import GatewayConfig, WorkerConfig
+from tandem_api.telemetry import Metric
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
@@ -215,3 +216,11 @@ def test_every_reason_is_explained() -> None:
     text = "".join((ROOT / "docs" / page).read_text() for page in ("operations.md", "models.md"))
     assert len(reasons) > 60
     assert [reason for reason in sorted(reasons) if f"`{reason}`" not in text] == []
+
+
+def test_every_metric_is_explained() -> None:
+    text = "".join(page.read_text() for page in PAGES)
+    names = {name for key, name in vars(Metric).items() if key.isupper()}
+    names |= set(re.findall(r"tandem_operator_\w+", (PACKAGES["tandem_operator"] / "metrics.py").read_text()))
+    assert len(names) > 50
+    assert [name for name in sorted(names) if f"`{name}" not in text] == []
