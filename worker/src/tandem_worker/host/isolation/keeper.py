@@ -28,7 +28,7 @@ _LONGEST_PAUSE_SECONDS = 30.0
 MOST_SETUPS = 5
 """Setups in a row that may fail by themselves: what they are given is to blame, and it stays the same."""
 _ENVIRONMENT = ("PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ")
-"""The process gets these variables alone: tokens and keys are no business of it."""
+"""The process gets these variables alone: it must not see tokens and keys."""
 _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 """Jobs are forked, and a fork takes one thread along. Libraries read this when they are imported, which may be long
 before a setup runs."""
