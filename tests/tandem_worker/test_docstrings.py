@@ -1,7 +1,8 @@
 """Every public function and method of the worker says what it does.
 
 One that carries out what a documented base class or protocol asks for is described there. Protocols are met by
-structure, so a class counts as one that meets a protocol when it has everything that the protocol names.
+structure, so a class counts as one that meets a protocol when it has everything that the protocol names, and a method
+as the protocol's when it has the same parameters.
 """
 
 from __future__ import annotations
@@ -75,15 +76,27 @@ def list_undocumented(sources: dict[str, str]) -> list[str]:
         if one.name.startswith("_"):
             continue
         met = [each for each in protocols if each is not one and members[id(each)] <= members[id(one)]]
-        above = lineage[id(one)][1:] + [each for protocol in met for each in lineage[id(protocol)]]
+        described = [each for protocol in met for each in lineage[id(protocol)]]
         for name, method in one.methods.items():
-            if is_bare(method) and not any(is_told(each.methods.get(name)) for each in above):
+            above = [each.methods.get(name) for each in lineage[id(one)][1:]]
+            above += [each.methods.get(name) for each in described if has_parameters(each.methods.get(name), method)]
+            if is_bare(method) and not any(map(is_told, above)):
                 missing.append(f"{one.place.partition(':')[0]}:{method.lineno}: {one.name}.{name}")
     return missing
 
 
 def is_bare(function: Function) -> bool:
     return not function.name.startswith("_") and ast.get_docstring(function) is None
+
+
+def has_parameters(function: Function | None, other: Function) -> bool:
+    """Whether both take the same, by the names of their parameters."""
+    return function is not None and list_parameters(function) == list_parameters(other)
+
+
+def list_parameters(function: Function) -> list[str]:
+    arguments = function.args
+    return [each.arg for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
 
 
 def is_told(function: Function | None) -> bool:
@@ -108,14 +121,17 @@ class Store(Protocol):
 def test_what_a_documented_protocol_or_base_describes_needs_no_words() -> None:
     sources = {
         "a.py": PROTOCOL,
-        "b.py": "class Disk:\n  def __init__(self): self.size = 0\n\n  def read(self): ...\n  def write(self): ...\n",
+        "b.py": "class Disk:\n  size: int\n  def read(self): ...\n  def write(self, value): ...\n",
         "c.py": "class Tape(Disk):\n  def read(self): ...\n",
         "d.py": "class Book:\n  def read(self): ...\n  def _turn(self): ...\ndef find(): ...\ndef _find(): ...\n",
         "e.py": "class _Leaf:\n  def read(self): ...\n",
+        "f.py": "class Slate:\n  size: int\n  def read(self, page): ...\n  def write(self, value): ...\n",
     }
     assert list_undocumented(sources) == [
         "d.py:4: find",
         "a.py:6: Store.write",
-        "b.py:5: Disk.write",
+        "b.py:4: Disk.write",
         "d.py:2: Book.read",
+        "f.py:3: Slate.read",
+        "f.py:4: Slate.write",
     ]

@@ -31,7 +31,7 @@ class AccessLog:
         self._add(build_record(exchange, now))
 
     def add_own(self, path: str, status: int, request_id: bytes, error: str | None, size: int) -> None:
-        """Write the line of an answer that the gateway gave itself. `path` is empty where the request could not be read."""
+        """Write the line of the gateway's own answer. `path` is empty where the request could not be read."""
         named = orjson.dumps(path[:MAX_PATH] or None)
         self._add(_OWN_LINE % (_now(), request_id, named, status, _quote(error), size))
 

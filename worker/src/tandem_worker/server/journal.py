@@ -92,6 +92,8 @@ class Journal:
         """Tokens since the last line of a choice, which changed nothing that a client sees."""
 
     def begin(self, position: int, num_cached_tokens: int) -> bytes:
+        """The line that says that answers to the prompt at `position` have begun, and how many of its tokens were
+        cached."""
         return b": b %d %d\n" % (position, num_cached_tokens)
 
     def update(self, choice: Choice, update: Update, *, told: bool) -> bytes:

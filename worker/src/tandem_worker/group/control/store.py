@@ -38,6 +38,8 @@ class GroupStore(dist.Store):  # pyright: ignore[reportPrivateImportUsage]
         return self._ask(Operation.GET, key)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Return when all of `keys` are there. Raises TimeoutError after `timeout`, which is 300 seconds where not
+        given."""
         fields = [key.encode() for key in keys]
         self._call(Operation.WAIT, fields, seconds=_SECONDS if timeout is None else timeout.total_seconds())
 

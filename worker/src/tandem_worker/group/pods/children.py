@@ -46,6 +46,7 @@ class Children:
         self._stopping = False
 
     def start(self, order: RankOrder) -> None:
+        """Start a process for the rank that follows and give it `order`. Raises OSError, ThreadStartError."""
         process = subprocess.Popen(
             [sys.executable, "-m", "tandem_worker", "--follow"],
             stdin=subprocess.PIPE,

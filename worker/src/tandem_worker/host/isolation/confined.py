@@ -154,6 +154,7 @@ class Confined:
         self._threads = ThreadPoolExecutor(parallel + queue, thread_name_prefix=name)
 
     def start(self) -> None:
+        """Start the process and prepare jobs for the first calls. Returns at once."""
         self._keeper.start()
         self._refill()
 

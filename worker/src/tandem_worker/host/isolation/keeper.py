@@ -59,6 +59,7 @@ class Keeper:
         self._thread = threading.Thread(target=self._keep, name=f"{name}-keeper", daemon=True)
 
     def start(self) -> None:
+        """Start the thread that starts the process, and starts it again whenever it has ended."""
         self._thread.start()
 
     def close(self) -> None:
