@@ -233,7 +233,7 @@ VOLUME = 'Usage of EmptyDir volume "models" exceeds the limit "10Gi". '
         ),
     ],
 )  # fmt: skip
-def test_what_befalls_a_pod_is_named_and_waits_for_nobody(status: dict[str, Any], reason: str, words: str) -> None:
+def test_what_happens_to_a_pod_is_named_and_needs_no_person(status: dict[str, Any], reason: str, words: str) -> None:
     found = pod_problem(pod("m-decode-0", **status) | {"spec": {"nodeName": "node-1"}}, now=NOW)
     assert found is not None
     assert (found.reason, found.stalled) == (reason, False)

@@ -68,7 +68,7 @@ class Metric:
     WORKER_NVLINK_TX_BYTES_TOTAL = "tandem_worker_nvlink_transmit_bytes_total"
     WORKER_NVLINK_RX_BYTES_TOTAL = "tandem_worker_nvlink_receive_bytes_total"
     WORKER_MEMORY_BYTES = "tandem_worker_memory_bytes"
-    """Label `kind`: `weights`, `kv`, `other`."""
+    """Label `kind`: `weights`, `kv`, `arena`, `graphs`, `other`."""
     WORKER_DRAINING = "tandem_worker_draining"
     WORKER_GRAMMARS_TOTAL = "tandem_worker_grammars_total"
     """Label `result`: `compiled`, `refused`, `unavailable`, `cached`."""

@@ -27,11 +27,11 @@ class AccessLog:
         self._write = write
 
     def add(self, exchange: Exchange, now: float) -> None:
-        """Of a request that went to a worker, or waited for one."""
+        """Write the line of a request that went to a worker, or waited for one."""
         self._add(build_record(exchange, now))
 
     def add_own(self, path: str, status: int, request_id: bytes, error: str | None, size: int) -> None:
-        """Of an answer that the gateway gave by itself. `path` is empty where the request could not be read."""
+        """Write the line of the gateway's own answer. `path` is empty where the request could not be read."""
         named = orjson.dumps(path[:MAX_PATH] or None)
         self._add(_OWN_LINE % (_now(), request_id, named, status, _quote(error), size))
 

@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Trial:
-    """Of one decode worker."""
+    """What is known of one decode worker on probation."""
 
     worker: Worker
     served: bool
@@ -98,7 +98,7 @@ class Probation:
         self._pass_on()
 
     def reports(self) -> list[WorkerReport]:
-        """Of those that are held back."""
+        """A report for each worker that is held back."""
         passed = {worker.name for worker in self._passed or ()}
         return [
             WorkerReport(
@@ -227,5 +227,5 @@ class _Answer:
 
 
 def _unique_text() -> str:
-    """Of which no worker has anything cached."""
+    """A random text, of which no worker has anything cached."""
     return "".join(uuid.uuid4().hex for _ in range(_TEXT_BYTES // 32))

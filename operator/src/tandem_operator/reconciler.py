@@ -392,7 +392,7 @@ class Reconciler:
             known = True
         if (patch := plan_clearing(manifest, live)) is not None:
             await self._client.merge(path, patch)
-        # Without force where nothing is: an object that somebody makes in this moment is a conflict, not a prey.
+        # Without force where nothing was seen: an object that somebody makes in this moment is a conflict, not ours.
         outcome.children[key] = await self._client.apply(path, manifest, force=known)
         metrics.WRITES.labels("apply", key.kind).inc()
         outcome.applied.append(manifest)

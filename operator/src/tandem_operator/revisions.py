@@ -87,7 +87,7 @@ def number_of(content_digest: str, history: History, before: RolloutStatus | Non
 
 
 def highest_number(live: Children) -> int:
-    """Of all ControllerRevisions there, also those that another model of this name left."""
+    """The highest number of a ControllerRevision that is there, also of another model of this name; 0 without any."""
     numbers = [dig(found, "revision") for key, found in live.items() if key.kind == CONTROLLER_REVISION.name]
     return max((number for number in numbers if isinstance(number, int)), default=0)
 

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 COST = st.floats(0.0, 100.0)
 
 
-def dearest(costs: StageCosts, ends: tuple[int, ...]) -> float:
+def cost_of_slowest_stage(costs: StageCosts, ends: tuple[int, ...]) -> float:
     starts = (0, *ends[:-1])
     stages = [sum(costs.layers[start:end]) for start, end in zip(starts, ends, strict=True)]
     stages[0] += costs.first
@@ -32,8 +32,8 @@ def test_no_other_cut_is_better(layers: list[float], first: float, last: float, 
     assert ends[-1] == len(layers)
     assert all(before < after for before, after in itertools.pairwise((0, *ends)))
     cuts = itertools.combinations(range(1, len(layers)), num_stages - 1)
-    best = min(dearest(costs, (*cut, len(layers))) for cut in cuts)
-    assert dearest(costs, ends) == pytest.approx(best)
+    best = min(cost_of_slowest_stage(costs, (*cut, len(layers))) for cut in cuts)
+    assert cost_of_slowest_stage(costs, ends) == pytest.approx(best)
 
 
 def test_a_costly_output_projection_leaves_its_stage_fewer_layers() -> None:

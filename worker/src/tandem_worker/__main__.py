@@ -35,6 +35,10 @@ logger = logging.getLogger("tandem_worker")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the worker until it is told to stop; `arguments` defaults to the command line's.
+
+    What keeps it from starting ends the process, with the reason in the pod's termination message: it does not return.
+    """
     options = _parse(arguments)
     pod = observe_pod(os.environ)
     configure_logging(pod.log_level, {"pod": pod.pod})

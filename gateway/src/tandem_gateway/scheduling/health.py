@@ -95,7 +95,7 @@ def classify_status(status: int, retry: bytes | None) -> Outcome:
 
 
 class Health:
-    """Of one worker."""
+    """Failures and pauses of one worker."""
 
     __slots__ = ("ejections", "failures", "pauses", "probe", "probe_until", "reason", "total", "until")
 

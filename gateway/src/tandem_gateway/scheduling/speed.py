@@ -13,7 +13,7 @@ SHORT_TOKENS = 256
 
 
 class Speed:
-    """Of one worker: from sending a request to its first token, all prompts before it included."""
+    """How fast one worker computes prompts: from sending a request to its first token, with all prompts before it."""
 
     __slots__ = ("_seconds", "_tokens", "latency", "samples", "short_samples", "value")
 

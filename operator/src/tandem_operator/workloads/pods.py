@@ -114,7 +114,7 @@ def resources_of(resources: Resources) -> dict[str, Any]:
 
 
 def size_limit(size: str | None) -> dict[str, str]:
-    """Of an emptyDir."""
+    """The part of an emptyDir that limits its size; `size` is a Kubernetes quantity."""
     return {} if size is None else {"sizeLimit": size}
 
 

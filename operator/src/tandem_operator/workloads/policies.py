@@ -81,7 +81,7 @@ def _build_policy(blueprint: Blueprint, role: Role, *, ingress: list[Manifest], 
 
 
 def _kv_ports(blueprint: Blueprint) -> Manifest:
-    """Of every rank of a prefill pod."""
+    """The KV port of every rank of a prefill pod."""
     ranks = blueprint.worker_spec(Role.PREFILL).ranks_per_pod
     return _tcp(names.WORKER_KV_PORT, names.WORKER_KV_PORT + ranks - 1)
 

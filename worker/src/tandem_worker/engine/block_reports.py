@@ -27,6 +27,7 @@ class PeerPrefill:
 
     @property
     def sequence(self) -> Sequence:
+        """The only choice of the request: a peer's prompt is computed once."""
         return self.request.choices[0]
 
     def report_start(self, num_layers: int, block_size: int) -> None:
@@ -65,6 +66,7 @@ class LayerReport:
     block_ids: tuple[int, ...]
 
     def send(self, layer: int) -> None:
+        """Tell the listener that `layer`, counted from 0 on this rank, of these blocks is complete."""
         self.peer.listener.blocks_ready(self.peer.request.id, layer, self.first_index, self.block_ids)
 
 

@@ -38,6 +38,7 @@ class EngineStats:
 
     @property
     def preemptions_total(self) -> int:
+        """Preemptions of both kinds: by computing again, and by moving to host memory."""
         return self.preemptions_recompute_total + self.preemptions_move_total
 
 

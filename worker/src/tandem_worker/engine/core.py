@@ -107,10 +107,12 @@ class EngineCore:
 
     @property
     def kv_cache(self) -> KVCache:
+        """The executor's; it stays the same for the life of the engine."""
         return self._executor.kv_cache
 
     @property
     def prefill_client(self) -> PrefillClient | None:
+        """Orders prompts from prefill workers; None: every prompt is prefilled here."""
         return self._runner.prefill_client
 
     @prefill_client.setter

@@ -140,11 +140,16 @@ class StepRunner:
             peer.request.choices = []
 
     def remote_overdue(self, request_id: str, generation: int) -> None:
+        """The prefill worker takes long to begin. Ignored when the attempt is an older one."""
         sequence = self._find_receiving(request_id, generation)
         if sequence is not None:
             sequence.overdue = True
 
     def remote_done(self, result: RemotePrefillResult) -> None:
+        """All blocks are filled: the first token is chosen from the result's logits. An older attempt's is ignored.
+
+        Logits of the wrong size are a failed attempt: the prompt is prefilled here.
+        """
         sequence = self._find_receiving(result.request_id, result.generation)
         if sequence is None:
             return
@@ -160,6 +165,7 @@ class StepRunner:
         self._accept_logits([sequence], logits)
 
     def remote_failed(self, request_id: str, generation: int, reason: str) -> None:
+        """Prefill here instead. Ignored when the attempt is an older one."""
         sequence = self._find_receiving(request_id, generation)
         if sequence is not None:
             self._fall_back(sequence, reason)

@@ -30,6 +30,7 @@ class NodePlace:
 
     @property
     def leads(self) -> bool:
+        """Whether this is the pod of rank 0."""
         return self.node == 0
 
 

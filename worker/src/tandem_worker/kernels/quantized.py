@@ -30,6 +30,7 @@ class Fp8Weight:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """`[..., N, K]`, as of the weight that it stands for."""
         return tuple(self.data.shape)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -52,6 +53,7 @@ class Int4Weight:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """`[..., N, K]` of the weight that it stands for; `packed` has an eighth of the columns."""
         return (*self.packed.shape[:-1], self.packed.shape[-1] * 8)
 
     @property
@@ -79,6 +81,7 @@ class Mxfp4Weight:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """`[..., N, K]` of the weight that it stands for; `packed` has half of the columns."""
         return (*self.packed.shape[:-1], self.packed.shape[-1] * 2)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -105,6 +108,7 @@ class WeightStack:
         self._parts: dict[str, torch.Tensor] = {}
 
     def append(self, weight: Weight) -> None:
+        """Copy `weight` to the next place. Raises TypeError for one of another form than the first."""
         parts = _tensors(weight)
         if self._first is None:
             self._first = weight

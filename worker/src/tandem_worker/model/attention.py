@@ -55,10 +55,12 @@ class LatentSpec:
 
     @property
     def rank(self) -> int:
+        """Width of a latent without its positions; DeepSeek's `kv_lora_rank`."""
         return self.expand.shape[2]
 
     @property
     def rope_dim(self) -> int:
+        """Width of the part of a cached key that carries positions; DeepSeek's `qk_rope_head_dim`."""
         return self.attention.head_dim - self.rank
 
     @property

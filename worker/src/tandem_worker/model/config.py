@@ -167,7 +167,7 @@ def _unwrap(raw: Mapping[str, Any], keys: ConfigKeys, architecture: str, where: 
 
 
 def _parse_dtype(name: object, where: str) -> torch.dtype:
-    """Of the checkpoint: float32 where the configuration does not say. Raises StartupError."""
+    """The checkpoint's dtype: float32 where the configuration does not say. Raises StartupError."""
     if name is None:
         return torch.float32
     if not isinstance(name, str) or name not in _DTYPES:

@@ -76,7 +76,7 @@ class ForwardBatch:
     query_lens_host: tuple[int, ...]  # B new tokens per sequence
     context_lens_host: tuple[int, ...]  # B
     has_padding: bool = False
-    """There may be rows of no sequence: tokens whose slot is in block 0. Their results are nobody's."""
+    """There may be rows of no sequence: tokens whose slot is in block 0. Their results are not used."""
     on_layer: Callable[[int], None] | None = field(default=None)
     """Called with the layer's index when that layer's KV of this batch is written (on a GPU: enqueued)."""
 

@@ -34,14 +34,17 @@ class ParallelContext:
 
     @property
     def world_size(self) -> int:
+        """Processes in the grid of tensor-, pipeline- and expert-parallel ranks."""
         return self.tp_size * self.pp_size * self.ep_size
 
     @property
     def is_first_stage(self) -> bool:
+        """Whether this rank embeds tokens: it has the first layers of the pipeline."""
         return self.pp_rank == 0
 
     @property
     def is_last_stage(self) -> bool:
+        """Whether this rank computes logits: it has the last layers of the pipeline."""
         return self.pp_rank == self.pp_size - 1
 
 

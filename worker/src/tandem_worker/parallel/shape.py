@@ -35,10 +35,12 @@ class GroupShape:
 
     @classmethod
     def of(cls, parallelism: Parallelism) -> GroupShape:
+        """The shape that a role's `parallelism` asks for."""
         return cls(tp=parallelism.tensor, ep=parallelism.expert, pp=parallelism.pipeline, dp=parallelism.data)
 
     @property
     def world_size(self) -> int:
+        """Ranks of a replica, those of all data-parallel lanes together."""
         return self.tp * self.ep * self.pp * self.dp
 
     @property

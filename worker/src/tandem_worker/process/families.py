@@ -19,15 +19,19 @@ class Families:
         self._families: list[Metric] = []
 
     def gauge(self, name: str, text: str, value: float | None) -> None:
+        """Add a gauge of one sample without labels of its own; `text` is its help line."""
         self.gauges(name, text, [({}, value)])
 
     def counter(self, name: str, text: str, value: float | None) -> None:
+        """Add a counter of one sample; `name` ends in `_total`."""
         self.counters(name, text, [({}, value)])
 
     def gauges(self, name: str, text: str, samples: Samples) -> None:
+        """Add a gauge with a sample for each pair of labels and value."""
         self._add(GaugeMetricFamily(name, text), name, samples)
 
     def counters(self, name: str, text: str, samples: Samples) -> None:
+        """Add a counter with a sample for each pair of labels and value; `name` ends in `_total`."""
         self._add(CounterMetricFamily(name, text), name, samples)
 
     def histogram(self, histogram: Histogram) -> None:

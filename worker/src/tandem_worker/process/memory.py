@@ -15,6 +15,7 @@ class MemoryLedger:
     by_kind: dict[str, int] = field(default_factory=dict)
 
     def observe(self) -> int:
+        """Bytes held now: allocated by torch on the GPU, or resident memory of the process."""
         if self.on_gpu:
             import torch
 

@@ -20,6 +20,7 @@ class StartProgress:
         self._since = clock()
 
     def enter(self, phase: str) -> None:
+        """End the present phase, note how many seconds it took, and begin this one."""
         now = self._clock()
         self.seconds[self.phase] = round(now - self._since, 3)
         self.phase, self._since = phase, now

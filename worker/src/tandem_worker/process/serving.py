@@ -63,6 +63,10 @@ class ServingProcess:
         self._lost: Loss | None = None
 
     async def run(self) -> None:
+        """Open the ports, build the worker, serve, drain and close. Returns after an ordinary stop.
+
+        Raises what opening the ports or building the worker raises. When the group is lost it ends the process instead.
+        """
         app = StagedApp(lambda: self._progress.phase)
         gate = TokenGate(app, self._runtime.api)
         status = StatusApp(problems=self._runtime.vitals.problems, waits_for=self._waits_for)

@@ -33,6 +33,7 @@ class Ends:
         self._ends: queue.SimpleQueue[TokenDelta] = queue.SimpleQueue()
 
     def deliver(self, deltas: Sequence[TokenDelta]) -> None:
+        """Keep those deltas that have a finish reason. Called on the engine thread."""
         for delta in deltas:
             if delta.finish_reason is not None:
                 self._ends.put(delta)

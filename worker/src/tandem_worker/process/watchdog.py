@@ -41,7 +41,9 @@ class StepLoop(Protocol):
         ...
 
     @property
-    def thread(self) -> threading.Thread | None: ...
+    def thread(self) -> threading.Thread | None:
+        """The thread that runs the loop; None before it is started."""
+        ...
 
     def describe_turn(self) -> str:
         """What it computes."""
@@ -100,6 +102,7 @@ class StepWatchdog:
         vitals.start_thread("watchdog", self._run, is_over=self._stop.is_set)
 
     def stop(self) -> None:
+        """Look no more. Returns at once; the watchdog's thread ends after its present look."""
         self._stop.set()
 
     def _run(self) -> None:

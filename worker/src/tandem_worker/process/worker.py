@@ -40,6 +40,7 @@ class Worker:
 
     @property
     def idle(self) -> bool:
+        """Whether the engine has no request and nobody waits for an answer: there is nothing left to drain."""
         return self.engine.idle and self.hub.num_open == 0
 
     def drain(self) -> None:

@@ -86,6 +86,7 @@ class Progress:
         return begun, list(touched.values())
 
     def choices_of(self, position: int) -> Sequence[Choice]:
+        """The `n` choices of the prompt at `position`; choices are ordered by prompt."""
         n = self.plan.requests[position].n
         return self.plan.choices[position * n : (position + 1) * n]
 
@@ -96,9 +97,11 @@ class Progress:
 
     @property
     def finished(self) -> bool:
+        """Whether every choice has its finish reason."""
         return all(choice.finish is not None for choice in self.plan.choices)
 
     def usage(self) -> Usage:
+        """Tokens so far, summed over all prompts and choices; a prompt counts once for its choices."""
         return Usage(
             prompt_tokens=sum(len(request.prompt_token_ids) for request in self.plan.requests),
             cached_tokens=sum(self.cached_tokens.values()),

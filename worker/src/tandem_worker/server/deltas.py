@@ -30,10 +30,12 @@ class Inbox:
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, delta: TokenDelta) -> None:
+        """Add a delta and wake whoever reads. On the event loop."""
         self._items.append(delta)
         self._wake()
 
     def disconnect(self) -> None:
+        """The client is gone: wake whoever reads."""
         self.gone = True
         self._wake()
 
@@ -91,6 +93,7 @@ class DeltaHub:
         return inbox
 
     def close(self, inbox: Inbox) -> None:
+        """Take the inbox out; deltas that still come for its requests are dropped."""
         for request_id in inbox.request_ids:
             self._inboxes.pop(request_id, None)
 

@@ -72,10 +72,12 @@ def request_id(scope: Scope) -> str:
 
 
 def encode_headers(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
+    """As ASGI takes them. Raises UnicodeEncodeError for text beyond Latin-1."""
     return [(key.encode("latin-1"), value.encode("latin-1")) for key, value in headers.items()]
 
 
 async def send_start(send: Send, status: int, headers: Mapping[str, str]) -> None:
+    """Send the status and the headers; the body follows in messages of its own."""
     await send({"type": "http.response.start", "status": status, "headers": encode_headers(headers)})
 
 
@@ -105,6 +107,7 @@ async def send_parts(send: Send, parts: Sequence[bytes], *, headers: Mapping[str
 
 
 async def send_json(send: Send, value: object, *, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
+    """Send a whole response whose body is `value` as JSON."""
     await send_bytes(send, status, orjson.dumps(value), headers=headers)
 
 

@@ -39,6 +39,7 @@ class Intake:
         return body
 
     def release(self, body: bytes) -> None:
+        """The body is held no longer. Small ones were never counted."""
         if len(body) > SMALL_BODY_BYTES:
             self.held_bytes -= len(body)
 

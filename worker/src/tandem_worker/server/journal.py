@@ -48,6 +48,7 @@ class StreamHead:
     """Of the prompts' tokens and of how much may follow: another worker must come to the same."""
 
     def to_json(self) -> str:
+        """A JSON object of the fields."""
         return orjson.dumps(self).decode()
 
 
@@ -71,6 +72,7 @@ class Resume:
     choices: dict[int, ChoiceRecord] = field(default_factory=dict[int, ChoiceRecord])
 
     def get(self, index: int) -> ChoiceRecord:
+        """What choice `index` had said; an empty record when it had said nothing."""
         return self.choices.get(index) or ChoiceRecord()
 
     def find_resumed(self, position: int, n: int) -> tuple[tuple[int, ...] | None, ...] | None:
@@ -90,6 +92,8 @@ class Journal:
         """Tokens since the last line of a choice, which changed nothing that a client sees."""
 
     def begin(self, position: int, num_cached_tokens: int) -> bytes:
+        """The line that says that answers to the prompt at `position` have begun, and how many of its tokens were
+        cached."""
         return b": b %d %d\n" % (position, num_cached_tokens)
 
     def update(self, choice: Choice, update: Update, *, told: bool) -> bytes:
@@ -169,6 +173,7 @@ def _read_line(resume: Resume, line: bytes) -> None:
 
 
 def wants_journal(scope: Scope) -> bool:
+    """Whether the request has the header by which the gateway asks for a journal."""
     return header(scope, names.HEADER_RESUME) is not None
 
 

@@ -49,6 +49,7 @@ class RequestMetrics:
             self.tpot.observe((seconds - first_token_seconds) / (num_generated - 1))
 
     def by_status(self) -> dict[int, int]:
+        """Answers so far by HTTP status; a copy."""
         with self._lock:
             return dict(self._by_status)
 

@@ -50,6 +50,7 @@ class WorkerProtocol(HttpToolsProtocol):
     _num_headers = 0
 
     def connection_made(self, transport: Any) -> None:
+        """Count the connection, close another one when there are too many, and start the deadline for headers."""
         super().connection_made(transport)
         if len(self.open) >= self.limit:
             self._make_room()
@@ -57,6 +58,7 @@ class WorkerProtocol(HttpToolsProtocol):
         self._start_deadline()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection and stop its timers."""
         self.open.pop(self, None)
         self._stop_deadline()
         super().connection_lost(exc)
@@ -65,6 +67,7 @@ class WorkerProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
 
     def on_response_complete(self) -> None:
+        """Note that this connection was the last one in use: others are closed before it."""
         super().on_response_complete()
         if self in self.open:
             self.open.move_to_end(self)
@@ -88,17 +91,20 @@ class WorkerProtocol(HttpToolsProtocol):
         victim.transport.abort()
 
     def data_received(self, data: bytes) -> None:
+        """Refuse the request when its headers grow beyond MAX_HEADER_BYTES."""
         self._head_bytes += len(data)
         super().data_received(data)
         if self._head_bytes > MAX_HEADER_BYTES:
             self._refuse_headers()
 
     def on_message_begin(self) -> None:
+        """A request begins: its headers have to arrive before the deadline."""
         super().on_message_begin()
         self._num_headers = 0
         self._start_deadline()
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        """Refuse the request when it has more than MAX_HEADERS headers, or one that is too large."""
         self._num_headers += 1
         if self._num_headers > MAX_HEADERS or len(name) + len(value) > MAX_HEADER_BYTES:
             self._refuse_headers()
@@ -106,15 +112,18 @@ class WorkerProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        """End the deadline and the count of bytes for headers: neither applies to the body."""
         self._stop_deadline()
         self._head_bytes = 0
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
+        """What follows a body counts as headers of the next request, from 0."""
         self._head_bytes = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        """What comes next counts as headers of the next request, from 0."""
         self._head_bytes = 0
         super().on_message_complete()
 
@@ -138,6 +147,7 @@ class WorkerProtocol(HttpToolsProtocol):
         self._refuse(b"431 Request Header Fields Too Large", orjson.dumps(error))
 
     def send_400_response(self, msg: str) -> None:
+        """Answer what is not HTTP in OpenAI's error shape; `msg`, the parser's own words, is not sent."""
         text = "The request is not valid HTTP/1.1."
         self._refuse(
             b"400 Bad Request", orjson.dumps(error_body(text, kind="invalid_request_error", code="invalid_http"))

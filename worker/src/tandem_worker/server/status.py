@@ -71,4 +71,5 @@ async def answer_lifespan(receive: Receive, send: Send) -> None:
 
 
 async def send_text(send: Send, status: int, line: str) -> None:
+    """Send a whole response of one line of plain text."""
     await send_bytes(send, status, f"{line}\n".encode(), content_type="text/plain; charset=utf-8")

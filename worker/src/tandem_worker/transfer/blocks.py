@@ -83,9 +83,11 @@ class BlockSpace:
         return event
 
     def reader(self, pieces: Mapping[int, Piece]) -> BlockReader:
+        """A reader of these pieces (by layer) of the cache's blocks, for what a peer is sent."""
         return _DeviceReader(self._layers, pieces) if self._on_gpu else _HostBlocks(self._bytes, pieces)
 
     def writer(self, pieces: Mapping[int, Piece]) -> BlockWriter:
+        """A writer of these pieces (by layer) of the cache's blocks, for what a peer sends."""
         return _DeviceWriter(self._layers, pieces) if self._on_gpu else _HostBlocks(self._bytes, pieces)
 
 

@@ -89,10 +89,12 @@ class Waker:
 
     @property
     def fd(self) -> int:
+        """Descriptor that is readable when the owner is to wake; -1 after `close`."""
         return self._fd
 
     @property
     def signalled(self) -> bool:
+        """Whether somebody wants the owner awake since it last looked."""
         return self._signalled
 
     def wake(self) -> None:
@@ -111,6 +113,7 @@ class Waker:
         self._signalled = False
 
     def close(self) -> None:
+        """Close the descriptor. May be called again, and beside `wake` on other threads."""
         with self._closing:
             fd, self._fd = self._fd, -1
             if fd >= 0:
@@ -195,6 +198,7 @@ class Channel:
         return received
 
     def discard(self, num_bytes: int) -> None:
+        """Read this many bytes and forget them, waiting where they have not come. Raises TransferError."""
         scratch = memoryview(bytearray(min(num_bytes, _SCRATCH_BYTES)))
         while num_bytes > 0:
             if received := self.read_some([scratch[:num_bytes]]):
@@ -286,6 +290,7 @@ class Channel:
             sent -= len(head)
 
     def close(self) -> None:
+        """Close the socket; what is queued is not sent."""
         self._out.clear()
         self._sock.close()
 

@@ -29,6 +29,7 @@ class Damage(StrEnum):
 
 
 def sum_header(data: bytes | bytearray | memoryview) -> int:
+    """XXH3 (64 bits) of a frame's header, with a seed of its own."""
     return xxh3_64_intdigest(data, _HEADER_SEED)
 
 
@@ -38,6 +39,7 @@ def sum_body(body: bytes | bytearray | memoryview, transfer: int) -> int:
 
 
 def sum_logits(logits: bytes | memoryview, transfer: int) -> int:
+    """XXH3 (64 bits) of the logits of one transfer, whose number is part of the seed."""
     return xxh3_64_intdigest(logits, transfer ^ _LOGITS)
 
 

@@ -103,11 +103,17 @@ class TransferStats:
 class PrefillEngine(Protocol):
     """The part of `engine.contract.Engine` that the prefill end uses."""
 
-    def submit_prefill(self, order: RemotePrefill, listener: LayerListener) -> None: ...
+    def submit_prefill(self, order: RemotePrefill, listener: LayerListener) -> None:
+        """Compute a prompt for a peer; `listener` is told what may be sent."""
+        ...
 
-    def release(self, request_id: str) -> None: ...
+    def release(self, request_id: str) -> None:
+        """The blocks of the prompt are sent or not wanted: they may be used again."""
+        ...
 
-    def abort(self, request_id: str) -> None: ...
+    def abort(self, request_id: str) -> None:
+        """End a prompt that is waiting or being computed. One that has ended is ignored."""
+        ...
 
     def stats(self) -> EngineStats: ...
 
@@ -115,11 +121,17 @@ class PrefillEngine(Protocol):
 class DecodeEngine(Protocol):
     """The part of `engine.contract.Engine` that the decode end uses."""
 
-    def remote_prefill_overdue(self, request_id: str, generation: int) -> None: ...
+    def remote_prefill_overdue(self, request_id: str, generation: int) -> None:
+        """The peer has not begun with the prompt for long. An older generation is ignored."""
+        ...
 
-    def remote_prefill_done(self, result: RemotePrefillResult) -> None: ...
+    def remote_prefill_done(self, result: RemotePrefillResult) -> None:
+        """Every block is written: choose the first token. An older generation is ignored."""
+        ...
 
-    def remote_prefill_failed(self, request_id: str, generation: int, reason: str) -> None: ...
+    def remote_prefill_failed(self, request_id: str, generation: int, reason: str) -> None:
+        """Prefill here instead; `reason` is for the log. An older generation is ignored."""
+        ...
 
 
 class PrefillServer(Protocol):
@@ -167,6 +179,7 @@ class BandwidthMeter:
     _rate: float | None = field(default=None)
 
     def observe(self, num_bytes: int, seconds: float) -> None:
+        """Take in a transfer of `num_bytes` in `seconds`; one without bytes or without duration is ignored."""
         if num_bytes <= 0 or seconds <= 0:
             return
         keep = 0.5 ** (num_bytes / self.half_life_bytes)
@@ -175,6 +188,7 @@ class BandwidthMeter:
 
     @property
     def rate(self) -> float | None:
+        """Bytes per second; None before the first transfer."""
         return self._rate
 
 

@@ -53,7 +53,7 @@ class RankAddress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVLayout:
-    """Shape of a block as far as a peer must share it. The number of blocks is each worker's own affair."""
+    """Shape of a block as far as a peer must share it. The number of blocks may differ between workers."""
 
     dtype: str
     element_bytes: int
@@ -66,6 +66,7 @@ class KVLayout:
 
     @property
     def num_layers(self) -> int:
+        """Layers that have KV."""
         return len(self.block_shapes)
 
     @property
@@ -89,6 +90,7 @@ class KVLayout:
         return KVShard(first_layer=0, num_layers=self.num_layers)
 
     def num_heads(self, layer: int) -> int | None:
+        """KV heads of a layer; None where its blocks have no axis of heads (MLA)."""
         axis = self.head_axes[layer]
         return None if axis is None else self.block_shapes[layer][axis]
 

@@ -79,6 +79,7 @@ _KINDS: dict[str, type[Message]] = {
 
 
 def encode_message(message: Message) -> bytes:
+    """The message's kind and fields as JSON."""
     return json.dumps([type(message).__name__, asdict(message)], separators=(",", ":")).encode()
 
 

@@ -213,6 +213,7 @@ def decode_hello(body: bytes) -> Identity:
 
 
 def encode_shard(shard: KVShard) -> list[int]:
+    """As HELLO has it: first layer, number of layers, tensor-parallel rank, their number."""
     return [shard.first_layer, shard.num_layers, shard.tp_rank, shard.tp_size]
 
 
@@ -225,6 +226,7 @@ def decode_shard(numbers: Sequence[int]) -> KVShard:
 
 
 def encode_ranks(ranks: Sequence[RankAddress]) -> list[list[Any]]:
+    """As HELLO has them: the endpoint of each rank, followed by its shard."""
     return [[rank.endpoint, *encode_shard(rank.shard)] for rank in ranks]
 
 
@@ -239,6 +241,7 @@ def encode_text(kind: FrameKind, transfer: int, text: str) -> bytes:
 
 
 def decode_text(body: bytes) -> str:
+    """The reason in a REFUSED or FAILED frame; bytes that are no UTF-8 are replaced."""
     return body.decode(errors="replace")
 
 
@@ -310,6 +313,7 @@ def blocks_head_bytes(num_blocks: int) -> int:
 
 
 def encode_done(transfer: int, done: Done) -> bytes:
+    """DONE: the prompt is computed. Carries its logits and their checksum."""
     fixed = _DONE.pack(done.num_cached_tokens, done.prompt_name, sum_logits(done.logits, transfer))
     return _frame(FrameKind.DONE, transfer, fixed + done.logits)
 
@@ -344,10 +348,12 @@ def decode_resend(body: bytes) -> list[BlockRange]:
 
 
 def encode_cancel(transfer: int) -> bytes:
+    """CANCEL: the decode worker does not want this transfer any more."""
     return _frame(FrameKind.CANCEL, transfer)
 
 
 def encode_release(transfer: int) -> bytes:
+    """RELEASE: everything has arrived; the prefill worker may use the blocks again."""
     return _frame(FrameKind.RELEASE, transfer)
 
 
@@ -367,6 +373,7 @@ def decode_attach(body: bytes) -> int:
 
 
 def encode_heartbeat(progress: int) -> bytes:
+    """HEARTBEAT with the number of steps that this worker's engine has made."""
     return _frame(FrameKind.HEARTBEAT, 0, _HEARTBEAT.pack(progress))
 
 

@@ -61,6 +61,7 @@ class Piece:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of the slice in one block."""
         return sum(end - start for start, end in self.runs)
 
 

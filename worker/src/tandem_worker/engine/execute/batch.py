@@ -108,6 +108,11 @@ class BatchBuilder:
         self._device = device
 
     def describe(self, plan: StepPlan) -> tuple[StepInput, LogitsLayout]:
+        """The plan as arrays: what is computed, and which rows of logits belong to whom.
+
+        Decodes come before chunks. Takes the sequences' new blocks into the block table, so each plan is described
+        once, in the order of the steps.
+        """
         decodes = sorted(plan.decodes, key=_row_of)
         chunks = plan.chunks
         sequences = decodes + [chunk.sequence for chunk in chunks]

@@ -60,6 +60,7 @@ class ModelExecutor:
 
     @property
     def num_layers(self) -> int:
+        """Layers that have KV on this rank."""
         return len(self.kv_cache.layers)
 
     def record_graphs(self, recorder: Recorder | None = None) -> None:
@@ -96,6 +97,7 @@ class ModelExecutor:
             self.host_store.move_in(plan.moves_in)
 
     def run(self, plan: StepPlan, on_layer: Callable[[int], None] | None) -> StepOutput:
+        """Compute the plan; `on_layer(i)` is called when layer i of its chunks is written."""
         step, layout = self._builder.describe(plan)
         return StepOutput(self.compute(step, on_layer), layout)
 

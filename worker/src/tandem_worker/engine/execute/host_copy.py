@@ -68,4 +68,5 @@ class _UnderWay:
 
 
 def build_copier(device: torch.device) -> HostCopier:
+    """A copier for this device: on a GPU it copies beside the steps, on the CPU there is nothing to copy."""
     return CudaCopier(device) if device.type == "cuda" else HostMemoryCopier()

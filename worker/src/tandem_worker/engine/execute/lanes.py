@@ -26,6 +26,7 @@ class LaneRunner:
 
     @property
     def prefill_client(self) -> PrefillClient | None:
+        """The same for all lanes."""
         return self.lanes[0].prefill_client
 
     @prefill_client.setter
@@ -34,49 +35,61 @@ class LaneRunner:
             lane.prefill_client = client
 
     def knows(self, request_id: str) -> bool:
+        """Whether a lane has an open choice of the request."""
         return any(lane.knows(request_id) for lane in self.lanes)
 
     def take_deltas(self) -> list[TokenDelta]:
+        """What all lanes have to deliver now, in the order of the lanes."""
         return [delta for lane in self.lanes for delta in lane.take_deltas()]
 
     def submit(self, request: Request) -> None:
+        """Give a client's request to the lane that `choose_lane` picks."""
         self._choose(request).submit(request)
 
     def submit_peer(self, request: Request, order: RemotePrefill, listener: LayerListener) -> None:
+        """Give a peer's prompt to the lane that `choose_lane` picks."""
         self._choose(request).submit_peer(request, order, listener)
 
     def _choose(self, request: Request) -> StepRunner:
         return self.lanes[choose_lane([lane.scheduler for lane in self.lanes], request)]
 
     def abort(self, request_id: str) -> None:
+        """As `StepRunner.abort`. Told to every lane; those that do not know the request ignore it."""
         for lane in self.lanes:
             lane.abort(request_id)
 
     def abort_choice(self, request_id: str, choice: int) -> None:
+        """As `StepRunner.abort_choice`, told to every lane."""
         for lane in self.lanes:
             lane.abort_choice(request_id, choice)
 
     def release(self, request_id: str) -> None:
+        """As `StepRunner.release`, told to every lane."""
         for lane in self.lanes:
             lane.release(request_id)
 
     def remote_overdue(self, request_id: str, generation: int) -> None:
+        """As `StepRunner.remote_overdue`, told to every lane."""
         for lane in self.lanes:
             lane.remote_overdue(request_id, generation)
 
     def remote_done(self, result: RemotePrefillResult) -> None:
+        """As `StepRunner.remote_done`, told to every lane."""
         for lane in self.lanes:
             lane.remote_done(result)
 
     def remote_failed(self, request_id: str, generation: int, reason: str) -> None:
+        """As `StepRunner.remote_failed`, told to every lane."""
         for lane in self.lanes:
             lane.remote_failed(request_id, generation, reason)
 
     def end_all(self) -> None:
+        """The worker stops: everything in all lanes ends."""
         for lane in self.lanes:
             lane.end_all()
 
     def disown_all(self, message: str) -> None:
+        """The step loop is dead: every lane says so to everyone who waits."""
         for lane in self.lanes:
             lane.disown_all(message)
 

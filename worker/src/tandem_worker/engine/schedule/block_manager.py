@@ -31,6 +31,7 @@ class BlockManager:
 
     @property
     def num_held(self) -> int:
+        """Blocks that some request holds; neither free nor idle in the prefix cache."""
         return self.num_blocks - self.num_available
 
     def count_blocks(self, num_tokens: int) -> int:
@@ -38,9 +39,11 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def num_holders(self, block: int) -> int:
+        """How many sequences hold `block`; 0 for one that is free or only cached."""
         return self._holders[block]
 
     def is_shared(self, block: int) -> bool:
+        """Whether more than one sequence holds `block`, so that none of them may write it."""
         return self._holders[block] > 1
 
     def match_prefix(self, chain: Sequence[bytes], max_blocks: int) -> list[int]:

@@ -1,6 +1,6 @@
 """Room in host memory for the KV of preempted sequences, and when to use it.
 
-A host block belongs to one sequence: nothing is shared or cached there. Which bytes are where is the engine's affair.
+A host block belongs to one sequence: nothing is shared or cached there. The engine decides which bytes are where.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ class HostBlocks:
 
     @property
     def num_available(self) -> int:
+        """Blocks of host memory that hold nothing."""
         return len(self._free)
 
     @property
     def num_held(self) -> int:
+        """Blocks of host memory that hold KV of preempted sequences."""
         return self.num_blocks - len(self._free)
 
     def allocate(self, count: int) -> list[int]:
@@ -29,6 +31,7 @@ class HostBlocks:
         return blocks
 
     def release(self, blocks: list[int]) -> None:
+        """Give back blocks that `allocate` gave; each exactly once."""
         self._free.extend(reversed(blocks))
 
     def check(self, held: list[int]) -> None:

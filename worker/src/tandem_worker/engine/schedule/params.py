@@ -36,7 +36,7 @@ class Grammar(Protocol):
 
     @property
     def seconds(self) -> float:
-        """Of computing, for all masks and tokens so far."""
+        """Seconds of computing, for all masks and tokens so far."""
         ...
 
     @property

@@ -32,6 +32,7 @@ class Chunk(NamedTuple):
 
     @property
     def end(self) -> int:
+        """Position behind the last token of the chunk."""
         return self.start + self.length
 
     @property
@@ -70,14 +71,17 @@ class StepPlan:
         return not self.decodes and not self.chunks
 
     def sequences(self) -> Iterator[Sequence]:
+        """Sequences that the forward pass computes: decodes, then those of the chunks."""
         yield from self.decodes
         for chunk in self.chunks:
             yield chunk.sequence
 
     @property
     def num_prefill_tokens(self) -> int:
+        """Tokens of all chunks."""
         return sum(chunk.length for chunk in self.chunks)
 
     @property
     def num_tokens(self) -> int:
+        """Rows of the forward pass: one for each decode, and the tokens of the chunks."""
         return len(self.decodes) + self.num_prefill_tokens

@@ -90,6 +90,7 @@ class PrefixCache:
         return self._block_of.get(name, 0)
 
     def is_named(self, block: int) -> bool:
+        """Whether `block` can be found by its name, idle or held."""
         return self._records[_STRIDE * block + _NAMED] != 0
 
     def register(self, name: bytes, block: int) -> int:

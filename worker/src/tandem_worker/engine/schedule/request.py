@@ -87,6 +87,7 @@ class Request:
 
     @property
     def num_open(self) -> int:
+        """Choices that have not finished."""
         return sum(1 for choice in self.choices if choice.state is not SequenceState.FINISHED)
 
 
@@ -176,6 +177,7 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of the prompt and of the answer so far."""
         return self.num_prompt + len(self.output)
 
     @property
@@ -189,6 +191,7 @@ class Sequence:
         return self.num_planned > self.num_computed
 
     def move_to(self, state: SequenceState) -> None:
+        """Change the state. The transitions that are allowed stand at the top of this module."""
         assert state is SequenceState.FINISHED or state in _NEXT_STATES[self.state], f"{self.state} to {state}"
         self.state = state
 

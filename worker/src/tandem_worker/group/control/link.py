@@ -88,10 +88,12 @@ class Loss(NamedTuple):
 
     @classmethod
     def parse(cls, payload: bytes) -> Loss:
+        """Read what `encode` wrote. Raises LinkClosedError when `payload` is no JSON object."""
         content = parse_object(payload)
         return cls(str(content.get("message")), str(content.get("reason", "GroupLost")))
 
     def encode(self) -> bytes:
+        """The payload of the message that tells it: a JSON object of the fields."""
         return encode_object(self._asdict())
 
 
@@ -126,6 +128,7 @@ class ControlLink:
             raise LinkClosedError(f"nothing can be sent any more: {error}") from error
 
     def send_object(self, kind: MessageKind, content: Mapping[str, Any]) -> None:
+        """Send `content` as JSON. Raises LinkClosedError."""
         self.send(kind, encode_object(content))
 
     def receive(self, expects: Callable[[MessageKind], bool] = lambda kind: True) -> tuple[MessageKind, bytes]:
@@ -145,6 +148,7 @@ class ControlLink:
 
     @property
     def ended(self) -> bool:
+        """Whether `receive` has come to the end of the connection, or `close` was called here."""
         return self._ended.is_set() or self._closed.is_set()
 
     def _receive(self, expects: Callable[[MessageKind], bool]) -> tuple[MessageKind, bytes]:
@@ -202,6 +206,7 @@ class ControlLink:
             self._socket.settimeout(seconds)
 
     def close(self) -> None:
+        """Close the socket; a `receive` that waits raises LinkClosedError. May be called again."""
         self._closed.set()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -209,6 +214,7 @@ class ControlLink:
 
 
 def encode_problems(problems: Sequence[str]) -> bytes:
+    """The payload of a heartbeat: a JSON list of at most 16 problems, each cut to 500 characters."""
     return orjson.dumps([problem[:_PROBLEM_CHARACTERS] for problem in problems[:_PROBLEMS_TOLD]])
 
 
@@ -224,6 +230,7 @@ def parse_problems(payload: bytes) -> list[str]:
 
 
 def encode_object(content: Mapping[str, Any]) -> bytes:
+    """The payload of messages that carry fields: `content` as a JSON object in UTF-8."""
     return orjson.dumps(content)
 
 

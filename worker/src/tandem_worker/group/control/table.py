@@ -194,6 +194,7 @@ def decode_call(payload: bytes) -> tuple[int, Operation, list[bytes]]:
 
 
 def encode_result(number: int, answer: bytes) -> bytes:
+    """`answer` to the call that `encode_call` gave this number."""
     return _LENGTH.pack(number) + answer
 
 

@@ -46,6 +46,7 @@ class Children:
         self._stopping = False
 
     def start(self, order: RankOrder) -> None:
+        """Start a process for the rank that follows and give it `order`. Raises OSError, ThreadStartError."""
         process = subprocess.Popen(
             [sys.executable, "-m", "tandem_worker", "--follow"],
             stdin=subprocess.PIPE,
@@ -60,6 +61,7 @@ class Children:
 
     @property
     def pids(self) -> list[int]:
+        """Process ids of the ranks started here, in the order of their starts; ended ones are included."""
         return [process.pid for process in self._processes]
 
     def stop(self, timeout: float) -> None:

@@ -97,6 +97,7 @@ class FollowingProcess:
         self._children.stop(timeout=5.0)
 
     def lose(self, cause: Loss) -> None:
+        """The group has ended: end this process with the cause in its termination message. Does not return."""
         if cause.reason == REASON_STEP_HUNG:
             dump_stacks()  # it may be this rank that hangs; the leader only waits for it
         end_process(self._pod, cause.reason, cause.message)

@@ -154,10 +154,12 @@ class Confined:
         self._threads = ThreadPoolExecutor(parallel + queue, thread_name_prefix=name)
 
     def start(self) -> None:
+        """Start the process and prepare jobs for the first calls. Returns at once."""
         self._keeper.start()
         self._refill()
 
     def close(self) -> None:
+        """End the processes. Jobs under way fail, and those that wait for a turn are cancelled."""
         self._keeper.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
         with self._lock:
@@ -176,6 +178,7 @@ class Confined:
 
     @property
     def num_restarts(self) -> int:
+        """How often the spawner was started again after it had ended."""
         return self._keeper.num_restarts
 
     async def call(self, function: str, request: bytes, *, seconds: float) -> bytes:

@@ -28,7 +28,7 @@ _LONGEST_PAUSE_SECONDS = 30.0
 MOST_SETUPS = 5
 """Setups in a row that may fail by themselves: what they are given is to blame, and it stays the same."""
 _ENVIRONMENT = ("PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ")
-"""The process gets these variables alone: tokens and keys are no business of it."""
+"""The process gets these variables alone: it must not see tokens and keys."""
 _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 """Jobs are forked, and a fork takes one thread along. Libraries read this when they are imported, which may be long
 before a setup runs."""
@@ -59,9 +59,11 @@ class Keeper:
         self._thread = threading.Thread(target=self._keep, name=f"{name}-keeper", daemon=True)
 
     def start(self) -> None:
+        """Start the thread that starts the process, and starts it again whenever it has ended."""
         self._thread.start()
 
     def close(self) -> None:
+        """End the process and start none again. Waits up to 2 seconds for the thread that keeps it."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -71,6 +73,7 @@ class Keeper:
 
     @property
     def closed(self) -> bool:
+        """Whether `close` was called: no process will be started any more."""
         return self._closed
 
     @property

@@ -38,11 +38,16 @@ _libc = ctypes.CDLL(None)
 
 
 def main() -> None:
+    """Prepare what jobs need, then fork a process for each job until the worker closes the connection.
+
+    The command line holds the numbers of two inherited descriptors: the connection for jobs, and the one for the start,
+    which brings the settings and the payload. Raises what the preparation raises, after reporting it there.
+    """
     control, start = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
     _, order = read_frame(start, MAX_SETUP_BYTES)
     settings = orjson.loads(order)
     _, payload = read_frame(start, MAX_SETUP_BYTES)
-    _be_humble(settings["niceness"])
+    _give_way(settings["niceness"])
     try:
         functions = _prepare(settings["setup"], payload)
     except BaseException as error:
@@ -66,7 +71,7 @@ def _prepare(setup: str, payload: bytes) -> Mapping[str, Function]:
     return functions
 
 
-def _be_humble(niceness: int) -> None:
+def _give_way(niceness: int) -> None:
     """Where the container runs out of memory this process is the one to go."""
     os.nice(niceness)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -94,6 +94,7 @@ class Initiator:
         self.greeting = _MAGIC + self._key_id.encode("ascii").ljust(_ID_BYTES, b"\0") + self._nonce
 
     def prove(self, challenge: bytes) -> bytes:
+        """The proof to send, PROOF_BYTES long: HMAC-SHA256 over both nonces, the purpose and the key's id."""
         assert len(challenge) == CHALLENGE_BYTES
         self._nonces = self._nonce + challenge
         return _mac(self._key, "initiator", self._purpose, self._key_id, self._nonces)

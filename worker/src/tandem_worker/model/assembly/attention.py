@@ -28,6 +28,11 @@ class HeadShare:
 
     @classmethod
     def of(cls, config: ModelConfig, context: ParallelContext) -> HeadShare:
+        """The share of this context's tensor-parallel rank.
+
+        Raises StartupError (ParallelismInvalid) when the query heads do not divide by the ranks, or when of the number
+        of KV heads and that of the ranks neither divides by the other.
+        """
         rank, size = context.tp_rank, context.tp_size
         heads, kv_heads = config.num_heads, config.num_kv_heads
         if heads % size or (kv_heads % size and size % kv_heads):

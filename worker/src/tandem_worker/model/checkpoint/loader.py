@@ -30,6 +30,7 @@ class Part:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
+        """The shape of what this rank takes; the whole shape where it takes everything."""
         if self.piece is None:
             return self.shape
         extents = list(self.shape)

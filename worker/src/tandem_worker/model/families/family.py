@@ -16,6 +16,7 @@ Ignorable = Mapping[str, str]
 
 
 def nothing_ignorable(_config: ModelConfig) -> Ignorable:
+    """For families whose checkpoints hold nothing but what their model computes with: no patterns."""
     return {}
 
 

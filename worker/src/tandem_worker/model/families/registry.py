@@ -24,6 +24,7 @@ matrix: they compute embeddings."""
 
 
 def supported_architectures() -> tuple[str, ...]:
+    """Names that `architectures` in a checkpoint's `config.json` may have, sorted."""
     return tuple(sorted(_FAMILIES))
 
 

@@ -23,6 +23,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def event(value: object) -> bytes:
+    """One server-sent event with `value` as JSON."""
     return b"data: " + orjson.dumps(value) + b"\n\n"
 
 
@@ -53,7 +54,9 @@ class AnswerHead:
 
 class Encoder(Protocol):
     @property
-    def head(self) -> AnswerHead: ...
+    def head(self) -> AnswerHead:
+        """What all events and the whole answer of a request begin with."""
+        ...
 
     def opening(self, index: int, prompt_token_ids: Sequence[int]) -> Steps[bytes]:
         """The event that comes first for a choice; may be empty."""
@@ -77,6 +80,7 @@ class Encoder(Protocol):
 
 
 def is_long(update: Update) -> bool:
+    """Whether `update` has so many logprobs that it is written in slices, by `Encoder.long_update`."""
     return len(update.logprobs) > SLICE_TOKENS
 
 

@@ -87,6 +87,8 @@ class Fields:
         return value
 
     def required_string(self, key: str, *, allow_empty: bool = True) -> str:
+        """Take the string under `key`. Raises RequestError when it is missing, of another type, or empty where that is
+        not allowed."""
         value = self.required(key)
         if not isinstance(value, str):
             wrong_type(self.name(key), "a string", value)
@@ -95,6 +97,7 @@ class Fields:
         return value
 
     def boolean(self, key: str, default: bool = False) -> bool:
+        """Take the boolean under `key`; `default` when it is missing or null. Raises RequestError for another type."""
         value = self.take(key)
         if value is None:
             return default

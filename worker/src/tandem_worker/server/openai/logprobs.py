@@ -21,6 +21,7 @@ SLICE_TOKENS = 32
 
 
 def finite(logprob: float) -> float:
+    """The natural logarithm as JSON can write it: FLOOR stands for infinities and NaN."""
     return logprob if math.isfinite(logprob) else FLOOR
 
 

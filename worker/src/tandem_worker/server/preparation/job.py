@@ -25,6 +25,7 @@ _WARM_UP = b'{"model":"","messages":[{"role":"user","content":"x"}]}'
 
 
 def pack_setup(tokenizer: Any, rules: PromptRules, bound: LengthBound | None) -> bytes:
+    """The payload for `setup`. Raises what pickle raises for a tokenizer that it cannot write."""
     return pickle.dumps((tokenizer, rules, bound))
 
 

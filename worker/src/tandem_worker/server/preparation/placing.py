@@ -90,6 +90,7 @@ class Preparation:
         return self._confined
 
     def close(self) -> None:
+        """End the threads and the isolated process. Does not wait for threads."""
         self._threads.shutdown(wait=False)
         if self._confined is not None:
             self._confined.close()

@@ -50,6 +50,10 @@ class PromptRules:
     grammar_limits: GrammarLimits
 
     def check_name(self, name: str) -> None:
+        """Raises RequestError (404, `model_not_found`) when another model than this one is asked for.
+
+        With `vouched` every name is right: whoever sent the request here has checked it.
+        """
         if not self.vouched and name != self.name:
             raise RequestError(
                 f"The model '{name}' does not exist here. This server serves '{self.name}'.",
@@ -147,6 +151,7 @@ class Draft:
 
     @property
     def num_characters(self) -> int:
+        """Characters of all texts that are still to be tokenized."""
         return sum(len(each.text) for each in self.texts)
 
 

@@ -101,6 +101,7 @@ class GrammarCompiler:
             raise GrammarUnavailableError(str(error)) from error
 
     def close(self) -> None:
+        """End the threads and the isolated process; compilations that wait are cancelled."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         if self._confined is not None:
             self._confined.close()

@@ -29,6 +29,7 @@ class Parsed:
     tools: list[ToolDelta] = field(default_factory=list)
 
     def add(self, other: Parsed) -> None:
+        """Write what `other` has behind what is here."""
         self.content += other.content
         self.reasoning += other.reasoning
         self.tools += other.tools
@@ -74,6 +75,7 @@ class Update:
 
     @property
     def has_text(self) -> bool:
+        """Whether there is content, reasoning or part of a tool call."""
         return bool(self.content or self.reasoning or self.tools)
 
 
@@ -85,6 +87,7 @@ class Usage:
     reasoning_tokens: int
 
     def to_json(self) -> dict[str, object]:
+        """The `usage` object of OpenAI's API; what Tandem does not do (audio, predictions) counts 0."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,

@@ -45,6 +45,7 @@ class Prompter:
             raise RequestError("The text contains lone surrogates, which are not valid Unicode.") from error
 
     def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of the tokens, special ones included."""
         return self._backend.decode(list(token_ids), skip_special_tokens=False)
 
     def render(self, request: ChatRequest) -> str:

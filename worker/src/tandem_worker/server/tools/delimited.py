@@ -32,6 +32,7 @@ class Marks:
     """The header is the id of the call, `functions.NAME:INDEX`, and later turns refer to it."""
 
     def all(self) -> tuple[str, ...]:
+        """All marks, in the order in which they appear in an answer."""
         return (self.section_begin, self.section_end, self.call_begin, self.separator, self.call_end)
 
 

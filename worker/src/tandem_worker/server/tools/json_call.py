@@ -57,10 +57,12 @@ class JsonCall:
 
     @property
     def done(self) -> bool:
+        """Whether the call's object has been read to its end."""
         return self._at is _At.DONE
 
     @property
     def broken(self) -> bool:
+        """Whether what was read cannot become a call; `raw` has the text."""
         return self._at is _At.BROKEN
 
     def feed(self, text: str) -> int:
@@ -77,6 +79,7 @@ class JsonCall:
         return len(text)
 
     def take_arguments(self) -> str:
+        """Argument text that is new since the last call; `{}` once for a finished call without any."""
         if self.name is None:
             return ""
         text = "".join(self._arguments)

@@ -45,13 +45,16 @@ class KeywordArguments:
 
     @property
     def done(self) -> bool:
+        """Whether the closing parenthesis was read."""
         return self._at is _At.DONE
 
     @property
     def broken(self) -> bool:
+        """Whether what was read cannot become keyword arguments."""
         return self._at is _At.BROKEN
 
     def take(self) -> str:
+        """JSON text that is new since the last call of this method."""
         text = "".join(self._json)
         self._json.clear()
         return text

@@ -18,6 +18,7 @@ class SteppingParser:
         self._numbers = CallNumbers()
 
     def feed(self, text: str) -> Parsed:
+        """What the next text of the answer adds; text that may yet become a mark is kept back."""
         self._buffer += text
         out = Parsed()
         while not self.complete and self._buffer and self._step(out):

@@ -94,12 +94,15 @@ class LinkListener:
         raise NotImplementedError
 
     def attempt_done(self, attempt: Attempt, done: Done, worker: str) -> None:
+        """Everything has arrived; `worker` is the name of the pod that computed it."""
         raise NotImplementedError
 
     def attempt_failed(self, attempt: Attempt, reason: str) -> None:
+        """Nothing of it is written any more; `reason` says why."""
         raise NotImplementedError
 
     def attempt_resent(self, attempt: Attempt) -> None:
+        """Blocks of it arrived damaged and are asked for again."""
         raise NotImplementedError
 
     def damaged(self, kind: str) -> None:
@@ -107,7 +110,9 @@ class LinkListener:
         raise NotImplementedError
 
     def received(self, num_bytes: int, seconds: float) -> None:
+        """A frame of blocks came in, with `num_bytes` of KV in `seconds`."""
         raise NotImplementedError
 
     def link_closed(self, link: Connection, reason: str) -> None:
+        """The connection has ended. Comes before `attempt_failed` of those that it still had."""
         raise NotImplementedError

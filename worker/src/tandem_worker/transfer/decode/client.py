@@ -276,6 +276,7 @@ class FollowingReceiver(IntakeListener):
         return self._receiver.stats()
 
     def close(self) -> None:
+        """End every connection to prefill workers."""
         self._receiver.close()
 
     def _receive(self, order: Receive) -> None:
@@ -290,6 +291,7 @@ class FollowingReceiver(IntakeListener):
             self._intakes[order.transfer] = intake
 
     def intake_arrived(self, intake: Intake) -> None:
+        """Tell the first rank that this rank has its part."""
         self._end(intake, Arrived(intake.transfer))
 
     def intake_failed(self, intake: Intake, reason: str) -> None:

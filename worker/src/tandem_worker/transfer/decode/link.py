@@ -103,6 +103,7 @@ class PrefillLink:
 
     @property
     def connected(self) -> bool:
+        """Whether the handshake is done and the connection has not ended."""
         return self.established and not self._closed
 
     def submit(self, attempt: Attempt) -> bool:
@@ -125,6 +126,7 @@ class PrefillLink:
         self._waker.wake()
 
     def join(self, timeout: float) -> None:
+        """Wait up to `timeout` seconds for the link's thread to end."""
         if self._thread is not None:
             self._thread.join(timeout)
 

@@ -62,6 +62,7 @@ class IntakeListener:
         """The prefill worker has not begun for long."""
 
     def intake_arrived(self, intake: Intake) -> None:
+        """Everything that this rank takes of the prompt is written."""
         raise NotImplementedError
 
     def intake_failed(self, intake: Intake, reason: str) -> None:
@@ -98,10 +99,12 @@ class RankReceiver(LinkListener):
         self._meter = BandwidthMeter()
 
     def bind(self, space: BlockSpace, identity: Identity) -> None:
+        """Say where blocks are written, and as whom peers are greeted. Comes before the first order."""
         self._space, self._identity = space, identity
 
     @property
     def block_size(self) -> int:
+        """Tokens in a block."""
         assert self._space is not None, "bind comes before orders"
         return self._space.layout.block_size
 
@@ -249,6 +252,7 @@ class RankReceiver(LinkListener):
             return self._by_attempt.get(attempt)
 
     def attempt_done(self, attempt: Attempt, done: Done, worker: str) -> None:
+        """Report the intake when the last of its attempts is done: one for each rank that holds a part of it."""
         with self._lock:
             intake = self._by_attempt.get(attempt)
             if intake is None:
@@ -261,6 +265,7 @@ class RankReceiver(LinkListener):
             self._listener.intake_arrived(intake)
 
     def attempt_failed(self, attempt: Attempt, reason: str) -> None:
+        """Withdraw the other attempts of the intake and report that it failed, once."""
         with self._lock:
             intake = self._by_attempt.get(attempt)
             if intake is None or intake.ended:
@@ -270,6 +275,7 @@ class RankReceiver(LinkListener):
         self._listener.intake_failed(intake, reason)
 
     def attempt_resent(self, attempt: Attempt) -> None:
+        """Count it for the metrics and log it."""
         logger.warning("received damaged blocks, asking for them again", extra={"request_id": attempt.request_id})
         with self._lock:
             self._resends += 1
@@ -279,11 +285,13 @@ class RankReceiver(LinkListener):
             self._damage[kind] += 1
 
     def received(self, num_bytes: int, seconds: float) -> None:
+        """Count the bytes and their rate."""
         with self._lock:
             self._bytes_received += num_bytes
             self._meter.observe(num_bytes, seconds)
 
     def link_closed(self, link: Connection, reason: str) -> None:
+        """Forget the link. An endpoint that did not complete the handshake is left alone for `retry_after` seconds."""
         with self._lock:
             if self._links.get(link.endpoint) is link:
                 del self._links[link.endpoint]

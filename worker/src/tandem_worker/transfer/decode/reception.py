@@ -27,6 +27,7 @@ class Reception:
 
     @property
     def complete(self) -> bool:
+        """Whether every block of every layer has arrived."""
         return self._num_missing == 0
 
     def expected(self, blocks: BlockRange) -> tuple[int, ...] | None:

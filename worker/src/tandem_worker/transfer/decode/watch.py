@@ -22,6 +22,7 @@ class PrefillPace:
         self._rate: float | None = None
 
     def observe(self, num_tokens: int, seconds: float) -> None:
+        """Take in a prompt that took `seconds`; it counts a fifth, all before it four fifths."""
         if seconds > 0:
             rate = num_tokens / seconds
             self._rate = rate if self._rate is None else 0.8 * self._rate + 0.2 * rate

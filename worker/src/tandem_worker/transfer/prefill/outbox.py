@@ -114,6 +114,7 @@ class Outbox:
             return shelf
 
     def detach(self, transfer: int, reader: Reader) -> None:
+        """Tell `reader` no more of this transfer. What is not attached is ignored."""
         with self._lock:
             shelf = self._shelves.get(transfer)
             if shelf is None:

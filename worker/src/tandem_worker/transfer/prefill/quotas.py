@@ -218,6 +218,7 @@ class Ledger:
             self._note(account, orders, tokens, attachments)
 
     def remove(self, account: Account, orders: int, tokens: int, attachments: int) -> None:
+        """Give back what `add` took for this connection."""
         with self._lock:
             self._note(account, -orders, -tokens, -attachments)
 
@@ -273,6 +274,7 @@ class Account:
         self.ledger.add(self, 1, num_tokens, 0)
 
     def return_order(self, num_tokens: int) -> None:
+        """Give back an order of `num_tokens` that `take_order` took."""
         self.ledger.remove(self, 1, num_tokens, 0)
 
     def take_attachment(self) -> None:
@@ -280,7 +282,9 @@ class Account:
         self.ledger.add(self, 0, 0, 1)
 
     def return_attachment(self) -> None:
+        """Give back what `take_attachment` took."""
         self.ledger.remove(self, 0, 0, 1)
 
     def close(self) -> None:
+        """The connection has ended: give back everything that it still holds."""
         self.ledger.close(self)

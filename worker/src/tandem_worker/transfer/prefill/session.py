@@ -109,6 +109,7 @@ class Session:
 
     @property
     def established(self) -> bool:
+        """Whether the handshake is done: the peer has said who it is and what it holds."""
         return self._peer is not None
 
     def stop(self) -> None:
@@ -117,6 +118,7 @@ class Session:
         self._waker.wake()
 
     def join(self, timeout: float) -> None:
+        """Wait up to `timeout` seconds for the session's thread to end."""
         if self._thread is not None:
             self._thread.join(timeout)
 

@@ -220,6 +220,7 @@ class TritonRouter:
 
 
 def build_route(router: Router) -> Route:
+    """Routing by `router`: in one kernel where `Router.rule` has options for it, else by its `choose`."""
     return TritonRouter(router)
 
 
