@@ -725,7 +725,7 @@ async def test_without_figures_a_limit_holds_the_step(server: ObjectServer, oper
     await begin_trial(server, operator)
     for _ in range(3):
         await operator.look()
-    assert "no gateway has reported figures for 60 s" in server.conditions["Reconciling"]["message"]
+    assert "no gateway has reported figures for 45 s" in server.conditions["Reconciling"]["message"]
     server.change(rollout={"canary": steps})
     for _ in range(3):
         await operator.look()

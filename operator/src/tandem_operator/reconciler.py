@@ -39,7 +39,7 @@ from tandem_operator.commits import (
 )
 from tandem_operator.course import Course, Look, decide, look_at, missing_revisions, retry_request, with_traffic
 from tandem_operator.errors import APIError, ConflictError, IncompleteError, ModelError, NotFoundError
-from tandem_operator.figures import Tally, are_fresh, take_differences
+from tandem_operator.figures import Tally, take_differences
 from tandem_operator.fleet import FleetWatch
 from tandem_operator.hub import Hub
 from tandem_operator.keeper import KeyKeeper, KeyLook
@@ -304,7 +304,7 @@ class Reconciler:
             return {}, False
         reports = self._fleet.reports(key)
         self._tallies[key], added = take_differences(self._tallies.get(key) or Tally(since=now), reports)
-        return added, are_fresh(reports, now=now)
+        return added, bool(reports)
 
     async def _keep(self, key: ModelKey, record: Manifest, outcome: Outcome) -> None:
         """Make a ControllerRevision. One of that name has the same content: numbers are given once."""
