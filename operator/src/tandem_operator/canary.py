@@ -86,6 +86,11 @@ class Fleet:
         return any(role.new_up or role.old_up for role in self._decoding())
 
     @property
+    def has_new_up(self) -> bool:
+        """Something decodes, or may, that has the template that all should have."""
+        return any(role.new_up for role in self._decoding())
+
+    @property
     def serves_nothing(self) -> bool:
         """Nothing is meant to decode."""
         return not any(role.wanted for role in self._decoding())
@@ -222,8 +227,8 @@ def _roll(before: RolloutStatus, wish: Wish, now: datetime) -> RolloutStatus:
 
 
 def _prepare(state: RolloutStatus, wish: Wish, fleet: Fleet, now: datetime) -> RolloutStatus:
-    if not fleet.is_up:
-        # What is broken serves nobody that a canary would protect. What starts, or is suspended, is waited for.
+    if not fleet.has_new_up:
+        # What is broken cannot be gone back to, whatever serves beside it. What starts, or is suspended, is waited for.
         return _roll(state, wish, now) if fleet.is_current and fleet.trouble is not None else state
     if not fleet.is_even or not wish.may_roll or fleet.serves_nothing:
         return state
