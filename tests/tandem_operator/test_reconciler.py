@@ -811,6 +811,22 @@ async def test_one_model_waits_for_another(server: ObjectServer, operator: Opera
     assert server.kept[DECODE]["spec"]["replicas"] == 2
 
 
+async def test_a_spec_that_cannot_be_read_keeps_nobody_waiting(server: ObjectServer, operator: Operator) -> None:
+    await serve(server, operator)
+    operator.turns.limit = 1
+    assert operator.turns.ask(ModelKey("n", "other"), since="2026")
+    server.change(engine={"image": "w:2"})
+    await operator.look()
+    server.settle()
+    server.kept[DECODE]["status"] |= {"updateRevision": "newer"}
+    await operator.look()
+    assert server.conditions["Reconciling"]["reason"] == "WaitingForTurn"
+    server.change(engine={"image": "w:2", "unheardOf": True})
+    await operator.look()
+    operator.turns.give_back(ModelKey("n", "other"))
+    assert operator.turns.ask(ModelKey("n", "third"), since="2999")
+
+
 async def test_suspension_holds_though_the_rest_cannot_be_read(server: ObjectServer, operator: Operator) -> None:
     await serve(server, operator)
     server.change(engine={"image": "w:2", "unheardOf": True})

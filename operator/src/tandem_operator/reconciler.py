@@ -247,6 +247,7 @@ class Reconciler:
         """What cannot be read stays as it is, but for `suspend`: somebody who pulls the brake means it."""
         problem = Problem(reason=error.reason, message=str(error), stalled=True)
         self._turns.count(key, stalled=True)
+        self._turns.stop_waiting(key)
         suspended = dig(raw, "spec", "suspend") is True
         if suspended:
             for child, workload in own_workloads(outcome.before, owner_uid=str(raw["metadata"]["uid"])).items():
