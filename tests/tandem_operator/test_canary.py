@@ -101,6 +101,17 @@ def test_what_a_change_begins_with(asked: Wish, fleet: Fleet, phase: str) -> Non
     assert found.waiting == (not asked.may_roll)
 
 
+def test_a_clock_that_was_ahead_holds_no_step() -> None:
+    """Another operator wrote down when the step began, or somebody has set the clock."""
+    before = trying(since=text(7200)).model_copy(update={"since": text(7200)})
+    found = after(before, wish(), tried(1))
+    assert found.canary is not None
+    assert (found.since, found.canary.since) == (text(), text())
+    found = after(found, wish(), tried(1), at=60)
+    assert found.canary is not None
+    assert found.canary.step == 2
+
+
 @pytest.mark.parametrize("complete", [None, 1])
 def test_nobody_waits_for_a_revision_that_cannot_come_up(complete: int | None) -> None:
     """A status that was lost, and the correction of a mistake with a canary: what still serves is of a revision that

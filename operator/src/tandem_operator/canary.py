@@ -244,7 +244,8 @@ def _try(
     assert canary is not None
     if trial is None or fleet.serves_nothing or fleet.has_lost_old:
         return state.model_copy(update={"phase": "Preparing", "since": _text(now), "canary": None})
-    trial = trial.model_copy(update={"step": min(trial.step, len(canary.steps))})
+    state = state.model_copy(update={"since": _not_ahead(state.since, now)})
+    trial = trial.model_copy(update={"step": min(trial.step, len(canary.steps)), "since": _not_ahead(trial.since, now)})
     if (failure := _failure(canary, state, trial, wish, fleet, verdict, now)) is not None:
         ended = trial.model_copy(
             update={"weight": 0, "ready": False, "reason": failure.reason, "message": failure.message}
@@ -325,6 +326,11 @@ def _step(canary: Canary, trial: CanaryStatus) -> CanaryStep:
 def _seconds_since(text: str, now: datetime) -> float:
     began = parse_time(text)
     return 0.0 if began is None else (now - began).total_seconds()
+
+
+def _not_ahead(text: str, now: datetime) -> str:
+    """A time that is written down; now where that has not come yet: the clock that told it was ahead of this one."""
+    return _text(now) if _seconds_since(text, now) < 0 else text
 
 
 def _text(time: datetime) -> str:
