@@ -72,9 +72,10 @@ async def test_what_counts_as_a_failure(
     assert counts(report)["good"][1] == 0
     ejected = next(worker for worker in report.workers if worker.name == "bad")
     reasons = {"hang": "timeout", "drain": "draining", "die": "reset", "busy": "busy"}
-    assert (ejected.state, ejected.reason) == (
-        ("Ejected", reasons[kind]) if kind in reasons else ("Admitted", None)
-    )  # fmt: skip
+    ejections = running.gateway.scheduler.ejections
+    assert [outcome.value for outcome in ejections] == ([reasons[kind]] if kind in reasons else [])
+    if ejected.state != "Admitted":  # a quarter of a second may have passed
+        assert ejected.reason == reasons[kind]
 
 
 async def test_streams_tell_when_they_began_and_how_they_ended(

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tandem_api.journal import COMMIT, MAX_JOURNAL_BYTES, MOVED
 from tandem_gateway.http.budget import Budget
 from tandem_gateway.resume import MAX_DEATHS, MAX_STALLS, SECONDS, Continuation, JournaledStream, may_keep
+from tandem_gateway.sse import EventTooLarge
 
 HEAD = b'{"id":"x"}'
 HALF = b'data: {"choices":[{"index":0,"delta":{"content":"half'
@@ -66,6 +67,22 @@ def test_a_worker_that_hands_its_stream_on_leaves_no_trace_in_the_journal() -> N
     assert stream.build_prefix() == HEAD + b"\n: t 0 9\n"
 
 
+def test_what_comes_without_a_mark_is_passed_on_before_it_is_too_much() -> None:
+    """The echo of a long prompt, once for each choice. What is held is bounded, and searched once."""
+    event = b'data: "' + b"x" * (1 << 20) + b'"\n\n'
+    data = event * 12 + b": b 0 4\n" + b"data: 1\n\n: t 0 9\n" + MOVED
+    stream = JournaledStream(HEAD)
+    parts = [stream.feed(data[start : start + 50_000]) for start in range(0, len(data), 50_000)]
+    assert b"".join(parts) == event * 12 + b"data: 1\n\n"
+    assert max(map(len, parts)) < 6 << 20
+    assert not stream.keeps
+    assert stream.moved
+    assert Continuation(stream, "r1").has_changed()
+    assert Continuation(stream, "r1").start_move("draining", 0.0) == "memory"
+    with pytest.raises(EventTooLarge):
+        JournaledStream(HEAD).feed(b"data: " + b"x" * (5 << 20))
+
+
 def begun() -> Continuation:
     stream = JournaledStream(HEAD)
     stream.feed(b"data: {}\n\n: t 0 9\n")
@@ -102,7 +119,7 @@ def test_drains_and_refusals_cost_time_alone() -> None:
 def test_a_journal_beyond_the_bound_is_dropped() -> None:
     moving = begun()
     moving.stream.feed(b"data: {}\n\n: t 0 %b\n" % (b"1," * (MAX_JOURNAL_BYTES // 2)))
-    assert moving.has_grown()
+    assert moving.has_changed()
     assert moving.held_bytes == 0
     assert moving.stream.feed(b"data: {}\n\n: t 0 9\n") == b"data: {}\n\n", "the client sees no marks"
     assert moving.start_move("reset", 0.0) == "memory"

@@ -101,6 +101,32 @@ def test_what_a_change_begins_with(asked: Wish, fleet: Fleet, phase: str) -> Non
     assert found.waiting == (not asked.may_roll)
 
 
+def test_a_clock_that_was_ahead_holds_no_step() -> None:
+    """Another operator wrote down when the step began, or somebody has set the clock."""
+    before = trying(since=text(7200)).model_copy(update={"since": text(7200)})
+    found = after(before, wish(), tried(1))
+    assert found.canary is not None
+    assert (found.since, found.canary.since) == (text(), text())
+    found = after(found, wish(), tried(1), at=60)
+    assert found.canary is not None
+    assert found.canary.step == 2
+
+
+@pytest.mark.parametrize("complete", [None, 1])
+def test_nobody_waits_for_a_revision_that_cannot_come_up(complete: int | None) -> None:
+    """A status that was lost, and the correction of a mistake with a canary: what still serves is of a revision that
+    nobody knows, and the one before the correction is the mistake."""
+    stuck = even(new=1, new_up=0, new_ready=0, old=1, old_up=1)
+    trouble = even(
+        new=1, new_up=0, new_ready=0, old=1, old_up=1,
+        trouble=Problem(reason="ImagePullFailed", message="x", stalled=True),
+    )  # fmt: skip
+    before = state("Preparing", revision=2, stableRevision=1, completeRevision=complete)
+    assert after(before, wish(digest="a"), stuck).phase == "Preparing"
+    found = after(before, wish(digest="a"), trouble)
+    assert (found.phase, found.stable_revision) == ("Progressing", 2)
+
+
 def test_a_model_that_never_served_has_nothing_to_protect() -> None:
     assert after(state("Progressing", completeRevision=None), wish(), even(new_up=0)).phase == "Progressing"
 

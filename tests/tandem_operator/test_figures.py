@@ -14,7 +14,6 @@ from tandem_operator.figures import (
     Judgement,
     Tally,
     add_figures,
-    are_fresh,
     judge,
     percentile,
     percentile_bounds,
@@ -67,12 +66,6 @@ def test_prefills_are_counted_apart() -> None:
     tally, _ = take_differences(Tally(since=0.0), [report(1, role=Role.PREFILL)])
     _, added = take_differences(tally, [report(5, 2, role=Role.PREFILL)])
     assert added["w"] == CanaryFigures(prefill_requests=4, prefill_failures=2)
-
-
-def test_old_reports_say_nothing() -> None:
-    assert are_fresh([report(1)], now=160.0)
-    assert not are_fresh([report(1)], now=161.0)
-    assert not are_fresh([], now=0.0)
 
 
 def told(**fields: Any) -> Canary:
@@ -134,6 +127,17 @@ def test_times_to_the_first_token(
     """Neighbouring buckets may hold nearly the same times: what may be as fast is not called slow."""
     figures = [CanaryFigures(requests=sum(counts), ttft_counts=counts) for counts in (mine, others)]
     assert judge(told(maxTTFT=limit), *figures, fresh=True).judgement is judgement
+
+
+@pytest.mark.parametrize("number", [1, len(TTFT_BOUNDS), len(TTFT_BOUNDS) + 7])
+def test_times_in_buckets_of_another_release_are_no_times(number: int) -> None:
+    counts = [0] * (number - 1) + [100]
+    _, added = take_differences(Tally(since=0.0), [report(100, started=1.0, ttftCounts=counts)])
+    assert added["w"] == CanaryFigures(requests=100)
+    for limit in ({"duration": "1s"}, {"factor": 1.5}):
+        for mine, others in ((counts, buckets(b2=100)), (buckets(b2=100), counts)):
+            figures = [CanaryFigures(requests=100, ttft_counts=found) for found in (mine, others)]
+            assert judge(told(maxTTFT=limit), *figures, fresh=True).judgement is not Judgement.BAD
 
 
 @given(

@@ -72,6 +72,8 @@ class ObjectServer:
             return web.json_response(self.kept[path])
         if request.method == "POST":
             path = f"{path}/{body['metadata']['name']}"
+            if path in self.kept:
+                return web.json_response({"message": "already exists"}, status=409)
         self.written.append(path)
         if path.endswith("/status") and "/pods/" in path:
             conditions = self.kept[path.removesuffix("/status")]["status"].setdefault("conditions", [])
@@ -154,6 +156,8 @@ class Operator:
         self.unserved: frozenset[str] = frozenset()
         recorder = EventRecorder(client, instance="test")
         self.turns = Turns()
+        self.late: set[str] = set()
+        """Paths of what the cache does not have yet."""
         self.fleet = self.gateways = Gateways(port=int(server.url.rpartition(":")[2]), seconds=(0.05, 0.05))
         self._reconciler = Reconciler(
             client,
@@ -169,8 +173,8 @@ class Operator:
         )
 
     async def look(self) -> float | None:
-        for found in self._server.kept.values():
-            if (kind := KIND_BY_NAME.get(found["kind"])) is not None:
+        for path, found in self._server.kept.items():
+            if path not in self.late and (kind := KIND_BY_NAME.get(found["kind"])) is not None:
                 self._store.put(kind, found)
         self._server.begin()
         return await self._reconciler.reconcile(KEY)
@@ -669,6 +673,28 @@ REVISION = "/apis/apps/v1/namespaces/n/controllerrevisions/m-"
 FIRST, SECOND = f"{REVISION}1", f"{REVISION}2"
 
 
+@pytest.mark.parametrize("labels", [True, False], ids=["own", "foreign"])
+async def test_a_number_that_is_taken_is_given_to_nothing_else(
+    server: ObjectServer, operator: Operator, labels: bool
+) -> None:
+    """The cache does not know it yet, and whatever was to remember it has failed; or it is somebody else's."""
+    await serve(server, operator)
+    taken = copy.deepcopy(server.kept[FIRST]) | {"revision": 2, "data": {"spec": {"engine": {"image": "w:other"}}}}
+    taken["metadata"]["name"] = "m-2"
+    if not labels:
+        del taken["metadata"]["labels"], taken["metadata"]["ownerReferences"]
+    server.change(engine={"image": "w:2"})
+    operator.late.add(SECOND)
+    server.kept[SECOND] = taken
+    await operator.look()
+    state = server.kept[MODEL]["status"]["rollout"]
+    assert state["revision"] == 3
+    assert server.kept[f"{REVISION}3"]["data"]["spec"]["engine"]["image"] == "w:2"
+    assert server.kept[SECOND] is taken
+    await operator.look()
+    assert server.kept[MODEL]["status"]["rollout"]["revision"] == 3
+
+
 async def serve(server: ObjectServer, operator: Operator, **spec: Any) -> None:
     """Revision 1 serves."""
     server.kept[MODEL]["spec"] |= {"engine": {"image": "w:1"}} | spec
@@ -741,7 +767,7 @@ async def test_without_figures_a_limit_holds_the_step(server: ObjectServer, oper
     await begin_trial(server, operator)
     for _ in range(3):
         await operator.look()
-    assert "no gateway has reported figures for 60 s" in server.conditions["Reconciling"]["message"]
+    assert "no gateway has reported figures for 45 s" in server.conditions["Reconciling"]["message"]
     server.change(rollout={"canary": steps})
     for _ in range(3):
         await operator.look()
@@ -799,6 +825,22 @@ async def test_one_model_waits_for_another(server: ObjectServer, operator: Opera
     await operator.look()
     assert server.conditions["Reconciling"]["reason"] != "WaitingForTurn"
     assert server.kept[DECODE]["spec"]["replicas"] == 2
+
+
+async def test_a_spec_that_cannot_be_read_keeps_nobody_waiting(server: ObjectServer, operator: Operator) -> None:
+    await serve(server, operator)
+    operator.turns.limit = 1
+    assert operator.turns.ask(ModelKey("n", "other"), since="2026")
+    server.change(engine={"image": "w:2"})
+    await operator.look()
+    server.settle()
+    server.kept[DECODE]["status"] |= {"updateRevision": "newer"}
+    await operator.look()
+    assert server.conditions["Reconciling"]["reason"] == "WaitingForTurn"
+    server.change(engine={"image": "w:2", "unheardOf": True})
+    await operator.look()
+    operator.turns.give_back(ModelKey("n", "other"))
+    assert operator.turns.ask(ModelKey("n", "third"), since="2999")
 
 
 async def test_suspension_holds_though_the_rest_cannot_be_read(server: ObjectServer, operator: Operator) -> None:

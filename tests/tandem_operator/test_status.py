@@ -38,6 +38,19 @@ def test_everything_up() -> None:
     assert (found.decode.summary, found.url) == ("2/2", "http://m.n.svc")
 
 
+def test_why_the_spec_is_not_followed_is_told_before_what_ails_pods() -> None:
+    """Somebody has corrected the image, and needs to know why the pods of the former one stay."""
+    plan = blueprint(decode={"replicas": 2})
+    live = settled(plan)
+    pulling = {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}
+    live[ChildKey("Pod", "m-decode-1")]["status"] = container(state=pulling)
+    lost = Problem(reason="RevisionNotFound", message="remove spec.rollout.canary", stalled=True)
+    conditions = by_type(status(plan, live, trial=lost))
+    assert (conditions["Stalled"].reason, conditions["DecodeReady"].reason) == ("RevisionNotFound", "ImagePullFailed")
+    taken = Problem(reason="ChildNameTaken", message="rename", stalled=True)
+    assert by_type(status(plan, live, trial=lost, problems=[taken]))["Stalled"].reason == "ChildNameTaken"
+
+
 GROUPS = {"replicas": 2, "nodesPerReplica": 2, "parallelism": {"pipeline": 2}}
 
 

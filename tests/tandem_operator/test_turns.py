@@ -39,6 +39,19 @@ def test_who_has_waited_longest_is_next() -> None:
     assert turns.ask(B, since="3")
 
 
+def test_nobody_waits_for_a_model_that_does_not_come_for_its_turn() -> None:
+    turns = Turns(limit=1)
+    assert turns.ask(A, since="1")
+    assert not turns.ask(B, since="2")
+    assert not turns.ask(C, since="3")
+    turns.stop_waiting(B)
+    turns.give_back(A)
+    assert turns.ask(C, since="3")
+    assert not turns.ask(B, since="2"), "it has asked again"
+    turns.give_back(C)
+    assert turns.ask(B, since="2")
+
+
 def test_a_stalled_model_is_not_counted_and_may_go_on() -> None:
     turns = Turns(limit=1)
     assert turns.ask(A, since="1")

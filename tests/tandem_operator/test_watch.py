@@ -113,6 +113,23 @@ async def test_what_changes_reaches_the_store_and_a_new_list_removes_what_vanish
     task.cancel()
 
 
+async def test_a_watch_that_says_nothing_is_asked_again_from_its_last_event(
+    server: WatchServer, client: KubeClient
+) -> None:
+    """Its connection is dead, and nothing will ever tell. What it had brought is not brought again."""
+    last = watched("m-decode-1")
+    last["metadata"]["resourceVersion"] = "7"
+    server.says = [[{"type": "ADDED", "object": last}]]
+    watcher = Watcher(
+        client, ChildStore(), POD, "n", on_change=lambda _: None, backoff_seconds=(0.05,), silence_seconds=0.2
+    )
+    task = asyncio.create_task(watcher.run())
+    await until(lambda: server.watches >= 2)
+    task.cancel()
+    assert server.lists == 1
+    assert [query["resourceVersion"] for query in server.queries if "watch" in query][:2] == ["1", "7"]
+
+
 async def test_a_hundred_watches_leave_room_for_everything_else(server: WatchServer, client: KubeClient) -> None:
     """Ten namespaces and ten kinds, with four connections for requests."""
     store = ChildStore()

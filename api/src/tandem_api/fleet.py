@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, FiniteFloat, NonNegativeInt
 
 from tandem_api.base import Wire
 from tandem_api.names import Role
@@ -26,13 +26,13 @@ class WorkerReport(Wire):
     """Whether requests may go to it now."""
     reason: str | None = None
     """Why it is ejected: the name of the failure, as in the metric."""
-    requests: int = 0
+    requests: NonNegativeInt = 0
     """Attempts at it that have ended, whether or not another worker made good for them; but for those that clients gave
     up, and those that it declined because it is loading or stopping."""
-    failures: int = 0
+    failures: NonNegativeInt = 0
     """Of those: no connection, 401, 5xx, connections that broke, timeouts, streams that ended in an error. Of prefill
     workers: prompts that they were named for and did not compute."""
-    ttft_counts: list[int] = Field(default_factory=list[int])
+    ttft_counts: list[NonNegativeInt] = Field(default_factory=list[int])
     """Streams by the seconds from sending the request to the first token, by `TTFT_BOUNDS`, each bucket by itself.
     Answers in one piece do not tell. Empty for prefill workers."""
 
@@ -42,9 +42,9 @@ class FleetReport(Wire):
 
     gateway: str
     """The pod."""
-    started_at: float
+    started_at: FiniteFloat
     """Unix seconds."""
-    at: float
+    at: FiniteFloat
     """Unix seconds of this report."""
     served_names: list[str] = Field(default_factory=list[str])
     """Names that this gateway takes as `model`."""

@@ -238,16 +238,24 @@ class Exchange:
             self._tokens_seen = events
         if not self.inquiry.stream and self._reservation is not None:
             self._reservation.assume(now)
-        if self._continuation is not None and self._continuation.has_grown() and not self._connection.held_changed():
-            self._continuation.stream.stop_keeping()
-            self.request.body = b""
-            self._connection.held_changed()
+        if self._continuation is not None and self._phase is Phase.STREAMING and self.request.body:
+            self._account_for(self._continuation)
         if self._slow or self._phase is Phase.DELIVERING:
             # The worker is not to blame: it is the client that takes nothing.
             if self._connection.is_stuck(now):
                 self._connection.transport.abort()
         elif now >= self._deadline:
             self._time_out()
+
+    def _account_for(self, continuation: Continuation) -> None:
+        """What is kept of a stream: nothing any more where there is no room for it."""
+        if not continuation.has_changed():
+            return
+        if not self._connection.held_changed():
+            continuation.stream.stop_keeping()
+        if not continuation.stream.keeps:
+            self.request.body = b""
+            self._connection.held_changed()
 
     def stop(self, error: RequestError) -> None:
         """End it from outside."""
@@ -550,8 +558,9 @@ class Exchange:
         now = self._loop.time()
         self.choice.decode.count_first_token(now - self._reservation.since)
         self._reservation.first_token(now)
-        if isinstance(self._stream, JournaledStream) and may_keep(self._context.budget, len(self.request.body)):
-            self._continuation = Continuation(self._stream, self.choice.decode.worker.revision)
+        stream, size = self._stream, len(self.request.body)
+        if isinstance(stream, JournaledStream) and stream.keeps and may_keep(self._context.budget, size):
+            self._continuation = Continuation(stream, self.choice.decode.worker.revision)
         else:
             self.request.body = b""
             self._connection.held_changed()

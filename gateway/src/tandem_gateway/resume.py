@@ -21,8 +21,6 @@ MAX_STALLS = 3
 """Moves after failures without any event between them. A request that kills workers must not meet all of them."""
 MAX_DEATHS = 8
 """Workers that fail under one stream, in all."""
-MAX_UNIT_BYTES = 8 * MAX_EVENT_BYTES
-"""Between two marks."""
 FATAL = frozenset(outcome.value for outcome in (Outcome.RESET, Outcome.TIMEOUT, Outcome.ERROR))
 """Reasons that may be the stream's own fault."""
 _LINE = b"\n" + MARK
@@ -32,29 +30,33 @@ _GROWN_BYTES = 16 * 1024
 class JournaledStream(EventStream):
     """Takes a stream apart: events for the client, marks for the journal. O(1) per read of one marked unit."""
 
-    __slots__ = ("head", "journal", "keeps")
+    __slots__ = ("_searched", "head", "journal", "keeps")
 
     def __init__(self, head: bytes) -> None:
         """`head` is what the worker said in the header."""
         super().__init__()
         self.head = head
         self.journal = bytearray()
+        """Once it is not kept any more, its last line alone."""
         self.keeps = True
+        self._searched = 0
+        """So many bytes of what is held have no mark."""
 
     def feed(self, data: bytes) -> bytes:
-        """Events to pass on now, possibly none. Everything returned is committed.
+        """Events to pass on now, possibly none. While the journal is kept, everything returned is committed.
 
         Raises:
-            EventTooLarge: no mark within MAX_UNIT_BYTES.
+            EventTooLarge: neither a mark nor the end of an event within MAX_EVENT_BYTES.
         """
-        if self._partial:
-            data = self._partial + data
-            self._partial = b""
         # Most reads are one event of one line and its mark.
         start = data.find(b"\n") + 2
-        if data.startswith(MARK, start) and data.find(b"\n", start) == len(data) - 1 and not data.startswith(MARK):
-            if self.keeps:
-                self.journal += data[start:]
+        if (
+            not self._partial
+            and data.startswith(MARK, start)
+            and data.find(b"\n", start) == len(data) - 1
+            and not data.startswith(MARK)
+        ):
+            self._note(data[start:])
             data = data[:start]
         else:
             data = self._take_apart(data)
@@ -66,21 +68,44 @@ class JournaledStream(EventStream):
         return data
 
     def _take_apart(self, data: bytes) -> bytes:
+        data = self._partial + data
         events: list[bytes] = []
         position = 0
         while True:
-            start = position if data.startswith(MARK, position) else data.find(_LINE, position) + 1
+            if data.startswith(MARK, position):
+                start = position
+            elif (found := data.find(_LINE, max(position, self._searched))) >= 0:
+                start = found + 1
+            else:
+                searched = len(data) - len(_LINE)
+                break
             end = data.find(b"\n", start) + 1
-            if (not start and position) or not end or not data.startswith(MARK, start):
+            if not end:
+                searched = start - 1
                 break
             events.append(data[position:start])
-            if self.keeps:
-                self.journal += data[start:end]
+            self._note(data[start:end])
             position = end
         self._partial = data[position:]
-        if len(self._partial) > MAX_UNIT_BYTES:
-            raise EventTooLarge
+        self._searched = max(0, searched - position)
+        if len(self._partial) > MAX_EVENT_BYTES:
+            events.append(self._let_go())
         return b"".join(events)
+
+    def _note(self, line: bytes) -> None:
+        if not self.keeps:
+            self.journal.clear()
+        self.journal += line
+
+    def _let_go(self) -> bytes:
+        """Too much for one mark: its events go to the client as they come, and the stream stays where it is."""
+        border = self._partial.rfind(b"\n\n") + 2
+        if border < 2:
+            raise EventTooLarge
+        events, self._partial = self._partial[:border], self._partial[border:]
+        self._searched = 0
+        self.stop_keeping()
+        return events
 
     @property
     def moved(self) -> bool:
@@ -94,6 +119,7 @@ class JournaledStream(EventStream):
     def restart(self) -> None:
         """Another worker goes on: what the first one did not commit is dropped."""
         self._partial = b""
+        self._searched = 0
         if self.moved:
             del self.journal[-len(MOVED) :]
 
@@ -161,11 +187,13 @@ class Continuation:
         self.moves += 1
         return self.reason
 
-    def has_grown(self) -> bool:
-        """The journal has, by enough to be accounted for. Called now and then."""
+    def has_changed(self) -> bool:
+        """The journal has grown by enough to be accounted for, or is not kept any more. Called now and then."""
         size = len(self.stream.journal)
         if size > MAX_JOURNAL_BYTES:
             self.stream.stop_keeping()
+        if not self.stream.keeps:
+            return True
         grown = size > self._accounted + _GROWN_BYTES
         if grown:
             self._accounted = size

@@ -248,6 +248,8 @@ class Operator:
                 # A defect met by one model must not stop the others.
                 log.exception("reconcile failed; will try again", extra=retry)
             finally:
+                if failed:
+                    self._turns.stop_waiting(key)
                 self._queue.done(key, failed=failed)
             metrics.RECONCILE_SECONDS.observe(time.monotonic() - started)
             metrics.RECONCILES.labels("error" if failed else "success").inc()

@@ -86,6 +86,11 @@ class Fleet:
         return any(role.new_up or role.old_up for role in self._decoding())
 
     @property
+    def has_new_up(self) -> bool:
+        """Something decodes, or may, that has the template that all should have."""
+        return any(role.new_up for role in self._decoding())
+
+    @property
     def serves_nothing(self) -> bool:
         """Nothing is meant to decode."""
         return not any(role.wanted for role in self._decoding())
@@ -222,8 +227,8 @@ def _roll(before: RolloutStatus, wish: Wish, now: datetime) -> RolloutStatus:
 
 
 def _prepare(state: RolloutStatus, wish: Wish, fleet: Fleet, now: datetime) -> RolloutStatus:
-    if not fleet.is_up:
-        # What is broken serves nobody that a canary would protect. What starts, or is suspended, is waited for.
+    if not fleet.has_new_up:
+        # What is broken cannot be gone back to, whatever serves beside it. What starts, or is suspended, is waited for.
         return _roll(state, wish, now) if fleet.is_current and fleet.trouble is not None else state
     if not fleet.is_even or not wish.may_roll or fleet.serves_nothing:
         return state
@@ -239,7 +244,8 @@ def _try(
     assert canary is not None
     if trial is None or fleet.serves_nothing or fleet.has_lost_old:
         return state.model_copy(update={"phase": "Preparing", "since": _text(now), "canary": None})
-    trial = trial.model_copy(update={"step": min(trial.step, len(canary.steps))})
+    state = state.model_copy(update={"since": _not_ahead(state.since, now)})
+    trial = trial.model_copy(update={"step": min(trial.step, len(canary.steps)), "since": _not_ahead(trial.since, now)})
     if (failure := _failure(canary, state, trial, wish, fleet, verdict, now)) is not None:
         ended = trial.model_copy(
             update={"weight": 0, "ready": False, "reason": failure.reason, "message": failure.message}
@@ -320,6 +326,11 @@ def _step(canary: Canary, trial: CanaryStatus) -> CanaryStep:
 def _seconds_since(text: str, now: datetime) -> float:
     began = parse_time(text)
     return 0.0 if began is None else (now - began).total_seconds()
+
+
+def _not_ahead(text: str, now: datetime) -> str:
+    """A time that is written down; now where that has not come yet: the clock that told it was ahead of this one."""
+    return _text(now) if _seconds_since(text, now) < 0 else text
 
 
 def _text(time: datetime) -> str:

@@ -15,8 +15,7 @@ from tandem_api.inferencemodel import Canary, CanaryFigures
 from tandem_api.names import Role
 from tandem_api.quantities import parse_duration
 
-FRESH_SECONDS = 60.0
-"""A report that is older says nothing of now."""
+from tandem_operator.fleet import STALE_SECONDS
 
 Counter = tuple[str, float, str, str]
 """Gateway, when it started, worker, address: the counts of a worker that any of these parts from another."""
@@ -52,7 +51,13 @@ def take_differences(tally: Tally, reports: Iterable[FleetReport]) -> tuple[Tall
 def _figures_of(worker: WorkerReport) -> CanaryFigures:
     if worker.role is Role.PREFILL:
         return CanaryFigures(prefill_requests=worker.requests, prefill_failures=worker.failures)
-    return CanaryFigures(requests=worker.requests, failures=worker.failures, ttft_counts=worker.ttft_counts)
+    times = _known_buckets(worker.ttft_counts)
+    return CanaryFigures(requests=worker.requests, failures=worker.failures, ttft_counts=times)
+
+
+def _known_buckets(counts: list[int]) -> list[int]:
+    """Nothing where they are not this release's: a gateway of another image may count in others."""
+    return counts if len(counts) == len(TTFT_BOUNDS) + 1 else []
 
 
 def _minus(now: CanaryFigures, before: CanaryFigures) -> CanaryFigures:
@@ -83,11 +88,6 @@ def add_figures(one: CanaryFigures | None, other: CanaryFigures) -> CanaryFigure
     )
 
 
-def are_fresh(reports: Iterable[FleetReport], *, now: float) -> bool:
-    """Whether any gateway has said something lately."""
-    return any(now - report.at <= FRESH_SECONDS for report in reports)
-
-
 class Judgement(Enum):
     GOOD = "good"
     """Nothing speaks against the next step."""
@@ -114,7 +114,7 @@ def judge(canary: Canary | None, mine: CanaryFigures | None, others: CanaryFigur
     if found is not None and found.judgement is Judgement.BAD:
         return found
     if not fresh:
-        text = f"no gateway has reported figures for {FRESH_SECONDS:g} s, so maxErrorRate and maxTTFT cannot be judged"
+        text = f"no gateway has reported figures for {STALE_SECONDS:g} s, so maxErrorRate and maxTTFT cannot be judged"
         return Verdict(judgement=Judgement.UNKNOWN, reason="NoFigures", text=text)
     if mine.requests < canary.min_requests:
         text = f"{mine.requests} of {canary.min_requests} requests (minRequests) have been answered"
@@ -138,10 +138,11 @@ def _judge_errors(canary: Canary, mine: CanaryFigures) -> Verdict | None:
 
 def _judge_ttft(canary: Canary, mine: CanaryFigures, others: CanaryFigures) -> Verdict | None:
     limit = canary.max_ttft
-    if limit is None or sum(mine.ttft_counts) < canary.min_requests:
+    times, usual_times = _known_buckets(mine.ttft_counts), _known_buckets(others.ttft_counts)
+    if limit is None or sum(times) < canary.min_requests:
         return None
     share = limit.percentile / 100
-    at_least = percentile_bounds(mine.ttft_counts, share)[0]
+    at_least = percentile_bounds(times, share)[0]
     name = f"the {limit.percentile}th percentile of the time to the first token"
     if limit.duration is not None:
         if at_least < parse_duration(limit.duration):
@@ -149,10 +150,10 @@ def _judge_ttft(canary: Canary, mine: CanaryFigures, others: CanaryFigures) -> V
         text = f"{name} is above {at_least:g} s, and maxTTFT is {limit.duration}"
         return Verdict(judgement=Judgement.BAD, reason="TTFTExceeded", text=text)
     assert limit.factor is not None
-    if (count := sum(others.ttft_counts)) < canary.min_requests:
+    if (count := sum(usual_times)) < canary.min_requests:
         text = f"the other workers have answered {count} of the {canary.min_requests} requests to compare with"
         return Verdict(judgement=Judgement.UNKNOWN, reason="TooFewRequests", text=text)
-    usual = percentile(others.ttft_counts, share)
+    usual = percentile(usual_times, share)
     if at_least < limit.factor * usual:
         return None
     text = f"{name} is above {at_least:g} s, more than {limit.factor:g} times (maxTTFT) the others' {usual:.2g} s"

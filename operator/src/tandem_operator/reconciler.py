@@ -11,7 +11,7 @@ import dataclasses
 import datetime
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -46,7 +46,7 @@ from tandem_operator.errors import (
     NamespaceEndingError,
     NotFoundError,
 )
-from tandem_operator.figures import Tally, are_fresh, take_differences
+from tandem_operator.figures import Tally, take_differences
 from tandem_operator.fleet import FleetWatch
 from tandem_operator.hub import Hub
 from tandem_operator.keeper import KeyKeeper, KeyLook
@@ -64,6 +64,7 @@ from tandem_operator.manifests import (
     Manifest,
     ModelKey,
     child_key,
+    controller_of,
     dig,
 )
 from tandem_operator.parsing import parse_model, parse_status
@@ -259,6 +260,7 @@ class Reconciler:
         """What cannot be read stays as it is, but for `suspend`: somebody who pulls the brake means it."""
         problem = Problem(reason=error.reason, message=str(error), stalled=True)
         self._turns.count(key, stalled=True)
+        self._turns.stop_waiting(key)
         suspended = dig(raw, "spec", "suspend") is True
         if suspended:
             for child, workload in own_workloads(outcome.before, owner_uid=str(raw["metadata"]["uid"])).items():
@@ -287,14 +289,17 @@ class Reconciler:
                 if found is not None and (kept := kept_content(found, owner_uid=uid)) is not None:
                     history[kept[0]] = kept[1]
         ours = own_workloads(outcome.before, owner_uid=uid)
-        taken = highest_number(outcome.before)
-        seen = look_at(blueprint, history, ours, request=retry_request(raw), taken=taken, now=now, known=known)
+        taken, request = highest_number(outcome.before), retry_request(raw)
+        seen = look_at(blueprint, history, ours, request=request, taken=taken, now=now, known=known)
+        while seen.record is not None and not await self._keep(key, seen.record, outcome):
+            if seen.record["revision"] <= taken:
+                break
+            taken = seen.record["revision"]
+            seen = look_at(blueprint, history, ours, request=request, taken=taken, now=now, known=known)
         await asyncio.sleep(0)
         added, fresh = self._count(key, seen.before, now=now.timestamp())
         course = decide(seen, ours, may_roll=self._take_turn(key, seen), added=added, fresh=fresh, now=now)
         await asyncio.sleep(0)
-        if seen.record is not None:
-            await self._keep(key, seen.record, outcome)
         phases = {seen.before and seen.before.phase, course.state and course.state.phase}
         if seen.before is not None and "Canary" in phases and len(phases) > 1:
             # An operator that stops in this moment must not take the pods of one revision for those of the other.
@@ -317,15 +322,21 @@ class Reconciler:
             return {}, False
         reports = self._fleet.reports(key)
         self._tallies[key], added = take_differences(self._tallies.get(key) or Tally(since=now), reports)
-        return added, are_fresh(reports, now=now)
+        return added, bool(reports)
 
-    async def _keep(self, key: ModelKey, record: Manifest, outcome: Outcome) -> None:
-        """Make a ControllerRevision. One of that name has the same content: numbers are given once."""
+    async def _keep(self, key: ModelKey, record: Manifest, outcome: Outcome) -> bool:
+        """Make a ControllerRevision. False where one of that name has another content: the cache does not know it yet,
+        or it is somebody else's."""
         async with _collecting(outcome, str(child_key(record)), doing="create"):
-            with suppress(ConflictError):
+            try:
                 made = await self._client.create(CONTROLLER_REVISION.path(key.namespace), record)
-                outcome.children[child_key(made)] = made
-                metrics.WRITES.labels("create", CONTROLLER_REVISION.name).inc()
+            except ConflictError:
+                found = await self._client.find(CONTROLLER_REVISION.path(key.namespace, record["metadata"]["name"]))
+                uid = dig(controller_of(record), "uid")
+                return found is None or kept_content(found, owner_uid=uid) == kept_content(record, owner_uid=uid)
+            outcome.children[child_key(made)] = made
+            metrics.WRITES.labels("create", CONTROLLER_REVISION.name).inc()
+        return True
 
     async def _execute(self, key: ModelKey, course: Course, outcome: Outcome, *, hold: bool) -> None:
         """Do all that can be done. What fails is collected, and nothing else waits for it.

@@ -33,6 +33,8 @@ WAITS_FOR_A_WISH = frozenset({"Suspended", "ScaledToZero", "RolloutPaused"})
 _OVERDUE = "ProgressDeadlineExceeded"
 _NOT_OVERDUE = frozenset({"Suspended", WAITING_FOR_TURN, "Canary"})
 """What takes as long as it takes; a canary has a deadline of its own."""
+_NOT_FOLLOWED = frozenset({"RevisionNotFound", "RevisionUnreadable"})
+"""The spec is not followed before somebody acts. To be told before what ails pods: the spec may be what heals them."""
 State = Literal["True", "False", "Unknown"]
 _NO_WEIGHTS = CommitPlan()
 
@@ -137,7 +139,8 @@ def _summary(
     zero = _zero(blueprint, states)
     refused = next((problem for problem in problems if problem.stalled), None)
     troubles = [*problems, *(state.problem for state in states.values() if state.problem is not None)]
-    stalled = next((problem for problem in troubles if problem.stalled), None)
+    unfollowed = trial if refused is None and trial is not None and trial.reason in _NOT_FOLLOWED else None
+    stalled = unfollowed or next((problem for problem in troubles if problem.stalled), None)
     settled = all(state.settled for state in states.values()) and not waiting and not troubles
     if zero is not None and stalled is None and settled:
         stalled = zero

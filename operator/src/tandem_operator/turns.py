@@ -65,6 +65,10 @@ class Turns:
         if key in self._rolling:
             self._rolling[key] = not stalled
 
+    def stop_waiting(self, key: ModelKey) -> None:
+        """This model cannot be looked at now: the others do not wait for it to take its turn. It asks again."""
+        self._waiting.pop(key, None)
+
     def give_back(self, key: ModelKey) -> None:
         """This model does not roll, or is gone."""
         self._rolling.pop(key, None)

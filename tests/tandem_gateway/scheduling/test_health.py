@@ -132,6 +132,19 @@ def test_the_last_one_serves_all_while_it_is_half_open() -> None:
         scheduler.reserve(choice, make_demand(), 1.0)
 
 
+@pytest.mark.parametrize("outcome", list(RULES))
+def test_a_pause_ends_though_nobody_asks(outcome: Outcome) -> None:
+    """What is told of a worker must not wait for the next client: by it a pod counts as ready or not."""
+    scheduler = fleet(4)
+    worker = scheduler.endpoints["w0"]
+    for _ in range(RULES[outcome].threshold):
+        scheduler.report(worker, outcome, 1000.0)
+    scheduler.tick(1000.0 + RULES[outcome].first * 0.99)
+    assert worker.state == "ejected"
+    scheduler.tick(1000.0 + RULES[outcome].first)
+    assert (worker.state, worker.level >= 0) == ("half-open", True)
+
+
 def test_many_failures_at_once_cost_one_pause() -> None:
     scheduler = fleet(2)
     for _ in range(64):

@@ -23,6 +23,7 @@ from tandem_worker.engine.errors import RequestError
 from tandem_worker.server.app import build_app
 from tandem_worker.server.deltas import DeltaHub
 from tandem_worker.server.journal import read_journal
+from tandem_worker.server.pacing import complete as complete_steps
 
 from tests.tandem_worker.engine.history_model import HistoryModel
 from tests.tandem_worker.server.conftest import byte_level_tokenizer, share_compiler
@@ -306,11 +307,15 @@ async def test_tokens_that_do_not_belong_are_refused(pair: tuple[httpx.AsyncClie
     assert response.status_code == 409
     assert "grammar" in response.json()["error"]["message"]
     head, _ = await record(pair[0], KINDS["greedy"])
-    response = await resume(pair[1], KINDS["greedy"], head, [b": b 0 0\n", b": t 0 100000\n"])
-    assert response.status_code == 409
+    for token in (100_000, -5, 99_999_999_999):
+        response = await resume(pair[1], KINDS["greedy"], head, [b": b 0 0\n", b": t 0 %d\n" % token])
+        assert response.status_code == 409
 
 
-@pytest.mark.parametrize("journal", [b"", b"{}\n", b"[]\n: t 0 1\n", b"x", b": t\n", b"\xff\n"])
+HEAD_OF_OTHER_TYPES = b'{"id":"i","created":1,"fingerprint":"f","seed":"7","digest":"d"}\n'
+
+
+@pytest.mark.parametrize("journal", [b"", b"{}\n", b"[]\n: t 0 1\n", b"x", b": t\n", b"\xff\n", HEAD_OF_OTHER_TYPES])
 async def test_a_journal_that_is_none_is_refused(
     pair: tuple[httpx.AsyncClient, httpx.AsyncClient], journal: bytes
 ) -> None:
@@ -325,7 +330,13 @@ async def test_a_journal_that_is_none_is_refused(
 def test_no_journal_breaks_the_reader(lines: list[bytes]) -> None:
     head = orjson.dumps({"id": "i", "created": 1, "fingerprint": "f", "seed": 1, "digest": "d"})
     with contextlib.suppress(RequestError):
-        read_journal(b"\n".join([head, *(MARK + line for line in lines)]))
+        complete_steps(read_journal(b"\n".join([head, *(MARK + line for line in lines)])))
+
+
+def test_a_long_journal_leaves_others_their_turn() -> None:
+    head = orjson.dumps({"id": "i", "created": 1, "fingerprint": "f", "seed": 1, "digest": "d"})
+    steps = read_journal(head + b"\n" + b": t 0 7\n" * 100_000)
+    assert len(list(steps)) > 50
 
 
 async def test_a_client_of_its_own_sees_no_marks(pair: tuple[httpx.AsyncClient, httpx.AsyncClient]) -> None:

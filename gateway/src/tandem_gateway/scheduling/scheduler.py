@@ -292,7 +292,8 @@ class Scheduler:
                 endpoint.pool.admit(endpoint)
 
     def tick(self, now: float) -> None:
-        """Look for workers that are silent or slow."""
+        """End the pauses that are over, whether or not anybody asks, and look for workers that are silent or slow."""
+        self._readmit(now)
         passed = now - self._checked_at
         if passed < CHECK_SECONDS:
             return

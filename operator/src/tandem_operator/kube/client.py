@@ -127,8 +127,14 @@ class KubeClient:
                 return
             query["continue"] = token
 
-    async def watch(self, path: str, *, selector: Mapping[str, str], resource_version: str) -> AsyncIterator[Manifest]:
-        """Watch events after `resource_version` until the API server ends the stream."""
+    async def watch(
+        self, path: str, *, selector: Mapping[str, str], resource_version: str, silence_seconds: float | None = None
+    ) -> AsyncIterator[Manifest]:
+        """Watch events after `resource_version` until the API server ends the stream.
+
+        Raises:
+            TimeoutError: nothing came for `silence_seconds`; without them, for longer than a watch lasts.
+        """
         query = {
             "watch": "true",
             "allowWatchBookmarks": "true",
@@ -136,7 +142,7 @@ class KubeClient:
             "resourceVersion": resource_version,
             "timeoutSeconds": str(_WATCH_SECONDS),
         }
-        limits = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=_WATCH_SECONDS + 30)
+        limits = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=silence_seconds or _WATCH_SECONDS + 30)
         response = await self._request("GET", path, query=query, limits=limits, client=self._watches)
         try:
             if response.status >= 400:

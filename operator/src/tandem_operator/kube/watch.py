@@ -20,7 +20,7 @@ from tandem_api import names
 from tandem_operator import metrics
 from tandem_operator.errors import APIError, ExpiredError
 from tandem_operator.kube.client import KubeClient
-from tandem_operator.manifests import Kind, Manifest, ModelKey
+from tandem_operator.manifests import EVENT, Kind, Manifest, ModelKey
 from tandem_operator.workloads.blueprint import COMPONENT_LABEL, HISTORY
 
 CHILDREN = {"labelSelector": f"{names.MANAGED_BY_LABEL}={names.MANAGED_BY},{names.LABEL_MODEL}"}
@@ -30,6 +30,9 @@ REVISIONS = {"labelSelector": f"{CHILDREN['labelSelector']},{COMPONENT_LABEL}={H
 _BACKOFF_SECONDS = (0.2, 1.0, 2.0, 5.0, 10.0, 30.0)
 _HEALTHY_SECONDS = 10.0
 """A watch that lasted this long had worked: that it ends now says nothing about the failures before it."""
+_SILENCE_SECONDS = 90.0
+"""A watch without events brings a bookmark about every minute; one that brings nothing at all is taken for dead. Of
+Events the API server keeps no cache and sends no bookmarks."""
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +60,7 @@ class Watcher:
         on_change: Callable[[ModelKey], None],
         selector: Mapping[str, str] = CHILDREN,
         backoff_seconds: tuple[float, ...] = _BACKOFF_SECONDS,
+        silence_seconds: float = _SILENCE_SECONDS,
     ) -> None:
         self._client = client
         self._store = store
@@ -65,6 +69,8 @@ class Watcher:
         self._on_change = on_change
         self._selector = selector
         self._backoff = backoff_seconds
+        self._silence = None if kind == EVENT else silence_seconds
+        self._version: str | None = None
         self._path = kind.path(namespace)
         self.synced = asyncio.Event()
         """Set once the store has everything that was there at the start."""
@@ -75,16 +81,15 @@ class Watcher:
     async def run(self) -> None:
         """Never returns; failures are logged and tried again."""
         failures = 0
-        version: str | None = None
         while True:
             started = time.monotonic()
             error: Exception | None = None
             try:
-                version = version or await self._list()
+                version = self._version = self._version or await self._list()
                 started = time.monotonic()
-                version = await self._follow(version)
+                await self._follow(version)
             except ExpiredError as expired:
-                version, error = None, expired
+                self._version, error = None, expired
             except (APIError, aiohttp.ClientError, TimeoutError, ValueError) as failure:
                 error = failure
             lasted = time.monotonic() - started
@@ -113,17 +118,18 @@ class Watcher:
             self._on_change(model)
         return version
 
-    async def _follow(self, version: str) -> str:
-        """Apply watch events until the stream ends; returns the version to go on from."""
-        async for event in self._client.watch(self._path, selector=self._selector, resource_version=version):
+    async def _follow(self, version: str) -> None:
+        """Apply watch events until the stream ends. However it does, the next one goes on from the last of them."""
+        async for event in self._client.watch(
+            self._path, selector=self._selector, resource_version=version, silence_seconds=self._silence
+        ):
             item: Manifest = event["object"]
             if event["type"] == "ERROR":
                 message = str(item.get("message"))
                 raise ExpiredError(410, message) if item.get("code") == 410 else APIError(item.get("code", 0), message)
-            version = item["metadata"]["resourceVersion"]
+            self._version = item["metadata"]["resourceVersion"]
             if event["type"] == "BOOKMARK":
                 continue
             change = self._store.remove if event["type"] == "DELETED" else self._store.put
             if (model := change(self._kind, item)) is not None:
                 self._on_change(model)
-        return version

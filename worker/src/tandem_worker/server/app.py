@@ -181,7 +181,7 @@ class _Api:
         if plan.stream and wants_journal(scope):
             plan.journal = open_journal(plan)
         if resume is not None:
-            await take_up(plan, resume)
+            await take_up(plan, resume, vocab_size=self._model.vocab_size)
         scope["tandem.usage"] = await self._answerer.run(plan, receive, send, {})
 
     async def embeddings(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -29,11 +29,14 @@ from tandem_worker.engine.schedule.params import GenerationRequest, TokenLogprob
 from tandem_worker.server.deltas import ClientGoneError
 from tandem_worker.server.http import header
 from tandem_worker.server.intake import BODY_SECONDS
+from tandem_worker.server.pacing import Steps, pace
 from tandem_worker.server.text.choice import Choice
 from tandem_worker.server.text.output import Update
 
 Withheld = tuple[int, TokenLogprob]
 _MAX_BYTES = MAX_JOURNAL_BYTES + 64 * 1024
+_SLICE_LINES = 1024
+"""Of reading: a few milliseconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,16 +142,27 @@ def digest_requests(requests: Sequence[GenerationRequest]) -> str:
     return digest.hexdigest()
 
 
-def read_journal(data: bytes) -> Resume:
+def read_journal(data: bytes) -> Steps[Resume]:
     """Raises RequestError."""
     try:
         head, *lines = data.split(b"\n")
-        resume = Resume(head=StreamHead(**orjson.loads(head)))
-        for line in lines:
-            _read_line(resume, line)
+        resume = Resume(head=_read_head(head))
+        for start in range(0, len(lines), _SLICE_LINES):
+            if start:
+                yield
+            for line in lines[start : start + _SLICE_LINES]:
+                _read_line(resume, line)
     except (ValueError, TypeError, KeyError) as error:
         raise RequestError(f"The journal cannot be read: {error}.", code="invalid_journal") from error
     return resume
+
+
+def _read_head(data: bytes) -> StreamHead:
+    head = StreamHead(**orjson.loads(data))
+    texts, numbers = (head.id, head.fingerprint, head.digest), (head.created, head.seed)
+    if not all(type(text) is str for text in texts) or not all(type(number) is int for number in numbers):
+        raise ValueError("a field of its head has the wrong type")
+    return head
 
 
 def _read_line(resume: Resume, line: bytes) -> None:
@@ -204,7 +218,7 @@ async def take_journal(scope: Scope, receive: Receive) -> tuple[Resume | None, S
     except TimeoutError as error:
         message = f"The journal was not complete after {BODY_SECONDS:g} s."
         raise RequestError(message, code="body_timeout", status=408) from error
-    resume = read_journal(bytes(data[:size]))
+    resume = await pace(read_journal(bytes(data[:size])))
     return resume, _without_length(scope, size), _replay(bytes(data[size:]), more, receive)
 
 

@@ -29,9 +29,9 @@ def open_journal(plan: Plan) -> Journal:
     return Journal(start)
 
 
-async def take_up(plan: Plan, resume: Resume) -> None:
+async def take_up(plan: Plan, resume: Resume, *, vocab_size: int) -> None:
     """Bring a plan that was made with `resume.head` to where the stream stood. Raises RequestError (409)."""
-    _check(plan, resume)
+    _check(plan, resume, vocab_size)
     n = plan.requests[0].n
     requests: list[GenerationRequest] = []
     for position, request in enumerate(plan.requests):
@@ -59,7 +59,7 @@ async def take_up(plan: Plan, resume: Resume) -> None:
     plan.begun = resume.cached
 
 
-def _check(plan: Plan, resume: Resume) -> None:
+def _check(plan: Plan, resume: Resume, vocab_size: int) -> None:
     head, ours = resume.head, plan.encoder.head
     if not plan.stream:
         raise _cannot_resume("it is no stream")
@@ -69,6 +69,9 @@ def _check(plan: Plan, resume: Resume) -> None:
         raise _cannot_resume("its prompt, or the room after it, is another one here")
     if not all(0 <= index < len(plan.choices) for index in resume.choices):
         raise _cannot_resume("it has other choices")
+    for index, record in resume.choices.items():
+        if record.token_ids and not 0 <= min(record.token_ids) <= max(record.token_ids) < vocab_size:
+            raise _cannot_resume(f"choice {index} has tokens that are none of this model's")
 
 
 async def _repeat_opening(plan: Plan, position: int) -> None:
