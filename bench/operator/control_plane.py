@@ -6,6 +6,7 @@ It has a state folder and a network namespace of its own and stands beside the t
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -150,6 +151,15 @@ class ControlPlane:
         flags = [f"--kubeconfig={self.kubeconfig}", f"--config={config}", f"--cidr={POD_NETWORK}"]
         flags.append(f"--manage-nodes-with-annotation-selector={FAKE_NODE}=fake")
         self._start("kwok", programs["kwok"], flags)
+
+    def cpu_seconds(self) -> dict[str, float]:
+        """Processor time that each program has taken so far."""
+        ticks = os.sysconf("SC_CLK_TCK")
+        found: dict[str, float] = {}
+        for record in self.processes.read():
+            fields = Path(f"/proc/{record.pid}/stat").read_text().rpartition(")")[2].split()
+            found[record.name] = (int(fields[11]) + int(fields[12])) / ticks
+        return found
 
     def _start(self, name: str, program: Path, arguments: list[str]) -> None:
         self.processes.start(name, self.namespace.enter(program, *arguments), str(program))
