@@ -172,7 +172,6 @@ class Operator:
             if not await _first(stopped, _first(held, synced)):
                 return 0
             await self._remember_turns()
-            gc.collect()
             gc.freeze()  # modules and types: a hundred thousand objects that every full collection would look through
             tasks += [asyncio.create_task(self._work(), name="worker") for _ in range(self._settings.workers)]
             tasks.append(asyncio.create_task(self._resync(), name="resync"))
