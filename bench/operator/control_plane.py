@@ -150,6 +150,7 @@ class ControlPlane:
         config.write_text("\n---\n".join(json.dumps(stage) for stage in stages()))
         flags = [f"--kubeconfig={self.kubeconfig}", f"--config={config}", f"--cidr={POD_NETWORK}"]
         flags.append(f"--manage-nodes-with-annotation-selector={FAKE_NODE}=fake")
+        flags.append("--node-lease-duration-seconds=40")  # without it the nodes are taken for lost after 50 s
         self._start("kwok", programs["kwok"], flags)
 
     def cpu_seconds(self) -> dict[str, float]:

@@ -172,7 +172,6 @@ class Operator:
             if not await _first(stopped, _first(held, synced)):
                 return 0
             await self._remember_turns()
-            gc.freeze()  # modules and types: a hundred thousand objects that every full collection would look through
             tasks += [asyncio.create_task(self._work(), name="worker") for _ in range(self._settings.workers)]
             tasks.append(asyncio.create_task(self._resync(), name="resync"))
             tasks.append(asyncio.create_task(self._fleet.run(), name="fleet"))
@@ -298,6 +297,7 @@ async def _first(winner: asyncio.Future[Any], work: Any) -> bool:
 
 async def run_operator(settings: OperatorSettings) -> int:
     """The exit code of one operator process."""
+    gc.freeze()  # modules and types: a hundred thousand objects that every full collection would look through
     async with AsyncExitStack() as stack:
         connections = await connect()
         stack.push_async_callback(connections.close)
