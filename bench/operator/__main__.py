@@ -239,6 +239,7 @@ async def measure_operator(client: KubeClient, plane: ControlPlane, models: int,
     await wait(all_ready, "Ready on every model")
     figures: dict[str, Any] = {"created_seconds": created, "ready_seconds": time.monotonic() - began}
     figures["cpu_seconds"] = spent(cpu, plane.cpu_seconds())
+    print(f"operator: {models} models Ready in {figures['ready_seconds']:.1f} s")
     await operator.settle()
     writes = operator.counts("tandem_operator_writes", "verb")
     requests = operator.counts("tandem_operator_requests", "method")
@@ -291,7 +292,6 @@ async def run(models: int, events: int) -> dict[str, Any]:
         floor = await measure_floor(client, plane, models)
         print(f"floor: {models * PODS_PER_MODEL} pods ready in {floor['ready_seconds']:.1f} s")
         figures = await measure_operator(client, plane, models, events)
-        print(f"operator: {models} models Ready in {figures['ready_seconds']:.1f} s")
         return {"models": models, "pods": models * PODS_PER_MODEL, "floor": floor, "operator": figures}
 
 

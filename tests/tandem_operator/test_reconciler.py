@@ -80,7 +80,8 @@ class ObjectServer:
             return web.json_response({"message": f"{path} already exists"}, status=409)
         uid, kept = body["metadata"].get("uid"), self.kept.get(path, {"metadata": {}})
         if request.method == "PATCH" and "/status" not in path and uid not in (None, kept["metadata"].get("uid")):
-            return web.json_response({"message": f"another uid than {uid}"}, status=409)
+            message = f'"m" is invalid: metadata.uid: Invalid value: "{uid}": field is immutable'
+            return web.json_response({"message": message}, status=422)
         self.written.append(path)
         return web.json_response(self._keep(path, body))
 

@@ -86,6 +86,8 @@ def api_error(status: int, message: str) -> APIError:
     """The error class that an HTTP status and message stand for."""
     if status == 500 and "failed to create typed patch object" in message:
         return RejectedError(status, message)  # server-side apply answers so to a field that does not exist
+    if status == 422 and "metadata.uid: " in message and "field is immutable" in message:
+        return ConflictError(status, message)  # so it answers to an apply that means another object of that name
     classes: dict[int, type[APIError]] = {
         400: RejectedError, 403: ForbiddenError, 404: NotFoundError, 409: ConflictError, 410: ExpiredError,
         422: RejectedError,

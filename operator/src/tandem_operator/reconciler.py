@@ -6,6 +6,7 @@ Children come from the cache; the InferenceModel itself is read anew each time, 
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import datetime
 import logging
@@ -79,6 +80,7 @@ _SOON, _OFTEN, _RARELY = 1.0, 5.0, 15.0
 """Seconds after which to look again at what no watch reports: a removal, a refusal, a deadline."""
 
 _STATUS_SECONDS = 1.0
+_WORKLOADS = (STATEFUL_SET.name, DEPLOYMENT.name)
 
 log = logging.getLogger(__name__)
 
@@ -107,6 +109,14 @@ class Outcome:
     failures: dict[ChildKey, str] = field(default_factory=dict[ChildKey, str])
     failed: list[str] = field(default_factory=list[str])
     """Requests that time may heal."""
+
+    def add(self, part: Outcome) -> None:
+        """Take over what came of a part of the plan."""
+        self.children |= part.children
+        self.problems += part.problems
+        self.waiting += part.waiting
+        self.applied += part.applied
+        self.failed += part.failed
 
     @property
     def look_again(self) -> float | None:
@@ -372,9 +382,12 @@ class Reconciler:
             hold_workloads=hold,
             keep=frozenset(built.refused) | course.keep,
         )
-        for manifest in plan.apply:
-            async with _collecting(outcome, str(child_key(manifest))):
-                await self._make(manifest, outcome, uid=uid)
+        workloads = [manifest for manifest in plan.apply if manifest["kind"] in _WORKLOADS]
+        # Pods start when all they refer to is there.
+        for stage in ([manifest for manifest in plan.apply if manifest not in workloads], workloads):
+            parts = await asyncio.gather(*(self._make_apart(manifest, outcome, uid=uid) for manifest in stage))
+            for part in parts:
+                outcome.add(part)
         self._note(plan, outcome)
         for child in plan.delete:
             await self._delete(key, child, outcome, why="no longer wanted")
@@ -394,6 +407,13 @@ class Reconciler:
             if child.kind == STATEFUL_SET.name
             and (failure := self._creations.failure(str(dig(manifest, "metadata", "uid")))) is not None
         }
+
+    async def _make_apart(self, manifest: Manifest, outcome: Outcome, *, uid: str) -> Outcome:
+        """What came of one child: several are made at a time, and told in their order."""
+        part = Outcome(before=outcome.before, children={})
+        async with _collecting(part, str(child_key(manifest))):
+            await self._make(manifest, part, uid=uid)
+        return part
 
     async def _make(self, manifest: Manifest, outcome: Outcome, *, uid: str) -> None:
         """Create or change one child. What the cache does not know is created, which leaves alone what is there: that
@@ -478,8 +498,8 @@ class Reconciler:
             status = before
         elif status != before and not await self._write_status(key, raw, status):
             return None
-        for happening in (*happenings, *status_happenings(before, status)):
-            await self._recorder.record(key, uid, happening)
+        told = (*happenings, *status_happenings(before, status))
+        await asyncio.gather(*(self._recorder.record(key, uid, happening) for happening in told))
         return wait if wait > 0 else None
 
     async def _write_status(self, key: ModelKey, raw: Manifest, status: InferenceModelStatus) -> bool:

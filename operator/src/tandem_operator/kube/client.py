@@ -5,6 +5,7 @@ The client's typed layer is left out: it would load a class for every Kubernetes
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from tandem_operator.errors import NotFoundError, api_error
 from tandem_operator.manifests import Kind, Manifest
 
 _TIMEOUT_SECONDS = 30
-_PAGE = 50
+_PAGE = 20
 """Objects of a list at a time: parsing them is what holds the event loop."""
 _WATCH_SECONDS = 300
 _APPLY = "application/apply-patch+yaml"
@@ -44,10 +45,8 @@ class Connections:
 
 async def connect() -> Connections:
     """Clients for the cluster that the process runs in, or else that of KUBECONFIG."""
-    return Connections(
-        requests=KubeClient(await _api_client(_MAX_REQUESTS), watches=await _api_client(_UNLIMITED)),
-        lease=KubeClient(await _api_client(_MAX_LEASE_REQUESTS)),
-    )
+    requests, watches, lease = [await _api_client(n) for n in (_MAX_REQUESTS, _UNLIMITED, _MAX_LEASE_REQUESTS)]
+    return Connections(requests=KubeClient(requests, watches=watches), lease=KubeClient(lease))
 
 
 async def _api_client(connections: int) -> ApiClient:
@@ -58,6 +57,7 @@ async def _api_client(connections: int) -> ApiClient:
     except config.ConfigException:
         await loader.load_kube_config(client_configuration=configuration)
     configuration.connection_pool_maxsize = connections
+    await asyncio.sleep(0)  # reading certificates takes long
     return ApiClient(configuration)
 
 
