@@ -40,7 +40,7 @@ DECODE = 3
 PODS_PER_MODEL = DECODE + 2
 """And one prefill pod, and one gateway."""
 PARALLEL = 32
-LIMIT_SECONDS = 300.0
+LIMIT_SECONDS = 600.0
 SETTLE_SECONDS = 10.0
 CRD = Path(__file__).parents[2] / "crds" / "tandem.dev_inferencemodels.yaml"
 NAMESPACE = "bench-operator"
