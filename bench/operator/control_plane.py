@@ -6,6 +6,7 @@ It has a state folder and a network namespace of its own and stands beside the t
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -149,7 +150,17 @@ class ControlPlane:
         config.write_text("\n---\n".join(json.dumps(stage) for stage in stages()))
         flags = [f"--kubeconfig={self.kubeconfig}", f"--config={config}", f"--cidr={POD_NETWORK}"]
         flags.append(f"--manage-nodes-with-annotation-selector={FAKE_NODE}=fake")
+        flags.append("--node-lease-duration-seconds=40")  # without it the nodes are taken for lost after 50 s
         self._start("kwok", programs["kwok"], flags)
+
+    def cpu_seconds(self) -> dict[str, float]:
+        """Processor time that each program has taken so far."""
+        ticks = os.sysconf("SC_CLK_TCK")
+        found: dict[str, float] = {}
+        for record in self.processes.read():
+            fields = Path(f"/proc/{record.pid}/stat").read_text().rpartition(")")[2].split()
+            found[record.name] = (int(fields[11]) + int(fields[12])) / ticks
+        return found
 
     def _start(self, name: str, program: Path, arguments: list[str]) -> None:
         self.processes.start(name, self.namespace.enter(program, *arguments), str(program))

@@ -9,6 +9,7 @@ between the moment a timer is due and the moment it runs: a machine that gives t
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import resource
 import sys
@@ -28,7 +29,17 @@ class Watch:
     def __init__(self, report: Path) -> None:
         self.report = report
         self.holds: list[float] = []
+        self.collections: list[float] = []
+        self.collecting = 0.0
+        gc.callbacks.append(self.note_collection)
         self.started = time.monotonic()
+
+    def note_collection(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self.collecting = time.thread_time()
+        else:
+            took = time.thread_time() - self.collecting
+            self.collections = sorted([*self.collections, took], reverse=True)[:KEPT]
 
     async def run(self) -> None:
         written = 0.0
@@ -48,6 +59,7 @@ class Watch:
         text = json.dumps(
             {
                 "holds_ms": [round(hold * 1e3, 1) for hold in self.holds],
+                "collections_ms": [round(took * 1e3, 1) for took in self.collections[:3]],
                 "cpu_seconds": usage.ru_utime + usage.ru_stime,
                 "rss_mib": pages * resource.getpagesize() / 2**20,
                 "up_seconds": time.monotonic() - self.started,

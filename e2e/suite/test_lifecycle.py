@@ -78,6 +78,24 @@ def test_drift_is_corrected(main: Fleet) -> None:
     main.wait_role("main", "decode", 1)
 
 
+def test_a_field_that_goes_from_the_spec_goes_from_what_was_created(fleet: Fleet) -> None:
+    """Children are created by POST and applied from the first change on: what is not applied any more has to go."""
+    manifest = smollm2("asleep", prefill=None, suspend=True, model={"uri": "file:///models/none"})
+    manifest["spec"]["decode"]["podTemplate"] = {"metadata": {"annotations": {"example.com/team": "search"}}}
+    fleet.apply(manifest)
+
+    def annotations() -> dict[str, str]:
+        template = fleet.get("statefulsets", "asleep-decode")["spec"]["template"]
+        return template["metadata"].get("annotations", {})
+
+    until("the annotation on pods", lambda: "example.com/team" in annotations(), within=30)
+    fleet.patch("asleep", {"decode": {"podTemplate": None}})
+    until("the annotation to be gone", lambda: "example.com/team" not in annotations(), within=30)
+    managed = fleet.get("statefulsets", "asleep-decode")["metadata"]["managedFields"]
+    own = [entry["operation"] for entry in managed if entry["manager"] == "tandem-operator"]
+    assert own == ["Apply"]
+
+
 @pytest.mark.timeout(400)
 def test_models_side_by_side_then_deleted(fleet: Fleet, tandem: Any, kubernetes: Kubernetes) -> None:
     """Two in one namespace, one of the same name in another; apply, delete, apply."""

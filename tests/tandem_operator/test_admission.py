@@ -168,8 +168,8 @@ def test_an_open_gate_closes_only_on_a_fresh_word(gate: str | None, standing: St
         (view(p0=rejected(1.0)), ("True", "Admitted", "")),
         (view(unable=True), ("Unknown", "GatewayCannotReport", "update their image")),
         (
-            FleetView(silent={"m-gw": "it did not answer within 3 s"}, asked=True),
-            ("Unknown", "NoReports", "1 of 1 gateways do not report: m-gw: it did not answer within 3 s"),
+            FleetView(silent={"m-gw": "it cannot be reached within 3 s"}, asked=True),
+            ("Unknown", "NoReports", "1 of 1 gateways do not report: m-gw: it cannot be reached within 3 s"),
         ),
     ],
 )

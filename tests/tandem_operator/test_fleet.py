@@ -156,7 +156,7 @@ def broken(**fields: Any) -> Callable[[], web.StreamResponse]:
         (broken(text=report("m-one").to_json().replace('"workers":[]', '"workers":[{"state":"Fine"}]')), "workers.0"),
         (broken(text=report("m-other").to_json()), "answers as m-other"),
         (broken(body=b" " * (fleet.MAX_BYTES + 1)), "more than"),
-        (None, "did not answer within"),
+        (None, "cannot be reached within"),
     ],
 )
 async def test_what_is_no_report_is_counted_and_told(

@@ -26,7 +26,7 @@ from tandem_operator.hub import Hub
 from tandem_operator.keeper import KeyKeeper
 from tandem_operator.kube.client import KubeClient
 from tandem_operator.kube.events import CreationEvents
-from tandem_operator.kube.store import ChildStore
+from tandem_operator.kube.store import ChildStore, Kept
 from tandem_operator.manifests import EVENT, KIND_BY_NAME, ModelKey
 from tandem_operator.reconciler import Reconciler
 from tandem_operator.recorder import EventRecorder
@@ -48,6 +48,8 @@ class ObjectServer:
         self.kept: dict[str, dict[str, Any]] = {}
         self.written: list[str] = []
         self.deleted: list[str] = []
+        self.patched: dict[str, list[dict[str, Any]]] = {}
+        """Merge patches by path."""
         self.requests: list[tuple[str, str]] = []
         self.refuse: dict[tuple[str, str], tuple[int, str]] = {}
         """By method and end of the path: a status and what it says."""
@@ -55,6 +57,9 @@ class ObjectServer:
 
     async def handle(self, request: web.Request) -> web.Response:
         path = request.path
+        body = await request.json() if request.can_read_body else {}
+        if request.method == "POST":
+            path = f"{path}/{body['metadata']['name']}"
         self.requests.append((request.method, path))
         for (method, end), (status, message) in self.refuse.items():
             if request.method == method and path.endswith(end):
@@ -65,26 +70,35 @@ class ObjectServer:
         if request.method == "DELETE":
             self.deleted.append(path)
             return web.json_response({})
-        body = await request.json()
         if request.content_type == "application/merge-patch+json":
-            self.kept[path]["spec"] |= body["spec"]
+            self.patched.setdefault(path, []).append(body)
+            for part, fields in body.items():
+                self.kept[path][part] |= fields
             self.written.append(path)
             return web.json_response(self.kept[path])
-        if request.method == "POST":
-            path = f"{path}/{body['metadata']['name']}"
-            if path in self.kept:
-                return web.json_response({"message": "already exists"}, status=409)
+        if request.method == "POST" and path in self.kept:
+            return web.json_response({"message": f"{path} already exists"}, status=409)
+        uid, kept = body["metadata"].get("uid"), self.kept.get(path, {"metadata": {}})
+        if request.method == "PATCH" and "/status" not in path and uid not in (None, kept["metadata"].get("uid")):
+            message = f'"m" is invalid: metadata.uid: Invalid value: "{uid}": field is immutable'
+            return web.json_response({"message": message}, status=422)
         self.written.append(path)
+        return web.json_response(self._keep(path, body))
+
+    def _keep(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         if path.endswith("/status") and "/pods/" in path:
             conditions = self.kept[path.removesuffix("/status")]["status"].setdefault("conditions", [])
             for new in body["status"]["conditions"]:
                 conditions[:] = [*(old for old in conditions if old["type"] != new["type"]), new]
         elif path.endswith("/status"):
-            self.kept[path.removesuffix("/status")]["status"] = body["status"]
+            kept = self.kept[path.removesuffix("/status")]
+            kept["status"] = body["status"]
+            kept["metadata"]["resourceVersion"] = f"s{len(self.written)}"
+            return kept
         else:
             body["metadata"] |= {"uid": f"uid of {path}", "resourceVersion": str(len(self.written)), "generation": 1}
             self.kept[path] = body
-        return web.json_response(body)
+        return body
 
     @property
     def conditions(self) -> dict[str, dict[str, Any]]:
@@ -100,6 +114,11 @@ class ObjectServer:
     def change(self, **spec: Any) -> None:
         self.kept[MODEL]["spec"] |= spec
         self.kept[MODEL]["metadata"]["generation"] += 1
+        self.kept[MODEL]["metadata"]["resourceVersion"] = f"g{self.kept[MODEL]['metadata']['generation']}"
+
+    @property
+    def version(self) -> str:
+        return self.kept[MODEL]["metadata"]["resourceVersion"]
 
     def begin(self) -> None:
         self.written.clear()
@@ -146,10 +165,15 @@ class Operator:
     """Looks at model `m`, with a cache that knows what the server has."""
 
     def __init__(
-        self, server: ObjectServer, client: KubeClient, hub: Hub | None = None, release: Release = RELEASE
+        self,
+        server: ObjectServer,
+        client: KubeClient,
+        hub: Hub | None = None,
+        release: Release = RELEASE,
+        status_seconds: float = 0.0,
     ) -> None:
         self.now = 1_750_000_000.0
-        self._server = server
+        self._server, self.client = server, client
         self._store = ChildStore()
         keeper = KeyKeeper(client, KeyPolicy(settle_seconds=SETTLE), clock=lambda: self.now)
         self.creations = CreationEvents()
@@ -170,14 +194,27 @@ class Operator:
             self.fleet,
             self.turns,
             unserved=lambda: self.unserved,
+            status_seconds=status_seconds,
         )
 
-    async def look(self) -> float | None:
+    def learn(self) -> None:
+        """The cache is as the server is, but for what it is late with."""
         for path, found in self._server.kept.items():
             if path not in self.late and (kind := KIND_BY_NAME.get(found["kind"])) is not None:
                 self._store.put(kind, found)
+
+    def forget(self, found: dict[str, Any]) -> None:
+        """The cache has seen that this is gone."""
+        self._store.remove(KIND_BY_NAME[found["kind"]], found)
+
+    async def look(self, *, knows: bool = True) -> float | None:
+        if knows:
+            self.learn()
         self._server.begin()
         return await self._reconciler.reconcile(KEY)
+
+    def has_written(self, version: str) -> bool:
+        return self._reconciler.has_written(KEY, version)
 
 
 @pytest.fixture
@@ -250,7 +287,7 @@ WEBHOOK = (  # as API server 1.35 says it
 
 
 async def test_a_webhook_that_fails_for_one_child_stops_no_other(server: ObjectServer, operator: Operator) -> None:
-    server.refuse["PATCH", "/services/m-decode"] = (500, WEBHOOK)
+    server.refuse["POST", "/services/m-decode"] = (500, WEBHOOK)
     with pytest.raises(IncompleteError, match="Service m-decode"):
         await operator.look()
     assert {DECODE, GATEWAY} <= set(server.written)
@@ -258,7 +295,7 @@ async def test_a_webhook_that_fails_for_one_child_stops_no_other(server: ObjectS
     assert found["reason"] == "WebhookFailed"
     assert "Service m-decode" in found["message"]
     assert "ask who runs images.corp.example" in found["message"]
-    del server.refuse["PATCH", "/services/m-decode"]
+    del server.refuse["POST", "/services/m-decode"]
     await operator.look()
     assert server.conditions["Reconciling"]["reason"] == "Progressing"
 
@@ -280,14 +317,14 @@ async def test_a_pod_that_may_not_be_deleted_is_named(server: ObjectServer, oper
     ("status", "message", "reason", "advice"),
     [
         (403, "configmaps is forbidden: exceeded quota: small", "QuotaExceeded", "raise the ResourceQuota"),
-        (403, 'User "x" cannot patch resource "services"', "Forbidden", "the right to patch it: upgrade its chart"),
+        (403, 'User "x" cannot create resource "services"', "Forbidden", "the right to create it: upgrade its chart"),
         (422, "ValidatingAdmissionPolicy 'tidy' denied request", "Rejected", "ask who runs tidy"),
     ],
 )
 async def test_refusals_say_what_to_do(
     server: ObjectServer, operator: Operator, status: int, message: str, reason: str, advice: str
 ) -> None:
-    server.refuse["PATCH", "/services/m"] = (status, message)
+    server.refuse["POST", "/services/m"] = (status, message)
     await operator.look()
     stalled = server.conditions["Stalled"]
     assert stalled["reason"] == reason
@@ -296,7 +333,9 @@ async def test_refusals_say_what_to_do(
     assert advice in stalled["message"]
 
 
-@pytest.mark.parametrize("first", [("POST", "/secrets"), ("POST", "/controllerrevisions"), ("PATCH", "/services/m")])
+@pytest.mark.parametrize(
+    "first", [("POST", "/secrets/m-keys"), ("POST", "/controllerrevisions/m-1"), ("POST", "/services/m")]
+)
 async def test_a_namespace_that_is_being_deleted_is_left_alone(
     server: ObjectServer, operator: Operator, first: tuple[str, str]
 ) -> None:
@@ -363,11 +402,121 @@ async def test_a_look_at_a_model_that_is_not_ready_asks_for_no_events(server: Ob
             "message": f"exceeded quota at {time}",
             "involvedObject": {"name": "m-decode", "uid": server.kept[DECODE]["metadata"]["uid"]},
         }  # fmt: skip
-        assert operator.creations.put(EVENT, event) == KEY
+        assert operator.creations.put(EVENT, event) == Kept(KEY, is_news=True)
     await operator.look()
     assert "exceeded quota at 2026-01-01T00:01:00Z" in server.conditions["Stalled"]["message"]
     reads = [path for method, path in server.requests if method == "GET" and "/events/" not in path]
     assert sorted(reads) == [SECRET, MODEL], "the object and its keys, nothing else"
+
+
+async def test_a_new_model_is_made_without_asking_what_there_is(server: ObjectServer, operator: Operator) -> None:
+    await operator.look()
+    reads = [path for method, path in server.requests if method == "GET"]
+    assert sorted(reads) == [SECRET, MODEL]
+    assert not [path for method, path in server.requests if method == "PATCH" and path != f"{MODEL}/status"]
+    assert len(server.requests) <= 22
+
+
+async def test_a_child_of_somebody_else_that_the_cache_does_not_know_is_left_alone(
+    server: ObjectServer, operator: Operator
+) -> None:
+    path = "/api/v1/namespaces/n/services/m"
+    foreign = {"kind": "Service", "metadata": {"name": "m", "namespace": "n", "uid": "x"}, "spec": {"ports": []}}
+    server.kept[path] = copy.deepcopy(foreign)
+    await operator.look()
+    stalled = server.conditions["Stalled"]
+    assert stalled["reason"] == "ChildNameTaken"
+    assert stalled["message"].startswith("Service m exists and belongs to somebody else")
+    assert server.kept[path] == foreign
+    assert {DECODE, GATEWAY} <= set(server.written)
+    del server.kept[path]
+    await operator.look()
+    assert path in server.written
+    assert "Stalled" not in server.conditions
+
+
+async def test_a_cache_that_is_late_makes_nothing_twice(server: ObjectServer, operator: Operator) -> None:
+    """Everything is there already, made a moment ago: nothing is owned by another, nothing is changed."""
+    await operator.look()
+    before = {path: copy.deepcopy(found) for path, found in server.kept.items() if path != MODEL}
+    late = Operator(server, operator.client)
+    server.begin()
+    await late.look(knows=False)
+    assert {path: found for path, found in server.kept.items() if path in before} == before
+    assert "Stalled" not in server.conditions
+
+
+async def test_a_child_that_was_deleted_or_changed_by_hand_comes_back(server: ObjectServer, operator: Operator) -> None:
+    await operator.look()
+    service = "/api/v1/namespaces/n/services/m"
+    made = copy.deepcopy(server.kept[service])
+    server.kept[service]["spec"]["ports"][0]["port"] = 1
+    await operator.look()
+    assert server.kept[service]["spec"] == made["spec"]
+    operator.forget(server.kept.pop(service))
+    await operator.look()
+    assert server.kept[service]["spec"] == made["spec"]
+
+
+async def test_an_object_that_took_a_childs_name_is_not_written_for_a_cache_that_is_late(
+    server: ObjectServer, operator: Operator
+) -> None:
+    await operator.look()
+    service = "/api/v1/namespaces/n/services/m"
+    server.kept[service]["spec"]["ports"][0]["port"] = 1
+    operator.learn()
+    foreign = {"kind": "Service", "metadata": {"name": "m", "namespace": "n", "uid": "x"}, "spec": {"ports": []}}
+    server.kept[service] = copy.deepcopy(foreign)
+    with pytest.raises(IncompleteError, match="Service m"):
+        await operator.look(knows=False)
+    assert server.kept[service] == foreign
+
+
+async def test_what_was_created_is_claimed_before_it_is_changed(server: ObjectServer, operator: Operator) -> None:
+    await operator.look()
+    note = {"manager": "tandem-operator", "operation": "Update", "fieldsV1": {"f:spec": {"f:replicas": {}}}}
+    server.kept[GATEWAY]["metadata"]["managedFields"] = [note]
+    server.change(gateway={"replicas": 2})
+    await operator.look()
+    changes = [method for method, path in server.requests if path == GATEWAY]
+    assert changes == ["GET", "PATCH", "PATCH"], "read, claimed, applied"
+    assert server.patched[GATEWAY][0] == {
+        "metadata": {
+            "managedFields": [note | {"operation": "Apply"}],
+            "resourceVersion": server.patched[GATEWAY][0]["metadata"]["resourceVersion"],
+            "uid": f"uid of {GATEWAY}",
+        }
+    }
+    assert server.kept[GATEWAY]["spec"]["replicas"] == 2
+
+
+async def test_counts_are_told_together_and_what_matters_at_once(server: ObjectServer, operator: Operator) -> None:
+    server.change(decode={"replicas": 3})
+    patient = Operator(server, operator.client, status_seconds=30.0)
+    await patient.look()
+    server.settle()
+    server.add_pod("m-decode-0", **container())
+    assert (await patient.look() or 0) <= 30.0
+    assert f"{MODEL}/status" not in server.written, "one pod more"
+    assert server.kept[MODEL]["status"]["decode"]["replicas"] == 0
+    server.kept["/api/v1/namespaces/n/pods/m-decode-0"]["status"] = dict(READY)
+    server.kept["/api/v1/namespaces/n/pods/m-decode-0"]["status"] |= {"message": ""}
+    add_gateway(server, state="Admitted")
+    await patient.look()
+    assert server.conditions["Available"]["status"] == "True", "at once"
+    assert server.kept[MODEL]["status"]["decode"]["ready"] == 1
+
+
+async def test_the_operators_own_status_is_no_reason_to_look(server: ObjectServer, operator: Operator) -> None:
+    await operator.look()
+    assert not operator.has_written(server.version), "there is a revision now: what follows from it is looked at"
+    server.settle()
+    server.add_pod("m-decode-0", **container())
+    await operator.look()
+    assert f"{MODEL}/status" in server.written
+    assert operator.has_written(server.version)
+    server.change(suspend=True)
+    assert not operator.has_written(server.version)
 
 
 async def test_a_restart_writes_nothing(server: ObjectServer, operator: Operator) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tandem_operator.errors import ConflictError
 from tandem_operator.manifests import Manifest, ModelKey
 from tandem_operator.recorder import EventRecorder
 from tandem_operator.transitions import Happening
@@ -15,11 +16,14 @@ class FakeEvents:
     def __init__(self) -> None:
         self.kept: dict[str, Manifest] = {}
 
-    async def find(self, path: str) -> Manifest | None:
-        return self.kept.get(path)
+    async def get(self, path: str) -> Manifest:
+        return self.kept[path]
 
     async def create(self, path: str, body: Manifest) -> Manifest:
-        self.kept[f"{path}/{body['metadata']['name']}"] = body
+        path = f"{path}/{body['metadata']['name']}"
+        if path in self.kept:
+            raise ConflictError(409, "there is one")
+        self.kept[path] = body
         return body
 
     async def replace(self, path: str, body: Manifest) -> Manifest:

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 from operator_objects import pod
-from tandem_operator.kube.store import ChildStore
+from tandem_operator.kube.ownership import updates
+from tandem_operator.kube.store import ChildStore, Kept
 from tandem_operator.manifests import CONFIG_MAP, POD, ChildKey, ModelKey
 
 M = ModelKey("n", "m")
@@ -35,7 +36,7 @@ def test_a_list_removes_what_vanished() -> None:
 
 def test_the_last_child_takes_the_model_with_it() -> None:
     store = ChildStore()
-    assert store.put(POD, pod("a")) == M
+    assert store.put(POD, pod("a")) == Kept(M, is_news=True)
     assert store.remove(POD, pod("a")) == M
     assert store.models() == set()
     assert store.remove(POD, pod("a")) == M
@@ -44,3 +45,24 @@ def test_the_last_child_takes_the_model_with_it() -> None:
 def test_objects_without_a_model_are_ignored() -> None:
     stranger = {"metadata": {"name": "x", "namespace": "n"}}
     assert ChildStore().put(POD, stranger) is None
+
+
+def test_only_what_is_kept_is_news() -> None:
+    store, found = ChildStore(), pod("a", metadata={"resourceVersion": "1"}, phase="Pending")
+    assert store.put(POD, found) == Kept(M, is_news=True)
+    found["metadata"] |= {"resourceVersion": "2", "annotations": {"example.com/scraped": "now"}}
+    assert store.put(POD, found) == Kept(M, is_news=False)
+    found["metadata"]["annotations"] = {"tandem.dev/config-hash": "x"}
+    assert store.put(POD, found) == Kept(M, is_news=True)
+    found["status"]["phase"] = "Running"
+    assert store.put(POD, found) == Kept(M, is_news=True)
+
+
+def test_of_a_child_that_was_created_is_known_that_it_was() -> None:
+    store = ChildStore()
+    created = {"manager": "tandem-operator", "operation": "Update", "fieldsV1": {"f:spec": {}}}
+    applied = created | {"operation": "Apply"}
+    for managed, known in (([created, applied], True), ([applied], False)):
+        store.put(CONFIG_MAP, pod("a", metadata={"managedFields": managed}))
+        (child,) = store.children(M).values()
+        assert bool(updates(child)) is known

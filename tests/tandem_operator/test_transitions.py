@@ -34,8 +34,8 @@ def test_each_change_is_told_once() -> None:
 
 def test_workloads_that_are_made_or_scaled() -> None:
     one, three = blueprint(), blueprint(decode={"replicas": 3})
-    created = apply_happenings(build_children(one), {})
-    assert sorted(happening.reason for happening in created) == ["Created", "Created"]
+    (created,) = apply_happenings(build_children(one), {})
+    assert created.message == "created StatefulSet m-decode with 1 pods, Deployment m with 1 pods"
     (scaled,) = apply_happenings(build_children(three), children(one))
     assert scaled.message == "scaled StatefulSet m-decode from 1 to 3 pods"
 

@@ -130,6 +130,21 @@ async def test_a_watch_that_says_nothing_is_asked_again_from_its_last_event(
     assert [query["resourceVersion"] for query in server.queries if "watch" in query][:2] == ["1", "7"]
 
 
+async def test_a_change_that_nobody_reads_is_no_reason_to_look(server: WatchServer, client: KubeClient) -> None:
+    store, changed = ChildStore(), list[ModelKey]()
+    server.items = [watched("m-decode-0")]
+    touched, ready = watched("m-decode-0"), watched("m-decode-0")
+    touched["metadata"]["resourceVersion"], ready["status"] = "2", {"phase": "Running"}
+    gone = {"type": "ERROR", "object": {"code": 410, "message": "too old"}}
+    server.says = [[{"type": "MODIFIED", "object": touched}, gone], [{"type": "MODIFIED", "object": ready}]]
+    watcher = Watcher(client, store, POD, "n", on_change=changed.append, backoff_seconds=(0.05,))
+    task = asyncio.create_task(watcher.run())
+    await until(lambda: len(changed) == 2)
+    assert server.lists == 2
+    assert [child["status"] for child in store.children(M).values()] == [{"phase": "Running"}]
+    task.cancel()
+
+
 async def test_a_hundred_watches_leave_room_for_everything_else(server: WatchServer, client: KubeClient) -> None:
     """Ten namespaces and ten kinds, with four connections for requests."""
     store = ChildStore()

@@ -93,6 +93,8 @@ def api_error(status: int, message: str) -> APIError:
         return RejectedError(status, message)  # server-side apply answers so to a field that does not exist
     if status == 403 and "because it is being terminated" in message:
         return NamespaceEndingError(status, message)
+    if status == 422 and "metadata.uid: " in message and "field is immutable" in message:
+        return ConflictError(status, message)  # so it answers to an apply that means another object of that name
     classes: dict[int, type[APIError]] = {
         400: RejectedError, 403: ForbiddenError, 404: NotFoundError, 409: ConflictError, 410: ExpiredError,
         422: RejectedError,

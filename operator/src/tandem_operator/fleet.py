@@ -222,10 +222,10 @@ class FleetWatch:
                 else:
                     gateway.report = parse_report(await _read(response), gateway=name)
                     gateway.heard_at = self._clock()
-        except TimeoutError:
-            error = f"it did not answer within {ANSWER_SECONDS:g} s"
-        except aiohttp.ClientError as failure:
-            error = f"it cannot be asked: {type(failure).__name__}"
+        except (TimeoutError, aiohttp.ClientError) as failure:
+            # Which of them it is changes with the load, and with it would the status of every model.
+            error = f"it cannot be reached within {ANSWER_SECONDS:g} s"
+            log.debug("no connection", extra={"gateway": name, "error": f"{type(failure).__name__}: {failure}"})
         except ValueError as failure:
             error = str(failure)
         gateway.asked = True

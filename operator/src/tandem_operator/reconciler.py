@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import datetime
 import logging
+import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -52,6 +53,7 @@ from tandem_operator.hub import Hub
 from tandem_operator.keeper import KeyKeeper, KeyLook
 from tandem_operator.kube.client import KubeClient, object_path
 from tandem_operator.kube.events import CreationEvents
+from tandem_operator.kube.ownership import claim, updates
 from tandem_operator.kube.store import ChildStore
 from tandem_operator.manifests import (
     CONTROLLER_REVISION,
@@ -67,6 +69,7 @@ from tandem_operator.manifests import (
     controller_of,
     dig,
 )
+from tandem_operator.pace import Pace
 from tandem_operator.parsing import parse_model, parse_status
 from tandem_operator.planner import Children, Plan, Step, own_workloads, plan_children, plan_clearing, plan_step
 from tandem_operator.recorder import EventRecorder
@@ -75,7 +78,7 @@ from tandem_operator.revisions import highest_number, kept_content, read_history
 from tandem_operator.rolling import Rolling, plan_hurry, plan_rolling
 from tandem_operator.routing import seconds_left
 from tandem_operator.settings import Release
-from tandem_operator.status import build_status, refused_status, true_conditions
+from tandem_operator.status import build_status, is_same_but_counts, is_same_memory, refused_status, true_conditions
 from tandem_operator.transitions import Happening, apply_happenings, status_happenings
 from tandem_operator.turns import Turns, is_stalled
 from tandem_operator.workloads import Blueprint, Built
@@ -84,7 +87,20 @@ from tandem_operator.workloads.keys import rotation_request
 _SOON, _OFTEN, _RARELY = 1.0, 5.0, 15.0
 """Seconds after which to look again at what no watch reports: a removal, a refusal, a deadline."""
 
+_STATUS_SECONDS = 1.0
+_WORKLOADS = (STATEFUL_SET.name, DEPLOYMENT.name)
+
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """A status that was written."""
+
+    at: float
+    """By the monotonic clock."""
+    version: str | None
+    """The resourceVersion that came of it; None where the next look may decide otherwise for it."""
 
 
 @dataclass(slots=True)
@@ -103,6 +119,15 @@ class Outcome:
     """Requests that time may heal."""
     ending: bool = False
     """The namespace is being deleted."""
+
+    def add(self, part: Outcome) -> None:
+        """Take over what came of a part of the plan."""
+        self.children |= part.children
+        self.problems += part.problems
+        self.waiting += part.waiting
+        self.applied += part.applied
+        self.failed += part.failed
+        self.ending |= part.ending
 
     @property
     def look_again(self) -> float | None:
@@ -126,9 +151,12 @@ class Reconciler:
         turns: Turns | None = None,
         *,
         unserved: Callable[[], frozenset[str]] = frozenset,
+        status_seconds: float = _STATUS_SECONDS,
+        pace: Pace | None = None,
     ) -> None:
         """Without `hub`, or where its policy says so, workers resolve branches for themselves. `unserved` names the
-        kinds that the API server does not have just now."""
+        kinds that the API server does not have just now. `status_seconds` is how long a status stays that has nothing
+        to say but other counts."""
         self._client = client
         self._store = store
         self._release = release
@@ -136,6 +164,9 @@ class Reconciler:
         self._recorder = recorder
         self._creations = creations or CreationEvents()
         self._unserved = unserved
+        self._status_seconds = status_seconds
+        self._pace = pace or Pace()
+        self._statuses: dict[ModelKey, _Written] = {}
         self._hub = hub
         self._fleet = fleet or FleetWatch()
         self._turns = turns or Turns()
@@ -170,11 +201,11 @@ class Reconciler:
         await self._execute(key, course, outcome, hold=not keys.usable or weights.problem is not None)
         if outcome.ending:
             return _RARELY
-        await asyncio.sleep(0)  # a look at a thousand pods is long: others get their turn between its parts
+        await self._pace.turn()  # a look at a thousand pods is long
         ours = own_workloads(outcome.children, owner_uid=model.metadata.uid)
         blueprint = course.target.blueprint
         admitted = await self._admit(key, blueprint, ours, outcome)
-        await asyncio.sleep(0)
+        await self._pace.turn()
         status = build_status(
             blueprint,
             ours,
@@ -187,17 +218,19 @@ class Reconciler:
             weights=weights,
             more=[] if admitted is None else [admitted],
         )
-        await asyncio.sleep(0)
+        await self._pace.turn()
         status = with_traffic(status, course, ours, now=datetime.datetime.now(datetime.UTC))
         self._turns.count(key, stalled=is_stalled(status))
         happenings = apply_happenings(outcome.applied, outcome.before)
-        await self._report(key, raw, status, happenings if keys.happening is None else [keys.happening, *happenings])
+        happenings = happenings if keys.happening is None else [keys.happening, *happenings]
+        tell_after = await self._report(key, raw, status, happenings)
         if outcome.failed:
             raise IncompleteError("; ".join(outcome.failed))
         moving = any(condition.type in ("Reconciling", "Stalled") for condition in status.conditions)
         hurry = moving or is_admission_open(blueprint, ours) or (admitted is not None and admitted.status == "False")
         self._fleet.follow(key, gateway_addresses(blueprint, ours), hurry=hurry)
         again = [
+            tell_after,
             outcome.look_again or (_RARELY if moving else None),
             keys.look_after_seconds,
             None if self._hub is None else self._hub.look_after(key),
@@ -255,6 +288,12 @@ class Reconciler:
         self._fleet.forget(key)
         self._turns.give_back(key)
         self._tallies.pop(key, None)
+        self._statuses.pop(key, None)
+
+    def has_written(self, key: ModelKey, version: str) -> bool:
+        """Whether this version of the object is what came of the last status that was written: no reason to look."""
+        written = self._statuses.get(key)
+        return written is not None and written.version == version
 
     async def _refuse(self, key: ModelKey, raw: Manifest, error: ModelError, outcome: Outcome) -> None:
         """What cannot be read stays as it is, but for `suspend`: somebody who pulls the brake means it."""
@@ -290,16 +329,17 @@ class Reconciler:
                     history[kept[0]] = kept[1]
         ours = own_workloads(outcome.before, owner_uid=uid)
         taken, request = highest_number(outcome.before), retry_request(raw)
+        await self._pace.turn()
         seen = look_at(blueprint, history, ours, request=request, taken=taken, now=now, known=known)
         while seen.record is not None and not await self._keep(key, seen.record, outcome):
             if seen.record["revision"] <= taken:
                 break
             taken = seen.record["revision"]
             seen = look_at(blueprint, history, ours, request=request, taken=taken, now=now, known=known)
-        await asyncio.sleep(0)
+        await self._pace.turn()
         added, fresh = self._count(key, seen.before, now=now.timestamp())
         course = decide(seen, ours, may_roll=self._take_turn(key, seen), added=added, fresh=fresh, now=now)
-        await asyncio.sleep(0)
+        await self._pace.turn()
         phases = {seen.before and seen.before.phase, course.state and course.state.phase}
         if seen.before is not None and "Canary" in phases and len(phases) > 1:
             # An operator that stops in this moment must not take the pods of one revision for those of the other.
@@ -358,7 +398,7 @@ class Reconciler:
             limits=course.limits,
             waiting=course.waiting,
         )
-        await asyncio.sleep(0)
+        await self._pace.turn()
         hold = (hold or course.hold) and not blueprint.model.spec.suspend
         plan = plan_children(
             rolling.desired,
@@ -367,9 +407,12 @@ class Reconciler:
             hold_workloads=hold,
             keep=frozenset(built.refused) | course.keep,
         )
-        for manifest in plan.apply:
-            async with _collecting(outcome, str(child_key(manifest))):
-                await self._apply(manifest, outcome, uid=uid, known=child_key(manifest) in outcome.before)
+        workloads = [manifest for manifest in plan.apply if manifest["kind"] in _WORKLOADS]
+        # Pods start when all they refer to is there.
+        for stage in ([manifest for manifest in plan.apply if manifest not in workloads], workloads):
+            parts = await asyncio.gather(*(self._make_apart(manifest, outcome, uid=uid) for manifest in stage))
+            for part in parts:
+                outcome.add(part)
         self._note(plan, outcome)
         for child in plan.delete:
             await self._delete(key, child, outcome, why="no longer wanted")
@@ -390,23 +433,58 @@ class Reconciler:
             and (failure := self._creations.failure(str(dig(manifest, "metadata", "uid")))) is not None
         }
 
-    async def _apply(self, manifest: Manifest, outcome: Outcome, *, uid: str, known: bool) -> None:
-        """Apply one child. What the cache does not know is read first: it may be somebody else's."""
-        key, path = child_key(manifest), object_path(KIND_BY_NAME[manifest["kind"]], manifest)
+    async def _make_apart(self, manifest: Manifest, outcome: Outcome, *, uid: str) -> Outcome:
+        """What came of one child: several are made at a time, and told in their order."""
+        part = Outcome(before=outcome.before, children={})
+        async with _collecting(part, str(child_key(manifest))):
+            await self._make(manifest, part, uid=uid)
+        return part
+
+    async def _make(self, manifest: Manifest, outcome: Outcome, *, uid: str) -> None:
+        """Create or change one child. What the cache does not know is created, which leaves alone what is there: that
+        is read then, for it may be somebody else's."""
+        key, kind = child_key(manifest), KIND_BY_NAME[manifest["kind"]]
         live = outcome.before.get(key)
-        if not known and (live := await self._client.find(path)) is not None:
+        if live is None:
+            try:
+                made = await self._client.create(kind.path(manifest["metadata"]["namespace"]), manifest)
+            except ConflictError:
+                if (live := await self._client.find(object_path(kind, manifest))) is None:
+                    raise
+            else:
+                outcome.children[key] = made
+                metrics.WRITES.labels("create", key.kind).inc()
+                outcome.applied.append(manifest)
+                return
             step = plan_step(manifest, live, owner_uid=uid)
             if step is Step.WAIT or step is Step.TAKEN:
-                blocked = Plan(waiting=(key,)) if step is Step.WAIT else Plan(taken=(key,))
-                self._note(blocked, outcome)
+                self._note(Plan(waiting=(key,)) if step is Step.WAIT else Plan(taken=(key,)), outcome)
                 return
-            known = True
+            outcome.children[key] = live
+            if step is Step.KEEP:
+                return  # the cache is late
+        await self._apply(manifest, live, outcome)
+
+    async def _apply(self, manifest: Manifest, live: Manifest, outcome: Outcome) -> None:
+        """Change a child that is there and the model's own. The uid keeps the change from an object that has the name
+        by now."""
+        key, path = child_key(manifest), object_path(KIND_BY_NAME[manifest["kind"]], manifest)
+        identity = {"uid": found} if (found := dig(live, "metadata", "uid")) is not None else {}
+        if updates(live):
+            await self._claim(path, identity)
         if (patch := plan_clearing(manifest, live)) is not None:
             await self._client.merge(path, patch)
-        # Without force where nothing was seen: an object that somebody makes in this moment is a conflict, not ours.
-        outcome.children[key] = await self._client.apply(path, manifest, force=known)
+        body = manifest | {"metadata": manifest["metadata"] | identity}
+        outcome.children[key] = await self._client.apply(path, body, force=True)
         metrics.WRITES.labels("apply", key.kind).inc()
         outcome.applied.append(manifest)
+
+    async def _claim(self, path: str, identity: Manifest) -> None:
+        """Have what was created count as applied. Bound to the version that was read."""
+        live = await self._client.get(path)
+        metadata = {"managedFields": claim(live["metadata"].get("managedFields") or [])}
+        metadata |= {"resourceVersion": live["metadata"]["resourceVersion"]} | identity
+        await self._client.merge(path, {"metadata": metadata})
 
     async def _scale(self, key: ModelKey, child: ChildKey, pods: int, outcome: Outcome) -> None:
         """Change the count alone."""
@@ -433,14 +511,21 @@ class Reconciler:
 
     async def _report(
         self, key: ModelKey, raw: Manifest, status: InferenceModelStatus, happenings: Sequence[Happening]
-    ) -> None:
-        """Write the status if it says something new, and the Events that belong to it."""
+    ) -> float | None:
+        """Write the status if it says something new, and the Events that belong to it. Returns seconds after which to
+        do so, where other counts can wait: pods that come up together are told together."""
         metrics.note_conditions(key, true_conditions(status))
         before, uid = parse_status(raw), str(raw["metadata"]["uid"])
-        if status != before and not await self._write_status(key, raw, status):
-            return
-        for happening in (*happenings, *status_happenings(before, status)):
-            await self._recorder.record(key, uid, happening)
+        wait, written = 0.0, self._statuses.get(key)
+        if status != before and written is not None and is_same_but_counts(before, status):
+            wait = written.at + self._status_seconds - time.monotonic()
+        if wait > 0:
+            status = before
+        elif status != before and not await self._write_status(key, raw, status):
+            return None
+        told = (*happenings, *status_happenings(before, status))
+        await asyncio.gather(*(self._recorder.record(key, uid, happening) for happening in told))
+        return wait if wait > 0 else None
 
     async def _write_status(self, key: ModelKey, raw: Manifest, status: InferenceModelStatus) -> bool:
         """False where the model is gone."""
@@ -451,11 +536,15 @@ class Reconciler:
             "status": status.model_dump(by_alias=True, exclude_none=True),
         }
         try:
-            await self._client.apply(
+            answer = await self._client.apply(
                 INFERENCE_MODEL.path(key.namespace, key.name, subresource="status"), body, force=True
             )
         except NotFoundError:
             return False
+        version = str(dig(answer, "metadata", "resourceVersion"))
+        self._statuses[key] = _Written(
+            at=time.monotonic(), version=version if is_same_memory(parse_status(raw), status) else None
+        )
         metrics.WRITES.labels("status", INFERENCE_MODEL.name).inc()
         return True
 

@@ -13,7 +13,7 @@ import logging
 import aiohttp
 from tandem_api import names
 
-from tandem_operator.errors import APIError
+from tandem_operator.errors import APIError, ConflictError
 from tandem_operator.kube.client import KubeClient
 from tandem_operator.manifests import EVENT, Manifest, ModelKey
 from tandem_operator.transitions import Happening
@@ -35,9 +35,10 @@ class EventRecorder:
         try:
             event = self._build(key, uid, happening)
             path = EVENT.path(key.namespace, event["metadata"]["name"])
-            if (earlier := await self._client.find(path)) is None:
+            try:
                 await self._client.create(EVENT.path(key.namespace), event)
-            else:
+            except ConflictError:
+                earlier = await self._client.get(path)
                 await self._client.replace(path, repeated(earlier, now=event["lastTimestamp"]))
         except (APIError, aiohttp.ClientError, TimeoutError) as error:
             log.warning("cannot write an event", extra={"model": str(key), "error": str(error)})

@@ -96,6 +96,27 @@ def refused_status(
     return previous.model_copy(update={"observed_generation": generation, "conditions": conditions})
 
 
+_SUMMARY = frozenset({"Ready", "Available", "Reconciling", "Stalled"})
+
+
+def is_same_but_counts(before: InferenceModelStatus, after: InferenceModelStatus) -> bool:
+    """Whether two statuses differ in counts of replicas, words and detail conditions alone, so that nobody waits for
+    the newer one."""
+    summaries = [{(c.type, c.status, c.reason) for c in s.conditions if c.type in _SUMMARY} for s in (before, after)]
+    return summaries[0] == summaries[1] and is_same_memory(before, after)
+
+
+def is_same_memory(before: InferenceModelStatus, after: InferenceModelStatus) -> bool:
+    """Whether the next look would decide by both alike: conditions and counts are for people."""
+    return _memory(before) == _memory(after)
+
+
+def _memory(status: InferenceModelStatus) -> tuple[InferenceModelStatus, object]:
+    roles = {"prefill": status.prefill, "decode": status.decode, "gateway": status.gateway}
+    promised = {name: None if role is None else role.promised for name, role in roles.items()}
+    return status.model_copy(update=dict.fromkeys(roles) | {"conditions": []}), promised
+
+
 def true_conditions(status: InferenceModelStatus) -> set[str]:
     """Types of the conditions that hold, for figures; one more where a model is stalled because somebody asked."""
     held = {condition.type: condition.reason for condition in status.conditions if condition.status == "True"}

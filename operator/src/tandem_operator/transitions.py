@@ -87,8 +87,8 @@ def rollout_happenings(before: RolloutStatus | None, after: RolloutStatus | None
 
 
 def apply_happenings(applied: Iterable[Manifest], live: Children) -> list[Happening]:
-    """Events of workloads that are made or scaled; `live` is what was there before."""
-    events: list[Happening] = []
+    """Events of workloads that are made, which are one, or scaled; `live` is what was there before."""
+    created, events = list[str](), list[Happening]()
     for manifest in applied:
         replicas = dig(manifest, "spec", "replicas")
         if replicas is None:
@@ -96,10 +96,10 @@ def apply_happenings(applied: Iterable[Manifest], live: Children) -> list[Happen
         key = child_key(manifest)
         before = live.get(key)
         if before is None:
-            events.append(Happening(reason="Created", message=f"created {key} with {replicas} pods"))
+            created.append(f"{key} with {replicas} pods")
         elif (was := dig(before, "spec", "replicas")) != replicas:
             events.append(Happening(reason="Scaled", message=f"scaled {key} from {was} to {replicas} pods"))
-    return events
+    return [*([Happening(reason="Created", message=f"created {', '.join(created)}")] if created else []), *events]
 
 
 _ROTATING = "RotatingKeys"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 
@@ -19,7 +20,8 @@ async def serve(stack: AsyncExitStack, *, health_port: int, metrics_port: int, i
         return web.Response(text="ok\n") if is_ready() else web.Response(status=503, text="not ready\n")
 
     async def metrics(request: web.Request) -> web.Response:
-        return web.Response(body=generate_latest(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        text = await asyncio.to_thread(generate_latest)  # of a thousand models it takes longer than probes should wait
+        return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     await _listen(stack, health_port, [web.get("/healthz", health), web.get("/readyz", ready)])
     await _listen(stack, metrics_port, [web.get("/metrics", metrics)])

@@ -5,6 +5,7 @@ The client's typed layer is left out: it would load a class for every Kubernetes
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
@@ -20,7 +21,8 @@ from tandem_operator.errors import NotFoundError, api_error
 from tandem_operator.manifests import Kind, Manifest
 
 _TIMEOUT_SECONDS = 30
-_PAGE = 250
+_PAGE = 20
+"""Objects of a list at a time: parsing them is what holds the event loop."""
 _WATCH_SECONDS = 300
 _APPLY = "application/apply-patch+yaml"
 _MERGE = "application/merge-patch+json"
@@ -43,10 +45,8 @@ class Connections:
 
 async def connect() -> Connections:
     """Clients for the cluster that the process runs in, or else that of KUBECONFIG."""
-    return Connections(
-        requests=KubeClient(await _api_client(_MAX_REQUESTS), watches=await _api_client(_UNLIMITED)),
-        lease=KubeClient(await _api_client(_MAX_LEASE_REQUESTS)),
-    )
+    requests, watches, lease = [await _api_client(n) for n in (_MAX_REQUESTS, _UNLIMITED, _MAX_LEASE_REQUESTS)]
+    return Connections(requests=KubeClient(requests, watches=watches), lease=KubeClient(lease))
 
 
 async def _api_client(connections: int) -> ApiClient:
@@ -57,6 +57,7 @@ async def _api_client(connections: int) -> ApiClient:
     except config.ConfigException:
         await loader.load_kube_config(client_configuration=configuration)
     configuration.connection_pool_maxsize = connections
+    await asyncio.sleep(0)  # reading certificates takes long
     return ApiClient(configuration)
 
 
@@ -82,7 +83,13 @@ class KubeClient:
             return None
 
     async def create(self, path: str, body: Manifest) -> Manifest:
-        return await self._json("POST", path, body=body, query={"fieldManager": FIELD_MANAGER})
+        """Make an object; a field that its kind does not have is refused, as server-side apply does.
+
+        Raises:
+            ConflictError: one of that name is there, whoever made it.
+        """
+        query = {"fieldManager": FIELD_MANAGER, "fieldValidation": "Strict"}
+        return await self._json("POST", path, body=body, query=query)
 
     async def replace(self, path: str, body: Manifest) -> Manifest:
         """Put `body`; its resourceVersion must be the present one."""
@@ -186,7 +193,8 @@ class KubeClient:
     ) -> aiohttp.ClientResponse:
         metrics.REQUESTS.labels(method).inc()
         client = client or self._client
-        headers = {"Accept": "application/json", "Content-Type": content_type}
+        # Compressing lists costs the API server more than sending them.
+        headers = {"Accept": "application/json", "Accept-Encoding": "identity", "Content-Type": content_type}
         _, url, headers, _, _ = await client.param_serialize(
             method, path, query_params=list(query.items()), header_params=headers, auth_settings=["BearerToken"]
         )

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from tandem_api.names import Role, workload_name
 
 from tandem_operator.causes import creation_failure
+from tandem_operator.kube.store import Kept
 from tandem_operator.manifests import STATEFUL_SET, Kind, Manifest, ModelKey, dig
 
 CREATIONS = {"fieldSelector": f"involvedObject.kind={STATEFUL_SET.name}"}
@@ -30,18 +31,19 @@ class CreationEvents:
         """Why the StatefulSet of this uid cannot create pods; None when it can."""
         return creation_failure(self._events.get(uid, {}).values())
 
-    def put(self, kind: Kind, manifest: Manifest) -> ModelKey | None:
-        """Keep an Event. Returns the model whose StatefulSet it may be about."""
+    def put(self, kind: Kind, manifest: Manifest) -> Kept | None:
+        """Keep an Event, of the model whose StatefulSet it may be about."""
         del kind  # there is one
         model, uid = _model_of(manifest), str(dig(manifest, "involvedObject", "uid"))
         if model is None or manifest.get("reason") not in _REASONS:
             return None
+        before = self.failure(uid)
         self._events[uid][model, manifest["metadata"]["name"]] = {
             "reason": manifest["reason"],
             "message": str(manifest.get("message"))[:_MESSAGE_MAX],
             "lastTimestamp": manifest.get("lastTimestamp") or manifest.get("eventTime"),
         }
-        return model
+        return Kept(model, is_news=self.failure(uid) != before)
 
     def remove(self, kind: Kind, manifest: Manifest) -> ModelKey | None:
         """Forget an Event that has run out."""

@@ -2,34 +2,61 @@
 
 Objects are kept as compressed JSON: a thousand models have some fifteen thousand children, and as Python objects those
 would need ten times the memory for something that is read a few at a time. Of pods, of which one model may have
-thousands, only what the operator reads is kept. Reading a model lets the event loop go on in between.
+thousands, only what the operator reads is kept, and of others no status that nobody reads: a change of anything else is
+no news. Reading a model lets the event loop go on in between.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from tandem_api import names
 
-from tandem_operator.manifests import POD, ChildKey, Kind, Manifest, ModelKey, labels_of
+from tandem_operator.kube.ownership import updates
+from tandem_operator.manifests import (
+    DEPLOYMENT,
+    POD,
+    STATEFUL_SET,
+    ChildKey,
+    Kind,
+    Manifest,
+    ModelKey,
+    annotations_of,
+    labels_of,
+)
+from tandem_operator.pace import Pace
 
-_AT_ONCE = 100
+_AT_ONCE = 25
 _POD_METADATA = (
-    "name", "namespace", "uid", "labels", "annotations", "ownerReferences", "creationTimestamp", "deletionTimestamp",
+    "name", "namespace", "uid", "labels", "ownerReferences", "creationTimestamp", "deletionTimestamp",
     "deletionGracePeriodSeconds",
 )  # fmt: skip
+_LEFT_OUT = ("managedFields", "resourceVersion")
+"""Of every kind: what is not read, and would make news of every change."""
+_WITH_STATUS = (STATEFUL_SET, DEPLOYMENT, POD)
 _POD_SPEC = ("readinessGates", "nodeName")
 _POD_STATUS = ("phase", "reason", "message", "conditions", "initContainerStatuses", "containerStatuses", "podIP")
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """An object that a store has taken."""
+
+    model: ModelKey
+    """The one that it is about."""
+    is_news: bool
+    """It says something that was not known, of what is kept."""
 
 
 class ChildStore:
     """Children by model. Not thread-safe: it belongs to one event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, pace: Pace | None = None) -> None:
+        self._pace = pace or Pace()
         self._models: defaultdict[ModelKey, dict[ChildKey, bytes]] = defaultdict(dict)
 
     def children(self, model: ModelKey) -> dict[ChildKey, Manifest]:
@@ -42,17 +69,18 @@ class ChildStore:
         packed = list(self._models.get(model, {}).items())
         found: dict[ChildKey, Manifest] = {}
         for start in range(0, len(packed), _AT_ONCE):
-            if start:
-                await asyncio.sleep(0)
+            await self._pace.turn()
             found |= {key: json.loads(zlib.decompress(data)) for key, data in packed[start : start + _AT_ONCE]}
         return found
 
-    def put(self, kind: Kind, manifest: Manifest) -> ModelKey | None:
-        """Keep a child. Returns its model; None for an object without one."""
+    def put(self, kind: Kind, manifest: Manifest) -> Kept | None:
+        """Keep a child; None for an object without a model."""
         if (model := model_of(manifest)) is None:
             return None
-        self._models[model][ChildKey(kind.name, manifest["metadata"]["name"])] = _pack(kind, manifest)
-        return model
+        key, packed = ChildKey(kind.name, manifest["metadata"]["name"]), _pack(kind, manifest)
+        known = self._models[model].get(key)
+        self._models[model][key] = packed
+        return Kept(model, is_news=known != packed)
 
     def remove(self, kind: Kind, manifest: Manifest) -> ModelKey | None:
         """Forget a child. Returns its model."""
@@ -92,16 +120,22 @@ def model_of(manifest: Manifest) -> ModelKey | None:
 
 
 def _pack(kind: Kind, manifest: Manifest) -> bytes:
-    metadata = {key: value for key, value in manifest["metadata"].items() if key != "managedFields"}
+    metadata = {key: value for key, value in manifest["metadata"].items() if key not in _LEFT_OUT}
+    if (own := updates(manifest)) and kind != POD:
+        metadata["managedFields"] = [{key: entry[key] for key in ("manager", "operation")} for entry in own]
     # Items of a list carry neither kind nor apiVersion.
     whole = manifest | {"kind": kind.name, "apiVersion": kind.api_version, "metadata": metadata}
+    if kind not in _WITH_STATUS:
+        whole.pop("status", None)
     if kind == POD:
+        annotations = {k: v for k, v in annotations_of(manifest).items() if k.startswith(f"{names.GROUP}/")}
         spec: Manifest = manifest.get("spec") or {}
         status: Manifest = manifest.get("status") or {}
         whole = {
             "kind": kind.name,
             "apiVersion": kind.api_version,
-            "metadata": {key: metadata[key] for key in _POD_METADATA if key in metadata},
+            "metadata": {key: metadata[key] for key in _POD_METADATA if key in metadata}
+            | ({"annotations": annotations} if annotations else {}),
             "spec": {key: spec[key] for key in _POD_SPEC if key in spec},
             "status": {key: status[key] for key in _POD_STATUS if key in status},
         }

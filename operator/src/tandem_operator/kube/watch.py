@@ -20,13 +20,17 @@ from tandem_api import names
 from tandem_operator import metrics
 from tandem_operator.errors import APIError, ExpiredError
 from tandem_operator.kube.client import KubeClient
+from tandem_operator.kube.store import Kept
 from tandem_operator.manifests import EVENT, Kind, Manifest, ModelKey
+from tandem_operator.pace import Pace
 from tandem_operator.workloads.blueprint import COMPONENT_LABEL, HISTORY
 
 CHILDREN = {"labelSelector": f"{names.MANAGED_BY_LABEL}={names.MANAGED_BY},{names.LABEL_MODEL}"}
 """Evaluated by the API server: other people's objects never travel."""
 REVISIONS = {"labelSelector": f"{CHILDREN['labelSelector']},{COMPONENT_LABEL}={HISTORY}"}
 """The same of ControllerRevisions: those of the StatefulSets have their labels, and are not read."""
+_AT_ONCE = 10
+"""Objects that are kept before others get their turn."""
 _BACKOFF_SECONDS = (0.2, 1.0, 2.0, 5.0, 10.0, 30.0)
 _HEALTHY_SECONDS = 10.0
 """A watch that lasted this long had worked: that it ends now says nothing about the failures before it."""
@@ -40,7 +44,7 @@ log = logging.getLogger(__name__)
 class Store(Protocol):
     """Where objects are kept. Each method says which models an object or its absence is about."""
 
-    def put(self, kind: Kind, manifest: Manifest) -> ModelKey | None: ...
+    def put(self, kind: Kind, manifest: Manifest) -> Kept | None: ...
 
     def remove(self, kind: Kind, manifest: Manifest) -> ModelKey | None: ...
 
@@ -61,6 +65,7 @@ class Watcher:
         selector: Mapping[str, str] = CHILDREN,
         backoff_seconds: tuple[float, ...] = _BACKOFF_SECONDS,
         silence_seconds: float = _SILENCE_SECONDS,
+        pace: Pace | None = None,
     ) -> None:
         self._client = client
         self._store = store
@@ -71,6 +76,7 @@ class Watcher:
         self._backoff = backoff_seconds
         self._silence = None if kind == EVENT else silence_seconds
         self._version: str | None = None
+        self._pace = pace or Pace()
         self._path = kind.path(namespace)
         self.synced = asyncio.Event()
         """Set once the store has everything that was there at the start."""
@@ -106,23 +112,30 @@ class Watcher:
 
     async def _list(self) -> str:
         present: set[tuple[ModelKey, str]] = set()
+        changed: set[ModelKey] = set()
         version = ""
         async for page in self._client.list_pages(self._path, selector=self._selector):
             version = page["metadata"]["resourceVersion"]
-            for item in page["items"]:
-                if (model := self._store.put(self._kind, item)) is not None:
-                    present.add((model, item["metadata"]["name"]))
-        gone = self._store.retain(self._kind, self._namespace, present)
+            for number, item in enumerate(page["items"]):
+                if number % _AT_ONCE == 0:
+                    await self._pace.turn()
+                if (kept := self._store.put(self._kind, item)) is not None:
+                    present.add((kept.model, item["metadata"]["name"]))
+                    changed |= {kept.model} if kept.is_news else set()
+        changed |= self._store.retain(self._kind, self._namespace, present)
         self.synced.set()
-        for model in gone | {model for model, _ in present}:
+        for model in changed:
             self._on_change(model)
         return version
 
     async def _follow(self, version: str) -> None:
         """Apply watch events until the stream ends. However it does, the next one goes on from the last of them."""
+        number = 0
         async for event in self._client.watch(
             self._path, selector=self._selector, resource_version=version, silence_seconds=self._silence
         ):
+            if (number := number + 1) % _AT_ONCE == 0:
+                await self._pace.turn()
             item: Manifest = event["object"]
             if event["type"] == "ERROR":
                 message = str(item.get("message"))
@@ -130,6 +143,10 @@ class Watcher:
             self._version = item["metadata"]["resourceVersion"]
             if event["type"] == "BOOKMARK":
                 continue
-            change = self._store.remove if event["type"] == "DELETED" else self._store.put
-            if (model := change(self._kind, item)) is not None:
+            if event["type"] == "DELETED":
+                model = self._store.remove(self._kind, item)
+            else:
+                kept = self._store.put(self._kind, item)
+                model = kept.model if kept is not None and kept.is_news else None
+            if model is not None:
                 self._on_change(model)
