@@ -20,7 +20,7 @@ from tandem_api.fleet import FleetReport, WorkerReport
 from tandem_api.names import Role
 from tandem_operator import reconciler as module
 from tandem_operator.commits import Answer, Question
-from tandem_operator.errors import APIError, ConflictError, IncompleteError
+from tandem_operator.errors import APIError, ConflictError, IncompleteError, NotFoundError
 from tandem_operator.fleet import FleetWatch
 from tandem_operator.keeper import KeyKeeper
 from tandem_operator.kube.store import ChildStore
@@ -50,6 +50,8 @@ class World:
         self.kept: dict[str, Manifest] = {}
         self.late: list[tuple[Manifest, bool]] = []
         """Objects that the operator's watches have not brought yet, in order, and whether they are gone."""
+        self.own: list[str] = []
+        """Versions of the model of which its watch has not told yet, that the operator itself has made."""
         self.serial = 0
         self.templates: dict[tuple[str, str], Manifest] = {}
         self.fails = 0.0
@@ -172,6 +174,11 @@ class World:
         self._may_fail(path)
         return copy.deepcopy(self.kept.get(path))
 
+    async def get(self, path: str) -> Manifest:
+        if (found := await self.find(path)) is None:
+            raise NotFoundError(404, "not found")
+        return found
+
     async def create(self, path: str, body: Manifest) -> Manifest:
         self._may_fail(path)
         path = f"{path}/{body['metadata']['name']}"
@@ -203,9 +210,11 @@ class World:
             if found is None or found["metadata"]["uid"] != body["metadata"]["uid"]:
                 raise ConflictError(409, "another uid")
             if path == MODEL:
+                self.serial += 1
                 found["status"] = copy.deepcopy(body["status"])
+                found["metadata"]["resourceVersion"] = str(self.serial)
                 self.kept[path] = found
-                self.due = min(self.due, self.seconds + 1)
+                self.own.append(str(self.serial))
             else:
                 for new in body["status"]["conditions"]:
                     set_condition(found, new["type"], new["status"], self.stamp, new["reason"])
@@ -373,8 +382,16 @@ class World:
         seen, self.late = self.late[:count], self.late[count:]
         for found, is_gone in seen:
             kind = KIND_BY_NAME.get(found["kind"])
-            if kind is not None and (self.store.remove if is_gone else self.store.put)(kind, found) is not None:
+            if kind is None:
+                continue
+            if is_gone:
+                self.store.remove(kind, found)
                 self._wake(KEY)
+            elif (kept := self.store.put(kind, found)) is not None and kept.is_news:
+                self._wake(KEY)
+        told, self.own = self.own[:count], self.own[count:]
+        if any(not self.operator.has_written(KEY, version) for version in told):
+            self._wake(KEY)
 
     async def poll(self) -> None:
         if self.seconds >= self.polled + 2:
@@ -392,7 +409,7 @@ class World:
             elif act == 1:
                 self.kubelet(1.0 if calm else 0.4)
             elif act == 2:
-                self.see(len(self.late) if calm else self.rng.randint(0, 4))
+                self.see(len(self.late) + len(self.own) if calm else self.rng.randint(0, 4))
             elif act == 3:
                 await self.poll()
             elif act == 4:
