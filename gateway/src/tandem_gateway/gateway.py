@@ -66,7 +66,7 @@ class Gateway:
         self._complained_at: dict[str, float] = {}
         """When a worker that does not take the key was last named."""
         self._request_ids = count(1)
-        self._request_prefix = os.urandom(6).hex()
+        self._request_prefix = os.urandom(6).hex().encode()
         self._started_at = time.time()
 
     # discovery
@@ -174,7 +174,7 @@ class Gateway:
         self.exchanges.discard(exchange)
         metrics = self.metrics
         metrics.in_flight -= 1
-        self.metrics.count(exchange.request.path, exchange.status)
+        metrics.count(exchange.request.path, exchange.status)
         if exchange.status == 499:
             metrics.disconnects += 1
         metrics.duration.observe(now - exchange.started_at)
@@ -340,7 +340,7 @@ class Gateway:
         return given if given is not None and _REQUEST_ID.fullmatch(given) else self._make_request_id()
 
     def _make_request_id(self) -> bytes:
-        return f"req-{self._request_prefix}{next(self._request_ids):08x}".encode()
+        return b"req-%b%08x" % (self._request_prefix, next(self._request_ids))
 
 
 def _report_on(endpoint: Endpoint) -> WorkerReport:

@@ -149,16 +149,16 @@ class Endpoint:
         """Change what is outstanding."""
         self.prefill_tokens += prefill
         self.decode_tokens += decode
-        self._change_load(prefill + DECODE_WEIGHT * decode)
-
-    def set_others(self, tokens: int) -> None:
-        self._change_load(tokens - self.others)
-        self.others = tokens
-
-    def _change_load(self, change: float) -> None:
+        change = prefill + DECODE_WEIGHT * decode
         self.load += change
         if self.level >= 0 and self.pool is not None:
             self.pool.on_load(self, change)
+
+    def set_others(self, tokens: int) -> None:
+        self.load += tokens - self.others
+        if self.level >= 0 and self.pool is not None:
+            self.pool.on_load(self, tokens - self.others)
+        self.others = tokens
 
     def count_end(self, *, failed: bool) -> None:
         self.ended += 1
@@ -172,8 +172,10 @@ class Endpoint:
         if now == self.heard_at:
             return
         if self.owing:
-            since = max(self.heard_at, next(iter(self.owing)).since)
-            self.gap = min(LONGEST_GAP, max(now - since, self.gap * _GAP_DECAY))
+            since = next(iter(self.owing)).since
+            gap = now - (since if since > self.heard_at else self.heard_at)
+            decayed = self.gap * _GAP_DECAY
+            self.gap = decayed if decayed > gap else gap if gap < LONGEST_GAP else LONGEST_GAP
         self.heard_at = self.quiet_since = now
         self.deserted = 0
 

@@ -43,22 +43,24 @@ class Reservation:
         self._prefilling = True
         self._owing = True
         self.since = now
-        self._work = prefill.backlog(now) + prefill_tokens
+        self._work = prefill_tokens + (prefill.backlog(now) if prefill.prefill_tokens else prefill.load)
         if not prefill.owing:
             prefill.working_since = now
         decode.requests += 1
         decode.owing[self] = None
-        decode.charge(0, decode_tokens)
-        prefill.charge(prefill_tokens, 0)
-        if prefill is not decode:
+        if prefill is decode:
+            decode.charge(prefill_tokens, decode_tokens)
+        else:
+            decode.charge(0, decode_tokens)
+            prefill.charge(prefill_tokens, 0)
             prefill.requests += 1
             prefill.owing[self] = None
-        self.expected = prefill.speed.predict(self._work)
+        self.expected = expected = prefill.speed.predict(self._work)
         """Seconds until its first token, or None while too little is known."""
-        expected = self.expected if stream else prefill.speed.predict(self._work + _PATIENT_TOKENS * decode_tokens)
-        if expected is None or not stream:  # how long an answer in one piece is, nobody knows before it is there
+        if not stream:  # how long an answer in one piece is, nobody knows before it is there
+            expected = prefill.speed.predict(self._work + _PATIENT_TOKENS * decode_tokens)
             expected = max(expected or 0.0, _UNKNOWN_SECONDS)
-        self.patience = expected
+        self.patience = _UNKNOWN_SECONDS if expected is None else expected
         """Seconds that the first sign of its answer should take."""
 
     def first_token(self, now: float) -> None:
@@ -76,10 +78,9 @@ class Reservation:
             self._end_prefill()
 
     def complete(self, now: float) -> None:
-        """An answer in one piece is there. What its prompt took is a guess from the whole."""
+        """An answer in one piece is there, and `release` follows. What its prompt took is a guess from the whole."""
         if self._owing and self._prefill_tokens >= SHORT_TOKENS:
             self._prefill.speed.observe(self._work + _TOKENS_PER_STEP * self._output, now - self.since)
-        self._end_prefill()
         self._end_owing(now)
 
     def progress(self, tokens: int, now: float) -> None:
@@ -108,12 +109,18 @@ class Reservation:
         if not self._open:
             return
         self._open = False
-        self._end_prefill()
-        self._stop_owing()
-        self._decode.charge(0, -self._decode_left)
+        decode, prefill = self._decode, self._prefill
+        if self._owing:
+            self._stop_owing()
+        if self._prefilling and prefill is decode:
+            self._prefilling = False
+            decode.charge(-self._prefill_tokens, -self._decode_left)
+        else:
+            self._end_prefill()
+            decode.charge(0, -self._decode_left)
         self._decode_left = 0
-        self._decode.requests -= 1
-        for endpoint in (self._decode, self._prefill):
+        decode.requests -= 1
+        for endpoint in (decode, prefill):
             if endpoint.health.probe is self:
                 endpoint.retry_probe()
 
@@ -133,5 +140,6 @@ class Reservation:
 
     def _stop_owing(self) -> None:
         self._owing = False
-        self._decode.owing.pop(self, None)
-        self._prefill.owing.pop(self, None)
+        del self._decode.owing[self]
+        if self._prefill is not self._decode:
+            del self._prefill.owing[self]

@@ -85,7 +85,7 @@ def pick(
     offers: list[Offer] = []
     for group in groups:
         cost, prefills = 0.0, _NOBODY
-        if not demand.local:
+        if group.prefills.available and not demand.local:
             prefill, costs = _rank(
                 group.prefills, demand, seed, cached, shared, unseen, now, excluded, RECOMPUTE_WEIGHT
             )
@@ -100,8 +100,9 @@ def pick(
     offer = offers[0] if len(offers) == 1 else _choose_revision(offers, demand, find_point(seed or turn, BY_REVISION))
     _, prefills, decode, _ = offer
     prompt = demand.prompt_tokens
-    hit = min(prompt, cached.get(prefills[0] if prefills else decode, shared))
-    known = max(hit, min(prompt, cached.get(decode, shared))) if prefills else hit
+    known = hit = min(prompt, cached.get(prefills[0] if prefills else decode, shared))
+    if prefills:
+        known = max(hit, min(prompt, cached.get(decode, shared)))
     return Choice(decode, prefills, prompt - hit, hit, known)
 
 
@@ -180,11 +181,15 @@ def _rank(
         costs[homes[0]] -= unseen * weight * max(0, prompt - cached.get(homes[0], shared))
     if not costs:
         return None, costs
-    limit = min(costs.values()) + SLACK_TOKENS + SLACK * pool.load / pool.available + OWN_SLACK * whole
+    lowest = min(costs.values())
+    limit = lowest + SLACK_TOKENS + SLACK * pool.load / pool.available + OWN_SLACK * whole
     for home in homes:
         if costs[home] <= limit:
             return home, costs
-    return min(costs, key=costs.__getitem__), costs
+    for endpoint, cost in costs.items():
+        if cost == lowest:
+            return endpoint, costs
+    raise AssertionError("the lowest cost is somebody's")
 
 
 def _list_alternates(best: Endpoint, costs: Mapping[Endpoint, float]) -> list[Endpoint]:

@@ -74,9 +74,21 @@ class Pool:
     def on_load(self, endpoint: Endpoint, change: float) -> None:
         self.load += change
         level = find_level(endpoint.load)
-        if level != endpoint.level:
-            self._take(endpoint)
-            self._put(endpoint, level)
+        left = endpoint.level
+        if level == left:
+            return
+        endpoint.level = level
+        buckets = self._buckets
+        bucket = buckets[left]
+        del bucket[endpoint]
+        if not bucket:
+            self._filled &= ~(1 << left)
+        bucket = buckets.get(level)
+        if bucket is None:
+            bucket = buckets[level] = {}
+        if not bucket:
+            self._filled |= 1 << level
+        bucket[endpoint] = None
 
     def find_idle(self, count: int, excluded: Collection[str]) -> list[Endpoint]:
         """The `count` least loaded that may be chosen, by bucket; within one, who has been there longest is first."""

@@ -8,7 +8,7 @@ at the ring O(log n): ranking every endpoint for every request (rendezvous hashi
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from operator import itemgetter
 
 from xxhash import xxh3_64_intdigest
@@ -21,7 +21,6 @@ MAX_HOMES = 2
 """Of a session: where it belongs, and where it goes when that has too much to do."""
 MAX_STEPS = 64
 """Points looked at for one session, so that a ring of which most endpoints are out is no scan."""
-_NEAR = 6
 _FEW = 8
 """Endpoints that join one by one; more are sorted in together."""
 
@@ -34,13 +33,16 @@ def build_seed(key: bytes) -> int:
 class Ring:
     """Points in order, and who owns them."""
 
-    __slots__ = ("_owners", "_points")
+    __slots__ = ("_nearest", "_owners", "_points")
 
     def __init__(self) -> None:
         self._points: list[int] = []
         self._owners: list[Endpoint] = []
+        self._nearest: dict[int, list[Endpoint]] = {}
+        """By position: the homes from there on if everybody may be chosen, found when they are first asked for."""
 
     def add(self, endpoints: list[Endpoint]) -> None:
+        self._nearest.clear()
         if len(endpoints) > _FEW:
             joined = [*zip(self._points, self._owners, strict=True)]
             joined += [(point, endpoint) for endpoint in endpoints for point in _place(endpoint)]
@@ -55,6 +57,7 @@ class Ring:
                 self._owners.insert(position, endpoint)
 
     def remove(self, endpoint: Endpoint) -> None:
+        self._nearest.clear()
         for point in _place(endpoint):
             position = bisect_left(self._points, point)
             while self._owners[position] is not endpoint:  # another's equal point
@@ -63,21 +66,23 @@ class Ring:
 
     def find_homes(self, seed: int, excluded: Collection[str]) -> list[Endpoint]:
         """The first `MAX_HOMES` from the session's point on that may be chosen, nearest first."""
-        owners = self._owners
         position = bisect_left(self._points, seed)
+        nearest = self._nearest.get(position)
+        if nearest is None:
+            nearest = self._nearest[position] = self._walk(position, lambda _: True)
+        if excluded:
+            return self._walk(position, lambda endpoint: endpoint.level >= 0 and endpoint.worker.name not in excluded)
+        for endpoint in nearest:
+            if endpoint.level < 0:
+                return self._walk(position, lambda endpoint: endpoint.level >= 0)
+        return nearest
+
+    def _walk(self, position: int, may: Callable[[Endpoint], bool]) -> list[Endpoint]:
+        owners = self._owners
+        ahead = owners[position : position + MAX_STEPS]
         homes: list[Endpoint] = []
-        for steps in (_NEAR, MAX_STEPS):  # nearly always the few next points are enough
-            for endpoint in owners[position : position + steps] or owners[:steps]:
-                if (
-                    endpoint.level >= 0
-                    and endpoint not in homes
-                    and not (excluded and endpoint.worker.name in excluded)
-                ):
-                    homes.append(endpoint)
-                    if len(homes) == MAX_HOMES:
-                        return homes
-        for endpoint in owners[:MAX_STEPS]:  # the ring goes round
-            if endpoint.level >= 0 and endpoint not in homes and endpoint.worker.name not in excluded:
+        for endpoint in ahead if len(ahead) == MAX_STEPS else ahead + owners[:MAX_STEPS]:  # the ring goes round
+            if endpoint not in homes and may(endpoint):
                 homes.append(endpoint)
                 if len(homes) == MAX_HOMES:
                     break

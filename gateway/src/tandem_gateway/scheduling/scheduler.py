@@ -41,6 +41,7 @@ RETRY_SHARE = 0.3
 RETRY_BURST = 50.0
 """Of all requests, this share may be tried again because of 429 and 5xx, and so many at once: no storm of retries."""
 _NOBODY: frozenset[str] = frozenset()
+_ANSWERED = Outcome.ANSWERED
 
 
 class Scheduler:
@@ -175,7 +176,8 @@ class Scheduler:
 
     def reserve(self, choice: Choice, demand: Demand, now: float) -> Reservation:
         """Count the request on its endpoints."""
-        self._retries = min(RETRY_BURST, self._retries + RETRY_SHARE)
+        if self._retries < RETRY_BURST:
+            self._retries = min(RETRY_BURST, self._retries + RETRY_SHARE)
         if self.canary is not None:
             served = choice.decode.worker.name in self._canary_names
             self.canary_requests[served, demand.canary is not None and demand.canary is not served] += 1
@@ -189,13 +191,18 @@ class Scheduler:
             stream=demand.stream,
         )
         for endpoint in (choice.decode, prefill):
-            pool = endpoint.pool
-            if endpoint.health.probe is WANTED and pool is not None:
-                endpoint.health.probe = reservation
-                endpoint.health.probe_until = now + PROBE_SECONDS
-                if pool.available > 1:
-                    pool.bar(endpoint)
+            if endpoint.health.probe is WANTED:
+                self._begin_probe(endpoint, reservation, now)
         return reservation
+
+    @staticmethod
+    def _begin_probe(endpoint: Endpoint, reservation: Reservation, now: float) -> None:
+        pool = endpoint.pool
+        if pool is not None:
+            endpoint.health.probe = reservation
+            endpoint.health.probe_until = now + PROBE_SECONDS
+            if pool.available > 1:
+                pool.bar(endpoint)
 
     def accept(self, choice: Choice, demand: Demand, now: float) -> None:
         """The worker answers the request: remember where its prefix now is."""
@@ -228,7 +235,9 @@ class Scheduler:
         health = endpoint.health
         pool = endpoint.pool
         out = endpoint.level < 0 and health.probe is None
-        if outcome is Outcome.ANSWERED:
+        if outcome is _ANSWERED:
+            if not health.failures and not out and health.probe is None:
+                return  # nothing new
             if out and health.reason in SERVES_OLD:
                 return  # to a request from before
             health.succeed()

@@ -217,7 +217,7 @@ class WorkerConnection(asyncio.Protocol):
         headers, self._headers = self._headers, []
         if status >= 200:
             self._answering = True
-            self._head = ResponseHead(status, headers, self._length)
+            self._head = ResponseHead(status, headers, dict(headers))
         elif status == 101:
             raise ValueError("it switches protocols, which nobody asked for")
 
