@@ -94,11 +94,8 @@ class Context(Protocol):
     timeouts: GatewayTimeouts
     budget: Budget
     draining: bool
-
-    @property
-    def token_line(self) -> bytes:
-        """The header line that tells workers who asks; empty without keys."""
-        ...
+    token_line: bytes
+    """The header line that tells workers who asks; empty without keys."""
 
     def link(self, endpoint: Endpoint) -> Link: ...
 
@@ -555,9 +552,9 @@ class Exchange:
         self._phase = STREAMING
         self.status = self._head.status
         self.first_byte_at = monotonic()
-        now = self._loop.time()
-        self.choice.decode.count_first_token(now - self._reservation.since)
-        self._reservation.first_token(now)
+        reservation, now = self._reservation, self._loop.time()
+        self.choice.decode.count_first_token(now - reservation.since)
+        reservation.first_token(now)
         if isinstance(self._stream, JournaledStream) and may_keep(self._context.budget, len(self.request.body)):
             self._continuation = Continuation(self._stream, self.choice.decode.worker.revision)
         else:

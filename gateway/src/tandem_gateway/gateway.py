@@ -62,6 +62,7 @@ class Gateway:
         self.exchanges: set[Exchange] = set()
         self.connections: set[ClientConnection] = set()
         self._credentials = Credentials(config.keys_path)
+        self.token_line = self._credentials.line
         self._links: dict[int, Link] = {}
         self._complained_at: dict[str, float] = {}
         """When a worker that does not take the key was last named."""
@@ -112,14 +113,15 @@ class Gateway:
 
     def on_request(self, connection: ClientConnection, request: Request) -> None:
         request_id = self._read_request_id(request)
-        keep_alive = request.keep_alive and not self.draining
         code = None
         try:
             if request.path in INFERENCE_PATHS:
                 self._start_exchange(connection, request, request_id)
                 return
             payload = self._answer(request)
+            keep_alive = request.keep_alive and not self.draining
         except RequestError as error:
+            keep_alive = request.keep_alive and not self.draining
             status, code = error.status, error.code or error.kind
             answer = build_error(error, request_id, keep_alive=keep_alive, with_body=request.method != b"HEAD")
         else:
@@ -196,10 +198,6 @@ class Gateway:
     def on_resume_failed(self, reason: str) -> None:
         self.metrics.failed_resumes[reason] += 1
 
-    @property
-    def token_line(self) -> bytes:
-        return self._credentials.line
-
     def on_unauthorized(self, endpoint: Endpoint) -> None:
         now, name = time.monotonic(), endpoint.worker.name
         if now - self._complained_at.get(name, -UNAUTHORIZED_LOG_SECONDS) < UNAUTHORIZED_LOG_SECONDS:
@@ -233,6 +231,7 @@ class Gateway:
     def tick(self, now: float) -> None:
         """Everything that happens because time passes."""
         self._credentials.refresh()
+        self.token_line = self._credentials.line
         self.scheduler.tick(now)
         for exchange in tuple(self.exchanges):
             exchange.tick(now)

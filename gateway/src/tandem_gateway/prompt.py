@@ -23,6 +23,8 @@ EMBEDDINGS = "/v1/embeddings"
 MODELS = "/v1/models"
 GENERATES = frozenset((CHAT, COMPLETIONS))
 INFERENCE_PATHS = frozenset((CHAT, COMPLETIONS, EMBEDDINGS, "/tokenize", "/detokenize"))
+_Object = dict[str, Any]
+_List = list[Any]
 MAX_NODES = 100_000
 """Objects, lists and strings of a body, names included. Each costs many times its bytes to read; numbers do not."""
 
@@ -91,7 +93,7 @@ def _read_object(body: bytes) -> dict[str, Any]:
         raise BadRequest(f"the request body is not valid JSON: {error}", code="invalid_json") from error
     if not isinstance(fields, dict):
         raise BadRequest("the request body must be a JSON object", code="invalid_json")
-    return cast(dict[str, Any], fields)
+    return cast(_Object, fields)
 
 
 def count_nodes(body: bytes) -> int:
@@ -136,10 +138,10 @@ def _read_messages(fields: dict[str, Any]) -> tuple[bytes, bytes]:
     parts = [_canonical(tools, "tools")] if tools else []
     rich: list[Any] = []
     root_parts = 0
-    for index, message in enumerate(cast(list[Any], messages)):
+    for index, message in enumerate(cast(_List, messages)):
         if not isinstance(message, dict):
             raise BadRequest(f"'messages[{index}]' must be an object", param=f"messages[{index}]", code="invalid_type")
-        message = cast(dict[str, Any], message)
+        message = cast(_Object, message)
         role: Any = message.get("role")
         if not isinstance(role, str):
             raise BadRequest(
@@ -178,7 +180,7 @@ def _read_prompt(fields: dict[str, Any], name: str) -> bytes:
     if isinstance(prompt, str):
         return prompt.encode()
     if isinstance(prompt, list) and prompt:
-        return _canonical(cast(list[Any], prompt), name)
+        return _canonical(cast(_List, prompt), name)
     raise BadRequest(f"'{name}' must be a string or a list", param=name, code="invalid_type")
 
 
@@ -191,17 +193,17 @@ def _canonical(value: object, param: str) -> bytes:
 
 def _read_max_tokens(fields: dict[str, Any]) -> int | None:
     """Only an estimate hangs on it: a wrong type is the worker's to refuse."""
-    for name in ("max_completion_tokens", "max_tokens"):
-        value: Any = fields.get(name)
-        if type(value) is int and value > 0:
-            return value
-    return None
+    value: Any = fields.get("max_completion_tokens")
+    if type(value) is int and value > 0:
+        return value
+    value = fields.get("max_tokens")
+    return value if type(value) is int and value > 0 else None
 
 
 def _count_tokens(path: str, fields: dict[str, Any], prompt: bytes, estimator: Estimator) -> int:
     """Of a prompt that may be given as tokens."""
     given: Any = fields.get("input" if path == EMBEDDINGS else "prompt")
-    tokens = cast(list[Any], given) if isinstance(given, list) else []
+    tokens = cast(_List, given) if isinstance(given, list) else []
     if tokens and isinstance(tokens[0], int):
         return len(tokens)
     return estimator.prompt_tokens(len(prompt))

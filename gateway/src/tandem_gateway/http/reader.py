@@ -44,12 +44,15 @@ class RequestReader:
         self._request: Request | None = None
         """Whose body is being read."""
         self._body: list[bytes] = []
-        self._header_bytes = 0
-        """Read while the header was unfinished: a single field without end never reaches `on_header`."""
+        self._read_bytes = 0
+        """Of an unfinished header, by earlier reads: a single field without end never reaches `on_header`."""
+        self._trailer_bytes = self._trailers = 0
         self._framed = 0
         """Bytes that arrived since the header was complete."""
         self._upgrading = False
         self._messages = 0
+        self._size = 0
+        """Of this read."""
         self.phase = IDLE
         self.steps = 0
         """Grows whenever `phase` is entered anew: a message begins, its header is complete, it ends."""
@@ -70,7 +73,8 @@ class RequestReader:
 
     def feed(self, data: bytes) -> None:
         """Read on. Does nothing after a refusal."""
-        before, size = self._messages, len(data)
+        before = self._messages
+        self._size = size = len(data)
         if self.phase == BODY:
             self._framed += size
         while data and self.refusal is None:
@@ -87,8 +91,8 @@ class RequestReader:
             self._framed = 0
         elif self.phase == HEADER:
             # All of this read belongs to the unfinished header.
-            self._header_bytes += size
-            if self._header_bytes > MAX_HEADER_BYTES:
+            self._read_bytes += size
+            if self._read_bytes > MAX_HEADER_BYTES:
                 self.refuse(header_too_large())
         elif self._framed > self.body_bytes + self.body_bytes // 4 + FRAMING_BYTES:
             self.refuse(BadRequest("the chunks of the request body are too small, or their trailers too large"))
@@ -121,7 +125,8 @@ class RequestReader:
             return
         self.phase = HEADER
         self.steps += 1
-        self._header_bytes = 0
+        self._read_bytes = 0
+        self._trailer_bytes = self._trailers = 0
         self._url = b""
         self._fields = []
         self._request = None
@@ -136,9 +141,9 @@ class RequestReader:
         if request is None:
             self._fields.append((name, value))
             return
-        request.header_fields += 1
-        request.header_bytes += len(name) + len(value)
-        if request.header_bytes > MAX_HEADER_BYTES or request.header_fields > MAX_HEADERS:
+        self._trailers += 1
+        self._trailer_bytes += len(name) + len(value)
+        if self._trailer_bytes > MAX_HEADER_BYTES or self._trailers > MAX_HEADERS:
             self.refuse(header_too_large())
 
     def on_headers_complete(self) -> None:
@@ -148,9 +153,14 @@ class RequestReader:
         if version not in _VERSIONS:
             self.refuse(BadRequest(f"HTTP/{version} is not spoken here; use HTTP/1.1", status=505))
             return
+        fields = self._fields
+        # The sum is taken only where it can be too much: nearly all headers come in one small read.
+        if len(fields) > MAX_HEADERS or (self._read_bytes + self._size > MAX_HEADER_BYTES and self._is_too_large()):
+            self.refuse(header_too_large())
+            return
         method, limit = self._parser.get_method(), self._max_body_bytes
         try:
-            request = read_header(method, self._url, self._fields, http10=version == "1.0", max_body_bytes=limit)
+            request = read_header(method, self._url, fields, http10=version == "1.0", max_body_bytes=limit)
         except RequestError as error:
             self.refuse(error)
             return
@@ -160,6 +170,9 @@ class RequestReader:
         self._framed = 0
         self._upgrading = self._parser.should_upgrade()
         self.wants_continue = b"expect" in request.headers
+
+    def _is_too_large(self) -> bool:
+        return len(self._url) + sum(len(name) + len(value) for name, value in self._fields) > MAX_HEADER_BYTES
 
     def on_body(self, body: bytes) -> None:
         if self.phase == REFUSED:

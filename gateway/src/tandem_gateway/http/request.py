@@ -46,9 +46,6 @@ class Request:
     http10: bool
     content_length: int | None
     """None: it has no body, or one in chunks."""
-    header_bytes: int
-    header_fields: int
-    """Trailers count with them."""
     keep_alive: bool = False
     body: bytes = b""
 
@@ -62,16 +59,12 @@ def read_header(
         BadRequest: it cannot be told what the request is, or it is larger than may be.
     """
     kept: dict[bytes, bytes] = {}
-    size = len(url)
     for field, value in fields:
-        size += len(field) + len(value)
         name = field.lower()
         if name in _KEPT:
             if name in kept and name in _ONCE:
                 raise BadRequest(_ONCE[name])
             kept[name] = value
-    if size > MAX_HEADER_BYTES or len(fields) > MAX_HEADERS:
-        raise header_too_large()
     if b"host" not in kept and not http10:
         raise BadRequest("the Host header is missing")
     if b"content-encoding" in kept and kept[b"content-encoding"].lower() != b"identity":
@@ -86,7 +79,7 @@ def read_header(
     length = None if given is None else int(given)
     if length is not None and length > max_body_bytes:
         raise too_large(max_body_bytes)
-    return Request(method, read_path(url), kept, http10, length, size, len(fields))
+    return Request(method, read_path(url), kept, http10, length)
 
 
 def _check_chunked(kept: dict[bytes, bytes], *, http10: bool) -> None:

@@ -69,7 +69,8 @@ class Reservation:
             self._prefill.speed.observe(self._work, now - self.since)
             self._prefill.working_since = now
             self._end_prefill()
-        self._end_owing(now)
+        if self._owing:
+            self._end_owing(now)
 
     def assume(self, now: float) -> None:
         """An answer in one piece shows no sign of life: its prompt counts for as long as it should take."""
@@ -81,7 +82,8 @@ class Reservation:
         """An answer in one piece is there, and `release` follows. What its prompt took is a guess from the whole."""
         if self._owing and self._prefill_tokens >= SHORT_TOKENS:
             self._prefill.speed.observe(self._work + _TOKENS_PER_STEP * self._output, now - self.since)
-        self._end_owing(now)
+        if self._owing:
+            self._end_owing(now)
 
     def progress(self, tokens: int, now: float) -> None:
         """`tokens` more were generated. One stays expected until the end: the request still occupies the worker."""
@@ -132,11 +134,10 @@ class Reservation:
                 self._prefill.requests -= 1
 
     def _end_owing(self, now: float) -> None:
-        if self._owing:
-            self._decode.hear(now)
-            if self._prefill is not self._decode:
-                self._prefill.hear(now)
-            self._stop_owing()
+        self._decode.hear(now)
+        if self._prefill is not self._decode:
+            self._prefill.hear(now)
+        self._stop_owing()
 
     def _stop_owing(self) -> None:
         self._owing = False

@@ -69,7 +69,6 @@ def pick(
     demand: Demand,
     seed: int,
     cached: Mapping[Endpoint, int],
-    *,
     turn: int,
     shared: int,
     unseen: float,
@@ -171,8 +170,11 @@ def _rank(
     prompt = demand.prompt_tokens
     whole = weight * (prompt - shared) if prompt > shared else 0.0
     homes = pool.ring.find_homes(seed, excluded) if seed else _NOBODY
-    for endpoint in (*homes, *pool.find_idle(MAX_IDLE, excluded)):
+    for endpoint in homes:
         costs[endpoint] = (endpoint.backlog(now) if endpoint.prefill_tokens else endpoint.load) + whole
+    if len(costs) < pool.available:
+        for endpoint in pool.find_idle(MAX_IDLE, excluded):
+            costs[endpoint] = (endpoint.backlog(now) if endpoint.prefill_tokens else endpoint.load) + whole
     for endpoint, tokens in cached.items():
         if endpoint.pool is pool and endpoint.level >= 0 and not (excluded and endpoint.worker.name in excluded):
             load = endpoint.backlog(now) if endpoint.prefill_tokens else endpoint.load

@@ -165,13 +165,12 @@ class Scheduler:
             canary = demand.canary
         if not seed:
             self._turn += 1
+        unseen, turn = self.estimator.unseen_hits, self._turn
         for groups in (self._groups[canary], self._groups[not canary]):
-            choice = pick(
-                groups.values(), demand, seed, cached,
-                turn=self._turn, shared=shared, unseen=self.estimator.unseen_hits, now=now, excluded=excluded,
-            )  # fmt: skip
-            if choice is not None:
-                return choice
+            if groups:
+                choice = pick(groups.values(), demand, seed, cached, turn, shared, unseen, now, excluded)
+                if choice is not None:
+                    return choice
         return None
 
     def reserve(self, choice: Choice, demand: Demand, now: float) -> Reservation:
@@ -224,7 +223,7 @@ class Scheduler:
         """
         if queued_tokens is not None:
             own = endpoint.backlog(now) - endpoint.others - DECODE_WEIGHT * endpoint.decode_tokens
-            endpoint.set_others(max(0, int(queued_tokens - own)))
+            endpoint.charge(0, 0, max(0, int(queued_tokens - own)) - endpoint.others)
         if evicted_until is not None:
             endpoint.evicted_until = evicted_until
 

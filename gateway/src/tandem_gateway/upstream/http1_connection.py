@@ -138,7 +138,7 @@ class WorkerConnection(asyncio.Protocol):
                 return
             self._reusable = False
         self._deliver(call)
-        if self._complete:
+        if self._complete and self._call is not None:
             self._finish(call)
 
     def eof_received(self) -> None:
@@ -159,22 +159,19 @@ class WorkerConnection(asyncio.Protocol):
 
     def _deliver(self, call: Carried) -> None:
         """Everything that one read brought goes on in one piece, outside the parser's callbacks."""
-        if self._head is not None:
-            head, self._head = self._head, None
+        head, parts = self._head, self._body
+        if head is not None:
+            self._head = None
             call.head = call.body = b""
             if call.sink is not None:
                 call.sink.on_upstream_head(head)
-        parts = self._body
         if parts:
             self._body = []
             if call.sink is not None:
-                data = parts[0] if len(parts) == 1 else b"".join(parts)
-                call.sink.on_upstream_body(data, final=self._complete)
+                call.sink.on_upstream_body(parts[0] if len(parts) == 1 else b"".join(parts), final=self._complete)
 
     def _finish(self, call: Carried) -> None:
         """A complete answer: the connection is free before the exchange hears of it, for it may start the next call."""
-        if self._call is None:
-            return
         self._call = None
         if call.paused:
             call.resume_reading()
@@ -205,12 +202,12 @@ class WorkerConnection(asyncio.Protocol):
         if self._answering:
             return  # a trailer: the client has the header already
         name = name.lower()
-        if name == b"content-length":
+        if name not in _HOP_BY_HOP:
+            self._headers.append((name, value))
+        elif name == b"content-length":
             self._length = int(value)
         elif name == b"transfer-encoding":
             self._chunked = True
-        if name not in _HOP_BY_HOP:
-            self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
