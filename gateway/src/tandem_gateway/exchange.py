@@ -472,7 +472,7 @@ class Exchange:
 
     def _answer_seconds(self) -> float:
         timeouts = self._context.timeouts
-        if self._begun:
+        if self.first_byte_at:
             return min(timeouts.idle_seconds, timeouts.first_token_seconds)
         if self.inquiry.stream:
             return timeouts.first_token_seconds
@@ -563,7 +563,8 @@ class Exchange:
         if _ROUTE in self.request.headers:
             self._explain()
         framing = b"" if self.request.http10 else b"\r\ntransfer-encoding: chunked"
-        return build_head(self._head, self.request_id, framing, keep_alive=self._keep_alive)
+        keep_alive = self.request.keep_alive and not self._context.draining
+        return build_head(self._head, self.request_id, framing, keep_alive=keep_alive)
 
     def _end_stream(self, stream: EventStream) -> None:
         self._connection.transport.write(self._unsent if self.request.http10 else self._unsent + LAST_CHUNK)
@@ -571,8 +572,9 @@ class Exchange:
         failed = stream.failed
         if failed:
             self.error = "worker"
-        self._count_end(failed=failed)
-        self._finish(keep_alive=self._keep_alive)
+        assert self.choice is not None
+        self.choice.decode.count_end(failed=failed)
+        self._finish(keep_alive=self.request.keep_alive and not self._context.draining)
 
     def _hold(self, data: bytes) -> None:
         self._held.append(data)
@@ -645,9 +647,7 @@ class Exchange:
 
     def _count_end(self, *, failed: bool) -> None:
         assert self.choice is not None
-        decode = self.choice.decode
-        decode.ended += 1
-        decode.failed += failed
+        self.choice.decode.count_end(failed=failed)
 
     def _drop_call(self) -> None:
         call, self._call = self._call, None
@@ -664,7 +664,9 @@ class Exchange:
         if self._phase >= DELIVERING:
             return
         self._phase = DELIVERING
-        self._release()
+        if self._reservation is not None:
+            self._reservation.release()
+            self._reservation = None
         self._keep_alive_after = keep_alive
         if not self._connection.blocked or self._connection.closed:
             self._conclude()

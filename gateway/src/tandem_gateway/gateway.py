@@ -112,7 +112,8 @@ class Gateway:
         self.connections.discard(connection)
 
     def on_request(self, connection: ClientConnection, request: Request) -> None:
-        request_id = self._read_request_id(request)
+        given = request.headers.get(b"x-request-id")
+        request_id = given if given is not None and _REQUEST_ID.fullmatch(given) else self._make_request_id()
         code = None
         try:
             if request.path in INFERENCE_PATHS:
@@ -174,15 +175,12 @@ class Gateway:
     def on_exchange_end(self, exchange: Exchange) -> None:
         now = time.monotonic()  # the loop's own clock counts whole milliseconds
         self.exchanges.discard(exchange)
-        metrics = self.metrics
-        metrics.in_flight -= 1
-        metrics.count(exchange.request.path, exchange.status)
-        if exchange.status == 499:
-            metrics.disconnects += 1
-        metrics.duration.observe(now - exchange.started_at)
-        if exchange.first_byte_at:
-            metrics.ttft.observe(exchange.first_byte_at - exchange.started_at)
-        self._learn(exchange)
+        began, first = exchange.started_at, exchange.first_byte_at
+        self.metrics.count_exchange(
+            exchange.request.path, exchange.status, now - began, first - began if first else None
+        )
+        if exchange.usage is not None or exchange.events > 2:
+            self._learn(exchange)
         if self.access_log is not None:
             self.access_log.add(exchange, now)
 
@@ -211,7 +209,7 @@ class Gateway:
     def _learn(self, exchange: Exchange) -> None:
         usage = exchange.usage
         if usage is None:
-            if exchange.events > 2 and exchange.status == 200 and exchange.error is None:
+            if exchange.status == 200 and exchange.error is None:
                 self.scheduler.estimator.learn_output(exchange.events - 2)
             return
         prompt, output = usage.get("prompt_tokens"), usage.get("completion_tokens")
@@ -333,10 +331,6 @@ class Gateway:
         self.metrics.count(path, status)
         if self.access_log is not None:
             self.access_log.add_own(path, status, request_id, error, size)
-
-    def _read_request_id(self, request: Request) -> bytes:
-        given = request.headers.get(b"x-request-id")
-        return given if given is not None and _REQUEST_ID.fullmatch(given) else self._make_request_id()
 
     def _make_request_id(self) -> bytes:
         return b"req-%b%08x" % (self._request_prefix, next(self._request_ids))

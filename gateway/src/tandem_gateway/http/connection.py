@@ -202,7 +202,8 @@ class ClientConnection(asyncio.Protocol):
         else:
             waiting = reader.phase == IDLE
             self.deadline = self.loop.time() + (KEEP_ALIVE_SECONDS if waiting else self._handler.timeouts.body_seconds)
-        self.uncount()
+        if self._share.charged:
+            self.account()
 
     def uncount(self) -> None:
         """Less is held than before."""

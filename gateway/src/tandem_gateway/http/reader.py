@@ -38,8 +38,10 @@ class RequestReader:
 
     def __init__(self, max_body_bytes: int) -> None:
         self._max_body_bytes = max_body_bytes
+        self._url: list[bytes] = []
+        self.on_url = self._url.append
+        """httptools calls it with every part of a target."""
         self._parser = httptools.HttpRequestParser(self)
-        self._url = b""
         self._fields: list[tuple[bytes, bytes]] = []
         self._request: Request | None = None
         """Whose body is being read."""
@@ -115,8 +117,9 @@ class RequestReader:
         if request.method == b"CONNECT":
             self.refuse(BadRequest("this is not a proxy"))
             return b""
+        head = build_plain_head(request, b"".join(self._url))
         self._parser = httptools.HttpRequestParser(self)
-        return build_plain_head(request, self._url)
+        return head
 
     # httptools
 
@@ -127,12 +130,9 @@ class RequestReader:
         self.steps += 1
         self._read_bytes = 0
         self._trailer_bytes = self._trailers = 0
-        self._url = b""
+        self._url.clear()
         self._fields = []
         self._request = None
-
-    def on_url(self, url: bytes) -> None:
-        self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Of the header, or of trailers: those are counted and dropped, for nothing in a request may be changed after
@@ -160,7 +160,7 @@ class RequestReader:
             return
         method, limit = self._parser.get_method(), self._max_body_bytes
         try:
-            request = read_header(method, self._url, fields, http10=version == "1.0", max_body_bytes=limit)
+            request = read_header(method, b"".join(self._url), fields, http10=version == "1.0", max_body_bytes=limit)
         except RequestError as error:
             self.refuse(error)
             return
@@ -172,7 +172,7 @@ class RequestReader:
         self.wants_continue = b"expect" in request.headers
 
     def _is_too_large(self) -> bool:
-        return len(self._url) + sum(len(name) + len(value) for name, value in self._fields) > MAX_HEADER_BYTES
+        return sum(map(len, self._url)) + sum(len(name) + len(value) for name, value in self._fields) > MAX_HEADER_BYTES
 
     def on_body(self, body: bytes) -> None:
         if self.phase == REFUSED:

@@ -79,7 +79,8 @@ def read_header(
     length = None if given is None else int(given)
     if length is not None and length > max_body_bytes:
         raise too_large(max_body_bytes)
-    return Request(method, read_path(url), kept, http10, length)
+    path = url.decode("latin-1") if url[:1] == b"/" and b"?" not in url else read_path(url)
+    return Request(method, path, kept, http10, length)
 
 
 def _check_chunked(kept: dict[bytes, bytes], *, http10: bool) -> None:

@@ -118,20 +118,21 @@ class Reservation:
             self._prefilling = False
             decode.charge(-self._prefill_tokens, -self._decode_left)
         else:
-            self._end_prefill()
+            if self._prefilling:
+                self._end_prefill()
             decode.charge(0, -self._decode_left)
         self._decode_left = 0
         decode.requests -= 1
-        for endpoint in (decode, prefill):
-            if endpoint.health.probe is self:
-                endpoint.retry_probe()
+        if decode.health.probe is self:
+            decode.retry_probe()
+        if prefill.health.probe is self:
+            prefill.retry_probe()
 
     def _end_prefill(self) -> None:
-        if self._prefilling:
-            self._prefilling = False
-            self._prefill.charge(-self._prefill_tokens, 0)
-            if self._prefill is not self._decode:
-                self._prefill.requests -= 1
+        self._prefilling = False
+        self._prefill.charge(-self._prefill_tokens, 0)
+        if self._prefill is not self._decode:
+            self._prefill.requests -= 1
 
     def _end_owing(self, now: float) -> None:
         self._decode.hear(now)

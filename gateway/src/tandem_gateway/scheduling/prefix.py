@@ -174,12 +174,19 @@ class PrefixIndex:
         if sessions is None:
             return _NO_SESSION
         holders, tokens = sessions
-        return [(holding.endpoint, tokens) for holding in holders if holding.alive()]
+        found: list[tuple[Endpoint, int]] = []
+        for holding in holders:
+            if holding.alive():
+                found.append((holding.endpoint, tokens))  # noqa: PERF401
+        return found
 
     def record_session(self, seed: int, endpoints: tuple[Endpoint, ...], tokens: int, now: float) -> None:
         if len(self._young_sessions) >= MAX_SESSIONS // 2:
             self._old_sessions, self._young_sessions = self._young_sessions, {}
-        self._young_sessions[seed] = tuple([Holding(endpoint, now) for endpoint in endpoints]), tokens
+        holders = (Holding(endpoints[0], now),)
+        if len(endpoints) > 1:
+            holders += (Holding(endpoints[1], now),)
+        self._young_sessions[seed] = holders, tokens
 
     def count_shared(self, chain: list[int]) -> int:
         """How many leading entries many prompts share, the end of a system prompt being the last: whoever serves this

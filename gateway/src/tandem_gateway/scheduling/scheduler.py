@@ -189,9 +189,10 @@ class Scheduler:
             now=now,
             stream=demand.stream,
         )
-        for endpoint in (choice.decode, prefill):
-            if endpoint.health.probe is WANTED:
-                self._begin_probe(endpoint, reservation, now)
+        if choice.decode.health.probe is WANTED:
+            self._begin_probe(choice.decode, reservation, now)
+        if prefill.health.probe is WANTED:
+            self._begin_probe(prefill, reservation, now)
         return reservation
 
     @staticmethod
@@ -207,12 +208,15 @@ class Scheduler:
         """The worker answers the request: remember where its prefix now is."""
         decode = choice.decode
         prefill = choice.prefill[0] if choice.prefill else decode
-        both = (decode,) if prefill is decode else (prefill, decode)
-        for endpoint in both:
-            endpoint.kv_written += choice.uncached_tokens
-        if demand.prefix:
-            self.index.record(demand.prefix, both, now)
-        if len(demand.prefix) < SHORT_CHUNKS and demand.affinity:
+        decode.kv_written += choice.uncached_tokens
+        both = (decode,)
+        if prefill is not decode:
+            prefill.kv_written += choice.uncached_tokens
+            both = (prefill, decode)
+        chain = demand.prefix
+        if chain:
+            self.index.record(chain, both, now)
+        if len(chain) < SHORT_CHUNKS and demand.affinity:
             self.index.record_session(demand.affinity, both, demand.prompt_tokens, now)
 
     def observe(

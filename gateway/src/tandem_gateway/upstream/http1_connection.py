@@ -68,7 +68,6 @@ class WorkerConnection(asyncio.Protocol):
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
         self._loop = asyncio.get_running_loop()
-        self._parser = httptools.HttpResponseParser(self)
         self._poll = select.poll()
         self._call: Carried | None = None
         self._headers: list[tuple[bytes, bytes]] = []
@@ -82,6 +81,9 @@ class WorkerConnection(asyncio.Protocol):
         self._reusable = False
         self._head: ResponseHead | None = None
         self._body: list[bytes] = []
+        self.on_body = self._body.append
+        """httptools calls it with every part of a body."""
+        self._parser = httptools.HttpResponseParser(self)
         self.idle_since = 0.0
 
     def is_quiet(self) -> bool:
@@ -151,7 +153,9 @@ class WorkerConnection(asyncio.Protocol):
             return
         until_close = self._answering and self._length is None and not self._chunked
         if until_close and exc is None:
-            self._conclude(call)
+            sink, call.sink = call.sink, None
+            if sink is not None:
+                sink.on_upstream_end()
         elif self._reused:
             call.restart()
         else:
@@ -166,9 +170,10 @@ class WorkerConnection(asyncio.Protocol):
             if call.sink is not None:
                 call.sink.on_upstream_head(head)
         if parts:
-            self._body = []
+            data = parts[0] if len(parts) == 1 else b"".join(parts)
+            parts.clear()
             if call.sink is not None:
-                call.sink.on_upstream_body(parts[0] if len(parts) == 1 else b"".join(parts), final=self._complete)
+                call.sink.on_upstream_body(data, final=self._complete)
 
     def _finish(self, call: Carried) -> None:
         """A complete answer: the connection is free before the exchange hears of it, for it may start the next call."""
@@ -180,10 +185,6 @@ class WorkerConnection(asyncio.Protocol):
             self._owner.release(self, self._loop.time())
         else:
             self.transport.abort()
-        self._conclude(call)
-
-    @staticmethod
-    def _conclude(call: Carried) -> None:
         sink, call.sink = call.sink, None
         if sink is not None:
             sink.on_upstream_end()
@@ -217,9 +218,6 @@ class WorkerConnection(asyncio.Protocol):
             self._head = ResponseHead(status, headers, dict(headers))
         elif status == 101:
             raise ValueError("it switches protocols, which nobody asked for")
-
-    def on_body(self, body: bytes) -> None:
-        self._body.append(body)
 
     def on_message_complete(self) -> None:
         self._complete = self._answering
