@@ -170,11 +170,11 @@ def _rank(
     prompt = demand.prompt_tokens
     whole = weight * (prompt - shared) if prompt > shared else 0.0
     homes = pool.ring.find_homes(seed, excluded) if seed else _NOBODY
-    for endpoint in homes:
+    candidates = homes
+    if len(homes) < pool.available:
+        candidates = homes + pool.find_idle(MAX_IDLE, excluded)
+    for endpoint in candidates:
         costs[endpoint] = (endpoint.backlog(now) if endpoint.prefill_tokens else endpoint.load) + whole
-    if len(costs) < pool.available:
-        for endpoint in pool.find_idle(MAX_IDLE, excluded):
-            costs[endpoint] = (endpoint.backlog(now) if endpoint.prefill_tokens else endpoint.load) + whole
     for endpoint, tokens in cached.items():
         if endpoint.pool is pool and endpoint.level >= 0 and not (excluded and endpoint.worker.name in excluded):
             load = endpoint.backlog(now) if endpoint.prefill_tokens else endpoint.load
@@ -188,10 +188,7 @@ def _rank(
     for home in homes:
         if costs[home] <= limit:
             return home, costs
-    for endpoint, cost in costs.items():
-        if cost == lowest:
-            return endpoint, costs
-    raise AssertionError("the lowest cost is somebody's")
+    return min(costs, key=costs.__getitem__), costs
 
 
 def _list_alternates(best: Endpoint, costs: Mapping[Endpoint, float]) -> list[Endpoint]:

@@ -48,9 +48,9 @@ class Holding:
         """The worker still exists, has not said that it forgot, nor taken in a whole cache of other tokens since."""
         endpoint = self.endpoint
         return (
-            not endpoint.gone
+            endpoint.kv_written - self.written < endpoint.kv_tokens
             and self.used_at >= endpoint.evicted_until
-            and endpoint.kv_written - self.written < endpoint.kv_tokens
+            and not endpoint.gone
         )
 
 
@@ -124,8 +124,9 @@ class PrefixIndex:
                 last = holders
                 tokens = int(depth * chunk_tokens)
                 for holding in holders:
-                    if holding.endpoint not in found and holding.alive():
-                        found[holding.endpoint] = tokens
+                    endpoint = holding.endpoint
+                    if endpoint not in found and holding.alive():
+                        found[endpoint] = tokens
                 if len(found) >= MAX_MATCHES:
                     break
             # Runs of one prompt have the same holders: steps double, so that a long prompt is no long walk.

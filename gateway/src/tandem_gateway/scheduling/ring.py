@@ -21,6 +21,8 @@ MAX_HOMES = 2
 """Of a session: where it belongs, and where it goes when that has too much to do."""
 MAX_STEPS = 64
 """Points looked at for one session, so that a ring of which most endpoints are out is no scan."""
+MAX_REMEMBERED = 4096
+"""Sessions whose homes are remembered, about 1 MB: a search goes through memory that nothing else touches."""
 _FEW = 8
 """Endpoints that join one by one; more are sorted in together."""
 
@@ -32,16 +34,16 @@ build_seed = xxh3_64_intdigest
 class Ring:
     """Points in order, and who owns them."""
 
-    __slots__ = ("_nearest", "_owners", "_points")
+    __slots__ = ("_homes", "_owners", "_points")
 
     def __init__(self) -> None:
         self._points: list[int] = []
         self._owners: list[Endpoint] = []
-        self._nearest: dict[int, list[Endpoint]] = {}
-        """By position: the homes from there on if everybody may be chosen, found when they are first asked for."""
+        self._homes: dict[int, list[Endpoint]] = {}
+        """Of sessions, if everybody may be chosen; forgotten when the ring changes."""
 
     def add(self, endpoints: list[Endpoint]) -> None:
-        self._nearest.clear()
+        self._homes.clear()
         if len(endpoints) > _FEW:
             joined = [*zip(self._points, self._owners, strict=True)]
             joined += [(point, endpoint) for endpoint in endpoints for point in _place(endpoint)]
@@ -56,7 +58,7 @@ class Ring:
                 self._owners.insert(position, endpoint)
 
     def remove(self, endpoint: Endpoint) -> None:
-        self._nearest.clear()
+        self._homes.clear()
         for point in _place(endpoint):
             position = bisect_left(self._points, point)
             while self._owners[position] is not endpoint:  # another's equal point
@@ -65,19 +67,20 @@ class Ring:
 
     def find_homes(self, seed: int, excluded: Collection[str]) -> list[Endpoint]:
         """The first `MAX_HOMES` from the session's point on that may be chosen, nearest first."""
-        position = bisect_left(self._points, seed)
-        nearest = self._nearest.get(position)
-        if nearest is None:
-            nearest = self._nearest[position] = self._walk(position, lambda _: True)
+        homes = self._homes.get(seed)
+        if homes is None:
+            if len(self._homes) >= MAX_REMEMBERED:
+                self._homes.clear()
+            homes = self._homes[seed] = self._walk(seed, lambda _: True)
         if excluded:
-            return self._walk(position, lambda endpoint: endpoint.level >= 0 and endpoint.worker.name not in excluded)
-        for endpoint in nearest:
+            return self._walk(seed, lambda endpoint: endpoint.level >= 0 and endpoint.worker.name not in excluded)
+        for endpoint in homes:
             if endpoint.level < 0:
-                return self._walk(position, lambda endpoint: endpoint.level >= 0)
-        return nearest
+                return self._walk(seed, lambda endpoint: endpoint.level >= 0)
+        return homes
 
-    def _walk(self, position: int, may: Callable[[Endpoint], bool]) -> list[Endpoint]:
-        owners = self._owners
+    def _walk(self, seed: int, may: Callable[[Endpoint], bool]) -> list[Endpoint]:
+        owners, position = self._owners, bisect_left(self._points, seed)
         ahead = owners[position : position + MAX_STEPS]
         homes: list[Endpoint] = []
         for endpoint in ahead if len(ahead) == MAX_STEPS else ahead + owners[:MAX_STEPS]:  # the ring goes round
