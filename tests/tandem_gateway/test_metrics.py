@@ -26,7 +26,7 @@ def test_counters_and_gauges() -> None:
 def test_histogram_buckets_are_cumulative() -> None:
     metrics = Metrics()
     for seconds in (0.001, 0.005, 0.2, 1000.0):
-        metrics.ttft.observe(seconds)
+        metrics.count_exchange("/v1/completions", 200, 1.0, seconds)
     name = Metric.GATEWAY_TTFT_SECONDS
     lines = [line for line in render(metrics) if line.startswith(f"{name}_")]
     counts = [float(line.rsplit(" ", 1)[1]) for line in lines if "_bucket" in line]

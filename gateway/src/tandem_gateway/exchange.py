@@ -7,9 +7,7 @@ begun goes on at another worker where it can (`resume`).
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from enum import IntEnum
 from time import monotonic
 from typing import Protocol
 from urllib.parse import quote
@@ -30,7 +28,7 @@ from tandem_gateway.http.budget import FREE_BYTES, Budget
 from tandem_gateway.http.connection import ClientConnection
 from tandem_gateway.http.request import Request
 from tandem_gateway.http.response import LAST_CHUNK, build_chunk, build_error, build_head
-from tandem_gateway.prompt import GENERATES, Inquiry
+from tandem_gateway.prompt import Inquiry
 from tandem_gateway.resume import Continuation, JournaledStream, may_keep
 from tandem_gateway.scheduling import (
     REQUESTS_FAULT,
@@ -69,21 +67,24 @@ _REQUEST_ID = HEADER_REQUEST_ID.encode()
 _RESUME = HEADER_RESUME.encode()
 _RETRY = HEADER_RETRY.encode()
 _ROUTE = HEADER_ROUTE.encode()
+_REQUEST_HEAD = b"POST %b HTTP/1.1\r\nhost: %b\r\n%b" + _REQUEST_ID + b": %b\r\ncontent-length: %d\r\n\r\n"
 _FORWARDED = (b"content-type", b"accept", b"traceparent", b"tracestate")
 """What a worker may learn of the client's header. Never the x-tandem ones, which name machines to connect to and tell
 who asks."""
 
 
-class Phase(IntEnum):
-    NEW = 0
-    WAITING = 1
-    """For an endpoint."""
-    SENT = 2
-    """Nothing has reached the client: everything can still be retried."""
-    STREAMING = 3
-    DELIVERING = 4
-    """The worker has done its part, the client has not taken all of it."""
-    OVER = 5
+# The phases of an exchange, in order. Plain numbers: members of an enumeration are slow to get at.
+NEW = 0
+WAITING = 1
+"""For an endpoint."""
+SENT = 2
+"""Nothing has reached the client: everything can still be retried."""
+STREAMING = 3
+DELIVERING = 4
+"""The worker has done its part, the client has not taken all of it."""
+OVER = 5
+_ANSWERED = Outcome.ANSWERED
+_NO_NAMES: frozenset[str] = frozenset()
 
 
 class Context(Protocol):
@@ -93,11 +94,8 @@ class Context(Protocol):
     timeouts: GatewayTimeouts
     budget: Budget
     draining: bool
-
-    @property
-    def token_line(self) -> bytes:
-        """The header line that tells workers who asks; empty without keys."""
-        ...
+    token_line: bytes
+    """The header line that tells workers who asks; empty without keys."""
 
     def link(self, endpoint: Endpoint) -> Link: ...
 
@@ -131,11 +129,12 @@ class Exchange:
     ) -> None:
         self._context = context
         self._connection = connection
-        self._loop = asyncio.get_running_loop()
+        self._loop = connection.loop
         self.request = request
         self.inquiry = inquiry
         self.request_id = request_id
         self.started_at = monotonic()
+        now = self._loop.time()
         self.first_byte_at = 0.0
         """Of a stream. When the first token of an answer in one piece was there, only its worker knows."""
         self.status = 0
@@ -144,12 +143,13 @@ class Exchange:
         self.choice: Choice | None = None
         self.usage: dict[str, object] | None = None
         self.error: str | None = None
-        self._phase = Phase.NEW
-        self._deadline = self._loop.time() + GRACE_SECONDS
+        self._phase = NEW
+        self._deadline = now + GRACE_SECONDS
         self._call: Call | None = None
         self._reservation: Reservation | None = None
-        self._excluded: set[str] = set()
-        self._suspects: list[tuple[Endpoint, Outcome]] = []
+        self._excluded = _NO_NAMES
+        """Workers that are not to be asked again."""
+        self._suspects: tuple[tuple[Endpoint, Outcome], ...] = ()
         """Failed in a way that may be the request's fault: an answer from another worker tells."""
         self._give_up_at = 0.0
         self._resets = 0
@@ -167,11 +167,11 @@ class Exchange:
 
     @property
     def waiting(self) -> bool:
-        return self._phase is Phase.WAITING and not self._slow
+        return self._phase == WAITING and not self._slow
 
     @property
     def delivering(self) -> bool:
-        return self._phase is Phase.DELIVERING
+        return self._phase == DELIVERING
 
     @property
     def held_bytes(self) -> int:
@@ -195,42 +195,38 @@ class Exchange:
     def dispatch(self) -> None:
         """Send the request to the best endpoint, or wait for one. Called again whenever endpoints change."""
         now = self._loop.time()
-        scheduler = self._context.scheduler
-        choice = self._choose(now)
+        context, continuation, demand = self._context, self._continuation, self.inquiry.demand
+        choice = context.scheduler.choose(demand, now, self._excluded)
+        if continuation is not None and choice is not None and choice.decode.worker.revision != continuation.revision:
+            choice = self._choose_of_revision(continuation.revision, now)
         if choice is None:
             # Everyone was tried: whoever comes back first from its back-off may try again.
-            self._excluded.clear()
-            self._phase = Phase.WAITING
+            self._excluded = _NO_NAMES
+            self._phase = WAITING
             return
         self.choice = choice
         self.attempts += 1
-        self._reservation = scheduler.reserve(choice, self.inquiry.demand, now)
-        self._phase = Phase.SENT
+        self._reservation = context.scheduler.reserve(choice, demand, now)
+        self._phase = SENT
         self._reads_seen = self._reads
         self._deadline = now + self._answer_seconds()
-        continuation = self._continuation
+        request = self.request
         journal = continuation.stream.build_prefix() if continuation is not None else b""
-        keeps = self.inquiry.stream and self.request.path in GENERATES
-        head = build_request_head(
-            self.request, choice, self.request_id, self._context.token_line, len(journal) if keeps else None
-        )
-        self._call = self._context.link(choice.decode).start(self, head, journal + self.request.body)
+        keeps = demand.stream and not demand.local
+        head = build_request_head(request, choice, self.request_id, context.token_line, len(journal) if keeps else None)
+        self._call = context.link(choice.decode).start(self, head, journal + request.body)
 
-    def _choose(self, now: float) -> Choice | None:
-        scheduler, demand = self._context.scheduler, self.inquiry.demand
-        choice = scheduler.choose(demand, now, self._excluded)
-        continuation = self._continuation
-        if choice is None or continuation is None or choice.decode.worker.revision == continuation.revision:
-            return choice
+    def _choose_of_revision(self, revision: str, now: float) -> Choice | None:
+        scheduler = self._context.scheduler
         workers = [endpoint.worker for endpoint in scheduler.endpoints.values()]
-        others = {worker.name for worker in workers if worker.revision != continuation.revision}
-        return scheduler.choose(demand, now, self._excluded | others)
+        others = {worker.name for worker in workers if worker.revision != revision}
+        return scheduler.choose(self.inquiry.demand, now, self._excluded | others)
 
     def tick(self, now: float) -> None:
         """Work off tokens and enforce deadlines; called a few times a second."""
         if self._reads != self._reads_seen:
             self._reads_seen = self._reads
-            if self._phase is not Phase.WAITING:
+            if self._phase != WAITING:
                 self._deadline = now + self._context.timeouts.idle_seconds
         events = self.events
         if events != self._tokens_seen and self._reservation is not None:
@@ -238,9 +234,9 @@ class Exchange:
             self._tokens_seen = events
         if not self.inquiry.stream and self._reservation is not None:
             self._reservation.assume(now)
-        if self._continuation is not None and self._phase is Phase.STREAMING and self.request.body:
+        if self._continuation is not None and self._phase == STREAMING and self.request.body:
             self._account_for(self._continuation)
-        if self._slow or self._phase is Phase.DELIVERING:
+        if self._slow or self._phase == DELIVERING:
             # The worker is not to blame: it is the client that takes nothing.
             if self._connection.is_stuck(now):
                 self._connection.transport.abort()
@@ -251,54 +247,61 @@ class Exchange:
         """What is kept of a stream: nothing any more where there is no room for it."""
         if not continuation.has_changed():
             return
-        if not self._connection.held_changed():
+        if not self._connection.account():
             continuation.stream.stop_keeping()
         if not continuation.stream.keeps:
             self.request.body = b""
-            self._connection.held_changed()
+            self._connection.account()
 
     def stop(self, error: RequestError) -> None:
         """End it from outside."""
-        if self._phase is Phase.DELIVERING:
+        if self._phase == DELIVERING:
             self.error = error.code
             self._conclude()
-        elif self._phase is not Phase.OVER:
+        elif self._phase != OVER:
             self._fail(error)
 
     # the worker's side
 
     def on_upstream_head(self, head: ResponseHead) -> None:
-        outcome = classify_status(head.status, head.get(_RETRY))
-        if outcome is Outcome.DRAINING:
-            self._drop_call()
-            self._recover(outcome, "the worker is shutting down", failed=None)
-            return
-        assert self.choice is not None
-        if outcome is Outcome.UNAUTHORIZED:
-            # About this gateway's key, never about the client, who has shown the worker nothing.
-            self._drop_call()
-            self._context.on_unauthorized(self.choice.decode)
-            self._recover(outcome, "the worker does not take this gateway's key")
-            return
-        if self._begun:
-            self._go_on(outcome, head)
-            return
-        if outcome is not Outcome.ANSWERED and self._can_move():
-            self._drop_call()
-            self._recover(outcome, f"the worker answered {head.status}", failed=head.status >= 500)
+        fields = head.fields
+        outcome = _ANSWERED if head.status == 200 else classify_status(head.status, fields.get(_RETRY))
+        if (outcome is not _ANSWERED or self.first_byte_at) and not self._may_take(outcome, head):
             return
         self._take_answer(outcome, head)
         self._head = head
         self._reads += 1
-        if (head.get(b"content-type") or b"").startswith(b"text/event-stream"):
-            journal = head.get(_RESUME)
+        if fields.get(b"content-type", b"").startswith(b"text/event-stream"):
+            journal = fields.get(_RESUME)
             self._stream = EventStream() if journal is None else JournaledStream(journal)
+
+    def _may_take(self, outcome: Outcome, head: ResponseHead) -> bool:
+        """Whether this answer, which is a failure or not the first one, is for the client. Where it is not, what is to
+        be done instead is done.
+        """
+        assert self.choice is not None
+        if outcome is Outcome.DRAINING:
+            self._drop_call()
+            self._recover(outcome, "the worker is shutting down", failed=None)
+        elif outcome is Outcome.UNAUTHORIZED:
+            # About this gateway's key, never about the client, who has shown the worker nothing.
+            self._drop_call()
+            self._context.on_unauthorized(self.choice.decode)
+            self._recover(outcome, "the worker does not take this gateway's key")
+        elif self._begun:
+            self._go_on(outcome, head)
+        elif outcome is not _ANSWERED and self._can_move():
+            self._drop_call()
+            self._recover(outcome, f"the worker answered {head.status}", failed=head.status >= 500)
+        else:
+            return True
+        return False
 
     def _can_move(self) -> bool:
         """Nothing of this answer has reached the client, and another worker is free to give a better one."""
         assert self.choice is not None
         scheduler = self._context.scheduler
-        if self.attempts >= MAX_ATTEMPTS or self._phase is not Phase.SENT:
+        if self.attempts >= MAX_ATTEMPTS or self._phase != SENT:
             return False
         excluded = self._excluded | {self.choice.decode.worker.name}
         return scheduler.choose(self.inquiry.demand, self._loop.time(), excluded) is not None and scheduler.may_retry()
@@ -326,7 +329,7 @@ class Exchange:
             allowed = self._answer_seconds() if self._head is None else timeouts.idle_seconds
             scheduler.report_timeout(decode, allowed, now)
         elif outcome in REQUESTS_FAULT and not self._begun:
-            self._suspects.append((decode, outcome))
+            self._suspects += ((decode, outcome),)
         else:
             scheduler.report(decode, outcome, now)
 
@@ -343,13 +346,13 @@ class Exchange:
                                           "worker": decode.worker.name})  # fmt: skip
         self._call = None
         self._release()
-        self._excluded.add(decode.worker.name)
+        self._excluded |= {decode.worker.name}
         unsent, self._unsent = self._unsent, b""
         if unsent:
             self._connection.transport.write(unsent)
         self._deadline = continuation.deadline
         if self._slow:
-            self._phase = Phase.WAITING  # for its client: nothing would hold the next worker back
+            self._phase = WAITING  # for its client: nothing would hold the next worker back
         else:
             self.dispatch()
         return True
@@ -360,15 +363,15 @@ class Exchange:
         assert continuation is not None
         assert self._reservation is not None
         now = self._loop.time()
-        if head.status == 200 and head.get(_RESUME) is not None:
+        if head.status == 200 and _RESUME in head.fields:
             self._take_answer(outcome, head)
-            self._phase = Phase.STREAMING
+            self._phase = STREAMING
             self._reads += 1
             self._reservation.first_token(now)
             self._context.on_resumed(continuation.end_move())
             return
         self._drop_call()
-        if outcome is Outcome.ANSWERED:
+        if outcome is _ANSWERED:
             self._count_end(failed=False)
             self._context.on_resume_failed("refused")
             self._fail(UpstreamFailed(f"the answer broke off, and no other worker could go on with it ({head.status})"))
@@ -379,16 +382,17 @@ class Exchange:
         """This is the answer that the client gets: what it says about the workers."""
         assert self.choice is not None
         scheduler, choice, now = self._context.scheduler, self.choice, self._loop.time()
-        if outcome is Outcome.ANSWERED:
-            for endpoint, failure in self._suspects:
-                scheduler.report(endpoint, failure, now)
+        if self._suspects:
+            if outcome is _ANSWERED:
+                for endpoint, failure in self._suspects:
+                    scheduler.report(endpoint, failure, now)
+            self._suspects = ()
         if outcome is not Outcome.ERROR:  # it may be the request's fault, and nobody else is there to tell
             scheduler.report(choice.decode, outcome, now)
-        self._suspects.clear()
         if head.status == 200:
             scheduler.accept(choice, self.inquiry.demand, now)
             if choice.prefill:
-                scheduler.report_prefill(choice, (head.get(_PREFILL_WORKER) or b"").decode("latin-1"), now)
+                scheduler.report_prefill(choice, head.fields.get(_PREFILL_WORKER, b"").decode("latin-1"), now)
 
     def on_upstream_body(self, data: bytes, *, final: bool) -> None:
         self._reads += 1
@@ -408,7 +412,7 @@ class Exchange:
         self.bytes_out += len(data)
         # Inlined build_chunk: this line runs once per token.
         out = data if self.request.http10 else b"%x\r\n%b\r\n" % (len(data), data)
-        if self._phase is not Phase.STREAMING:
+        if self._phase != STREAMING:
             out = self._begin() + out
         if final:
             self._unsent = out
@@ -417,24 +421,25 @@ class Exchange:
 
     def on_upstream_end(self) -> None:
         self._call = None
-        if self._stream is None:
+        stream = self._stream
+        if stream is None:
             self._complete()
-        elif self._stream.done or self._stream.failed:
-            self._end_stream()
+        elif stream.done or stream.failed:
+            self._end_stream(stream)
         else:
-            moved = isinstance(self._stream, JournaledStream) and self._stream.moved
+            moved = isinstance(stream, JournaledStream) and stream.moved
             detail = "the worker ended its stream before the answer was complete"
             self._recover(Outcome.DRAINING if moved else Outcome.RESET, detail, failed=None if moved else True)
 
     def on_upstream_failure(self, failure: Failure, detail: str) -> None:
         self._call = None
         if self._stream is not None and self._stream.done:
-            self._end_stream()
+            self._end_stream(self._stream)
         elif failure is Failure.LOCAL:
             self._wait(detail)
         else:
             # A worker may end what nobody takes from it.
-            streams = self._phase is Phase.STREAMING
+            streams = self._phase == STREAMING
             held = streams and (self._slow or self._loop.time() < self._held_back_until)
             outcome = Outcome.REFUSED if failure is Failure.CONNECT else Outcome.RESET
             self._recover(outcome, detail, failed=None if held else True, blame=not held)
@@ -442,7 +447,7 @@ class Exchange:
     # the client's side
 
     def on_client_gone(self) -> None:
-        if self._phase is Phase.OVER:
+        if self._phase == OVER:
             return
         self._drop_call()
         if self._reservation is not None:
@@ -457,10 +462,10 @@ class Exchange:
             self._call.pause_reading()
 
     def on_client_ready(self) -> None:
-        if self._phase is Phase.DELIVERING:
+        if self._phase == DELIVERING:
             self._conclude()
             return
-        if self._slow and self._phase is Phase.WAITING:
+        if self._slow and self._phase == WAITING:
             self._slow = False
             self._deadline = self._loop.time() + GRACE_SECONDS
             self.dispatch()
@@ -475,7 +480,7 @@ class Exchange:
 
     def _answer_seconds(self) -> float:
         timeouts = self._context.timeouts
-        if self._begun:
+        if self.first_byte_at:
             return min(timeouts.idle_seconds, timeouts.first_token_seconds)
         if self.inquiry.stream:
             return timeouts.first_token_seconds
@@ -484,7 +489,7 @@ class Exchange:
         return min(timeouts.first_token_seconds + tokens / SLOWEST_TOKENS_PER_SECOND, longest)
 
     def _time_out(self) -> None:
-        if self._phase is Phase.WAITING:
+        if self._phase == WAITING:
             endpoints = list(self._context.scheduler.endpoints.values())
             if self._begun:
                 self._context.on_resume_failed("time")
@@ -513,7 +518,7 @@ class Exchange:
         self._context.on_retry(self, Failure.LOCAL.value)
         self.attempts -= 1
         self._deadline = self._give_up_at + GRACE_SECONDS
-        self._phase = Phase.WAITING
+        self._phase = WAITING
 
     def _retry(self, outcome: Outcome, detail: str) -> None:
         """Nothing reached the client: hand the request to another worker, unless it has been round enough."""
@@ -524,7 +529,7 @@ class Exchange:
         self._head = self._stream = None
         self._held.clear()
         self._held_bytes = 0
-        self._excluded.add(decode.worker.name)
+        self._excluded |= {decode.worker.name}
         self._resets += outcome in (Outcome.RESET, Outcome.TIMEOUT)
         self._give_up_at = self._give_up_at or now + GRACE_SECONDS
         if outcome in (Outcome.REFUSED, Outcome.UNAUTHORIZED):
@@ -552,29 +557,33 @@ class Exchange:
         assert self._head is not None
         assert self._reservation is not None
         assert self.choice is not None
-        self._phase = Phase.STREAMING
+        self._phase = STREAMING
         self.status = self._head.status
         self.first_byte_at = monotonic()
-        now = self._loop.time()
-        self.choice.decode.count_first_token(now - self._reservation.since)
-        self._reservation.first_token(now)
+        reservation, now = self._reservation, self._loop.time()
+        self.choice.decode.count_first_token(now - reservation.since)
+        reservation.first_token(now)
         stream, size = self._stream, len(self.request.body)
         if isinstance(stream, JournaledStream) and stream.keeps and may_keep(self._context.budget, size):
             self._continuation = Continuation(stream, self.choice.decode.worker.revision)
         else:
             self.request.body = b""
-            self._connection.held_changed()
-        self._explain()
+            self._connection.uncount()
+        if _ROUTE in self.request.headers:
+            self._explain()
         framing = b"" if self.request.http10 else b"\r\ntransfer-encoding: chunked"
-        return build_head(self._head, self.request_id, framing, keep_alive=self._keep_alive)
+        keep_alive = self.request.keep_alive and not self._context.draining
+        return build_head(self._head, self.request_id, framing, keep_alive=keep_alive)
 
-    def _end_stream(self) -> None:
-        assert self._stream is not None
-        self._connection.write(self._unsent + (b"" if self.request.http10 else LAST_CHUNK))
-        self.usage = find_usage(self._stream.tail)
-        self.error = "worker" if self._stream.failed else None
-        self._count_end(failed=self._stream.failed)
-        self._finish(keep_alive=self._keep_alive)
+    def _end_stream(self, stream: EventStream) -> None:
+        self._connection.transport.write(self._unsent if self.request.http10 else self._unsent + LAST_CHUNK)
+        self.usage = find_usage(stream.tail)
+        failed = stream.failed
+        if failed:
+            self.error = "worker"
+        assert self.choice is not None
+        self.choice.decode.count_end(failed=failed)
+        self._finish(keep_alive=self.request.keep_alive and not self._context.draining)
 
     def _hold(self, data: bytes) -> None:
         self._held.append(data)
@@ -582,7 +591,7 @@ class Exchange:
         if self._held_bytes > MAX_HELD_BYTES:
             self._drop_call()
             self._fail(UpstreamFailed(f"the worker's answer exceeds {MAX_HELD_BYTES} bytes; ask for a stream"))
-        elif self._held_bytes > FREE_BYTES and not self._connection.held_changed():
+        elif self._held_bytes > FREE_BYTES and not self._connection.account():
             self._drop_call()
             self._fail(GatewayFull("the gateway holds as many bytes as it may; ask for a stream, or try again shortly"))
 
@@ -591,9 +600,10 @@ class Exchange:
         assert self._head is not None
         if self._reservation is not None:
             self._reservation.complete(self._loop.time())
-            self._explain()
-        body = b"".join(self._held)
-        self._held.clear()
+            if _ROUTE in self.request.headers:
+                self._explain()
+        body = self._held[0] if len(self._held) == 1 else b"".join(self._held)
+        self._held = []
         self.status = self._head.status
         self._count_end(failed=self.status >= 500)
         if self.status == 200 and b'"usage"' in body:
@@ -660,16 +670,18 @@ class Exchange:
 
     def _finish(self, *, keep_alive: bool) -> None:
         """What is left is the client's to take."""
-        if self._phase >= Phase.DELIVERING:
+        if self._phase >= DELIVERING:
             return
-        self._phase = Phase.DELIVERING
-        self._release()
+        self._phase = DELIVERING
+        if self._reservation is not None:
+            self._reservation.release()
+            self._reservation = None
         self._keep_alive_after = keep_alive
         if not self._connection.blocked or self._connection.closed:
             self._conclude()
 
     def _conclude(self) -> None:
-        self._phase = Phase.OVER
+        self._phase = OVER
         self._held_bytes = 0
         self.request.body = b""
         self._context.on_exchange_end(self)
@@ -683,9 +695,9 @@ class Exchange:
         if self.choice is None:
             return None, None
         prefill = self.choice.prefill[0] if self.choice.prefill else self.choice.decode
-        head = self._head or ResponseHead(0, [], None)
-        decode_name = head.get(_DECODE_WORKER) or self.choice.decode.worker.name.encode()
-        prefill_name = head.get(_PREFILL_WORKER) or prefill.worker.name.encode()
+        fields = self._head.fields if self._head is not None else {}
+        decode_name = fields.get(_DECODE_WORKER) or self.choice.decode.worker.name.encode()
+        prefill_name = fields.get(_PREFILL_WORKER) or prefill.worker.name.encode()
         return decode_name.decode("latin-1"), prefill_name.decode("latin-1")
 
 
@@ -696,14 +708,14 @@ def build_request_head(
 
     `journal_bytes` go before the body of a stream: 0 where it begins. None: the answer has no journal.
     """
-    lines = [b"POST %b HTTP/1.1\r\nhost: %b\r\n" % (request.path.encode(), choice.decode.host), token_line]
-    headers = request.headers
-    lines += [b"%b: %b\r\n" % (name, headers[name]) for name in _FORWARDED if name in headers]
+    more, length, headers = token_line, len(request.body), request.headers
+    for name in _FORWARDED:
+        if name in headers:
+            more += name + b": " + headers[name] + b"\r\n"
     if choice.prefill:
         addresses = b",".join([endpoint.prefill_address for endpoint in choice.prefill])
-        lines.append(b"%b: %b\r\n" % (_PREFILL, addresses))
+        more += _PREFILL + b": " + addresses + b"\r\n"
     if journal_bytes is not None:
-        lines.append(b"%b: %d\r\n" % (_RESUME, journal_bytes))
-    length = len(request.body) + (journal_bytes or 0)
-    lines.append(b"%b: %b\r\ncontent-length: %d\r\n\r\n" % (_REQUEST_ID, request_id, length))
-    return b"".join(lines)
+        more += _RESUME + b": %d\r\n" % journal_bytes
+        length += journal_bytes
+    return _REQUEST_HEAD % (request.path.encode(), choice.decode.host, more, request_id, length)

@@ -62,11 +62,12 @@ class Gateway:
         self.exchanges: set[Exchange] = set()
         self.connections: set[ClientConnection] = set()
         self._credentials = Credentials(config.keys_path)
+        self.token_line = self._credentials.line
         self._links: dict[int, Link] = {}
         self._complained_at: dict[str, float] = {}
         """When a worker that does not take the key was last named."""
         self._request_ids = count(1)
-        self._request_prefix = os.urandom(6).hex()
+        self._request_prefix = os.urandom(6).hex().encode()
         self._started_at = time.time()
 
     # discovery
@@ -111,15 +112,17 @@ class Gateway:
         self.connections.discard(connection)
 
     def on_request(self, connection: ClientConnection, request: Request) -> None:
-        request_id = self._read_request_id(request)
-        keep_alive = request.keep_alive and not self.draining
+        given = request.headers.get(b"x-request-id")
+        request_id = given if given is not None and _REQUEST_ID.fullmatch(given) else self._make_request_id()
         code = None
         try:
             if request.path in INFERENCE_PATHS:
                 self._start_exchange(connection, request, request_id)
                 return
             payload = self._answer(request)
+            keep_alive = request.keep_alive and not self.draining
         except RequestError as error:
+            keep_alive = request.keep_alive and not self.draining
             status, code = error.status, error.code or error.kind
             answer = build_error(error, request_id, keep_alive=keep_alive, with_body=request.method != b"HEAD")
         else:
@@ -172,15 +175,12 @@ class Gateway:
     def on_exchange_end(self, exchange: Exchange) -> None:
         now = time.monotonic()  # the loop's own clock counts whole milliseconds
         self.exchanges.discard(exchange)
-        metrics = self.metrics
-        metrics.in_flight -= 1
-        self.metrics.count(exchange.request.path, exchange.status)
-        if exchange.status == 499:
-            metrics.disconnects += 1
-        metrics.duration.observe(now - exchange.started_at)
-        if exchange.first_byte_at:
-            metrics.ttft.observe(exchange.first_byte_at - exchange.started_at)
-        self._learn(exchange)
+        began, first = exchange.started_at, exchange.first_byte_at
+        self.metrics.count_exchange(
+            exchange.request.path, exchange.status, now - began, first - began if first else None
+        )
+        if exchange.usage is not None or exchange.events > 2:
+            self._learn(exchange)
         if self.access_log is not None:
             self.access_log.add(exchange, now)
 
@@ -196,10 +196,6 @@ class Gateway:
     def on_resume_failed(self, reason: str) -> None:
         self.metrics.failed_resumes[reason] += 1
 
-    @property
-    def token_line(self) -> bytes:
-        return self._credentials.line
-
     def on_unauthorized(self, endpoint: Endpoint) -> None:
         now, name = time.monotonic(), endpoint.worker.name
         if now - self._complained_at.get(name, -UNAUTHORIZED_LOG_SECONDS) < UNAUTHORIZED_LOG_SECONDS:
@@ -213,7 +209,7 @@ class Gateway:
     def _learn(self, exchange: Exchange) -> None:
         usage = exchange.usage
         if usage is None:
-            if exchange.events > 2 and exchange.status == 200 and exchange.error is None:
+            if exchange.status == 200 and exchange.error is None:
                 self.scheduler.estimator.learn_output(exchange.events - 2)
             return
         prompt, output = usage.get("prompt_tokens"), usage.get("completion_tokens")
@@ -233,6 +229,7 @@ class Gateway:
     def tick(self, now: float) -> None:
         """Everything that happens because time passes."""
         self._credentials.refresh()
+        self.token_line = self._credentials.line
         self.scheduler.tick(now)
         for exchange in tuple(self.exchanges):
             exchange.tick(now)
@@ -335,12 +332,8 @@ class Gateway:
         if self.access_log is not None:
             self.access_log.add_own(path, status, request_id, error, size)
 
-    def _read_request_id(self, request: Request) -> bytes:
-        given = request.headers.get(b"x-request-id")
-        return given if given is not None and _REQUEST_ID.fullmatch(given) else self._make_request_id()
-
     def _make_request_id(self) -> bytes:
-        return f"req-{self._request_prefix}{next(self._request_ids):08x}".encode()
+        return b"req-%b%08x" % (self._request_prefix, next(self._request_ids))
 
 
 def _report_on(endpoint: Endpoint) -> WorkerReport:

@@ -22,6 +22,7 @@ _PATHS = INFERENCE_PATHS | {MODELS}
 BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 """Seconds. From a cached prompt on a fast GPU to a long answer on a CPU."""
 
+_CLIENT_GONE = 499
 _NONE: Mapping[str, int] = {}
 
 
@@ -31,10 +32,6 @@ class Histogram:
     def __init__(self) -> None:
         self.counts = [0] * (len(BUCKETS) + 1)
         self.total = 0.0
-
-    def observe(self, seconds: float) -> None:
-        self.counts[bisect_left(BUCKETS, seconds)] += 1
-        self.total += seconds
 
     def family(self, name: str, text: str) -> HistogramMetricFamily:
         running = accumulate(self.counts)
@@ -60,6 +57,18 @@ class Metrics:
     def count(self, path: str, status: int) -> None:
         """A request was answered. Paths that nothing is behind are one, whatever clients make up."""
         self.requests[path if path in _PATHS else "other", status] += 1
+
+    def count_exchange(self, path: str, status: int, seconds: float, ttft: float | None) -> None:
+        """A request to workers has ended, after so many seconds. `ttft`: of them, those before the first token."""
+        self.in_flight -= 1
+        self.requests[path, status] += 1
+        self.disconnects += status == _CLIENT_GONE
+        duration = self.duration
+        duration.counts[bisect_left(BUCKETS, seconds)] += 1
+        duration.total += seconds
+        if ttft is not None:
+            self.ttft.counts[bisect_left(BUCKETS, ttft)] += 1
+            self.ttft.total += ttft
 
     def render(
         self,

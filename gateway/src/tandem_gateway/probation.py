@@ -195,7 +195,7 @@ def judge(answer: _Answer, peer: Worker) -> str | None:
         return f"it cannot be asked: {answer.failure or 'no answer'}"
     status = answer.head.status
     if status == 200:
-        used = (answer.head.get(_PREFILL_WORKER) or b"").decode("latin-1")
+        used = answer.head.fields.get(_PREFILL_WORKER, b"").decode("latin-1")
         return (
             None if used == peer.name else f"the prompt was to come from {peer.name}, and came from {used or 'nobody'}"
         )

@@ -23,6 +23,8 @@ EMBEDDINGS = "/v1/embeddings"
 MODELS = "/v1/models"
 GENERATES = frozenset((CHAT, COMPLETIONS))
 INFERENCE_PATHS = frozenset((CHAT, COMPLETIONS, EMBEDDINGS, "/tokenize", "/detokenize"))
+_Object = dict[str, Any]
+_List = list[Any]
 MAX_NODES = 100_000
 """Objects, lists and strings of a body, names included. Each costs many times its bytes to read; numbers do not."""
 
@@ -47,7 +49,9 @@ def read_inquiry(
         UnknownModel: it names another model.
     """
     fields = _read_object(body)
-    _check_model(fields.get("model"), served_names, required=path not in ("/tokenize", "/detokenize"))
+    model = fields.get("model")
+    if model is None or model not in served_names:
+        _check_model(model, served_names, required=path not in ("/tokenize", "/detokenize"))
     stream = fields.get("stream")
     if stream is not None and not isinstance(stream, bool):
         raise BadRequest("'stream' must be true or false", param="stream", code="invalid_type")
@@ -62,15 +66,18 @@ def read_inquiry(
         prompt = root = b""
     generates = path in GENERATES
     max_tokens = _read_max_tokens(fields) if generates else 1
+    session = affinity or _read_session(fields) or root
     demand = Demand(
-        prompt_tokens=_count_tokens(fields.get("input" if path == EMBEDDINGS else "prompt"), prompt, estimator),
+        prompt_tokens=estimator.prompt_tokens(len(prompt))
+        if path == CHAT
+        else _count_tokens(path, fields, prompt, estimator),
         output_tokens=estimator.expected_output(max_tokens),
-        prefix=build_chain(prompt),
-        affinity=_read_session(fields, affinity, root),
+        prefix=build_chain(prompt) if len(prompt) >= CHUNK_BYTES else [],
+        affinity=build_seed(session) if session else 0,
         local=not generates,
-        stream=bool(stream),
+        stream=stream is True,
     )
-    return Inquiry(stream=bool(stream), prompt_bytes=len(prompt), max_tokens=max_tokens, demand=demand)
+    return Inquiry(stream=stream is True, prompt_bytes=len(prompt), max_tokens=max_tokens, demand=demand)
 
 
 def _read_object(body: bytes) -> dict[str, Any]:
@@ -86,7 +93,7 @@ def _read_object(body: bytes) -> dict[str, Any]:
         raise BadRequest(f"the request body is not valid JSON: {error}", code="invalid_json") from error
     if not isinstance(fields, dict):
         raise BadRequest("the request body must be a JSON object", code="invalid_json")
-    return cast(dict[str, Any], fields)
+    return cast(_Object, fields)
 
 
 def count_nodes(body: bytes) -> int:
@@ -131,10 +138,10 @@ def _read_messages(fields: dict[str, Any]) -> tuple[bytes, bytes]:
     parts = [_canonical(tools, "tools")] if tools else []
     rich: list[Any] = []
     root_parts = 0
-    for index, message in enumerate(cast(list[Any], messages)):
+    for index, message in enumerate(cast(_List, messages)):
         if not isinstance(message, dict):
             raise BadRequest(f"'messages[{index}]' must be an object", param=f"messages[{index}]", code="invalid_type")
-        message = cast(dict[str, Any], message)
+        message = cast(_Object, message)
         role: Any = message.get("role")
         if not isinstance(role, str):
             raise BadRequest(
@@ -144,13 +151,17 @@ def _read_messages(fields: dict[str, Any]) -> tuple[bytes, bytes]:
         if not isinstance(content, str) or len(message) != 2:
             rich.append(message)
         else:
-            _add_rich(parts, rich)
+            if rich:
+                _add_rich(parts, rich)
             parts.append(f"{role}\0{content}\0".encode())
         if role == "user" and not root_parts:
-            _add_rich(parts, rich)
+            if rich:
+                _add_rich(parts, rich)
             root_parts = len(parts)
-    _add_rich(parts, rich)
-    return b"".join(parts), b"".join(parts[: root_parts or None])
+    if rich:
+        _add_rich(parts, rich)
+    prompt = b"".join(parts)
+    return prompt, b"".join(parts[:root_parts]) if 0 < root_parts < len(parts) else prompt
 
 
 def _add_rich(parts: list[bytes], messages: list[Any]) -> None:
@@ -158,9 +169,8 @@ def _add_rich(parts: list[bytes], messages: list[Any]) -> None:
 
     Without the list's brackets, so that a conversation that grows keeps its beginning.
     """
-    if messages:
-        parts.append(_canonical(messages, "messages")[1:-1] + b",")
-        messages.clear()
+    parts.append(_canonical(messages, "messages")[1:-1] + b",")
+    messages.clear()
 
 
 def _read_prompt(fields: dict[str, Any], name: str) -> bytes:
@@ -170,7 +180,7 @@ def _read_prompt(fields: dict[str, Any], name: str) -> bytes:
     if isinstance(prompt, str):
         return prompt.encode()
     if isinstance(prompt, list) and prompt:
-        return _canonical(cast(list[Any], prompt), name)
+        return _canonical(cast(_List, prompt), name)
     raise BadRequest(f"'{name}' must be a string or a list", param=name, code="invalid_type")
 
 
@@ -183,31 +193,26 @@ def _canonical(value: object, param: str) -> bytes:
 
 def _read_max_tokens(fields: dict[str, Any]) -> int | None:
     """Only an estimate hangs on it: a wrong type is the worker's to refuse."""
-    for name in ("max_completion_tokens", "max_tokens"):
-        value: Any = fields.get(name)
-        if type(value) is int and value > 0:
-            return value
-    return None
+    value: Any = fields.get("max_completion_tokens")
+    if type(value) is int and value > 0:
+        return value
+    value = fields.get("max_tokens")
+    return value if type(value) is int and value > 0 else None
 
 
-def _count_tokens(prompt_field: Any, prompt: bytes, estimator: Estimator) -> int:
-    tokens = cast(list[Any], prompt_field) if isinstance(prompt_field, list) else []
+def _count_tokens(path: str, fields: dict[str, Any], prompt: bytes, estimator: Estimator) -> int:
+    """Of a prompt that may be given as tokens."""
+    given: Any = fields.get("input" if path == EMBEDDINGS else "prompt")
+    tokens = cast(_List, given) if isinstance(given, list) else []
     if tokens and isinstance(tokens[0], int):
         return len(tokens)
     return estimator.prompt_tokens(len(prompt))
 
 
-def _affinity_key(fields: dict[str, Any], header: bytes | None) -> bytes | None:
-    if header:
-        return header
+def _read_session(fields: dict[str, Any]) -> bytes | None:
+    """The client's name for the session, if it gives one."""
     for name in ("prompt_cache_key", "user"):
         value: Any = fields.get(name)
         if isinstance(value, str) and value:
             return value.encode()
     return None
-
-
-def _read_session(fields: dict[str, Any], header: bytes | None, root: bytes) -> int:
-    """What names the session: the client, else the conversation's beginning; 0 leaves it to the prompt's prefix."""
-    key = _affinity_key(fields, header) or root
-    return build_seed(key) if key else 0

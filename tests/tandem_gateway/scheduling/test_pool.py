@@ -2,7 +2,7 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
-from tandem_gateway.scheduling.pool import Pool, find_level
+from tandem_gateway.scheduling.pool import Pool, find_level, find_range
 
 from tests.tandem_gateway.scheduling.fleet import make_endpoint
 
@@ -16,6 +16,14 @@ def test_levels_are_in_the_order_of_loads_and_an_eighth_wide(one: float, other: 
     if find_level(low) == find_level(high) > 0:
         assert int(high) <= int(low) * 1.13
     assert (find_level(high) == 0) == (int(high) < 64)
+
+
+@given(st.floats(0, 1e9))
+def test_a_load_is_in_the_range_of_its_level_and_of_no_other(load: float) -> None:
+    level = find_level(load)
+    low, high = find_range(level)
+    assert low <= load < high
+    assert find_range(level + 1)[0] == high
 
 
 STEPS = st.lists(

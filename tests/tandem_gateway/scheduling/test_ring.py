@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 from tandem_gateway.scheduling import Endpoint
 from tandem_gateway.scheduling.pool import Pool
-from tandem_gateway.scheduling.ring import MAX_HOMES, Ring, build_seed
+from tandem_gateway.scheduling.ring import MAX_HOMES, MAX_REMEMBERED, Ring, build_seed
 
 from tests.tandem_gateway.scheduling.fleet import make_endpoint
 
@@ -55,6 +55,20 @@ def test_one_that_may_not_be_chosen_keeps_its_place() -> None:
     assert not any("w-0" in names for names in homes(pool.ring).values())
     pool.admit(endpoints[0])
     assert homes(pool.ring) == before
+
+
+def test_who_was_excluded_is_nobodys_home_and_then_is_again() -> None:
+    ring = fill(6)[0].ring
+    seed = build_seed(b"session")
+    first, second = ring.find_homes(seed, NOBODY)
+    assert ring.find_homes(seed, {first.worker.name})[0] is second
+    assert ring.find_homes(seed, NOBODY) == [first, second]
+
+
+def test_any_number_of_sessions_is_remembered_within_a_bound() -> None:
+    ring = fill(3)[0].ring
+    assert len(homes(ring, 3 * MAX_REMEMBERED)) == 3 * MAX_REMEMBERED
+    assert len(ring._homes) <= MAX_REMEMBERED
 
 
 def test_joining_one_by_one_or_together_is_the_same() -> None:

@@ -19,7 +19,7 @@ from tandem_api.launch import GatewayTimeouts
 
 from tandem_gateway.errors import BadRequest, GatewayFull, RequestError
 from tandem_gateway.http.budget import FREE_BYTES, Budget, Share
-from tandem_gateway.http.reader import Phase, RequestReader
+from tandem_gateway.http.reader import BODY, HEADER, IDLE, REFUSED, RequestReader
 from tandem_gateway.http.request import MAX_HEADER_BYTES, Request
 from tandem_gateway.http.response import CONTINUE
 
@@ -81,7 +81,7 @@ class ClientConnection(asyncio.Protocol):
 
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         self._reader = RequestReader(handler.max_body_bytes)
         self._share = Share(handler.budget)
         self._unread = bytearray()
@@ -103,28 +103,29 @@ class ClientConnection(asyncio.Protocol):
         self.transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES, low=0)
         with contextlib.suppress(OSError):
             transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.deadline = self._loop.time() + self._handler.timeouts.header_seconds
+        self.deadline = self.loop.time() + self._handler.timeouts.header_seconds
         self._handler.on_connect(self)
 
     def data_received(self, data: bytes) -> None:
-        if self._ending or self._reader.phase is Phase.REFUSED:
+        if self._ending or self._reader.phase == REFUSED:
             self._drop(len(data))
             return
         if self.exchange is not None:
             self._unread += data
-            if len(self._unread) > self._handler.max_body_bytes + MAX_HEADER_BYTES or not self._account():
+            if len(self._unread) > self._handler.max_body_bytes + MAX_HEADER_BYTES or not self.account():
                 self.transport.abort()
             return
         reader = self._reader
         if not self._unread and not reader.ready:
-            if len(data) > max(SLICE_BYTES, reader.missing_bytes):
+            if len(data) > SLICE_BYTES and len(data) > reader.missing_bytes:
                 # The rest is often the body that this slice begins, which needs no further care.
                 self._read(data[:SLICE_BYTES])
                 data = data[SLICE_BYTES:]
-            if len(data) <= max(SLICE_BYTES, reader.missing_bytes) and not reader.ready:
+            if (len(data) <= SLICE_BYTES or len(data) <= reader.missing_bytes) and not reader.ready:
                 self._read(data)
                 data = b""
-        self._unread += data
+        if data:
+            self._unread += data
         if self._scheduled:
             self._throttle()
         else:
@@ -152,7 +153,7 @@ class ClientConnection(asyncio.Protocol):
     def pause_writing(self) -> None:
         self.blocked = True
         self._unsent_seen = self.unsent
-        self._taken_at = self._loop.time()
+        self._taken_at = self.loop.time()
         if self.exchange is not None:
             self.exchange.on_client_slow()
 
@@ -199,18 +200,19 @@ class ClientConnection(asyncio.Protocol):
         if reader.ready or reader.refusal or self._unread:
             self._schedule()
         else:
-            waiting = reader.phase is Phase.IDLE
-            self.deadline = self._loop.time() + (KEEP_ALIVE_SECONDS if waiting else self._handler.timeouts.body_seconds)
+            waiting = reader.phase == IDLE
+            self.deadline = self.loop.time() + (KEEP_ALIVE_SECONDS if waiting else self._handler.timeouts.body_seconds)
         if self._share.charged:
-            self._account()
+            self.account()
 
-    def held_changed(self) -> bool:
-        """The exchange holds more, or less, than before. False when the gateway has no room for it."""
-        return self._account()
+    def uncount(self) -> None:
+        """Less is held than before."""
+        if self._share.charged:
+            self.account()
 
     def close_if_idle(self) -> None:
         reader = self._reader
-        if self.exchange is None and not reader.ready and not self._unread and reader.phase is Phase.IDLE:
+        if self.exchange is None and not reader.ready and not self._unread and reader.phase == IDLE:
             self.transport.close()
 
     def tick(self, now: float) -> None:
@@ -225,11 +227,11 @@ class ClientConnection(asyncio.Protocol):
             return
         if self._scheduled or now < self.deadline:
             return
-        if self._ending or self._reader.phase is Phase.REFUSED:
+        if self._ending or self._reader.phase == REFUSED:
             self.transport.abort()
-        elif self._reader.phase is Phase.HEADER:
+        elif self._reader.phase == HEADER:
             self._time_out("the request header did not arrive in time")
-        elif self._reader.phase is Phase.BODY:
+        elif self._reader.phase == BODY:
             self._time_out("the request body did not arrive in time")
         else:
             self.transport.close()
@@ -267,7 +269,7 @@ class ClientConnection(asyncio.Protocol):
     def _schedule(self) -> None:
         if not self._scheduled and not self.closed:
             self._scheduled = True
-            self._loop.call_soon(self._work)
+            self.loop.call_soon(self._work)
 
     def _read(self, data: bytes) -> None:
         reader = self._reader
@@ -275,16 +277,17 @@ class ClientConnection(asyncio.Protocol):
         if reader.steps != self._steps:
             self._steps = reader.steps
             timeouts = self._handler.timeouts
-            if reader.phase is Phase.HEADER:
-                self.deadline = self._loop.time() + timeouts.header_seconds
-            elif reader.phase is Phase.BODY:
-                self.deadline = self._loop.time() + timeouts.body_seconds
-        if (self._share.charged or len(data) + reader.body_bytes > FREE_BYTES) and not self._account():
+            if reader.phase == HEADER:
+                self.deadline = self.loop.time() + timeouts.header_seconds
+            elif reader.phase == BODY:
+                self.deadline = self.loop.time() + timeouts.body_seconds
+        if (self._share.charged or len(data) + reader.body_bytes > FREE_BYTES) and not self.account():
             reader.ready.clear()
             reader.refuse(GatewayFull("the gateway holds as many bytes as it may; try again shortly"))
-            self._account()
+            self.account()
 
-    def _account(self) -> bool:
+    def account(self) -> bool:
+        """Count what is held for this client. False when the gateway has no room for it."""
         exchange = self.exchange
         held = len(self._unread) + self._reader.body_bytes
         for request in self._reader.ready:
@@ -313,9 +316,9 @@ class ClientConnection(asyncio.Protocol):
             return
         self._unread.clear()
         self._reader.ready.clear()
-        self._account()
+        self.account()
         self._throttle()
-        self.deadline = self._loop.time() + LINGER_SECONDS
+        self.deadline = self.loop.time() + LINGER_SECONDS
         self._unsent_seen = 0
         if self._half_closed:
             self.transport.close()

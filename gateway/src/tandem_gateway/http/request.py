@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tandem_api.names import HEADER_ROUTE
 
@@ -14,11 +14,13 @@ _KEPT = frozenset(
     (
         b"accept",
         b"content-encoding",
+        b"content-length",
         b"content-type",
         b"expect",
         b"host",
         b"traceparent",
         b"tracestate",
+        b"transfer-encoding",
         b"x-request-id",
         b"x-session-affinity",
         HEADER_ROUTE.encode(),
@@ -26,99 +28,68 @@ _KEPT = frozenset(
 )
 
 
+_ONCE = {
+    b"host": "the Host header occurs twice",
+    b"content-length": "Content-Length must be one decimal number",
+    b"transfer-encoding": "Transfer-Encoding must be exactly 'chunked'",
+}
+"""Fields of which a second one is refused, and how."""
+
+
 @dataclass(slots=True)
 class Request:
-    """A complete request. Header names are lower case; only those the gateway uses are kept."""
+    """A request. Header names are lower case; only those the gateway uses are kept. Its body comes last."""
 
     method: bytes
     path: str
     headers: dict[bytes, bytes]
-    body: bytes
-    keep_alive: bool
     http10: bool
+    content_length: int | None
+    """None: it has no body, or one in chunks."""
+    keep_alive: bool = False
+    body: bytes = b""
 
 
-@dataclass(slots=True)
-class HeaderReader:
-    """Collects a header field by field and judges it. Strict where two readers could disagree on a message's length."""
+def read_header(
+    method: bytes, url: bytes, fields: list[tuple[bytes, bytes]], *, http10: bool, max_body_bytes: int
+) -> Request:
+    """Judge a complete header. Strict where two readers could disagree on a message's length.
 
-    max_body_bytes: int
-    url: bytes = b""
-    kept: dict[bytes, bytes] = field(default_factory=dict[bytes, bytes])
-    size: int = 0
-    received: int = 0
-    """Bytes read while it was unfinished: a single field without end never reaches `add`."""
-    count: int = 0
-    content_length: int | None = None
-    chunked: bool = False
-    refusal: RequestError | None = None
-
-    def add_url(self, part: bytes) -> None:
-        self.url += part
-        self._grow(len(part))
-
-    def add(self, name: bytes, value: bytes) -> None:
-        name = name.lower()
-        self.count += 1
-        self._grow(len(name) + len(value))
+    Raises:
+        BadRequest: it cannot be told what the request is, or it is larger than may be.
+    """
+    kept: dict[bytes, bytes] = {}
+    for field, value in fields:
+        name = field.lower()
         if name in _KEPT:
-            if name in self.kept and name == b"host":
-                self._refuse("the Host header occurs twice")
-            self.kept[name] = value
-        elif name == b"content-length":
-            self._add_length(value)
-        elif name == b"transfer-encoding":
-            if self.chunked or value.strip().lower() != b"chunked":
-                self._refuse("Transfer-Encoding must be exactly 'chunked'")
-            self.chunked = True
+            if name in kept and name in _ONCE:
+                raise BadRequest(_ONCE[name])
+            kept[name] = value
+    if b"host" not in kept and not http10:
+        raise BadRequest("the Host header is missing")
+    if b"content-encoding" in kept and kept[b"content-encoding"].lower() != b"identity":
+        raise BadRequest("compressed request bodies are not supported; send them as they are", status=415)
+    if b"expect" in kept and kept[b"expect"].lower() != b"100-continue":
+        raise BadRequest("only 'Expect: 100-continue' is supported", status=417)
+    given = kept.get(b"content-length")
+    if b"transfer-encoding" in kept:
+        _check_chunked(kept, http10=http10)
+    elif given is not None and not given.isdigit():
+        raise BadRequest(_ONCE[b"content-length"])
+    length = None if given is None else int(given)
+    if length is not None and length > max_body_bytes:
+        raise too_large(max_body_bytes)
+    path = url.decode("latin-1") if url[:1] == b"/" and b"?" not in url else read_path(url)
+    return Request(method, path, kept, http10, length)
 
-    def add_trailer(self, name: bytes, value: bytes) -> bool:
-        """A field behind the body: counted and dropped, for nothing in a request may be changed after it was judged.
-        True when there are too many."""
-        self.count += 1
-        self.size += len(name) + len(value)
-        return self._too_large
 
-    def receive(self, size: int) -> bool:
-        """Count bytes read while it is unfinished. True when there are too many."""
-        self.received += size
-        return self.received > MAX_HEADER_BYTES
-
-    def finish(self, *, http10: bool) -> None:
-        """Judge the complete header; `refusal` tells the outcome."""
-        if self.chunked and self.content_length is not None:
-            self._refuse("Content-Length and Transfer-Encoding exclude each other")
-        if self.chunked and http10:
-            self._refuse("HTTP/1.0 knows no Transfer-Encoding")
-        if b"host" not in self.kept and not http10:
-            self._refuse("the Host header is missing")
-        if self.content_length is not None and self.content_length > self.max_body_bytes:
-            self.refusal = self.refusal or too_large(self.max_body_bytes)
-        encoding = self.kept.get(b"content-encoding", b"identity").lower()
-        if encoding != b"identity":
-            self.refusal = self.refusal or BadRequest(
-                "compressed request bodies are not supported; send them as they are", status=415
-            )
-        if self.kept.get(b"expect", b"100-continue").lower() != b"100-continue":
-            self.refusal = self.refusal or BadRequest("only 'Expect: 100-continue' is supported", status=417)
-
-    @property
-    def _too_large(self) -> bool:
-        return self.size > MAX_HEADER_BYTES or self.count > MAX_HEADERS
-
-    def _add_length(self, value: bytes) -> None:
-        if self.content_length is not None or not value.isdigit():
-            self._refuse("Content-Length must be one decimal number")
-            return
-        self.content_length = int(value)
-
-    def _grow(self, size: int) -> None:
-        self.size += size
-        if self._too_large:
-            self.refusal = self.refusal or header_too_large()
-
-    def _refuse(self, message: str) -> None:
-        self.refusal = self.refusal or BadRequest(message)
+def _check_chunked(kept: dict[bytes, bytes], *, http10: bool) -> None:
+    if kept[b"transfer-encoding"].strip().lower() != b"chunked":
+        raise BadRequest(_ONCE[b"transfer-encoding"])
+    if b"content-length" in kept:
+        raise BadRequest("Content-Length and Transfer-Encoding exclude each other")
+    if http10:
+        raise BadRequest("HTTP/1.0 knows no Transfer-Encoding")
 
 
 def read_path(url: bytes) -> str:
@@ -130,14 +101,10 @@ def read_path(url: bytes) -> str:
     return url.partition(b"?")[0].decode("latin-1")
 
 
-def build_plain_head(method: bytes, header: HeaderReader) -> bytes:
+def build_plain_head(request: Request, url: bytes) -> bytes:
     """The header again, with what the gateway uses of it and nothing else."""
-    lines = [method + b" " + header.url + b" HTTP/1.1\r\n"]
-    lines += [b"%b: %b\r\n" % item for item in header.kept.items() if item[0] != b"expect"]
-    if header.chunked:
-        lines.append(b"transfer-encoding: chunked\r\n")
-    elif header.content_length is not None:
-        lines.append(b"content-length: %d\r\n" % header.content_length)
+    lines = [request.method + b" " + url + b" HTTP/1.1\r\n"]
+    lines += [b"%b: %b\r\n" % item for item in request.headers.items() if item[0] != b"expect"]
     return b"".join(lines) + b"\r\n"
 
 

@@ -21,14 +21,12 @@ _REQUEST_ID_LINE = _REQUEST_ID + b": "
 
 def build_head(head: ResponseHead, request_id: bytes, framing: bytes, *, keep_alive: bool) -> bytes:
     """A worker's header as the client gets it. `framing` is the line (or nothing) that tells the body's end."""
-    lines = [STATUS_LINES.get(head.status) or b"HTTP/1.1 %d Unknown\r\n" % head.status]
+    text = STATUS_LINES.get(head.status) or b"HTTP/1.1 %d Unknown\r\n" % head.status
     for name, value in head.headers:
         if name not in _OWN:
-            lines.append(name + b": " + value + b"\r\n")
-    lines.append(_REQUEST_ID_LINE + request_id)
-    lines.append(framing)
-    lines.append(b"\r\n\r\n" if keep_alive else b"\r\nconnection: close\r\n\r\n")
-    return b"".join(lines)
+            text += name + b": " + value + b"\r\n"
+    end = b"\r\n\r\n" if keep_alive else b"\r\nconnection: close\r\n\r\n"
+    return text + _REQUEST_ID_LINE + request_id + framing + end
 
 
 def build_chunk(data: bytes) -> bytes:
@@ -60,7 +58,7 @@ def build_json(
     fields = [(b"content-type", b"application/json")]
     fields += [(name.lower().encode(), value.encode()) for name, value in headers]
     length = b"\r\ncontent-length: %d" % len(body)
-    head = build_head(ResponseHead(status, fields, None), request_id, length, keep_alive=keep_alive)
+    head = build_head(ResponseHead(status, fields, {}), request_id, length, keep_alive=keep_alive)
     return head + body if with_body else head
 
 

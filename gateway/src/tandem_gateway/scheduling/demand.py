@@ -50,7 +50,9 @@ class Estimator:
     def expected_output(self, max_tokens: int | None) -> int:
         """At least 1: every request occupies its decode worker."""
         expected = int(self.output_tokens) + 1
-        return expected if max_tokens is None else max(1, min(max_tokens, expected))
+        if max_tokens is None or max_tokens >= expected:
+            return expected
+        return max_tokens if max_tokens > 0 else 1
 
     def learn(self, *, prompt_bytes: int, prompt_tokens: int, output_tokens: int) -> None:
         """From the `usage` of an answer. Prompts too short to say anything beyond their template are skipped."""

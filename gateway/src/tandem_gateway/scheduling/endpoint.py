@@ -51,6 +51,9 @@ _serials = count(1)
 class Candidates(Protocol):
     """Endpoints among which one is chosen, as an endpoint that belongs to them sees them."""
 
+    load: float
+    """Sum over those that may be chosen."""
+
     @property
     def available(self) -> int:
         """How many may be chosen now."""
@@ -71,8 +74,8 @@ class Candidates(Protocol):
 
     def remove(self, endpoint: Endpoint) -> None: ...
 
-    def on_load(self, endpoint: Endpoint, change: float) -> None:
-        """Its load has changed by so many tokens."""
+    def relevel(self, endpoint: Endpoint) -> None:
+        """Its load has left the range of its level."""
         ...
 
 
@@ -94,9 +97,10 @@ class Endpoint:
     """A worker with its load and health as seen from this gateway."""
 
     __slots__ = (
-        "decode_tokens", "deserted", "ended", "evicted_until", "failed", "gap", "gone", "health", "heard_at",
-        "host", "kv_tokens", "kv_written", "level", "load", "others", "owing", "pool", "prefill_address",
-        "prefill_tokens", "quiet_since", "requests", "serial", "speed", "ttft_counts", "worker", "working_since",
+        "decode_tokens", "deserted", "ended", "evicted_until", "failed", "gap", "gone", "health", "heard_at", "host",
+        "kv_tokens", "kv_written", "level", "level_below", "level_from", "load", "others", "owing", "pool",
+        "prefill_address", "prefill_tokens", "quiet_since", "requests", "serial", "speed", "ttft_counts", "worker",
+        "working_since",
     )  # fmt: skip
 
     def __init__(self, worker: Worker) -> None:
@@ -144,21 +148,21 @@ class Endpoint:
         self.pool: Candidates | None = None
         self.level = -1
         """Of its load in the pool; -1: it may not be chosen now."""
+        self.level_from = self.level_below = 0
+        """The loads of that level."""
 
-    def charge(self, prefill: int, decode: int) -> None:
+    def charge(self, prefill: int, decode: int, others: int = 0) -> None:
         """Change what is outstanding."""
         self.prefill_tokens += prefill
         self.decode_tokens += decode
-        self._change_load(prefill + DECODE_WEIGHT * decode)
-
-    def set_others(self, tokens: int) -> None:
-        self._change_load(tokens - self.others)
-        self.others = tokens
-
-    def _change_load(self, change: float) -> None:
-        self.load += change
-        if self.level >= 0 and self.pool is not None:
-            self.pool.on_load(self, change)
+        self.others += others
+        change = prefill + DECODE_WEIGHT * decode + others
+        self.load = load = self.load + change
+        pool = self.pool
+        if self.level >= 0 and pool is not None:
+            pool.load += change
+            if not self.level_from <= load < self.level_below:
+                pool.relevel(self)
 
     def count_end(self, *, failed: bool) -> None:
         self.ended += 1
@@ -172,8 +176,10 @@ class Endpoint:
         if now == self.heard_at:
             return
         if self.owing:
-            since = max(self.heard_at, next(iter(self.owing)).since)
-            self.gap = min(LONGEST_GAP, max(now - since, self.gap * _GAP_DECAY))
+            since = next(iter(self.owing)).since
+            gap = now - (since if since > self.heard_at else self.heard_at)
+            decayed = self.gap * _GAP_DECAY
+            self.gap = decayed if decayed > gap else gap if gap < LONGEST_GAP else LONGEST_GAP
         self.heard_at = self.quiet_since = now
         self.deserted = 0
 

@@ -43,22 +43,24 @@ class Reservation:
         self._prefilling = True
         self._owing = True
         self.since = now
-        self._work = prefill.backlog(now) + prefill_tokens
+        self._work = prefill_tokens + (prefill.backlog(now) if prefill.prefill_tokens else prefill.load)
         if not prefill.owing:
             prefill.working_since = now
         decode.requests += 1
         decode.owing[self] = None
-        decode.charge(0, decode_tokens)
-        prefill.charge(prefill_tokens, 0)
-        if prefill is not decode:
+        if prefill is decode:
+            decode.charge(prefill_tokens, decode_tokens)
+        else:
+            decode.charge(0, decode_tokens)
+            prefill.charge(prefill_tokens, 0)
             prefill.requests += 1
             prefill.owing[self] = None
-        self.expected = prefill.speed.predict(self._work)
+        self.expected = expected = prefill.speed.predict(self._work)
         """Seconds until its first token, or None while too little is known."""
-        expected = self.expected if stream else prefill.speed.predict(self._work + _PATIENT_TOKENS * decode_tokens)
-        if expected is None or not stream:  # how long an answer in one piece is, nobody knows before it is there
+        if not stream:  # how long an answer in one piece is, nobody knows before it is there
+            expected = prefill.speed.predict(self._work + _PATIENT_TOKENS * decode_tokens)
             expected = max(expected or 0.0, _UNKNOWN_SECONDS)
-        self.patience = expected
+        self.patience = _UNKNOWN_SECONDS if expected is None else expected
         """Seconds that the first sign of its answer should take."""
 
     def first_token(self, now: float) -> None:
@@ -67,7 +69,8 @@ class Reservation:
             self._prefill.speed.observe(self._work, now - self.since)
             self._prefill.working_since = now
             self._end_prefill()
-        self._end_owing(now)
+        if self._owing:
+            self._end_owing(now)
 
     def assume(self, now: float) -> None:
         """An answer in one piece shows no sign of life: its prompt counts for as long as it should take."""
@@ -76,11 +79,11 @@ class Reservation:
             self._end_prefill()
 
     def complete(self, now: float) -> None:
-        """An answer in one piece is there. What its prompt took is a guess from the whole."""
+        """An answer in one piece is there, and `release` follows. What its prompt took is a guess from the whole."""
         if self._owing and self._prefill_tokens >= SHORT_TOKENS:
             self._prefill.speed.observe(self._work + _TOKENS_PER_STEP * self._output, now - self.since)
-        self._end_prefill()
-        self._end_owing(now)
+        if self._owing:
+            self._end_owing(now)
 
     def progress(self, tokens: int, now: float) -> None:
         """`tokens` more were generated. One stays expected until the end: the request still occupies the worker."""
@@ -108,30 +111,37 @@ class Reservation:
         if not self._open:
             return
         self._open = False
-        self._end_prefill()
-        self._stop_owing()
-        self._decode.charge(0, -self._decode_left)
+        decode, prefill = self._decode, self._prefill
+        if self._owing:
+            self._stop_owing()
+        if self._prefilling and prefill is decode:
+            self._prefilling = False
+            decode.charge(-self._prefill_tokens, -self._decode_left)
+        else:
+            if self._prefilling:
+                self._end_prefill()
+            decode.charge(0, -self._decode_left)
         self._decode_left = 0
-        self._decode.requests -= 1
-        for endpoint in (self._decode, self._prefill):
-            if endpoint.health.probe is self:
-                endpoint.retry_probe()
+        decode.requests -= 1
+        if decode.health.probe is self:
+            decode.retry_probe()
+        if prefill.health.probe is self:
+            prefill.retry_probe()
 
     def _end_prefill(self) -> None:
-        if self._prefilling:
-            self._prefilling = False
-            self._prefill.charge(-self._prefill_tokens, 0)
-            if self._prefill is not self._decode:
-                self._prefill.requests -= 1
+        self._prefilling = False
+        self._prefill.charge(-self._prefill_tokens, 0)
+        if self._prefill is not self._decode:
+            self._prefill.requests -= 1
 
     def _end_owing(self, now: float) -> None:
-        if self._owing:
-            self._decode.hear(now)
-            if self._prefill is not self._decode:
-                self._prefill.hear(now)
-            self._stop_owing()
+        self._decode.hear(now)
+        if self._prefill is not self._decode:
+            self._prefill.hear(now)
+        self._stop_owing()
 
     def _stop_owing(self) -> None:
         self._owing = False
-        self._decode.owing.pop(self, None)
-        self._prefill.owing.pop(self, None)
+        del self._decode.owing[self]
+        if self._prefill is not self._decode:
+            del self._prefill.owing[self]

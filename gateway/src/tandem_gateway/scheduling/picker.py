@@ -69,7 +69,6 @@ def pick(
     demand: Demand,
     seed: int,
     cached: Mapping[Endpoint, int],
-    *,
     turn: int,
     shared: int,
     unseen: float,
@@ -85,7 +84,7 @@ def pick(
     offers: list[Offer] = []
     for group in groups:
         cost, prefills = 0.0, _NOBODY
-        if not demand.local:
+        if group.prefills.available and not demand.local:
             prefill, costs = _rank(
                 group.prefills, demand, seed, cached, shared, unseen, now, excluded, RECOMPUTE_WEIGHT
             )
@@ -100,8 +99,9 @@ def pick(
     offer = offers[0] if len(offers) == 1 else _choose_revision(offers, demand, find_point(seed or turn, BY_REVISION))
     _, prefills, decode, _ = offer
     prompt = demand.prompt_tokens
-    hit = min(prompt, cached.get(prefills[0] if prefills else decode, shared))
-    known = max(hit, min(prompt, cached.get(decode, shared))) if prefills else hit
+    known = hit = min(prompt, cached.get(prefills[0] if prefills else decode, shared))
+    if prefills:
+        known = max(hit, min(prompt, cached.get(decode, shared)))
     return Choice(decode, prefills, prompt - hit, hit, known)
 
 
@@ -170,7 +170,10 @@ def _rank(
     prompt = demand.prompt_tokens
     whole = weight * (prompt - shared) if prompt > shared else 0.0
     homes = pool.ring.find_homes(seed, excluded) if seed else _NOBODY
-    for endpoint in (*homes, *pool.find_idle(MAX_IDLE, excluded)):
+    candidates = homes
+    if len(homes) < pool.available:
+        candidates = homes + pool.find_idle(MAX_IDLE, excluded)
+    for endpoint in candidates:
         costs[endpoint] = (endpoint.backlog(now) if endpoint.prefill_tokens else endpoint.load) + whole
     for endpoint, tokens in cached.items():
         if endpoint.pool is pool and endpoint.level >= 0 and not (excluded and endpoint.worker.name in excluded):
@@ -180,7 +183,8 @@ def _rank(
         costs[homes[0]] -= unseen * weight * max(0, prompt - cached.get(homes[0], shared))
     if not costs:
         return None, costs
-    limit = min(costs.values()) + SLACK_TOKENS + SLACK * pool.load / pool.available + OWN_SLACK * whole
+    lowest = min(costs.values())
+    limit = lowest + SLACK_TOKENS + SLACK * pool.load / pool.available + OWN_SLACK * whole
     for home in homes:
         if costs[home] <= limit:
             return home, costs

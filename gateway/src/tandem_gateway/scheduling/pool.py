@@ -24,6 +24,16 @@ def find_level(load: float) -> int:
     return ((bits - _IDLE_BITS) << _FINE_BITS) + ((tokens >> (bits - 1 - _FINE_BITS)) & 7) - 7
 
 
+def find_range(level: int) -> tuple[int, int]:
+    """The loads of a bucket: from the first one to below the second."""
+    if level == 0:
+        return 0, 1 << _IDLE_BITS
+    doublings, eighth = divmod(level - 1, 1 << _FINE_BITS)
+    width = 1 << doublings + _IDLE_BITS - _FINE_BITS
+    start = (1 << doublings + _IDLE_BITS) + eighth * width
+    return start, start + width
+
+
 class Pool:
     """Endpoints of one role and revision."""
 
@@ -71,12 +81,10 @@ class Pool:
         self._take(endpoint)
         endpoint.level = -1
 
-    def on_load(self, endpoint: Endpoint, change: float) -> None:
-        self.load += change
-        level = find_level(endpoint.load)
-        if level != endpoint.level:
-            self._take(endpoint)
-            self._put(endpoint, level)
+    def relevel(self, endpoint: Endpoint) -> None:
+        """Its load has left the range of its level."""
+        self._take(endpoint)
+        self._put(endpoint, find_level(endpoint.load))
 
     def find_idle(self, count: int, excluded: Collection[str]) -> list[Endpoint]:
         """The `count` least loaded that may be chosen, by bucket; within one, who has been there longest is first."""
@@ -94,6 +102,7 @@ class Pool:
 
     def _put(self, endpoint: Endpoint, level: int) -> None:
         endpoint.level = level
+        endpoint.level_from, endpoint.level_below = find_range(level)
         bucket = self._buckets.get(level)
         if bucket is None:
             bucket = self._buckets[level] = {}

@@ -11,7 +11,6 @@ renews a whole chain, and eviction forgets whole generations.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from itertools import pairwise
 
 from xxhash import xxh3_64_intdigest
@@ -49,13 +48,14 @@ class Holding:
         """The worker still exists, has not said that it forgot, nor taken in a whole cache of other tokens since."""
         endpoint = self.endpoint
         return (
-            not endpoint.gone
+            endpoint.kv_written - self.written < endpoint.kv_tokens
             and self.used_at >= endpoint.evicted_until
-            and endpoint.kv_written - self.written < endpoint.kv_tokens
+            and not endpoint.gone
         )
 
 
 Holders = tuple[Holding, ...]
+_NO_SESSION: list[tuple[Endpoint, int]] = []
 
 
 def build_chain(prompt: bytes) -> list[int]:
@@ -76,7 +76,9 @@ class PrefixIndex:
     recording is one assignment per entry.
     """
 
-    __slots__ = ("_branches", "_old", "_sessions", "_shared", "_shared_depths", "_young", "generation")
+    __slots__ = (
+        "_branches", "_old", "_old_sessions", "_shared", "_shared_depths", "_young", "_young_sessions", "generation",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.generation = MIN_ENTRIES
@@ -88,7 +90,9 @@ class PrefixIndex:
         self._shared: set[int] = set()
         """Entries after which many prompts parted, and at what depths there are any, deepest first."""
         self._shared_depths: list[int] = []
-        self._sessions: OrderedDict[int, tuple[tuple[Holding, int], ...]] = OrderedDict()
+        self._young_sessions: dict[int, tuple[Holders, int]] = {}
+        self._old_sessions: dict[int, tuple[Holders, int]] = {}
+        """Who holds a short session, and how many tokens it has; two generations, as above."""
 
     def __len__(self) -> int:
         return len(self._young) + len(self._old)
@@ -120,8 +124,9 @@ class PrefixIndex:
                 last = holders
                 tokens = int(depth * chunk_tokens)
                 for holding in holders:
-                    if holding.endpoint not in found and holding.alive():
-                        found[holding.endpoint] = tokens
+                    endpoint = holding.endpoint
+                    if endpoint not in found and holding.alive():
+                        found[endpoint] = tokens
                 if len(found) >= MAX_MATCHES:
                     break
             # Runs of one prompt have the same holders: steps double, so that a long prompt is no long walk.
@@ -166,14 +171,23 @@ class PrefixIndex:
 
     def match_session(self, seed: int) -> list[tuple[Endpoint, int]]:
         """Who holds how many tokens of a session whose prompts are too short for chunks."""
-        return [(holding.endpoint, tokens) for holding, tokens in self._sessions.get(seed, ()) if holding.alive()]
+        sessions = self._young_sessions.get(seed) or self._old_sessions.get(seed)
+        if sessions is None:
+            return _NO_SESSION
+        holders, tokens = sessions
+        found: list[tuple[Endpoint, int]] = []
+        for holding in holders:
+            if holding.alive():
+                found.append((holding.endpoint, tokens))  # noqa: PERF401
+        return found
 
     def record_session(self, seed: int, endpoints: tuple[Endpoint, ...], tokens: int, now: float) -> None:
-        sessions = self._sessions
-        sessions.pop(seed, None)
-        sessions[seed] = tuple([(Holding(endpoint, now), tokens) for endpoint in endpoints])
-        if len(sessions) > MAX_SESSIONS:
-            sessions.popitem(last=False)
+        if len(self._young_sessions) >= MAX_SESSIONS // 2:
+            self._old_sessions, self._young_sessions = self._young_sessions, {}
+        holders = (Holding(endpoints[0], now),)
+        if len(endpoints) > 1:
+            holders += (Holding(endpoints[1], now),)
+        self._young_sessions[seed] = holders, tokens
 
     def count_shared(self, chain: list[int]) -> int:
         """How many leading entries many prompts share, the end of a system prompt being the last: whoever serves this

@@ -8,7 +8,7 @@ at the ring O(log n): ranking every endpoint for every request (rendezvous hashi
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from operator import itemgetter
 
 from xxhash import xxh3_64_intdigest
@@ -21,26 +21,29 @@ MAX_HOMES = 2
 """Of a session: where it belongs, and where it goes when that has too much to do."""
 MAX_STEPS = 64
 """Points looked at for one session, so that a ring of which most endpoints are out is no scan."""
-_NEAR = 6
+MAX_REMEMBERED = 4096
+"""Sessions whose homes are remembered, about 1 MB: a search goes through memory that nothing else touches."""
 _FEW = 8
 """Endpoints that join one by one; more are sorted in together."""
 
 
-def build_seed(key: bytes) -> int:
-    """The number that stands for a session."""
-    return xxh3_64_intdigest(key)
+build_seed = xxh3_64_intdigest
+"""From a session's name to the number that stands for it."""
 
 
 class Ring:
     """Points in order, and who owns them."""
 
-    __slots__ = ("_owners", "_points")
+    __slots__ = ("_homes", "_owners", "_points")
 
     def __init__(self) -> None:
         self._points: list[int] = []
         self._owners: list[Endpoint] = []
+        self._homes: dict[int, list[Endpoint]] = {}
+        """Of sessions, if everybody may be chosen; forgotten when the ring changes."""
 
     def add(self, endpoints: list[Endpoint]) -> None:
+        self._homes.clear()
         if len(endpoints) > _FEW:
             joined = [*zip(self._points, self._owners, strict=True)]
             joined += [(point, endpoint) for endpoint in endpoints for point in _place(endpoint)]
@@ -55,6 +58,7 @@ class Ring:
                 self._owners.insert(position, endpoint)
 
     def remove(self, endpoint: Endpoint) -> None:
+        self._homes.clear()
         for point in _place(endpoint):
             position = bisect_left(self._points, point)
             while self._owners[position] is not endpoint:  # another's equal point
@@ -63,21 +67,24 @@ class Ring:
 
     def find_homes(self, seed: int, excluded: Collection[str]) -> list[Endpoint]:
         """The first `MAX_HOMES` from the session's point on that may be chosen, nearest first."""
-        owners = self._owners
-        position = bisect_left(self._points, seed)
+        homes = self._homes.get(seed)
+        if homes is None:
+            if len(self._homes) >= MAX_REMEMBERED:
+                self._homes.clear()
+            homes = self._homes[seed] = self._walk(seed, lambda _: True)
+        if excluded:
+            return self._walk(seed, lambda endpoint: endpoint.level >= 0 and endpoint.worker.name not in excluded)
+        for endpoint in homes:
+            if endpoint.level < 0:
+                return self._walk(seed, lambda endpoint: endpoint.level >= 0)
+        return homes
+
+    def _walk(self, seed: int, may: Callable[[Endpoint], bool]) -> list[Endpoint]:
+        owners, position = self._owners, bisect_left(self._points, seed)
+        ahead = owners[position : position + MAX_STEPS]
         homes: list[Endpoint] = []
-        for steps in (_NEAR, MAX_STEPS):  # nearly always the few next points are enough
-            for endpoint in owners[position : position + steps] or owners[:steps]:
-                if (
-                    endpoint.level >= 0
-                    and endpoint not in homes
-                    and not (excluded and endpoint.worker.name in excluded)
-                ):
-                    homes.append(endpoint)
-                    if len(homes) == MAX_HOMES:
-                        return homes
-        for endpoint in owners[:MAX_STEPS]:  # the ring goes round
-            if endpoint.level >= 0 and endpoint not in homes and endpoint.worker.name not in excluded:
+        for endpoint in ahead if len(ahead) == MAX_STEPS else ahead + owners[:MAX_STEPS]:  # the ring goes round
+            if endpoint not in homes and may(endpoint):
                 homes.append(endpoint)
                 if len(homes) == MAX_HOMES:
                     break

@@ -41,6 +41,7 @@ RETRY_SHARE = 0.3
 RETRY_BURST = 50.0
 """Of all requests, this share may be tried again because of 429 and 5xx, and so many at once: no storm of retries."""
 _NOBODY: frozenset[str] = frozenset()
+_ANSWERED = Outcome.ANSWERED
 
 
 class Scheduler:
@@ -164,18 +165,18 @@ class Scheduler:
             canary = demand.canary
         if not seed:
             self._turn += 1
+        unseen, turn = self.estimator.unseen_hits, self._turn
         for groups in (self._groups[canary], self._groups[not canary]):
-            choice = pick(
-                groups.values(), demand, seed, cached,
-                turn=self._turn, shared=shared, unseen=self.estimator.unseen_hits, now=now, excluded=excluded,
-            )  # fmt: skip
-            if choice is not None:
-                return choice
+            if groups:
+                choice = pick(groups.values(), demand, seed, cached, turn, shared, unseen, now, excluded)
+                if choice is not None:
+                    return choice
         return None
 
     def reserve(self, choice: Choice, demand: Demand, now: float) -> Reservation:
         """Count the request on its endpoints."""
-        self._retries = min(RETRY_BURST, self._retries + RETRY_SHARE)
+        if self._retries < RETRY_BURST:
+            self._retries = min(RETRY_BURST, self._retries + RETRY_SHARE)
         if self.canary is not None:
             served = choice.decode.worker.name in self._canary_names
             self.canary_requests[served, demand.canary is not None and demand.canary is not served] += 1
@@ -188,25 +189,34 @@ class Scheduler:
             now=now,
             stream=demand.stream,
         )
-        for endpoint in (choice.decode, prefill):
-            pool = endpoint.pool
-            if endpoint.health.probe is WANTED and pool is not None:
-                endpoint.health.probe = reservation
-                endpoint.health.probe_until = now + PROBE_SECONDS
-                if pool.available > 1:
-                    pool.bar(endpoint)
+        if choice.decode.health.probe is WANTED:
+            self._begin_probe(choice.decode, reservation, now)
+        if prefill.health.probe is WANTED:
+            self._begin_probe(prefill, reservation, now)
         return reservation
+
+    @staticmethod
+    def _begin_probe(endpoint: Endpoint, reservation: Reservation, now: float) -> None:
+        pool = endpoint.pool
+        if pool is not None:
+            endpoint.health.probe = reservation
+            endpoint.health.probe_until = now + PROBE_SECONDS
+            if pool.available > 1:
+                pool.bar(endpoint)
 
     def accept(self, choice: Choice, demand: Demand, now: float) -> None:
         """The worker answers the request: remember where its prefix now is."""
         decode = choice.decode
         prefill = choice.prefill[0] if choice.prefill else decode
-        both = (decode,) if prefill is decode else (prefill, decode)
-        for endpoint in both:
-            endpoint.kv_written += choice.uncached_tokens
-        if demand.prefix:
-            self.index.record(demand.prefix, both, now)
-        if len(demand.prefix) < SHORT_CHUNKS and demand.affinity:
+        decode.kv_written += choice.uncached_tokens
+        both = (decode,)
+        if prefill is not decode:
+            prefill.kv_written += choice.uncached_tokens
+            both = (prefill, decode)
+        chain = demand.prefix
+        if chain:
+            self.index.record(chain, both, now)
+        if len(chain) < SHORT_CHUNKS and demand.affinity:
             self.index.record_session(demand.affinity, both, demand.prompt_tokens, now)
 
     def observe(
@@ -217,7 +227,7 @@ class Scheduler:
         """
         if queued_tokens is not None:
             own = endpoint.backlog(now) - endpoint.others - DECODE_WEIGHT * endpoint.decode_tokens
-            endpoint.set_others(max(0, int(queued_tokens - own)))
+            endpoint.charge(0, 0, max(0, int(queued_tokens - own)) - endpoint.others)
         if evicted_until is not None:
             endpoint.evicted_until = evicted_until
 
@@ -228,7 +238,9 @@ class Scheduler:
         health = endpoint.health
         pool = endpoint.pool
         out = endpoint.level < 0 and health.probe is None
-        if outcome is Outcome.ANSWERED:
+        if outcome is _ANSWERED:
+            if not health.failures and not out and health.probe is None:
+                return  # nothing new
             if out and health.reason in SERVES_OLD:
                 return  # to a request from before
             health.succeed()

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 _DECAY = 0.95
 """Of older observations with every new one: about the last twenty count."""
+_SETTLED = 20
+"""Observations of which the mean has that decay."""
 MIN_SAMPLES = 4
 SHORT_TOKENS = 256
 
@@ -39,7 +41,7 @@ class Speed:
     def observe(self, tokens: float, seconds: float) -> None:
         if tokens < SHORT_TOKENS:
             self.short_samples += 1
-            weight = max(1 - _DECAY, 1 / self.short_samples)
+            weight = 1 - _DECAY if self.short_samples >= _SETTLED else 1 / self.short_samples
             self.latency += weight * (seconds - self.latency)
             return
         self._tokens = self._tokens * _DECAY + tokens

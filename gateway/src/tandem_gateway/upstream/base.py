@@ -31,13 +31,8 @@ class ResponseHead:
 
     status: int
     headers: list[tuple[bytes, bytes]]
-    content_length: int | None
-
-    def get(self, name: bytes) -> bytes | None:
-        for key, value in self.headers:
-            if key == name:
-                return value
-        return None
+    fields: dict[bytes, bytes]
+    """The same, of fields that occur several times the last."""
 
 
 class Sink(Protocol):

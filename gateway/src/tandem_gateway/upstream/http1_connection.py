@@ -68,7 +68,6 @@ class WorkerConnection(asyncio.Protocol):
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
         self._loop = asyncio.get_running_loop()
-        self._parser = httptools.HttpResponseParser(self)
         self._poll = select.poll()
         self._call: Carried | None = None
         self._headers: list[tuple[bytes, bytes]] = []
@@ -82,6 +81,9 @@ class WorkerConnection(asyncio.Protocol):
         self._reusable = False
         self._head: ResponseHead | None = None
         self._body: list[bytes] = []
+        self.on_body = self._body.append
+        """httptools calls it with every part of a body."""
+        self._parser = httptools.HttpResponseParser(self)
         self.idle_since = 0.0
 
     def is_quiet(self) -> bool:
@@ -138,7 +140,7 @@ class WorkerConnection(asyncio.Protocol):
                 return
             self._reusable = False
         self._deliver(call)
-        if self._complete:
+        if self._complete and self._call is not None:
             self._finish(call)
 
     def eof_received(self) -> None:
@@ -151,7 +153,9 @@ class WorkerConnection(asyncio.Protocol):
             return
         until_close = self._answering and self._length is None and not self._chunked
         if until_close and exc is None:
-            self._conclude(call)
+            sink, call.sink = call.sink, None
+            if sink is not None:
+                sink.on_upstream_end()
         elif self._reused:
             call.restart()
         else:
@@ -159,22 +163,20 @@ class WorkerConnection(asyncio.Protocol):
 
     def _deliver(self, call: Carried) -> None:
         """Everything that one read brought goes on in one piece, outside the parser's callbacks."""
-        if self._head is not None:
-            head, self._head = self._head, None
+        head, parts = self._head, self._body
+        if head is not None:
+            self._head = None
             call.head = call.body = b""
             if call.sink is not None:
                 call.sink.on_upstream_head(head)
-        parts = self._body
         if parts:
-            self._body = []
+            data = parts[0] if len(parts) == 1 else b"".join(parts)
+            parts.clear()
             if call.sink is not None:
-                data = parts[0] if len(parts) == 1 else b"".join(parts)
                 call.sink.on_upstream_body(data, final=self._complete)
 
     def _finish(self, call: Carried) -> None:
         """A complete answer: the connection is free before the exchange hears of it, for it may start the next call."""
-        if self._call is None:
-            return
         self._call = None
         if call.paused:
             call.resume_reading()
@@ -183,10 +185,6 @@ class WorkerConnection(asyncio.Protocol):
             self._owner.release(self, self._loop.time())
         else:
             self.transport.abort()
-        self._conclude(call)
-
-    @staticmethod
-    def _conclude(call: Carried) -> None:
         sink, call.sink = call.sink, None
         if sink is not None:
             sink.on_upstream_end()
@@ -205,24 +203,21 @@ class WorkerConnection(asyncio.Protocol):
         if self._answering:
             return  # a trailer: the client has the header already
         name = name.lower()
-        if name == b"content-length":
+        if name not in _HOP_BY_HOP:
+            self._headers.append((name, value))
+        elif name == b"content-length":
             self._length = int(value)
         elif name == b"transfer-encoding":
             self._chunked = True
-        if name not in _HOP_BY_HOP:
-            self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
         headers, self._headers = self._headers, []
         if status >= 200:
             self._answering = True
-            self._head = ResponseHead(status, headers, self._length)
+            self._head = ResponseHead(status, headers, dict(headers))
         elif status == 101:
             raise ValueError("it switches protocols, which nobody asked for")
-
-    def on_body(self, body: bytes) -> None:
-        self._body.append(body)
 
     def on_message_complete(self) -> None:
         self._complete = self._answering
