@@ -17,6 +17,7 @@ from urllib.parse import quote
 from tandem_api.launch import GatewayTimeouts
 from tandem_api.names import (
     HEADER_DECODE_WORKER,
+    HEADER_LENIENT,
     HEADER_PREFILL,
     HEADER_PREFILL_WORKER,
     HEADER_REQUEST_ID,
@@ -69,8 +70,8 @@ _REQUEST_ID = HEADER_REQUEST_ID.encode()
 _RESUME = HEADER_RESUME.encode()
 _RETRY = HEADER_RETRY.encode()
 _ROUTE = HEADER_ROUTE.encode()
-_FORWARDED = (b"content-type", b"accept", b"traceparent", b"tracestate")
-"""What a worker may learn of the client's header. Never the x-tandem ones, which name machines to connect to and tell
+_FORWARDED = (b"content-type", b"accept", b"traceparent", b"tracestate", HEADER_LENIENT.encode())
+"""What a worker may learn of the client's header. Never other x-tandem ones, which name machines to connect to and tell
 who asks."""
 
 
@@ -687,7 +688,8 @@ def build_request_head(
 
     `journal_bytes` go before the body of a stream: 0 where it begins. None: the answer has no journal.
     """
-    lines = [b"POST %b HTTP/1.1\r\nhost: %b\r\n" % (request.path.encode(), choice.decode.host), token_line]
+    line = b"%b %b HTTP/1.1\r\nhost: %b\r\n" % (request.method, request.path.encode(), choice.decode.host)
+    lines = [line, token_line]
     headers = request.headers
     lines += [b"%b: %b\r\n" % (name, headers[name]) for name in _FORWARDED if name in headers]
     if choice.prefill:

@@ -47,7 +47,7 @@ def read_inquiry(
         UnknownModel: it names another model.
     """
     fields = _read_object(body)
-    _check_model(fields.get("model"), served_names, required=path not in ("/tokenize", "/detokenize"))
+    _check_model(fields.get("model"), served_names)
     stream = fields.get("stream")
     if stream is not None and not isinstance(stream, bool):
         raise BadRequest("'stream' must be true or false", param="stream", code="invalid_type")
@@ -102,10 +102,9 @@ def count_nodes(body: bytes) -> int:
     return strings + outside.count(b"{") + outside.count(b"[")
 
 
-def _check_model(model: Any, served_names: Sequence[str], *, required: bool) -> None:
+def _check_model(model: Any, served_names: Sequence[str]) -> None:
+    """A gateway serves one model: who names none means that one."""
     if model is None:
-        if required:
-            raise BadRequest("you must provide a 'model' parameter", param="model", code="missing_required_parameter")
         return
     if not isinstance(model, str):
         raise BadRequest("'model' must be a string", param="model", code="invalid_type")

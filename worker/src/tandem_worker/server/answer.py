@@ -36,6 +36,10 @@ class Plan:
     encoder: Encoder
     stream: bool
     include_usage: bool
+    continuous_usage: bool = False
+    """Every event tells the usage so far."""
+    ignored: Sequence[str] = ()
+    """Options that were left out of account: a header says so."""
     first_delta: Callable[[int, TokenDelta], None] | None = None
     """Told the first delta of each request (with its position) before any event of its choices is encoded."""
     score_only: bool = False
@@ -139,6 +143,8 @@ class Answerer:
                 names.HEADER_DECODE_WORKER: self._pod_name,
                 names.HEADER_PREFILL_WORKER: progress.prefill_worker or self._pod_name,
             }
+            if plan.ignored:
+                all_headers[names.HEADER_IGNORED] = ", ".join(plan.ignored)
             if plan.stream:
                 await self._stream(progress, flight, send, all_headers, begun, touched)
             else:
@@ -206,6 +212,8 @@ async def _advance(progress: Progress, flight: Flight) -> tuple[list[int], list[
 
 async def _events(progress: Progress, begun: Sequence[int], touched: Sequence[Choice]) -> bytes:
     encoder, journal = progress.plan.encoder, progress.plan.journal
+    if progress.plan.continuous_usage:
+        encoder.tell_usage(progress.usage())
     parts: list[bytes] = []
     for position in begun:
         request = progress.plan.requests[position]

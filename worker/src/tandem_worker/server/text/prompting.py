@@ -59,6 +59,12 @@ class Prompter:
                 param="tools",
                 code="unsupported_parameter",
             )
+        if request.documents is not None and "documents" not in self.template:
+            raise RequestError(
+                "This model's chat template has no place for documents: write them into a message.",
+                param="documents",
+                code="unsupported_parameter",
+            )
         try:
             return self._apply(
                 self._prepare(request.messages),
@@ -91,9 +97,17 @@ class Prompter:
             return definition
         return {**definition, "function": {"description": "", **definition["function"]}}
 
+    def takes_effort(self, effort: str | None) -> bool:
+        """Whether a conversation can be rendered for this reasoning effort."""
+        if effort is None or "reasoning_effort" in self.template or "enable_thinking" in self.template:
+            return True
+        return effort == "none" and "<think>" not in self.template
+
     def _kwargs(self, request: ChatRequest) -> dict[str, Any]:
         """Template arguments; `reasoning_effort` becomes whichever of them the template knows."""
         kwargs = dict(request.template_kwargs)
+        if request.documents is not None:
+            kwargs["documents"] = request.documents
         effort = request.reasoning_effort
         if effort is None:
             return kwargs
@@ -101,7 +115,7 @@ class Prompter:
             kwargs.setdefault("reasoning_effort", effort)
         elif "enable_thinking" in self.template:
             kwargs.setdefault("enable_thinking", effort != "none")
-        elif effort != "none" or "<think>" in self.template:
+        elif not self.takes_effort(effort):
             raise RequestError(
                 "This model's reasoning effort cannot be chosen: remove 'reasoning_effort'.",
                 param="reasoning_effort",
