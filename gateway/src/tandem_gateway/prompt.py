@@ -22,7 +22,8 @@ COMPLETIONS = "/v1/completions"
 EMBEDDINGS = "/v1/embeddings"
 MODELS = "/v1/models"
 GENERATES = frozenset((CHAT, COMPLETIONS))
-INFERENCE_PATHS = frozenset((CHAT, COMPLETIONS, EMBEDDINGS, "/tokenize", "/detokenize"))
+TOKENIZER_INFO = "/tokenizer_info"
+INFERENCE_PATHS = frozenset((CHAT, COMPLETIONS, EMBEDDINGS, "/tokenize", "/detokenize", TOKENIZER_INFO))
 MAX_NODES = 100_000
 """Objects, lists and strings of a body, names included. Each costs many times its bytes to read; numbers do not."""
 
@@ -46,7 +47,7 @@ def read_inquiry(
         BadRequest: it is not a JSON object, or a parameter that routing needs is missing or of the wrong type.
         UnknownModel: it names another model.
     """
-    fields = _read_object(body)
+    fields = {} if path == TOKENIZER_INFO else _read_object(body)
     _check_model(fields.get("model"), served_names)
     stream = fields.get("stream")
     if stream is not None and not isinstance(stream, bool):

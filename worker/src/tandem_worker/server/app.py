@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any, Protocol
 
 from starlette.routing import Route, Router
@@ -36,6 +37,7 @@ from tandem_worker.server.text.output import Usage
 _log = logging.getLogger(__name__)
 _ENDPOINT = re.compile(r"[A-Za-z0-9_.\-\[\]:]+:\d{1,5}")
 MAX_PREFILL_ENDPOINTS = 8
+_VERSION = version("tandem-worker")
 FAILURE_POLL_SECONDS = 0.5
 
 Handler = Callable[[Scope, Receive, Send], Awaitable[None]]
@@ -109,6 +111,11 @@ def _routes(state: _State, api: _Api) -> list[Route]:
         _route("/v1/embeddings", state, POST=api.embeddings),
         _route("/v1/models", state, GET=api.models),
         _route("/v1/models/{model:path}", state, GET=api.model),
+        _route("/health", state, GET=api.health),
+        _route("/ping", state, GET=api.health),
+        _route("/version", state, GET=api.version),
+        _route("/load", state, GET=api.load),
+        _route("/tokenizer_info", state, GET=api.tokenizer_info),
         _route("/tokenize", state, POST=api.tokenize),
         _route("/detokenize", state, POST=api.detokenize),
     ]
@@ -204,14 +211,46 @@ class _Api:
             "object": "model",
             "created": self._created,
             "owned_by": "tandem",
+            "root": self._model.root,
+            "parent": None,
             "max_model_len": self._model.max_model_len,
         }
+
+    async def health(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._state.check_admission()
+        await send_json(send, {})
+
+    async def version(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send_json(send, {"version": _VERSION})
+
+    async def load(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send_json(send, {"server_load": self._state.hub.num_open})
+
+    async def tokenizer_info(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send_json(send, describe_tokenizer(self._model))
 
     async def tokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send_bytes(send, 200, await self._model.preparation.prepare("tokenize", scope, receive))
 
     async def detokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send_bytes(send, 200, await self._model.preparation.prepare("detokenize", scope, receive))
+
+
+def describe_tokenizer(model: ServedModel) -> dict[str, object]:
+    """What clients that render or score by themselves ask for, under the names of tokenizer_config.json."""
+    tokenizer = model.tokenizer
+    return {
+        "tokenizer_class": type(tokenizer).__name__,
+        "model_max_length": model.max_model_len,
+        "vocab_size": model.vocab_size,
+        "bos_token": tokenizer.bos_token,
+        "eos_token": tokenizer.eos_token,
+        "pad_token": tokenizer.pad_token,
+        "unk_token": tokenizer.unk_token,
+        "eos_token_id": tokenizer.eos_token_id,
+        "special_tokens": sorted(tokenizer.all_special_tokens),
+        "chat_template": model.chat_template or None,
+    }
 
 
 def prefill_endpoints(scope: Scope) -> tuple[str, ...]:
