@@ -7,8 +7,9 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import FakeWorker, Received, answer, send_json, until
 from tandem_gateway.model_card import read_card
+
+from tests.tandem_gateway.conftest import send_json, until
 
 
 @pytest.mark.parametrize("path", ["/health", "/ping"])
@@ -31,16 +32,7 @@ async def test_version_and_load(start_gateway: Any, start_worker: Any) -> None:
 
 async def test_models_have_what_a_worker_tells(start_gateway: Any, start_worker: Any) -> None:
     worker = await start_worker()
-
-    async def tell(fake: FakeWorker, request: Received, writer: Any) -> None:
-        if request.method == "POST":
-            await answer(fake, request, writer)
-            return
-        assert request.path == "/v1/models"
-        card = {"id": "former name", "max_model_len": 2048, "root": "hf://a/b", "more": 1}
-        await send_json(writer, 200, {"object": "list", "data": [card]})
-
-    worker.default = tell
+    worker.card = {"id": "former name", "max_model_len": 2048, "root": "hf://a/b", "more": 1}
     running = await start_gateway(worker)
     async with httpx.AsyncClient() as client:
         await until(lambda: running.server.card.facts)
@@ -57,7 +49,7 @@ def test_cards_are_read_with_care() -> None:
 
 
 async def test_tokenizer_info_is_the_workers(start_gateway: Any, start_worker: Any) -> None:
-    async def tell(_fake: FakeWorker, request: Received, writer: Any) -> None:
+    async def tell(_fake: Any, request: Any, writer: Any) -> None:
         assert (request.method, request.body) == ("GET", b"")
         await send_json(writer, 200, {"data": [], "eos_token": "</s>"})
 

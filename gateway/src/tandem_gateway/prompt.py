@@ -19,11 +19,13 @@ from tandem_gateway.scheduling.ring import build_seed
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+RESPONSES = "/v1/responses"
 EMBEDDINGS = "/v1/embeddings"
 MODELS = "/v1/models"
-GENERATES = frozenset((CHAT, COMPLETIONS))
+GENERATES = frozenset((CHAT, COMPLETIONS, RESPONSES))
 TOKENIZER_INFO = "/tokenizer_info"
-INFERENCE_PATHS = frozenset((CHAT, COMPLETIONS, EMBEDDINGS, "/tokenize", "/detokenize", TOKENIZER_INFO))
+INFERENCE_PATHS = GENERATES | frozenset((EMBEDDINGS, "/tokenize", "/detokenize", TOKENIZER_INFO))
+_MAY_BE_TOKENS = {COMPLETIONS: "prompt", EMBEDDINGS: "input"}
 MAX_NODES = 100_000
 """Objects, lists and strings of a body, names included. Each costs many times its bytes to read; numbers do not."""
 
@@ -54,6 +56,8 @@ def read_inquiry(
         raise BadRequest("'stream' must be true or false", param="stream", code="invalid_type")
     if path == CHAT:
         prompt, root = _read_messages(fields)
+    elif path == RESPONSES:
+        prompt, root = _read_input(fields)
     elif path == COMPLETIONS:
         prompt = _read_prompt(fields, "prompt")
         root = b"" if len(prompt) >= CHUNK_BYTES else prompt
@@ -64,7 +68,7 @@ def read_inquiry(
     generates = path in GENERATES
     max_tokens = _read_max_tokens(fields) if generates else 1
     demand = Demand(
-        prompt_tokens=_count_tokens(fields.get("input" if path == EMBEDDINGS else "prompt"), prompt, estimator),
+        prompt_tokens=_count_tokens(fields.get(_MAY_BE_TOKENS.get(path, "")), prompt, estimator),
         output_tokens=estimator.expected_output(max_tokens),
         prefix=build_chain(prompt),
         affinity=_read_session(fields, affinity, root),
@@ -127,39 +131,58 @@ def _read_messages(fields: dict[str, Any]) -> tuple[bytes, bytes]:
         raise BadRequest("'messages' is required", param="messages", code="missing_required_parameter")
     if not isinstance(messages, list) or not messages:
         raise BadRequest("'messages' must be a list with at least one message", param="messages", code="invalid_type")
+    return _join(fields, cast(list[Any], messages), "messages", roles=True)
+
+
+def _read_input(fields: dict[str, Any]) -> tuple[bytes, bytes]:
+    """As `_read_messages`, of a Responses request, whose items need not have roles."""
+    items: Any = fields.get("input")
+    if isinstance(items, str):
+        items = [{"role": "user", "content": items}]
+    if not isinstance(items, list) or not items:
+        raise BadRequest(
+            "'input' must be a string or a list with at least one item", param="input", code="invalid_type"
+        )
+    instructions: Any = fields.get("instructions")
+    if instructions:
+        items = [{"role": "system", "content": instructions}, *cast(list[Any], items)]
+    return _join(fields, cast(list[Any], items), "input", roles=False)
+
+
+def _join(fields: dict[str, Any], messages: list[Any], name: str, *, roles: bool) -> tuple[bytes, bytes]:
     tools: Any = fields.get("tools")
     parts = [_canonical(tools, "tools")] if tools else []
     rich: list[Any] = []
     root_parts = 0
-    for index, message in enumerate(cast(list[Any], messages)):
+    for index, message in enumerate(messages):
         if not isinstance(message, dict):
-            raise BadRequest(f"'messages[{index}]' must be an object", param=f"messages[{index}]", code="invalid_type")
+            raise BadRequest(f"'{name}[{index}]' must be an object", param=f"{name}[{index}]", code="invalid_type")
         message = cast(dict[str, Any], message)
         role: Any = message.get("role")
-        if not isinstance(role, str):
+        if roles and not isinstance(role, str):
             raise BadRequest(
-                f"'messages[{index}].role' must be a string", param=f"messages[{index}].role", code="invalid_type"
+                f"'{name}[{index}].role' must be a string", param=f"{name}[{index}].role", code="invalid_type"
             )
         content: Any = message.get("content")
         if not isinstance(content, str) or len(message) != 2:
             rich.append(message)
         else:
-            _add_rich(parts, rich)
+            _add_rich(parts, rich, name)
             parts.append(f"{role}\0{content}\0".encode())
         if role == "user" and not root_parts:
-            _add_rich(parts, rich)
+            _add_rich(parts, rich, name)
             root_parts = len(parts)
-    _add_rich(parts, rich)
+    _add_rich(parts, rich, name)
     return b"".join(parts), b"".join(parts[: root_parts or None])
 
 
-def _add_rich(parts: list[bytes], messages: list[Any]) -> None:
+def _add_rich(parts: list[bytes], messages: list[Any], name: str) -> None:
     """Messages that are more than role and text, in one piece: one by one they would cost a kilobyte each to write.
 
     Without the list's brackets, so that a conversation that grows keeps its beginning.
     """
     if messages:
-        parts.append(_canonical(messages, "messages")[1:-1] + b",")
+        parts.append(_canonical(messages, name)[1:-1] + b",")
         messages.clear()
 
 
@@ -183,7 +206,7 @@ def _canonical(value: object, param: str) -> bytes:
 
 def _read_max_tokens(fields: dict[str, Any]) -> int | None:
     """Only an estimate hangs on it: a wrong type is the worker's to refuse."""
-    for name in ("max_completion_tokens", "max_tokens"):
+    for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"):
         value: Any = fields.get(name)
         if type(value) is int and value > 0:
             return value

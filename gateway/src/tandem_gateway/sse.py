@@ -8,6 +8,8 @@ import orjson
 
 MAX_EVENT_BYTES = 4 * 1024 * 1024
 DONE = b"[DONE]"
+_LAST_EVENTS = (b"event: response.completed\n", b"event: response.incomplete\n", b"event: response.failed\n")
+"""With which streams of the Responses API end."""
 
 
 class EventTooLarge(Exception):
@@ -61,12 +63,13 @@ class EventStream:
     @property
     def done(self) -> bool:
         """The stream said that it is complete."""
-        return self._last.rstrip().endswith(DONE)
+        return self._last.rstrip().endswith(DONE) or any(name in self._last for name in _LAST_EVENTS)
 
     @property
     def failed(self) -> bool:
         """The worker itself ended the stream with an error event."""
-        return b'data: {"error"' in self._last or b'data:{"error"' in self._last
+        last = self._last
+        return b'data: {"error"' in last or b'data:{"error"' in last or b"event: response.failed\n" in last
 
 
 def find_usage(tail: bytes) -> dict[str, Any] | None:
@@ -80,10 +83,24 @@ def find_usage(tail: bytes) -> dict[str, Any] | None:
             parsed: Any = orjson.loads(event[event.index(b"{") :])
         except ValueError:
             continue
-        usage: Any = cast(dict[str, Any], parsed).get("usage") if isinstance(parsed, dict) else None
+        if not isinstance(parsed, dict):
+            continue
+        whole: Any = cast(dict[str, Any], parsed).get("response", parsed)
+        usage: Any = cast(dict[str, Any], whole).get("usage") if isinstance(whole, dict) else None
         if isinstance(usage, dict):
-            return cast(dict[str, Any], usage)
+            return _rename(cast(dict[str, Any], usage))
     return None
+
+
+def _rename(usage: dict[str, Any]) -> dict[str, Any]:
+    """Under the names of chats, where the Responses API has others."""
+    if "input_tokens" not in usage:
+        return usage
+    return {
+        "prompt_tokens": usage["input_tokens"],
+        "completion_tokens": usage.get("output_tokens"),
+        "prompt_tokens_details": usage.get("input_tokens_details"),
+    }
 
 
 def build_event(payload: dict[str, Any]) -> bytes:

@@ -21,7 +21,7 @@ from tandem_worker.server.deltas import DeltaHub
 from tandem_worker.server.flight import Flight
 from tandem_worker.server.http import ServiceError, describe_error, send_parts, send_start
 from tandem_worker.server.journal import Journal
-from tandem_worker.server.openai.chunks import DONE, Encoder, event, is_long
+from tandem_worker.server.openai.chunks import Encoder, is_long
 from tandem_worker.server.pacing import pace
 from tandem_worker.server.text.choice import Choice
 from tandem_worker.server.text.output import Update, Usage
@@ -188,8 +188,8 @@ class Answerer:
             try:
                 begun, touched = await _advance(progress, flight)
             except (RequestError, ServiceError) as error:
-                # The status line is out: the error travels as an event, and no [DONE] follows.
-                last = event(describe_error(error)[1])
+                # The status line is out: the error travels as an event, and nothing follows.
+                last = plan.encoder.failure(describe_error(error)[1])
                 if journal is not None:
                     moves = isinstance(error, ServiceError) and error.retry is not None
                     last = MOVED if moves else last + COMMIT
@@ -197,7 +197,7 @@ class Answerer:
                 return
         if plan.include_usage:
             events += plan.encoder.usage(progress.usage())
-        events += DONE if journal is None else DONE + COMMIT
+        events += plan.encoder.done if journal is None else plan.encoder.done + COMMIT
         await send({"type": "http.response.body", "body": events})
 
 

@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from typing import Any, Protocol
 
@@ -29,6 +30,8 @@ from tandem_worker.server.http import ServiceError, describe_error, header, requ
 from tandem_worker.server.journal import Resume, take_journal, wants_journal
 from tandem_worker.server.planning import plan_chat, plan_completion
 from tandem_worker.server.request_metrics import PreparationCounts
+from tandem_worker.server.responses.encoder import ResponsesEncoder
+from tandem_worker.server.responses.request import renamed_errors
 from tandem_worker.server.resuming import open_journal, take_up
 from tandem_worker.server.served_model import ServedModel
 from tandem_worker.server.structured.compiler import GrammarCompiler
@@ -107,6 +110,7 @@ def build_app(
 def _routes(state: _State, api: _Api) -> list[Route]:
     return [
         _route("/v1/chat/completions", state, POST=api.chat),
+        _route("/v1/responses", state, POST=api.responses),
         _route("/v1/completions", state, POST=api.completions),
         _route("/v1/embeddings", state, POST=api.embeddings),
         _route("/v1/models", state, GET=api.models),
@@ -183,6 +187,18 @@ class _Api:
         prepared = await self._model.preparation.prepare("completion", inner, receive)
         plan = await plan_completion(prepared, self._model, prefill_endpoints(scope), resume and resume.head)
         await self._answer(plan, resume, scope, receive, send)
+
+    async def responses(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Such streams have no journal: their events hold more than their tokens tell."""
+        self._state.check_admission()
+        self._model.check_generates()
+        with renamed_errors():
+            prepared = await self._model.preparation.prepare("responses", scope, receive)
+            new_encoder = partial(ResponsesEncoder, echo=prepared.echo)
+            endpoints = prefill_endpoints(scope)
+            plan = await plan_chat(prepared, self._model, endpoints, prefix="resp_", new_encoder=new_encoder)
+            plan.include_usage = True
+            scope["tandem.usage"] = await self._answerer.run(plan, receive, send, {})
 
     async def _answer(self, plan: Plan, resume: Resume | None, scope: Scope, receive: Receive, send: Send) -> None:
         if plan.stream and wants_journal(scope):

@@ -5,25 +5,34 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tandem_worker.engine.schedule.params import GenerationRequest, SamplingParams, TokenDelta
 from tandem_worker.server.answer import Plan
 from tandem_worker.server.journal import StreamHead
-from tandem_worker.server.openai.chunks import AnswerHead, ChatEncoder, CompletionEncoder, Echo
+from tandem_worker.server.openai.chunks import AnswerHead, ChatEncoder, CompletionEncoder, Echo, Encoder
 from tandem_worker.server.openai.completion_request import Prompt
 from tandem_worker.server.openai.options import CommonOptions, to_sampling
 from tandem_worker.server.preparation.preparing import PreparedChat, PreparedCompletion, Tokens
 from tandem_worker.server.served_model import ServedModel
 from tandem_worker.server.text.choice import Choice
+from tandem_worker.server.text.detokenizer import TokenTable
 from tandem_worker.server.text.shaping import shape_answer, shape_completion
 
 
 async def plan_chat(
-    prepared: PreparedChat, model: ServedModel, endpoints: tuple[str, ...], start: StreamHead | None = None
+    prepared: PreparedChat,
+    model: ServedModel,
+    endpoints: tuple[str, ...],
+    start: StreamHead | None = None,
+    *,
+    prefix: str = "chatcmpl-",
+    new_encoder: Callable[[AnswerHead, TokenTable], Encoder] = ChatEncoder,
 ) -> Plan:
-    """`start` is the beginning of the stream that this request continues. Raises RequestError."""
+    """`start` is the beginning of the stream that this request continues, `prefix` begins its id, and `new_encoder`
+    writes its answer. Raises RequestError.
+    """
     request = prepared.request
     options = _begin_as(start, request.common)
     shape = await shape_answer(request, model, prepared.prompt_end)
@@ -35,7 +44,7 @@ async def plan_chat(
         grammar=shape.grammar,
     )
     head = _head(
-        "chatcmpl", request.model or model.name, options, model, start, with_logprobs=request.num_logprobs is not None
+        prefix, request.model or model.name, options, model, start, with_logprobs=request.num_logprobs is not None
     )
     choices = [
         Choice(
@@ -49,7 +58,7 @@ async def plan_chat(
     return Plan(
         requests=[_engine_request(head.id, prepared.tokens, sampling, options, endpoints)],
         choices=choices,
-        encoder=ChatEncoder(head, model.table),
+        encoder=new_encoder(head, model.table),
         stream=options.stream,
         include_usage=options.include_usage,
         continuous_usage=options.continuous_usage,
@@ -67,7 +76,7 @@ async def plan_completion(
     visible = model.table.special_ids if options.show_special else frozenset[int]()
     score_only = request.max_tokens == 0
     head = _head(
-        "cmpl", request.model or model.name, options, model, start, with_logprobs=request.num_logprobs is not None
+        "cmpl-", request.model or model.name, options, model, start, with_logprobs=request.num_logprobs is not None
     )
     requests: list[GenerationRequest] = []
     choices: list[Choice] = []
@@ -154,7 +163,7 @@ def _head(
     with_logprobs: bool,
 ) -> AnswerHead:
     return AnswerHead(
-        id=f"{prefix}-{secrets.token_hex(16)}" if start is None else start.id,
+        id=f"{prefix}{secrets.token_hex(16)}" if start is None else start.id,
         created=int(time.time()) if start is None else start.created,
         model=name,
         fingerprint=model.fingerprint,

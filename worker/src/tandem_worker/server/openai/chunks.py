@@ -58,7 +58,8 @@ class _NamesOfIds:
         return b"token_id:%d" % token_id
 
 
-def _names(head: AnswerHead, table: TokenTable) -> TokenNames:
+def token_names(head: AnswerHead, table: TokenTable) -> TokenNames:
+    """How logprobs of this answer write tokens."""
     return _NamesOfIds() if head.tokens_as_ids else table
 
 
@@ -70,6 +71,9 @@ def _end(update: Update) -> dict[str, Any]:
 
 
 class Encoder(Protocol):
+    done: bytes
+    """What a stream ends with after its last event."""
+
     @property
     def head(self) -> AnswerHead: ...
 
@@ -91,6 +95,10 @@ class Encoder(Protocol):
 
     def usage(self, usage: Usage) -> bytes:
         """The event that tells a stream's usage, after every choice has ended."""
+        ...
+
+    def failure(self, body: Mapping[str, Any]) -> bytes:
+        """The event that ends a stream which broke off; `body` is the error as OpenAI writes it."""
         ...
 
     def response(self, choices: Sequence[Update], prompts: Sequence[Sequence[int]], usage: Usage) -> Steps[list[bytes]]:
@@ -117,9 +125,11 @@ def _join_response(
 
 
 class ChatEncoder:
+    done = DONE
+
     def __init__(self, head: AnswerHead, table: TokenTable) -> None:
         self.head = head
-        self._names = _names(head, table)
+        self._names = token_names(head, table)
         base = head.fields("chat.completion.chunk")
         # `{...,"choices":[{"index":` i `,"delta":{"content":` text `},"logprobs":null,"finish_reason":null}]}`
         self._prefix = b"data: " + orjson.dumps(base)[:-1] + b',"choices":[{"index":'
@@ -161,6 +171,9 @@ class ChatEncoder:
 
     def usage(self, usage: Usage) -> bytes:
         return self._usage_prefix + orjson.dumps(usage.to_json()) + b"}\n\n"
+
+    def failure(self, body: Mapping[str, Any]) -> bytes:
+        return event(body)
 
     def _text(self, index: int, text: str) -> bytes:
         return b'%b%d,"delta":{"content":%b%b' % (self._prefix, index, orjson.dumps(text), self._text_suffix)
@@ -236,11 +249,13 @@ class Echo:
 class CompletionEncoder:
     """`echoes[i]` is set by the caller (when the first delta is there) if choice i repeats its prompt."""
 
+    done = DONE
+
     def __init__(self, head: AnswerHead, table: TokenTable) -> None:
         self.echoes: dict[int, Echo] = {}
         self.head = head
         self._table = table
-        self._names = _names(head, table)
+        self._names = token_names(head, table)
         self._base = head.fields("text_completion")
         self._prefix = b"data: " + orjson.dumps(self._base)[:-1] + b',"choices":[{"index":'
         self._tail = b'],"usage":null}\n\n' if head.include_usage else b"]}\n\n"
@@ -286,6 +301,9 @@ class CompletionEncoder:
 
     def usage(self, usage: Usage) -> bytes:
         return self._usage_prefix + orjson.dumps(usage.to_json()) + b"}\n\n"
+
+    def failure(self, body: Mapping[str, Any]) -> bytes:
+        return event(body)
 
     def _text(self, index: int, text: str) -> bytes:
         return b'%b%d,"text":%b%b' % (self._prefix, index, orjson.dumps(text), self._text_suffix)

@@ -37,13 +37,18 @@ def _entry(names: TokenNames, token_id: int, logprob: float) -> dict[str, Any]:
 
 def chat_logprobs(names: TokenNames, logprobs: Sequence[TokenLogprob]) -> Steps[orjson.Fragment]:
     """The object `choices[].logprobs` of chat completions."""
+    return orjson.Fragment(b'{"content":[%b],"refusal":null}' % (yield from chat_entries(names, logprobs)))
+
+
+def chat_entries(names: TokenNames, logprobs: Sequence[TokenLogprob]) -> Steps[bytes]:
+    """Its entries, with commas between them."""
     parts: list[bytes] = []
     for start in range(0, len(logprobs), SLICE_TOKENS):
         if start:
             yield
         entries = [_chat_entry(names, logprob) for logprob in logprobs[start : start + SLICE_TOKENS]]
         parts.append(orjson.dumps(entries)[1:-1])
-    return orjson.Fragment(b'{"content":[%b],"refusal":null}' % b",".join(parts))
+    return b",".join(parts)
 
 
 def _chat_entry(names: TokenNames, logprob: TokenLogprob) -> dict[str, Any]:

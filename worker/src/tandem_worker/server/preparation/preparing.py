@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
@@ -22,6 +22,7 @@ from tandem_worker.server.openai.embedding_request import EmbeddingRequest, pars
 from tandem_worker.server.openai.fields import Fields, refuse, wrong_type
 from tandem_worker.server.openai.output_format import ResponseFormat
 from tandem_worker.server.preparation.fitting import LengthBound
+from tandem_worker.server.responses.request import translate
 from tandem_worker.server.structured.errors import GrammarError
 from tandem_worker.server.structured.limits import GrammarLimits
 from tandem_worker.server.text.prompting import Prompter
@@ -121,6 +122,8 @@ class PreparedChat:
     """Options that were left out of account."""
     prompt_end: str
     """The end of the rendered conversation: the header of the message that the answer continues, or more."""
+    echo: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Fields that answers of another shape repeat."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +176,7 @@ class Preparer:
         self._drafts: Mapping[str, Callable[[Any, bool], Draft]] = {
             "chat": self._chat,
             "completion": self._completion,
+            "responses": self._responses,
             "embedding": self._embedding,
             "tokenize": self._tokenize,
             "detokenize": self._detokenize,
@@ -211,12 +215,8 @@ class Preparer:
     # -- one for each endpoint -----------------------------------------------------------------------------------------
 
     def _chat(self, body: Any, lenient: bool) -> Draft:
-        request = parse_chat(body, self._rules.vocab_size, lenient=lenient)
-        return self._chat_draft(request, lenient=lenient)
-
-    def _chat_draft(self, request: ChatRequest, *, lenient: bool) -> Draft:
         rules = self._rules
-        request = self._settle_chat(request, lenient=lenient)
+        request = self._settle_chat(parse_chat(body, rules.vocab_size, lenient=lenient), lenient=lenient)
         text = self._prompter.render(request)
         most = rules.cut(request.common.truncate_prompt, request.max_tokens)
         limit = _Limit(rules, request.max_tokens, lenient=lenient, name=request.max_tokens_param)
@@ -231,6 +231,17 @@ class Preparer:
             return PreparedChat(request=request, tokens=tokens, room=room, prompt_end=_end_of(text), ignored=ignored)
 
         return Draft([Text(text, False, check)], finish)
+
+    def _responses(self, body: Any, lenient: bool) -> Draft:
+        chat, echo = translate(body)
+        draft = self._chat(chat, lenient)
+
+        def finish(encoded: Sequence[Tokens]) -> Prepared:
+            prepared = draft.finish(encoded)
+            assert isinstance(prepared, PreparedChat)
+            return dataclasses.replace(prepared, echo=echo)
+
+        return Draft(draft.texts, finish)
 
     def _settle_chat(self, request: ChatRequest, *, lenient: bool) -> ChatRequest:
         """With what the model itself says about it. Raises RequestError."""
