@@ -1,4 +1,4 @@
-"""The Responses API through a gateway process in front of a worker process, with the client of its makers."""
+"""The Responses and Messages APIs through a gateway process in front of a worker process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 from tandem_gateway.errors import BadRequest
-from tandem_gateway.prompt import RESPONSES, Inquiry, read_inquiry
+from tandem_gateway.prompt import MESSAGES, RESPONSES, Inquiry, read_inquiry
 from tandem_gateway.scheduling.demand import Estimator
 from tandem_gateway.sse import EventStream, find_usage
 
@@ -115,9 +115,28 @@ async def test_the_models_have_what_the_worker_knows(client: openai.AsyncOpenAI)
         assert (answer.status_code, answer.headers["x-tandem-ignored"]) == (200, "verbosity")
 
 
-def read(**fields: Any) -> Inquiry:
+async def test_messages(client: openai.AsyncOpenAI) -> None:
+    """The API next to it, without a client of its makers."""
+    body = {"model": "toy", "max_tokens": 200, "messages": [{"role": "user", "content": "hi"}], **WITHOUT_REASONING,
+            "tools": [{"name": "look_up", "input_schema": SCHEMA, "strict": True}],
+            "tool_choice": {"type": "any", "disable_parallel_tool_use": True}}  # fmt: skip
+    async with httpx.AsyncClient(base_url=str(client.base_url), timeout=60) as http:
+        answer = (await http.post("messages", json=body)).json()
+        assert (answer["stop_reason"], answer["content"][0]["name"]) == ("tool_use", "look_up")
+        assert 0 <= answer["content"][0]["input"]["a"] <= 9
+        streamed = (await http.post("messages", json=body | {"stream": True})).text
+        kinds = [line.removeprefix("event: ") for line in streamed.split("\n") if line.startswith("event: ")]
+        assert kinds[:2] == ["message_start", "content_block_start"]
+        assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+        count = {"model": "toy", "messages": body["messages"], "tools": body["tools"]}
+        counted = (await http.post("messages/count_tokens", json=count)).json()["input_tokens"]
+        usage = answer["usage"]
+        assert counted == usage["input_tokens"] + usage["cache_read_input_tokens"]
+
+
+def read(path: str = RESPONSES, **fields: Any) -> Inquiry:
     body = json.dumps({"model": "toy", **fields}).encode()
-    return read_inquiry(RESPONSES, body, served_names=["toy"], affinity=None, estimator=Estimator())
+    return read_inquiry(path, body, served_names=["toy"], affinity=None, estimator=Estimator())
 
 
 def test_what_routing_reads() -> None:
@@ -126,6 +145,9 @@ def test_what_routing_reads() -> None:
     assert long.demand.affinity == short.demand.affinity
     assert read(input="x", max_output_tokens=7).max_tokens == 7
     assert read(input="x", instructions="y" * 3000).prompt_bytes > 3000
+    question = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5}
+    assert read(MESSAGES, system="y" * 3000, **question).prompt_bytes > 3000
+    assert read(MESSAGES, system=[{"type": "text", "text": "y" * 3000}], **question).max_tokens == 5
     for wrong in ({"input": 3}, {"input": []}, {}, {"input": ["x"]}):
         with pytest.raises(BadRequest):
             read(**wrong)
@@ -143,3 +165,18 @@ def test_where_streams_end(last: str) -> None:
     expected = {"prompt_tokens": 3, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 1}}
     assert find_usage(stream.tail) == expected
     assert find_usage(json.dumps({"usage": usage}).encode()) == expected
+
+
+def test_where_streams_of_messages_end() -> None:
+    stream = EventStream()
+    usage = {"input_tokens": 3, "cache_read_input_tokens": 4, "output_tokens": 2}
+    delta = json.dumps({"type": "message_delta", "usage": usage})
+    stream.feed(f"event: message_delta\ndata: {delta}\n\n".encode())
+    assert not stream.done
+    stream.feed(b'event: message_stop\ndata: {"type": "message_stop"}\n\n')
+    assert (stream.done, stream.failed) == (True, False)
+    expected = {"prompt_tokens": 7, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}}
+    assert find_usage(stream.tail) == expected
+    broken = EventStream()
+    broken.feed(b'event: error\ndata: {"type": "error", "error": {"type": "api_error", "message": "m"}}\n\n')
+    assert broken.failed

@@ -20,11 +20,13 @@ from tandem_gateway.scheduling.ring import build_seed
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
+COUNT = "/v1/messages/count_tokens"
 EMBEDDINGS = "/v1/embeddings"
 MODELS = "/v1/models"
-GENERATES = frozenset((CHAT, COMPLETIONS, RESPONSES))
+GENERATES = frozenset((CHAT, COMPLETIONS, RESPONSES, MESSAGES))
 TOKENIZER_INFO = "/tokenizer_info"
-INFERENCE_PATHS = GENERATES | frozenset((EMBEDDINGS, "/tokenize", "/detokenize", TOKENIZER_INFO))
+INFERENCE_PATHS = GENERATES | frozenset((EMBEDDINGS, COUNT, "/tokenize", "/detokenize", TOKENIZER_INFO))
 _MAY_BE_TOKENS = {COMPLETIONS: "prompt", EMBEDDINGS: "input"}
 MAX_NODES = 100_000
 """Objects, lists and strings of a body, names included. Each costs many times its bytes to read; numbers do not."""
@@ -54,7 +56,7 @@ def read_inquiry(
     stream = fields.get("stream")
     if stream is not None and not isinstance(stream, bool):
         raise BadRequest("'stream' must be true or false", param="stream", code="invalid_type")
-    if path == CHAT:
+    if path in (CHAT, MESSAGES):
         prompt, root = _read_messages(fields)
     elif path == RESPONSES:
         prompt, root = _read_input(fields)
@@ -131,7 +133,9 @@ def _read_messages(fields: dict[str, Any]) -> tuple[bytes, bytes]:
         raise BadRequest("'messages' is required", param="messages", code="missing_required_parameter")
     if not isinstance(messages, list) or not messages:
         raise BadRequest("'messages' must be a list with at least one message", param="messages", code="invalid_type")
-    return _join(fields, cast(list[Any], messages), "messages", roles=True)
+    system: Any = fields.get("system")  # of a Messages request
+    first = [{"role": "system", "content": system}] if system else []
+    return _join(fields, [*first, *cast(list[Any], messages)], "messages", roles=True)
 
 
 def _read_input(fields: dict[str, Any]) -> tuple[bytes, bytes]:

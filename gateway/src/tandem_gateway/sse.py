@@ -8,8 +8,12 @@ import orjson
 
 MAX_EVENT_BYTES = 4 * 1024 * 1024
 DONE = b"[DONE]"
-_LAST_EVENTS = (b"event: response.completed\n", b"event: response.incomplete\n", b"event: response.failed\n")
-"""With which streams of the Responses API end."""
+_LAST_EVENTS = (
+    b"event: response.completed\n", b"event: response.incomplete\n", b"event: response.failed\n",
+    b"event: message_stop\n",
+)  # fmt: skip
+"""With which streams of the Responses API and the Messages API end."""
+_FAILURES = (b"event: response.failed\n", b"event: error\n")
 
 
 class EventTooLarge(Exception):
@@ -69,7 +73,7 @@ class EventStream:
     def failed(self) -> bool:
         """The worker itself ended the stream with an error event."""
         last = self._last
-        return b'data: {"error"' in last or b'data:{"error"' in last or b"event: response.failed\n" in last
+        return b'data: {"error"' in last or b'data:{"error"' in last or any(name in last for name in _FAILURES)
 
 
 def find_usage(tail: bytes) -> dict[str, Any] | None:
@@ -93,13 +97,17 @@ def find_usage(tail: bytes) -> dict[str, Any] | None:
 
 
 def _rename(usage: dict[str, Any]) -> dict[str, Any]:
-    """Under the names of chats, where the Responses API has others."""
+    """Under the names of chats, where it has others."""
     if "input_tokens" not in usage:
         return usage
+    prompt, details = usage["input_tokens"], usage.get("input_tokens_details")
+    cached = usage.get("cache_read_input_tokens")
+    if isinstance(cached, int) and isinstance(prompt, int):  # of the Messages API, which counts them apart
+        prompt, details = prompt + cached, {"cached_tokens": cached}
     return {
-        "prompt_tokens": usage["input_tokens"],
+        "prompt_tokens": prompt,
         "completion_tokens": usage.get("output_tokens"),
-        "prompt_tokens_details": usage.get("input_tokens_details"),
+        "prompt_tokens_details": details,
     }
 
 

@@ -28,10 +28,13 @@ from tandem_worker.server.deltas import ClientGoneError, DeltaHub
 from tandem_worker.server.embeddings import Embedder
 from tandem_worker.server.http import ServiceError, describe_error, header, request_id, send_bytes, send_json
 from tandem_worker.server.journal import Resume, take_journal, wants_journal
+from tandem_worker.server.messages.encoder import MessagesEncoder, to_error
+from tandem_worker.server.messages.request import RENAMED as RENAMED_MESSAGES
+from tandem_worker.server.openai.renaming import renamed_errors
 from tandem_worker.server.planning import plan_chat, plan_completion
 from tandem_worker.server.request_metrics import PreparationCounts
 from tandem_worker.server.responses.encoder import ResponsesEncoder
-from tandem_worker.server.responses.request import renamed_errors
+from tandem_worker.server.responses.request import RENAMED as RENAMED_RESPONSES
 from tandem_worker.server.resuming import open_journal, take_up
 from tandem_worker.server.served_model import ServedModel
 from tandem_worker.server.structured.compiler import GrammarCompiler
@@ -111,6 +114,8 @@ def _routes(state: _State, api: _Api) -> list[Route]:
     return [
         _route("/v1/chat/completions", state, POST=api.chat),
         _route("/v1/responses", state, POST=api.responses),
+        _route("/v1/messages", state, shape=to_error, POST=api.messages),
+        _route("/v1/messages/count_tokens", state, shape=to_error, POST=api.count_tokens),
         _route("/v1/completions", state, POST=api.completions),
         _route("/v1/embeddings", state, POST=api.embeddings),
         _route("/v1/models", state, GET=api.models),
@@ -192,13 +197,28 @@ class _Api:
         """Such streams have no journal: their events hold more than their tokens tell."""
         self._state.check_admission()
         self._model.check_generates()
-        with renamed_errors():
+        with renamed_errors(RENAMED_RESPONSES):
             prepared = await self._model.preparation.prepare("responses", scope, receive)
             new_encoder = partial(ResponsesEncoder, echo=prepared.echo)
             endpoints = prefill_endpoints(scope)
             plan = await plan_chat(prepared, self._model, endpoints, prefix="resp_", new_encoder=new_encoder)
             plan.include_usage = True
             scope["tandem.usage"] = await self._answerer.run(plan, receive, send, {})
+
+    async def messages(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As `responses`."""
+        self._state.check_admission()
+        self._model.check_generates()
+        with renamed_errors(RENAMED_MESSAGES):
+            prepared = await self._model.preparation.prepare("messages", scope, receive)
+            endpoints = prefill_endpoints(scope)
+            plan = await plan_chat(prepared, self._model, endpoints, prefix="msg_", new_encoder=MessagesEncoder)
+            plan.include_usage = True
+            scope["tandem.usage"] = await self._answerer.run(plan, receive, send, {})
+
+    async def count_tokens(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with renamed_errors(RENAMED_MESSAGES):
+            await send_bytes(send, 200, await self._model.preparation.prepare("count", scope, receive))
 
     async def _answer(self, plan: Plan, resume: Resume | None, scope: Scope, receive: Receive, send: Send) -> None:
         if plan.stream and wants_journal(scope):
@@ -287,8 +307,12 @@ def prefill_endpoints(scope: Scope) -> tuple[str, ...]:
 class _Endpoint:
     """Runs the handler of a method; errors become OpenAI error bodies; every response carries the request id."""
 
-    def __init__(self, state: _State, handlers: dict[str, Handler]) -> None:
+    def __init__(
+        self, state: _State, handlers: dict[str, Handler], shape: Callable[[dict[str, Any]], dict[str, Any]] | None
+    ) -> None:
+        """`shape` makes of OpenAI's error bodies those of another API."""
         self._state = state
+        self._shape = shape
         self._handlers = handlers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -314,7 +338,7 @@ class _Endpoint:
         if response.status:
             # Half an answer is out; closing without its end tells the client that it is not complete.
             raise error
-        await send_json(response, body, status=status, headers=headers)
+        await send_json(response, self._shape(body) if self._shape else body, status=status, headers=headers)
 
     def _report(self, scope: Scope, response: _Response, started: float) -> None:
         seconds = time.perf_counter() - started
@@ -359,8 +383,13 @@ class _Response:
         await self._send(message)
 
 
-def _route(path: str, state: _State, **handlers: Handler) -> Route:
-    return Route(path, endpoint=_Endpoint(state, handlers))
+def _route(
+    path: str,
+    state: _State,
+    shape: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+    **handlers: Handler,
+) -> Route:
+    return Route(path, endpoint=_Endpoint(state, handlers, shape))
 
 
 async def _send_method_error(send: Send, scope: Scope, handlers: dict[str, Handler]) -> None:

@@ -16,13 +16,14 @@ from typing import Any
 import orjson
 
 from tandem_worker.engine.errors import ContextLengthError, RequestError
+from tandem_worker.server.messages import request as messages
 from tandem_worker.server.openai.chat_request import ChatRequest, parse_chat
 from tandem_worker.server.openai.completion_request import CompletionRequest, Prompt, check_token_ids, parse_completion
 from tandem_worker.server.openai.embedding_request import EmbeddingRequest, parse_embedding
 from tandem_worker.server.openai.fields import Fields, refuse, wrong_type
 from tandem_worker.server.openai.output_format import ResponseFormat
 from tandem_worker.server.preparation.fitting import LengthBound
-from tandem_worker.server.responses.request import translate
+from tandem_worker.server.responses import request as responses
 from tandem_worker.server.structured.errors import GrammarError
 from tandem_worker.server.structured.limits import GrammarLimits
 from tandem_worker.server.text.prompting import Prompter
@@ -177,6 +178,8 @@ class Preparer:
             "chat": self._chat,
             "completion": self._completion,
             "responses": self._responses,
+            "messages": self._messages,
+            "count": self._count,
             "embedding": self._embedding,
             "tokenize": self._tokenize,
             "detokenize": self._detokenize,
@@ -233,7 +236,7 @@ class Preparer:
         return Draft([Text(text, False, check)], finish)
 
     def _responses(self, body: Any, lenient: bool) -> Draft:
-        chat, echo = translate(body)
+        chat, echo = responses.translate(body)
         draft = self._chat(chat, lenient)
 
         def finish(encoded: Sequence[Tokens]) -> Prepared:
@@ -242,6 +245,23 @@ class Preparer:
             return dataclasses.replace(prepared, echo=echo)
 
         return Draft(draft.texts, finish)
+
+    def _messages(self, body: Any, lenient: bool) -> Draft:
+        chat, ignored = messages.translate(body, lenient=lenient)
+        draft = self._chat(chat, lenient)
+
+        def finish(encoded: Sequence[Tokens]) -> Prepared:
+            prepared = draft.finish(encoded)
+            assert isinstance(prepared, PreparedChat)
+            return dataclasses.replace(prepared, ignored=[*ignored, *prepared.ignored])
+
+        return Draft(draft.texts, finish)
+
+    def _count(self, body: Any, lenient: bool) -> Draft:
+        """As `_tokenize`, of a Messages request."""
+        chat, _ = messages.translate(body, counting=True, lenient=lenient)
+        draft = self._tokenize(chat, lenient)
+        return Draft(draft.texts, lambda encoded: orjson.dumps({"input_tokens": len(encoded[0])}))
 
     def _settle_chat(self, request: ChatRequest, *, lenient: bool) -> ChatRequest:
         """With what the model itself says about it. Raises RequestError."""

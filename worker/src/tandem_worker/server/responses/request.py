@@ -1,19 +1,17 @@
 """The body of a Responses request as that of a chat, which parses, checks and renders it. Pure.
 
 What both APIs call the same goes on as it is, and is checked there. Errors of a chat are brought back by
-`renamed_errors`, so that they name the fields of this request.
+`RENAMED`, so that they name the fields of this request.
 """
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Iterator
 from typing import Any
 
-from tandem_worker.engine.errors import RequestError
 from tandem_worker.server.openai.fields import Fields, refuse, wrong_type
 from tandem_worker.server.openai.messages import MAX_MESSAGES
+from tandem_worker.server.openai.renaming import Renaming
 
 _SAME = (
     "model", "stream", "temperature", "top_p", "metadata", "user", "safety_identifier", "prompt_cache_key",
@@ -28,7 +26,7 @@ _INCLUDABLE = (_LOGPROBS, "reasoning.encrypted_content")
 """The second changes nothing: reasoning is sent as text, and read again as text."""
 _TEXT_PARTS = frozenset({"input_text", "output_text", "text", "reasoning_text", "summary_text"})
 _MEDIA_PARTS = {"input_image": "images", "input_file": "files", "input_audio": "audio"}
-_RENAMED = (
+RENAMED: Renaming = (
     (re.compile(r"^messages"), "input"),
     (re.compile(r"^max_completion_tokens$|^max_tokens$"), "max_output_tokens"),
     (re.compile(r"^response_format(\.json_schema|\.grammar)?"), "text.format"),
@@ -82,23 +80,6 @@ def translate(body: object) -> tuple[dict[str, Any], dict[str, Any]]:
         "user": chat.get("user"),
     }  # fmt: skip
     return chat, echo
-
-
-@contextlib.contextmanager
-def renamed_errors() -> Iterator[None]:
-    """A RequestError that leaves this names the fields of a Responses request."""
-    try:
-        yield
-    except RequestError as error:
-        if error.param is None:
-            raise
-        param = error.param
-        for pattern, replacement in _RENAMED:
-            param = pattern.sub(replacement, param)
-        if param == error.param:
-            raise
-        message = str(error).replace(f"'{error.param}'", f"'{param}'")
-        raise RequestError(message, param=param, code=error.code, status=error.status) from error
 
 
 def _refuse_unsupported(fields: Fields) -> None:
