@@ -66,6 +66,8 @@ class ServedModel:
         self.eos_token_ids = frozenset(eos_token_ids) or end_tokens(tokenizer)
         self.vocabulary: dict[str, int] = tokenizer.get_added_vocab()
         """Added tokens: marks of turns, tools and reasoning are among them."""
+        self.takes_tools = prompter.takes_tools
+        """Its chat template has a place for tools."""
         template = self.chat_template = prompter.template
         self.tool_format = FORMATS[tool_format] if tool_format is not None else detect(self.vocabulary, template)
         self.reasons = reasoning.BEGIN in self.vocabulary or reasoning.BEGIN in template

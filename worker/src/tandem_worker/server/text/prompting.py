@@ -16,6 +16,7 @@ import jinja2
 
 from tandem_worker.engine.errors import RequestError
 from tandem_worker.server.openai.chat_request import ChatRequest
+from tandem_worker.server.tools.generic import describe_tools, write_calls
 from tandem_worker.server.tools.harmony import CHANNEL
 
 _PROBE = "tandem_probe_argument"
@@ -53,12 +54,10 @@ class Prompter:
             raise RequestError(
                 "This model has no chat template: use /v1/completions.", param="messages", code="unsupported_endpoint"
             )
-        if request.tools.tools and not self.takes_tools:
-            raise RequestError(
-                "This model's chat template has no place for tools: remove 'tools'.",
-                param="tools",
-                code="unsupported_parameter",
-            )
+        messages, tools = request.messages, request.tools.tools
+        if not self.takes_tools:
+            messages = self._without_tools(request)
+            tools = ()
         if request.documents is not None and "documents" not in self.template:
             raise RequestError(
                 "This model's chat template has no place for documents: write them into a message.",
@@ -67,8 +66,8 @@ class Prompter:
             )
         try:
             return self._apply(
-                self._prepare(request.messages),
-                tools=[self._define(tool.definition) for tool in request.tools.tools] or None,
+                self._prepare(messages),
+                tools=[self._define(tool.definition) for tool in tools] or None,
                 add_generation_prompt=request.add_generation_prompt,
                 continue_final_message=request.continue_final_message,
                 **self._kwargs(request),
@@ -79,6 +78,20 @@ class Prompter:
                 param="messages",
                 code="invalid_conversation",
             ) from error
+
+    def _without_tools(self, request: ChatRequest) -> list[dict[str, Any]]:
+        """The messages for a template that knows no tools. Raises RequestError."""
+        messages = write_calls(request.messages)
+        if not request.tools.tools:
+            return messages
+        if request.tools.mode != "required":
+            raise RequestError(
+                "This model's chat template has no place for tools, so it cannot choose to call one: require a call "
+                "with 'tool_choice', or remove 'tools'.",
+                param="tools",
+                code="unsupported_parameter",
+            )
+        return describe_tools(messages, request.tools.tools)
 
     def _apply(self, messages: list[dict[str, Any]], **kwargs: Any) -> str:
         return self._tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)

@@ -23,7 +23,7 @@ from tandem_worker.server.structured.errors import GrammarError, GrammarUnavaila
 from tandem_worker.server.structured.grammar import AfterReasoningFactory, TokenGrammarFactory
 from tandem_worker.server.text import reasoning
 from tandem_worker.server.text.output import TextParser
-from tandem_worker.server.tools.formats import ToolFormat, build_grammar
+from tandem_worker.server.tools.formats import GENERIC_FORMAT, ToolFormat, build_grammar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,9 +96,11 @@ def _tool_format(request: ChatRequest, model: ServedModel) -> ToolFormat | None:
         return model.tool_format
     if request.tools.mode == "none":
         return None
+    if request.tools.mode == "required" and (model.tool_format is None or not model.takes_tools):
+        return GENERIC_FORMAT
     if model.tool_format is None:
         raise RequestError(
-            "It is not known how this model writes tool calls: remove 'tools'.",
+            "It is not known how this model writes tool calls: require a call with 'tool_choice', or remove 'tools'.",
             param="tools",
             code="unsupported_parameter",
         )

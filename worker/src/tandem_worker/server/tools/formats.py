@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -321,6 +322,8 @@ HARMONY_FORMAT = ToolFormat(
     read_opening=harmony.read_opening,
     always=True,
 )
+GENERIC_FORMAT = dataclasses.replace(LLAMA_FORMAT, name="generic", marks=())
+"""For required calls of models that have no format of their own: the grammar makes them."""
 FORMATS: Mapping[str, ToolFormat] = {
     item.name: item
     for item in (
