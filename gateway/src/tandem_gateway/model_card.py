@@ -58,7 +58,7 @@ class ModelCard:
                 await asyncio.sleep(RETRY_SECONDS)
 
     async def _ask(self, worker: Worker) -> dict[str, object] | None:
-        line = f"GET {MODELS} HTTP/1.1\r\nhost: {worker.address}\r\n".encode()
+        line = f"GET {MODELS} HTTP/1.1\r\nhost: {worker.address}\r\ncontent-length: 0\r\n".encode()
         link = Http1Link(worker.address, connect_seconds=self._connect_seconds, on_stale=lambda: None)
         answer = _Answer()
         call = link.start(answer, line + self._token_line() + b"\r\n", b"")
