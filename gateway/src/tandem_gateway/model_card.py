@@ -19,7 +19,8 @@ from tandem_gateway.upstream.base import Failure, ResponseHead
 from tandem_gateway.upstream.http1 import Http1Link
 
 ASK_SECONDS = 5.0
-RETRY_SECONDS = 2.0
+RETRY_SECONDS, LONGEST_RETRY_SECONDS = 1.0, 60.0
+"""After a round in which no worker told, twice as long after each more."""
 _FIELDS = ("max_model_len", "root")
 _MAX_BYTES = 64 * 1024
 
@@ -43,6 +44,7 @@ class ModelCard:
 
     async def run(self) -> None:
         """Ask whenever there is something new to learn. Never returns."""
+        pause = RETRY_SECONDS
         while True:
             self._changed.clear()
             asked = [worker for worker in self._workers if worker.revision != self._known]
@@ -53,9 +55,11 @@ class ModelCard:
                 facts = await self._ask(worker)
                 if facts is not None:
                     self.facts, self._known = facts, worker.revision
+                    pause = RETRY_SECONDS
                     break
             else:
-                await asyncio.sleep(RETRY_SECONDS)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, LONGEST_RETRY_SECONDS)
 
     async def _ask(self, worker: Worker) -> dict[str, object] | None:
         line = f"GET {MODELS} HTTP/1.1\r\nhost: {worker.address}\r\ncontent-length: 0\r\n".encode()
