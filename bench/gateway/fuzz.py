@@ -41,7 +41,7 @@ WORKERS = 6
 ROUND_SECONDS = 5.0
 """Then everybody leaves, and nothing may be left."""
 END_SECONDS = 20.0
-_REQUEST = re.compile(rb"POST /[\x21-\x7e]* HTTP/1\.1\r\n(?:[a-z-]+: [^\r\n]*\r\n)*\r\n")
+_REQUEST = re.compile(rb"(?:POST|GET) /[\x21-\x7e]* HTTP/1\.1\r\n(?:[a-z-]+: [^\r\n]*\r\n)*\r\n")
 _LENGTH = re.compile(rb"\r\ncontent-length: (\d+)\r\n")
 
 

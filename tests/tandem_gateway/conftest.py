@@ -73,6 +73,8 @@ class FakeWorker:
     role: Role = Role.DECODE
     revision: str = "r1"
     default: Behaviour | None = None
+    card: dict[str, Any] | None = None
+    """What it says of its model to the gateway, which asks of its own accord: no request of a test."""
     _server: asyncio.Server | None = None
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -109,6 +111,10 @@ class FakeWorker:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while True:
             request = await self._read(reader)
+            if (request.method, request.path) == ("GET", "/v1/models"):
+                self.connections -= 1
+                await send_json(writer, 200 if self.card else 404, {"object": "list", "data": [self.card]})
+                continue
             self.received.append(request)
             behaviour = self.behaviours.pop(0) if self.behaviours else self.default or answer
             self.answering += 1

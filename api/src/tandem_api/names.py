@@ -53,6 +53,11 @@ HEADER_PREFILL_WORKER = "x-tandem-prefill-worker"
 HEADER_ROUTE = "x-tandem-route"
 """Client to gateway: `explain` asks for a header of this name in the response that says where the request went."""
 
+HEADER_LENIENT = "x-tandem-lenient"
+"""Client to worker, through the gateway: `true` asks to leave some options that are not supported out of account."""
+HEADER_IGNORED = "x-tandem-ignored"
+"""Response: the options that were."""
+
 HEADER_RETRY = "x-tandem-retry"
 """Response of a worker, on a 503 or 429: nothing was done for this request, another worker may take it. It says one of
 the next two.

@@ -15,6 +15,7 @@ from urllib.parse import quote
 from tandem_api.launch import GatewayTimeouts
 from tandem_api.names import (
     HEADER_DECODE_WORKER,
+    HEADER_LENIENT,
     HEADER_PREFILL,
     HEADER_PREFILL_WORKER,
     HEADER_REQUEST_ID,
@@ -67,9 +68,9 @@ _REQUEST_ID = HEADER_REQUEST_ID.encode()
 _RESUME = HEADER_RESUME.encode()
 _RETRY = HEADER_RETRY.encode()
 _ROUTE = HEADER_ROUTE.encode()
-_REQUEST_HEAD = b"POST %b HTTP/1.1\r\nhost: %b\r\n%b" + _REQUEST_ID + b": %b\r\ncontent-length: %d\r\n\r\n"
-_FORWARDED = (b"content-type", b"accept", b"traceparent", b"tracestate")
-"""What a worker may learn of the client's header. Never the x-tandem ones, which name machines to connect to and tell
+_REQUEST_HEAD = b"%b %b HTTP/1.1\r\nhost: %b\r\n%b" + _REQUEST_ID + b": %b\r\ncontent-length: %d\r\n\r\n"
+_FORWARDED = (b"content-type", b"accept", b"traceparent", b"tracestate", HEADER_LENIENT.encode())
+"""What a worker may learn of the client's header. Never other x-tandem ones, which name machines to connect to and tell
 who asks."""
 
 
@@ -718,4 +719,4 @@ def build_request_head(
     if journal_bytes is not None:
         more += _RESUME + b": %d\r\n" % journal_bytes
         length += journal_bytes
-    return _REQUEST_HEAD % (request.path.encode(), choice.decode.host, more, request_id, length)
+    return _REQUEST_HEAD % (request.method, request.path.encode(), choice.decode.host, more, request_id, length)

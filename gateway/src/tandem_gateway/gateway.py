@@ -8,7 +8,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import count
 from typing import Any, cast
 
@@ -25,8 +25,9 @@ from tandem_gateway.http.connection import ClientConnection
 from tandem_gateway.http.request import Request
 from tandem_gateway.http.response import build_error, build_json
 from tandem_gateway.metrics import Metrics
+from tandem_gateway.own_answers import OWN_PATHS, answer_own
 from tandem_gateway.probation import Held
-from tandem_gateway.prompt import INFERENCE_PATHS, MODELS, check_name, read_inquiry
+from tandem_gateway.prompt import INFERENCE_PATHS, MODELS, TOKENIZER_INFO, check_name, read_inquiry
 from tandem_gateway.scheduling import Endpoint, Scheduler, Worker
 from tandem_gateway.upstream.base import Link
 from tandem_gateway.upstream.http1 import Http1Link
@@ -58,6 +59,8 @@ class Gateway:
         self.access_log = access_log
         self.held: Held = list
         """Workers that discovery knows and that get no requests yet, as `GET /fleet` tells of them."""
+        self.facts: Callable[[], dict[str, object]] = dict
+        """What a worker has told about the model."""
         self.draining = False
         self.exchanges: set[Exchange] = set()
         self.connections: set[ClientConnection] = set()
@@ -142,8 +145,9 @@ class Gateway:
     # requests
 
     def _start_exchange(self, connection: ClientConnection, request: Request, request_id: bytes) -> None:
-        if request.method != b"POST":
-            raise _wrong_method(request, "POST")
+        method = b"GET" if request.path == TOKENIZER_INFO else b"POST"
+        if request.method != method:
+            raise _wrong_method(request, method.decode())
         inquiry = read_inquiry(
             request.path,
             request.body,
@@ -159,10 +163,13 @@ class Gateway:
 
     def _answer(self, request: Request) -> object:
         """What the gateway knows by itself."""
-        if request.path != MODELS and not request.path.startswith(f"{MODELS}/"):
+        own = request.path in OWN_PATHS
+        if not own and request.path != MODELS and not request.path.startswith(f"{MODELS}/"):
             raise NotRouted(f"unknown path {request.path[:200]!r}", code="unknown_url")
         if request.method not in (b"GET", b"HEAD"):
             raise _wrong_method(request, "GET, HEAD")
+        if own:
+            return answer_own(request.path, self.scheduler, in_flight=len(self.exchanges), draining=self.draining)
         if request.path == MODELS:
             return {"object": "list", "data": [self._describe(self.served_names[0])]}
         name = request.path[len(MODELS) + 1 :]
@@ -170,7 +177,7 @@ class Gateway:
         return self._describe(name)
 
     def _describe(self, name: str) -> dict[str, object]:
-        return {"id": name, "object": "model", "created": int(self._started_at), "owned_by": "tandem"}
+        return {"id": name, "object": "model", "created": int(self._started_at), "owned_by": "tandem"} | self.facts()
 
     def on_exchange_end(self, exchange: Exchange) -> None:
         now = time.monotonic()  # the loop's own clock counts whole milliseconds

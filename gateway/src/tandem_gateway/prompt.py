@@ -19,12 +19,18 @@ from tandem_gateway.scheduling.ring import build_seed
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
+COUNT = "/v1/messages/count_tokens"
 EMBEDDINGS = "/v1/embeddings"
 MODELS = "/v1/models"
-GENERATES = frozenset((CHAT, COMPLETIONS))
-INFERENCE_PATHS = frozenset((CHAT, COMPLETIONS, EMBEDDINGS, "/tokenize", "/detokenize"))
+GENERATES = frozenset((CHAT, COMPLETIONS, RESPONSES, MESSAGES))
+TOKENIZER_INFO = "/tokenizer_info"
+INFERENCE_PATHS = GENERATES | frozenset((EMBEDDINGS, COUNT, "/tokenize", "/detokenize", TOKENIZER_INFO))
+_MAY_BE_TOKENS = {COMPLETIONS: "prompt", EMBEDDINGS: "input"}
 _Object = dict[str, Any]
 _List = list[Any]
+_MAX_TOKENS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 MAX_NODES = 100_000
 """Objects, lists and strings of a body, names included. Each costs many times its bytes to read; numbers do not."""
 
@@ -48,15 +54,17 @@ def read_inquiry(
         BadRequest: it is not a JSON object, or a parameter that routing needs is missing or of the wrong type.
         UnknownModel: it names another model.
     """
-    fields = _read_object(body)
+    fields = {} if path == TOKENIZER_INFO else _read_object(body)
     model = fields.get("model")
-    if model is None or model not in served_names:
-        _check_model(model, served_names, required=path not in ("/tokenize", "/detokenize"))
+    if model is not None and model not in served_names:
+        _check_model(model, served_names)
     stream = fields.get("stream")
     if stream is not None and not isinstance(stream, bool):
         raise BadRequest("'stream' must be true or false", param="stream", code="invalid_type")
-    if path == CHAT:
+    if path in (CHAT, MESSAGES):
         prompt, root = _read_messages(fields)
+    elif path == RESPONSES:
+        prompt, root = _read_input(fields)
     elif path == COMPLETIONS:
         prompt = _read_prompt(fields, "prompt")
         root = b"" if len(prompt) >= CHUNK_BYTES else prompt
@@ -68,9 +76,9 @@ def read_inquiry(
     max_tokens = _read_max_tokens(fields) if generates else 1
     session = affinity or _read_session(fields) or root
     demand = Demand(
-        prompt_tokens=estimator.prompt_tokens(len(prompt))
-        if path == CHAT
-        else _count_tokens(path, fields, prompt, estimator),
+        prompt_tokens=_count_tokens(fields.get(_MAY_BE_TOKENS[path]), prompt, estimator)
+        if path in _MAY_BE_TOKENS
+        else estimator.prompt_tokens(len(prompt)),
         output_tokens=estimator.expected_output(max_tokens),
         prefix=build_chain(prompt) if len(prompt) >= CHUNK_BYTES else [],
         affinity=build_seed(session) if session else 0,
@@ -109,11 +117,8 @@ def count_nodes(body: bytes) -> int:
     return strings + outside.count(b"{") + outside.count(b"[")
 
 
-def _check_model(model: Any, served_names: Sequence[str], *, required: bool) -> None:
-    if model is None:
-        if required:
-            raise BadRequest("you must provide a 'model' parameter", param="model", code="missing_required_parameter")
-        return
+def _check_model(model: Any, served_names: Sequence[str]) -> None:
+    """Refuse another model. A gateway serves one: who names none means that one."""
     if not isinstance(model, str):
         raise BadRequest("'model' must be a string", param="model", code="invalid_type")
     check_name(model, served_names)
@@ -134,42 +139,63 @@ def _read_messages(fields: dict[str, Any]) -> tuple[bytes, bytes]:
         raise BadRequest("'messages' is required", param="messages", code="missing_required_parameter")
     if not isinstance(messages, list) or not messages:
         raise BadRequest("'messages' must be a list with at least one message", param="messages", code="invalid_type")
+    system: Any = fields.get("system")  # of a Messages request
+    first = [{"role": "system", "content": system}] if system else []
+    return _join(fields, [*first, *cast(list[Any], messages)], "messages", roles=True)
+
+
+def _read_input(fields: dict[str, Any]) -> tuple[bytes, bytes]:
+    """As `_read_messages`, of a Responses request, whose items need not have roles."""
+    items: Any = fields.get("input")
+    if isinstance(items, str):
+        items = [{"role": "user", "content": items}]
+    if not isinstance(items, list) or not items:
+        raise BadRequest(
+            "'input' must be a string or a list with at least one item", param="input", code="invalid_type"
+        )
+    instructions: Any = fields.get("instructions")
+    if instructions:
+        items = [{"role": "system", "content": instructions}, *cast(list[Any], items)]
+    return _join(fields, cast(list[Any], items), "input", roles=False)
+
+
+def _join(fields: dict[str, Any], messages: list[Any], name: str, *, roles: bool) -> tuple[bytes, bytes]:
     tools: Any = fields.get("tools")
     parts = [_canonical(tools, "tools")] if tools else []
     rich: list[Any] = []
     root_parts = 0
-    for index, message in enumerate(cast(_List, messages)):
+    for index, message in enumerate(messages):
         if not isinstance(message, dict):
-            raise BadRequest(f"'messages[{index}]' must be an object", param=f"messages[{index}]", code="invalid_type")
+            raise BadRequest(f"'{name}[{index}]' must be an object", param=f"{name}[{index}]", code="invalid_type")
         message = cast(_Object, message)
         role: Any = message.get("role")
-        if not isinstance(role, str):
+        if roles and not isinstance(role, str):
             raise BadRequest(
-                f"'messages[{index}].role' must be a string", param=f"messages[{index}].role", code="invalid_type"
+                f"'{name}[{index}].role' must be a string", param=f"{name}[{index}].role", code="invalid_type"
             )
         content: Any = message.get("content")
         if not isinstance(content, str) or len(message) != 2:
             rich.append(message)
         else:
             if rich:
-                _add_rich(parts, rich)
+                _add_rich(parts, rich, name)
             parts.append(f"{role}\0{content}\0".encode())
         if role == "user" and not root_parts:
             if rich:
-                _add_rich(parts, rich)
+                _add_rich(parts, rich, name)
             root_parts = len(parts)
     if rich:
-        _add_rich(parts, rich)
+        _add_rich(parts, rich, name)
     prompt = b"".join(parts)
     return prompt, b"".join(parts[:root_parts]) if 0 < root_parts < len(parts) else prompt
 
 
-def _add_rich(parts: list[bytes], messages: list[Any]) -> None:
+def _add_rich(parts: list[bytes], messages: list[Any], name: str) -> None:
     """Messages that are more than role and text, in one piece: one by one they would cost a kilobyte each to write.
 
     Without the list's brackets, so that a conversation that grows keeps its beginning.
     """
-    parts.append(_canonical(messages, "messages")[1:-1] + b",")
+    parts.append(_canonical(messages, name)[1:-1] + b",")
     messages.clear()
 
 
@@ -193,16 +219,15 @@ def _canonical(value: object, param: str) -> bytes:
 
 def _read_max_tokens(fields: dict[str, Any]) -> int | None:
     """Only an estimate hangs on it: a wrong type is the worker's to refuse."""
-    value: Any = fields.get("max_completion_tokens")
-    if type(value) is int and value > 0:
-        return value
-    value = fields.get("max_tokens")
-    return value if type(value) is int and value > 0 else None
+    for name in _MAX_TOKENS:
+        value: Any = fields.get(name)
+        if type(value) is int and value > 0:
+            return value
+    return None
 
 
-def _count_tokens(path: str, fields: dict[str, Any], prompt: bytes, estimator: Estimator) -> int:
-    """Of a prompt that may be given as tokens."""
-    given: Any = fields.get("input" if path == EMBEDDINGS else "prompt")
+def _count_tokens(given: Any, prompt: bytes, estimator: Estimator) -> int:
+    """Tokens of a prompt that may be `given` as tokens."""
     tokens = cast(_List, given) if isinstance(given, list) else []
     if tokens and isinstance(tokens[0], int):
         return len(tokens)

@@ -19,6 +19,7 @@ from tandem_gateway.discovery.static import follow_file
 from tandem_gateway.gateway import TICK_SECONDS, Gateway
 from tandem_gateway.http.connection import ClientConnection
 from tandem_gateway.line_writer import LineWriter
+from tandem_gateway.model_card import ModelCard
 from tandem_gateway.probation import Probation
 from tandem_gateway.scheduling import Worker
 from tandem_gateway.settings import Settings
@@ -45,6 +46,10 @@ class Server:
             connect_seconds=settings.config.timeouts.connect_seconds,
         )
         self.gateway.held = self.probation.reports
+        self.card = ModelCard(
+            token_line=lambda: self.gateway.token_line, connect_seconds=settings.config.timeouts.connect_seconds
+        )
+        self.gateway.facts = lambda: self.card.facts
         self.http_port = 0
         self.metrics_port = 0
         self._listeners: list[asyncio.Server] = []
@@ -82,6 +87,7 @@ class Server:
         self.metrics_port, self.http_port = (server.sockets[0].getsockname()[1] for server in self._listeners)
         self.gateway.max_connections = _affordable_connections(config.max_connections)
         self._spawn(self._clock())
+        self._spawn(self.card.run())
         log.info(
             "listening",
             extra={"model": config.served_name, "http_port": self.http_port, "metrics_port": self.metrics_port},
@@ -122,6 +128,7 @@ class Server:
     def apply_workers(self, workers: list[Worker]) -> None:
         self.admin.discovered = True
         self.gateway.apply_workers(workers)
+        self.card.take(workers)
 
     def _discovery(self) -> list[Coroutine[Any, Any, None]]:
         """The jobs that tell about workers, and what the gateway follows while it runs."""

@@ -8,6 +8,12 @@ import orjson
 
 MAX_EVENT_BYTES = 4 * 1024 * 1024
 DONE = b"[DONE]"
+_LAST_EVENTS = (
+    b"event: response.completed\n", b"event: response.incomplete\n", b"event: response.failed\n",
+    b"event: message_stop\n",
+)  # fmt: skip
+"""With which streams of the Responses API and the Messages API end."""
+_FAILURES = (b"event: response.failed\n", b"event: error\n")
 
 
 class EventTooLarge(Exception):
@@ -61,12 +67,13 @@ class EventStream:
     @property
     def done(self) -> bool:
         """The stream said that it is complete."""
-        return self._last.rstrip().endswith(DONE)
+        return self._last.rstrip().endswith(DONE) or any(name in self._last for name in _LAST_EVENTS)
 
     @property
     def failed(self) -> bool:
         """The worker itself ended the stream with an error event."""
-        return b'data: {"error"' in self._last or b'data:{"error"' in self._last
+        last = self._last
+        return b'data: {"error"' in last or b'data:{"error"' in last or any(name in last for name in _FAILURES)
 
 
 def find_usage(tail: bytes) -> dict[str, Any] | None:
@@ -80,10 +87,28 @@ def find_usage(tail: bytes) -> dict[str, Any] | None:
             parsed: Any = orjson.loads(event[event.index(b"{") :])
         except ValueError:
             continue
-        usage: Any = cast(dict[str, Any], parsed).get("usage") if isinstance(parsed, dict) else None
+        if not isinstance(parsed, dict):
+            continue
+        whole: Any = cast(dict[str, Any], parsed).get("response", parsed)
+        usage: Any = cast(dict[str, Any], whole).get("usage") if isinstance(whole, dict) else None
         if isinstance(usage, dict):
-            return cast(dict[str, Any], usage)
+            return _rename(cast(dict[str, Any], usage))
     return None
+
+
+def _rename(usage: dict[str, Any]) -> dict[str, Any]:
+    """Under the names of chats, where it has others."""
+    if "input_tokens" not in usage:
+        return usage
+    prompt, details = usage["input_tokens"], usage.get("input_tokens_details")
+    cached = usage.get("cache_read_input_tokens")
+    if isinstance(cached, int) and isinstance(prompt, int):  # of the Messages API, which counts them apart
+        prompt, details = prompt + cached, {"cached_tokens": cached}
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": usage.get("output_tokens"),
+        "prompt_tokens_details": details,
+    }
 
 
 def build_event(payload: dict[str, Any]) -> bytes:

@@ -129,3 +129,16 @@ async def test_outcomes_are_observed(worker: Any) -> None:
     assert (outcome.path, outcome.status) == ("/v1/completions", 200)
     assert outcome.usage.completion_tokens == 6
     assert 0 < outcome.first_token_seconds <= outcome.seconds
+
+
+async def test_what_other_servers_tell_on_this_port(worker: Any) -> None:
+    assert (await worker.http.get("/health")).status_code == (await worker.http.get("/ping")).status_code == 200
+    worker.state["ready"] = False
+    assert (await worker.http.get("/health")).status_code == (await worker.http.get("/ping")).status_code == 503
+    assert (await worker.http.get("/version")).json()["version"]
+    assert (await worker.http.get("/load")).json() == {"server_load": 0}
+    card = (await worker.http.get("/v1/models")).json()["data"][0]
+    assert (card["max_model_len"], card["root"], card["owned_by"]) == (4096, "file:///m", "tandem")
+    info = (await worker.http.get("/tokenizer_info")).json()
+    assert (info["eos_token"], info["bos_token"]) == ("<|im_end|>", "<|endoftext|>")
+    assert "message.role" in info["chat_template"]

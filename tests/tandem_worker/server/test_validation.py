@@ -134,9 +134,7 @@ async def test_chat_table(worker: Any, sane: dict[str, Any]) -> None:
     for change, param in CHAT:
         await check(worker, "/v1/chat/completions", {**sane, **change}, param)
     assert worker.engine.requests == []
-    for missing in ("model", "messages"):
-        body = {key: value for key, value in sane.items() if key != missing}
-        await check(worker, "/v1/chat/completions", body, missing)
+    await check(worker, "/v1/chat/completions", {"model": "tiny"}, "messages")
     assert (await worker.http.post("/v1/chat/completions", json=sane)).status_code == 200
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tandem_api.names import HEADER_ROUTE
+from tandem_api.names import HEADER_LENIENT, HEADER_ROUTE
 
 from tandem_gateway.errors import BadRequest, RequestError
 
@@ -23,6 +23,7 @@ _KEPT = frozenset(
         b"transfer-encoding",
         b"x-request-id",
         b"x-session-affinity",
+        HEADER_LENIENT.encode(),
         HEADER_ROUTE.encode(),
     )
 )

@@ -41,6 +41,9 @@ def chat(content: str = "hello", **fields: Any) -> bytes:
     return body_of(messages=[{"role": "user", "content": content}], seed=1, **fields)
 
 
+FLAT_TOOL = {"type": "function", **TOOL["function"]}
+
+
 def requests() -> dict[str, tuple[str, bytes]]:
     return {
         "a chat": ("chat", chat(LONG, stop=["x"], logit_bias={"1": 2}, max_tokens=5)),
@@ -53,6 +56,9 @@ def requests() -> dict[str, tuple[str, bytes]]:
         "inputs": ("embedding", body_of(input=[LONG, "x"])),
         "text to count": ("tokenize", body_of(prompt=LONG)),
         "a chat to count": ("tokenize", chat(LONG)),
+        "a response": ("responses", body_of(input=LONG, instructions="x", seed=1, tools=[FLAT_TOOL])),
+        "a message": ("messages", body_of(messages=[{"role": "user", "content": LONG}], max_tokens=5, seed=1)),
+        "a message to count": ("count", body_of(messages=[{"role": "user", "content": LONG}], system="x")),
         "tokens to read": ("detokenize", body_of(tokens=[70] * 20_000)),
     }  # fmt: skip
 
@@ -114,7 +120,8 @@ async def test_both_ways_lead_to_the_same(prepared_apart: Preparation, preparer:
             continue
         assert apart.request.common == here.request.common
         assert apart.room == here.room
-        if kind == "chat":
+        assert getattr(apart, "echo", None) == getattr(here, "echo", None)
+        if kind in ("chat", "responses", "messages"):
             assert list(apart.tokens) == list(here.tokens)
             assert apart.prompt_end == here.prompt_end
             assert [tool.parameters for tool in apart.request.tools.tools] == [

@@ -21,7 +21,7 @@ from tandem_worker.server.deltas import DeltaHub
 from tandem_worker.server.flight import Flight
 from tandem_worker.server.http import ServiceError, describe_error, send_parts, send_start
 from tandem_worker.server.journal import Journal
-from tandem_worker.server.openai.chunks import DONE, Encoder, event, is_long
+from tandem_worker.server.openai.chunks import Encoder, is_long
 from tandem_worker.server.pacing import pace
 from tandem_worker.server.text.choice import Choice
 from tandem_worker.server.text.output import Update, Usage
@@ -36,6 +36,10 @@ class Plan:
     encoder: Encoder
     stream: bool
     include_usage: bool
+    continuous_usage: bool = False
+    """Every event tells the usage so far."""
+    ignored: Sequence[str] = ()
+    """Options that were left out of account: a header says so."""
     first_delta: Callable[[int, TokenDelta], None] | None = None
     """Told the first delta of each request (with its position) before any event of its choices is encoded."""
     score_only: bool = False
@@ -142,6 +146,8 @@ class Answerer:
                 names.HEADER_DECODE_WORKER: self._pod_name,
                 names.HEADER_PREFILL_WORKER: progress.prefill_worker or self._pod_name,
             }
+            if plan.ignored:
+                all_headers[names.HEADER_IGNORED] = ", ".join(plan.ignored)
             if plan.stream:
                 await self._stream(progress, flight, send, all_headers, begun, touched)
             else:
@@ -185,8 +191,8 @@ class Answerer:
             try:
                 begun, touched = await _advance(progress, flight)
             except (RequestError, ServiceError) as error:
-                # The status line is out: the error travels as an event, and no [DONE] follows.
-                last = event(describe_error(error)[1])
+                # The status line is out: the error travels as an event, and nothing follows.
+                last = plan.encoder.failure(describe_error(error)[1])
                 if journal is not None:
                     moves = isinstance(error, ServiceError) and error.retry is not None
                     last = MOVED if moves else last + COMMIT
@@ -194,7 +200,7 @@ class Answerer:
                 return
         if plan.include_usage:
             events += plan.encoder.usage(progress.usage())
-        events += DONE if journal is None else DONE + COMMIT
+        events += plan.encoder.done if journal is None else plan.encoder.done + COMMIT
         await send({"type": "http.response.body", "body": events})
 
 
@@ -209,6 +215,8 @@ async def _advance(progress: Progress, flight: Flight) -> tuple[list[int], list[
 
 async def _events(progress: Progress, begun: Sequence[int], touched: Sequence[Choice]) -> bytes:
     encoder, journal = progress.plan.encoder, progress.plan.journal
+    if progress.plan.continuous_usage:
+        encoder.tell_usage(progress.usage())
     parts: list[bytes] = []
     for position in begun:
         request = progress.plan.requests[position]

@@ -9,6 +9,8 @@ import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
 from typing import Any, Protocol
 
 from starlette.routing import Route, Router
@@ -26,8 +28,13 @@ from tandem_worker.server.deltas import ClientGoneError, DeltaHub
 from tandem_worker.server.embeddings import Embedder
 from tandem_worker.server.http import ServiceError, describe_error, header, request_id, send_bytes, send_json
 from tandem_worker.server.journal import Resume, take_journal, wants_journal
+from tandem_worker.server.messages.encoder import MessagesEncoder, to_error
+from tandem_worker.server.messages.request import RENAMED as RENAMED_MESSAGES
+from tandem_worker.server.openai.renaming import renamed_errors
 from tandem_worker.server.planning import plan_chat, plan_completion
 from tandem_worker.server.request_metrics import PreparationCounts
+from tandem_worker.server.responses.encoder import ResponsesEncoder
+from tandem_worker.server.responses.request import RENAMED as RENAMED_RESPONSES
 from tandem_worker.server.resuming import open_journal, take_up
 from tandem_worker.server.served_model import ServedModel
 from tandem_worker.server.structured.compiler import GrammarCompiler
@@ -36,6 +43,7 @@ from tandem_worker.server.text.output import Usage
 _log = logging.getLogger(__name__)
 _ENDPOINT = re.compile(r"[A-Za-z0-9_.\-\[\]:]+:\d{1,5}")
 MAX_PREFILL_ENDPOINTS = 8
+_VERSION = version("tandem-worker")
 FAILURE_POLL_SECONDS = 0.5
 
 Handler = Callable[[Scope, Receive, Send], Awaitable[None]]
@@ -105,10 +113,18 @@ def build_app(
 def _routes(state: _State, api: _Api) -> list[Route]:
     return [
         _route("/v1/chat/completions", state, POST=api.chat),
+        _route("/v1/responses", state, POST=api.responses),
+        _route("/v1/messages", state, shape=to_error, POST=api.messages),
+        _route("/v1/messages/count_tokens", state, shape=to_error, POST=api.count_tokens),
         _route("/v1/completions", state, POST=api.completions),
         _route("/v1/embeddings", state, POST=api.embeddings),
         _route("/v1/models", state, GET=api.models),
         _route("/v1/models/{model:path}", state, GET=api.model),
+        _route("/health", state, GET=api.health),
+        _route("/ping", state, GET=api.health),
+        _route("/version", state, GET=api.version),
+        _route("/load", state, GET=api.load),
+        _route("/tokenizer_info", state, GET=api.tokenizer_info),
         _route("/tokenize", state, POST=api.tokenize),
         _route("/detokenize", state, POST=api.detokenize),
     ]
@@ -177,6 +193,33 @@ class _Api:
         plan = await plan_completion(prepared, self._model, prefill_endpoints(scope), resume and resume.head)
         await self._answer(plan, resume, scope, receive, send)
 
+    async def responses(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Such streams have no journal: their events hold more than their tokens tell."""
+        self._state.check_admission()
+        self._model.check_generates()
+        with renamed_errors(RENAMED_RESPONSES):
+            prepared = await self._model.preparation.prepare("responses", scope, receive)
+            new_encoder = partial(ResponsesEncoder, echo=prepared.echo)
+            endpoints = prefill_endpoints(scope)
+            plan = await plan_chat(prepared, self._model, endpoints, prefix="resp_", new_encoder=new_encoder)
+            plan.include_usage = True
+            scope["tandem.usage"] = await self._answerer.run(plan, receive, send, {})
+
+    async def messages(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As `responses`."""
+        self._state.check_admission()
+        self._model.check_generates()
+        with renamed_errors(RENAMED_MESSAGES):
+            prepared = await self._model.preparation.prepare("messages", scope, receive)
+            endpoints = prefill_endpoints(scope)
+            plan = await plan_chat(prepared, self._model, endpoints, prefix="msg_", new_encoder=MessagesEncoder)
+            plan.include_usage = True
+            scope["tandem.usage"] = await self._answerer.run(plan, receive, send, {})
+
+    async def count_tokens(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with renamed_errors(RENAMED_MESSAGES):
+            await send_bytes(send, 200, await self._model.preparation.prepare("count", scope, receive))
+
     async def _answer(self, plan: Plan, resume: Resume | None, scope: Scope, receive: Receive, send: Send) -> None:
         if plan.stream and wants_journal(scope):
             plan.journal = open_journal(plan)
@@ -204,14 +247,46 @@ class _Api:
             "object": "model",
             "created": self._created,
             "owned_by": "tandem",
+            "root": self._model.root,
+            "parent": None,
             "max_model_len": self._model.max_model_len,
         }
+
+    async def health(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._state.check_admission()
+        await send_json(send, {})
+
+    async def version(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send_json(send, {"version": _VERSION})
+
+    async def load(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send_json(send, {"server_load": self._state.hub.num_open})
+
+    async def tokenizer_info(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send_json(send, describe_tokenizer(self._model))
 
     async def tokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send_bytes(send, 200, await self._model.preparation.prepare("tokenize", scope, receive))
 
     async def detokenize(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send_bytes(send, 200, await self._model.preparation.prepare("detokenize", scope, receive))
+
+
+def describe_tokenizer(model: ServedModel) -> dict[str, object]:
+    """What clients that render or score by themselves ask for, under the names of tokenizer_config.json."""
+    tokenizer = model.tokenizer
+    return {
+        "tokenizer_class": type(tokenizer).__name__,
+        "model_max_length": model.max_model_len,
+        "vocab_size": model.vocab_size,
+        "bos_token": tokenizer.bos_token,
+        "eos_token": tokenizer.eos_token,
+        "pad_token": tokenizer.pad_token,
+        "unk_token": tokenizer.unk_token,
+        "eos_token_id": tokenizer.eos_token_id,
+        "special_tokens": sorted(tokenizer.all_special_tokens),
+        "chat_template": model.chat_template or None,
+    }
 
 
 def prefill_endpoints(scope: Scope) -> tuple[str, ...]:
@@ -232,8 +307,12 @@ def prefill_endpoints(scope: Scope) -> tuple[str, ...]:
 class _Endpoint:
     """Runs the handler of a method; errors become OpenAI error bodies; every response carries the request id."""
 
-    def __init__(self, state: _State, handlers: dict[str, Handler]) -> None:
+    def __init__(
+        self, state: _State, handlers: dict[str, Handler], shape: Callable[[dict[str, Any]], dict[str, Any]] | None
+    ) -> None:
+        """`shape` makes of OpenAI's error bodies those of another API."""
         self._state = state
+        self._shape = shape
         self._handlers = handlers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -259,7 +338,7 @@ class _Endpoint:
         if response.status:
             # Half an answer is out; closing without its end tells the client that it is not complete.
             raise error
-        await send_json(response, body, status=status, headers=headers)
+        await send_json(response, self._shape(body) if self._shape else body, status=status, headers=headers)
 
     def _report(self, scope: Scope, response: _Response, started: float) -> None:
         seconds = time.perf_counter() - started
@@ -304,8 +383,13 @@ class _Response:
         await self._send(message)
 
 
-def _route(path: str, state: _State, **handlers: Handler) -> Route:
-    return Route(path, endpoint=_Endpoint(state, handlers))
+def _route(
+    path: str,
+    state: _State,
+    shape: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+    **handlers: Handler,
+) -> Route:
+    return Route(path, endpoint=_Endpoint(state, handlers, shape))
 
 
 async def _send_method_error(send: Send, scope: Scope, handlers: dict[str, Handler]) -> None:

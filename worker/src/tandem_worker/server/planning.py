@@ -5,24 +5,34 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from tandem_worker.engine.schedule.params import GenerationRequest, SamplingParams, TokenDelta
 from tandem_worker.server.answer import Plan
 from tandem_worker.server.journal import StreamHead
-from tandem_worker.server.openai.chunks import AnswerHead, ChatEncoder, CompletionEncoder, Echo
+from tandem_worker.server.openai.chunks import AnswerHead, ChatEncoder, CompletionEncoder, Echo, Encoder
 from tandem_worker.server.openai.completion_request import Prompt
 from tandem_worker.server.openai.options import CommonOptions, to_sampling
 from tandem_worker.server.preparation.preparing import PreparedChat, PreparedCompletion, Tokens
 from tandem_worker.server.served_model import ServedModel
 from tandem_worker.server.text.choice import Choice
-from tandem_worker.server.text.shaping import shape_answer
+from tandem_worker.server.text.detokenizer import TokenTable
+from tandem_worker.server.text.shaping import shape_answer, shape_completion
 
 
 async def plan_chat(
-    prepared: PreparedChat, model: ServedModel, endpoints: tuple[str, ...], start: StreamHead | None = None
+    prepared: PreparedChat,
+    model: ServedModel,
+    endpoints: tuple[str, ...],
+    start: StreamHead | None = None,
+    *,
+    prefix: str = "chatcmpl-",
+    new_encoder: Callable[[AnswerHead, TokenTable], Encoder] = ChatEncoder,
 ) -> Plan:
-    """`start` is the beginning of the stream that this request continues. Raises RequestError."""
+    """`start` is the beginning of the stream that this request continues, `prefix` begins its id, and `new_encoder`
+    writes its answer. Raises RequestError.
+    """
     request = prepared.request
     options = _begin_as(start, request.common)
     shape = await shape_answer(request, model, prepared.prompt_end)
@@ -33,13 +43,14 @@ async def plan_chat(
         eos_token_ids=model.eos_token_ids,
         grammar=shape.grammar,
     )
-    head = _head("chatcmpl", request.model, options, model, start, with_logprobs=request.num_logprobs is not None)
+    head = _head(
+        prefix, request.model or model.name, options, model, start, with_logprobs=request.num_logprobs is not None
+    )
     choices = [
         Choice(
             index,
             model.table.new(visible=shape.visible),
-            stops=options.stop,
-            min_tokens=options.min_tokens,
+            **_ends(options),
             parser=shape.new_parser(),
         )
         for index in range(options.n)
@@ -47,9 +58,11 @@ async def plan_chat(
     return Plan(
         requests=[_engine_request(head.id, prepared.tokens, sampling, options, endpoints)],
         choices=choices,
-        encoder=ChatEncoder(head, model.table),
+        encoder=new_encoder(head, model.table),
         stream=options.stream,
         include_usage=options.include_usage,
+        continuous_usage=options.continuous_usage,
+        ignored=prepared.ignored,
     )
 
 
@@ -59,8 +72,12 @@ async def plan_completion(
     """As `plan_chat`. Raises RequestError."""
     request = prepared.request
     options = _begin_as(start, request.common)
+    grammar = await shape_completion(request, model)
+    visible = model.table.special_ids if options.show_special else frozenset[int]()
     score_only = request.max_tokens == 0
-    head = _head("cmpl", request.model, options, model, start, with_logprobs=request.num_logprobs is not None)
+    head = _head(
+        "cmpl-", request.model or model.name, options, model, start, with_logprobs=request.num_logprobs is not None
+    )
     requests: list[GenerationRequest] = []
     choices: list[Choice] = []
     for position, (tokens, room) in enumerate(zip(prepared.tokens, prepared.room, strict=True)):
@@ -69,7 +86,7 @@ async def plan_completion(
             max_tokens=room,
             num_logprobs=request.num_logprobs,
             eos_token_ids=model.eos_token_ids,
-            grammar=None,
+            grammar=grammar,
         )
         wanted = request.num_logprobs if request.echo else None
         requests.append(
@@ -78,9 +95,8 @@ async def plan_completion(
         choices += [
             Choice(
                 position * options.n + index,
-                model.table.new(continues=True),
-                stops=options.stop,
-                min_tokens=options.min_tokens,
+                model.table.new(visible=visible, continues=True),
+                **_ends(options),
             )
             for index in range(options.n)
         ]
@@ -91,6 +107,8 @@ async def plan_completion(
         encoder=encoder,
         stream=options.stream,
         include_usage=options.include_usage,
+        continuous_usage=options.continuous_usage,
+        ignored=prepared.ignored,
         score_only=score_only,
     )
     if request.echo:
@@ -121,6 +139,16 @@ class _Echoes:
             self._encoder.echoes[position * self._n + index] = echo
 
 
+def _ends(options: CommonOptions) -> dict[str, Any]:
+    """Arguments of a choice: what ends it."""
+    return {
+        "stops": options.stop,
+        "stop_token_ids": options.stop_token_ids,
+        "include_stop": options.include_stop,
+        "min_tokens": options.min_tokens,
+    }
+
+
 def _begin_as(start: StreamHead | None, options: CommonOptions) -> CommonOptions:
     return options if start is None else dataclasses.replace(options, seed=start.seed)
 
@@ -135,13 +163,14 @@ def _head(
     with_logprobs: bool,
 ) -> AnswerHead:
     return AnswerHead(
-        id=f"{prefix}-{secrets.token_hex(16)}" if start is None else start.id,
+        id=f"{prefix}{secrets.token_hex(16)}" if start is None else start.id,
         created=int(time.time()) if start is None else start.created,
         model=name,
         fingerprint=model.fingerprint,
         service_tier=options.service_tier,
         include_usage=options.include_usage,
         return_token_ids=options.return_token_ids,
+        tokens_as_ids=options.tokens_as_ids,
         with_logprobs=with_logprobs,
     )
 

@@ -52,6 +52,8 @@ class ServedModel:
     ) -> None:
         self.name = config.served_name
         """As it was at start. Answers carry the name that the request gave: names change while workers run."""
+        self.root = config.model.uri
+        """Where the weights come from."""
         self.fingerprint = f"fp_{config.revision}"
         self.embedding = embedding
         """None: the model generates text."""
@@ -64,7 +66,9 @@ class ServedModel:
         self.eos_token_ids = frozenset(eos_token_ids) or end_tokens(tokenizer)
         self.vocabulary: dict[str, int] = tokenizer.get_added_vocab()
         """Added tokens: marks of turns, tools and reasoning are among them."""
-        template = prompter.template
+        self.takes_tools = prompter.takes_tools
+        """Its chat template has a place for tools."""
+        template = self.chat_template = prompter.template
         self.tool_format = FORMATS[tool_format] if tool_format is not None else detect(self.vocabulary, template)
         self.reasons = reasoning.BEGIN in self.vocabulary or reasoning.BEGIN in template
         """The model may think before it answers."""

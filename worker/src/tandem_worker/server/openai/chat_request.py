@@ -6,12 +6,13 @@ Raises RequestError for anything that OpenAI's API does not know, and for what i
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-from tandem_worker.engine.errors import RequestError
 from tandem_worker.server.openai.fields import Fields, refuse
 from tandem_worker.server.openai.messages import parse_messages
 from tandem_worker.server.openai.options import CommonOptions, parse_common
+from tandem_worker.server.openai.other_servers import refuse_other_servers
+from tandem_worker.server.openai.output_format import ResponseFormat, parse_output_format
 from tandem_worker.server.openai.toolspec import ToolOptions, parse_tools
 
 MAX_TOP_LOGPROBS = 20
@@ -24,17 +25,9 @@ _RESERVED_KWARGS = frozenset({
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ResponseFormat:
-    kind: Literal["text", "json_object", "json_schema", "regex", "lark"] = "text"
-    schema: dict[str, Any] | None = None
-    """Only with `json_schema`; an absent schema allows any JSON value."""
-    definition: str = ""
-    """The text of a regex, or of a grammar in Lark."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
-    model: str
+    model: str | None
+    """None: whichever is served."""
     messages: list[dict[str, Any]]
     common: CommonOptions
     tools: ToolOptions
@@ -47,12 +40,14 @@ class ChatRequest:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     template_kwargs: dict[str, Any] = field(default_factory=dict)
+    documents: list[Any] | None = None
+    """For templates that print them."""
 
 
-def parse_chat(body: object, vocab_size: int) -> ChatRequest:
+def parse_chat(body: object, vocab_size: int, *, lenient: bool = False) -> ChatRequest:
     """The body of a chat request, every field checked. Raises RequestError naming the field."""
-    fields = Fields(body)
-    model = fields.required_string("model")
+    fields = Fields(body, lenient=lenient)
+    model = fields.string("model")
     messages = parse_messages(fields)
     tools = parse_tools(fields)
     max_tokens, param = _max_tokens(fields)
@@ -66,6 +61,7 @@ def parse_chat(body: object, vocab_size: int) -> ChatRequest:
                 "continue_final_message",
                 "'continue_final_message' needs an assistant message at the end of 'messages'.",
             )
+    _refuse_unsupported(fields)
     request = ChatRequest(
         model=model,
         messages=messages,
@@ -73,20 +69,21 @@ def parse_chat(body: object, vocab_size: int) -> ChatRequest:
         max_tokens=max_tokens,
         max_tokens_param=param,
         num_logprobs=_logprobs(fields),
-        response_format=_response_format(fields),
+        response_format=parse_output_format(fields),
         reasoning_effort=fields.choice(
             "reasoning_effort", ("none", "minimal", "low", "medium", "high", "xhigh", "max")
         ),
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final,
         template_kwargs=_template_kwargs(fields),
+        documents=fields.array("documents") or None,
         common=parse_common(fields, vocab_size),
     )
-    if request.response_format.definition and tools.mode != "none":
-        refuse("response_format", "A grammar and 'tools' exclude each other: leave one out.")
-    if request.response_format.kind != "text" and tools.mode == "required":
-        refuse("response_format", "'response_format' and a required tool call exclude each other: leave one out.")
-    _refuse_unsupported(fields)
+    answer = request.response_format
+    if answer.definition and tools.mode != "none":
+        refuse(answer.name, "A grammar and 'tools' exclude each other: leave one out.")
+    if answer.kind != "text" and tools.mode == "required":
+        refuse(answer.name, f"'{answer.name}' and a required tool call exclude each other: leave one out.")
     fields.finish()
     return request
 
@@ -98,15 +95,27 @@ def _refuse_unsupported(fields: Fields) -> None:
     )
     fields.unsupported("prediction", "Predicted outputs ('prediction') are not supported.")
     fields.unsupported("web_search_options", "Web search is not supported: remove 'web_search_options'.")
-    fields.unsupported("verbosity", "'verbosity' is not supported: leave it out or 'medium'.", harmless=["medium"])
+    fields.unsupported(
+        "verbosity", "'verbosity' is not supported: leave it out or 'medium'.", harmless=["medium"], ignorable=True
+    )
     fields.unsupported(
         "prompt_cache_retention",
         "'prompt_cache_retention' cannot be chosen: leave it out or 'in_memory'.",
         harmless=["in_memory", "in-memory"],
+        ignorable=True,
     )
     fields.unsupported("prompt_cache_options", "Prompt caching cannot be configured: remove 'prompt_cache_options'.")
     fields.unsupported("moderation", "This server does not moderate: remove 'moderation'.")
     fields.unsupported("suffix", "'suffix' is not an option of chat completions.")
+    fields.unsupported("chat_template", "The model's own chat template is used: remove 'chat_template'.")
+    fields.unsupported(
+        "echo", "'echo' is not an option of chats: continue a message with 'continue_final_message'.", harmless=[False]
+    )
+    fields.unsupported(
+        "add_special_tokens", "The chat template adds the special tokens: leave it out or false.", harmless=[False]
+    )
+    fields.unsupported("best_of", "'best_of' is not supported: leave it out or 1.", harmless=[1])
+    refuse_other_servers(fields)
 
 
 def _max_tokens(fields: Fields) -> tuple[int | None, str]:
@@ -123,45 +132,6 @@ def _logprobs(fields: Fields) -> int | None:
     if top is not None and not wanted:
         refuse("top_logprobs", "'top_logprobs' is only allowed when 'logprobs' is true.")
     return (top or 0) if wanted else None
-
-
-def _response_format(fields: Fields) -> ResponseFormat:
-    given = fields.object("response_format")
-    if given is None:
-        return ResponseFormat()
-    kind = given.required_string("type")
-    match kind:
-        case "text" | "json_object":
-            given.finish()
-            return ResponseFormat(kind=kind)
-        case "json_schema":
-            inner = Fields(given.required("json_schema"), "response_format.json_schema")
-            inner.required_string("name")
-            inner.string("description")
-            inner.boolean("strict")  # every schema is enforced: the engine cannot produce anything else
-            schema = inner.raw_object("schema")
-            inner.finish()
-            given.finish()
-            return ResponseFormat(kind=kind, schema=schema)
-        case "grammar":
-            inner = Fields(given.required("grammar"), "response_format.grammar")
-            syntax = inner.required_string("syntax")
-            if syntax not in ("regex", "lark"):
-                refuse(
-                    "response_format.grammar.syntax",
-                    f"Invalid grammar syntax '{syntax}'. Supported: 'regex', 'lark'.",
-                    "invalid_value",
-                )
-            definition = inner.required_string("definition", allow_empty=False)
-            inner.finish()
-            given.finish()
-            return ResponseFormat(kind=syntax, definition=definition)
-        case _:
-            raise RequestError(
-                f"Invalid response format '{kind}'. Supported: 'text', 'json_object', 'json_schema', 'grammar'.",
-                param="response_format.type",
-                code="invalid_value",
-            )
 
 
 def _template_kwargs(fields: Fields) -> dict[str, Any]:

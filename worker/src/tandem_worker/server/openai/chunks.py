@@ -5,7 +5,6 @@ Everything that is the same in all events of a request is encoded once; per even
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,10 +12,10 @@ from typing import Any, Protocol
 import orjson
 
 from tandem_worker.engine.schedule.params import TokenLogprob
-from tandem_worker.server.openai.logprobs import SLICE_TOKENS, chat_logprobs, legacy_logprobs
+from tandem_worker.server.openai.logprobs import SLICE_TOKENS, TokenNames, chat_logprobs, legacy_logprobs
 from tandem_worker.server.pacing import Steps, complete
 from tandem_worker.server.text.detokenizer import TokenTable
-from tandem_worker.server.text.output import Finish, ToolDelta, Update, Usage
+from tandem_worker.server.text.output import ToolDelta, Update, Usage
 
 _SLICE_PIECES = 2048
 DONE = b"data: [DONE]\n\n"
@@ -38,6 +37,7 @@ class AnswerHead:
     service_tier: str | None
     include_usage: bool
     return_token_ids: bool
+    tokens_as_ids: bool
     with_logprobs: bool
 
     def fields(self, kind: str) -> dict[str, Any]:
@@ -52,10 +52,36 @@ class AnswerHead:
         return fields if self.service_tier is None else {**fields, "service_tier": self.service_tier}
 
 
+class _NamesOfIds:
+    """`token_id:123`, as vLLM writes it."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return b"token_id:%d" % token_id
+
+
+def token_names(head: AnswerHead, table: TokenTable) -> TokenNames:
+    """How logprobs of this answer write tokens."""
+    return _NamesOfIds() if head.tokens_as_ids else table
+
+
+def _end(update: Update) -> dict[str, Any]:
+    """How a choice ended; where the request's own stop strings or tokens did that, with vLLM's and SGLang's name."""
+    if update.stopped_by is None:
+        return {"finish_reason": update.finish}
+    return {"finish_reason": update.finish, "stop_reason": update.stopped_by, "matched_stop": update.stopped_by}
+
+
 class Encoder(Protocol):
+    done: bytes
+    """What a stream ends with after its last event."""
+
     @property
     def head(self) -> AnswerHead:
         """What all events and the whole answer of a request begin with."""
+        ...
+
+    def tell_usage(self, usage: Usage) -> None:
+        """Events from now on say that this is the usage so far."""
         ...
 
     def opening(self, index: int, prompt_token_ids: Sequence[int]) -> Steps[bytes]:
@@ -72,6 +98,10 @@ class Encoder(Protocol):
 
     def usage(self, usage: Usage) -> bytes:
         """The event that tells a stream's usage, after every choice has ended."""
+        ...
+
+    def failure(self, body: Mapping[str, Any]) -> bytes:
+        """The event that ends a stream which broke off; `body` is the error as OpenAI writes it."""
         ...
 
     def response(self, choices: Sequence[Update], prompts: Sequence[Sequence[int]], usage: Usage) -> Steps[list[bytes]]:
@@ -99,15 +129,21 @@ def _join_response(
 
 
 class ChatEncoder:
+    done = DONE
+
     def __init__(self, head: AnswerHead, table: TokenTable) -> None:
         self.head = head
-        self._table = table
+        self._names = token_names(head, table)
         base = head.fields("chat.completion.chunk")
         # `{...,"choices":[{"index":` i `,"delta":{"content":` text `},"logprobs":null,"finish_reason":null}]}`
         self._prefix = b"data: " + orjson.dumps(base)[:-1] + b',"choices":[{"index":'
         self._tail = b'],"usage":null}\n\n' if head.include_usage else b"]}\n\n"
         self._text_suffix = b'},"logprobs":null,"finish_reason":null}' + self._tail
         self._usage_prefix = b"data: " + orjson.dumps(base)[:-1] + b',"choices":[],"usage":'
+
+    def tell_usage(self, usage: Usage) -> None:
+        self._tail = b'],"usage":%b}\n\n' % orjson.dumps(usage.to_json())
+        self._text_suffix = b'},"logprobs":null,"finish_reason":null}' + self._tail
 
     def opening(self, index: int, prompt_token_ids: Sequence[int]) -> Steps[bytes]:
         yield from ()  # never long
@@ -135,10 +171,13 @@ class ChatEncoder:
     def _finish(self, index: int, update: Update, head: bytes) -> bytes:
         if update.finish is None:
             return head
-        return head + self._event(index, {"delta": {}, "logprobs": None, "finish_reason": update.finish})
+        return head + self._event(index, {"delta": {}, "logprobs": None, **_end(update)})
 
     def usage(self, usage: Usage) -> bytes:
         return self._usage_prefix + orjson.dumps(usage.to_json()) + b"}\n\n"
+
+    def failure(self, body: Mapping[str, Any]) -> bytes:
+        return event(body)
 
     def _text(self, index: int, text: str) -> bytes:
         return b'%b%d,"delta":{"content":%b%b' % (self._prefix, index, orjson.dumps(text), self._text_suffix)
@@ -154,7 +193,7 @@ class ChatEncoder:
             delta["content"] = update.content
         if update.tools:
             delta["tool_calls"] = [_tool_delta(tool) for tool in update.tools]
-        logprobs = (yield from chat_logprobs(self._table, update.logprobs)) if update.logprobs else None
+        logprobs = (yield from chat_logprobs(self._names, update.logprobs)) if update.logprobs else None
         choice: dict[str, Any] = {"delta": delta, "logprobs": logprobs, "finish_reason": None}
         if self.head.return_token_ids:
             choice["token_ids"] = update.token_ids
@@ -175,8 +214,8 @@ class ChatEncoder:
             message["reasoning_content"] = update.reasoning
         if calls:
             message["tool_calls"] = calls
-        logprobs = (yield from chat_logprobs(self._table, update.logprobs)) if self.head.with_logprobs else None
-        choice = {"index": index, "message": message, "logprobs": logprobs, "finish_reason": update.finish}
+        logprobs = (yield from chat_logprobs(self._names, update.logprobs)) if self.head.with_logprobs else None
+        choice = {"index": index, "message": message, "logprobs": logprobs, **_end(update)}
         if self.head.return_token_ids:
             choice["prompt_token_ids"] = prompt
             choice["token_ids"] = update.token_ids
@@ -214,15 +253,22 @@ class Echo:
 class CompletionEncoder:
     """`echoes[i]` is set by the caller (when the first delta is there) if choice i repeats its prompt."""
 
+    done = DONE
+
     def __init__(self, head: AnswerHead, table: TokenTable) -> None:
         self.echoes: dict[int, Echo] = {}
         self.head = head
         self._table = table
+        self._names = token_names(head, table)
         self._base = head.fields("text_completion")
         self._prefix = b"data: " + orjson.dumps(self._base)[:-1] + b',"choices":[{"index":'
         self._tail = b'],"usage":null}\n\n' if head.include_usage else b"]}\n\n"
         self._text_suffix = b',"logprobs":null,"finish_reason":null}' + self._tail
         self._usage_prefix = b"data: " + orjson.dumps(self._base)[:-1] + b',"choices":[],"usage":'
+
+    def tell_usage(self, usage: Usage) -> None:
+        self._tail = b'],"usage":%b}\n\n' % orjson.dumps(usage.to_json())
+        self._text_suffix = b',"logprobs":null,"finish_reason":null}' + self._tail
 
     def opening(self, index: int, prompt_token_ids: Sequence[int]) -> Steps[bytes]:
         echo = self.echoes.get(index)
@@ -255,10 +301,13 @@ class CompletionEncoder:
     def _finish(self, index: int, update: Update, head: bytes) -> bytes:
         if update.finish is None:
             return head
-        return head + self._event(index, {"text": "", "logprobs": None, "finish_reason": update.finish})
+        return head + self._event(index, {"text": "", "logprobs": None, **_end(update)})
 
     def usage(self, usage: Usage) -> bytes:
         return self._usage_prefix + orjson.dumps(usage.to_json()) + b"}\n\n"
+
+    def failure(self, body: Mapping[str, Any]) -> bytes:
+        return event(body)
 
     def _text(self, index: int, text: str) -> bytes:
         return b'%b%d,"text":%b%b' % (self._prefix, index, orjson.dumps(text), self._text_suffix)
@@ -284,8 +333,11 @@ class CompletionEncoder:
         if echo is not None and echo.logprobs is not None:
             logprobs = [*echo.logprobs, *logprobs]
             token_ids = [*echo.token_ids, *token_ids]
-            offsets = [*(yield from prompt_offsets(self._table, echo.token_ids)), *offsets]
-        return (yield from legacy_logprobs(self._table, logprobs, token_ids, offsets))
+            offsets = [
+                *(yield from prompt_offsets(self._table, echo.token_ids, (yield from self._echo_text(echo)))),
+                *offsets,
+            ]
+        return (yield from legacy_logprobs(self._names, logprobs, token_ids, offsets))
 
     def response(self, choices: Sequence[Update], prompts: Sequence[Sequence[int]], usage: Usage) -> Steps[list[bytes]]:
         written = (self._choice(index, *each) for index, each in enumerate(zip(choices, prompts, strict=True)))
@@ -293,13 +345,12 @@ class CompletionEncoder:
 
     def _choice(self, index: int, update: Update, prompt: Sequence[int]) -> Steps[dict[str, Any]]:
         echo = self.echoes.get(index)
-        finish: Finish | None = update.finish
         prefix = (yield from self._echo_text(echo)) if echo is not None else ""
         choice: dict[str, Any] = {
             "text": prefix + update.content,
             "index": index,
             "logprobs": (yield from self._logprobs(update, echo, shift=self._shift(index))),
-            "finish_reason": finish,
+            **_end(update),
         }
         if self.head.return_token_ids:
             choice["prompt_token_ids"] = prompt
@@ -318,7 +369,17 @@ def prompt_pieces(table: TokenTable, token_ids: Sequence[int], *, special: bool 
     return [*pieces, detokenizer.flush()]
 
 
-def prompt_offsets(table: TokenTable, token_ids: Sequence[int]) -> Steps[list[int]]:
-    """Where in the text of the prompt each of its tokens begins, in characters."""
+def prompt_offsets(table: TokenTable, token_ids: Sequence[int], text: str) -> Steps[list[int]]:
+    """Where in the text of the prompt each of its tokens begins, in characters.
+
+    `text` has a special token's text where the client wrote it, and not where the tokenizer put the token, nor where
+    the prompt came as tokens.
+    """
     pieces = yield from prompt_pieces(table, token_ids, special=True)
-    return list(itertools.accumulate(map(len, pieces[:-2]), initial=0))
+    offsets: list[int] = []
+    offset = 0
+    for token_id, piece in zip(token_ids, pieces, strict=False):
+        offsets.append(offset)
+        if token_id not in table.special_ids or text.startswith(piece, offset):
+            offset += len(piece)
+    return offsets

@@ -7,6 +7,8 @@ from typing import Any
 
 from tandem_worker.server.openai.fields import Fields, check_integer, refuse, wrong_type
 from tandem_worker.server.openai.options import CommonOptions, parse_common
+from tandem_worker.server.openai.other_servers import refuse_other_servers
+from tandem_worker.server.openai.output_format import TEXT, ResponseFormat, parse_output_format
 
 DEFAULT_MAX_TOKENS = 16
 MAX_LOGPROBS = 20
@@ -17,19 +19,23 @@ Prompt = str | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionRequest:
-    model: str
+    model: str | None
+    """None: whichever is served."""
     prompts: tuple[Prompt, ...]
     common: CommonOptions
     max_tokens: int
     """0 is possible with `echo` alone: the prompt is scored and nothing generated."""
     num_logprobs: int | None
     echo: bool
+    response_format: ResponseFormat = TEXT
+    add_special_tokens: bool = True
+    """Of the tokenizer, to prompts that are text."""
 
 
-def parse_completion(body: object, vocab_size: int) -> CompletionRequest:
+def parse_completion(body: object, vocab_size: int, *, lenient: bool = False) -> CompletionRequest:
     """Raises RequestError."""
-    fields = Fields(body)
-    model = fields.required_string("model")
+    fields = Fields(body, lenient=lenient)
+    model = fields.string("model")
     prompts = parse_prompts(fields.required("prompt"), vocab_size, name="prompt", limit=MAX_PROMPTS)
     echo = fields.boolean("echo")
     max_tokens = fields.integer("max_tokens", minimum=0)
@@ -46,6 +52,8 @@ def parse_completion(body: object, vocab_size: int) -> CompletionRequest:
             "best_of", "'best_of' is not supported: leave it out, or give the value of 'n'.", "unsupported_parameter"
         )
     fields.unsupported("suffix", "Insertion ('suffix') is not supported by this model.", harmless=[""])
+    if echo and common.truncate_prompt is not None:
+        refuse("truncate_prompt_tokens", "'truncate_prompt_tokens' and 'echo' exclude each other: leave one out.")
     request = CompletionRequest(
         model=model,
         prompts=prompts,
@@ -53,7 +61,10 @@ def parse_completion(body: object, vocab_size: int) -> CompletionRequest:
         max_tokens=DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens,
         num_logprobs=fields.integer("logprobs", minimum=0, maximum=MAX_LOGPROBS),
         echo=echo,
+        response_format=parse_output_format(fields),
+        add_special_tokens=fields.boolean("add_special_tokens", default=True),
     )
+    refuse_other_servers(fields)
     fields.finish()
     return request
 

@@ -35,15 +35,18 @@ def wrong_type(path: str, expected: str, value: object) -> Never:
 class Fields:
     """The fields of one JSON object; `path` is empty for the body itself."""
 
-    __slots__ = ("_rest", "path")
+    __slots__ = ("_rest", "ignored", "path")
 
-    def __init__(self, value: object, path: str = "") -> None:
+    def __init__(self, value: object, path: str = "", *, lenient: bool = False) -> None:
+        """`lenient`: what is not supported may be left out of account where a reader says so, and is noted."""
         if not isinstance(value, dict):
             if path:
                 wrong_type(path, "an object", value)
             raise RequestError(f"The request body must be a JSON object, but it is {_json_type(value)}.")
         self._rest: dict[str, Any] = dict(value)
         self.path = path
+        self.ignored: list[str] | None = [] if lenient else None
+        """Fields that were left out of account; None where none may be."""
 
     def name(self, key: str) -> str:
         """Path of a field of this object, as errors name it."""
@@ -56,6 +59,10 @@ class Fields:
     def given(self, key: str) -> bool:
         """Whether the field is there and not null. Does not take it."""
         return self._rest.get(key) is not None
+
+    def left(self) -> list[str]:
+        """Names that nobody has taken yet."""
+        return list(self._rest)
 
     def finish(self) -> None:
         """Refuse the first field that nobody took."""
@@ -148,17 +155,28 @@ class Fields:
             wrong_type(self.name(key), "an object", value)
         return value
 
-    def unsupported(self, key: str, sentence: str, *, harmless: Sequence[object] = ()) -> None:
-        """A valid OpenAI option that this server does not have: refused unless its value changes nothing."""
+    def unsupported(self, key: str, sentence: str, *, harmless: Sequence[object] = (), ignorable: bool = False) -> None:
+        """A valid option that this server does not have: refused unless its value changes nothing.
+
+        `ignorable`: a lenient client does without it.
+        """
         value = self.take(key)
         # `0 == False` in Python; the types must agree too.
         if value is None or any(type(value) is type(item) and value == item for item in harmless):
+            return
+        if ignorable and self.ignored is not None:
+            self.ignored.append(key)
             return
         refuse(self.name(key), sentence, "unsupported_parameter")
 
 
 def check_integer(value: object, path: str, minimum: int | None = None, maximum: int | None = None) -> int:
     """`value` if it is an integer in the range, bounds included; neither a boolean nor 1.0 is one."""
+    if isinstance(value, float) and value.is_integer() and not -(2.0**63) < value < 2.0**64:
+        # The JSON parser makes floats of integers that no 64 bits hold.
+        side, limit = ("below_min", "least") if value < 0 else ("above_max", "most")
+        bound = (minimum if value < 0 else maximum) or (-(2**63) if value < 0 else 2**63 - 1)
+        refuse(path, f"Invalid '{path}': must be at {limit} {bound}.", f"integer_{side}_value")
     if isinstance(value, bool) or not isinstance(value, int):
         wrong_type(path, "an integer", value)
     check_range(value, path, minimum, maximum, "integer")

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 
 from tandem_worker.engine.schedule.params import TokenLogprob
 from tandem_worker.server.pacing import Steps
-from tandem_worker.server.text.detokenizer import TokenTable
+
+
+class TokenNames(Protocol):
+    """How tokens are written: as their bytes, or otherwise."""
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
 
 FLOOR = -9999.0
 """Stands for minus infinity, which JSON cannot write; OpenAI uses the same figure."""
@@ -25,30 +31,35 @@ def finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else FLOOR
 
 
-def _entry(table: TokenTable, token_id: int, logprob: float) -> dict[str, Any]:
-    raw = table.token_bytes(token_id)
+def _entry(names: TokenNames, token_id: int, logprob: float) -> dict[str, Any]:
+    raw = names.token_bytes(token_id)
     return {"token": raw.decode("utf-8", "replace"), "logprob": finite(logprob), "bytes": list(raw)}
 
 
-def chat_logprobs(table: TokenTable, logprobs: Sequence[TokenLogprob]) -> Steps[orjson.Fragment]:
+def chat_logprobs(names: TokenNames, logprobs: Sequence[TokenLogprob]) -> Steps[orjson.Fragment]:
     """The object `choices[].logprobs` of chat completions."""
+    return orjson.Fragment(b'{"content":[%b],"refusal":null}' % (yield from chat_entries(names, logprobs)))
+
+
+def chat_entries(names: TokenNames, logprobs: Sequence[TokenLogprob]) -> Steps[bytes]:
+    """Its entries, with commas between them."""
     parts: list[bytes] = []
     for start in range(0, len(logprobs), SLICE_TOKENS):
         if start:
             yield
-        entries = [_chat_entry(table, logprob) for logprob in logprobs[start : start + SLICE_TOKENS]]
+        entries = [_chat_entry(names, logprob) for logprob in logprobs[start : start + SLICE_TOKENS]]
         parts.append(orjson.dumps(entries)[1:-1])
-    return orjson.Fragment(b'{"content":[%b],"refusal":null}' % b",".join(parts))
+    return b",".join(parts)
 
 
-def _chat_entry(table: TokenTable, logprob: TokenLogprob) -> dict[str, Any]:
-    entry = _entry(table, logprob.token_id, logprob.logprob)
-    entry["top_logprobs"] = [_entry(table, token_id, value) for token_id, value in logprob.top]
+def _chat_entry(names: TokenNames, logprob: TokenLogprob) -> dict[str, Any]:
+    entry = _entry(names, logprob.token_id, logprob.logprob)
+    entry["top_logprobs"] = [_entry(names, token_id, value) for token_id, value in logprob.top]
     return entry
 
 
 def legacy_logprobs(
-    table: TokenTable, logprobs: Sequence[TokenLogprob | None], token_ids: Sequence[int], offsets: Sequence[int]
+    names: TokenNames, logprobs: Sequence[TokenLogprob | None], token_ids: Sequence[int], offsets: Sequence[int]
 ) -> Steps[orjson.Fragment]:
     """The object `choices[].logprobs` of completions. None stands for a first prompt token, which has no logprob."""
     top: list[bytes] = []
@@ -56,22 +67,22 @@ def legacy_logprobs(
         if start:
             yield
         part = logprobs[start : start + SLICE_TOKENS]
-        top.append(orjson.dumps([None if each is None else _legacy_top(table, each) for each in part])[1:-1])
-    tokens = [_legacy_text(table, token_id) for token_id in token_ids]
+        top.append(orjson.dumps([None if each is None else _legacy_top(names, each) for each in part])[1:-1])
+    tokens = [_legacy_text(names, token_id) for token_id in token_ids]
     values = [None if logprob is None else finite(logprob.logprob) for logprob in logprobs]
     fields = {"tokens": tokens, "token_logprobs": values, "top_logprobs": orjson.Fragment(b"[%b]" % b",".join(top))}
     return orjson.Fragment(orjson.dumps({**fields, "text_offset": list(offsets)}))
 
 
-def _legacy_top(table: TokenTable, logprob: TokenLogprob) -> dict[str, float]:
-    top = {_legacy_text(table, token_id): finite(value) for token_id, value in logprob.top}
+def _legacy_top(names: TokenNames, logprob: TokenLogprob) -> dict[str, float]:
+    top = {_legacy_text(names, token_id): finite(value) for token_id, value in logprob.top}
     # The sampled token is always listed, as OpenAI does.
-    top.setdefault(_legacy_text(table, logprob.token_id), finite(logprob.logprob))
+    top.setdefault(_legacy_text(names, logprob.token_id), finite(logprob.logprob))
     return top
 
 
-def _legacy_text(table: TokenTable, token_id: int) -> str:
-    raw = table.token_bytes(token_id)
+def _legacy_text(names: TokenNames, token_id: int) -> str:
+    raw = names.token_bytes(token_id)
     try:
         return raw.decode()
     except UnicodeDecodeError:  # part of a character: written so that different tokens stay different keys

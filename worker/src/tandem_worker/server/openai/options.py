@@ -49,6 +49,20 @@ class CommonOptions:
     priority: int
     service_tier: str | None
     """The one there is, when the client named a tier: the answer then does so too."""
+    continuous_usage: bool
+    """Every chunk tells the usage so far."""
+    include_stop: bool
+    """The stop string, or the text of the stop token, is part of the answer."""
+    show_special: bool
+    """The text of special tokens is part of the answer."""
+    tokens_as_ids: bool
+    """Logprobs name tokens by their ids."""
+    allowed_token_ids: tuple[int, ...] | None
+    """None: all."""
+    truncate_prompt: int | None
+    """The last so many tokens of the prompt are taken; -1: as many as fit."""
+    ignored: tuple[str, ...]
+    """Fields that a lenient client's request had in vain."""
 
 
 def parse_common(fields: Fields, vocab_size: int) -> CommonOptions:
@@ -57,6 +71,10 @@ def parse_common(fields: Fields, vocab_size: int) -> CommonOptions:
     take_metadata(fields)
     stream = fields.boolean("stream")
     seed = fields.integer("seed", minimum=INT64_MIN, maximum=INT64_MAX)
+    include_usage, continuous_usage = _stream_options(fields, stream)
+    # SGLang's name, and vLLM's. A fast tokenizer puts no spaces between special tokens either way.
+    untrimmed = fields.boolean("no_stop_trim")
+    fields.boolean("spaces_between_special_tokens")
     return CommonOptions(
         n=fields.integer("n", minimum=1, maximum=MAX_CHOICES) or 1,
         temperature=_default(fields.number("temperature", minimum=0.0, maximum=2.0), 1.0),
@@ -73,11 +91,18 @@ def parse_common(fields: Fields, vocab_size: int) -> CommonOptions:
         min_tokens=fields.integer("min_tokens", minimum=0) or 0,
         ignore_eos=fields.boolean("ignore_eos"),
         stream=stream,
-        include_usage=_stream_options(fields, stream),
+        include_usage=include_usage,
+        continuous_usage=continuous_usage,
         return_token_ids=fields.boolean("return_token_ids"),
         cache_salt=fields.string("cache_salt", max_length=256) or "",
         priority=fields.integer("priority", minimum=-1000, maximum=1000) or 0,
         service_tier="default" if names_tier else None,
+        include_stop=fields.boolean("include_stop_str_in_output") or untrimmed,
+        show_special=not fields.boolean("skip_special_tokens", default=True),
+        tokens_as_ids=fields.boolean("return_tokens_as_token_ids"),
+        allowed_token_ids=_allowed_token_ids(fields, vocab_size),
+        truncate_prompt=take_truncation(fields),
+        ignored=tuple(fields.ignored or ()),
     )
 
 
@@ -88,12 +113,26 @@ def take_metadata(fields: Fields) -> None:
     for key, value in (fields.raw_object("metadata") or {}).items():
         if not isinstance(value, str):
             wrong_type(f"metadata.{key}", "a string", value)
-    fields.unsupported("store", "This server does not store completions: leave 'store' out or false.", harmless=[False])
+    fields.unsupported(
+        "store",
+        "This server does not store completions: leave 'store' out or false.",
+        harmless=[False],
+        ignorable=True,
+    )
     fields.unsupported(
         "service_tier",
         "This server has one service tier: leave 'service_tier' out or 'auto'.",
         harmless=["auto", "default"],
+        ignorable=True,
     )
+
+
+def take_truncation(fields: Fields) -> int | None:
+    """`truncate_prompt_tokens`: a number of tokens, or -1; None when absent."""
+    value = fields.integer("truncate_prompt_tokens", minimum=-1)
+    if value == 0:
+        refuse("truncate_prompt_tokens", "'truncate_prompt_tokens' of 0 leaves no prompt: give 1 or more, or -1.")
+    return value
 
 
 def to_sampling(
@@ -173,6 +212,17 @@ def _stop_token_ids(fields: Fields, vocab_size: int) -> frozenset[int]:
     )
 
 
+def _allowed_token_ids(fields: Fields, vocab_size: int) -> tuple[int, ...] | None:
+    value = fields.array("allowed_token_ids")
+    if value is None:
+        return None
+    if not value:
+        refuse("allowed_token_ids", "'allowed_token_ids' must not be empty.", "empty_array")
+    return tuple(
+        check_integer(item, f"allowed_token_ids[{index}]", 0, vocab_size - 1) for index, item in enumerate(value)
+    )
+
+
 def _logit_bias(fields: Fields, vocab_size: int) -> dict[int, float]:
     value = fields.raw_object("logit_bias") or {}
     if len(value) > MAX_LOGIT_BIAS:
@@ -181,20 +231,28 @@ def _logit_bias(fields: Fields, vocab_size: int) -> dict[int, float]:
     for key, bias in value.items():
         # Unicode digits such as "²" pass isdigit(), and "01" names the same token as "1".
         if not (key.isascii() and key.isdigit()) or str(int(key)) != key:
-            refuse("logit_bias", f"Invalid key '{key}' in 'logit_bias': keys are token ids.", "invalid_value")
+            sentence = f"Invalid key '{key}' in 'logit_bias': keys are token ids, which /tokenize tells."
+            refuse("logit_bias", sentence, "invalid_value")
         token = check_integer(int(key), f"logit_bias.{key}", 0, vocab_size - 1)
         biases[token] = check_number(bias, f"logit_bias.{key}", -100.0, 100.0)
     return biases
 
 
-def _stream_options(fields: Fields, stream: bool) -> bool:
+def _stream_options(fields: Fields, stream: bool) -> tuple[bool, bool]:
+    """Whether the usage is told at the end, and whether in every chunk."""
     options = fields.object("stream_options")
     if options is None:
-        return False
+        return False, False
     if not stream:
         refuse("stream_options", "The 'stream_options' parameter is only allowed when 'stream' is true.")
     include_usage = options.boolean("include_usage")
     # Padding against traffic analysis is the concern of whoever ends TLS; it changes no content.
     options.boolean("include_obfuscation")
+    continuous = options.boolean("continuous_usage_stats")
+    if continuous and not include_usage:
+        refuse(
+            "stream_options.continuous_usage_stats",
+            "'continuous_usage_stats' is only allowed when 'include_usage' is true.",
+        )
     options.finish()
-    return include_usage
+    return include_usage, continuous

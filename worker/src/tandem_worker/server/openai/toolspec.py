@@ -57,8 +57,10 @@ def parse_tools(fields: Fields) -> ToolOptions:
     choice = _choice(fields)
     parallel = fields.boolean("parallel_tool_calls", default=True)
     if not tools:
-        if given_choice and choice.mode != "none":
-            refuse("tool_choice", "'tool_choice' is only allowed when 'tools' are given.")
+        if given_choice and (choice.mode == "required" or choice.names is not None):
+            if fields.ignored is None:
+                refuse("tool_choice", "'tool_choice' is only allowed when 'tools' are given.")
+            fields.ignored.append("tool_choice")
         return ToolOptions()
     for name in choice.names or ():
         if all(tool.name != name for tool in tools):

@@ -16,7 +16,7 @@ from tandem_worker.server.preparation.fitting import LengthBound
 from tandem_worker.server.preparation.preparing import Prepared, Preparer, PromptRules, reduce
 from tandem_worker.server.text.prompting import Prompter
 
-KINDS = ("chat", "completion", "embedding", "tokenize", "detokenize")
+KINDS = ("chat", "completion", "responses", "messages", "count", "embedding", "tokenize", "detokenize")
 SETUP = f"{__name__}:setup"
 
 _MESSAGE_CHARACTERS = 4096
@@ -38,13 +38,22 @@ def setup(payload: bytes) -> Mapping[str, Callable[[bytes], bytes]]:
     preparer = Preparer(Prompter(tokenizer), rules, bound)
     with contextlib.suppress(RequestError):  # the template is compiled on its first use, and jobs begin with that done
         preparer.prepare("chat", _WARM_UP.replace(b'""', b'"%b"' % rules.name.encode(), 1))
-    return {kind: partial(_run, preparer, kind) for kind in KINDS}
+    return {
+        job_name(kind, lenient=lenient): partial(_run, preparer, kind, lenient=lenient)
+        for kind in KINDS
+        for lenient in (False, True)
+    }
 
 
-def _run(preparer: Preparer, kind: str, body: bytes) -> bytes:
+def job_name(kind: str, *, lenient: bool) -> str:
+    """What a job is called that prepares this kind of request."""
+    return f"{kind} lenient" if lenient else kind
+
+
+def _run(preparer: Preparer, kind: str, body: bytes, *, lenient: bool = False) -> bytes:
     gc.disable()  # millions of objects take seconds to look through; what cycles hold goes with the job's process
     try:
-        return pickle.dumps(reduce(preparer.prepare(kind, body)))
+        return pickle.dumps(reduce(preparer.prepare(kind, body, lenient=lenient)))
     except RequestError as error:
         least = isinstance(error, ContextLengthError)
         return pickle.dumps((least, str(error)[:_MESSAGE_CHARACTERS], error.param, error.code, error.status))

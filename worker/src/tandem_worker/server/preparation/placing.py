@@ -19,16 +19,16 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from starlette.types import Receive, Scope
-from tandem_api.names import RETRY_REQUEST
+from tandem_api.names import HEADER_LENIENT, RETRY_REQUEST
 
 from tandem_worker.engine.errors import RequestError
 from tandem_worker.host.allocator import trim_memory
 from tandem_worker.host.isolation.confined import Confined
 from tandem_worker.host.isolation.contract import FunctionError, LimitError, Limits, QueueFullError, UnavailableError
 from tandem_worker.server.deltas import ClientGoneError
-from tandem_worker.server.http import MAX_BODY_BYTES, TOO_MANY_LARGE_REQUESTS, ServiceError
+from tandem_worker.server.http import MAX_BODY_BYTES, TOO_MANY_LARGE_REQUESTS, ServiceError, header
 from tandem_worker.server.intake import SMALL_BODY_BYTES, Intake
-from tandem_worker.server.preparation.job import SETUP, unpack
+from tandem_worker.server.preparation.job import SETUP, job_name, unpack
 from tandem_worker.server.preparation.preparing import Prepared, Preparer
 from tandem_worker.server.request_metrics import PreparationCounts
 
@@ -102,11 +102,12 @@ class Preparation:
         except RequestError as error:
             self.counts.refused_total += error.status == 429
             raise
+        lenient = header(scope, HEADER_LENIENT) == "true"
         if len(body) <= SMALL_BODY_BYTES:
-            return await self._prepare_here(kind, body)
-        return await self._prepare_apart(kind, body, receive)
+            return await self._prepare_here(kind, body, lenient=lenient)
+        return await self._prepare_apart(job_name(kind, lenient=lenient), body, receive)
 
-    async def _prepare_here(self, kind: str, body: bytes) -> Prepared:
+    async def _prepare_here(self, kind: str, body: bytes, *, lenient: bool) -> Prepared:
         if self._used:
             async with self._turn:
                 while self._used:  # noqa: ASYNC110 - at most until the round is over
@@ -114,7 +115,7 @@ class Preparation:
         self._used = True
         loop = asyncio.get_running_loop()
         loop.call_soon(self._end_round)
-        draft = self._preparer.draft(kind, body)
+        draft = self._preparer.draft(kind, body, lenient=lenient)
         if draft.num_characters <= INLINE_CHARACTERS:
             return draft.finish(self._preparer.encode(draft))
         return draft.finish(await loop.run_in_executor(self._threads, self._preparer.encode, draft))
@@ -122,9 +123,9 @@ class Preparation:
     def _end_round(self) -> None:
         self._used = False
 
-    async def _prepare_apart(self, kind: str, body: bytes, receive: Receive) -> Prepared:
+    async def _prepare_apart(self, job: str, body: bytes, receive: Receive) -> Prepared:
         lane = self._large if len(body) > LARGE_BODY_BYTES else self._medium
-        work = asyncio.create_task(self._run_job(kind, body, lane))
+        work = asyncio.create_task(self._run_job(job, body, lane))
         self._running.add(work)
         work.add_done_callback(self._running.discard)
         gone = asyncio.create_task(_until_gone(receive))
@@ -143,7 +144,7 @@ class Preparation:
             # An exception of the task holds this frame, which would hold the task, and the body with it, in a cycle.
             del work
 
-    async def _run_job(self, kind: str, body: bytes, lane: asyncio.Semaphore) -> Prepared:
+    async def _run_job(self, job: str, body: bytes, lane: asyncio.Semaphore) -> Prepared:
         try:
             if self.counts.isolated >= MAX_WAITING + NUM_MEDIUM + NUM_LARGE:
                 raise self._refuse_crowd()
@@ -151,7 +152,7 @@ class Preparation:
             try:
                 async with lane:
                     self.counts.isolated_total += 1
-                    answer = await self._call(kind, body)
+                    answer = await self._call(job, body)
             finally:
                 self.counts.isolated -= 1
         finally:
@@ -171,9 +172,9 @@ class Preparation:
         with contextlib.suppress(RuntimeError):  # closed in the meantime
             self._threads.submit(trim_memory)
 
-    async def _call(self, kind: str, body: bytes) -> bytes:
+    async def _call(self, job: str, body: bytes) -> bytes:
         try:
-            return await self.start().call(kind, body, seconds=JOB_SECONDS)
+            return await self.start().call(job, body, seconds=JOB_SECONDS)
         except LimitError as error:
             self.counts.refused_total += 1
             raise RequestError(

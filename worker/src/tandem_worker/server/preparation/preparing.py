@@ -10,17 +10,20 @@ from __future__ import annotations
 import dataclasses
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
 
 from tandem_worker.engine.errors import ContextLengthError, RequestError
+from tandem_worker.server.messages import request as messages
 from tandem_worker.server.openai.chat_request import ChatRequest, parse_chat
 from tandem_worker.server.openai.completion_request import CompletionRequest, Prompt, check_token_ids, parse_completion
 from tandem_worker.server.openai.embedding_request import EmbeddingRequest, parse_embedding
 from tandem_worker.server.openai.fields import Fields, refuse, wrong_type
+from tandem_worker.server.openai.output_format import ResponseFormat
 from tandem_worker.server.preparation.fitting import LengthBound
+from tandem_worker.server.responses import request as responses
 from tandem_worker.server.structured.errors import GrammarError
 from tandem_worker.server.structured.limits import GrammarLimits
 from tandem_worker.server.text.prompting import Prompter
@@ -67,18 +70,27 @@ class PromptRules:
 
         Raises RequestError.
         """
+        self.check_answer_schema(request.response_format)
         for index, tool in enumerate(request.tools.tools):
             self._check_schema(
                 tool.parameters, "Invalid schema of a function's parameters", f"tools[{index}].function.parameters"
             )
-        schema = request.response_format.schema
-        self._check_schema(schema, "Invalid schema for response_format", "response_format.json_schema.schema")
+
+    def check_answer_schema(self, answer: ResponseFormat) -> None:
+        """Raises RequestError."""
+        self._check_schema(answer.schema, f"Invalid schema for {answer.name}", answer.content_path)
 
     def _check_schema(self, schema: object, problem: str, param: str) -> None:
         try:
             self.grammar_limits.check_schema(schema)
         except GrammarError as error:
             raise RequestError(f"{problem}: {error}.", param=param, code="invalid_json_schema") from error
+
+    def cut(self, truncate: int | None, max_tokens: int | None) -> int | None:
+        """Tokens that are taken of a prompt, from its end; None: all. `truncate` -1 leaves room for `max_tokens`."""
+        if truncate is None or truncate > 0:
+            return truncate
+        return max(1, self.max_model_len - (1 if max_tokens is None else max_tokens))
 
     def room(self, num_prompt_tokens: int, max_tokens: int | None, *, param: str, least: bool = False) -> int:
         """The allowed output. Raises ContextLengthError when prompt plus `max_tokens` do not fit.
@@ -111,8 +123,12 @@ class PreparedChat:
     tokens: Tokens
     room: int
     """Tokens that the answer may have."""
+    ignored: Sequence[str]
+    """Options that were left out of account."""
     prompt_end: str
     """The end of the rendered conversation: the header of the message that the answer continues, or more."""
+    echo: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Fields that answers of another shape repeat."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +136,7 @@ class PreparedCompletion:
     request: CompletionRequest
     tokens: Sequence[Tokens]
     room: Sequence[int]
+    ignored: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,21 +179,24 @@ class Preparer:
         self._prompter = prompter
         self._rules = rules
         self._bound = bound
-        self._drafts: Mapping[str, Callable[[Any], Draft]] = {
+        self._drafts: Mapping[str, Callable[[Any, bool], Draft]] = {
             "chat": self._chat,
             "completion": self._completion,
+            "responses": self._responses,
+            "messages": self._messages,
+            "count": self._count,
             "embedding": self._embedding,
             "tokenize": self._tokenize,
             "detokenize": self._detokenize,
         }
 
-    def prepare(self, kind: str, body: bytes) -> Prepared:
+    def prepare(self, kind: str, body: bytes, *, lenient: bool = False) -> Prepared:
         """Raises RequestError."""
-        draft = self.draft(kind, body)
+        draft = self.draft(kind, body, lenient=lenient)
         return draft.finish(self.encode(draft))
 
-    def draft(self, kind: str, body: bytes) -> Draft:
-        """Parse, check and render. Raises RequestError."""
+    def draft(self, kind: str, body: bytes, *, lenient: bool = False) -> Draft:
+        """Parse, check and render. `lenient`: do without some options that are not supported. Raises RequestError."""
         try:
             value = orjson.loads(body)
         except orjson.JSONDecodeError as error:
@@ -184,7 +204,7 @@ class Preparer:
                 raise MemoryError from error
             raise RequestError(f"The request body is not valid JSON: {error}.", code="invalid_json") from error
         try:
-            return self._drafts[kind](value)
+            return self._drafts[kind](value, lenient)
         except RecursionError as error:
             raise RequestError("The request is nested too deeply.", code="invalid_json") from error
 
@@ -202,76 +222,126 @@ class Preparer:
 
     # -- one for each endpoint -----------------------------------------------------------------------------------------
 
-    def _chat(self, body: Any) -> Draft:
+    def _chat(self, body: Any, lenient: bool) -> Draft:
         rules = self._rules
-        request = parse_chat(body, rules.vocab_size)
-        rules.check_name(request.model)
-        rules.check_schemas(request)
+        request = self._settle_chat(parse_chat(body, rules.vocab_size, lenient=lenient), lenient=lenient)
         text = self._prompter.render(request)
+        most = rules.cut(request.common.truncate_prompt, request.max_tokens)
+        limit = _Limit(rules, request.max_tokens, lenient=lenient, name=request.max_tokens_param)
 
         def check(num_tokens: int, least: bool) -> int:
-            return rules.room(num_tokens, request.max_tokens, param="messages", least=least)
+            return limit.room(_least(num_tokens, most), param="messages", least=least)
 
         def finish(encoded: Sequence[Tokens]) -> PreparedChat:
-            (tokens,) = encoded
-            # `check` has found that it fits.
-            room = rules.max_model_len - len(tokens) if request.max_tokens is None else request.max_tokens
-            return PreparedChat(request=request, tokens=tokens, room=room, prompt_end=_end_of(text))
+            tokens = _last(encoded[0], most)
+            room = limit.room(len(tokens), param="messages")
+            ignored = [*request.common.ignored, *limit.ignored]
+            return PreparedChat(request=request, tokens=tokens, room=room, prompt_end=_end_of(text), ignored=ignored)
 
         return Draft([Text(text, False, check)], finish)
 
-    def _completion(self, body: Any) -> Draft:
+    def _responses(self, body: Any, lenient: bool) -> Draft:
+        chat, echo = responses.translate(body)
+        draft = self._chat(chat, lenient)
+
+        def finish(encoded: Sequence[Tokens]) -> Prepared:
+            prepared = draft.finish(encoded)
+            assert isinstance(prepared, PreparedChat)
+            return dataclasses.replace(prepared, echo=echo)
+
+        return Draft(draft.texts, finish)
+
+    def _messages(self, body: Any, lenient: bool) -> Draft:
+        chat, ignored = messages.translate(body, lenient=lenient)
+        draft = self._chat(chat, lenient)
+
+        def finish(encoded: Sequence[Tokens]) -> Prepared:
+            prepared = draft.finish(encoded)
+            assert isinstance(prepared, PreparedChat)
+            return dataclasses.replace(prepared, ignored=[*ignored, *prepared.ignored])
+
+        return Draft(draft.texts, finish)
+
+    def _count(self, body: Any, lenient: bool) -> Draft:
+        """As `_tokenize`, of a Messages request."""
+        chat, _ = messages.translate(body, counting=True, lenient=lenient)
+        draft = self._tokenize(chat, lenient)
+        return Draft(draft.texts, lambda encoded: orjson.dumps({"input_tokens": len(encoded[0])}))
+
+    def _settle_chat(self, request: ChatRequest, *, lenient: bool) -> ChatRequest:
+        """With what the model itself says about it. Raises RequestError."""
         rules = self._rules
-        request = parse_completion(body, rules.vocab_size)
-        rules.check_name(request.model)
+        request = dataclasses.replace(request, model=rules.name if request.model is None else request.model)
+        rules.check_name(request.model or "")
+        rules.check_schemas(request)
+        if lenient and not self._prompter.takes_effort(request.reasoning_effort):
+            ignored = (*request.common.ignored, "reasoning_effort")
+            common = dataclasses.replace(request.common, ignored=ignored)
+            request = dataclasses.replace(request, reasoning_effort=None, common=common)
+        return request
+
+    def _completion(self, body: Any, lenient: bool) -> Draft:
+        rules = self._rules
+        request = parse_completion(body, rules.vocab_size, lenient=lenient)
+        request = dataclasses.replace(request, model=rules.name if request.model is None else request.model)
+        rules.check_name(request.model or "")
+        rules.check_answer_schema(request.response_format)
+        most = rules.cut(request.common.truncate_prompt, request.max_tokens)
+        limit = _Limit(rules, request.max_tokens, lenient=lenient, name="max_tokens")
 
         def check(num_tokens: int, least: bool) -> int:
-            return rules.room(num_tokens, request.max_tokens, param="prompt", least=least)
+            return limit.room(_least(num_tokens, most), param="prompt", least=least)
 
         def finish(encoded: Sequence[Tokens]) -> PreparedCompletion:
             # OpenAI takes an empty prompt as the beginning of a document.
-            tokens = [each or (rules.start_token,) for each in _fill_in(request.prompts, encoded)]
-            return PreparedCompletion(request=request, tokens=tokens, room=[check(len(each), False) for each in tokens])
+            tokens = [_last(each, most) or (rules.start_token,) for each in _fill_in(request.prompts, encoded)]
+            room = [limit.room(len(each), param="prompt") for each in tokens]
+            ignored = [*request.common.ignored, *limit.ignored]
+            return PreparedCompletion(request=request, tokens=tokens, room=room, ignored=ignored)
 
         for prompt in request.prompts:
             if not isinstance(prompt, str):
                 check(len(prompt), False)
-        return Draft([Text(each, True, check) for each in request.prompts if isinstance(each, str)], finish)
+        texts = [each for each in request.prompts if isinstance(each, str)]
+        return Draft([Text(each, request.add_special_tokens, check) for each in texts], finish)
 
-    def _embedding(self, body: Any) -> Draft:
+    def _embedding(self, body: Any, lenient: bool) -> Draft:
         rules = self._rules
         assert rules.embedding_size is not None
         request = parse_embedding(body, rules.vocab_size, rules.embedding_size)
-        rules.check_name(request.model)
+        request = dataclasses.replace(request, model=rules.name if request.model is None else request.model)
+        rules.check_name(request.model or "")
+        most = None if request.truncate_prompt is None else rules.max_model_len
+        if request.truncate_prompt is not None and request.truncate_prompt > 0:
+            most = request.truncate_prompt
         texts: list[Text] = []
         for index, each in enumerate(request.inputs):
             path = "input" if len(request.inputs) == 1 else f"input[{index}]"
             if isinstance(each, str):
-                texts.append(Text(each, True, self._input_check(path)))
+                texts.append(Text(each, True, self._input_check(path, most)))
             else:
-                rules.check_input(len(each), param=path)
+                rules.check_input(_least(len(each), most), param=path)
 
         def finish(encoded: Sequence[Tokens]) -> PreparedEmbedding:
-            return PreparedEmbedding(request=request, tokens=_fill_in(request.inputs, encoded))
+            tokens = [_last(each, most) for each in _fill_in(request.inputs, encoded)]
+            return PreparedEmbedding(request=request, tokens=tokens)
 
         return Draft(texts, finish)
 
-    def _input_check(self, path: str) -> Callable[[int, bool], None]:
+    def _input_check(self, path: str, most: int | None) -> Callable[[int, bool], None]:
         def check(num_tokens: int, least: bool) -> None:
             if not num_tokens and not least:
                 refuse(path, f"'{path}' must not be empty.", "empty_string")
-            self._rules.check_input(num_tokens, param=path, least=least)
+            self._rules.check_input(_least(num_tokens, most), param=path, least=least)
 
         return check
 
-    def _tokenize(self, body: Any) -> Draft:
+    def _tokenize(self, body: Any, lenient: bool) -> Draft:
         """Tokenize a `prompt`, or `messages` with the options of a chat request."""
         rules = self._rules
         if isinstance(body, dict) and "messages" in body:
             # The same parser as for a chat: what is counted here is what a chat would be charged.
-            chat = parse_chat(body, rules.vocab_size)
-            rules.check_name(chat.model)
-            rules.check_schemas(chat)
+            chat = self._settle_chat(parse_chat(body, rules.vocab_size, lenient=lenient), lenient=lenient)
             text, special, path = self._prompter.render(chat), False, "messages"
         else:
             fields = Fields(body)
@@ -292,7 +362,7 @@ class Preparer:
 
         return Draft([Text(text, special, check)], finish)
 
-    def _detokenize(self, body: Any) -> Draft:
+    def _detokenize(self, body: Any, lenient: bool) -> Draft:
         rules = self._rules
         fields = Fields(body)
         name = fields.string("model")
@@ -306,6 +376,34 @@ class Preparer:
             raise RequestError(f"'tokens' has {len(raw)} ids; at most {rules.max_model_len} are taken.", param="tokens")
         tokens = check_token_ids(raw, "tokens", rules.vocab_size) if raw else ()
         return Draft([], lambda _: orjson.dumps({"prompt": self._prompter.decode(tokens)}))
+
+
+class _Limit:
+    """How long an answer may be. A lenient client gets what fits where it asks for more."""
+
+    def __init__(self, rules: PromptRules, max_tokens: int | None, *, lenient: bool, name: str) -> None:
+        self._rules = rules
+        self._max_tokens = max_tokens
+        self._lenient = lenient
+        self._name = name
+        self.ignored: tuple[str, ...] = ()
+        """The field that asked for more than fits."""
+
+    def room(self, num_prompt_tokens: int, *, param: str, least: bool = False) -> int:
+        """As `PromptRules.room`."""
+        max_tokens, fits = self._max_tokens, self._rules.max_model_len - num_prompt_tokens
+        if self._lenient and max_tokens is not None and max_tokens > fits > 0:
+            self.ignored = self.ignored if least else (self._name,)
+            return fits
+        return self._rules.room(num_prompt_tokens, max_tokens, param=param, least=least)
+
+
+def _least(num_tokens: int, most: int | None) -> int:
+    return num_tokens if most is None else min(num_tokens, most)
+
+
+def _last(tokens: Tokens, most: int | None) -> Tokens:
+    return tokens if most is None or len(tokens) <= most else tokens[-most:]
 
 
 def _fill_in(prompts: Sequence[Prompt], encoded: Sequence[Tokens]) -> list[Tokens]:
@@ -338,6 +436,7 @@ def reduce(prepared: Prepared) -> Prepared:
             )
             return dataclasses.replace(prepared, request=request, tokens=array("i", prepared.tokens))
         case PreparedCompletion():
+            _check_size({prepared.request.response_format.content_path: _size_of(prepared.request.response_format)})
             # Texts are repeated by `echo` alone.
             request = prepared.request if prepared.request.echo else dataclasses.replace(prepared.request, prompts=())
             return dataclasses.replace(prepared, request=request, tokens=[array("i", each) for each in prepared.tokens])
@@ -354,10 +453,20 @@ def reduce(prepared: Prepared) -> Prepared:
 def _check_definitions(request: ChatRequest) -> None:
     """Schemas and grammars go to the compiler as they are. Raises RequestError."""
     answer = request.response_format
-    sizes = {
-        "tools": sum(len(orjson.dumps(tool.parameters)) for tool in request.tools.tools),
-        "response_format": len(answer.definition.encode()) + len(orjson.dumps(answer.schema)),
-    }
+    _check_size(
+        {
+            "tools": sum(len(orjson.dumps(tool.parameters)) for tool in request.tools.tools),
+            answer.content_path.partition(".")[0]: _size_of(answer),
+        }
+    )
+
+
+def _size_of(answer: ResponseFormat) -> int:
+    return len(answer.definition.encode()) + len(orjson.dumps(answer.schema))
+
+
+def _check_size(sizes: Mapping[str, int]) -> None:
+    """Raises RequestError naming the largest."""
     if sum(sizes.values()) > MAX_DEFINITION_BYTES:
         largest = max(sizes, key=lambda key: sizes[key])
         refuse(

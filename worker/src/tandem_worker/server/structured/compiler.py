@@ -21,6 +21,7 @@ from typing import Any
 
 import orjson
 from llguidance import LLMatcher, LLTokenizer, regex_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from tandem_worker.host.isolation.confined import Confined
 from tandem_worker.host.isolation.contract import FunctionError, IsolationError, LimitError, Limits, UnavailableError
@@ -127,6 +128,15 @@ class GrammarCompiler:
         """Answers are sentences of a client's grammar, in llguidance's dialect of Lark. Raises GrammarError."""
         self.limits.check_lark(grammar)
         return HEADER + grammar
+
+    def write_gbnf(self, grammar: str) -> str:
+        """As `write_lark`, from the dialect that has `root ::= …`. Raises GrammarError."""
+        self.limits.check_gbnf(grammar)
+        try:
+            lark = gbnf_to_lark(grammar)
+        except Exception as error:  # the converter raises bare exceptions, in its own words
+            raise GrammarError(f"it is not in GBNF: {error}") from error
+        return HEADER + lark.removeprefix("%llguidance {}\n")
 
     def write_regex(self, regex: str) -> str:
         """Answers are texts that the regex matches as a whole. Raises GrammarError."""

@@ -28,6 +28,9 @@ class GrammarLimits:
     regex_bytes: int = 16 * 1024
     lark_bytes: int = 64 * 1024
     lark_rules: int = 1000
+    gbnf_bytes: int = 16 * 1024
+    gbnf_rules: int = 100
+    """Bringing them into Lark takes the square of their number: for these, ten milliseconds."""
     values: int = 20_000
     """Keys and values of a schema."""
     depth: int = 100
@@ -74,6 +77,14 @@ class GrammarLimits:
         for options in _OPTIONS.finditer(grammar):
             if options[1].strip() not in {"", "{}"}:
                 raise GrammarError("options of %llguidance are the server's: write '%llguidance {}' or leave it out")
+
+    def check_gbnf(self, grammar: str) -> None:
+        """Raises GrammarError."""
+        self._check_bytes(len(grammar), self.gbnf_bytes, "a grammar in GBNF")
+        num_rules = grammar.count("::=")
+        if num_rules > self.gbnf_rules:
+            raise GrammarError(f"it has {num_rules} rules: at most {self.gbnf_rules} are allowed")
+        self._check_brackets(grammar)
 
     def check_text(self, text: str) -> None:
         """Check the size of a grammar as it is compiled. Raises GrammarError."""

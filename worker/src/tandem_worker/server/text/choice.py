@@ -6,7 +6,7 @@ or updates: a stream can therefore be continued elsewhere by feeding the same to
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from tandem_worker.engine.schedule.params import FinishReason, TokenDelta, TokenLogprob
 from tandem_worker.server.pacing import Steps
@@ -24,10 +24,12 @@ class Choice:
     __slots__ = (
         "_called_tools",
         "_detokenizer",
+        "_include_stop",
         "_length",
         "_min_tokens",
         "_parser",
         "_released",
+        "_stop_token_ids",
         "_stops",
         "_update",
         "_waiting",
@@ -43,15 +45,20 @@ class Choice:
         detokenizer: Detokenizer,
         *,
         stops: Sequence[str] = (),
+        stop_token_ids: Collection[int] = (),
+        include_stop: bool = False,
         min_tokens: int = 0,
         parser: TextParser | None = None,
     ) -> None:
+        """`include_stop`: the stop string, or the text of the stop token, is part of the answer."""
         self.index = index
         self.finish: Finish | None = None
         self.completion_tokens = 0
         self.reasoning_tokens = 0
         self._detokenizer = detokenizer
-        self._stops = StopMatcher(stops) if stops else None
+        self._stops = StopMatcher(stops, keep=include_stop) if stops else None
+        self._stop_token_ids = stop_token_ids
+        self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._parser = parser
         self._called_tools = False
@@ -72,7 +79,7 @@ class Choice:
         if delta.finish_reason is not None:
             if delta.stop_token_id is not None:
                 self.completion_tokens += 1
-            self._end(delta.finish_reason)
+            self._end(delta.finish_reason, delta.stop_token_id)
 
     def take(self) -> Update:
         """What is new since the last call."""
@@ -158,8 +165,14 @@ class Choice:
             ready += 1
         del self._waiting[:ready]
 
-    def _end(self, reason: FinishReason) -> None:
-        rest = self._detokenizer.flush()
+    def _end(self, reason: FinishReason, stop_token_id: int | None) -> None:
+        rest = ""
+        if stop_token_id is not None:
+            if self._include_stop:
+                rest = self._detokenizer.feed(stop_token_id)
+            if stop_token_id in self._stop_token_ids:
+                self._update.stopped_by = stop_token_id
+        rest += self._detokenizer.flush()
         self._length += len(rest)
         if self._stops is not None:
             rest = self._stops.feed(rest)
@@ -174,6 +187,8 @@ class Choice:
     def _close(self, finish: Finish, *, ended_by_text: bool) -> None:
         if self._parser is not None:
             self._add(self._parser.flush())
+        if ended_by_text and self._stops is not None:
+            self._update.stopped_by = self._stops.matched
         # Tokens of the stop string itself are not part of the answer, nor are their logprobs.
         self._release_logprobs(everything=not ended_by_text)
         self._waiting.clear()

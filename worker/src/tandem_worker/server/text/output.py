@@ -72,6 +72,8 @@ class Update:
     """Where in the text of the choice each of `logprobs` begins."""
     token_ids: list[int] = field(default_factory=list)
     finish: Finish | None = None
+    stopped_by: str | int | None = None
+    """With `finish`: the stop string or the stop token of the request that ended the choice."""
 
     @property
     def has_text(self) -> bool:

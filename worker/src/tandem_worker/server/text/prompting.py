@@ -16,6 +16,7 @@ import jinja2
 
 from tandem_worker.engine.errors import RequestError
 from tandem_worker.server.openai.chat_request import ChatRequest
+from tandem_worker.server.tools.generic import describe_tools, write_calls
 from tandem_worker.server.tools.harmony import CHANNEL
 
 _PROBE = "tandem_probe_argument"
@@ -54,16 +55,20 @@ class Prompter:
             raise RequestError(
                 "This model has no chat template: use /v1/completions.", param="messages", code="unsupported_endpoint"
             )
-        if request.tools.tools and not self.takes_tools:
+        messages, tools = request.messages, request.tools.tools
+        if not self.takes_tools:
+            messages = self._without_tools(request)
+            tools = ()
+        if request.documents is not None and "documents" not in self.template:
             raise RequestError(
-                "This model's chat template has no place for tools: remove 'tools'.",
-                param="tools",
+                "This model's chat template has no place for documents: write them into a message.",
+                param="documents",
                 code="unsupported_parameter",
             )
         try:
             return self._apply(
-                self._prepare(request.messages),
-                tools=[self._define(tool.definition) for tool in request.tools.tools] or None,
+                self._prepare(messages),
+                tools=[self._define(tool.definition) for tool in tools] or None,
                 add_generation_prompt=request.add_generation_prompt,
                 continue_final_message=request.continue_final_message,
                 **self._kwargs(request),
@@ -74,6 +79,20 @@ class Prompter:
                 param="messages",
                 code="invalid_conversation",
             ) from error
+
+    def _without_tools(self, request: ChatRequest) -> list[dict[str, Any]]:
+        """The messages for a template that knows no tools. Raises RequestError."""
+        messages = write_calls(request.messages)
+        if not request.tools.tools:
+            return messages
+        if request.tools.mode != "required":
+            raise RequestError(
+                "This model's chat template has no place for tools, so it cannot choose to call one: require a call "
+                "with 'tool_choice', or remove 'tools'.",
+                param="tools",
+                code="unsupported_parameter",
+            )
+        return describe_tools(messages, request.tools.tools)
 
     def _apply(self, messages: list[dict[str, Any]], **kwargs: Any) -> str:
         return self._tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)
@@ -92,9 +111,17 @@ class Prompter:
             return definition
         return {**definition, "function": {"description": "", **definition["function"]}}
 
+    def takes_effort(self, effort: str | None) -> bool:
+        """Whether a conversation can be rendered for this reasoning effort."""
+        if effort is None or "reasoning_effort" in self.template or "enable_thinking" in self.template:
+            return True
+        return effort == "none" and "<think>" not in self.template
+
     def _kwargs(self, request: ChatRequest) -> dict[str, Any]:
         """Template arguments; `reasoning_effort` becomes whichever of them the template knows."""
         kwargs = dict(request.template_kwargs)
+        if request.documents is not None:
+            kwargs["documents"] = request.documents
         effort = request.reasoning_effort
         if effort is None:
             return kwargs
@@ -102,7 +129,7 @@ class Prompter:
             kwargs.setdefault("reasoning_effort", effort)
         elif "enable_thinking" in self.template:
             kwargs.setdefault("enable_thinking", effort != "none")
-        elif effort != "none" or "<think>" in self.template:
+        elif not self.takes_effort(effort):
             raise RequestError(
                 "This model's reasoning effort cannot be chosen: remove 'reasoning_effort'.",
                 param="reasoning_effort",

@@ -11,15 +11,19 @@ from typing import Any
 from tandem_worker.engine.errors import RequestError
 from tandem_worker.engine.schedule.params import GrammarFactory
 from tandem_worker.server.http import ServiceError
-from tandem_worker.server.openai.chat_request import ChatRequest, ResponseFormat
+from tandem_worker.server.openai.chat_request import ChatRequest
+from tandem_worker.server.openai.completion_request import CompletionRequest
+from tandem_worker.server.openai.options import CommonOptions
+from tandem_worker.server.openai.output_format import ResponseFormat
 from tandem_worker.server.openai.toolspec import Tool, ToolOptions
 from tandem_worker.server.served_model import ServedModel
+from tandem_worker.server.structured.allowed import AllowedTokens
 from tandem_worker.server.structured.compiler import REQUEST_SECONDS, GrammarCompiler
 from tandem_worker.server.structured.errors import GrammarError, GrammarUnavailableError
 from tandem_worker.server.structured.grammar import AfterReasoningFactory, TokenGrammarFactory
 from tandem_worker.server.text import reasoning
 from tandem_worker.server.text.output import TextParser
-from tandem_worker.server.tools.formats import ToolFormat, build_grammar
+from tandem_worker.server.tools.formats import GENERIC_FORMAT, ToolFormat, build_grammar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,13 +34,31 @@ class Shape:
     """Special tokens whose text the parser reads."""
 
 
+async def shape_completion(request: CompletionRequest, model: ServedModel) -> GrammarFactory | None:
+    """The grammar of a text that goes on from a prompt. Raises RequestError, ServiceError."""
+    answer = request.response_format
+    if answer.kind == "text":
+        return _allowed_tokens(request.common, model)
+    work = _Compiling(model.grammars, time.monotonic() + REQUEST_SECONDS)
+    _check_options(request.common)
+    if answer.definition:
+        return await _free_grammar(answer, model, None, work)
+    return await _answer_grammar(answer, work)
+
+
+def _allowed_tokens(options: CommonOptions, model: ServedModel) -> GrammarFactory | None:
+    if options.allowed_token_ids is None:
+        return None
+    return AllowedTokens(options.allowed_token_ids, model.vocab_size)
+
+
 async def shape_answer(request: ChatRequest, model: ServedModel, prompt: str) -> Shape:
     """`prompt` is the end of the rendered conversation, from the last message's header on. Raises RequestError."""
     tool_format = _tool_format(request, model)
     inside = model.reasons and prompt.rstrip().endswith(reasoning.BEGIN)
     grammar = await _grammar(request, model, tool_format)
     if grammar is not None:
-        _check_options(request)
+        _check_options(request.common)
         if request.continue_final_message and tool_format is not None and tool_format.always:
             raise RequestError(
                 "'continue_final_message' is not allowed with structured output of this model.",
@@ -44,6 +66,8 @@ async def shape_answer(request: ChatRequest, model: ServedModel, prompt: str) ->
             )
         if model.reasons:
             grammar = _after_reasoning(grammar, model, prompt, inside=inside)
+    else:
+        grammar = _allowed_tokens(request.common, model)
     marks = (tool_format.marks if tool_format is not None else ()) + (
         (reasoning.BEGIN, reasoning.END) if model.reasons else ()
     )
@@ -55,6 +79,15 @@ async def shape_answer(request: ChatRequest, model: ServedModel, prompt: str) ->
         return reasoning.ReasoningParser(tools, inside=inside) if model.reasons else tools
 
     visible = frozenset(model.vocabulary[mark] for mark in marks if mark in model.vocabulary)
+    if request.common.show_special:
+        if tool_format is not None and tool_format.always:
+            raise RequestError(
+                "This model's answers are framed by special tokens, which are read and not shown: leave "
+                "'skip_special_tokens' out or true.",
+                param="skip_special_tokens",
+                code="unsupported_parameter",
+            )
+        visible |= model.table.special_ids
     return Shape(grammar=grammar, new_parser=new_parser, visible=visible)
 
 
@@ -63,9 +96,11 @@ def _tool_format(request: ChatRequest, model: ServedModel) -> ToolFormat | None:
         return model.tool_format
     if request.tools.mode == "none":
         return None
+    if request.tools.mode == "required" and (model.tool_format is None or not model.takes_tools):
+        return GENERIC_FORMAT
     if model.tool_format is None:
         raise RequestError(
-            "It is not known how this model writes tool calls: remove 'tools'.",
+            "It is not known how this model writes tool calls: require a call with 'tool_choice', or remove 'tools'.",
             param="tools",
             code="unsupported_parameter",
         )
@@ -82,12 +117,12 @@ async def _grammar(
     schema = _answer_schema(request.response_format)
     tools = request.tools
     if tool_format is None:
-        return None if schema is None else await _answer_grammar(schema, work)
+        return None if schema is None else await _answer_grammar(request.response_format, work)
     free = tools.mode != "required" and not tools.narrowed and not any(tool.strict for tool in tools.tools)
     if schema is None and free:
         return None
     if schema is not None:
-        await _answer_grammar(schema, work)  # so that an error names the right one of the schemas
+        await _answer_grammar(request.response_format, work)  # so that an error names the right one of the schemas
     return await _tool_grammar(request, model, tool_format, schema, work)
 
 
@@ -110,26 +145,25 @@ async def _free_grammar(
     answer: ResponseFormat, model: ServedModel, tool_format: ToolFormat | None, work: _Compiling
 ) -> TokenGrammarFactory:
     """A regex or a grammar of the client's own."""
-    if answer.kind == "lark" and not model.free_form_grammars:
+    if answer.kind in ("lark", "gbnf") and not model.free_form_grammars:
         raise RequestError(
             "Grammars of a client's own are off for this model: use a JSON schema, or a grammar with syntax 'regex'. "
             "Who runs the model turns them on with 'freeFormGrammars: true' in 'spec.engine' of the InferenceModel.",
-            param="response_format.grammar.syntax",
+            param=answer.path,
             code="unsupported_parameter",
         )
     if tool_format is not None and tool_format.always:
         raise RequestError(
             "This model's answers have a frame that a grammar of your own does not know: use a JSON schema.",
-            param="response_format.type",
+            param=answer.path,
             code="unsupported_parameter",
         )
-    write = work.grammars.write_regex if answer.kind == "regex" else work.grammars.write_lark
+    grammars = work.grammars
+    write = {"regex": grammars.write_regex, "lark": grammars.write_lark, "gbnf": grammars.write_gbnf}[answer.kind]
     try:
         return await work.compile(write(answer.definition))
     except GrammarError as error:
-        raise RequestError(
-            f"Invalid grammar: {error}", param="response_format.grammar.definition", code="invalid_grammar"
-        ) from error
+        raise RequestError(f"Invalid grammar: {error}", param=answer.content_path, code="invalid_grammar") from error
 
 
 def _answer_schema(answer: ResponseFormat) -> dict[str, Any] | None:
@@ -138,13 +172,13 @@ def _answer_schema(answer: ResponseFormat) -> dict[str, Any] | None:
     return {"type": "object"} if answer.kind == "json_object" else (answer.schema or {})
 
 
-async def _answer_grammar(schema: dict[str, Any], work: _Compiling) -> TokenGrammarFactory:
+async def _answer_grammar(answer: ResponseFormat, work: _Compiling) -> TokenGrammarFactory:
     try:
-        return await work.compile(work.grammars.write_json_schema(schema))
+        return await work.compile(work.grammars.write_json_schema(_answer_schema(answer) or {}))
     except GrammarError as error:
         raise RequestError(
-            f"Invalid schema for response_format: {error}",
-            param="response_format.json_schema.schema",
+            f"Invalid schema for {answer.name}: {error}",
+            param=answer.content_path,
             code="invalid_json_schema",
         ) from error
 
@@ -193,11 +227,13 @@ def _path(tools: ToolOptions, tool: Tool) -> str:
     return f"tools[{tools.tools.index(tool)}].function.parameters"
 
 
-def _check_options(request: ChatRequest) -> None:
-    """Options that contradict a grammar, which alone says when the answer is over."""
-    if request.common.ignore_eos:
+def _check_options(options: CommonOptions) -> None:
+    """Options that contradict a grammar, which alone says what the answer is and when it is over."""
+    if options.allowed_token_ids is not None:
+        raise RequestError("'allowed_token_ids' is not allowed with structured output.", param="allowed_token_ids")
+    if options.ignore_eos:
         raise RequestError("'ignore_eos' is not allowed with structured output.", param="ignore_eos")
-    if request.common.min_tokens:
+    if options.min_tokens:
         raise RequestError("'min_tokens' is not allowed with structured output.", param="min_tokens")
 
 

@@ -23,9 +23,12 @@ def held_back(text: str, marks: Sequence[str]) -> int:
 class StopMatcher:
     """Withholds text while it may be the beginning of a stop string; drops the stop string and what follows."""
 
-    __slots__ = ("_held", "_stops", "stopped")
+    __slots__ = ("_held", "_keep", "_stops", "matched", "stopped")
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, keep: bool = False) -> None:
+        """`keep`: the stop string itself is part of the text."""
+        self._keep = keep
+        self.matched: str | None = None
         self._stops = tuple(stops)
         self._held = ""
         self.stopped = False
@@ -35,16 +38,17 @@ class StopMatcher:
         if self.stopped:
             return ""
         text = self._held + text
-        first: tuple[int, int] | None = None  # (end, start) of the best match
+        first: tuple[int, int, str] | None = None  # (end, start, stop string) of the best match
         for stop in self._stops:
             start = text.find(stop)
             if start >= 0:
-                match = (start + len(stop), start)
+                match = (start + len(stop), start, stop)
                 first = match if first is None else min(first, match)
         if first is not None:
             self.stopped = True
             self._held = ""
-            return text[: first[1]]
+            self.matched = first[2]
+            return text[: first[0] if self._keep else first[1]]
         length = held_back(text, self._stops)
         cut = len(text) - length
         self._held = text[cut:]

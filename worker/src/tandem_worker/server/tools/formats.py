@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,9 @@ MAX_REMARKS = 8
 """Messages before the answer proper of a constrained Harmony answer."""
 MAX_OPEN = 16
 """Parameters of a function whose schema names none."""
+
+_DATA = frozenset({"const", "enum", "default", "examples"})
+"""Keywords whose values are no schemas."""
 
 WriteMark = Callable[[str], str]
 """Writes a mark in a grammar: the token where it is one, else its characters."""
@@ -115,10 +119,25 @@ def build_grammar(
 def _call_object(tool: Tool, key: str) -> dict[str, Any]:
     return {
         "type": "object",
-        "properties": {"name": {"const": tool.name}, key: _arguments(tool)},
+        "properties": {"name": {"const": tool.name}, key: _move_references(_arguments(tool), f"#/properties/{key}")},
         "required": ["name", key],
         "additionalProperties": False,
     }
+
+
+def _move_references(schema: Any, root: str) -> Any:
+    """The same schema where it stands below `root` of another one: what it refers to moves along."""
+    if isinstance(schema, list):
+        return [_move_references(item, root) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
+            moved[key] = root + value[1:]
+        else:
+            moved[key] = value if key in _DATA else _move_references(value, root)
+    return moved
 
 
 def _arguments(tool: Tool) -> dict[str, Any]:
@@ -303,6 +322,8 @@ HARMONY_FORMAT = ToolFormat(
     read_opening=harmony.read_opening,
     always=True,
 )
+GENERIC_FORMAT = dataclasses.replace(LLAMA_FORMAT, name="generic", marks=())
+"""For required calls of models that have no format of their own: the grammar makes them."""
 FORMATS: Mapping[str, ToolFormat] = {
     item.name: item
     for item in (

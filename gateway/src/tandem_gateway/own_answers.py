@@ -1,0 +1,34 @@
+"""Questions that the gateway answers by itself, as other servers do on their API's port: is it there, and how busy."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+from tandem_api.names import Role
+
+from tandem_gateway.errors import NoEndpoint, ShuttingDown
+from tandem_gateway.scheduling import Scheduler, missing_role
+
+HEALTH = frozenset(("/health", "/ping"))
+OWN_PATHS = HEALTH | {"/version", "/load"}
+_VERSION = version("tandem-gateway")
+
+
+def answer_own(path: str, scheduler: Scheduler, *, in_flight: int, draining: bool) -> object:
+    """One of OWN_PATHS.
+
+    Raises:
+        ShuttingDown: it is asked whether it is well, and takes no more requests.
+        NoEndpoint: it is, but there is nobody to answer them.
+    """
+    if path == "/version":
+        return {"version": _VERSION}
+    if path == "/load":
+        return {"server_load": in_flight}
+    if draining:
+        raise ShuttingDown("this gateway is shutting down")
+    endpoints = list(scheduler.endpoints.values())
+    decoding = [endpoint for endpoint in endpoints if endpoint.worker.role is not Role.PREFILL]
+    if all(endpoint.state == "ejected" for endpoint in decoding):
+        raise NoEndpoint(missing_role(endpoints))
+    return {}

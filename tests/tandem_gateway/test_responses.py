@@ -1,0 +1,182 @@
+"""The Responses and Messages APIs through a gateway process in front of a worker process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from tandem_gateway.errors import BadRequest
+from tandem_gateway.prompt import MESSAGES, RESPONSES, Inquiry, read_inquiry
+from tandem_gateway.scheduling.demand import Estimator
+from tandem_gateway.sse import EventStream, find_usage
+
+from tests.tandem_gateway.chaos import build_model
+from tests.tandem_worker.process.conftest import WorkerProcess, eventually, run_worker
+from tests.tandem_worker.server.conftest import byte_level_tokenizer
+
+pytestmark = pytest.mark.timeout(300)
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}}, "required": ["a"],
+          "additionalProperties": False}  # fmt: skip
+FUNCTION: Any = {"type": "function", "name": "look_up", "parameters": SCHEMA, "strict": True}
+THINK = byte_level_tokenizer().convert_tokens_to_ids("<think>")
+WITHOUT_REASONING: Any = {"logit_bias": {str(THINK): -100}}
+"""The model is random, and its reasoning might have no end."""
+
+
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
+    folder = tmp_path_factory.mktemp("responses")
+    with run_worker(folder, "unified", build_model(folder / "model"), modelName="toy", servedName="toy") as process:
+        eventually(lambda: is_ready(process), 150, "the worker is ready")
+        yield process
+
+
+def is_ready(process: WorkerProcess) -> bool:
+    try:
+        return process.get("/readyz").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+@pytest.fixture
+async def client(worker: WorkerProcess, launch: Callable[..., Any]) -> AsyncIterator[openai.AsyncOpenAI]:
+    address = worker.url.removeprefix("http://")
+    gateway = await launch("--worker", f"role=unified,url={address},revision=r1,name=w")
+    base = f"http://127.0.0.1:{gateway.http_port}/v1"
+    async with openai.AsyncOpenAI(base_url=base, api_key="none", max_retries=0, timeout=60) as made:
+        yield made
+
+
+async def test_text_schema_and_tools(client: openai.AsyncOpenAI) -> None:
+    raw = await client.responses.with_raw_response.create(
+        model="toy", input="hi", max_output_tokens=8, extra_body=WITHOUT_REASONING
+    )
+    answer = raw.parse()
+    assert raw.headers["x-tandem-decode-worker"] == "unified-0"
+    assert (answer.status, answer.output[0].type, answer.usage.output_tokens) == ("incomplete", "message", 8)
+    form: Any = {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True}
+    answer = await client.responses.create(model="toy", input="hi", text={"format": form}, extra_body=WITHOUT_REASONING)
+    assert 0 <= json.loads(answer.output_text)["a"] <= 9
+    answer = await client.responses.create(
+        model="toy", input="hi", tools=[FUNCTION], tool_choice="required", parallel_tool_calls=False,
+        max_output_tokens=200, extra_body=WITHOUT_REASONING,
+    )  # fmt: skip
+    (call,) = answer.output
+    assert (call.type, call.name) == ("function_call", "look_up")
+    assert 0 <= json.loads(call.arguments)["a"] <= 9
+
+
+async def test_streams(client: openai.AsyncOpenAI) -> None:
+    """With the helper of the client, which puts the answer together by itself."""
+    async with client.responses.stream(
+        model="toy", input="hi", tools=[FUNCTION], tool_choice="required", parallel_tool_calls=False,
+        max_output_tokens=200, extra_body=WITHOUT_REASONING,
+    ) as stream:  # fmt: skip
+        kinds = [event.type async for event in stream]
+        answer = await stream.get_final_response()
+    assert kinds[:3] == ["response.created", "response.in_progress", "response.output_item.added"]
+    assert kinds[-3:] == ["response.function_call_arguments.done", "response.output_item.done", "response.completed"]
+    assert 0 <= json.loads(answer.output[0].arguments)["a"] <= 9
+    async with client.responses.stream(
+        model="toy", input="hi", max_output_tokens=10, extra_body=WITHOUT_REASONING
+    ) as stream:
+        events = [event async for event in stream]
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    last = events[-1].response
+    assert (events[-1].type, last.output[0].content[0].text) == ("response.incomplete", text)
+    assert last.usage.output_tokens == 10
+
+
+async def test_errors_reach_the_client(client: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.responses.create(model="toy", input="hi", previous_response_id="resp_1")
+    assert caught.value.param == "previous_response_id"
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.create(model="other", input="hi")
+
+
+async def test_the_models_have_what_the_worker_knows(client: openai.AsyncOpenAI) -> None:
+    async with httpx.AsyncClient(base_url=str(client.base_url).removesuffix("/v1/")) as http:
+        card: dict[str, Any] = {}
+        while "max_model_len" not in card:
+            (card,) = (await http.get("/v1/models")).json()["data"]
+        assert card["root"].startswith("file://")
+        assert (await http.get("/health")).status_code == 200
+        assert (await http.get("/tokenizer_info")).json()["eos_token"] == "<|im_end|>"
+        answer = await http.post(
+            "/v1/chat/completions",
+            json={"messages": [{"role": "user", "content": "x"}], "verbosity": "high", "max_tokens": 2},
+            headers={"x-tandem-lenient": "true"},
+        )
+        assert (answer.status_code, answer.headers["x-tandem-ignored"]) == (200, "verbosity")
+
+
+async def test_messages(client: openai.AsyncOpenAI) -> None:
+    """The API next to it, without a client of its makers."""
+    body = {"model": "toy", "max_tokens": 200, "messages": [{"role": "user", "content": "hi"}], **WITHOUT_REASONING,
+            "tools": [{"name": "look_up", "input_schema": SCHEMA, "strict": True}],
+            "tool_choice": {"type": "any", "disable_parallel_tool_use": True}}  # fmt: skip
+    async with httpx.AsyncClient(base_url=str(client.base_url), timeout=60) as http:
+        answer = (await http.post("messages", json=body)).json()
+        assert (answer["stop_reason"], answer["content"][0]["name"]) == ("tool_use", "look_up")
+        assert 0 <= answer["content"][0]["input"]["a"] <= 9
+        streamed = (await http.post("messages", json=body | {"stream": True})).text
+        kinds = [line.removeprefix("event: ") for line in streamed.split("\n") if line.startswith("event: ")]
+        assert kinds[:2] == ["message_start", "content_block_start"]
+        assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+        count = {"model": "toy", "messages": body["messages"], "tools": body["tools"]}
+        counted = (await http.post("messages/count_tokens", json=count)).json()["input_tokens"]
+        usage = answer["usage"]
+        assert counted == usage["input_tokens"] + usage["cache_read_input_tokens"]
+
+
+def read(path: str = RESPONSES, **fields: Any) -> Inquiry:
+    body = json.dumps({"model": "toy", **fields}).encode()
+    return read_inquiry(path, body, served_names=["toy"], affinity=None, estimator=Estimator())
+
+
+def test_what_routing_reads() -> None:
+    short, long = read(input="x" * 2000), read(input=[{"role": "user", "content": "x" * 2000}, {"type": "reasoning"}])
+    assert long.demand.prefix[0] == short.demand.prefix[0]
+    assert long.demand.affinity == short.demand.affinity
+    assert read(input="x", max_output_tokens=7).max_tokens == 7
+    assert read(input="x", instructions="y" * 3000).prompt_bytes > 3000
+    question = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5}
+    assert read(MESSAGES, system="y" * 3000, **question).prompt_bytes > 3000
+    assert read(MESSAGES, system=[{"type": "text", "text": "y" * 3000}], **question).max_tokens == 5
+    for wrong in ({"input": 3}, {"input": []}, {}, {"input": ["x"]}):
+        with pytest.raises(BadRequest):
+            read(**wrong)
+
+
+@pytest.mark.parametrize("last", ["completed", "incomplete", "failed"])
+def test_where_streams_end(last: str) -> None:
+    stream = EventStream()
+    usage = {"input_tokens": 3, "output_tokens": 2, "input_tokens_details": {"cached_tokens": 1}}
+    stream.feed(b'event: response.output_text.delta\ndata: {"delta": "event: response.completed\\n"}\n\n')
+    assert not stream.done
+    data = {"type": f"response.{last}", "response": {"usage": usage}}
+    stream.feed(f"event: response.{last}\ndata: {json.dumps(data)}\n\n".encode())
+    assert (stream.done, stream.failed) == (True, last == "failed")
+    expected = {"prompt_tokens": 3, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 1}}
+    assert find_usage(stream.tail) == expected
+    assert find_usage(json.dumps({"usage": usage}).encode()) == expected
+
+
+def test_where_streams_of_messages_end() -> None:
+    stream = EventStream()
+    usage = {"input_tokens": 3, "cache_read_input_tokens": 4, "output_tokens": 2}
+    delta = json.dumps({"type": "message_delta", "usage": usage})
+    stream.feed(f"event: message_delta\ndata: {delta}\n\n".encode())
+    assert not stream.done
+    stream.feed(b'event: message_stop\ndata: {"type": "message_stop"}\n\n')
+    assert (stream.done, stream.failed) == (True, False)
+    expected = {"prompt_tokens": 7, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}}
+    assert find_usage(stream.tail) == expected
+    broken = EventStream()
+    broken.feed(b'event: error\ndata: {"type": "error", "error": {"type": "api_error", "message": "m"}}\n\n')
+    assert broken.failed

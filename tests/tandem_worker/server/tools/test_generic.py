@@ -1,0 +1,89 @@
+"""Required calls of models whose chat template knows no tools."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+
+PLAIN = """{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
+{%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+CITY = {
+    "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"], "additionalProperties": False,
+}  # fmt: skip
+TOOL: Any = {"type": "function", "function": {"name": "look_up", "parameters": CITY}}
+OTHER: Any = {"type": "function", "function": {"name": "stop"}}
+USER = {"role": "user", "content": "Weather?"}
+CALL = '{"name": "look_up", "parameters": {"city": "Paris"}}'
+
+
+@pytest.fixture
+async def plain(start_worker: Callable[..., Any], make_tokenizer: Callable[..., Any]) -> AsyncIterator[Any]:
+    async with start_worker(make_tokenizer(PLAIN, [])) as running:
+        yield running
+
+
+async def create(worker: Any, messages: Any = None, **fields: Any) -> Any:
+    return await worker.client.chat.completions.create(model="tiny", messages=messages or [USER], **fields)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "look_up"}}])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_required_call_is_made(plain: Any, choice: Any, stream: bool) -> None:
+    plain.says(CALL)
+    answer = await create(plain, tools=[TOOL, OTHER], tool_choice=choice, stream=stream)
+    if stream:
+        deltas = [chunk.choices[0].delta async for chunk in answer if chunk.choices]
+        calls = [call for delta in deltas for call in delta.tool_calls or ()]
+        assert calls[0].function.name == "look_up"
+        assert json.loads("".join(call.function.arguments or "" for call in calls)) == {"city": "Paris"}
+        assert not any(delta.content for delta in deltas)
+    else:
+        (call,) = answer.choices[0].message.tool_calls
+        assert (call.function.name, json.loads(call.function.arguments)) == ("look_up", {"city": "Paris"})
+        assert answer.choices[0].finish_reason == "tool_calls"
+    request = plain.engine.requests[-1]
+    prompt = plain.tokenizer.decode(request.prompt_token_ids)
+    assert prompt.startswith("<|im_start|>system\nYou can call these functions:\n")
+    assert '"name": "look_up"' in prompt
+    assert admits(plain, request.sampling.grammar, CALL)
+    assert not admits(plain, request.sampling.grammar, "Sunny.")
+    assert not admits(plain, request.sampling.grammar, '{"name": "look_up", "parameters": {}}')
+    assert admits(plain, request.sampling.grammar, '{"name": "stop", "parameters": {}}') is (choice == "required")
+
+
+async def test_calls_and_results_become_text(plain: Any) -> None:
+    plain.says("Sunny.")
+    call = {"id": "c1", "type": "function", "function": {"name": "look_up", "arguments": '{"city": "Paris"}'}}
+    messages = [
+        {"role": "system", "content": "Be short."}, USER, {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "sun"}, {"role": "user", "content": "Well?"},
+    ]  # fmt: skip
+    await create(plain, messages)
+    prompt = plain.tokenizer.decode(plain.engine.requests[-1].prompt_token_ids)
+    assert f"<|im_start|>assistant\n{CALL}<|im_end|>" in prompt
+    assert "<|im_start|>user\nlook_up returned: sun\nWell?<|im_end|>" in prompt
+    await create(plain, messages, tools=[TOOL], tool_choice="required")
+    prompt = plain.tokenizer.decode(plain.engine.requests[-1].prompt_token_ids)
+    assert prompt.startswith("<|im_start|>system\nBe short.\n\nYou can call these functions:\n")
+
+
+async def test_a_choice_of_its_own_is_refused(plain: Any) -> None:
+    with pytest.raises(openai.BadRequestError, match="require a call with 'tool_choice'"):
+        await create(plain, tools=[TOOL])
+    plain.says("x")
+    assert (await create(plain, tools=[TOOL], tool_choice="none")).choices[0].message.content == "x"
+
+
+def admits(worker: Any, factory: Any, text: str) -> bool:
+    grammar, mask = factory.new(), np.zeros(((len(worker.tokenizer) + 31) // 32,), dtype=np.int32)
+    for token in [*worker.tokenizer.encode(text), worker.tokenizer.eos_token_id]:
+        grammar.fill_mask(mask)
+        if not (mask[token // 32] >> (token % 32)) & 1:
+            return False
+        grammar.accept(token)
+    return True

@@ -1,0 +1,180 @@
+"""What an answer must look like: `response_format`, and the names that other servers have for the same. Pure.
+
+vLLM: `guided_json`, `guided_regex`, `guided_choice`, `guided_grammar`, `structured_outputs`. SGLang: `json_schema`,
+`regex`, `ebnf`. They are other ways to write a `response_format`; a request has at most one of them all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import orjson
+
+from tandem_worker.engine.errors import RequestError
+from tandem_worker.server.openai.fields import Fields, refuse, wrong_type
+
+MAX_ALTERNATIVES = 1024
+"""Of `guided_choice`."""
+_META = re.compile(r"[\\.+*?()|\[\]{}^$#&~\-]")
+_STRUCTURED = {
+    "json": "guided_json", "regex": "guided_regex", "choice": "guided_choice", "grammar": "guided_grammar",
+}  # fmt: skip
+_NO_TAGS = (
+    "Structural tags are not supported: give 'tools' with 'strict: true', which hold calls to their schemas and leave "
+    "the text around them free."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseFormat:
+    kind: Literal["text", "json_object", "json_schema", "regex", "lark", "gbnf"] = "text"
+    schema: dict[str, Any] | None = None
+    """Only with `json_schema`; an absent schema allows any JSON value."""
+    definition: str = ""
+    """The text of a regex, or of a grammar in Lark or GBNF."""
+    path: str = "response_format"
+    """Of the field that says which kind it is."""
+    content_path: str = "response_format"
+    """Of the schema or the definition."""
+
+    @property
+    def name(self) -> str:
+        """The field of the request."""
+        return self.path.partition(".")[0]
+
+
+TEXT = ResponseFormat()
+
+
+def parse_output_format(fields: Fields) -> ResponseFormat:
+    """Take `response_format` and its other names. Raises RequestError."""
+    chosen = TEXT
+    for given in _given(fields):
+        if given.kind == "text":
+            continue
+        if chosen is not TEXT:
+            refuse(given.path, f"'{given.path}' and '{chosen.path}' exclude each other: leave one out.")
+        chosen = given
+    return chosen
+
+
+def _given(fields: Fields) -> Iterator[ResponseFormat]:
+    yield _response_format(fields)
+    for key in ("guided_json", "json_schema", "guided_regex", "regex", "guided_choice", "guided_grammar", "ebnf"):
+        yield _other_name(fields, key, key)
+    options = fields.object("structured_outputs")
+    if options is None:
+        return
+    for key, meaning in _STRUCTURED.items():
+        yield _other_name(options, key, meaning)
+    if options.boolean("json_object"):
+        yield ResponseFormat(kind="json_object", path=options.path, content_path=options.path)
+    options.boolean("disable_fallback")  # there is one implementation, and none to fall back to
+    for key in ("disable_any_whitespace", "disable_additional_properties"):
+        options.unsupported(key, f"'{options.name(key)}' is not supported: leave it out or false.", harmless=[False])
+    options.unsupported("whitespace_pattern", "White space between JSON tokens cannot be chosen.")
+    options.unsupported("structural_tag", _NO_TAGS)
+    options.finish()
+
+
+def _other_name(fields: Fields, key: str, meaning: str) -> ResponseFormat:
+    path = fields.name(key)
+    value = fields.take(key)
+    if value is None:
+        return TEXT
+    match meaning:
+        case "guided_json" | "json_schema":
+            return ResponseFormat(kind="json_schema", schema=_schema(value, path), path=path, content_path=path)
+        case "guided_choice":
+            return ResponseFormat(kind="regex", definition=_alternatives(value, path), path=path, content_path=path)
+        case _:
+            if not isinstance(value, str):
+                wrong_type(path, "a string", value)
+            if not value:
+                refuse(path, f"'{path}' must not be empty.", "empty_string")
+            if meaning in ("guided_regex", "regex"):
+                return ResponseFormat(kind="regex", definition=value, path=path, content_path=path)
+            # Both dialects are taken by that name elsewhere; only one of them has this sign.
+            kind = "gbnf" if meaning == "ebnf" or "::=" in value else "lark"
+            return ResponseFormat(kind=kind, definition=value, path=path, content_path=path)
+
+
+def _schema(value: Any, path: str) -> dict[str, Any]:
+    """An object, or the JSON text of one."""
+    if isinstance(value, str):
+        try:
+            value = orjson.loads(value)
+        except orjson.JSONDecodeError as error:
+            refuse(path, f"'{path}' is not valid JSON: {error}.", "invalid_json_schema")
+    if not isinstance(value, dict):
+        wrong_type(path, "an object, or the JSON text of one", value)
+    return value
+
+
+def _alternatives(value: Any, path: str) -> str:
+    """A regex of the texts in `value`."""
+    if not isinstance(value, list):
+        wrong_type(path, "an array of strings", value)
+    if not value:
+        refuse(path, f"'{path}' must not be empty.", "empty_array")
+    if len(value) > MAX_ALTERNATIVES:
+        refuse(path, f"At most {MAX_ALTERNATIVES} choices are supported.", "array_above_max_length")
+    for index, item in enumerate(value):
+        if not isinstance(item, str):
+            wrong_type(f"{path}[{index}]", "a string", item)
+        if not item:
+            refuse(f"{path}[{index}]", f"'{path}[{index}]' must not be empty.", "empty_string")
+    return "|".join(_META.sub(r"\\\g<0>", item) for item in value)
+
+
+def _response_format(fields: Fields) -> ResponseFormat:
+    given = fields.object("response_format")
+    if given is None:
+        return TEXT
+    kind = given.required_string("type")
+    match kind:
+        case "text" | "json_object":
+            given.finish()
+            return ResponseFormat(kind=kind)
+        case "json_schema":
+            inner = Fields(given.required("json_schema"), "response_format.json_schema")
+            inner.required_string("name")
+            inner.string("description")
+            inner.boolean("strict")  # every schema is enforced: the engine cannot produce anything else
+            schema = inner.raw_object("schema")
+            inner.finish()
+            given.finish()
+            return ResponseFormat(kind=kind, schema=schema, content_path="response_format.json_schema.schema")
+        case "grammar":
+            return _grammar(given)
+        case "structural_tag":
+            raise RequestError(_NO_TAGS, param="response_format.type", code="unsupported_parameter")
+        case _:
+            raise RequestError(
+                f"Invalid response format '{kind}'. Supported: 'text', 'json_object', 'json_schema', 'grammar'.",
+                param="response_format.type",
+                code="invalid_value",
+            )
+
+
+def _grammar(given: Fields) -> ResponseFormat:
+    inner = Fields(given.required("grammar"), "response_format.grammar")
+    syntax = inner.required_string("syntax")
+    if syntax not in ("regex", "lark"):
+        refuse(
+            "response_format.grammar.syntax",
+            f"Invalid grammar syntax '{syntax}'. Supported: 'regex', 'lark'.",
+            "invalid_value",
+        )
+    definition = inner.required_string("definition", allow_empty=False)
+    inner.finish()
+    given.finish()
+    return ResponseFormat(
+        kind=syntax,
+        definition=definition,
+        path="response_format.grammar.syntax",
+        content_path="response_format.grammar.definition",
+    )

@@ -1,0 +1,27 @@
+"""Errors of a chat that was translated from another API's request: they name the fields of that request. Pure."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Sequence
+
+from tandem_worker.engine.errors import RequestError
+
+Renaming = Sequence[tuple[re.Pattern[str], str]]
+"""Patterns of paths, and what stands there instead."""
+
+
+@contextlib.contextmanager
+def renamed_errors(renaming: Renaming) -> Iterator[None]:
+    """A RequestError that leaves this has the path that `renaming` gives it, in its message too."""
+    try:
+        yield
+    except RequestError as error:
+        param = error.param or ""
+        for pattern, replacement in renaming:
+            param = pattern.sub(replacement, param)
+        if param == (error.param or ""):
+            raise
+        message = str(error).replace(f"'{error.param}'", f"'{param}'")
+        raise RequestError(message, param=param, code=error.code, status=error.status) from error
