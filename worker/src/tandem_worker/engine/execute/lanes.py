@@ -36,6 +36,10 @@ class LaneRunner:
     def knows(self, request_id: str) -> bool:
         return any(lane.knows(request_id) for lane in self.lanes)
 
+    @property
+    def has_deltas(self) -> bool:
+        return any(lane.has_deltas for lane in self.lanes)
+
     def take_deltas(self) -> list[TokenDelta]:
         return [delta for lane in self.lanes for delta in lane.take_deltas()]
 
