@@ -125,6 +125,8 @@ class EngineCore:
 
     def start(self) -> None:
         """Raises EngineStoppedError when the system has no thread for it; nothing is changed then."""
+        if self.thread is not None:
+            return
         with self._wake:
             if self.thread is None:
                 try:
