@@ -10,6 +10,8 @@ from datetime import UTC, datetime
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
 
+_ENCODER = json.JSONEncoder(default=repr, separators=(",", ":"), ensure_ascii=False)
+
 
 class JsonFormatter(logging.Formatter):
     """The four, then what the process is, then whatever the call passed as `extra`, for example `request_id`."""
@@ -34,7 +36,7 @@ class JsonFormatter(logging.Formatter):
         fields |= extras
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
-        return json.dumps(fields, default=repr, separators=(",", ":"), ensure_ascii=False)
+        return _ENCODER.encode(fields)
 
 
 def format_time(seconds: float | None = None) -> str:

@@ -133,6 +133,26 @@ def test_a_grammar_waits_for_its_tokens_and_holds_others_back_only_while_it_runs
     assert sum(copier.lead) > 20
 
 
+def test_tokens_are_delivered_before_a_step_that_is_waited_for(make_ahead: MakeAhead) -> None:
+    rig, _ = make_ahead()
+    waiting: list[int] = []
+    executor, runner = rig.engine._executor, rig.engine._runner
+    settle = executor.settle
+
+    def watch() -> None:
+        waiting.append(len(runner.deltas))
+        settle()
+
+    executor.settle = watch  # type: ignore[method-assign]
+    rig.submit("free", PROMPT, 200)
+    rig.out.wait_tokens("free", 3)
+    rig.submit("constrained", PROMPT, 9, grammar=Counting())
+    rig.wait()
+    assert len(waiting) >= 3
+    assert not any(waiting)
+    assert rig.out.tokens("free") == greedy_answer(PROMPT, 200)
+
+
 def test_an_abort_while_a_step_is_under_way_frees_its_blocks_afterwards(make_ahead: MakeAhead) -> None:
     rig, _ = make_ahead(num_blocks=300)
     rig.submit("r", PROMPT, 1000)

@@ -10,6 +10,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+import torch
 from tandem_worker.engine.contract import RemotePrefill
 from tandem_worker.engine.errors import RequestError
 from tandem_worker.engine.schedule.params import FinishReason
@@ -108,6 +109,47 @@ def test_choices_are_sampled_here_from_the_same_logits(pair: tuple[Rig, Rig, Wir
         rig.wait()
     for choice in range(3):
         assert decode.out.tokens("r", choice) == alone.out.tokens("r", choice)
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_tokens": 1},
+        {"num_logprobs": 2},
+        {"n": 3, "temperature": 0.9, "seed": 3},
+        {"stop_token_ids": frozenset(greedy_answer(tuple(range(18)), 1))},
+        {"frequency_penalty": 0.5, "max_tokens": 40},
+    ],
+    ids=["plain", "one token", "logprobs", "choices", "ends at once", "penalties"],
+)
+def test_the_first_token_is_out_before_a_step_is_computed(
+    make_rig: MakeRig, options: dict[str, Any], runs_ahead: bool
+) -> None:
+    prefill = make_rig(num_blocks=200)
+    decode = make_rig(num_blocks=100, scheduler={"local_prefill_max_tokens": 2}, runs_ahead=runs_ahead)
+    Wire(prefill.engine, decode.engine)
+    alone, prompt, num_choices = make_rig(), tuple(range(18)), options.get("n", 1)
+    delivered: list[int] = []
+    forward = decode.model.forward
+
+    def watch(*args: Any) -> torch.Tensor:
+        delivered.append(len(decode.out.deltas))
+        return forward(*args)
+
+    decode.model.forward = watch
+    for rig in (decode, alone):
+        rig.submit("r", prompt, prefill_endpoints=ENDPOINT, **{"max_tokens": 10, **options})
+        rig.wait()
+    assert all(count == num_choices for count in delivered), "each choice has had its first token before any step"
+    for choice in range(num_choices):
+        assert decode.out.tokens("r", choice) == alone.out.tokens("r", choice)
+        assert decode.out.logprobs("r", choice) == alone.out.logprobs("r", choice)
+        assert decode.out.reason("r", choice) == alone.out.reason("r", choice)
+    figures = ("prompt_tokens_total", "generated_tokens_total", "running_requests", "kv_blocks_used")
+    for figure in figures:
+        assert getattr(decode.engine.stats(), figure) == getattr(alone.engine.stats(), figure), figure
 
 
 SCHEMA = {

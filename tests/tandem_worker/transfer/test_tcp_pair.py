@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tandem_worker.transfer.channel import Waker
+from tandem_worker.transfer.prefill import session
 
 
 @pytest.mark.parametrize(("tokens", "cached"), [(1, 0), (4, 0), (30, 0), (30, 8), (32, 28)])
@@ -36,6 +39,28 @@ def test_layers_are_sent_before_the_prompt_is_done(held_pair: Any, kit: SimpleNa
     kit.eventually(lambda: bool(held_pair.target.layers[0][8].any()))
     assert not held_pair.target.layers[1].any()
     held_pair.prefill.run(name, range(1, 3))
+    kit.eventually(lambda: bool(held_pair.decode.done))
+    assert held_pair.arrived(0, 8)
+
+
+@pytest.mark.parametrize(("seconds", "most", "wakes"), [(1e9, 1 << 30, 1), (1e9, 1, 3), (0.0, 1 << 30, 3)])
+def test_layers_that_are_done_quickly_are_sent_together(
+    held_pair: Any, kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, seconds: float, most: int, wakes: int
+) -> None:
+    monkeypatch.setattr(session, "_GATHERED_SECONDS", seconds)
+    monkeypatch.setattr(session, "_GATHERED_BYTES", most)
+    held_pair.client.start(held_pair.order(held_pair.serve()))
+    name, wake, woken = held_pair.prefill.next_order(), Waker.wake, list[int]()
+
+    def count(waker: Waker) -> None:
+        woken.append(threading.get_ident())
+        wake(waker)
+
+    monkeypatch.setattr(Waker, "wake", count)
+    held_pair.prefill.run(name, finish=False)
+    assert woken.count(threading.get_ident()) == wakes
+    kit.eventually(lambda: all(layer[8].any() for layer in held_pair.target.layers))
+    held_pair.prefill.run(name, range(0))
     kit.eventually(lambda: bool(held_pair.decode.done))
     assert held_pair.arrived(0, 8)
 

@@ -75,6 +75,7 @@ class EngineCore:
                 target_step_seconds=target_step_seconds,
                 is_abandoned=self._is_abandoned if executor.can_abandon else lambda plan: False,
                 runs_ahead=runs_ahead,
+                hand_over=self._flush,
             )
             for scheduler in schedulers
         ]
@@ -126,6 +127,8 @@ class EngineCore:
 
     def start(self) -> None:
         """Raises EngineStoppedError when the system has no thread for it; nothing is changed then."""
+        if self.thread is not None:
+            return
         with self._wake:
             if self.thread is None:
                 try:
@@ -309,6 +312,8 @@ class EngineCore:
         while self._wait(busy):
             self.turn_began = time.monotonic()
             self._run_commands()
+            if self._runner.has_deltas:
+                self._flush()  # the first token of a prompt that another worker computed waits for no step
             busy = self._runner.step()
             self._flush()
 

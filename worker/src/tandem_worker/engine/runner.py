@@ -62,8 +62,12 @@ class StepRunner:
         target_step_seconds: float | None,
         is_abandoned: Callable[[StepPlan], bool] = lambda plan: False,
         runs_ahead: bool = False,
+        hand_over: Callable[[], None] = lambda: None,
     ) -> None:
-        """`runs_ahead`: steps are launched before the tokens of the one before are known, where that is possible."""
+        """`runs_ahead`: steps are launched before the tokens of the one before are known, where that is possible.
+
+        `hand_over` delivers `deltas`. Called where they would wait until another step is computed.
+        """
         self.scheduler = scheduler
         self.executor = executor
         self.prefill_client: PrefillClient | None = None
@@ -78,6 +82,7 @@ class StepRunner:
         self._target_step_seconds = target_step_seconds
         self._is_abandoned = is_abandoned
         self._runs_ahead = runs_ahead
+        self._hand_over = hand_over
         self._under_way: PendingStep | None = None
         """Launched, and finished after the next one is launched."""
         self._last_finish = 0.0
@@ -95,6 +100,10 @@ class StepRunner:
     def knows(self, request_id: str) -> bool:
         """Whether some choice of the request is still open."""
         return request_id in self.requests
+
+    @property
+    def has_deltas(self) -> bool:
+        return bool(self.deltas)
 
     def take_deltas(self) -> list[TokenDelta]:
         """What is to be delivered now."""
@@ -239,11 +248,12 @@ class StepRunner:
         before, self._under_way = self._under_way, None
         if before is not None:
             self.finish_step(before)
-        if step is not None:
-            if step.chosen is not None:
-                self._under_way = step
-            else:
-                self.finish_step(step)
+        if step is not None and step.chosen is None:
+            if self.deltas:
+                self._hand_over()
+            self.finish_step(step)
+        else:
+            self._under_way = step
         return step is not None or before is not None
 
     def begin_step(self) -> PendingStep | None:

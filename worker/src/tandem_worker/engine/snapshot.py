@@ -3,36 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
 
 from tandem_worker.engine.contract import EngineStats
 from tandem_worker.engine.runner import StepRunner
 
+_FIELDS = tuple(field.name for field in fields(EngineStats))
+_LARGEST = frozenset({"kv_eviction_horizon", "decode_step_seconds", "steps_total"})
+"""Of several lanes the largest figure counts, not the sum."""
+
 
 def build_stats(lanes: Sequence[StepRunner], *, num_pending: int) -> EngineStats:
     """Over all lanes. `num_pending`: commands not yet seen by the engine thread; nearly all of them are requests."""
-    schedulers = [lane.scheduler for lane in lanes]
-    blocks = [scheduler.blocks for scheduler in schedulers]
-    totals, meters = [lane.totals for lane in lanes], [lane.meter for lane in lanes]
-    speeds = [meter.prefill_tokens_per_second for meter in meters if meter.prefill_tokens_per_second is not None]
-    steps = [meter.decode_step_seconds for meter in meters if meter.decode_step_seconds is not None]
+    stats = _describe(lanes[0], num_pending)
+    for lane in lanes[1:]:
+        stats = _join(stats, _describe(lane, 0))
+    return stats
+
+
+def _describe(lane: StepRunner, num_pending: int) -> EngineStats:
+    scheduler, totals, meter = lane.scheduler, lane.totals, lane.meter
+    blocks = scheduler.blocks
     return EngineStats(
-        running_requests=sum(len(scheduler.running) + len(scheduler.receiving) for scheduler in schedulers),
-        queued_requests=sum(scheduler.num_waiting for scheduler in schedulers) + num_pending,
-        running_tokens=sum(scheduler.running_tokens for scheduler in schedulers),
-        queued_prefill_tokens=sum(scheduler.queued_prefill_tokens for scheduler in schedulers),
-        kv_blocks_used=sum(space.num_held for space in blocks),
-        kv_blocks_cached=sum(space.cache.num_idle for space in blocks),
-        kv_blocks_total=sum(space.num_blocks for space in blocks),
-        kv_eviction_horizon=max(space.cache.horizon for space in blocks),
-        prefill_tokens_per_second=sum(speeds) if speeds else None,
-        decode_step_seconds=max(steps, default=None),
-        prompt_tokens_total=sum(total.prompt_tokens for total in totals),
-        cached_tokens_total=sum(total.cached_tokens for total in totals),
-        generated_tokens_total=sum(total.generated_tokens for total in totals),
-        preemptions_recompute_total=sum(scheduler.num_recomputed for scheduler in schedulers),
-        preemptions_move_total=sum(scheduler.num_moved for scheduler in schedulers),
-        steps_total=max(total.steps for total in totals),
-        prefills_local_total=sum(total.prefills_local for total in totals),
-        prefills_remote_total=sum(total.prefills_remote for total in totals),
-        prefills_fallback_total=sum(total.prefills_fallback for total in totals),
+        running_requests=len(scheduler.running) + len(scheduler.receiving),
+        queued_requests=scheduler.num_waiting + num_pending,
+        running_tokens=scheduler.running_tokens,
+        queued_prefill_tokens=scheduler.queued_prefill_tokens,
+        kv_blocks_used=blocks.num_held,
+        kv_blocks_cached=blocks.cache.num_idle,
+        kv_blocks_total=blocks.num_blocks,
+        kv_eviction_horizon=blocks.cache.horizon,
+        prefill_tokens_per_second=meter.prefill_tokens_per_second,
+        decode_step_seconds=meter.decode_step_seconds,
+        prompt_tokens_total=totals.prompt_tokens,
+        cached_tokens_total=totals.cached_tokens,
+        generated_tokens_total=totals.generated_tokens,
+        preemptions_recompute_total=scheduler.num_recomputed,
+        preemptions_move_total=scheduler.num_moved,
+        steps_total=totals.steps,
+        prefills_local_total=totals.prefills_local,
+        prefills_remote_total=totals.prefills_remote,
+        prefills_fallback_total=totals.prefills_fallback,
     )
+
+
+def _join(one: EngineStats, other: EngineStats) -> EngineStats:
+    return EngineStats(**{name: _join_figure(name, getattr(one, name), getattr(other, name)) for name in _FIELDS})
+
+
+def _join_figure(name: str, one: Any, other: Any) -> Any:
+    if one is None or other is None:
+        return one if other is None else other
+    return max(one, other) if name in _LARGEST else one + other

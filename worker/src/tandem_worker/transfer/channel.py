@@ -84,7 +84,8 @@ class Waker:
 
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._signalled = False
+        self.signalled = False
+        """To be read by the owner."""
         self._closing = threading.Lock()
 
     @property
@@ -92,25 +93,20 @@ class Waker:
         """Descriptor that is readable when the owner is to wake; -1 after `close`."""
         return self._fd
 
-    @property
-    def signalled(self) -> bool:
-        """Whether somebody wants the owner awake since it last looked."""
-        return self._signalled
-
     def wake(self) -> None:
         """Any thread. What was published before this call is seen by the owner after its next `clear`."""
-        if self._signalled:
+        if self.signalled:
             return
         with self._closing:  # the number of a closed descriptor may already be another file's
             if self._fd >= 0:
-                self._signalled = True
+                self.signalled = True
                 os.eventfd_write(self._fd, 1)
 
     def clear(self) -> None:
         """Owner only, before it looks at what was published."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._fd)
-        self._signalled = False
+        self.signalled = False
 
     def close(self) -> None:
         """Close the descriptor. May be called again, and beside `wake` on other threads."""
@@ -263,7 +259,11 @@ class Channel:
     def _send(self) -> None:
         """Until the socket is full or nothing is left; after a burst the owner first looks at what has come in."""
         burst = 0
-        while self._out or self._refill():
+        while True:
+            if not self._out:
+                if (frame := self._events.next_frame()) is None:
+                    return
+                self.queue(*frame)
             if burst >= _MAX_BURST_BYTES:
                 return
             try:
@@ -274,12 +274,6 @@ class Channel:
                 raise TransferError(f"the connection was lost: {error.strerror or error}") from error
             burst += sent
             self._drop_sent(sent)
-
-    def _refill(self) -> bool:
-        frame = self._events.next_frame()
-        if frame is not None:
-            self.queue(*frame)
-        return bool(self._out)
 
     def _drop_sent(self, sent: int) -> None:
         self.bytes_sent += sent

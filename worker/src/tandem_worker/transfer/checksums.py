@@ -6,8 +6,9 @@ even where every byte of it is right. These sums keep out accidents, not attacke
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
+from functools import partial
 
 from xxhash import xxh3_64, xxh3_64_intdigest
 
@@ -28,14 +29,11 @@ class Damage(StrEnum):
     """More tokens were cached than there are."""
 
 
-def sum_header(data: bytes | bytearray | memoryview) -> int:
-    """XXH3 (64 bits) of a frame's header, with a seed of its own."""
-    return xxh3_64_intdigest(data, _HEADER_SEED)
+sum_header: Callable[[bytes | bytearray | memoryview], int] = partial(xxh3_64_intdigest, seed=_HEADER_SEED)
+"""XXH3 (64 bits) of a frame's header, with a seed of its own."""
 
-
-def sum_body(body: bytes | bytearray | memoryview, transfer: int) -> int:
-    """Sum of a frame's body without the payload of blocks, which have sums of their own."""
-    return xxh3_64_intdigest(body, transfer)
+sum_body: Callable[[bytes | bytearray | memoryview, int], int] = xxh3_64_intdigest
+"""Sum of a frame's body, with its transfer: without the payload of blocks, which have sums of their own."""
 
 
 def sum_logits(logits: bytes | memoryview, transfer: int) -> int:
@@ -46,10 +44,10 @@ def sum_logits(logits: bytes | memoryview, transfer: int) -> int:
 def sum_blocks(blocks: Sequence[Sequence[memoryview]], transfer: int, layer: int, first: int) -> list[int]:
     """Sum of each of these consecutive blocks of the prompt in one layer, its runs one after another.
 
-    Seeded with transfer, layer and number: another seed for each block that a transfer moves.
+    All have equally many. Seeded with transfer, layer and number: another seed for each block that a transfer moves.
     """
     seed = transfer ^ layer << 32
-    if all(len(runs) == 1 for runs in blocks):
+    if len(blocks[0]) == 1:
         return [xxh3_64_intdigest(run, seed ^ index) for index, (run,) in enumerate(blocks, first)]
     return [_sum_runs(runs, seed ^ index) for index, runs in enumerate(blocks, first)]
 

@@ -42,6 +42,7 @@ VERSION = 3
 
 _FIELDS = struct.Struct("<IBxHQQ")  # length, kind, blocks in the frame, transfer, sum of the body
 _SUM = struct.Struct("<Q")
+_HEADER = struct.Struct("<IBxHQQQ")  # the same, and its sum
 _PREFILL = struct.Struct("<IIIiHH")  # tokens, cached tokens, generation, priority, bytes of request id, of salt
 _BLOCKS = struct.Struct("<HHI")  # layer, spare, first index
 _RANGE = struct.Struct("<HHII")  # layer, spare, first index, count
@@ -49,7 +50,7 @@ _DONE = struct.Struct("<I16sQ")  # cached tokens, name of the prompt, sum of the
 _ATTACH = struct.Struct("<I")  # blocks of the prompt that are wanted
 _HEARTBEAT = struct.Struct("<Q")  # progress of the engine
 
-HEADER_BYTES = _FIELDS.size + _SUM.size
+HEADER_BYTES = _HEADER.size
 _CHECKSUM_BYTES = 8
 PROMPT_NAME_BYTES = 16
 MAX_HELLO_BYTES = 16384
@@ -139,9 +140,9 @@ def decode_header(
     data: bytes | bytearray | memoryview, allowed: frozenset[FrameKind], max_body: Mapping[FrameKind, int] = MAX_BODY
 ) -> Header:
     """`allowed` are the kinds that make sense now: before HELLO only HELLO, and never the peer's own."""
-    if sum_header(data[: _FIELDS.size]) != _SUM.unpack_from(data, _FIELDS.size)[0]:
+    length, number, num_blocks, transfer, body_sum, header_sum = _HEADER.unpack_from(data)
+    if sum_header(data[: _FIELDS.size]) != header_sum:
         raise IntegrityError("the header of a frame is damaged", Damage.HEADER)
-    length, number, num_blocks, transfer, body_sum = _FIELDS.unpack_from(data)
     try:
         kind = FrameKind(number)
     except ValueError:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tandem_worker.transfer.errors import TransferError
 from tandem_worker.transfer.layout import KVLayout, KVShard
@@ -58,11 +58,11 @@ class Piece:
     """Shape of the slice of one block."""
     narrow: tuple[int, int, int] | None
     """Axis of the block's shape, first head (of this rank), number of heads; None for the whole block."""
+    num_bytes: int = field(init=False)
+    """Of all runs: asked for with every frame."""
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the slice in one block."""
-        return sum(end - start for start, end in self.runs)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_bytes", sum(end - start for start, end in self.runs))
 
 
 def locate(layout: KVLayout, shard: KVShard, slices: Slices) -> dict[int, Piece]:

@@ -38,6 +38,10 @@ class LaneRunner:
         """Whether a lane has an open choice of the request."""
         return any(lane.knows(request_id) for lane in self.lanes)
 
+    @property
+    def has_deltas(self) -> bool:
+        return any(lane.has_deltas for lane in self.lanes)
+
     def take_deltas(self) -> list[TokenDelta]:
         """What all lanes have to deliver now, in the order of the lanes."""
         return [delta for lane in self.lanes for delta in lane.take_deltas()]

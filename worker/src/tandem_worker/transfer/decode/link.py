@@ -242,7 +242,8 @@ class PrefillLink:
             return
         if payload_bytes != blocks.count * self._pieces[blocks.layer].num_bytes:
             raise TransferError(f"the peer sent a BLOCKS frame of {header.length} bytes, which {blocks} does not take")
-        self._note_start(attempt)
+        if attempt.started_at is None:
+            self._note_start(attempt)
         started = self._clock()
         landed = self._land(channel, attempt, blocks, block_ids, sums, writer)
         ended = self._clock()

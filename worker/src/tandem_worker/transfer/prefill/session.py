@@ -36,6 +36,10 @@ _FROM_DECODE = frozenset({FrameKind.PREFILL, FrameKind.ATTACH, FrameKind.RESEND,
 _HELLO = frozenset({FrameKind.HELLO})
 _ACKNOWLEDGE_SECONDS = 30.0
 """A peer that was sent everything and does not answer for this long is hung: its connection is dropped."""
+_GATHERED_SECONDS = 0.004
+_GATHERED_BYTES = 256 << 10
+"""Layers that are done sooner after one another, and are no more than this, are sent together: of a short prompt each
+would wake a thread here and one of the peer's."""
 _MAX_STRAYS = 4096
 """Frames about orders that are not open, since the last good order: some are late, so many are a flood."""
 
@@ -67,6 +71,7 @@ class Session:
         self._engine = engine
         self._outbox = outbox
         self._space = space
+        self._last_layer = space.shard.layers[-1]
         self._identity = identity
         self._draining = draining
         self._totals = totals
@@ -80,6 +85,9 @@ class Session:
         self._flow = FlowWatch(timeouts.stall)
         self._num_strays = 0
         self._reported: deque[ReadyBlocks | Ended] = deque()
+        self._gathered_since = 0.0
+        self._gathered_bytes = 0
+        """Of blocks in `_reported` that nobody has woken this thread for."""
         self._to_send: deque[ReadyBlocks] = deque()
         self._to_finish: deque[Outgoing] = deque()
         self._orders: dict[int, Outgoing] = {}
@@ -148,12 +156,20 @@ class Session:
     # outbox.Reader
 
     def take(self, ready: ReadyBlocks) -> None:
-        self._post(ready)
+        """Under the outbox's lock. Every report ends with the last layer, for which nothing waits."""
+        self._reported.append(ready)
+        layer, now = ready.blocks.layer, self._clock()
+        if layer in self._pieces:
+            self._gathered_bytes += ready.blocks.count * self._pieces[layer].num_bytes
+        late = now - self._gathered_since >= _GATHERED_SECONDS
+        if late or self._gathered_bytes >= _GATHERED_BYTES or layer == self._last_layer:
+            self._gathered_since, self._gathered_bytes = now, 0
+            self._waker.wake()
 
     def closed(self, transfer: int) -> None:
         self._post(Ended(transfer, "the order has ended at the first rank"))
 
-    def _post(self, event: ReadyBlocks | Ended) -> None:
+    def _post(self, event: Ended) -> None:
         self._reported.append(event)
         self._waker.wake()
 
