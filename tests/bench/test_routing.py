@@ -9,7 +9,7 @@ import pytest
 from bench.routing.fleet import Fleet
 from bench.routing.policies import LeastTokens, PerfectGreedy, RoundRobin, SessionHash, Tandem
 from bench.routing.simulate import Replay, replay
-from bench.routing.workload import Arrival, make_conversations, multiply, offered_tokens, read_trace
+from tandem_sim.traces import Arrival, make_conversations, multiply, offered_tokens, read_trace
 
 KV = 1 << 18
 RATE = 8000.0
