@@ -65,20 +65,22 @@ def build_constant(seconds: float, *, settle: float = 300.0) -> Shape:
 def play(recording: Sequence[Arrival], shape: Shape, load: float) -> list[Arrival]:
     """The recording at `load` times the shape's intensity. Independent copies of it run beside one another, each from
     another place, and as often as the shape lasts."""
-    times = np.array([at for at, _ in shape.points])
-    values = np.array([value for _, value in shape.points])
-    grid = np.unique(np.concatenate([np.arange(0.0, times[-1], 1.0), times]))
+    times: NDArray[np.float64] = np.array([at for at, _ in shape.points])
+    values: NDArray[np.float64] = np.array([value for _, value in shape.points])
+    moments_known = {second * 1.0 for second in range(ceil(shape.seconds))} | {at for at, _ in shape.points}
+    grid: NDArray[np.float64] = np.array(sorted(moments_known))
     intensity = np.interp(grid, times, values)
     area = np.concatenate([[0.0], np.cumsum((intensity[1:] + intensity[:-1]) / 2 * np.diff(grid))])
     copies = max(1, ceil(load))
     base = multiply(list(recording), copies, 1.0) if copies > 1 else list(recording)
+    last = float(area[-1])
     pace = load / copies
     span = max(arrival.at for arrival in recording) + 1
-    rounds = ceil(area[-1] * pace / span)
+    rounds = ceil(last * pace / span)
     if rounds > 1:
         base = _repeat(base, rounds, span)
     at: NDArray[np.float64] = np.array([arrival.at for arrival in base]) / pace
-    kept = int(np.searchsorted(at, area[-1]))
+    kept = sum(arrival.at <= last * pace for arrival in base)
     moments = np.interp(at[:kept], area, grid)
     return [
         Arrival(float(moment), arrival.prompt, arrival.output, arrival.blocks, arrival.session)

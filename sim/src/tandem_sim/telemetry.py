@@ -28,7 +28,7 @@ class Telemetry:
         self._tokens = self._seconds = 0.0
         """Computed by prefill workers and the time they took, older ones fading."""
         self._at = 0.0
-        self._busy: dict[str, float] = {}
+        self._busy: dict[Role, dict[str, float]] = {}
         self._links: dict[str, float] = {}
 
     def arrive(self, flight: Flight) -> None:
@@ -64,17 +64,18 @@ class Telemetry:
         roles: dict[Role, RoleState] = {}
         for role, pool in self._pools.items():
             ready = pool.ready
-            busy = self._read_busy(ready, now)
+            busy = self._read_busy(role, ready, now)
             if role is Role.PREFILL:
                 roles[role] = self._observe_prefill(pool, ready, busy, passed, held_requests, int(held_tokens * share))
             else:
                 roles[role] = self._observe_decode(pool, ready, busy, passed)
         return Snapshot(at=now, roles=roles, counters=counters)
 
-    def _read_busy(self, ready: list[AnyWorker], now: float) -> float:
+    def _read_busy(self, role: Role, ready: list[AnyWorker], now: float) -> float:
         """Seconds that the ready workers have computed since the last look, together."""
-        before, self._busy = self._busy, {worker.name: worker.busy(now) for worker in ready}
-        return sum(seconds - before.get(name, 0.0) for name, seconds in self._busy.items())
+        before = self._busy.get(role, {})
+        self._busy[role] = {worker.name: worker.busy(now) for worker in ready}
+        return sum(seconds - before.get(name, 0.0) for name, seconds in self._busy[role].items())
 
     def _observe_prefill(
         self, pool: RolePool, ready: list[AnyWorker], busy: float, passed: float, held_requests: int, held_tokens: int

@@ -73,6 +73,17 @@ class ScalingSpec:
     behavior: Behavior = field(default_factory=Behavior)
     tuning: Tuning = field(default_factory=Tuning)
 
+    def __post_init__(self) -> None:
+        """Raises ValueError where no number of replicas would do."""
+        for role, own in self.roles.items():
+            if not 1 <= own.min <= own.max:
+                raise ValueError(f"{role.value}: min ({own.min}) must be at least 1 and at most max ({own.max})")
+        least = sum(own.min * own.gpus for own in self.roles.values())
+        if self.gpu_budget is not None and least > self.gpu_budget:
+            raise ValueError(f"the minimums take {least} GPUs, and gpuBudget is {self.gpu_budget}: raise it to {least}")
+        if self.min_ratio > self.max_ratio:
+            raise ValueError(f"the least ratio ({self.min_ratio}) exceeds the largest ({self.max_ratio})")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleState:
