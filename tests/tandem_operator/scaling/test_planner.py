@@ -207,9 +207,9 @@ def test_replicas_go_only_after_the_window_and_only_with_one_to_spare() -> None:
     history = make_history(1.0, prefills=8, decodes=4)
     fleet = history.snapshots[-1]
     assert decide(history).replicas[P] < 8
-    lately = history.record(Decision(at=fleet.at - 100, roles={}, needs={P: 7, D: 4}))
+    lately = history.record(Decision(at=fleet.at - 200, roles={}, needs={P: 7, D: 4}))
     assert plan(SPEC, fleet, lately, fleet.at).replicas == {P: 7, D: 4}
-    before = history.record(Decision(at=fleet.at - 200, roles={}, needs={P: 7, D: 4}))
+    before = history.record(Decision(at=fleet.at - 310, roles={}, needs={P: 7, D: 4}))
     assert plan(SPEC, fleet, before, fleet.at).replicas == decide(history).replicas
     eager = replace(SPEC, behavior=Behavior(scale_down_seconds=60.0))
     assert plan(eager, fleet, lately, fleet.at).replicas == decide(history).replicas

@@ -65,7 +65,8 @@ def plan(spec: ScalingSpec, fleet: Snapshot | None, history: History, now: float
     up = _size(spec, fleet, history, load, velocity, room, now, deviations=z, ahead=True)
     down = _size(spec, fleet, history, load, velocity, room, now, deviations=z + DOWN_DEVIATIONS, ahead=False)
     needs = {role: max(up[role].replicas, down[role].replicas) for role in up}
-    since = now - spec.behavior.scale_down_seconds
+    falls = load.tokens.falls or load.requests.falls
+    since = now - (spec.behavior.falling_seconds if falls else spec.behavior.scale_down_seconds)
     wishes: dict[Role, Wish] = {}
     for role, wish in up.items():
         present = fleet.roles[role].replicas
@@ -141,6 +142,7 @@ def read_load(spec: ScalingSpec, history: History) -> Load | None:
             ahead=tokens.ahead * share,
             deviation=tokens.deviation * share,
             jumped=tokens.jumped,
+            falls=tokens.falls,
         ),
         prompts=Prompts(tokens=mean, uncached=mean * share, squares=squares * share * share),
         answers=Answers(

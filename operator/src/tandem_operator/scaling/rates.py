@@ -23,6 +23,9 @@ JUMP_DEVIATIONS = 4.0
 JUMP_SHARE = 1.3
 """A jump is at least so much more than the mean, however sure it is."""
 TREND_DEVIATIONS = 2.0
+FALL_DEVIATIONS = 3.0
+FALL_SHARE = 0.15
+"""Of the mean, in `TREND_SECONDS`: replicas go sooner only where demand falls for good."""
 
 Point = tuple[float, float]
 """A time and a total up to it."""
@@ -39,6 +42,8 @@ class Rate:
     deviation: float
     """Standard deviation of `now`."""
     jumped: bool
+    falls: bool = False
+    """It goes down, and chance does not explain it."""
 
 
 def estimate_rate(points: Sequence[Point], diffusion: float, lead: float, tuning: Tuning) -> Rate | None:
@@ -57,14 +62,17 @@ def estimate_rate(points: Sequence[Point], diffusion: float, lead: float, tuning
         rate, window = jump
         return Rate(now=rate, ahead=rate, deviation=sqrt(diffusion * rate / max(mean, 1e-9) / window), jumped=True)
     now = ahead = mean
+    falls = False
     if tuning.trend:
         slope, middle, centre = _fit(points, TREND_SECONDS)
-        if abs(slope) > TREND_DEVIATIONS * sqrt(12 * diffusion / TREND_SECONDS**3):
+        noise = sqrt(12 * diffusion / TREND_SECONDS**3)
+        if abs(slope) > TREND_DEVIATIONS * noise:
             recent, _, _ = _fit(points, TREND_SECONDS / 2)
             slope = min(slope, max(0.0, recent)) if slope > 0 else max(slope, min(0.0, recent))
             now = max(0.0, middle + slope * (end - centre)) if slope else mean
+            falls = slope * TREND_SECONDS < -FALL_SHARE * middle and -slope > FALL_DEVIATIONS * noise
             ahead = now + max(0.0, slope) * lead
-    return Rate(now=now, ahead=ahead, deviation=deviation, jumped=False)
+    return Rate(now=now, ahead=ahead, deviation=deviation, jumped=False, falls=falls)
 
 
 def mean_over(points: Sequence[Point], seconds: float) -> float | None:
