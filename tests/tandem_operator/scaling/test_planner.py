@@ -209,7 +209,7 @@ def test_replicas_go_only_after_the_window_and_only_with_one_to_spare() -> None:
     assert decide(history).replicas[P] < 8
     lately = history.record(Decision(at=fleet.at - 200, roles={}, needs={P: 7, D: 4}))
     assert plan(SPEC, fleet, lately, fleet.at).replicas == {P: 7, D: 4}
-    before = history.record(Decision(at=fleet.at - 310, roles={}, needs={P: 7, D: 4}))
+    before = history.record(Decision(at=fleet.at - 610, roles={}, needs={P: 7, D: 4}))
     assert plan(SPEC, fleet, before, fleet.at).replicas == decide(history).replicas
     eager = replace(SPEC, behavior=Behavior(scale_down_seconds=60.0))
     assert plan(eager, fleet, lately, fleet.at).replicas == decide(history).replicas
@@ -227,7 +227,13 @@ def test_counters_that_went_back_are_no_demand() -> None:
 @settings(max_examples=6, deadline=None)
 @given(st.integers(0, 1000), st.floats(1.0, 6.0))
 def test_no_reversal_under_steady_noisy_load(seed: int, load: float) -> None:
-    """Poisson arrivals of unequal prompts for half an hour; after five minutes the direction never changes twice."""
+    """Half an hour, the first five minutes left out: at most one change of direction per ten minutes."""
+    for changes in run_steady(seed, load).values():
+        assert sum(one != other for one, other in pairwise(changes)) <= 2
+
+
+def run_steady(seed: int, load: float) -> dict[Role, list[int]]:
+    """Poisson arrivals of unequal prompts; the directions in which each role's replicas changed."""
     chance = random.Random(seed)
     scaler = Autoscaler(SPEC)
     replicas = {P: 4, D: 2}
@@ -263,5 +269,4 @@ def test_no_reversal_under_steady_noisy_load(seed: int, load: float) -> None:
             if count != replicas[role] and now >= 300:
                 signs[role].append(1 if count > replicas[role] else -1)
         replicas = wanted or replicas
-    for changes in signs.values():
-        assert sum(one != other for one, other in pairwise(changes)) <= 3
+    return signs

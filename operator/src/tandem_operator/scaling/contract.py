@@ -37,7 +37,7 @@ class RoleSpec:
 class Behavior:
     """How eagerly replicas follow."""
 
-    scale_down_seconds: float = 300.0
+    scale_down_seconds: float = 600.0
     """Replicas go only once nothing has asked for them for so long: the stabilization window."""
     falling_seconds: float = 60.0
     """The window while demand falls, and chance does not explain it."""

@@ -9,7 +9,7 @@ from tandem_api.names import Role
 
 from tandem_operator.scaling.contract import Decision, Snapshot
 
-KEPT_SECONDS = 600.0
+KEPT_SECONDS = 900.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from tandem_operator.scaling.sizing import (
 
 DOWN_DEVIATIONS = 1.0
 """Standard deviations that scaling down adds to those of scaling up."""
-DRAIN_SECONDS = 40.0
+DRAIN_SECONDS = 20.0
 """In which a backlog is worked off once all replicas are there."""
 FEWEST_REQUESTS = 20
 """Below which the last minutes tell nothing about requests."""

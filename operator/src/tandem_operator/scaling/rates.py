@@ -20,11 +20,13 @@ TREND_SECONDS = 240.0
 SHORT_SECONDS = (5.0, 10.0, 20.0, 40.0)
 """Windows in which a jump is looked for: a large one shows at once, a small one a little later."""
 JUMP_DEVIATIONS = 4.0
+JUMP_AHEAD = 2.0
+"""A jump that still grows is taken to go on growing for so many times what it grew between the shortest windows."""
 JUMP_SHARE = 1.3
 """A jump is at least so much more than the mean, however sure it is."""
-TREND_DEVIATIONS = 2.0
-FALL_DEVIATIONS = 3.0
-FALL_SHARE = 0.15
+TREND_DEVIATIONS = 3.0
+FALL_DEVIATIONS = 4.0
+FALL_SHARE = 0.2
 """Of the mean, in `TREND_SECONDS`: replicas go sooner only where demand falls for good."""
 
 Point = tuple[float, float]
@@ -60,6 +62,8 @@ def estimate_rate(points: Sequence[Point], diffusion: float, lead: float, tuning
     jump = _find_jump(points, mean, diffusion) if tuning.jump else None
     if jump is not None:
         rate, window = jump
+        shortest = mean_over(points, SHORT_SECONDS[0]) or rate
+        rate += JUMP_AHEAD * max(0.0, shortest - (mean_over(points, 3 * SHORT_SECONDS[0]) or rate))
         return Rate(now=rate, ahead=rate, deviation=sqrt(diffusion * rate / max(mean, 1e-9) / window), jumped=True)
     now = ahead = mean
     falls = False
