@@ -11,7 +11,7 @@ from bench.autoscaling.runs import Case, build_planner, find_static, run
 from bench.autoscaling.scenario import D, P, build_scenario
 
 SCENARIO = build_scenario("made up", make_requests(rate=4.0, seconds=600), build_profile(QWEN3_32B_FP8, H200))
-CASE = Case(scenario=SCENARIO, shape=build_ramp(warm=120.0, rise=300.0, hold=300.0), load=1.0, start_up=20.0)
+CASE = Case(scenario=SCENARIO, shape=build_ramp(warm=300.0, rise=600.0, hold=600.0), load=1.0, start_up=20.0)
 
 
 def test_a_ramp_is_attained_with_fewer_gpus_than_a_static_fleet() -> None:
