@@ -118,6 +118,10 @@ bench-operator: setup ## A thousand pods of two hundred models under the operato
 bench-routing: setup ## Conversations through the gateway's scheduling code, against other policies (TRACE=FILE)
 	@$(RUN) python -m bench.routing $(if $(TRACE),--trace $(TRACE))
 
+.PHONY: bench-autoscaling
+bench-autoscaling: setup ## The scaling planner against other policies, on replayed ramps and spikes (CONVERSATION=FILE AZURE=FILE)
+	@$(RUN) python -m bench.autoscaling $(if $(CONVERSATION),--conversation $(CONVERSATION)) $(if $(AZURE),--azure $(AZURE)) $(BENCH)
+
 .PHONY: fuzz
 fuzz: setup ## The gateway between clients and workers that send anything (FUZZ="--seconds 600 --seed 1")
 	@$(RUN) python -m bench.gateway.fuzz $(FUZZ)

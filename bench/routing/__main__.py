@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tandem_sim.traces import Arrival, make_conversations, multiply, offered_tokens, read_trace
+
 from bench.routing.decision import measure
 from bench.routing.fleet import Fleet
 from bench.routing.policies import (
@@ -26,7 +28,6 @@ from bench.routing.policies import (
     Tandem,
 )
 from bench.routing.simulate import Replay, replay
-from bench.routing.workload import Arrival, make_conversations, multiply, offered_tokens, read_trace
 
 MAX_COPIES = 4
 """Of the recording; beyond that its pace is raised. More copies would only take longer."""

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 import numpy as np
-
-from bench.routing.workload import BLOCK_TOKENS, Arrival
+from tandem_sim.traces import BLOCK_TOKENS, Arrival
 
 STEP_SECONDS = 0.01
 STEP_SECONDS_PER_ANSWER = 0.0002

@@ -12,10 +12,10 @@ import numpy as np
 from tandem_api.names import Role
 from tandem_gateway.scheduling import Choice, Demand, Scheduler, Worker
 from tandem_gateway.scheduling.prefix import CHUNK_BYTES
+from tandem_sim.traces import BLOCK_TOKENS, Arrival
 from xxhash import xxh3_64_intdigest
 
 from bench.routing.fleet import Fleet, Served
-from bench.routing.workload import BLOCK_TOKENS, Arrival
 
 TELEMETRY_SECONDS = 0.25
 _CHUNKS = BLOCK_TOKENS * 4 // CHUNK_BYTES

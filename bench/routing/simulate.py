@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+from tandem_sim.traces import Arrival
 
 from bench.routing.fleet import Fleet
 from bench.routing.policies import Policy
-from bench.routing.workload import Arrival
 
 
 @dataclass(slots=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+from tandem_sim.traces import Arrival, make_conversations, multiply, offered_tokens, read_trace
 
 from bench.routing.fleet import Fleet
 from bench.routing.policies import LeastTokens, PerfectGreedy, RoundRobin, SessionHash, Tandem
 from bench.routing.simulate import Replay, replay
-from bench.routing.workload import Arrival, make_conversations, multiply, offered_tokens, read_trace
 
 KV = 1 << 18
 RATE = 8000.0

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 WORKSPACE = ("pyproject.toml", "uv.lock", ".dockerignore")
-MEMBERS = ("api", "operator", "gateway", "worker")
+MEMBERS = ("api", "operator", "gateway", "worker", "sim")
 IGNORED = {"__pycache__", ".pytest_cache", ".ruff_cache"}
 MADE = {".pyc", ".o", ".so"}
 """Suffixes of what builds leave beside the sources: each image makes its own."""

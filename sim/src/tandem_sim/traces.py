@@ -1,15 +1,19 @@
 """What is replayed: requests with a time, a length and the blocks of their prompts.
 
-Either a trace in the format of Mooncake's (one JSON object per line: `timestamp` in ms, `input_length`,
-`output_length`, `hash_ids`, one per 512 tokens; equal leading ids are a shared prefix), or conversations made up here.
+A trace in the format of Mooncake's (one JSON object per line: `timestamp` in ms, `input_length`, `output_length`,
+`hash_ids`, one per 512 tokens; equal leading ids are a shared prefix), one in the format of Azure's (CSV with
+`TIMESTAMP`, `ContextTokens`, `GeneratedTokens`), or conversations and single requests made up here.
 """
 
 from __future__ import annotations
 
+import csv
 import json
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import datetime
+from math import log
 from pathlib import Path
 
 BLOCK_TOKENS = 512
@@ -87,3 +91,57 @@ def offered_tokens(arrivals: Iterable[Arrival]) -> float:
     """Prompt tokens per second."""
     listed = list(arrivals)
     return sum(arrival.prompt for arrival in listed) / max(1e-9, listed[-1].at - listed[0].at)
+
+
+def read_azure(path: Path) -> list[Arrival]:
+    """Requests of a trace of the Azure LLM inference dataset, which tells no prefixes."""
+    arrivals: list[Arrival] = []
+    first: datetime | None = None
+    with path.open(newline="") as lines:
+        for number, row in enumerate(csv.DictReader(lines)):
+            at = datetime.fromisoformat(row["TIMESTAMP"][:26])
+            first = first or at
+            seconds = (at - first).total_seconds()
+            arrivals.append(Arrival(seconds, int(row["ContextTokens"]), int(row["GeneratedTokens"]), (), number))
+    return sorted(arrivals, key=lambda arrival: arrival.at)
+
+
+def read(path: Path) -> list[Arrival]:
+    """A trace in either format, by its suffix: .csv is Azure's, .jsonl Mooncake's."""
+    if path.suffix == ".csv":
+        return read_azure(path)
+    if path.suffix in {".jsonl", ".json"}:
+        return spread(read_trace(path), 3.0)
+    raise ValueError(f"{path.name} is no trace that can be read: name it .jsonl (Mooncake's format) or .csv (Azure's)")
+
+
+def spread(arrivals: list[Arrival], seconds: float, seed: int = 1) -> list[Arrival]:
+    """Arrivals at random moments of the interval to which they were rounded.
+
+    Mooncake's timestamps are multiples of 3 s: as they stand, ten requests would come at once and then none.
+    """
+    chance = random.Random(seed)
+    moved = [
+        replace(arrival, at=round(arrival.at / seconds) * seconds + chance.random() * seconds) for arrival in arrivals
+    ]
+    return sorted(moved, key=lambda arrival: arrival.at)
+
+
+def make_requests(
+    *, rate: float = 5.4, seconds: float = 1800.0, prompt: float = 1000.0, output: float = 130.0, seed: int = 1
+) -> list[Arrival]:
+    """Single requests without prefixes: Poisson arrivals, log-normal lengths around these medians."""
+    chance = random.Random(seed)
+    arrivals: list[Arrival] = []
+    at = 0.0
+    while (at := at + chance.expovariate(rate)) < seconds:
+        arrivals.append(
+            Arrival(
+                at,
+                min(16_000, int(chance.lognormvariate(log(prompt), 0.9)) + 1),
+                min(1000, int(chance.lognormvariate(log(output), 0.9)) + 1),
+                (),
+                len(arrivals),
+            )
+        )
+    return arrivals

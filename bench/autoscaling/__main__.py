@@ -1,0 +1,178 @@
+"""`make bench-autoscaling`: the planner and what it is compared with, on replayed ramps and spikes.
+
+    python -m bench.autoscaling --conversation conversation_trace.jsonl --azure AzureLLMInferenceTrace_conv.csv
+
+Without traces, requests are made up. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
+
+from tandem_sim.shapes import build_ramp, build_spike
+
+from bench.autoscaling.runs import BASELINES, REFERENCES, Case, Row, build_planner, find_static, run
+from bench.autoscaling.scenario import Scenario, load_scenarios
+from bench.autoscaling.studies import ABLATIONS, run_ablation, run_ceiling, run_overload, run_speed, run_split
+
+Files = tuple[Path | None, Path | None]
+SECTIONS = ("ramps", "spikes", "ablation", "overload", "split", "speed")
+GOOD = 0.96
+"""The attainment below which a static fleet is no comparison."""
+
+
+def main() -> None:
+    options = _build_parser().parse_args()
+    files = options.conversation, options.azure
+    result: dict[str, object] = {"traces": [str(file.name) if file else "made up" for file in files]}
+    with ProcessPoolExecutor(options.processes) as pool:
+        share = partial(_share, pool)
+        for section in options.only:
+            result[section] = globals()[f"_compare_{section}"](share, files, options)
+    print(json.dumps(result))
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench.autoscaling", description=__doc__.splitlines()[0])
+    parser.add_argument("--conversation", type=Path, help="a trace in Mooncake's format")
+    parser.add_argument("--azure", type=Path, help="a trace in Azure's format")
+    parser.add_argument(
+        "--loads", type=_numbers, default=[1.0, 2.0, 4.0], metavar="N,N", help="of the trace's own pace"
+    )
+    parser.add_argument("--starts", type=_numbers, default=[15.0, 45.0, 180.0], metavar="N,N", help="start-up seconds")
+    parser.add_argument("--only", type=lambda text: text.split(","), default=list(SECTIONS), metavar="SECTION,..",
+                        help=f"of {', '.join(SECTIONS)}")  # fmt: skip
+    parser.add_argument("--processes", type=int, default=2)
+    return parser
+
+
+def _numbers(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
+
+
+def _share(pool: ProcessPoolExecutor, work: Callable[..., Row], calls: Sequence[tuple[object, ...]]) -> list[Row]:
+    return list(pool.map(work, *zip(*calls, strict=True)))
+
+
+Share = Callable[[Callable[..., Row], Sequence[tuple[object, ...]]], list[Row]]
+
+
+# what one process does
+
+
+def _find(files: Files, trace: str) -> Scenario:
+    return load_scenarios(*files)[trace]
+
+
+def run_ramp(files: Files, trace: str, load: float, policy: str) -> Row:
+    case = Case(scenario=_find(files, trace), shape=build_ramp(), load=load)
+    return _run_named(case, policy)
+
+
+def run_spike(files: Files, trace: str, start_up: float, policy: str) -> Row:
+    case = Case(scenario=_find(files, trace), shape=build_spike(), load=2.0, start_up=start_up)
+    if policy == "ceiling":
+        return {"policy": policy, **run_ceiling(case)}
+    return _run_named(case, policy)
+
+
+def _run_named(case: Case, policy: str) -> Row:
+    if policy == "static":
+        name, row = find_static(case, GOOD)
+        return {"policy": name, **row}
+    if policy == "planner":
+        return {"policy": policy, **run(case, lambda scenario, _: build_planner(scenario))[0]}
+    return {"policy": policy, **run(case, {**BASELINES, **REFERENCES}[policy])[0]}
+
+
+# sections
+
+
+def _compare_ramps(share: Share, files: Files, options: argparse.Namespace) -> dict[str, object]:
+    cells: dict[str, object] = {}
+    names = ["planner", "told", "static", *BASELINES]
+    for trace in ("conversation", "azure"):
+        for load in options.loads:
+            rows = share(run_ramp, [(files, trace, load, name) for name in names])
+            cells[f"{trace} x{load:g}"] = {"verdict": _judge(rows), "rows": rows}
+            _print(f"ramp, {trace} x{load:g}", rows)
+            print("  " + json.dumps(_judge(rows)), flush=True)
+    return cells
+
+
+def _judge(rows: list[Row]) -> Row:
+    """The planner beside the cheapest baseline that attains as much and is as steady, and beside the told reference."""
+    own, told = rows[0], rows[1]
+    equal = [
+        row for row in rows[2:] if float(row["attainment"]) >= float(own["attainment"]) and row["reversals"] in (0, 1)
+    ]
+    good = [row for row in rows[2:] if float(row["attainment"]) >= GOOD]
+    verdict: Row = {
+        "attainment": own["attainment"],
+        "reversals": own["reversals"],
+        "of_told": round(float(own["gpu_hours"]) / float(told["gpu_hours"]), 3),
+    }
+    for name, candidates in (("as_good_and_steady", equal), (f"above_{GOOD:g}", good)):
+        if candidates:
+            best = min(candidates, key=lambda row: float(row["gpu_hours"]))
+            verdict[name] = str(best["policy"])
+            verdict[f"saved_{name}"] = round(1 - float(own["gpu_hours"]) / float(best["gpu_hours"]), 3)
+    return verdict
+
+
+def _compare_spikes(share: Share, files: Files, options: argparse.Namespace) -> dict[str, object]:
+    cells: dict[str, object] = {}
+    names = ["planner", "ceiling", "static", *(name for name in BASELINES if name.startswith(("HPA", "token")))]
+    for trace in ("conversation", "azure"):
+        for start_up in options.starts:
+            rows = share(run_spike, [(files, trace, start_up, name) for name in names])
+            cells[f"{trace}, start-up {start_up:g} s"] = rows
+            _print(f"spike, {trace}, start-up {start_up:g} s", rows)
+    return cells
+
+
+def _compare_ablation(share: Share, files: Files, options: argparse.Namespace) -> dict[str, object]:
+    rows = share(run_ablation, [(files, name) for name in ABLATIONS])
+    _print("ablation, conversation x2", rows)
+    return {str(row["policy"]): row for row in rows}
+
+
+def _compare_overload(share: Share, files: Files, options: argparse.Namespace) -> dict[str, object]:
+    rows = share(run_overload, [(files, trace) for trace in ("conversation", "azure")])
+    _print("overload: three times what the fleet can do, from 300 s on", rows)
+    return {str(row["policy"]): row for row in rows}
+
+
+def _compare_split(share: Share, files: Files, options: argparse.Namespace) -> dict[str, object]:
+    calls = [
+        (files, trace, load, prefills)
+        for trace, loads in (("conversation", (1.0, 2.0, 3.0, 4.0)), ("azure", (2.0, 4.0, 6.0, 8.0)))
+        for load in loads
+        for prefills in (0, 3, 4, 5, 6, 7)
+    ]
+    rows = share(run_split, calls)
+    _print("8 GPUs: all do both, or some prefill and the others decode", rows)
+    return {str(row["policy"]): row for row in rows}
+
+
+def _compare_speed(share: Share, files: Files, options: argparse.Namespace) -> dict[str, object]:
+    rows = share(run_speed, [(files, "recording"), (files, "1024 workers")])
+    _print("the simulator itself", rows)
+    return {str(row["policy"]): row for row in rows}
+
+
+def _print(title: str, rows: list[Row]) -> None:
+    print(f"\n{title}")
+    columns = [key for key in rows[0] if key != "policy"]
+    print(f"{'':40}" + "".join(f"{column[:11]:>12}" for column in columns))
+    for row in rows:
+        print(f"{row['policy']:40}" + "".join(f"{row.get(column, ''):>12}" for column in columns), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""Both roles at once: ratio, what transfers allow, and one budget of GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil, floor
+
+from tandem_api.names import Role
+
+from tandem_operator.scaling.contract import ScalingSpec
+
+SATURATED = 0.9
+"""Share of a link's bandwidth above which more of the other role is of no use."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """Replicas of a role, and what asks for so many."""
+
+    replicas: int
+    limit: str
+
+
+def bound(wishes: Mapping[Role, Wish], spec: ScalingSpec) -> dict[Role, Wish]:
+    """Within min and max of each role."""
+    bounded: dict[Role, Wish] = {}
+    for role, wish in wishes.items():
+        own = spec.roles[role]
+        if wish.replicas < own.min:
+            bounded[role] = Wish(replicas=own.min, limit="minimum")
+        elif wish.replicas > own.max:
+            bounded[role] = Wish(replicas=own.max, limit="maximum")
+        else:
+            bounded[role] = wish
+    return bounded
+
+
+def limit_transfer(
+    wishes: Mapping[Role, Wish], *, share: float | None, prefills: int, decodes: int
+) -> dict[Role, Wish]:
+    """No more prefill replicas than decode replicas' links take in, where those are full.
+
+    `share` is that of the busiest link while `prefills` fed `decodes`. More decode replicas bring more links.
+    """
+    result = dict(wishes)
+    if share is None or share < SATURATED or not decodes or Role.PREFILL not in wishes or Role.DECODE not in wishes:
+        return result
+    useful = max(1, floor(prefills / decodes / share * wishes[Role.DECODE].replicas))
+    if wishes[Role.PREFILL].replicas > useful:
+        links = ceil(wishes[Role.PREFILL].replicas * share * decodes / max(1, prefills))
+        result[Role.DECODE] = Wish(replicas=max(links, wishes[Role.DECODE].replicas), limit="KV transfer")
+        result[Role.PREFILL] = Wish(
+            replicas=max(useful, min(prefills, wishes[Role.PREFILL].replicas)), limit="KV transfer"
+        )
+    return result
+
+
+def limit_ratio(wishes: Mapping[Role, Wish], spec: ScalingSpec) -> dict[Role, Wish]:
+    """Raise the scarce role as far as its maximum, then cut the other one."""
+    result = dict(wishes)
+    if Role.PREFILL not in wishes or Role.DECODE not in wishes:
+        return result
+    prefill, decode = wishes[Role.PREFILL].replicas, wishes[Role.DECODE].replicas
+    if prefill > spec.max_ratio * decode:
+        raised = min(spec.roles[Role.DECODE].max, ceil(prefill / spec.max_ratio))
+        cut = max(spec.roles[Role.PREFILL].min, min(prefill, floor(spec.max_ratio * raised)))
+        return _changed(result, cut, raised, "role ratio")
+    if prefill < spec.min_ratio * decode:
+        raised = min(spec.roles[Role.PREFILL].max, ceil(spec.min_ratio * decode))
+        cut = decode if not spec.min_ratio else max(
+            spec.roles[Role.DECODE].min, min(decode, floor(raised / spec.min_ratio))
+        )  # fmt: skip
+        return _changed(result, raised, cut, "role ratio")
+    return result
+
+
+def limit_budget(wishes: Mapping[Role, Wish], spec: ScalingSpec) -> dict[Role, Wish]:
+    """Within the budget, both roles decided together: as large a share of what each wants as the scarcer one can get.
+
+    Of equal shares the one with more GPUs, then the one with more decode replicas, is taken. A role that is alone gets
+    what fits.
+    """
+    budget = spec.gpu_budget
+    cost = sum(wish.replicas * spec.roles[role].gpus for role, wish in wishes.items())
+    if budget is None or cost <= budget:
+        return dict(wishes)
+    roles = sorted(wishes, key=lambda role: role.value)
+    if len(roles) == 1:
+        role = roles[0]
+        return {role: Wish(replicas=max(spec.roles[role].min, budget // spec.roles[role].gpus), limit="GPU budget")}
+    first, second = Role.PREFILL, Role.DECODE
+    own, other = spec.roles[first], spec.roles[second]
+    best: tuple[tuple[float, int, int], int, int] | None = None
+    for count in range(own.min, wishes[first].replicas + 1):
+        rest = min(wishes[second].replicas, (budget - count * own.gpus) // other.gpus)
+        if rest < other.min:
+            break
+        share = min(count / wishes[first].replicas, rest / wishes[second].replicas)
+        key = share, count * own.gpus + rest * other.gpus, rest
+        if best is None or key > best[0]:
+            best = key, count, rest
+    assert best is not None, "the minimums fit into the budget: the spec was checked"
+    return _changed(dict(wishes), best[1], best[2], "GPU budget")
+
+
+def _changed(wishes: dict[Role, Wish], prefill: int, decode: int, limit: str) -> dict[Role, Wish]:
+    for role, count in ((Role.PREFILL, prefill), (Role.DECODE, decode)):
+        if wishes[role].replicas != count:
+            wishes[role] = Wish(replicas=count, limit=limit)
+    return wishes

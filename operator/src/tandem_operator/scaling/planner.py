@@ -1,0 +1,261 @@
+"""One decision about replicas: `(spec, fleet, history, now) → decision`. Pure and deterministic.
+
+Replicas are ordered as soon as demand asks for them, and go only once nothing has asked for them for the whole
+stabilization window, demand taken higher than for ordering: so one replica fewer still meets every target. Replicas on
+their way count as coming and never as capacity: the backlog until they are there is foreseen instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import ceil
+
+from tandem_api.names import Role
+
+from tandem_operator.scaling.contract import Decision, RoleDecision, RoleState, ScalingSpec, Snapshot
+from tandem_operator.scaling.history import History
+from tandem_operator.scaling.joint import Wish, bound, limit_budget, limit_ratio, limit_transfer
+from tandem_operator.scaling.rates import LONG_SECONDS, Rate, estimate_rate
+from tandem_operator.scaling.sizing import (
+    Answers,
+    DecodeRoom,
+    Prompts,
+    count_resident,
+    find_room,
+    fit_steps,
+    size_decode,
+    size_prefill,
+)
+
+DOWN_DEVIATIONS = 1.0
+"""Standard deviations that scaling down adds to those of scaling up."""
+DRAIN_SECONDS = 20.0
+"""In which a backlog is worked off once all replicas are there."""
+FEWEST_REQUESTS = 20
+"""Below which the last minutes tell nothing about requests."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What arrives, and what it is like."""
+
+    requests: Rate
+    tokens: Rate
+    """Uncached prompt tokens."""
+    prompts: Prompts
+    answers: Answers
+
+
+def plan(spec: ScalingSpec, fleet: Snapshot | None, history: History, now: float) -> Decision:
+    """The replicas that each role should have now. `history` has `fleet` as its newest snapshot."""
+    held = _find_obstacle(spec, fleet, now)
+    if held or fleet is None:
+        return _hold(spec, fleet, now, held)
+    load = read_load(spec, history)
+    if load is None:
+        return _hold(spec, fleet, now, "too few requests have been seen to know what they are like")
+    prefill, decode = fleet.roles[Role.PREFILL], fleet.roles[Role.DECODE]
+    velocity = prefill.tokens_per_second
+    room = _read_room(spec, fleet, history)
+    if velocity is None or room is None:
+        missing = "a prefill replica's velocity" if velocity is None else "a decode replica's step time"
+        return _hold(spec, fleet, now, f"{missing} has not been measured yet")
+    z = spec.tuning.deviations
+    up = _size(spec, fleet, history, load, velocity, room, now, deviations=z, ahead=True)
+    down = _size(spec, fleet, history, load, velocity, room, now, deviations=z + DOWN_DEVIATIONS, ahead=False)
+    needs = {role: max(up[role].replicas, down[role].replicas) for role in up}
+    falls = load.tokens.falls or load.requests.falls
+    since = now - (spec.behavior.falling_seconds if falls else spec.behavior.scale_down_seconds)
+    wishes: dict[Role, Wish] = {}
+    for role, wish in up.items():
+        present = fleet.roles[role].replicas
+        floor = max(needs[role], history.most_needed(role, since))
+        if wish.replicas > present:
+            wishes[role] = wish
+        elif floor < present:
+            limit = "stabilization" if floor > needs[role] else down[role].limit
+            wishes[role] = Wish(replicas=max(wish.replicas, floor), limit=limit)
+        else:
+            wishes[role] = Wish(replicas=present, limit="stabilization" if needs[role] < present else wish.limit)
+    wishes = limit_transfer(
+        wishes, share=decode.transfer_share, prefills=round(prefill.ready * (prefill.busy or 1)), decodes=decode.ready
+    )
+    wishes = limit_budget(bound(limit_ratio(bound(wishes, spec), spec), spec), spec)
+    inputs = {
+        "prompt_tokens_per_second": round(load.tokens.now, 1),
+        "prompt_tokens_per_second_ahead": round(load.tokens.ahead, 1),
+        "deviation": round(load.tokens.deviation, 1),
+        "prefill_tokens_per_second": round(velocity, 1),
+        "queued_tokens": float(prefill.queued_tokens),
+        "requests_per_second": round(load.requests.now, 3),
+        "output_tokens": round(load.answers.output, 1),
+        "decode_tokens_per_second": round(room.tokens_per_second(load.answers.context), 1),
+        "kv_share": round(decode.kv_tokens_used / max(1, decode.kv_tokens_total), 3),
+    }
+    roles = {
+        role: RoleDecision(
+            replicas=wish.replicas, observed=fleet.roles[role].replicas, required=up[role].replicas, limit=wish.limit
+        )
+        for role, wish in wishes.items()
+    }
+    return Decision(at=now, roles=roles, inputs=inputs, sentence=_explain(roles, inputs), needs=needs)
+
+
+def read_load(spec: ScalingSpec, history: History) -> Load | None:
+    """Rates and lengths from the counters of the last minutes."""
+    snapshots = history.snapshots
+    if len(snapshots) < 2:
+        return None
+    last = snapshots[-1]
+    begin = next((one for one in reversed(snapshots) if last.at - one.at >= 2 * LONG_SECONDS), snapshots[0])
+    old, new = begin.counters, last.counters
+    assert old is not None
+    assert new is not None
+    requests, prompts = new.requests - old.requests, new.prompt_tokens - old.prompt_tokens
+    finished, computed = new.finished - old.finished, new.computed_prompt_tokens - old.computed_prompt_tokens
+    if requests < FEWEST_REQUESTS or finished < FEWEST_REQUESTS or not computed or not prompts:
+        return None
+    share = (new.computed_tokens - old.computed_tokens) / computed
+    mean = prompts / requests
+    squares = (new.prompt_squares - old.prompt_squares) / requests
+    output = (new.output_tokens - old.output_tokens) / finished
+    lead = learn_start(last.roles[Role.PREFILL], spec) + 5.0
+    passed = last.at - begin.at
+    points = [(one.at, one.counters) for one in snapshots if one.counters is not None]
+    rate = estimate_rate([(at, float(c.requests)) for at, c in points], requests / passed, lead, spec.tuning)
+    tokens = estimate_rate(
+        [(at, float(c.prompt_tokens)) for at, c in points],
+        squares * requests / passed,
+        lead,
+        replace(spec.tuning, jump=False),
+    )
+    if rate is None or tokens is None:
+        return None
+    if rate.jumped:  # told by the number of requests: a few long prompts at once are no jump
+        deviation = tokens.deviation * rate.now / max(1e-9, requests / passed)
+        tokens = Rate(now=rate.now * mean, ahead=rate.ahead * mean, deviation=deviation, jumped=True)
+    return Load(
+        requests=rate,
+        tokens=Rate(
+            now=tokens.now * share,
+            ahead=tokens.ahead * share,
+            deviation=tokens.deviation * share,
+            jumped=tokens.jumped,
+            falls=tokens.falls,
+        ),
+        prompts=Prompts(tokens=mean, uncached=mean * share, squares=squares * share * share),
+        answers=Answers(
+            context=mean + output / 2, output=output, variation=max(0.0, squares / mean**2 - 1)
+        ),
+    )  # fmt: skip
+
+
+def learn_start(state: RoleState, spec: ScalingSpec) -> float:
+    """Seconds that a replica ordered now will take: the mean of those seen last."""
+    return sum(state.starts) / len(state.starts) if state.starts else spec.behavior.start_seconds
+
+
+def _size(
+    spec: ScalingSpec, fleet: Snapshot, history: History, load: Load, velocity: float, room: DecodeRoom, now: float,
+    *, deviations: float, ahead: bool,
+) -> dict[Role, Wish]:  # fmt: skip
+    """What demand asks of each role, with so many standard deviations of it on top."""
+    prefill, decode = fleet.roles[Role.PREFILL], fleet.roles[Role.DECODE]
+    rate = (load.tokens.ahead if ahead else load.tokens.now) + deviations * load.tokens.deviation
+    wish = Wish(replicas=size_prefill(rate, load.prompts, velocity, spec.ttft), limit="TTFT target")
+    backlog = 0.0
+    if spec.tuning.backlog:
+        backlog = foresee_backlog(spec, prefill, load, velocity, history.warming_since(Role.PREFILL), now)
+        clearing = ceil((load.tokens.now + backlog / DRAIN_SECONDS) / velocity)
+        if backlog > 0 and clearing > wish.replicas:
+            wish = Wish(replicas=clearing, limit="backlog")
+    requests = (load.requests.ahead if ahead else load.requests.now) + deviations * load.requests.deviation
+    limit = room.limit
+    if spec.tuning.joint and backlog > 0:
+        own = spec.roles[Role.PREFILL]
+        outflow = min(wish.replicas, own.max) * velocity / max(1.0, load.prompts.uncached)
+        if outflow > requests:
+            requests, limit = outflow, "prefill's outflow"
+    resident = count_resident(requests, load.answers, room, deviations)
+    if decode.kv_tokens_used > resident:
+        resident = float(decode.kv_tokens_used)
+    return {Role.PREFILL: wish, Role.DECODE: Wish(replicas=size_decode(resident, room), limit=limit)}
+
+
+def foresee_backlog(
+    spec: ScalingSpec, state: RoleState, load: Load, velocity: float, warming_since: float | None, now: float
+) -> float:
+    """Uncached tokens that will be late by the time at which a replica ordered now is ready; 0 where none will.
+
+    Until those on their way are there the ready ones work alone, then all of them.
+    """
+    slack = max(0.0, spec.ttft.limit(load.prompts.tokens) - load.prompts.uncached / velocity)
+    ready, coming = state.ready * velocity, state.replicas * velocity
+    late = max(0.0, state.queued_tokens - 0.5 * slack * ready)
+    start = learn_start(state, spec)
+    waited = 0.0 if warming_since is None else now - warming_since
+    remaining = max(0.0, start - waited) if state.warming else 0.0
+    rate = load.tokens.now
+    late = max(0.0, late + (rate - ready) * remaining)
+    return max(0.0, late + (rate - coming) * (start - remaining))
+
+
+def _read_room(spec: ScalingSpec, fleet: Snapshot, history: History) -> DecodeRoom | None:
+    samples: list[tuple[float, float]] = []
+    for snapshot in history.snapshots:
+        state = snapshot.roles.get(Role.DECODE)
+        if state is not None and state.step_seconds is not None and state.ready:
+            samples.append((state.kv_tokens_used / state.ready, state.step_seconds))
+    model = fit_steps(samples)
+    decode = fleet.roles[Role.DECODE]
+    if model is None or not decode.ready or not decode.kv_tokens_total:
+        return None
+    return find_room(model, decode.kv_tokens_total / decode.ready, spec.tpot)
+
+
+def _find_obstacle(spec: ScalingSpec, fleet: Snapshot | None, now: float) -> str:
+    """Why nothing may be decided, or empty."""
+    if fleet is None:
+        return "no gateway has told about the fleet"
+    age = now - fleet.at
+    if age > spec.behavior.stale_seconds:
+        return f"telemetry is {age:.0f} s old, and after {spec.behavior.stale_seconds:.0f} s it moves nothing"
+    if fleet.counters is None:
+        return "no gateway tells what arrives"
+    for role in (Role.PREFILL, Role.DECODE):
+        state = fleet.roles.get(role)
+        if state is None:
+            return f"nothing is known of {role.value} replicas"
+        if not state.ready:
+            return f"no {role.value} replica is ready to be measured"
+    return ""
+
+
+def _hold(spec: ScalingSpec, fleet: Snapshot | None, now: float, reason: str) -> Decision:
+    """Nothing moves."""
+    states: Mapping[Role, RoleState] = fleet.roles if fleet is not None else {}
+    roles = {
+        role: RoleDecision(replicas=state.replicas, observed=state.replicas, required=state.replicas, limit="held")
+        for role, state in states.items()
+        if role in spec.roles
+    }
+    return Decision(at=now, roles=roles, held=reason, sentence=f"Nothing moves: {reason}.")
+
+
+def _explain(roles: dict[Role, RoleDecision], inputs: dict[str, float]) -> str:
+    """For people."""
+    parts: list[str] = []
+    for role, one in sorted(roles.items(), key=lambda item: item[0].value, reverse=True):
+        if one.replicas == one.observed:
+            parts.append(f"{role.value} stays at {one.observed} ({one.limit}; demand asks for {one.required})")
+        else:
+            parts.append(f"{role.value} {one.observed} → {one.replicas} ({one.limit}; demand asks for {one.required})")
+    return (
+        f"{'; '.join(parts)}. {inputs['prompt_tokens_per_second']:.0f} prompt tokens/s arrive uncached, "
+        f"{inputs['prompt_tokens_per_second_ahead']:.0f} when a new replica is ready, "
+        f"{inputs['prefill_tokens_per_second']:.0f} per prefill replica, {inputs['queued_tokens']:.0f} queued; "
+        f"{inputs['requests_per_second']:.2f} requests/s of {inputs['output_tokens']:.0f} output tokens, "
+        f"{inputs['decode_tokens_per_second']:.0f} tokens/s per decode replica, "
+        f"KV {100 * inputs['kv_share']:.0f}% used."
+    )
