@@ -1,11 +1,14 @@
 """Two versions of the worker beside each other, their requests in turns: what a change costs.
 
-    python -m bench.engine.commits OTHER_CHECKOUT [--rounds 40]
+    python -m bench.engine.commits OTHER_CHECKOUT [--sittings 4] [--rounds 10]
 
 OTHER_CHECKOUT is a work tree of another commit (`git worktree add`) whose CPU kernels are built (`make native` there
 first). Both versions run in this environment's Python with a unified, a prefill and a decode worker each. A round
-asks both for the same thing, in alternating order; the table shows the median and the quartiles of the rounds' ratios
-this / other, in wall time and in CPU time of the workers. The last line is one JSON object.
+asks both for the same thing, in alternating order. The workers that are started first are slower at decoding, by up to
+a fifth even where both versions are the same: so both are started anew for every sitting, and take turns at being
+first. The table shows the geometric mean and the range of the sittings' median ratios this / other, in wall time and in
+CPU time of the workers; a sitting in one order and the next one in the other count as one. The last line is one JSON
+object.
 """
 
 from __future__ import annotations
@@ -54,15 +57,29 @@ class Version:
     decode: server.Worker
 
 
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Of one case in one sitting: this / other, and the medians of a request's wall seconds."""
+
+    wall: float
+    cpu: float
+    seconds: list[float]
+
+
 @contextmanager
-def version(tree: Path) -> Iterator[Version]:
+def sitting(*trees: Path) -> Iterator[list[Version]]:
+    """Workers of each tree, started in this order."""
     model = find_model()
     with ExitStack() as stack:
-        unified, prefill, decode = (
-            stack.enter_context(server.worker(role, model, "Auto", 2, tree=tree))
-            for role in ("unified", "prefill", "decode")
-        )
-        yield Version(unified, prefill, decode)
+        yield [
+            Version(
+                *(
+                    stack.enter_context(server.worker(role, model, "Auto", 2, tree=tree))
+                    for role in ("unified", "prefill", "decode")
+                )
+            )
+            for tree in trees
+        ]
 
 
 def measure(one: Version, case: Case, prompts: list[list[int]]) -> tuple[float, float]:
@@ -76,40 +93,56 @@ def measure(one: Version, case: Case, prompts: list[list[int]]) -> tuple[float, 
     return wall, sum(worker.cpu_seconds() for worker in workers) - before
 
 
+def compare(ours: Version, theirs: Version, case: Case, rounds: int, generator: random.Random) -> Figures:
+    """One case in one sitting."""
+    ratios: list[float] = []
+    cpu, wall = ([], []), ([], [])
+    for number in range(rounds + 2):
+        prompts = [[generator.randrange(VOCABULARY) for _ in range(case.prompt)] for _ in range(case.repeat)]
+        pair = [(0, ours), (1, theirs)][:: 1 if number % 2 else -1]
+        measured = {index: measure(one, case, prompts) for index, one in pair}
+        if number < 2:  # the first ones warm caches up
+            continue
+        ratios.append(measured[0][0] / measured[1][0])
+        for index in (0, 1):
+            wall[index].append(measured[index][0])
+            cpu[index].append(measured[index][1])
+    seconds = [statistics.median(values) / case.repeat for values in wall]
+    return Figures(statistics.median(ratios), sum(cpu[0]) / max(sum(cpu[1]), 1e-9), seconds)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("other", type=Path, help="checkout of the other version")
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--sittings", type=int, default=4, help="an even number; default 4")
+    parser.add_argument("--rounds", type=int, default=10, help="of each sitting; default 10")
     options = parser.parse_args()
-    generator, results = random.Random(1), {}
-    with version(HERE) as ours, version(options.other.resolve()) as theirs:
-        print(f"{'case':46} {'wall':>7} {'quartiles':>15} {'CPU':>7}   seconds", flush=True)
-        for case in CASES:
-            ratios: list[float] = []
-            seconds, cpu = ([], []), ([], [])
-            for number in range(options.rounds + 2):
-                prompts = [[generator.randrange(VOCABULARY) for _ in range(case.prompt)] for _ in range(case.repeat)]
-                pair = [(0, ours), (1, theirs)][:: 1 if number % 2 else -1]
-                measured = {index: measure(one, case, prompts) for index, one in pair}
-                if number < 2:  # the first ones warm caches up
-                    continue
-                ratios.append(measured[0][0] / measured[1][0])
-                for index in (0, 1):
-                    seconds[index].append(measured[index][0])
-                    cpu[index].append(measured[index][1])
-            low, middle, high = statistics.quantiles(ratios, n=4)
-            cpu_ratio = sum(cpu[0]) / max(sum(cpu[1]), 1e-9)
-            medians = [statistics.median(values) / case.repeat for values in seconds]
-            print(
-                f"{case.name:46} {middle:7.3f} {low:7.3f} {high:7.3f} {cpu_ratio:7.3f}   "
-                f"{medians[0]:.4f} / {medians[1]:.4f}",
-                flush=True,
-            )
-            results[case.name] = {
-                "wall": round(middle, 4), "low": round(low, 4), "high": round(high, 4), "cpu": round(cpu_ratio, 4),
-                "seconds": [round(value, 5) for value in medians],
-            }  # fmt: skip
-    print(json.dumps({"rounds": options.rounds, "ratios": results}))
+    if options.sittings < 2 or options.sittings % 2:
+        parser.error("--sittings must be an even number: each order of starting as often as the other")
+    generator = random.Random(1)
+    found: dict[str, list[Figures]] = {case.name: [] for case in CASES}
+    other = options.other.resolve()
+    for number in range(options.sittings):
+        trees = (HERE, other) if number % 2 == 0 else (other, HERE)
+        with sitting(*trees) as versions:
+            ours, theirs = versions if number % 2 == 0 else reversed(versions)
+            for case in CASES:
+                found[case.name].append(compare(ours, theirs, case, options.rounds, generator))
+    print(f"{'case':46} {'wall':>7} {'range':>15} {'CPU':>7}   seconds")
+    results: dict[str, object] = {}
+    for name, figures in found.items():
+        pairs = [statistics.geometric_mean([f.wall for f in figures[at : at + 2]]) for at in range(0, len(figures), 2)]
+        wall, cpu = (statistics.geometric_mean(values) for values in (pairs, [f.cpu for f in figures]))
+        seconds = [statistics.fmean(f.seconds[index] for f in figures) for index in (0, 1)]
+        print(
+            f"{name:46} {wall:7.3f} {min(pairs):7.3f} {max(pairs):7.3f} {cpu:7.3f}"
+            f"   {seconds[0]:.4f} / {seconds[1]:.4f}"
+        )
+        results[name] = {
+            "wall": round(wall, 4), "low": round(min(pairs), 4), "high": round(max(pairs), 4), "cpu": round(cpu, 4),
+            "seconds": [round(value, 5) for value in seconds], "sittings": [round(f.wall, 4) for f in figures],
+        }  # fmt: skip
+    print(json.dumps({"sittings": options.sittings, "rounds": options.rounds, "ratios": results}))
 
 
 if __name__ == "__main__":
