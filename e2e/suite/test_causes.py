@@ -24,7 +24,7 @@ POLICIES, BINDINGS = f"{ADMISSION}/validatingadmissionpolicies", f"{ADMISSION}/v
 WEBHOOKS = f"{ADMISSION}/validatingwebhookconfigurations"
 PRIORITIES = "/apis/scheduling.k8s.io/v1/priorityclasses"
 SETS = {"apiGroups": ["apps"], "apiVersions": ["v1"], "operations": ["CREATE", "UPDATE"], "resources": ["statefulsets"]}
-SOON = 45.0
+SOON = 90.0
 """Seconds until a cause is told, what the cluster needs to run into it included: an image, a model, an eviction."""
 
 

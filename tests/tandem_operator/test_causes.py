@@ -185,6 +185,7 @@ VOLUME = 'Usage of EmptyDir volume "models" exceeds the limit "10Gi". '
 @pytest.mark.parametrize(
     ("status", "reason", "words"),
     [
+        ({"phase": "Pending", "endedBefore": {"reason": "Evicted", "message": DISK}}, "Evicted", "made anew"),
         ({"phase": "Failed", "reason": "Evicted", "message": EVICTED}, "Evicted", "raise resources.requests.memory"),
         ({"phase": "Failed", "reason": "Evicted", "message": DISK}, "Evicted", "keep the model in a claim"),
         ({"phase": "Failed", "reason": "Evicted", "message": VOLUME}, "Evicted", "keep the model in a claim"),

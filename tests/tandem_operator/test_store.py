@@ -66,3 +66,25 @@ def test_of_a_child_that_was_created_is_known_that_it_was() -> None:
         store.put(CONFIG_MAP, pod("a", metadata={"managedFields": managed}))
         (child,) = store.children(M).values()
         assert bool(updates(child)) is known
+
+
+def test_a_pod_that_was_evicted_is_remembered_until_one_of_its_name_is_ready() -> None:
+    store = ChildStore()
+    store.put(CONFIG_MAP, pod("m"))
+
+    def seen(uid: str, **status: object) -> object:
+        store.put(POD, pod("a", metadata={"uid": uid}, **status))
+        return store.children(M)[ChildKey("Pod", "a")]["status"].get("endedBefore")
+
+    assert seen("1", phase="Running") is None
+    assert seen("1", phase="Failed", reason="Evicted", message="too much disk") is None
+    store.remove(POD, pod("a", metadata={"uid": "1"}))
+    assert seen("2", phase="Pending") == {"uid": "1", "reason": "Evicted", "message": "too much disk"}
+    assert seen("2", phase="Running") is not None
+    ready = [{"type": "Ready", "status": "True"}]
+    assert seen("2", phase="Running", conditions=ready) is None
+    assert seen("3", phase="Pending") is None
+    seen("3", phase="Failed", reason="Evicted")
+    store.remove(POD, pod("a", metadata={"uid": "3"}))
+    store.remove(CONFIG_MAP, pod("m"))
+    assert seen("4", phase="Pending") is None, "with the last child all is forgotten"

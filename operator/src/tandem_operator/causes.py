@@ -66,6 +66,7 @@ def pod_problem(pod: Manifest, *, now: datetime | None = None) -> Problem | None
             return problem
     return (
         _scheduling_problem(name, pod)
+        or _repeated_problem(name, pod)
         or _unready_problem(name, pod)
         or (None if now is None else _creation_problem(name, pod, now))
     )
@@ -83,6 +84,15 @@ def _ending_problem(name: str, pod: Manifest, now: datetime) -> Problem | None:
         " --force is safe only when the node cannot run it any more"
     )
     return Problem(reason="StuckTerminating", message=text, stalled=True)
+
+
+def _repeated_problem(name: str, pod: Manifest) -> Problem | None:
+    """The pod before it was ended by its node: this one may be about to end the same way."""
+    ended = dig(pod, "status", "endedBefore")
+    if ended is None:
+        return None
+    found = _failed_problem(name, {"status": ended}, str(ended["reason"]))
+    return Problem(reason=found.reason, message=f"{found.message}; it was made anew and is not ready yet")
 
 
 def _failed_problem(name: str, pod: Manifest, reason: str) -> Problem:

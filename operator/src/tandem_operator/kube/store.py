@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from tandem_api import names
 
+from tandem_operator.groups import is_ready
 from tandem_operator.kube.ownership import updates
 from tandem_operator.manifests import (
     DEPLOYMENT,
@@ -39,7 +40,16 @@ _LEFT_OUT = ("managedFields", "resourceVersion")
 """Of every kind: what is not read, and would make news of every change."""
 _WITH_STATUS = (STATEFUL_SET, DEPLOYMENT, POD)
 _POD_SPEC = ("readinessGates", "nodeName")
-_POD_STATUS = ("phase", "reason", "message", "conditions", "initContainerStatuses", "containerStatuses", "podIP")
+_POD_STATUS = (
+    "phase",
+    "reason",
+    "message",
+    "conditions",
+    "initContainerStatuses",
+    "containerStatuses",
+    "podIP",
+    "endedBefore",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +68,8 @@ class ChildStore:
     def __init__(self, pace: Pace | None = None) -> None:
         self._pace = pace or Pace()
         self._models: defaultdict[ModelKey, dict[ChildKey, bytes]] = defaultdict(dict)
+        self._ends: dict[tuple[ModelKey, str], Manifest] = {}
+        """How pods ended that their nodes ended, by name, until one of that name is ready."""
 
     def children(self, model: ModelKey) -> dict[ChildKey, Manifest]:
         """Copies of all children of a model."""
@@ -77,6 +89,8 @@ class ChildStore:
         """Keep a child; None for an object without a model."""
         if (model := model_of(manifest)) is None:
             return None
+        if kind == POD:
+            manifest = self._with_end_before(model, manifest)
         key, packed = ChildKey(kind.name, manifest["metadata"]["name"]), _pack(kind, manifest)
         known = self._models[model].get(key)
         self._models[model][key] = packed
@@ -111,6 +125,21 @@ class ChildStore:
         children.pop(key, None)
         if not children:
             self._models.pop(model, None)
+            for ended in [ended for ended in self._ends if ended[0] == model]:
+                del self._ends[ended]
+
+    def _with_end_before(self, model: ModelKey, pod: Manifest) -> Manifest:
+        """`pod`, with `status.endedBefore` where the one of its name before was evicted or the like: a StatefulSet
+        deletes such a pod at once, and the next one knows nothing of it."""
+        key, uid = (model, str(pod["metadata"]["name"])), pod["metadata"].get("uid")
+        status: Manifest = pod.get("status") or {}
+        if status.get("phase") == "Failed" and status.get("reason") is not None:
+            self._ends[key] = {"uid": uid, "reason": status["reason"], "message": status.get("message")}
+        elif (ended := self._ends.get(key)) is not None and is_ready(pod):
+            del self._ends[key]
+        elif ended is not None and ended["uid"] != uid:
+            return pod | {"status": status | {"endedBefore": ended}}
+        return pod
 
 
 def model_of(manifest: Manifest) -> ModelKey | None:
