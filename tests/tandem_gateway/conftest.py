@@ -90,6 +90,10 @@ class FakeWorker:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     @property
+    def is_connected(self) -> bool:
+        return bool(self._tasks)
+
+    @property
     def worker(self) -> Worker:
         return Worker(name=self.name, address=f"127.0.0.1:{self.port}", role=self.role, revision=self.revision)
 

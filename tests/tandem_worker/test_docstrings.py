@@ -26,7 +26,7 @@ class Class:
     bases: list[str]
     methods: dict[str, Function] = field(default_factory=dict)
     members: set[str] = field(default_factory=set)
-    """Methods, annotated fields, and what `__init__` sets."""
+    """Methods, fields, and what `__init__` sets."""
 
 
 def read_class(place: str, node: ast.ClassDef) -> Class:
@@ -44,6 +44,8 @@ def read_class(place: str, node: ast.ClassDef) -> Class:
                 }
         elif isinstance(child, ast.AnnAssign) and isinstance(child.target, ast.Name):
             found.members.add(child.target.id)
+        elif isinstance(child, ast.Assign):
+            found.members |= {target.id for target in child.targets if isinstance(target, ast.Name)}
     found.members |= found.methods.keys()
     return found
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, cast
 
 import orjson
 
 MAX_EVENT_BYTES = 4 * 1024 * 1024
 DONE = b"[DONE]"
-_LAST_EVENTS = (
-    b"event: response.completed\n", b"event: response.incomplete\n", b"event: response.failed\n",
-    b"event: message_stop\n",
-)  # fmt: skip
+_LAST_EVENT = re.compile(rb"event: (?:response\.(?:completed|incomplete|failed)|message_stop)\n")
 """With which streams of the Responses API and the Messages API end."""
-_FAILURES = (b"event: response.failed\n", b"event: error\n")
+_FAILURE = re.compile(rb'data: ?\{"error"|event: (?:response\.failed|error)\n')
 
 
 class EventTooLarge(Exception):
@@ -67,13 +65,12 @@ class EventStream:
     @property
     def done(self) -> bool:
         """The stream said that it is complete."""
-        return self._last.rstrip().endswith(DONE) or any(name in self._last for name in _LAST_EVENTS)
+        return self._last.rstrip().endswith(DONE) or _LAST_EVENT.search(self._last) is not None
 
     @property
     def failed(self) -> bool:
         """The worker itself ended the stream with an error event."""
-        last = self._last
-        return b'data: {"error"' in last or b'data:{"error"' in last or any(name in last for name in _FAILURES)
+        return _FAILURE.search(self._last) is not None
 
 
 def find_usage(tail: bytes) -> dict[str, Any] | None:

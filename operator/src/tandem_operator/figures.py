@@ -15,8 +15,8 @@ from tandem_api.inferencemodel import Canary, CanaryFigures
 from tandem_api.names import Role
 from tandem_api.quantities import parse_duration
 
-from tandem_operator.fleet import STALE_SECONDS
-
+STALE_SECONDS = 45.0
+"""A gateway's report older than this says nothing any more."""
 Counter = tuple[str, float, str, str]
 """Gateway, when it started, worker, address: the counts of a worker that any of these parts from another."""
 

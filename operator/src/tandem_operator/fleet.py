@@ -18,12 +18,11 @@ from tandem_api.fleet import FLEET_PATH, FleetReport, WorkerReport
 from tandem_api.names import GATEWAY_METRICS_PORT
 
 from tandem_operator import metrics
+from tandem_operator.figures import STALE_SECONDS
 from tandem_operator.manifests import ModelKey
 from tandem_operator.workqueue import WorkQueue
 
-FAST_SECONDS, SLOW_SECONDS = 2.0, 15.0
-STALE_SECONDS = 3 * SLOW_SECONDS
-"""A report older than this says nothing any more."""
+FAST_SECONDS, SLOW_SECONDS = 2.0, STALE_SECONDS / 3
 MAX_BYTES = 1024 * 1024
 """Of one report: some thousand workers."""
 ANSWER_SECONDS = 3.0

@@ -246,8 +246,10 @@ async def test_a_machine_that_vanishes_is_noticed_while_it_answers(
 
 
 async def test_a_lack_of_descriptors_is_not_the_workers_fault(start_gateway, start_worker, chat, until) -> None:
-    worker = await start_worker()
+    worker = await start_worker(card={"max_model_len": 4096})
     running = await start_gateway(worker)
+    await until(lambda: running.server.card.facts)  # nothing opens or closes a connection meanwhile
+    await until(lambda: not worker.is_connected)
     reader, writer = await running.connect()
     await until(lambda: running.gateway.connections)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -103,6 +103,7 @@ class StepRunner:
 
     @property
     def has_deltas(self) -> bool:
+        """Whether there is something to deliver."""
         return bool(self.deltas)
 
     def take_deltas(self) -> list[TokenDelta]:

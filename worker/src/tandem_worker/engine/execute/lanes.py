@@ -40,6 +40,7 @@ class LaneRunner:
 
     @property
     def has_deltas(self) -> bool:
+        """Whether a lane has something to deliver."""
         return any(lane.has_deltas for lane in self.lanes)
 
     def take_deltas(self) -> list[TokenDelta]:

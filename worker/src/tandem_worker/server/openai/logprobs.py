@@ -15,7 +15,9 @@ from tandem_worker.server.pacing import Steps
 class TokenNames(Protocol):
     """How tokens are written: as their bytes, or otherwise."""
 
-    def token_bytes(self, token_id: int) -> bytes: ...
+    def token_bytes(self, token_id: int) -> bytes:
+        """What stands for a token of this id."""
+        ...
 
 
 FLOOR = -9999.0
