@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
-
 from tandem_api.names import Role
+from tandem_api.version import VERSION
 
 from tandem_gateway.errors import NoEndpoint, ShuttingDown
 from tandem_gateway.scheduling import Scheduler, missing_role
 
 HEALTH = frozenset(("/health", "/ping"))
 OWN_PATHS = HEALTH | {"/version", "/load"}
-_VERSION = version("tandem-gateway")
 
 
 def answer_own(path: str, scheduler: Scheduler, *, in_flight: int, draining: bool) -> object:
@@ -22,7 +20,7 @@ def answer_own(path: str, scheduler: Scheduler, *, in_flight: int, draining: boo
         NoEndpoint: it is, but there is nobody to answer them.
     """
     if path == "/version":
-        return {"version": _VERSION}
+        return {"version": VERSION}
     if path == "/load":
         return {"server_load": in_flight}
     if draining:

@@ -10,7 +10,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
 from typing import Any, Protocol
 
 from starlette.routing import Route, Router
@@ -19,6 +18,7 @@ from tandem_api import names
 from tandem_api.launch import WorkerConfig
 from tandem_api.names import Role
 from tandem_api.openai import error_body
+from tandem_api.version import VERSION
 
 from tandem_worker.engine.contract import Engine
 from tandem_worker.engine.errors import RequestError
@@ -43,7 +43,7 @@ from tandem_worker.server.text.output import Usage
 _log = logging.getLogger(__name__)
 _ENDPOINT = re.compile(r"[A-Za-z0-9_.\-\[\]:]+:\d{1,5}")
 MAX_PREFILL_ENDPOINTS = 8
-_VERSION = version("tandem-worker")
+
 FAILURE_POLL_SECONDS = 0.5
 
 Handler = Callable[[Scope, Receive, Send], Awaitable[None]]
@@ -257,7 +257,7 @@ class _Api:
         await send_json(send, {})
 
     async def version(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send_json(send, {"version": _VERSION})
+        await send_json(send, {"version": VERSION})
 
     async def load(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send_json(send, {"server_load": self._state.hub.num_open})
