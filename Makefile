@@ -57,7 +57,11 @@ unit: setup ## Unit tests (no cluster, no GPU)
 .PHONY: e2e
 e2e: cluster ## The suite on a real Kubernetes; failures leave their evidence in e2e/artifacts
 	@HELM=$$($(RUN) python -c 'from e2e.cluster import connect; print(connect().helm)') \
-		$(RUN) pytest e2e/suite tests/charts --timeout 600 --durations 10 -rA --show-capture=no --tb=short
+		$(RUN) pytest e2e/suite tests/charts -m "not gitops" --timeout 600 --durations 10 -rA --show-capture=no --tb=short
+
+.PHONY: e2e-gitops
+e2e-gitops: cluster ## Flux, kstatus and Argo CD's Lua beside the cluster (builds kustomize-controller first: minutes)
+	@$(RUN) pytest e2e/suite/test_gitops.py --timeout 900 --durations 5 -rA --show-capture=no --tb=short
 
 .PHONY: test-full
 test-full: setup ## Unit tests with the slow sweeps: every family and parallel layout

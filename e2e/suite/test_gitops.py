@@ -12,6 +12,7 @@ from e2e.gitops import Flux, read_health
 from e2e.suite.conftest import ARTIFACTS
 from e2e.suite.fleet import Fleet, Say, smollm2, until
 
+pytestmark = pytest.mark.gitops
 Object = dict[str, Any]
 NO_IMAGE = "registry.invalid/no-such-image:1"
 

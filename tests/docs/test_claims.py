@@ -180,8 +180,8 @@ def test_files_and_modules_are_there(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_make_targets_and_programs_are_there(page: Path) -> None:
     text = page.read_text()
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
-    named = set(re.findall(r"(?:`|^    |^)make ([a-z-]+)", text, flags=re.MULTILINE))
+    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    named = set(re.findall(r"(?:`|^    |^)make ([a-z0-9-]+)", text, flags=re.MULTILINE))
     assert sorted(named - targets) == []
     programs = set(re.findall(r"python3? -m ((?:bench|e2e)[\w.]*)", text))
     missing = [name for name in programs if not any((ROOT / name.replace(".", "/")).glob("__main__.py"))]
