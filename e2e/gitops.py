@@ -77,11 +77,12 @@ class Flux:
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [
-                    program, f"--kubeconfig={self.fleet.cluster.kubeconfig}", "--watch-all-namespaces=false",
+                    program, "--watch-all-namespaces=false",
                     "--metrics-addr=0", f"--health-addr=127.0.0.1:{_free_port()}", "--interval-jitter-percentage=0",
                     "--requeue-dependency=2s",
                 ],
-                env=os.environ | {"RUNTIME_NAMESPACE": self.fleet.namespace},
+                env=os.environ
+                | {"RUNTIME_NAMESPACE": self.fleet.namespace, "KUBECONFIG": str(self.fleet.cluster.kubeconfig)},
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )  # fmt: skip

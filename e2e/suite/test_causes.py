@@ -82,8 +82,8 @@ FAULTS: dict[str, Fault] = {
     ),
     "runtime": Fault(reason=".*", words="none-such-runtime", decode={"runtimeClassName": "none-such-runtime"}),
     "disk": Fault(
-        reason="Evicted",
-        words="ephemeral",
+        reason="EndedByNode",  # a worker that is told to end does so well: its pod says nothing of the eviction
+        words="its node ended it",
         decode={"resources": {"requests": {"cpu": "50m"}, "limits": {"ephemeral-storage": "20Mi"}}},
     ),
     "command": Fault(reason=".*", words="/no-such-program", decode=container(command=["/no-such-program"])),

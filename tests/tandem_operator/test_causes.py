@@ -186,6 +186,7 @@ VOLUME = 'Usage of EmptyDir volume "models" exceeds the limit "10Gi". '
     ("status", "reason", "words"),
     [
         ({"phase": "Pending", "endedBefore": {"reason": "Evicted", "message": DISK}}, "Evicted", "made anew"),
+        ({"phase": "Pending", "endedBefore": {"reason": "EndedByNode", "message": None}}, "EndedByNode", "get events"),
         ({"phase": "Failed", "reason": "Evicted", "message": EVICTED}, "Evicted", "raise resources.requests.memory"),
         ({"phase": "Failed", "reason": "Evicted", "message": DISK}, "Evicted", "keep the model in a claim"),
         ({"phase": "Failed", "reason": "Evicted", "message": VOLUME}, "Evicted", "keep the model in a claim"),

@@ -84,6 +84,11 @@ def test_a_pod_that_was_evicted_is_remembered_until_one_of_its_name_is_ready() -
     ready = [{"type": "Ready", "status": "True"}]
     assert seen("2", phase="Running", conditions=ready) is None
     assert seen("3", phase="Pending") is None
+    assert seen("3", phase="Succeeded") is None, "as an evicted pod that ends well"
+    assert seen("4", phase="Pending") == {"uid": "3", "reason": "EndedByNode", "message": None}
+    seen("4", phase="Running", conditions=ready)
+    store.put(POD, pod("a", metadata={"uid": "4", "deletionTimestamp": "2026-01-01T00:00:00Z"}, phase="Succeeded"))
+    assert seen("3", phase="Pending") is None, "somebody deleted it"
     seen("3", phase="Failed", reason="Evicted")
     store.remove(POD, pod("a", metadata={"uid": "3"}))
     store.remove(CONFIG_MAP, pod("m"))

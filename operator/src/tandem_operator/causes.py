@@ -29,6 +29,7 @@ _MESSAGE_MAX = 600
 _BACKOFF_RESET = timedelta(minutes=10)
 """A container that ran this long starts with a clean slate for the kubelet."""
 OUT_OF_MEMORY = "OutOfMemory"
+ENDED_BY_NODE = "EndedByNode"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +99,11 @@ def _repeated_problem(name: str, pod: Manifest) -> Problem | None:
 def _failed_problem(name: str, pod: Manifest, reason: str) -> Problem:
     """A pod that its node has ended: evicted, shut down, not admitted. Its controller makes another one."""
     words = _short(str(dig(pod, "status", "message") or reason))
+    if reason == ENDED_BY_NODE:
+        text = (
+            "its node ended it, which evictions and shutdowns do: kubectl get events says why; an eviction for disk or"
+        )
+        return Problem(reason=reason, message=f"{name}: {text} memory wants higher limits or requests")
     if reason != "Evicted":
         return Problem(reason=reason if _REASON.fullmatch(reason) else "PodFailed", message=f"{name}: {words}")
     advice = "the node ran short; give the pod what it uses as resources.requests, or the node more"

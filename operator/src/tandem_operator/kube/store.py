@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from tandem_api import names
 
+from tandem_operator.causes import ENDED_BY_NODE
 from tandem_operator.groups import is_ready
 from tandem_operator.kube.ownership import updates
 from tandem_operator.manifests import (
@@ -129,12 +130,13 @@ class ChildStore:
                 del self._ends[ended]
 
     def _with_end_before(self, model: ModelKey, pod: Manifest) -> Manifest:
-        """`pod`, with `status.endedBefore` where the one of its name before was evicted or the like: a StatefulSet
-        deletes such a pod at once, and the next one knows nothing of it."""
+        """`pod`, with `status.endedBefore` where the node of the one before it ended that: a StatefulSet deletes such a
+        pod at once, and the next one knows nothing of it. One that ends well when it is evicted has no reason."""
         key, uid = (model, str(pod["metadata"]["name"])), pod["metadata"].get("uid")
         status: Manifest = pod.get("status") or {}
-        if status.get("phase") == "Failed" and status.get("reason") is not None:
-            self._ends[key] = {"uid": uid, "reason": status["reason"], "message": status.get("message")}
+        if status.get("phase") in ("Failed", "Succeeded") and "deletionTimestamp" not in pod["metadata"]:
+            reason = status.get("reason") or ENDED_BY_NODE
+            self._ends[key] = {"uid": uid, "reason": reason, "message": status.get("message")}
         elif (ended := self._ends.get(key)) is not None and is_ready(pod):
             del self._ends[key]
         elif ended is not None and ended["uid"] != uid:
