@@ -291,3 +291,11 @@ def test_an_answer_schema_beside_tools(compiler: GrammarCompiler, tokenizer: Any
     lark = build_grammar(FORMATS["hermes"], options, tokenizer.get_added_vocab(), answer_schema={"const": "yes"})
     grammar = compiler.compile_here(lark).new()
     assert allowed(grammar) == sorted(tokenizer.convert_tokens_to_ids(['"', "<tool_call>"]))
+
+
+def test_a_row_of_the_parser_that_is_too_long_is_the_requests_fault() -> None:
+    words = "Parser Error: Current row has 2558 items; max is 2000; consider making your grammar left-recursive"
+    found = describe_refusal(65, words)
+    assert isinstance(found, RequestError)
+    assert (found.status, found.code) == (400, "grammar_too_complex")
+    assert isinstance(describe_refusal(65, "Parser Error: token not allowed"), GrammarError)

@@ -21,7 +21,7 @@ from tandem_worker.host.errors import WorkerError
 from tandem_worker.server.structured.budget import MaskBudget
 from tandem_worker.server.structured.errors import GrammarError
 
-_LIMIT = re.compile("too (many|complex|large)")
+_LIMIT = re.compile(r"too (many|complex|large)|; max is \d")
 """In the library's words where a grammar takes more than `proving.parser_limits`: its reasons to stop do not tell that
 from a token that is forbidden."""
 
