@@ -11,7 +11,6 @@ import hashlib
 import io
 import json
 import os
-import socket
 import subprocess
 import tarfile
 import threading
@@ -78,7 +77,7 @@ class Flux:
             self._process = subprocess.Popen(
                 [
                     program, "--watch-all-namespaces=false",
-                    "--metrics-addr=0", f"--health-addr=127.0.0.1:{_free_port()}", "--interval-jitter-percentage=0",
+                    "--metrics-addr=0", "--health-addr=0", "--interval-jitter-percentage=0",
                     "--requeue-dependency=2s",
                 ],
                 env=os.environ
@@ -137,15 +136,17 @@ class Flux:
 
     def conditions(self) -> dict[str, Object]:
         """Of the Kustomization, by type."""
-        text = self._kubectl("get", f"kustomizations.{KUSTOMIZE_GROUP}", "fleet", "-o", "json")
-        return {condition["type"]: condition for condition in json.loads(text).get("status", {}).get("conditions", [])}
+        return {condition["type"]: condition for condition in self._status().get("conditions", [])}
 
     def is_done(self, revision: str) -> bool:
         """Whether all of this revision is applied and, as Flux reads it, ready."""
-        text = self._kubectl("get", f"kustomizations.{KUSTOMIZE_GROUP}", "fleet", "-o", "json")
-        status = json.loads(text).get("status", {})
+        status = self._status()
         ready = next((c for c in status.get("conditions", []) if c["type"] == "Ready"), {})
         return status.get("lastAppliedRevision") == revision and ready.get("status") == "True"
+
+    def _status(self) -> Object:
+        text = self._kubectl("get", f"kustomizations.{KUSTOMIZE_GROUP}", "fleet", "-o", "json")
+        return json.loads(text).get("status", {})
 
     def _kubectl(self, *arguments: str, stdin: str | None = None) -> str:
         return self.fleet.cluster.kubectl("-n", self.fleet.namespace, *arguments, stdin=stdin)
@@ -222,9 +223,3 @@ class _Archives:
         return revision, {
             "path": path, "url": url, "revision": revision, "digest": f"sha256:{digest}", "size": len(data),
         }  # fmt: skip
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

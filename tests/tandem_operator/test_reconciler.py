@@ -959,7 +959,8 @@ async def test_workers_are_admitted_by_the_revision_that_they_have(server: Objec
     assert f"{path}/status" in server.written
 
 
-async def test_one_model_waits_for_another(server: ObjectServer, operator: Operator) -> None:
+async def wait_for_turn(server: ObjectServer, operator: Operator) -> None:
+    """The model has something to roll, and another one has the turn."""
     await serve(server, operator)
     operator.turns.limit = 1
     assert operator.turns.ask(ModelKey("n", "other"), since="2026")
@@ -969,6 +970,10 @@ async def test_one_model_waits_for_another(server: ObjectServer, operator: Opera
     server.kept[DECODE]["status"] |= {"updateRevision": "newer"}
     await operator.look()
     assert server.conditions["Reconciling"]["reason"] == "WaitingForTurn"
+
+
+async def test_one_model_waits_for_another(server: ObjectServer, operator: Operator) -> None:
+    await wait_for_turn(server, operator)
     assert server.kept[DECODE]["spec"]["updateStrategy"]["rollingUpdate"]["partition"] == 1
     operator.turns.give_back(ModelKey("n", "other"))
     await operator.look()
@@ -977,15 +982,7 @@ async def test_one_model_waits_for_another(server: ObjectServer, operator: Opera
 
 
 async def test_a_spec_that_cannot_be_read_keeps_nobody_waiting(server: ObjectServer, operator: Operator) -> None:
-    await serve(server, operator)
-    operator.turns.limit = 1
-    assert operator.turns.ask(ModelKey("n", "other"), since="2026")
-    server.change(engine={"image": "w:2"})
-    await operator.look()
-    server.settle()
-    server.kept[DECODE]["status"] |= {"updateRevision": "newer"}
-    await operator.look()
-    assert server.conditions["Reconciling"]["reason"] == "WaitingForTurn"
+    await wait_for_turn(server, operator)
     server.change(engine={"image": "w:2", "unheardOf": True})
     await operator.look()
     operator.turns.give_back(ModelKey("n", "other"))

@@ -39,6 +39,8 @@ SERVICE = Kind("v1", "Service", "services")
 POD_DISRUPTION_BUDGET = Kind("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets")
 STATEFUL_SET = Kind("apps/v1", "StatefulSet", "statefulsets")
 DEPLOYMENT = Kind("apps/v1", "Deployment", "deployments")
+WORKLOADS = (STATEFUL_SET.name, DEPLOYMENT.name)
+"""Kinds that make pods."""
 HTTP_ROUTE = Kind("gateway.networking.k8s.io/v1", "HTTPRoute", "httproutes")
 CONTROLLER_REVISION = Kind("apps/v1", "ControllerRevision", "controllerrevisions")
 POD = Kind("v1", "Pod", "pods")

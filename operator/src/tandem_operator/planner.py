@@ -15,11 +15,10 @@ from tandem_api.names import MANAGED_BY_LABEL
 
 from tandem_operator.manifests import (
     CONFIG_MAP,
-    DEPLOYMENT,
     POD,
     ROLE,
     ROLE_BINDING,
-    STATEFUL_SET,
+    WORKLOADS,
     ChildKey,
     Manifest,
     child_key,
@@ -33,7 +32,6 @@ from tandem_operator.workloads.blueprint import COMPONENT_LABEL, config_hash
 
 Children = Mapping[ChildKey, Manifest]
 
-_WORKLOADS = (STATEFUL_SET.name, DEPLOYMENT.name)
 _ACCESS = (ROLE.name, ROLE_BINDING.name)
 
 
@@ -79,7 +77,7 @@ def plan_children(
         apply=tuple(
             child
             for key, (child, step) in steps.items()
-            if step is Step.APPLY and not (hold_workloads and key.kind in _WORKLOADS)
+            if step is Step.APPLY and not (hold_workloads and key.kind in WORKLOADS)
         ),
         waiting=tuple(key for key, (_, step) in steps.items() if step is Step.WAIT),
         taken=tuple(key for key, (_, step) in steps.items() if step is Step.TAKEN),
@@ -112,7 +110,7 @@ def own_workloads(live: Children, *, owner_uid: str) -> dict[ChildKey, Manifest]
     return {
         key: child
         for key, child in live.items()
-        if key.kind not in _WORKLOADS or (controller_of(child) or {}).get("uid") == owner_uid
+        if key.kind not in WORKLOADS or (controller_of(child) or {}).get("uid") == owner_uid
     }
 
 
@@ -138,7 +136,7 @@ def _surplus(
     rolling = {
         labels_of(child).get(COMPONENT_LABEL)
         for key, (child, step) in steps.items()
-        if key.kind in _WORKLOADS and (step is not Step.KEEP or not is_rolled_out(live[key]))
+        if key.kind in WORKLOADS and (step is not Step.KEEP or not is_rolled_out(live[key]))
     }
     rolling |= {labels_of(live[key]).get(COMPONENT_LABEL) for key in keep if key in live}
     for key, child in live.items():

@@ -57,11 +57,11 @@ from tandem_operator.kube.ownership import claim, updates
 from tandem_operator.kube.store import ChildStore
 from tandem_operator.manifests import (
     CONTROLLER_REVISION,
-    DEPLOYMENT,
     INFERENCE_MODEL,
     KIND_BY_NAME,
     POD,
     STATEFUL_SET,
+    WORKLOADS,
     ChildKey,
     Manifest,
     ModelKey,
@@ -88,7 +88,6 @@ _SOON, _OFTEN, _RARELY = 1.0, 5.0, 15.0
 """Seconds after which to look again at what no watch reports: a removal, a refusal, a deadline."""
 
 _STATUS_SECONDS = 1.0
-_WORKLOADS = (STATEFUL_SET.name, DEPLOYMENT.name)
 
 log = logging.getLogger(__name__)
 
@@ -303,7 +302,7 @@ class Reconciler:
         suspended = dig(raw, "spec", "suspend") is True
         if suspended:
             for child, workload in own_workloads(outcome.before, owner_uid=str(raw["metadata"]["uid"])).items():
-                if child.kind in (STATEFUL_SET.name, DEPLOYMENT.name) and dig(workload, "spec", "replicas") != 0:
+                if child.kind in WORKLOADS and dig(workload, "spec", "replicas") != 0:
                     async with _collecting(outcome, str(child), doing="scale"):
                         await self._scale(key, child, 0, outcome)
         generation, now = raw["metadata"]["generation"], _now()
@@ -407,7 +406,7 @@ class Reconciler:
             hold_workloads=hold,
             keep=frozenset(built.refused) | course.keep,
         )
-        workloads = [manifest for manifest in plan.apply if manifest["kind"] in _WORKLOADS]
+        workloads = [manifest for manifest in plan.apply if manifest["kind"] in WORKLOADS]
         # Pods start when all they refer to is there.
         for stage in ([manifest for manifest in plan.apply if manifest not in workloads], workloads):
             parts = await asyncio.gather(*(self._make_apart(manifest, outcome, uid=uid) for manifest in stage))

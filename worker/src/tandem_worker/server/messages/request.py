@@ -9,14 +9,9 @@ import orjson
 
 from tandem_worker.server.openai.fields import Fields, refuse, wrong_type
 from tandem_worker.server.openai.messages import MAX_MESSAGES
-from tandem_worker.server.openai.renaming import Renaming
+from tandem_worker.server.openai.renaming import EXTENSIONS, Renaming
 
-_SAME = (
-    "model", "stream", "temperature", "top_p", "top_k",
-    # Extensions
-    "seed", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens",
-    "ignore_eos", "stop_token_ids", "cache_salt", "priority", "chat_template_kwargs",
-)  # fmt: skip
+_SAME = ("model", "stream", "temperature", "top_p", "top_k", *EXTENSIONS)
 _MEDIA = {"image": "images", "document": "documents", "file": "files"}
 RENAMED: Renaming = (
     (re.compile(r"^max_completion_tokens$"), "max_tokens"),

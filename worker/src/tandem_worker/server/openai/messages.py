@@ -6,6 +6,7 @@ no other name for it), and tool messages learn the name of the function they ans
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from tandem_worker.engine.errors import RequestError
@@ -114,15 +115,22 @@ def _tool_call(fields: Fields) -> dict[str, Any]:
 
 
 def _content(fields: Fields, *, required: bool) -> str:
-    path = fields.name("content")
     value = fields.required("content") if required else fields.take("content")
+    return join_parts(value, fields.name("content"), _part)
+
+
+def join_parts(value: Any, path: str, read: Callable[[Fields], str]) -> str:
+    """A message's content: a string, or what `read` makes of each of its parts; empty where there is none.
+
+    Raises RequestError, which names the part by `path`.
+    """
     if value is None:
         return ""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
         wrong_type(path, "a string or an array of content parts", value)
-    return "".join(_part(Fields(part, f"{path}[{index}]")) for index, part in enumerate(value))
+    return "".join(read(Fields(part, f"{path}[{index}]")) for index, part in enumerate(value))
 
 
 def _part(fields: Fields) -> str:

@@ -1,4 +1,6 @@
-"""Errors of a chat that was translated from another API's request: they name the fields of that request. Pure."""
+"""What other APIs' requests share that are translated into chats: the extensions, which all of them call the same, and
+errors of the chat that name the fields of the request it comes from. Pure.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,10 @@ from collections.abc import Iterator, Sequence
 
 from tandem_worker.engine.errors import RequestError
 
+EXTENSIONS = (
+    "seed", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens",
+    "ignore_eos", "stop_token_ids", "cache_salt", "priority", "chat_template_kwargs",
+)  # fmt: skip
 Renaming = Sequence[tuple[re.Pattern[str], str]]
 """Patterns of paths, and what stands there instead."""
 

@@ -10,16 +10,14 @@ import re
 from typing import Any
 
 from tandem_worker.server.openai.fields import Fields, refuse, wrong_type
-from tandem_worker.server.openai.messages import MAX_MESSAGES
-from tandem_worker.server.openai.renaming import Renaming
+from tandem_worker.server.openai.messages import MAX_MESSAGES, join_parts
+from tandem_worker.server.openai.renaming import EXTENSIONS, Renaming
 
 _SAME = (
     "model", "stream", "temperature", "top_p", "metadata", "user", "safety_identifier", "prompt_cache_key",
     "prompt_cache_retention", "service_tier", "store", "parallel_tool_calls",
-    # Extensions
-    "seed", "stop", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
-    "min_tokens", "ignore_eos", "stop_token_ids", "cache_salt", "priority", "chat_template_kwargs",
-    "include_stop_str_in_output", "skip_special_tokens", "truncate_prompt_tokens", "allowed_token_ids",
+    *EXTENSIONS, "stop", "top_k", "include_stop_str_in_output", "skip_special_tokens", "truncate_prompt_tokens",
+    "allowed_token_ids",
 )  # fmt: skip
 _LOGPROBS = "message.output_text.logprobs"
 _INCLUDABLE = (_LOGPROBS, "reasoning.encrypted_content")
@@ -232,14 +230,7 @@ def _last_answer(messages: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _content(item: Fields, key: str) -> str:
-    value, path = item.take(key), item.name(key)
-    if value is None:
-        return ""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        wrong_type(path, "a string or an array of content parts", value)
-    return "".join(_part(Fields(part, f"{path}[{index}]")) for index, part in enumerate(value))
+    return join_parts(item.take(key), item.name(key), _part)
 
 
 def _part(part: Fields) -> str:
