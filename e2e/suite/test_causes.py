@@ -132,6 +132,8 @@ def admission(kubernetes: Kubernetes, fleet: Fleet) -> Iterator[None]:
     try:
         for path, body in ((POLICIES, policy), (BINDINGS, binding), (WEBHOOKS, hooks)):
             kubernetes.request("POST", path, body)
+        for name in ("policy-decode", "webhook-decode"):
+            until(f"{name} is refused", lambda name=name: is_refused(kubernetes, fleet, name), within=60)
         yield
     finally:
         for path in (
@@ -139,6 +141,28 @@ def admission(kubernetes: Kubernetes, fleet: Fleet) -> Iterator[None]:
             f"{PRIORITIES}/tandem-e2e-first",
         ):  # fmt: skip
             remove(kubernetes, path)
+
+
+def is_refused(kubernetes: Kubernetes, fleet: Fleet, name: str) -> bool:
+    """Whether a StatefulSet of this name would be: the API server reads policies and webhooks some time after the
+    write, and until then it lets everything pass.
+    """
+    labels = {"app": name}
+    body = {
+        "metadata": {"name": name},
+        "spec": {
+            "serviceName": name,
+            "selector": {"matchLabels": labels},
+            "template": {
+                "metadata": {"labels": labels}, "spec": {"containers": [{"name": "worker", "image": "none"}]},
+            },
+        },
+    }  # fmt: skip
+    try:
+        kubernetes.request("POST", f"/apis/apps/v1/namespaces/{fleet.namespace}/statefulsets?dryRun=All", body)
+    except ApiException as error:
+        return any(word in str(error.body) for word in ("tandem-e2e-tidy", "gone.e2e.tandem.dev"))
+    return False
 
 
 def remove(kubernetes: Kubernetes, path: str) -> None:

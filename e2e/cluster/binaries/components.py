@@ -143,6 +143,8 @@ def kubelet_config(plan: Plan) -> dict[str, Any]:
         "healthzBindAddress": "127.0.0.1",
         # How often a pod is looked at without cause, and so how soon a changed Secret is in it: a minute by default.
         "syncFrequency": "10s",
+        # How soon a pod that writes more than its limit to a volume is evicted: after a minute by default.
+        "volumeStatsAggPeriod": "10s",
         "evictionHard": {"memory.available": "200Mi", "nodefs.available": "1%", "imagefs.available": "1%"},
         # On a full disk the kubelet would delete images that nothing can download again.
         "imageGCHighThresholdPercent": 100,
