@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, FiniteFloat, NonNegativeInt
+from pydantic import Field, FiniteFloat, NonNegativeFloat, NonNegativeInt
 
 from tandem_api.base import Wire
 from tandem_api.names import Role
+from tandem_api.telemetry import WorkerTelemetry
 
 FLEET_PATH = "/fleet"
 TTFT_BOUNDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0)
@@ -35,6 +36,33 @@ class WorkerReport(Wire):
     ttft_counts: list[NonNegativeInt] = Field(default_factory=list[int])
     """Streams by the seconds from sending the request to the first token, by `TTFT_BOUNDS`, each bucket by itself.
     Answers in one piece do not tell. Empty for prefill workers."""
+    telemetry: WorkerTelemetry | None = None
+    """The last sample that this gateway has of it."""
+    telemetry_age: NonNegativeFloat | None = None
+    """Seconds since that sample was read."""
+
+
+class Traffic(Wire):
+    """Requests that one gateway has taken since it started, and those that wait in it now. Totals only grow."""
+
+    requests: NonNegativeInt = 0
+    """Arrived. One that is sent to another worker after a failure counts once."""
+    prompt_tokens: NonNegativeInt = 0
+    """Of those; estimated from bytes when they arrive."""
+    prompt_squares: NonNegativeFloat = 0.0
+    """Sum of the squares of their prompt tokens: tells how unequal they are."""
+    computed_prompt_tokens: NonNegativeInt = 0
+    """Prompt tokens of answers whose usage is known, cached ones included."""
+    computed_tokens: NonNegativeInt = 0
+    """Of those, what was not cached."""
+    finished: NonNegativeInt = 0
+    """Answers that ended well."""
+    output_tokens: NonNegativeInt = 0
+    """Of those."""
+    waiting_requests: NonNegativeInt = 0
+    """Now, for a worker to appear."""
+    waiting_tokens: NonNegativeInt = 0
+    """Prompt tokens of those."""
 
 
 class FleetReport(Wire):
@@ -51,3 +79,5 @@ class FleetReport(Wire):
     canary_percent: float | None = None
     """Share of new requests that goes to the canary's workers, as this gateway was told."""
     workers: list[WorkerReport] = Field(default_factory=list[WorkerReport])
+    traffic: Traffic | None = None
+    """Absent from gateways of a release that does not count it."""

@@ -68,7 +68,8 @@ def memory(worker: Any) -> dict[str, int]:
     processes = [worker.process.pid]
     for process in processes:
         for thread in Path(f"/proc/{process}/task").glob("*/children"):
-            processes += [int(child) for child in thread.read_text().split()]
+            with contextlib.suppress(OSError):  # threads end meanwhile
+                processes += [int(child) for child in thread.read_text().split()]
     found: Counter[str] = Counter()
     for index, process in enumerate(processes):
         with contextlib.suppress(OSError):  # ended meanwhile
