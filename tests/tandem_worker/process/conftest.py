@@ -26,17 +26,25 @@ START_SECONDS = 150
 MODEL = "tiny"
 
 
+_given: set[int] = set()
+
+
 def free_port(neighbours: int = 0) -> int:
-    """A port that nobody listens on, nor on the `neighbours` after it.
+    """A port that nobody listens on, nor on the `neighbours` after it, and that was not given before: workers bind
+    theirs seconds later. The processes of one test run have a range each.
 
     Below those that the kernel gives to outgoing connections, which would take it before the worker does.
     """
+    is_second = os.environ.get("PYTEST_XDIST_WORKER", "gw0") != "gw0"
     while True:
-        first = random.randrange(15000, 32000)
+        first = random.randrange(8500) + (23500 if is_second else 15000)
+        ports = range(first, first + 1 + neighbours)
         with contextlib.ExitStack() as held, contextlib.suppress(OSError):
-            for port in range(first, first + 1 + neighbours):
+            for port in ports:
                 held.enter_context(socket.socket()).bind(("0.0.0.0", port))
-            return first
+            if _given.isdisjoint(ports):
+                _given.update(ports)
+                return first
 
 
 def eventually(condition: Callable[[], bool], seconds: float, what: str) -> float:
