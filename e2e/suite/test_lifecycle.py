@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 
 from e2e.install import NAMESPACE, install_chart, uninstall_chart
 from e2e.suite.conftest import make_namespace
-from e2e.suite.fleet import Fleet, Kubernetes, smollm2, until
+from e2e.suite.fleet import Fleet, Kubernetes, Say, smollm2, until
 
 
 def ask(fleet: Fleet, model: str) -> str:
@@ -160,3 +161,34 @@ def test_helm_upgrade_uninstall_reinstall(main: Fleet, tandem: Any) -> None:
     main.wait_ready("main")
     assert serving() == before
     assert "Paris" in ask(main, "main")
+
+
+def test_a_pod_that_is_stopped_while_it_starts_ends_at_once(
+    kubernetes: Kubernetes, fleet: Fleet, main: Fleet, say: Say
+) -> None:
+    """Before a program has a handler for SIGTERM, process 1 would not get it, and the pod stay for its grace period."""
+    model = main.get("inferencemodels", "main")["metadata"]["name"]
+    workloads = {"worker": main.get("statefulsets", f"{model}-decode"), "gateway": main.get("deployments", model)}
+    pods, maps = (f"/api/v1/namespaces/{fleet.namespace}/{kind}" for kind in ("pods", "configmaps"))
+    slow = {"sitecustomize.py": "print('starting', flush=True)\nimport time\ntime.sleep(600)\n"}
+    kubernetes.request("POST", maps, {"metadata": {"name": "slow"}, "data": slow})
+    for name, workload in workloads.items():
+        template = workload["spec"]["template"]["spec"]
+        container = {key: template["containers"][0][key] for key in ("image", "securityContext")} | {
+            "name": name, "env": [{"name": "PYTHONPATH", "value": "/slow"}],
+            "volumeMounts": [{"name": "slow", "mountPath": "/slow"}],
+        }  # fmt: skip
+        spec = {
+            "securityContext": template["securityContext"], "containers": [container], "restartPolicy": "Never",
+            "terminationGracePeriodSeconds": 120, "volumes": [{"name": "slow", "configMap": {"name": "slow"}}],
+        }  # fmt: skip
+        kubernetes.request("POST", pods, {"metadata": {"name": name}, "spec": spec})
+        until("it starts", lambda path=f"{pods}/{name}/log": "starting" in kubernetes.request("GET", path), within=60)
+        began = time.monotonic()
+        kubernetes.request("DELETE", f"{pods}/{name}")
+        until("it is gone", lambda name=name: name not in names_of(kubernetes, pods), within=60)
+        say(f"{name} that was starting: gone after {time.monotonic() - began:.1f} s")
+
+
+def names_of(kubernetes: Kubernetes, path: str) -> set[str]:
+    return {item["metadata"]["name"] for item in kubernetes.request("GET", path)["items"]}
