@@ -218,8 +218,11 @@ def _allowed_token_ids(fields: Fields, vocab_size: int) -> tuple[int, ...] | Non
         return None
     if not value:
         refuse("allowed_token_ids", "'allowed_token_ids' must not be empty.", "empty_array")
+    # Each once: a body holds many times as many numbers as a vocabulary has tokens.
     return tuple(
-        check_integer(item, f"allowed_token_ids[{index}]", 0, vocab_size - 1) for index, item in enumerate(value)
+        dict.fromkeys(
+            check_integer(item, f"allowed_token_ids[{index}]", 0, vocab_size - 1) for index, item in enumerate(value)
+        )
     )
 
 
