@@ -1,4 +1,6 @@
-"""Grammars of calls whose parameters are not one JSON object: each parameter on its own, in the schema's order."""
+"""Schemas of parameters as parts of a grammar of calls: where they are one JSON object, and where they are not: each
+parameter on its own, in the schema's order.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +20,29 @@ MAX_PROPERTIES = 128
 """Their order is fixed and most may be left out: the grammar grows with the square of their number."""
 
 
+_DATA = frozenset({"const", "enum", "default", "examples"})
+"""Keywords whose values are no schemas."""
+_NAMED = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})
+"""Keywords whose values are schemas by name; a name is no keyword."""
+
+
+def move_references(schema: Any, root: str) -> Any:
+    """The same schema where it stands below `root` of another one: what it refers to moves along."""
+    if isinstance(schema, list):
+        return [move_references(item, root) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    moved: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
+            moved[key] = root + value[1:]
+        elif key in _NAMED and isinstance(value, Mapping):
+            moved[key] = {name: move_references(each, root) for name, each in value.items()}
+        else:
+            moved[key] = value if key in _DATA else move_references(value, root)
+    return moved
+
+
 class Parameters:
     """The parameters of one function. Raises GrammarError for a schema that is more than a list of properties."""
 
@@ -25,7 +50,7 @@ class Parameters:
         odd = schema.keys() - _ROOT_KEYS
         if odd:
             raise GrammarError(f"'{min(odd)}' cannot be enforced beside the properties in this model's format of calls")
-        self._definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        self._schema = schema
         properties, required = schema.get("properties", {}), schema.get("required", [])
         if not isinstance(properties, Mapping):
             raise GrammarError("'properties' must be an object")
@@ -46,7 +71,13 @@ class Parameters:
     def json_value(self, key: str) -> str:
         """Right side of a Lark rule for a value written as JSON."""
         schema = self.properties[key]
-        return embed_json_schema({**schema, **self._definitions} if isinstance(schema, Mapping) else {})
+        if not isinstance(schema, Mapping):
+            return embed_json_schema({})
+        root = "#/$defs/function"
+        moved = move_references(schema, root)
+        if moved != schema:  # it refers to parts of the function's schema, or to all of it
+            moved["$defs"] = {"function": move_references(self._schema, root)}
+        return embed_json_schema(moved)
 
     def sequence(self, rule_of: Callable[[str], str], separator: str = "") -> str:
         """Lark expression: the required ones and any of the others, in order. `separator` is a Lark string."""
