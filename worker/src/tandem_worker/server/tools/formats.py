@@ -17,7 +17,7 @@ from tandem_worker.server.tools.delimited import DEEPSEEK, KIMI, DelimitedParser
 from tandem_worker.server.tools.harmony import HarmonyParser
 from tandem_worker.server.tools.hermes import HermesParser
 from tandem_worker.server.tools.llama import PYTHON_TAG, LlamaParser
-from tandem_worker.server.tools.parameters import Parameters, move_references, text_value
+from tandem_worker.server.tools.parameters import Parameters, Size, move_references, text_value
 from tandem_worker.server.tools.pythonic import PythonicParser
 from tandem_worker.server.tools.xml_call import XmlParser
 
@@ -193,8 +193,9 @@ def _harmony_calls(tools: Sequence[Tool], repetition: str, write: WriteMark) -> 
 def _pythonic_calls(tools: Sequence[Tool], repetition: str, write: WriteMark) -> tuple[list[str], str]:
     more = f'(", " call){{0,{MAX_CALLS - 1}}}' if repetition else ""
     rules = [f'calls: "[" call {more} "]"', f"call: {' | '.join(f'call_{index}' for index in range(len(tools)))}"]
+    size = Size()
     for index, tool in enumerate(tools):
-        parameters = Parameters(tool.parameters)
+        parameters = Parameters(tool.parameters, size)
         keys = list(parameters.properties)
 
         def rule_of(key: str, index: int = index, keys: list[str] = keys) -> str:
@@ -221,8 +222,9 @@ def _xml_calls(tools: Sequence[Tool], repetition: str, write: WriteMark) -> tupl
     call = f'call: {write(hermes.BEGIN)} "\\n" function "\\n" {write(hermes.END)} "\\n"?'
     rules = [f"calls: call{repetition}", call, f"function: {' | '.join(f'call_{i}' for i in range(len(tools)))}"]
     end = json.dumps(f"\n{xml_call.PARAMETER_END}\n")
+    size = Size()
     for index, tool in enumerate(tools):
-        parameters = Parameters(tool.parameters)
+        parameters = Parameters(tool.parameters, size)
         keys = list(parameters.properties)
 
         def rule_of(key: str, index: int = index, keys: list[str] = keys) -> str:
