@@ -71,7 +71,7 @@ class ChildStore:
     def __init__(self, pace: Pace | None = None) -> None:
         self._pace = pace or Pace()
         self._models: defaultdict[ModelKey, dict[ChildKey, bytes]] = defaultdict(dict)
-        self._ends: dict[tuple[ModelKey, str], Manifest] = {}
+        self._ends: defaultdict[ModelKey, dict[str, Manifest]] = defaultdict(dict)
         """How pods of StatefulSets ended that their nodes ended, by name, until one of that name is ready, or wanted no
         longer."""
 
@@ -133,16 +133,15 @@ class ChildStore:
             self._forget_ends(model, json.loads(zlib.decompress(packed)), replicas=0)
         if not children:
             self._models.pop(model, None)
-            for ended in [ended for ended in self._ends if ended[0] == model]:
-                del self._ends[ended]
+            self._ends.pop(model, None)
 
     def _forget_ends(self, model: ModelKey, owner: Manifest, *, replicas: int) -> None:
         """Of pods that this StatefulSet makes no more."""
-        uid = owner["metadata"].get("uid")
-        for key, ended in list(self._ends.items()):
-            ordinal = key[1].rpartition("-")[2]
-            if key[0] == model and ended["owner"] == uid and not (ordinal.isdecimal() and int(ordinal) < replicas):
-                del self._ends[key]
+        uid, ends = owner["metadata"].get("uid"), self._ends.get(model, {})
+        for name, ended in list(ends.items()):
+            ordinal = name.rpartition("-")[2]
+            if ended["owner"] == uid and not (ordinal.isdecimal() and int(ordinal) < replicas):
+                del ends[name]
 
     def _with_end_before(self, model: ModelKey, pod: Manifest) -> Manifest:
         """`pod`, with `status.endedBefore` where the node of the one before it ended that: a StatefulSet deletes such a
@@ -150,14 +149,15 @@ class ChildStore:
         owner = controller_of(pod) or {}
         if owner.get("kind") != STATEFUL_SET.name:
             return pod  # the next one has another name
-        key, uid = (model, str(pod["metadata"]["name"])), pod["metadata"].get("uid")
+        name, uid = str(pod["metadata"]["name"]), pod["metadata"].get("uid")
+        ended = self._ends.get(model, {}).get(name)
         status: Manifest = pod.get("status") or {}
         if status.get("phase") in ("Failed", "Succeeded") and "deletionTimestamp" not in pod["metadata"]:
             reason = status.get("reason") or ENDED_BY_NODE
             message, by = status.get("message"), owner.get("uid")
-            self._ends[key] = {"uid": uid, "reason": reason, "message": message, "owner": by}
-        elif (ended := self._ends.get(key)) is not None and is_ready(pod):
-            del self._ends[key]
+            self._ends[model][name] = {"uid": uid, "reason": reason, "message": message, "owner": by}
+        elif ended is not None and is_ready(pod):
+            del self._ends[model][name]
         elif ended is not None and ended["uid"] != uid:
             return pod | {"status": status | {"endedBefore": ended}}
         return pod
