@@ -110,6 +110,15 @@ async def test_a_stream_that_breaks_ends_in_an_error_event(
     await running.idle()
 
 
+async def test_clients_of_the_messages_api_learn_that_a_stream_broke(start_gateway, start_worker, fault, chat) -> None:
+    """They pass over events without a name, and would take half an answer for all of it."""
+    running = await start_gateway(await start_worker(behaviours=[fault.stream(3, then="eof")]))
+    request = chat(stream=True).replace(b"/v1/chat/completions", b"/v1/messages")
+    _, body = await read_answer(running, request)
+    name, _, data = last_event(body).partition(b"\n")
+    assert (name, error_of(data.removeprefix(b"data: "))["code"]) == (b"event: error", "upstream_failed")
+
+
 async def test_the_workers_own_error_event_is_the_last(start_gateway, start_worker, fault, chat) -> None:
     running = await start_gateway(await start_worker(behaviours=[fault.stream(2, then="error")]))
     _, body = await read_answer(running, chat(stream=True))

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tandem_gateway import sse
-from tandem_gateway.sse import EventStream, EventTooLarge, build_event, find_usage
+from tandem_gateway.prompt import CHAT, MESSAGES, RESPONSES
+from tandem_gateway.sse import EventStream, EventTooLarge, build_failure, find_usage
 
 EVENTS = [
     b'data: {"a":1}\n\n',
@@ -62,7 +63,7 @@ def test_the_workers_own_error_event_is_recognised_and_text_about_errors_is_not(
     stream = EventStream()
     stream.feed(b'data: {"choices":[{"delta":{"content":"data: {\\"error\\""}}]}\n\n')
     assert not stream.failed
-    stream.feed(build_event({"error": {"message": "x"}}))
+    stream.feed(build_failure(CHAT, {"error": {"message": "x"}}))
     assert stream.failed
 
 
@@ -92,7 +93,14 @@ def test_no_usage_is_none(tail: bytes) -> None:
     assert find_usage(tail) is None
 
 
-def test_built_events_are_json() -> None:
-    assert json.loads(build_event({"error": {"message": "a\nb"}}).removeprefix(b"data: ")) == {
-        "error": {"message": "a\nb"}
-    }
+def test_failures_are_written_as_the_clients_of_each_api_read_them() -> None:
+    body = {"error": {"message": "a\nb"}}
+    for path in (CHAT, RESPONSES):
+        assert json.loads(build_failure(path, body).removeprefix(b"data: ")) == body
+    # Clients of this API pass over events without a name.
+    name, data, *rest = build_failure(MESSAGES, body).decode().split("\n")
+    assert (name, json.loads(data.removeprefix("data: ")), rest) == (
+        "event: error",
+        {"type": "error", **body},
+        ["", ""],
+    )

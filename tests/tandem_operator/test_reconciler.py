@@ -8,7 +8,7 @@ import base64
 import copy
 import dataclasses
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from time import time as clock
 from typing import Any
 
@@ -53,6 +53,8 @@ class ObjectServer:
         self.requests: list[tuple[str, str]] = []
         self.refuse: dict[tuple[str, str], tuple[int, str]] = {}
         """By method and end of the path: a status and what it says."""
+        self.before: Callable[[str, str], None] = lambda method, path: None
+        """Told the method and the path of a request before it has an effect."""
         self.url = ""
 
     async def handle(self, request: web.Request) -> web.Response:
@@ -61,6 +63,7 @@ class ObjectServer:
         if request.method == "POST":
             path = f"{path}/{body['metadata']['name']}"
         self.requests.append((request.method, path))
+        self.before(request.method, path)
         for (method, end), (status, message) in self.refuse.items():
             if request.method == method and path.endswith(end):
                 return web.json_response({"message": message}, status=status)
@@ -516,6 +519,27 @@ async def test_the_operators_own_status_is_no_reason_to_look(server: ObjectServe
     assert f"{MODEL}/status" in server.written
     assert operator.has_written(server.version)
     server.change(suspend=True)
+    assert not operator.has_written(server.version)
+
+
+@pytest.mark.parametrize("change", ["spec", "annotation"])
+async def test_what_changed_between_a_look_and_its_status_is_a_reason_to_look(
+    server: ObjectServer, operator: Operator, change: str
+) -> None:
+    """Its version has both, and of the one before it a watch that was away in between never tells."""
+    await operator.look()
+    server.settle()
+    await operator.look()
+    server.add_pod("m-decode-0", **container())
+
+    def meanwhile(method: str, path: str) -> None:
+        if (method, path) == ("PATCH", f"{MODEL}/status"):
+            server.before = lambda method, path: None
+            server.change(suspend=True) if change == "spec" else server.annotate(**{"rotate-keys": "now"})
+
+    server.before = meanwhile
+    await operator.look()
+    assert f"{MODEL}/status" in server.written
     assert not operator.has_written(server.version)
 
 

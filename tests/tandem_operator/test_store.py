@@ -1,9 +1,9 @@
 from __future__ import annotations
 
-from operator_objects import pod
+from operator_objects import pod, stateful_set
 from tandem_operator.kube.ownership import updates
 from tandem_operator.kube.store import ChildStore, Kept
-from tandem_operator.manifests import CONFIG_MAP, POD, ChildKey, ModelKey
+from tandem_operator.manifests import CONFIG_MAP, POD, STATEFUL_SET, ChildKey, ModelKey
 
 M = ModelKey("n", "m")
 
@@ -79,13 +79,17 @@ def test_a_pod_that_was_evicted_is_remembered_until_one_of_its_name_is_ready() -
     assert seen("1", phase="Running") is None
     assert seen("1", phase="Failed", reason="Evicted", message="too much disk") is None
     store.remove(POD, pod("a", metadata={"uid": "1"}))
-    assert seen("2", phase="Pending") == {"uid": "1", "reason": "Evicted", "message": "too much disk"}
+    assert seen("2", phase="Pending") == {
+        "uid": "1", "reason": "Evicted", "message": "too much disk", "owner": "sts-uid",
+    }  # fmt: skip
     assert seen("2", phase="Running") is not None
     ready = [{"type": "Ready", "status": "True"}]
     assert seen("2", phase="Running", conditions=ready) is None
     assert seen("3", phase="Pending") is None
     assert seen("3", phase="Succeeded") is None, "as an evicted pod that ends well"
-    assert seen("4", phase="Pending") == {"uid": "3", "reason": "EndedByNode", "message": None}
+    assert seen("4", phase="Pending") == {
+        "uid": "3", "reason": "EndedByNode", "message": None, "owner": "sts-uid",
+    }  # fmt: skip
     seen("4", phase="Running", conditions=ready)
     store.put(POD, pod("a", metadata={"uid": "4", "deletionTimestamp": "2026-01-01T00:00:00Z"}, phase="Succeeded"))
     assert seen("3", phase="Pending") is None, "somebody deleted it"
@@ -93,3 +97,40 @@ def test_a_pod_that_was_evicted_is_remembered_until_one_of_its_name_is_ready() -
     store.remove(POD, pod("a", metadata={"uid": "3"}))
     store.remove(CONFIG_MAP, pod("m"))
     assert seen("4", phase="Pending") is None, "with the last child all is forgotten"
+
+
+def owner_of(replicas: int) -> dict[str, object]:
+    found = stateful_set(replicas=replicas)
+    found["metadata"]["labels"] = {"tandem.dev/model": "m"}
+    return found
+
+
+def test_how_pods_ended_that_nobody_makes_again_is_forgotten() -> None:
+    """Names of gateways' pods never come back, and a pod that is wanted years later did not end just now."""
+
+    def evict(name: str, **metadata: object) -> None:
+        store.put(POD, pod(name, metadata={"uid": "old", **metadata}, phase="Failed", reason="Evicted"))
+        store.remove(POD, pod(name, metadata={"uid": "old"}))
+
+    def remembers(name: str) -> bool:
+        store.put(POD, pod(name, metadata={"uid": "new"}, phase="Pending"))
+        found = store.children(M)[ChildKey("Pod", name)]["status"]
+        store.remove(POD, pod(name, metadata={"uid": "new"}))
+        return "endedBefore" in found
+
+    store = ChildStore()
+    store.put(CONFIG_MAP, pod("m"))
+    store.put(STATEFUL_SET, owner_of(3))
+    replica_set = [{"kind": "ReplicaSet", "name": "m-5d", "uid": "rs", "controller": True}]
+    evict("m-5d-x", ownerReferences=replica_set)
+    assert not remembers("m-5d-x")
+    for name in ("m-decode-0", "m-decode-2", "m-decode-x"):
+        evict(name)
+    store.put(STATEFUL_SET, owner_of(2))
+    assert [remembers(f"m-decode-{number}") for number in (0, 2, "x")] == [True, False, False]
+    store.remove(STATEFUL_SET, owner_of(2))
+    assert not remembers("m-decode-0")
+    store.put(STATEFUL_SET, owner_of(2))
+    evict("m-decode-1")
+    store.retain(STATEFUL_SET, "n", [])
+    assert not remembers("m-decode-1")

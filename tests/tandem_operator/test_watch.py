@@ -30,13 +30,20 @@ class WatchServer:
         self.says: list[list[dict[str, Any]]] = []
         self.stay = asyncio.Event()
         self.lists = self.watches = self.open = 0
+        self.breaks = 0
+        """So many lists have a second page, which fails."""
         self.queries: list[dict[str, str]] = []
         self.url = ""
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         self.queries.append(dict(request.query))
         if request.query.get("watch") != "true":
+            if request.query.get("continue"):
+                return web.json_response({"message": "busy"}, status=500)
             self.lists += 1
+            if self.lists <= self.breaks:
+                metadata = {"resourceVersion": str(self.lists), "continue": "more"}
+                return web.json_response({"items": self.items, "metadata": metadata})
             return web.json_response({"items": self.items, "metadata": {"resourceVersion": str(self.lists)}})
         self.watches += 1
         response = web.StreamResponse()
@@ -111,6 +118,17 @@ async def test_what_changes_reaches_the_store_and_a_new_list_removes_what_vanish
     await until(lambda: [key.name for key in store.children(M)] == ["m-decode-0"])
     assert changed.count(M) >= 3
     task.cancel()
+
+
+async def test_what_a_list_brought_before_it_broke_off_is_looked_at(server: WatchServer, client: KubeClient) -> None:
+    """The next list brings it again, when it is no news any more."""
+    store, changed = ChildStore(), list[ModelKey]()
+    server.items, server.breaks = [watched("m-decode-0")], 1
+    watcher = Watcher(client, store, POD, "n", on_change=changed.append, backoff_seconds=(0.05,))
+    task = asyncio.create_task(watcher.run())
+    await until(watcher.synced.is_set)
+    task.cancel()
+    assert (server.lists, changed) == (2, [M])
 
 
 async def test_a_watch_that_says_nothing_is_asked_again_from_its_last_event(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import datetime as real
+import functools
 import os
 import random
 from collections.abc import Callable, Mapping
@@ -50,14 +51,18 @@ class World:
         self.kept: dict[str, Manifest] = {}
         self.late: list[tuple[Manifest, bool]] = []
         """Objects that the operator's watches have not brought yet, in order, and whether they are gone."""
-        self.own: list[str] = []
-        """Versions of the model of which its watch has not told yet, that the operator itself has made."""
+        self.versions: list[str] = []
+        """Of the model, of which its watch has not told yet."""
+        self.meanwhile: list[Callable[[], None]] = []
+        """What people do while the operator looks."""
         self.serial = 0
         self.templates: dict[tuple[str, str], Manifest] = {}
         self.fails = 0.0
         """How often a write fails."""
         self.dies = 0.0
         """How often the operator ends after a write."""
+        self.gaps = False
+        """The watch of the model is away in between."""
         self.tip = "a" * 40
         self.policy = HubPolicy(resolve=True)
         self.answers: dict[ModelKey, tuple[Question, Answer | None]] = {}
@@ -88,6 +93,7 @@ class World:
         client: Any = self
         self.store = ChildStore()
         self.late.clear()
+        self.versions.clear()
         for found in self.kept.values():
             if found["kind"] in KIND_BY_NAME:
                 self.store.put(KIND_BY_NAME[found["kind"]], found)
@@ -157,6 +163,8 @@ class World:
     # the API server
 
     def _may_fail(self, path: str) -> None:
+        if self.meanwhile and self.rng.random() < 0.2:
+            self.meanwhile.pop(0)()
         if self.rng.random() < self.fails and "/events/" not in path:
             raise self.rng.choice([APIError(500, "busy"), TimeoutError("late"), ConflictError(409, "try again")])
 
@@ -214,7 +222,7 @@ class World:
                 found["status"] = copy.deepcopy(body["status"])
                 found["metadata"]["resourceVersion"] = str(self.serial)
                 self.kept[path] = found
-                self.own.append(str(self.serial))
+                self.versions.append(str(self.serial))
             else:
                 for new in body["status"]["conditions"]:
                     set_condition(found, new["type"], new["status"], self.stamp, new["reason"])
@@ -389,7 +397,9 @@ class World:
                 self._wake(KEY)
             elif (kept := self.store.put(kind, found)) is not None and kept.is_news:
                 self._wake(KEY)
-        told, self.own = self.own[:count], self.own[count:]
+        told, self.versions = self.versions[:count], self.versions[count:]
+        if self.gaps:
+            told = told[-1:]  # a watch that was away tells of the last version alone
         if any(not self.operator.has_written(KEY, version) for version in told):
             self._wake(KEY)
 
@@ -409,7 +419,7 @@ class World:
             elif act == 1:
                 self.kubelet(1.0 if calm else 0.4)
             elif act == 2:
-                self.see(len(self.late) + len(self.own) if calm else self.rng.randint(0, 4))
+                self.see(len(self.late) + len(self.versions) if calm else self.rng.randint(0, 4))
             elif act == 3:
                 await self.poll()
             elif act == 4:
@@ -434,11 +444,17 @@ class World:
     def change(self, **spec: Any) -> None:
         self.kept[MODEL]["spec"] |= spec
         self.kept[MODEL]["metadata"]["generation"] += 1
-        self._wake(KEY)
+        self.edited()
 
     def annotate(self, **annotations: str) -> None:
         self.kept[MODEL]["metadata"]["annotations"] |= {f"tandem.dev/{k}": v for k, v in annotations.items()}
-        self._wake(KEY)
+        self.edited()
+
+    def edited(self) -> None:
+        """There is another version of the model."""
+        self.serial += 1
+        self.kept[MODEL]["metadata"]["resourceVersion"] = str(self.serial)
+        self.versions.append(str(self.serial))
 
 
 class Died(Exception):
@@ -473,6 +489,9 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Any:
 async def settle(made: World, *, where: str, within: int = 900) -> None:
     """From now on nothing fails. What the conditions say that only a person can do, is done."""
     made.fails = made.dies = 0.0
+    for act in made.meanwhile:
+        act()
+    made.meanwhile.clear()
     calm = 0
     for _ in range(within):
         await made.step(calm=True)
@@ -495,6 +514,7 @@ async def test_a_moved_branch_is_followed(world: Any) -> None:
         await settle(made, where=f"seed {seed} first")
         made.tip = "b" * 40
         made.fails, made.dies = rng.choice([(0.0, 0.0), (0.1, 0.0), (0.1, 0.05)])
+        made.gaps = rng.random() < 0.5
         for _ in range(rng.randint(0, 10)):
             await made.step()
         made.annotate(**{"resolve-model": "1"})
@@ -532,7 +552,7 @@ def disturb(made: World, rng: random.Random) -> str:
 
     def rewrite() -> None:
         made.kept[MODEL]["status"] = edit(rng, made.status)
-        made.due = made.seconds
+        made.edited()
 
     def jump() -> None:
         made.seconds += rng.choice([600, 4000])
@@ -555,6 +575,9 @@ def disturb(made: World, rng: random.Random) -> str:
         "restart": made.begin,
     }
     what = rng.choice(list(acts))
+    if what not in ("clock", "restart") and rng.random() < 0.3:
+        made.meanwhile.append(acts[what])
+        return f"{what} during a look"
     acts[what]()
     return what
 
@@ -577,6 +600,14 @@ def edit(rng: random.Random, status: Manifest) -> Manifest:
     return status
 
 
+def ask_for(made: World, roles: Manifest, said: list[str]) -> None:
+    """The last wish."""
+    made.change(suspend=False, engine={"image": "w:9"}, **copy.deepcopy(roles))
+    rollout = made.kept[MODEL]["spec"]["rollout"]
+    made.change(rollout={k: v for k, v in rollout.items() if k == "canary"})
+    said.append("canary" if rollout.get("canary") else "plain")
+
+
 @pytest.mark.timeout(max(120, 20 * HISTORIES))
 async def test_whatever_happens_the_last_wish_is_followed(world: Any) -> None:
     for seed in range(FIRST, FIRST + HISTORIES):
@@ -587,14 +618,15 @@ async def test_whatever_happens_the_last_wish_is_followed(world: Any) -> None:
         await settle(made, where=f"seed {seed} first")
         said: list[str] = []
         made.fails, made.dies = rng.choice([(0.0, 0.0), (0.1, 0.0), (0.1, 0.05)])
+        made.gaps = rng.random() < 0.5
         for _ in range(rng.randint(1, 8)):
             said.append(disturb(made, rng))
             for _ in range(rng.choice([0, 3, 30, 80])):
                 await made.step()
-        made.change(suspend=False, engine={"image": "w:9"}, **copy.deepcopy(roles))
-        rollout = made.kept[MODEL]["spec"]["rollout"]
-        made.change(rollout={k: v for k, v in rollout.items() if k == "canary"})
-        said.append("canary" if rollout.get("canary") else "plain")
+
+        made.meanwhile.append(functools.partial(ask_for, made, roles, said))
+        for _ in range(rng.choice([0, 10])):
+            await made.step()
         await settle(made, where=f"seed {seed}: {said}")
         images = {image for p in made.pods() for image in p.get("image", [])}
         assert images == {"w:9"}, f"seed {seed}: {said} {made.status}"

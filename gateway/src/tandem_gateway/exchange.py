@@ -41,7 +41,7 @@ from tandem_gateway.scheduling import (
     classify_status,
     missing_role,
 )
-from tandem_gateway.sse import EventStream, EventTooLarge, build_event, find_usage
+from tandem_gateway.sse import EventStream, EventTooLarge, build_failure, find_usage
 from tandem_gateway.upstream.base import Call, Failure, Link, ResponseHead
 
 log = logging.getLogger(__name__)
@@ -620,7 +620,7 @@ class Exchange:
         self._drop_call()
         self.error = error.code or error.kind
         if self._begun:
-            event = build_event(error.body())
+            event = build_failure(self.request.path, error.body())
             self._connection.write(self._unsent + (event if self.request.http10 else build_chunk(event) + LAST_CHUNK))
             self._finish(keep_alive=False)
             return

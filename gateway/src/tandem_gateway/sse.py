@@ -7,6 +7,8 @@ from typing import Any, cast
 
 import orjson
 
+from tandem_gateway.prompt import MESSAGES
+
 MAX_EVENT_BYTES = 4 * 1024 * 1024
 DONE = b"[DONE]"
 _LAST_EVENT = re.compile(rb"event: (?:response\.(?:completed|incomplete|failed)|message_stop)\n")
@@ -108,5 +110,9 @@ def _rename(usage: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def build_event(payload: dict[str, Any]) -> bytes:
-    return b"data: " + orjson.dumps(payload) + b"\n\n"
+def build_failure(path: str, body: dict[str, Any]) -> bytes:
+    """The last event of a stream that broke off, as clients of the API at `path` read it. `body` is OpenAI's."""
+    if path == MESSAGES:
+        # Its clients pass over events without a name, and would take the answer for complete.
+        return b"event: error\ndata: " + orjson.dumps({"type": "error", **body}) + b"\n\n"
+    return b"data: " + orjson.dumps(body) + b"\n\n"

@@ -540,10 +540,11 @@ class Reconciler:
             )
         except NotFoundError:
             return False
-        version = str(dig(answer, "metadata", "resourceVersion"))
-        self._statuses[key] = _Written(
-            at=time.monotonic(), version=version if is_same_memory(parse_status(raw), status) else None
-        )
+        # What somebody changed since the model was read is in this version too, and a watch that was away in between
+        # tells of nothing else.
+        is_known = is_same_memory(parse_status(raw), status) and _wish(answer) == _wish(raw)
+        version = str(dig(answer, "metadata", "resourceVersion")) if is_known else None
+        self._statuses[key] = _Written(at=time.monotonic(), version=version)
         metrics.WRITES.labels("status", INFERENCE_MODEL.name).inc()
         return True
 
@@ -569,6 +570,11 @@ def _scaling(
     gateway = blueprint.replicas(blueprint.model.spec.gateway.replicas)
     wanted = {key: rolling.scale.get(key, gateway) for key in built.refused if key in live}
     return [(key, pods) for key, pods in wanted.items() if dig(live[key], "spec", "replicas") != pods]
+
+
+def _wish(raw: Manifest) -> tuple[object, ...]:
+    """Equal where nobody has changed what a look goes by, but for the status."""
+    return tuple(dig(raw, "metadata", each) for each in ("generation", "annotations", "labels", "deletionTimestamp"))
 
 
 def _now() -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
@@ -64,6 +65,67 @@ def test_what_the_prefill_worker_has_cached_counts(pair: SimpleNamespace) -> Non
     pair.prefill.complete(prompt, max_tokens=1)
     answer = pair.decode.complete(prompt + [5] * 40, prefill=pair.prefill.kv)
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 160
+
+
+AT_ONCE: dict[str, dict[str, Any]] = {
+    "one token": {"max_tokens": 1, "logprobs": 2},
+    "one token of each choice": {"max_tokens": 1, "n": 3, "temperature": 1, "seed": 5},
+    "the end": {"logit_bias": {"0": 100}, "n": 2},
+    "an end that is kept": {"stop_token_ids": [66], "logit_bias": {"66": 100}, "include_stop_str_in_output": True},
+    "a stop string": {"stop": ["a"], "logit_bias": {"66": 100}},
+    "a grammar": {"guided_choice": ["b"], "n": 2},
+    "a few tokens": {"max_tokens": 3, "logprobs": 1, "n": 2, "temperature": 1, "seed": 9, "presence_penalty": 1},
+    "a prompt that is scored": {"max_tokens": 0, "echo": True, "logprobs": 1},
+}
+
+
+@pytest.mark.parametrize("kind", AT_ONCE)
+def test_the_first_token_may_be_the_last(pair: SimpleNamespace, workers: SimpleNamespace, kind: str) -> None:
+    """It goes out before the first step; the answer is the same as without a prefill worker."""
+    prompt = prompt_of(70, seed=30 + list(AT_ONCE).index(kind))
+    options = {"return_token_ids": True} | AT_ONCE[kind]
+    answer = pair.decode.complete(prompt, prefill=pair.prefill.kv, **options)
+    alone = pair.decode.complete(prompt, **options)
+    for one, other in zip(answer["choices"], alone["choices"], strict=True):
+        scores, same = one.pop("logprobs"), other.pop("logprobs")
+        assert one == other
+        if scores is not None:
+            assert scores["tokens"] == same["tokens"]
+            assert scores["token_logprobs"] == pytest.approx(same["token_logprobs"], abs=1e-3)
+    details = [each["usage"].pop("prompt_tokens_details")["cached_tokens"] for each in (answer, alone)]
+    assert answer["usage"] == alone["usage"]
+    assert details[0] == 0
+    for worker in (pair.prefill, pair.decode):
+        workers.eventually(lambda worker=worker: worker.metric(USED) == 0, 1.0, "no block is in use")
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+def test_other_apis_tell_what_prefill_workers_had_cached(pair: SimpleNamespace, path: str) -> None:
+    """And calls are made by a grammar where the template knows no tools."""
+    text, schema = TEXT * 4, {"type": "object", "properties": {}, "additionalProperties": False}
+    body: dict[str, Any]
+    if path == "/v1/messages":
+        body = {"messages": [{"role": "user", "content": text}], "max_tokens": 99, "tool_choice": {"type": "any"},
+                "tools": [{"name": "f", "input_schema": schema}]}  # fmt: skip
+    else:
+        body = {"input": text, "max_output_tokens": 99, "tool_choice": "required", "parallel_tool_calls": False,
+                "tools": [{"type": "function", "name": "f", "parameters": schema}]}  # fmt: skip
+    body["cache_salt"] = path  # else they share what is cached
+    remote = prefills(pair.decode, "remote")
+    headers = pair.decode.headers | {"x-tandem-prefill": pair.prefill.kv}
+    answers = [httpx.post(pair.decode.url + path, json=body, headers=headers, timeout=60).json() for _ in range(2)]
+    assert prefills(pair.decode, "remote") > remote
+    kinds = [[item["type"] for item in answer.get("output") or answer["content"]] for answer in answers]
+    assert all(set(each) <= {"function_call", "tool_use"} and each for each in kinds)
+    first, again = (answer["usage"] for answer in answers)
+    if path == "/v1/messages":
+        assert first["cache_read_input_tokens"] == 0
+        assert again["cache_read_input_tokens"] + again["input_tokens"] == first["input_tokens"]
+        assert again["cache_read_input_tokens"] > 100
+    else:
+        assert first["input_tokens_details"]["cached_tokens"] == 0
+        assert again["input_tokens_details"]["cached_tokens"] > 100
+        assert again["input_tokens"] == first["input_tokens"]
 
 
 def test_nothing_stays_allocated(pair: SimpleNamespace, workers: SimpleNamespace) -> None:

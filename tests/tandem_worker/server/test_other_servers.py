@@ -362,6 +362,46 @@ async def test_definitions_of_each_tool_are_its_own(worker: Any, strict: bool) -
     assert not admits(worker, factory, call("g", '{"v": 1}'))
 
 
+TREE = {"type": "object", "properties": {"v": {"type": "integer"}, "kids": {"type": "array", "items": {"$ref": "#"}}},
+        "required": ["v"], "additionalProperties": False}  # fmt: skip
+NAMES = {"type": "object", "properties": {"default": {"$ref": "#/$defs/X"}, "const": {"$ref": "#/$defs/X"}},
+         "required": ["default", "const"], "additionalProperties": False,
+         "$defs": {"X": {"type": "integer"}}}  # fmt: skip
+REFERENCES: list[tuple[str, dict[str, Any], list[str], list[str]]] = [
+    ("hermes", TREE, ['{"v": 1, "kids": [{"v": 2, "kids": []}]}'], ['{"v": 1, "kids": [[]]}']),
+    ("hermes", NAMES, ['{"default": 1, "const": 2}'], ['{"default": "x", "const": 2}']),
+    ("pythonic", TREE, ['v=1, kids=[{"v": 2, "kids": []}]'], ["v=1, kids=[[]]"]),
+    ("pythonic", NAMES, ["default=1, const=2"], ['default="x", const=2']),
+    ("qwen3_coder", TREE, ['v|1|kids|[{"v": 2, "kids": []}]'], ["v|1|kids|[[]]"]),
+    ("qwen3_coder", NAMES, ["default|1|const|2"], ['default|"x"|const|2']),
+]
+
+
+@pytest.mark.parametrize(("form", "schema", "right", "wrong"), REFERENCES)
+async def test_references_in_a_function_s_schema(
+    start_worker: Any, make_tokenizer: Any, form: str, schema: dict[str, Any], right: list[str], wrong: list[str]
+) -> None:
+    """To the whole schema too, and of parameters that are called as a keyword is."""
+
+    def call(arguments: str) -> str:
+        if form == "pythonic":
+            return f"[f({arguments})]"
+        if form == "hermes":
+            return f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
+        parts = arguments.split("|")
+        values = "".join(
+            f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in zip(parts[::2], parts[1::2], strict=True)
+        )
+        return f"<tool_call>\n<function=f>\n{values}</function>\n</tool_call>"
+
+    async with start_worker(make_tokenizer(), tool_format=form) as worker:
+        tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
+        await post(worker, CHAT, tools=[tool], tool_choice="required", parallel_tool_calls=False)
+        factory = worker.engine.requests[-1].sampling.grammar
+        assert all(admits(worker, factory, call(each)) for each in right)
+        assert not any(admits(worker, factory, call(each)) for each in wrong)
+
+
 def events_of(response: Any) -> list[dict[str, Any]]:
     lines = [line for line in response.text.split("\n\n") if line and line != "data: [DONE]"]
     return [json.loads(line.removeprefix("data: ")) for line in lines]

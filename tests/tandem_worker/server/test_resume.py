@@ -77,6 +77,39 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "prompts": complete(prompt=["The sun", "Paris", "the"], n=2, echo=True, logprobs=2, max_tokens=6),
     "scored": complete(prompt=["The sun", "the"], echo=True, logprobs=1, max_tokens=0),
     "no usage": chat(stream_options=None, ignore_eos=True),
+    "kept stop": chat(
+        stop=["abca", "bcab", "cbca"],
+        include_stop_str_in_output=True,
+        logprobs=True,
+        logit_bias=LETTERS,
+        ignore_eos=True,
+        max_tokens=70,
+    ),
+    "kept stop token": chat(
+        stop_token_ids=[int(next(iter(LETTERS)))],
+        include_stop_str_in_output=True,
+        min_tokens=9,
+        logit_bias=LETTERS,
+        return_token_ids=True,
+        max_tokens=70,
+    ),
+    "allowed tokens": chat(allowed_token_ids=[*map(int, LETTERS), IM_END], max_tokens=40),
+    "special tokens": chat(skip_special_tokens=False, ignore_eos=True, logit_bias={str(IM_END): 4.0}),
+    "tokens by number": chat(
+        logprobs=True,
+        top_logprobs=2,
+        return_tokens_as_token_ids=True,
+        stop=["abca"],
+        logit_bias=LETTERS,
+        ignore_eos=True,
+        max_tokens=40,
+    ),
+    "usage all along": chat(
+        stream_options={"include_usage": True, "continuous_usage_stats": True}, n=2, ignore_eos=True
+    ),
+    "a choice": complete(guided_choice=["abc", "abcab"], n=2),
+    "regex and token ids": complete(regex="[abc]{12}", return_token_ids=True, prompt=[[1, 2, 3], [4]], max_tokens=20),
+    "cut prompt": complete(prompt="The sun and the rain", truncate_prompt_tokens=3, add_special_tokens=False),
 }
 
 
@@ -190,6 +223,7 @@ def merge(stream: bytes) -> dict[str, Any]:
             choice["ids"] += part.get("token_ids", [])
             choice["prompt"] += part.get("prompt_token_ids", [])
             choice["finish"] = part["finish_reason"]
+            choice["stopped"] = part.get("stop_reason")
     return merged
 
 

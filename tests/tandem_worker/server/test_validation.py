@@ -42,6 +42,7 @@ CHAT: list[tuple[dict[str, Any], str | None]] = [
     ({"logit_bias": {"01": 1}}, "logit_bias"),
     ({"logit_bias": {"99999": 1}}, "logit_bias.99999"),
     ({"logit_bias": {"1": 101}}, "logit_bias.1"),
+    ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
     ({"logit_bias": []}, "logit_bias"),
     ({"logprobs": 5}, "logprobs"),
     ({"top_logprobs": 5}, "top_logprobs"),

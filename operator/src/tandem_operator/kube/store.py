@@ -28,6 +28,8 @@ from tandem_operator.manifests import (
     Manifest,
     ModelKey,
     annotations_of,
+    controller_of,
+    dig,
     labels_of,
 )
 from tandem_operator.pace import Pace
@@ -69,8 +71,9 @@ class ChildStore:
     def __init__(self, pace: Pace | None = None) -> None:
         self._pace = pace or Pace()
         self._models: defaultdict[ModelKey, dict[ChildKey, bytes]] = defaultdict(dict)
-        self._ends: dict[tuple[ModelKey, str], Manifest] = {}
-        """How pods ended that their nodes ended, by name, until one of that name is ready."""
+        self._ends: defaultdict[ModelKey, dict[str, Manifest]] = defaultdict(dict)
+        """How pods of StatefulSets ended that their nodes ended, by name, until one of that name is ready, or wanted no
+        longer."""
 
     def children(self, model: ModelKey) -> dict[ChildKey, Manifest]:
         """Copies of all children of a model."""
@@ -92,6 +95,8 @@ class ChildStore:
             return None
         if kind == POD:
             manifest = self._with_end_before(model, manifest)
+        elif kind == STATEFUL_SET:
+            self._forget_ends(model, manifest, replicas=dig(manifest, "spec", "replicas") or 0)
         key, packed = ChildKey(kind.name, manifest["metadata"]["name"]), _pack(kind, manifest)
         known = self._models[model].get(key)
         self._models[model][key] = packed
@@ -123,22 +128,36 @@ class ChildStore:
 
     def _forget(self, model: ModelKey, key: ChildKey) -> None:
         children = self._models.get(model, {})
-        children.pop(key, None)
+        packed = children.pop(key, None)
+        if packed is not None and key.kind == STATEFUL_SET.name:
+            self._forget_ends(model, json.loads(zlib.decompress(packed)), replicas=0)
         if not children:
             self._models.pop(model, None)
-            for ended in [ended for ended in self._ends if ended[0] == model]:
-                del self._ends[ended]
+            self._ends.pop(model, None)
+
+    def _forget_ends(self, model: ModelKey, owner: Manifest, *, replicas: int) -> None:
+        """Of pods that this StatefulSet makes no more."""
+        uid, ends = owner["metadata"].get("uid"), self._ends.get(model, {})
+        for name, ended in list(ends.items()):
+            ordinal = name.rpartition("-")[2]
+            if ended["owner"] == uid and not (ordinal.isdecimal() and int(ordinal) < replicas):
+                del ends[name]
 
     def _with_end_before(self, model: ModelKey, pod: Manifest) -> Manifest:
         """`pod`, with `status.endedBefore` where the node of the one before it ended that: a StatefulSet deletes such a
         pod at once, and the next one knows nothing of it. One that ends well when it is evicted has no reason."""
-        key, uid = (model, str(pod["metadata"]["name"])), pod["metadata"].get("uid")
+        owner = controller_of(pod) or {}
+        if owner.get("kind") != STATEFUL_SET.name:
+            return pod  # the next one has another name
+        name, uid = str(pod["metadata"]["name"]), pod["metadata"].get("uid")
+        ended = self._ends.get(model, {}).get(name)
         status: Manifest = pod.get("status") or {}
         if status.get("phase") in ("Failed", "Succeeded") and "deletionTimestamp" not in pod["metadata"]:
             reason = status.get("reason") or ENDED_BY_NODE
-            self._ends[key] = {"uid": uid, "reason": reason, "message": status.get("message")}
-        elif (ended := self._ends.get(key)) is not None and is_ready(pod):
-            del self._ends[key]
+            message, by = status.get("message"), owner.get("uid")
+            self._ends[model][name] = {"uid": uid, "reason": reason, "message": message, "owner": by}
+        elif ended is not None and is_ready(pod):
+            del self._ends[model][name]
         elif ended is not None and ended["uid"] != uid:
             return pod | {"status": status | {"endedBefore": ended}}
         return pod

@@ -114,18 +114,20 @@ class Watcher:
         present: set[tuple[ModelKey, str]] = set()
         changed: set[ModelKey] = set()
         version = ""
-        async for page in self._client.list_pages(self._path, selector=self._selector):
-            version = page["metadata"]["resourceVersion"]
-            for number, item in enumerate(page["items"]):
-                if number % _AT_ONCE == 0:
-                    await self._pace.turn()
-                if (kept := self._store.put(self._kind, item)) is not None:
-                    present.add((kept.model, item["metadata"]["name"]))
-                    changed |= {kept.model} if kept.is_news else set()
-        changed |= self._store.retain(self._kind, self._namespace, present)
-        self.synced.set()
-        for model in changed:
-            self._on_change(model)
+        try:
+            async for page in self._client.list_pages(self._path, selector=self._selector):
+                version = page["metadata"]["resourceVersion"]
+                for number, item in enumerate(page["items"]):
+                    if number % _AT_ONCE == 0:
+                        await self._pace.turn()
+                    if (kept := self._store.put(self._kind, item)) is not None:
+                        present.add((kept.model, item["metadata"]["name"]))
+                        changed |= {kept.model} if kept.is_news else set()
+            changed |= self._store.retain(self._kind, self._namespace, present)
+            self.synced.set()
+        finally:  # for the next list, what this one brought before it broke off is no news
+            for model in changed:
+                self._on_change(model)
         return version
 
     async def _follow(self, version: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tandem_worker.server.text.stops import StopMatcher, held_back
@@ -43,6 +45,24 @@ def test_what_is_out_is_never_part_of_a_stop_string(stops: list[str], text: str)
     for char in text:
         sent += matcher.feed(char)
         assert final.startswith(sent)
+
+
+@settings(max_examples=200, deadline=None)
+@given(stops=st.lists(st.text("ab", min_size=1, max_size=9), min_size=1, max_size=3), text=st.text("abc", max_size=30))
+def test_no_more_is_withheld_than_may_be_the_beginning_of_a_stop_string(stops: list[str], text: str) -> None:
+    matcher = StopMatcher(stops)
+    sent = "".join(matcher.feed(char) for char in text)
+    if not matcher.stopped:
+        assert len(text) - len(sent) == held_back(text, stops)
+
+
+def test_long_stop_strings_that_nearly_come_cost_no_more_than_others() -> None:
+    """With as many choices as a worker runs at a time, a millisecond for each token would hold up all streams."""
+    matcher = StopMatcher(["ab" * 512, "ac" * 512, "ad" * 512, "a" * 1023 + "e"])
+    began = time.thread_time()
+    for _ in range(20_000):
+        matcher.feed("a")
+    assert time.thread_time() - began < 3, "it is a tenth of that, and was 16 seconds"
 
 
 def test_held_back() -> None:

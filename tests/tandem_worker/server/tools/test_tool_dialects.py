@@ -12,8 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tandem_worker.server.openai.chunks import join_tool_deltas
+from tandem_worker.server.openai.toolspec import Tool, ToolOptions
+from tandem_worker.server.structured.compiler import embed_json_schema
+from tandem_worker.server.structured.errors import GrammarError
 from tandem_worker.server.text.output import Parsed, TextParser
-from tandem_worker.server.tools.formats import FORMATS, detect
+from tandem_worker.server.tools import parameters
+from tandem_worker.server.tools.formats import FORMATS, build_grammar, detect
 from tandem_worker.server.tools.harmony import HarmonyParser, read_opening
 from tandem_worker.server.tools.pythonic import PythonicParser
 from tandem_worker.server.tools.xml_call import XmlParser
@@ -214,3 +218,23 @@ def test_formats_are_recognized() -> None:
     assert detect(llama4, 'answer {"name": ..., "parameters": ...}') is FORMATS["llama"]
     assert detect({"<|channel|>": 1, "<|message|>": 2}, "") is FORMATS["harmony"]
     assert not any(re.search(r"\s", mark) for tool_format in FORMATS.values() for mark in tool_format.marks)
+
+
+@pytest.mark.parametrize("name", ["pythonic", "qwen3_coder"])
+def test_schemas_that_every_parameter_repeats_have_a_limit(name: str) -> None:
+    """What is refused is not written first: 350 KB of functions would be 60 MB of grammar, on the event loop."""
+    definitions = {"x": {"type": "integer"}, "pad": {"enum": list(range(1000))}}
+    properties = {f"p{index}": {"$ref": "#/$defs/x"} for index in range(128)}
+    schema = {"type": "object", "properties": properties, "$defs": definitions}
+    tools = tuple(Tool(name=f"f{index}", parameters=schema, strict=True, definition={}) for index in range(40))
+    written: list[str] = []
+
+    def write(schema: dict[str, Any]) -> str:
+        written.append(embed_json_schema(schema))
+        return written[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parameters, "embed_json_schema", write)
+        with pytest.raises(GrammarError, match="512 KiB"):
+            build_grammar(FORMATS[name], ToolOptions(mode="required", tools=tools, callable_tools=tools), {})
+    assert sum(map(len, written)) < 1_000_000

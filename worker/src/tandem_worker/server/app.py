@@ -7,7 +7,7 @@ import contextlib
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -318,7 +318,7 @@ class _Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         handler = self._handlers.get("GET" if scope["method"] == "HEAD" else scope["method"])
         if handler is None:
-            await _send_method_error(send, scope, self._handlers)
+            await self._send_method_error(send, scope)
             return
         response = _Response(send, request_id(scope))
         started = time.perf_counter()
@@ -338,7 +338,16 @@ class _Endpoint:
         if response.status:
             # Half an answer is out; closing without its end tells the client that it is not complete.
             raise error
-        await send_json(response, self._shape(body) if self._shape else body, status=status, headers=headers)
+        await self._send_error(response, status, body, headers)
+
+    async def _send_method_error(self, send: Send, scope: Scope) -> None:
+        allowed = ", ".join(self._handlers)
+        message = f"{scope['method']} is not allowed on {scope['path']}; use {allowed}."
+        body = error_body(message, kind="invalid_request_error")
+        await self._send_error(send, 405, body, {"allow": allowed})
+
+    async def _send_error(self, send: Send, status: int, body: dict[str, Any], headers: Mapping[str, str]) -> None:
+        await send_json(send, self._shape(body) if self._shape else body, status=status, headers=headers)
 
     def _report(self, scope: Scope, response: _Response, started: float) -> None:
         seconds = time.perf_counter() - started
@@ -390,14 +399,6 @@ def _route(
     **handlers: Handler,
 ) -> Route:
     return Route(path, endpoint=_Endpoint(state, handlers, shape))
-
-
-async def _send_method_error(send: Send, scope: Scope, handlers: dict[str, Handler]) -> None:
-    allowed = ", ".join(handlers)
-    body = error_body(
-        f"{scope['method']} is not allowed on {scope['path']}; use {allowed}.", kind="invalid_request_error"
-    )
-    await send_json(send, body, status=405, headers={"allow": allowed})
 
 
 async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:

@@ -247,13 +247,21 @@ class Channel:
         Only time in this sleep counts, and no more of it than was asked for: this process may be stopped too.
         """
         if self._frame_seconds is None:
-            return dict(self._poll.poll(None if delay is None else max(0.0, delay) * 1000))
+            return self._look(None if delay is None else max(0.0, delay))
         if self._frame_seconds <= 0:
             raise TransferError("the peer began a frame and did not end it in time")
         seconds = self._frame_seconds + 1e-3 if delay is None else max(0.0, min(delay, self._frame_seconds + 1e-3))
         began = self._clock()
-        ready = dict(self._poll.poll(seconds * 1000))
+        ready = self._look(seconds)
         self._frame_seconds -= min(seconds, self._clock() - began)
+        return ready
+
+    def _look(self, seconds: float | None) -> dict[int, int]:
+        ready = dict(self._poll.poll(None if seconds is None else seconds * 1000))
+        if self._waker.fd in ready:
+            # Whoever wakes says so before it writes. Where the owner cleared in between, the descriptor alone knows,
+            # and no sleep would last until it is read.
+            self._waker.signalled = True
         return ready
 
     def _send(self) -> None:

@@ -14,7 +14,7 @@ import orjson
 from tandem_worker.server.openai.chunks import AnswerHead
 from tandem_worker.server.pacing import Steps
 from tandem_worker.server.text.detokenizer import TokenTable
-from tandem_worker.server.text.output import ToolDelta, Update, Usage
+from tandem_worker.server.text.output import ToolDelta, Update, Usage, split_tools
 
 Kind = Literal["text", "thinking", "tool_use"]
 _ERRORS = {"server_error": "api_error"}
@@ -50,15 +50,17 @@ class MessagesEncoder:
 
     def update(self, index: int, update: Update) -> bytes:
         events: list[bytes] = []
+        going_on, tools = split_tools(update.tools)
+        events += [self._arguments(tool) for tool in going_on if tool.arguments]
         if update.reasoning:
             events += [self._enter("thinking"), self._delta("thinking_delta", "thinking", update.reasoning)]
         if update.content:
             events += [self._enter("text"), self._delta("text_delta", "text", update.content)]
-        for tool in update.tools:
+        for tool in tools:
             if tool.name is not None:
                 events += [self._close(), self._begin("tool_use", tool)]
             if tool.arguments:
-                events.append(self._delta("input_json_delta", "partial_json", tool.arguments))
+                events.append(self._arguments(tool))
         if update.finish is not None:
             self._stop = _stop(update)
             events.append(self._close())
@@ -123,6 +125,9 @@ class MessagesEncoder:
 
     def _delta(self, kind: str, key: str, text: str) -> bytes:
         return _event("content_block_delta", {"index": self._index, "delta": {"type": kind, key: text}})
+
+    def _arguments(self, tool: ToolDelta) -> bytes:
+        return self._delta("input_json_delta", "partial_json", tool.arguments)
 
     def _close(self) -> bytes:
         if self._kind is None:

@@ -9,7 +9,7 @@ import orjson
 
 from tandem_worker.server.openai.fields import Fields, refuse, wrong_type
 from tandem_worker.server.openai.messages import MAX_MESSAGES
-from tandem_worker.server.openai.renaming import EXTENSIONS, Renaming
+from tandem_worker.server.openai.renaming import EXTENSIONS, Places, Renaming
 
 _SAME = ("model", "stream", "temperature", "top_p", "top_k", *EXTENSIONS)
 _MEDIA = {"image": "images", "document": "documents", "file": "files"}
@@ -18,23 +18,29 @@ RENAMED: Renaming = (
     (re.compile(r"^stop(?=$|\[)"), "stop_sequences"),
     (re.compile(r"^user$"), "metadata.user_id"),
     (re.compile(r"^response_format(\.json_schema)?"), "output_config.format"),
-    (re.compile(r"^reasoning_effort$"), "thinking"),
     (re.compile(r"^parallel_tool_calls$"), "tool_choice.disable_parallel_tool_use"),
     (re.compile(r"^(tools\[\d+\])\.function\.parameters"), r"\1.input_schema"),
     (re.compile(r"^(tools\[\d+\])\.function"), r"\1"),
 )
 
 
-def translate(body: object, *, counting: bool = False, lenient: bool = False) -> tuple[dict[str, Any], list[str]]:
-    """The body of the chat, and fields that were left out of account. Raises RequestError.
+def translate(
+    body: object, *, counting: bool = False, lenient: bool = False
+) -> tuple[dict[str, Any], list[str], Places]:
+    """The body of the chat, fields that were left out of account, and where parts of the chat come from. Raises
+    RequestError.
 
     `counting`: no answer is asked for, so its length need not be given.
     """
     fields = Fields(body, lenient=lenient)
     chat = {key: value for key in _SAME if (value := fields.take(key)) is not None}
     system = _blocks(fields, "system")
-    messages = _messages(fields)
-    chat["messages"] = [{"role": "system", "content": system}, *messages] if system else messages
+    messages, origins = _messages(fields)
+    if system:
+        messages.insert(0, {"role": "system", "content": system})
+        origins.insert(0, "system")
+    chat["messages"] = messages
+    places = {f"messages[{index}]": origin for index, origin in enumerate(origins)}
     max_tokens = fields.integer("max_tokens", minimum=1)
     if max_tokens is not None:
         chat["max_completion_tokens"] = max_tokens
@@ -47,8 +53,8 @@ def translate(body: object, *, counting: bool = False, lenient: bool = False) ->
     if tools:
         chat["tools"] = [_tool(Fields(tool, f"tools[{index}]")) for index, tool in enumerate(tools)]
     _take_choice(fields, chat)
-    _take_thinking(fields, chat)
-    _take_format(fields, chat)
+    _take_format(fields, chat, places)
+    _take_thinking(fields, chat, places)  # who wants no reasoning gets none, whatever its effort
     metadata = fields.object("metadata")
     if metadata is not None:
         user = metadata.string("user_id")
@@ -60,14 +66,14 @@ def translate(body: object, *, counting: bool = False, lenient: bool = False) ->
     for key in ("container", "mcp_servers", "context_management"):
         fields.unsupported(key, f"'{key}' is not supported: remove it.", harmless=[[]])
     fields.finish()
-    return chat, fields.ignored or []
+    return chat, fields.ignored or [], places
 
 
 def _take_choice(fields: Fields, chat: dict[str, Any]) -> None:
     choice = fields.object("tool_choice")
     if choice is None:
         return
-    kind = choice.choice("type", ("auto", "any", "tool", "none")) or "auto"
+    kind = choice.required_choice("type", ("auto", "any", "tool", "none"))
     if choice.boolean("disable_parallel_tool_use"):
         chat["parallel_tool_calls"] = False
     if kind == "tool":
@@ -77,13 +83,14 @@ def _take_choice(fields: Fields, chat: dict[str, Any]) -> None:
     choice.finish()
 
 
-def _take_thinking(fields: Fields, chat: dict[str, Any]) -> None:
+def _take_thinking(fields: Fields, chat: dict[str, Any], places: dict[str, str]) -> None:
     thinking = fields.raw_object("thinking") or {}
     match thinking.get("type"):
         case None | "adaptive":
             return
         case "disabled":
             chat["reasoning_effort"] = "none"
+            places["reasoning_effort"] = "thinking"
         case "enabled" if fields.ignored is not None:
             fields.ignored.append("thinking")
         case "enabled":
@@ -96,7 +103,7 @@ def _take_thinking(fields: Fields, chat: dict[str, Any]) -> None:
             refuse("thinking.type", "Invalid 'thinking.type'. Supported: 'adaptive', 'disabled'.", "invalid_value")
 
 
-def _take_format(fields: Fields, chat: dict[str, Any]) -> None:
+def _take_format(fields: Fields, chat: dict[str, Any], places: dict[str, str]) -> None:
     config = fields.object("output_config")
     if config is None:
         return
@@ -105,8 +112,9 @@ def _take_format(fields: Fields, chat: dict[str, Any]) -> None:
     config.finish()
     if effort is not None:
         chat["reasoning_effort"] = effort
+        places["reasoning_effort"] = "output_config.effort"
     if form is not None:
-        form.choice("type", ("json_schema",))
+        form.required_choice("type", ("json_schema",))
         schema = form.raw_object("schema")
         form.finish()
         chat["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
@@ -129,7 +137,8 @@ def _tool(tool: Fields) -> dict[str, Any]:
 # -- messages ----------------------------------------------------------------------------------------------------------
 
 
-def _messages(fields: Fields) -> list[dict[str, Any]]:
+def _messages(fields: Fields) -> tuple[list[dict[str, Any]], list[str]]:
+    """The messages of the chat, and the message of the request that each comes from."""
     value = fields.required("messages")
     if not isinstance(value, list):
         wrong_type("messages", "an array of messages", value)
@@ -138,6 +147,7 @@ def _messages(fields: Fields) -> list[dict[str, Any]]:
     if len(value) > MAX_MESSAGES:
         refuse("messages", f"At most {MAX_MESSAGES} messages are supported.", "array_above_max_length")
     messages: list[dict[str, Any]] = []
+    origins: list[str] = []
     for index, item in enumerate(value):
         message = Fields(item, f"messages[{index}]")
         role = message.required_string("role")
@@ -149,7 +159,8 @@ def _messages(fields: Fields) -> list[dict[str, Any]]:
             sentence = f"Invalid role '{role}'. Supported: 'user', 'assistant'; what 'system' says stands beside them."
             refuse(message.name("role"), sentence, "invalid_value")
         message.finish()
-    return messages
+        origins += [message.path] * (len(messages) - len(origins))
+    return messages, origins
 
 
 def _add_question(messages: list[dict[str, Any]], message: Fields) -> None:
@@ -183,9 +194,10 @@ def _answer(message: Fields) -> dict[str, Any]:
         kind = block.required_string("type")
         match kind:
             case "tool_use":
-                arguments = orjson.dumps(block.raw_object("input") or {}).decode()
-                function = {"name": block.required_string("name"), "arguments": arguments}
-                call = {"id": block.required_string("id"), "type": "function", "function": function}
+                name = block.required_string("name", allow_empty=False)
+                function = {"name": name, "arguments": _arguments(block)}
+                call_id = block.required_string("id", allow_empty=False)
+                call = {"id": call_id, "type": "function", "function": function}
                 answer.setdefault("tool_calls", []).append(call)
                 for key in ("cache_control", "caller"):
                     block.take(key)
@@ -199,6 +211,13 @@ def _answer(message: Fields) -> dict[str, Any]:
             case _:
                 texts.append(_text(block, kind))
     return {**answer, "content": "".join(texts)}
+
+
+def _arguments(block: Fields) -> str:
+    try:
+        return orjson.dumps(block.raw_object("input") or {}).decode()
+    except orjson.JSONEncodeError:  # what was read but cannot be written is nested beyond 250 levels
+        refuse(block.name("input"), f"'{block.name('input')}' is nested too deeply.", "invalid_value")
 
 
 def _blocks(fields: Fields, key: str) -> str:

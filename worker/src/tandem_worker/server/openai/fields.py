@@ -136,6 +136,14 @@ class Fields:
             )
         return value
 
+    def required_choice(self, key: str, allowed: Collection[str]) -> str:
+        """One of `allowed`. Raises RequestError for another value, and where there is none."""
+        if not self.given(key):
+            self.required(key)
+        value = self.choice(key, allowed)
+        assert value is not None
+        return value
+
     def array(self, key: str) -> list[Any] | None:
         """The items, unchecked; None when absent."""
         value = self.take(key)

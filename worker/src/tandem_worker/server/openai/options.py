@@ -21,6 +21,7 @@ MAX_STOPS = 4
 MAX_STOP_LENGTH = 1024
 MAX_STOP_TOKENS = 64
 MAX_LOGIT_BIAS = 1024
+_MAX_DIGITS = 19
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 
@@ -218,8 +219,11 @@ def _allowed_token_ids(fields: Fields, vocab_size: int) -> tuple[int, ...] | Non
         return None
     if not value:
         refuse("allowed_token_ids", "'allowed_token_ids' must not be empty.", "empty_array")
+    # Each once: a body holds many times as many numbers as a vocabulary has tokens.
     return tuple(
-        check_integer(item, f"allowed_token_ids[{index}]", 0, vocab_size - 1) for index, item in enumerate(value)
+        dict.fromkeys(
+            check_integer(item, f"allowed_token_ids[{index}]", 0, vocab_size - 1) for index, item in enumerate(value)
+        )
     )
 
 
@@ -229,9 +233,10 @@ def _logit_bias(fields: Fields, vocab_size: int) -> dict[int, float]:
         refuse("logit_bias", f"At most {MAX_LOGIT_BIAS} biases are supported.", "object_above_max_properties")
     biases: dict[int, float] = {}
     for key, bias in value.items():
-        # Unicode digits such as "²" pass isdigit(), and "01" names the same token as "1".
-        if not (key.isascii() and key.isdigit()) or str(int(key)) != key:
-            sentence = f"Invalid key '{key}' in 'logit_bias': keys are token ids, which /tokenize tells."
+        # Unicode digits such as "²" pass isdigit(), "01" names the same token as "1", and Python reads no number of
+        # thousands of digits.
+        if len(key) > _MAX_DIGITS or not (key.isascii() and key.isdigit()) or str(int(key)) != key:
+            sentence = f"Invalid key '{key[:80]}' in 'logit_bias': keys are token ids, which /tokenize tells."
             refuse("logit_bias", sentence, "invalid_value")
         token = check_integer(int(key), f"logit_bias.{key}", 0, vocab_size - 1)
         biases[token] = check_number(bias, f"logit_bias.{key}", -100.0, 100.0)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from tandem_worker.engine.errors import RequestError
 
@@ -18,16 +18,34 @@ Renaming = Sequence[tuple[re.Pattern[str], str]]
 """Patterns of paths, and what stands there instead."""
 
 
+Places = Mapping[str, str]
+"""Paths of one chat, and where in the request that it comes from they stand. Its messages have others than the
+conversation there: some are made of several items, or of a part of one."""
+
+
+def rename(path: str, renaming: Renaming, places: Places | None = None) -> str:
+    """What the request calls that which is `path` in the chat."""
+    place = re.match(r"\w+(\[\d+\])?", path)
+    if places and place is not None and place[0] in places:
+        # The calls of a message have no place of their own there.
+        path = places[place[0]] + path[place.end() :].removesuffix(".tool_calls")
+    for pattern, replacement in renaming:
+        path = pattern.sub(replacement, path)
+    return path
+
+
 @contextlib.contextmanager
-def renamed_errors(renaming: Renaming) -> Iterator[None]:
-    """A RequestError that leaves this has the path that `renaming` gives it, in its message too."""
+def renamed_errors(renaming: Renaming, places: Places | None = None) -> Iterator[None]:
+    """A RequestError that leaves this has the path that the request has for it, in its message too."""
     try:
         yield
     except RequestError as error:
-        param = error.param or ""
-        for pattern, replacement in renaming:
-            param = pattern.sub(replacement, param)
-        if param == (error.param or ""):
+        old = error.param or ""
+        param = rename(old, renaming, places)
+        if param == old:
             raise
-        message = str(error).replace(f"'{error.param}'", f"'{param}'")
+        message = str(error).replace(f"'{old}'", f"'{param}'").replace(f": {old}.", f": {param}.")
+        field = old.partition(".")[0]
+        if "_" in field or "[" in field:  # not a word that a sentence may have
+            message = message.replace(field, rename(field, renaming, places))
         raise RequestError(message, param=param, code=error.code, status=error.status) from error

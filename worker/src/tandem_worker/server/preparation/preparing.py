@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -22,6 +22,7 @@ from tandem_worker.server.openai.completion_request import CompletionRequest, Pr
 from tandem_worker.server.openai.embedding_request import EmbeddingRequest, parse_embedding
 from tandem_worker.server.openai.fields import Fields, refuse, wrong_type
 from tandem_worker.server.openai.output_format import ResponseFormat
+from tandem_worker.server.openai.renaming import rename, renamed_errors
 from tandem_worker.server.preparation.fitting import LengthBound
 from tandem_worker.server.responses import request as responses
 from tandem_worker.server.structured.errors import GrammarError
@@ -127,8 +128,8 @@ class PreparedChat:
     """Options that were left out of account."""
     prompt_end: str
     """The end of the rendered conversation: the header of the message that the answer continues, or more."""
-    echo: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Fields that answers of another shape repeat."""
+    echo: bytes = b"{}"
+    """Fields that answers of another shape repeat, as a JSON object."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,31 +242,36 @@ class Preparer:
         return Draft([Text(text, False, check)], finish)
 
     def _responses(self, body: Any, lenient: bool) -> Draft:
-        chat, echo = responses.translate(body)
-        draft = self._chat(chat, lenient)
+        chat, echo, places = responses.translate(body)
+        with renamed_errors((), places):
+            draft = self._chat(chat, lenient)
 
         def finish(encoded: Sequence[Tokens]) -> Prepared:
             prepared = draft.finish(encoded)
             assert isinstance(prepared, PreparedChat)
-            return dataclasses.replace(prepared, echo=echo)
+            ignored = [rename(name, responses.RENAMED) for name in prepared.ignored]
+            return dataclasses.replace(prepared, echo=echo, ignored=ignored)
 
         return Draft(draft.texts, finish)
 
     def _messages(self, body: Any, lenient: bool) -> Draft:
-        chat, ignored = messages.translate(body, lenient=lenient)
-        draft = self._chat(chat, lenient)
+        chat, ignored, places = messages.translate(body, lenient=lenient)
+        with renamed_errors((), places):
+            draft = self._chat(chat, lenient)
 
         def finish(encoded: Sequence[Tokens]) -> Prepared:
             prepared = draft.finish(encoded)
             assert isinstance(prepared, PreparedChat)
-            return dataclasses.replace(prepared, ignored=[*ignored, *prepared.ignored])
+            more = [rename(name, messages.RENAMED, places) for name in prepared.ignored]
+            return dataclasses.replace(prepared, ignored=[*ignored, *more])
 
         return Draft(draft.texts, finish)
 
     def _count(self, body: Any, lenient: bool) -> Draft:
         """As `_tokenize`, of a Messages request."""
-        chat, _ = messages.translate(body, counting=True, lenient=lenient)
-        draft = self._tokenize(chat, lenient)
+        chat, _, places = messages.translate(body, counting=True, lenient=lenient)
+        with renamed_errors((), places):
+            draft = self._tokenize(chat, lenient)
         return Draft(draft.texts, lambda encoded: orjson.dumps({"input_tokens": len(encoded[0])}))
 
     def _settle_chat(self, request: ChatRequest, *, lenient: bool) -> ChatRequest:

@@ -17,8 +17,10 @@ from tandem_worker.server.openai.chunks import AnswerHead, token_names
 from tandem_worker.server.openai.logprobs import chat_entries
 from tandem_worker.server.pacing import Steps, complete
 from tandem_worker.server.text.detokenizer import TokenTable
-from tandem_worker.server.text.output import ToolDelta, Update, Usage
+from tandem_worker.server.text.output import ToolDelta, Update, Usage, split_tools
 
+MAX_REPEATED_BYTES = 1024 * 1024
+"""Of logprobs that a stream repeats. Each takes a kilobyte and more, and four events repeat all there are."""
 Kind = Literal["message", "reasoning", "function_call"]
 _PREFIX: Mapping[Kind, str] = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
 _DELTA: Mapping[Kind, str] = {
@@ -71,8 +73,8 @@ class ResponsesEncoder:
     done = b""
     """The last event says by itself that it is the last."""
 
-    def __init__(self, head: AnswerHead, table: TokenTable, *, echo: Mapping[str, Any]) -> None:
-        """`echo`: fields of the request that the answer repeats."""
+    def __init__(self, head: AnswerHead, table: TokenTable, *, echo: bytes) -> None:
+        """`echo`: fields of the request that the answer repeats, as a JSON object."""
         self.head = head
         self._names = token_names(head, table)
         self._echo = echo
@@ -80,28 +82,30 @@ class ResponsesEncoder:
         self._open: _Item | None = None
         self._closed: list[dict[str, Any]] = []
         self._finish: str | None = None
+        self._streams = True
+        self._repeated_bytes = 0
 
     # -- streams -------------------------------------------------------------------------------------------------------
 
     def opening(self, index: int, prompt_token_ids: Sequence[int]) -> Steps[bytes]:
         yield from ()  # never long
         response = self._response("in_progress", None)
-        return self._event("response.created", {"response": response}) + self._event(
-            "response.in_progress", {"response": response}
-        )
+        return self._tell("created", response) + self._tell("in_progress", response)
 
     def update(self, index: int, update: Update) -> bytes:
         return complete(self.long_update(index, update))
 
     def long_update(self, index: int, update: Update) -> Steps[bytes]:
         events: list[bytes] = []
+        going_on, tools = split_tools(update.tools)
+        events += [self._add(tool.arguments) for tool in going_on if tool.arguments]
         if update.reasoning:
             events += [self._enter("reasoning"), self._add(update.reasoning)]
         if update.content:
             events.append(self._enter("message"))
             logprobs = (yield from chat_entries(self._names, update.logprobs)) if update.logprobs else b""
             events.append(self._add(update.content, logprobs))
-        for tool in update.tools:
+        for tool in tools:
             if tool.name is not None:
                 events += [self._close("completed"), self._begin("function_call", tool)]
             if tool.arguments:
@@ -118,19 +122,19 @@ class ResponsesEncoder:
 
     def usage(self, usage: Usage) -> bytes:
         """The last event, with the whole answer."""
-        return self._event(f"response.{self._status}", {"response": self._response(self._status, usage)})
+        return self._tell(self._status, self._response(self._status, usage))
 
     def failure(self, body: Mapping[str, Any]) -> bytes:
         """The last event of an answer that broke off."""
         error = {"code": "server_error", "message": body["error"]["message"]}
-        self._close("incomplete")
-        return self._event("response.failed", {"response": self._response("failed", None, error)})
+        return self._close("incomplete") + self._tell("failed", self._response("failed", None, error))
 
     # -- whole answers -------------------------------------------------------------------------------------------------
 
     def response(self, choices: Sequence[Update], prompts: Sequence[Sequence[int]], usage: Usage) -> Steps[list[bytes]]:
+        self._streams = False
         yield from self.long_update(0, choices[0])
-        return [orjson.dumps(self._response(self._status, usage))]
+        return [self._response(self._status, usage)]
 
     # -- items -------------------------------------------------------------------------------------------------------
 
@@ -159,9 +163,17 @@ class ResponsesEncoder:
         fields = {**item.place, "delta": text}
         if item.kind == "message":
             if logprobs:
-                item.logprobs.append(logprobs)
+                self._keep(item, logprobs)
             fields["logprobs"] = orjson.Fragment(b"[%b]" % logprobs)
         return self._event(f"{_DELTA[item.kind]}.delta", fields)
+
+    def _keep(self, item: _Item, logprobs: bytes) -> None:
+        """What is repeated at the end. In a stream all of it or, where it is too much, nothing."""
+        self._repeated_bytes += len(logprobs)
+        if self._streams and self._repeated_bytes > MAX_REPEATED_BYTES:
+            item.logprobs.clear()
+        else:
+            item.logprobs.append(logprobs)
 
     def _close(self, status: str) -> bytes:
         item, self._open = self._open, None
@@ -179,9 +191,9 @@ class ResponsesEncoder:
         self._closed.append(whole)
         return events + self._event("response.output_item.done", {"output_index": item.index, "item": whole})
 
-    def _response(self, status: str, usage: Usage | None, error: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def _response(self, status: str, usage: Usage | None, error: Mapping[str, Any] | None = None) -> bytes:
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        return {
+        response: dict[str, Any] = {
             "id": self.head.id,
             "object": "response",
             "created_at": self.head.created,
@@ -191,11 +203,16 @@ class ResponsesEncoder:
             "incomplete_details": cut,
             "model": self.head.model,
             "output": self._closed,
-            **self._echo,
             "usage": None if usage is None else _usage(usage),
         }
+        return orjson.dumps(response)[:-1] + b"," + self._echo[1:]
+
+    def _tell(self, kind: str, response: bytes) -> bytes:
+        return self._event(f"response.{kind}", {"response": orjson.Fragment(response)})
 
     def _event(self, kind: str, fields: Mapping[str, Any]) -> bytes:
+        if not self._streams:
+            return b""
         data = orjson.dumps({"type": kind, "sequence_number": self._sequence, **fields})
         self._sequence += 1
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)

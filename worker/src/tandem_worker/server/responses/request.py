@@ -7,11 +7,14 @@ What both APIs call the same goes on as it is, and is checked there. Errors of a
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
+
+import orjson
 
 from tandem_worker.server.openai.fields import Fields, refuse, wrong_type
 from tandem_worker.server.openai.messages import MAX_MESSAGES, join_parts
-from tandem_worker.server.openai.renaming import EXTENSIONS, Renaming
+from tandem_worker.server.openai.renaming import EXTENSIONS, Places, Renaming
 
 _SAME = (
     "model", "stream", "temperature", "top_p", "metadata", "user", "safety_identifier", "prompt_cache_key",
@@ -31,16 +34,24 @@ RENAMED: Renaming = (
     (re.compile(r"^reasoning_effort$"), "reasoning.effort"),
     (re.compile(r"^verbosity$"), "text.verbosity"),
     (re.compile(r"^(tools\[\d+\])\.function"), r"\1"),
+    (re.compile(r"^tool_choice\.allowed_tools"), "tool_choice"),
+    (re.compile(r"^(tool_choice(?:\.tools\[\d+\])?)\.function"), r"\1"),
 )
+MAX_ECHO_BYTES = 2 * 1024 * 1024
+"""Of what an answer repeats of its request, as JSON: three events of a stream have it."""
 
 
-def translate(body: object) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The body of the chat, and the fields that answers repeat. Raises RequestError."""
+def translate(body: object) -> tuple[dict[str, Any], bytes, Places]:
+    """The body of the chat, an object in JSON with the fields that answers repeat, and where the messages of the chat
+    come from. Raises RequestError."""
     fields = Fields(body)
     chat = {key: value for key in _SAME if (value := fields.take(key)) is not None}
     instructions = fields.string("instructions")
-    messages = _messages(fields)
-    chat["messages"] = messages if instructions is None else [{"role": "system", "content": instructions}, *messages]
+    messages, places = _messages(fields)
+    if instructions is not None:
+        messages.insert(0, {"role": "system", "content": instructions})
+        places.insert(0, "instructions")
+    chat["messages"] = messages
     text = _take_text(fields, chat)
     effort = _take_reasoning(fields, chat)
     tools, choice = fields.array("tools") or [], fields.take("tool_choice")
@@ -77,7 +88,27 @@ def translate(body: object) -> tuple[dict[str, Any], dict[str, Any]]:
         "truncation": "disabled",
         "user": chat.get("user"),
     }  # fmt: skip
-    return chat, echo
+    return chat, _write(echo), {f"messages[{index}]": place for index, place in enumerate(places)}
+
+
+def _write(echo: Mapping[str, Any]) -> bytes:
+    """Raises RequestError naming the largest field."""
+    written: dict[str, bytes] = {}
+    for key, value in echo.items():
+        try:
+            written[key] = orjson.dumps(value)
+        except orjson.JSONEncodeError:  # what was read but cannot be written is nested beyond 250 levels
+            refuse(key, f"'{key}' is nested too deeply.", "invalid_value")
+    size = sum(map(len, written.values()))
+    if size > MAX_ECHO_BYTES:
+        largest = max(written, key=lambda key: len(written[key]))
+        refuse(
+            largest,
+            f"What a response repeats of its request ('{largest}' above all) has {size} bytes; "
+            f"at most {MAX_ECHO_BYTES} are supported.",
+            "string_above_max_length",
+        )
+    return orjson.dumps({key: orjson.Fragment(value) for key, value in written.items()})
 
 
 def _refuse_unsupported(fields: Fields) -> None:
@@ -154,8 +185,10 @@ def _tool_choice(choice: Any) -> Any:
     match choice:
         case {"type": "function", **rest}:
             return {"type": "function", "function": rest}
-        case {"type": "allowed_tools", "tools": list(tools), **rest}:
-            return {"type": "allowed_tools", "allowed_tools": {**rest, "tools": [_tool(tool) for tool in tools]}}
+        case {"type": "allowed_tools", **rest}:
+            tools = rest.get("tools")
+            listed = [_tool(tool) for tool in tools] if isinstance(tools, list) else tools
+            return {"type": "allowed_tools", "allowed_tools": {**rest, "tools": listed}}
         case _:
             return choice
 
@@ -163,10 +196,11 @@ def _tool_choice(choice: Any) -> Any:
 # -- input -------------------------------------------------------------------------------------------------------------
 
 
-def _messages(fields: Fields) -> list[dict[str, Any]]:
+def _messages(fields: Fields) -> tuple[list[dict[str, Any]], list[str]]:
+    """The messages, and the items that they come from."""
     value = fields.required("input")
     if isinstance(value, str):
-        return [{"role": "user", "content": value}]
+        return [{"role": "user", "content": value}], ["input"]
     if not isinstance(value, list):
         wrong_type("input", "a string or an array of items", value)
     if not value:
@@ -174,11 +208,14 @@ def _messages(fields: Fields) -> list[dict[str, Any]]:
     if len(value) > MAX_MESSAGES:
         refuse("input", f"At most {MAX_MESSAGES} items are supported.", "array_above_max_length")
     messages: list[dict[str, Any]] = []
+    places: list[str] = []
     for index, item in enumerate(value):
         # Clients send back what they received, with members that their library knows and left empty.
         given = {key: each for key, each in item.items() if each is not None} if isinstance(item, dict) else item
         _add_item(messages, Fields(given, f"input[{index}]"))
-    return messages
+        if len(messages) > len(places):
+            places.append(f"input[{index}]")
+    return messages, places
 
 
 def _add_item(messages: list[dict[str, Any]], item: Fields) -> None:
@@ -189,8 +226,10 @@ def _add_item(messages: list[dict[str, Any]], item: Fields) -> None:
         case "message":
             _add_message(messages, item)
         case "function_call":
-            function = {"name": item.required_string("name"), "arguments": item.required_string("arguments")}
-            call = {"id": item.required_string("call_id"), "type": "function", "function": function}
+            name = item.required_string("name", allow_empty=False)
+            function = {"name": name, "arguments": item.required_string("arguments")}
+            call_id = item.required_string("call_id", allow_empty=False)
+            call = {"id": call_id, "type": "function", "function": function}
             _last_answer(messages).setdefault("tool_calls", []).append(call)
         case "function_call_output":
             call_id = item.required_string("call_id")

@@ -19,11 +19,14 @@ _RULE = re.compile(
 _OPTIONS = re.compile(r"%llguidance\b[ \t]*([^\n]*)")
 
 
+TEXT_BYTES = 512 * 1024
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrammarLimits:
     """What one request's grammar may take."""
 
-    text_bytes: int = 512 * 1024
+    text_bytes: int = TEXT_BYTES
     """All schemas together, or what they become as a grammar."""
     regex_bytes: int = 16 * 1024
     lark_bytes: int = 64 * 1024

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -79,6 +80,13 @@ class Update:
     def has_text(self) -> bool:
         """Whether there is content, reasoning or part of a tool call."""
         return bool(self.content or self.reasoning or self.tools)
+
+
+def split_tools(deltas: Sequence[ToolDelta]) -> tuple[Sequence[ToolDelta], Sequence[ToolDelta]]:
+    """The rest of a call that began in an earlier update, which was written before any text of this one; and the calls
+    that begin in this one."""
+    begun = next((index for index, delta in enumerate(deltas) if delta.name is not None), len(deltas))
+    return deltas[:begun], deltas[begun:]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ two that are complete at the same character the longer one.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 
 def held_back(text: str, marks: Sequence[str]) -> int:
@@ -20,16 +21,44 @@ def held_back(text: str, marks: Sequence[str]) -> int:
     return longest
 
 
+@lru_cache(maxsize=256)
+def _borders(stop: str) -> tuple[int, ...]:
+    """Of each beginning of `stop`, by its length less one: how much of its end is a shorter beginning."""
+    borders = [0]
+    for character in stop[1:]:
+        length = borders[-1]
+        while length and stop[length] != character:
+            length = borders[length - 1]
+        borders.append(length + (stop[length] == character))
+    return tuple(borders)
+
+
+def _follow(stop: str, begun: int, text: str) -> tuple[int, int]:
+    """How much of `stop` has begun at the end of `text`, where `begun` of it had before; and where in `text` it was
+    complete, -1 when it was not. Whatever the texts are, a character costs two comparisons on average."""
+    if not begun and stop[0] not in text:
+        return 0, -1
+    borders = _borders(stop)
+    for index, character in enumerate(text):
+        while begun and stop[begun] != character:
+            begun = borders[begun - 1]
+        begun += stop[begun] == character
+        if begun == len(stop):
+            return begun, index
+    return begun, -1
+
+
 class StopMatcher:
     """Withholds text while it may be the beginning of a stop string; drops the stop string and what follows."""
 
-    __slots__ = ("_held", "_keep", "_stops", "matched", "stopped")
+    __slots__ = ("_begun", "_held", "_keep", "_stops", "matched", "stopped")
 
     def __init__(self, stops: Sequence[str], *, keep: bool = False) -> None:
         """`keep`: the stop string itself is part of the text."""
         self._keep = keep
         self.matched: str | None = None
         self._stops = tuple(stops)
+        self._begun = [0] * len(self._stops)
         self._held = ""
         self.stopped = False
 
@@ -37,20 +66,20 @@ class StopMatcher:
         """Text that may be sent now. After a match `stopped` is true and nothing more is returned."""
         if self.stopped:
             return ""
-        text = self._held + text
         first: tuple[int, int, str] | None = None  # (end, start, stop string) of the best match
-        for stop in self._stops:
-            start = text.find(stop)
-            if start >= 0:
-                match = (start + len(stop), start, stop)
+        for number, stop in enumerate(self._stops):
+            self._begun[number], last = _follow(stop, self._begun[number], text)
+            if last >= 0:
+                end = len(self._held) + last + 1
+                match = (end, end - len(stop), stop)
                 first = match if first is None else min(first, match)
+        text = self._held + text
         if first is not None:
             self.stopped = True
             self._held = ""
             self.matched = first[2]
             return text[: first[0] if self._keep else first[1]]
-        length = held_back(text, self._stops)
-        cut = len(text) - length
+        cut = len(text) - max(self._begun, default=0)
         self._held = text[cut:]
         return text[:cut]
 

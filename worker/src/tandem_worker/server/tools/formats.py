@@ -17,7 +17,7 @@ from tandem_worker.server.tools.delimited import DEEPSEEK, KIMI, DelimitedParser
 from tandem_worker.server.tools.harmony import HarmonyParser
 from tandem_worker.server.tools.hermes import HermesParser
 from tandem_worker.server.tools.llama import PYTHON_TAG, LlamaParser
-from tandem_worker.server.tools.parameters import Parameters, text_value
+from tandem_worker.server.tools.parameters import Parameters, Size, move_references, text_value
 from tandem_worker.server.tools.pythonic import PythonicParser
 from tandem_worker.server.tools.xml_call import XmlParser
 
@@ -28,9 +28,6 @@ MAX_REMARKS = 8
 """Messages before the answer proper of a constrained Harmony answer."""
 MAX_OPEN = 16
 """Parameters of a function whose schema names none."""
-
-_DATA = frozenset({"const", "enum", "default", "examples"})
-"""Keywords whose values are no schemas."""
 
 WriteMark = Callable[[str], str]
 """Writes a mark in a grammar: the token where it is one, else its characters."""
@@ -119,25 +116,10 @@ def build_grammar(
 def _call_object(tool: Tool, key: str) -> dict[str, Any]:
     return {
         "type": "object",
-        "properties": {"name": {"const": tool.name}, key: _move_references(_arguments(tool), f"#/properties/{key}")},
+        "properties": {"name": {"const": tool.name}, key: move_references(_arguments(tool), f"#/properties/{key}")},
         "required": ["name", key],
         "additionalProperties": False,
     }
-
-
-def _move_references(schema: Any, root: str) -> Any:
-    """The same schema where it stands below `root` of another one: what it refers to moves along."""
-    if isinstance(schema, list):
-        return [_move_references(item, root) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    moved: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
-            moved[key] = root + value[1:]
-        else:
-            moved[key] = value if key in _DATA else _move_references(value, root)
-    return moved
 
 
 def _arguments(tool: Tool) -> dict[str, Any]:
@@ -211,8 +193,9 @@ def _harmony_calls(tools: Sequence[Tool], repetition: str, write: WriteMark) -> 
 def _pythonic_calls(tools: Sequence[Tool], repetition: str, write: WriteMark) -> tuple[list[str], str]:
     more = f'(", " call){{0,{MAX_CALLS - 1}}}' if repetition else ""
     rules = [f'calls: "[" call {more} "]"', f"call: {' | '.join(f'call_{index}' for index in range(len(tools)))}"]
+    size = Size()
     for index, tool in enumerate(tools):
-        parameters = Parameters(tool.parameters)
+        parameters = Parameters(tool.parameters, size)
         keys = list(parameters.properties)
 
         def rule_of(key: str, index: int = index, keys: list[str] = keys) -> str:
@@ -239,8 +222,9 @@ def _xml_calls(tools: Sequence[Tool], repetition: str, write: WriteMark) -> tupl
     call = f'call: {write(hermes.BEGIN)} "\\n" function "\\n" {write(hermes.END)} "\\n"?'
     rules = [f"calls: call{repetition}", call, f"function: {' | '.join(f'call_{i}' for i in range(len(tools)))}"]
     end = json.dumps(f"\n{xml_call.PARAMETER_END}\n")
+    size = Size()
     for index, tool in enumerate(tools):
-        parameters = Parameters(tool.parameters)
+        parameters = Parameters(tool.parameters, size)
         keys = list(parameters.properties)
 
         def rule_of(key: str, index: int = index, keys: list[str] = keys) -> str:

@@ -1,4 +1,6 @@
-"""Grammars of calls whose parameters are not one JSON object: each parameter on its own, in the schema's order."""
+"""Schemas of parameters as parts of a grammar of calls: where they are one JSON object, and where they are not: each
+parameter on its own, in the schema's order.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from typing import Any
 
 from tandem_worker.server.structured.compiler import embed_json_schema
 from tandem_worker.server.structured.errors import GrammarError
+from tandem_worker.server.structured.limits import TEXT_BYTES
 
 _ROOT_KEYS = frozenset(
     {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "title", "description", "strict"}
@@ -18,14 +21,63 @@ MAX_PROPERTIES = 128
 """Their order is fixed and most may be left out: the grammar grows with the square of their number."""
 
 
+_DATA = frozenset({"const", "enum", "default", "examples"})
+"""Keywords whose values are no schemas."""
+_NAMED = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})
+"""Keywords whose values are schemas by name; a name is no keyword."""
+
+
+def move_references(schema: Any, root: str) -> Any:
+    """The same schema where it stands below `root` of another one: what it refers to moves along."""
+    if isinstance(schema, list):
+        return [move_references(item, root) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    moved: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
+            moved[key] = root + value[1:]
+        elif key in _NAMED and isinstance(value, Mapping):
+            moved[key] = {name: move_references(each, root) for name, each in value.items()}
+        else:
+            moved[key] = value if key in _DATA else move_references(value, root)
+    return moved
+
+
+def _stays_in_definitions(schema: Any) -> bool:
+    """Whether all that it refers to are definitions. Looks at data too: at worst a schema is longer than it need be."""
+    if isinstance(schema, Mapping):
+        reference = schema.get("$ref")
+        inside = not isinstance(reference, str) or reference.startswith(("#/$defs/", "#/definitions/"))
+        return inside and all(map(_stays_in_definitions, schema.values()))
+    return not isinstance(schema, list) or all(map(_stays_in_definitions, schema))
+
+
+class Size:
+    """Of a grammar while it is written: a few schemas that each parameter repeats are soon many megabytes."""
+
+    def __init__(self) -> None:
+        self._bytes = 0
+
+    def add(self, text: str) -> str:
+        """Returns `text`. Raises GrammarError when all of it is more than may be compiled."""
+        self._bytes += len(text)
+        if self._bytes > TEXT_BYTES:
+            raise GrammarError(f"it is too large: all of it together may have {TEXT_BYTES // 1024} KiB")
+        return text
+
+
 class Parameters:
     """The parameters of one function. Raises GrammarError for a schema that is more than a list of properties."""
 
-    def __init__(self, schema: Mapping[str, Any]) -> None:
+    def __init__(self, schema: Mapping[str, Any], size: Size) -> None:
         odd = schema.keys() - _ROOT_KEYS
         if odd:
             raise GrammarError(f"'{min(odd)}' cannot be enforced beside the properties in this model's format of calls")
+        self._size = size
+        self._schema = schema
         self._definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        self._plain = _stays_in_definitions(schema)
         properties, required = schema.get("properties", {}), schema.get("required", [])
         if not isinstance(properties, Mapping):
             raise GrammarError("'properties' must be an object")
@@ -44,19 +96,31 @@ class Parameters:
         """Nothing is said about them: any are allowed."""
 
     def json_value(self, key: str) -> str:
-        """Right side of a Lark rule for a value written as JSON."""
+        """Right side of a Lark rule for a value written as JSON. Raises GrammarError."""
         schema = self.properties[key]
-        return embed_json_schema({**schema, **self._definitions} if isinstance(schema, Mapping) else {})
+        if not isinstance(schema, Mapping):
+            return embed_json_schema({})
+        if self._plain:
+            return self._size.add(embed_json_schema({**schema, **self._definitions}))
+        root = "#/$defs/function"
+        moved = move_references(schema, root)
+        if moved != schema:  # it refers to parts of the function's schema, or to all of it
+            moved["$defs"] = {"function": move_references(self._schema, root)}
+        return self._size.add(embed_json_schema(moved))
 
     def sequence(self, rule_of: Callable[[str], str], separator: str = "") -> str:
         """Lark expression: the required ones and any of the others, in order. `separator` is a Lark string."""
         keys = list(self.properties)
         if not separator:
-            return " ".join(rule_of(key) + ("" if key in self.required else "?") for key in keys) or '""'
+            return self._size.add(
+                " ".join(rule_of(key) + ("" if key in self.required else "?") for key in keys) or '""'
+            )
         options: list[str] = []
         for index, key in enumerate(keys):
             rest = [(f"{separator} {rule_of(other)}", other in self.required) for other in keys[index + 1 :]]
-            options.append(" ".join([rule_of(key), *(text if needed else f"({text})?" for text, needed in rest)]))
+            options.append(
+                self._size.add(" ".join([rule_of(key), *(text if needed else f"({text})?" for text, needed in rest)]))
+            )
             if key in self.required:
                 break
         else:
