@@ -166,7 +166,10 @@ class Gateway:
         self.exchanges.add(exchange)
         self.metrics.in_flight += 1
         if request.path in COMPUTES:
-            self.traffic.arrive(inquiry.demand.prompt_tokens)
+            traffic, tokens = self.traffic, inquiry.demand.prompt_tokens
+            traffic.requests += 1
+            traffic.prompt_tokens += tokens
+            traffic.prompt_squares += tokens * tokens
         exchange.dispatch()
 
     def _answer(self, request: Request) -> object:
@@ -194,10 +197,12 @@ class Gateway:
         self.metrics.count_exchange(
             exchange.request.path, exchange.status, now - began, first - began if first else None
         )
-        events = exchange.events
-        if exchange.request.path in COMPUTES:
-            self.traffic.end(exchange.usage, events, well=exchange.status == 200 and exchange.error is None)
-        if exchange.usage is not None or events > 2:
+        well = exchange.status == 200 and exchange.error is None
+        computes = exchange.request.path in COMPUTES
+        self.traffic.finished += well and computes
+        if exchange.usage is not None or exchange.events > 2:
+            if computes:
+                self.traffic.count_answer(exchange.usage, exchange.events, well=well)
             self._learn(exchange)
         if self.access_log is not None:
             self.access_log.add(exchange, now)

@@ -12,7 +12,9 @@ _FRAMES = 2
 
 
 class TrafficCounter:
-    """Each request calls `arrive` once and `end` once, whatever happens to it in between."""
+    """`requests`, `prompt_tokens` and `prompt_squares` grow when a request arrives, `finished` when it ends well, each
+    once whatever happens in between. The gateway adds to them in place: a call would cost more than the addition.
+    """
 
     __slots__ = (
         "computed_prompt_tokens", "computed_tokens", "finished", "output_tokens", "prompt_squares", "prompt_tokens",
@@ -24,12 +26,7 @@ class TrafficCounter:
         self.computed_prompt_tokens = self.computed_tokens = 0
         self.prompt_squares = 0.0
 
-    def arrive(self, prompt_tokens: int) -> None:
-        self.requests += 1
-        self.prompt_tokens += prompt_tokens
-        self.prompt_squares += prompt_tokens * prompt_tokens
-
-    def end(self, usage: Mapping[str, object] | None, events: int, *, well: bool) -> None:
+    def count_answer(self, usage: Mapping[str, object] | None, events: int, *, well: bool) -> None:
         """`usage` is what the answer said, under the names of chats; None where it said nothing. A stream without it
         has about a token per event. What a worker says that cannot be is taken for nothing."""
         output = events - _FRAMES
@@ -40,10 +37,8 @@ class TrafficCounter:
                 cached: Any = cast(dict[str, Any], details).get("cached_tokens") if isinstance(details, dict) else 0
                 self.computed_prompt_tokens += prompt
                 self.computed_tokens += prompt - cached if isinstance(cached, int) and 0 <= cached <= prompt else prompt
-        if well:
-            self.finished += 1
-            if isinstance(output, int) and output > 0:
-                self.output_tokens += output
+        if well and isinstance(output, int) and output > 0:
+            self.output_tokens += output
 
     def report(self, waiting: Sequence[int]) -> Traffic:
         """`waiting` are the prompt tokens of each request that waits for a worker now."""
