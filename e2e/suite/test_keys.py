@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from tandem_api import names
+from tandem_api.fleet import FLEET_PATH, FleetReport
 from tandem_api.keys import KeyRing, bearer_token, parse_key_ring
 
 from e2e.install import NAMESPACE, settle_seconds
@@ -155,7 +156,7 @@ def test_the_inference_port_wants_the_token(main: Fleet) -> None:
     for pod in [*main.pods("main", "decode"), *main.pods("main", "prefill")]:
         name, host = pod["metadata"]["name"], address_of(pod)
         answers = ask_all(main, source, host, names.WORKER_HTTP_PORT, requests)
-        # Where policies are enforced, the gateway does not reach prefill workers at all.
+        # Where policies are enforced, the gateway does not reach this port of prefill workers.
         refused = {401} if "decode" in name else {401, 0}
         seen = [(path, status) for (path, _), (status, _) in zip(requests, answers, strict=True)]
         assert {status for _, status in seen} <= refused, (name, seen)
@@ -188,6 +189,30 @@ def test_metrics_want_no_token_and_the_schedulers_view_is_for_the_pod_itself(mai
     status, text = ask(main, other, address_of(gateway), names.GATEWAY_METRICS_PORT, "/debug/endpoints")
     assert status in (0, 403)
     assert name not in text
+
+
+def test_gateways_read_what_every_worker_tells_about_itself(main: Fleet) -> None:
+    """Through the policies of both ends, of prefill workers too; and what it says is what the worker says itself."""
+    (gateway,) = main.pods("main", "gateway")
+    path = main.path("pods", f"{gateway['metadata']['name']}:{names.GATEWAY_METRICS_PORT}") + f"/proxy{FLEET_PATH}"
+    workers = {pod["metadata"]["name"] for role in ("decode", "prefill") for pod in main.pods("main", role)}
+
+    def probe() -> FleetReport:
+        report = FleetReport.model_validate(main.kubernetes.request("GET", path))
+        ages = {worker.name: worker.telemetry_age for worker in report.workers}
+        assert ages.keys() == workers
+        assert all(age is not None and age < 5 for age in ages.values()), ages
+        return report
+
+    report = until("the gateway has a fresh sample of every worker", probe, within=60)
+    assert report.traffic is not None
+    assert report.traffic.requests >= report.traffic.finished
+    for worker in report.workers:
+        assert worker.telemetry is not None
+        assert (worker.telemetry.pod, worker.telemetry.role) == (worker.name, worker.role)
+        own = main.telemetry(worker.name)
+        assert own["kvBlocksTotal"] * own["kvBlockSize"] > 0
+        assert own["busySecondsTotal"] >= (worker.telemetry.busy_seconds_total or 0)
 
 
 class Load:

@@ -17,6 +17,8 @@ from tandem_operator.fleet import FleetView, FleetWatch, parse_report
 from tandem_operator.manifests import ModelKey
 from tandem_operator.metrics import FLEET_REPORTS
 
+from bench.gateway.telemetry import SAMPLE
+
 KEY = ModelKey("n", "m")
 ONE, TWO = "127.0.0.1", "127.0.0.2"
 GATEWAYS = {"m-one": ONE, "m-two": TWO}
@@ -231,3 +233,18 @@ async def test_gateways_that_hang_take_a_bounded_number_of_tasks(
 def test_a_newer_gateway_may_say_more() -> None:
     text = report("g", worker("a")).to_json().replace('"gateway"', '"mood": "good", "gateway"')
     assert parse_report(text.encode(), gateway="g").workers[0].name == "a"
+
+
+def test_a_report_of_a_thousand_workers_with_all_their_figures_is_read() -> None:
+    """It has 1.2 MB: more than a report without telemetry, and well below what is read."""
+    workers = [
+        WorkerReport(
+            name=f"llama-70b-production-decode-{index}", address="10.123.123.123:8000", role=Role.DECODE,
+            revision="5f2c9d7e81", state="Admitted", requests=123_456_789, failures=123_456,
+            ttft_counts=[123_456] * 14, telemetry=SAMPLE, telemetry_age=0.123456789,
+        )
+        for index in range(1000)
+    ]  # fmt: skip
+    text = FleetReport(gateway="g", started_at=1.0, at=2.0, workers=workers).to_json()
+    assert 1024 * 1024 < len(text) < fleet.MAX_BYTES / 2
+    assert FleetReport.model_validate_json(text).workers[-1].telemetry == SAMPLE

@@ -125,10 +125,11 @@ def test_the_metrics_label_opens_the_metrics_ports_alone() -> None:
 
 
 def test_gateways_ask_decode_workers_and_decode_workers_prefill_workers() -> None:
+    """And gateways read the telemetry of both."""
     plan = split()
     inside = pods(plan)
-    assert reachable(plan, inside["gateway"], inside["decode"]) == {HTTP}
-    assert reachable(plan, inside["gateway"], inside["prefill"]) == set()
+    assert reachable(plan, inside["gateway"], inside["decode"]) == {HTTP, METRICS}
+    assert reachable(plan, inside["gateway"], inside["prefill"]) == {METRICS}
     assert reachable(plan, inside["decode"], inside["prefill"]) == {KV}
     for pair in (("prefill", "decode"), ("decode", "decode"), ("prefill", "prefill"), ("decode", "gateway")):
         assert not reachable(plan, inside[pair[0]], inside[pair[1]]) - {8080}, pair
@@ -137,7 +138,7 @@ def test_gateways_ask_decode_workers_and_decode_workers_prefill_workers() -> Non
 def test_without_prefill_workers_nobody_moves_blocks() -> None:
     plan = blueprint()
     inside = pods(plan)
-    assert reachable(plan, inside["gateway"], inside["decode"]) == {HTTP}
+    assert reachable(plan, inside["gateway"], inside["decode"]) == {HTTP, METRICS}
     assert reachable(plan, inside["decode"], inside["decode"]) == set()
 
 

@@ -8,13 +8,14 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import count
 from typing import Any, cast
 
 from tandem_api.fleet import FleetReport, WorkerReport
 from tandem_api.launch import GatewayConfig, GatewayRouting
 from tandem_api.names import Role
+from tandem_api.telemetry import WorkerTelemetry
 
 from tandem_gateway.access_log import AccessLog
 from tandem_gateway.credentials import Credentials
@@ -27,8 +28,9 @@ from tandem_gateway.http.response import build_error, build_json
 from tandem_gateway.metrics import Metrics
 from tandem_gateway.own_answers import OWN_PATHS, answer_own
 from tandem_gateway.probation import Held
-from tandem_gateway.prompt import INFERENCE_PATHS, MODELS, TOKENIZER_INFO, check_name, read_inquiry
+from tandem_gateway.prompt import COMPUTES, INFERENCE_PATHS, MODELS, TOKENIZER_INFO, check_name, read_inquiry
 from tandem_gateway.scheduling import Endpoint, Scheduler, Worker
+from tandem_gateway.traffic import TrafficCounter
 from tandem_gateway.upstream.base import Link
 from tandem_gateway.upstream.http1 import Http1Link
 
@@ -56,6 +58,10 @@ class Gateway:
         self.budget = Budget(config.max_held_bytes)
         self.scheduler = Scheduler()
         self.metrics = Metrics()
+        self.traffic = TrafficCounter()
+        self.telemetry: Callable[[Worker], tuple[WorkerTelemetry, float] | None] = lambda _: None
+        """A worker's last sample and its age in seconds."""
+        self.telemetry_reads: Mapping[str, int] = {}
         self.access_log = access_log
         self.held: Held = list
         """Workers that discovery knows and that get no requests yet, as `GET /fleet` tells of them."""
@@ -159,6 +165,11 @@ class Gateway:
         connection.exchange = exchange
         self.exchanges.add(exchange)
         self.metrics.in_flight += 1
+        if request.path in COMPUTES:
+            traffic, tokens = self.traffic, inquiry.demand.prompt_tokens
+            traffic.requests += 1
+            traffic.prompt_tokens += tokens
+            traffic.prompt_squares += tokens * tokens
         exchange.dispatch()
 
     def _answer(self, request: Request) -> object:
@@ -186,7 +197,12 @@ class Gateway:
         self.metrics.count_exchange(
             exchange.request.path, exchange.status, now - began, first - began if first else None
         )
+        well = exchange.status == 200 and exchange.error is None
+        computes = exchange.request.path in COMPUTES
+        self.traffic.finished += well and computes
         if exchange.usage is not None or exchange.events > 2:
+            if computes:
+                self.traffic.count_answer(exchange.usage, exchange.events, well=well)
             self._learn(exchange)
         if self.access_log is not None:
             self.access_log.add(exchange, now)
@@ -297,6 +313,7 @@ class Gateway:
             failures={outcome.value: count for outcome, count in self.scheduler.failures.items()},
             ejections={outcome.value: count for outcome, count in self.scheduler.ejections.items()},
             canary=self.scheduler.canary_requests,
+            telemetry=self.telemetry_reads,
         )
 
     def describe_endpoints(self) -> list[dict[str, object]]:
@@ -324,13 +341,37 @@ class Gateway:
     def describe_fleet(self) -> FleetReport:
         """For the operator: how the workers do, and nothing of what was asked."""
         canary = self.scheduler.canary
+        waiting = [
+            exchange.inquiry.demand.prompt_tokens
+            for exchange in self.exchanges
+            if exchange.waiting and exchange.request.path in COMPUTES
+        ]
         return FleetReport(
             gateway=os.environ.get("POD_NAME") or socket.gethostname(),
             started_at=self._started_at,
             at=time.time(),
             served_names=list(self.served_names),
             canary_percent=None if canary is None else canary.percent,
-            workers=[*map(_report_on, self.scheduler.endpoints.values()), *self.held()],
+            workers=[*map(self._report_on, self.scheduler.endpoints.values()), *self.held()],
+            traffic=self.traffic.report(waiting),
+        )
+
+    def _report_on(self, endpoint: Endpoint) -> WorkerReport:
+        worker, reason = endpoint.worker, endpoint.health.reason
+        admitted = endpoint.level >= 0
+        telemetry, age = self.telemetry(worker) or (None, None)
+        return WorkerReport(
+            name=worker.name,
+            address=worker.address,
+            role=worker.role,
+            revision=worker.revision,
+            state="Admitted" if admitted else "Ejected",
+            reason=None if admitted or reason is None else reason.value,
+            requests=endpoint.ended,
+            failures=endpoint.failed,
+            ttft_counts=[] if worker.role is Role.PREFILL else endpoint.ttft_counts,
+            telemetry=telemetry,
+            telemetry_age=age,
         )
 
     def _record(self, path: str, status: int, request_id: bytes, error: str | None, size: int) -> None:
@@ -341,22 +382,6 @@ class Gateway:
 
     def _make_request_id(self) -> bytes:
         return b"req-%b%08x" % (self._request_prefix, next(self._request_ids))
-
-
-def _report_on(endpoint: Endpoint) -> WorkerReport:
-    worker, reason = endpoint.worker, endpoint.health.reason
-    admitted = endpoint.level >= 0
-    return WorkerReport(
-        name=worker.name,
-        address=worker.address,
-        role=worker.role,
-        revision=worker.revision,
-        state="Admitted" if admitted else "Ejected",
-        reason=None if admitted or reason is None else reason.value,
-        requests=endpoint.ended,
-        failures=endpoint.failed,
-        ttft_counts=[] if worker.role is Role.PREFILL else endpoint.ttft_counts,
-    )
 
 
 def _wrong_method(request: Request, allowed: str) -> NotRouted:

@@ -78,9 +78,11 @@ class Metrics:
         failures: Mapping[str, int] = _NONE,
         ejections: Mapping[str, int] = _NONE,
         canary: Mapping[tuple[bool, bool], int] | None = None,
+        telemetry: Mapping[str, int] = _NONE,
     ) -> bytes:
         """Prometheus text. `endpoints` counts by role and state, `tokens` are in flight by kind, `failures` and
-        `ejections` of workers by reason, `canary` by whether its workers served and whether they did in others' stead.
+        `ejections` of workers by reason, `canary` by whether its workers served and whether they did in others' stead,
+        `telemetry` reads of samples by how they ended.
         """
         registry = CollectorRegistry()
         by_reason = [
@@ -93,7 +95,12 @@ class Metrics:
         )  # fmt: skip
         for (side, moved), count in sorted((canary or {}).items()):
             sides.add_metric(("canary" if side else "others", "true" if moved else "false"), count)
-        registry.register(_Snapshot([*self._families(endpoints, tokens), *by_reason, sides]))
+        reads = CounterMetricFamily(
+            Metric.GATEWAY_TELEMETRY_READS_TOTAL, "Reads of workers' telemetry, by how they ended.", labels=("result",)
+        )
+        for result, count in sorted(telemetry.items()):
+            reads.add_metric((result,), count)
+        registry.register(_Snapshot([*self._families(endpoints, tokens), *by_reason, sides, reads]))
         return generate_latest(registry)
 
     def _families(self, endpoints: Mapping[tuple[str, str], int], tokens: Mapping[str, int]) -> list[Family]:

@@ -25,6 +25,8 @@ COUNT = "/v1/messages/count_tokens"
 EMBEDDINGS = "/v1/embeddings"
 MODELS = "/v1/models"
 GENERATES = frozenset((CHAT, COMPLETIONS, RESPONSES, MESSAGES))
+COMPUTES = GENERATES | {EMBEDDINGS}
+"""What the model is run for."""
 TOKENIZER_INFO = "/tokenizer_info"
 INFERENCE_PATHS = GENERATES | frozenset((EMBEDDINGS, COUNT, "/tokenize", "/detokenize", TOKENIZER_INFO))
 _MAY_BE_TOKENS = {COMPLETIONS: "prompt", EMBEDDINGS: "input"}

@@ -23,6 +23,7 @@ from tandem_gateway.model_card import ModelCard
 from tandem_gateway.probation import Probation
 from tandem_gateway.scheduling import Worker
 from tandem_gateway.settings import Settings
+from tandem_gateway.telemetry import TelemetryPoller
 
 log = logging.getLogger(__name__)
 BACKLOG = 1024
@@ -50,6 +51,11 @@ class Server:
             token_line=lambda: self.gateway.token_line, connect_seconds=settings.config.timeouts.connect_seconds
         )
         self.gateway.facts = lambda: self.card.facts
+        self.telemetry = TelemetryPoller(
+            connect_seconds=settings.config.timeouts.connect_seconds, period=settings.telemetry_seconds
+        )
+        self.gateway.telemetry = self.telemetry.sample
+        self.gateway.telemetry_reads = self.telemetry.reads
         self.http_port = 0
         self.metrics_port = 0
         self._listeners: list[asyncio.Server] = []
@@ -88,6 +94,8 @@ class Server:
         self.gateway.max_connections = _affordable_connections(config.max_connections)
         self._spawn(self._clock())
         self._spawn(self.card.run())
+        if settings.telemetry_seconds:
+            self._spawn(self.telemetry.run())
         log.info(
             "listening",
             extra={"model": config.served_name, "http_port": self.http_port, "metrics_port": self.metrics_port},
@@ -129,6 +137,7 @@ class Server:
         self.admin.discovered = True
         self.gateway.apply_workers(workers)
         self.card.take(workers)
+        self.telemetry.take(workers)
 
     def _discovery(self) -> list[Coroutine[Any, Any, None]]:
         """The jobs that tell about workers, and what the gateway follows while it runs."""

@@ -15,6 +15,7 @@ from tandem_api.names import API_KEY_FILE, CONFIG_PATH, GATEWAY_HTTP_PORT, GATEW
 from tandem_gateway.discovery.static import parse_worker
 from tandem_gateway.errors import ConfigError
 from tandem_gateway.scheduling import Worker
+from tandem_gateway.telemetry import PERIOD_SECONDS
 
 LAME_DUCK_SECONDS = 3.0
 
@@ -30,6 +31,8 @@ class Settings:
     """How long connections are still accepted after SIGTERM, while the news of it travels."""
     log_level: str
     access_log: bool
+    telemetry_seconds: float = PERIOD_SECONDS
+    """Between two reads of a worker's telemetry; 0: none is read."""
 
 
 def parse_settings(arguments: Sequence[str]) -> Settings:
@@ -52,6 +55,7 @@ def parse_settings(arguments: Sequence[str]) -> Settings:
         lame_duck_seconds=options.lame_duck,
         log_level=options.log_level,
         access_log=not options.no_access_log,
+        telemetry_seconds=options.telemetry_seconds,
     )
 
 
@@ -62,14 +66,30 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--lame-duck", type=float, default=LAME_DUCK_SECONDS, metavar="SECONDS")
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     parser.add_argument("--no-access-log", action="store_true")
+    parser.add_argument(
+        "--telemetry-seconds", type=_read_period, default=PERIOD_SECONDS, metavar="SECONDS",
+        help="read each worker's telemetry so often (default: 1); 0: never",
+    )  # fmt: skip
     local = parser.add_argument_group("without Kubernetes")
-    local.add_argument("--worker", action="append", default=[], metavar="role=ROLE,url=HOST:PORT[,revision=R][,name=N]")
+    local.add_argument(
+        "--worker",
+        action="append",
+        default=[],
+        metavar="role=ROLE,url=HOST:PORT[,status=HOST:PORT][,revision=R][,name=N]",
+    )
     local.add_argument("--workers-file", type=Path, help="one worker per line, written as for --worker; followed")
     local.add_argument("--served-name", default="model", help="what clients pass as `model`, unless --config says it")
     local.add_argument("--keys", metavar="FOLDER", help=f"where {API_KEY_FILE} is, for workers that want it shown")
     local.add_argument("--port", type=int, default=GATEWAY_HTTP_PORT)
     local.add_argument("--metrics-port", type=int, default=GATEWAY_METRICS_PORT)
     return parser
+
+
+def _read_period(text: str) -> float:
+    seconds = float(text)
+    if seconds and not 0.1 <= seconds <= 3600:
+        raise argparse.ArgumentTypeError("write 0, or between 0.1 and 3600 seconds")
+    return seconds
 
 
 def _read_config(path: Path) -> GatewayConfig:

@@ -23,8 +23,8 @@ from tandem_operator.manifests import ModelKey
 from tandem_operator.workqueue import WorkQueue
 
 FAST_SECONDS, SLOW_SECONDS = 2.0, STALE_SECONDS / 3
-MAX_BYTES = 1024 * 1024
-"""Of one report: some thousand workers."""
+MAX_BYTES = 4 * 1024 * 1024
+"""Of one report: some three thousand workers with their telemetry."""
 ANSWER_SECONDS = 3.0
 _POLLERS = 16
 """Models that are asked about at a time; the gateways of one are asked together."""

@@ -24,8 +24,9 @@ def pods_of_a_set(count: int, nodes: int, *, name: str = "toy-decode", **fields:
 def test_a_ready_pod_is_a_worker() -> None:
     (worker,) = select_workers(filter(None, [read_member(make_pod("a"))]))
     assert worker == Worker(
-        name="a", address="10.0.0.1:8000", kv_address="10.0.0.1:7000", role=Role.DECODE, revision="r1"
-    )
+        name="a", address="10.0.0.1:8000", kv_address="10.0.0.1:7000", status_address="10.0.0.1:9090",
+        role=Role.DECODE, revision="r1",
+    )  # fmt: skip
 
 
 def test_a_named_port_and_an_ipv6_address_are_used() -> None:
@@ -34,6 +35,7 @@ def test_a_named_port_and_an_ipv6_address_are_used() -> None:
     member = read_member(pod)
     assert member is not None
     assert member.worker.address == "[fd00::1]:8123"
+    assert member.worker.status_address == "[fd00::1]:1"
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,11 @@ from dataclasses import replace
 import pytest
 import torch
 from tandem_worker.engine.errors import ContextLengthError, EngineStoppedError, RequestError
-from tandem_worker.engine.schedule.params import FinishReason, TokenDelta
+from tandem_worker.engine.execute.lanes import LaneRunner
+from tandem_worker.engine.schedule.params import FinishReason, SamplingParams, TokenDelta
+from tandem_worker.engine.schedule.plan import StepPlan
 from tandem_worker.engine.schedule.request import Request
+from tandem_worker.engine.snapshot import build_stats
 from tandem_worker.model.contract import ForwardBatch, KVCache
 
 from tests.tandem_worker.engine.history_model import HistoryModel, greedy_answer
@@ -369,3 +372,77 @@ def test_a_delivery_that_fails_does_not_stop_the_engine(make_rig: MakeRig) -> No
 
     rig.engine._deliver = fail_once
     assert rig.run("r", (1, 2)) == greedy_answer((1, 2), 8)
+
+
+class TimedModel(HistoryModel):
+    """Takes `seconds` for every forward pass."""
+
+    seconds = 0.02
+
+    def forward(self, batch: ForwardBatch, kv_cache: KVCache) -> torch.Tensor:
+        time.sleep(self.seconds)
+        return super().forward(batch, kv_cache)
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_seconds_are_busy_while_steps_run_and_at_no_other_time(make_rig: MakeRig, runs_ahead: bool) -> None:
+    rig = make_rig(TimedModel(), runs_ahead=runs_ahead, scheduler={"max_batch_tokens": 16})
+    began = time.perf_counter()
+    rig.run("a", tuple(range(40)), max_tokens=5)
+    time.sleep(0.3)  # nothing is there to do
+    steps = 3 + 4
+    stats = rig.engine.stats()
+    assert steps * TimedModel.seconds <= stats.busy_seconds_total <= time.perf_counter() - began - 0.3
+    assert 3 * TimedModel.seconds <= stats.prefill_seconds_total < stats.busy_seconds_total
+    assert stats.computed_prompt_tokens_total == 40
+    rig.run("b", (*range(40), 1, 2, 3), max_tokens=1)
+    assert rig.engine.stats().computed_prompt_tokens_total == 43, "40 tokens were cached"
+    rig.engine.begin_measuring()
+    rig.run("c", (5, 4, 3), max_tokens=1)
+    assert rig.engine.stats().computed_prompt_tokens_total == 3
+    assert rig.engine.stats().busy_seconds_total < 10 * TimedModel.seconds
+
+
+@pytest.mark.parametrize("length", [16, 256])
+def test_the_velocity_is_that_of_prompts_whatever_decodes_beside_them(make_rig: MakeRig, length: int) -> None:
+    """Each prompt takes 0.1 s, short ones too."""
+    model = TimedModel()
+    model.seconds = 0.1
+    rig = make_rig(model, num_blocks=800, scheduler={"max_batch_tokens": 512})
+    assert rig.engine.stats().prefill_tokens_per_second is None
+    for number in range(11):
+        rig.run(f"r{number}", tuple((number + i) % 64 for i in range(length)), max_tokens=2)
+    assert rig.engine.stats().prefill_tokens_per_second == pytest.approx(10 * length, rel=0.2)
+
+
+def test_joint_steps_of_lanes_count_once(make_rig: MakeRig) -> None:
+    """One lane decodes while the other computes a prompt: neither's time is added to, or lost to, the other's."""
+    model = TimedModel()
+    rigs = [make_rig(model), make_rig()]
+    lanes = [rig.engine._runner.lanes[0] for rig in rigs]
+
+    class Joint:
+        def run_lanes(self, plans: Sequence[StepPlan | None]) -> list[object]:
+            return [
+                None if plan is None else lane.executor.run(plan, None)
+                for lane, plan in zip(lanes, plans, strict=True)
+            ]  # fmt: skip
+
+    joint = LaneRunner(lanes, Joint())  # type: ignore[arg-type]
+    for index, (lane, length) in enumerate(zip(lanes, (4, 24), strict=True)):
+        request = rigs[index].engine._build_request(
+            id=str(index), prompt=tuple(range(length)), sampling=SamplingParams(max_tokens=3, temperature=0.0),
+            cache_salt="", priority=0.0,
+        )  # fmt: skip
+        request.n = 1
+        lane.submit(request)
+    began = time.perf_counter()
+    with torch.inference_mode():
+        while joint.step():
+            pass
+    took = time.perf_counter() - began
+    stats = build_stats(lanes, joint.work, num_pending=0)
+    assert stats.computed_prompt_tokens_total == 28
+    assert 3 * TimedModel.seconds <= stats.busy_seconds_total <= took
+    assert stats.kv_block_size == BLOCK_SIZE
+    assert stats.kv_blocks_total == 2 * rigs[0].engine.stats().kv_blocks_total

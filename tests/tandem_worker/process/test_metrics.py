@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from prometheus_client import Histogram
 from prometheus_client.parser import text_string_to_metric_families
 from tandem_api.names import Role
@@ -14,15 +17,16 @@ from tandem_worker.process.families import Families
 from tandem_worker.process.metrics import WorkerFacts, WorkerSample, build_metrics_text, build_telemetry
 from tandem_worker.server.request_metrics import PreparationCounts, RequestMetrics
 from tandem_worker.server.structured.counts import CompileCounts
-from tandem_worker.transfer.contract import BandwidthMeter, TransferStats
+from tandem_worker.transfer.contract import BandwidthMeter, CoveredTime, TransferStats
 
 FACTS = WorkerFacts(model_name="smollm2", role=Role.DECODE, revision="r1", pod="smollm2-decode-0")
 ENGINE = EngineStats(
     running_requests=1, queued_requests=2, running_tokens=3, queued_prefill_tokens=4, kv_blocks_used=5,
-    kv_blocks_cached=6, kv_blocks_total=7, kv_eviction_horizon=8.5, prefill_tokens_per_second=None,
+    kv_blocks_cached=6, kv_blocks_total=7, kv_block_size=16, kv_eviction_horizon=8.5, prefill_tokens_per_second=36.5,
     decode_step_seconds=0.01, prompt_tokens_total=10, cached_tokens_total=11, generated_tokens_total=12,
     preemptions_recompute_total=13, preemptions_move_total=18, steps_total=14, prefills_local_total=15,
-    prefills_remote_total=16, prefills_fallback_total=17,
+    prefills_remote_total=16, prefills_fallback_total=17, busy_seconds_total=37.5, prefill_seconds_total=38.5,
+    computed_prompt_tokens_total=39,
 )  # fmt: skip
 GPU = GpuSample(
     vram_used_bytes=20, vram_total_bytes=21, nvlink_tx_bytes_total=22, nvlink_rx_bytes_total=23,
@@ -50,7 +54,9 @@ def total_of(histogram: Histogram) -> float:
 
 
 def test_every_worker_metric_is_there_once() -> None:
-    stats = TransferStats(integrity_failures={"header": 0}, refusals={"gone": 0}, quota_refusals={"orders": 0})
+    stats = TransferStats(
+        integrity_failures={"header": 0}, refusals={"gone": 0}, quota_refusals={"orders": 0}, seconds_receiving=0.0
+    )
     lines = text(transfer=stats).splitlines()
     for attribute, name in vars(Metric).items():
         if attribute.startswith("WORKER_"):
@@ -86,7 +92,12 @@ def read_families(text: str) -> set[tuple[object, ...]]:
 
 
 def test_names_labels_and_help_are_what_dashboards_know() -> None:
-    stats = TransferStats(integrity_failures={"header": 3}, refusals={"wrong_proof": 2}, quota_refusals={"orders": 1})
+    stats = TransferStats(
+        integrity_failures={"header": 3},
+        refusals={"wrong_proof": 2},
+        quota_refusals={"orders": 1},
+        seconds_receiving=40.5,
+    )
     known = Path(__file__).with_name("metrics.txt").read_text()
     assert read_families(text(transfer=stats)) == read_families(known)
 
@@ -105,6 +116,39 @@ def test_telemetry_has_the_same_figures() -> None:
     assert (telemetry.vram_used_bytes, telemetry.nvlink_rx_bytes_per_second) == (20, 25.0)
     assert telemetry.kv_transfer_bytes_per_second == 3e9
     assert build_telemetry(FACTS, sample(gpu=NO_GPU)).vram_used_bytes is None
+
+
+def test_telemetry_tells_what_a_replica_can_do() -> None:
+    """In units of the planner: busy seconds, tokens computed, tokens that the blocks hold, and the link's busy time."""
+    stats = TransferStats(bytes_sent=5, bytes_received=7, seconds_receiving=1.5)
+    telemetry = build_telemetry(FACTS, sample(transfer=stats))
+    assert (telemetry.busy_seconds_total, telemetry.prefill_seconds_total) == (37.5, 38.5)
+    assert (telemetry.computed_prompt_tokens_total, telemetry.prefill_tokens_per_second) == (39, 36.5)
+    assert (telemetry.prompt_tokens_total, telemetry.cached_prompt_tokens_total) == (10, 11)
+    assert (telemetry.kv_block_size, telemetry.decode_step_seconds) == (16, 0.01)
+    assert (telemetry.kv_transfer_bytes_total, telemetry.kv_transfer_seconds_total) == (12, 1.5)
+
+
+def test_what_is_not_measured_is_no_zero() -> None:
+    idle = replace(sample(), engine=replace(ENGINE, running_requests=0, prefill_tokens_per_second=None))
+    telemetry = build_telemetry(FACTS, idle)
+    assert telemetry.decode_step_seconds is None, "nothing decodes"
+    assert telemetry.prefill_tokens_per_second is None
+    assert (telemetry.kv_transfer_bytes_total, telemetry.kv_transfer_seconds_total) == (None, None)
+    sending = build_telemetry(FACTS, sample(transfer=TransferStats(bytes_sent=5)))
+    assert (sending.kv_transfer_bytes_total, sending.kv_transfer_seconds_total) == (5, None)
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 30)), max_size=40))
+def test_overlapping_arrivals_count_once(intervals: list[tuple[int, int]]) -> None:
+    """Against counting the seconds of each one."""
+    ends = sorted((end, length) for end, length in intervals)
+    covered, seen = CoveredTime(), 0.0
+    for end, length in ends:
+        covered.add(float(end - length), float(end))
+        assert covered.seconds >= seen
+        seen = covered.seconds
+    assert covered.seconds == len({second for end, length in ends for second in range(end - length, end)})
 
 
 def test_histogram_buckets_accumulate() -> None:

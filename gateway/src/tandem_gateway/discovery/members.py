@@ -21,6 +21,7 @@ from tandem_api.names import (
     LABEL_ROLE,
     WORKER_HTTP_PORT,
     WORKER_KV_PORT,
+    WORKER_METRICS_PORT,
     Role,
     pod_ordinal,
 )
@@ -71,6 +72,7 @@ def read_member(pod: Pod) -> Member | None:
         role=role,
         revision=labels.get(LABEL_REVISION, ""),
         kv_address=f"{host}:{_port(pod, 'kv', WORKER_KV_PORT)}",
+        status_address=f"{host}:{_port(pod, 'metrics', WORKER_METRICS_PORT)}",
     )
     if labels.get(LABEL_NODES_PER_REPLICA, "1") == "1":
         return Member(worker=worker)

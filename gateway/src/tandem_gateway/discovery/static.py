@@ -15,11 +15,12 @@ from tandem_gateway.scheduling.endpoint import DEFAULT_KV_TOKENS
 
 log = logging.getLogger(__name__)
 POLL_SECONDS = 0.5
-_KEYS = {"role", "url", "kv", "revision", "name", "kv-tokens"}
+_KEYS = {"role", "url", "kv", "status", "revision", "name", "kv-tokens"}
 
 
 def parse_worker(text: str) -> Worker:
-    """A worker written as `role=decode,url=HOST:PORT[,kv=HOST:PORT][,revision=R][,name=N][,kv-tokens=T]`.
+    """A worker written as `role=decode,url=HOST:PORT`, with any of `kv=HOST:PORT`, `status=HOST:PORT`, `revision=R`,
+    `name=N` and `kv-tokens=T`, by commas. `status` is its metrics port.
 
     Raises:
         ConfigError: `text` is something else.
@@ -39,12 +40,16 @@ def parse_worker(text: str) -> Worker:
     kv_tokens = fields.get("kv-tokens", str(DEFAULT_KV_TOKENS))
     if not kv_tokens.isdecimal() or not int(kv_tokens):
         raise ConfigError(f"worker {text!r}: kv-tokens is how many tokens its cache holds, a number above 0")
+    status = fields.get("status", "")
+    if status and not status.rpartition(":")[2].isdigit():
+        raise ConfigError(f"worker {text!r}: write status=HOST:PORT, its metrics port")
     return Worker(
         name=fields.get("name") or address,
         address=address,
         role=role,
         revision=fields.get("revision", "static"),
         kv_address=fields.get("kv", ""),
+        status_address=status,
         kv_tokens=int(kv_tokens),
     )
 

@@ -1,7 +1,8 @@
 """NetworkPolicies, one for each kind of pod: what may connect to it, and what it may connect to.
 
 Two workers of one model meet where key-value blocks move, from decode to prefill workers, and within a replica of
-several pods. Gateways ask decode workers. Nobody else needs either, but for clients and for who collects metrics.
+several pods. Gateways ask decode workers, and read what every worker tells about itself. Nobody else needs either, but
+for clients and for who collects metrics.
 """
 
 from __future__ import annotations
@@ -36,10 +37,9 @@ def build_network_policies(blueprint: Blueprint) -> list[Manifest]:
 
 def _build_worker_policy(blueprint: Blueprint, role: Role) -> Manifest:
     ingress, egress = [_metrics_rule(names.WORKER_METRICS_PORT)], [_DNS_RULE]
+    ingress.append(_from(blueprint, component_of(Role.GATEWAY), _gateway_ports(role)))
     if role is Role.PREFILL:
         ingress.append(_from(blueprint, component_of(Role.DECODE), [_kv_ports(blueprint)]))
-    else:
-        ingress.append(_from(blueprint, component_of(Role.GATEWAY), [_tcp(names.WORKER_HTTP_PORT)]))
     if role is Role.DECODE:
         egress.append(_to(blueprint, component_of(Role.PREFILL), [_kv_ports(blueprint)]))
     if blueprint.worker_spec(role).nodes_per_replica > 1:
@@ -53,7 +53,7 @@ def _build_worker_policy(blueprint: Blueprint, role: Role) -> Manifest:
 
 def _build_gateway_policy(blueprint: Blueprint) -> Manifest:
     api_server = {"ports": [_tcp(port) for port in blueprint.release.network.api_server_ports]}
-    workers = _to(blueprint, component_of(blueprint.decode_role), [_tcp(names.WORKER_HTTP_PORT)])
+    workers = [_to(blueprint, component_of(role), _gateway_ports(role)) for role in blueprint.worker_roles]
     ingress = [{"ports": [_tcp(names.GATEWAY_HTTP_PORT)]}, _metrics_rule(names.GATEWAY_METRICS_PORT)]
     if (namespace := blueprint.release.network.operator_namespace) is not None:
         # The operator reads what gateways report of their workers.
@@ -63,7 +63,7 @@ def _build_gateway_policy(blueprint: Blueprint) -> Manifest:
         blueprint,
         Role.GATEWAY,
         ingress=ingress,
-        egress=[_DNS_RULE, api_server, workers],
+        egress=[_DNS_RULE, api_server, *workers],
     )
 
 
@@ -78,6 +78,12 @@ def _build_policy(blueprint: Blueprint, role: Role, *, ingress: list[Manifest], 
         spec |= {"policyTypes": ["Ingress", "Egress"], "egress": egress}
     name = names.workload_name(blueprint.name, role)
     return blueprint.child(NETWORK_POLICY, name, {"spec": spec}, component=component, role=role)
+
+
+def _gateway_ports(role: Role) -> list[Manifest]:
+    """What gateways reach of a worker: requests go to those that decode, telemetry is read from all."""
+    asked = [] if role is Role.PREFILL else [_tcp(names.WORKER_HTTP_PORT)]
+    return [*asked, _tcp(names.WORKER_METRICS_PORT)]
 
 
 def _kv_ports(blueprint: Blueprint) -> Manifest:

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
-from tandem_worker.engine.schedule.meter import SpeedMeter
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tandem_worker.engine.schedule.meter import SpeedMeter, WorkMeter
 
 
 def test_pure_decode_steps_and_prefill_shares_are_measured_apart() -> None:
@@ -40,3 +43,90 @@ def test_a_large_chunk_corrects_what_small_ones_beside_decodes_have_left() -> No
     assert meter.plan_step_tokens(1.0) < 500
     meter.record(num_prefill_tokens=1000, num_decodes=0, seconds=1.0)
     assert meter.plan_step_tokens(1.0) > 750
+
+
+def record_apart(meter: WorkMeter, steps: list[tuple[float, float, int, int]], now: float = 0.0) -> float:
+    """Steps of (pause before, seconds, prompt tokens, decodes), one after another. Returns when the last one ended."""
+    for pause, seconds, tokens, decodes in steps:
+        began = now + pause
+        now = began + seconds
+        meter.record(began=began, ended=now, num_prefill_tokens=tokens, num_decodes=decodes)
+    return now
+
+
+def test_idle_time_neither_lowers_nor_ages_the_velocity() -> None:
+    busy, rested = WorkMeter(), WorkMeter()
+    record_apart(busy, [(0.0, 0.5, 1000, 0)] * 4)
+    record_apart(rested, [(3600.0, 0.5, 1000, 0)] * 4)
+    assert busy.velocity == pytest.approx(2000)
+    assert rested.velocity == pytest.approx(2000)
+    assert rested.busy_seconds == pytest.approx(2.0)
+
+
+def test_no_velocity_before_a_second_of_prompts() -> None:
+    meter = WorkMeter()
+    record_apart(meter, [(0.0, 30.0, 0, 8), (0.0, 0.9, 900, 0)])
+    assert meter.velocity is None
+    assert meter.busy_seconds == pytest.approx(30.9)
+    assert meter.prefill_seconds == pytest.approx(0.9)
+
+
+def test_the_velocity_is_a_mean_over_the_last_minute_of_prompts() -> None:
+    """One slow step says little among many, and a change of speed is known after a minute."""
+    meter = WorkMeter()
+    ended = record_apart(meter, [(0.0, 0.5, 1000, 0)] * 240 + [(0.0, 0.5, 100, 0)])
+    assert meter.velocity == pytest.approx(2000, rel=0.02)
+    record_apart(meter, [(0.0, 0.5, 500, 0)] * 120, ended)
+    assert 1000 < (meter.velocity or 0) < 1500
+
+
+def test_a_mixed_step_counts_by_its_share_of_tokens() -> None:
+    meter = WorkMeter()
+    record_apart(meter, [(0.0, 4.0, 300, 100)])
+    assert (meter.busy_seconds, meter.prefill_seconds, meter.velocity) == (4.0, 3.0, 100)
+
+
+def test_time_that_two_steps_share_counts_once() -> None:
+    """A step is launched before the one before it has ended."""
+    meter = WorkMeter()
+    meter.record(began=0.0, ended=2.0, num_prefill_tokens=100, num_decodes=0)
+    meter.record(began=1.0, ended=3.0, num_prefill_tokens=50, num_decodes=0)
+    assert (meter.busy_seconds, meter.prefill_seconds, meter.prefill_tokens) == (3.0, 3.0, 150)
+
+
+def test_what_failed_took_its_time_and_computed_nothing() -> None:
+    meter = WorkMeter()
+    record_apart(meter, [(0.0, 1.0, 100, 0), (0.0, 9.0, 0, 0)])
+    assert (meter.busy_seconds, meter.prefill_tokens, meter.velocity) == (10.0, 100, 100)
+
+
+def test_warming_up_is_forgotten() -> None:
+    meter = WorkMeter()
+    ended = record_apart(meter, [(0.0, 60.0, 2, 0)])
+    meter.reset()
+    assert meter.velocity is None
+    meter.record(began=ended, ended=ended + 1, num_prefill_tokens=700, num_decodes=0)
+    assert (meter.busy_seconds, meter.prefill_tokens, meter.velocity) == (1.0, 700, 700)
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 100), st.floats(0.001, 70), st.integers(0, 4096), st.integers(0, 256)), max_size=40
+    ),
+    st.floats(10, 1e6),
+)
+def test_totals_only_grow_and_a_constant_speed_is_found(
+    steps: list[tuple[float, float, int, int]], speed: float
+) -> None:
+    meter = WorkMeter()
+    now = seen = 0.0
+    for pause, seconds, tokens, decodes in steps:
+        took = (tokens + decodes) / speed if tokens else seconds
+        began, now = now + pause, now + pause + took
+        meter.record(began=began, ended=now, num_prefill_tokens=tokens, num_decodes=decodes)
+        assert meter.busy_seconds >= seen
+        seen = meter.busy_seconds
+        assert 0 <= meter.prefill_seconds <= meter.busy_seconds + 1e-6
+        assert meter.busy_seconds <= now + 1e-6
+    assert meter.prefill_tokens == sum(tokens for _, _, tokens, _ in steps)
+    assert meter.velocity is None or meter.velocity == pytest.approx(speed, rel=1e-3)

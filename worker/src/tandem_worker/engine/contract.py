@@ -23,9 +23,13 @@ class EngineStats:
     kv_blocks_used: int
     kv_blocks_cached: int
     kv_blocks_total: int
+    kv_block_size: int
     kv_eviction_horizon: float
     prefill_tokens_per_second: float | None
     decode_step_seconds: float | None
+    busy_seconds_total: float
+    prefill_seconds_total: float
+    computed_prompt_tokens_total: int
     prompt_tokens_total: int
     cached_tokens_total: int
     generated_tokens_total: int

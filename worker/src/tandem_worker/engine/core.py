@@ -97,7 +97,7 @@ class EngineCore:
         self.thread: threading.Thread | None = None
         self.turn_began = 0.0
         """By the monotonic clock, when the present turn of the step loop began; 0 while there is nothing to do."""
-        self._stats = build_stats(self._runner.lanes, num_pending=0)
+        self._stats = build_stats(self._runner.lanes, self._runner.work, num_pending=0)
 
     # -- any thread ----------------------------------------------------------------------------------------------
 
@@ -198,6 +198,10 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         return self._stats
+
+    def begin_measuring(self) -> None:
+        """What has been computed so far was not work: seconds, computed tokens and velocity count from here."""
+        self._send(self._runner.work.reset)
 
     def describe_turn(self) -> str:
         """What the engine's thread was given to compute last, for whoever asks why it does not end."""
@@ -352,7 +356,7 @@ class EngineCore:
     def _flush(self) -> None:
         """Publish the figures, then deliver, then forget what has ended: `idle` means delivered."""
         runner = self._runner
-        self._stats = build_stats(runner.lanes, num_pending=len(self._commands))
+        self._stats = build_stats(runner.lanes, runner.work, num_pending=len(self._commands))
         deltas = runner.take_deltas()
         if not deltas:
             return

@@ -25,7 +25,7 @@ from tandem_worker.engine.sample.host_sampler import score_prompt
 from tandem_worker.engine.sample.pooling import Pool
 from tandem_worker.engine.sample.state import SamplingState
 from tandem_worker.engine.schedule.host_blocks import is_moving_cheaper
-from tandem_worker.engine.schedule.meter import SpeedMeter
+from tandem_worker.engine.schedule.meter import SpeedMeter, WorkMeter
 from tandem_worker.engine.schedule.params import FinishReason, TokenDelta, TokenLogprob
 from tandem_worker.engine.schedule.plan import StepPlan
 from tandem_worker.engine.schedule.prefix_cache import name_prompt
@@ -75,6 +75,8 @@ class StepRunner:
         self.peers: dict[str, PeerPrefill] = {}
         self.deltas: list[TokenDelta] = []
         self.meter = SpeedMeter()
+        self.work = WorkMeter()
+        """Of what `step` has done."""
         self.totals = Totals()
         self.latest = StepPlan()
         """What was planned last."""
@@ -248,14 +250,23 @@ class StepRunner:
             self.launch_step(step)
         before, self._under_way = self._under_way, None
         if before is not None:
-            self.finish_step(before)
+            self._end_step(before)
         if step is not None and step.chosen is None:
             if self.deltas:
                 self._hand_over()
-            self.finish_step(step)
+            self._end_step(step)
         else:
             self._under_way = step
         return step is not None or before is not None
+
+    def _end_step(self, step: PendingStep) -> None:
+        self.finish_step(step)
+        self.work.record(
+            began=step.began,
+            ended=time.perf_counter(),
+            num_prefill_tokens=0 if step.error is not None else step.plan.num_prefill_tokens,
+            num_decodes=len(step.plan.decodes),
+        )
 
     def begin_step(self) -> PendingStep | None:
         """Plan a step and order remote prefills. None: nothing can be computed until a command comes.

@@ -8,21 +8,30 @@ from typing import Any
 
 from tandem_worker.engine.contract import EngineStats
 from tandem_worker.engine.runner import StepRunner
+from tandem_worker.engine.schedule.meter import WorkMeter
 
 _FIELDS = tuple(field.name for field in fields(EngineStats))
 _LARGEST = frozenset({"kv_eviction_horizon", "decode_step_seconds", "steps_total"})
 """Of several lanes the largest figure counts, not the sum."""
+_SHARED = frozenset(
+    {
+        "kv_block_size", "prefill_tokens_per_second", "busy_seconds_total", "prefill_seconds_total",
+        "computed_prompt_tokens_total",
+    }
+)  # fmt: skip
+"""Every lane has the same figure."""
 
 
-def build_stats(lanes: Sequence[StepRunner], *, num_pending: int) -> EngineStats:
-    """Over all lanes. `num_pending`: commands not yet seen by the engine thread; nearly all of them are requests."""
-    stats = _describe(lanes[0], num_pending)
+def build_stats(lanes: Sequence[StepRunner], work: WorkMeter, *, num_pending: int) -> EngineStats:
+    """Over all lanes, which share `work`. `num_pending`: commands that the engine thread has not seen yet, nearly all
+    of them requests."""
+    stats = _describe(lanes[0], work, num_pending)
     for lane in lanes[1:]:
-        stats = _join(stats, _describe(lane, 0))
+        stats = _join(stats, _describe(lane, work, 0))
     return stats
 
 
-def _describe(lane: StepRunner, num_pending: int) -> EngineStats:
+def _describe(lane: StepRunner, work: WorkMeter, num_pending: int) -> EngineStats:
     scheduler, totals, meter = lane.scheduler, lane.totals, lane.meter
     blocks = scheduler.blocks
     return EngineStats(
@@ -33,9 +42,13 @@ def _describe(lane: StepRunner, num_pending: int) -> EngineStats:
         kv_blocks_used=blocks.num_held,
         kv_blocks_cached=blocks.cache.num_idle,
         kv_blocks_total=blocks.num_blocks,
+        kv_block_size=blocks.block_size,
         kv_eviction_horizon=blocks.cache.horizon,
-        prefill_tokens_per_second=meter.prefill_tokens_per_second,
+        prefill_tokens_per_second=work.velocity,
         decode_step_seconds=meter.decode_step_seconds,
+        busy_seconds_total=work.busy_seconds,
+        prefill_seconds_total=work.prefill_seconds,
+        computed_prompt_tokens_total=work.prefill_tokens,
         prompt_tokens_total=totals.prompt_tokens,
         cached_tokens_total=totals.cached_tokens,
         generated_tokens_total=totals.generated_tokens,
@@ -53,6 +66,8 @@ def _join(one: EngineStats, other: EngineStats) -> EngineStats:
 
 
 def _join_figure(name: str, one: Any, other: Any) -> Any:
+    if name in _SHARED:
+        return one
     if one is None or other is None:
         return one if other is None else other
     return max(one, other) if name in _LARGEST else one + other

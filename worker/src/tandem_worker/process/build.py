@@ -169,6 +169,7 @@ class _Start:
         self._enter("warming up")
         on_gpu = self._device.type == "cuda"
         warm_up(engine, ends, plan_warm_up(engine.max_model_len, model.embedding, on_gpu=on_gpu))
+        engine.begin_measuring()
         hub = DeltaHub()
         engine.deliver_to(hub.deliver)
         return engine, client, hub

@@ -44,7 +44,7 @@ class WorkerSample:
 
 def build_telemetry(facts: WorkerFacts, sample: WorkerSample) -> WorkerTelemetry:
     """What gateway and operator weigh a worker by."""
-    engine, gpu = sample.engine, sample.gpu
+    engine, gpu, transfer = sample.engine, sample.gpu, sample.transfer
     return WorkerTelemetry(
         model_name=facts.model_name,
         role=facts.role,
@@ -58,14 +58,22 @@ def build_telemetry(facts: WorkerFacts, sample: WorkerSample) -> WorkerTelemetry
         kv_blocks_used=engine.kv_blocks_used,
         kv_blocks_cached=engine.kv_blocks_cached,
         kv_blocks_total=engine.kv_blocks_total,
+        kv_block_size=engine.kv_block_size,
         kv_eviction_horizon=engine.kv_eviction_horizon,
         prefill_tokens_per_second=engine.prefill_tokens_per_second,
-        decode_step_seconds=engine.decode_step_seconds,
+        busy_seconds_total=engine.busy_seconds_total,
+        prefill_seconds_total=engine.prefill_seconds_total,
+        computed_prompt_tokens_total=engine.computed_prompt_tokens_total,
+        prompt_tokens_total=engine.prompt_tokens_total,
+        cached_prompt_tokens_total=engine.cached_tokens_total,
+        decode_step_seconds=engine.decode_step_seconds if engine.running_requests else None,
         vram_used_bytes=gpu.vram_used_bytes,
         vram_total_bytes=gpu.vram_total_bytes,
         nvlink_tx_bytes_per_second=gpu.nvlink_tx_bytes_per_second,
         nvlink_rx_bytes_per_second=gpu.nvlink_rx_bytes_per_second,
-        kv_transfer_bytes_per_second=None if sample.transfer is None else sample.transfer.bytes_per_second,
+        kv_transfer_bytes_per_second=None if transfer is None else transfer.bytes_per_second,
+        kv_transfer_bytes_total=None if transfer is None else transfer.bytes_sent + transfer.bytes_received,
+        kv_transfer_seconds_total=None if transfer is None else transfer.seconds_receiving,
     )
 
 
@@ -139,10 +147,27 @@ def _add_engine(out: Families, engine: EngineStats) -> None:
     out.counter(
         Metric.WORKER_CACHED_TOKENS_TOTAL, "Prompt tokens found in the prefix cache.", engine.cached_tokens_total
     )
+    out.counter(
+        Metric.WORKER_COMPUTED_TOKENS_TOTAL,
+        "Prompt tokens computed here, those of other workers' requests and those computed again included.",
+        engine.computed_prompt_tokens_total,
+    )
+    out.counter(Metric.WORKER_BUSY_SECONDS_TOTAL, "Time in which the engine computed.", engine.busy_seconds_total)
+    out.counter(
+        Metric.WORKER_PREFILL_SECONDS_TOTAL,
+        "Of that, what prompts took; of a step that also decodes, their share of its tokens.",
+        engine.prefill_seconds_total,
+    )
+    out.gauge(
+        Metric.WORKER_PREFILL_TOKENS_PER_SECOND,
+        "Prompt tokens computed per second of computing prompts, over the last minute of that.",
+        engine.prefill_tokens_per_second,
+    )
     out.counter(Metric.WORKER_GENERATED_TOKENS_TOTAL, "Tokens generated.", engine.generated_tokens_total)
     out.gauge(Metric.WORKER_KV_BLOCKS_USED, "KV blocks held by live requests.", engine.kv_blocks_used)
     out.gauge(Metric.WORKER_KV_BLOCKS_CACHED, "KV blocks held by the prefix cache alone.", engine.kv_blocks_cached)
     out.gauge(Metric.WORKER_KV_BLOCKS_TOTAL, "KV blocks there are.", engine.kv_blocks_total)
+    out.gauge(Metric.WORKER_KV_BLOCK_SIZE_TOKENS, "Tokens that fit into a KV block.", engine.kv_block_size)
     out.counters(
         Metric.WORKER_PREFILL_LOCAL_TOTAL,
         "Prompts prefilled here, by a prefill worker, or here because that failed.",
@@ -170,6 +195,11 @@ def _add_transfer(out: Families, transfer: TransferStats | None) -> None:
         Metric.WORKER_KV_TRANSFER_BYTES_TOTAL,
         "KV bytes moved between workers.",
         [({"direction": "sent"}, transfer.bytes_sent), ({"direction": "received"}, transfer.bytes_received)],
+    )
+    out.counter(
+        Metric.WORKER_KV_TRANSFER_SECONDS_TOTAL,
+        "Time in which KV blocks were arriving, from however many workers.",
+        transfer.seconds_receiving,
     )
     out.counter(
         Metric.WORKER_KV_TRANSFER_FAILURES_TOTAL,

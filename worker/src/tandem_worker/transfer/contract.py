@@ -19,6 +19,7 @@ others follow through a `GroupChannel`.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -92,6 +93,8 @@ class TransferStats:
     """Open connections to or from peers."""
     bytes_per_second: float | None = None
     """Rate of the last transfers while bytes were moving; None before the first."""
+    seconds_receiving: float | None = None
+    """In which blocks were arriving, from however many peers at a time; None where none are received."""
     refusals: Mapping[str, int] = field(default_factory=dict[str, int])
     """Connections refused before they proved a key, by `peers.handshake.Refusal`."""
     integrity_failures: Mapping[str, int] = field(default_factory=dict[str, int])
@@ -192,8 +195,33 @@ class BandwidthMeter:
         return self._rate
 
 
+class CoveredTime:
+    """Seconds that at least one of several intervals covers, which come in the order of their ends.
+
+    An interval that began before the last `_MOST` gaps counts what lies between older ones twice.
+    """
+
+    _MOST = 64
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._covered: deque[tuple[float, float]] = deque(maxlen=self._MOST)
+        """Apart from each other, the newest last."""
+
+    def add(self, began: float, ended: float) -> None:
+        """O(1) in the mean: an interval is joined with others once."""
+        known = 0.0
+        while self._covered and self._covered[-1][1] >= began:
+            first, last = self._covered.pop()
+            known += last - first
+            began, ended = min(began, first), max(ended, last)
+        self.seconds += max(0.0, ended - began - known)  # rounding must not take anything back
+        self._covered.append((began, ended))
+
+
 __all__ = [
     "BandwidthMeter",
+    "CoveredTime",
     "DecodeEngine",
     "Engine",
     "GroupChannel",

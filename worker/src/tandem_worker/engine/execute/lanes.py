@@ -7,12 +7,14 @@ takes part with padding.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from tandem_worker.engine.contract import LayerListener, PrefillClient, RemotePrefill, RemotePrefillResult
 from tandem_worker.engine.execute.executor import ModelExecutor
 from tandem_worker.engine.runner import StepRunner
 from tandem_worker.engine.schedule.lane_choice import choose_lane
+from tandem_worker.engine.schedule.meter import WorkMeter
 from tandem_worker.engine.schedule.params import TokenDelta
 from tandem_worker.engine.schedule.request import Request
 
@@ -22,6 +24,7 @@ class LaneRunner:
 
     def __init__(self, lanes: Sequence[StepRunner], executor: ModelExecutor) -> None:
         self.lanes = tuple(lanes)
+        self.work = WorkMeter()
         self._executor = executor
 
     @property
@@ -108,4 +111,11 @@ class LaneRunner:
             if step is not None:
                 step.output = output
                 lane.finish_step(step)
+        done = [step for step in steps if step is not None]
+        self.work.record(
+            began=min(step.began for step in done),
+            ended=time.perf_counter(),
+            num_prefill_tokens=sum(step.plan.num_prefill_tokens for step in done),
+            num_decodes=sum(len(step.plan.decodes) for step in done),
+        )
         return True

@@ -1,4 +1,4 @@
-"""Measured speeds, smoothed, and the step size that follows from them."""
+"""Measured speeds, smoothed, the step size that follows from them, and what has been computed in what time."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ _MIN_PREFILL_TOKENS = 32
 """A smaller chunk measures the overhead of a step, not the rate."""
 _UNMEASURED_TOKENS = 256
 _MIN_STEP_TOKENS = 64
+_MEMORY_SECONDS = 60.0
+"""Of computing prompts: the velocity is a mean over about so long."""
+_LEAST_SECONDS = 1.0
+"""Fewer tell no velocity."""
 
 
 class SpeedMeter:
@@ -38,6 +42,47 @@ class SpeedMeter:
         if self.prefill_tokens_per_second is None:
             return _UNMEASURED_TOKENS
         return max(_MIN_STEP_TOKENS, int(self.prefill_tokens_per_second * target_seconds))
+
+
+class WorkMeter:
+    """What an engine has computed and how long that took. Its lanes have one between them: their steps are joint."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything: what was computed so far was not work, such as warming up."""
+        self.busy_seconds = 0.0
+        self.prefill_seconds = 0.0
+        """Of those, the prompts' share."""
+        self.prefill_tokens = 0
+        self._last_end = 0.0
+        self._recent_tokens = self._recent_seconds = 0.0
+        """Of prompts, older ones fading."""
+
+    @property
+    def velocity(self) -> float | None:
+        """Prompt tokens per second of computing prompts; None while there was less than a second of that."""
+        if self.prefill_seconds < _LEAST_SECONDS:
+            return None
+        return self._recent_tokens / self._recent_seconds
+
+    def record(self, *, began: float, ended: float, num_prefill_tokens: int, num_decodes: int) -> None:
+        """A step, by the clock of the one before, in the order of their ends. Time that two steps share counts once.
+
+        One that computed nothing that counts (it failed, or nobody waited for it) has no tokens, and took its time.
+        """
+        seconds = ended - max(began, self._last_end)
+        self._last_end = ended
+        self.busy_seconds += seconds
+        if not num_prefill_tokens:
+            return
+        seconds *= num_prefill_tokens / (num_prefill_tokens + num_decodes)
+        self.prefill_seconds += seconds
+        self.prefill_tokens += num_prefill_tokens
+        kept = max(0.0, 1 - seconds / _MEMORY_SECONDS)
+        self._recent_tokens = self._recent_tokens * kept + num_prefill_tokens
+        self._recent_seconds = self._recent_seconds * kept + seconds
 
 
 def _smooth(average: float | None, value: float, weight: float) -> float:

@@ -21,7 +21,7 @@ from tandem_worker.host.errors import ThreadStartError
 from tandem_worker.host.vitals import Vitals
 from tandem_worker.transfer.blocks import BlockSpace
 from tandem_worker.transfer.checksums import Damage
-from tandem_worker.transfer.contract import BandwidthMeter, Identity, TransferStats, TransferTimeouts
+from tandem_worker.transfer.contract import BandwidthMeter, CoveredTime, Identity, TransferStats, TransferTimeouts
 from tandem_worker.transfer.decode.attempt import Attempt, Connection, LinkListener
 from tandem_worker.transfer.decode.link import PrefillLink
 from tandem_worker.transfer.errors import TransferError
@@ -97,6 +97,7 @@ class RankReceiver(LinkListener):
         self._resends = 0
         self._damage: Counter[str] = Counter({kind.value: 0 for kind in Damage})
         self._meter = BandwidthMeter()
+        self._arriving = CoveredTime()
 
     def bind(self, space: BlockSpace, identity: Identity) -> None:
         """Say where blocks are written, and as whom peers are greeted. Comes before the first order."""
@@ -160,6 +161,7 @@ class RankReceiver(LinkListener):
                 resends=self._resends,
                 connections=sum(link.connected for link in self._links.values()),
                 bytes_per_second=self._meter.rate,
+                seconds_receiving=self._arriving.seconds,
                 integrity_failures=dict(self._damage),
             )
 
@@ -285,8 +287,10 @@ class RankReceiver(LinkListener):
             self._damage[kind] += 1
 
     def received(self, num_bytes: int, seconds: float) -> None:
-        """Count the bytes and their rate."""
+        """Count the bytes, which arrived in the last `seconds`, and their rate."""
         with self._lock:
+            now = self._clock()
+            self._arriving.add(now - seconds, now)
             self._bytes_received += num_bytes
             self._meter.observe(num_bytes, seconds)
 

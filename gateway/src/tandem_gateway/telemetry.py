@@ -1,0 +1,210 @@
+"""What workers tell about themselves, read again and again from their metrics ports for the operator.
+
+Reads are spread over the period, at most so many at a time and a second, by one timer and without a task each: a
+thousand workers are asked more seldom and never all at once. A worker that does not answer keeps its last sample, whose
+age grows, until it says nothing any more about now. Nothing here decides where requests go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Iterable
+from heapq import heappop, heappush
+from itertools import count
+
+from pydantic import ValidationError
+from tandem_api.telemetry import WorkerTelemetry
+
+from tandem_gateway.scheduling import Worker
+from tandem_gateway.upstream.base import Call, Failure, ResponseHead
+from tandem_gateway.upstream.http1 import Http1Link
+
+PERIOD_SECONDS = 1.0
+"""Between two reads of a worker, unless there are many."""
+MAX_PER_SECOND = 100
+"""Reads of all workers together: a thousand are asked every ten seconds."""
+AT_ONCE = 32
+ANSWER_SECONDS = 2.0
+"""From the request to the end of the answer, connecting included."""
+KEEP_SECONDS = 60.0
+"""An older sample is none."""
+MAX_BYTES = 16 * 1024
+"""Of an answer. A sample takes about one."""
+LONGEST_PAUSE = 10.0
+"""Between reads of a worker that does not answer, unless all are asked more seldom."""
+COMPLAIN_AFTER = 5
+"""Failures in a row: the log names the worker, once."""
+TICK_SECONDS = 0.05
+_SPREAD = 0.6180339887498949
+"""Multiples of the golden ratio's fraction leave no large gap, however many there are."""
+_OK = "ok"
+_REASONS = {Failure.CONNECT: "refused", Failure.LOCAL: "local", Failure.RESET: "reset", Failure.PROTOCOL: "protocol"}
+
+log = logging.getLogger(__name__)
+
+
+class TelemetryPoller:
+    """Owned by one event loop. `take` is discovery's. With a `period` of 0 nothing is read."""
+
+    def __init__(self, *, connect_seconds: float, period: float = PERIOD_SECONDS) -> None:
+        self.reads: Counter[str] = Counter()
+        """Reads that have ended, by how: `ok`, or the reason why there was no sample."""
+        self._connect_seconds = connect_seconds
+        self._period = period
+        self._targets: dict[Worker, _Target] = {}
+        self._due: list[tuple[float, int, _Target]] = []
+        """A heap. Those that are being read, and those that have gone, are not in it or are passed over."""
+        self._reading: dict[_Target, None] = {}
+        self._serials = count(1)
+
+    def take(self, workers: Iterable[Worker]) -> None:
+        """The model's workers are now these. Samples of those that stay are kept."""
+        known = [worker for worker in workers if worker.status_address] if self._period else []
+        before, self._targets = self._targets, {}
+        now = asyncio.get_running_loop().time()
+        period = self._pause_for(len(known))
+        for worker in known:
+            target = before.pop(worker, None)
+            if target is None:
+                serial = next(self._serials)
+                target = _Target(self, worker, serial, self._connect_seconds)
+                heappush(self._due, (now + period * (serial * _SPREAD % 1), serial, target))
+            self._targets[worker] = target
+        for target in before.values():
+            self._drop(target)
+
+    def sample(self, worker: Worker) -> tuple[WorkerTelemetry, float] | None:
+        """A worker's last sample and its age in seconds. None: there is none, or it is older than KEEP_SECONDS."""
+        target = self._targets.get(worker)
+        if target is None or target.sample is None:
+            return None
+        age = asyncio.get_running_loop().time() - target.read_at
+        if age > KEEP_SECONDS:
+            target.sample = None
+            return None
+        return target.sample, age
+
+    async def run(self) -> None:
+        """Read whoever is due. Never returns."""
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                await asyncio.sleep(TICK_SECONDS)
+                self._tick(loop.time())
+        finally:
+            for target in tuple(self._targets.values()):
+                self._drop(target)
+
+    def _pause_for(self, workers: int) -> float:
+        """Seconds between two reads of one of so many workers."""
+        return max(self._period, workers / MAX_PER_SECOND)
+
+    def _tick(self, now: float) -> None:
+        for target in [target for target in self._reading if now >= target.deadline]:
+            target.fail("timeout")
+        while self._due and self._due[0][0] <= now and len(self._reading) < AT_ONCE:
+            due, _, target = heappop(self._due)
+            if target.gone:
+                continue
+            # Its place within the period stays, unless it had to wait for long.
+            pause = self._pause_for(len(self._targets))
+            target.due = due if now - due < pause else now
+            self._reading[target] = None
+            target.read(now + ANSWER_SECONDS)
+
+    def on_end(self, target: _Target, result: str) -> None:
+        """A read has ended."""
+        self._reading.pop(target, None)
+        self.reads[result] += 1
+        pause = self._pause_for(len(self._targets))
+        if result == _OK:
+            target.failures = 0
+            target.read_at = asyncio.get_running_loop().time()
+        else:
+            target.failures += 1
+            if target.failures == COMPLAIN_AFTER:
+                log.warning(
+                    "a worker's telemetry cannot be read",
+                    extra={"worker": target.worker.name, "address": target.worker.status_address, "reason": result},
+                )
+            pause = min(max(pause, LONGEST_PAUSE), pause * 2 ** min(target.failures - 1, 10))
+        if result == _REASONS[Failure.LOCAL]:
+            for other in self._targets.values():
+                other.link.discard()  # clients need descriptors more
+        if not target.gone:
+            heappush(self._due, (target.due + pause, target.serial, target))
+
+    def _drop(self, target: _Target) -> None:
+        target.gone = True
+        self._reading.pop(target, None)
+        target.stop()
+
+
+class _Target:
+    """One worker. Satisfies `upstream.base.Sink` for the read that is under way."""
+
+    def __init__(self, owner: TelemetryPoller, worker: Worker, serial: int, connect_seconds: float) -> None:
+        self.worker = worker
+        self.serial = serial
+        self.link = Http1Link(worker.status_address, connect_seconds=connect_seconds, on_stale=lambda: None)
+        self.sample: WorkerTelemetry | None = None
+        self.read_at = 0.0
+        self.due = 0.0
+        """When its last read was to begin."""
+        self.deadline = 0.0
+        self.failures = 0
+        """In a row."""
+        self.gone = False
+        self._owner = owner
+        self._head = f"GET /telemetry HTTP/1.1\r\nhost: {worker.status_address}\r\n\r\n".encode()
+        self._call: Call | None = None
+        self._status = 0
+        self._body = bytearray()
+
+    def read(self, deadline: float) -> None:
+        """Ask it. Ends in one call of `TelemetryPoller.on_end`."""
+        self.deadline = deadline
+        self._status = 0
+        self._body.clear()
+        self._call = self.link.start(self, self._head, b"")
+
+    def fail(self, reason: str) -> None:
+        """Give the read up."""
+        call, self._call = self._call, None
+        if call is not None:
+            call.cancel()
+        self._owner.on_end(self, reason)
+
+    def stop(self) -> None:
+        """It is asked no more."""
+        call, self._call = self._call, None
+        if call is not None:
+            call.cancel()
+        self.link.close()
+
+    def on_upstream_head(self, head: ResponseHead) -> None:
+        self._status = head.status
+
+    def on_upstream_body(self, data: bytes, *, final: bool) -> None:
+        if len(self._body) + len(data) > MAX_BYTES:
+            self.fail("size")
+        else:
+            self._body += data
+
+    def on_upstream_end(self) -> None:
+        self._call = None
+        if self._status != 200:
+            self._owner.on_end(self, "status")
+            return
+        try:
+            self.sample = WorkerTelemetry.model_validate_json(bytes(self._body))
+        except ValidationError:
+            self._owner.on_end(self, "garbage")
+        else:
+            self._owner.on_end(self, _OK)
+
+    def on_upstream_failure(self, failure: Failure, detail: str) -> None:
+        self._call = None
+        self._owner.on_end(self, _REASONS[failure])
