@@ -56,6 +56,34 @@ async def test_a_required_call_is_made(plain: Any, choice: Any, stream: bool) ->
     assert admits(plain, request.sampling.grammar, '{"name": "stop", "parameters": {}}') is (choice == "required")
 
 
+PLACE = {"type": "object", "properties": {"city": {"type": "string"}}}
+MORE = '{"city": "Paris", "land": "France"}'
+
+
+@pytest.mark.parametrize(
+    ("schema", "arguments", "admitted"),
+    [
+        (PLACE, '{"city": "Paris"}', True),
+        (PLACE, MORE, False),
+        (PLACE | {"additionalProperties": True}, MORE, True),
+        (PLACE | {"patternProperties": {"^l": {"type": "string"}}}, MORE, True),
+        (PLACE | {"required": ["land"]}, MORE, True),
+        ({"type": "object"}, MORE, True),
+        ({}, MORE, True),
+        ({"type": "object", "properties": {"at": {"type": "array", "items": PLACE}}}, f'{{"at": [{MORE}]}}', False),
+        ({"type": "object", "properties": {"at": PLACE}}, f'{{"at": {MORE}}}', False),
+        ({"type": "object", "properties": {"at": PLACE}, "allOf": [{}]}, f'{{"at": {MORE}}}', True),
+    ],
+)  # fmt: skip
+async def test_listed_properties_are_all_there_are(plain: Any, schema: Any, arguments: str, admitted: bool) -> None:
+    """Else a model that never learned to call functions adds properties until its context is full."""
+    plain.says(CALL)
+    tool = {"type": "function", "function": {"name": "look_up", "parameters": schema}}
+    await create(plain, tools=[tool], tool_choice="required")
+    grammar = plain.engine.requests[-1].sampling.grammar
+    assert admits(plain, grammar, f'{{"name": "look_up", "parameters": {arguments}}}') is admitted
+
+
 async def test_calls_and_results_become_text(plain: Any) -> None:
     plain.says("Sunny.")
     call = {"id": "c1", "type": "function", "function": {"name": "look_up", "arguments": '{"city": "Paris"}'}}
