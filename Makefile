@@ -60,7 +60,7 @@ unit: setup ## Unit tests (no cluster, no GPU)
 clients: $(CLIENTS:%=.cache/clients/%/.synced) ## Environments of the client libraries that the API is tested with
 
 .cache/clients/%/.synced: tests/clients/requirements/%.txt | .venv/.synced
-	@$(UV) venv --quiet --clear $(@D)
+	@$(UV) venv --quiet --clear --python .venv/bin/python $(@D)
 	@$(UV) pip sync --quiet --require-hashes --python $(@D) $<
 	@touch $@
 
