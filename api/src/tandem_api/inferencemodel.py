@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from tandem_api.base import Authored, Wire
-from tandem_api.launch import Device, DType, GatewayRouting, Parallelism
+from tandem_api.launch import Device, DType, GatewayRouting, Parallelism, ToolForm
 from tandem_api.names import GROUP
 from tandem_api.quantities import DURATION_PATTERN, QUANTITY_PATTERN
 from tandem_api.validation import RULES_KEY, Matches, Satisfies, rule
@@ -400,6 +400,11 @@ class Engine(Authored):
     free_form_grammars: bool = False
     """Let clients hold answers to grammars of their own (`response_format` of type `grammar` with syntax `lark`). JSON
     schemas and regexes need no permission; all three have limits."""
+    tools: ToolForm = "Auto"
+    """How functions get into a prompt and calls out of an answer. `Template` is the model's own way, by its chat
+    template. `Generic` describes functions in the system message, with calls as JSON, whatever the template has.
+    `Auto` is the model's own way where it has one; else only calls that a client requires are made, in the generic
+    form. `Off` refuses requests with tools."""
 
 
 class KV(Authored):

@@ -24,6 +24,8 @@ from tandem_api.names import (
 
 MAX_HELD_BYTES = 512 * 1024 * 1024
 Device = Literal["Auto", "CUDA", "CPU"]
+ToolForm = Literal["Auto", "Template", "Generic", "Off"]
+"""How functions get into a prompt and calls out of an answer: see `spec.engine.tools`."""
 DType = Literal["Auto", "BFloat16", "Float16", "Float32"]
 
 
@@ -124,6 +126,7 @@ class WorkerConfig(Wire):
     """Folder with `names.PEERS_KEY_FILE` and `names.API_KEY_FILE`; None: peers and gateways are not authenticated."""
     free_form_grammars: bool = False
     """Clients may send grammars in Lark, not schemas and regexes alone."""
+    tools: ToolForm = "Auto"
     drain_timeout_seconds: float = 60.0
     """How long running requests may finish after SIGTERM."""
     step_timeout_seconds: float | None = None

@@ -59,6 +59,7 @@ def worker_config(blueprint: Blueprint, role: Role) -> WorkerConfig:
             service=names.workload_name(blueprint.name, role),
         ),
         free_form_grammars=spec.engine.free_form_grammars,
+        tools=spec.engine.tools,
         keys_path=names.KEYS_PATH,
         drain_timeout_seconds=drain_seconds(blueprint),
         step_timeout_seconds=None if spec.engine.step_timeout is None else parse_duration(spec.engine.step_timeout),
