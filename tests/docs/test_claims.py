@@ -19,7 +19,7 @@ from tandem_api.launch import GatewayConfig, WorkerConfig
 from tandem_api.telemetry import Metric
 
 ROOT = Path(__file__).parents[2]
-PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 MEMBERS = ["api", "operator", "gateway", "worker"]
 PACKAGES = {f"tandem_{member}": ROOT / member / "src" / f"tandem_{member}" for member in MEMBERS}
 FOLDERS = [
@@ -43,6 +43,7 @@ SOURCES = ["*.py", "*.yaml", "*.tpl", "Makefile", "Dockerfile"]
 @cache
 def read_sources() -> str:
     folders = [*PACKAGES.values(), ROOT / "charts", ROOT / "e2e", ROOT / "bench", ROOT / "tests" / "tandem_operator"]
+    folders.append(ROOT / "tests" / "clients")
     files = {
         path for folder in folders for kind in SOURCES for path in folder.rglob(kind) if ".cache" not in path.parts
     }

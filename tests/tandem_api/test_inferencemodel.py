@@ -144,3 +144,34 @@ def test_a_canary() -> None:
 def test_a_rollout_that_could_replace_nothing_is_refused() -> None:
     with pytest.raises(ValidationError, match="maxSurge and maxUnavailable are both 0"):
         parse(rollout={"maxSurge": 0, "maxUnavailable": 0})
+
+
+@pytest.mark.parametrize(
+    "origin",
+    ["*", "https://app.example.com", "http://localhost:3000", "http://[::1]:3000", "tauri://localhost", "https://a:80"],
+)
+def test_good_origins(origin: str) -> None:
+    cors = parse(gateway={"cors": {"allowOrigins": [origin]}}).spec.gateway.cors
+    assert cors is not None
+    assert (cors.allow_origins, cors.allow_headers, cors.max_age) == ([origin], [], "10m")
+
+
+@pytest.mark.parametrize(
+    ("origin", "sentence"),
+    [
+        ("https://app.example.com/", "without a path"),
+        ("HTTPS://app.example.com", "in lower case"),
+        ("app.example.com", "must be \\* or an origin"),
+        ("https://*.example.com", "must be \\* or an origin"),
+        ("null", "must be \\* or an origin"),
+    ],
+)
+def test_bad_origins_say_what_to_write(origin: str, sentence: str) -> None:
+    with pytest.raises(ValidationError, match=sentence):
+        parse(gateway={"cors": {"allowOrigins": [origin]}})
+
+
+@pytest.mark.parametrize("cors", [{}, {"allowOrigins": []}, {"allowOrigins": ["*"], "allowHeaders": ["*"]}])
+def test_cors_names_origins_and_headers(cors: Any) -> None:
+    with pytest.raises(ValidationError):
+        parse(gateway={"cors": cors})

@@ -13,6 +13,7 @@ from tandem_api.inferencemodel import InferenceModel
 from tandem_api.launch import GatewayRouting
 from tandem_operator.routing import MAX_FORMER_NAMES, plan_routing, seconds_left
 from tandem_operator.workloads import Blueprint
+from tandem_operator.workloads.configs import gateway_config, start_hash
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -55,6 +56,21 @@ def test_limits_of_time_are_those_of_the_spec() -> None:
     timeouts = routing.timeouts
     assert (timeouts.first_token_seconds, timeouts.idle_seconds, timeouts.answer_seconds) == (7, 8, 9)
     assert routing.drain_timeout_seconds == 90
+
+
+def test_gateways_follow_cors_and_none_is_started_anew_for_it() -> None:
+    cors = {"allowOrigins": ["https://app.example.com"], "allowHeaders": ["authorization"], "maxAge": "1h"}
+    rules = plan("m", None, gateway={"cors": cors}).cors
+    assert rules is not None
+    assert rules.allow_origins == ["https://app.example.com"]
+    assert (rules.allow_headers, rules.allow_credentials, rules.max_age_seconds) == (["authorization"], False, 3600)
+    assert plan("m", None).cors is None
+    names = set()
+    for spec in ({}, {"gateway": {"cors": cors}}):
+        config = gateway_config(Blueprint(model=InferenceModel.model_validate(raw_model(**spec)), release=RELEASE))
+        names.add(start_hash(config))
+        assert config.cors == (rules if spec else None), "a gateway that starts does not wait for the status"
+    assert len(names) == 1
 
 
 @given(history=st.lists(st.tuples(st.sampled_from("abcdefg"), st.integers(0, 100)), min_size=1, max_size=12))

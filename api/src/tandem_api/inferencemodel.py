@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from tandem_api.base import Authored, Wire
-from tandem_api.launch import Device, DType, GatewayRouting, Parallelism
+from tandem_api.launch import Device, DType, GatewayRouting, Parallelism, ToolForm
 from tandem_api.names import GROUP
 from tandem_api.quantities import DURATION_PATTERN, QUANTITY_PATTERN
 from tandem_api.validation import RULES_KEY, Matches, Satisfies, rule
@@ -400,6 +400,11 @@ class Engine(Authored):
     free_form_grammars: bool = False
     """Let clients hold answers to grammars of their own (`response_format` of type `grammar` with syntax `lark`). JSON
     schemas and regexes need no permission; all three have limits."""
+    tools: ToolForm = "Auto"
+    """How functions get into a prompt and calls out of an answer. `Template` is the model's own way, by its chat
+    template. `Generic` describes functions in the system message, with calls as JSON, whatever the template has.
+    `Auto` is the model's own way where it has one; else only calls that a client requires are made, in the generic
+    form. `Off` refuses requests with tools."""
 
 
 class KV(Authored):
@@ -515,6 +520,52 @@ class HTTPRoute(Authored):
     of them then cut streams after 15 to 60 seconds."""
 
 
+Origin = Annotated[
+    str,
+    Matches(
+        r"[*]|[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?",
+        "must be * or an origin in lower case, without a path: https://app.example.com or http://localhost:3000",
+    ),
+    Satisfies(
+        "!(self.startsWith('https://') && self.endsWith(':443'))"
+        " && !(self.startsWith('http://') && self.endsWith(':80'))",
+        "must not have the port that its scheme implies: browsers leave it out",
+    ),
+    Field(max_length=253),
+]
+HeaderName = Annotated[
+    str,
+    Matches("[A-Za-z0-9!#$%&'+.^_`|~-]+", "must be the name of a header, for example authorization"),
+    Field(max_length=128),
+]
+
+
+class CORS(Authored):
+    """Which web pages of other origins may read the gateway's answers (the CORS protocol of the Fetch standard)."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            RULES_KEY: [
+                rule(
+                    "!has(self.allowCredentials) || !self.allowCredentials || !('*' in self.allowOrigins)",
+                    "must name the origins where allowCredentials is true: browsers take no * then",
+                    path=".allowOrigins",
+                )
+            ]
+        }
+    )
+
+    allow_origins: Annotated[list[Origin], Field(min_length=1, max_length=32)]
+    """Origins of the pages, for example `https://app.example.com`; `*` is any."""
+    allow_headers: Annotated[list[HeaderName], Field(max_length=64)] = Field(default_factory=list[str])
+    """Request headers that pages may send beside those that need no leave. Defaults to whatever a page asks for, as
+    clients in browsers send many of their own."""
+    allow_credentials: bool = False
+    """Pages may send cookies and the like, for a proxy in front: the gateway asks for none itself."""
+    max_age: Duration = "10m"
+    """How long a browser may go by the answer to its question before it asks again."""
+
+
 class Gateway(Workload):
     resources: Resources = Field(default_factory=Resources)
     """Requests and limits of the gateway's container. Where nothing is said: a tenth of a core and 256Mi requested, and
@@ -529,6 +580,9 @@ class Gateway(Workload):
     """Gateway image. Defaults to the one of the operator's release."""
     timeouts: Timeouts = Field(default_factory=Timeouts)
     """When the gateway gives up on a request."""
+    cors: CORS | None = None
+    """Let web pages of other origins use the model from a browser. Off where nothing is said. Changing it restarts
+    nothing."""
 
 
 class Drain(Authored):

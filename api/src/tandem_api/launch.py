@@ -24,6 +24,8 @@ from tandem_api.names import (
 
 MAX_HELD_BYTES = 512 * 1024 * 1024
 Device = Literal["Auto", "CUDA", "CPU"]
+ToolForm = Literal["Auto", "Template", "Generic", "Off"]
+"""How functions get into a prompt and calls out of an answer: see `spec.engine.tools`."""
 DType = Literal["Auto", "BFloat16", "Float16", "Float32"]
 
 
@@ -124,6 +126,7 @@ class WorkerConfig(Wire):
     """Folder with `names.PEERS_KEY_FILE` and `names.API_KEY_FILE`; None: peers and gateways are not authenticated."""
     free_form_grammars: bool = False
     """Clients may send grammars in Lark, not schemas and regexes alone."""
+    tools: ToolForm = "Auto"
     drain_timeout_seconds: float = 60.0
     """How long running requests may finish after SIGTERM."""
     step_timeout_seconds: float | None = None
@@ -153,6 +156,18 @@ class GatewayTimeouts(Wire):
     """A worker may be silent this long inside an answer."""
 
 
+class CORSRules(Wire):
+    """Which web pages of other origins may read a gateway's answers."""
+
+    allow_origins: list[str]
+    """As browsers write them; `*` is any."""
+    allow_headers: list[str] = Field(default_factory=list)
+    """Names of request headers; none: whatever a page asks for."""
+    allow_credentials: bool = False
+    max_age_seconds: float = 600.0
+    """How long a browser may go by the answer to its question."""
+
+
 class GatewayConfig(Wire):
     """Everything a gateway pod needs to know."""
 
@@ -172,9 +187,11 @@ class GatewayConfig(Wire):
     """Of clients, at once; fewer where the process may not have two descriptors for each."""
     timeouts: GatewayTimeouts = Field(default_factory=GatewayTimeouts)
     drain_timeout_seconds: float = 60.0
+    cors: CORSRules | None = None
+    """None: browsers show answers to no page of another origin."""
 
 
-GATEWAY_FOLLOWS = frozenset({"served_name", "timeouts", "drain_timeout_seconds"})
+GATEWAY_FOLLOWS = frozenset({"cors", "served_name", "timeouts", "drain_timeout_seconds"})
 """Fields of `GatewayConfig` that a running gateway follows by `GatewayRouting`: a change restarts nothing."""
 
 
@@ -199,3 +216,4 @@ class GatewayRouting(Wire):
     canary: CanaryTraffic | None = None
     timeouts: GatewayTimeouts = Field(default_factory=GatewayTimeouts)
     drain_timeout_seconds: float = 60.0
+    cors: CORSRules | None = None

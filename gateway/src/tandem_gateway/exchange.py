@@ -574,7 +574,7 @@ class Exchange:
             self._explain()
         framing = b"" if self.request.http10 else b"\r\ntransfer-encoding: chunked"
         keep_alive = self.request.keep_alive and not self._context.draining
-        return build_head(self._head, self.request_id, framing, keep_alive=keep_alive)
+        return build_head(self._head, self.request_id, framing + self.request.answer_fields, keep_alive=keep_alive)
 
     def _end_stream(self, stream: EventStream) -> None:
         self._connection.transport.write(self._unsent if self.request.http10 else self._unsent + LAST_CHUNK)
@@ -609,9 +609,8 @@ class Exchange:
         self._count_end(failed=self.status >= 500)
         if self.status == 200 and b'"usage"' in body:
             self.usage = find_usage(body)
-        head = build_head(
-            self._head, self.request_id, b"\r\ncontent-length: %d" % len(body), keep_alive=self._keep_alive
-        )
+        framing = b"\r\ncontent-length: %d" % len(body) + self.request.answer_fields
+        head = build_head(self._head, self.request_id, framing, keep_alive=self._keep_alive)
         self.bytes_out = len(body)
         self._connection.write(head + body)
         self._finish(keep_alive=self._keep_alive)
@@ -625,7 +624,8 @@ class Exchange:
             self._finish(keep_alive=False)
             return
         self.status = error.status
-        self._connection.write(build_error(error, self.request_id, keep_alive=self._keep_alive))
+        fields = self.request.answer_fields
+        self._connection.write(build_error(error, self.request_id, keep_alive=self._keep_alive, more=fields))
         self._finish(keep_alive=self._keep_alive)
 
     @property

@@ -18,13 +18,14 @@ from tandem_api.names import Role
 from tandem_api.telemetry import WorkerTelemetry
 
 from tandem_gateway.access_log import AccessLog
+from tandem_gateway.cors import CORSPolicy, is_preflight
 from tandem_gateway.credentials import Credentials
 from tandem_gateway.errors import GatewayFull, NotRouted, RequestError, ShuttingDown
 from tandem_gateway.exchange import Exchange
 from tandem_gateway.http.budget import Budget
 from tandem_gateway.http.connection import ClientConnection
 from tandem_gateway.http.request import Request
-from tandem_gateway.http.response import build_error, build_json
+from tandem_gateway.http.response import build_empty, build_error, build_json
 from tandem_gateway.metrics import Metrics
 from tandem_gateway.own_answers import OWN_PATHS, answer_own
 from tandem_gateway.probation import Held
@@ -52,6 +53,7 @@ class Gateway:
         self.served_names: tuple[str, ...] = (config.served_name,)
         """Names that clients may pass as `model`, the present one first."""
         self.timeouts = config.timeouts
+        self.cors = CORSPolicy(config.cors) if config.cors is not None else None
         self.drain_timeout_seconds = config.drain_timeout_seconds
         self.max_body_bytes = config.max_body_bytes
         self.max_connections = config.max_connections
@@ -93,6 +95,7 @@ class Gateway:
         """From now on it is so. Requests that run keep the deadline they have until they next show a sign of life."""
         self.served_names = tuple(routing.served_names)
         self.timeouts = routing.timeouts
+        self.cors = CORSPolicy(routing.cors) if routing.cors is not None else None
         self.drain_timeout_seconds = routing.drain_timeout_seconds
         self.scheduler.apply_canary(routing.canary)
 
@@ -123,8 +126,13 @@ class Gateway:
     def on_request(self, connection: ClientConnection, request: Request) -> None:
         given = request.headers.get(b"x-request-id")
         request_id = given if given is not None and _REQUEST_ID.fullmatch(given) else self._make_request_id()
-        code = None
+        code, cors = None, self.cors
+        if cors is not None:
+            request.answer_fields = cors.fields(request.headers.get(b"origin"))
         try:
+            if cors is not None and is_preflight(request):
+                self._answer_preflight(connection, request, request_id, cors)
+                return
             if request.path in INFERENCE_PATHS:
                 self._start_exchange(connection, request, request_id)
                 return
@@ -133,10 +141,23 @@ class Gateway:
         except RequestError as error:
             keep_alive = request.keep_alive and not self.draining
             status, code = error.status, error.code or error.kind
-            answer = build_error(error, request_id, keep_alive=keep_alive, with_body=request.method != b"HEAD")
+            answer = build_error(
+                error,
+                request_id,
+                keep_alive=keep_alive,
+                more=request.answer_fields,
+                with_body=request.method != b"HEAD",
+            )
         else:
             status = 200
-            answer = build_json(200, payload, request_id, keep_alive=keep_alive, with_body=request.method != b"HEAD")
+            answer = build_json(
+                200,
+                payload,
+                request_id,
+                keep_alive=keep_alive,
+                more=request.answer_fields,
+                with_body=request.method != b"HEAD",
+            )
         self._record(request.path, status, request_id, code, len(answer))
         connection.write(answer)
         connection.finish(keep_alive=keep_alive)
@@ -144,11 +165,21 @@ class Gateway:
     def on_refused(self, connection: ClientConnection, error: RequestError) -> None:
         """The connection could not read a request; it closes itself after this answer."""
         request_id = self._make_request_id()
-        answer = build_error(error, request_id, keep_alive=False)
+        fields = b"" if self.cors is None else self.cors.fields(connection.refused_origin)
+        answer = build_error(error, request_id, keep_alive=False, more=fields)
         self._record("", error.status, request_id, error.code or error.kind, len(answer))
         connection.write(answer)
 
     # requests
+
+    def _answer_preflight(
+        self, connection: ClientConnection, request: Request, request_id: bytes, cors: CORSPolicy
+    ) -> None:
+        keep_alive = request.keep_alive and not self.draining
+        answer = build_empty(request_id, cors.answer_preflight(request), keep_alive=keep_alive)
+        self._record(request.path, 204, request_id, None, len(answer))
+        connection.write(answer)
+        connection.finish(keep_alive=keep_alive)
 
     def _start_exchange(self, connection: ClientConnection, request: Request, request_id: bytes) -> None:
         method = b"GET" if request.path == TOKENIZER_INFO else b"POST"

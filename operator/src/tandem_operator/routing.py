@@ -12,7 +12,7 @@ from tandem_api.launch import CanaryTraffic, GatewayRouting
 
 from tandem_operator.observation import parse_time
 from tandem_operator.workloads.blueprint import Blueprint
-from tandem_operator.workloads.configs import gateway_timeouts
+from tandem_operator.workloads.configs import gateway_cors, gateway_timeouts
 from tandem_operator.workloads.pods import drain_seconds
 
 FORMER_NAME_SECONDS = 60.0
@@ -37,6 +37,7 @@ def plan_routing(blueprint: Blueprint, *, now: datetime, canary: CanaryTraffic |
         canary=canary,
         timeouts=gateway_timeouts(blueprint),
         drain_timeout_seconds=drain_seconds(blueprint),
+        cors=gateway_cors(blueprint),
     )
 
 

@@ -126,6 +126,7 @@ def run_worker(
         "kv": {"memoryBytes": 32 << 20, "port": kv_port}, "drainTimeoutSeconds": 10,
         "scheduler": {"maxBatchTokens": 128},
     } | changes  # fmt: skip
+    document["kv"] = {"port": kv_port} | document["kv"]
     config, log, termination = (folder / f"{role}-{port}.{kind}" for kind in ("json", "log", "termination"))
     config.write_text(json.dumps(document))
     termination.touch()

@@ -231,13 +231,18 @@ def share_compiler(tokenizer: Any) -> GrammarCompiler:
 
 @contextlib.asynccontextmanager
 async def running_worker(
-    tokenizer: Any, *, free_form_grammars: bool = False, keys_path: str | None = None, **options: Any
+    tokenizer: Any,
+    *,
+    free_form_grammars: bool = False,
+    keys_path: str | None = None,
+    tools: Any = "Auto",
+    **options: Any,
 ) -> AsyncIterator[Worker]:
     hub = DeltaHub()
     engine = ScriptedEngine(hub, lambda _request, _choice: [tokenizer.eos_token_id])
     config = WorkerConfig(
         model_name="tiny", served_name="tiny", role=Role.UNIFIED, revision="r1", model=ModelSource(uri="file:///m"),
-        max_model_len=MAX_LEN, free_form_grammars=free_form_grammars, keys_path=keys_path,
+        max_model_len=MAX_LEN, free_form_grammars=free_form_grammars, keys_path=keys_path, tools=tools,
     )  # fmt: skip
     if options.keys().isdisjoint({"grammars", "vocab_size", "eos_token_ids"}):
         options["grammars"] = share_compiler(tokenizer)

@@ -179,6 +179,11 @@ class ClientConnection(asyncio.Protocol):
             self._taken_at = now
         return unsent > 0 and now - self._taken_at >= self._handler.timeouts.idle_seconds
 
+    @property
+    def refused_origin(self) -> bytes | None:
+        """Origin of the page whose request could not be read, where its header tells."""
+        return self._reader.refused_origin
+
     def write(self, data: bytes) -> None:
         self.transport.write(data)
 

@@ -64,6 +64,8 @@ class RequestReader:
         """The client waits for leave to send its body."""
         self.body_bytes = 0
         """Held of the body that is being read."""
+        self.refused_origin: bytes | None = None
+        """Whose request was refused, for what browsers are to be told."""
 
     @property
     def missing_bytes(self) -> int:
@@ -101,6 +103,8 @@ class RequestReader:
 
     def refuse(self, error: RequestError) -> None:
         """Nothing after this is read."""
+        if self.refusal is None:
+            self.refused_origin = next((value for name, value in self._fields if name.lower() == b"origin"), None)
         self.refusal = self.refusal or error
         self.phase = REFUSED
         self.wants_continue = False

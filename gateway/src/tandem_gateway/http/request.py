@@ -13,11 +13,14 @@ MAX_HEADERS = 128
 _KEPT = frozenset(
     (
         b"accept",
+        b"access-control-request-headers",
+        b"access-control-request-method",
         b"content-encoding",
         b"content-length",
         b"content-type",
         b"expect",
         b"host",
+        b"origin",
         b"traceparent",
         b"tracestate",
         b"transfer-encoding",
@@ -49,6 +52,8 @@ class Request:
     """None: it has no body, or one in chunks."""
     keep_alive: bool = False
     body: bytes = b""
+    answer_fields: bytes = b""
+    """Lines for the header of its answer, whoever gives it; each after a line break."""
 
 
 def read_header(

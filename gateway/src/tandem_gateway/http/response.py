@@ -20,7 +20,8 @@ _REQUEST_ID_LINE = _REQUEST_ID + b": "
 
 
 def build_head(head: ResponseHead, request_id: bytes, framing: bytes, *, keep_alive: bool) -> bytes:
-    """A worker's header as the client gets it. `framing` is the line (or nothing) that tells the body's end."""
+    """A worker's header as the client gets it. `framing` is the line (or nothing) that tells the body's end, and what
+    else the gateway adds; each after a line break."""
     text = STATUS_LINES.get(head.status) or b"HTTP/1.1 %d Unknown\r\n" % head.status
     for name, value in head.headers:
         if name not in _OWN:
@@ -51,18 +52,33 @@ def build_json(
     *,
     keep_alive: bool,
     headers: tuple[tuple[str, str], ...] = (),
+    more: bytes = b"",
     with_body: bool = True,
 ) -> bytes:
-    """A complete response made by the gateway itself. `with_body` is False for HEAD."""
+    """A complete response made by the gateway itself. `more` are lines of the header, each after a line break.
+    `with_body` is False for HEAD."""
     body = orjson.dumps(payload)
     fields = [(b"content-type", b"application/json")]
     fields += [(name.lower().encode(), value.encode()) for name, value in headers]
     length = b"\r\ncontent-length: %d" % len(body)
-    head = build_head(ResponseHead(status, fields, {}), request_id, length, keep_alive=keep_alive)
+    head = build_head(ResponseHead(status, fields, {}), request_id, length + more, keep_alive=keep_alive)
     return head + body if with_body else head
 
 
-def build_error(error: RequestError, request_id: bytes, *, keep_alive: bool, with_body: bool = True) -> bytes:
+def build_error(
+    error: RequestError, request_id: bytes, *, keep_alive: bool, more: bytes = b"", with_body: bool = True
+) -> bytes:
     return build_json(
-        error.status, error.body(), request_id, keep_alive=keep_alive, headers=error.headers, with_body=with_body
+        error.status,
+        error.body(),
+        request_id,
+        keep_alive=keep_alive,
+        headers=error.headers,
+        more=more,
+        with_body=with_body,
     )
+
+
+def build_empty(request_id: bytes, more: bytes, *, keep_alive: bool) -> bytes:
+    """A response of status 204, which has no body."""
+    return build_head(ResponseHead(204, [], {}), request_id, more, keep_alive=keep_alive)

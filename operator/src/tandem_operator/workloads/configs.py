@@ -14,6 +14,7 @@ from tandem_api.launch import (
     GATEWAY_FOLLOWS,
     MAX_HELD_BYTES,
     WORKER_READS_AGAIN,
+    CORSRules,
     GatewayConfig,
     GatewayTimeouts,
     GroupConfig,
@@ -58,6 +59,7 @@ def worker_config(blueprint: Blueprint, role: Role) -> WorkerConfig:
             service=names.workload_name(blueprint.name, role),
         ),
         free_form_grammars=spec.engine.free_form_grammars,
+        tools=spec.engine.tools,
         keys_path=names.KEYS_PATH,
         drain_timeout_seconds=drain_seconds(blueprint),
         step_timeout_seconds=None if spec.engine.step_timeout is None else parse_duration(spec.engine.step_timeout),
@@ -76,6 +78,7 @@ def gateway_config(blueprint: Blueprint) -> GatewayConfig:
         keys_path=names.KEYS_PATH,
         drain_timeout_seconds=drain_seconds(blueprint),
         max_held_bytes=_held_bytes(spec.gateway.resources.limits.get("memory")),
+        cors=gateway_cors(blueprint),
     )
 
 
@@ -85,6 +88,18 @@ def gateway_timeouts(blueprint: Blueprint) -> GatewayTimeouts:
         first_token_seconds=parse_duration(timeouts.first_token),
         idle_seconds=parse_duration(timeouts.idle),
         answer_seconds=parse_duration(timeouts.answer),
+    )
+
+
+def gateway_cors(blueprint: Blueprint) -> CORSRules | None:
+    cors = blueprint.model.spec.gateway.cors
+    if cors is None:
+        return None
+    return CORSRules(
+        allow_origins=cors.allow_origins,
+        allow_headers=cors.allow_headers,
+        allow_credentials=cors.allow_credentials,
+        max_age_seconds=parse_duration(cors.max_age),
     )
 
 

@@ -59,7 +59,8 @@ class ServedModel:
         """None: the model generates text."""
         self.tokenizer = tokenizer
         self.table = TokenTable(tokenizer)
-        prompter = Prompter(tokenizer)
+        self.tools = config.tools
+        prompter = Prompter(tokenizer, self.tools)
         self.vocab_size = vocab_size or len(tokenizer)
         """Rows of the output matrix: the tokenizer's vocabulary, maybe padded."""
         self.max_model_len = _context_length(tokenizer, config, max_model_len)
@@ -80,6 +81,7 @@ class ServedModel:
             name=self.name,
             # With keys only the model's gateways get this far, and they know which names are served at present.
             vouched=config.keys_path is not None,
+            tools=self.tools,
             max_model_len=self.max_model_len,
             vocab_size=self.vocab_size,
             start_token=start if start is not None else min(self.eos_token_ids, default=0),

@@ -35,7 +35,7 @@ def setup(payload: bytes) -> Mapping[str, Callable[[bytes], bytes]]:
     # transformers does without; it would take longer to load, and more memory, than all else here.
     sys.modules["torch"] = None  # type: ignore[assignment]
     tokenizer, rules, bound = pickle.loads(payload)
-    preparer = Preparer(Prompter(tokenizer), rules, bound)
+    preparer = Preparer(Prompter(tokenizer, rules.tools), rules, bound)
     with contextlib.suppress(RequestError):  # the template is compiled on its first use, and jobs begin with that done
         preparer.prepare("chat", _WARM_UP.replace(b'""', b'"%b"' % rules.name.encode(), 1))
     return {

@@ -11,7 +11,7 @@ import dataclasses
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
@@ -30,6 +30,9 @@ from tandem_worker.server.structured.limits import GrammarLimits
 from tandem_worker.server.text.prompting import Prompter
 from tandem_worker.server.tools.harmony import START
 
+if TYPE_CHECKING:
+    from tandem_api.launch import ToolForm  # the process that prepares large requests does without what it loads
+
 MAX_DEFINITION_BYTES = 512 * 1024
 """The most that a request's schemas, functions and grammar may take together, as JSON."""
 _END_CHARACTERS = 64
@@ -45,6 +48,7 @@ class PromptRules:
     name: str
     vouched: bool = False
     """Who may ask has checked the name that a request gives: this worker takes whatever it is."""
+    tools: ToolForm = "Auto"
     max_model_len: int
     vocab_size: int
     start_token: int

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 
@@ -19,13 +19,16 @@ from tandem_worker.server.openai.chat_request import ChatRequest
 from tandem_worker.server.tools.generic import describe_tools, write_calls
 from tandem_worker.server.tools.harmony import CHANNEL
 
+if TYPE_CHECKING:
+    from tandem_api.launch import ToolForm  # the process that prepares large requests does without what it loads
+
 _PROBE = "tandem_probe_argument"
 
 
 class Prompter:
-    """Renders and tokenizes. One per process; any thread."""
+    """Renders and tokenizes. One per process; any thread. `tools` is how functions get into prompts."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, tools: ToolForm = "Auto") -> None:
         self._tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer
         # A checkpoint's own settings would cut long texts in silence.
@@ -35,6 +38,7 @@ class Prompter:
         self.takes_tools = "tools" in self.template
         self._object_arguments = self.takes_tools and self._probe_object_arguments()
         self._harmony = CHANNEL in self.template
+        self._tools = tools
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Releases the interpreter's lock but for what grows with the result. Raises RequestError."""
@@ -56,7 +60,9 @@ class Prompter:
                 "This model has no chat template: use /v1/completions.", param="messages", code="unsupported_endpoint"
             )
         messages, tools = request.messages, request.tools.tools
-        if not self.takes_tools:
+        if tools and self._tools == "Off":
+            raise _refuse_tools("Tools are off for this model: remove 'tools'.")
+        if self._tools == "Generic" or not self.takes_tools:
             messages = self._without_tools(request)
             tools = ()
         if request.documents is not None and "documents" not in self.template:
@@ -81,18 +87,26 @@ class Prompter:
             ) from error
 
     def _without_tools(self, request: ChatRequest) -> list[dict[str, Any]]:
-        """The messages for a template that knows no tools. Raises RequestError."""
+        """The messages where the template is not to be asked about tools, or knows none. Raises RequestError."""
         messages = write_calls(request.messages)
         if not request.tools.tools:
             return messages
-        if request.tools.mode != "required":
-            raise RequestError(
+        required = request.tools.mode == "required"
+        if self._tools == "Generic":
+            if self._harmony:
+                raise _refuse_tools(
+                    "This model's answers have a frame of their own, which holds no call in the generic form: remove "
+                    "'tools'. Who runs the model sets 'spec.engine.tools' of the InferenceModel to Auto."
+                )
+        elif self._tools == "Template":
+            raise _refuse_tools("This model's chat template has no place for tools: remove 'tools'.")
+        elif not required:
+            raise _refuse_tools(
                 "This model's chat template has no place for tools, so it cannot choose to call one: require a call "
-                "with 'tool_choice', or remove 'tools'.",
-                param="tools",
-                code="unsupported_parameter",
+                "with 'tool_choice', or remove 'tools'. Who runs the model can let it choose all the same, with "
+                "'spec.engine.tools: Generic' of the InferenceModel."
             )
-        return describe_tools(messages, request.tools.tools)
+        return describe_tools(messages, request.tools.tools, required=required)
 
     def _apply(self, messages: list[dict[str, Any]], **kwargs: Any) -> str:
         return self._tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)
@@ -158,6 +172,10 @@ class Prompter:
             return False
         # As Python writes a dictionary: the template expected text.
         return _PROBE in text and f"'{_PROBE}'" not in text
+
+
+def _refuse_tools(message: str) -> RequestError:
+    return RequestError(message, param="tools", code="unsupported_parameter")
 
 
 def _with_argument_form(call: Mapping[str, Any], as_objects: bool) -> dict[str, Any]:

@@ -96,11 +96,16 @@ def _tool_format(request: ChatRequest, model: ServedModel) -> ToolFormat | None:
         return model.tool_format
     if request.tools.mode == "none":
         return None
-    if request.tools.mode == "required" and (model.tool_format is None or not model.takes_tools):
+    if model.tools == "Generic":
+        return GENERIC_FORMAT
+    own = model.tool_format is not None and model.takes_tools
+    if request.tools.mode == "required" and not own and model.tools != "Template":
         return GENERIC_FORMAT
     if model.tool_format is None:
+        instead = "" if model.tools == "Template" else "require a call with 'tool_choice', or "
         raise RequestError(
-            "It is not known how this model writes tool calls: require a call with 'tool_choice', or remove 'tools'.",
+            f"It is not known how this model writes tool calls: {instead}remove 'tools'. Who runs the model can let it "
+            "write them in a generic form, with 'spec.engine.tools: Generic' of the InferenceModel.",
             param="tools",
             code="unsupported_parameter",
         )

@@ -29,6 +29,12 @@ MAX_REMARKS = 8
 MAX_OPEN = 16
 """Parameters of a function whose schema names none."""
 
+_CLOSABLE = frozenset({
+    "$defs", "$schema", "additionalProperties", "default", "definitions", "description", "examples", "items",
+    "maxItems", "minItems", "properties", "required", "title", "type",
+})  # fmt: skip
+"""Keywords beside which a list of properties can be taken for all of them."""
+
 WriteMark = Callable[[str], str]
 """Writes a mark in a grammar: the token where it is one, else its characters."""
 
@@ -141,6 +147,30 @@ def _hermes_calls(tools: Sequence[Tool], repetition: str, write: WriteMark) -> t
 def _llama_calls(tools: Sequence[Tool], repetition: str, write: WriteMark) -> tuple[list[str], str]:
     more = f'("; " body){{0,{MAX_CALLS - 1}}}' if repetition else ""
     return [f"calls: body {more}", *_json_calls(tools, "parameters")], "calls"
+
+
+def _generic_calls(tools: Sequence[Tool], repetition: str, write: WriteMark) -> tuple[list[str], str]:
+    closed = [dataclasses.replace(tool, parameters=_close(tool.parameters)) for tool in tools]
+    return _llama_calls(closed, repetition, write)
+
+
+def _close(schema: Any) -> Any:
+    """The schema with no properties but those that it lists, where it does not say that there may be others.
+
+    A model that never learned to call functions fills an open object with properties until it has no room left. Schemas
+    with keywords that could ask for others stay as they are.
+    """
+    if not isinstance(schema, dict) or not schema.keys() <= _CLOSABLE:
+        return schema
+    closed = dict(schema)
+    if "items" in schema:
+        closed["items"] = _close(schema["items"])
+    if isinstance(properties := schema.get("properties"), dict):
+        closed["properties"] = {key: _close(value) for key, value in properties.items()}
+        required = schema.get("required", [])
+        if isinstance(required, list) and all(isinstance(name, str) and name in properties for name in required):
+            closed.setdefault("additionalProperties", False)
+    return closed
 
 
 def _delimited_calls(marks: Marks, fenced: bool) -> Callable[[Sequence[Tool], str, WriteMark], tuple[list[str], str]]:
@@ -306,7 +336,7 @@ HARMONY_FORMAT = ToolFormat(
     read_opening=harmony.read_opening,
     always=True,
 )
-GENERIC_FORMAT = dataclasses.replace(LLAMA_FORMAT, name="generic", marks=())
+GENERIC_FORMAT = dataclasses.replace(LLAMA_FORMAT, name="generic", marks=(), calls=_generic_calls)
 """For required calls of models that have no format of their own: the grammar makes them."""
 FORMATS: Mapping[str, ToolFormat] = {
     item.name: item

@@ -1,7 +1,8 @@
-"""Tools for models whose chat template has no place for them: they are described in the system message. Pure.
+"""Tools without a place for them in the chat template: they are described in the system message. Pure.
 
-A grammar makes the call, so this is for calls that are required: nobody knows when such a model would call by itself,
-nor how. Calls and results of the conversation so far become text.
+A grammar makes calls that are required. Whether a model that was never taught this form calls by itself, and well, only
+the model knows, so it is asked to where `spec.engine.tools` says so. Calls and results of the conversation so far
+become text.
 """
 
 from __future__ import annotations
@@ -15,10 +16,20 @@ from tandem_worker.server.openai.toolspec import Tool
 _FORM = '{"name": "NAME", "parameters": {...}}'
 
 
-def describe_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """The conversation with the tools in its system message, which it gets if it has none."""
+def describe_tools(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], *, required: bool = True
+) -> list[dict[str, Any]]:
+    """The conversation with the tools in its system message, which it gets if it has none.
+
+    `required`: the answer will be a call; else the model is told that it may also answer with text.
+    """
     functions = "\n".join(json.dumps(tool.definition["function"], ensure_ascii=False) for tool in tools)
-    text = f"You can call these functions:\n{functions}\nAnswer with a call and nothing else, as {_FORM}"
+    how = f"Answer with a call and nothing else, as {_FORM}"
+    if not required:
+        how = (
+            f"To call one, answer with the call and nothing else, as {_FORM}. When no call is needed, answer in words."
+        )
+    text = f"You can call these functions:\n{functions}\n{how}"
     first, rest = (messages[0], messages[1:]) if messages[0]["role"] == "system" else (None, messages)
     said = "" if first is None else f"{first['content']}\n\n"
     return [{"role": "system", "content": said + text}, *map(dict, rest)]

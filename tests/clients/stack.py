@@ -1,0 +1,87 @@
+"""A prefill worker, a decode worker and a gateway on loopback, with the demo's model.
+
+`python -m tests.clients.stack` starts them, prints the URL to export for a script, and ends with Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tandem_api.launch import GatewayConfig
+
+from e2e.model import find_model
+from tests.tandem_worker.process.conftest import WorkerProcess, await_ready, eventually, run_worker
+
+MODEL = "smollm2"
+URL_VARIABLE = "TANDEM_URL"
+"""Environment variable in which the scripts find the gateway."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    url: str
+    """Of the gateway."""
+    prefill: WorkerProcess
+    decode: WorkerProcess
+
+
+@contextlib.contextmanager
+def run_stack(folder: Path, *, worker: dict[str, Any] | None = None, **gateway: Any) -> Iterator[Stack]:
+    """All three, once they are ready. `worker` and `gateway` change their launch configurations."""
+    told = {
+        "modelName": MODEL, "servedName": MODEL, "kv": {"memoryBytes": 256 << 20}, "maxModelLen": 2048,
+        "dtype": "Auto", "scheduler": {"localPrefillMaxTokens": 0}, "drainTimeoutSeconds": 1,
+    } | (worker or {})  # fmt: skip
+    with contextlib.ExitStack() as started:
+        model = find_model()
+        workers = {
+            role: started.enter_context(run_worker(folder, role, model, **told)) for role in ("prefill", "decode")
+        }
+        flags: list[str] = []
+        for role, process in workers.items():
+            await_ready(process)
+            flags += ["--worker", f"role={role},url={process.url},kv={process.kv},revision=r1,name={role}-0"]
+        yield Stack(started.enter_context(_run_gateway(folder, flags, **gateway)), **workers)
+
+
+@contextlib.contextmanager
+def _run_gateway(folder: Path, flags: list[str], **changes: Any) -> Iterator[str]:
+    config, log = folder / "gateway.json", folder / "gateway.log"
+    fixed: dict[str, Any] = {"namespace": "default", "disaggregated": True, "http_port": 0, "metrics_port": 0}
+    config.write_text(GatewayConfig(model_name=MODEL, served_name=MODEL, **(fixed | changes)).to_json())
+    with log.open("wb") as sink:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tandem_gateway", "--config", str(config), "--host", "127.0.0.1", *flags],
+            stdout=sink, stderr=sink,
+        )  # fmt: skip
+    try:
+        eventually(lambda: _find_port(log) is not None, 20, f"the gateway listens: {log.read_text()}")
+        yield f"http://127.0.0.1:{_find_port(log)}"
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+def _find_port(log: Path) -> int | None:
+    lines = [json.loads(line) for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return next((line["http_port"] for line in lines if line["message"] == "listening"), None)
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder, run_stack(Path(folder)) as stack:
+        print(f"export {URL_VARIABLE}={stack.url}", flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.pause()
+
+
+if __name__ == "__main__":
+    main()
