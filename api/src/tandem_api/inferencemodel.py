@@ -430,6 +430,13 @@ class Timeouts(Authored):
     """How long an answer in one piece may take: unlike a stream it shows no sign of life before it is complete."""
 
 
+class Queue(Authored):
+    max: Annotated[int, Field(ge=0, le=8192)] = 1000
+    """Requests that may wait at once in each gateway; further ones are answered 503. 0: nobody waits."""
+    ttl: Duration = "30s"
+    """How long a request may wait for a worker before it is answered 503. `0s`: nobody waits."""
+
+
 _RESERVED = (f"{GROUP}/", "app.kubernetes.io/")
 _NOT_RESERVED = " && ".join(f"!k.startsWith('{prefix}')" for prefix in _RESERVED)
 
@@ -529,6 +536,8 @@ class Gateway(Workload):
     """Gateway image. Defaults to the one of the operator's release."""
     timeouts: Timeouts = Field(default_factory=Timeouts)
     """When the gateway gives up on a request."""
+    queue: Queue = Field(default_factory=Queue)
+    """Requests that wait while no worker serves."""
 
 
 class Drain(Authored):

@@ -153,6 +153,29 @@ class GatewayTimeouts(Wire):
     """A worker may be silent this long inside an answer."""
 
 
+class TTFTTarget(Wire):
+    """When the first token of a request should be there, counted from its arrival."""
+
+    seconds: float
+    seconds_per_token: float = 0.0
+    """For every token of the prompt besides."""
+
+    def limit(self, tokens: float) -> float:
+        """Seconds allowed to a request with so many prompt tokens."""
+        return self.seconds + self.seconds_per_token * tokens
+
+
+class GatewayQueue(Wire):
+    """Requests that wait in a gateway while no worker serves."""
+
+    max_requests: int = 1000
+    """At once; further ones are answered 503. 0: nobody waits."""
+    ttl_seconds: float = 30.0
+    """Each waits at most this long. 0: nobody waits."""
+    ttft_target: TTFTTarget | None = None
+    """Requests are served in the order in which they are due by it; None: as they came."""
+
+
 class GatewayConfig(Wire):
     """Everything a gateway pod needs to know."""
 
@@ -171,10 +194,11 @@ class GatewayConfig(Wire):
     max_connections: int = 8192
     """Of clients, at once; fewer where the process may not have two descriptors for each."""
     timeouts: GatewayTimeouts = Field(default_factory=GatewayTimeouts)
+    queue: GatewayQueue = Field(default_factory=GatewayQueue)
     drain_timeout_seconds: float = 60.0
 
 
-GATEWAY_FOLLOWS = frozenset({"served_name", "timeouts", "drain_timeout_seconds"})
+GATEWAY_FOLLOWS = frozenset({"served_name", "timeouts", "queue", "drain_timeout_seconds"})
 """Fields of `GatewayConfig` that a running gateway follows by `GatewayRouting`: a change restarts nothing."""
 
 
@@ -198,4 +222,5 @@ class GatewayRouting(Wire):
     """When the operator takes the names after the first away: RFC 3339; absent while there are none."""
     canary: CanaryTraffic | None = None
     timeouts: GatewayTimeouts = Field(default_factory=GatewayTimeouts)
+    queue: GatewayQueue = Field(default_factory=GatewayQueue)
     drain_timeout_seconds: float = 60.0

@@ -28,6 +28,7 @@ from tandem_gateway.metrics import Metrics
 from tandem_gateway.own_answers import OWN_PATHS, answer_own
 from tandem_gateway.probation import Held
 from tandem_gateway.prompt import INFERENCE_PATHS, MODELS, TOKENIZER_INFO, check_name, read_inquiry
+from tandem_gateway.queueing import RequestQueue
 from tandem_gateway.scheduling import Endpoint, Scheduler, Worker
 from tandem_gateway.upstream.base import Link
 from tandem_gateway.upstream.http1 import Http1Link
@@ -56,6 +57,7 @@ class Gateway:
         self.budget = Budget(config.max_held_bytes)
         self.scheduler = Scheduler()
         self.metrics = Metrics()
+        self.queue = RequestQueue(config.queue, self.scheduler, self.metrics)
         self.access_log = access_log
         self.held: Held = list
         """Workers that discovery knows and that get no requests yet, as `GET /fleet` tells of them."""
@@ -87,6 +89,7 @@ class Gateway:
         """From now on it is so. Requests that run keep the deadline they have until they next show a sign of life."""
         self.served_names = tuple(routing.served_names)
         self.timeouts = routing.timeouts
+        self.queue.settings = routing.queue
         self.drain_timeout_seconds = routing.drain_timeout_seconds
         self.scheduler.apply_canary(routing.canary)
 
@@ -252,6 +255,8 @@ class Gateway:
         for exchange in tuple(self.exchanges):
             if exchange.waiting:
                 exchange.dispatch()
+        if self.queue.line.size:
+            self.queue.place(asyncio.get_running_loop().time())
 
     # shutting down
 
@@ -294,6 +299,7 @@ class Gateway:
         return self.metrics.render(
             endpoints=endpoints,
             tokens=tokens,
+            queued=self.queue.line.size,
             failures={outcome.value: count for outcome, count in self.scheduler.failures.items()},
             ejections={outcome.value: count for outcome, count in self.scheduler.ejections.items()},
             canary=self.scheduler.canary_requests,

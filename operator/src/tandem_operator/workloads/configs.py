@@ -15,6 +15,7 @@ from tandem_api.launch import (
     MAX_HELD_BYTES,
     WORKER_READS_AGAIN,
     GatewayConfig,
+    GatewayQueue,
     GatewayTimeouts,
     GroupConfig,
     KVConfig,
@@ -73,6 +74,7 @@ def gateway_config(blueprint: Blueprint) -> GatewayConfig:
         namespace=blueprint.model.metadata.namespace,
         disaggregated=spec.prefill is not None,
         timeouts=gateway_timeouts(blueprint),
+        queue=gateway_queue(blueprint),
         keys_path=names.KEYS_PATH,
         drain_timeout_seconds=drain_seconds(blueprint),
         max_held_bytes=_held_bytes(spec.gateway.resources.limits.get("memory")),
@@ -86,6 +88,11 @@ def gateway_timeouts(blueprint: Blueprint) -> GatewayTimeouts:
         idle_seconds=parse_duration(timeouts.idle),
         answer_seconds=parse_duration(timeouts.answer),
     )
+
+
+def gateway_queue(blueprint: Blueprint) -> GatewayQueue:
+    queue = blueprint.model.spec.gateway.queue
+    return GatewayQueue(max_requests=queue.max, ttl_seconds=parse_duration(queue.ttl))
 
 
 def _held_bytes(limit: str | None) -> int:
