@@ -86,6 +86,18 @@ class GroupConfig(Wire):
         return self.parallelism.num_ranks // self.num_nodes
 
 
+class TTFTTarget(Wire):
+    """When the first token of a request should be there, counted from its arrival."""
+
+    seconds: float
+    seconds_per_token: float = 0.0
+    """For every token of the prompt besides."""
+
+    def limit(self, tokens: float) -> float:
+        """Seconds allowed to a request with so many prompt tokens."""
+        return self.seconds + self.seconds_per_token * tokens
+
+
 class SchedulerConfig(Wire):
     """Limits of the engine's steps and of the queue before them."""
 
@@ -96,6 +108,8 @@ class SchedulerConfig(Wire):
     """Tokens computed in one step, prefill chunks and decode tokens together."""
     local_prefill_max_tokens: int = 16
     """A decode worker prefills prompts with at most this many uncached tokens itself."""
+    ttft_target: TTFTTarget | None = None
+    """Prompts are computed in the order in which they are due by it, for their uncached tokens; None: as they came."""
 
 
 class WorkerConfig(Wire):
@@ -151,18 +165,6 @@ class GatewayTimeouts(Wire):
     """A worker must have answered in one piece, however many tokens were asked for."""
     idle_seconds: float = 60.0
     """A worker may be silent this long inside an answer."""
-
-
-class TTFTTarget(Wire):
-    """When the first token of a request should be there, counted from its arrival."""
-
-    seconds: float
-    seconds_per_token: float = 0.0
-    """For every token of the prompt besides."""
-
-    def limit(self, tokens: float) -> float:
-        """Seconds allowed to a request with so many prompt tokens."""
-        return self.seconds + self.seconds_per_token * tokens
 
 
 class GatewayQueue(Wire):

@@ -126,4 +126,5 @@ def _plan_limits(config: WorkerConfig) -> SchedulerLimits:
         max_running=wanted.max_running_requests,
         max_batch_tokens=wanted.max_batch_tokens,
         local_prefill_max_tokens=wanted.local_prefill_max_tokens,
+        ttft_target=wanted.ttft_target,
     )
