@@ -108,8 +108,6 @@ class SchedulerConfig(Wire):
     """Tokens computed in one step, prefill chunks and decode tokens together."""
     local_prefill_max_tokens: int = 16
     """A decode worker prefills prompts with at most this many uncached tokens itself."""
-    ttft_target: TTFTTarget | None = None
-    """Prompts are computed in the order in which they are due by it, for their uncached tokens; None: as they came."""
 
 
 class WorkerConfig(Wire):
@@ -143,9 +141,11 @@ class WorkerConfig(Wire):
     step_timeout_seconds: float | None = None
     """A step of the engine that takes longer, and three times as long as any step before it, makes the worker unready;
     at twice that it ends. None is 15 seconds, 0 lets steps take as long as they like."""
+    ttft_target: TTFTTarget | None = None
+    """Prompts are computed in the order in which they are due by it, for their uncached tokens; None: as they came."""
 
 
-WORKER_READS_AGAIN = frozenset({"drain_timeout_seconds", "served_name", "step_timeout_seconds"})
+WORKER_READS_AGAIN = frozenset({"drain_timeout_seconds", "served_name", "step_timeout_seconds", "ttft_target"})
 """Fields of `WorkerConfig` that a running worker reads when it needs them, or leaves to the gateways that show it a
 key, as it does with the served name: a change restarts nothing."""
 

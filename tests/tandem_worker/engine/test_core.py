@@ -123,7 +123,8 @@ def test_answers_are_the_same_in_whatever_order_prompts_are_computed(
     prompts = [random_prompt(rng, 300, 301), *(random_prompt(rng, 1, 60) for _ in range(15))]
     answers = []
     for target in (None, TTFTTarget(seconds=0.001, seconds_per_token=0.01)):
-        rig = make_rig(num_blocks=90, scheduler={"max_batch_tokens": 16, "ttft_target": target})
+        rig = make_rig(num_blocks=90, scheduler={"max_batch_tokens": 16})
+        rig.engine.order_by(target)
         for index, prompt in enumerate(prompts):
             rig.submit(f"r{index}", prompt, 12, priority=index % 2, n=1 + index % 2, **sampling)
         rig.wait()

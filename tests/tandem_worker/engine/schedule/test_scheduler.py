@@ -29,7 +29,15 @@ class Driver:
     become known only after the next one was planned, where the plans allow it.
     """
 
-    def __init__(self, num_blocks: int = 50, *, ahead: bool = False, num_host_blocks: int = 0, **limits: Any) -> None:
+    def __init__(
+        self,
+        num_blocks: int = 50,
+        *,
+        ahead: bool = False,
+        num_host_blocks: int = 0,
+        ttft_target: TTFTTarget | None = None,
+        **limits: Any,
+    ) -> None:
         self.ahead = ahead
         self.under_way: tuple[StepPlan, list[Sequence]] | None = None
         self.cancelled = False
@@ -39,6 +47,7 @@ class Driver:
         self.blocks = BlockManager(num_blocks + 1, BLOCK_SIZE)
         self.host = HostBlocks(num_host_blocks)
         self.scheduler = Scheduler(self.limits, self.blocks, clock=lambda: self.now, host=self.host)
+        self.scheduler.ttft_target = ttft_target
         self.unbegun: set[Sequence] = set()
         """RECEIVING, and the prefill worker has not begun."""
         self.scheduler.has_begun = lambda sequence: sequence not in self.unbegun

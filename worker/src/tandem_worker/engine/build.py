@@ -98,6 +98,7 @@ def build_engine(
         **clocks,
     )
     engine.prefill_client = prefill_client
+    engine.order_by(config.ttft_target)
     return engine
 
 
@@ -126,5 +127,4 @@ def _plan_limits(config: WorkerConfig) -> SchedulerLimits:
         max_running=wanted.max_running_requests,
         max_batch_tokens=wanted.max_batch_tokens,
         local_prefill_max_tokens=wanted.local_prefill_max_tokens,
-        ttft_target=wanted.ttft_target,
     )

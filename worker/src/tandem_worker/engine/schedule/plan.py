@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tandem_api.launch import TTFTTarget
-
 from tandem_worker.engine.schedule.request import Sequence
 
 
@@ -21,8 +19,6 @@ class SchedulerLimits:
     """Prompts with more uncached tokens go to a prefill worker, when the request names one."""
     max_scored_chunk: int = 256
     """Chunk limit of prompts whose every position wants logits: they take `vocab_size * 4` bytes per token."""
-    ttft_target: TTFTTarget | None = None
-    """Orders prompts by deadline (see `deadlines`); None: by arrival."""
     seconds_per_priority: float = 30.0
     """A request is served as if it had arrived this much later per level: a bounded wait instead of starvation."""
 

@@ -29,6 +29,8 @@ import time
 from bisect import insort
 from collections.abc import Callable
 
+from tandem_api.launch import TTFTTarget
+
 from tandem_worker.engine.schedule.block_manager import BlockManager
 from tandem_worker.engine.schedule.deadlines import find_late_place, find_place, is_late
 from tandem_worker.engine.schedule.host_blocks import HostBlocks
@@ -71,6 +73,8 @@ class Scheduler:
         """Whether a victim with so many computed tokens and blocks is moved, if the host has room."""
         self.has_begun: Callable[[Sequence], bool] = lambda sequence: True
         """Whether a prefill worker computes this RECEIVING sequence."""
+        self.ttft_target: TTFTTarget | None = None
+        """Orders what comes from now on by deadline (see `deadlines`); None: by arrival."""
         self.prefill_rate: Callable[[], float | None] = lambda: None
         """Prompt tokens that are computed per second; None while that is not known."""
         self._clock = clock
@@ -104,7 +108,7 @@ class Scheduler:
         Of a resumed one the first open choice does; the others find the prompt in the prefix cache (`_unpark`).
         """
         self._num_submitted += 1
-        target = self._limits.ttft_target
+        target = self.ttft_target
         if target is not None:
             cached = (
                 0
@@ -354,7 +358,7 @@ class Scheduler:
 
     def _plan_chunks(self, plan: StepPlan, prefilling: list[Sequence], budget: int) -> int:
         for sequence in prefilling:
-            if self._limits.ttft_target is not None and not plan.num_preempted:
+            if self.ttft_target is not None and not plan.num_preempted:
                 budget = self._admit(plan, budget, before=sequence)
             budget -= self._add_chunk(plan, sequence, budget)
         return budget
@@ -422,7 +426,7 @@ class Scheduler:
         """Whether the head of the queue, late whatever happens, has just been put behind those that are not. Once each,
         and before it is begun with.
         """
-        target, request = self._limits.ttft_target, sequence.request
+        target, request = self.ttft_target, sequence.request
         begun = request.admitted or request.set_back or request.resumed is not None
         if target is None or begun or self.num_waiting == 1:
             return False
