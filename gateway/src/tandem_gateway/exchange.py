@@ -123,11 +123,11 @@ class Exchange:
     """Sink of its upstream calls and conversation of its client connection."""
 
     __slots__ = (
-        "_arrived", "_call", "_connection", "_context", "_continuation", "_deadline", "_excluded", "_give_up_at",
-        "_head", "_held", "_held_back_until", "_held_bytes", "_keep_alive_after", "_loop", "_phase", "_reads",
-        "_reads_seen", "_reservation", "_resets", "_slot", "_slow", "_stream", "_suspects", "_ticket", "_tokens_seen",
-        "_unsent", "attempts", "bytes_out", "choice", "error", "first_byte_at", "inquiry", "queue_seconds", "request",
-        "request_id", "started_at", "status", "usage",
+        "_arrived", "_call", "_connect_by", "_connection", "_context", "_continuation", "_deadline", "_excluded",
+        "_give_up_at", "_head", "_held", "_held_back_until", "_held_bytes", "_keep_alive_after", "_loop", "_phase",
+        "_reads", "_reads_seen", "_reservation", "_resets", "_slot", "_slow", "_stream", "_suspects", "_ticket",
+        "_tokens_seen", "_unsent", "attempts", "bytes_out", "choice", "error", "first_byte_at", "inquiry",
+        "queue_seconds", "request", "request_id", "started_at", "status", "usage",
     )  # fmt: skip
 
     def __init__(
@@ -163,6 +163,9 @@ class Exchange:
         self._suspects: tuple[tuple[Endpoint, Outcome], ...] = ()
         """Failed in a way that may be the request's fault: an answer from another worker tells."""
         self._give_up_at = 0.0
+        """When it waits no longer for a worker."""
+        self._connect_by = 0.0
+        """When this gateway must have what a connection needs."""
         self._resets = 0
         self._slow = False
         self._held_back_until = -HELD_SECONDS
@@ -574,13 +577,13 @@ class Exchange:
         """The gateway itself lacks what a connection needs. Others may soon give some back."""
         self._release()
         now = self._loop.time()
-        self._give_up_at = self._give_up_at or now + GRACE_SECONDS
-        if now >= self._give_up_at:
+        self._connect_by = self._connect_by or now + GRACE_SECONDS
+        if now >= self._connect_by:
             self._fail(GatewayFull(f"the gateway cannot connect to a worker: {detail}; try again shortly"))
             return
         self._context.on_retry(self, Failure.LOCAL.value)
         self.attempts -= 1
-        self._deadline = self._give_up_at + GRACE_SECONDS
+        self._deadline = self._connect_by + GRACE_SECONDS
         self._phase = WAITING
 
     def _retry(self, outcome: Outcome, detail: str) -> None:
