@@ -24,7 +24,7 @@ import time
 from collections import Counter
 
 import uvloop
-from tandem_api.launch import GatewayConfig, GatewayTimeouts
+from tandem_api.launch import GatewayConfig, GatewayQueue, GatewayTimeouts
 from tandem_api.names import Role
 from tandem_gateway import exchange
 from tandem_gateway.http import connection
@@ -230,7 +230,7 @@ def build_settings(ports: list[int]) -> Settings:
     )
     config = GatewayConfig(
         model_name="toy", served_name="toy", namespace="default", disaggregated=False, http_port=0, metrics_port=0,
-        timeouts=timeouts, max_body_bytes=256 * 1024, drain_timeout_seconds=1.0,
+        timeouts=timeouts, queue=GatewayQueue(ttl_seconds=0.2), max_body_bytes=256 * 1024, drain_timeout_seconds=1.0,
     )  # fmt: skip
     workers = [
         Worker(name=f"d{index}", address=f"127.0.0.1:{port}", role=Role.DECODE, revision="r")

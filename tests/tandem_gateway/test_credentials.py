@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 from tandem_api.keys import KEY_BYTES, KeyRing, bearer_token
+from tandem_api.launch import GatewayQueue
 from tandem_api.names import API_KEY_FILE, Role
-from tandem_gateway import exchange as exchange_module
 from tandem_gateway.admin import Admin, is_loopback
 from tandem_gateway.scheduling import Outcome, Worker
 
@@ -112,11 +112,9 @@ async def test_a_worker_with_other_keys_costs_a_retry(
     assert vars(complaints[0])["key"] == "a"
 
 
-async def test_a_client_is_never_told_401_for_the_gateways_key(
-    start_gateway, start_worker, chat, keys: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(exchange_module, "GRACE_SECONDS", 0.4)
-    running = await start_gateway(await start_worker(default=turn_away), keys_path=str(keys))
+async def test_a_client_is_never_told_401_for_the_gateways_key(start_gateway, start_worker, chat, keys: Path) -> None:
+    worker = await start_worker(default=turn_away)
+    running = await start_gateway(worker, keys_path=str(keys), queue=GatewayQueue(ttl_seconds=0.4))
     status, head, body = await read_answer(running, chat())
     assert status == 503
     assert b"retry-after" in head.lower()

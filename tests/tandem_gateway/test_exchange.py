@@ -6,6 +6,7 @@ import asyncio
 import json
 
 import pytest
+from tandem_api.launch import GatewayQueue
 from tandem_api.names import Role
 from tandem_gateway import exchange as exchange_module
 
@@ -144,11 +145,10 @@ async def test_a_silent_worker_is_a_504(start_gateway, start_worker, fault, chat
     assert worker.cancelled == 1
 
 
-async def test_an_unreachable_address_is_a_connect_failure(start_gateway, start_worker, chat, monkeypatch) -> None:
-    monkeypatch.setattr(exchange_module, "GRACE_SECONDS", 0.3)
+async def test_an_unreachable_address_is_a_connect_failure(start_gateway, start_worker, chat) -> None:
     dead = await start_worker("d1")
     await dead.stop()
-    running = await start_gateway(dead)
+    running = await start_gateway(dead, queue=GatewayQueue(ttl_seconds=0.3))
     status, body = await read_answer(running, chat())
     assert status == 503
     assert error_of(body)["code"] == "no_endpoint"
@@ -175,9 +175,8 @@ async def test_when_every_worker_drains_the_client_is_told_to_come_back(
     assert b"retry-after" in answer
 
 
-async def test_without_workers_the_answer_says_which_role_is_missing(start_gateway, chat, monkeypatch) -> None:
-    monkeypatch.setattr(exchange_module, "GRACE_SECONDS", 0.2)
-    running = await start_gateway()
+async def test_without_workers_the_answer_says_which_role_is_missing(start_gateway, chat) -> None:
+    running = await start_gateway(queue=GatewayQueue(ttl_seconds=0.2))
     answer = await running.raw(chat(headers="connection: close\r\n"))
     assert answer.startswith(b"HTTP/1.1 503")
     assert b"retry-after: 5" in answer

@@ -155,11 +155,13 @@ def test_a_second_look_after_an_upgrade_writes_nothing() -> None:
 
 def test_another_name_and_other_timeouts_restart_nobody() -> None:
     live = {child_key(child): child for child in build_children(blueprint(prefill={}))}
-    renamed = {"model": {"uri": "hf://org/repo", "servedName": "new"}, "gateway": {"timeouts": {"firstToken": "9s"}}}
+    gateway = {"timeouts": {"firstToken": "9s"}, "queue": {"max": 7, "ttl": "2m"}}
+    renamed = {"model": {"uri": "hf://org/repo", "servedName": "new"}, "gateway": gateway}
     after = upgraded(blueprint(prefill={}, **renamed), live)
     assert workloads(after) == workloads(live)
     configs = [json.loads(after[key]["data"]["config.json"]) for key in after if key.kind == "ConfigMap"]
     assert {config["servedName"] for config in configs} == {"new"}, "what starts from now on is told"
+    assert {"maxRequests": 7, "ttlSeconds": 120.0} in [config.get("queue") for config in configs]
 
 
 @pytest.mark.parametrize("version", sorted(path.name for path in RELEASED.iterdir()))

@@ -52,8 +52,10 @@ def test_a_change_in_the_middle_of_another_one_keeps_all_names_and_taking_it_bac
 
 def test_limits_of_time_are_those_of_the_spec() -> None:
     limits = {"firstToken": "7s", "idle": "8s", "answer": "9s"}
-    routing = plan("m", None, gateway={"timeouts": limits}, drain={"timeout": "90s"})
+    queue = {"max": 7, "ttl": "1m30s"}
+    routing = plan("m", None, gateway={"timeouts": limits, "queue": queue}, drain={"timeout": "90s"})
     timeouts = routing.timeouts
+    assert (routing.queue.max_requests, routing.queue.ttl_seconds) == (7, 90)
     assert (timeouts.first_token_seconds, timeouts.idle_seconds, timeouts.answer_seconds) == (7, 8, 9)
     assert routing.drain_timeout_seconds == 90
 

@@ -435,6 +435,13 @@ class Timeouts(Authored):
     """How long an answer in one piece may take: unlike a stream it shows no sign of life before it is complete."""
 
 
+class Queue(Authored):
+    max: Annotated[int, Field(ge=0, le=8192)] = 1000
+    """Requests that may wait at once in each gateway; further ones are answered 503. 0: nobody waits."""
+    ttl: Duration = "30s"
+    """How long a request may wait for a worker before it is answered 503. `0s`: nobody waits."""
+
+
 _RESERVED = (f"{GROUP}/", "app.kubernetes.io/")
 _NOT_RESERVED = " && ".join(f"!k.startsWith('{prefix}')" for prefix in _RESERVED)
 
@@ -583,6 +590,8 @@ class Gateway(Workload):
     cors: CORS | None = None
     """Let web pages of other origins use the model from a browser. Off where nothing is said. Changing it restarts
     nothing."""
+    queue: Queue = Field(default_factory=Queue)
+    """Requests that wait while no worker serves."""
 
 
 class Drain(Authored):

@@ -88,6 +88,18 @@ class GroupConfig(Wire):
         return self.parallelism.num_ranks // self.num_nodes
 
 
+class TTFTTarget(Wire):
+    """When the first token of a request should be there, counted from its arrival."""
+
+    seconds: float
+    seconds_per_token: float = 0.0
+    """For every token of the prompt besides."""
+
+    def limit(self, tokens: float) -> float:
+        """Seconds allowed to a request with so many prompt tokens."""
+        return self.seconds + self.seconds_per_token * tokens
+
+
 class SchedulerConfig(Wire):
     """Limits of the engine's steps and of the queue before them."""
 
@@ -132,9 +144,11 @@ class WorkerConfig(Wire):
     step_timeout_seconds: float | None = None
     """A step of the engine that takes longer, and three times as long as any step before it, makes the worker unready;
     at twice that it ends. None is 15 seconds, 0 lets steps take as long as they like."""
+    ttft_target: TTFTTarget | None = None
+    """Prompts are computed in the order in which they are due by it, for their uncached tokens; None: as they came."""
 
 
-WORKER_READS_AGAIN = frozenset({"drain_timeout_seconds", "served_name", "step_timeout_seconds"})
+WORKER_READS_AGAIN = frozenset({"drain_timeout_seconds", "served_name", "step_timeout_seconds", "ttft_target"})
 """Fields of `WorkerConfig` that a running worker reads when it needs them, or leaves to the gateways that show it a
 key, as it does with the served name: a change restarts nothing."""
 
@@ -168,6 +182,17 @@ class CORSRules(Wire):
     """How long a browser may go by the answer to its question."""
 
 
+class GatewayQueue(Wire):
+    """Requests that wait in a gateway while no worker serves."""
+
+    max_requests: int = 1000
+    """At once; further ones are answered 503. 0: nobody waits."""
+    ttl_seconds: float = 30.0
+    """Each waits at most this long. 0: nobody waits."""
+    ttft_target: TTFTTarget | None = None
+    """Requests are served in the order in which they are due by it; None: as they came."""
+
+
 class GatewayConfig(Wire):
     """Everything a gateway pod needs to know."""
 
@@ -186,12 +211,13 @@ class GatewayConfig(Wire):
     max_connections: int = 8192
     """Of clients, at once; fewer where the process may not have two descriptors for each."""
     timeouts: GatewayTimeouts = Field(default_factory=GatewayTimeouts)
+    queue: GatewayQueue = Field(default_factory=GatewayQueue)
     drain_timeout_seconds: float = 60.0
     cors: CORSRules | None = None
     """None: browsers show answers to no page of another origin."""
 
 
-GATEWAY_FOLLOWS = frozenset({"cors", "served_name", "timeouts", "drain_timeout_seconds"})
+GATEWAY_FOLLOWS = frozenset({"cors", "served_name", "timeouts", "queue", "drain_timeout_seconds"})
 """Fields of `GatewayConfig` that a running gateway follows by `GatewayRouting`: a change restarts nothing."""
 
 
@@ -215,5 +241,6 @@ class GatewayRouting(Wire):
     """When the operator takes the names after the first away: RFC 3339; absent while there are none."""
     canary: CanaryTraffic | None = None
     timeouts: GatewayTimeouts = Field(default_factory=GatewayTimeouts)
+    queue: GatewayQueue = Field(default_factory=GatewayQueue)
     drain_timeout_seconds: float = 60.0
     cors: CORSRules | None = None

@@ -53,6 +53,9 @@ HEADER_PREFILL_WORKER = "x-tandem-prefill-worker"
 HEADER_ROUTE = "x-tandem-route"
 """Client to gateway: `explain` asks for a header of this name in the response that says where the request went."""
 
+HEADER_QUEUE_SECONDS = "x-tandem-queue-seconds"
+"""Response of the gateway: how long the request waited in it for a worker. Absent where it did not."""
+
 HEADER_LENIENT = "x-tandem-lenient"
 """Client to worker, through the gateway: `true` asks to leave some options that are not supported out of account."""
 HEADER_IGNORED = "x-tandem-ignored"

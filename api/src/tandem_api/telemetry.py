@@ -125,6 +125,11 @@ class Metric:
     """Label `reason`, both: `refused`, `reset`, `busy`, `error`, `timeout`, `silent`, `slow`, ..."""
     GATEWAY_CANARY_REQUESTS_TOTAL = "tandem_gateway_canary_requests_total"
     """Labels `side` (`canary`, `others`) and `moved` (`true`: the other side was meant, and could not serve)."""
+    GATEWAY_QUEUE_REQUESTS = "tandem_gateway_queue_requests"
+    GATEWAY_QUEUE_WAITS_TOTAL = "tandem_gateway_queue_waits_total"
+    """Label `outcome`: `placed`, `expired`, `left` (by its client), `stopped` (with the gateway), `full` (turned away).
+    """
+    GATEWAY_QUEUE_SECONDS = "tandem_gateway_queue_seconds"
     GATEWAY_CLIENT_DISCONNECTS_TOTAL = "tandem_gateway_client_disconnects_total"
     GATEWAY_TELEMETRY_READS_TOTAL = "tandem_gateway_telemetry_reads_total"
     """Label `result`: `ok`, or why a worker's sample could not be read: `refused`, `reset`, `timeout`, `status`, ..."""

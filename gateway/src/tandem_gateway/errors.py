@@ -8,6 +8,7 @@ GatewayError
     ├── UnknownModel       404 model_not_found
     ├── NotRouted          404 or 405: no such path or method
     ├── NoEndpoint         503: no worker of a role is there
+    ├── QueueFull          503: nor is there, and as many requests wait for one as may
     ├── UpstreamFailed     502: workers failed and the retries are used up, or a stream broke
     ├── UpstreamTimeout    504: a worker was silent for too long
     ├── ShuttingDown       503: this gateway is going away
@@ -19,6 +20,8 @@ from __future__ import annotations
 from typing import Any
 
 from tandem_api.openai import ErrorType, error_body
+
+RETRY_AFTER = (("Retry-After", "5"),)
 
 
 class GatewayError(Exception):
@@ -85,6 +88,13 @@ class NoEndpoint(RequestError):
     kind: ErrorType = "overloaded_error"
     code = "no_endpoint"
 
+    def __init__(self, message: str) -> None:
+        super().__init__(message, headers=RETRY_AFTER)
+
+
+class QueueFull(NoEndpoint):
+    code = "queue_full"
+
 
 class UpstreamFailed(RequestError):
     status = 502
@@ -103,6 +113,9 @@ class ShuttingDown(RequestError):
     kind: ErrorType = "overloaded_error"
     code = "shutting_down"
 
+    def __init__(self, message: str) -> None:
+        super().__init__(message, headers=RETRY_AFTER)
+
 
 class GatewayFull(RequestError):
     """Never a worker's fault: the process has as many connections, bytes or descriptors as it may."""
@@ -112,4 +125,4 @@ class GatewayFull(RequestError):
     code = "gateway_full"
 
     def __init__(self, message: str) -> None:
-        super().__init__(message, headers=(("Retry-After", "5"),))
+        super().__init__(message, headers=RETRY_AFTER)

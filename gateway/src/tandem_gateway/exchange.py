@@ -8,6 +8,7 @@ begun goes on at another worker where it can (`resume`).
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from time import monotonic
 from typing import Protocol
 from urllib.parse import quote
@@ -18,6 +19,7 @@ from tandem_api.names import (
     HEADER_LENIENT,
     HEADER_PREFILL,
     HEADER_PREFILL_WORKER,
+    HEADER_QUEUE_SECONDS,
     HEADER_REQUEST_ID,
     HEADER_RESUME,
     HEADER_RETRY,
@@ -30,6 +32,7 @@ from tandem_gateway.http.connection import ClientConnection
 from tandem_gateway.http.request import Request
 from tandem_gateway.http.response import LAST_CHUNK, build_chunk, build_error, build_head
 from tandem_gateway.prompt import Inquiry
+from tandem_gateway.queueing import RequestQueue, Waiter
 from tandem_gateway.resume import Continuation, JournaledStream, may_keep
 from tandem_gateway.scheduling import (
     REQUESTS_FAULT,
@@ -39,8 +42,8 @@ from tandem_gateway.scheduling import (
     Reservation,
     Scheduler,
     classify_status,
-    missing_role,
 )
+from tandem_gateway.scheduling.queue import Slot, Ticket
 from tandem_gateway.sse import EventStream, EventTooLarge, build_failure, find_usage
 from tandem_gateway.upstream.base import Call, Failure, Link, ResponseHead
 
@@ -50,20 +53,20 @@ MAX_ATTEMPTS = 3
 MAX_RESETS = 2
 """Of the attempts may end in a reset: a request that kills its worker must not be handed to all of them."""
 GRACE_SECONDS = 5.0
-"""A request waits this long for a worker to appear: pods are replaced all the time."""
+"""Where this gateway itself lacks what a connection needs, a request waits this long for it."""
 MAX_HELD_BYTES = 32 * 1024 * 1024
 """An answer in one piece up to this size is held until it is complete, so that a broken one can still be retried."""
 SLOWEST_TOKENS_PER_SECOND = 4
 """An answer in one piece shows no sign of life: beyond the first token it may take this long for its tokens."""
 DEFAULT_MAX_TOKENS = 4096
 CLIENT_GONE = 499
-RETRY_AFTER = (("Retry-After", "5"),)
 HELD_SECONDS = 5.0
 """A worker may end a connection that takes nothing from it. Where an answer breaks so soon after it was held back for a
 slow client, or while it is, the worker is not to blame."""
 _DECODE_WORKER = HEADER_DECODE_WORKER.encode()
 _PREFILL_WORKER = HEADER_PREFILL_WORKER.encode()
 _PREFILL = HEADER_PREFILL.encode()
+_QUEUE_SECONDS = HEADER_QUEUE_SECONDS.encode()
 _REQUEST_ID = HEADER_REQUEST_ID.encode()
 _RESUME = HEADER_RESUME.encode()
 _RETRY = HEADER_RETRY.encode()
@@ -94,6 +97,7 @@ class Context(Protocol):
     scheduler: Scheduler
     timeouts: GatewayTimeouts
     budget: Budget
+    queue: RequestQueue
     draining: bool
     token_line: bytes
     """The header line that tells workers who asks; empty without keys."""
@@ -119,10 +123,11 @@ class Exchange:
     """Sink of its upstream calls and conversation of its client connection."""
 
     __slots__ = (
-        "_call", "_connection", "_context", "_continuation", "_deadline", "_excluded", "_give_up_at", "_head", "_held",
-        "_held_back_until", "_held_bytes", "_keep_alive_after", "_loop", "_phase", "_reads", "_reads_seen",
-        "_reservation", "_resets", "_slow", "_stream", "_suspects", "_tokens_seen", "_unsent", "attempts", "bytes_out",
-        "choice", "error", "first_byte_at", "inquiry", "request", "request_id", "started_at", "status", "usage",
+        "_arrived", "_call", "_connect_by", "_connection", "_context", "_continuation", "_deadline", "_excluded",
+        "_give_up_at", "_head", "_held", "_held_back_until", "_held_bytes", "_keep_alive_after", "_loop", "_phase",
+        "_reads", "_reads_seen", "_reservation", "_resets", "_slot", "_slow", "_stream", "_suspects", "_ticket",
+        "_tokens_seen", "_unsent", "attempts", "bytes_out", "choice", "error", "first_byte_at", "inquiry",
+        "queue_seconds", "request", "request_id", "started_at", "status", "usage",
     )  # fmt: skip
 
     def __init__(
@@ -135,7 +140,7 @@ class Exchange:
         self.inquiry = inquiry
         self.request_id = request_id
         self.started_at = monotonic()
-        now = self._loop.time()
+        self._arrived = self._deadline = self._loop.time()
         self.first_byte_at = 0.0
         """Of a stream. When the first token of an answer in one piece was there, only its worker knows."""
         self.status = 0
@@ -144,8 +149,13 @@ class Exchange:
         self.choice: Choice | None = None
         self.usage: dict[str, object] | None = None
         self.error: str | None = None
+        self.queue_seconds = 0.0
+        """That it waited for a worker, so far."""
         self._phase = NEW
-        self._deadline = now + GRACE_SECONDS
+        self._ticket: Ticket[Waiter] | None = None
+        """Of the queue that it waits in."""
+        self._slot: Slot | None = None
+        """Where it went from there."""
         self._call: Call | None = None
         self._reservation: Reservation | None = None
         self._excluded = _NO_NAMES
@@ -153,6 +163,9 @@ class Exchange:
         self._suspects: tuple[tuple[Endpoint, Outcome], ...] = ()
         """Failed in a way that may be the request's fault: an answer from another worker tells."""
         self._give_up_at = 0.0
+        """When it waits no longer for a worker."""
+        self._connect_by = 0.0
+        """When this gateway must have what a connection needs."""
         self._resets = 0
         self._slow = False
         self._held_back_until = -HELD_SECONDS
@@ -168,7 +181,8 @@ class Exchange:
 
     @property
     def waiting(self) -> bool:
-        return self._phase == WAITING and not self._slow
+        """Elsewhere than in the queue: for a worker that goes on with its stream, or for a connection to one."""
+        return self._phase == WAITING and self._ticket is None and not self._slow
 
     @property
     def delivering(self) -> bool:
@@ -193,18 +207,31 @@ class Exchange:
     def events(self) -> int:
         return self._stream.events if self._stream is not None else 0
 
-    def dispatch(self) -> None:
-        """Send the request to the best endpoint, or wait for one. Called again whenever endpoints change."""
+    def dispatch(self, full: Collection[str] = _NO_NAMES) -> bool:
+        """Send the request to the best endpoint that is not `full`, or wait for one. False: it waits, or has failed.
+
+        Called again whenever endpoints change.
+        """
         now = self._loop.time()
         context, continuation, demand = self._context, self._continuation, self.inquiry.demand
-        choice = context.scheduler.choose(demand, now, self._excluded)
+        if self._phase == NEW and context.queue.line.size and context.queue.enabled:
+            self._join_queue(now)  # others were here before
+            return False
+        choice = context.scheduler.choose(demand, now, full or self._excluded)
         if continuation is not None and choice is not None and choice.decode.worker.revision != continuation.revision:
             choice = self._choose_of_revision(continuation.revision, now)
         if choice is None:
-            # Everyone was tried: whoever comes back first from its back-off may try again.
-            self._excluded = _NO_NAMES
-            self._phase = WAITING
-            return
+            if self._ticket is None:
+                # Everyone was tried: whoever comes back first from its back-off may try again.
+                self._excluded = _NO_NAMES
+                if self.first_byte_at:
+                    self._phase = WAITING
+                else:
+                    self._join_queue(now)
+            return False
+        if self._ticket is not None:
+            self._leave_queue("placed")
+            self._slot = context.queue.take(choice.decode, now, stream=demand.stream)
         self.choice = choice
         self.attempts += 1
         self._reservation = context.scheduler.reserve(choice, demand, now)
@@ -216,6 +243,28 @@ class Exchange:
         keeps = demand.stream and not demand.local
         head = build_request_head(request, choice, self.request_id, context.token_line, len(journal) if keeps else None)
         self._call = context.link(choice.decode).start(self, head, journal + request.body)
+        return True
+
+    def _join_queue(self, now: float) -> None:
+        """Nobody serves: wait for somebody."""
+        queue = self._context.queue
+        self._give_up_at = self._give_up_at or now + queue.settings.ttl_seconds
+        if now >= self._give_up_at:
+            self._fail(queue.refuse())
+            return
+        tokens = self.inquiry.demand.prompt_tokens
+        try:
+            self._ticket = queue.join(self, arrived=self._arrived, tokens=tokens, now=now)
+        except RequestError as error:
+            self._fail(error)
+            return
+        self._phase = WAITING
+        self._deadline = self._give_up_at
+
+    def _leave_queue(self, outcome: str) -> None:
+        ticket, self._ticket = self._ticket, None
+        if ticket is not None:
+            self.queue_seconds += self._context.queue.leave(ticket, outcome, self._loop.time())
 
     def _choose_of_revision(self, revision: str, now: float) -> Choice | None:
         scheduler = self._context.scheduler
@@ -260,6 +309,7 @@ class Exchange:
             self.error = error.code
             self._conclude()
         elif self._phase != OVER:
+            self._leave_queue("stopped")
             self._fail(error)
 
     # the worker's side
@@ -272,6 +322,8 @@ class Exchange:
         self._take_answer(outcome, head)
         self._head = head
         self._reads += 1
+        if self.queue_seconds:
+            head.headers.append((_QUEUE_SECONDS, b"%.3f" % self.queue_seconds))
         if fields.get(b"content-type", b"").startswith(b"text/event-stream"):
             journal = fields.get(_RESUME)
             self._stream = EventStream() if journal is None else JournaledStream(journal)
@@ -451,6 +503,7 @@ class Exchange:
         if self._phase == OVER:
             return
         self._drop_call()
+        self._leave_queue("left")
         if self._reservation is not None:
             self._reservation.desert(self._loop.time())
         self._release()
@@ -491,10 +544,12 @@ class Exchange:
 
     def _time_out(self) -> None:
         if self._phase == WAITING:
-            endpoints = list(self._context.scheduler.endpoints.values())
             if self._begun:
                 self._context.on_resume_failed("time")
-            self._fail(NoEndpoint(f"{missing_role(endpoints)}; try again shortly", headers=RETRY_AFTER))
+            if self._ticket is not None and self._stay_in_queue():
+                return
+            self._leave_queue("expired")
+            self._fail(self._context.queue.refuse())
             return
         moves = self.inquiry.stream and (self._begun or self._can_move())
         self._drop_call()
@@ -508,17 +563,27 @@ class Exchange:
         else:
             self._fail(UpstreamTimeout("the worker was silent for too long"))
 
+    def _stay_in_queue(self) -> bool:
+        """Its time in the queue is over. Where somebody serves by now, its turn comes: in as much time again it goes to
+        a worker, be there many before it.
+        """
+        now = self._loop.time()
+        if self._deadline > self._give_up_at:
+            return self.dispatch()
+        self._deadline = now + self._context.queue.settings.ttl_seconds
+        return self._context.scheduler.choose(self.inquiry.demand, now) is not None
+
     def _wait(self, detail: str) -> None:
         """The gateway itself lacks what a connection needs. Others may soon give some back."""
         self._release()
         now = self._loop.time()
-        self._give_up_at = self._give_up_at or now + GRACE_SECONDS
-        if now >= self._give_up_at:
+        self._connect_by = self._connect_by or now + GRACE_SECONDS
+        if now >= self._connect_by:
             self._fail(GatewayFull(f"the gateway cannot connect to a worker: {detail}; try again shortly"))
             return
         self._context.on_retry(self, Failure.LOCAL.value)
         self.attempts -= 1
-        self._deadline = self._give_up_at + GRACE_SECONDS
+        self._deadline = self._connect_by + GRACE_SECONDS
         self._phase = WAITING
 
     def _retry(self, outcome: Outcome, detail: str) -> None:
@@ -532,15 +597,15 @@ class Exchange:
         self._held_bytes = 0
         self._excluded |= {decode.worker.name}
         self._resets += outcome in (Outcome.RESET, Outcome.TIMEOUT)
-        self._give_up_at = self._give_up_at or now + GRACE_SECONDS
+        exhausted = self.attempts >= MAX_ATTEMPTS or self._resets >= MAX_RESETS
         if outcome in (Outcome.REFUSED, Outcome.UNAUTHORIZED):
-            # Costs nothing but time: a pod that restarts in place is back within the grace, keys arrive, or another
-            # takes over.
-            exhausted = now >= self._give_up_at
-        else:
-            exhausted = self.attempts >= MAX_ATTEMPTS or self._resets >= MAX_RESETS
+            # Costs nothing but time: a pod that restarts in place is back soon, keys arrive, or another takes over.
+            self._give_up_at = self._give_up_at or now + self._context.queue.settings.ttl_seconds
+            exhausted = exhausted and now >= self._give_up_at
+        elif outcome is not Outcome.DRAINING:
+            self._give_up_at = 0.0  # this worker had begun with it: should nobody be there, the wait begins anew
         if exhausted and not self._resets:
-            self._fail(NoEndpoint(f"no worker is available: {detail}; try again shortly", headers=RETRY_AFTER))
+            self._fail(NoEndpoint(f"no worker is available: {detail}; try again shortly"))
             return
         if exhausted:
             self._fail(
@@ -548,7 +613,6 @@ class Exchange:
             )
             return
         self._context.on_retry(self, outcome.value)
-        self._deadline = self._give_up_at
         self.dispatch()
 
     # what the client gets
@@ -561,6 +625,8 @@ class Exchange:
         self._phase = STREAMING
         self.status = self._head.status
         self.first_byte_at = monotonic()
+        if self._slot is not None:
+            self._slot.end(answered=True)
         reservation, now = self._reservation, self._loop.time()
         self.choice.decode.count_first_token(now - reservation.since)
         reservation.first_token(now)
@@ -601,6 +667,8 @@ class Exchange:
         assert self._head is not None
         if self._reservation is not None:
             self._reservation.complete(self._loop.time())
+            if self._slot is not None:
+                self._slot.end(answered=True)
             if _ROUTE in self.request.headers:
                 self._explain()
         body = self._held[0] if len(self._held) == 1 else b"".join(self._held)
@@ -624,6 +692,8 @@ class Exchange:
             self._finish(keep_alive=False)
             return
         self.status = error.status
+        if self.queue_seconds:
+            error.headers += ((HEADER_QUEUE_SECONDS, f"{self.queue_seconds:.3f}"),)
         fields = self.request.answer_fields
         self._connection.write(build_error(error, self.request_id, keep_alive=self._keep_alive, more=fields))
         self._finish(keep_alive=self._keep_alive)
@@ -665,6 +735,9 @@ class Exchange:
             call.cancel()
 
     def _release(self) -> None:
+        if self._slot is not None:
+            self._slot.end(answered=False)
+            self._slot = None
         if self._reservation is not None:
             self._reservation.release()
             self._reservation = None
@@ -674,6 +747,8 @@ class Exchange:
         if self._phase >= DELIVERING:
             return
         self._phase = DELIVERING
+        if self._slot is not None:
+            self._slot.end(answered=False)
         if self._reservation is not None:
             self._reservation.release()
             self._reservation = None

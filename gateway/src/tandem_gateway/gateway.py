@@ -30,6 +30,7 @@ from tandem_gateway.metrics import Metrics
 from tandem_gateway.own_answers import OWN_PATHS, answer_own
 from tandem_gateway.probation import Held
 from tandem_gateway.prompt import COMPUTES, INFERENCE_PATHS, MODELS, TOKENIZER_INFO, check_name, read_inquiry
+from tandem_gateway.queueing import RequestQueue
 from tandem_gateway.scheduling import Endpoint, Scheduler, Worker
 from tandem_gateway.traffic import TrafficCounter
 from tandem_gateway.upstream.base import Link
@@ -64,6 +65,7 @@ class Gateway:
         self.telemetry: Callable[[Worker], tuple[WorkerTelemetry, float] | None] = lambda _: None
         """A worker's last sample and its age in seconds."""
         self.telemetry_reads: Mapping[str, int] = {}
+        self.queue = RequestQueue(config.queue, self.scheduler, self.metrics)
         self.access_log = access_log
         self.held: Held = list
         """Workers that discovery knows and that get no requests yet, as `GET /fleet` tells of them."""
@@ -96,6 +98,7 @@ class Gateway:
         self.served_names = tuple(routing.served_names)
         self.timeouts = routing.timeouts
         self.cors = CORSPolicy(routing.cors) if routing.cors is not None else None
+        self.queue.settings = routing.queue
         self.drain_timeout_seconds = routing.drain_timeout_seconds
         self.scheduler.apply_canary(routing.canary)
 
@@ -299,6 +302,8 @@ class Gateway:
         for exchange in tuple(self.exchanges):
             if exchange.waiting:
                 exchange.dispatch()
+        if self.queue.line.size:
+            self.queue.place(asyncio.get_running_loop().time())
 
     # shutting down
 
@@ -341,6 +346,7 @@ class Gateway:
         return self.metrics.render(
             endpoints=endpoints,
             tokens=tokens,
+            queued=self.queue.line.size,
             failures={outcome.value: count for outcome, count in self.scheduler.failures.items()},
             ejections={outcome.value: count for outcome, count in self.scheduler.ejections.items()},
             canary=self.scheduler.canary_requests,
@@ -372,11 +378,6 @@ class Gateway:
     def describe_fleet(self) -> FleetReport:
         """For the operator: how the workers do, and nothing of what was asked."""
         canary = self.scheduler.canary
-        waiting = [
-            exchange.inquiry.demand.prompt_tokens
-            for exchange in self.exchanges
-            if exchange.waiting and exchange.request.path in COMPUTES
-        ]
         return FleetReport(
             gateway=os.environ.get("POD_NAME") or socket.gethostname(),
             started_at=self._started_at,
@@ -384,7 +385,7 @@ class Gateway:
             served_names=list(self.served_names),
             canary_percent=None if canary is None else canary.percent,
             workers=[*map(self._report_on, self.scheduler.endpoints.values()), *self.held()],
-            traffic=self.traffic.report(waiting),
+            traffic=self.traffic.report(waiting_requests=self.queue.line.size, waiting_tokens=self.queue.line.tokens),
         )
 
     def _report_on(self, endpoint: Endpoint) -> WorkerReport:

@@ -49,6 +49,9 @@ class Metrics:
         """Streams that went on at another worker, by why."""
         self.failed_resumes: Counter[str] = Counter()
         """Streams that could not, by why not."""
+        self.queue_waits: Counter[str] = Counter()
+        """Requests that waited for a worker, by how that ended, and those that might not."""
+        self.queue_seconds = Histogram()
         self.disconnects = 0
         self.in_flight = 0
         self.ttft = Histogram()
@@ -70,19 +73,26 @@ class Metrics:
             self.ttft.counts[bisect_left(BUCKETS, ttft)] += 1
             self.ttft.total += ttft
 
+    def count_wait(self, outcome: str, seconds: float) -> None:
+        """A request has ended its wait for a worker."""
+        self.queue_waits[outcome] += 1
+        self.queue_seconds.counts[bisect_left(BUCKETS, seconds)] += 1
+        self.queue_seconds.total += seconds
+
     def render(
         self,
         *,
         endpoints: Mapping[tuple[str, str], int],
         tokens: Mapping[str, int],
+        queued: int = 0,
         failures: Mapping[str, int] = _NONE,
         ejections: Mapping[str, int] = _NONE,
         canary: Mapping[tuple[bool, bool], int] | None = None,
         telemetry: Mapping[str, int] = _NONE,
     ) -> bytes:
-        """Prometheus text. `endpoints` counts by role and state, `tokens` are in flight by kind, `failures` and
-        `ejections` of workers by reason, `canary` by whether its workers served and whether they did in others' stead,
-        `telemetry` reads of samples by how they ended.
+        """Prometheus text. `endpoints` counts by role and state, `tokens` are in flight by kind, `queued` requests wait
+        for a worker, `failures` and `ejections` of workers are by reason, `canary` by whether its workers served and
+        whether they did in others' stead, `telemetry` reads of samples by how they ended.
         """
         registry = CollectorRegistry()
         by_reason = [
@@ -100,7 +110,18 @@ class Metrics:
         )
         for result, count in sorted(telemetry.items()):
             reads.add_metric((result,), count)
-        registry.register(_Snapshot([*self._families(endpoints, tokens), *by_reason, sides, reads]))
+        waits = CounterMetricFamily(
+            Metric.GATEWAY_QUEUE_WAITS_TOTAL, "Requests that waited for a worker, by how that ended.",
+            labels=("outcome",),
+        )  # fmt: skip
+        for outcome, count in sorted(self.queue_waits.items()):
+            waits.add_metric((outcome,), count)
+        queue = [
+            GaugeMetricFamily(Metric.GATEWAY_QUEUE_REQUESTS, "Requests that wait for a worker.", value=queued),
+            waits,
+            self.queue_seconds.family(Metric.GATEWAY_QUEUE_SECONDS, "How long requests waited for a worker."),
+        ]
+        registry.register(_Snapshot([*self._families(endpoints, tokens), *by_reason, sides, reads, *queue]))
         return generate_latest(registry)
 
     def _families(self, endpoints: Mapping[tuple[str, str], int], tokens: Mapping[str, int]) -> list[Family]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, cast
 
 from tandem_api.fleet import Traffic
@@ -40,8 +40,8 @@ class TrafficCounter:
         if well and isinstance(output, int) and output > 0:
             self.output_tokens += output
 
-    def report(self, waiting: Sequence[int]) -> Traffic:
-        """`waiting` are the prompt tokens of each request that waits for a worker now."""
+    def report(self, *, waiting_requests: int = 0, waiting_tokens: int = 0) -> Traffic:
+        """With what waits for a worker now."""
         return Traffic(
             requests=self.requests,
             prompt_tokens=self.prompt_tokens,
@@ -50,6 +50,6 @@ class TrafficCounter:
             computed_tokens=self.computed_tokens,
             finished=self.finished,
             output_tokens=self.output_tokens,
-            waiting_requests=len(waiting),
-            waiting_tokens=sum(waiting),
+            waiting_requests=waiting_requests,
+            waiting_tokens=waiting_tokens,
         )

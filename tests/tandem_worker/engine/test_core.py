@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tandem_api.launch import TTFTTarget
 from tandem_worker.engine.errors import ContextLengthError, EngineStoppedError, RequestError
 from tandem_worker.engine.execute.lanes import LaneRunner
 from tandem_worker.engine.schedule.params import FinishReason, SamplingParams, TokenDelta
@@ -114,6 +115,25 @@ def test_a_block_space_too_small_for_all_preempts_and_changes_nothing(make_rig: 
             assert rig.out.tokens(name, choice) == greedy_answer(prompt, 40)
     assert rig.engine.stats().preemptions_total > 0
     assert rig.engine.stats().kv_eviction_horizon > 0
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 5}], ids=["greedy", "seeded"])
+def test_answers_are_the_same_in_whatever_order_prompts_are_computed(
+    make_rig: MakeRig, sampling: dict[str, float]
+) -> None:
+    """Short prompts come while a long one is computed: with a target they are computed in the middle of it."""
+    rng = random.Random(3)
+    prompts = [random_prompt(rng, 300, 301), *(random_prompt(rng, 1, 60) for _ in range(15))]
+    answers = []
+    for target in (None, TTFTTarget(seconds=0.001, seconds_per_token=0.01)):
+        rig = make_rig(num_blocks=90, scheduler={"max_batch_tokens": 16})
+        rig.engine.order_by(target)
+        for index, prompt in enumerate(prompts):
+            rig.submit(f"r{index}", prompt, 12, priority=index % 2, n=1 + index % 2, **sampling)
+        rig.wait()
+        answers.append([rig.out.tokens(f"r{index}", index % 2) for index in range(len(prompts))])
+    assert answers[0] == answers[1]
+    assert sampling or answers[0] == [greedy_answer(prompt, 12) for prompt in prompts]
 
 
 def test_choices_share_the_prompt_and_part_by_copy_on_write(make_rig: MakeRig) -> None:

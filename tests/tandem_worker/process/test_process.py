@@ -69,6 +69,20 @@ def test_probes_answer_early_and_sigterm_drains(workers: SimpleNamespace, tiny_m
     assert not worker.logged('"level":"error"')
 
 
+@pytest.mark.timeout(200)
+def test_a_target_for_first_tokens_is_followed(workers: SimpleNamespace, tiny_model: Path, tmp_path: Path) -> None:
+    with workers.run(tmp_path, "unified", tiny_model) as worker:
+        workers.await_ready(worker)
+        (config,) = tmp_path.glob("unified-*.json")
+        text = config.read_text()
+        for target in ({"seconds": 0.5, "secondsPerToken": 0.001}, None):
+            config.write_text(json.dumps(json.loads(text) | ({"ttftTarget": target} if target else {})))
+            told = '"target":"{' if target else '"target":null'
+            workers.eventually(lambda told=told: worker.logged(told), 20, f"the target is {target}")
+            assert worker.complete("hello", max_tokens=4)["usage"]["completion_tokens"] == 4
+    assert not worker.logged('"level":"error"')
+
+
 @pytest.mark.full
 @pytest.mark.timeout(200)
 def test_a_second_sigterm_ends_at_once(workers: SimpleNamespace, tiny_model: Path, tmp_path: Path) -> None:

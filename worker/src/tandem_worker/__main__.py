@@ -90,7 +90,7 @@ def _run(config: WorkerConfig, pod: PodFacts, host: str, path: Path) -> None:
 
     from tandem_worker.group.topology import check_support, plan_node
     from tandem_worker.host.runtime import open_runtime
-    from tandem_worker.process.configuration import read_drain_seconds, read_step_seconds
+    from tandem_worker.process.configuration import read_drain_seconds, read_step_seconds, read_ttft_target
 
     def drain_seconds() -> float:
         return read_drain_seconds(path, config)
@@ -101,7 +101,15 @@ def _run(config: WorkerConfig, pod: PodFacts, host: str, path: Path) -> None:
     if place.leads:
         from tandem_worker.process.serving import ServingProcess
 
-        process = ServingProcess(config, pod, place, runtime, drain_seconds, lambda: read_step_seconds(path, config))
+        process = ServingProcess(
+            config,
+            pod,
+            place,
+            runtime,
+            drain_seconds,
+            step_seconds=lambda: read_step_seconds(path, config),
+            ttft_target=lambda: read_ttft_target(path, config),
+        )
     else:
         from tandem_worker.process.following import FollowerPod
 

@@ -16,6 +16,7 @@ from tandem_api.launch import (
     WORKER_READS_AGAIN,
     CORSRules,
     GatewayConfig,
+    GatewayQueue,
     GatewayTimeouts,
     GroupConfig,
     KVConfig,
@@ -75,6 +76,7 @@ def gateway_config(blueprint: Blueprint) -> GatewayConfig:
         namespace=blueprint.model.metadata.namespace,
         disaggregated=spec.prefill is not None,
         timeouts=gateway_timeouts(blueprint),
+        queue=gateway_queue(blueprint),
         keys_path=names.KEYS_PATH,
         drain_timeout_seconds=drain_seconds(blueprint),
         max_held_bytes=_held_bytes(spec.gateway.resources.limits.get("memory")),
@@ -101,6 +103,11 @@ def gateway_cors(blueprint: Blueprint) -> CORSRules | None:
         allow_credentials=cors.allow_credentials,
         max_age_seconds=parse_duration(cors.max_age),
     )
+
+
+def gateway_queue(blueprint: Blueprint) -> GatewayQueue:
+    queue = blueprint.model.spec.gateway.queue
+    return GatewayQueue(max_requests=queue.max, ttl_seconds=parse_duration(queue.ttl))
 
 
 def _held_bytes(limit: str | None) -> int:

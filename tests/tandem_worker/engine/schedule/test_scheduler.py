@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from tandem_api.launch import TTFTTarget
 from tandem_worker.engine.schedule.block_manager import BlockManager
 from tandem_worker.engine.schedule.host_blocks import HostBlocks
 from tandem_worker.engine.schedule.params import SamplingParams
@@ -28,7 +29,15 @@ class Driver:
     become known only after the next one was planned, where the plans allow it.
     """
 
-    def __init__(self, num_blocks: int = 50, *, ahead: bool = False, num_host_blocks: int = 0, **limits: Any) -> None:
+    def __init__(
+        self,
+        num_blocks: int = 50,
+        *,
+        ahead: bool = False,
+        num_host_blocks: int = 0,
+        ttft_target: TTFTTarget | None = None,
+        **limits: Any,
+    ) -> None:
         self.ahead = ahead
         self.under_way: tuple[StepPlan, list[Sequence]] | None = None
         self.cancelled = False
@@ -38,6 +47,7 @@ class Driver:
         self.blocks = BlockManager(num_blocks + 1, BLOCK_SIZE)
         self.host = HostBlocks(num_host_blocks)
         self.scheduler = Scheduler(self.limits, self.blocks, clock=lambda: self.now, host=self.host)
+        self.scheduler.ttft_target = ttft_target
         self.unbegun: set[Sequence] = set()
         """RECEIVING, and the prefill worker has not begun."""
         self.scheduler.has_begun = lambda sequence: sequence not in self.unbegun
@@ -436,17 +446,24 @@ def test_a_budget_that_cannot_advance_prefill_is_refused() -> None:
         Scheduler(SchedulerLimits(max_batch_tokens=4), BlockManager(9, 4))
 
 
-@settings(max_examples=30, deadline=None)
+TARGETS = st.none() | st.builds(TTFTTarget, seconds=st.floats(0, 40), seconds_per_token=st.floats(0, 10))
+
+
+@settings(max_examples=60, deadline=None)
 @given(
     st.integers(-2, 3),
     st.lists(st.tuples(st.integers(-3, 3), st.integers(1, 30), st.integers(1, 12)), min_size=1, max_size=5),
     st.booleans(),
+    TARGETS,
 )
 def test_no_stream_of_urgent_requests_keeps_one_from_ending(
-    priority: int, others: list[tuple[int, int, int]], ahead: bool
+    priority: int, others: list[tuple[int, int, int]], ahead: bool, target: TTFTTarget | None
 ) -> None:
-    """Others keep coming, of whatever priority, as fast as they are served."""
-    driver = Driver(num_blocks=13, ahead=ahead, num_host_blocks=8, max_running=3, seconds_per_priority=20)
+    """Others keep coming, of whatever priority and length, as fast as they are served."""
+    driver = Driver(
+        num_blocks=13, ahead=ahead, num_host_blocks=8, max_running=3, seconds_per_priority=20, ttft_target=target
+    )
+    driver.scheduler.prefill_rate = lambda: 3.0
     mine = driver.add(list(range(20)), max_tokens=12, priority=priority)
     for step in range(2000):
         if not mine.num_open:
@@ -472,11 +489,16 @@ PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=30)
     st.integers(13, 30),
     st.booleans(),
     st.sampled_from([0, 10, 100]),
+    TARGETS,
 )
 def test_everything_finishes_and_every_block_comes_back(
-    arrivals: list[tuple[list[int], int, int, int, int]], num_blocks: int, ahead: bool, num_host_blocks: int
+    arrivals: list[tuple[list[int], int, int, int, int]],
+    num_blocks: int,
+    ahead: bool,
+    num_host_blocks: int,
+    target: TTFTTarget | None,
 ) -> None:
-    driver = Driver(num_blocks=num_blocks, ahead=ahead, num_host_blocks=num_host_blocks)
+    driver = Driver(num_blocks=num_blocks, ahead=ahead, num_host_blocks=num_host_blocks, ttft_target=target)
     for prompt, max_tokens, n, priority, steps in arrivals:
         driver.add(prompt, max_tokens, n=n, priority=priority)
         for _ in range(steps):
@@ -492,12 +514,18 @@ class Life(RuleBasedStateMachine):
 
     AHEAD = False
     HOST_BLOCKS = 0
+    TARGET: TTFTTarget | None = None
 
     def __init__(self) -> None:
         super().__init__()
         self.driver = Driver(
-            num_blocks=16, local_prefill_max_tokens=4, ahead=self.AHEAD, num_host_blocks=self.HOST_BLOCKS
+            num_blocks=16,
+            local_prefill_max_tokens=4,
+            ahead=self.AHEAD,
+            num_host_blocks=self.HOST_BLOCKS,
+            ttft_target=self.TARGET,
         )
+        self.driver.scheduler.prefill_rate = lambda: 4.0
         self.driver.scheduler.prefers_move = lambda num_tokens, num_blocks: num_tokens % 3 != 0
 
     @rule(
@@ -590,7 +618,14 @@ class LifeAhead(LifeWithHost):
     AHEAD = True
 
 
+class LifeWithTarget(LifeAhead):
+    """The same, in the order of deadlines that some prompts miss."""
+
+    TARGET = TTFTTarget(seconds=2.0, seconds_per_token=0.5)
+
+
 TestLife, TestLifeWithHost, TestLifeAhead = Life.TestCase, LifeWithHost.TestCase, LifeAhead.TestCase
-TestLife.settings = TestLifeWithHost.settings = TestLifeAhead.settings = settings(
+TestLifeWithTarget = LifeWithTarget.TestCase
+TestLifeWithTarget.settings = TestLife.settings = TestLifeWithHost.settings = TestLifeAhead.settings = settings(
     max_examples=60, stateful_step_count=40, deadline=None
 )

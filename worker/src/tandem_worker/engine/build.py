@@ -98,6 +98,7 @@ def build_engine(
         **clocks,
     )
     engine.prefill_client = prefill_client
+    engine.order_by(config.ttft_target)
     return engine
 
 

@@ -90,6 +90,7 @@ class StepRunner:
         self._last_finish = 0.0
         scheduler.prefers_move = self._prefers_move
         scheduler.has_begun = self._has_begun
+        scheduler.prefill_rate = lambda: self.meter.prefill_tokens_per_second
         self._generations = itertools.count(1)
         self._prompt_scores: dict[str, list[TokenLogprob | None]] = {}
         self._pools: dict[str, Pool] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from tandem_api.launch import WorkerConfig
+from tandem_api.launch import TTFTTarget, WorkerConfig
 
 from tandem_worker.host.errors import StartupError
 
@@ -31,6 +31,15 @@ def read_step_seconds(path: Path, config: WorkerConfig) -> float | None:
     except StartupError as error:
         logger.warning("%s; steps are judged as it was told at start", error)
         return config.step_timeout_seconds
+
+
+def read_ttft_target(path: Path, config: WorkerConfig) -> TTFTTarget | None:
+    """By what prompts are ordered, as it is written now (see `WorkerConfig.ttft_target`)."""
+    try:
+        return load_config(path).ttft_target
+    except StartupError as error:
+        logger.warning("%s; prompts are ordered as it was told at start", error)
+        return config.ttft_target
 
 
 def read_drain_seconds(path: Path, config: WorkerConfig) -> float:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from tandem_api.launch import WorkerConfig
+from tandem_api.launch import TTFTTarget, WorkerConfig
 from tandem_api.names import REASON_STEP_HUNG
 
 from tandem_worker.engine.errors import GroupLostError
@@ -34,6 +34,8 @@ logger = logging.getLogger("tandem_worker")
 
 _DRAIN_POLL_SECONDS = 0.05
 _CHILDREN_SECONDS = 1.0
+_TARGET_SECONDS = 5.0
+"""Between two looks at the target for first tokens."""
 _FAREWELL_SECONDS = 5.0
 """What it takes to answer everybody that the worker has failed, and to end; then it ends anyway."""
 
@@ -49,9 +51,11 @@ class ServingProcess:
         runtime: Runtime,
         drain_seconds: Callable[[], float],
         step_seconds: Callable[[], float | None],
+        ttft_target: Callable[[], TTFTTarget | None],
     ) -> None:
         self._drain_seconds = drain_seconds
         self._step_seconds = step_seconds
+        self._ttft_target = ttft_target
         self._watchdog: StepWatchdog | None = None
         self._config = config
         self._pod = pod
@@ -87,8 +91,10 @@ class ServingProcess:
         await app.install(worker.app)
         status.figures = worker.figures
         self._watch_steps(worker, group)
+        following = asyncio.create_task(self._follow_target(worker))
         self._switches.ready = True
         await self._stop.wait()
+        following.cancel()
         await self._drain(worker)
         if self._lost is not None:
             await worker.fail(self._lost.message)
@@ -107,6 +113,17 @@ class ServingProcess:
         if not self._switches.ready:
             return self._progress.phase
         return None if self._watchdog is None else self._watchdog.problem
+
+    async def _follow_target(self, worker: Worker) -> None:
+        """A target for first tokens that is written down while the worker runs restarts nobody."""
+        known = self._config.ttft_target
+        while True:
+            await asyncio.sleep(_TARGET_SECONDS)
+            target = self._ttft_target()
+            if target != known:
+                known = target
+                worker.engine.order_by(target)
+                logger.info("prompts are ordered by another target", extra={"target": target and target.to_json()})
 
     def _watch_steps(self, worker: Worker, group: LeadingPod | None) -> None:
         """From now on; while the worker starts, warming up has limits of its own."""

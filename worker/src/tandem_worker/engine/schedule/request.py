@@ -62,6 +62,10 @@ class Request:
     """Prefill side of disaggregation: the prompt is computed for another worker and not continued here."""
     admitted: bool = False
     """It has had blocks before."""
+    num_uncached: int = 0
+    """Prompt tokens that were not cached when it came, where first tokens have a target."""
+    set_back: bool = False
+    """It was late whatever happened, and is behind those that were not."""
     num_cached_tokens: int = 0
     """Prompt tokens that nobody computed for this request."""
     prefill_worker: str | None = None

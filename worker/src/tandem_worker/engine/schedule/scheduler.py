@@ -1,10 +1,13 @@
 """Which sequences run in the next step: continuous batching with chunked prefill and preemption.
 
-Order of service is a fixed key per sequence, (arrival + priority * seconds_per_priority, submission, choice). Decodes
-take one token each, then prefill chunks fill the token budget, then waiting sequences are admitted strictly in order:
-the head of the queue is never overtaken, so nothing starves. When blocks run out the running sequence with the
-largest key gives up its own, so the first in order always advances and every sequence eventually is the first. Its KV
-is computed again later, or moved to host memory and back where that is cheaper and there is room.
+Order of service is a key per sequence, (arrival + priority * seconds_per_priority, submission, choice). Decodes take
+one token each, then prefill chunks fill the token budget, then waiting sequences are admitted strictly in order: the
+head of the queue is never overtaken, so nothing starves. When blocks run out the running sequence with the largest key
+gives up its own, so the first in order always advances and every sequence eventually is the first. Its KV is computed
+again later, or moved to host memory and back where that is cheaper and there is room.
+
+With a target for first tokens the deadline takes the place of the arrival, within bounds (`deadlines`), and a waiting
+sequence that comes before a prompt under way gets its chunks first. Without one a key never changes.
 
 Blocks of a remote prefill are reserved for good once the prefill worker has begun with it. Before, a decode that lacks
 a block takes them, and the order is given again later; where a waiting sequence lacks them and the prefill worker is
@@ -12,7 +15,7 @@ slow to begin, the prompt is computed here instead, so that no peer holds memory
 
 A sequence gets the blocks of all its known tokens on admission; later it takes one block at a time. Chunks end at
 block boundaries except the last, so each prompt block is completed by exactly one step. The work of a step is
-proportional to the sequences in it; the prefix cache is walked once per admission.
+proportional to the sequences in it; the prefix cache is walked once per admission, and with a target once per arrival.
 
 Steps are scheduled, then completed or cancelled, in this order. One more may be scheduled before the last one is
 completed, unless that one is `lockstep`: its sequences then decode tokens that are not known here yet. A sequence that
@@ -26,7 +29,10 @@ import time
 from bisect import insort
 from collections.abc import Callable
 
+from tandem_api.launch import TTFTTarget
+
 from tandem_worker.engine.schedule.block_manager import BlockManager
+from tandem_worker.engine.schedule.deadlines import find_late_place, find_place, is_late
 from tandem_worker.engine.schedule.host_blocks import HostBlocks
 from tandem_worker.engine.schedule.plan import Chunk, SchedulerLimits, StepPlan
 from tandem_worker.engine.schedule.request import Request, Sequence, SequenceState
@@ -67,6 +73,10 @@ class Scheduler:
         """Whether a victim with so many computed tokens and blocks is moved, if the host has room."""
         self.has_begun: Callable[[Sequence], bool] = lambda sequence: True
         """Whether a prefill worker computes this RECEIVING sequence."""
+        self.ttft_target: TTFTTarget | None = None
+        """Orders what comes from now on by deadline (see `deadlines`); None: by arrival."""
+        self.prefill_rate: Callable[[], float | None] = lambda: None
+        """Prompt tokens that are computed per second; None while that is not known."""
         self._clock = clock
         # Decodes always fit into the budget and leave room for one block of prefill.
         self.max_running = min(limits.max_running, limits.max_batch_tokens - blocks.block_size)
@@ -98,7 +108,15 @@ class Scheduler:
         Of a resumed one the first open choice does; the others find the prompt in the prefix cache (`_unpark`).
         """
         self._num_submitted += 1
-        due = request.arrival + request.priority * self._limits.seconds_per_priority
+        target = self.ttft_target
+        if target is not None:
+            cached = (
+                0
+                if request.reads_every_position
+                else len(self.blocks.match_prefix(request.prompt_chain, len(request.prompt_chain)))
+            )
+            request.num_uncached = len(request.prompt) - cached * self.blocks.block_size
+        due = find_place(request, target, self._limits.seconds_per_priority)
         request.choices = [Sequence(request, choice, (due, self._num_submitted, choice)) for choice in range(request.n)]
         leader = request.choices[0]
         if request.resumed is not None:
@@ -340,6 +358,8 @@ class Scheduler:
 
     def _plan_chunks(self, plan: StepPlan, prefilling: list[Sequence], budget: int) -> int:
         for sequence in prefilling:
+            if self.ttft_target is not None and not plan.num_preempted:
+                budget = self._admit(plan, budget, before=sequence)
             budget -= self._add_chunk(plan, sequence, budget)
         return budget
 
@@ -361,20 +381,28 @@ class Scheduler:
             self._count_queued(sequence)
         return length
 
-    def _admit(self, plan: StepPlan, budget: int) -> None:
-        """Move waiting sequences in, in order, while rows, tokens and blocks suffice."""
+    def _admit(self, plan: StepPlan, budget: int, *, before: Sequence | None = None) -> int:
+        """Move waiting sequences in, in order, while rows, tokens and blocks suffice. Returns what is left of `budget`.
+
+        `before`: only those that come before this one, which has blocks and more of its prompt to compute.
+        """
         block_size = self.blocks.block_size
-        self._steps_since_refusal += 1
+        self._steps_since_refusal += before is None
         while self._waiting and len(self.running) + len(self.receiving) < self.max_running:
             sequence = self._waiting[0]
             if sequence.state is not SequenceState.WAITING:
                 heapq.heappop(self._waiting)
                 continue
+            if before is not None and before < sequence:
+                break
             remote_possible = self._may_go_remote(sequence)
+            if not remote_possible and self._set_back(sequence):
+                continue
             if budget < min(block_size, sequence.num_tokens) and not remote_possible:
                 break
             if not self._take_blocks(sequence, plan):
-                self._take_over(plan)
+                if before is None:
+                    self._take_over(plan)
                 break
             heapq.heappop(self._waiting)
             self.num_waiting -= 1
@@ -392,6 +420,24 @@ class Scheduler:
                     budget -= 1
                 else:
                     budget -= self._add_chunk(plan, sequence, budget)
+        return budget
+
+    def _set_back(self, sequence: Sequence) -> bool:
+        """Whether the head of the queue, late whatever happens, has just been put behind those that are not. Once each,
+        and before it is begun with.
+        """
+        target, request = self.ttft_target, sequence.request
+        begun = request.admitted or request.set_back or request.resumed is not None
+        if target is None or begun or self.num_waiting == 1:
+            return False
+        if not is_late(request, target, self._clock(), self.prefill_rate()):
+            return False
+        request.set_back = True
+        due = find_late_place(request, self._limits.seconds_per_priority)
+        for choice in request.choices:
+            choice.key = (due, *choice.key[1:])
+        heapq.heapreplace(self._waiting, sequence)
+        return True
 
     def _may_go_remote(self, sequence: Sequence) -> bool:
         request = sequence.request

@@ -1,0 +1,90 @@
+"""Requests that wait in this gateway while no worker serves: who may, until when, and when they are sent on.
+
+`scheduling.queue` decides; what waits here is counted, bounded in number by the settings and in bytes by the budget of
+all bodies, which holds a body from when it is read until its answer begins, whether or not it waits in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Protocol
+
+from tandem_api.launch import GatewayQueue
+
+from tandem_gateway.errors import NoEndpoint, QueueFull
+from tandem_gateway.metrics import Metrics
+from tandem_gateway.scheduling import Endpoint, Scheduler, missing_role
+from tandem_gateway.scheduling.queue import DeadlineQueue, Ramp, Slot, Ticket, find_due
+
+MOST_AT_ONCE = 256
+"""Requests sent on in one turn of the event loop: some 10 ms of it."""
+
+
+class Waiter(Protocol):
+    """An exchange, as its queue sees it."""
+
+    def dispatch(self, full: Collection[str] = ...) -> bool:
+        """Send the request to a worker that is not `full`, give back its ticket by `RequestQueue.take`. False: there is
+        none."""
+        ...
+
+
+class RequestQueue:
+    """Of one gateway."""
+
+    def __init__(self, settings: GatewayQueue, scheduler: Scheduler, metrics: Metrics) -> None:
+        self.settings = settings
+        """A change holds for who comes to wait from then on."""
+        self.line: DeadlineQueue[Waiter] = DeadlineQueue()
+        self._ramp = Ramp()
+        self._scheduler = scheduler
+        self._metrics = metrics
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anybody may come to wait."""
+        return self.settings.max_requests > 0 and self.settings.ttl_seconds > 0
+
+    def join(self, waiter: Waiter, *, arrived: float, tokens: int, now: float) -> Ticket[Waiter]:
+        """Let it wait.
+
+        Raises:
+            NoEndpoint: nobody may wait.
+            QueueFull: as many wait as may.
+        """
+        if not self.enabled:
+            raise self.refuse()
+        settings = self.settings
+        if self.line.size >= settings.max_requests:
+            self._metrics.queue_waits["full"] += 1
+            raise QueueFull(
+                f"{self.line.size} requests wait for a worker of this model already, as many as may; try again shortly"
+            )
+        return self.line.add(waiter, find_due(arrived, tokens, settings.ttft_target), tokens, now)
+
+    def refuse(self) -> NoEndpoint:
+        """What a request is told that waits no longer."""
+        return NoEndpoint(f"{missing_role(list(self._scheduler.endpoints.values()))}; try again shortly")
+
+    def leave(self, ticket: Ticket[Waiter], outcome: str, now: float) -> float:
+        """It waits no more. Returns the seconds that it did."""
+        self.line.remove(ticket)
+        seconds = max(0.0, now - ticket.since)
+        self._metrics.count_wait(outcome, seconds)
+        return seconds
+
+    def take(self, endpoint: Endpoint, now: float, *, stream: bool) -> Slot:
+        """A request that waited goes to this decode worker."""
+        return self._ramp.take(endpoint, now, stream=stream)
+
+    def place(self, now: float) -> None:
+        """Send on who waits, the first due first, as far as workers take more. O(log n) each."""
+        ramp, line = self._ramp, self.line
+        ramp.begin_turn(now)
+        for _ in range(MOST_AT_ONCE):
+            waiter = line.first()
+            if waiter is None:
+                ramp.forget()
+                return
+            if not waiter.dispatch(ramp.full):
+                return
