@@ -165,6 +165,8 @@ class Decision:
     roles: Mapping[Role, RoleDecision]
     held: str = ""
     """Why nothing may move, or empty."""
+    reason: str = ""
+    """The same in one CamelCase word."""
     inputs: Mapping[str, float] = field(default_factory=dict[str, float])
     sentence: str = ""
     """Desired, observed, limit and inputs in words."""
