@@ -57,7 +57,7 @@ class ObjectServer:
 
     async def handle(self, request: web.Request) -> web.Response:
         path = request.path
-        body = await request.json() if request.can_read_body else {}
+        body = await request.json() if request.body_exists else {}
         if request.method == "POST":
             path = f"{path}/{body['metadata']['name']}"
         self.requests.append((request.method, path))
@@ -174,7 +174,7 @@ class Operator:
     ) -> None:
         self.now = 1_750_000_000.0
         self._server, self.client = server, client
-        self._store = ChildStore()
+        self.store = self._store = ChildStore()
         keeper = KeyKeeper(client, KeyPolicy(settle_seconds=SETTLE), clock=lambda: self.now)
         self.creations = CreationEvents()
         self.unserved: frozenset[str] = frozenset()

@@ -1048,6 +1048,9 @@ class RoleScalingStatus(Wire):
     """Replicas that demand alone asks for, without bounds, budget and patience."""
     limit: str | None = None
     """What decides: a target, a bound, the budget, patience."""
+    pending: bool | None = None
+    """The role is yet to be given this number before something else may change it: the model is suspended, or the
+    number was another one a moment ago."""
 
 
 class ScalingStatus(Wire):
@@ -1062,8 +1065,6 @@ class ScalingStatus(Wire):
     """When the message was written."""
     last_scale_time: Annotated[str, Field(json_schema_extra={"format": "date-time"})] | None = None
     """When a role was last given another number of replicas."""
-    suspended: bool | None = None
-    """The model is suspended, or was and does not have its replicas back yet: these numbers wait for it."""
 
 
 class Condition(Wire):
