@@ -31,6 +31,7 @@ from tandem_operator.manifests import EVENT, KIND_BY_NAME, ModelKey
 from tandem_operator.reconciler import Reconciler
 from tandem_operator.recorder import EventRecorder
 from tandem_operator.rotation import KeyPolicy
+from tandem_operator.scaler import Scaler
 from tandem_operator.settings import HubPolicy, Release
 from tandem_operator.turns import Turns
 
@@ -171,6 +172,7 @@ class Operator:
         hub: Hub | None = None,
         release: Release = RELEASE,
         status_seconds: float = 0.0,
+        scaler: Scaler | None = None,
     ) -> None:
         self.now = 1_750_000_000.0
         self._server, self.client = server, client
@@ -193,6 +195,7 @@ class Operator:
             hub,
             self.fleet,
             self.turns,
+            scaler,
             unserved=lambda: self.unserved,
             status_seconds=status_seconds,
         )

@@ -215,6 +215,19 @@ def test_replicas_go_only_after_the_window_and_only_with_one_to_spare() -> None:
     assert plan(eager, fleet, lately, fleet.at).replicas == decide(history).replicas
 
 
+def test_a_step_belongs_to_the_context_of_those_that_decode() -> None:
+    """One of eight replicas works now and then: its steps are no sign that eight are full."""
+    history = make_history(1.0, decodes=8)
+    alone = [
+        replace(one, roles=one.roles | {D: replace(one.roles[D], kv_tokens_used=4000, step_seconds=0.0063, decoding=1)})
+        for one in history.snapshots
+    ]
+    decision = plan(SPEC, alone[-1], History(tuple(alone)), alone[-1].at)
+    spread = [replace(one, roles=one.roles | {D: replace(one.roles[D], decoding=None)}) for one in alone]
+    blurred = plan(SPEC, spread[-1], History(tuple(spread)), spread[-1].at)
+    assert 4 * decision.roles[D].required < blurred.roles[D].required
+
+
 def test_a_fleet_that_nobody_asks_shrinks_by_halves_to_its_minimum() -> None:
     busy = make_history(1.0, prefills=8, decodes=6).snapshots[-1]
     spec = replace(SPEC, roles={P: RoleSpec(min=1, max=8), D: RoleSpec(min=2, max=8)})

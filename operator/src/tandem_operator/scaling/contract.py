@@ -108,6 +108,8 @@ class RoleState:
     """Prompt tokens that a replica computes per second while it is busy: its velocity."""
     step_seconds: float | None = None
     """A decode step, in the mean over the replicas that decode."""
+    decoding: int | None = None
+    """How many replicas these are; None: all that are ready."""
     transfer_share: float | None = None
     """Of the bandwidth of the busiest link for keys and values."""
     starts: tuple[float, ...] = ()

@@ -144,6 +144,7 @@ def _role_state(count: RoleCount, samples: Sequence[WorkerTelemetry]) -> RoleSta
         kv_tokens_total=sum(sample.kv_blocks_total for sample in samples) * _BLOCK_TOKENS,
         tokens_per_second=_mean(sample.prefill_tokens_per_second for sample in samples),
         step_seconds=_mean(sample.decode_step_seconds for sample in decoding),
+        decoding=len(decoding),
         starts=count.starts,
     )
 

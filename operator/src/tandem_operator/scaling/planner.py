@@ -209,7 +209,7 @@ def _read_room(spec: ScalingSpec, fleet: Snapshot, history: History) -> DecodeRo
     for snapshot in history.snapshots:
         state = snapshot.roles.get(Role.DECODE)
         if state is not None and state.step_seconds is not None and state.ready:
-            samples.append((state.kv_tokens_used / state.ready, state.step_seconds))
+            samples.append((state.kv_tokens_used / (state.decoding or state.ready), state.step_seconds))
     model = fit_steps(samples)
     decode = fleet.roles[Role.DECODE]
     if model is None or not decode.ready or not decode.kv_tokens_total:
