@@ -301,17 +301,25 @@ class Cluster:
 @pytest.fixture
 async def cluster() -> AsyncIterator[Cluster]:
     server = OwningServer()
-    spec = {"prefill": AUTOMATIC, "decode": AUTOMATIC, "slo": SLO}
-    behavior = {"autoscaling": {"behavior": {"scaleDownStabilization": "2m"}}}
-    server.kept[MODEL] = {"kind": "InferenceModel", **raw_model(**spec, **behavior)}
+    behavior = {"behavior": {"scaleDownStabilization": "2m"}}
+    made = raw_model(prefill=AUTOMATIC, decode=AUTOMATIC, slo=SLO, autoscaling=behavior)
+    server.kept[MODEL] = {"kind": "InferenceModel", **made}
     async with serving(server.handle) as server.url:
         configuration = Configuration()
         configuration.host = server.url
         client = KubeClient(ApiClient(configuration))
-        made = Cluster(server, client)
-        await look(server, made.operator, times=4)
-        yield made
+        cluster = Cluster(server, client)
+        await look(server, cluster.operator, times=4)
+        yield cluster
         await client.close()
+
+
+async def test_bounds_that_change_are_followed_and_told(cluster: Cluster) -> None:
+    cluster.server.change(prefill={"scaling": {"mode": "SLO", "min": 2, "max": 6}})
+    await look(cluster.server, cluster.operator)
+    assert cluster.replicas == (2, 1)
+    events = [found for path, found in cluster.server.kept.items() if "/events/" in path]
+    assert "prefill 1 → 2 for its scaling.min and scaling.max" in [event["message"] for event in events]
 
 
 async def test_looks_follow_decisions_and_say_why(cluster: Cluster) -> None:

@@ -219,11 +219,13 @@ def test_a_step_belongs_to_the_context_of_those_that_decode() -> None:
     """One of eight replicas works now and then: its steps are no sign that eight are full."""
     history = make_history(1.0, decodes=8)
     alone = [
-        replace(one, roles=one.roles | {D: replace(one.roles[D], kv_tokens_used=4000, step_seconds=0.0063, decoding=1)})
+        replace(
+            one, roles={**one.roles, D: replace(one.roles[D], kv_tokens_used=4000, step_seconds=0.0063, decoding=1)}
+        )
         for one in history.snapshots
     ]
     decision = plan(SPEC, alone[-1], History(tuple(alone)), alone[-1].at)
-    spread = [replace(one, roles=one.roles | {D: replace(one.roles[D], decoding=None)}) for one in alone]
+    spread = [replace(one, roles={**one.roles, D: replace(one.roles[D], decoding=None)}) for one in alone]
     blurred = plan(SPEC, spread[-1], History(tuple(spread)), spread[-1].at)
     assert 4 * decision.roles[D].required < blurred.roles[D].required
 

@@ -78,8 +78,9 @@ def scaled_by(before: ScalingStatus | None, after: ScalingStatus | None) -> list
         new: RoleScalingStatus | None = getattr(after, component)
         if old is None or new is None or old.desired == new.desired or not old.mode == new.mode == "SLO":
             continue
-        why = new.limit if new.limit is not None and new.observed == old.desired else "within min and max"
-        told.append(f"{component} {old.desired} → {new.desired} ({why}): {after.message}")
+        is_decided = new.limit is not None and new.observed == old.desired
+        why = f"({new.limit}): {after.message}" if is_decided else "for its scaling.min and scaling.max"
+        told.append(f"{component} {old.desired} → {new.desired} {why}")
     return told
 
 
