@@ -191,6 +191,11 @@ async def test_nothing_moves_on_what_is_old_or_partial(trouble: dict[str, Any], 
     assert (following.counts, following.reason) == (before, reason)
     await following.run(900, 0.0)
     assert following.counts == before
+    following.load.age, following.load.silent = 0.0, {}
+    await following.run(55, 0.5)
+    assert following.counts == before, "what was needed meanwhile is not known"
+    await following.run(300, 0.5)
+    assert following.counts[P] < before[P]
 
 
 async def test_a_process_that_starts_anew_takes_nothing_away_before_it_has_watched() -> None:
@@ -365,6 +370,8 @@ async def test_a_decision_is_kept_before_it_is_followed(cluster: Cluster) -> Non
         writes = [path for path in server.written if path in (PREFILL, f"{MODEL}/status")]
         if PREFILL in writes:
             assert writes[0] == f"{MODEL}/status"
+            assert server.conditions["Ready"]["status"] == "True", "new pods are not there yet"
+            assert server.conditions["Reconciling"]["reason"] == "Progressing"
             return
     raise AssertionError("nothing was scaled")
 

@@ -26,7 +26,7 @@ from tandem_operator.pace import Pace
 from tandem_operator.replicas import Wish
 from tandem_operator.scaling.contract import Decision, Snapshot
 from tandem_operator.scaling.history import History
-from tandem_operator.scaling.observe import Heard, Totals, add_up, take_snapshot
+from tandem_operator.scaling.observe import STALE_SECONDS, Heard, Totals, add_up, take_snapshot
 from tandem_operator.scaling.planner import plan
 from tandem_operator.scaling.slo import WINDOW_SECONDS, Attainment, judge, measure
 from tandem_operator.scaling.temper import temper
@@ -62,6 +62,8 @@ class _Model:
     )  # fmt: skip
     outlook: Outlook | None = None
     decided_at: float = 0.0
+    active_at: float = 0.0
+    """When a decision was last not held."""
     told: object = None
     told_figures: object = None
     told_at: float = 0.0
@@ -101,10 +103,8 @@ class Scaler:
         elif scene.circumstances.followed == model.scene.circumstances.followed:
             model.scene = scene
             return
-        model.scene, model.outlook = scene, None
-        # Nobody knows for how long what is there has been needed: it counts as needed until now.
-        present = {role: count.replicas for role, count in scene.counts.items()}
-        model.history = replace(model.history, needs=(*model.history.needs, (self._clock(), present)))
+        model.scene, model.outlook, model.active_at = scene, None, self._clock()
+        self._remember_present(model, model.active_at)
 
     def forget(self, key: ModelKey) -> None:
         """The model is gone, or has no targets."""
@@ -161,6 +161,10 @@ class Scaler:
         if scene.circumstances.followed:
             decision = self._plan(model, snapshot, silent, now)
             model.history = model.history.record(decision)
+            if not decision.held:
+                model.active_at = now
+            elif now - model.active_at > STALE_SECONDS:
+                self._remember_present(model, now)  # nobody knows what has been needed meanwhile
             _count(key, decision, dry_run=scene.dry_run)
         attainment = judge(scene.ttft, scene.tpot, measure(model.window))
         wishes = {} if decision is None or scene.dry_run else _wishes(decision)
@@ -171,6 +175,12 @@ class Scaler:
         if wishes or said != model.told or is_due:
             model.told, model.told_figures, model.told_at = said, figures, now
             self._on_change(key)
+
+    @staticmethod
+    def _remember_present(model: _Model, now: float) -> None:
+        """What is there counts as needed until now."""
+        present = {role: count.replicas for role, count in model.scene.counts.items()}
+        model.history = model.history.record(Decision(at=now, roles={}, needs=present))
 
     def _fail(self, key: ModelKey, model: _Model, error: Exception) -> None:
         text = f"the planner has failed ({type(error).__name__}: {error}); the operator's log has more"
