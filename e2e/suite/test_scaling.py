@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from kubernetes import client
 
 from e2e.suite.fleet import Fleet, Object, Say, smollm2, until
 from e2e.suite.load import Outcome, run_load, varied_prompts
@@ -162,39 +161,3 @@ def test_modes_follow_one_another_and_move_nothing_by_themselves(fleet: Fleet, s
         fleet.patch(MODEL, {"decode": {"scaling": {"mode": "Static"}}})
         fleet.wait_role(MODEL, "decode", 2)
     assert {pod["metadata"]["uid"] for pod in fleet.pods(MODEL, "decode")} == before
-
-
-@pytest.mark.parametrize(
-    ("spec", "words"),
-    [
-        ({"decode": {"scaling": {"mode": "SLO"}}}, "is needed with mode SLO"),
-        ({"decode": {"scaling": {"min": 3, "max": 2}}}, "must not be above max"),
-        ({"prefill": None, "decode": {"scaling": {"mode": "SLO", "max": 2}}}, "needs spec.prefill"),
-        (
-            {"prefill": {}, "decode": {"scaling": {"mode": "SLO", "max": 2}}},
-            "is needed by a role with scaling.mode SLO",
-        ),
-        ({"decode": {"replicas": 3}, "autoscaling": {"gpuBudget": 3}}, "is less than what the fewest replicas"),
-        ({"decode": {"scaling": {"mode": "External"}}, "rollout": {"maxUnavailable": 0}}, "which has no surge"),
-        (
-            {"decode": {"nodesPerReplica": 2, "parallelism": {"tensor": 2}, "scaling": {"mode": "External"}}},
-            "needs nodesPerReplica to be 1",
-        ),
-        (
-            {
-                "decode": {"scaling": {"mode": "External"}},
-                "rollout": {"canary": {"steps": [{"weight": 10, "duration": "1m"}]}},
-            },
-            "a canary counts replicas",
-        ),
-    ],
-)
-def test_what_cannot_be_scaled_is_refused_by_the_api_server(fleet: Fleet, spec: Object, words: str) -> None:
-    manifest = smollm2(MODEL)
-    manifest["spec"] |= {name: value for name, value in spec.items() if value is not None}
-    for name in [name for name, value in spec.items() if value is None]:
-        del manifest["spec"][name]
-    with pytest.raises(client.ApiException) as refused:
-        fleet.apply(manifest)
-    assert refused.value.status == 422
-    assert words in str(refused.value.body)
