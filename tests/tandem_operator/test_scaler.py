@@ -127,7 +127,7 @@ class Following:
             self.load.pass_time()
             self.looks.clear()
             await self.scaler.decide_all()
-            outlook = self.scaler.outlook(KEY)
+            outlook = self.scaler.outlook(KEY, 0)
             assert outlook is not None
             for role, wish in outlook.wishes.items():
                 assert self.looks == [KEY], "what is decided is followed at once"
@@ -138,7 +138,7 @@ class Following:
 
     @property
     def reason(self) -> str:
-        outlook = self.scaler.outlook(KEY)
+        outlook = self.scaler.outlook(KEY, 0)
         assert outlook is not None
         assert outlook.decision is not None
         return outlook.decision.reason
@@ -158,7 +158,7 @@ async def test_roles_follow_demand_up_and_down_apart() -> None:
     assert following.counts == {P: 1, D: 1}
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from([60, 200]), st.sampled_from([0.0, 0.5, 4.0, 30.0])), max_size=5),
     st.integers(1, 3), st.integers(0, 4), st.integers(1, 3), st.integers(0, 4),
@@ -228,7 +228,7 @@ async def test_a_dry_run_decides_and_moves_nothing() -> None:
     following.dry_run = True
     following.follow()
     await following.run(300, 3.5)
-    outlook = following.scaler.outlook(KEY)
+    outlook = following.scaler.outlook(KEY, 0)
     assert outlook is not None
     assert outlook.decision is not None
     assert outlook.decision.replicas[P] > following.counts[P] == 1
@@ -244,7 +244,7 @@ async def test_garbage_about_one_model_stops_no_other() -> None:
     for _ in range(60):
         following.load.pass_time()
         await following.scaler.decide_all()
-    outlook, other = following.scaler.outlook(garbage), following.scaler.outlook(KEY)
+    outlook, other = following.scaler.outlook(garbage, 0), following.scaler.outlook(KEY, 0)
     assert outlook is not None
     assert outlook.decision is not None
     assert (outlook.decision.reason, dict(outlook.wishes)) == ("PlannerFailed", {})
@@ -374,6 +374,23 @@ async def test_a_decision_is_kept_before_it_is_followed(cluster: Cluster) -> Non
             assert server.conditions["Reconciling"]["reason"] == "Progressing"
             return
     raise AssertionError("nothing was scaled")
+
+
+async def test_what_was_decided_for_another_spec_is_not_followed(cluster: Cluster) -> None:
+    """The budget shrinks between a decision and the look that would follow it."""
+    cluster.load.rate = 3.5
+    for _ in range(60):
+        cluster.load.pass_time()
+        await cluster.scaler.decide_all()
+        outlook = cluster.scaler.outlook(KEY, cluster.server.kept[MODEL]["metadata"]["generation"])
+        assert outlook is not None
+        if outlook.wishes:
+            break
+    else:
+        raise AssertionError("nothing was decided")
+    cluster.server.change(autoscaling={"gpuBudget": 2})
+    await look(cluster.server, cluster.operator)
+    assert cluster.replicas == (1, 1)
 
 
 async def test_an_operator_that_restarts_in_the_middle_decides_nothing_anew(cluster: Cluster) -> None:

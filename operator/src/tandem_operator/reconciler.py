@@ -202,7 +202,7 @@ class Reconciler:
             model = parse_model(raw)
         except ModelError as error:
             return await self._refuse(key, raw, error, outcome)
-        outlook = self._scaler.outlook(key)
+        outlook = self._scaler.outlook(key, model.metadata.generation)
         owned = own_workloads(outcome.before, owner_uid=model.metadata.uid)
         replicas = settle_replicas(model, owned, outlook.wishes if outlook is not None else {}, now=_now())
         model = replicas.model

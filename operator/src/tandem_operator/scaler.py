@@ -45,6 +45,8 @@ log = logging.getLogger(__name__)
 class Outlook:
     """What was decided last about one model."""
 
+    generation: int
+    """Of the spec that it was decided for."""
     decision: Decision | None
     """None where no role of it has the mode `SLO`."""
     attainment: Attainment
@@ -115,10 +117,10 @@ class Scaler:
     def follows(self, key: ModelKey) -> bool:
         return key in self._models
 
-    def outlook(self, key: ModelKey) -> Outlook | None:
-        """What was decided last; None before the first time."""
+    def outlook(self, key: ModelKey, generation: int) -> Outlook | None:
+        """What was decided last for this generation of the spec; None before the first time."""
         model = self._models.get(key)
-        if model is None or model.outlook is None:
+        if model is None or model.outlook is None or model.outlook.generation != generation:
             return None
         is_fresh = self._clock() - model.decided_at <= _FRESH_SECONDS
         return model.outlook if is_fresh else replace(model.outlook, wishes={})
@@ -168,7 +170,9 @@ class Scaler:
             _count(key, decision, dry_run=scene.dry_run)
         attainment = judge(scene.ttft, scene.tpot, measure(model.window))
         wishes = {} if decision is None or scene.dry_run else _wishes(decision)
-        model.outlook = Outlook(decision=decision, attainment=attainment, wishes=wishes)
+        model.outlook = Outlook(
+            generation=scene.generation, decision=decision, attainment=attainment, wishes=wishes
+        )  # fmt: skip
         model.decided_at = now
         said, figures = _substance(decision, attainment), _figures(decision)
         is_due = now - model.told_at >= TOLD_AGAIN_SECONDS and figures != model.told_figures
@@ -186,7 +190,8 @@ class Scaler:
         text = f"the planner has failed ({type(error).__name__}: {error}); the operator's log has more"
         decision = _held(self._clock(), "PlannerFailed", text) if model.scene.circumstances.followed else None
         unknown = Attainment(met=None, reason="PlannerFailed", message=text)
-        model.outlook, model.decided_at, model.told = Outlook(decision=decision, attainment=unknown), 0.0, None
+        model.outlook = Outlook(generation=model.scene.generation, decision=decision, attainment=unknown)
+        model.decided_at, model.told = 0.0, None
         self._on_change(key)
 
     def _plan(self, model: _Model, snapshot: Snapshot | None, silent: Mapping[str, str], now: float) -> Decision:

@@ -29,6 +29,8 @@ _STARTS = 5
 class Scene:
     """One model with targets."""
 
+    generation: int = 0
+    """Of the spec that it was seen with."""
     spec: ScalingSpec | None
     """None where the planner cannot size this model; `problem` says why."""
     problem: str = ""
@@ -68,6 +70,7 @@ def set_scene(blueprint: Blueprint, live: Children, rollout: RolloutStatus | Non
         except ValueError as error:
             problem = str(error)
     return Scene(
+        generation=model.metadata.generation,
         spec=spec,
         problem=problem,
         ttft=ttft,
