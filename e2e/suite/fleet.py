@@ -82,6 +82,7 @@ PATHS = {
     "deployments": "/apis/apps/v1",
     "poddisruptionbudgets": "/apis/policy/v1",
     "networkpolicies": "/apis/networking.k8s.io/v1",
+    "horizontalpodautoscalers": "/apis/autoscaling/v2",
     "roles": "/apis/rbac.authorization.k8s.io/v1",
     "rolebindings": "/apis/rbac.authorization.k8s.io/v1",
 }

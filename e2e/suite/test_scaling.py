@@ -1,14 +1,17 @@
-"""Scaling both roles up and down under load loses nothing."""
+"""Scaling up and down under load loses nothing: by hand, by targets, and by something else."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
-from e2e.suite.fleet import Fleet
-from e2e.suite.load import run_load, varied_prompts
+from e2e.suite.fleet import Fleet, Object, Say, smollm2, until
+from e2e.suite.load import Outcome, run_load, varied_prompts
 
 
 @pytest.mark.timeout(420)
@@ -35,3 +38,126 @@ def scale_up_and_down(main: Fleet) -> None:
     main.patch("main", {"decode": {"replicas": 1}, "prefill": {"replicas": 1}})
     main.wait_role("main", "decode", 1)
     main.wait_role("main", "prefill", 1)
+
+
+MODEL = "scaled"
+TIGHT, LOOSE = 0.002, 60.0
+"""Seconds: below what the machine can do, and far above it."""
+
+
+def targets(ttft: float, tpot: float) -> Object:
+    return {"slo": {"ttft": {"percentile": 90, "seconds": ttft}, "tpot": {"seconds": tpot}}}
+
+
+def scaling(fleet: Fleet) -> Object:
+    return fleet.get("inferencemodels", MODEL).get("status", {}).get("scaling", {})
+
+
+def count(fleet: Fleet, component: str) -> int:
+    return fleet.get("statefulsets", f"{MODEL}-{component}")["spec"]["replicas"]
+
+
+def long_prompts(number: int) -> list[str]:
+    """Of some 250 tokens, none like another from its beginning on: prefill workers compute each of them."""
+    words = "The keeper of the lighthouse notes wind, visitors and repairs every evening before the lamp is lit. " * 12
+    return [f"Entry {index}. {words} Sum this up." for index in range(number)]
+
+
+@contextmanager
+def load(fleet: Fleet, say: Say, *, concurrency: int) -> Iterator[None]:
+    """Clients that ask as long as the block takes; none of them may be failed."""
+    outcomes: list[Outcome] = []
+    running = [True]
+
+    def ask(url: str) -> None:
+        while running:
+            prompts = [f"{len(outcomes)} {text}" for text in long_prompts(2 * concurrency)]
+            outcomes.extend(
+                asyncio.run(run_load(url, MODEL, prompts, concurrency=concurrency, max_tokens=16))
+            )  # fmt: skip
+
+    with fleet.url(MODEL) as url, ThreadPoolExecutor(1) as beside:
+        asking = beside.submit(ask, url)
+        try:
+            yield
+        finally:
+            running.clear()
+        asking.result()
+    broken = [outcome for outcome in outcomes if not outcome.complete]
+    assert not broken, f"{len(broken)} of {len(outcomes)} requests failed; the first: {broken[0]}"
+    say(f"scaling: {len(outcomes)} requests by {concurrency} clients")
+
+
+def wait_counts(fleet: Fleet, holds: Callable[[int, int], bool], *, within: float) -> Object:
+    """What status says, once prefill and decode have such numbers of replicas."""
+
+    def probe() -> Object:
+        told = scaling(fleet)
+        found = count(fleet, "prefill"), count(fleet, "decode")
+        assert holds(*found), (found, told)
+        return told
+
+    return until("replicas to follow", probe, within=within, every=1.0)
+
+
+@pytest.mark.timeout(420)
+def test_roles_follow_their_targets_apart(fleet: Fleet, say: Say) -> None:
+    """Prefill grows for its target, then decode for its own; then load and targets ease, and both come down."""
+    automatic = {"scaling": {"mode": "SLO", "min": 1, "max": 2}}
+    manifest = smollm2(MODEL, autoscaling={"behavior": {"scaleDownStabilization": "30s"}}, **targets(TIGHT, LOOSE))
+    manifest["spec"]["prefill"] |= automatic
+    fleet.apply(manifest)
+    fleet.wait_ready(MODEL)
+    with load(fleet, say, concurrency=6):
+        told = wait_counts(fleet, lambda prefill, decode: (prefill, decode) == (2, 1), within=120)
+        say(f"scaling up: {told['message']}")
+        assert told["prefill"]["desired"] == 2
+        assert "decode" not in told
+        until("the target to be missed", lambda: is_missed(fleet), within=60)
+        fleet.patch(MODEL, targets(LOOSE, TIGHT) | {"decode": automatic})
+        told = wait_counts(fleet, lambda _, decode: decode == 2, within=120)
+        say(f"scaling up: {told['message']}")
+        fleet.wait_role(MODEL, "decode", 2, within=120)
+    fleet.patch(MODEL, targets(LOOSE, LOOSE))
+    with load(fleet, say, concurrency=1):
+        told = wait_counts(fleet, lambda prefill, decode: (prefill, decode) == (1, 1), within=150)
+        fleet.wait_role(MODEL, "prefill", 1)
+        fleet.wait_role(MODEL, "decode", 1)
+    say(f"scaling down: {told['message']}")
+    reasons = [e["reason"] for e in fleet.find("events") if e["involvedObject"]["name"] == MODEL]
+    assert "Autoscaled" in reasons
+    active = fleet.condition(MODEL, "ScalingActive")
+    assert active is not None
+    assert active["status"] == "True", active
+
+
+def is_missed(fleet: Fleet) -> bool:
+    found = fleet.condition(MODEL, "SLOMet")
+    return found is not None and (found["status"], found["reason"]) == ("False", "TTFTMissed")
+
+
+@pytest.mark.timeout(300)
+def test_modes_follow_one_another_and_move_nothing_by_themselves(fleet: Fleet, say: Say) -> None:
+    fleet.apply(smollm2(MODEL, decode=2, **targets(LOOSE, LOOSE)))
+    fleet.wait_ready(MODEL)
+    before = {pod["metadata"]["uid"] for pod in fleet.pods(MODEL, "decode")}
+
+    def change(mode: str, **more: Any) -> None:
+        fleet.patch(MODEL, {"decode": {"scaling": {"mode": mode} | more}})
+        live = fleet.wait_ready(MODEL)
+        assert live["spec"]["decode"]["scaling"]["mode"] == mode
+        assert count(fleet, "decode") == 2
+        assert {pod["metadata"]["uid"] for pod in fleet.pods(MODEL, "decode")} == before
+
+    with load(fleet, say, concurrency=3):
+        for mode, more in (("SLO", {"min": 2, "max": 2}), ("External", {}), ("SLO", {}), ("External", {})):
+            change(mode, **more)
+        fleet.cluster.kubectl("-n", fleet.namespace, "scale", f"statefulset/{MODEL}-decode", "--replicas=3")
+        fleet.wait_role(MODEL, "decode", 3)
+        until("the number to be followed", lambda: scaling(fleet)["decode"]["desired"] == 3, within=30)
+        fleet.patch(MODEL, {"gateway": {"replicas": 2}})
+        fleet.wait_ready(MODEL)
+        assert count(fleet, "decode") == 3, "another look keeps it"
+        fleet.patch(MODEL, {"decode": {"scaling": {"mode": "Static"}}})
+        fleet.wait_role(MODEL, "decode", 2)
+    assert {pod["metadata"]["uid"] for pod in fleet.pods(MODEL, "decode")} == before

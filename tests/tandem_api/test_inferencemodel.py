@@ -175,3 +175,64 @@ def test_bad_origins_say_what_to_write(origin: str, sentence: str) -> None:
 def test_cors_names_origins_and_headers(cors: Any) -> None:
     with pytest.raises(ValidationError):
         parse(gateway={"cors": cors})
+
+
+SLO_MODE = {"scaling": {"mode": "SLO", "max": 4}}
+SLO_TARGETS = {"ttft": {"seconds": 0.5, "secondsPerThousandTokens": 0.2}, "tpot": {"seconds": 0.05}}
+
+
+def test_a_model_that_says_nothing_of_scaling_has_none() -> None:
+    spec = parse(prefill={}).spec
+    assert {role.scaling.mode for role in spec.workers} == {"Static"}
+    told = spec.model_dump(by_alias=True, exclude_none=True, exclude_defaults=True)
+    assert not {"slo", "autoscaling"} & told.keys()
+    assert "scaling" not in told["prefill"]
+
+
+def test_scaling_by_targets() -> None:
+    spec = parse(
+        prefill=SLO_MODE | {"parallelism": {"tensor": 2}}, decode=SLO_MODE, slo=SLO_TARGETS,
+        autoscaling={"gpuBudget": 3, "roleRatio": {"max": 2}, "behavior": {"scaleDownStabilization": "5m"}},
+    ).spec  # fmt: skip
+    assert spec.slo is not None
+    assert (spec.slo.ttft.percentile, spec.slo.ttft.limit(2000)) == (95, 0.9)
+    assert spec.prefill is not None
+    assert (spec.prefill.num_gpus, spec.prefill.fewest, spec.autoscaling.dry_run) == (2, 1, False)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({"decode": {"scaling": {"mode": "SLO"}}}, "max is needed with mode SLO"),
+        ({"decode": {"scaling": {"min": 3, "max": 2}}}, "min must not be above max"),
+        ({"decode": {"scaling": {"min": 0}}}, "greater than or equal to 1"),
+        ({"decode": SLO_MODE, "slo": SLO_TARGETS}, "needs spec.prefill"),
+        ({"prefill": {}, "decode": SLO_MODE}, "slo is needed by a role with scaling.mode SLO"),
+        ({"slo": {"ttft": {"seconds": 1}}}, "tpot"),
+        ({"slo": SLO_TARGETS | {"ttft": {"seconds": 0}}}, "ttft.seconds"),
+        ({"autoscaling": {"roleRatio": {"min": 3, "max": 2}}}, "min must not be above max"),
+        ({"prefill": {"replicas": 2}, "autoscaling": {"gpuBudget": 2}}, "is less than what the fewest replicas"),
+        (
+            {"prefill": {"parallelism": {"tensor": 4}}, "decode": SLO_MODE, "slo": SLO_TARGETS,
+             "autoscaling": {"gpuBudget": 4}},
+            "is less than what the fewest replicas",
+        ),
+        (
+            {"decode": {"nodesPerReplica": 2, "parallelism": {"tensor": 2}, "scaling": {"mode": "External"}}},
+            "External needs nodesPerReplica to be 1",
+        ),
+        ({"decode": {"scaling": {"mode": "External"}}, "rollout": {"maxUnavailable": 0}}, "which has no surge"),
+        (
+            {"decode": {"scaling": {"mode": "External"}}, "rollout": {"canary": {"steps": STEPS}}},
+            "a canary counts replicas",
+        ),
+        (
+            {"prefill": {"replicas": 2}, "decode": {"replicas": 2} | SLO_MODE, "slo": SLO_TARGETS,
+             "rollout": {"maxSurge": 0, "canary": {"steps": STEPS}}},
+            "has room for a canary only",
+        ),
+    ],
+)  # fmt: skip
+def test_scaling_that_cannot_be(spec: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        parse(**spec)

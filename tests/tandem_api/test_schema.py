@@ -106,9 +106,10 @@ def test_roles_carry_the_rules_of_parallelism_and_the_defaults_that_these_read()
     for role in ("prefill", "decode"):
         schema = root()["properties"]["spec"]["properties"][role]
         assert [entry["fieldPath"] for entry in schema[RULES_KEY]] == [
-            ".nodesPerReplica", ".parallelism", ".resources.limits"
+            ".nodesPerReplica", ".parallelism", ".resources.limits", ".scaling"
         ]  # fmt: skip
-        assert all(entry["rule"].startswith("!has(self.parallelism) || ") for entry in schema[RULES_KEY])
+        assert all(entry["rule"].startswith("!has(self.parallelism) || ") for entry in schema[RULES_KEY][:3])
+        assert schema[RULES_KEY][3]["rule"].startswith("!has(self.scaling) || !has(self.scaling.mode) || ")
         assert schema["properties"]["nodesPerReplica"]["default"] == 1
         spread = schema["properties"]["parallelism"]
         assert spread["default"] == {}

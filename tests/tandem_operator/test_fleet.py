@@ -106,6 +106,7 @@ async def test_a_worker_that_any_gateway_admits_is_admitted(gateways: Gateways, 
     assert view.standings["a"].admitted
     assert (view.standings["b"].admitted, view.standings["b"].reason) == (False, "error")
     assert {found.gateway for found in watching.watch.reports(KEY)} == {"m-one", "m-two"}
+    assert {found.gateway for found, age in watching.watch.heard(KEY) if 0 <= age < 10} == {"m-one", "m-two"}
     watching.late = 20.0
     rejected = await watching.until(lambda view: view.standings["b"].rejected_seconds >= 20.0)
     assert rejected.standings["a"].rejected_seconds == 0.0

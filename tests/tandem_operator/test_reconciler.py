@@ -31,6 +31,7 @@ from tandem_operator.manifests import EVENT, KIND_BY_NAME, ModelKey
 from tandem_operator.reconciler import Reconciler
 from tandem_operator.recorder import EventRecorder
 from tandem_operator.rotation import KeyPolicy
+from tandem_operator.scaler import Scaler
 from tandem_operator.settings import HubPolicy, Release
 from tandem_operator.turns import Turns
 
@@ -59,7 +60,7 @@ class ObjectServer:
 
     async def handle(self, request: web.Request) -> web.Response:
         path = request.path
-        body = await request.json() if request.can_read_body else {}
+        body = await request.json() if request.body_exists else {}
         if request.method == "POST":
             path = f"{path}/{body['metadata']['name']}"
         self.requests.append((request.method, path))
@@ -174,10 +175,11 @@ class Operator:
         hub: Hub | None = None,
         release: Release = RELEASE,
         status_seconds: float = 0.0,
+        scaler: Scaler | None = None,
     ) -> None:
         self.now = 1_750_000_000.0
         self._server, self.client = server, client
-        self._store = ChildStore()
+        self.store = self._store = ChildStore()
         keeper = KeyKeeper(client, KeyPolicy(settle_seconds=SETTLE), clock=lambda: self.now)
         self.creations = CreationEvents()
         self.unserved: frozenset[str] = frozenset()
@@ -196,6 +198,7 @@ class Operator:
             hub,
             self.fleet,
             self.turns,
+            scaler,
             unserved=lambda: self.unserved,
             status_seconds=status_seconds,
         )

@@ -20,6 +20,7 @@ from tandem_operator.manifests import KIND_BY_NAME, ChildKey, Manifest, ModelKey
 from tandem_operator.planner import own_workloads, plan_children
 from tandem_operator.rolling import plan_hurry, plan_rolling
 from tandem_operator.rollout import Replica, RoleView, State, plan_rollout
+from tandem_operator.scene import set_scene
 from tandem_operator.status import build_status
 from tandem_operator.workloads import build_children
 
@@ -53,6 +54,9 @@ def quickest(part: Callable[[], object]) -> float:
 
 def test_each_part_of_a_look_at_a_thousand_pods_is_short() -> None:
     plan, live = thousand_pods()
+    slo = {"ttft": {"seconds": 1}, "tpot": {"seconds": 0.05}}
+    mode = {"scaling": {"mode": "SLO", "max": 1000}}
+    targeted = blueprint(prefill={"replicas": 200} | mode, decode={"replicas": 800} | mode, slo=slo)
     ours = own_workloads(live, owner_uid=UID)
     desired = keep_what_runs(plan, build_children(plan), ours)
     now = datetime.now(UTC)
@@ -71,6 +75,7 @@ def test_each_part_of_a_look_at_a_thousand_pods_is_short() -> None:
         "children": lambda: (plan_children(desired, live, owner_uid=UID), plan_hurry(plan, ours)),
         "admission": lambda: plan_admissions(plan, ours, fleet),
         "gates": lambda: (admission_condition(plan, ours, fleet, []), is_admission_open(plan, ours)),
+        "scene": lambda: set_scene(targeted, ours, None),
         "status": lambda: build_status(plan, ours, problems=[], failures={}, waiting=[], now="2026-01-01T00:00:00Z"),
     }
     held = {name: quickest(part) for name, part in parts.items()}

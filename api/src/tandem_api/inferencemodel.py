@@ -319,12 +319,51 @@ class RoleParallelism(Authored):
         return Parallelism(**self.model_dump())
 
 
+ScalingMode = Literal["Static", "SLO", "External"]
+_NO_MAX = "is needed with mode SLO: write the most replicas that this role may have"
+_BOUNDS = "must not be above max: lower it, or raise max"
+
+
+class RoleScaling(Authored):
+    """Who decides how many replicas a role has."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            RULES_KEY: [
+                rule("!has(self.mode) || self.mode != 'SLO' || has(self.max)", _NO_MAX, path=".max"),
+                rule("!has(self.min) || !has(self.max) || self.min <= self.max", _BOUNDS, path=".min"),
+            ]
+        }
+    )
+
+    mode: ScalingMode = "Static"
+    """`Static`: `replicas` does. `SLO`: the operator does, by `spec.slo` and by what gateways and workers measure.
+    `External`: whoever scales the StatefulSet does, for example a HorizontalPodAutoscaler; the operator then leaves its
+    number alone. A change to `SLO` or `External` goes on with the number that is there, one to `Static` goes to
+    `replicas`."""
+    min: Annotated[int, Field(ge=1, le=1000)] = 1
+    """Fewest replicas in the mode `SLO`. Other modes do not look at it."""
+    max: Annotated[int, Field(ge=1, le=1000)] | None = None
+    """Most replicas in the mode `SLO`, which needs it. Other modes do not look at it."""
+
+    @model_validator(mode="after")
+    def _is_bounded(self) -> RoleScaling:
+        if self.mode == "SLO" and self.max is None:
+            raise ValueError(f"max {_NO_MAX}")
+        if self.max is not None and self.min > self.max:
+            raise ValueError(f"min {_BOUNDS}")
+        return self
+
+
 _SPREAD = "!has(self.parallelism) || "
 """The API server also judges the default of `spec.decode`, and does so before it has filled in the defaults inside."""
 _RANKS = "self.parallelism.tensor * self.parallelism.pipeline * self.parallelism.expert * self.parallelism.data"
 _GPUS = f"string(self.resources.limits['{GPU_RESOURCE}'])"
 _NUM_GPUS = f"quantity({_GPUS}).asInteger()"
 _UNEVEN = "must divide the ranks, tensor x pipeline x expert x data, evenly: change it or spec.*.parallelism"
+_PODS_APART = (
+    "of External needs nodesPerReplica to be 1, because what scales a StatefulSet counts pods: use SLO or Static"
+)
 
 
 class WorkerRole(Workload):
@@ -349,12 +388,21 @@ class WorkerRole(Workload):
                     " nodesPerReplica",
                     path=".resources.limits",
                 ),
+                rule(
+                    "!has(self.scaling) || !has(self.scaling.mode) || self.scaling.mode != 'External'"
+                    " || self.nodesPerReplica == 1",
+                    f"mode {_PODS_APART}",
+                    path=".scaling",
+                ),
             ]
         }
     )
 
     replicas: Annotated[int, Field(ge=0, le=1000)] = 1
-    """Replicas of this role: each serves by itself and consists of `nodesPerReplica` pods."""
+    """Replicas of this role: each serves by itself and consists of `nodesPerReplica` pods. With another
+    `scaling.mode` than `Static` a new StatefulSet begins with so many, and later it is not looked at."""
+    scaling: RoleScaling = Field(default_factory=RoleScaling)
+    """Who decides how many replicas there are."""
     nodes_per_replica: Annotated[int, Field(ge=1, le=64)] = 1
     """Pods of one replica, for models that need more devices than a node has. They start, serve and end as a group; the
     first one of each group takes its requests."""
@@ -377,7 +425,19 @@ class WorkerRole(Workload):
     def _divides(self) -> WorkerRole:
         if self.parallelism.for_launch().num_ranks % self.nodes_per_replica:
             raise ValueError(f"nodesPerReplica {_UNEVEN}")
+        if self.scaling.mode == "External" and self.nodes_per_replica > 1:
+            raise ValueError(f"scaling.mode {_PODS_APART}")
         return self
+
+    @property
+    def num_gpus(self) -> int:
+        """Devices of one replica: one for each rank."""
+        return self.parallelism.for_launch().num_ranks
+
+    @property
+    def fewest(self) -> int:
+        """Replicas that there are at least, as far as the spec tells: one of a role that something else scales."""
+        return {"Static": self.replicas, "SLO": self.scaling.min, "External": 1}[self.scaling.mode]
 
 
 class Engine(Authored):
@@ -740,6 +800,114 @@ class Rollout(Authored):
         return 0 if replicas == 1 and self.max_surge != 0 else 1
 
 
+class TTFTTarget(Authored):
+    percentile: Annotated[int, Field(ge=50, le=99)] = 95
+    """How many of 100 requests are to meet it."""
+    seconds: Annotated[float, Field(ge=0.001, le=3600)]
+    """Longest time to the first token, for example 0.5."""
+    seconds_per_thousand_tokens: Annotated[float, Field(ge=0, le=3600)] = 0.0
+    """Longer by so much for each thousand tokens of the prompt."""
+
+    def limit(self, tokens: float) -> float:
+        """Seconds allowed to a request with so many prompt tokens."""
+        return self.seconds + self.seconds_per_thousand_tokens * tokens / 1000
+
+
+class TPOTTarget(Authored):
+    seconds: Annotated[float, Field(ge=0.0001, le=60)]
+    """Longest mean time of an output token after the first, for example 0.05."""
+
+
+class SLO(Authored):
+    """What clients are to get. Roles with the mode `SLO` are scaled for it; the condition `SLOMet` tells whether they
+    do."""
+
+    ttft: TTFTTarget
+    """Time to the first token."""
+    tpot: TPOTTarget
+    """Time per output token."""
+
+
+_RATIO = "must not be above max: lower it, or raise max"
+
+
+class RoleRatio(Authored):
+    """Prefill replicas per decode replica."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            RULES_KEY: [rule("!has(self.min) || !has(self.max) || self.min <= self.max", _RATIO, path=".min")]
+        }
+    )
+
+    min: Annotated[float, Field(ge=0, le=1000)] = 0.0
+    """At least so many."""
+    max: Annotated[float, Field(ge=0.001, le=1000)] | None = None
+    """At most so many. Defaults to any number."""
+
+    @model_validator(mode="after")
+    def _is_bounded(self) -> RoleRatio:
+        if self.max is not None and self.min > self.max:
+            raise ValueError(f"min {_RATIO}")
+        return self
+
+
+class ScalingBehavior(Authored):
+    scale_down_stabilization: Duration = "10m"
+    """A role loses replicas only once nothing has asked for them for so long; where demand surely falls, for a minute
+    at most."""
+
+
+class Autoscaling(Authored):
+    """How roles with the mode `SLO` are scaled."""
+
+    gpu_budget: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
+    """Devices that the replicas of both roles may take together; a replica has one for each rank, tensor x pipeline x
+    expert x data. Without it `max` of each role is the only bound."""
+    role_ratio: RoleRatio = Field(default_factory=RoleRatio)
+    """Prefill replicas per decode replica."""
+    behavior: ScalingBehavior = Field(default_factory=ScalingBehavior)
+    """How eagerly replicas follow."""
+    dry_run: bool = False
+    """Decide and tell in `status.scaling`, and move nothing."""
+
+
+_NO_PREFILL = (
+    "needs spec.prefill, because prefill and decode are sized apart, each for a target of its own: add prefill, or use"
+    " the mode Static or External"
+)
+_NO_SLO = "is needed by a role with scaling.mode SLO: write slo.ttft.seconds and slo.tpot.seconds"
+_NO_TRIAL = (
+    "must not be set while something else scales a role, because a canary counts replicas: remove it, or let"
+    " scaling.mode be SLO or Static"
+)
+_NO_LOSS = (
+    "must not be 0 while scaling.mode of a role is External, which has no surge: a rollout could replace nothing. Write"
+    " 1 or more"
+)
+_TOO_SMALL = "is less than what the fewest replicas of both roles take: raise it, or lower scaling.min or replicas"
+
+
+def _has_mode(role: str, mode: str) -> str:
+    scaling = f"self.{role}.scaling"
+    has = f"has(self.{role}) && " if role == "prefill" else ""
+    return f"({has}has({scaling}) && has({scaling}.mode) && {scaling}.mode == '{mode}')"
+
+
+def _either(mode: str) -> str:
+    return f"({_has_mode('prefill', mode)} || {_has_mode('decode', mode)})"
+
+
+def _fewest(role: str) -> str:
+    external = f"{_has_mode(role, 'External')} ? 1 : self.{role}.replicas"
+    return f"({_has_mode(role, 'SLO')} ? self.{role}.scaling.min : ({external}))"
+
+
+def _fewest_gpus(role: str) -> str:
+    axes = " * ".join(f"self.{role}.parallelism.{axis}" for axis in ("tensor", "pipeline", "expert", "data"))
+    return f"{_fewest(role)} * {axes}"
+
+
 _BATCH_RANKS = " && ".join(
     f"self.{role}.parallelism.{axis} == 1" for role in ("prefill", "decode") for axis in ("expert", "data")
 )
@@ -758,9 +926,33 @@ class InferenceModelSpec(Authored):
                 rule(
                     "!has(self.rollout) || !has(self.rollout.canary) || !has(self.rollout.maxSurge)"
                     " || self.rollout.maxSurge > 0"
-                    " || self.decode.replicas != 1 && (!has(self.prefill) || self.prefill.replicas != 1)",
+                    f" || {_fewest('decode')} != 1 && (!has(self.prefill) || {_fewest('prefill')} != 1)",
                     _NO_ROOM,
                     path=".rollout",
+                ),
+                rule(
+                    f"has(self.prefill) || !{_has_mode('decode', 'SLO')}",
+                    f"with scaling.mode SLO {_NO_PREFILL}",
+                    path=".decode",
+                ),
+                rule(f"has(self.slo) || !{_either('SLO')}", _NO_SLO, path=".slo"),
+                rule(
+                    f"!has(self.rollout) || !has(self.rollout.canary) || !{_either('External')}",
+                    _NO_TRIAL,
+                    path=".rollout.canary",
+                ),
+                rule(
+                    "!has(self.rollout) || !has(self.rollout.maxUnavailable) || self.rollout.maxUnavailable > 0"
+                    f" || !{_either('External')}",
+                    _NO_LOSS,
+                    path=".rollout.maxUnavailable",
+                ),
+                rule(
+                    "!has(self.autoscaling) || !has(self.autoscaling.gpuBudget)"
+                    f" || {_fewest_gpus('decode')} + (has(self.prefill) ? {_fewest_gpus('prefill')} : 0)"
+                    " <= self.autoscaling.gpuBudget",
+                    _TOO_SMALL,
+                    path=".autoscaling.gpuBudget",
                 ),
             ]
         }
@@ -778,6 +970,10 @@ class InferenceModelSpec(Authored):
     """The key-value cache and how it moves from prefill to decode workers."""
     gateway: Gateway = Field(default_factory=Gateway)
     """The OpenAI-compatible endpoint."""
+    slo: SLO | None = None
+    """What clients are to get. Roles with `scaling.mode: SLO` are scaled for it."""
+    autoscaling: Autoscaling = Field(default_factory=Autoscaling)
+    """How roles with `scaling.mode: SLO` are scaled."""
     drain: Drain = Field(default_factory=Drain)
     """How pods leave."""
     rollout: Rollout = Field(default_factory=Rollout)
@@ -787,11 +983,30 @@ class InferenceModelSpec(Authored):
 
     @model_validator(mode="after")
     def _has_room(self) -> InferenceModelSpec:
-        workers = [self.decode] if self.prefill is None else [self.prefill, self.decode]
-        no_room = self.rollout.max_surge == 0 and any(role.replicas == 1 for role in workers)
+        no_room = self.rollout.max_surge == 0 and any(role.fewest == 1 for role in self.workers)
         if self.rollout.canary is not None and no_room:
             raise ValueError(f"rollout {_NO_ROOM}")
         return self
+
+    @model_validator(mode="after")
+    def _can_scale(self) -> InferenceModelSpec:
+        modes, budget = {role.scaling.mode for role in self.workers}, self.autoscaling.gpu_budget
+        if self.prefill is None and "SLO" in modes:
+            raise ValueError(f"decode with scaling.mode SLO {_NO_PREFILL}")
+        if self.slo is None and "SLO" in modes:
+            raise ValueError(f"slo {_NO_SLO}")
+        if self.rollout.canary is not None and "External" in modes:
+            raise ValueError(f"rollout.canary {_NO_TRIAL}")
+        if self.rollout.max_unavailable == 0 and "External" in modes:
+            raise ValueError(f"rollout.maxUnavailable {_NO_LOSS}")
+        if budget is not None and sum(role.fewest * role.num_gpus for role in self.workers) > budget:
+            raise ValueError(f"autoscaling.gpuBudget {_TOO_SMALL}")
+        return self
+
+    @property
+    def workers(self) -> list[WorkerRole]:
+        """The worker roles that there are."""
+        return [self.decode] if self.prefill is None else [self.prefill, self.decode]
 
 
 class RoleStatus(Wire):
@@ -883,6 +1098,38 @@ class RolloutStatus(Wire):
     """The wish to try again that was last followed."""
 
 
+class RoleScalingStatus(Wire):
+    """What is decided about the number of a role's replicas."""
+
+    mode: ScalingMode
+    """The mode that it was decided in."""
+    desired: int
+    """Replicas that the role is given: what was decided last, or what something else has set."""
+    observed: int | None = None
+    """Replicas that it had when that was told."""
+    required: int | None = None
+    """Replicas that demand alone asks for, without bounds, budget and patience."""
+    limit: str | None = None
+    """What decides: a target, a bound, the budget, patience."""
+    pending: bool | None = None
+    """The role is yet to be given this number before something else may change it: the model is suspended, or the
+    number was another one a moment ago."""
+
+
+class ScalingStatus(Wire):
+    """Scaling of the roles that have another mode than `Static`. What does not change in substance is told again every
+    half a minute at most."""
+
+    prefill: RoleScalingStatus | None = None
+    decode: RoleScalingStatus | None = None
+    message: str = ""
+    """The decision in a sentence, with the figures that it was made of."""
+    decided_at: Annotated[str, Field(json_schema_extra={"format": "date-time"})] | None = None
+    """When the message was written."""
+    last_scale_time: Annotated[str, Field(json_schema_extra={"format": "date-time"})] | None = None
+    """When a role was last given another number of replicas."""
+
+
 class Condition(Wire):
     """A Kubernetes condition; kstatus reads `Ready`, `Reconciling` and `Stalled`."""
 
@@ -909,6 +1156,7 @@ class InferenceModelStatus(Wire):
     routing: GatewayRouting | None = None
     """What the gateways follow at present: the names they serve and where requests go."""
     rollout: RolloutStatus | None = None
+    scaling: ScalingStatus | None = None
     prefill: RoleStatus | None = None
     decode: RoleStatus | None = None
     gateway: RoleStatus | None = None

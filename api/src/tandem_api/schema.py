@@ -90,6 +90,8 @@ def _printer_columns() -> list[Schema]:
         column("Available", '.status.conditions[?(@.type=="Available")].status', priority=1),
         column("Model", ".spec.model.uri", priority=1),
         column("Revision", ".status.revision", priority=1),
+        column("Scaling", '.status.conditions[?(@.type=="ScalingActive")].reason', priority=1),
+        column("SLO", '.status.conditions[?(@.type=="SLOMet")].status', priority=1),
         column("Message", f"{ready}.message", priority=1),
         column("Age", ".metadata.creationTimestamp", "date"),
     ]

@@ -38,6 +38,7 @@ from tandem_operator.pace import Pace
 from tandem_operator.parsing import parse_status
 from tandem_operator.reconciler import Reconciler
 from tandem_operator.recorder import EventRecorder
+from tandem_operator.scaler import Scaler
 from tandem_operator.settings import OperatorSettings
 from tandem_operator.turns import Turns
 from tandem_operator.workqueue import WorkQueue
@@ -76,6 +77,7 @@ class Operator:
             for kind in OPTIONAL_KINDS
         ]
         self._fleet = FleetWatch(self._on_child)
+        self._scaler = Scaler(self._fleet, self._queue.add, pace=self._pace)
         self._turns = Turns(limit=settings.max_concurrent_rollouts)
         self._hub = Hub(client, settings.hub, on_answer=self._queue.add)
         self._reconciler = Reconciler(
@@ -88,6 +90,7 @@ class Operator:
             self._hub,
             self._fleet,
             self._turns,
+            self._scaler,
             unserved=self._unserved,
             pace=self._pace,
         )
@@ -175,6 +178,7 @@ class Operator:
             tasks += [asyncio.create_task(self._work(), name="worker") for _ in range(self._settings.workers)]
             tasks.append(asyncio.create_task(self._resync(), name="resync"))
             tasks.append(asyncio.create_task(self._fleet.run(), name="fleet"))
+            tasks.append(asyncio.create_task(self._scaler.run(), name="scaler"))
             # kopf takes over the signal handlers: it ends by itself on SIGTERM.
             tasks.append(asyncio.create_task(self._watch_models(), name="kopf"))
             done, _ = await asyncio.wait([*tasks, stopped], return_when=asyncio.FIRST_COMPLETED)

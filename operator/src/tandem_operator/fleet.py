@@ -133,6 +133,12 @@ class FleetWatch:
             () if model is None else tuple(g.report for g in model.gateways.values() if _is_fresh(g, now) and g.report)
         )
 
+    def heard(self, key: ModelKey) -> Sequence[tuple[FleetReport, float]]:
+        """The fresh reports of a model's gateways, each with the seconds since it was read."""
+        model, now = self._models.get(key), self._clock()
+        gateways = () if model is None else model.gateways.values()
+        return tuple((g.report, now - g.heard_at) for g in gateways if g.report is not None and _is_fresh(g, now))
+
     def view(self, key: ModelKey) -> FleetView:
         """What is known now."""
         model, now = self._models.get(key), self._clock()

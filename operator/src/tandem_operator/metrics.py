@@ -24,6 +24,15 @@ LEASE_FAILURES = Counter("tandem_operator_lease_failures", "Renewals of the leas
 MODEL_CONDITION = Gauge(
     "tandem_operator_model_condition", "1 while the condition of the model is true.", ["namespace", "model", "type"]
 )
+SCALED_MODELS = Gauge("tandem_operator_scaled_models", "Models with targets, whose demand is followed.")
+SCALING_DECISIONS = Counter(
+    "tandem_operator_scaling_decisions", "Decisions about a model's replicas, by what came of them.", ["result"]
+)
+SCALING_REPLICAS = Gauge(
+    "tandem_operator_scaling_replicas",
+    "Replicas of a role with the mode SLO: what it is to have, and what demand alone requires.",
+    ["namespace", "model", "role", "kind"],
+)
 SUSPENDED = "Suspended"
 """No condition of its own: Stalled because somebody asked for that."""
 _CONDITIONS = ("Ready", "Available", "Stalled", SUSPENDED)
@@ -35,6 +44,18 @@ def note_conditions(model: ModelKey, true: Set[str]) -> None:
         MODEL_CONDITION.labels(model.namespace, model.name, condition).set(condition in true)
 
 
+def note_replicas(model: ModelKey, role: str, *, desired: int, required: int) -> None:
+    """What was decided about one role."""
+    for kind, count in (("desired", desired), ("required", required)):
+        SCALING_REPLICAS.labels(model.namespace, model.name, role, kind).set(count)
+
+
+def forget_replicas(model: ModelKey) -> None:
+    """Nothing is decided about a model any more."""
+    SCALING_REPLICAS.remove_by_labels({"namespace": model.namespace, "model": model.name})
+
+
 def forget_model(model: ModelKey) -> None:
     """A model was deleted."""
     MODEL_CONDITION.remove_by_labels({"namespace": model.namespace, "model": model.name})
+    forget_replicas(model)

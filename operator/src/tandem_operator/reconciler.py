@@ -16,7 +16,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import aiohttp
-from tandem_api.inferencemodel import CanaryFigures, Condition, InferenceModelStatus, RolloutStatus
+from tandem_api.inferencemodel import (
+    CanaryFigures,
+    Condition,
+    InferenceModelStatus,
+    RolloutStatus,
+    ScalingStatus,
+)
 from tandem_api.names import keys_name
 
 from tandem_operator import metrics
@@ -53,7 +59,7 @@ from tandem_operator.hub import Hub
 from tandem_operator.keeper import KeyKeeper, KeyLook
 from tandem_operator.kube.client import KubeClient, object_path
 from tandem_operator.kube.events import CreationEvents
-from tandem_operator.kube.ownership import claim, updates
+from tandem_operator.kube.ownership import HANDOVER_MANAGER, claim, holds_replicas, updates
 from tandem_operator.kube.store import ChildStore
 from tandem_operator.manifests import (
     CONTROLLER_REVISION,
@@ -74,9 +80,13 @@ from tandem_operator.parsing import parse_model, parse_status
 from tandem_operator.planner import Children, Plan, Step, own_workloads, plan_children, plan_clearing, plan_step
 from tandem_operator.recorder import EventRecorder
 from tandem_operator.refusals import refusal, unserved_problem
+from tandem_operator.replicas import settle_replicas
 from tandem_operator.revisions import highest_number, kept_content, read_history, revision_name
 from tandem_operator.rolling import Rolling, plan_hurry, plan_rolling
 from tandem_operator.routing import seconds_left
+from tandem_operator.scaler import Outlook, Scaler
+from tandem_operator.scaling.words import tell_attainment, tell_scaling
+from tandem_operator.scene import set_scene
 from tandem_operator.settings import Release
 from tandem_operator.status import build_status, is_same_but_counts, is_same_memory, refused_status, true_conditions
 from tandem_operator.transitions import Happening, apply_happenings, status_happenings
@@ -148,6 +158,7 @@ class Reconciler:
         hub: Hub | None = None,
         fleet: FleetWatch | None = None,
         turns: Turns | None = None,
+        scaler: Scaler | None = None,
         *,
         unserved: Callable[[], frozenset[str]] = frozenset,
         status_seconds: float = _STATUS_SECONDS,
@@ -169,6 +180,7 @@ class Reconciler:
         self._hub = hub
         self._fleet = fleet or FleetWatch()
         self._turns = turns or Turns()
+        self._scaler = scaler or Scaler(self._fleet)
         self._tallies: dict[ModelKey, Tally] = {}
         """Of models with a canary: what gateways had counted when they were last asked."""
 
@@ -190,7 +202,14 @@ class Reconciler:
             model = parse_model(raw)
         except ModelError as error:
             return await self._refuse(key, raw, error, outcome)
-        blueprint = Blueprint(model=model, release=self._release)
+        outlook = self._scaler.outlook(key, model.metadata.generation)
+        owned = own_workloads(outcome.before, owner_uid=model.metadata.uid)
+        replicas = settle_replicas(model, owned, outlook.wishes if outlook is not None else {}, now=_now())
+        model = replicas.model
+        if replicas.moved:
+            # An operator that stops in this moment must not decide anew.
+            await self._write_status(key, raw, parse_status(raw).model_copy(update={"scaling": replicas.scaling}))
+        blueprint = Blueprint(model=model, release=self._release, left=replicas.left)
         weights = self._name_weights(key, blueprint, raw, outcome)
         blueprint = dataclasses.replace(blueprint, commit=weights.commit)
         keys = await self._ensure_keys(blueprint, raw, outcome)
@@ -205,6 +224,7 @@ class Reconciler:
         blueprint = course.target.blueprint
         admitted = await self._admit(key, blueprint, ours, outcome)
         await self._pace.turn()
+        scaling, scaled = self._tell_scaling(blueprint, replicas.scaling, outlook)
         status = build_status(
             blueprint,
             ours,
@@ -213,9 +233,10 @@ class Reconciler:
             waiting=outcome.waiting,
             now=_now(),
             rollout=course.state,
+            scaling=scaling,
             trial=course.problem,
             weights=weights,
-            more=[] if admitted is None else [admitted],
+            more=scaled if admitted is None else [admitted, *scaled],
         )
         await self._pace.turn()
         status = with_traffic(status, course, ours, now=datetime.datetime.now(datetime.UTC))
@@ -226,7 +247,9 @@ class Reconciler:
         if outcome.failed:
             raise IncompleteError("; ".join(outcome.failed))
         moving = any(condition.type in ("Reconciling", "Stalled") for condition in status.conditions)
+        self._scaler.follow(key, set_scene(blueprint, ours, course.state))
         hurry = moving or is_admission_open(blueprint, ours) or (admitted is not None and admitted.status == "False")
+        hurry = hurry or self._scaler.follows(key)
         self._fleet.follow(key, gateway_addresses(blueprint, ours), hurry=hurry)
         again = [
             tell_after,
@@ -237,6 +260,28 @@ class Reconciler:
             _OFTEN if course.state is not None and course.state.phase == "Canary" else None,
         ]
         return min((seconds for seconds in again if seconds is not None), default=None)
+
+    def _tell_scaling(
+        self, blueprint: Blueprint, scaling: ScalingStatus | None, outlook: Outlook | None
+    ) -> tuple[ScalingStatus | None, list[Condition]]:
+        """What there is to say about replicas and targets."""
+        spec, before = blueprint.model.spec, blueprint.model.status
+        found: list[Condition] = []
+        if scaling is not None:
+            scaling, found = tell_scaling(
+                scaling,
+                None if outlook is None else outlook.decision,
+                before=before.scaling,
+                suspended=spec.suspend,
+                dry_run=spec.autoscaling.dry_run,
+                conditions=before.conditions,
+                now=datetime.datetime.now(datetime.UTC),
+            )
+        if spec.slo is None or spec.suspend:
+            return scaling, found
+        again = scaling is not None and (before.scaling is None or scaling.decided_at != before.scaling.decided_at)
+        attained = None if outlook is None else outlook.attainment
+        return scaling, [*found, *tell_attainment(attained, before.conditions, again=again)]
 
     def _name_weights(self, key: ModelKey, blueprint: Blueprint, raw: Manifest, outcome: Outcome) -> CommitPlan:
         """Which commit workers load. The hub's answer, where there is none yet, causes another look."""
@@ -285,6 +330,7 @@ class Reconciler:
     def forget(self, key: ModelKey) -> None:
         """The model is gone."""
         self._fleet.forget(key)
+        self._scaler.forget(key)
         self._turns.give_back(key)
         self._tallies.pop(key, None)
         self._statuses.pop(key, None)
@@ -473,6 +519,8 @@ class Reconciler:
             await self._claim(path, identity)
         if (patch := plan_clearing(manifest, live)) is not None:
             await self._client.merge(path, patch)
+        if key.kind == STATEFUL_SET.name and "replicas" not in manifest["spec"]:
+            await self._hand_over(path, manifest)
         body = manifest | {"metadata": manifest["metadata"] | identity}
         outcome.children[key] = await self._client.apply(path, body, force=True)
         metrics.WRITES.labels("apply", key.kind).inc()
@@ -484,6 +532,16 @@ class Reconciler:
         metadata = {"managedFields": claim(live["metadata"].get("managedFields") or [])}
         metadata |= {"resourceVersion": live["metadata"]["resourceVersion"]} | identity
         await self._client.merge(path, {"metadata": metadata})
+
+    async def _hand_over(self, path: str, manifest: Manifest) -> None:
+        """Have somebody else hold the number of replicas before the operator lets go of it."""
+        live = await self._client.get(path)
+        replicas = dig(live, "spec", "replicas")
+        if holds_replicas(live) or replicas is None:
+            return
+        metadata = {field: live["metadata"][field] for field in ("name", "namespace", "uid")}
+        body = {"apiVersion": manifest["apiVersion"], "kind": manifest["kind"], "metadata": metadata}
+        await self._client.apply(path, body | {"spec": {"replicas": replicas}}, force=False, manager=HANDOVER_MANAGER)
 
     async def _scale(self, key: ModelKey, child: ChildKey, pods: int, outcome: Outcome) -> None:
         """Change the count alone."""

@@ -20,6 +20,8 @@ from tandem_operator.workloads.blueprint import HISTORY, Blueprint, digest
 
 _FIELDS = ("model", "prefill", "decode", "engine", "kv")
 _ROLES = ("prefill", "decode")
+_COUNTS = ("replicas", "scaling")
+"""Of a role: how many there are, and who says so, is no part of what they are."""
 
 History = Mapping[int, Manifest]
 """Contents by number."""
@@ -35,13 +37,14 @@ def content_of(blueprint: Blueprint) -> Manifest:
     if blueprint.commit is not None:
         model["revision"] = blueprint.commit
     engine = {key: value for key, value in told.get("engine", {}).items() if key != "stepTimeout"}
-    return told | {"model": model, "engine": engine | {"image": blueprint.worker_image}}
+    roles = {role: {k: v for k, v in told[role].items() if k != "scaling"} for role in _ROLES if role in told}
+    return told | roles | {"model": model, "engine": engine | {"image": blueprint.worker_image}}
 
 
 def digest_of(content: Manifest) -> str:
     """Names a content; how many replicas there are is no part of it."""
     roles = {
-        role: {key: value for key, value in content[role].items() if key != "replicas"}
+        role: {key: value for key, value in content[role].items() if key not in _COUNTS}
         for role in _ROLES
         if role in content
     }
@@ -107,8 +110,8 @@ def kept_revisions(model: str, history: History, used: set[int], *, limit: int) 
 
 
 def with_content(spec: InferenceModelSpec, content: Manifest, *, number: int) -> InferenceModelSpec:
-    """`spec` with the workers of a revision. Replicas and names stay those of `spec`; of a role that it does not have
-    there are as many as there were.
+    """`spec` with the workers of a revision. Replicas, their scaling and names stay those of `spec`; of a role that it
+    does not have there are as many as there were.
 
     Raises:
         UnreadableRevisionError: this release cannot read what an earlier one kept.
@@ -126,7 +129,7 @@ def with_content(spec: InferenceModelSpec, content: Manifest, *, number: int) ->
     for role in _ROLES:
         there, now = cast(WorkerRole | None, getattr(kept, role)), cast(WorkerRole | None, getattr(spec, role))
         if there is not None and now is not None:
-            changed[role] = there.model_copy(update={"replicas": now.replicas})
+            changed[role] = there.model_copy(update={field: getattr(now, field) for field in _COUNTS})
     return spec.model_copy(update=changed)
 
 

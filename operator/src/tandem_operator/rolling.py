@@ -96,14 +96,13 @@ def _view(
     groups = group_pods(pods_of(key, live), size)
     strategy = dig(workload, "spec", "updateStrategy")
     partition = None if dig(strategy, "type") == "OnDelete" else dig(strategy, "rollingUpdate", "partition") or 0
-    rollout = blueprint.model.spec.rollout
     return RoleView(
         wanted=blueprint.replicas(spec.replicas),
         total=_groups(dig(workload, "spec", "replicas") or 0, size),
         partition=None if partition is None else _groups(partition, size),
         replicas=observe_replicas(groups, revision=str(dig(workload, "status", "updateRevision")), now=now),
-        surge=rollout.surge_of(spec.replicas),
-        unavailable=rollout.unavailable_of(spec.replicas),
+        surge=blueprint.surge_of(role),
+        unavailable=blueprint.unavailable_of(role, spec.replicas),
         limit=limit,
     )
 
@@ -195,7 +194,10 @@ def _with_plan(workload: Manifest, plan: RolePlan, *, size: int) -> Manifest:
         strategy: Manifest = {"type": "OnDelete"}
     else:
         strategy = {"type": "RollingUpdate", "rollingUpdate": {"partition": plan.partition * size}}
-    return workload | {"spec": workload["spec"] | {"replicas": plan.total * size, "updateStrategy": strategy}}
+    spec = workload["spec"] | {"updateStrategy": strategy}
+    if "replicas" in spec:  # else something else sets it
+        spec["replicas"] = plan.total * size
+    return workload | {"spec": spec}
 
 
 def _pods_to_delete(blueprint: Blueprint, role: Role, view: RoleView, plan: RolePlan, live: Children) -> list[ChildKey]:

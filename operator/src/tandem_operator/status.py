@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import Literal
 
 from tandem_api import names
-from tandem_api.inferencemodel import Condition, InferenceModelStatus, RolloutStatus
+from tandem_api.inferencemodel import Condition, InferenceModelStatus, RolloutStatus, ScalingStatus
 from tandem_api.names import Role
 from tandem_api.quantities import parse_duration
 
@@ -23,6 +23,7 @@ from tandem_operator.commits import CommitPlan
 from tandem_operator.manifests import ChildKey
 from tandem_operator.observation import RoleState, last_progress, observe_role, parse_time
 from tandem_operator.planner import Children
+from tandem_operator.replicas import scaling_memory, scaling_to_keep
 from tandem_operator.rollout import capacity_of
 from tandem_operator.routing import plan_routing
 from tandem_operator.workloads.blueprint import Blueprint
@@ -50,6 +51,7 @@ def build_status(
     weights: CommitPlan = _NO_WEIGHTS,
     more: Sequence[Condition] = (),
     rollout: RolloutStatus | None = None,
+    scaling: ScalingStatus | None = None,
     trial: Problem | None = None,
 ) -> InferenceModelStatus:
     """The whole status. `problems` are those of planning and applying, `waiting` what has to vanish first, `trial` what
@@ -72,6 +74,7 @@ def build_status(
         model=weights.status,
         routing=plan_routing(blueprint, now=present),
         rollout=rollout,
+        scaling=scaling,
         prefill=states[Role.PREFILL].to_status() if Role.PREFILL in states else None,
         decode=states[blueprint.decode_role].to_status(),
         gateway=gateway.to_status(),
@@ -87,6 +90,7 @@ def refused_status(
     if suspended:
         text = f"{problem.message}; spec.suspend is true, so its pods are scaled to zero"
         problem = Problem(reason=problem.reason, message=text, stalled=True)
+        previous = previous.model_copy(update={"scaling": scaling_to_keep(previous.scaling)})
     kept = [c for c in previous.conditions if c.type not in ("Ready", "Reconciling", "Stalled")]
     fresh = [_condition("Ready", "False", problem.reason, problem.message), _stalled(problem)]
     if suspended:
@@ -114,7 +118,8 @@ def is_same_memory(before: InferenceModelStatus, after: InferenceModelStatus) ->
 def _memory(status: InferenceModelStatus) -> tuple[InferenceModelStatus, object]:
     roles = {"prefill": status.prefill, "decode": status.decode, "gateway": status.gateway}
     promised = {name: None if role is None else role.promised for name, role in roles.items()}
-    return status.model_copy(update=dict.fromkeys(roles) | {"conditions": []}), promised
+    scaling = None if status.scaling is None else scaling_memory(status.scaling)
+    return status.model_copy(update=dict.fromkeys(roles) | {"conditions": [], "scaling": None}), (promised, scaling)
 
 
 def true_conditions(status: InferenceModelStatus) -> set[str]:
@@ -196,6 +201,8 @@ def _zero(blueprint: Blueprint, states: Mapping[Role, RoleState]) -> Problem | N
     for role in (blueprint.decode_role, Role.GATEWAY):
         if states[role].desired == 0:
             text = f"spec.{states[role].component}.replicas is 0, so nothing is served; raise it"
+            if role is not Role.GATEWAY and blueprint.worker_spec(role).scaling.mode == "External":
+                text = f"what scales the StatefulSet of {states[role].component} has set it to 0; raise it there"
             return Problem(reason="ScaledToZero", message=text, stalled=True)
     return None
 
@@ -258,11 +265,11 @@ def _overdue(blueprint: Blueprint, live: Children, moving: Problem, *, now: str)
 
 def _lacking(blueprint: Blueprint, states: Mapping[Role, RoleState], counts: str) -> Problem | None:
     """What is missing of what the spec promises: ready replicas of each role, and pairs of one build among them."""
-    rollout, short = blueprint.model.spec.rollout, Problem(reason="Progressing", message=counts)
+    short = Problem(reason="Progressing", message=counts)
     workers = {role: state for role, state in states.items() if role is not Role.GATEWAY}
     is_rolling = any(state.updated < state.replicas for state in workers.values())
     floors = {
-        role: max(1, state.promised - (rollout.unavailable_of(state.promised) if is_rolling else 0))
+        role: max(1, state.promised - (blueprint.unavailable_of(role, state.promised) if is_rolling else 0))
         for role, state in workers.items()
         if state.desired
     }

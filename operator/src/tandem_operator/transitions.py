@@ -11,6 +11,7 @@ from tandem_api.inferencemodel import Condition, InferenceModelStatus, ModelStat
 from tandem_operator.manifests import ChildKey, Manifest, child_key, dig
 from tandem_operator.planner import Children
 from tandem_operator.rotation import KeyStep
+from tandem_operator.scaling.words import scaled_by
 from tandem_operator.status import WAITS_FOR_A_WISH
 
 
@@ -39,7 +40,8 @@ def status_happenings(before: InferenceModelStatus, after: InferenceModelStatus)
     ready, was = new.get("Ready"), old.get("Ready")
     if ready is not None and ready.reason == "Suspended" and (was is None or was.reason != "Suspended"):
         events.append(Happening(reason="Suspended", message="scaling every pod of this model to zero"))
-    changes = [*_renamed(before, after), *_weights(before.model, after.model)]
+    scaled = [Happening(reason="Autoscaled", message=text) for text in scaled_by(before.scaling, after.scaling)]
+    changes = [*_renamed(before, after), *_weights(before.model, after.model), *scaled]
     return [*events, *changes, *rollout_happenings(before.rollout, after.rollout)]
 
 

@@ -215,6 +215,50 @@ def test_replicas_go_only_after_the_window_and_only_with_one_to_spare() -> None:
     assert plan(eager, fleet, lately, fleet.at).replicas == decide(history).replicas
 
 
+def test_a_step_belongs_to_the_context_of_those_that_decode() -> None:
+    """One of eight replicas works now and then: its steps are no sign that eight are full."""
+    history = make_history(1.0, decodes=8)
+    alone = [
+        replace(
+            one, roles={**one.roles, D: replace(one.roles[D], kv_tokens_used=4000, step_seconds=0.0063, decoding=1)}
+        )
+        for one in history.snapshots
+    ]
+    decision = plan(SPEC, alone[-1], History(tuple(alone)), alone[-1].at)
+    spread = [replace(one, roles={**one.roles, D: replace(one.roles[D], decoding=None)}) for one in alone]
+    blurred = plan(SPEC, spread[-1], History(tuple(spread)), spread[-1].at)
+    assert 4 * decision.roles[D].required < blurred.roles[D].required
+
+
+def test_a_fleet_that_nobody_asks_shrinks_by_halves_to_its_minimum() -> None:
+    busy = make_history(1.0, prefills=8, decodes=6).snapshots[-1]
+    spec = replace(SPEC, roles={P: RoleSpec(min=1, max=8), D: RoleSpec(min=2, max=8)})
+    scaler, counts, seen = Autoscaler(spec), {P: 8, D: 6}, []
+    for step in range(720):
+        now = step * 5.0
+        roles = {role: replace(busy.roles[role], replicas=counts[role], ready=counts[role]) for role in (P, D)}
+        counts = dict(scaler.decide(now, replace(busy, at=now, roles=roles)))
+        assert scaler.last is not None
+        if now < 240:
+            assert scaler.last.reason == "NothingMeasured"
+        if not seen or counts != seen[-1]:
+            seen.append(counts)
+    assert seen == [{P: 8, D: 6}, {P: 4, D: 3}, {P: 2, D: 2}, {P: 1, D: 2}]
+
+
+def test_requests_that_never_end_are_not_taken_for_idleness() -> None:
+    history = make_history(1.0, prefills=8)
+    stuck = [
+        replace(one, counters=replace(one.counters, finished=0, output_tokens=0))
+        for one in history.snapshots
+        if one.counters is not None
+    ]
+    decision = plan(SPEC, stuck[-1], History(tuple(stuck)), stuck[-1].at)
+    assert (decision.reason, decision.replicas[P]) == ("NothingMeasured", 8)
+    queued = make_history(0.0, prefills=8, queued=100)
+    assert decide(queued).held
+
+
 def test_counters_that_went_back_are_no_demand() -> None:
     history = make_history(3.0)
     fleet = history.snapshots[-1]

@@ -95,9 +95,13 @@ class KubeClient:
         """Put `body`; its resourceVersion must be the present one."""
         return await self._json("PUT", path, body=body, query={"fieldManager": FIELD_MANAGER})
 
-    async def apply(self, path: str, body: Manifest, *, force: bool) -> Manifest:
-        """Server-side apply as `tandem-operator`. `force` takes fields over that another manager set."""
-        query = {"fieldManager": FIELD_MANAGER, "force": "true" if force else "false"}
+    async def apply(self, path: str, body: Manifest, *, force: bool, manager: str = FIELD_MANAGER) -> Manifest:
+        """Server-side apply as `manager`. `force` takes fields over that another manager set.
+
+        Raises:
+            ConflictError: without `force`, another manager has given one of the fields another value.
+        """
+        query = {"fieldManager": manager, "force": "true" if force else "false"}
         return await self._json("PATCH", path, body=body, query=query, content_type=_APPLY)
 
     async def merge(self, path: str, patch: Manifest) -> Manifest:

@@ -12,8 +12,11 @@ from typing import Any, cast
 
 from tandem_api.names import FIELD_MANAGER
 
-from tandem_operator.manifests import Manifest, dig_list
+from tandem_operator.manifests import Manifest, dig, dig_list
 
+HANDOVER_MANAGER = f"{FIELD_MANAGER}-handover"
+"""Holds a number of replicas between the operator, which applies it no longer, and whoever is to scale from then on: a
+field that its only manager applies no longer falls back to its default."""
 _UPDATE, _APPLY = "Update", "Apply"
 
 
@@ -32,6 +35,15 @@ def claim(managed: Sequence[Manifest]) -> list[Manifest]:
         fields = _union(fields, entry.get("fieldsV1") or {})
     kept = {key: value for key, value in own[-1].items() if key != "time"}
     return [*(entry for entry in managed if entry not in own), kept | {"operation": _APPLY, "fieldsV1": fields}]
+
+
+def holds_replicas(manifest: Manifest) -> bool:
+    """Whether a manager other than the operator itself has set `spec.replicas`: then it stays without the operator."""
+    return any(
+        dig(entry, "fieldsV1", "f:spec", "f:replicas") is not None
+        for entry in dig_list(manifest, "metadata", "managedFields")
+        if not (_is_own(entry, _UPDATE) or _is_own(entry, _APPLY))
+    )
 
 
 def _is_own(entry: Manifest, operation: str) -> bool:

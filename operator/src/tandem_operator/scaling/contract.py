@@ -108,6 +108,8 @@ class RoleState:
     """Prompt tokens that a replica computes per second while it is busy: its velocity."""
     step_seconds: float | None = None
     """A decode step, in the mean over the replicas that decode."""
+    decoding: int | None = None
+    """How many replicas these are; None: all that are ready."""
     transfer_share: float | None = None
     """Of the bandwidth of the busiest link for keys and values."""
     starts: tuple[float, ...] = ()
@@ -165,6 +167,8 @@ class Decision:
     roles: Mapping[Role, RoleDecision]
     held: str = ""
     """Why nothing may move, or empty."""
+    reason: str = ""
+    """The same in one CamelCase word."""
     inputs: Mapping[str, float] = field(default_factory=dict[str, float])
     sentence: str = ""
     """Desired, observed, limit and inputs in words."""

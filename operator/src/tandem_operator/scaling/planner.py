@@ -34,6 +34,7 @@ DRAIN_SECONDS = 20.0
 """In which a backlog is worked off once all replicas are there."""
 FEWEST_REQUESTS = 20
 """Below which the last minutes tell nothing about requests."""
+NOTHING_MEASURED = "NothingMeasured"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,17 +51,19 @@ class Load:
 def plan(spec: ScalingSpec, fleet: Snapshot | None, history: History, now: float) -> Decision:
     """The replicas that each role should have now. `history` has `fleet` as its newest snapshot."""
     held = _find_obstacle(spec, fleet, now)
-    if held or fleet is None:
-        return _hold(spec, fleet, now, held)
+    if held is not None or fleet is None:
+        return _hold(spec, fleet, now, *(held or ("NoTelemetry", "nothing is known of the fleet")))
     load = read_load(spec, history)
+    if load is None and is_idle(fleet, history):
+        return _plan_idle(spec, fleet, history, now)
     if load is None:
-        return _hold(spec, fleet, now, "too few requests have been seen to know what they are like")
+        return _hold(spec, fleet, now, NOTHING_MEASURED, "too few requests have been seen to know what they are like")
     prefill, decode = fleet.roles[Role.PREFILL], fleet.roles[Role.DECODE]
     velocity = prefill.tokens_per_second
     room = _read_room(spec, fleet, history)
     if velocity is None or room is None:
         missing = "a prefill replica's velocity" if velocity is None else "a decode replica's step time"
-        return _hold(spec, fleet, now, f"{missing} has not been measured yet")
+        return _hold(spec, fleet, now, NOTHING_MEASURED, f"{missing} has not been measured yet")
     z = spec.tuning.deviations
     up = _size(spec, fleet, history, load, velocity, room, now, deviations=z, ahead=True)
     down = _size(spec, fleet, history, load, velocity, room, now, deviations=z + DOWN_DEVIATIONS, ahead=False)
@@ -206,7 +209,7 @@ def _read_room(spec: ScalingSpec, fleet: Snapshot, history: History) -> DecodeRo
     for snapshot in history.snapshots:
         state = snapshot.roles.get(Role.DECODE)
         if state is not None and state.step_seconds is not None and state.ready:
-            samples.append((state.kv_tokens_used / state.ready, state.step_seconds))
+            samples.append((state.kv_tokens_used / (state.decoding or state.ready), state.step_seconds))
     model = fit_steps(samples)
     decode = fleet.roles[Role.DECODE]
     if model is None or not decode.ready or not decode.kv_tokens_total:
@@ -214,25 +217,57 @@ def _read_room(spec: ScalingSpec, fleet: Snapshot, history: History) -> DecodeRo
     return find_room(model, decode.kv_tokens_total / decode.ready, spec.tpot)
 
 
-def _find_obstacle(spec: ScalingSpec, fleet: Snapshot | None, now: float) -> str:
-    """Why nothing may be decided, or empty."""
+def is_idle(fleet: Snapshot, history: History) -> bool:
+    """Whether it is known that nearly nothing has come for minutes, and that nothing waits."""
+    snapshots = history.snapshots
+    begin = next((one for one in reversed(snapshots) if fleet.at - one.at >= 2 * LONG_SECONDS), None)
+    if begin is None or begin.counters is None or fleet.counters is None:
+        return False
+    if fleet.counters.requests - begin.counters.requests >= FEWEST_REQUESTS:
+        return False
+    return not any(state.queued_requests or state.queued_tokens for state in fleet.roles.values())
+
+
+def _plan_idle(spec: ScalingSpec, fleet: Snapshot, history: History, now: float) -> Decision:
+    """Too little comes to be measured: half of what there is, each time nothing has asked for more for long."""
+    needs = {role: max(spec.roles[role].min, fleet.roles[role].replicas // 2) for role in spec.roles}
+    since = now - spec.behavior.scale_down_seconds
+    wishes: dict[Role, Wish] = {}
+    for role, need in needs.items():
+        present = fleet.roles[role].replicas
+        count = min(present, max(need, history.most_needed(role, since)))
+        wishes[role] = Wish(replicas=count, limit="stabilization" if count > need else "idle")
+    wishes = limit_budget(bound(limit_ratio(bound(wishes, spec), spec), spec), spec)
+    roles = {
+        role: RoleDecision(
+            replicas=wish.replicas, observed=fleet.roles[role].replicas, required=needs[role], limit=wish.limit
+        )
+        for role, wish in wishes.items()
+    }
+    sentence = f"{_say_roles(roles)}. Fewer than {FEWEST_REQUESTS} requests have come in {2 * LONG_SECONDS:.0f} s."
+    return Decision(at=now, roles=roles, sentence=sentence, needs=needs)
+
+
+def _find_obstacle(spec: ScalingSpec, fleet: Snapshot | None, now: float) -> tuple[str, str] | None:
+    """Why nothing may be decided: in a word, and in a sentence."""
     if fleet is None:
-        return "no gateway has told about the fleet"
+        return "NoTelemetry", "no gateway has told about the fleet"
     age = now - fleet.at
     if age > spec.behavior.stale_seconds:
-        return f"telemetry is {age:.0f} s old, and after {spec.behavior.stale_seconds:.0f} s it moves nothing"
+        text = f"telemetry is {age:.0f} s old, and after {spec.behavior.stale_seconds:.0f} s it moves nothing"
+        return "TelemetryStale", text
     if fleet.counters is None:
-        return "no gateway tells what arrives"
+        return "NoTelemetry", "no gateway tells what arrives"
     for role in (Role.PREFILL, Role.DECODE):
         state = fleet.roles.get(role)
         if state is None:
-            return f"nothing is known of {role.value} replicas"
+            return "NoTelemetry", f"nothing is known of {role.value} replicas"
         if not state.ready:
-            return f"no {role.value} replica is ready to be measured"
-    return ""
+            return NOTHING_MEASURED, f"no {role.value} replica is ready to be measured"
+    return None
 
 
-def _hold(spec: ScalingSpec, fleet: Snapshot | None, now: float, reason: str) -> Decision:
+def _hold(spec: ScalingSpec, fleet: Snapshot | None, now: float, reason: str, text: str) -> Decision:
     """Nothing moves."""
     states: Mapping[Role, RoleState] = fleet.roles if fleet is not None else {}
     roles = {
@@ -240,19 +275,23 @@ def _hold(spec: ScalingSpec, fleet: Snapshot | None, now: float, reason: str) ->
         for role, state in states.items()
         if role in spec.roles
     }
-    return Decision(at=now, roles=roles, held=reason, sentence=f"Nothing moves: {reason}.")
+    return Decision(at=now, roles=roles, held=text, reason=reason, sentence=f"Nothing moves: {text}.")
 
 
-def _explain(roles: dict[Role, RoleDecision], inputs: dict[str, float]) -> str:
-    """For people."""
+def _say_roles(roles: Mapping[Role, RoleDecision]) -> str:
     parts: list[str] = []
     for role, one in sorted(roles.items(), key=lambda item: item[0].value, reverse=True):
         if one.replicas == one.observed:
             parts.append(f"{role.value} stays at {one.observed} ({one.limit}; demand asks for {one.required})")
         else:
             parts.append(f"{role.value} {one.observed} → {one.replicas} ({one.limit}; demand asks for {one.required})")
+    return "; ".join(parts)
+
+
+def _explain(roles: dict[Role, RoleDecision], inputs: dict[str, float]) -> str:
+    """For people."""
     return (
-        f"{'; '.join(parts)}. {inputs['prompt_tokens_per_second']:.0f} prompt tokens/s arrive uncached, "
+        f"{_say_roles(roles)}. {inputs['prompt_tokens_per_second']:.0f} prompt tokens/s arrive uncached, "
         f"{inputs['prompt_tokens_per_second_ahead']:.0f} when a new replica is ready, "
         f"{inputs['prefill_tokens_per_second']:.0f} per prefill replica, {inputs['queued_tokens']:.0f} queued; "
         f"{inputs['requests_per_second']:.2f} requests/s of {inputs['output_tokens']:.0f} output tokens, "

@@ -34,6 +34,9 @@ class Blueprint:
     readiness gate of workers. Earlier releases gave none of it, and what runs is left as it is (`inherit`)."""
     commit: str | None = None
     """Of an `hf://` repository, what workers load; None: each resolves `spec.model.revision` for itself."""
+    left: frozenset[str] = frozenset()
+    """Components whose number of replicas something else sets at present: `replicas` of `model` follows it, and no
+    manifest says it."""
 
     @property
     def name(self) -> str:
@@ -80,6 +83,17 @@ class Blueprint:
         """Pods of a worker role: whole groups."""
         spec = self.worker_spec(role)
         return self.replicas(spec.replicas) * spec.nodes_per_replica
+
+    def surge_of(self, role: Role) -> int:
+        """Replicas that a role may have on top while it is changed. What something else scales has none: it would be
+        taken for a wish."""
+        spec = self.worker_spec(role)
+        return 0 if spec.scaling.mode == "External" else self.model.spec.rollout.surge_of(spec.replicas)
+
+    def unavailable_of(self, role: Role, replicas: int) -> int:
+        """Replicas that a role of so many may lack while it is changed. Without a surge one has to go first."""
+        allowed = self.model.spec.rollout.unavailable_of(replicas)
+        return max(1, allowed) if self.worker_spec(role).scaling.mode == "External" else allowed
 
     @property
     def revision(self) -> str:

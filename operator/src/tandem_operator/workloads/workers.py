@@ -86,7 +86,7 @@ def build_stateful_set(blueprint: Blueprint, role: Role, config: Manifest) -> Ma
         path=f"spec.{component}",
     )
     spec = {
-        "replicas": blueprint.num_pods(role),
+        **({} if component in blueprint.left else {"replicas": blueprint.num_pods(role)}),
         "serviceName": name,
         "podManagementPolicy": "Parallel",
         # Of a new StatefulSet. Later the partition says which pods are made from the newest template (`rolling`).

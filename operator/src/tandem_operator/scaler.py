@@ -1,0 +1,240 @@
+"""Decides, again and again, how many replicas the roles of models with the mode `SLO` should have.
+
+The decisions are those of `tandem_operator.scaling`, which is pure; here are the clock, the reports of gateways and
+what is remembered between two decisions. Nothing is written here: a decision that moves something, or that says
+something new, causes a look at the model, which follows it and tells it.
+
+What is remembered is no more than measurements. A process that begins anew keeps the replicas that `status.scaling`
+has, and takes away none before it has watched for as long as `scaleDownStabilization` says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from tandem_api.names import Role
+
+from tandem_operator import metrics
+from tandem_operator.fleet import FleetView, FleetWatch
+from tandem_operator.manifests import ModelKey
+from tandem_operator.pace import Pace
+from tandem_operator.replicas import Wish
+from tandem_operator.scaling.contract import Decision, Snapshot
+from tandem_operator.scaling.history import History
+from tandem_operator.scaling.observe import STALE_SECONDS, Heard, Totals, add_up, take_snapshot
+from tandem_operator.scaling.planner import plan
+from tandem_operator.scaling.slo import WINDOW_SECONDS, Attainment, judge, measure
+from tandem_operator.scaling.temper import temper
+from tandem_operator.scaling.words import TOLD_AGAIN_SECONDS
+from tandem_operator.scene import Scene
+
+PERIOD_SECONDS = 5.0
+_FRESH_SECONDS = 3 * PERIOD_SECONDS
+"""A decision that is older is not followed any more."""
+_NAMED = 3
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outlook:
+    """What was decided last about one model."""
+
+    generation: int
+    """Of the spec that it was decided for."""
+    decision: Decision | None
+    """None where no role of it has the mode `SLO`."""
+    attainment: Attainment
+    wishes: Mapping[Role, Wish] = field(default_factory=dict[Role, Wish])
+    """What is to be followed; empty in a dry run, and once it is too old."""
+
+
+@dataclass(slots=True)
+class _Model:
+    scene: Scene
+    totals: Totals
+    history: History
+    window: deque[tuple[Snapshot, tuple[int, ...]]] = field(
+        default_factory=deque[tuple[Snapshot, tuple[int, ...]]]
+    )  # fmt: skip
+    outlook: Outlook | None = None
+    decided_at: float = 0.0
+    active_at: float = 0.0
+    """When a decision was last not held."""
+    told: object = None
+    told_figures: object = None
+    told_at: float = 0.0
+    failed: bool = False
+
+
+class Scaler:
+    """Not thread-safe: it belongs to one event loop. It decides only while `run` runs, which is the leader's."""
+
+    def __init__(
+        self,
+        fleet: FleetWatch,
+        on_change: Callable[[ModelKey], None] = lambda key: None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+        pace: Pace | None = None,
+    ) -> None:
+        """`on_change` is called when a decision is to be followed or told."""
+        self._fleet = fleet
+        self._on_change = on_change
+        self._clock = clock
+        self._wall = wall
+        self._pace = pace or Pace()
+        self._models: dict[ModelKey, _Model] = {}
+
+    def follow(self, key: ModelKey, scene: Scene | None) -> None:
+        """This is how a model was seen last; None: nothing of it is decided or measured."""
+        if scene is None:
+            self.forget(key)
+            return
+        model = self._models.get(key)
+        if model is None:
+            model = _Model(scene=scene, totals=Totals(since=self._wall()), history=History())
+            self._models[key] = model
+            metrics.SCALED_MODELS.set(len(self._models))
+        elif scene.circumstances.followed == model.scene.circumstances.followed:
+            model.scene = scene
+            return
+        model.scene, model.outlook, model.active_at = scene, None, self._clock()
+        self._remember_present(model, model.active_at)
+
+    def forget(self, key: ModelKey) -> None:
+        """The model is gone, or has no targets."""
+        if self._models.pop(key, None) is not None:
+            metrics.SCALED_MODELS.set(len(self._models))
+            metrics.forget_replicas(key)
+
+    def follows(self, key: ModelKey) -> bool:
+        return key in self._models
+
+    def outlook(self, key: ModelKey, generation: int) -> Outlook | None:
+        """What was decided last for this generation of the spec; None before the first time."""
+        model = self._models.get(key)
+        if model is None or model.outlook is None or model.outlook.generation != generation:
+            return None
+        is_fresh = self._clock() - model.decided_at <= _FRESH_SECONDS
+        return model.outlook if is_fresh else replace(model.outlook, wishes={})
+
+    async def run(self) -> None:
+        """Decide until cancelled."""
+        while True:
+            await asyncio.sleep(PERIOD_SECONDS)
+            await self.decide_all()
+
+    async def decide_all(self) -> None:
+        """One decision about every model, each in a turn of its own."""
+        for key in list(self._models):
+            await self._pace.turn()
+            if (model := self._models.get(key)) is None:
+                continue
+            try:
+                self._decide(key, model)
+                model.failed = False
+            except Exception as error:
+                # A defect met by one model must not stop the others. It moves nothing.
+                metrics.SCALING_DECISIONS.labels("error").inc()
+                if not model.failed:
+                    log.exception("cannot decide about replicas; will try again", extra={"model": str(key)})
+                    self._fail(key, model, error)
+                model.failed = True
+
+    def _decide(self, key: ModelKey, model: _Model) -> None:
+        now, scene = self._clock(), model.scene
+        heard = [Heard(report=report, age=age) for report, age in self._fleet.heard(key)]
+        model.totals = add_up(model.totals, heard)
+        snapshot = take_snapshot(heard, scene.counts, model.totals, now=now)
+        silent = _silent(self._fleet.view(key))
+        if snapshot is not None and not silent:
+            model.history = model.history.observe(snapshot)
+            model.window.append((snapshot, model.totals.ttft_counts))
+        while model.window and model.window[0][0].at < now - WINDOW_SECONDS:
+            model.window.popleft()
+        decision = None
+        if scene.circumstances.followed:
+            decision = self._plan(model, snapshot, silent, now)
+            model.history = model.history.record(decision)
+            if not decision.held:
+                model.active_at = now
+            elif now - model.active_at > STALE_SECONDS:
+                self._remember_present(model, now)  # nobody knows what has been needed meanwhile
+            _count(key, decision, dry_run=scene.dry_run)
+        attainment = judge(scene.ttft, scene.tpot, measure(model.window))
+        wishes = {} if decision is None or scene.dry_run else _wishes(decision)
+        model.outlook = Outlook(
+            generation=scene.generation, decision=decision, attainment=attainment, wishes=wishes
+        )  # fmt: skip
+        model.decided_at = now
+        said, figures = _substance(decision, attainment), _figures(decision)
+        is_due = now - model.told_at >= TOLD_AGAIN_SECONDS and figures != model.told_figures
+        if wishes or said != model.told or is_due:
+            model.told, model.told_figures, model.told_at = said, figures, now
+            self._on_change(key)
+
+    @staticmethod
+    def _remember_present(model: _Model, now: float) -> None:
+        """What is there counts as needed until now."""
+        present = {role: count.replicas for role, count in model.scene.counts.items()}
+        model.history = model.history.record(Decision(at=now, roles={}, needs=present))
+
+    def _fail(self, key: ModelKey, model: _Model, error: Exception) -> None:
+        text = f"the planner has failed ({type(error).__name__}: {error}); the operator's log has more"
+        decision = _held(self._clock(), "PlannerFailed", text) if model.scene.circumstances.followed else None
+        unknown = Attainment(met=None, reason="PlannerFailed", message=text)
+        model.outlook = Outlook(generation=model.scene.generation, decision=decision, attainment=unknown)
+        model.decided_at, model.told = 0.0, None
+        self._on_change(key)
+
+    def _plan(self, model: _Model, snapshot: Snapshot | None, silent: Mapping[str, str], now: float) -> Decision:
+        scene = model.scene
+        if scene.spec is None:
+            return _held(now, "CannotBeSized", scene.problem)
+        if silent:
+            named = "; ".join(f"{name}: {silent[name]}" for name in sorted(silent)[:_NAMED])
+            return _held(now, "NoTelemetry", f"{len(silent)} gateways do not report, so demand is not known: {named}")
+        return temper(scene.spec, plan(scene.spec, snapshot, model.history, now), scene.circumstances)
+
+
+def _silent(view: FleetView) -> dict[str, str]:
+    """Gateways that take requests and do not say how many."""
+    return {**view.silent, **dict.fromkeys(view.unable, "its release has no reports")}
+
+
+def _held(now: float, reason: str, text: str) -> Decision:
+    return Decision(at=now, roles={}, held=text, reason=reason, sentence=f"Nothing moves: {text}.")
+
+
+def _wishes(decision: Decision) -> dict[Role, Wish]:
+    return {
+        role: Wish(observed=one.observed, replicas=one.replicas)
+        for role, one in decision.roles.items()
+        if one.replicas != one.observed
+    }
+
+
+def _substance(decision: Decision | None, attainment: Attainment) -> object:
+    """What is told at once when it changes."""
+    told = None if decision is None else (decision.reason, decision.replicas)
+    return told, attainment.status, attainment.reason
+
+
+def _figures(decision: Decision | None) -> object:
+    """What is told when it has changed, after a while."""
+    return None if decision is None else [(one.limit, one.required) for one in decision.roles.values()]
+
+
+def _count(key: ModelKey, decision: Decision, *, dry_run: bool) -> None:
+    ups = [one.replicas - one.observed for one in decision.roles.values()]
+    result = "held" if decision.held else "up" if max(ups, default=0) > 0 else "down" if min(ups, default=0) else "same"
+    metrics.SCALING_DECISIONS.labels("dry_run" if dry_run and result in ("up", "down") else result).inc()
+    for role, one in decision.roles.items():
+        metrics.note_replicas(key, role.value, desired=one.replicas, required=one.required)

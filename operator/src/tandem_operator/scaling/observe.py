@@ -1,0 +1,208 @@
+"""From gateways' reports and counts of pods to the planner's snapshot. Pure.
+
+Counters of gateways are added up by differences: one that restarts, or goes, does not make a total go back. A sample of
+a worker counts while it is fresh, the freshest of all gateways; what nobody has measured stays unknown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import zip_longest
+from math import isfinite
+from typing import TypeVar
+
+from tandem_api.fleet import TTFT_BOUNDS, FleetReport, Traffic
+from tandem_api.launch import KVConfig
+from tandem_api.names import Role
+from tandem_api.telemetry import WorkerTelemetry
+
+from tandem_operator.scaling.contract import Counters, RoleState, Snapshot
+
+STALE_SECONDS = 30.0
+"""An older sample of a worker says nothing."""
+_BLOCK_TOKENS = KVConfig().block_size
+_KEPT = 256
+"""Gateways, and workers of each, whose last counts are kept: enough for those that come back."""
+_NO_TRAFFIC = Counters(
+    requests=0, prompt_tokens=0, prompt_squares=0.0, computed_prompt_tokens=0, computed_tokens=0, finished=0,
+    output_tokens=0,
+)  # fmt: skip
+
+K = TypeVar("K")
+V = TypeVar("V")
+Started = tuple[str, float]
+"""A gateway and when it started: one that restarts counts anew."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heard:
+    """A report, and how long ago it was read."""
+
+    report: FleetReport
+    age: float
+    """Seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleCount:
+    """What there is of a role, counted in replicas."""
+
+    replicas: int
+    """What the role is given."""
+    leaders: frozenset[str] = frozenset()
+    """Pods that lead the ready replicas."""
+    starts: tuple[float, ...] = ()
+    """Seconds from creation to Ready of the newest ready replicas, the newest last."""
+
+    @property
+    def ready(self) -> int:
+        return len(self.leaders)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    """What all gateways have counted since the beginning."""
+
+    since: float
+    """Unix seconds: of a gateway that started earlier, the first report is where counting begins."""
+    counters: Counters = _NO_TRAFFIC
+    ttft_counts: tuple[int, ...] = ()
+    """Streams by seconds to the first token, in the buckets of the gateways' reports."""
+    traffic: Mapping[Started, Counters] = field(default_factory=dict[Started, Counters])
+    """What each gateway said last."""
+    times: Mapping[tuple[Started, str, str], tuple[int, ...]] = field(
+        default_factory=dict[tuple[Started, str, str], tuple[int, ...]]
+    )
+    """The same of times to the first token, by worker and its address."""
+
+
+def add_up(totals: Totals, heard: Iterable[Heard]) -> Totals:
+    """The totals with what these reports add."""
+    counters, ttft = totals.counters, totals.ttft_counts
+    traffic, times = dict(totals.traffic), dict(totals.times)
+    for report in (one.report for one in heard):
+        started: Started = (report.gateway, report.started_at)
+        counts_whole = started in traffic or report.started_at >= totals.since
+        if (said := _read_traffic(report.traffic)) is not None:
+            before = traffic.pop(started, None)
+            traffic[started] = said
+            if before is not None or counts_whole:
+                counters = _plus(counters, said if before is None or _fell(said, before) else _minus(said, before))
+        for worker in report.workers:
+            if len(worker.ttft_counts) != len(TTFT_BOUNDS) + 1:
+                continue  # a prefill worker, or a gateway of another release
+            key, counts = (started, worker.name, worker.address), tuple(worker.ttft_counts)
+            known = times.pop(key, None)
+            times[key] = counts
+            if known is None and not counts_whole:
+                continue
+            began_anew = known is None or sum(counts) < sum(known)
+            more = (
+                counts
+                if began_anew or known is None
+                else tuple(max(0, a - b) for a, b in zip(counts, known, strict=True))
+            )
+            ttft = tuple(a + b for a, b in zip_longest(ttft, more, fillvalue=0))
+    return Totals(
+        since=totals.since, counters=counters, ttft_counts=ttft, traffic=_newest(traffic, _KEPT),
+        times=_newest(times, _KEPT * _KEPT),
+    )  # fmt: skip
+
+
+def take_snapshot(
+    heard: Sequence[Heard], counts: Mapping[Role, RoleCount], totals: Totals, *, now: float
+) -> Snapshot | None:
+    """The fleet as it was when the oldest of these reports was read. None without a report."""
+    if not heard:
+        return None
+    samples = _samples(heard)
+    waiting = [one.report.traffic for one in heard if one.report.traffic is not None]
+    roles: dict[Role, RoleState] = {}
+    for role, count in counts.items():
+        found = [samples[name] for name in sorted(count.leaders) if name in samples]
+        state = _role_state(count, found)
+        if role is Role.PREFILL:
+            state = _with_waiting(state, waiting)
+        roles[role] = state
+    tells = all(_read_traffic(one.report.traffic) is not None for one in heard)
+    return Snapshot(
+        at=now - max(one.age for one in heard), roles=roles, counters=totals.counters if tells else None
+    )  # fmt: skip
+
+
+def _role_state(count: RoleCount, samples: Sequence[WorkerTelemetry]) -> RoleState:
+    decoding = [sample for sample in samples if sample.running_requests]
+    return RoleState(
+        replicas=count.replicas,
+        ready=count.ready,
+        warming=max(0, count.replicas - count.ready),
+        queued_requests=sum(sample.queued_requests for sample in samples),
+        queued_tokens=sum(sample.queued_prefill_tokens for sample in samples),
+        running_requests=sum(sample.running_requests for sample in samples),
+        kv_tokens_used=sum(sample.running_tokens for sample in samples),
+        kv_tokens_total=sum(sample.kv_blocks_total for sample in samples) * _BLOCK_TOKENS,
+        tokens_per_second=_mean(sample.prefill_tokens_per_second for sample in samples),
+        step_seconds=_mean(sample.decode_step_seconds for sample in decoding),
+        decoding=len(decoding),
+        starts=count.starts,
+    )
+
+
+def _with_waiting(state: RoleState, traffic: Sequence[Traffic]) -> RoleState:
+    """What gateways hold back has not been computed either."""
+    return replace(
+        state,
+        queued_requests=state.queued_requests + sum(one.waiting_requests for one in traffic),
+        queued_tokens=state.queued_tokens + sum(one.waiting_tokens for one in traffic),
+    )
+
+
+def _samples(heard: Sequence[Heard]) -> dict[str, WorkerTelemetry]:
+    """The freshest sample of each worker, by pod."""
+    found: dict[str, tuple[float, WorkerTelemetry]] = {}
+    for one in heard:
+        for worker in one.report.workers:
+            sample = worker.telemetry
+            if sample is None or worker.telemetry_age is None or not _is_sane(sample):
+                continue
+            age = one.age + worker.telemetry_age
+            if age <= STALE_SECONDS and (worker.name not in found or age < found[worker.name][0]):
+                found[worker.name] = age, sample
+    return {name: sample for name, (_, sample) in found.items()}
+
+
+def _is_sane(sample: WorkerTelemetry) -> bool:
+    counts = (
+        sample.running_requests, sample.queued_requests, sample.running_tokens, sample.queued_prefill_tokens,
+        sample.kv_blocks_total,
+    )  # fmt: skip
+    return min(counts) >= 0
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    """Of those that are measured."""
+    known = [value for value in values if value is not None and isfinite(value) and value > 0]
+    return sum(known) / len(known) if known else None
+
+
+def _read_traffic(traffic: Traffic | None) -> Counters | None:
+    if traffic is None or not isfinite(traffic.prompt_squares):
+        return None
+    return Counters(**{f.name: getattr(traffic, f.name) for f in fields(Counters)})
+
+
+def _fell(now: Counters, before: Counters) -> bool:
+    return any(getattr(now, f.name) < getattr(before, f.name) for f in fields(Counters))
+
+
+def _plus(one: Counters, other: Counters) -> Counters:
+    return Counters(**{f.name: getattr(one, f.name) + getattr(other, f.name) for f in fields(Counters)})
+
+
+def _minus(one: Counters, other: Counters) -> Counters:
+    return Counters(**{f.name: getattr(one, f.name) - getattr(other, f.name) for f in fields(Counters)})
+
+
+def _newest(known: Mapping[K, V], most: int) -> dict[K, V]:
+    return {key: known[key] for key in list(known)[-most:]}

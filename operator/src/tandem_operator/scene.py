@@ -1,0 +1,149 @@
+"""What a look at a model tells those who decide about its replicas. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tandem_api.inferencemodel import InferenceModelSpec, RolloutStatus
+from tandem_api.names import Role
+from tandem_api.quantities import parse_duration
+
+from tandem_operator.groups import Group, group_pods
+from tandem_operator.manifests import Manifest, dig, dig_list
+from tandem_operator.observation import parse_time, pods_of, workload_key
+from tandem_operator.planner import Children
+from tandem_operator.replicas import COMPONENTS
+from tandem_operator.scaling.contract import Behavior, RoleSpec, ScalingSpec, Target
+from tandem_operator.scaling.observe import RoleCount
+from tandem_operator.scaling.temper import Circumstances
+from tandem_operator.workloads.blueprint import Blueprint
+
+FALLING_SECONDS = 60.0
+_LONGEST_START = 6 * 3600.0
+"""A pod that became ready later than this after it was made was ready before."""
+_STARTS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """One model with targets."""
+
+    generation: int = 0
+    """Of the spec that it was seen with."""
+    spec: ScalingSpec | None
+    """None where the planner cannot size this model; `problem` says why."""
+    problem: str = ""
+    ttft: Target
+    tpot: Target
+    counts: Mapping[Role, RoleCount] = field(default_factory=dict[Role, RoleCount])
+    circumstances: Circumstances
+    dry_run: bool = False
+
+
+def set_scene(blueprint: Blueprint, live: Children, rollout: RolloutStatus | None) -> Scene | None:
+    """What there is of a model, for decisions about its replicas; None where it has no targets, or is suspended.
+
+    `blueprint` has the replicas that are in force, `live` the model's own workloads.
+    """
+    model = blueprint.model
+    slo = model.spec.slo
+    if slo is None or model.spec.suspend:
+        return None
+    ttft = Target(
+        percentile=slo.ttft.percentile / 100,
+        seconds=slo.ttft.seconds,
+        seconds_per_token=slo.ttft.seconds_per_thousand_tokens / 1000,
+    )
+    tpot = Target(seconds=slo.tpot.seconds)
+    followed = frozenset(
+        role
+        for component, role in COMPONENTS.items()
+        if (own := getattr(model.spec, component)) is not None and own.scaling.mode == "SLO"
+    )
+    groups = {role: _groups(blueprint, role, live) for role in blueprint.worker_roles}
+    counts = {role: _count(blueprint, role, found) for role, found in groups.items()}
+    spec, problem = None, ""
+    if followed:
+        try:
+            spec = _scaling_spec(model.spec, ttft=ttft, tpot=tpot)
+        except ValueError as error:
+            problem = str(error)
+    return Scene(
+        generation=model.metadata.generation,
+        spec=spec,
+        problem=problem,
+        ttft=ttft,
+        tpot=tpot,
+        counts=counts,
+        circumstances=Circumstances(
+            followed=followed,
+            rolling=is_rolling(rollout),
+            steady={role: _steady(found) for role, found in groups.items()},
+        ),
+        dry_run=model.spec.autoscaling.dry_run,
+    )
+
+
+def is_rolling(state: RolloutStatus | None) -> bool:
+    """Whether replicas are being replaced, or tried."""
+    return state is None or state.phase not in ("Complete", "RolledBack")
+
+
+def _scaling_spec(spec: InferenceModelSpec, *, ttft: Target, tpot: Target) -> ScalingSpec:
+    """Raises ValueError where no number of replicas would do."""
+    if spec.prefill is None:
+        raise ValueError("the revision that runs has no prefill workers, and prefill and decode are sized together")
+    roles: dict[Role, RoleSpec] = {}
+    for role, own in ((Role.PREFILL, spec.prefill), (Role.DECODE, spec.decode)):
+        fixed = max(1, own.replicas)  # of a role that somebody else decides about
+        least, most = (own.scaling.min, own.scaling.max) if own.scaling.mode == "SLO" else (fixed, fixed)
+        roles[role] = RoleSpec(min=least, max=most or fixed, gpus=own.num_gpus)
+    scaling = spec.autoscaling
+    patience = parse_duration(scaling.behavior.scale_down_stabilization)
+    return ScalingSpec(
+        roles=roles,
+        ttft=ttft,
+        tpot=tpot,
+        gpu_budget=scaling.gpu_budget,
+        min_ratio=scaling.role_ratio.min,
+        max_ratio=float("inf") if scaling.role_ratio.max is None else scaling.role_ratio.max,
+        behavior=Behavior(scale_down_seconds=patience, falling_seconds=min(FALLING_SECONDS, patience)),
+    )
+
+
+def _groups(blueprint: Blueprint, role: Role, live: Children) -> list[Group]:
+    return group_pods(pods_of(workload_key(blueprint, role), live), blueprint.worker_spec(role).nodes_per_replica)
+
+
+def _count(blueprint: Blueprint, role: Role, groups: list[Group]) -> RoleCount:
+    ready = [group.pods[0] for group in groups if group.is_ready]
+    newest = sorted(ready, key=lambda pod: str(dig(pod, "metadata", "creationTimestamp")))[-_STARTS:]
+    return RoleCount(
+        replicas=blueprint.replicas(blueprint.worker_spec(role).replicas),
+        leaders=frozenset(pod["metadata"]["name"] for pod in ready),
+        starts=tuple(seconds for pod in newest if (seconds := _start_seconds(pod)) is not None),
+    )
+
+
+def _start_seconds(pod: Manifest) -> float | None:
+    """From creation to Ready; None where a container ended in between, or it was ready before."""
+    if any(status.get("restartCount") for status in dig_list(pod, "status", "containerStatuses")):
+        return None
+    made = parse_time(dig(pod, "metadata", "creationTimestamp"))
+    ready = next((c for c in dig_list(pod, "status", "conditions") if c.get("type") == "Ready"), Manifest())
+    since = parse_time(ready.get("lastTransitionTime"))
+    if made is None or since is None:
+        return None
+    seconds = (since - made).total_seconds()
+    return seconds if 0 < seconds <= _LONGEST_START else None
+
+
+def _steady(groups: list[Group]) -> int:
+    """How many replicas, from the first on, are ready without a gap."""
+    count = 0
+    for group in groups:
+        if group.index != count or not group.is_ready:
+            break
+        count += 1
+    return count

@@ -1,0 +1,189 @@
+"""What gateways report, added up: totals that only grow, samples that are fresh, and nothing made up."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import fields
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tandem_api.fleet import TTFT_BOUNDS, FleetReport, Traffic, WorkerReport
+from tandem_api.names import Role
+from tandem_api.telemetry import WorkerTelemetry
+from tandem_operator.scaling.contract import Counters, RoleDecision, RoleSpec, ScalingSpec, Target
+from tandem_operator.scaling.contract import Decision as Decided
+from tandem_operator.scaling.observe import STALE_SECONDS, Heard, RoleCount, Totals, add_up, take_snapshot
+from tandem_operator.scaling.slo import Measured, judge
+from tandem_operator.scaling.temper import Circumstances, temper
+
+P, D = Role.PREFILL, Role.DECODE
+BUCKETS = len(TTFT_BOUNDS) + 1
+
+
+def telemetry(pod: str, role: Role = P, **figures: Any) -> WorkerTelemetry:
+    told: dict[str, Any] = {
+        "draining": False, "running_requests": 0, "queued_requests": 0, "running_tokens": 0,
+        "queued_prefill_tokens": 0, "kv_blocks_used": 0, "kv_blocks_cached": 0, "kv_blocks_total": 100,
+        "kv_eviction_horizon": 0.0,
+    }  # fmt: skip
+    return WorkerTelemetry(model_name="m", role=role, revision="r", pod=pod, **(told | figures))
+
+
+def worker(name: str, role: Role = P, age: float | None = 0.0, ttft: Any = (), **figures: Any) -> WorkerReport:
+    return WorkerReport(
+        name=name, address="10.0.0.1:8000", role=role, revision="r", state="Admitted", ttft_counts=list(ttft),
+        telemetry=telemetry(name, role, **figures), telemetry_age=age,
+    )  # fmt: skip
+
+
+def heard(gateway: str, *workers: WorkerReport, age: float = 0.0, started: float = 100.0, **traffic: Any) -> Heard:
+    told = None if traffic.get("none") else Traffic(**traffic)
+    report = FleetReport(gateway=gateway, started_at=started, at=0.0, workers=list(workers), traffic=told)
+    return Heard(report=report, age=age)
+
+
+def counts(**leaders: list[str]) -> dict[Role, RoleCount]:
+    return {Role(role): RoleCount(replicas=len(found) + 1, leaders=frozenset(found)) for role, found in leaders.items()}
+
+
+def test_roles_are_summed_over_their_ready_workers() -> None:
+    workers = [
+        worker("p-0", queued_prefill_tokens=100, queued_requests=1, prefill_tokens_per_second=1000.0),
+        worker("p-1", queued_prefill_tokens=50, prefill_tokens_per_second=3000.0),
+        worker("p-2", queued_prefill_tokens=999, prefill_tokens_per_second=9.0),
+        worker("d-0", D, running_requests=2, running_tokens=300, decode_step_seconds=0.02),
+        worker("d-1", D, decode_step_seconds=0.5, running_tokens=0),
+    ]
+    seen = take_snapshot(
+        [heard("a", *workers, waiting_tokens=7, waiting_requests=2), heard("b")],
+        counts(prefill=["p-0", "p-1"], decode=["d-0", "d-1"]), Totals(since=0.0), now=50.0,
+    )  # fmt: skip
+    assert seen is not None
+    prefill, decode = seen.roles[P], seen.roles[D]
+    assert (prefill.replicas, prefill.ready, prefill.warming) == (3, 2, 1)
+    assert (prefill.queued_tokens, prefill.queued_requests, prefill.tokens_per_second) == (157, 3, 2000.0)
+    assert (decode.running_requests, decode.kv_tokens_used, decode.kv_tokens_total) == (2, 300, 3200)
+    assert decode.step_seconds == 0.02, "a step that a worker took long ago says nothing"
+    assert (prefill.busy, decode.transfer_share) == (None, None), "nobody measures it"
+
+
+def test_of_several_samples_the_freshest_counts_and_stale_ones_do_not() -> None:
+    old, new = worker("p-0", age=20.0, queued_prefill_tokens=1), worker("p-0", age=5.0, queued_prefill_tokens=2)
+    stale, untold = worker("p-1", age=STALE_SECONDS - 1, prefill_tokens_per_second=1.0), worker("p-2", age=None)
+    garbage = worker("p-3", queued_prefill_tokens=-5, prefill_tokens_per_second=float("nan"))
+    seen = take_snapshot(
+        [heard("a", old, stale, age=1.5), heard("b", new, untold, garbage, age=8.0)],
+        counts(prefill=["p-0", "p-1", "p-2", "p-3"]), Totals(since=0.0), now=50.0,
+    )  # fmt: skip
+    assert seen is not None
+    assert (seen.roles[P].queued_tokens, seen.roles[P].tokens_per_second) == (2, None)
+    assert seen.at == 42.0, "as old as the oldest report"
+
+
+@pytest.mark.parametrize("traffic", [{"none": True}, {"prompt_squares": float("inf")}])
+def test_a_gateway_that_does_not_tell_leaves_demand_unknown(traffic: dict[str, Any]) -> None:
+    both = [heard("a", requests=5), heard("b", **traffic)]
+    seen = take_snapshot(both, {}, add_up(Totals(since=0.0), both), now=0.0)
+    assert seen is not None
+    assert seen.counters is None
+    assert take_snapshot([], {}, Totals(since=0.0), now=0.0) is None
+
+
+def test_of_a_gateway_that_was_there_before_only_what_is_new_counts() -> None:
+    totals = Totals(since=1000.0)
+    for requests in (700, 705):
+        totals = add_up(totals, [heard("old", worker("d-0", D, ttft=[requests] * BUCKETS), requests=requests)])
+    assert (totals.counters.requests, sum(totals.ttft_counts)) == (5, 5 * BUCKETS)
+    totals = add_up(totals, [heard("new", started=1001.0, requests=3)])
+    assert totals.counters.requests == 8
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10_000))
+def test_totals_only_grow_and_miss_nothing_whatever_becomes_of_gateways(seed: int) -> None:
+    """Gateways restart, go, come and are not heard for a while."""
+    chance, totals, truth = random.Random(seed), Totals(since=0.0), 0
+    live: dict[str, tuple[float, int]] = {}
+    before = totals.counters
+    for step in range(60):
+        name = f"g-{chance.randrange(4)}"
+        match chance.randrange(6):
+            case 0:
+                live[name] = (float(step + 1), 0)
+            case 1 if name in live:
+                totals = add_up(totals, [heard(name, started=live[name][0], requests=live[name][1])])
+                del live[name]
+            case _ if name in live:
+                more = chance.randrange(20)
+                live[name], truth = (live[name][0], live[name][1] + more), truth + more
+                totals = add_up(totals, [heard(name, started=live[name][0], requests=live[name][1])])
+            case _:
+                pass
+        assert all(getattr(totals.counters, f.name) >= getattr(before, f.name) for f in fields(Counters))
+        before = totals.counters
+    assert totals.counters.requests == truth
+
+
+def decided(prefill: tuple[int, int], decode: tuple[int, int]) -> Decided:
+    roles = {
+        role: RoleDecision(observed=before, replicas=after, required=after, limit="TTFT target")
+        for role, (before, after) in ((P, prefill), (D, decode))
+    }
+    return Decided(at=0.0, roles=roles)
+
+
+SPEC = ScalingSpec(
+    roles={P: RoleSpec(max=50), D: RoleSpec(max=50)}, ttft=Target(seconds=1.0), tpot=Target(seconds=0.1), gpu_budget=40
+)
+COUNT = st.integers(1, 20)
+
+
+@given(COUNT, COUNT, COUNT, COUNT, st.booleans(), st.integers(0, 20), st.sets(st.sampled_from([P, D])))
+def test_what_is_tempered_takes_nothing_that_serves_and_keeps_the_budget(
+    p: int, to_p: int, d: int, to_d: int, rolling: bool, steady: int, followed: set[Role]
+) -> None:
+    circumstances = Circumstances(followed=frozenset(followed), rolling=rolling, steady={P: steady, D: steady})
+    found = temper(SPEC, decided((p, to_p), (d, to_d)), circumstances)
+    assert found.roles.keys() == followed
+    for role, one in found.roles.items():
+        asked = {P: to_p, D: to_d}[role]
+        assert one.replicas in (one.observed, asked)
+        if one.replicas < one.observed:
+            assert not rolling
+            assert one.replicas <= steady
+        if asked < one.observed == one.replicas:
+            assert one.limit in ("rollout", "readiness")
+    whole = {P: p, D: d} | found.replicas
+    assert sum(whole.values()) <= max(40, p + d)
+
+
+FAST, SLOW = [0, 0, 0, 0, 40, *[0] * (BUCKETS - 5)], [0, 0, 0, 0, 10, 30, *[0] * (BUCKETS - 6)]
+"""All within 0.5 to 1 s; most of them within 1 to 2 s."""
+
+
+@pytest.mark.parametrize(
+    ("times", "step", "seconds", "met", "reason"),
+    [
+        (FAST, 0.01, 1.0, True, "TargetsMet"),
+        (FAST, 0.2, 1.0, False, "TPOTMissed"),
+        (SLOW, 0.01, 1.0, False, "TTFTMissed"),
+        (SLOW, 0.01, 1.5, None, "BetweenBounds"),
+        (SLOW, 0.2, 1.5, False, "TPOTMissed"),
+        (SLOW, 0.01, 2.0, True, "TargetsMet"),
+        ([1], 0.01, 1.0, None, "TooFewStreams"),
+        (FAST, None, 1.0, None, "NothingDecoded"),
+    ],
+)
+def test_targets_count_as_met_only_where_that_is_measured(
+    times: list[int], step: float | None, seconds: float, met: bool | None, reason: str
+) -> None:
+    measured = Measured(ttft_counts=times, prompt_tokens=100.0, step_seconds=step)
+    found = judge(Target(seconds=seconds), Target(seconds=0.1), measured)
+    assert (found.met, found.reason) == (met, reason)
+
+
+def test_longer_prompts_may_take_longer() -> None:
+    measured = Measured(ttft_counts=SLOW, prompt_tokens=5000.0, step_seconds=0.01)
+    assert judge(Target(seconds=1.0, seconds_per_token=2e-4), Target(seconds=0.1), measured).met
