@@ -1,6 +1,7 @@
 """Whole events only, counted, whatever the reads look like."""
 
 import json
+import time
 from itertools import pairwise
 
 import pytest
@@ -57,6 +58,16 @@ def test_an_event_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     stream.feed(b"x" * 900)
     with pytest.raises(EventTooLarge):
         stream.feed(b"x" * 200)
+
+
+def test_what_an_event_costs_does_not_depend_on_how_many_reads_it_takes() -> None:
+    """The last events of the Responses API repeat the answer and much of the request: up to 4 MB in small reads."""
+    event = b"event: response.completed\ndata: " + b"x" * 3_000_000 + b"\n\n"
+    stream = EventStream()
+    began = time.thread_time()
+    found = b"".join(stream.feed(event[start : start + 1024]) for start in range(0, len(event), 1024))
+    assert time.thread_time() - began < 2, "it is a hundredth of that, and was 10 seconds"
+    assert (found, stream.done) == (event, True)
 
 
 def test_the_workers_own_error_event_is_recognised_and_text_about_errors_is_not() -> None:

@@ -30,7 +30,7 @@ _GROWN_BYTES = 16 * 1024
 class JournaledStream(EventStream):
     """Takes a stream apart: events for the client, marks for the journal. O(1) per read of one marked unit."""
 
-    __slots__ = ("_searched", "head", "journal", "keeps")
+    __slots__ = ("_partial", "_searched", "head", "journal", "keeps")
 
     def __init__(self, head: bytes) -> None:
         """`head` is what the worker said in the header."""
@@ -39,6 +39,7 @@ class JournaledStream(EventStream):
         self.journal = bytearray()
         """Once it is not kept any more, its last line alone."""
         self.keeps = True
+        self._partial: bytes = b""
         self._searched = 0
         """So many bytes of what is held have no mark."""
 

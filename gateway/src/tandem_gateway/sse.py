@@ -26,11 +26,11 @@ class EventStream:
     Invariant: everything returned by `feed` ends at an event border, so an error event can follow at any time.
     """
 
-    __slots__ = ("_last", "_partial", "_previous", "events")
+    __slots__ = ("_held", "_last", "_previous", "events")
 
     def __init__(self) -> None:
         self.events: int = 0
-        self._partial: bytes = b""
+        self._held = bytearray()
         # Two reads are enough to find the end of the stream and the usage before it.
         self._previous: bytes = b""
         self._last: bytes = b""
@@ -41,7 +41,7 @@ class EventStream:
         Raises:
             EventTooLarge: no event border within MAX_EVENT_BYTES.
         """
-        if self._partial or not data.endswith(b"\n\n"):
+        if self._held or not data.endswith(b"\n\n"):
             data = self._cut(data)
             if not data:
                 return data
@@ -51,14 +51,17 @@ class EventStream:
         return data
 
     def _cut(self, data: bytes) -> bytes:
-        data = self._partial + data
-        lf, crlf = data.rfind(b"\n\n"), data.rfind(b"\r\n\r\n")
+        held = self._held
+        known = max(0, len(held) - 3)  # no border ends before: an event of megabytes comes in hundreds of reads
+        held += data
+        lf, crlf = held.rfind(b"\n\n", known), held.rfind(b"\r\n\r\n", known)
         border = max(lf + 2 if lf >= 0 else 0, crlf + 4 if crlf >= 0 else 0)
-        self._partial = data[border:]
-        if len(self._partial) > MAX_EVENT_BYTES:
+        if len(held) - border > MAX_EVENT_BYTES:
             raise EventTooLarge
-        self.events += data.count(b"\r\n\r\n", 0, border)
-        return data[:border]
+        whole = bytes(held[:border])
+        del held[:border]
+        self.events += whole.count(b"\r\n\r\n")
+        return whole
 
     @property
     def tail(self) -> bytes:
