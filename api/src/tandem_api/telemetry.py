@@ -2,38 +2,69 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt
+
 from tandem_api.base import Wire
 from tandem_api.names import Role
 
+Amount = Annotated[FiniteFloat, Field(ge=0)]
+
 
 class WorkerTelemetry(Wire):
-    """One sample. Figures that the machine cannot measure are absent (None), never zero."""
+    """One sample. Figures that the machine cannot measure are absent (None), never zero.
+
+    Totals only grow; a restart begins them anew. Of a group the figures are the leader's, whose steps are those of all.
+    """
 
     model_name: str
     role: Role
     revision: str
     pod: str
     draining: bool
-    running_requests: int
-    queued_requests: int
-    running_tokens: int
-    """Tokens in the contexts of running requests."""
-    queued_prefill_tokens: int
+    running_requests: NonNegativeInt
+    queued_requests: NonNegativeInt
+    running_tokens: NonNegativeInt
+    """Tokens in the contexts of running requests. A block that several of them share counts for each."""
+    queued_prefill_tokens: NonNegativeInt
     """Uncached prompt tokens not yet computed, of running and queued requests."""
-    kv_blocks_used: int
+    kv_blocks_used: NonNegativeInt
     """Blocks held by live requests; cached blocks of ended requests are not counted."""
-    kv_blocks_cached: int
+    kv_blocks_cached: NonNegativeInt
     """Blocks held by the prefix cache alone: they can be evicted at once."""
-    kv_blocks_total: int
-    kv_eviction_horizon: float
+    kv_blocks_total: NonNegativeInt
+    kv_block_size: PositiveInt | None = None
+    """Tokens that fit into a block."""
+    kv_eviction_horizon: Amount
     """Last-use time (unix seconds) of the newest evicted block; 0 when none was evicted."""
-    prefill_tokens_per_second: float | None = None
-    decode_step_seconds: float | None = None
-    vram_used_bytes: int | None = None
-    vram_total_bytes: int | None = None
-    nvlink_tx_bytes_per_second: float | None = None
-    nvlink_rx_bytes_per_second: float | None = None
-    kv_transfer_bytes_per_second: float | None = None
+    busy_seconds_total: Amount | None = None
+    """Seconds in which the engine computed, of steps that have ended. Its growth over a time, divided by that time, is
+    the share in which the worker was busy."""
+    prefill_seconds_total: Amount | None = None
+    """Of those, what prompts took. A step that also decodes counts by its share of tokens."""
+    computed_prompt_tokens_total: NonNegativeInt | None = None
+    """Prompt tokens computed here: not the cached ones; those that a preemption had lost again."""
+    prompt_tokens_total: NonNegativeInt | None = None
+    """Tokens of the prompts that are complete, whoever computed them."""
+    cached_prompt_tokens_total: NonNegativeInt | None = None
+    """Of those, what neither this worker nor its prefill worker had to compute."""
+    prefill_tokens_per_second: Amount | None = None
+    """Prompt tokens computed per second of computing prompts, over the last minute or so of such seconds: idle time
+    neither lowers nor ages it. Absent until one such second."""
+    decode_step_seconds: Amount | None = None
+    """Of the last steps that only decoded. Absent while no request runs."""
+    vram_used_bytes: NonNegativeInt | None = None
+    vram_total_bytes: NonNegativeInt | None = None
+    nvlink_tx_bytes_per_second: Amount | None = None
+    nvlink_rx_bytes_per_second: Amount | None = None
+    kv_transfer_bytes_per_second: Amount | None = None
+    """While bytes move."""
+    kv_transfer_bytes_total: NonNegativeInt | None = None
+    """Of keys and values, sent and received."""
+    kv_transfer_seconds_total: Amount | None = None
+    """Seconds in which blocks were arriving, from however many workers at a time: the link's busy time. Absent where
+    none are received."""
 
 
 class Metric:
