@@ -54,7 +54,7 @@ def test_roles_are_summed_over_their_ready_workers() -> None:
         worker("p-1", queued_prefill_tokens=50, prefill_tokens_per_second=3000.0),
         worker("p-2", queued_prefill_tokens=999, prefill_tokens_per_second=9.0),
         worker("d-0", D, running_requests=2, running_tokens=300, decode_step_seconds=0.02),
-        worker("d-1", D, decode_step_seconds=0.5, running_tokens=0),
+        worker("d-1", D, decode_step_seconds=0.5, kv_block_size=32),
     ]
     seen = take_snapshot(
         [heard("a", *workers, waiting_tokens=7, waiting_requests=2), heard("b")],
@@ -64,7 +64,7 @@ def test_roles_are_summed_over_their_ready_workers() -> None:
     prefill, decode = seen.roles[P], seen.roles[D]
     assert (prefill.replicas, prefill.ready, prefill.warming) == (3, 2, 1)
     assert (prefill.queued_tokens, prefill.queued_requests, prefill.tokens_per_second) == (157, 3, 2000.0)
-    assert (decode.running_requests, decode.kv_tokens_used, decode.kv_tokens_total) == (2, 300, 3200)
+    assert (decode.running_requests, decode.kv_tokens_used, decode.kv_tokens_total) == (2, 300, 4800)
     assert decode.step_seconds == 0.02, "a step that a worker took long ago says nothing"
     assert (prefill.busy, decode.transfer_share) == (None, None), "nobody measures it"
 
@@ -72,10 +72,9 @@ def test_roles_are_summed_over_their_ready_workers() -> None:
 def test_of_several_samples_the_freshest_counts_and_stale_ones_do_not() -> None:
     old, new = worker("p-0", age=20.0, queued_prefill_tokens=1), worker("p-0", age=5.0, queued_prefill_tokens=2)
     stale, untold = worker("p-1", age=STALE_SECONDS - 1, prefill_tokens_per_second=1.0), worker("p-2", age=None)
-    garbage = worker("p-3", queued_prefill_tokens=-5, prefill_tokens_per_second=float("nan"))
     seen = take_snapshot(
-        [heard("a", old, stale, age=1.5), heard("b", new, untold, garbage, age=8.0)],
-        counts(prefill=["p-0", "p-1", "p-2", "p-3"]), Totals(since=0.0), now=50.0,
+        [heard("a", old, stale, age=1.5), heard("b", new, untold, age=8.0)],
+        counts(prefill=["p-0", "p-1", "p-2"]), Totals(since=0.0), now=50.0,
     )  # fmt: skip
     assert seen is not None
     assert (seen.roles[P].queued_tokens, seen.roles[P].tokens_per_second) == (2, None)
@@ -98,6 +97,16 @@ def test_of_a_gateway_that_was_there_before_only_what_is_new_counts() -> None:
     assert (totals.counters.requests, sum(totals.ttft_counts)) == (5, 5 * BUCKETS)
     totals = add_up(totals, [heard("new", started=1001.0, requests=3)])
     assert totals.counters.requests == 8
+
+
+def test_the_share_that_is_cached_is_known_where_no_answer_tells_its_usage() -> None:
+    totals = Totals(since=0.0)
+    for total, cached in ((1000, 900), (1400, 1000), (20, 5), (120, 30)):
+        told = worker("d-0", D, prompt_tokens_total=total, cached_prompt_tokens_total=cached)
+        prefill = worker("p-0", P, prompt_tokens_total=9 * total, cached_prompt_tokens_total=0)
+        totals = add_up(totals, [heard("a", told, prefill), heard("b", told)])
+    counters = totals.counters
+    assert (counters.computed_prompt_tokens, counters.computed_tokens) == (400 + 100, 300 + 75)
 
 
 @settings(max_examples=60, deadline=None)

@@ -22,6 +22,7 @@ from tandem_operator.scaling.contract import Counters, RoleState, Snapshot
 STALE_SECONDS = 30.0
 """An older sample of a worker says nothing."""
 _BLOCK_TOKENS = KVConfig().block_size
+"""Of a worker that does not say."""
 _KEPT = 256
 """Gateways, and workers of each, whose last counts are kept: enough for those that come back."""
 _NO_TRAFFIC = Counters(
@@ -75,11 +76,15 @@ class Totals:
         default_factory=dict[tuple[Started, str, str], tuple[int, ...]]
     )
     """The same of times to the first token, by worker and its address."""
+    prompts: Mapping[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
+    """Prompt tokens of each worker, and what of them was cached, as it said last."""
 
 
 def add_up(totals: Totals, heard: Iterable[Heard]) -> Totals:
     """The totals with what these reports add."""
-    counters, ttft = totals.counters, totals.ttft_counts
+    heard = list(heard)
+    prompts, more_prompts = _add_prompts(totals.prompts, heard)
+    counters, ttft = _plus(totals.counters, more_prompts), totals.ttft_counts
     traffic, times = dict(totals.traffic), dict(totals.times)
     for report in (one.report for one in heard):
         started: Started = (report.gateway, report.started_at)
@@ -106,8 +111,27 @@ def add_up(totals: Totals, heard: Iterable[Heard]) -> Totals:
             ttft = tuple(a + b for a, b in zip_longest(ttft, more, fillvalue=0))
     return Totals(
         since=totals.since, counters=counters, ttft_counts=ttft, traffic=_newest(traffic, _KEPT),
-        times=_newest(times, _KEPT * _KEPT),
+        times=_newest(times, _KEPT * _KEPT), prompts=_newest(prompts, _KEPT * _KEPT),
     )  # fmt: skip
+
+
+def _add_prompts(
+    known: Mapping[str, tuple[int, int]], heard: Sequence[Heard]
+) -> tuple[dict[str, tuple[int, int]], Counters]:
+    """What decode workers have computed of prompts since they were heard last. Gateways know it of answers alone that
+    tell their usage; what share of prompts is cached follows from both together. A worker that begins anew adds nothing
+    the first time."""
+    prompts, computed, cached = dict(known), 0, 0
+    for name, sample in _samples(heard).items():
+        total, found = sample.prompt_tokens_total, sample.cached_prompt_tokens_total
+        if sample.role is Role.PREFILL or total is None or found is None:
+            continue
+        before = prompts.pop(name, (total, found))
+        prompts[name] = total, found
+        if total >= before[0] and found >= before[1]:
+            computed, cached = computed + total - before[0], cached + found - before[1]
+    fresh = max(0, computed - cached)
+    return prompts, replace(_NO_TRAFFIC, computed_prompt_tokens=computed, computed_tokens=fresh)
 
 
 def take_snapshot(
@@ -141,7 +165,7 @@ def _role_state(count: RoleCount, samples: Sequence[WorkerTelemetry]) -> RoleSta
         queued_tokens=sum(sample.queued_prefill_tokens for sample in samples),
         running_requests=sum(sample.running_requests for sample in samples),
         kv_tokens_used=sum(sample.running_tokens for sample in samples),
-        kv_tokens_total=sum(sample.kv_blocks_total for sample in samples) * _BLOCK_TOKENS,
+        kv_tokens_total=sum(sample.kv_blocks_total * (sample.kv_block_size or _BLOCK_TOKENS) for sample in samples),
         tokens_per_second=_mean(sample.prefill_tokens_per_second for sample in samples),
         step_seconds=_mean(sample.decode_step_seconds for sample in decoding),
         decoding=len(decoding),
@@ -164,20 +188,12 @@ def _samples(heard: Sequence[Heard]) -> dict[str, WorkerTelemetry]:
     for one in heard:
         for worker in one.report.workers:
             sample = worker.telemetry
-            if sample is None or worker.telemetry_age is None or not _is_sane(sample):
+            if sample is None or worker.telemetry_age is None:
                 continue
             age = one.age + worker.telemetry_age
             if age <= STALE_SECONDS and (worker.name not in found or age < found[worker.name][0]):
                 found[worker.name] = age, sample
     return {name: sample for name, (_, sample) in found.items()}
-
-
-def _is_sane(sample: WorkerTelemetry) -> bool:
-    counts = (
-        sample.running_requests, sample.queued_requests, sample.running_tokens, sample.queued_prefill_tokens,
-        sample.kv_blocks_total,
-    )  # fmt: skip
-    return min(counts) >= 0
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
