@@ -198,7 +198,7 @@ async def test_a_time_that_ends_while_a_worker_serves_ends_in_an_answer(
     with held_back(worker) as door:
         running.apply(worker)
         await until(lambda: len(worker.received) == FIRST_WINDOW)
-        await until(lambda: len(worker.received) == len(tasks))
+        await until(lambda: len(worker.received) == len(tasks), wait=20)
         door.set()
         answers = await asyncio.gather(*tasks)
     assert [status for status, _, _ in answers] == [200] * len(tasks)
