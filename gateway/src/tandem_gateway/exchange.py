@@ -181,8 +181,13 @@ class Exchange:
 
     @property
     def waiting(self) -> bool:
-        """Elsewhere than in the queue: for a worker that goes on with its stream, or for a connection to one."""
-        return self._phase == WAITING and self._ticket is None and not self._slow
+        """For a worker, or for what a connection to one needs."""
+        return self._phase == WAITING and not self._slow
+
+    @property
+    def queued(self) -> bool:
+        """It waits in the queue: not because its stream is to move, or a connection is lacking."""
+        return self._ticket is not None
 
     @property
     def delivering(self) -> bool:

@@ -300,7 +300,7 @@ class Gateway:
 
     def _place_waiting(self) -> None:
         for exchange in tuple(self.exchanges):
-            if exchange.waiting:
+            if exchange.waiting and not exchange.queued:
                 exchange.dispatch()
         if self.queue.line.size:
             self.queue.place(asyncio.get_running_loop().time())
