@@ -8,13 +8,13 @@ import json
 from collections.abc import Callable, Iterator
 
 import pytest
-from tandem_api.launch import GatewayQueue, GatewayRouting, TTFTTarget
+from tandem_api.launch import GatewayQueue, GatewayRouting, TTFTDeadline
 from tandem_api.names import HEADER_QUEUE_SECONDS
 from tandem_gateway.scheduling.queue import FIRST_WINDOW
 
 from tests.tandem_gateway.conftest import FakeWorker, Received, answer
 
-PER_TOKEN = TTFTTarget(seconds=0.5, seconds_per_token=0.01)
+PER_TOKEN = TTFTDeadline(seconds=0.5, seconds_per_token=0.01)
 
 
 @contextlib.contextmanager

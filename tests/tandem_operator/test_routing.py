@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from operator_objects import RELEASE, raw_model
 from tandem_api.inferencemodel import InferenceModel
-from tandem_api.launch import GatewayRouting
+from tandem_api.launch import GatewayRouting, TTFTDeadline
 from tandem_operator.routing import MAX_FORMER_NAMES, plan_routing, seconds_left
 from tandem_operator.workloads import Blueprint
-from tandem_operator.workloads.configs import gateway_config, start_hash
+from tandem_operator.workloads.configs import gateway_config, start_hash, worker_config
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -89,3 +89,18 @@ def test_the_present_name_is_first_and_nobody_is_cut_off_early(history: list[tup
         recent = sorted((left, n) for n, left in left_at.items() if now - left[0] < 60)[-MAX_FORMER_NAMES:]
         assert {n for _, n in recent} <= set(routing.served_names)
         assert (routing.former_until is None) == (len(routing.served_names) == 1)
+
+
+def test_requests_are_due_by_the_target_for_first_tokens_in_queue_and_worker() -> None:
+    target = {"ttft": {"seconds": 0.5, "secondsPerThousandTokens": 0.2}, "tpot": {"seconds": 0.05}}
+    due = TTFTDeadline(seconds=0.5, seconds_per_token=0.0002)
+    assert plan("m", None, slo=target).queue.ttft_target == due
+    assert plan("m", None).queue.ttft_target is None
+    with_target, without = (
+        Blueprint(model=InferenceModel.model_validate(raw_model(**spec)), release=RELEASE)
+        for spec in ({"slo": target}, dict[str, Any]())
+    )
+    for role in with_target.worker_roles:
+        told = worker_config(with_target, role)
+        assert told.ttft_target == due
+        assert start_hash(told) == start_hash(worker_config(without, role)), "a change restarts nobody"

@@ -819,8 +819,8 @@ class TPOTTarget(Authored):
 
 
 class SLO(Authored):
-    """What clients are to get. Roles with the mode `SLO` are scaled for it; the condition `SLOMet` tells whether they
-    do."""
+    """What clients are to get. Requests are served in the order in which they are due by it, roles with the mode `SLO`
+    are scaled for it, and the condition `SLOMet` tells whether they do."""
 
     ttft: TTFTTarget
     """Time to the first token."""

@@ -88,7 +88,7 @@ class GroupConfig(Wire):
         return self.parallelism.num_ranks // self.num_nodes
 
 
-class TTFTTarget(Wire):
+class TTFTDeadline(Wire):
     """When the first token of a request should be there, counted from its arrival."""
 
     seconds: float
@@ -144,7 +144,7 @@ class WorkerConfig(Wire):
     step_timeout_seconds: float | None = None
     """A step of the engine that takes longer, and three times as long as any step before it, makes the worker unready;
     at twice that it ends. None is 15 seconds, 0 lets steps take as long as they like."""
-    ttft_target: TTFTTarget | None = None
+    ttft_target: TTFTDeadline | None = None
     """Prompts are computed in the order in which they are due by it, for their uncached tokens; None: as they came."""
 
 
@@ -189,7 +189,7 @@ class GatewayQueue(Wire):
     """At once; further ones are answered 503. 0: nobody waits."""
     ttl_seconds: float = 30.0
     """Each waits at most this long. 0: nobody waits."""
-    ttft_target: TTFTTarget | None = None
+    ttft_target: TTFTDeadline | None = None
     """Requests are served in the order in which they are due by it; None: as they came."""
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tandem_api.launch import TTFTTarget
+from tandem_api.launch import TTFTDeadline
 from tandem_api.names import Role
 from tandem_gateway.scheduling import Endpoint, Worker
 from tandem_gateway.scheduling.queue import (
@@ -34,12 +34,12 @@ def take_all(queue: DeadlineQueue[int], tickets: dict[int, Ticket[int]]) -> list
     ("target", "tokens", "lead"),
     [
         (None, 100_000, 0.0),
-        (TTFTTarget(seconds=0.5), 100_000, 0.5),
-        (TTFTTarget(seconds=0.5, seconds_per_token=0.001), 2000, 2.5),
-        (TTFTTarget(seconds=0.5, seconds_per_token=0.001), 1_000_000, 0.5 + LONGEST_LEAD),
+        (TTFTDeadline(seconds=0.5), 100_000, 0.5),
+        (TTFTDeadline(seconds=0.5, seconds_per_token=0.001), 2000, 2.5),
+        (TTFTDeadline(seconds=0.5, seconds_per_token=0.001), 1_000_000, 0.5 + LONGEST_LEAD),
     ],
 )
-def test_when_a_first_token_is_due(target: TTFTTarget | None, tokens: int, lead: float) -> None:
+def test_when_a_first_token_is_due(target: TTFTDeadline | None, tokens: int, lead: float) -> None:
     assert find_due(100.0, tokens, target) == 100.0 + lead
 
 
@@ -49,7 +49,7 @@ arrivals = st.lists(st.tuples(st.floats(0, 100), st.integers(1, 200_000)), min_s
 
 @given(arrivals=arrivals, per_token=st.floats(0, 0.01))
 def test_nobody_is_overtaken_by_who_came_later_than_the_bound(arrivals: list[Arrival], per_token: float) -> None:
-    queue, target = DeadlineQueue[int](), TTFTTarget(seconds=0.5, seconds_per_token=per_token)
+    queue, target = DeadlineQueue[int](), TTFTDeadline(seconds=0.5, seconds_per_token=per_token)
     tickets = {
         number: queue.add(number, find_due(at, tokens, target), tokens, at)
         for number, (at, tokens) in enumerate(arrivals)

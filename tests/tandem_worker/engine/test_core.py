@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tandem_api.launch import TTFTTarget
+from tandem_api.launch import TTFTDeadline
 from tandem_worker.engine.errors import ContextLengthError, EngineStoppedError, RequestError
 from tandem_worker.engine.execute.lanes import LaneRunner
 from tandem_worker.engine.schedule.params import FinishReason, SamplingParams, TokenDelta
@@ -125,7 +125,7 @@ def test_answers_are_the_same_in_whatever_order_prompts_are_computed(
     rng = random.Random(3)
     prompts = [random_prompt(rng, 300, 301), *(random_prompt(rng, 1, 60) for _ in range(15))]
     answers = []
-    for target in (None, TTFTTarget(seconds=0.001, seconds_per_token=0.01)):
+    for target in (None, TTFTDeadline(seconds=0.001, seconds_per_token=0.01)):
         rig = make_rig(num_blocks=90, scheduler={"max_batch_tokens": 16})
         rig.engine.order_by(target)
         for index, prompt in enumerate(prompts):

@@ -11,7 +11,7 @@ from collections import deque
 from heapq import heapify, heappop, heappush
 from typing import Generic, TypeVar
 
-from tandem_api.launch import TTFTTarget
+from tandem_api.launch import TTFTDeadline
 
 from tandem_gateway.scheduling.endpoint import Endpoint
 
@@ -26,7 +26,7 @@ PRESUMED_SECONDS = 1.0
 T = TypeVar("T")
 
 
-def find_due(arrived: float, tokens: int, target: TTFTTarget | None) -> float:
+def find_due(arrived: float, tokens: int, target: TTFTDeadline | None) -> float:
     """When the first token of a request should be there, for its place in the queue: its arrival without a target."""
     if target is None:
         return arrived

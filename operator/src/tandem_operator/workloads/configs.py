@@ -22,6 +22,7 @@ from tandem_api.launch import (
     KVConfig,
     ModelSource,
     SchedulerConfig,
+    TTFTDeadline,
     WorkerConfig,
 )
 from tandem_api.names import Role
@@ -63,6 +64,7 @@ def worker_config(blueprint: Blueprint, role: Role) -> WorkerConfig:
         tools=spec.engine.tools,
         keys_path=names.KEYS_PATH,
         drain_timeout_seconds=drain_seconds(blueprint),
+        ttft_target=_ttft_deadline(blueprint),
         step_timeout_seconds=None if spec.engine.step_timeout is None else parse_duration(spec.engine.step_timeout),
     )
 
@@ -107,7 +109,16 @@ def gateway_cors(blueprint: Blueprint) -> CORSRules | None:
 
 def gateway_queue(blueprint: Blueprint) -> GatewayQueue:
     queue = blueprint.model.spec.gateway.queue
-    return GatewayQueue(max_requests=queue.max, ttl_seconds=parse_duration(queue.ttl))
+    return GatewayQueue(
+        max_requests=queue.max, ttl_seconds=parse_duration(queue.ttl), ttft_target=_ttft_deadline(blueprint)
+    )
+
+
+def _ttft_deadline(blueprint: Blueprint) -> TTFTDeadline | None:
+    slo = blueprint.model.spec.slo
+    if slo is None:
+        return None
+    return TTFTDeadline(seconds=slo.ttft.seconds, seconds_per_token=slo.ttft.seconds_per_thousand_tokens / 1000)
 
 
 def _held_bytes(limit: str | None) -> int:

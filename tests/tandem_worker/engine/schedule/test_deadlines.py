@@ -7,7 +7,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tandem_api.launch import TTFTTarget
+from tandem_api.launch import TTFTDeadline
 from tandem_worker.engine.schedule.deadlines import find_late_place, find_place, is_late
 from tandem_worker.engine.schedule.params import SamplingParams
 from tandem_worker.engine.schedule.request import Request, SequenceState
@@ -15,8 +15,8 @@ from tandem_worker.engine.schedule.request import Request, SequenceState
 from tests.tandem_worker.engine.schedule.test_scheduler import MAX_BATCH_TOKENS, ROOT, Driver
 
 LEVEL = 30.0
-PER_TOKEN = TTFTTarget(seconds=1.0, seconds_per_token=0.25)
-targets = st.builds(TTFTTarget, seconds=st.floats(0, 100), seconds_per_token=st.floats(0, 1))
+PER_TOKEN = TTFTDeadline(seconds=1.0, seconds_per_token=0.25)
+targets = st.builds(TTFTDeadline, seconds=st.floats(0, 100), seconds_per_token=st.floats(0, 1))
 
 
 def make_request(tokens: int = 10, *, arrival: float = 0.0, priority: float = 0.0) -> Request:
@@ -37,7 +37,7 @@ def make_request(tokens: int = 10, *, arrival: float = 0.0, priority: float = 0.
         (100_000, 0, PER_TOKEN, 130.0),
     ],
 )
-def test_where_a_request_stands(tokens: int, priority: int, target: TTFTTarget | None, place: float) -> None:
+def test_where_a_request_stands(tokens: int, priority: int, target: TTFTDeadline | None, place: float) -> None:
     assert find_place(make_request(tokens, arrival=100.0, priority=priority), target, LEVEL) == place
 
 
@@ -54,7 +54,7 @@ def test_who_has_tokens_already_stands_where_it_came() -> None:
     level=st.integers(-3, 3),
 )
 def test_bounds_of_overtaking(
-    target: TTFTTarget, first: tuple[float, int], second: tuple[float, int], level: int
+    target: TTFTDeadline, first: tuple[float, int], second: tuple[float, int], level: int
 ) -> None:
     mine = make_request(first[1], arrival=first[0], priority=level)
     late = find_late_place(mine, LEVEL)
@@ -86,7 +86,7 @@ def list_chunks(driver: Driver) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize(("target", "chunks"), [(None, [("0", 16)]), (PER_TOKEN, [("1", 8), ("0", 8)])])
-def test_a_tighter_deadline_takes_the_next_chunk(target: TTFTTarget | None, chunks: list[tuple[str, int]]) -> None:
+def test_a_tighter_deadline_takes_the_next_chunk(target: TTFTDeadline | None, chunks: list[tuple[str, int]]) -> None:
     driver = Driver(ttft_target=target)
     driver.add(list(range(64)), max_tokens=1)
     assert list_chunks(driver) == [("0", 16)]
@@ -120,7 +120,7 @@ def test_one_without_blocks_for_it_interrupts_nobody() -> None:
 
 
 def test_one_that_is_late_whatever_happens_lets_those_pass_that_are_not_for_one_level_at_most() -> None:
-    driver = Driver(max_running=1, ttft_target=TTFTTarget(seconds=10.0), seconds_per_priority=30.0)
+    driver = Driver(max_running=1, ttft_target=TTFTDeadline(seconds=10.0), seconds_per_priority=30.0)
     driver.scheduler.prefill_rate = lambda: 4.0
     driver.add([1], max_tokens=1)
     hopeless = driver.add(list(range(60)), max_tokens=1)  # 15 seconds of computing
@@ -128,7 +128,7 @@ def test_one_that_is_late_whatever_happens_lets_those_pass_that_are_not_for_one_
     driver.run()
     assert driver.finished == ["0", *(other.id for other in others), hopeless.id]
     assert hopeless.set_back
-    driver = Driver(max_running=1, ttft_target=TTFTTarget(seconds=10.0), seconds_per_priority=30.0)
+    driver = Driver(max_running=1, ttft_target=TTFTDeadline(seconds=10.0), seconds_per_priority=30.0)
     driver.scheduler.prefill_rate = lambda: 4.0
     driver.add([1], max_tokens=40)
     driver.step()
@@ -140,7 +140,7 @@ def test_one_that_is_late_whatever_happens_lets_those_pass_that_are_not_for_one_
 
 
 def test_one_that_is_late_and_alone_waits_for_nobody() -> None:
-    driver = Driver(ttft_target=TTFTTarget(seconds=0.5))
+    driver = Driver(ttft_target=TTFTDeadline(seconds=0.5))
     driver.scheduler.prefill_rate = lambda: 1.0
     request = driver.add(list(range(8)), max_tokens=1)
     driver.run()
@@ -155,7 +155,7 @@ def test_one_that_is_late_and_alone_waits_for_nobody() -> None:
     rate=st.none() | st.floats(0.5, 50),
 )
 def test_first_tokens_come_in_the_order_of_deadlines_and_nobody_is_passed_beyond_the_bound(
-    arrivals: list[tuple[int, int]], target: TTFTTarget, ahead: bool, rate: float | None
+    arrivals: list[tuple[int, int]], target: TTFTDeadline, ahead: bool, rate: float | None
 ) -> None:
     """One at a time, so that the order in which prompts begin is that in which they are taken."""
     driver = Driver(num_blocks=40, ahead=ahead, max_running=1, ttft_target=target, seconds_per_priority=LEVEL)
@@ -187,7 +187,7 @@ def test_first_tokens_come_in_the_order_of_deadlines_and_nobody_is_passed_beyond
 
 @given(lengths=st.lists(st.integers(1, 2), min_size=2, max_size=20), target=targets)
 @settings(max_examples=40, deadline=None)
-def test_equal_deadlines_keep_the_order_of_arrival(lengths: list[int], target: TTFTTarget) -> None:
+def test_equal_deadlines_keep_the_order_of_arrival(lengths: list[int], target: TTFTDeadline) -> None:
     driver = Driver(max_running=1, ttft_target=target)
     for number, length in enumerate(lengths):
         driver.add([number + 1000] * length, max_tokens=1)
@@ -200,7 +200,7 @@ def test_equal_deadlines_keep_the_order_of_arrival(lengths: list[int], target: T
 def share_in_time(*, ordered: bool) -> float:
     """Of 400 prompts, one in twelve of them long, at half of what can be computed at most."""
     rng = random.Random(11)
-    target = TTFTTarget(seconds=8.0, seconds_per_token=0.15)
+    target = TTFTDeadline(seconds=8.0, seconds_per_token=0.15)
     driver = Driver(num_blocks=400, max_running=32, ttft_target=target if ordered else None)
     driver.scheduler.prefill_rate = lambda: float(MAX_BATCH_TOKENS)
     first: dict[str, float] = {}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from tandem_api.launch import TTFTTarget
+from tandem_api.launch import TTFTDeadline
 from tandem_worker.engine.schedule.block_manager import BlockManager
 from tandem_worker.engine.schedule.host_blocks import HostBlocks
 from tandem_worker.engine.schedule.params import SamplingParams
@@ -35,7 +35,7 @@ class Driver:
         *,
         ahead: bool = False,
         num_host_blocks: int = 0,
-        ttft_target: TTFTTarget | None = None,
+        ttft_target: TTFTDeadline | None = None,
         **limits: Any,
     ) -> None:
         self.ahead = ahead
@@ -446,7 +446,7 @@ def test_a_budget_that_cannot_advance_prefill_is_refused() -> None:
         Scheduler(SchedulerLimits(max_batch_tokens=4), BlockManager(9, 4))
 
 
-TARGETS = st.none() | st.builds(TTFTTarget, seconds=st.floats(0, 40), seconds_per_token=st.floats(0, 10))
+TARGETS = st.none() | st.builds(TTFTDeadline, seconds=st.floats(0, 40), seconds_per_token=st.floats(0, 10))
 
 
 @settings(max_examples=60, deadline=None)
@@ -457,7 +457,7 @@ TARGETS = st.none() | st.builds(TTFTTarget, seconds=st.floats(0, 40), seconds_pe
     TARGETS,
 )
 def test_no_stream_of_urgent_requests_keeps_one_from_ending(
-    priority: int, others: list[tuple[int, int, int]], ahead: bool, target: TTFTTarget | None
+    priority: int, others: list[tuple[int, int, int]], ahead: bool, target: TTFTDeadline | None
 ) -> None:
     """Others keep coming, of whatever priority and length, as fast as they are served."""
     driver = Driver(
@@ -496,7 +496,7 @@ def test_everything_finishes_and_every_block_comes_back(
     num_blocks: int,
     ahead: bool,
     num_host_blocks: int,
-    target: TTFTTarget | None,
+    target: TTFTDeadline | None,
 ) -> None:
     driver = Driver(num_blocks=num_blocks, ahead=ahead, num_host_blocks=num_host_blocks, ttft_target=target)
     for prompt, max_tokens, n, priority, steps in arrivals:
@@ -514,7 +514,7 @@ class Life(RuleBasedStateMachine):
 
     AHEAD = False
     HOST_BLOCKS = 0
-    TARGET: TTFTTarget | None = None
+    TARGET: TTFTDeadline | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -621,7 +621,7 @@ class LifeAhead(LifeWithHost):
 class LifeWithTarget(LifeAhead):
     """The same, in the order of deadlines that some prompts miss."""
 
-    TARGET = TTFTTarget(seconds=2.0, seconds_per_token=0.5)
+    TARGET = TTFTDeadline(seconds=2.0, seconds_per_token=0.5)
 
 
 TestLife, TestLifeWithHost, TestLifeAhead = Life.TestCase, LifeWithHost.TestCase, LifeAhead.TestCase

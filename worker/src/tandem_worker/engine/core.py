@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-from tandem_api.launch import TTFTTarget
+from tandem_api.launch import TTFTDeadline
 
 from tandem_worker.engine.admission import check_prompt, check_request, replay_grammars
 from tandem_worker.engine.contract import (
@@ -212,7 +212,7 @@ class EngineCore:
         steps = max(lane.totals.steps for lane in lanes)
         return f"rank 0 of {self._executor.num_ranks}, step {steps + 1} since the start, {'; '.join(batches)}"
 
-    def order_by(self, target: TTFTTarget | None) -> None:
+    def order_by(self, target: TTFTDeadline | None) -> None:
         """Compute prompts that come from now on in the order in which their first tokens are due, or, with None, as
         they come."""
         for lane in self._runner.lanes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from tandem_api.launch import TTFTTarget, WorkerConfig
+from tandem_api.launch import TTFTDeadline, WorkerConfig
 
 from tandem_worker.host.errors import StartupError
 
@@ -33,7 +33,7 @@ def read_step_seconds(path: Path, config: WorkerConfig) -> float | None:
         return config.step_timeout_seconds
 
 
-def read_ttft_target(path: Path, config: WorkerConfig) -> TTFTTarget | None:
+def read_ttft_target(path: Path, config: WorkerConfig) -> TTFTDeadline | None:
     """By what prompts are ordered, as it is written now (see `WorkerConfig.ttft_target`)."""
     try:
         return load_config(path).ttft_target

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from tandem_api.launch import TTFTTarget, WorkerConfig
+from tandem_api.launch import TTFTDeadline, WorkerConfig
 from tandem_api.names import REASON_STEP_HUNG
 
 from tandem_worker.engine.errors import GroupLostError
@@ -51,7 +51,7 @@ class ServingProcess:
         runtime: Runtime,
         drain_seconds: Callable[[], float],
         step_seconds: Callable[[], float | None],
-        ttft_target: Callable[[], TTFTTarget | None],
+        ttft_target: Callable[[], TTFTDeadline | None],
     ) -> None:
         self._drain_seconds = drain_seconds
         self._step_seconds = step_seconds

@@ -7,12 +7,12 @@ that, and of two that come together the one of the higher level is first whateve
 
 from __future__ import annotations
 
-from tandem_api.launch import TTFTTarget
+from tandem_api.launch import TTFTDeadline
 
 from tandem_worker.engine.schedule.request import Request
 
 
-def find_place(request: Request, target: TTFTTarget | None, seconds_per_priority: float) -> float:
+def find_place(request: Request, target: TTFTDeadline | None, seconds_per_priority: float) -> float:
     """The time by which a request is ordered. Its arrival without a target, and where its client has tokens already."""
     level = request.arrival + request.priority * seconds_per_priority
     if target is None or request.resumed is not None:
@@ -25,7 +25,7 @@ def find_late_place(request: Request, seconds_per_priority: float) -> float:
     return request.arrival + (request.priority + 1) * seconds_per_priority
 
 
-def is_late(request: Request, target: TTFTTarget, now: float, tokens_per_second: float | None) -> bool:
+def is_late(request: Request, target: TTFTDeadline, now: float, tokens_per_second: float | None) -> bool:
     """Whether the first token misses its target even if nothing else is computed from now on. A rate that is not known
     counts as endless.
     """

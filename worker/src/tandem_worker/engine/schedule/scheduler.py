@@ -29,7 +29,7 @@ import time
 from bisect import insort
 from collections.abc import Callable
 
-from tandem_api.launch import TTFTTarget
+from tandem_api.launch import TTFTDeadline
 
 from tandem_worker.engine.schedule.block_manager import BlockManager
 from tandem_worker.engine.schedule.deadlines import find_late_place, find_place, is_late
@@ -73,7 +73,7 @@ class Scheduler:
         """Whether a victim with so many computed tokens and blocks is moved, if the host has room."""
         self.has_begun: Callable[[Sequence], bool] = lambda sequence: True
         """Whether a prefill worker computes this RECEIVING sequence."""
-        self.ttft_target: TTFTTarget | None = None
+        self.ttft_target: TTFTDeadline | None = None
         """Orders what comes from now on by deadline (see `deadlines`); None: by arrival."""
         self.prefill_rate: Callable[[], float | None] = lambda: None
         """Prompt tokens that are computed per second; None while that is not known."""
