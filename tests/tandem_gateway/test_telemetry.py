@@ -258,6 +258,18 @@ async def test_so_many_at_a_time(poller, open_port, monkeypatch) -> None:
     await until(lambda: poller.reads["timeout"] >= 9 and poller.reads["ok"] >= before + 2, wait=20)
 
 
+async def test_connections_to_many_workers_are_not_kept(poller, open_port, monkeypatch) -> None:
+    """A gateway has as many descriptors as its clients need, and a few more."""
+    monkeypatch.setattr(telemetry, "MAX_KEPT", 3)
+    port = await open_port()
+    workers = [port.worker(f"p-{index}") for index in range(4)]
+    poller.take(workers)
+    await until(lambda: poller.reads["ok"] >= 12)
+    assert port.connections >= 12
+    await until(lambda: not poller._reading and not any(target.link._idle for target in poller._targets.values()))
+    assert all(poller.sample(worker) for worker in workers)
+
+
 async def test_without_a_period_or_a_port_nobody_is_asked(open_port) -> None:
     port = await open_port()
     off = TelemetryPoller(connect_seconds=1.0, period=0)

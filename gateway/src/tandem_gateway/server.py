@@ -23,13 +23,13 @@ from tandem_gateway.model_card import ModelCard
 from tandem_gateway.probation import Probation
 from tandem_gateway.scheduling import Worker
 from tandem_gateway.settings import Settings
-from tandem_gateway.telemetry import TelemetryPoller
+from tandem_gateway.telemetry import AT_ONCE, MAX_KEPT, TelemetryPoller
 
 log = logging.getLogger(__name__)
 BACKLOG = 1024
 LAST_WORDS_TICKS = 10
-OTHER_DESCRIPTORS = 64
-"""Of the process itself: listeners, discovery, logs, probes."""
+OTHER_DESCRIPTORS = 64 + MAX_KEPT + AT_ONCE
+"""Of the process itself: listeners, discovery, logs, probes, and reads of workers' telemetry."""
 
 
 class Server:

@@ -26,6 +26,8 @@ PERIOD_SECONDS = 1.0
 MAX_PER_SECOND = 100
 """Reads of all workers together: a thousand are asked every ten seconds."""
 AT_ONCE = 32
+MAX_KEPT = 128
+"""With more workers a connection is closed after each read: descriptors are for clients."""
 ANSWER_SECONDS = 2.0
 """From the request to the end of the answer, connecting included."""
 KEEP_SECONDS = 60.0
@@ -130,9 +132,8 @@ class TelemetryPoller:
                     extra={"worker": target.worker.name, "address": target.worker.status_address, "reason": result},
                 )
             pause = min(max(pause, LONGEST_PAUSE), pause * 2 ** min(target.failures - 1, 10))
-        if result == _REASONS[Failure.LOCAL]:
-            for other in self._targets.values():
-                other.link.discard()  # clients need descriptors more
+        if len(self._targets) > MAX_KEPT:
+            target.link.discard()
         if not target.gone:
             heappush(self._due, (target.due + pause, target.serial, target))
 
