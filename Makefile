@@ -153,6 +153,10 @@ bench-routing: setup ## Conversations through the gateway's scheduling code, aga
 bench-autoscaling: setup ## The scaling planner against other policies, on replayed ramps and spikes (CONVERSATION=FILE AZURE=FILE)
 	@$(RUN) python -m bench.autoscaling $(if $(CONVERSATION),--conversation $(CONVERSATION)) $(if $(AZURE),--azure $(AZURE)) $(BENCH)
 
+.PHONY: bench-guidellm
+bench-guidellm: .cache/clients/guidellm/.synced ## guidellm against two workers and a gateway (installs 6 GB; docs/clients/guidellm.md)
+	@OMP_NUM_THREADS=1 $(RUN) python -m bench.clients
+
 .PHONY: fuzz
 fuzz: setup ## The gateway between clients and workers that send anything (FUZZ="--seconds 600 --seed 1")
 	@$(RUN) python -m bench.gateway.fuzz $(FUZZ)
