@@ -78,7 +78,7 @@ clients-lock: setup ## Write down again which packages tests/clients/requirement
 		--ignore-scripts --omit-lockfile-registry-resolved --no-audit --no-fund --loglevel error
 
 .PHONY: test-clients
-test-clients: clients ## Client libraries, unmodified, against real workers and a gateway (docs/clients/)
+test-clients: setup clients ## Client libraries, unmodified, against real workers and a gateway (docs/clients/)
 	@OMP_NUM_THREADS=1 $(RUN) pytest tests/clients -m "clients and not full" --timeout 300 --durations 5
 
 .PHONY: e2e
@@ -154,7 +154,7 @@ bench-autoscaling: setup ## The scaling planner against other policies, on repla
 	@$(RUN) python -m bench.autoscaling $(if $(CONVERSATION),--conversation $(CONVERSATION)) $(if $(AZURE),--azure $(AZURE)) $(BENCH)
 
 .PHONY: bench-guidellm
-bench-guidellm: .cache/clients/guidellm/.synced ## guidellm against two workers and a gateway (installs 6 GB; docs/clients/guidellm.md)
+bench-guidellm: setup .cache/clients/guidellm/.synced ## guidellm against two workers and a gateway (installs 6 GB; docs/clients/guidellm.md)
 	@OMP_NUM_THREADS=1 $(RUN) python -m bench.clients
 
 .PHONY: fuzz
