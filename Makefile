@@ -78,7 +78,7 @@ clients-lock: setup ## Write down again which packages tests/clients/requirement
 		--ignore-scripts --omit-lockfile-registry-resolved --no-audit --no-fund --loglevel error
 
 .PHONY: test-clients
-test-clients: clients ## Client libraries, unmodified, against real workers and a gateway (docs/clients/)
+test-clients: setup clients ## Client libraries, unmodified, against real workers and a gateway (docs/clients/)
 	@OMP_NUM_THREADS=1 $(RUN) pytest tests/clients -m "clients and not full" --timeout 300 --durations 5
 
 .PHONY: e2e
@@ -152,6 +152,10 @@ bench-routing: setup ## Conversations through the gateway's scheduling code, aga
 .PHONY: bench-autoscaling
 bench-autoscaling: setup ## The scaling planner against other policies, on replayed ramps and spikes (CONVERSATION=FILE AZURE=FILE)
 	@$(RUN) python -m bench.autoscaling $(if $(CONVERSATION),--conversation $(CONVERSATION)) $(if $(AZURE),--azure $(AZURE)) $(BENCH)
+
+.PHONY: bench-guidellm
+bench-guidellm: setup .cache/clients/guidellm/.synced ## guidellm against two workers and a gateway (installs 6 GB; docs/clients/guidellm.md)
+	@OMP_NUM_THREADS=1 $(RUN) python -m bench.clients
 
 .PHONY: fuzz
 fuzz: setup ## The gateway between clients and workers that send anything (FUZZ="--seconds 600 --seed 1")

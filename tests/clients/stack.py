@@ -77,6 +77,7 @@ def _find_port(log: Path) -> int | None:
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # else the workers would outlive it
     with tempfile.TemporaryDirectory() as folder, run_stack(Path(folder)) as stack:
         print(f"export {URL_VARIABLE}={stack.url}", flush=True)
         with contextlib.suppress(KeyboardInterrupt):

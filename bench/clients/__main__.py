@@ -1,0 +1,71 @@
+"""guidellm against a prefill worker, a decode worker and a gateway on loopback: its report, and a table of it.
+
+    make bench-guidellm
+
+The demo's model on CPUs: the figures say that guidellm and the server understand each other, and how the machine was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tandem_worker.model.tokenizer import load_tokenizer
+
+from e2e.model import find_model
+from tests.clients.stack import MODEL, run_stack
+
+GUIDELLM = Path(__file__).parents[2] / ".cache" / "clients" / "guidellm" / "bin" / "guidellm"
+PROMPT_TOKENS, OUTPUT_TOKENS = 128, 32
+HEADER = ("streams", "requests", "failed", "TTFT ms, median", "p95", "ITL ms, median", "p95", "output tokens/s")
+
+
+def build_command(url: str, tokenizer: Path, report: Path, streams: str, count: int) -> list[str]:
+    return [
+        str(GUIDELLM), "run",
+        "--backend", f"kind=openai_http,target={url},model={MODEL}",
+        "--profile", "kind=concurrent,streams=1", "--override", "profile.streams", streams,
+        "--constraint", f"kind=max_requests,count={count}",
+        "--tokenizer", f"kind=hf_auto,model={tokenizer}",
+        "--data", f"kind=synthetic_text,prompt_tokens={PROMPT_TOKENS},output_tokens={OUTPUT_TOKENS}",
+        "--output", f"kind=json,path={report}", "--disable-progress",
+    ]  # fmt: skip
+
+
+def read_row(benchmark: dict[str, Any]) -> list[str]:
+    metrics = benchmark["metrics"]
+    totals = metrics["request_totals"]
+    first, between = (metrics[name]["successful"] for name in ("time_to_first_token_ms", "inter_token_latency_ms"))
+    return [
+        str(benchmark["config"]["strategy"]["streams"]),
+        str(totals["successful"]),
+        str(totals["errored"] + totals["incomplete"]),
+        *(f"{value:.0f}" for one in (first, between) for value in (one["median"], one["percentiles"]["p95"])),
+        f"{metrics['output_tokens_per_second']['total']['mean']:.0f}",
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="bench.clients", description=__doc__)
+    parser.add_argument("--streams", default="1,2,4", help="requests at once, one run after another")
+    parser.add_argument("--requests", type=int, default=16, help="of each run")
+    told = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, run_stack(Path(folder)) as stack:
+        tokenizer, report = Path(folder) / "tokenizer", Path(folder) / "report.json"
+        load_tokenizer(find_model()).save_pretrained(tokenizer)
+        # Its processes are as many as the machine has cores, which the workers need.
+        environment = os.environ | {"HF_HUB_OFFLINE": "1", "GUIDELLM__MAX_WORKER_PROCESSES": "1"}
+        command = build_command(stack.url, tokenizer, report, told.streams, told.requests)
+        subprocess.run(command, env=environment, check=True)
+        rows = [read_row(benchmark) for benchmark in json.loads(report.read_text())["benchmarks"]]
+    for row in (HEADER, ["---"] * len(HEADER), *rows):
+        print(f"| {' | '.join(row)} |")
+
+
+if __name__ == "__main__":
+    main()
