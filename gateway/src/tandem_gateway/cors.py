@@ -13,6 +13,7 @@ from tandem_api.names import (
     HEADER_DECODE_WORKER,
     HEADER_IGNORED,
     HEADER_PREFILL_WORKER,
+    HEADER_QUEUE_SECONDS,
     HEADER_REQUEST_ID,
     HEADER_ROUTE,
 )
@@ -27,7 +28,15 @@ _NAMES = re.compile(rb"[\w!#$%&'*+.^`|~-]+([ \t]*,[ \t]*[\w!#$%&'*+.^`|~-]+)*", 
 _EXPOSED = (
     b"\r\naccess-control-expose-headers: "
     + ", ".join(
-        ("retry-after", HEADER_REQUEST_ID, HEADER_DECODE_WORKER, HEADER_PREFILL_WORKER, HEADER_IGNORED, HEADER_ROUTE)
+        (
+            "retry-after",
+            HEADER_REQUEST_ID,
+            HEADER_DECODE_WORKER,
+            HEADER_PREFILL_WORKER,
+            HEADER_QUEUE_SECONDS,
+            HEADER_IGNORED,
+            HEADER_ROUTE,
+        )  # fmt: skip
     ).encode()
 )
 _VARY = b"\r\nvary: origin"
