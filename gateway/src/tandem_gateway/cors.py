@@ -25,20 +25,11 @@ ANY = "*"
 _METHOD = b"access-control-request-method"
 _HEADERS = b"access-control-request-headers"
 _NAMES = re.compile(rb"[\w!#$%&'*+.^`|~-]+([ \t]*,[ \t]*[\w!#$%&'*+.^`|~-]+)*", re.ASCII)
-_EXPOSED = (
-    b"\r\naccess-control-expose-headers: "
-    + ", ".join(
-        (
-            "retry-after",
-            HEADER_REQUEST_ID,
-            HEADER_DECODE_WORKER,
-            HEADER_PREFILL_WORKER,
-            HEADER_QUEUE_SECONDS,
-            HEADER_IGNORED,
-            HEADER_ROUTE,
-        )  # fmt: skip
-    ).encode()
-)
+_READABLE = (
+    "retry-after", HEADER_REQUEST_ID, HEADER_DECODE_WORKER, HEADER_PREFILL_WORKER, HEADER_QUEUE_SECONDS, HEADER_IGNORED,
+    HEADER_ROUTE,
+)  # fmt: skip
+_EXPOSED = b"\r\naccess-control-expose-headers: " + ", ".join(_READABLE).encode()
 _VARY = b"\r\nvary: origin"
 
 
