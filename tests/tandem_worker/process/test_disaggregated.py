@@ -82,7 +82,7 @@ AT_ONCE: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", AT_ONCE)
 def test_the_first_token_may_be_the_last(pair: SimpleNamespace, workers: SimpleNamespace, kind: str) -> None:
     """It goes out before the first step; the answer is the same as without a prefill worker."""
-    prompt = prompt_of(70, seed=30 + list(AT_ONCE).index(kind))
+    prompt = prompt_of(70, seed=1000 + list(AT_ONCE).index(kind))  # no other test begins so
     options = {"return_token_ids": True} | AT_ONCE[kind]
     answer = pair.decode.complete(prompt, prefill=pair.prefill.kv, **options)
     alone = pair.decode.complete(prompt, **options)
