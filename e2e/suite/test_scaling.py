@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from threading import Event
 from typing import Any
 
 import pytest
@@ -64,13 +65,14 @@ def long_prompts(number: int) -> list[str]:
 
 
 @contextmanager
-def load(fleet: Fleet, say: Say, *, concurrency: int) -> Iterator[None]:
-    """Clients that ask as long as the block takes; none of them may be failed."""
+def load(fleet: Fleet, say: Say, *, concurrency: int, pause: float = 0.0) -> Iterator[None]:
+    """Clients that ask as long as the block takes, with a pause of so many seconds after two requests of each; none of
+    them may be failed."""
     outcomes: list[Outcome] = []
-    running = [True]
+    ended = Event()
 
     def ask(url: str) -> None:
-        while running:
+        while not ended.wait(pause):
             prompts = [f"{len(outcomes)} {text}" for text in long_prompts(2 * concurrency)]
             outcomes.extend(
                 asyncio.run(run_load(url, MODEL, prompts, concurrency=concurrency, max_tokens=16))
@@ -81,7 +83,7 @@ def load(fleet: Fleet, say: Say, *, concurrency: int) -> Iterator[None]:
         try:
             yield
         finally:
-            running.clear()
+            ended.set()
         asking.result()
     broken = [outcome for outcome in outcomes if not outcome.complete]
     assert not broken, f"{len(broken)} of {len(outcomes)} requests failed; the first: {broken[0]}"
@@ -100,7 +102,7 @@ def wait_counts(fleet: Fleet, holds: Callable[[int, int], bool], *, within: floa
     return until("replicas to follow", probe, within=within, every=1.0)
 
 
-@pytest.mark.timeout(420)
+@pytest.mark.timeout(600)
 def test_roles_follow_their_targets_apart(fleet: Fleet, say: Say) -> None:
     """Prefill grows for its target, then decode for its own; then load and targets ease, and both come down."""
     automatic = {"scaling": {"mode": "SLO", "min": 1, "max": 2}}
@@ -119,8 +121,8 @@ def test_roles_follow_their_targets_apart(fleet: Fleet, say: Say) -> None:
         say(f"scaling up: {told['message']}")
         fleet.wait_role(MODEL, "decode", 2, within=120)
     fleet.patch(MODEL, targets(LOOSE, LOOSE))
-    with load(fleet, say, concurrency=1):
-        told = wait_counts(fleet, lambda prefill, decode: (prefill, decode) == (1, 1), within=150)
+    with load(fleet, say, concurrency=1, pause=8.0):  # one that never pauses is all that one of these workers can do
+        told = wait_counts(fleet, lambda prefill, decode: (prefill, decode) == (1, 1), within=210)
         fleet.wait_role(MODEL, "prefill", 1)
         fleet.wait_role(MODEL, "decode", 1)
     say(f"scaling down: {told['message']}")
