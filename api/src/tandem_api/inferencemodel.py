@@ -808,9 +808,13 @@ class TTFTTarget(Authored):
     seconds_per_thousand_tokens: Annotated[float, Field(ge=0, le=3600)] = 0.0
     """Longer by so much for each thousand tokens of the prompt."""
 
+    @property
+    def seconds_per_token(self) -> float:
+        return self.seconds_per_thousand_tokens / 1000
+
     def limit(self, tokens: float) -> float:
         """Seconds allowed to a request with so many prompt tokens."""
-        return self.seconds + self.seconds_per_thousand_tokens * tokens / 1000
+        return self.seconds + self.seconds_per_token * tokens
 
 
 class TPOTTarget(Authored):

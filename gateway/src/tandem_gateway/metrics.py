@@ -96,8 +96,8 @@ class Metrics:
         """
         registry = CollectorRegistry()
         by_reason = [
-            _by_reason(Metric.GATEWAY_WORKER_FAILURES_TOTAL, "Attempts at workers that failed, by reason.", failures),
-            _by_reason(Metric.GATEWAY_EJECTIONS_TOTAL, "Workers left out for a while, by reason.", ejections),
+            _by_label(Metric.GATEWAY_WORKER_FAILURES_TOTAL, "Attempts at workers that failed, by reason.", failures),
+            _by_label(Metric.GATEWAY_EJECTIONS_TOTAL, "Workers left out for a while, by reason.", ejections),
         ]
         sides = CounterMetricFamily(
             Metric.GATEWAY_CANARY_REQUESTS_TOTAL, "Requests sent to workers while there was a canary.",
@@ -105,17 +105,18 @@ class Metrics:
         )  # fmt: skip
         for (side, moved), count in sorted((canary or {}).items()):
             sides.add_metric(("canary" if side else "others", "true" if moved else "false"), count)
-        reads = CounterMetricFamily(
-            Metric.GATEWAY_TELEMETRY_READS_TOTAL, "Reads of workers' telemetry, by how they ended.", labels=("result",)
+        reads = _by_label(
+            Metric.GATEWAY_TELEMETRY_READS_TOTAL,
+            "Reads of workers' telemetry, by how they ended.",
+            telemetry,
+            label="result",
         )
-        for result, count in sorted(telemetry.items()):
-            reads.add_metric((result,), count)
-        waits = CounterMetricFamily(
-            Metric.GATEWAY_QUEUE_WAITS_TOTAL, "Requests that waited for a worker, by how that ended.",
-            labels=("outcome",),
-        )  # fmt: skip
-        for outcome, count in sorted(self.queue_waits.items()):
-            waits.add_metric((outcome,), count)
+        waits = _by_label(
+            Metric.GATEWAY_QUEUE_WAITS_TOTAL,
+            "Requests that waited for a worker, by how that ended.",
+            self.queue_waits,
+            label="outcome",
+        )
         queue = [
             GaugeMetricFamily(Metric.GATEWAY_QUEUE_REQUESTS, "Requests that wait for a worker.", value=queued),
             waits,
@@ -130,11 +131,11 @@ class Metrics:
         )
         for (path, code), count in sorted(self.requests.items()):
             requests.add_metric((path, str(code)), count)
-        retries = _by_reason(Metric.GATEWAY_RETRIES_TOTAL, "Requests sent to another worker, by reason.", self.retries)
-        resumes = _by_reason(
+        retries = _by_label(Metric.GATEWAY_RETRIES_TOTAL, "Requests sent to another worker, by reason.", self.retries)
+        resumes = _by_label(
             Metric.GATEWAY_RESUMES_TOTAL, "Streams that went on at another worker, by why they had to.", self.resumes
         )
-        failed = _by_reason(
+        failed = _by_label(
             Metric.GATEWAY_FAILED_RESUMES_TOTAL,
             "Streams that broke off because they could not go on at another worker, by why not.",
             self.failed_resumes,
@@ -165,10 +166,10 @@ class Metrics:
         ]  # fmt: skip
 
 
-def _by_reason(name: str, text: str, counts: Mapping[str, int]) -> CounterMetricFamily:
-    family = CounterMetricFamily(name, text, labels=("reason",))
-    for reason, count in sorted(counts.items()):
-        family.add_metric((reason,), count)
+def _by_label(name: str, text: str, counts: Mapping[str, int], *, label: str = "reason") -> CounterMetricFamily:
+    family = CounterMetricFamily(name, text, labels=(label,))
+    for value, count in sorted(counts.items()):
+        family.add_metric((value,), count)
     return family
 
 

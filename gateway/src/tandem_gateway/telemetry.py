@@ -173,17 +173,18 @@ class _Target:
 
     def fail(self, reason: str) -> None:
         """Give the read up."""
-        call, self._call = self._call, None
-        if call is not None:
-            call.cancel()
+        self._cancel()
         self._owner.on_end(self, reason)
 
     def stop(self) -> None:
         """It is asked no more."""
+        self._cancel()
+        self.link.close()
+
+    def _cancel(self) -> None:
         call, self._call = self._call, None
         if call is not None:
             call.cancel()
-        self.link.close()
 
     def on_upstream_head(self, head: ResponseHead) -> None:
         self._status = head.status

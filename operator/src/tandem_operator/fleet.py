@@ -128,10 +128,7 @@ class FleetWatch:
 
     def reports(self, key: ModelKey) -> Sequence[FleetReport]:
         """The fresh reports of a model's gateways."""
-        model, now = self._models.get(key), self._clock()
-        return (
-            () if model is None else tuple(g.report for g in model.gateways.values() if _is_fresh(g, now) and g.report)
-        )
+        return tuple(report for report, _ in self.heard(key))
 
     def heard(self, key: ModelKey) -> Sequence[tuple[FleetReport, float]]:
         """The fresh reports of a model's gateways, each with the seconds since it was read."""

@@ -26,9 +26,7 @@ from tandem_api.names import Role
 
 from tandem_operator.manifests import STATEFUL_SET, ChildKey, dig
 from tandem_operator.planner import Children
-
-COMPONENTS = {"prefill": Role.PREFILL, "decode": Role.DECODE}
-"""Worker roles by the name of their field. Workers that do both have the field `decode`."""
+from tandem_operator.scaling.contract import COMPONENTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

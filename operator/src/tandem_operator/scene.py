@@ -13,8 +13,7 @@ from tandem_operator.groups import Group, group_pods
 from tandem_operator.manifests import Manifest, dig, dig_list
 from tandem_operator.observation import parse_time, pods_of, workload_key
 from tandem_operator.planner import Children
-from tandem_operator.replicas import COMPONENTS
-from tandem_operator.scaling.contract import Behavior, RoleSpec, ScalingSpec, Target
+from tandem_operator.scaling.contract import COMPONENTS, Behavior, RoleSpec, ScalingSpec, Target
 from tandem_operator.scaling.observe import RoleCount
 from tandem_operator.scaling.temper import Circumstances
 from tandem_operator.workloads.blueprint import Blueprint
@@ -53,7 +52,7 @@ def set_scene(blueprint: Blueprint, live: Children, rollout: RolloutStatus | Non
     ttft = Target(
         percentile=slo.ttft.percentile / 100,
         seconds=slo.ttft.seconds,
-        seconds_per_token=slo.ttft.seconds_per_thousand_tokens / 1000,
+        seconds_per_token=slo.ttft.seconds_per_token,
     )
     tpot = Target(seconds=slo.tpot.seconds)
     followed = frozenset(

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 
 from tandem_api.names import Role
 
+COMPONENTS = {"prefill": Role.PREFILL, "decode": Role.DECODE}
+"""Worker roles by the name of their field in the spec. Workers that do both have the field `decode`."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:

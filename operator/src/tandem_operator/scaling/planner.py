@@ -84,7 +84,7 @@ def plan(spec: ScalingSpec, fleet: Snapshot | None, history: History, now: float
     wishes = limit_transfer(
         wishes, share=decode.transfer_share, prefills=round(prefill.ready * (prefill.busy or 1)), decodes=decode.ready
     )
-    wishes = limit_budget(bound(limit_ratio(bound(wishes, spec), spec), spec), spec)
+    wishes = _within_limits(wishes, spec)
     inputs = {
         "prompt_tokens_per_second": round(load.tokens.now, 1),
         "prompt_tokens_per_second_ahead": round(load.tokens.ahead, 1),
@@ -96,12 +96,7 @@ def plan(spec: ScalingSpec, fleet: Snapshot | None, history: History, now: float
         "decode_tokens_per_second": round(room.tokens_per_second(load.answers.context), 1),
         "kv_share": round(decode.kv_tokens_used / max(1, decode.kv_tokens_total), 3),
     }
-    roles = {
-        role: RoleDecision(
-            replicas=wish.replicas, observed=fleet.roles[role].replicas, required=up[role].replicas, limit=wish.limit
-        )
-        for role, wish in wishes.items()
-    }
+    roles = _decide(wishes, fleet, required={role: wish.replicas for role, wish in up.items()})
     return Decision(at=now, roles=roles, inputs=inputs, sentence=_explain(roles, inputs), needs=needs)
 
 
@@ -237,15 +232,23 @@ def _plan_idle(spec: ScalingSpec, fleet: Snapshot, history: History, now: float)
         present = fleet.roles[role].replicas
         count = min(present, max(need, history.most_needed(role, since)))
         wishes[role] = Wish(replicas=count, limit="stabilization" if count > need else "idle")
-    wishes = limit_budget(bound(limit_ratio(bound(wishes, spec), spec), spec), spec)
-    roles = {
+    roles = _decide(_within_limits(wishes, spec), fleet, required=needs)
+    sentence = f"{_say_roles(roles)}. Fewer than {FEWEST_REQUESTS} requests have come in {2 * LONG_SECONDS:.0f} s."
+    return Decision(at=now, roles=roles, sentence=sentence, needs=needs)
+
+
+def _within_limits(wishes: Mapping[Role, Wish], spec: ScalingSpec) -> dict[Role, Wish]:
+    """Bounds, ratio and budget; what the ratio asks for keeps to the bounds too."""
+    return limit_budget(bound(limit_ratio(bound(wishes, spec), spec), spec), spec)
+
+
+def _decide(wishes: Mapping[Role, Wish], fleet: Snapshot, *, required: Mapping[Role, int]) -> dict[Role, RoleDecision]:
+    return {
         role: RoleDecision(
-            replicas=wish.replicas, observed=fleet.roles[role].replicas, required=needs[role], limit=wish.limit
+            replicas=wish.replicas, observed=fleet.roles[role].replicas, required=required[role], limit=wish.limit
         )
         for role, wish in wishes.items()
     }
-    sentence = f"{_say_roles(roles)}. Fewer than {FEWEST_REQUESTS} requests have come in {2 * LONG_SECONDS:.0f} s."
-    return Decision(at=now, roles=roles, sentence=sentence, needs=needs)
 
 
 def _find_obstacle(spec: ScalingSpec, fleet: Snapshot | None, now: float) -> tuple[str, str] | None:

@@ -13,12 +13,11 @@ from typing import Literal
 from tandem_api.inferencemodel import Condition, RoleScalingStatus, ScalingStatus
 from tandem_api.names import Role
 
-from tandem_operator.scaling.contract import Decision, RoleDecision
+from tandem_operator.scaling.contract import COMPONENTS, Decision, RoleDecision
 from tandem_operator.scaling.slo import Attainment
 
 ACTIVE, SLO_MET = "ScalingActive", "SLOMet"
 TOLD_AGAIN_SECONDS = 30.0
-_COMPONENTS = {"prefill": Role.PREFILL, "decode": Role.DECODE}
 
 
 def tell_scaling(
@@ -50,7 +49,7 @@ def tell_scaling(
     roles: Mapping[Role, RoleDecision] = decision.roles if decision is not None else {}
     update: dict[str, object] = {
         component: _with_decision(getattr(scaling, component), roles.get(role))
-        for component, role in _COMPONENTS.items()
+        for component, role in COMPONENTS.items()
     }
     scaling = scaling.model_copy(update=update | {"message": sentence, "decided_at": f"{now.astimezone(UTC):%FT%TZ}"})
     return scaling, [Condition(type=ACTIVE, status=state, reason=reason, message=sentence)]
@@ -73,7 +72,7 @@ def scaled_by(before: ScalingStatus | None, after: ScalingStatus | None) -> list
     if before is None or after is None:
         return []
     told: list[str] = []
-    for component in _COMPONENTS:
+    for component in COMPONENTS:
         old: RoleScalingStatus | None = getattr(before, component)
         new: RoleScalingStatus | None = getattr(after, component)
         if old is None or new is None or old.desired == new.desired or not old.mode == new.mode == "SLO":
@@ -107,7 +106,7 @@ def _is_due(before: ScalingStatus, decision: Decision | None, now: datetime) -> 
     roles: Mapping[Role, RoleDecision] = decision.roles if decision is not None else {}
     told = {
         role: (one.required, one.limit)
-        for component, role in _COMPONENTS.items()
+        for component, role in COMPONENTS.items()
         if (one := getattr(before, component)) is not None and role in roles
     }
     if told == {role: (one.required, one.limit) for role, one in roles.items()}:

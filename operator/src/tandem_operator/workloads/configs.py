@@ -118,7 +118,7 @@ def _ttft_deadline(blueprint: Blueprint) -> TTFTDeadline | None:
     slo = blueprint.model.spec.slo
     if slo is None:
         return None
-    return TTFTDeadline(seconds=slo.ttft.seconds, seconds_per_token=slo.ttft.seconds_per_thousand_tokens / 1000)
+    return TTFTDeadline(seconds=slo.ttft.seconds, seconds_per_token=slo.ttft.seconds_per_token)
 
 
 def _held_bytes(limit: str | None) -> int:

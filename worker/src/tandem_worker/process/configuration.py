@@ -26,26 +26,23 @@ def load_config(path: Path) -> WorkerConfig:
 
 def read_step_seconds(path: Path, config: WorkerConfig) -> float | None:
     """When a step counts as hung, as it is written now (see `WorkerConfig.step_timeout_seconds`)."""
-    try:
-        return load_config(path).step_timeout_seconds
-    except StartupError as error:
-        logger.warning("%s; steps are judged as it was told at start", error)
-        return config.step_timeout_seconds
+    return _read_again(path, config, "steps are judged").step_timeout_seconds
 
 
 def read_ttft_target(path: Path, config: WorkerConfig) -> TTFTDeadline | None:
     """By what prompts are ordered, as it is written now (see `WorkerConfig.ttft_target`)."""
-    try:
-        return load_config(path).ttft_target
-    except StartupError as error:
-        logger.warning("%s; prompts are ordered as it was told at start", error)
-        return config.ttft_target
+    return _read_again(path, config, "prompts are ordered").ttft_target
 
 
 def read_drain_seconds(path: Path, config: WorkerConfig) -> float:
     """How long to drain, as it is written now: it may have changed since the start, and restarts nobody."""
+    return _read_again(path, config, "draining").drain_timeout_seconds
+
+
+def _read_again(path: Path, config: WorkerConfig, doing: str) -> WorkerConfig:
+    """The configuration as it is written now, or `config`, that of the start, where it cannot be read."""
     try:
-        return load_config(path).drain_timeout_seconds
+        return load_config(path)
     except StartupError as error:
-        logger.warning("%s; draining as it was told at start", error)
-        return config.drain_timeout_seconds
+        logger.warning("%s; %s as it was told at start", error, doing)
+        return config

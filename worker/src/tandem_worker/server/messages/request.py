@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import orjson
-
-from tandem_worker.server.openai.fields import Fields, refuse, wrong_type
+from tandem_worker.server.openai.fields import Fields, refuse, write_json, wrong_type
 from tandem_worker.server.openai.messages import MAX_MESSAGES
 from tandem_worker.server.openai.renaming import EXTENSIONS, Places, Renaming
 
@@ -195,7 +193,8 @@ def _answer(message: Fields) -> dict[str, Any]:
         match kind:
             case "tool_use":
                 name = block.required_string("name", allow_empty=False)
-                function = {"name": name, "arguments": _arguments(block)}
+                arguments = write_json(block.name("input"), block.raw_object("input") or {})
+                function = {"name": name, "arguments": arguments.decode()}
                 call_id = block.required_string("id", allow_empty=False)
                 call = {"id": call_id, "type": "function", "function": function}
                 answer.setdefault("tool_calls", []).append(call)
@@ -211,13 +210,6 @@ def _answer(message: Fields) -> dict[str, Any]:
             case _:
                 texts.append(_text(block, kind))
     return {**answer, "content": "".join(texts)}
-
-
-def _arguments(block: Fields) -> str:
-    try:
-        return orjson.dumps(block.raw_object("input") or {}).decode()
-    except orjson.JSONEncodeError:  # what was read but cannot be written is nested beyond 250 levels
-        refuse(block.name("input"), f"'{block.name('input')}' is nested too deeply.", "invalid_value")
 
 
 def _blocks(fields: Fields, key: str) -> str:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any, Never
 
+import orjson
+
 from tandem_worker.engine.errors import RequestError
 
 _MISSING = object()
@@ -30,6 +32,14 @@ def _json_type(value: object) -> str:
 def wrong_type(path: str, expected: str, value: object) -> Never:
     """Refuse a value for its JSON type; `expected` is a noun with its article."""
     refuse(path, f"Invalid type for '{path}': expected {expected}, but got {_json_type(value)}.", "invalid_type")
+
+
+def write_json(path: str, value: object) -> bytes:
+    """A value of the request as JSON again. Raises RequestError."""
+    try:
+        return orjson.dumps(value)
+    except orjson.JSONEncodeError:  # what was read but cannot be written is nested beyond 250 levels
+        refuse(path, f"'{path}' is nested too deeply.", "invalid_value")
 
 
 class Fields:

@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from tandem_worker.server.openai.fields import Fields, refuse, wrong_type
+from tandem_worker.server.openai.fields import Fields, refuse, write_json, wrong_type
 from tandem_worker.server.openai.messages import MAX_MESSAGES, join_parts
 from tandem_worker.server.openai.renaming import EXTENSIONS, Places, Renaming
 
@@ -93,12 +93,7 @@ def translate(body: object) -> tuple[dict[str, Any], bytes, Places]:
 
 def _write(echo: Mapping[str, Any]) -> bytes:
     """Raises RequestError naming the largest field."""
-    written: dict[str, bytes] = {}
-    for key, value in echo.items():
-        try:
-            written[key] = orjson.dumps(value)
-        except orjson.JSONEncodeError:  # what was read but cannot be written is nested beyond 250 levels
-            refuse(key, f"'{key}' is nested too deeply.", "invalid_value")
+    written = {key: write_json(key, value) for key, value in echo.items()}
     size = sum(map(len, written.values()))
     if size > MAX_ECHO_BYTES:
         largest = max(written, key=lambda key: len(written[key]))
