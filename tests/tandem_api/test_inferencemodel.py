@@ -181,6 +181,39 @@ SLO_MODE = {"scaling": {"mode": "SLO", "max": 4}}
 SLO_TARGETS = {"ttft": {"seconds": 0.5, "secondsPerThousandTokens": 0.2}, "tpot": {"seconds": 0.05}}
 
 
+ASLEEP = {"autoscaling": {"scaleToZero": {}}, "slo": SLO_TARGETS}
+BOTH_SLO = {"prefill": SLO_MODE, "decode": SLO_MODE}
+
+
+def test_scaling_to_zero() -> None:
+    spec = parse(**ASLEEP, **BOTH_SLO).spec
+    assert spec.scale_to_zero is not None
+    assert (spec.scale_to_zero.idle_after, spec.queue_ttl) == ("15m", "10m")
+    assert parse(**ASLEEP, **BOTH_SLO, gateway={"queue": {"ttl": "2m"}}).spec.queue_ttl == "2m"
+    fixed = parse(**ASLEEP, prefill={"replicas": 2}, gateway={"queue": {"max": 0}}).spec
+    assert (fixed.scale_to_zero, fixed.queue_ttl) == (None, "30s"), "not looked at in the mode Static"
+    assert parse().spec.queue_ttl == "30s"
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({"prefill": SLO_MODE}, "scaleToZero needs prefill and decode to have scaling.mode SLO both"),
+        ({"decode": {"scaling": {"mode": "External"}}}, "needs prefill and decode to have scaling.mode SLO both"),
+        (BOTH_SLO | {"decode": {"scaling": {"mode": "External"}}}, "needs prefill and decode to have scaling.mode SLO"),
+        (BOTH_SLO | {"gateway": {"replicas": 0}}, "gateways hold the request that wakes the model"),
+        (BOTH_SLO | {"gateway": {"queue": {"max": 0}}}, "queue.max must let the first request wait for a start"),
+        (BOTH_SLO | {"gateway": {"queue": {"ttl": "0s"}}}, "queue.ttl must let the first request wait .* 1m or more"),
+        (BOTH_SLO | {"gateway": {"queue": {"ttl": "30s"}}}, "queue.ttl must let the first request wait"),
+        ({"autoscaling": {"scaleToZero": {"idleAfter": "soon"}}}, "must be a duration"),
+        ({"autoscaling": {"scaleToZero": {"idle": "5m"}}}, "idle"),
+    ],
+)
+def test_scaling_to_zero_that_cannot_be(spec: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        parse(**(ASLEEP | spec))
+
+
 def test_a_model_that_says_nothing_of_scaling_has_none() -> None:
     spec = parse(prefill={}).spec
     assert {role.scaling.mode for role in spec.workers} == {"Static"}

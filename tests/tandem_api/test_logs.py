@@ -3,7 +3,8 @@ from __future__ import annotations
 import json
 import logging
 
-from tandem_api.logs import JsonFormatter, format_time
+import pytest
+from tandem_api.logs import JsonFormatter, find_trace, format_time
 
 
 def formatted(record: logging.LogRecord) -> dict[str, object]:
@@ -50,3 +51,25 @@ def test_a_text_that_is_no_unicode_can_still_be_written() -> None:
 def test_times_are_utc_to_the_millisecond() -> None:
     assert format_time(0.0015) == "1970-01-01T00:00:00.001Z"
     assert format_time().endswith("Z")
+
+
+TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+
+
+@pytest.mark.parametrize(
+    ("header", "found"),
+    [
+        (f"00-{TRACE}-{SPAN}-01", True),
+        (f"00-{TRACE}-{SPAN}-01-more", False),
+        (f"cc-{TRACE}-{SPAN}-01-more", True),
+        (f"ff-{TRACE}-{SPAN}-01", False),
+        (f"00-{'0' * 32}-{SPAN}-01", False),
+        (f"00-{TRACE}-{'0' * 16}-01", False),
+        (f"00-{TRACE.upper()}-{SPAN}-01", False),
+        (f"00-{TRACE}-{SPAN}", False),
+        ('00-"x', False),
+        ("", False),
+    ],
+)
+def test_the_trace_of_a_request(header: str, found: bool) -> None:
+    assert find_trace(header.encode()) == (TRACE if found else None)

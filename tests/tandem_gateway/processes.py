@@ -17,7 +17,7 @@ from tandem_api.launch import GatewayConfig
 class Process:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
-        self.http_port = self.metrics_port = 0
+        self.http_port = self.https_port = self.metrics_port = 0
 
     async def wait_listening(self) -> None:
         assert self.process.stderr is not None
@@ -25,7 +25,8 @@ class Process:
             while line := await self.process.stderr.readline():
                 event = json.loads(line)
                 if event["message"] == "listening":
-                    self.http_port, self.metrics_port = event["http_port"], event["metrics_port"]
+                    self.http_port, self.https_port = event.get("http_port", 0), event.get("https_port", 0)
+                    self.metrics_port = event["metrics_port"]
                     return
         raise AssertionError("the process ended")
 

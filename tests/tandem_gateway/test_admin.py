@@ -25,7 +25,7 @@ async def ask(connect, port: int, data: bytes) -> bytes:
         (b"GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n", b"404"),
         (b"nonsense\r\n\r\n", b"400"),
         (b"GET /metrics HTTP/1.1\r\nhost: x\r\nx-a: " + b"a" * 40_000 + b"\r\n\r\n", b"431"),
-        (b"POST /metrics HTTP/1.1\r\nhost: x\r\ncontent-length: 9999\r\n\r\n", b"413"),
+        (b"POST /metrics HTTP/1.1\r\nhost: x\r\ncontent-length: 9999999\r\n\r\n", b"413"),
     ],
 )
 async def test_answers(start_gateway, start_worker, connect, data: bytes, status: bytes) -> None:

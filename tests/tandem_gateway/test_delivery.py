@@ -155,6 +155,15 @@ async def test_only_streams_have_a_time_to_first_token(start_gateway, start_work
     assert sum(running.gateway.metrics.ttft.counts) == 1
 
 
+async def test_the_trace_that_a_client_names_is_in_the_access_log(start_gateway, start_worker, chat, until) -> None:
+    running = await start_gateway(await start_worker())
+    lines = records(running)
+    for parent in ("", f"traceparent: 00-{'a1' * 16}-{'b2' * 8}-01\r\n", 'traceparent: 00-"\r\n'):
+        await running.raw(chat(headers=f"connection: close\r\n{parent}"))
+    await until(lambda: len(lines) == 3)
+    assert [line["trace_id"] for line in lines] == [None, "a1" * 16, None]
+
+
 async def test_every_answer_is_in_the_access_log(start_gateway, start_worker, chat, until) -> None:
     running = await start_gateway(await start_worker())
     lines = records(running)

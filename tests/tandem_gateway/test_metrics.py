@@ -39,4 +39,4 @@ def test_histogram_buckets_are_cumulative() -> None:
 def test_every_family_is_typed_once() -> None:
     lines = render(Metrics())
     types = [line for line in lines if line.startswith("# TYPE")]
-    assert len(types) == len(set(types)) == 17
+    assert len(types) == len(set(types)) == 18

@@ -93,6 +93,7 @@ async def test_a_new_worker_serves_once_a_prompt_has_come_from_a_prefill_worker(
         (answers(used="d1"), "kv: the prompt was to come from p, and came from d1"),
         (answers(503), "kv: it answers 503"),
         (answers(401), "kv: it answers 401"),
+        (answers(used="x" * 9000), ("kv: the prompt was to come from p, and came from " + "x" * 1000)[:1000]),
     ],
 )
 async def test_who_gets_no_blocks_is_held_back_with_the_reason_and_asked_again(

@@ -133,3 +133,19 @@ def test_only_what_decodes_goes_through_a_pair() -> None:
     embedding = read({"model": "toy", "input": "x" * 400}, EMBEDDINGS).demand
     assert embedding.local
     assert (embedding.prompt_tokens, embedding.output_tokens) == (101, 1)
+
+
+def test_texts_that_are_compared_count_under_all_their_names() -> None:
+    query, texts = "x" * 100, ["y" * 1000, {"text": "z" * 1000}]
+    forms = [
+        read({"query": query, "documents": texts}, "/rerank"),
+        read({"queries": query, "documents": texts}, "/v1/score"),
+        read({"text_1": query, "text_2": texts}, "/score"),
+        read({"data_1": query, "items": texts}, "/score"),
+    ]
+    for form in forms:
+        assert form.demand.local
+        assert form.demand.prompt_tokens == forms[0].demand.prompt_tokens > 500
+        assert form.demand.prefix == forms[0].demand.prefix
+        assert form.demand.output_tokens == 1
+    assert read({"query": 5}, "/rerank").demand.prompt_tokens < 5  # the worker's to refuse

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import pytest
 from tandem_api.launch import GatewayQueue, GatewayRouting, TTFTDeadline
-from tandem_api.names import HEADER_QUEUE_SECONDS
+from tandem_api.names import HEADER_QUEUE_SECONDS, Role
+from tandem_gateway.metrics import Metrics
+from tandem_gateway.queueing import RequestQueue
+from tandem_gateway.scheduling import Endpoint, Scheduler, Worker
 from tandem_gateway.scheduling.queue import FIRST_WINDOW
 
 from tests.tandem_gateway.conftest import FakeWorker, Received, answer
@@ -153,6 +156,50 @@ async def test_a_full_queue_says_so_at_once(start_gateway, start_worker, chat, u
     assert waits(running) == {"full": 1, "placed": 3}
 
 
+async def test_one_client_cannot_keep_all_places(start_gateway, start_worker, chat, until) -> None:
+    """It has every place, and asks again as soon as it is turned away."""
+    running = await start_gateway(queue=GatewayQueue(max_requests=40))
+    line, turned = running.gateway.queue.line, 0
+
+    async def occupy() -> None:
+        nonlocal turned
+        reader, writer = await running.connect()
+        while True:
+            writer.write(chat())
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert b" 503 " in head
+            assert b"retry-after: 5" in head
+            turned += b"x-tandem-queue-seconds" in head
+            length = int(head.split(b"content-length: ")[1].split(b"\r\n")[0])
+            assert json.loads(await reader.readexactly(length))["error"]["code"] == "queue_full"
+            await asyncio.sleep(0.01)
+
+    async with asyncio.TaskGroup() as group:
+        greedy = [group.create_task(occupy()) for _ in range(60)]
+        await until(lambda: line.size == 40)
+        modest = []
+        for number in range(20):
+            reader, writer = await asyncio.open_connection("127.0.0.1", running.port, local_addr=("127.0.0.2", 0))
+            running.writers.append(writer)
+            writer.write(chat())
+            modest.append(reader)
+            await until(lambda number=number: turned == number + 1)
+        _, writer = await asyncio.open_connection("127.0.0.1", running.port, local_addr=("127.0.0.2", 0))
+        running.writers.append(writer)
+        writer.write(chat())
+        await asyncio.sleep(0.3)
+        assert {source: len(places) for source, places in line._sources.items()} == {"127.0.0.1": 20, "127.0.0.2": 20}
+        assert (line.size, turned) == (40, 20), "who has half of them gets no more"
+        assert running.gateway.queue.line.tokens == sum(t.tokens for each in line._sources.values() for t in each)
+        for task in greedy:
+            task.cancel()
+    worker = await start_worker()
+    running.workers.append(worker)
+    running.apply(worker)
+    for reader in modest:
+        assert b" 200 " in await reader.readuntil(b"\r\n")
+
+
 @pytest.mark.parametrize("queue", [GatewayQueue(max_requests=0), GatewayQueue(ttl_seconds=0)])
 async def test_where_nobody_may_wait_the_answer_comes_at_once(start_gateway, start_worker, chat, queue) -> None:
     running = await start_gateway(queue=queue)
@@ -220,6 +267,26 @@ async def test_a_client_that_leaves_gives_up_its_place_at_once(start_gateway, st
     running.apply(worker)
     assert (await task)[0] == 200
     assert len(worker.received) == 1, "nobody works for who left"
+
+
+def test_a_queue_whose_last_one_left_by_itself_leaves_no_windows_to_the_next_one() -> None:
+    class Waits:
+        def dispatch(self, full: Collection[str] = ()) -> bool:
+            return False
+
+        def turn_away(self, error: Exception) -> None:
+            raise error
+
+    queue = RequestQueue(GatewayQueue(), Scheduler(), Metrics())
+    worker = Endpoint(Worker(name="a", address="h:1", role=Role.DECODE, revision="r"))
+    ticket = queue.join(Waits(), arrived=0.0, tokens=1, now=0.0)
+    for _ in range(100):
+        queue.take(worker, 0.0, stream=True).end(answered=True)
+    queue.leave(ticket, "left", 1.0)
+    queue.join(Waits(), arrived=100.0, tokens=1, now=100.0)
+    for _ in range(FIRST_WINDOW):
+        queue.take(worker, 100.0, stream=True)
+    assert queue._ramp.full == {"a"}
 
 
 async def test_bodies_that_wait_are_bounded_in_bytes_and_small_ones_fit_always(start_gateway, chat, until) -> None:

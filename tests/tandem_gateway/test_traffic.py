@@ -14,7 +14,9 @@ from tandem_gateway.traffic import TrafficCounter
 
 from tests.tandem_gateway.test_faults import ask, fail_with, question
 
-ANYTHING = st.one_of(st.none(), st.integers(-5, 10_000), st.text(max_size=3), st.floats(allow_nan=True))
+ANYTHING = st.one_of(
+    st.none(), st.integers(-5, 10_000), st.just(2**64 - 1), st.text(max_size=3), st.floats(allow_nan=True)
+)
 USAGE = st.one_of(
     st.none(),
     st.fixed_dictionaries(
@@ -26,7 +28,7 @@ USAGE = st.one_of(
         },
     ),
 )
-WAITING = {"waiting_requests", "waiting_tokens"}
+WAITING = {"waiting_requests", "waiting_tokens", "idle_seconds"}
 
 
 @given(st.lists(st.tuples(USAGE, st.integers(0, 9999), st.booleans())))
@@ -111,6 +113,47 @@ async def test_who_gets_no_answer_has_arrived_and_not_finished(
     assert (traffic.prompt_tokens > 0) == bool(arrived)
 
 
+async def test_requests_that_workers_refuse_are_no_demand(start_gateway, start_worker, chat) -> None:
+    """A client that repeats what is refused must not bring replicas."""
+    worker = await start_worker("d", default=fail_with(400))
+    running = await start_gateway(worker)
+    for number in range(20):
+        assert (await ask(running, question(chat, number)))[0] == 400
+        await running.idle()
+    assert traffic_of(running).requests == 1, "the last one may still be computed"
+    worker.default = fail_with(500)
+    first = traffic_of(running)
+    for number in range(20):
+        assert (await ask(running, question(chat, number)))[0] == 500
+        await running.idle()
+    second = traffic_of(running)
+    assert second.requests - first.requests == 19, "a worker that fails is no reason to count less"
+    assert second.prompt_tokens == 20 * first.prompt_tokens
+
+
+@given(st.lists(st.tuples(st.integers(1, 10_000), st.booleans()), min_size=1, max_size=50), st.integers(0, 9))
+def test_what_was_refused_is_made_up_for(requests: list[tuple[int, bool]], lag: int) -> None:
+    """Refused so many requests after they came; in the end totals are those of the others."""
+    counter, under_way = TrafficCounter(), []
+    before = counter.report()
+    for tokens, refused in [*requests, *[(10**6, False)] * 60]:
+        counter.make_up(tokens)
+        under_way.append((tokens, refused))
+        for ended, is_refused in under_way[:-lag] if lag else under_way:
+            if is_refused:
+                counter.take_back(ended)
+        under_way = under_way[-lag:] if lag else []
+        after = counter.report()
+        assert all(
+            getattr(after, name) >= getattr(before, name) for name in Traffic.model_fields if name != "idle_seconds"
+        )
+        before = after
+    served = [tokens for tokens, refused in requests if not refused] + [10**6] * 60
+    assert not counter.ahead
+    assert (before.requests, before.prompt_tokens) == (len(served), sum(served))
+    assert before.prompt_squares == sum(tokens * tokens for tokens in served)
+
+
 async def test_what_runs_no_model_is_no_traffic(start_gateway, start_worker, chat) -> None:
     running = await start_gateway(await start_worker("d"))
     body = b'{"model": "toy", "prompt": "hello"}'
@@ -119,7 +162,7 @@ async def test_what_runs_no_model_is_no_traffic(start_gateway, start_worker, cha
         body,
     )
     assert b" 200 " in (await running.raw(data)).split(b"\r\n")[0]
-    assert traffic_of(running) == Traffic()
+    assert traffic_of(running).model_copy(update={"idle_seconds": None}) == Traffic()
 
 
 async def test_requests_wait_while_there_is_no_worker(start_gateway, start_worker, chat, until) -> None:
@@ -176,7 +219,7 @@ async def test_totals_only_grow_in_any_order_of_arrivals_and_ends(
     await running.idle()
     traffic = traffic_of(running)
     check_growth(before, traffic)
-    assert len(statuses) <= traffic.requests <= 60
-    assert traffic.finished <= traffic.requests - sum(status != 200 for status in statuses)
+    assert len(statuses) - statuses.count(400) <= traffic.requests <= 60
+    assert traffic.finished <= traffic.requests - sum(status not in (200, 400) for status in statuses)
     assert traffic.finished > 20
     assert traffic.prompt_tokens > 60 * 100

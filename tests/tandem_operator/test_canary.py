@@ -275,6 +275,15 @@ STATES = st.builds(
     ),
     retry=st.none(),
 )  # fmt: skip
+
+
+@pytest.mark.parametrize("phase", ["Preparing", "Canary"])
+def test_a_canary_of_a_status_that_cannot_be_is_rolled_out(phase: str) -> None:
+    """Whoever edits a status must not stop the looks at a model."""
+    edited = RolloutStatus(phase=phase, revision=1, digest="a", stable_revision=1, since="2026-01-01T00:00:00Z")  # type: ignore[arg-type]
+    assert after(edited, wish(1, canary=None), Fleet(), GOOD).phase == "Progressing"
+
+
 FLEETS = st.builds(
     lambda **fields: Fleet(roles={Role.UNIFIED: RoleFleet(**fields)}),
     wanted=st.integers(0, 4), surge=st.integers(0, 1), new=st.integers(0, 4), new_ready=st.integers(0, 4),

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
 from aiohttp import web
-from tandem_api.fleet import FleetReport, WorkerReport
+from tandem_api.fleet import FleetReport, Traffic, WorkerReport
 from tandem_api.names import Role
 from tandem_operator import fleet
 from tandem_operator.fleet import FleetView, FleetWatch, parse_report
@@ -43,12 +43,15 @@ class Gateways:
         self.asked: Counter[str] = Counter()
         self.hangs = asyncio.Event()
         self.port = 0
+        self.handler: Callable[[web.Request], Awaitable[web.StreamResponse]] | None = None
 
     def say(self, name: str, *workers: WorkerReport) -> None:
         text = report(name, *workers).to_json()
         self.answers[GATEWAYS[name]] = lambda: web.Response(text=text, content_type="application/json")
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
+        if self.handler is not None:
+            return await self.handler(request)
         assert request.path == "/fleet"
         host = request.host.partition(":")[0]
         self.asked[host] += 1
@@ -107,6 +110,7 @@ async def test_a_worker_that_any_gateway_admits_is_admitted(gateways: Gateways, 
     assert (view.standings["b"].admitted, view.standings["b"].reason) == (False, "error")
     assert {found.gateway for found in watching.watch.reports(KEY)} == {"m-one", "m-two"}
     assert {found.gateway for found, age in watching.watch.heard(KEY) if 0 <= age < 10} == {"m-one", "m-two"}
+    await watching.until(lambda view: view.standings["b"].rejected_seconds > 0)
     watching.late = 20.0
     rejected = await watching.until(lambda view: view.standings["b"].rejected_seconds >= 20.0)
     assert rejected.standings["a"].rejected_seconds == 0.0
@@ -249,3 +253,120 @@ def test_a_report_of_a_thousand_workers_with_all_their_figures_is_read() -> None
     text = FleetReport(gateway="g", started_at=1.0, at=2.0, workers=workers).to_json()
     assert 1024 * 1024 < len(text) < fleet.MAX_BYTES / 2
     assert FleetReport.model_validate_json(text).workers[-1].telemetry == SAMPLE
+
+
+@pytest.mark.parametrize(
+    ("field", "item", "says"),
+    [
+        ("workers", "{}", "workers.0.name"),
+        ("workers", '{"name":"a","address":"","role":"decode","revision":"","state":"Admitted"}', "at most 10000"),
+        ("workers", '{"name":"a","ttftCounts":[' + "-1," * 500_000 + "-1]}", "workers.0"),
+        ("servedNames", "0", "servedNames.0"),
+    ],
+)
+def test_a_large_report_that_is_none_is_refused_at_once(field: str, item: str, says: str) -> None:
+    """Every error of it, told one by one, would hold up the operator for minutes."""
+    items = ",".join([item] * min(1_000_000, fleet.MAX_BYTES // (len(item) + 1)))
+    data = f'{{"gateway":"g","startedAt":1,"at":1,"{field}":[{items}]}}'.encode()
+    began = time.process_time()
+    with pytest.raises(ValueError, match=says) as refused:
+        parse_report(data, gateway="g")
+    assert time.process_time() - began < 1.5
+    assert len(str(refused.value)) < 300
+
+
+@pytest.mark.parametrize("field", ["name", "address", "revision", "reason"])
+def test_a_report_has_no_text_that_a_status_could_not_hold(field: str) -> None:
+    with pytest.raises(ValueError, match=rf"workers\.0\.{field}"):
+        parse_report(report("g", worker("a").model_copy(update={field: "x" * 1001})).to_json().encode(), gateway="g")
+
+
+async def test_gateways_of_a_model_that_sleeps_are_asked_to_tell_of_a_request(gateways: Gateways) -> None:
+    """One question each, for as long as there is none; then an answer at once, and again while the model sleeps."""
+    told: list[ModelKey] = []
+    held, waits = asyncio.Event(), Traffic(waiting_requests=1, idle_seconds=0.0)
+    asked: Counter[str] = Counter()
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        host = request.host.partition(":")[0]
+        name = next(name for name, address in GATEWAYS.items() if address == host)
+        quiet = report(name).model_copy(update={"traffic": Traffic(idle_seconds=100.0)})
+        if request.path != "/fleet/waiting":
+            return web.Response(text=quiet.to_json())
+        asked[name] += 1
+        if name == "m-one":
+            await held.wait()
+        else:
+            await asyncio.Event().wait()
+        return web.Response(text=quiet.model_copy(update={"traffic": waits}).to_json())
+
+    gateways.handler = handle
+    watch = FleetWatch(port=gateways.port, seconds=(FAST, SLOW), on_request=told.append)
+    watch.follow(KEY, GATEWAYS, hurry=False, asleep=True)
+    running = asyncio.create_task(watch.run())
+    try:
+        await reach(lambda: asked == {"m-one": 1, "m-two": 1})
+        await asyncio.sleep(3 * SLOW)
+        assert (asked, told) == ({"m-one": 1, "m-two": 1}, [])
+        held.set()
+        await reach(lambda: len(told) >= 2)
+        assert set(told) == {KEY}
+        heard = {found.gateway: found.traffic for found, _ in watch.heard(KEY)}
+        assert heard["m-one"] in (waits, Traffic(idle_seconds=100.0))
+        watch.follow(KEY, GATEWAYS, hurry=True, asleep=False)
+        told.clear()
+        await asyncio.sleep(1.0)
+        assert told == []
+        count = asked["m-two"]
+        watch.follow(KEY, {"m-two": TWO}, hurry=False, asleep=True)
+        await reach(lambda: asked["m-two"] == count + 1)
+        watch.forget(KEY)
+        await asyncio.sleep(0.1)
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    left = [task for task in asyncio.all_tasks() if "_wait_for_requests" in repr(task.get_coro())]
+    assert left == []
+
+
+async def reach(holds: Callable[[], object]) -> None:
+    async with asyncio.timeout(10):
+        while not holds():  # noqa: ASYNC110 -- the other end is a server
+            await asyncio.sleep(0.01)
+
+
+async def test_a_gateway_that_cannot_tell_of_requests_is_asked_again(gateways: Gateways) -> None:
+    asked: list[str] = []
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        asked.append(request.path)
+        return web.Response(status=404 if len(asked) % 2 else 200, text="what?")
+
+    gateways.handler = handle
+    watch = FleetWatch(port=gateways.port, seconds=(FAST, SLOW), on_request=lambda _: pytest.fail("nobody asked"))
+    running = asyncio.create_task(watch.run())
+    watch.follow(KEY, {"m-one": ONE}, hurry=False, asleep=True)
+    await reach(lambda: asked.count("/fleet/waiting") >= 4)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_two_hundred_models_that_sleep_cost_three_questions_a_minute_each(gateways: Gateways) -> None:
+    asked: Counter[str] = Counter()
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        asked[request.path] += 1
+        if request.path == "/fleet/waiting":
+            await asyncio.Event().wait()
+        return web.Response(text=report("m-one").to_json())
+
+    gateways.handler = handle
+    watch = FleetWatch(port=gateways.port)
+    for number in range(200):
+        watch.follow(ModelKey("n", f"m{number}"), {"m-one": ONE}, hurry=False, asleep=True)
+    running = asyncio.create_task(watch.run())
+    await reach(lambda: asked == {"/fleet": 200, "/fleet/waiting": 200})
+    await asyncio.sleep(1.0)
+    assert asked == {"/fleet": 200, "/fleet/waiting": 200}, "once each: the rest is patience"
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from operator_objects import READY, blueprint, container, settled
-from tandem_api.inferencemodel import InferenceModelStatus
+from tandem_api.inferencemodel import InferenceModelStatus, ScalingStatus
 from tandem_api.schema import custom_resource_definition
 from tandem_operator.causes import Problem
 from tandem_operator.manifests import ChildKey, Manifest
@@ -225,6 +225,61 @@ def test_an_object_that_cannot_be_read_keeps_the_generation_of_what_was_seen() -
     generations = {c.type: c.observed_generation for c in status.conditions}
     assert (generations["Stalled"], generations["DecodeReady"], generations["Available"]) == (2, 1, 1)
     assert kstatus(written(status, generation=2)) == "Failed"
+
+
+SLO_ROLE = {"scaling": {"mode": "SLO", "max": 2}}
+SLEEPS = {
+    "prefill": SLO_ROLE, "decode": SLO_ROLE, "slo": {"ttft": {"seconds": 1}, "tpot": {"seconds": 0.05}},
+    "autoscaling": {"scaleToZero": {}},
+}  # fmt: skip
+
+
+@given(
+    gateways=st.integers(1, 2),
+    gateways_ready=st.integers(0, 2),
+    left=st.booleans(),
+    awake=st.integers(0, 1),
+    problem=st.none() | st.booleans(),
+    trial=st.none() | st.booleans(),
+    now=st.sampled_from([NOW, LATER]),
+)
+def test_rules_of_every_status_of_a_model_that_sleeps_and_wakes(
+    gateways: int, gateways_ready: int, left: bool, awake: int, problem: bool | None, trial: bool | None, now: str
+) -> None:
+    """Nobody waits for a model that sleeps, and nobody has to act."""
+    roles = {role: SLO_ROLE | {"replicas": awake} for role in ("prefill", "decode")}
+    plan = blueprint(**(SLEEPS | roles), gateway={"replicas": gateways})
+    asleep = ScalingStatus(asleep_since=NOW)
+    zero = blueprint(**(SLEEPS | {role: SLO_ROLE | {"replicas": 0} for role in roles}), gateway={"replicas": gateways})
+    before = look(zero, settled(zero), scaling=asleep)
+    assert (condition(before, "Ready"), kstatus(written(before))) == ("True ScaledToZero", "Current")
+    live = settled(plan)
+    live[GATEWAY]["status"] |= {"readyReplicas": min(gateways, gateways_ready)}
+    if left and not awake:
+        live[ChildKey("Pod", "m-decode-0")] = settled(blueprint(**SLEEPS))[ChildKey("Pod", "m-decode-0")]
+    for role in roles if awake else ():
+        live[ChildKey("Pod", f"m-{role}-0")]["status"] = container()
+    more = {
+        "problems": [] if problem is None else [Problem(reason="Rejected", message="no", stalled=problem)],
+        "trial": None if trial is None else Problem(reason="Canary", message="step", stalled=trial),
+        "scaling": None if awake else asleep,
+        "now": now,
+    }
+    plan = after(plan, before)
+    status = look(plan, live, **more)
+    conditions = {found.type: found for found in status.conditions}
+    assert not {"Reconciling", "Stalled"} <= conditions.keys()
+    if conditions["Ready"].status == "True":
+        assert conditions["Available"].status == "True"
+        assert conditions["Ready"].reason == ("Waking" if awake else "ScaledToZero")
+    held, at_rest = gateways_ready >= gateways, problem is None and trial is None
+    assert (conditions["Ready"].status == "True") == (
+        held and not problem and (not awake or "Stalled" not in conditions)
+    )
+    if held and at_rest:
+        assert kstatus(written(status)) == ("InProgress" if awake or left else "Current")
+    assert "Stalled" not in conditions or problem or trial or now == LATER
+    assert look(after(plan, status), live, **more) == status
 
 
 @given(

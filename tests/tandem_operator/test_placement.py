@@ -8,6 +8,7 @@ import pytest
 from operator_objects import blueprint
 from tandem_operator.manifests import Manifest
 from tandem_operator.workloads import Blueprint, build_children
+from tandem_operator.workloads.configs import gateway_config
 
 HOST, ZONE = "kubernetes.io/hostname", "topology.kubernetes.io/zone"
 GPU_TAINT = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
@@ -161,3 +162,41 @@ def test_the_route_leads_to_the_service_and_cuts_no_stream() -> None:
     unset = child(blueprint(gateway={"httpRoute": wanted | {"timeouts": "Unset"}}), "HTTPRoute", "m")
     assert "timeouts" not in unset["spec"]["rules"][0]
     assert "HTTPRoute" not in {c["kind"] for c in build_children(blueprint())}
+
+
+TLS = {"secretName": "cert"}
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_tls_is_served_at_443_and_plain_http_only_where_it_is_asked_for(plain: bool) -> None:
+    plan = blueprint(gateway={"tls": TLS | {"plainHttp": plain}, "service": {"type": "NodePort", "nodePort": 30443}})
+    https = {"name": "https", "port": 443, "targetPort": "https", "protocol": "TCP", "appProtocol": "https"}
+    http = {"name": "http", "port": 80, "targetPort": "http", "protocol": "TCP"}
+    ports = child(plan, "Service", "m")["spec"]["ports"]
+    assert ports == [https | {"nodePort": 30443}, *([http] if plain else [])]
+    gateway = pod(plan, "gateway")
+    (container,) = gateway["containers"]
+    named = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert named == {"https": 8443, "metrics": 9090} | ({"http": 8080} if plain else {})
+    assert {container[probe]["httpGet"]["port"] for probe in ("startupProbe", "readinessProbe", "livenessProbe")} == {
+        "metrics"
+    }
+    (mount,) = [each for each in container["volumeMounts"] if each["mountPath"] == "/etc/tandem/tls"]
+    (volume,) = [each for each in gateway["volumes"] if each["name"] == mount["name"]]
+    assert "subPath" not in mount, "a file that is mounted by itself never changes"
+    assert volume["secret"]["secretName"] == "cert"
+    assert {item["key"] for item in volume["secret"]["items"]} == {"tls.crt", "tls.key"}
+    told = gateway_config(plan).tls
+    assert told is not None
+    assert (told.path, told.port, told.plain_http) == ("/etc/tandem/tls", 8443, plain)
+    policy = child(plan, "NetworkPolicy", "m")["spec"]["ingress"][0]
+    assert {port["port"] for port in policy["ports"]} == ({8443, 8080} if plain else {8443})
+    for role in ("prefill", "decode"):
+        names = {volume["name"] for volume in pod(blueprint(gateway={"tls": TLS}, prefill={}), role)["volumes"]}
+        assert names == {volume["name"] for volume in pod(blueprint(prefill={}), role)["volumes"]}
+
+
+@pytest.mark.parametrize(("plain", "port"), [(False, 443), (True, 80)])
+def test_a_route_takes_the_plain_port_where_there_is_one(plain: bool, port: int) -> None:
+    plan = blueprint(gateway={"tls": TLS | {"plainHttp": plain}, "httpRoute": {"parentRefs": [{"name": "public"}]}})
+    assert child(plan, "HTTPRoute", "m")["spec"]["rules"][0]["backendRefs"] == [{"name": "m", "port": port}]

@@ -585,6 +585,39 @@ async def test_a_route_goes_with_its_field(server: ObjectServer, operator: Opera
     assert server.deleted == [ROUTE]
 
 
+CERTIFICATE = "/api/v1/namespaces/n/secrets/cert"
+
+
+async def test_a_certificate_that_is_not_there_is_told(server: ObjectServer, operator: Operator) -> None:
+    server.change(gateway={"tls": {"secretName": "cert"}})
+    again = await operator.look()
+    stalled = server.conditions["Stalled"]
+    assert (stalled["reason"], server.conditions["Ready"]["reason"]) == ("TLSSecretNotFound",) * 2
+    assert "kubectl create secret tls cert" in stalled["message"]
+    assert again is not None, "no watch tells of it"
+    assert GATEWAY in server.written, "its pods start as soon as the Secret is there"
+    server.kept[CERTIFICATE] = {"kind": "PartialObjectMetadata", "metadata": {"name": "cert", "namespace": "n"}}
+    await operator.look()
+    assert "Stalled" not in server.conditions
+    assert server.kept[MODEL]["status"]["url"] == "https://m.n.svc"
+
+
+async def test_gateways_that_serve_outlive_the_secret_of_their_certificate(
+    server: ObjectServer, operator: Operator
+) -> None:
+    server.kept[CERTIFICATE] = {"kind": "PartialObjectMetadata", "metadata": {"name": "cert", "namespace": "n"}}
+    server.change(gateway={"tls": {"secretName": "cert"}})
+    await operator.look()
+    server.settle()
+    await operator.look()
+    before = server.conditions["Ready"]
+    del server.kept[CERTIFICATE]
+    await operator.look()
+    assert server.conditions["Reconciling"]["reason"] == "TLSSecretNotFound"
+    assert "Stalled" not in server.conditions
+    assert server.conditions["Ready"]["status"] == before["status"]
+
+
 async def test_conditions_are_figures_too(server: ObjectServer, operator: Operator) -> None:
     await operator.look()
     labels = {"namespace": "n", "model": "m"}

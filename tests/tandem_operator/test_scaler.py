@@ -46,12 +46,21 @@ class Load(FleetWatch):
         self.rate, self.now, self.age = 0.0, 1000.0, 0.0
         self.requests = 0.0
         self.workers = {P: 1, D: 1}
+        self.link_tokens = float("inf")
+        """Prompt tokens per second that a decode worker's link takes in."""
+        self.seconds: dict[str, float] = {}
+        """In which each worker's link took some in, or it computed prompts."""
         self.silent: dict[str, str] = {}
         self.broken: object = None
 
     def pass_time(self, seconds: float = PERIOD_SECONDS) -> None:
         self.now += seconds
         self.requests += self.rate * seconds
+        for role, tokens in ((P, 1000.0), (D, self.link_tokens)):
+            share = min(1.0, 1000.0 * self.rate / self.workers[role] / tokens)
+            for number in range(self.workers[role]):
+                name = f"m-{role.value}-{number}"
+                self.seconds[name] = self.seconds.get(name, 0.0) + share * seconds
 
     def heard(self, key: ModelKey) -> Sequence[tuple[FleetReport, float]]:
         if key.name == "garbage":
@@ -73,10 +82,12 @@ class Load(FleetWatch):
 
     def worker(self, role: Role, number: int) -> WorkerReport:
         name, held = f"m-{role.value}-{number}", 1050 * max(1.0, self.rate / self.workers[D])
-        figures: dict[str, Any] = {"prefill_tokens_per_second": 1000.0}
+        counted = self.seconds.get(name, 0.0)
+        figures: dict[str, Any] = {"prefill_tokens_per_second": 1000.0, "busy_seconds_total": counted}
         if role is D:
             step = 0.01 + 1e-6 * held
             figures = {"running_requests": 1, "running_tokens": int(held), "decode_step_seconds": step}
+            figures["kv_transfer_seconds_total"] = counted
         told = WorkerTelemetry(
             model_name="m", role=role, revision="r", pod=name, draining=False,
             **({"running_requests": 0, "running_tokens": 0} | figures), queued_requests=0, queued_prefill_tokens=0,
@@ -158,6 +169,22 @@ async def test_roles_follow_demand_up_and_down_apart() -> None:
     assert following.counts == {P: 1, D: 1}
 
 
+async def test_full_links_bring_decode_replicas_and_keep_them() -> None:
+    """A decode worker could hold far more than its link takes in."""
+    free, full = Following(Load()), Following(Load())
+    full.load.link_tokens = 1000.0
+    for following in (free, full):
+        await following.run(900, 3.5)
+    assert free.counts[D] == 2
+    assert 4 <= full.counts[D] <= 5, "3500 tokens per second need four links that are not full"
+    assert full.counts[P] == free.counts[P]
+    assert max(step[D] for step in full.steps) <= 5, "what old replicas took in is no share of new ones"
+    await full.run(1800, 3.5)
+    assert min(step[D] for step in full.steps[-300:]) == full.counts[D], "it does not go up and down"
+    await full.run(2400, 0.3)
+    assert full.counts[D] == 1
+
+
 @settings(max_examples=8, deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from([60, 200]), st.sampled_from([0.0, 0.5, 4.0, 30.0])), max_size=5),
@@ -207,6 +234,27 @@ async def test_a_process_that_starts_anew_takes_nothing_away_before_it_has_watch
     assert following.steps[-1] == following.steps[0] == {P: 6, D: 6}
     await following.run(100, 1.0)
     assert following.counts[P] < 6
+
+
+@pytest.mark.parametrize("trouble", ["failed", "stood still"])
+async def test_who_has_not_watched_for_a_while_takes_nothing_away_before_it_has(
+    monkeypatch: pytest.MonkeyPatch, trouble: str
+) -> None:
+    following = Following(Load(), counts={P: 4, D: 4})
+    await following.run(600, 3.5)
+    before = dict(following.counts)
+    if trouble == "failed":
+        with monkeypatch.context() as patch:
+            patch.setattr(following.load, "heard", lambda key: [(object(), 0.0)])
+            await following.run(600, 0.5)
+            assert following.reason == "PlannerFailed"
+    else:
+        following.load.rate = 0.5
+        following.load.pass_time(600)
+    await following.run(55, 0.5)
+    assert following.counts == before, "what was needed meanwhile is not known"
+    await following.run(300, 0.5)
+    assert following.counts[P] < before[P]
 
 
 async def test_while_replicas_are_replaced_none_is_taken_away_and_more_may_come() -> None:
@@ -447,6 +495,12 @@ async def test_targets_are_judged_where_nothing_is_scaled(cluster: Cluster) -> N
     await cluster.run(200, 0.4)
     assert "ScalingActive" not in cluster.server.conditions
     assert cluster.server.conditions["SLOMet"]["status"] == "True"
+    labels = {"namespace": "n", "model": "m"}
+    figures = [
+        REGISTRY.get_sample_value("tandem_operator_model_condition", labels | {"type": kind})
+        for kind in ("SLOMet", "ScalingActive")
+    ]
+    assert figures == [1, None]
     assert "scaling" not in cluster.server.kept[MODEL]["status"]
 
 

@@ -2,38 +2,46 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, FiniteFloat, NonNegativeFloat, NonNegativeInt
+from pydantic import FailFast, Field, FiniteFloat, NonNegativeFloat
 
 from tandem_api.base import Wire
 from tandem_api.names import Role
-from tandem_api.telemetry import WorkerTelemetry
+from tandem_api.telemetry import Count, WorkerTelemetry
 
 FLEET_PATH = "/fleet"
+WAITING_PATH = "/fleet/waiting"
+"""The same report, given as soon as a request is under way, or after `WAITING_SECONDS`."""
+WAITING_SECONDS = 20.0
 TTFT_BOUNDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0)
 """Upper bounds, in seconds, of the buckets of `WorkerReport.ttft_counts`; a last one has none."""
+MOST_WORKERS = 10_000
+"""Of one report. Who reads it stops at the first worker beyond, and at the first that cannot be read."""
+LONGEST_TEXT = 1000
+_Text = Annotated[str, Field(max_length=LONGEST_TEXT)]
+"""Names of Kubernetes and addresses are shorter."""
 
 
 class WorkerReport(Wire):
     """One worker as one gateway sees it. Counts run from when this gateway first saw this worker at this address."""
 
-    name: str
+    name: _Text
     """The pod; of a group of pods its leader."""
-    address: str
+    address: _Text
     role: Role
-    revision: str
+    revision: _Text
     state: Literal["Admitted", "Ejected"]
     """Whether requests may go to it now."""
-    reason: str | None = None
+    reason: _Text | None = None
     """Why it is ejected: the name of the failure, as in the metric."""
-    requests: NonNegativeInt = 0
+    requests: Count = 0
     """Attempts at it that have ended, whether or not another worker made good for them; but for those that clients gave
     up, and those that it declined because it is loading or stopping."""
-    failures: NonNegativeInt = 0
+    failures: Count = 0
     """Of those: no connection, 401, 5xx, connections that broke, timeouts, streams that ended in an error. Of prefill
     workers: prompts that they were named for and did not compute."""
-    ttft_counts: list[NonNegativeInt] = Field(default_factory=list[int])
+    ttft_counts: Annotated[list[Count], Field(max_length=64), FailFast()] = Field(default_factory=list[int])
     """Streams by the seconds from sending the request to the first token, by `TTFT_BOUNDS`, each bucket by itself.
     Answers in one piece do not tell. Empty for prefill workers."""
     telemetry: WorkerTelemetry | None = None
@@ -45,39 +53,44 @@ class WorkerReport(Wire):
 class Traffic(Wire):
     """Requests that one gateway has taken since it started, and those that wait in it now. Totals only grow."""
 
-    requests: NonNegativeInt = 0
+    requests: Count = 0
     """Arrived. One that is sent to another worker after a failure counts once."""
-    prompt_tokens: NonNegativeInt = 0
+    prompt_tokens: Count = 0
     """Of those; estimated from bytes when they arrive."""
     prompt_squares: NonNegativeFloat = 0.0
     """Sum of the squares of their prompt tokens: tells how unequal they are."""
-    computed_prompt_tokens: NonNegativeInt = 0
+    computed_prompt_tokens: Count = 0
     """Prompt tokens of answers whose usage is known, cached ones included."""
-    computed_tokens: NonNegativeInt = 0
+    computed_tokens: Count = 0
     """Of those, what was not cached."""
-    finished: NonNegativeInt = 0
+    finished: Count = 0
     """Answers that ended well."""
-    output_tokens: NonNegativeInt = 0
+    output_tokens: Count = 0
     """Of those."""
-    waiting_requests: NonNegativeInt = 0
+    waiting_requests: Count = 0
     """Now, for a worker to appear."""
-    waiting_tokens: NonNegativeInt = 0
+    waiting_tokens: Count = 0
     """Prompt tokens of those."""
+    idle_seconds: NonNegativeFloat | None = None
+    """Since a request was last under way, or since the gateway started; 0 while one is. Absent from gateways of a
+    release that does not measure it."""
 
 
 class FleetReport(Wire):
     """One gateway's view of its model."""
 
-    gateway: str
+    gateway: _Text
     """The pod."""
     started_at: FiniteFloat
     """Unix seconds."""
     at: FiniteFloat
     """Unix seconds of this report."""
-    served_names: list[str] = Field(default_factory=list[str])
+    served_names: Annotated[list[str], FailFast()] = Field(default_factory=list[str])
     """Names that this gateway takes as `model`."""
     canary_percent: float | None = None
     """Share of new requests that goes to the canary's workers, as this gateway was told."""
-    workers: list[WorkerReport] = Field(default_factory=list[WorkerReport])
+    workers: Annotated[list[WorkerReport], Field(max_length=MOST_WORKERS), FailFast()] = Field(
+        default_factory=list[WorkerReport]
+    )
     traffic: Traffic | None = None
     """Absent from gateways of a release that does not count it."""

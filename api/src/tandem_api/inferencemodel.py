@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from tandem_api.base import Authored, Wire
-from tandem_api.launch import Device, DType, GatewayRouting, Parallelism, ToolForm
+from tandem_api.launch import Device, DType, GatewayRouting, Parallelism, TLSVersion, ToolForm
 from tandem_api.names import GROUP
-from tandem_api.quantities import DURATION_PATTERN, QUANTITY_PATTERN
+from tandem_api.quantities import DURATION_PATTERN, QUANTITY_PATTERN, parse_duration
 from tandem_api.validation import RULES_KEY, Matches, Satisfies, rule
 
 MODEL_NAME_MAX = 40
@@ -498,8 +498,9 @@ class Timeouts(Authored):
 class Queue(Authored):
     max: Annotated[int, Field(ge=0, le=8192)] = 1000
     """Requests that may wait at once in each gateway; further ones are answered 503. 0: nobody waits."""
-    ttl: Duration = "30s"
-    """How long a request may wait for a worker before it is answered 503. `0s`: nobody waits."""
+    ttl: Duration | None = None
+    """How long a request may wait for a worker before it is answered 503. `0s`: nobody waits. Defaults to `30s`, and to
+    `10m` with `autoscaling.scaleToZero`, where the first request waits for a start."""
 
 
 _RESERVED = (f"{GROUP}/", "app.kubernetes.io/")
@@ -633,6 +634,18 @@ class CORS(Authored):
     """How long a browser may go by the answer to its question before it asks again."""
 
 
+class GatewayTLS(Authored):
+    """TLS between clients and gateways. Port 443 of the Service speaks it, and port 80 is gone unless `plainHttp`."""
+
+    secret_name: ObjectName
+    """A Secret of type `kubernetes.io/tls` in the model's namespace: `tls.crt` has the certificate and those that lead
+    to its root, `tls.key` the key. A new certificate in it holds within about two minutes and restarts nothing."""
+    min_version: TLSVersion = "TLS1.2"
+    """Clients that speak older versions only are refused."""
+    plain_http: bool = False
+    """Port 80 stays, without TLS: for what is inside of the cluster, or an HTTPRoute."""
+
+
 class Gateway(Workload):
     resources: Resources = Field(default_factory=Resources)
     """Requests and limits of the gateway's container. Where nothing is said: a tenth of a core and 256Mi requested, and
@@ -652,6 +665,8 @@ class Gateway(Workload):
     nothing."""
     queue: Queue = Field(default_factory=Queue)
     """Requests that wait while no worker serves."""
+    tls: GatewayTLS | None = None
+    """Serve clients over TLS. Where nothing is said they are served without, at port 80."""
 
 
 class Drain(Authored):
@@ -862,6 +877,17 @@ class ScalingBehavior(Authored):
     at most."""
 
 
+class ScaleToZero(Authored):
+    """No worker runs while nobody asks anything; gateways stay, and hold what comes until a worker is there."""
+
+    idle_after: Annotated[
+        Duration,
+        Satisfies("!self.matches('^([0-9]+[hms])+$') || duration(self) >= duration('10s')", "must be at least 10s"),
+    ] = "15m"
+    """Both roles go to zero replicas when no gateway has had a request for so long. The next request wakes the model:
+    each role gets its `scaling.min`."""
+
+
 class Autoscaling(Authored):
     """How roles with the mode `SLO` are scaled."""
 
@@ -872,8 +898,11 @@ class Autoscaling(Authored):
     """Prefill replicas per decode replica."""
     behavior: ScalingBehavior = Field(default_factory=ScalingBehavior)
     """How eagerly replicas follow."""
+    scale_to_zero: ScaleToZero | None = None
+    """Let the model sleep while nobody uses it. Needs both roles to have the mode `SLO`; while both are `Static` it is
+    not looked at."""
     dry_run: bool = False
-    """Decide and tell in `status.scaling`, and move nothing."""
+    """Decide and tell in `status.scaling`, and move nothing. A request still wakes a model that sleeps."""
 
 
 _NO_PREFILL = (
@@ -889,6 +918,14 @@ _NO_LOSS = (
     "must not be 0 while scaling.mode of a role is External, which has no surge: a rollout could replace nothing. Write"
     " 1 or more"
 )
+_SLEEPS_WHOLE = (
+    "needs prefill and decode to have scaling.mode SLO both, because a model sleeps as a whole and the operator wakes"
+    " it: change the modes, or remove scaleToZero"
+)
+_NOBODY_WAITS = (
+    "must let the first request wait for a start while autoscaling.scaleToZero is set: write {}, or remove it"
+)
+_NO_WAKER = "must not be 0 while autoscaling.scaleToZero is set, because gateways hold the request that wakes the model"
 _TOO_SMALL = "is less than what the fewest replicas of both roles take: raise it, or lower scaling.min or replicas"
 
 
@@ -900,6 +937,12 @@ def _has_mode(role: str, mode: str) -> str:
 
 def _either(mode: str) -> str:
     return f"({_has_mode('prefill', mode)} || {_has_mode('decode', mode)})"
+
+
+SHORTEST_TTL = "1m"
+"""Of requests that may wait for a start."""
+_SAYS_QUEUE = "!has(self.gateway) || !has(self.gateway.queue) || !has(self.gateway.queue."
+_SLEEPS = f"(has(self.autoscaling) && has(self.autoscaling.scaleToZero) && {_either('SLO')})"
 
 
 def _fewest(role: str) -> str:
@@ -958,6 +1001,29 @@ class InferenceModelSpec(Authored):
                     _TOO_SMALL,
                     path=".autoscaling.gpuBudget",
                 ),
+                rule(
+                    "!has(self.autoscaling) || !has(self.autoscaling.scaleToZero)"
+                    f" || {_has_mode('decode', 'SLO')} && {_has_mode('prefill', 'SLO')}"
+                    f" || !{_either('SLO')} && !{_either('External')}",
+                    _SLEEPS_WHOLE,
+                    path=".autoscaling.scaleToZero",
+                ),
+                rule(
+                    f"!{_SLEEPS} || !has(self.gateway) || !has(self.gateway.replicas) || self.gateway.replicas > 0",
+                    _NO_WAKER,
+                    path=".gateway.replicas",
+                ),
+                rule(
+                    f"!{_SLEEPS} || {_SAYS_QUEUE}max) || self.gateway.queue.max > 0",
+                    _NOBODY_WAITS.format("1 or more"),
+                    path=".gateway.queue.max",
+                ),
+                rule(
+                    f"!{_SLEEPS} || {_SAYS_QUEUE}ttl) || !self.gateway.queue.ttl.matches('^([0-9]+[hms])+$')"
+                    f" || duration(self.gateway.queue.ttl) >= duration('{SHORTEST_TTL}')",
+                    _NOBODY_WAITS.format(f"{SHORTEST_TTL} or more"),
+                    path=".gateway.queue.ttl",
+                ),
             ]
         }
     )
@@ -1006,6 +1072,32 @@ class InferenceModelSpec(Authored):
         if budget is not None and sum(role.fewest * role.num_gpus for role in self.workers) > budget:
             raise ValueError(f"autoscaling.gpuBudget {_TOO_SMALL}")
         return self
+
+    @model_validator(mode="after")
+    def _can_sleep(self) -> InferenceModelSpec:
+        modes, queue = {role.scaling.mode for role in self.workers}, self.gateway.queue
+        if self.autoscaling.scale_to_zero is None or modes == {"Static"}:
+            return self
+        if modes != {"SLO"}:
+            raise ValueError(f"autoscaling.scaleToZero {_SLEEPS_WHOLE}")
+        if self.gateway.replicas == 0:
+            raise ValueError(f"gateway.replicas {_NO_WAKER}")
+        if queue.max == 0:
+            raise ValueError(f"gateway.queue.max {_NOBODY_WAITS.format('1 or more')}")
+        if queue.ttl is not None and parse_duration(queue.ttl) < parse_duration(SHORTEST_TTL):
+            raise ValueError(f"gateway.queue.ttl {_NOBODY_WAITS.format(f'{SHORTEST_TTL} or more')}")
+        return self
+
+    @property
+    def scale_to_zero(self) -> ScaleToZero | None:
+        """When the model sleeps; None: never."""
+        modes = {role.scaling.mode for role in self.workers}
+        return self.autoscaling.scale_to_zero if modes == {"SLO"} else None
+
+    @property
+    def queue_ttl(self) -> str:
+        """How long a request may wait in a gateway."""
+        return self.gateway.queue.ttl or ("30s" if self.scale_to_zero is None else "10m")
 
     @property
     def workers(self) -> list[WorkerRole]:
@@ -1132,6 +1224,8 @@ class ScalingStatus(Wire):
     """When the message was written."""
     last_scale_time: Annotated[str, Field(json_schema_extra={"format": "date-time"})] | None = None
     """When a role was last given another number of replicas."""
+    asleep_since: Annotated[str, Field(json_schema_extra={"format": "date-time"})] | None = None
+    """When the model was scaled to zero because nobody used it; absent while it is awake."""
 
 
 class Condition(Wire):

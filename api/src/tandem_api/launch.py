@@ -13,6 +13,7 @@ from pydantic import Field
 from tandem_api.base import Wire
 from tandem_api.names import (
     GATEWAY_HTTP_PORT,
+    GATEWAY_HTTPS_PORT,
     GATEWAY_METRICS_PORT,
     MODEL_CACHE_PATH,
     WORKER_GROUP_PORT,
@@ -182,6 +183,20 @@ class CORSRules(Wire):
     """How long a browser may go by the answer to its question."""
 
 
+TLSVersion = Literal["TLS1.2", "TLS1.3"]
+
+
+class ClientTLS(Wire):
+    """TLS for clients."""
+
+    path: str
+    """Folder with `tls.crt` and `tls.key`, which are read again when they change."""
+    port: int = GATEWAY_HTTPS_PORT
+    min_version: TLSVersion = "TLS1.2"
+    plain_http: bool = False
+    """Clients may do without, at `http_port`."""
+
+
 class GatewayQueue(Wire):
     """Requests that wait in a gateway while no worker serves."""
 
@@ -191,6 +206,8 @@ class GatewayQueue(Wire):
     """Each waits at most this long. 0: nobody waits."""
     ttft_target: TTFTDeadline | None = None
     """Requests are served in the order in which they are due by it; None: as they came."""
+    wakes: bool = False
+    """Workers come when a request waits: that none is there is no failure."""
 
 
 class GatewayConfig(Wire):
@@ -215,6 +232,8 @@ class GatewayConfig(Wire):
     drain_timeout_seconds: float = 60.0
     cors: CORSRules | None = None
     """None: browsers show answers to no page of another origin."""
+    tls: ClientTLS | None = None
+    """None: clients are served at `http_port`, without TLS."""
 
 
 GATEWAY_FOLLOWS = frozenset({"cors", "served_name", "timeouts", "queue", "drain_timeout_seconds"})

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
+
+_TRACE_PARENT = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}(-.*)?")
+"""Version, trace, parent, flags; versions to come may add more."""
 
 _ENCODER = json.JSONEncoder(default=repr, separators=(",", ":"), ensure_ascii=False)
 
@@ -37,6 +41,14 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
         return _ENCODER.encode(fields)
+
+
+def find_trace(traceparent: bytes) -> str | None:
+    """The id of the trace that a client's `traceparent` (W3C Trace Context) names; None where it is not one."""
+    found = _TRACE_PARENT.fullmatch(traceparent)
+    if found is None or found[1] == b"ff" or (found[1] == b"00" and found[4]):
+        return None
+    return found[2].decode() if found[2].strip(b"0") and found[3].strip(b"0") else None
 
 
 def format_time(seconds: float | None = None) -> str:

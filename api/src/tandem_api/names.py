@@ -84,6 +84,9 @@ PEERS_KEY_FILE = "peers.json"
 API_KEY_FILE = "api.json"
 """What gateways show workers. Workers and gateways."""
 
+TLS_PATH = "/etc/tandem/tls"
+"""Folder of the gateway's certificate and key, `tls.crt` and `tls.key`: the mounted Secret that the model names."""
+
 CONFIG_PATH = "/etc/tandem/config.json"
 """Where a pod finds its launch configuration."""
 MODEL_CACHE_PATH = "/var/cache/tandem"
@@ -101,10 +104,12 @@ WORKER_KV_PORT = 7000
 WORKER_GROUP_PORT = 6900
 """Where the ranks of a replica meet."""
 GATEWAY_HTTP_PORT = 8080
+GATEWAY_HTTPS_PORT = 8443
 GATEWAY_METRICS_PORT = 9090
 OPERATOR_METRICS_PORT = 9090
 OPERATOR_HEALTH_PORT = 8081
 SERVICE_PORT = 80
+SERVICE_HTTPS_PORT = 443
 
 
 class Role(StrEnum):
@@ -138,6 +143,6 @@ def pod_ordinal(pod: str) -> int:
     return int(number)
 
 
-def service_url(model: str, namespace: str) -> str:
+def service_url(model: str, namespace: str, *, tls: bool = False) -> str:
     """Base URL of the OpenAI API inside the cluster (without `/v1`)."""
-    return f"http://{model}.{namespace}.svc"
+    return f"{'https' if tls else 'http'}://{model}.{namespace}.svc"

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt
+from pydantic import Field, FiniteFloat
 
 from tandem_api.base import Wire
 from tandem_api.names import Role
 
-Amount = Annotated[FiniteFloat, Field(ge=0)]
+MOST = 2**63 - 1
+"""No figure is larger: sums and products of such figures are still numbers."""
+Amount = Annotated[FiniteFloat, Field(ge=0, le=MOST)]
+Count = Annotated[int, Field(ge=0, le=MOST)]
 
 
 class WorkerTelemetry(Wire):
@@ -23,44 +26,47 @@ class WorkerTelemetry(Wire):
     revision: str
     pod: str
     draining: bool
-    running_requests: NonNegativeInt
-    queued_requests: NonNegativeInt
-    running_tokens: NonNegativeInt
+    running_requests: Count
+    queued_requests: Count
+    running_tokens: Count
     """Tokens in the contexts of running requests. A block that several of them share counts for each."""
-    queued_prefill_tokens: NonNegativeInt
-    """Uncached prompt tokens not yet computed, of running and queued requests."""
-    kv_blocks_used: NonNegativeInt
+    queued_prefill_tokens: Count
+    """Uncached prompt tokens not yet computed, of running and queued requests. Those that a prefill worker was asked to
+    compute are in its queue, not here."""
+    kv_blocks_used: Count
     """Blocks held by live requests; cached blocks of ended requests are not counted."""
-    kv_blocks_cached: NonNegativeInt
+    kv_blocks_cached: Count
     """Blocks held by the prefix cache alone: they can be evicted at once."""
-    kv_blocks_total: NonNegativeInt
-    kv_block_size: PositiveInt | None = None
+    kv_blocks_total: Count
+    kv_block_size: Annotated[int, Field(ge=1, le=MOST)] | None = None
     """Tokens that fit into a block."""
     kv_eviction_horizon: Amount
     """Last-use time (unix seconds) of the newest evicted block; 0 when none was evicted."""
+    at: Amount | None = None
+    """When this sample was taken, by the same clock as the horizon: clocks of machines differ."""
     busy_seconds_total: Amount | None = None
     """Seconds in which the engine computed, of steps that have ended. Its growth over a time, divided by that time, is
     the share in which the worker was busy."""
     prefill_seconds_total: Amount | None = None
     """Of those, what prompts took. A step that also decodes counts by its share of tokens."""
-    computed_prompt_tokens_total: NonNegativeInt | None = None
+    computed_prompt_tokens_total: Count | None = None
     """Prompt tokens computed here: not the cached ones; those that a preemption had lost again."""
-    prompt_tokens_total: NonNegativeInt | None = None
+    prompt_tokens_total: Count | None = None
     """Tokens of the prompts that are complete, whoever computed them."""
-    cached_prompt_tokens_total: NonNegativeInt | None = None
+    cached_prompt_tokens_total: Count | None = None
     """Of those, what neither this worker nor its prefill worker had to compute."""
     prefill_tokens_per_second: Amount | None = None
     """Prompt tokens computed per second of computing prompts, over the last minute or so of such seconds: idle time
     neither lowers nor ages it. Absent until one such second."""
     decode_step_seconds: Amount | None = None
     """Of the last steps that only decoded. Absent while no request runs."""
-    vram_used_bytes: NonNegativeInt | None = None
-    vram_total_bytes: NonNegativeInt | None = None
+    vram_used_bytes: Count | None = None
+    vram_total_bytes: Count | None = None
     nvlink_tx_bytes_per_second: Amount | None = None
     nvlink_rx_bytes_per_second: Amount | None = None
     kv_transfer_bytes_per_second: Amount | None = None
     """While bytes move."""
-    kv_transfer_bytes_total: NonNegativeInt | None = None
+    kv_transfer_bytes_total: Count | None = None
     """Of keys and values, sent and received."""
     kv_transfer_seconds_total: Amount | None = None
     """Seconds in which blocks were arriving, from however many workers at a time: the link's busy time. Absent where
@@ -133,5 +139,13 @@ class Metric:
     GATEWAY_CLIENT_DISCONNECTS_TOTAL = "tandem_gateway_client_disconnects_total"
     GATEWAY_TELEMETRY_READS_TOTAL = "tandem_gateway_telemetry_reads_total"
     """Label `result`: `ok`, or why a worker's sample could not be read: `refused`, `reset`, `timeout`, `status`, ..."""
+    GATEWAY_TLS_CERTIFICATE_EXPIRY = "tandem_gateway_tls_certificate_expiry_timestamp_seconds"
+    """When the certificate that clients are shown expires, in seconds since 1970."""
+    GATEWAY_TLS_LOADS_TOTAL = "tandem_gateway_tls_certificate_loads_total"
+    """Labels: `result`."""
+    GATEWAY_TLS_HANDSHAKES_TOTAL = "tandem_gateway_tls_handshakes_total"
+    """Labels: `result`."""
     GATEWAY_TTFT_SECONDS = "tandem_gateway_time_to_first_token_seconds"
+    GATEWAY_TTFT_PREDICTION_RATIO = "tandem_gateway_time_to_first_token_prediction_ratio"
+    """Predicted over measured."""
     GATEWAY_DURATION_SECONDS = "tandem_gateway_request_duration_seconds"

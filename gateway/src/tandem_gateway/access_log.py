@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any, cast
 
 import orjson
-from tandem_api.logs import format_time
+from tandem_api.logs import find_trace, format_time
 
 from tandem_gateway.exchange import Exchange
 
@@ -59,9 +59,12 @@ def build_record(exchange: Exchange, now: float) -> bytes:
     cached: Any = cast(dict[str, Any], details).get("cached_tokens") if isinstance(details, dict) else None
     started = exchange.started_at
     first = exchange.first_byte_at
+    parent = exchange.request.headers.get(b"traceparent")
+    trace = None if parent is None else find_trace(parent)
     return _LINE % (
         _now(),
         exchange.request_id,
+        b"null" if trace is None else b'"%b"' % trace.encode(),
         exchange.request.path.encode(),
         exchange.status,
         _quote(exchange.error),
@@ -83,7 +86,7 @@ def build_record(exchange: Exchange, now: float) -> bytes:
 
 _BEGIN = b'{"time":"%b","level":"info","logger":"access","message":"request","request_id":"%b",'
 _LINE = _BEGIN + (
-    b'"path":"%b","status":%d,"error":%b,"decode":%b,"prefill":%b,"attempts":%d,"resumes":%d,"queue_ms":%b,"stream":%b,"ttft_ms":%b,'
+    b'"trace_id":%b,"path":"%b","status":%d,"error":%b,"decode":%b,"prefill":%b,"attempts":%d,"resumes":%d,"queue_ms":%b,"stream":%b,"ttft_ms":%b,'
     b'"duration_ms":%.2f,"prompt_tokens":%b,"cached_tokens":%b,"completion_tokens":%b,"events":%d,"bytes":%d}'
 )
 _OWN_LINE = _BEGIN + b'"path":%b,"status":%d,"error":%b,"bytes":%d}'

@@ -7,12 +7,13 @@ may forward a port into the pod: those arrive over the loopback interface.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from ipaddress import IPv6Address, ip_address
 from typing import Any
 
 import orjson
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
-from tandem_api.fleet import FLEET_PATH
+from tandem_api.fleet import FLEET_PATH, WAITING_PATH, WAITING_SECONDS
 from tandem_api.launch import GatewayTimeouts
 
 from tandem_gateway.errors import GatewayFull, RequestError
@@ -21,9 +22,30 @@ from tandem_gateway.http.budget import Budget
 from tandem_gateway.http.connection import ClientConnection
 from tandem_gateway.http.request import Request
 from tandem_gateway.http.response import build_plain
+from tandem_gateway.prompt import guess_path
 
 MAX_CONNECTIONS = 64
+MAX_BODY_BYTES = 1024 * 1024
+"""A request of which somebody asks where it would go."""
+DEBUG_ENDPOINTS, DEBUG_ROUTE = "/debug/endpoints", "/debug/route"
+_DEBUG = (DEBUG_ENDPOINTS, DEBUG_ROUTE)
 _SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """What a connection waits with until a request is under way. Satisfies `http.connection.Conversation`."""
+
+    until: float
+    """When it is answered whatever there is."""
+    held_bytes: int = 0
+    delivering: bool = False
+
+    def on_client_gone(self) -> None: ...
+
+    def on_client_slow(self) -> None: ...
+
+    def on_client_ready(self) -> None: ...
 
 
 class Admin:
@@ -31,12 +53,13 @@ class Admin:
     the process unready before it stops."""
 
     timeouts = GatewayTimeouts(header_seconds=_SECONDS, body_seconds=_SECONDS, idle_seconds=_SECONDS)
-    max_body_bytes = 1024
+    max_body_bytes = MAX_BODY_BYTES
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._connections: set[ClientConnection] = set()
-        self.budget = Budget(MAX_CONNECTIONS * self.max_body_bytes)
+        self._questions: dict[ClientConnection, tuple[_Question, Request]] = {}
+        self.budget = Budget(4 * MAX_BODY_BYTES)
         self.discovered = False
         self.knows_routing: Callable[[], bool] = lambda: True
         """Whether what the gateway follows of its model has been asked for once."""
@@ -47,6 +70,8 @@ class Admin:
 
     def answer(self, method: bytes, path: str, *, from_here: bool) -> tuple[int, str, bytes]:
         """Status, content type and body. `from_here`: it came over the loopback interface."""
+        if path in _DEBUG and not from_here:
+            return 403, "text/plain", b"over the loopback interface only: kubectl port-forward, then localhost\n"
         if method != b"GET":
             return 405, "text/plain", b"only GET\n"
         if path == "/metrics":
@@ -55,14 +80,24 @@ class Admin:
             return 200, "text/plain", b"ok\n"
         if path == "/readyz":
             return (200, "text/plain", b"ok\n") if self.ready else (503, "text/plain", self._unready())
-        if path == FLEET_PATH:
+        if path in (FLEET_PATH, WAITING_PATH):
             return 200, "application/json", self._gateway.describe_fleet().to_json().encode()
-        if path == "/debug/endpoints":
-            if not from_here:
-                return 403, "text/plain", b"over the loopback interface only: kubectl port-forward, then localhost\n"
-            endpoints = self._gateway.describe_endpoints()
-            return 200, "application/json", orjson.dumps({"endpoints": endpoints}, option=orjson.OPT_INDENT_2)
-        return 404, "text/plain", b"try /metrics, /healthz, /readyz, /fleet or /debug/endpoints\n"
+        if path == DEBUG_ENDPOINTS:
+            return _show({"endpoints": self._gateway.describe_endpoints()})
+        if path == DEBUG_ROUTE:
+            return _show({"decisions": self._gateway.describe_decisions()})
+        paths = "/metrics, /healthz, /readyz, /fleet, /fleet/waiting, /debug/endpoints or /debug/route"
+        return 404, "text/plain", f"try {paths}\n".encode()
+
+    def _preview(self, request: Request) -> tuple[int, str, bytes]:
+        """Where the gateway would send this request, by its body; nothing is sent."""
+        try:
+            found = self._gateway.preview(
+                guess_path(request.body), request.body, request.headers.get(b"x-session-affinity")
+            )
+        except RequestError as error:
+            return error.status, "text/plain", f"{error.message}\n".encode()
+        return _show(found)
 
     def _unready(self) -> bytes:
         if self._gateway.draining:
@@ -78,10 +113,21 @@ class Admin:
 
     def on_disconnect(self, connection: ClientConnection) -> None:
         self._connections.discard(connection)
+        self._questions.pop(connection, None)
 
     def on_request(self, connection: ClientConnection, request: Request) -> None:
+        if request.path == WAITING_PATH and request.method == b"GET" and not self._gateway.exchanges:
+            connection.exchange = question = _Question(connection.loop.time() + WAITING_SECONDS)
+            self._questions[connection] = question, request
+            return
+        self._answer(connection, request)
+
+    def _answer(self, connection: ClientConnection, request: Request) -> None:
         from_here = is_loopback(connection.transport.get_extra_info("peername"))
-        status, kind, body = self.answer(request.method, request.path, from_here=from_here)
+        if from_here and request.method == b"POST" and request.path == DEBUG_ROUTE:
+            status, kind, body = self._preview(request)
+        else:
+            status, kind, body = self.answer(request.method, request.path, from_here=from_here)
         connection.write(build_plain(status, kind, body, keep_alive=request.keep_alive))
         connection.finish(keep_alive=request.keep_alive)
 
@@ -89,12 +135,20 @@ class Admin:
         connection.write(build_plain(error.status, "text/plain", f"{error.message}\n".encode(), keep_alive=False))
 
     def tick(self, now: float) -> None:
+        for connection, (question, request) in tuple(self._questions.items()):
+            if self._gateway.exchanges or now >= question.until:
+                del self._questions[connection]
+                self._answer(connection, request)
         for connection in tuple(self._connections):
             connection.tick(now)
 
     def stop(self) -> None:
         for connection in tuple(self._connections):
             connection.transport.close()
+
+
+def _show(value: object) -> tuple[int, str, bytes]:
+    return 200, "application/json", orjson.dumps(value, option=orjson.OPT_INDENT_2)
 
 
 def is_loopback(peer: Any) -> bool:

@@ -8,6 +8,7 @@ begun goes on at another worker where it can (`resume`).
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Collection
 from time import monotonic
 from typing import Protocol
@@ -35,8 +36,10 @@ from tandem_gateway.prompt import Inquiry
 from tandem_gateway.queueing import RequestQueue, Waiter
 from tandem_gateway.resume import Continuation, JournaledStream, may_keep
 from tandem_gateway.scheduling import (
+    KEPT,
     REQUESTS_FAULT,
     Choice,
+    Decision,
     Endpoint,
     Outcome,
     Reservation,
@@ -95,6 +98,8 @@ class Context(Protocol):
     """What exchanges share: the gateway as they see it."""
 
     scheduler: Scheduler
+    decisions: deque[Decision]
+    """The last ones."""
     timeouts: GatewayTimeouts
     budget: Budget
     queue: RequestQueue
@@ -239,7 +244,12 @@ class Exchange:
             self._slot = context.queue.take(choice.decode, now, stream=demand.stream)
         self.choice = choice
         self.attempts += 1
-        self._reservation = context.scheduler.reserve(choice, demand, now)
+        self._reservation = reservation = context.scheduler.reserve(choice, demand, now)
+        decisions = context.decisions
+        if len(decisions) == KEPT:
+            decisions[0][-1].offers = []  # its request may run for long
+        choice.expected, choice.work = reservation.expected, reservation.work
+        decisions.append((self.request_id, now, self.attempts, self.queue_seconds, choice))
         self._phase = SENT
         self._reads_seen = self._reads
         self._deadline = now + self._answer_seconds()
@@ -259,7 +269,9 @@ class Exchange:
             return
         tokens = self.inquiry.demand.prompt_tokens
         try:
-            self._ticket = queue.join(self, arrived=self._arrived, tokens=tokens, now=now)
+            self._ticket = queue.join(
+                self, arrived=self._arrived, tokens=tokens, now=now, source=self._connection.source
+            )
         except RequestError as error:
             self._fail(error)
             return
@@ -270,6 +282,11 @@ class Exchange:
         ticket, self._ticket = self._ticket, None
         if ticket is not None:
             self.queue_seconds += self._context.queue.leave(ticket, outcome, self._loop.time())
+
+    def turn_away(self, error: RequestError) -> None:
+        """Its place in the queue is somebody else's."""
+        self._leave_queue("full")
+        self._fail(error)
 
     def _choose_of_revision(self, revision: str, now: float) -> Choice | None:
         scheduler = self._context.scheduler
@@ -439,6 +456,7 @@ class Exchange:
     def _take_answer(self, outcome: Outcome, head: ResponseHead) -> None:
         """This is the answer that the client gets: what it says about the workers."""
         assert self.choice is not None
+        assert self._reservation is not None
         scheduler, choice, now = self._context.scheduler, self.choice, self._loop.time()
         if self._suspects:
             if outcome is _ANSWERED:
@@ -448,7 +466,7 @@ class Exchange:
         if outcome is not Outcome.ERROR:  # it may be the request's fault, and nobody else is there to tell
             scheduler.report(choice.decode, outcome, now)
         if head.status == 200:
-            scheduler.accept(choice, self.inquiry.demand, now)
+            scheduler.accept(choice, self.inquiry.demand, self._reservation, now)
             if choice.prefill:
                 scheduler.report_prefill(choice, head.fields.get(_PREFILL_WORKER, b"").decode("latin-1"), now)
 
@@ -634,6 +652,7 @@ class Exchange:
             self._slot.end(answered=True)
         reservation, now = self._reservation, self._loop.time()
         self.choice.decode.count_first_token(now - reservation.since)
+        self.choice.measured = now - reservation.since
         reservation.first_token(now)
         stream, size = self._stream, len(self.request.body)
         if isinstance(stream, JournaledStream) and stream.keeps and may_keep(self._context.budget, size):
@@ -712,9 +731,8 @@ class Exchange:
         if self.request.headers.get(_ROUTE) != b"explain":
             return
         assert self._head is not None
-        assert self._reservation is not None
         assert self.choice is not None
-        choice, expected, canary = self.choice, self._reservation.expected, self.inquiry.demand.canary
+        choice, expected, canary = self.choice, self.choice.expected, self.inquiry.demand.canary
         fields = {
             "decode": choice.decode.worker.name,
             "prefill": ",".join(endpoint.worker.name for endpoint in choice.prefill),

@@ -8,12 +8,14 @@ import os
 import re
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from itertools import count
 from typing import Any, cast
 
 from tandem_api.fleet import FleetReport, WorkerReport
 from tandem_api.launch import GatewayConfig, GatewayRouting
+from tandem_api.logs import format_time
 from tandem_api.names import Role
 from tandem_api.telemetry import WorkerTelemetry
 
@@ -26,12 +28,23 @@ from tandem_gateway.http.budget import Budget
 from tandem_gateway.http.connection import ClientConnection
 from tandem_gateway.http.request import Request
 from tandem_gateway.http.response import build_empty, build_error, build_json
+from tandem_gateway.http.tls import Certificate
 from tandem_gateway.metrics import Metrics
 from tandem_gateway.own_answers import OWN_PATHS, answer_own
 from tandem_gateway.probation import Held
 from tandem_gateway.prompt import COMPUTES, INFERENCE_PATHS, MODELS, TOKENIZER_INFO, check_name, read_inquiry
 from tandem_gateway.queueing import RequestQueue
-from tandem_gateway.scheduling import Endpoint, Scheduler, Worker
+from tandem_gateway.scheduling import (
+    KEPT,
+    Decision,
+    Endpoint,
+    Scheduler,
+    Worker,
+    describe_choice,
+    describe_decision,
+    missing_role,
+    predict,
+)
 from tandem_gateway.traffic import TrafficCounter
 from tandem_gateway.upstream.base import Link
 from tandem_gateway.upstream.http1 import Http1Link
@@ -41,6 +54,8 @@ TICK_SECONDS = 0.1
 than the requests' own work."""
 UNAUTHORIZED_LOG_SECONDS = 10.0
 """A worker that does not take this gateway's key is named this often, however many requests it turns away."""
+REFUSED = frozenset((400, 404, 413, 422))
+"""What a worker answers to a request that nobody is to compute."""
 REFUSALS = 64
 """Connections beyond the limit that are told so before they are closed."""
 _REQUEST_ID = re.compile(rb"[\w.:/+=-]{1,128}")
@@ -60,6 +75,7 @@ class Gateway:
         self.max_connections = config.max_connections
         self.budget = Budget(config.max_held_bytes)
         self.scheduler = Scheduler()
+        self.decisions: deque[Decision] = deque(maxlen=KEPT)
         self.metrics = Metrics()
         self.traffic = TrafficCounter()
         self.telemetry: Callable[[Worker], tuple[WorkerTelemetry, float] | None] = lambda _: None
@@ -71,6 +87,8 @@ class Gateway:
         """Workers that discovery knows and that get no requests yet, as `GET /fleet` tells of them."""
         self.facts: Callable[[], dict[str, object]] = dict
         """What a worker has told about the model."""
+        self.certificate: Certificate | None = None
+        """That clients are shown; None: they speak no TLS."""
         self.draining = False
         self.exchanges: set[Exchange] = set()
         self.connections: set[ClientConnection] = set()
@@ -82,6 +100,8 @@ class Gateway:
         self._request_ids = count(1)
         self._request_prefix = os.urandom(6).hex().encode()
         self._started_at = time.time()
+        self._idle_since = time.monotonic()
+        """When the last exchange ended."""
 
     # discovery
 
@@ -101,6 +121,27 @@ class Gateway:
         self.queue.settings = routing.queue
         self.drain_timeout_seconds = routing.drain_timeout_seconds
         self.scheduler.apply_canary(routing.canary)
+
+    def take_sample(self, worker: Worker, sample: WorkerTelemetry | None) -> None:
+        """What a worker has just told about itself; None: it has missed several times."""
+        endpoint = self.scheduler.endpoints.get(worker.name)
+        if endpoint is None or endpoint.worker != worker:
+            return
+        if sample is None:
+            self.scheduler.miss(endpoint)
+            return
+        now = asyncio.get_running_loop().time()
+        evicted_until = None
+        if sample.at is not None:
+            # Nothing was evicted, or what was last used so long ago.
+            evicted_until = now - (sample.at - sample.kv_eviction_horizon) if sample.kv_eviction_horizon else 0.0
+        self.scheduler.observe(
+            endpoint,
+            now,
+            queued_tokens=sample.queued_prefill_tokens,
+            evicted_until=evicted_until,
+            kv_tokens=sample.kv_blocks_total * sample.kv_block_size if sample.kv_block_size else None,
+        )
 
     def link(self, endpoint: Endpoint) -> Link:
         link = self._links.get(endpoint.serial)
@@ -201,9 +242,12 @@ class Gateway:
         self.metrics.in_flight += 1
         if request.path in COMPUTES:
             traffic, tokens = self.traffic, inquiry.demand.prompt_tokens
-            traffic.requests += 1
-            traffic.prompt_tokens += tokens
-            traffic.prompt_squares += tokens * tokens
+            if traffic.ahead:
+                traffic.make_up(tokens)
+            else:
+                traffic.requests += 1
+                traffic.prompt_tokens += tokens
+                traffic.prompt_squares += tokens * tokens
         exchange.dispatch()
 
     def _answer(self, request: Request) -> object:
@@ -214,7 +258,13 @@ class Gateway:
         if request.method not in (b"GET", b"HEAD"):
             raise _wrong_method(request, "GET, HEAD")
         if own:
-            return answer_own(request.path, self.scheduler, in_flight=len(self.exchanges), draining=self.draining)
+            return answer_own(
+                request.path,
+                self.scheduler,
+                in_flight=len(self.exchanges),
+                draining=self.draining,
+                wakes=self.queue.settings.wakes,
+            )
         if request.path == MODELS:
             return {"object": "list", "data": [self._describe(self.served_names[0])]}
         name = request.path[len(MODELS) + 1 :]
@@ -227,13 +277,21 @@ class Gateway:
     def on_exchange_end(self, exchange: Exchange) -> None:
         now = time.monotonic()  # the loop's own clock counts whole milliseconds
         self.exchanges.discard(exchange)
+        self._idle_since = now
         began, first = exchange.started_at, exchange.first_byte_at
+        choice, ratio = exchange.choice, None
+        if choice is not None:
+            choice.status = exchange.status
+            if choice.expected is not None and choice.measured:
+                ratio = choice.expected / choice.measured
         self.metrics.count_exchange(
-            exchange.request.path, exchange.status, now - began, first - began if first else None
+            exchange.request.path, exchange.status, now - began, first - began if first else None, ratio
         )
         well = exchange.status == 200 and exchange.error is None
         computes = exchange.request.path in COMPUTES
         self.traffic.finished += well and computes
+        if computes and exchange.status in REFUSED:
+            self.traffic.take_back(exchange.inquiry.demand.prompt_tokens)
         if exchange.usage is not None or exchange.events > 2:
             if computes:
                 self.traffic.count_answer(exchange.usage, exchange.events, well=well)
@@ -287,6 +345,8 @@ class Gateway:
         """Everything that happens because time passes."""
         self._credentials.refresh()
         self.token_line = self._credentials.line
+        if self.certificate is not None:
+            self.certificate.refresh(now)
         self.scheduler.tick(now)
         for exchange in tuple(self.exchanges):
             exchange.tick(now)
@@ -351,6 +411,7 @@ class Gateway:
             ejections={outcome.value: count for outcome, count in self.scheduler.ejections.items()},
             canary=self.scheduler.canary_requests,
             telemetry=self.telemetry_reads,
+            more=() if self.certificate is None else self.certificate.families(),
         )
 
     def describe_endpoints(self) -> list[dict[str, object]]:
@@ -365,6 +426,9 @@ class Gateway:
                 "requests": endpoint.requests,
                 "prefillTokens": endpoint.prefill_tokens,
                 "decodeTokens": endpoint.decode_tokens,
+                "otherTokens": endpoint.others,
+                "kvTokens": endpoint.kv_tokens,
+                "forgottenBeforeSeconds": round(now - endpoint.evicted_until, 1) if endpoint.evicted_until else None,
                 "tokensPerSecond": round(endpoint.speed.value),
                 "state": endpoint.state,
                 "failures": endpoint.health.total,
@@ -374,6 +438,26 @@ class Gateway:
             }
             for endpoint in self.scheduler.endpoints.values()
         ]
+
+    def describe_decisions(self) -> list[dict[str, object]]:
+        """For people: the last decisions, newest first."""
+        behind = time.time() - asyncio.get_running_loop().time()
+        return [describe_decision(each, at=format_time(behind + each[1])) for each in reversed(self.decisions)]
+
+    def preview(self, path: str, body: bytes, affinity: bytes | None) -> dict[str, object]:
+        """For people: what would be decided for a request now, which is not sent.
+
+        Raises:
+            RequestError: the gateway would refuse it.
+        """
+        estimator, now = self.scheduler.estimator, asyncio.get_running_loop().time()
+        inquiry = read_inquiry(path, body, served_names=self.served_names, affinity=affinity, estimator=estimator)
+        waiting: dict[str, object] = {"waitingRequests": self.queue.line.size}
+        choice = self.scheduler.preview(inquiry.demand, now)
+        if choice is None:
+            return waiting | {"decode": None, "why": missing_role(self.scheduler.endpoints.values())}
+        predict(choice, output_tokens=inquiry.demand.output_tokens, now=now)
+        return waiting | describe_choice(choice)
 
     def describe_fleet(self) -> FleetReport:
         """For the operator: how the workers do, and nothing of what was asked."""
@@ -385,7 +469,11 @@ class Gateway:
             served_names=list(self.served_names),
             canary_percent=None if canary is None else canary.percent,
             workers=[*map(self._report_on, self.scheduler.endpoints.values()), *self.held()],
-            traffic=self.traffic.report(waiting_requests=self.queue.line.size, waiting_tokens=self.queue.line.tokens),
+            traffic=self.traffic.report(
+                waiting_requests=self.queue.line.size,
+                waiting_tokens=self.queue.line.tokens,
+                idle_seconds=0.0 if self.exchanges else time.monotonic() - self._idle_since,
+            ),
         )
 
     def _report_on(self, endpoint: Endpoint) -> WorkerReport:

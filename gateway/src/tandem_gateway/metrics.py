@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -22,20 +22,24 @@ _PATHS = INFERENCE_PATHS | {MODELS}
 BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 """Seconds. From a cached prompt on a fast GPU to a long answer on a CPU."""
 
+RATIOS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
+"""Of what was predicted to what came: 0.8 to 1.25 is right within a fifth or a quarter."""
+
 _CLIENT_GONE = 499
 _NONE: Mapping[str, int] = {}
 
 
 class Histogram:
-    __slots__ = ("counts", "total")
+    __slots__ = ("_bounds", "counts", "total")
 
-    def __init__(self) -> None:
-        self.counts = [0] * (len(BUCKETS) + 1)
+    def __init__(self, bounds: tuple[float, ...] = BUCKETS) -> None:
+        self._bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
 
     def family(self, name: str, text: str) -> HistogramMetricFamily:
         running = accumulate(self.counts)
-        buckets = [(str(bound), count) for bound, count in zip((*BUCKETS, "+Inf"), running, strict=True)]
+        buckets = [(str(bound), count) for bound, count in zip((*self._bounds, "+Inf"), running, strict=True)]
         return HistogramMetricFamily(name, text, buckets=buckets, sum_value=self.total)
 
 
@@ -55,14 +59,19 @@ class Metrics:
         self.disconnects = 0
         self.in_flight = 0
         self.ttft = Histogram()
+        self.prediction = Histogram(RATIOS)
         self.duration = Histogram()
 
     def count(self, path: str, status: int) -> None:
         """A request was answered. Paths that nothing is behind are one, whatever clients make up."""
         self.requests[path if path in _PATHS else "other", status] += 1
 
-    def count_exchange(self, path: str, status: int, seconds: float, ttft: float | None) -> None:
-        """A request to workers has ended, after so many seconds. `ttft`: of them, those before the first token."""
+    def count_exchange(
+        self, path: str, status: int, seconds: float, ttft: float | None, ratio: float | None = None
+    ) -> None:
+        """A request to workers has ended, after so many seconds. `ttft`: of them, those before the first token.
+        `ratio`: of the predicted to the measured time to the first token.
+        """
         self.in_flight -= 1
         self.requests[path, status] += 1
         self.disconnects += status == _CLIENT_GONE
@@ -72,6 +81,9 @@ class Metrics:
         if ttft is not None:
             self.ttft.counts[bisect_left(BUCKETS, ttft)] += 1
             self.ttft.total += ttft
+        if ratio is not None:
+            self.prediction.counts[bisect_left(RATIOS, ratio)] += 1
+            self.prediction.total += ratio
 
     def count_wait(self, outcome: str, seconds: float) -> None:
         """A request has ended its wait for a worker."""
@@ -89,15 +101,16 @@ class Metrics:
         ejections: Mapping[str, int] = _NONE,
         canary: Mapping[tuple[bool, bool], int] | None = None,
         telemetry: Mapping[str, int] = _NONE,
+        more: Iterable[Family] = (),
     ) -> bytes:
         """Prometheus text. `endpoints` counts by role and state, `tokens` are in flight by kind, `queued` requests wait
         for a worker, `failures` and `ejections` of workers are by reason, `canary` by whether its workers served and
-        whether they did in others' stead, `telemetry` reads of samples by how they ended.
+        whether they did in others' stead, `telemetry` reads of samples by how they ended, `more` what other parts tell.
         """
         registry = CollectorRegistry()
         by_reason = [
-            _by_label(Metric.GATEWAY_WORKER_FAILURES_TOTAL, "Attempts at workers that failed, by reason.", failures),
-            _by_label(Metric.GATEWAY_EJECTIONS_TOTAL, "Workers left out for a while, by reason.", ejections),
+            by_label(Metric.GATEWAY_WORKER_FAILURES_TOTAL, "Attempts at workers that failed, by reason.", failures),
+            by_label(Metric.GATEWAY_EJECTIONS_TOTAL, "Workers left out for a while, by reason.", ejections),
         ]
         sides = CounterMetricFamily(
             Metric.GATEWAY_CANARY_REQUESTS_TOTAL, "Requests sent to workers while there was a canary.",
@@ -105,13 +118,13 @@ class Metrics:
         )  # fmt: skip
         for (side, moved), count in sorted((canary or {}).items()):
             sides.add_metric(("canary" if side else "others", "true" if moved else "false"), count)
-        reads = _by_label(
+        reads = by_label(
             Metric.GATEWAY_TELEMETRY_READS_TOTAL,
             "Reads of workers' telemetry, by how they ended.",
             telemetry,
             label="result",
         )
-        waits = _by_label(
+        waits = by_label(
             Metric.GATEWAY_QUEUE_WAITS_TOTAL,
             "Requests that waited for a worker, by how that ended.",
             self.queue_waits,
@@ -122,7 +135,7 @@ class Metrics:
             waits,
             self.queue_seconds.family(Metric.GATEWAY_QUEUE_SECONDS, "How long requests waited for a worker."),
         ]
-        registry.register(_Snapshot([*self._families(endpoints, tokens), *by_reason, sides, reads, *queue]))
+        registry.register(_Snapshot([*self._families(endpoints, tokens), *by_reason, sides, reads, *queue, *more]))
         return generate_latest(registry)
 
     def _families(self, endpoints: Mapping[tuple[str, str], int], tokens: Mapping[str, int]) -> list[Family]:
@@ -131,11 +144,11 @@ class Metrics:
         )
         for (path, code), count in sorted(self.requests.items()):
             requests.add_metric((path, str(code)), count)
-        retries = _by_label(Metric.GATEWAY_RETRIES_TOTAL, "Requests sent to another worker, by reason.", self.retries)
-        resumes = _by_label(
+        retries = by_label(Metric.GATEWAY_RETRIES_TOTAL, "Requests sent to another worker, by reason.", self.retries)
+        resumes = by_label(
             Metric.GATEWAY_RESUMES_TOTAL, "Streams that went on at another worker, by why they had to.", self.resumes
         )
-        failed = _by_label(
+        failed = by_label(
             Metric.GATEWAY_FAILED_RESUMES_TOTAL,
             "Streams that broke off because they could not go on at another worker, by why not.",
             self.failed_resumes,
@@ -160,13 +173,17 @@ class Metrics:
             self.ttft.family(
                 Metric.GATEWAY_TTFT_SECONDS, "From a request's last byte to the first of its stream."
             ),
+            self.prediction.family(
+                Metric.GATEWAY_TTFT_PREDICTION_RATIO,
+                "Predicted over measured time from sending a request to the first of its stream.",
+            ),
             self.duration.family(
                 Metric.GATEWAY_DURATION_SECONDS, "From a request's last byte to its answer's last."
             ),
         ]  # fmt: skip
 
 
-def _by_label(name: str, text: str, counts: Mapping[str, int], *, label: str = "reason") -> CounterMetricFamily:
+def by_label(name: str, text: str, counts: Mapping[str, int], *, label: str = "reason") -> CounterMetricFamily:
     family = CounterMetricFamily(name, text, labels=(label,))
     for value, count in sorted(counts.items()):
         family.add_metric((value,), count)

@@ -12,8 +12,8 @@ HEALTH = frozenset(("/health", "/ping"))
 OWN_PATHS = HEALTH | {"/version", "/load"}
 
 
-def answer_own(path: str, scheduler: Scheduler, *, in_flight: int, draining: bool) -> object:
-    """One of OWN_PATHS.
+def answer_own(path: str, scheduler: Scheduler, *, in_flight: int, draining: bool, wakes: bool = False) -> object:
+    """One of OWN_PATHS. `wakes`: the model sleeps while nobody asks anything, and then no worker is there.
 
     Raises:
         ShuttingDown: it is asked whether it is well, and takes no more requests.
@@ -26,6 +26,8 @@ def answer_own(path: str, scheduler: Scheduler, *, in_flight: int, draining: boo
     if draining:
         raise ShuttingDown("this gateway is shutting down")
     endpoints = list(scheduler.endpoints.values())
+    if wakes and not endpoints:
+        return {}  # whoever goes by this answer must send the request that wakes the model
     decoding = [endpoint for endpoint in endpoints if endpoint.worker.role is not Role.PREFILL]
     if all(endpoint.state == "ejected" for endpoint in decoding):
         raise NoEndpoint(missing_role(endpoints))

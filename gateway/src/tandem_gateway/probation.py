@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tandem_api.fleet import WorkerReport
+from tandem_api.fleet import LONGEST_TEXT, WorkerReport
 from tandem_api.names import HEADER_PREFILL, HEADER_PREFILL_WORKER, HEADER_REQUEST_ID, Role
 
 from tandem_gateway.scheduling import Worker
@@ -107,7 +107,7 @@ class Probation:
                 role=trial.worker.role,
                 revision=trial.worker.revision,
                 state="Ejected",
-                reason=f"kv: {trial.reason}",
+                reason=f"kv: {trial.reason}"[:LONGEST_TEXT],
             )
             for trial in self._trials.values()
             if trial.worker.name not in passed

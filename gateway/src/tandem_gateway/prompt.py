@@ -23,15 +23,18 @@ RESPONSES = "/v1/responses"
 MESSAGES = "/v1/messages"
 COUNT = "/v1/messages/count_tokens"
 EMBEDDINGS = "/v1/embeddings"
+SCORES = frozenset(("/v1/score", "/score", "/v1/rerank", "/rerank"))
 MODELS = "/v1/models"
 GENERATES = frozenset((CHAT, COMPLETIONS, RESPONSES, MESSAGES))
-COMPUTES = GENERATES | {EMBEDDINGS}
+COMPUTES = GENERATES | SCORES | {EMBEDDINGS}
 """What the model is run for."""
 TOKENIZER_INFO = "/tokenizer_info"
-INFERENCE_PATHS = GENERATES | frozenset((EMBEDDINGS, COUNT, "/tokenize", "/detokenize", TOKENIZER_INFO))
+INFERENCE_PATHS = COMPUTES | frozenset((COUNT, "/tokenize", "/detokenize", TOKENIZER_INFO))
 _MAY_BE_TOKENS = {COMPLETIONS: "prompt", EMBEDDINGS: "input"}
 _Object = dict[str, Any]
 _List = list[Any]
+_COMPARED = ("query", "queries", "text_1", "data_1", "documents", "items", "text_2", "data_2")
+"""Texts of a request to compare them, under all their names."""
 _MAX_TOKENS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 MAX_NODES = 100_000
 """Objects, lists and strings of a body, names included. Each costs many times its bytes to read; numbers do not."""
@@ -72,6 +75,8 @@ def read_inquiry(
         root = b"" if len(prompt) >= CHUNK_BYTES else prompt
     elif path == EMBEDDINGS:
         prompt = root = _read_prompt(fields, "input")
+    elif path in SCORES:
+        prompt = root = b"".join(_canonical(fields[name], name) for name in _COMPARED if fields.get(name) is not None)
     else:
         prompt = root = b""
     generates = path in GENERATES
@@ -88,6 +93,16 @@ def read_inquiry(
         stream=stream is True,
     )
     return Inquiry(stream=stream is True, prompt_bytes=len(prompt), max_tokens=max_tokens, demand=demand)
+
+
+def guess_path(body: bytes) -> str:
+    """Where a request with this body is meant to go, by what it asks.
+
+    Raises:
+        BadRequest: it is not a JSON object.
+    """
+    fields = _read_object(body)
+    return COMPLETIONS if "prompt" in fields else RESPONSES if "input" in fields else CHAT
 
 
 def _read_object(body: bytes) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from tandem_api.launch import GatewayQueue
 
-from tandem_gateway.errors import NoEndpoint, QueueFull
+from tandem_gateway.errors import NoEndpoint, QueueFull, RequestError
 from tandem_gateway.metrics import Metrics
 from tandem_gateway.scheduling import Endpoint, Scheduler, missing_role
 from tandem_gateway.scheduling.queue import DeadlineQueue, Ramp, Slot, Ticket, find_due
@@ -26,6 +26,10 @@ class Waiter(Protocol):
     def dispatch(self, full: Collection[str] = ...) -> bool:
         """Send the request to a worker that is not `full`, give back its ticket by `RequestQueue.take`. False: there is
         none."""
+        ...
+
+    def turn_away(self, error: RequestError) -> None:
+        """Its place is somebody else's."""
         ...
 
 
@@ -45,22 +49,34 @@ class RequestQueue:
         """Whether anybody may come to wait."""
         return self.settings.max_requests > 0 and self.settings.ttl_seconds > 0
 
-    def join(self, waiter: Waiter, *, arrived: float, tokens: int, now: float) -> Ticket[Waiter]:
-        """Let it wait.
+    def join(self, waiter: Waiter, *, arrived: float, tokens: int, now: float, source: str = "") -> Ticket[Waiter]:
+        """Let it wait. Where as many wait as may, somebody of a source with more places goes instead.
 
         Raises:
             NoEndpoint: nobody may wait.
-            QueueFull: as many wait as may.
+            QueueFull: as many wait as may, and no source has more places than `source`.
         """
         if not self.enabled:
             raise self.refuse()
         settings = self.settings
-        if self.line.size >= settings.max_requests:
+        if not self.line.size:
+            self._ramp.forget()  # the last one before may have left by itself
+        full = self.line.size >= settings.max_requests
+        excess = self.line.find_excess(source) if full else None
+        if full and excess is None:
             self._metrics.queue_waits["full"] += 1
             raise QueueFull(
                 f"{self.line.size} requests wait for a worker of this model already, as many as may; try again shortly"
             )
-        return self.line.add(waiter, find_due(arrived, tokens, settings.ttft_target), tokens, now)
+        ticket = self.line.add(waiter, find_due(arrived, tokens, settings.ttft_target), tokens, now, source)
+        if excess is not None and excess.item is not None:
+            # Afterwards: what its client asks next must not find a free place.
+            excess.item.turn_away(
+                QueueFull(
+                    "as many requests wait as may, and most of them are of this client's address; try again shortly"
+                )
+            )
+        return ticket
 
     def refuse(self) -> NoEndpoint:
         """What a request is told that waits no longer."""

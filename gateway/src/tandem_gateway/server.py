@@ -18,6 +18,7 @@ from tandem_gateway.discovery.routing import RoutingWatcher
 from tandem_gateway.discovery.static import follow_file
 from tandem_gateway.gateway import TICK_SECONDS, Gateway
 from tandem_gateway.http.connection import ClientConnection
+from tandem_gateway.http.tls import Certificate, protocol_factory
 from tandem_gateway.line_writer import LineWriter
 from tandem_gateway.model_card import ModelCard
 from tandem_gateway.probation import Probation
@@ -36,9 +37,12 @@ class Server:
     """Everything with a beginning and an end. `start` and `stop` are for tests; a process calls `run`."""
 
     def __init__(self, settings: Settings) -> None:
+        """Raises ConfigError where keys or certificate cannot be read."""
         self._settings = settings
         self._lines = LineWriter(1, "access-log") if settings.access_log else None
         self.gateway = Gateway(settings.config, AccessLog(self._lines.write) if self._lines else None)
+        tls = settings.config.tls
+        self.gateway.certificate = tls and Certificate(tls.path, min_version=tls.min_version)
         self.admin = Admin(self.gateway)
         self.probation = Probation(
             self.apply_workers,
@@ -54,11 +58,15 @@ class Server:
         self.telemetry = TelemetryPoller(
             connect_seconds=settings.config.timeouts.connect_seconds, period=settings.telemetry_seconds
         )
+        self.telemetry.on_sample = self.gateway.take_sample
         self.gateway.telemetry = self.telemetry.sample
         self.gateway.telemetry_reads = self.telemetry.reads
-        self.http_port = 0
+        self.http_port = self.https_port = 0
+        """0 where clients are not served so."""
         self.metrics_port = 0
+        self._admin_listener: asyncio.Server | None = None
         self._listeners: list[asyncio.Server] = []
+        """For clients."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = asyncio.Event()
         self._failed = False
@@ -85,20 +93,29 @@ class Server:
         config = settings.config
         for job in self._discovery():
             self._spawn(job)
-        admin = await loop.create_server(lambda: ClientConnection(self.admin), settings.host, config.metrics_port)
-        data = await loop.create_server(
-            lambda: ClientConnection(self.gateway), settings.host, config.http_port, backlog=BACKLOG
+        self._admin_listener = await loop.create_server(
+            lambda: ClientConnection(self.admin), settings.host, config.metrics_port
         )
-        self._listeners = [admin, data]
-        self.metrics_port, self.http_port = (server.sockets[0].getsockname()[1] for server in self._listeners)
+        self.metrics_port = _port(self._admin_listener)
+        if config.tls is not None and self.gateway.certificate is not None:
+            factory = protocol_factory(self.gateway, self.gateway.certificate)
+            self._listeners += [await loop.create_server(factory, settings.host, config.tls.port, backlog=BACKLOG)]
+            self.https_port = _port(self._listeners[-1])
+        if config.tls is None or config.tls.plain_http:
+            self._listeners += [
+                await loop.create_server(
+                    lambda: ClientConnection(self.gateway), settings.host, config.http_port, backlog=BACKLOG
+                )
+            ]
+            self.http_port = _port(self._listeners[-1])
         self.gateway.max_connections = _affordable_connections(config.max_connections)
         self._spawn(self._clock())
         self._spawn(self.card.run())
         if settings.telemetry_seconds:
             self._spawn(self.telemetry.run())
+        ports = {"http_port": self.http_port, "https_port": self.https_port, "metrics_port": self.metrics_port}
         log.info(
-            "listening",
-            extra={"model": config.served_name, "http_port": self.http_port, "metrics_port": self.metrics_port},
+            "listening", extra={"model": config.served_name} | {name: port for name, port in ports.items() if port}
         )
 
     async def drain(self) -> None:
@@ -107,7 +124,8 @@ class Server:
         gateway.start_draining()
         log.info("draining", extra={"in_flight": len(gateway.exchanges)})
         await asyncio.sleep(self._settings.lame_duck_seconds)
-        self._listeners[1].close()
+        for listener in self._listeners:
+            listener.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(gateway.drain_timeout_seconds):
                 while gateway.busy:
@@ -117,8 +135,9 @@ class Server:
 
     async def stop(self) -> None:
         left = len(self.gateway.exchanges)
-        for listener in self._listeners:
-            listener.close()
+        for listener in (self._admin_listener, *self._listeners):
+            if listener is not None:
+                listener.close()
         self.gateway.stop()
         self.admin.stop()
         # Last words reach the sockets of whoever takes them.
@@ -176,6 +195,10 @@ class Server:
             log.critical("a part of the gateway failed", exc_info=error)
             self._failed = True
             self._stopping.set()
+
+
+def _port(server: asyncio.Server) -> int:
+    return server.sockets[0].getsockname()[1]
 
 
 def _affordable_connections(wanted: int) -> int:

@@ -9,8 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import ValidationError
-from tandem_api.launch import GatewayConfig
-from tandem_api.names import API_KEY_FILE, CONFIG_PATH, GATEWAY_HTTP_PORT, GATEWAY_METRICS_PORT, Role
+from tandem_api.launch import ClientTLS, GatewayConfig
+from tandem_api.names import (
+    API_KEY_FILE,
+    CONFIG_PATH,
+    GATEWAY_HTTP_PORT,
+    GATEWAY_HTTPS_PORT,
+    GATEWAY_METRICS_PORT,
+    Role,
+)
 
 from tandem_gateway.discovery.static import parse_worker
 from tandem_gateway.errors import ConfigError
@@ -81,6 +88,9 @@ def _build_parser() -> argparse.ArgumentParser:
     local.add_argument("--served-name", default="model", help="what clients pass as `model`, unless --config says it")
     local.add_argument("--keys", metavar="FOLDER", help=f"where {API_KEY_FILE} is, for workers that want it shown")
     local.add_argument("--port", type=int, default=GATEWAY_HTTP_PORT)
+    local.add_argument("--tls", metavar="FOLDER", help="serve clients over TLS alone: where tls.crt and tls.key are")
+    local.add_argument("--tls-port", type=int, default=GATEWAY_HTTPS_PORT)
+    local.add_argument("--plain-http", action="store_true", help="with --tls: serve --port without TLS all the same")
     local.add_argument("--metrics-port", type=int, default=GATEWAY_METRICS_PORT)
     return parser
 
@@ -110,4 +120,5 @@ def _build_config(options: argparse.Namespace, workers: tuple[Worker, ...]) -> G
         http_port=options.port,
         metrics_port=options.metrics_port,
         keys_path=options.keys,
+        tls=options.tls and ClientTLS(path=options.tls, port=options.tls_port, plain_http=options.plain_http),
     )

@@ -1,8 +1,9 @@
-"""What workers tell about themselves, read again and again from their metrics ports for the operator.
+"""What workers tell about themselves, read again and again from their metrics ports: for the operator, and for the
+gateway's own choices.
 
 Reads are spread over the period, at most so many at a time and a second, by one timer and without a task each: a
 thousand workers are asked more seldom and never all at once. A worker that does not answer keeps its last sample, whose
-age grows, until it says nothing any more about now. Nothing here decides where requests go.
+age grows, until it says nothing any more about now.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from heapq import heappop, heappush
 from itertools import count
 
@@ -36,6 +37,8 @@ MAX_BYTES = 16 * 1024
 """Of an answer. A sample takes about one."""
 LONGEST_PAUSE = 10.0
 """Between reads of a worker that does not answer, unless all are asked more seldom."""
+MISSED_AFTER = 3
+"""Failures in a row: what it last told says nothing any more of its queue."""
 COMPLAIN_AFTER = 5
 """Failures in a row: the log names the worker, once."""
 TICK_SECONDS = 0.05
@@ -53,6 +56,8 @@ class TelemetryPoller:
     def __init__(self, *, connect_seconds: float, period: float = PERIOD_SECONDS) -> None:
         self.reads: Counter[str] = Counter()
         """Reads that have ended, by how: `ok`, or the reason why there was no sample."""
+        self.on_sample: Callable[[Worker, WorkerTelemetry | None], None] = lambda worker, sample: None
+        """Called with each new sample of a worker, and with None when it has missed several."""
         self._connect_seconds = connect_seconds
         self._period = period
         self._targets: dict[Worker, _Target] = {}
@@ -124,8 +129,11 @@ class TelemetryPoller:
         if result == _OK:
             target.failures = 0
             target.read_at = asyncio.get_running_loop().time()
+            self.on_sample(target.worker, target.sample)
         else:
             target.failures += 1
+            if target.failures == MISSED_AFTER:
+                self.on_sample(target.worker, None)
             if target.failures == COMPLAIN_AFTER:
                 log.warning(
                     "a worker's telemetry cannot be read",

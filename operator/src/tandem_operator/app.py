@@ -76,7 +76,7 @@ class Operator:
             )
             for kind in OPTIONAL_KINDS
         ]
-        self._fleet = FleetWatch(self._on_child)
+        self._fleet = FleetWatch(self._on_child, on_request=self._on_request)
         self._scaler = Scaler(self._fleet, self._queue.add, pace=self._pace)
         self._turns = Turns(limit=settings.max_concurrent_rollouts)
         self._hub = Hub(client, settings.hub, on_answer=self._queue.add)
@@ -236,6 +236,9 @@ class Operator:
 
     def _on_child(self, key: ModelKey) -> None:
         self._queue.add_later(key, _CHILDREN_SECONDS)
+
+    def _on_request(self, key: ModelKey) -> None:
+        self._scaler.decide(key)
 
     def _on_creation(self, key: ModelKey) -> None:
         if key in self._models:  # Events name StatefulSets of anybody

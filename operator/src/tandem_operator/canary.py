@@ -183,7 +183,7 @@ def advance(
     state = before
     if _is_asked(before, wish):
         state = _begin(before, wish, fleet, now)
-    elif wish.canary is None and before.revision != before.stable_revision:
+    elif wish.canary is None and (before.revision != before.stable_revision or before.phase in ("Preparing", "Canary")):
         state = _roll(before, wish, now)
     elif before.phase == "Preparing":
         state = _prepare(before, wish, fleet, now)

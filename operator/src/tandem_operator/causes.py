@@ -44,6 +44,16 @@ class Problem:
     """The worker itself said so, or the hub: it is about the model rather than about Kubernetes."""
 
 
+def missing_certificate(secret: str, *, serving: bool) -> Problem:
+    """The Secret that `spec.gateway.tls` names is not there. `serving`: gateways have it from before."""
+    effect = "those gateways that run go on, and new ones cannot start" if serving else "gateways cannot start"
+    text = (
+        f"Secret {secret}, which spec.gateway.tls.secretName names, does not exist in this namespace: {effect} without"
+        f" it; kubectl create secret tls {secret} --cert=FILE --key=FILE makes one"
+    )
+    return Problem(reason="TLSSecretNotFound", message=text, stalled=not serving)
+
+
 def role_problem(pods: Iterable[Manifest], *, now: datetime | None = None) -> Problem | None:
     """The most telling problem among a role's pods: one that needs a person first, then by pod name. When a pod takes
     its group down, the others only say that it is gone: theirs come last."""

@@ -1,7 +1,9 @@
 """What the gateways of each model say of its workers, read again and again from their metrics ports.
 
 Reports are asked for every `FAST_SECONDS` while something is under way and every `SLOW_SECONDS` else, by a fixed number
-of tasks whatever the number of models. A report that cannot be read is counted and told; it is never made up.
+of tasks whatever the number of models. Gateways of a model that sleeps are asked besides to answer once a request
+comes: that is three questions a minute, and known at once. A report that cannot be read is counted and told; it is
+never made up.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from dataclasses import dataclass, field
 
 import aiohttp
 from pydantic import ValidationError
-from tandem_api.fleet import FLEET_PATH, FleetReport, WorkerReport
+from tandem_api.fleet import FLEET_PATH, WAITING_PATH, WAITING_SECONDS, FleetReport, WorkerReport
 from tandem_api.names import GATEWAY_METRICS_PORT
 
 from tandem_operator import metrics
@@ -29,6 +31,8 @@ ANSWER_SECONDS = 3.0
 _POLLERS = 16
 """Models that are asked about at a time; the gateways of one are asked together."""
 _GATEWAYS_AT_ONCE = 8
+_PAUSE_SECONDS = 0.5
+"""Between two questions of the other kind."""
 REJECTED_SECONDS = (10.0, 60.0)
 """A worker that every gateway leaves out for so long is not admitted: one that never was, and one that had been."""
 
@@ -73,12 +77,20 @@ class _Gateway:
     asked: bool = False
     unable: bool = False
     error: str = ""
+    waiter: asyncio.Task[None] | None = None
+    """Asks to hear of a request, while the model sleeps."""
+
+    def stop_waiting(self) -> None:
+        if self.waiter is not None:
+            self.waiter.cancel()
+            self.waiter = None
 
 
 @dataclass(slots=True)
 class _Model:
     gateways: dict[str, _Gateway] = field(default_factory=dict[str, _Gateway])
     hurry: bool = True
+    asleep: bool = False
     rejected_since: dict[tuple[str, str], float] = field(default_factory=dict[tuple[str, str], float])
     """By name and host of workers."""
     admitted: set[tuple[str, str]] = field(default_factory=set[tuple[str, str]])
@@ -97,33 +109,42 @@ class FleetWatch:
         port: int = GATEWAY_METRICS_PORT,
         clock: Callable[[], float] = time.monotonic,
         seconds: tuple[float, float] = (FAST_SECONDS, SLOW_SECONDS),
+        on_request: Callable[[ModelKey], None] = lambda key: None,
     ) -> None:
-        """`on_change` is called when the workers that are admitted may have become others."""
+        """`on_change` is called when the workers that are admitted may have become others, `on_request` when a gateway
+        of a model that sleeps has a request."""
         self._on_change = on_change
+        self._on_request = on_request
+        self._waiting: tuple[asyncio.TaskGroup, aiohttp.ClientSession] | None = None
+        """Whom, and by what, to ask to hear of requests, while `run` runs."""
         self._port = port
         self._clock = clock
         self._fast, self._slow = seconds
         self._models: dict[ModelKey, _Model] = {}
         self._queue = WorkQueue()
 
-    def follow(self, key: ModelKey, gateways: Mapping[str, str], *, hurry: bool) -> None:
-        """The gateway pods of a model are these, by name with their addresses. `hurry`: something is under way."""
+    def follow(self, key: ModelKey, gateways: Mapping[str, str], *, hurry: bool, asleep: bool = False) -> None:
+        """The gateway pods of a model are these, by name with their addresses. `hurry`: something is under way;
+        `asleep`: a request wakes the model."""
         model = self._models.setdefault(key, _Model())
         news = model.hurry < hurry
         for name in list(model.gateways):
             if gateways.get(name) != model.gateways[name].address:
-                del model.gateways[name]
+                model.gateways.pop(name).stop_waiting()
         for name, address in gateways.items():
             if name not in model.gateways:
                 model.gateways[name] = _Gateway(address)
                 news = True
-        model.hurry = hurry
+        model.hurry, model.asleep = hurry, asleep
+        self._tend(key, model)
         if news:
             self._queue.add_later(key, 0.0 if any(not g.asked for g in model.gateways.values()) else self._fast)
 
     def forget(self, key: ModelKey) -> None:
         """The model is gone."""
-        self._models.pop(key, None)
+        model = self._models.pop(key, None)
+        for gateway in () if model is None else model.gateways.values():
+            gateway.stop_waiting()
         self._queue.forget(key)
 
     def reports(self, key: ModelKey) -> Sequence[FleetReport]:
@@ -159,12 +180,34 @@ class FleetWatch:
         """Ask until cancelled."""
         limits = aiohttp.ClientTimeout(total=ANSWER_SECONDS)
         connector = aiohttp.TCPConnector(limit=_POLLERS * _GATEWAYS_AT_ONCE, force_close=True)
+        patient = aiohttp.ClientTimeout(total=WAITING_SECONDS + ANSWER_SECONDS, connect=ANSWER_SECONDS)
         async with (
             aiohttp.ClientSession(timeout=limits, connector=connector, auto_decompress=False) as session,
+            aiohttp.ClientSession(
+                timeout=patient, connector=aiohttp.TCPConnector(limit=0), auto_decompress=False
+            ) as waiting,
             asyncio.TaskGroup() as group,
         ):
-            for _ in range(_POLLERS):
-                group.create_task(self._poll_forever(session))
+            self._waiting = group, waiting
+            for key, model in self._models.items():
+                self._tend(key, model)
+            try:
+                for _ in range(_POLLERS):
+                    group.create_task(self._poll_forever(session))
+                await asyncio.Event().wait()
+            finally:
+                self._waiting = None
+                for key, model in self._models.items():
+                    self._tend(key, model)
+
+    def _tend(self, key: ModelKey, model: _Model) -> None:
+        """Have each gateway of a model that sleeps asked to tell of a request, and no other."""
+        for name, gateway in model.gateways.items():
+            if not model.asleep or self._waiting is None:
+                gateway.stop_waiting()
+            elif gateway.waiter is None:
+                group, session = self._waiting
+                gateway.waiter = group.create_task(self._wait_for_requests(session, key, name, gateway))
 
     async def _poll_forever(self, session: aiohttp.ClientSession) -> None:
         while True:
@@ -175,6 +218,30 @@ class FleetWatch:
                 self._queue.done(key)
             if (model := self._models.get(key)) is not None and model.gateways:
                 self._queue.add_later(key, self._fast if model.hurry else self._slow)
+
+    async def _wait_for_requests(
+        self, session: aiohttp.ClientSession, key: ModelKey, name: str, gateway: _Gateway
+    ) -> None:
+        """Ask until cancelled. What fails is told by the other questions."""
+        while True:
+            pause = self._fast
+            try:
+                async with session.get(self._url(gateway, WAITING_PATH), allow_redirects=False) as response:
+                    if response.status == 200:
+                        gateway.report = parse_report(await _read(response), gateway=name)
+                        gateway.heard_at, pause = self._clock(), _PAUSE_SECONDS
+                        traffic = gateway.report.traffic
+                        if traffic is not None and (traffic.waiting_requests or traffic.idle_seconds == 0):
+                            self._on_request(key)
+            except (TimeoutError, aiohttp.ClientError, ValueError) as failure:
+                log.debug(
+                    "no word of requests", extra={"gateway": name, "error": f"{type(failure).__name__}: {failure}"}
+                )
+            await asyncio.sleep(pause)
+
+    def _url(self, gateway: _Gateway, path: str) -> str:
+        host = f"[{gateway.address}]" if ":" in gateway.address else gateway.address
+        return f"http://{host}:{self._port}{path}"
 
     async def _poll(self, session: aiohttp.ClientSession, key: ModelKey) -> None:
         model = self._models.get(key)
@@ -213,10 +280,9 @@ class FleetWatch:
             self._on_change(key)
 
     async def _ask(self, session: aiohttp.ClientSession, name: str, gateway: _Gateway) -> None:
-        host = f"[{gateway.address}]" if ":" in gateway.address else gateway.address
         gateway.unable, error = False, ""
         try:
-            async with session.get(f"http://{host}:{self._port}{FLEET_PATH}", allow_redirects=False) as response:
+            async with session.get(self._url(gateway, FLEET_PATH), allow_redirects=False) as response:
                 if response.status == 404:
                     gateway.unable = True
                 elif response.status != 200:
@@ -246,7 +312,7 @@ def parse_report(data: bytes, *, gateway: str) -> FleetReport:
     try:
         report = FleetReport.model_validate_json(data)
     except ValidationError as error:
-        first = error.errors()[0]
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         place = ".".join(str(step) for step in first["loc"])
         raise ValueError(f"its report cannot be read: {place}: {first['msg']}") from error
     if report.gateway != gateway:

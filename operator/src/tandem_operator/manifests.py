@@ -115,11 +115,6 @@ def labels_of(manifest: Manifest) -> dict[str, str]:
     return dig(manifest, "metadata", "labels") or {}
 
 
-def template_labels_of(workload: Manifest) -> dict[str, str]:
-    """Labels that the workload's pods get."""
-    return dig(workload, "spec", "template", "metadata", "labels") or {}
-
-
 def annotations_of(manifest: Manifest) -> dict[str, str]:
     return dig(manifest, "metadata", "annotations") or {}
 

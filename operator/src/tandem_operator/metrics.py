@@ -35,13 +35,20 @@ SCALING_REPLICAS = Gauge(
 )
 SUSPENDED = "Suspended"
 """No condition of its own: Stalled because somebody asked for that."""
-_CONDITIONS = ("Ready", "Available", "Stalled", SUSPENDED)
+ASLEEP = "ScaledToZero"
+"""No condition of its own: the model sleeps because nobody uses it."""
+_CONDITIONS = ("Ready", "Available", "Stalled", SUSPENDED, ASLEEP)
+_SOME_HAVE = ("ScalingActive", "SLOMet")
 
 
-def note_conditions(model: ModelKey, true: Set[str]) -> None:
-    """`true` are the conditions that hold."""
-    for condition in _CONDITIONS:
-        MODEL_CONDITION.labels(model.namespace, model.name, condition).set(condition in true)
+def note_conditions(model: ModelKey, true: Set[str], told: Set[str] = frozenset()) -> None:
+    """`true` are the conditions that hold, `told` all that the status has."""
+    for condition in (*_CONDITIONS, *_SOME_HAVE):
+        if condition in _CONDITIONS or condition in told:
+            MODEL_CONDITION.labels(model.namespace, model.name, condition).set(condition in true)
+        else:
+            labels = {"namespace": model.namespace, "model": model.name, "type": condition}
+            MODEL_CONDITION.remove_by_labels(labels)
 
 
 def note_replicas(model: ModelKey, role: str, *, desired: int, required: int) -> None:

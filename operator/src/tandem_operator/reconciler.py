@@ -23,7 +23,7 @@ from tandem_api.inferencemodel import (
     RolloutStatus,
     ScalingStatus,
 )
-from tandem_api.names import keys_name
+from tandem_api.names import Role, keys_name
 
 from tandem_operator import metrics
 from tandem_operator.admission import (
@@ -33,7 +33,7 @@ from tandem_operator.admission import (
     is_admission_open,
     plan_admissions,
 )
-from tandem_operator.causes import Problem
+from tandem_operator.causes import Problem, missing_certificate
 from tandem_operator.commits import (
     CommitPlan,
     can_wait,
@@ -66,6 +66,7 @@ from tandem_operator.manifests import (
     INFERENCE_MODEL,
     KIND_BY_NAME,
     POD,
+    SECRET,
     STATEFUL_SET,
     WORKLOADS,
     ChildKey,
@@ -75,6 +76,7 @@ from tandem_operator.manifests import (
     controller_of,
     dig,
 )
+from tandem_operator.observation import workload_key
 from tandem_operator.pace import Pace
 from tandem_operator.parsing import parse_model, parse_status
 from tandem_operator.planner import Children, Plan, Step, own_workloads, plan_children, plan_clearing, plan_step
@@ -204,7 +206,13 @@ class Reconciler:
             return await self._refuse(key, raw, error, outcome)
         outlook = self._scaler.outlook(key, model.metadata.generation)
         owned = own_workloads(outcome.before, owner_uid=model.metadata.uid)
-        replicas = settle_replicas(model, owned, outlook.wishes if outlook is not None else {}, now=_now())
+        replicas = settle_replicas(
+            model,
+            owned,
+            outlook.wishes if outlook is not None else {},
+            now=_now(),
+            rest=outlook.asleep if outlook is not None else None,
+        )
         model = replicas.model
         if replicas.moved:
             # An operator that stops in this moment must not decide anew.
@@ -215,6 +223,7 @@ class Reconciler:
         keys = await self._ensure_keys(blueprint, raw, outcome)
         if outcome.ending:
             return _RARELY  # the namespace's controller removes everything, this model too
+        await self._check_certificate(blueprint, outcome)
         course = await self._steer(key, blueprint, raw, outcome, known=weights.problem is None)
         await self._execute(key, course, outcome, hold=not keys.usable or weights.problem is not None)
         if outcome.ending:
@@ -243,14 +252,15 @@ class Reconciler:
         self._turns.count(key, stalled=is_stalled(status))
         happenings = apply_happenings(outcome.applied, outcome.before)
         happenings = happenings if keys.happening is None else [keys.happening, *happenings]
+        moving = any(condition.type in ("Reconciling", "Stalled") for condition in status.conditions)
+        asleep = scaling is not None and scaling.asleep_since is not None and not blueprint.model.spec.suspend
+        self._scaler.follow(key, set_scene(blueprint, ours, course.state, asleep=asleep))
+        hurry = moving or is_admission_open(blueprint, ours) or (admitted is not None and admitted.status == "False")
+        hurry = hurry or (self._scaler.follows(key) and not asleep)
+        self._fleet.follow(key, gateway_addresses(blueprint, ours), hurry=hurry, asleep=asleep)
         tell_after = await self._report(key, raw, status, happenings)
         if outcome.failed:
             raise IncompleteError("; ".join(outcome.failed))
-        moving = any(condition.type in ("Reconciling", "Stalled") for condition in status.conditions)
-        self._scaler.follow(key, set_scene(blueprint, ours, course.state))
-        hurry = moving or is_admission_open(blueprint, ours) or (admitted is not None and admitted.status == "False")
-        hurry = hurry or self._scaler.follows(key)
-        self._fleet.follow(key, gateway_addresses(blueprint, ours), hurry=hurry)
         again = [
             tell_after,
             outcome.look_again or (_RARELY if moving else None),
@@ -309,6 +319,18 @@ class Reconciler:
             outcome.problems.append(keys.problem)
         self._note(Plan(waiting=keys.waiting, taken=keys.taken), outcome)
         return keys
+
+    async def _check_certificate(self, blueprint: Blueprint, outcome: Outcome) -> None:
+        """Say so where the Secret that clients' TLS wants is missing. What is in it only gateways know."""
+        model = blueprint.model
+        if (tls := model.spec.gateway.tls) is None or model.spec.suspend:
+            return
+        ours = own_workloads(outcome.before, owner_uid=model.metadata.uid)
+        deployment = ours.get(workload_key(blueprint, Role.GATEWAY))
+        async with _collecting(outcome, f"Secret {tls.secret_name}", doing="read"):
+            if not await self._client.has(SECRET.path(model.metadata.namespace, tls.secret_name)):
+                ready = dig(deployment, "status", "readyReplicas") or 0
+                outcome.problems.append(missing_certificate(tls.secret_name, serving=ready > 0))
 
     async def _admit(self, key: ModelKey, blueprint: Blueprint, ours: Children, outcome: Outcome) -> Condition | None:
         """Set the gates of workers by what gateways report."""
@@ -571,7 +593,7 @@ class Reconciler:
     ) -> float | None:
         """Write the status if it says something new, and the Events that belong to it. Returns seconds after which to
         do so, where other counts can wait: pods that come up together are told together."""
-        metrics.note_conditions(key, true_conditions(status))
+        metrics.note_conditions(key, true_conditions(status), {condition.type for condition in status.conditions})
         before, uid = parse_status(raw), str(raw["metadata"]["uid"])
         wait, written = 0.0, self._statuses.get(key)
         if status != before and written is not None and is_same_but_counts(before, status):

@@ -4,6 +4,7 @@ Everything else goes by the spec's `replicas`: here these are replaced by what t
 change of the mode moves nothing by itself, but for one to `Static`, which goes to what the spec says:
 
 - `SLO`: the number that was decided last, from the switch on the one that the StatefulSet has.
+  A model that sleeps has none (`asleepSince`).
 - `External`: what the StatefulSet has. Manifests then leave the number out (`Blueprint.left`), unless it has to be
   restored first: after a suspension, which the operator carries out in every mode, or a surge.
 """
@@ -51,9 +52,13 @@ class Replicas:
     """A number was decided anew: it is to be kept before anything is made of it."""
 
 
-def settle_replicas(model: InferenceModel, live: Children, wishes: Mapping[Role, Wish], *, now: str) -> Replicas:
-    """The numbers in force. `live` has the model's own workloads, `wishes` is what was decided lately."""
+def settle_replicas(
+    model: InferenceModel, live: Children, wishes: Mapping[Role, Wish], *, now: str, rest: bool | None = None
+) -> Replicas:
+    """The numbers in force. `live` has the model's own workloads, `wishes` is what was decided lately, and `rest`
+    whether the model should sleep, where that was."""
     before = model.status.scaling or ScalingStatus()
+    asleep = _sleeps(model, before, rest)
     told: dict[str, RoleScalingStatus | None] = dict.fromkeys(COMPONENTS)
     specs: dict[str, WorkerRole] = {}
     left: set[str] = set()
@@ -62,9 +67,11 @@ def settle_replicas(model: InferenceModel, live: Children, wishes: Mapping[Role,
         if spec is None or spec.scaling.mode == "Static":
             continue
         was: RoleScalingStatus | None = getattr(before, component)
+        if was is not None and before.asleep_since is not None and not asleep:
+            was = was.model_copy(update={"desired": spec.scaling.min})  # it wakes up, whatever its mode is now
         present = _present(model, component, spec, live)
         if spec.scaling.mode == "SLO":
-            found = _decided(model, component, spec, was, present, wishes.get(role))
+            found = _asleep(was) if asleep else _decided(model, component, spec, was, present, wishes.get(role))
         else:
             found, is_left = _followed(model, component, spec, was, present)
             left |= {component} if is_left else set()
@@ -78,12 +85,27 @@ def settle_replicas(model: InferenceModel, live: Children, wishes: Mapping[Role,
         if found is not None and was is not None and found.mode == was.mode == "SLO"
     )
     update: dict[str, Any] = dict(told) | ({"last_scale_time": now} if moved else {})
+    update["asleep_since"] = (before.asleep_since or now) if asleep else None
     return Replicas(
         model=model.model_copy(update={"spec": model.spec.model_copy(update=specs)}),
         left=frozenset(left),
         scaling=before.model_copy(update=update),
         moved=moved,
     )
+
+
+def _sleeps(model: InferenceModel, before: ScalingStatus, rest: bool | None) -> bool:
+    """Whether the model sleeps now. A dry run and a suspension put nothing to sleep."""
+    if model.spec.scale_to_zero is None:
+        return False
+    if before.asleep_since is not None:
+        return rest is not False
+    return rest is True and not model.spec.autoscaling.dry_run and not model.spec.suspend
+
+
+def _asleep(was: RoleScalingStatus | None) -> RoleScalingStatus:
+    kept = was if was is not None and was.mode == "SLO" else RoleScalingStatus(mode="SLO", desired=0)
+    return kept.model_copy(update={"desired": 0})
 
 
 def _decided(
@@ -152,7 +174,8 @@ def _present(model: InferenceModel, component: str, spec: WorkerRole, live: Chil
 
 def scaling_memory(scaling: ScalingStatus) -> object:
     """What the next look goes by; the rest is for people."""
-    return [(r.mode, r.desired, r.pending) for r in (scaling.prefill, scaling.decode) if r is not None]
+    roles = [(r.mode, r.desired, r.pending) for r in (scaling.prefill, scaling.decode) if r is not None]
+    return roles, scaling.asleep_since
 
 
 def scaling_to_keep(scaling: ScalingStatus | None) -> ScalingStatus | None:

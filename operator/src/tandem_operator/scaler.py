@@ -14,7 +14,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tandem_api.names import Role
@@ -24,10 +24,12 @@ from tandem_operator.fleet import FleetView, FleetWatch
 from tandem_operator.manifests import ModelKey
 from tandem_operator.pace import Pace
 from tandem_operator.replicas import Wish
-from tandem_operator.scaling.contract import Decision, Snapshot
+from tandem_operator.scaling.contract import Decision, RoleDecision, Snapshot
 from tandem_operator.scaling.history import History
-from tandem_operator.scaling.observe import STALE_SECONDS, Heard, Totals, add_up, take_snapshot
+from tandem_operator.scaling.observe import STALE_SECONDS, Heard, Totals, add_up, take_shares, take_snapshot
 from tandem_operator.scaling.planner import plan
+from tandem_operator.scaling.shares import Shares
+from tandem_operator.scaling.sleep import ASLEEP, SLEEP_LIMIT, WAKE_LIMIT, Rest, Sight, decide_rest, follow_quiet
 from tandem_operator.scaling.slo import WINDOW_SECONDS, Attainment, judge, measure
 from tandem_operator.scaling.temper import temper
 from tandem_operator.scaling.words import TOLD_AGAIN_SECONDS
@@ -52,6 +54,8 @@ class Outlook:
     attainment: Attainment
     wishes: Mapping[Role, Wish] = field(default_factory=dict[Role, Wish])
     """What is to be followed; empty in a dry run, and once it is too old."""
+    asleep: bool | None = None
+    """Whether the model is to sleep; None: as it does."""
 
 
 @dataclass(slots=True)
@@ -59,6 +63,7 @@ class _Model:
     scene: Scene
     totals: Totals
     history: History
+    shares: Shares = field(default_factory=Shares)
     window: deque[tuple[Snapshot, tuple[int, ...]]] = field(
         default_factory=deque[tuple[Snapshot, tuple[int, ...]]]
     )  # fmt: skip
@@ -66,6 +71,8 @@ class _Model:
     decided_at: float = 0.0
     active_at: float = 0.0
     """When a decision was last not held."""
+    quiet_since: float | None = None
+    """Since when it has served and nobody has used it; None: it does not serve."""
     told: object = None
     told_figures: object = None
     told_at: float = 0.0
@@ -123,7 +130,7 @@ class Scaler:
         if model is None or model.outlook is None or model.outlook.generation != generation:
             return None
         is_fresh = self._clock() - model.decided_at <= _FRESH_SECONDS
-        return model.outlook if is_fresh else replace(model.outlook, wishes={})
+        return model.outlook if is_fresh else replace(model.outlook, wishes={}, asleep=None)
 
     async def run(self) -> None:
         """Decide until cancelled."""
@@ -135,48 +142,57 @@ class Scaler:
         """One decision about every model, each in a turn of its own."""
         for key in list(self._models):
             await self._pace.turn()
-            if (model := self._models.get(key)) is None:
-                continue
-            try:
-                self._decide(key, model)
-                model.failed = False
-            except Exception as error:
-                # A defect met by one model must not stop the others. It moves nothing.
-                metrics.SCALING_DECISIONS.labels("error").inc()
-                if not model.failed:
-                    log.exception("cannot decide about replicas; will try again", extra={"model": str(key)})
-                    self._fail(key, model, error)
-                model.failed = True
+            self.decide(key)
+
+    def decide(self, key: ModelKey) -> None:
+        """One decision, now: also when a request waits for a model that sleeps."""
+        if (model := self._models.get(key)) is None:
+            return
+        try:
+            self._decide(key, model)
+            model.failed = False
+        except Exception as error:
+            # A defect met by one model must not stop the others. It moves nothing.
+            metrics.SCALING_DECISIONS.labels("error").inc()
+            if not model.failed:
+                log.exception("cannot decide about replicas; will try again", extra={"model": str(key)})
+                self._fail(key, model, error)
+            model.failed = True
 
     def _decide(self, key: ModelKey, model: _Model) -> None:
         now, scene = self._clock(), model.scene
         heard = [Heard(report=report, age=age) for report, age in self._fleet.heard(key)]
         model.totals = add_up(model.totals, heard)
-        snapshot = take_snapshot(heard, scene.counts, model.totals, now=now)
+        model.shares = take_shares(model.shares, heard, now=now)
+        snapshot = take_snapshot(heard, scene.counts, model.totals, model.shares, now=now)
         silent = _silent(self._fleet.view(key))
         if snapshot is not None and not silent:
             model.history = model.history.observe(snapshot)
             model.window.append((snapshot, model.totals.ttft_counts))
         while model.window and model.window[0][0].at < now - WINDOW_SECONDS:
             model.window.popleft()
-        decision = None
+        decision, rest = None, None
         if scene.circumstances.followed:
-            decision = self._plan(model, snapshot, silent, now)
+            rest = _decide_rest(model, heard, silent, now)
+            if now - model.active_at > STALE_SECONDS:
+                self._remember_present(model, now)  # nobody knows what has been needed meanwhile
+            decision = _tell_rest(scene, rest, now) or self._plan(model, snapshot, silent, now)
             model.history = model.history.record(decision)
             if not decision.held:
                 model.active_at = now
-            elif now - model.active_at > STALE_SECONDS:
-                self._remember_present(model, now)  # nobody knows what has been needed meanwhile
-            _count(key, decision, dry_run=scene.dry_run)
+            _count(key, decision, dry_run=scene.dry_run, turns=rest.asleep != scene.asleep)
         attainment = judge(scene.ttft, scene.tpot, measure(model.window))
-        wishes = {} if decision is None or scene.dry_run else _wishes(decision)
+        if scene.asleep:
+            attainment = Attainment(met=None, reason=ASLEEP, message="the model sleeps, so nothing is measured")
+        asleep = None if rest is None or rest.asleep == scene.asleep or _is_dry(scene, rest) else rest.asleep
+        wishes = {} if decision is None or scene.dry_run or asleep is not None else _wishes(decision)
         model.outlook = Outlook(
-            generation=scene.generation, decision=decision, attainment=attainment, wishes=wishes
+            generation=scene.generation, decision=decision, attainment=attainment, wishes=wishes, asleep=asleep
         )  # fmt: skip
         model.decided_at = now
         said, figures = _substance(decision, attainment), _figures(decision)
         is_due = now - model.told_at >= TOLD_AGAIN_SECONDS and figures != model.told_figures
-        if wishes or said != model.told or is_due:
+        if wishes or asleep is not None or said != model.told or is_due:
             model.told, model.told_figures, model.told_at = said, figures, now
             self._on_change(key)
 
@@ -202,6 +218,46 @@ class Scaler:
             named = "; ".join(f"{name}: {silent[name]}" for name in sorted(silent)[:_NAMED])
             return _held(now, "NoTelemetry", f"{len(silent)} gateways do not report, so demand is not known: {named}")
         return temper(scene.spec, plan(scene.spec, snapshot, model.history, now), scene.circumstances)
+
+
+def _decide_rest(model: _Model, heard: Sequence[Heard], silent: Mapping[str, str], now: float) -> Rest:
+    scene = model.scene
+    sight = Sight(
+        at=now,
+        asleep=scene.asleep,
+        reports=tuple(heard),
+        silent=silent,
+        serves=scene.spec is not None and all(count.ready for count in scene.counts.values()),
+        rolling=scene.circumstances.rolling,
+    )
+    model.quiet_since = follow_quiet(model.quiet_since, sight)
+    return decide_rest(scene.idle_after, sight, model.quiet_since)
+
+
+def _is_dry(scene: Scene, rest: Rest) -> bool:
+    """A dry run puts nothing to sleep. It keeps no request waiting either."""
+    return scene.dry_run and rest.asleep
+
+
+def _tell_rest(scene: Scene, rest: Rest, now: float) -> Decision | None:
+    """What is told of a model that sleeps, falls asleep or wakes up; None: it is awake, and the planner decides."""
+    if not rest.asleep and not scene.asleep:
+        return None
+    if rest.unknown:
+        return Decision(at=now, roles={}, held=rest.unknown, reason="NoTelemetry", sentence=rest.sentence)
+    limit = SLEEP_LIMIT if rest.asleep else WAKE_LIMIT
+    roles = {
+        role: RoleDecision(
+            replicas=0 if rest.asleep else scene.fewest.get(role, 1),
+            observed=count.replicas,
+            required=0 if rest.asleep else 1,
+            limit=limit,
+        )
+        for role, count in scene.counts.items()
+        if role in scene.circumstances.followed
+    }
+    reason = "" if _is_dry(scene, rest) and not scene.asleep else ASLEEP if rest.asleep else "WakingUp"
+    return Decision(at=now, roles=roles, reason=reason, sentence=rest.sentence)
 
 
 def _silent(view: FleetView) -> dict[str, str]:
@@ -232,9 +288,12 @@ def _figures(decision: Decision | None) -> object:
     return None if decision is None else [(one.limit, one.required) for one in decision.roles.values()]
 
 
-def _count(key: ModelKey, decision: Decision, *, dry_run: bool) -> None:
+def _count(key: ModelKey, decision: Decision, *, dry_run: bool, turns: bool = False) -> None:
     ups = [one.replicas - one.observed for one in decision.roles.values()]
     result = "held" if decision.held else "up" if max(ups, default=0) > 0 else "down" if min(ups, default=0) else "same"
-    metrics.SCALING_DECISIONS.labels("dry_run" if dry_run and result in ("up", "down") else result).inc()
+    result = "dry_run" if dry_run and result in ("up", "down") else result
+    if turns and result in ("up", "down"):
+        result = "wake" if result == "up" else "sleep"
+    metrics.SCALING_DECISIONS.labels(result).inc()
     for role, one in decision.roles.items():
         metrics.note_replicas(key, role.value, desired=one.replicas, required=one.required)

@@ -38,9 +38,16 @@ class Scene:
     counts: Mapping[Role, RoleCount] = field(default_factory=dict[Role, RoleCount])
     circumstances: Circumstances
     dry_run: bool = False
+    idle_after: float | None = None
+    """Seconds without a request after which the model sleeps; None: it does not."""
+    asleep: bool = False
+    fewest: Mapping[Role, int] = field(default_factory=dict[Role, int])
+    """Replicas that a model has when it wakes up."""
 
 
-def set_scene(blueprint: Blueprint, live: Children, rollout: RolloutStatus | None) -> Scene | None:
+def set_scene(
+    blueprint: Blueprint, live: Children, rollout: RolloutStatus | None, *, asleep: bool = False
+) -> Scene | None:
     """What there is of a model, for decisions about its replicas; None where it has no targets, or is suspended.
 
     `blueprint` has the replicas that are in force, `live` the model's own workloads.
@@ -81,6 +88,9 @@ def set_scene(blueprint: Blueprint, live: Children, rollout: RolloutStatus | Non
             steady={role: _steady(found) for role, found in groups.items()},
         ),
         dry_run=model.spec.autoscaling.dry_run,
+        idle_after=None if (rest := model.spec.scale_to_zero) is None else parse_duration(rest.idle_after),
+        asleep=asleep,
+        fewest={role: blueprint.worker_spec(role).scaling.min for role in blueprint.worker_roles},
     )
 
 

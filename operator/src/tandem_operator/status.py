@@ -32,12 +32,14 @@ WAITS_FOR_A_WISH = frozenset({"Suspended", "ScaledToZero", "RolloutPaused"})
 """Reasons to be stalled that somebody asked for: nothing is wrong."""
 
 _OVERDUE = "ProgressDeadlineExceeded"
-_NOT_OVERDUE = frozenset({"Suspended", WAITING_FOR_TURN, "Canary"})
+_ASLEEP, _WAKING = metrics.ASLEEP, "Waking"
+_NOT_OVERDUE = frozenset({"Suspended", _ASLEEP, WAITING_FOR_TURN, "Canary"})
 """What takes as long as it takes; a canary has a deadline of its own."""
 _NOT_FOLLOWED = frozenset({"RevisionNotFound", "RevisionUnreadable"})
 """The spec is not followed before somebody acts. To be told before what ails pods: the spec may be what heals them."""
 State = Literal["True", "False", "Unknown"]
 _NO_WEIGHTS = CommitPlan()
+_SLEEPS = "no worker runs because nobody uses the model; the next request waits in a gateway and wakes it"
 
 
 def build_status(
@@ -60,7 +62,12 @@ def build_status(
     roles, present = (*blueprint.worker_roles, Role.GATEWAY), parse_time(now)
     states = {role: observe_role(blueprint, role, live, failures, now=present) for role in roles}
     workers = [state for role, state in states.items() if role is not Role.GATEWAY]
-    conditions = _summary(blueprint, states, live, problems=problems, waiting=waiting, trial=trial, now=now)
+    asleep = scaling is not None and scaling.asleep_since is not None and not model.spec.suspend
+    if asleep and trial is not None and not trial.stalled:
+        trial = None  # a canary begins when there is somebody to try it with
+    conditions = _summary(
+        blueprint, states, live, problems=problems, waiting=waiting, trial=trial, now=now, asleep=asleep
+    )
     conditions += _resolved_condition(weights)
     conditions.append(_model_condition(blueprint, workers, weights.problem))
     conditions += [*(_role_condition(blueprint, state) for state in states.values()), *more]
@@ -69,7 +76,7 @@ def build_status(
     assert present is not None
     return InferenceModelStatus(
         observed_generation=model.metadata.generation,
-        url=names.service_url(blueprint.name, model.metadata.namespace),
+        url=names.service_url(blueprint.name, model.metadata.namespace, tls=model.spec.gateway.tls is not None),
         revision=blueprint.revision,
         model=weights.status,
         routing=plan_routing(blueprint, now=present),
@@ -123,10 +130,12 @@ def _memory(status: InferenceModelStatus) -> tuple[InferenceModelStatus, object]
 
 
 def true_conditions(status: InferenceModelStatus) -> set[str]:
-    """Types of the conditions that hold, for figures; one more where a model is stalled because somebody asked."""
+    """Types of the conditions that hold, for figures; one more where a model sleeps, or is stalled because somebody
+    asked."""
     held = {condition.type: condition.reason for condition in status.conditions if condition.status == "True"}
     asked_for = held.get("Stalled") in WAITS_FOR_A_WISH
-    return {*held, metrics.SUSPENDED} if asked_for else {*held}
+    asleep = status.scaling is not None and status.scaling.asleep_since is not None and not asked_for
+    return {*held, *([metrics.SUSPENDED] if asked_for else []), *([metrics.ASLEEP] if asleep else [])}
 
 
 def stamp(
@@ -159,10 +168,11 @@ def _summary(
     waiting: Sequence[str],
     trial: Problem | None,
     now: str,
+    asleep: bool = False,
 ) -> list[Condition]:
     """Ready, Available, and Stalled or Reconciling where they hold."""
     counts = ", ".join(f"{state.component} {state.summary}" for state in states.values())
-    zero = _zero(blueprint, states)
+    zero = None if asleep else _zero(blueprint, states)
     refused = next((problem for problem in problems if problem.stalled), None)
     troubles = [*problems, *(state.problem for state in states.values() if state.problem is not None)]
     unfollowed = trial if refused is None and trial is not None and trial.reason in _NOT_FOLLOWED else None
@@ -174,17 +184,25 @@ def _summary(
         stalled = trial
     moving: Problem | None = None
     if stalled is None and (trial is not None or not settled):
-        moving = _moving(waiting, troubles, zero, states, trial)
+        moving = _moving(waiting, troubles, zero, states, trial, asleep=asleep)
         stalled = _paused(blueprint, states, counts) or _overdue(blueprint, live, moving, now=now)
     lacking = _lacking(blueprint, states, counts)
     if (blocked := refused or zero) is not None:
         ready = _condition("Ready", "False", blocked.reason, blocked.message)
+    elif lacking is not None and stalled is None and _wakes(blueprint, states):
+        ready = _condition("Ready", "True", _WAKING, f"requests wait in gateways until workers serve: {counts}")
     elif lacking is not None:
         why = stalled or next(iter(troubles), None) or moving or lacking
         ready = _condition("Ready", "False", why.reason, why.message)
+    elif asleep:
+        ready = _condition("Ready", "True", _ASLEEP, f"{_SLEEPS}: {counts}")
     else:
         ready = _condition("Ready", "True", "AllReplicasReady" if settled else "Serving", counts)
-    conditions = [ready, _available(states, counts)]
+    available = _available(states, counts)
+    if available.status == "False" and states[Role.GATEWAY].ready and (asleep or ready.reason == _WAKING):
+        held = _ASLEEP if asleep else _WAKING
+        available = _condition("Available", "True", held, "requests wait in gateways, and wake the model")
+    conditions = [ready, available]
     if stalled is not None:
         return [*conditions, _stalled(stalled)]
     return (
@@ -192,6 +210,13 @@ def _summary(
         if moving is None
         else [*conditions, _condition("Reconciling", "True", moving.reason, moving.message)]
     )
+
+
+def _wakes(blueprint: Blueprint, states: Mapping[Role, RoleState]) -> bool:
+    """A model that slept gets its workers, and gateways hold what comes meanwhile."""
+    was = next((condition for condition in blueprint.model.status.conditions if condition.type == "Ready"), None)
+    is_held = states[Role.GATEWAY].ready >= states[Role.GATEWAY].promised
+    return is_held and was is not None and was.status == "True" and was.reason in (_ASLEEP, _WAKING)
 
 
 def _zero(blueprint: Blueprint, states: Mapping[Role, RoleState]) -> Problem | None:
@@ -213,6 +238,8 @@ def _moving(
     zero: Problem | None,
     states: Mapping[Role, RoleState],
     trial: Problem | None,
+    *,
+    asleep: bool,
 ) -> Problem:
     """What is at work, where nobody is needed."""
     counts = ", ".join(
@@ -222,8 +249,8 @@ def _moving(
     if waiting:
         text = f"waiting for the removal of an earlier object: {', '.join(waiting)}"
         return Problem(reason="WaitingForRemoval", message=text)
-    if zero is not None:
-        return Problem(reason=zero.reason, message=f"pods are leaving: {counts}")
+    if zero is not None or (asleep and not troubles and trial is None):
+        return Problem(reason=_ASLEEP if zero is None else zero.reason, message=f"pods are leaving: {counts}")
     return next(iter(troubles), None) or trial or Problem(reason="Progressing", message=counts)
 
 

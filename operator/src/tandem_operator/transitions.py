@@ -11,7 +11,7 @@ from tandem_api.inferencemodel import Condition, InferenceModelStatus, ModelStat
 from tandem_operator.manifests import ChildKey, Manifest, child_key, dig
 from tandem_operator.planner import Children
 from tandem_operator.rotation import KeyStep
-from tandem_operator.scaling.words import scaled_by
+from tandem_operator.scaling.words import rested_by, scaled_by
 from tandem_operator.status import WAITS_FOR_A_WISH
 
 
@@ -41,8 +41,16 @@ def status_happenings(before: InferenceModelStatus, after: InferenceModelStatus)
     if ready is not None and ready.reason == "Suspended" and (was is None or was.reason != "Suspended"):
         events.append(Happening(reason="Suspended", message="scaling every pod of this model to zero"))
     scaled = [Happening(reason="Autoscaled", message=text) for text in scaled_by(before.scaling, after.scaling)]
-    changes = [*_renamed(before, after), *_weights(before.model, after.model), *scaled]
+    changes = [*_renamed(before, after), *_weights(before.model, after.model), *_rest(before, after), *scaled]
     return [*events, *changes, *rollout_happenings(before.rollout, after.rollout)]
+
+
+def _rest(before: InferenceModelStatus, after: InferenceModelStatus) -> list[Happening]:
+    """Events of a model that falls asleep or wakes up."""
+    if (found := rested_by(before.scaling, after.scaling)) is None:
+        return []
+    asleep, text = found
+    return [Happening(reason="FellAsleep" if asleep else "WokeUp", message=text)]
 
 
 def _weights(before: ModelStatus | None, after: ModelStatus | None) -> list[Happening]:

@@ -40,7 +40,7 @@ def serve(scheduler: Scheduler, demand: Demand, now: float = 0.0) -> tuple[str, 
     choice = scheduler.choose(demand, now)
     assert choice is not None
     reservation = scheduler.reserve(choice, demand, now)
-    scheduler.accept(choice, demand, now)
+    scheduler.accept(choice, demand, reservation, now)
     reservation.first_token(now + 0.1)
     reservation.release()
     return choice.decode.worker.name, *(endpoint.worker.name for endpoint in choice.prefill)

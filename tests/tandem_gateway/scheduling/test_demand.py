@@ -34,7 +34,7 @@ def test_hits_that_nobody_here_expected_tell_of_other_gateways() -> None:
     assert 0.0 <= estimator.unseen_hits < 0.01
 
 
-@given(st.lists(st.tuples(st.integers(0, 10**9), st.integers(0, 10**9), st.integers(0, 10**9)), max_size=30))
+@given(st.lists(st.tuples(st.integers(0, 10**9), st.integers(0, 10**9), st.integers(-(2**63), 2**64)), max_size=30))
 def test_no_usage_can_make_estimates_useless(observations: list[tuple[int, int, int]]) -> None:
     estimator = Estimator()
     for prompt_bytes, prompt_tokens, output in observations:

@@ -171,7 +171,7 @@ def test_a_session_keeps_its_worker_under_load(first: int, grown: int, output: i
         for session, counts in used.items():
             if len(running) == 8:
                 choice, demand, reservation, prompt = running.pop(0)
-                scheduler.accept(choice, demand, turn + session / 40)
+                scheduler.accept(choice, demand, reservation, turn + session / 40)
                 reservation.first_token(turn + session / 40)
                 reservation.release()
             prompt = first + turn * grown

@@ -151,6 +151,20 @@ def test_each_worker_has_a_window_of_its_own_and_one_that_is_gone_has_none() -> 
     assert not ramp.full
 
 
+def test_what_a_queue_before_gave_says_nothing_about_the_next_one() -> None:
+    ramp, worker = Ramp(), make_endpoint("a")
+    before = [ramp.take(worker, 0.0, stream=True) for _ in range(FIRST_WINDOW)]
+    ramp.forget()
+    for slot in before[1:]:
+        ramp.take(worker, 1.0, stream=True)
+        slot.end(answered=False)
+    assert not ramp.full
+    ramp.take(worker, 1.0, stream=True)
+    before[0].end(answered=True)
+    ramp.begin_turn(1.1)
+    assert ramp.full == {"a"}
+
+
 @given(endings=st.lists(st.booleans(), min_size=1, max_size=200))
 def test_a_window_is_what_was_answered_and_what_it_began_with(endings: list[bool]) -> None:
     drive, answered = Drive(), 0
@@ -159,3 +173,27 @@ def test_a_window_is_what_was_answered_and_what_it_began_with(endings: list[bool
         drive.slots.pop(0).end(answered=told)
         answered += told
         assert len(drive.slots) <= FIRST_WINDOW + answered
+
+
+@given(steps=st.lists(st.tuples(st.sampled_from("abcde"), st.integers(0, 9)), max_size=200), most=st.integers(1, 12))
+def test_places_of_a_full_queue_are_shared_among_sources(steps: list[tuple[str, int]], most: int) -> None:
+    """`a` asks as often as it can. Nobody who has fewer places than somebody else is turned away."""
+    queue = DeadlineQueue[int]()
+    waiting: dict[int, Ticket[int]] = {}
+    for number, (source, leaves) in enumerate((one, leaves) for step, leaves in steps for one in ("a", step)):
+        if waiting and not leaves:
+            queue.remove(waiting.pop(min(waiting)))
+        counts = {one: sum(ticket.source == one for ticket in waiting.values()) for one in "abcde"}
+        excess = queue.find_excess(source) if queue.size == most else None
+        if queue.size == most and excess is None:
+            assert counts[source] + 1 >= max(counts.values())
+            continue
+        if excess is not None:
+            assert counts[excess.source] == max(counts.values()) > counts[source] + 1
+            newest = max(number for number, ticket in waiting.items() if ticket.source == excess.source)
+            assert excess is waiting.pop(newest)
+            queue.remove(excess)
+        waiting[number] = queue.add(number, number, 1, 0.0, source)
+        assert queue.size == len(waiting) <= most
+        assert sum(map(len, queue._sources.values())) == len(waiting)
+        assert all(queue._sources.values())

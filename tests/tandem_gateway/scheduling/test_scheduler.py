@@ -85,6 +85,32 @@ def test_what_a_worker_tells_corrects_what_this_gateway_counted() -> None:
     assert scheduler.endpoints["a"].load == 0
 
 
+def test_a_prompt_is_in_use_until_its_request_ends() -> None:
+    """A worker says that it has forgotten what was last used before t: what it was still answering then it has."""
+    scheduler = make_scheduler(make_worker("a"))
+    endpoint = scheduler.endpoints["a"]
+    demand = make_demand(2000, prefix=make_chain(1, 8))
+    choice = scheduler.choose(demand, 10.0)
+    assert choice is not None
+    reservation = scheduler.reserve(choice, demand, 10.0)
+    scheduler.accept(choice, demand, reservation, 10.0)
+    reservation.first_token(10.5)
+    reservation.progress(10, 50.0)
+    reservation.release()
+    scheduler.observe(endpoint, 60.0, queued_tokens=0, evicted_until=49.0)
+    assert scheduler.index.match(demand.prefix) == {endpoint: 8}
+    scheduler.observe(endpoint, 60.0, queued_tokens=0, evicted_until=51.0)
+    assert scheduler.index.match(demand.prefix) == {}
+
+
+def test_the_index_is_sized_by_what_workers_tell_of_their_caches() -> None:
+    scheduler = make_scheduler(make_worker("a"), make_worker("b"))
+    before = scheduler.index.generation
+    for endpoint in scheduler.endpoints.values():
+        scheduler.observe(endpoint, 0.0, queued_tokens=0, kv_tokens=64_000_000)
+    assert scheduler.index.generation > before
+
+
 def test_back_off_and_tried_ones_are_left_out_together() -> None:
     scheduler = make_scheduler(make_worker("a"), make_worker("b"))
     scheduler.report(scheduler.endpoints["a"], Outcome.REFUSED, 10.0)

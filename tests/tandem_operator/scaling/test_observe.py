@@ -9,13 +9,17 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from tandem_api.fleet import TTFT_BOUNDS, FleetReport, Traffic, WorkerReport
 from tandem_api.names import Role
-from tandem_api.telemetry import WorkerTelemetry
+from tandem_api.telemetry import MOST, WorkerTelemetry
 from tandem_operator.scaling.contract import Counters, RoleDecision, RoleSpec, ScalingSpec, Target
 from tandem_operator.scaling.contract import Decision as Decided
+from tandem_operator.scaling.history import History
 from tandem_operator.scaling.observe import STALE_SECONDS, Heard, RoleCount, Totals, add_up, take_snapshot
-from tandem_operator.scaling.slo import Measured, judge
+from tandem_operator.scaling.planner import plan
+from tandem_operator.scaling.sizing import MOST_REPLICAS
+from tandem_operator.scaling.slo import Measured, judge, measure
 from tandem_operator.scaling.temper import Circumstances, temper
 
 P, D = Role.PREFILL, Role.DECODE
@@ -196,3 +200,60 @@ def test_targets_count_as_met_only_where_that_is_measured(
 def test_longer_prompts_may_take_longer() -> None:
     measured = Measured(ttft_counts=SLOW, prompt_tokens=5000.0, step_seconds=0.01)
     assert judge(Target(seconds=1.0, seconds_per_token=2e-4), Target(seconds=0.1), measured).met
+
+
+EXTREME_COUNT = st.sampled_from([0, 1, 7, 1000, 10**9, 2**53, MOST])
+EXTREME_AMOUNT = st.sampled_from([0.0, 5e-324, 1e-300, 1e-7, 1e-3, 1.0, 1e4, 1e10, float(2**62)])
+COUNTED = (
+    "running_requests", "queued_requests", "running_tokens", "queued_prefill_tokens", "kv_blocks_total",
+    "prompt_tokens_total", "cached_prompt_tokens_total",
+)  # fmt: skip
+MEASURED = ("prefill_tokens_per_second", "decode_step_seconds", "busy_seconds_total", "kv_transfer_seconds_total")
+SAMPLES = st.fixed_dictionaries(
+    {},
+    optional=dict.fromkeys(COUNTED, EXTREME_COUNT)
+    | dict.fromkeys(MEASURED, EXTREME_AMOUNT)
+    | {"kv_block_size": st.sampled_from([1, 16, MOST])},
+)
+TRAFFIC = st.fixed_dictionaries(
+    {},
+    optional={f.name: EXTREME_COUNT for f in fields(Counters) if f.name != "prompt_squares"}
+    | {"waiting_tokens": EXTREME_COUNT, "prompt_squares": EXTREME_AMOUNT | st.sampled_from([1e29, 1e308])},
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(SAMPLES, SAMPLES, TRAFFIC), min_size=1, max_size=6))
+def test_no_figure_that_the_types_let_through_stops_the_planner(told: list[Any]) -> None:
+    """A worker or a gateway with a defect says anything: replicas stay within their bounds, and words short."""
+    totals, history = Totals(since=0.0), History()
+    ordinary: dict[str, Any] = {
+        "prefill_tokens_per_second": 1000.0, "running_requests": 1, "running_tokens": 100, "decode_step_seconds": 0.02,
+    }  # fmt: skip
+    for step in range(60):
+        at, n = 5.0 * step, 30 * step
+        traffic: dict[str, Any] = {f.name: 100 * n for f in fields(Counters)} | {"requests": n, "finished": n}
+        prefill = decode = ordinary
+        if step >= 40:
+            odd_prefill, odd_decode, odd_traffic = told[step % len(told)]
+            prefill, decode, traffic = ordinary | odd_prefill, ordinary | odd_decode, traffic | odd_traffic
+        seen = [heard("g", worker("p-0", **prefill), worker("d-0", D, **decode), **traffic)]
+        totals = add_up(totals, seen)
+        snapshot = take_snapshot(seen, counts(prefill=["p-0"], decode=["d-0"]), totals, now=at)
+        assert snapshot is not None
+        history = history.observe(snapshot)
+        decision = plan(SPEC, snapshot, history, at)
+        history = history.record(decision)
+        assert all(0 <= one.required <= MOST_REPLICAS for one in decision.roles.values())
+        assert all(1 <= count <= 50 for count in decision.replicas.values())
+        assert len(decision.sentence) < 2000
+        measure([(one, totals.ttft_counts) for one in history.snapshots])
+
+
+@pytest.mark.parametrize(
+    "figures", [{"kv_blocks_total": 10**400}, {"decode_step_seconds": 1e300}, {"running_tokens": -1},
+                {"prefill_tokens_per_second": float("nan")}, {"busy_seconds_total": float("inf")}],
+)  # fmt: skip
+def test_figures_that_cannot_be_are_no_sample(figures: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        telemetry("p-0", **figures)

@@ -114,7 +114,17 @@ def test_a_block_space_too_small_for_all_preempts_and_changes_nothing(make_rig: 
         for choice in range(1 + index % 2):
             assert rig.out.tokens(name, choice) == greedy_answer(prompt, 40)
     assert rig.engine.stats().preemptions_total > 0
-    assert rig.engine.stats().kv_eviction_horizon > 0
+    assert rig.engine.stats().kv_eviction_horizon == pytest.approx(time.time(), abs=60), "unix seconds"
+
+
+def test_the_order_of_requests_goes_by_a_clock_that_nobody_sets(make_rig: MakeRig) -> None:
+    """Who came before the machine's time was set back would wait until it is as late again."""
+    engine, began = make_rig().engine, time.monotonic()
+    request = engine._build_request(
+        id="r", prompt=(1, 2), sampling=SamplingParams(max_tokens=1), cache_salt="", priority=0
+    )
+    assert began <= request.arrival <= time.monotonic()
+    assert began <= engine._scheduler._clock() <= time.monotonic(), "lateness is by the same one"
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 5}], ids=["greedy", "seeded"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,3 +44,24 @@ def test_folder_without_a_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(StartupError) as caught:
         load_tokenizer(tmp_path)
     assert caught.value.reason == "TokenizerInvalid"
+
+
+def test_tokenizers_are_loaded_without_torch(gguf: Path, tmp_path: Path) -> None:
+    """Nothing but a worker's own process does so: the tests' oracle needs transformers with torch."""
+    ours = load_tokenizer(gguf)
+    ours.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
+    program = f"""
+import sys
+from pathlib import Path
+from tandem_worker.model.tokenizer import leave_torch_out, load_tokenizer
+leave_torch_out()
+print(load_tokenizer(Path({str(tmp_path)!r})).encode("Hello world"))
+assert "torch" not in sys.modules
+import torch
+print(load_tokenizer(Path({str(gguf)!r})).encode("Hello world"))
+assert torch.ones(1).item() == 1.0 and not {{"sympy", "torch._dynamo"}} & sys.modules.keys()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"{ours.encode('Hello world')}\n" * 2

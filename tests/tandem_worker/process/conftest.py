@@ -15,12 +15,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+
+from tests.tandem_worker.process.forking import Forked, Forker
 
 START_SECONDS = 150
 MODEL = "tiny"
@@ -35,9 +38,9 @@ def free_port(neighbours: int = 0) -> int:
 
     Below those that the kernel gives to outgoing connections, which would take it before the worker does.
     """
-    is_second = os.environ.get("PYTEST_XDIST_WORKER", "gw0") != "gw0"
+    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 8
     while True:
-        first = random.randrange(8500) + (23500 if is_second else 15000)
+        first = random.randrange(2100) + 15000 + 2125 * number
         ports = range(first, first + 1 + neighbours)
         with contextlib.ExitStack() as held, contextlib.suppress(OSError):
             for port in ports:
@@ -58,7 +61,7 @@ def eventually(condition: Callable[[], bool], seconds: float, what: str) -> floa
 
 @dataclass
 class WorkerProcess:
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Forked
     url: str
     metrics_url: str
     kv: str
@@ -114,9 +117,18 @@ def build_model(folder: Path) -> Path:
 
 @contextmanager
 def run_worker(
-    folder: Path, role: str, model: Path, *, environment: dict[str, str] | None = None, **changes: Any
+    folder: Path,
+    role: str,
+    model: Path,
+    *,
+    environment: dict[str, str] | None = None,
+    forker: Forker | None = None,
+    **changes: Any,
 ) -> Iterator[WorkerProcess]:
-    """A worker process; not necessarily ready yet. Killed at the end if it has not ended by itself."""
+    """A worker process; not necessarily ready yet. Killed at the end if it has not ended by itself.
+
+    With a `forker` imports are not waited for, unless the interpreter starts in an `environment` of its own.
+    """
     port, metrics_port = free_port(), free_port()
     kv_port = free_port(neighbours=7)  # a group takes the ports after the KV port too
     document = {
@@ -140,11 +152,13 @@ def run_worker(
         }
         | (environment or {})
     )
-    with log.open("wb") as sink:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tandem_worker", "--config", str(config), "--host", "127.0.0.1"],
-            env=variables, stdout=sink, stderr=sink,
-        )  # fmt: skip
+    arguments = ["--config", str(config), "--host", "127.0.0.1"]
+    if forker is not None and environment is None:
+        process = forker.start(arguments, variables, log)
+    else:
+        command = [sys.executable, "-m", "tandem_worker", *arguments]
+        with log.open("wb") as sink:
+            process = subprocess.Popen(command, env=variables, stdout=sink, stderr=sink)
     try:
         urls = (f"http://127.0.0.1:{number}" for number in (port, metrics_port))
         yield WorkerProcess(process, *urls, f"127.0.0.1:{kv_port}", log)
@@ -179,14 +193,24 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def workers() -> SimpleNamespace:
+def workers() -> Iterator[SimpleNamespace]:
     """How tests start workers of their own."""
-    return SimpleNamespace(run=run_worker, await_ready=await_ready, end=end, eventually=eventually, free_port=free_port)
+    forker = Forker()
+    yield SimpleNamespace(
+        run=partial(run_worker, forker=forker),
+        await_ready=await_ready,
+        end=end,
+        eventually=eventually,
+        free_port=free_port,
+    )
+    forker.close()
 
 
 @pytest.fixture(scope="module")
-def pair(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
+def pair(
+    workers: SimpleNamespace, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SimpleNamespace]:
     """A prefill and a decode worker, ready."""
     folder = tmp_path_factory.mktemp("pair")
-    with run_worker(folder, "prefill", tiny_model) as prefill, run_worker(folder, "decode", tiny_model) as decode:
+    with workers.run(folder, "prefill", tiny_model) as prefill, workers.run(folder, "decode", tiny_model) as decode:
         yield SimpleNamespace(prefill=await_ready(prefill), decode=await_ready(decode), folder=folder, model=tiny_model)

@@ -38,7 +38,7 @@ SAMPLE_LINE = re.compile(r'[a-z_]+(\{[a-z]+="[^"]*"(,[a-z]+="[^"]*")*\})? (\+Inf
 
 def sample(gpu: GpuSample = GPU, transfer: TransferStats | None = None) -> WorkerSample:
     return WorkerSample(
-        draining=True, engine=ENGINE, gpu=gpu, transfer=transfer, grammars=GRAMMARS, grammar_restarts=35
+        at=40.5, draining=True, engine=ENGINE, gpu=gpu, transfer=transfer, grammars=GRAMMARS, grammar_restarts=35
     )
 
 

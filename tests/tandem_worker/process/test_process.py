@@ -38,7 +38,7 @@ def test_a_configuration_that_is_not_valid(workers: SimpleNamespace, tmp_path: P
 
 @pytest.mark.timeout(200)
 def test_probes_answer_early_and_sigterm_drains(workers: SimpleNamespace, tiny_model: Path, tmp_path: Path) -> None:
-    with workers.run(tmp_path, "unified", tiny_model, drainTimeoutSeconds=0.1) as worker:
+    with workers.run(tmp_path, "unified", tiny_model, forker=None, drainTimeoutSeconds=0.1) as worker:
         seen: set[tuple[int, int]] = set()
 
         def probe() -> bool:

@@ -228,7 +228,7 @@ async def test_token_ids_travel_with_the_text(worker: Any, tokens_per_delta: int
     chunks = [chunk async for chunk in stream]
     ids = [token for chunk in chunks for token in getattr(chunk.choices[0], "token_ids", None) or []]
     assert worker.tokenizer.decode(ids) == "the 🌍 STOPS"
-    assert chunks[0].choices[0].prompt_token_ids == list(worker.engine.requests[0].prompt_token_ids)
+    assert chunks[0].prompt_token_ids == list(worker.engine.requests[0].prompt_token_ids)
 
 
 async def test_headers(worker: Any) -> None:
@@ -247,6 +247,15 @@ async def test_headers(worker: Any) -> None:
     response = await worker.http.post("/v1/chat/completions", json={"model": "tiny", "messages": HELLO, "stream": True})
     assert response.headers["x-tandem-prefill-worker"] == "pod-0"
     assert response.headers["x-request-id"]
+
+
+async def test_the_trace_that_a_client_names_is_in_the_log(worker: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    for parent in ({}, {"traceparent": f"00-{'a1' * 16}-{'b2' * 8}-01"}):
+        worker.says("x")
+        await worker.http.post("/v1/chat/completions", json={"model": "tiny", "messages": HELLO}, headers=parent)
+    lines = [vars(record) for record in caplog.records if record.getMessage() == "request"]
+    assert [line["trace_id"] for line in lines] == [None, "a1" * 16]
 
 
 async def test_context_length(worker: Any) -> None:

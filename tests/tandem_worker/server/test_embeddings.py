@@ -179,3 +179,73 @@ async def test_what_is_refused(checkpoint: tuple[Path, Any], tokenizer: Any) -> 
             await client.chat.completions.create(model="e", messages=[{"role": "user", "content": "x"}])
         with pytest.raises(openai.BadRequestError, match="generates no text"):
             await client.completions.create(model="e", prompt="x")
+
+
+DOCUMENTS = TEXTS[1:]
+
+
+async def post(client: openai.AsyncOpenAI, path: str, **body: Any) -> httpx.Response:
+    root = str(client.base_url).removesuffix("/v1/")
+    async with httpx.AsyncClient(verify=False) as http:
+        return await http.post(f"{root}{path}", json=body)
+
+
+async def test_scores_are_the_cosines_of_embeddings(checkpoint: tuple[Path, Any], tokenizer: Any) -> None:
+    folder, reference = checkpoint
+    query, *others = (expect(reference, tokenizer.encode(text), "mean") for text in TEXTS)
+    cosines = [float(query @ other) for other in others]
+    async with serving(folder, tokenizer, "mean", normalize=False) as client:
+        for path in ("/score", "/v1/score"):
+            for names in (("queries", "documents"), ("queries", "items"), ("text_1", "text_2"), ("data_1", "data_2")):
+                answer = (
+                    await post(client, path, model="e", **dict(zip(names, (TEXTS[0], DOCUMENTS), strict=True)))
+                ).json()
+                np.testing.assert_allclose([each["score"] for each in answer["data"]], cosines, atol=1e-4)
+        assert [each["index"] for each in answer["data"]] == [0, 1, 2]
+        assert answer["usage"]["prompt_tokens"] == sum(len(tokenizer.encode(text)) for text in TEXTS)
+        pairs = (await post(client, "/score", queries=DOCUMENTS, documents=DOCUMENTS)).json()["data"]
+        np.testing.assert_allclose([each["score"] for each in pairs], 1, atol=1e-5)
+
+
+async def test_ranks_begin_with_the_best(checkpoint: tuple[Path, Any], tokenizer: Any) -> None:
+    folder, reference = checkpoint
+    query, *others = (expect(reference, tokenizer.encode(text), "lasttoken") for text in TEXTS)
+    cosines = [float(query @ other) for other in others]
+    best = sorted(range(3), key=lambda index: -cosines[index])
+    async with serving(folder, tokenizer, "lasttoken") as client:
+        answer = (await post(client, "/rerank", model="e", query=TEXTS[0], documents=DOCUMENTS)).json()
+        assert [each["index"] for each in answer["results"]] == best
+        found = [each["relevance_score"] for each in answer["results"]]
+        np.testing.assert_allclose(found, sorted(cosines, reverse=True), atol=1e-4)
+        assert [each["document"]["text"] for each in answer["results"]] == [DOCUMENTS[index] for index in best]
+        objects = [{"text": text} for text in DOCUMENTS]
+        body = {"query": TEXTS[0], "documents": objects, "top_n": 2, "return_documents": False}
+        few = (await post(client, "/v1/rerank", **body)).json()["results"]
+        assert [each["index"] for each in few] == best[:2]
+        assert few[0].keys() == {"index", "relevance_score"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/score", {"documents": "a"}, "queries"),
+        ("/score", {"queries": ["a", "b"], "documents": ["a", "b", "c"]}, "documents"),
+        ("/score", {"queries": "a", "documents": "a", "text_2": "a"}, "text_2"),
+        ("/score", {"queries": "a", "documents": ["a", ""]}, "documents[1]"),
+        ("/score", {"queries": "a", "documents": [["a"]]}, "documents[0]"),
+        ("/score", {"queries": "a" * 5000, "documents": "a"}, "queries"),
+        ("/score", {"queries": "a", "documents": "a", "top_n": 1}, "top_n"),
+        ("/rerank", {"query": "a", "documents": []}, "documents"),
+        ("/rerank", {"query": "a", "documents": ["a"] * 2048}, "documents"),
+        ("/rerank", {"query": ["a"], "documents": ["a"]}, "query"),
+        ("/rerank", {"query": "a", "documents": [{"image": "a"}]}, "documents[0]"),
+    ],
+)
+async def test_what_is_not_compared(
+    path: str, body: dict[str, Any], param: str, checkpoint: tuple[Path, Any], tokenizer: Any
+) -> None:
+    async with serving(checkpoint[0], tokenizer, "mean") as client:
+        refusal = await post(client, path, **body)
+        assert (refusal.status_code, refusal.json()["error"]["param"]) == (400, param)
+        cut = {"queries": "a" * 5000, "documents": "a", "truncate_prompt_tokens": -1}
+        assert (await post(client, "/score", **cut)).status_code == 200

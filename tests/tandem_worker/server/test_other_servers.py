@@ -8,8 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tandem_api.names import HEADER_IGNORED, HEADER_LENIENT
 from tandem_worker.server.structured.allowed import AllowedTokens
+from tandem_worker.server.structured.bad_words import BadWords
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 USER = [{"role": "user", "content": "hello"}]
@@ -17,8 +20,8 @@ LENIENT = {HEADER_LENIENT: "true"}
 
 
 def body(path: str, **fields: Any) -> dict[str, Any]:
-    given = {"messages": USER} if path == CHAT else {"prompt": "x"}
-    return {"model": "tiny", "max_tokens": 4, **given, **fields}
+    prompt = {"messages": USER} if path == CHAT else {"prompt": "x"}
+    return {"model": "tiny", "max_tokens": 4, **prompt, **fields}
 
 
 async def post(worker: Any, path: str, headers: dict[str, str] | None = None, **fields: Any) -> Any:
@@ -41,6 +44,7 @@ NO_OPS: list[dict[str, Any]] = [
     {"separate_reasoning": True}, {"stream_reasoning": True}, {"return_hidden_states": False}, {"stop_regex": None},
     {"regex": None}, {"ebnf": None}, {"lora_path": None}, {"kv_transfer_params": None}, {"no_stop_trim": False},
     {"return_tokens_as_token_ids": False}, {"custom_params": None}, {"logits_processors": None}, {"request_id": None},
+    {"stream": True, "stream_options": {"continuous_usage_stats": True}}, {"truncation_side": "left"},
     {"response_format": {"type": "text"}, "guided_regex": "[0-9]"}, {"model": None},
 ]  # fmt: skip
 
@@ -58,10 +62,11 @@ async def test_what_changes_nothing_is_taken(worker: Any) -> None:
 @pytest.mark.parametrize("path", [CHAT, TEXT])
 async def test_the_rest_is_refused_by_name(worker: Any, path: str) -> None:
     refused: dict[str, Any] = {
-        "bad_words": ["no"], "use_beam_search": True, "length_penalty": 0.5, "prompt_logprobs": 1, "stop_regex": "[a]",
+        "use_beam_search": True, "length_penalty": 0.5, "prompt_logprobs": 1, "stop_regex": "[a]",
         "lora_path": "x", "kv_transfer_params": {"a": 1}, "return_hidden_states": True, "separate_reasoning": False,
         "guided_whitespace_pattern": " ", "guided_decoding_backend": "outlines", "request_id": "r", "rid": "r",
         "structural_tag": "{}", "session_params": {"id": "x"}, "best_of": 3, "thinking_token_budget": 5,
+        "truncation_side": "right", "logprob_token_ids": [1],
     }  # fmt: skip
     for name, value in refused.items():
         error = await refusal(worker, path, **{name: value})
@@ -95,7 +100,13 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"allowed_token_ids": []}, "allowed_token_ids"), ({"allowed_token_ids": [10**6]}, "allowed_token_ids[0]"),
     ({"allowed_token_ids": [1], "regex": "a"}, "allowed_token_ids"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
-    ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
+    ({"bad_words": "no"}, "bad_words"), ({"bad_words": [1]}, "bad_words[0]"),
+    ({"bad_words": ["a", " "]}, "bad_words[1]"),
+    ({"bad_words": ["a"] * 65}, "bad_words"), ({"bad_words": ["a" * 129]}, "bad_words[0]"),
+    ({"bad_words": ["a"], "regex": "a"}, "bad_words"), ({"bad_words": ["a"], "allowed_token_ids": [1]}, "bad_words"),
+    ({"logit_bias": {"": 1}}, "logit_bias"), ({"logit_bias": {"01": 1}}, "logit_bias"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias"), ({"logit_bias": {"x" * 65: 1}}, "logit_bias"),
+    ({"logit_bias": {"one two three": 1}}, "logit_bias"), ({"logit_bias": {"a": 101}}, "logit_bias.a"),
 ]  # fmt: skip
 
 
@@ -189,6 +200,56 @@ def test_allowed_tokens_hold_at_the_edges_of_words() -> None:
     assert {word * 32 + bit for word in range(6) for bit in range(32) if mask[word] >> bit & 1} == tokens
 
 
+def forbidden(grammar: Any, num_words: int = 4) -> set[int]:
+    mask = np.zeros(num_words, dtype=np.int32)
+    grammar.fill_mask(mask)
+    return {token for token in range(100) if not mask[token // 32] >> token % 32 & 1}
+
+
+def test_a_bad_word_is_forbidden_where_it_would_be_complete() -> None:
+    words = BadWords([(31,), (5, 6), (7, 5, 9), (5, 5, 6)], 100)
+    grammar = words.new()
+    assert forbidden(grammar) == {31}
+    for token, expected in ((5, {31, 6}), (5, {31, 6}), (7, {31}), (5, {31, 6, 9}), (9, {31}), (6, {31})):
+        grammar.accept(token)
+        assert forbidden(grammar) == expected
+    assert forbidden(words.new()) == {31}, "choices know nothing of each other"
+
+
+@given(
+    words=st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=4).map(tuple), min_size=1, max_size=6),
+    tokens=st.lists(st.integers(0, 4), max_size=12),
+)
+def test_no_text_of_what_is_left_has_a_bad_word(words: list[tuple[int, ...]], tokens: list[int]) -> None:
+    grammar = BadWords(words, 100).new()
+    written: list[int] = []
+    for token in tokens:
+        expected = {word[-1] for word in words if (*written, word[-1])[-len(word) :] == word}
+        assert forbidden(grammar) == expected
+        if token not in expected:
+            grammar.accept(token)
+            written.append(token)
+
+
+async def test_bad_words_are_forbidden_with_and_without_a_space(worker: Any) -> None:
+    worker.says("a")
+    await post(worker, CHAT, bad_words=["two"])
+    for spelled in ("two", " two"):
+        grammar = worker.engine.requests[-1].sampling.grammar.new()
+        *before, last = worker.tokenizer.encode(spelled, add_special_tokens=False)
+        for token in before:
+            grammar.accept(token)
+        assert last in forbidden(grammar, 20) or last >= 100
+
+
+async def test_a_bias_by_text(worker: Any) -> None:
+    worker.says("a")
+    (token,) = worker.tokenizer.encode("a", add_special_tokens=False)
+    for path in (CHAT, TEXT):
+        await post(worker, path, logit_bias={"a": -5, "7": 1})
+        assert worker.engine.requests[-1].sampling.logit_bias == {token: -5, 7: 1}
+
+
 # -- what an answer has ------------------------------------------------------------------------------------------------
 
 
@@ -247,6 +308,8 @@ async def test_usage_in_every_chunk(worker: Any, path: str) -> None:
     counts = [usage["completion_tokens"] for usage in usages]
     assert counts == sorted(counts)
     assert counts[-1] == 4
+    if path == CHAT:
+        assert counts[0] == 0, "the chunk with the role comes before all tokens"
     assert len(set(counts)) > 2
     assert events[-1]["choices"] == []
 

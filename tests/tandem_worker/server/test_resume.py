@@ -93,6 +93,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         return_token_ids=True,
         max_tokens=70,
     ),
+    "bad words": chat(bad_words=["a", "the", "e "], max_tokens=40),
     "allowed tokens": chat(allowed_token_ids=[*map(int, LETTERS), IM_END], max_tokens=40),
     "special tokens": chat(skip_special_tokens=False, ignore_eos=True, logit_bias={str(IM_END): 4.0}),
     "tokens by number": chat(

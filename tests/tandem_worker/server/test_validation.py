@@ -38,7 +38,7 @@ CHAT: list[tuple[dict[str, Any], str | None]] = [
     ({"seed": 0.5}, "seed"),
     ({"presence_penalty": 3}, "presence_penalty"),
     ({"frequency_penalty": -3}, "frequency_penalty"),
-    ({"logit_bias": {"a": 1}}, "logit_bias"),
+    ({"logit_bias": {"more than one token": 1}}, "logit_bias"),
     ({"logit_bias": {"01": 1}}, "logit_bias"),
     ({"logit_bias": {"99999": 1}}, "logit_bias.99999"),
     ({"logit_bias": {"1": 101}}, "logit_bias.1"),
@@ -223,6 +223,13 @@ async def test_embeddings_are_refused(worker: Any) -> None:
     response = await worker.http.post("/v1/embeddings", json={"model": "tiny", "input": "x"})
     assert response.status_code == 400
     assert "embeddings" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/score", "/score", "/v1/rerank", "/rerank"])
+async def test_texts_are_compared_by_embedding_models_alone(path: str, worker: Any) -> None:
+    response = await worker.http.post(path, json={"model": "tiny", "query": "x", "documents": ["y"]})
+    assert response.status_code == 404
+    assert response.json()["error"]["code"] == "unknown_url"
 
 
 async def test_a_template_that_refuses(start_worker: Any, make_tokenizer: Any) -> None:

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from tandem_worker.engine.contract import RemotePrefill
 from tandem_worker.transfer.blocks import BlockSpace
-from tandem_worker.transfer.contract import Identity, KVShard, RankAddress, TransferTimeouts
+from tandem_worker.transfer.contract import Identity, TransferTimeouts
 from tandem_worker.transfer.decode.client import FollowingReceiver, TcpPrefillClient
-from tandem_worker.transfer.layout import KVLayout
+from tandem_worker.transfer.layout import KVLayout, KVShard, RankAddress
 from tandem_worker.transfer.prefill.server import TcpPrefillServer
 
 from tests.tandem_worker.transfer.shards import BLOCK_SIZE, build_cache, build_whole, take_share

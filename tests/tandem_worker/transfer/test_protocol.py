@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tandem_worker.engine.contract import RemotePrefill
 from tandem_worker.transfer import protocol
-from tandem_worker.transfer.contract import Identity, KVShard, RankAddress
+from tandem_worker.transfer.contract import Identity
 from tandem_worker.transfer.errors import IntegrityError, TransferError
+from tandem_worker.transfer.layout import KVShard, RankAddress
 from tandem_worker.transfer.protocol import BlockRange, Done, FrameKind, Header
 
 EVERY_KIND = frozenset(FrameKind)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from ipaddress import IPv6Address, ip_address
 from typing import Protocol, cast
 
 from tandem_api.launch import GatewayTimeouts
@@ -95,6 +96,11 @@ class ClientConnection(asyncio.Protocol):
         self.exchange: Conversation | None = None
         self.closed = False
         self.deadline = 0.0
+
+    @property
+    def source(self) -> str:
+        """Whom its client belongs to, as far as its address tells."""
+        return read_source(self.transport.get_extra_info("peername"))
 
     # asyncio
 
@@ -334,3 +340,14 @@ class ClientConnection(asyncio.Protocol):
         self._dropped += size
         if self._dropped > LINGER_BYTES:
             self.transport.abort()
+
+
+def read_source(peer: tuple[str, ...] | None) -> str:
+    """An IPv4 address, or the network of an IPv6 one, of which one client may have 2^64; empty where there is none."""
+    try:
+        address = ip_address(peer[0] if peer else "")
+    except ValueError:
+        return ""
+    if isinstance(address, IPv6Address):
+        return str(address.ipv4_mapped or IPv6Address(int(address) >> 64 << 64))
+    return str(address)

@@ -9,6 +9,8 @@ DEFAULT_OUTPUT_TOKENS = 128.0
 _WEIGHT = 0.05
 """Of one new observation in the moving averages: about the last forty requests count."""
 
+MOST_TOKENS = 10**9
+"""Of one answer that can be."""
 MIN_UNSEEN = 512
 """Tokens: chunks and the ends of prompts are not known better."""
 
@@ -62,8 +64,9 @@ class Estimator:
         self.learn_output(output_tokens)
 
     def learn_output(self, output_tokens: int) -> None:
-        """From the number of events of a stream that told no usage."""
-        self.output_tokens += _WEIGHT * (output_tokens - self.output_tokens)
+        """From the number of events of a stream that told no usage. What cannot be teaches nothing."""
+        if 0 <= output_tokens <= MOST_TOKENS:
+            self.output_tokens += _WEIGHT * (output_tokens - self.output_tokens)
 
     def learn_cached(self, *, prompt_tokens: int, expected: int, cached: int) -> None:
         """From the `usage` of an answer: how many prompt tokens were cached, beside those expected."""

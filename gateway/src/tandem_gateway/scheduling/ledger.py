@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tandem_gateway.scheduling.endpoint import Endpoint
+from tandem_gateway.scheduling.prefix import Holding
 from tandem_gateway.scheduling.speed import SHORT_TOKENS
 
 _TOKENS_PER_STEP = 32
@@ -21,7 +22,7 @@ class Reservation:
 
     __slots__ = (
         "_decode", "_decode_left", "_open", "_output", "_owing", "_prefill", "_prefill_tokens", "_prefilling",
-        "_work", "expected", "patience", "since",
+        "copy", "expected", "patience", "since", "work",
     )  # fmt: skip
 
     def __init__(
@@ -43,7 +44,10 @@ class Reservation:
         self._prefilling = True
         self._owing = True
         self.since = now
-        self._work = prefill_tokens + (prefill.backlog(now) if prefill.prefill_tokens else prefill.load)
+        self.copy: Holding | None = None
+        """What the decode endpoint holds of the prompt, in use until the request ends."""
+        self.work = prefill_tokens + (prefill.backlog(now) if prefill.prefill_tokens else prefill.load)
+        """Tokens before its first token, its own included."""
         if not prefill.owing:
             prefill.working_since = now
         decode.requests += 1
@@ -55,10 +59,10 @@ class Reservation:
             prefill.charge(prefill_tokens, 0)
             prefill.requests += 1
             prefill.owing[self] = None
-        self.expected = expected = prefill.speed.predict(self._work)
+        self.expected = expected = prefill.speed.predict(self.work)
         """Seconds until its first token, or None while too little is known."""
         if not stream:  # how long an answer in one piece is, nobody knows before it is there
-            expected = prefill.speed.predict(self._work + _PATIENT_TOKENS * decode_tokens)
+            expected = prefill.speed.predict(self.work + _PATIENT_TOKENS * decode_tokens)
             expected = max(expected or 0.0, _UNKNOWN_SECONDS)
         self.patience = _UNKNOWN_SECONDS if expected is None else expected
         """Seconds that the first sign of its answer should take."""
@@ -66,7 +70,7 @@ class Reservation:
     def first_token(self, now: float) -> None:
         """The prompt is computed: its prefill tokens are worked off."""
         if self._prefilling:
-            self._prefill.speed.observe(self._work, now - self.since)
+            self._prefill.speed.observe(self.work, now - self.since)
             self._prefill.working_since = now
             self._end_prefill()
         if self._owing:
@@ -74,14 +78,14 @@ class Reservation:
 
     def assume(self, now: float) -> None:
         """An answer in one piece shows no sign of life: its prompt counts for as long as it should take."""
-        if self._prefilling and (speed := self._prefill.speed.value) and now - self.since > self._work / speed:
+        if self._prefilling and (speed := self._prefill.speed.value) and now - self.since > self.work / speed:
             self._prefill.working_since = now
             self._end_prefill()
 
     def complete(self, now: float) -> None:
         """An answer in one piece is there, and `release` follows. What its prompt took is a guess from the whole."""
         if self._owing and self._prefill_tokens >= SHORT_TOKENS:
-            self._prefill.speed.observe(self._work + _TOKENS_PER_STEP * self._output, now - self.since)
+            self._prefill.speed.observe(self.work + _TOKENS_PER_STEP * self._output, now - self.since)
         if self._owing:
             self._end_owing(now)
 
@@ -123,6 +127,10 @@ class Reservation:
             decode.charge(0, -self._decode_left)
         self._decode_left = 0
         decode.requests -= 1
+        copy = self.copy
+        if copy is not None:  # in use until the worker last showed a sign of life
+            copy.written = decode.kv_written
+            copy.used_at = max(copy.used_at, decode.heard_at)
         if decode.health.probe is self:
             decode.retry_probe()
         if prefill.health.probe is self:

@@ -37,6 +37,7 @@ MAX_PREFILL = 3
 """Prefill endpoints named to the decode worker: the best and two alternates."""
 
 _NOBODY: list[Endpoint] = []
+_NO_COSTS: Mapping[Endpoint, float] = {}
 
 
 @dataclass(slots=True)
@@ -50,6 +51,16 @@ class Choice:
     cached_tokens: int
     known_tokens: int
     """Estimated cached tokens on either endpoint."""
+    offers: list[Offer]
+    """What was compared, for people; emptied once nobody is told of it any more."""
+    expected: float | None = None
+    """Seconds from sending the request to its first token, as predicted; None while too little is known."""
+    work: float = 0.0
+    """Tokens of work before its first token, its own included, when it was sent."""
+    measured: float = 0.0
+    """Seconds that its first token took; 0 where that is not seen, as in an answer in one piece."""
+    status: int = 0
+    """Of the answer; 0 while there is none, or where another attempt gave it."""
 
 
 @dataclass(slots=True)
@@ -60,8 +71,9 @@ class Group:
     prefills: Pool
 
 
-Offer = tuple[float, list[Endpoint], Endpoint, Group]
-"""What a revision's best pair costs, its prefill endpoints, best first, its decode endpoint, and the revision."""
+Offer = tuple[float, list[Endpoint], Endpoint, Group, Mapping[Endpoint, float], Mapping[Endpoint, float]]
+"""What a revision's best pair costs, its prefill endpoints, best first, its decode endpoint, the revision, and what
+each prefill and each decode candidate costs."""
 
 
 def pick(
@@ -83,7 +95,7 @@ def pick(
     """
     offers: list[Offer] = []
     for group in groups:
-        cost, prefills = 0.0, _NOBODY
+        cost, prefills, costs = 0.0, _NOBODY, _NO_COSTS
         if group.prefills.available and not demand.local:
             prefill, costs = _rank(
                 group.prefills, demand, seed, cached, shared, unseen, now, excluded, RECOMPUTE_WEIGHT
@@ -91,18 +103,18 @@ def pick(
             if prefill is not None:
                 cost, prefills = costs[prefill], _list_alternates(prefill, costs)
         weight = MOVE_WEIGHT if prefills else RECOMPUTE_WEIGHT
-        decode, costs = _rank(group.decodes, demand, seed, cached, shared, unseen, now, excluded, weight)
+        decode, own = _rank(group.decodes, demand, seed, cached, shared, unseen, now, excluded, weight)
         if decode is not None:
-            offers.append((cost + costs[decode], prefills, decode, group))
+            offers.append((cost + own[decode], prefills, decode, group, costs, own))
     if not offers:
         return None
     offer = offers[0] if len(offers) == 1 else _choose_revision(offers, demand, find_point(seed or turn, BY_REVISION))
-    _, prefills, decode, _ = offer
+    _, prefills, decode, _, _, _ = offer
     prompt = demand.prompt_tokens
     known = hit = min(prompt, cached.get(prefills[0] if prefills else decode, shared))
     if prefills:
         known = max(hit, min(prompt, cached.get(decode, shared)))
-    return Choice(decode, prefills, prompt - hit, hit, known)
+    return Choice(decode, prefills, prompt - hit, hit, known, offers)
 
 
 def find_capacity(prefills: int, decodes: int, *, all_prefills: int, all_decodes: int) -> float:
@@ -120,14 +132,14 @@ def _choose_revision(offers: list[Offer], demand: Demand, point: float) -> Offer
     at most the slack more than the cheapest, as a home within a revision is. None is taken for its short queue alone
     whose decode endpoints have more than `MOST_DECODE_LOAD` of what all have in the mean.
     """
-    all_prefills = sum(group.prefills.available for _, prefills, _, group in offers if prefills)
-    all_decodes = sum(group.decodes.available for *_, group in offers)
+    all_prefills = sum(group.prefills.available for _, prefills, _, group, _, _ in offers if prefills)
+    all_decodes = sum(offer[3].decodes.available for offer in offers)
     capacities = [
         find_capacity(
             group.prefills.available if prefills else 0, group.decodes.available,
             all_prefills=all_prefills, all_decodes=all_decodes,
         )
-        for _, prefills, _, group in offers
+        for _, prefills, _, group, _, _ in offers
     ]  # fmt: skip
     left = point * sum(capacities)
     home = offers[-1]
@@ -136,10 +148,10 @@ def _choose_revision(offers: list[Offer], demand: Demand, point: float) -> Offer
         if left < 0:
             home = offer
             break
-    most = SLACK_TOKENS + MOST_DECODE_LOAD * sum(group.decodes.load for *_, group in offers) / all_decodes
+    most = SLACK_TOKENS + MOST_DECODE_LOAD * sum(offer[3].decodes.load for offer in offers) / all_decodes
     sound = [offer for offer in offers if offer[3].decodes.load <= most * offer[3].decodes.available]
     cheapest = min(sound, key=itemgetter(0))
-    load = sum(group.prefills.load + group.decodes.load for *_, group in offers)
+    load = sum(offer[3].prefills.load + offer[3].decodes.load for offer in offers)
     slack = SLACK_TOKENS + OWN_SLACK * RECOMPUTE_WEIGHT * demand.prompt_tokens
     limit = cheapest[0] + slack + SLACK * load / (all_prefills + all_decodes)
     return home if home[0] <= limit and home in sound else cheapest

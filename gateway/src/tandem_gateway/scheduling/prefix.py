@@ -147,10 +147,8 @@ class PrefixIndex:
                 high = middle - 1
         return low
 
-    def record(self, chain: list[int], endpoints: tuple[Endpoint, ...], now: float) -> None:
-        """`endpoints` now hold this prompt."""
-        if not chain:
-            return
+    def record(self, chain: list[int], endpoints: tuple[Endpoint, ...], now: float) -> Holding:
+        """`endpoints` now hold this prompt, of one chunk at least. Returns the last one's copy."""
         if len(self._young) + len(chain) > self.generation:
             self._old, self._young = self._young, {}
         known = self.find_depth(chain)
@@ -168,6 +166,7 @@ class PrefixIndex:
             if holders is not before:
                 before, after = holders, _merge(holders, news, endpoints)
             young[entry] = after
+        return news[-1]
 
     def match_session(self, seed: int) -> list[tuple[Endpoint, int]]:
         """Who holds how many tokens of a session whose prompts are too short for chunks."""
@@ -181,13 +180,15 @@ class PrefixIndex:
                 found.append((holding.endpoint, tokens))  # noqa: PERF401
         return found
 
-    def record_session(self, seed: int, endpoints: tuple[Endpoint, ...], tokens: int, now: float) -> None:
+    def record_session(self, seed: int, endpoints: tuple[Endpoint, ...], tokens: int, now: float) -> Holding:
+        """The same for a session whose prompts are too short for chunks."""
         if len(self._young_sessions) >= MAX_SESSIONS // 2:
             self._old_sessions, self._young_sessions = self._young_sessions, {}
         holders = (Holding(endpoints[0], now),)
         if len(endpoints) > 1:
             holders += (Holding(endpoints[1], now),)
         self._young_sessions[seed] = holders, tokens
+        return holders[-1]
 
     def count_shared(self, chain: list[int]) -> int:
         """How many leading entries many prompts share, the end of a system prompt being the last: whoever serves this

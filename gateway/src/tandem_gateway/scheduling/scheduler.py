@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable
+from copy import copy
 from heapq import heappop, heappush
 from statistics import median
 
@@ -40,6 +41,8 @@ LONG_PROMPT = 4096
 RETRY_SHARE = 0.3
 RETRY_BURST = 50.0
 """Of all requests, this share may be tried again because of 429 and 5xx, and so many at once: no storm of retries."""
+MOST_OTHERS = 1 << 40
+"""Tokens of others in a worker's queue: no worker means more, and sums of loads stay exact."""
 _NOBODY: frozenset[str] = frozenset()
 _ANSWERED = Outcome.ANSWERED
 
@@ -91,8 +94,7 @@ class Scheduler:
         for pool, endpoints in joined.items():
             pool.add(endpoints)
         self._drop_empty_groups()
-        tokens = sum(endpoint.kv_tokens for endpoint in self.endpoints.values())
-        self.index.resize(tokens * self.estimator.bytes_per_token)
+        self._size_index()
         return left
 
     def apply_canary(self, traffic: CanaryTraffic | None) -> None:
@@ -173,6 +175,13 @@ class Scheduler:
                     return choice
         return None
 
+    def preview(self, demand: Demand, now: float) -> Choice | None:
+        """What `choose` would say. Nothing that is chosen later hangs on it."""
+        turn, split = self._turn, copy(self._split)
+        choice = self.choose(demand, now)
+        self._turn, self._split = turn, split
+        return choice
+
     def reserve(self, choice: Choice, demand: Demand, now: float) -> Reservation:
         """Count the request on its endpoints."""
         if self._retries < RETRY_BURST:
@@ -204,8 +213,8 @@ class Scheduler:
             if pool.available > 1:
                 pool.bar(endpoint)
 
-    def accept(self, choice: Choice, demand: Demand, now: float) -> None:
-        """The worker answers the request: remember where its prefix now is."""
+    def accept(self, choice: Choice, demand: Demand, reservation: Reservation, now: float) -> None:
+        """The worker answers the request: remember where its prefix now is, until its end in use."""
         decode = choice.decode
         prefill = choice.prefill[0] if choice.prefill else decode
         decode.kv_written += choice.uncached_tokens
@@ -215,21 +224,39 @@ class Scheduler:
             both = (prefill, decode)
         chain = demand.prefix
         if chain:
-            self.index.record(chain, both, now)
+            reservation.copy = self.index.record(chain, both, now)
         if len(chain) < SHORT_CHUNKS and demand.affinity:
-            self.index.record_session(demand.affinity, both, demand.prompt_tokens, now)
+            reservation.copy = self.index.record_session(demand.affinity, both, demand.prompt_tokens, now)
 
     def observe(
-        self, endpoint: Endpoint, now: float, *, queued_tokens: float | None = None, evicted_until: float | None = None
+        self,
+        endpoint: Endpoint,
+        now: float,
+        *,
+        queued_tokens: float,
+        evicted_until: float | None = None,
+        kv_tokens: int | None = None,
     ) -> None:
-        """What a worker tells about itself: uncached prompt tokens in its queue, whoever sent them, and until when its
-        cache has forgotten what was last used (by the clock of `now`).
+        """What a worker tells about itself: uncached prompt tokens in its queue, whoever sent them, until when its
+        cache has forgotten what was last used (by the clock of `now`), and how many tokens fit into that.
         """
-        if queued_tokens is not None:
-            own = endpoint.backlog(now) - endpoint.others - DECODE_WEIGHT * endpoint.decode_tokens
-            endpoint.charge(0, 0, max(0, int(queued_tokens - own)) - endpoint.others)
+        own = endpoint.backlog(now) - endpoint.others - DECODE_WEIGHT * endpoint.decode_tokens
+        others = int(min(max(0.0, queued_tokens - own), MOST_OTHERS))
+        if others != endpoint.others:
+            endpoint.charge(0, 0, others - endpoint.others)
         if evicted_until is not None:
             endpoint.evicted_until = evicted_until
+        if kv_tokens and kv_tokens != endpoint.kv_tokens:
+            endpoint.kv_tokens = kv_tokens
+            self._size_index()
+
+    def miss(self, endpoint: Endpoint) -> None:
+        """A worker has told nothing for a while: what was in its queue is not known any more."""
+        endpoint.charge(0, 0, -endpoint.others)
+
+    def _size_index(self) -> None:
+        tokens = sum(endpoint.kv_tokens for endpoint in self.endpoints.values())
+        self.index.resize(tokens * self.estimator.bytes_per_token)
 
     # health
 

@@ -26,6 +26,7 @@ _PAGE = 20
 _WATCH_SECONDS = 300
 _APPLY = "application/apply-patch+yaml"
 _MERGE = "application/merge-patch+json"
+_METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 _MAX_REQUESTS, _MAX_LEASE_REQUESTS, _UNLIMITED = 32, 2, 0
 """Connections at a time."""
 
@@ -81,6 +82,14 @@ class KubeClient:
             return await self._json("GET", path)
         except NotFoundError:
             return None
+
+    async def has(self, path: str) -> bool:
+        """Whether there is an object at `path`. Its content is not read."""
+        try:
+            await self._json("GET", path, accept=_METADATA)
+        except NotFoundError:
+            return False
+        return True
 
     async def create(self, path: str, body: Manifest) -> Manifest:
         """Make an object; a field that its kind does not have is refused, as server-side apply does.
@@ -174,10 +183,11 @@ class KubeClient:
         query: Mapping[str, str] | None = None,
         body: Manifest | None = None,
         content_type: str = "application/json",
+        accept: str = "application/json",
     ) -> Manifest:
         limits = aiohttp.ClientTimeout(total=_TIMEOUT_SECONDS)
         response = await self._request(
-            method, path, query=query or {}, body=body, content_type=content_type, limits=limits
+            method, path, query=query or {}, body=body, content_type=content_type, accept=accept, limits=limits
         )
         async with response:
             if response.status >= 400:
@@ -192,13 +202,14 @@ class KubeClient:
         query: Mapping[str, str],
         body: Manifest | None = None,
         content_type: str = "application/json",
+        accept: str = "application/json",
         limits: aiohttp.ClientTimeout,
         client: Any = None,
     ) -> aiohttp.ClientResponse:
         metrics.REQUESTS.labels(method).inc()
         client = client or self._client
         # Compressing lists costs the API server more than sending them.
-        headers = {"Accept": "application/json", "Accept-Encoding": "identity", "Content-Type": content_type}
+        headers = {"Accept": accept, "Accept-Encoding": "identity", "Content-Type": content_type}
         _, url, headers, _, _ = await client.param_serialize(
             method, path, query_params=list(query.items()), header_params=headers, auth_settings=["BearerToken"]
         )

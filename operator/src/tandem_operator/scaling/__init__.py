@@ -3,6 +3,6 @@
 contract (what goes in and out) → rates (demand, from counters) → queueing and velocity (what a replica can do) →
 sizing (replicas of a role) → joint (budget, ratio, transfer, over both roles) → planner (one decision) → adapter (a
 class with `period` and `decide`, for simulators). Around one decision in the operator: observe (reports to a snapshot),
-temper (what may be followed now), slo (whether targets are met), words (what is told). Nothing in here imports a client
-or a clock: the simulator runs the same code.
+temper (what may be followed now), sleep (whether it has any replica at all), slo (whether targets are met), words (what
+is told). Nothing in here imports a client or a clock: the simulator runs the same code.
 """

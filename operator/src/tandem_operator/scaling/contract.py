@@ -9,6 +9,8 @@ from tandem_api.names import Role
 
 COMPONENTS = {"prefill": Role.PREFILL, "decode": Role.DECODE}
 """Worker roles by the name of their field in the spec. Workers that do both have the field `decode`."""
+SHARE_SECONDS = 60.0
+"""The time over which `RoleState.busy` and `RoleState.transfer_share` are measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +173,7 @@ class Decision:
     held: str = ""
     """Why nothing may move, or empty."""
     reason: str = ""
-    """The same in one CamelCase word."""
+    """The same in one CamelCase word; also of a model that sleeps, which is not held."""
     inputs: Mapping[str, float] = field(default_factory=dict[str, float])
     sentence: str = ""
     """Desired, observed, limit and inputs in words."""

@@ -1,15 +1,23 @@
-"""What the planner remembers: the snapshots of the last minutes, and what it found necessary."""
+"""What the planner remembers: the snapshots of the last hour, and what it found necessary."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from tandem_api.names import Role
 
 from tandem_operator.scaling.contract import Decision, Snapshot
 
-KEPT_SECONDS = 900.0
+KEPT_SECONDS = 3600.0
+"""A replica's room follows from steps at unequal contexts, which come when replicas change: who forgets them under
+steady load thinks replicas smaller, and orders one more.
+"""
+DEMAND_SECONDS = 900.0
+"""What came before says nothing of present demand."""
+PAUSE_SECONDS = 120.0
+"""Between two snapshots: over a longer one no mean rate is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +46,17 @@ class History:
         kept = tuple(one for one in kept if one.at >= snapshot.at - KEPT_SECONDS)
         return replace(self, snapshots=(*kept, snapshot))
 
+    def lately(self) -> tuple[Snapshot, ...]:
+        """Snapshots that tell of demand: not those before a pause in which nobody knows when how much came."""
+        first, after = len(self.snapshots), self.snapshots[-1].at if self.snapshots else 0.0
+        since = after - DEMAND_SECONDS
+        for index in range(len(self.snapshots) - 1, -1, -1):
+            at = self.snapshots[index].at
+            if at < since or after - at > PAUSE_SECONDS:
+                break
+            first, after = index, at
+        return self.snapshots[first:]
+
     def record(self, decision: Decision) -> History:
         """With what a decision found necessary."""
         if not decision.needs:
@@ -58,3 +77,10 @@ class History:
                 break
             since = snapshot.at
         return since
+
+    def mean_ready(self, role: Role, seconds: float) -> float:
+        """Replicas that were ready, in the mean over the last so many seconds."""
+        end = self.snapshots[-1].at if self.snapshots else 0.0
+        lately = takewhile(lambda one: end - one.at < seconds, reversed(self.snapshots))
+        counts = [one.roles[role].ready for one in lately if role in one.roles]
+        return sum(counts) / len(counts) if counts else 0.0

@@ -9,9 +9,11 @@ from math import ceil, floor
 from tandem_api.names import Role
 
 from tandem_operator.scaling.contract import ScalingSpec
+from tandem_operator.scaling.sizing import MOST_REPLICAS
 
 SATURATED = 0.9
 """Share of a link's bandwidth above which more of the other role is of no use."""
+TRANSFER = "KV transfer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,23 +38,32 @@ def bound(wishes: Mapping[Role, Wish], spec: ScalingSpec) -> dict[Role, Wish]:
     return bounded
 
 
-def limit_transfer(
-    wishes: Mapping[Role, Wish], *, share: float | None, prefills: int, decodes: int
-) -> dict[Role, Wish]:
-    """No more prefill replicas than decode replicas' links take in, where those are full.
+def count_links(share: float | None, decodes: float) -> int:
+    """Decode replicas whose links take in what those of `decodes` did, the busiest in `share` of the time, and are not
+    full. 0 where that is not measured."""
+    return 0 if share is None else ceil(share * decodes / SATURATED)
 
-    `share` is that of the busiest link while `prefills` fed `decodes`. More decode replicas bring more links.
+
+def limit_transfer(
+    wishes: Mapping[Role, Wish], *, share: float | None, computing: float, planned: float, present: int, decodes: float
+) -> dict[Role, Wish]:
+    """No more prefill replicas than decode replicas' links take in, where those are full; the `present` ones stay.
+
+    `share` is that of the busiest link while `computing` prefill replicas, without a pause, fed `decodes`; `planned` of
+    them are to. More decode replicas bring more links.
     """
     result = dict(wishes)
-    if share is None or share < SATURATED or not decodes or Role.PREFILL not in wishes or Role.DECODE not in wishes:
+    if share is None or share < SATURATED or not decodes or computing <= 0:
         return result
-    useful = max(1, floor(prefills / decodes / share * wishes[Role.DECODE].replicas))
-    if wishes[Role.PREFILL].replicas > useful:
-        links = ceil(wishes[Role.PREFILL].replicas * share * decodes / max(1, prefills))
-        result[Role.DECODE] = Wish(replicas=max(links, wishes[Role.DECODE].replicas), limit="KV transfer")
-        result[Role.PREFILL] = Wish(
-            replicas=max(useful, min(prefills, wishes[Role.PREFILL].replicas)), limit="KV transfer"
-        )
+    prefill, decode = wishes[Role.PREFILL].replicas, wishes[Role.DECODE].replicas
+    taken = computing / share * decode / decodes
+    if planned > taken:
+        useful = max(present, floor(prefill * taken / planned))
+        if prefill > useful:
+            result[Role.PREFILL] = Wish(replicas=useful, limit=TRANSFER)
+        links = ceil(min(MOST_REPLICAS, share * decodes * planned / computing / SATURATED))
+        if links > decode:
+            result[Role.DECODE] = Wish(replicas=links, limit=TRANSFER)
     return result
 
 

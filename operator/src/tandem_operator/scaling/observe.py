@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import zip_longest
-from math import isfinite
 from typing import TypeVar
 
 from tandem_api.fleet import TTFT_BOUNDS, FleetReport, Traffic
@@ -18,17 +17,22 @@ from tandem_api.names import Role
 from tandem_api.telemetry import WorkerTelemetry
 
 from tandem_operator.scaling.contract import Counters, RoleState, Snapshot
+from tandem_operator.scaling.shares import Shares
 
 STALE_SECONDS = 30.0
 """An older sample of a worker says nothing."""
 _BLOCK_TOKENS = KVConfig().block_size
 """Of a worker that does not say."""
+_LEAST, _MOST = 1e-6, 1e9
+"""Tokens per second, and seconds of a step, that can be."""
+_MOST_SQUARES = 1e30
 _KEPT = 256
 """Gateways, and workers of each, whose last counts are kept: enough for those that come back."""
 _NO_TRAFFIC = Counters(
     requests=0, prompt_tokens=0, prompt_squares=0.0, computed_prompt_tokens=0, computed_tokens=0, finished=0,
     output_tokens=0,
 )  # fmt: skip
+_NO_SHARES = Shares()
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -122,7 +126,7 @@ def _add_prompts(
     tell their usage; what share of prompts is cached follows from both together. A worker that begins anew adds nothing
     the first time."""
     prompts, computed, cached = dict(known), 0, 0
-    for name, sample in _samples(heard).items():
+    for name, (_, sample) in _samples(heard).items():
         total, found = sample.prompt_tokens_total, sample.cached_prompt_tokens_total
         if sample.role is Role.PREFILL or total is None or found is None:
             continue
@@ -134,8 +138,13 @@ def _add_prompts(
     return prompts, replace(_NO_TRAFFIC, computed_prompt_tokens=computed, computed_tokens=fresh)
 
 
+def take_shares(shares: Shares, heard: Sequence[Heard], *, now: float) -> Shares:
+    """In what share of the time workers did what, with what these reports add."""
+    return shares.observe({name: (now - age, sample) for name, (age, sample) in _samples(heard).items()})
+
+
 def take_snapshot(
-    heard: Sequence[Heard], counts: Mapping[Role, RoleCount], totals: Totals, *, now: float
+    heard: Sequence[Heard], counts: Mapping[Role, RoleCount], totals: Totals, shares: Shares = _NO_SHARES, *, now: float
 ) -> Snapshot | None:
     """The fleet as it was when the oldest of these reports was read. None without a report."""
     if not heard:
@@ -144,8 +153,12 @@ def take_snapshot(
     waiting = [one.report.traffic for one in heard if one.report.traffic is not None]
     roles: dict[Role, RoleState] = {}
     for role, count in counts.items():
-        found = [samples[name] for name in sorted(count.leaders) if name in samples]
-        state = _role_state(count, found)
+        found = [samples[name][1] for name in sorted(count.leaders) if name in samples]
+        state = replace(
+            _role_state(count, found),
+            busy=shares.busy(count.leaders),
+            transfer_share=None if role is Role.PREFILL else shares.receiving(count.leaders),
+        )
         if role is Role.PREFILL:
             state = _with_waiting(state, waiting)
         roles[role] = state
@@ -182,8 +195,8 @@ def _with_waiting(state: RoleState, traffic: Sequence[Traffic]) -> RoleState:
     )
 
 
-def _samples(heard: Sequence[Heard]) -> dict[str, WorkerTelemetry]:
-    """The freshest sample of each worker, by pod."""
+def _samples(heard: Sequence[Heard]) -> dict[str, tuple[float, WorkerTelemetry]]:
+    """The freshest sample of each worker and its age, by pod."""
     found: dict[str, tuple[float, WorkerTelemetry]] = {}
     for one in heard:
         for worker in one.report.workers:
@@ -193,17 +206,17 @@ def _samples(heard: Sequence[Heard]) -> dict[str, WorkerTelemetry]:
             age = one.age + worker.telemetry_age
             if age <= STALE_SECONDS and (worker.name not in found or age < found[worker.name][0]):
                 found[worker.name] = age, sample
-    return {name: sample for name, (_, sample) in found.items()}
+    return found
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    """Of those that are measured."""
-    known = [value for value in values if value is not None and isfinite(value) and value > 0]
+    """Of those that are measured. What no machine does is not measured."""
+    known = [value for value in values if value is not None and _LEAST <= value <= _MOST]
     return sum(known) / len(known) if known else None
 
 
 def _read_traffic(traffic: Traffic | None) -> Counters | None:
-    if traffic is None or not isfinite(traffic.prompt_squares):
+    if traffic is None or not traffic.prompt_squares <= _MOST_SQUARES:
         return None
     return Counters(**{f.name: getattr(traffic, f.name) for f in fields(Counters)})
 

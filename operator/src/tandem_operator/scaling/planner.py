@@ -13,11 +13,12 @@ from math import ceil
 
 from tandem_api.names import Role
 
-from tandem_operator.scaling.contract import Decision, RoleDecision, RoleState, ScalingSpec, Snapshot
+from tandem_operator.scaling.contract import SHARE_SECONDS, Decision, RoleDecision, RoleState, ScalingSpec, Snapshot
 from tandem_operator.scaling.history import History
-from tandem_operator.scaling.joint import Wish, bound, limit_budget, limit_ratio, limit_transfer
+from tandem_operator.scaling.joint import TRANSFER, Wish, bound, count_links, limit_budget, limit_ratio, limit_transfer
 from tandem_operator.scaling.rates import LONG_SECONDS, Rate, estimate_rate
 from tandem_operator.scaling.sizing import (
+    MOST_REPLICAS,
     Answers,
     DecodeRoom,
     Prompts,
@@ -34,6 +35,7 @@ DRAIN_SECONDS = 20.0
 """In which a backlog is worked off once all replicas are there."""
 FEWEST_REQUESTS = 20
 """Below which the last minutes tell nothing about requests."""
+BACKLOG = "backlog"
 NOTHING_MEASURED = "NothingMeasured"
 
 
@@ -82,7 +84,12 @@ def plan(spec: ScalingSpec, fleet: Snapshot | None, history: History, now: float
         else:
             wishes[role] = Wish(replicas=present, limit="stabilization" if needs[role] < present else wish.limit)
     wishes = limit_transfer(
-        wishes, share=decode.transfer_share, prefills=round(prefill.ready * (prefill.busy or 1)), decodes=decode.ready
+        wishes,
+        share=decode.transfer_share,
+        computing=history.mean_ready(Role.PREFILL, SHARE_SECONDS) * (1.0 if prefill.busy is None else prefill.busy),
+        planned=_plan_computing(wishes[Role.PREFILL], load, velocity, deviations=z),
+        present=prefill.replicas,
+        decodes=history.mean_ready(Role.DECODE, SHARE_SECONDS),
     )
     wishes = _within_limits(wishes, spec)
     inputs = {
@@ -102,7 +109,7 @@ def plan(spec: ScalingSpec, fleet: Snapshot | None, history: History, now: float
 
 def read_load(spec: ScalingSpec, history: History) -> Load | None:
     """Rates and lengths from the counters of the last minutes."""
-    snapshots = history.snapshots
+    snapshots = history.lately()
     if len(snapshots) < 2:
         return None
     last = snapshots[-1]
@@ -165,9 +172,9 @@ def _size(
     backlog = 0.0
     if spec.tuning.backlog:
         backlog = foresee_backlog(spec, prefill, load, velocity, history.warming_since(Role.PREFILL), now)
-        clearing = ceil((load.tokens.now + backlog / DRAIN_SECONDS) / velocity)
+        clearing = min(MOST_REPLICAS, ceil((load.tokens.now + backlog / DRAIN_SECONDS) / velocity))
         if backlog > 0 and clearing > wish.replicas:
-            wish = Wish(replicas=clearing, limit="backlog")
+            wish = Wish(replicas=clearing, limit=BACKLOG)
     requests = (load.requests.ahead if ahead else load.requests.now) + deviations * load.requests.deviation
     limit = room.limit
     if spec.tuning.joint and backlog > 0:
@@ -178,7 +185,18 @@ def _size(
     resident = count_resident(requests, load.answers, room, deviations)
     if decode.kv_tokens_used > resident:
         resident = float(decode.kv_tokens_used)
-    return {Role.PREFILL: wish, Role.DECODE: Wish(replicas=size_decode(resident, room), limit=limit)}
+    needed = size_decode(resident, room)
+    links = count_links(decode.transfer_share, history.mean_ready(Role.DECODE, SHARE_SECONDS))
+    if links > needed:
+        needed, limit = links, TRANSFER
+    return {Role.PREFILL: wish, Role.DECODE: Wish(replicas=needed, limit=limit)}
+
+
+def _plan_computing(wish: Wish, load: Load, velocity: float, *, deviations: float) -> float:
+    """How many of the prefill replicas would compute at a time."""
+    if wish.limit == BACKLOG:
+        return wish.replicas
+    return min(wish.replicas, (load.tokens.ahead + deviations * load.tokens.deviation) / velocity)
 
 
 def foresee_backlog(
@@ -214,7 +232,7 @@ def _read_room(spec: ScalingSpec, fleet: Snapshot, history: History) -> DecodeRo
 
 def is_idle(fleet: Snapshot, history: History) -> bool:
     """Whether it is known that nearly nothing has come for minutes, and that nothing waits."""
-    snapshots = history.snapshots
+    snapshots = history.lately()
     begin = next((one for one in reversed(snapshots) if fleet.at - one.at >= 2 * LONG_SECONDS), None)
     if begin is None or begin.counters is None or fleet.counters is None:
         return False
@@ -224,8 +242,13 @@ def is_idle(fleet: Snapshot, history: History) -> bool:
 
 
 def _plan_idle(spec: ScalingSpec, fleet: Snapshot, history: History, now: float) -> Decision:
-    """Too little comes to be measured: half of what there is, each time nothing has asked for more for long."""
+    """Too little comes to be measured: half of what there is, each time nothing has asked for more for long. What came
+    before and still runs keeps its room."""
     needs = {role: max(spec.roles[role].min, fleet.roles[role].replicas // 2) for role in spec.roles}
+    decode, room = fleet.roles[Role.DECODE], _read_room(spec, fleet, history)
+    if room is not None:
+        held = min(decode.replicas, size_decode(float(decode.kv_tokens_used), room))
+        needs[Role.DECODE] = max(needs[Role.DECODE], held)
     since = now - spec.behavior.scale_down_seconds
     wishes: dict[Role, Wish] = {}
     for role, need in needs.items():

@@ -135,4 +135,4 @@ def count_resident(rate: float, answers: Answers, room: DecodeRoom, deviations: 
 
 def size_decode(resident: float, room: DecodeRoom) -> int:
     """The fewest replicas that hold so many tokens of context."""
-    return ceil(resident / room.context)
+    return min(MOST_REPLICAS, ceil(resident / room.context))

@@ -14,6 +14,7 @@ from tandem_api.inferencemodel import Condition, RoleScalingStatus, ScalingStatu
 from tandem_api.names import Role
 
 from tandem_operator.scaling.contract import COMPONENTS, Decision, RoleDecision
+from tandem_operator.scaling.sleep import WAKE_LIMIT
 from tandem_operator.scaling.slo import Attainment
 
 ACTIVE, SLO_MET = "ScalingActive", "SLOMet"
@@ -69,7 +70,7 @@ def tell_attainment(attainment: Attainment | None, conditions: Sequence[Conditio
 
 def scaled_by(before: ScalingStatus | None, after: ScalingStatus | None) -> list[str]:
     """Sentences about roles whose number was decided anew."""
-    if before is None or after is None:
+    if before is None or after is None or _sleeps(before) != _sleeps(after):
         return []
     told: list[str] = []
     for component in COMPONENTS:
@@ -83,6 +84,25 @@ def scaled_by(before: ScalingStatus | None, after: ScalingStatus | None) -> list
     return told
 
 
+def rested_by(before: ScalingStatus | None, after: ScalingStatus | None) -> tuple[bool, str] | None:
+    """Whether a model fell asleep now, or woke up, in a sentence; None where it is as it was."""
+    if before is None or after is None or _sleeps(before) == _sleeps(after):
+        return None
+    asleep, moves, waits = _sleeps(after), list[str](), False
+    for component in COMPONENTS:
+        old: RoleScalingStatus | None = getattr(before, component)
+        new: RoleScalingStatus | None = getattr(after, component)
+        if new is not None:
+            moves.append(f"{component} {'0' if old is None else old.desired} → {new.desired}")
+            waits |= new.limit == WAKE_LIMIT
+    why = after.message if asleep or waits else "The model is not to sleep any more, so it wakes up."
+    return asleep, f"{', '.join(moves)}. {why}"
+
+
+def _sleeps(scaling: ScalingStatus) -> bool:
+    return scaling.asleep_since is not None
+
+
 def _judge(
     decision: Decision | None, *, suspended: bool, dry_run: bool
 ) -> tuple[Literal["True", "False"], str, str] | None:
@@ -92,9 +112,9 @@ def _judge(
         return None
     if decision.held:
         return "False", decision.reason, decision.sentence
-    if dry_run:
+    if dry_run and not decision.reason:
         return "False", "DryRun", f"spec.autoscaling.dryRun is true, so nothing moves: {decision.sentence}"
-    return "True", "DemandFollowed", decision.sentence
+    return "True", decision.reason or "DemandFollowed", decision.sentence
 
 
 def _numbers(scaling: ScalingStatus) -> list[tuple[str, int] | None]:

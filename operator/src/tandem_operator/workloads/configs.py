@@ -14,6 +14,7 @@ from tandem_api.launch import (
     GATEWAY_FOLLOWS,
     MAX_HELD_BYTES,
     WORKER_READS_AGAIN,
+    ClientTLS,
     CORSRules,
     GatewayConfig,
     GatewayQueue,
@@ -83,6 +84,7 @@ def gateway_config(blueprint: Blueprint) -> GatewayConfig:
         drain_timeout_seconds=drain_seconds(blueprint),
         max_held_bytes=_held_bytes(spec.gateway.resources.limits.get("memory")),
         cors=gateway_cors(blueprint),
+        tls=_client_tls(blueprint),
     )
 
 
@@ -107,10 +109,20 @@ def gateway_cors(blueprint: Blueprint) -> CORSRules | None:
     )
 
 
+def _client_tls(blueprint: Blueprint) -> ClientTLS | None:
+    tls = blueprint.model.spec.gateway.tls
+    if tls is None:
+        return None
+    return ClientTLS(path=names.TLS_PATH, min_version=tls.min_version, plain_http=tls.plain_http)
+
+
 def gateway_queue(blueprint: Blueprint) -> GatewayQueue:
-    queue = blueprint.model.spec.gateway.queue
+    spec = blueprint.model.spec
     return GatewayQueue(
-        max_requests=queue.max, ttl_seconds=parse_duration(queue.ttl), ttft_target=_ttft_deadline(blueprint)
+        max_requests=spec.gateway.queue.max,
+        ttl_seconds=parse_duration(spec.queue_ttl),
+        ttft_target=_ttft_deadline(blueprint),
+        wakes=spec.scale_to_zero is not None,
     )
 
 

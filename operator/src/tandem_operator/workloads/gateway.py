@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from tandem_api import names
 from tandem_api.inferencemodel import GatewayService, HTTPRoute, Resources
 from tandem_api.names import Role
@@ -21,6 +23,35 @@ without a limit. No limit on CPU: it would make streams stutter."""
 _NO_TIMEOUT = "0s"
 
 
+_CERTIFICATE_FILES = ("tls.crt", "tls.key")
+_CERTIFICATE_VOLUME = "client-tls"
+_CERTIFICATE_MODE = 0o440
+"""The pod's fsGroup reads them, nobody writes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClientPort:
+    """Where clients are served."""
+
+    name: str
+    port: int
+    """Of the Service."""
+    target: int
+    """Of the container."""
+
+
+_HTTP = ClientPort("http", names.SERVICE_PORT, names.GATEWAY_HTTP_PORT)
+_HTTPS = ClientPort("https", names.SERVICE_HTTPS_PORT, names.GATEWAY_HTTPS_PORT)
+
+
+def client_ports(blueprint: Blueprint) -> list[ClientPort]:
+    """The first is the one that outsiders are meant to use."""
+    tls = blueprint.model.spec.gateway.tls
+    if tls is None:
+        return [_HTTP]
+    return [_HTTPS, _HTTP] if tls.plain_http else [_HTTPS]
+
+
 def build_gateway(blueprint: Blueprint) -> list[Manifest]:
     """What stands around the gateway's Deployment."""
     children = [_build_service(blueprint)]
@@ -33,7 +64,9 @@ def build_gateway(blueprint: Blueprint) -> list[Manifest]:
 
 def _build_service(blueprint: Blueprint) -> Manifest:
     wanted = blueprint.model.spec.gateway.service
-    port = {"name": "http", "port": names.SERVICE_PORT, "targetPort": "http", "protocol": "TCP"}
+    ports = [_service_port(port) for port in client_ports(blueprint)]
+    if wanted.node_port is not None:
+        ports[0]["nodePort"] = wanted.node_port
     optional = {
         "externalTrafficPolicy": wanted.external_traffic_policy,
         "loadBalancerClass": wanted.load_balancer_class,
@@ -41,16 +74,22 @@ def _build_service(blueprint: Blueprint) -> Manifest:
     spec: Manifest = {
         "type": wanted.type,
         "selector": blueprint.selector(_COMPONENT),
-        "ports": [port if wanted.node_port is None else port | {"nodePort": wanted.node_port}],
+        "ports": ports,
         **{key: value for key, value in optional.items() if value is not None},
     }
     service = blueprint.child(SERVICE, blueprint.name, {"spec": spec}, component=_COMPONENT, role=Role.GATEWAY)
     return _decorated(service, wanted)
 
 
+def _service_port(port: ClientPort) -> Manifest:
+    described = {"name": port.name, "port": port.port, "targetPort": port.name, "protocol": "TCP"}
+    return described | ({"appProtocol": "https"} if port is _HTTPS else {})
+
+
 def _build_route(blueprint: Blueprint, wanted: HTTPRoute) -> Manifest:
-    """Everything under the hosts goes to the Service. Without timeouts: what is stuck the gateway itself ends."""
-    rule: Manifest = {"backendRefs": [{"name": blueprint.name, "port": names.SERVICE_PORT}]}
+    """Everything under the hosts goes to the Service, without TLS where that is served. Without timeouts: what is stuck
+    the gateway itself ends."""
+    rule: Manifest = {"backendRefs": [{"name": blueprint.name, "port": client_ports(blueprint)[-1].port}]}
     if wanted.timeouts == "Disabled":
         rule["timeouts"] = {"request": _NO_TIMEOUT, "backendRequest": _NO_TIMEOUT}
     spec: Manifest = {
@@ -96,7 +135,7 @@ def build_deployment(blueprint: Blueprint, config: Manifest) -> Manifest:
         Role.GATEWAY,
         container=_container(blueprint),
         # Gateways face clients: they get what they show workers, and never what workers prove to each other.
-        volumes=[keys_volume(blueprint, [names.API_KEY_FILE])],
+        volumes=[keys_volume(blueprint, [names.API_KEY_FILE]), *_certificate_volume(blueprint)],
         config=config,
         spec={
             "serviceAccountName": blueprint.gateway_account,
@@ -116,19 +155,35 @@ def build_deployment(blueprint: Blueprint, config: Manifest) -> Manifest:
     return blueprint.child(DEPLOYMENT, blueprint.name, {"spec": spec}, component=_COMPONENT, role=Role.GATEWAY)
 
 
+def _certificate_volume(blueprint: Blueprint) -> list[Manifest]:
+    """Mounted as a folder, because the kubelet never refreshes single files."""
+    tls = blueprint.model.spec.gateway.tls
+    if tls is None:
+        return []
+    items = [{"key": file, "path": file} for file in _CERTIFICATE_FILES]
+    secret = {"secretName": tls.secret_name, "defaultMode": _CERTIFICATE_MODE, "items": items}
+    return [{"name": _CERTIFICATE_VOLUME, "secret": secret}]
+
+
 def _container(blueprint: Blueprint) -> Manifest:
+    mounts = [keys_mount()]
+    if blueprint.model.spec.gateway.tls is not None:
+        mounts.append({"name": _CERTIFICATE_VOLUME, "mountPath": names.TLS_PATH, "readOnly": True})
     return {
         "name": "gateway",
         "image": blueprint.gateway_image,
         "env": thread_env(blueprint.model.spec.gateway.resources),
         "resources": resources_of(gateway_resources(blueprint)),
         "ports": [
-            {"name": "http", "containerPort": names.GATEWAY_HTTP_PORT, "protocol": "TCP"},
+            *(
+                {"name": port.name, "containerPort": port.target, "protocol": "TCP"}
+                for port in reversed(client_ports(blueprint))
+            ),
             {"name": "metrics", "containerPort": names.GATEWAY_METRICS_PORT, "protocol": "TCP"},
         ],
         "startupProbe": http_probe("/readyz", "metrics", period=1, failures=120),
         "readinessProbe": http_probe("/readyz", "metrics", period=2, failures=2),
         "livenessProbe": http_probe("/healthz", "metrics", period=10, failures=3),
         "lifecycle": {"preStop": {"sleep": {"seconds": _ENDPOINT_LAG_SECONDS}}},
-        "volumeMounts": [keys_mount()],
+        "volumeMounts": mounts,
     }

@@ -14,6 +14,7 @@ from tandem_api.names import Role
 
 from tandem_operator.manifests import NETWORK_POLICY, Manifest
 from tandem_operator.workloads.blueprint import Blueprint, component_of
+from tandem_operator.workloads.gateway import client_ports
 
 METRICS_NAMESPACE_LABEL = f"{names.GROUP}/metrics"
 """Pods of a namespace labelled so (value `allowed`) may reach the metrics ports."""
@@ -54,7 +55,10 @@ def _build_worker_policy(blueprint: Blueprint, role: Role) -> Manifest:
 def _build_gateway_policy(blueprint: Blueprint) -> Manifest:
     api_server = {"ports": [_tcp(port) for port in blueprint.release.network.api_server_ports]}
     workers = [_to(blueprint, component_of(role), _gateway_ports(role)) for role in blueprint.worker_roles]
-    ingress = [{"ports": [_tcp(names.GATEWAY_HTTP_PORT)]}, _metrics_rule(names.GATEWAY_METRICS_PORT)]
+    ingress = [
+        {"ports": [_tcp(port.target) for port in client_ports(blueprint)]},
+        _metrics_rule(names.GATEWAY_METRICS_PORT),
+    ]
     if (namespace := blueprint.release.network.operator_namespace) is not None:
         # The operator reads what gateways report of their workers.
         source = {"namespaceSelector": {"matchLabels": {_NAMESPACE_NAME_LABEL: namespace}}}

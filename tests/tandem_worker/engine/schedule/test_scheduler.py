@@ -46,7 +46,9 @@ class Driver:
         self.now = 0.0
         self.blocks = BlockManager(num_blocks + 1, BLOCK_SIZE)
         self.host = HostBlocks(num_host_blocks)
-        self.scheduler = Scheduler(self.limits, self.blocks, clock=lambda: self.now, host=self.host)
+        self.scheduler = Scheduler(
+            self.limits, self.blocks, clock=lambda: self.now, host=self.host, wall=lambda: self.now
+        )
         self.scheduler.ttft_target = ttft_target
         self.unbegun: set[Sequence] = set()
         """RECEIVING, and the prefill worker has not begun."""
@@ -204,9 +206,9 @@ class Driver:
         queued = sum(
             c.num_tokens - c.num_planned - c.num_saved
             for c in choices
-            if c.state in (SequenceState.WAITING, SequenceState.RUNNING, SequenceState.RECEIVING) and not c.decoding
+            if c.state in (SequenceState.WAITING, SequenceState.RUNNING) and not c.decoding
         )
-        assert scheduler.queued_prefill_tokens == queued
+        assert scheduler.queued_prefill_tokens == queued, "what a prefill worker computes is in its queue alone"
 
 
 def token_at(sequence: Sequence, position: int) -> int:

@@ -122,10 +122,11 @@ def test_a_job_that_died_while_it_waited_is_nobodys_fault(start: Start) -> None:
     confined = start()
     confined.call_here("echo", b"", seconds=30)
     children = Path(f"/proc/{confined.process_id}/task/{confined.process_id}/children")
-    wait_for(lambda: len(children.read_text().split()) == 2)
-    for job in children.read_text().split():
-        os.kill(int(job), signal.SIGKILL)
-    wait_for(lambda: not children.read_text().split() or not any(map(is_alive, map(int, children.read_text().split()))))
+    wait_for(lambda: len(children.read_text().split()) >= 2)
+    jobs = [int(job) for job in children.read_text().split()]
+    for job in jobs:
+        os.kill(job, signal.SIGKILL)
+    wait_for(lambda: not any(map(is_alive, jobs)))  # a third may come: the first call did not wait for the stock
     assert confined.call_here("echo", b"next", seconds=30) == b"next"
 
 

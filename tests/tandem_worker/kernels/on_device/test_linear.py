@@ -6,7 +6,9 @@ import pytest
 import torch
 from tandem_worker import kernels
 from tandem_worker.kernels import reference
-from tandem_worker.kernels.quantized import Int4Weight, dequantize, quantize_fp8, quantize_int4, quantize_mxfp4
+from tandem_worker.kernels.quantized import Int4Weight, dequantize
+
+from tests.tandem_worker.kernels.quantizing import quantize_fp8, quantize_int4, quantize_mxfp4
 
 FORMS = ["plain", "fp8", "int4 of 32", "int4 of 128", "int4 with zeros", "mxfp4"]
 

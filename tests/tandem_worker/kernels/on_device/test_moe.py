@@ -7,7 +7,8 @@ import torch
 from tandem_worker import kernels
 from tandem_worker.kernels import moe, reference
 from tandem_worker.kernels.block_map import build_block_map
-from tandem_worker.kernels.quantized import quantize_fp8, quantize_int4, quantize_mxfp4
+
+from tests.tandem_worker.kernels.quantizing import quantize_fp8, quantize_int4, quantize_mxfp4
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tandem_worker.engine.execute.cuda_graphs import build_static_batch
-from tandem_worker.kernels.quantized import quantize_fp8, quantize_int4, quantize_mxfp4
 from tandem_worker.model.backends import native
 from tandem_worker.model.backends.contract import BackendName
 from tandem_worker.model.backends.select import find_backend, select_backend
@@ -24,6 +23,8 @@ from tandem_worker.model.contract import allocate_kv_cache
 from tandem_worker.model.load import load_model
 from torch.nn import functional
 from transformers import DeepseekV3Config, GptOssConfig, Llama4TextConfig, LlamaConfig, Qwen3Config, Qwen3MoeConfig
+
+from tests.tandem_worker.kernels.quantizing import quantize_fp8, quantize_int4, quantize_mxfp4
 
 COMMON = {
     "vocab_size": 41,

@@ -54,6 +54,8 @@ def requests() -> dict[str, tuple[str, bytes]]:
         "an echo": ("completion", body_of(prompt=LONG, echo=True, seed=1)),
         "token ids": ("completion", body_of(prompt=[[1, 2] * 9000, [3]], seed=1)),
         "inputs": ("embedding", body_of(input=[LONG, "x"])),
+        "texts to compare": ("score", body_of(queries=LONG, documents=["x", LONG])),
+        "texts to rank": ("rerank", body_of(query="x", documents=[LONG, {"text": "y"}])),
         "text to count": ("tokenize", body_of(prompt=LONG)),
         "a chat to count": ("tokenize", chat(LONG)),
         "a response": ("responses", body_of(input=LONG, instructions="x", seed=1, tools=[FLAT_TOOL])),
@@ -115,7 +117,7 @@ async def test_both_ways_lead_to_the_same(prepared_apart: Preparation, preparer:
             continue
         assert type(apart) is type(here)
         assert apart.request.model == here.request.model
-        if kind == "embedding":
+        if kind in ("embedding", "score", "rerank"):
             assert [list(each) for each in apart.tokens] == [list(each) for each in here.tokens]
             continue
         assert apart.request.common == here.request.common

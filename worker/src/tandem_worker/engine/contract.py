@@ -121,21 +121,8 @@ class LayerListener(Protocol):
         ...
 
 
-class Engine(Protocol):
-    def submit(self, request: GenerationRequest) -> None:
-        """Queue a request. Raises EngineStoppedError, ContextLengthError, RequestError (429 when the queue is full, 409
-        for a resumed one whose tokens are none that could be followed by more).
-
-        The grammars of a resumed request read its tokens again in this call: a microsecond or a few for each.
-        """
-        ...
-
-    def abort(self, request_id: str, choice: int | None = None) -> None:
-        """End a request, or one choice that has had a token, and free its blocks. What has ended is ignored.
-
-        Delivers a final ABORT delta per choice that was open.
-        """
-        ...
+class PrefillEngine(Protocol):
+    """What the prefill end of a transport asks of an engine."""
 
     def submit_prefill(self, order: RemotePrefill, listener: LayerListener) -> None:
         """Prefill side: compute a prompt for another worker. `order.block_ids` and `endpoints` are empty here.
@@ -147,6 +134,18 @@ class Engine(Protocol):
     def release(self, request_id: str) -> None:
         """Prefill side: everything has been sent (or the peer is gone); the blocks may be reused (they stay cached)."""
         ...
+
+    def abort(self, request_id: str) -> None:
+        """End a prompt that is waiting or being computed. One that has ended is ignored."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """The figures that the engine thread last left. Any thread; waits for nothing."""
+        ...
+
+
+class DecodeEngine(Protocol):
+    """What the decode end of a transport asks of an engine."""
 
     def remote_prefill_overdue(self, request_id: str, generation: int) -> None:
         """It has waited long at the prefill worker: if others lack its reserved blocks it is prefilled here."""
@@ -160,8 +159,21 @@ class Engine(Protocol):
         """The engine prefills locally instead and counts a fallback."""
         ...
 
-    def stats(self) -> EngineStats:
-        """The figures that the engine thread last left. Any thread; waits for nothing."""
+
+class Engine(PrefillEngine, DecodeEngine, Protocol):
+    def submit(self, request: GenerationRequest) -> None:
+        """Queue a request. Raises EngineStoppedError, ContextLengthError, RequestError (429 when the queue is full, 409
+        for a resumed one whose tokens are none that could be followed by more).
+
+        The grammars of a resumed request read its tokens again in this call: a microsecond or a few for each.
+        """
+        ...
+
+    def abort(self, request_id: str, choice: int | None = None) -> None:
+        """End a request, or one choice that has had a token, and free its blocks. What has ended is ignored.
+
+        Delivers a final ABORT delta per choice that was open.
+        """
         ...
 
     def drain(self) -> None:

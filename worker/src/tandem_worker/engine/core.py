@@ -58,9 +58,9 @@ class EngineCore:
         target_step_seconds: float | None,
         runs_ahead: bool = False,
         vitals: Vitals | None = None,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """One scheduler, or one for each lane of a group's executor."""
+        """One scheduler, or one for each lane of a group's executor. `clock` is theirs."""
         self.max_model_len = max_model_len
         self._scheduler = schedulers[0]
         self._executor = executor

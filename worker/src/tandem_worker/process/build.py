@@ -118,7 +118,7 @@ class _Start:
         self._enter("loading libraries")
         from tandem_worker.model.load import load_model
         from tandem_worker.model.sources.digest import ModelDigest
-        from tandem_worker.model.tokenizer import load_tokenizer
+        from tandem_worker.model.tokenizer import leave_torch_out, load_tokenizer
         from tandem_worker.parallel.context import SINGLE
 
         config, path = self._config, self._path
@@ -126,6 +126,7 @@ class _Start:
         self._memory = MemoryLedger(on_gpu=device.type == "cuda")
         hashing = ModelDigest(path)
         self._enter("loading the tokenizer")
+        leave_torch_out()
         self._tokenizer = load_tokenizer(path)
         self._seat = None
         if self._group is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
@@ -73,6 +74,7 @@ class Figures:
 
     def _sample(self) -> WorkerSample:
         return WorkerSample(
+            at=time.time(),
             draining=self._draining(),
             engine=self._engine.stats(),
             gpu=self._gpu.sample(),

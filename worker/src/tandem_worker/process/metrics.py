@@ -30,6 +30,8 @@ class WorkerFacts:
 class WorkerSample:
     """Everything that is measured, at one moment."""
 
+    at: float
+    """Unix seconds."""
     draining: bool
     engine: EngineStats
     gpu: GpuSample
@@ -60,6 +62,7 @@ def build_telemetry(facts: WorkerFacts, sample: WorkerSample) -> WorkerTelemetry
         kv_blocks_total=engine.kv_blocks_total,
         kv_block_size=engine.kv_block_size,
         kv_eviction_horizon=engine.kv_eviction_horizon,
+        at=sample.at,
         prefill_tokens_per_second=engine.prefill_tokens_per_second,
         busy_seconds_total=engine.busy_seconds_total,
         prefill_seconds_total=engine.prefill_seconds_total,

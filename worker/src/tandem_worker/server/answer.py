@@ -104,13 +104,19 @@ class Progress:
         """Whether every choice has its finish reason."""
         return all(choice.finish is not None for choice in self.plan.choices)
 
-    def usage(self) -> Usage:
-        """Tokens so far, summed over all prompts and choices; a prompt counts once for its choices."""
+    def usage(self, opening: Sequence[int] = ()) -> Usage:
+        """Tokens so far, summed over all prompts and choices; a prompt counts once for its choices.
+
+        The answers to the prompts at `opening` begin with what is sent next: their tokens come after it.
+        """
+        unsent = [choice for position in opening for choice in self.choices_of(position)]
         return Usage(
             prompt_tokens=sum(len(request.prompt_token_ids) for request in self.plan.requests),
             cached_tokens=sum(self.cached_tokens.values()),
-            completion_tokens=sum(choice.completion_tokens for choice in self.plan.choices),
-            reasoning_tokens=sum(choice.reasoning_tokens for choice in self.plan.choices),
+            completion_tokens=sum(choice.completion_tokens for choice in self.plan.choices)
+            - sum(choice.completion_tokens for choice in unsent),
+            reasoning_tokens=sum(choice.reasoning_tokens for choice in self.plan.choices)
+            - sum(choice.reasoning_tokens for choice in unsent),
         )
 
 
@@ -215,8 +221,9 @@ async def _advance(progress: Progress, flight: Flight) -> tuple[list[int], list[
 
 async def _events(progress: Progress, begun: Sequence[int], touched: Sequence[Choice]) -> bytes:
     encoder, journal = progress.plan.encoder, progress.plan.journal
-    if progress.plan.continuous_usage:
-        encoder.tell_usage(progress.usage())
+    continuous = progress.plan.continuous_usage
+    if continuous:
+        encoder.tell_usage(progress.usage(opening=begun))
     parts: list[bytes] = []
     for position in begun:
         request = progress.plan.requests[position]
@@ -226,6 +233,8 @@ async def _events(progress: Progress, begun: Sequence[int], touched: Sequence[Ch
         ]
         if journal is not None:
             parts.append(journal.begin(position, progress.cached_tokens[request.request_id]))
+    if continuous and begun:
+        encoder.tell_usage(progress.usage())
     for choice in touched:
         update = choice.take()
         # A client that reads slowly finds much waiting for it.

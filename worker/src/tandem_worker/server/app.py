@@ -16,6 +16,7 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tandem_api import names
 from tandem_api.launch import WorkerConfig
+from tandem_api.logs import find_trace
 from tandem_api.names import Role
 from tandem_api.openai import error_body
 from tandem_api.version import VERSION
@@ -111,7 +112,9 @@ def build_app(
 
 
 def _routes(state: _State, api: _Api) -> list[Route]:
+    compares = [("/v1/score", api.score), ("/score", api.score), ("/v1/rerank", api.rerank), ("/rerank", api.rerank)]
     return [
+        *(_route(path, state, POST=handler) for path, handler in compares if state.model.embedding is not None),
         _route("/v1/chat/completions", state, POST=api.chat),
         _route("/v1/responses", state, POST=api.responses),
         _route("/v1/messages", state, shape=to_error, POST=api.messages),
@@ -232,6 +235,17 @@ class _Api:
         self._model.check_embeds()
         prepared = await self._model.preparation.prepare("embedding", scope, receive)
         scope["tandem.usage"] = await self._embedder.run(prepared, receive, send)
+
+    async def score(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._compare("score", scope, receive, send)
+
+    async def rerank(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._compare("rerank", scope, receive, send)
+
+    async def _compare(self, kind: str, scope: Scope, receive: Receive, send: Send) -> None:
+        self._state.check_admission()
+        prepared = await self._model.preparation.prepare(kind, scope, receive)
+        scope["tandem.usage"] = await self._embedder.compare(prepared, receive, send)
 
     async def models(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send_json(send, {"object": "list", "data": [self._card(self._model.name)]})
@@ -359,10 +373,12 @@ class _Endpoint:
             first_token_seconds=None if first is None or response.status != 200 else first - started,
             usage=scope.get("tandem.usage"),
         )
+        parent = header(scope, "traceparent")
         _log.info(
             "request",
             extra={
                 "request_id": response.request_id,
+                "trace_id": None if parent is None else find_trace(parent.encode("latin-1")),
                 "path": outcome.path,
                 "status": outcome.status,
                 "seconds": seconds,

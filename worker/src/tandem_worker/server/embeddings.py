@@ -1,9 +1,12 @@
-"""`POST /v1/embeddings`: its texts through the engine, and the vectors as OpenAI writes them."""
+"""`POST /v1/embeddings`: its texts through the engine, and the vectors as OpenAI writes them; `/score` and `/rerank`
+compare such vectors."""
 
 from __future__ import annotations
 
 import base64
+import dataclasses
 import secrets
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
@@ -20,8 +23,9 @@ from tandem_worker.server.deltas import DeltaHub
 from tandem_worker.server.flight import Flight
 from tandem_worker.server.http import send_parts
 from tandem_worker.server.openai.embedding_request import EmbeddingRequest
+from tandem_worker.server.openai.score_request import ScoreRequest
 from tandem_worker.server.pacing import Steps, pace
-from tandem_worker.server.preparation.preparing import PreparedEmbedding, Tokens
+from tandem_worker.server.preparation.preparing import PreparedEmbedding, PreparedScore, Tokens
 from tandem_worker.server.served_model import ServedModel
 from tandem_worker.server.text.output import Usage
 
@@ -29,6 +33,7 @@ MAX_IN_ENGINE = 128
 """Texts of one request that are in the engine at a time: the others leave room in its queue."""
 
 _SLICE_VECTORS = 4
+_SLICE_SCORES = 128
 
 Vector = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -52,10 +57,32 @@ class Embedder:
 
     async def run(self, prepared: PreparedEmbedding, receive: Receive, send: Send) -> Usage:
         """Raises RequestError, EngineStoppedError, ServiceError, ClientGoneError."""
+        request = prepared.request
+        results, spec, usage = await self._embed(request, prepared.tokens, receive)
+        vectors = (finish_vector(each, spec, request.dimensions) for each in results)
+        await self._send(send, await pace(_write_response(vectors, request, usage)))
+        return usage
+
+    async def compare(self, prepared: PreparedScore, receive: Receive, send: Send) -> Usage:
+        """Raises RequestError, EngineStoppedError, ServiceError, ClientGoneError."""
+        request = prepared.request
+        results, spec, usage = await self._embed(request, prepared.tokens, receive)
+        scores = await pace(_compare(results, spec, len(request.queries)))
+        write = _write_ranks if request.ranks else _write_scores
+        await self._send(send, [orjson.dumps(write(scores, request, usage))])
+        return usage
+
+    async def _send(self, send: Send, parts: list[bytes]) -> None:
+        headers = {names.HEADER_DECODE_WORKER: self._pod_name, names.HEADER_PREFILL_WORKER: self._pod_name}
+        await send_parts(send, parts, headers=headers)
+
+    async def _embed(
+        self, request: EmbeddingRequest | ScoreRequest, prompts: Sequence[Tokens], receive: Receive
+    ) -> tuple[list[bytes], EmbeddingSpec, Usage]:
+        """What the model pools of each prompt."""
         spec = self._model.embedding
         assert spec is not None
-        request = prepared.request
-        requests = self._plan(request, prepared.tokens, spec)
+        requests = self._plan(request, prompts, spec)
         results = await self._compute(requests, receive)
         usage = Usage(
             prompt_tokens=sum(len(each.prompt_token_ids) for each in requests),
@@ -63,13 +90,12 @@ class Embedder:
             completion_tokens=0,
             reasoning_tokens=0,
         )
-        headers = {names.HEADER_DECODE_WORKER: self._pod_name, names.HEADER_PREFILL_WORKER: self._pod_name}
-        vectors = (finish_vector(result.embedding or b"", spec, request.dimensions) for result in results)
-        await send_parts(send, await pace(_write_response(vectors, request, usage)), headers=headers)
-        return usage
+        return [result.embedding or b"" for result in results], spec, usage
 
     @staticmethod
-    def _plan(request: EmbeddingRequest, prompts: Sequence[Tokens], spec: EmbeddingSpec) -> list[GenerationRequest]:
+    def _plan(
+        request: EmbeddingRequest | ScoreRequest, prompts: Sequence[Tokens], spec: EmbeddingSpec
+    ) -> list[GenerationRequest]:
         prefix = f"embd-{secrets.token_hex(16)}"
         return [
             GenerationRequest(
@@ -106,15 +132,58 @@ def _write_response(vectors: Iterable[Vector], request: EmbeddingRequest, usage:
             yield
         item = {"object": "embedding", "index": index, "embedding": _write(vector, request.encoding)}
         parts.append(b"," + orjson.dumps(item) if index else orjson.dumps(item))
-    counts = {
-        "prompt_tokens": usage.prompt_tokens,
-        "total_tokens": usage.prompt_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-    }
-    parts.append(b'],"model":%b,"usage":%b}' % (orjson.dumps(request.model), orjson.dumps(counts)))
+    parts.append(b'],"model":%b,"usage":%b}' % (orjson.dumps(request.model), orjson.dumps(_counts(usage))))
     return parts
 
 
 def _write(vector: Vector, encoding: Literal["float", "base64"]) -> str | list[float]:
     """base64 is of little-endian float32, as OpenAI's clients read it."""
     return base64.b64encode(vector.tobytes()).decode() if encoding == "base64" else vector.tolist()
+
+
+def _counts(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "total_tokens": usage.prompt_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+def _compare(pooled: Sequence[bytes], spec: EmbeddingSpec, num_queries: int) -> Steps[list[float]]:
+    """The cosine of every document's vector and its query's."""
+    unit = dataclasses.replace(spec, normalize=True)
+    queries = [finish_vector(each, unit, None) for each in pooled[:num_queries]]
+    scores: list[float] = []
+    for index, each in enumerate(pooled[num_queries:]):
+        if index and index % _SLICE_SCORES == 0:
+            yield
+        query = queries[index if num_queries > 1 else 0]
+        scores.append(float(np.dot(query, finish_vector(each, unit, None))))
+    return scores
+
+
+def _write_scores(scores: list[float], request: ScoreRequest, usage: Usage) -> dict[str, Any]:
+    return {
+        "id": f"score-{secrets.token_hex(16)}",
+        "object": "list",
+        "created": int(time.time()),
+        "model": request.model,
+        "data": [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)],
+        "usage": _counts(usage),
+    }
+
+
+def _write_ranks(scores: list[float], request: ScoreRequest, usage: Usage) -> dict[str, Any]:
+    """The best first, of equals those that were given first."""
+    ranks = sorted(range(len(scores)), key=lambda index: -scores[index])[: request.top_n]
+    return {
+        "id": f"rerank-{secrets.token_hex(16)}",
+        "model": request.model,
+        "results": [
+            {"index": index}
+            | ({"document": {"text": request.documents[index]}} if request.return_documents else {})
+            | {"relevance_score": scores[index]}
+            for index in ranks
+        ],
+        "usage": _counts(usage),
+    }

@@ -19,6 +19,7 @@ from tandem_worker.server.served_model import ServedModel
 from tandem_worker.server.text.choice import Choice
 from tandem_worker.server.text.detokenizer import TokenTable
 from tandem_worker.server.text.shaping import shape_answer, shape_completion
+from tandem_worker.server.text.words import resolve_bias
 
 
 async def plan_chat(
@@ -38,6 +39,7 @@ async def plan_chat(
     shape = await shape_answer(request, model, prepared.prompt_end)
     sampling = to_sampling(
         options,
+        logit_bias=resolve_bias(options, model),
         max_tokens=prepared.room,
         num_logprobs=request.num_logprobs,
         eos_token_ids=model.eos_token_ids,
@@ -73,6 +75,7 @@ async def plan_completion(
     request = prepared.request
     options = _begin_as(start, request.common)
     grammar = await shape_completion(request, model)
+    logit_bias = resolve_bias(options, model)
     visible = model.table.special_ids if options.show_special else frozenset[int]()
     score_only = request.max_tokens == 0
     head = _head(
@@ -83,6 +86,7 @@ async def plan_completion(
     for position, (tokens, room) in enumerate(zip(prepared.tokens, prepared.room, strict=True)):
         sampling = to_sampling(
             options,
+            logit_bias=logit_bias,
             max_tokens=room,
             num_logprobs=request.num_logprobs,
             eos_token_ids=model.eos_token_ids,

@@ -103,7 +103,7 @@ class ServedModel:
         """Raises RequestError for an embedding model."""
         if self.embedding is not None:
             raise RequestError(
-                "This model computes embeddings and generates no text: use /v1/embeddings.",
+                "This model computes embeddings and generates no text: use /v1/embeddings, /score or /rerank.",
                 param="model",
                 code="unsupported_endpoint",
             )

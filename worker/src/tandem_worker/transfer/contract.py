@@ -1,8 +1,8 @@
 """What a KV transport offers, and what two workers must agree on before any block moves.
 
 A transport has two ends. The decode end implements `engine.contract.PrefillClient`: it is told which reserved blocks to
-fill. The prefill end implements `PrefillServer`: it takes orders from the network to `Engine.submit_prefill` and sends
-what the engine reports through `engine.contract.LayerListener`.
+fill. The prefill end (`prefill.server`) takes orders from the network to `Engine.submit_prefill` and sends what the
+engine reports through `engine.contract.LayerListener`.
 
 Invariants of every transport:
 
@@ -20,12 +20,11 @@ others follow through a `GroupChannel`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from tandem_worker.engine.contract import Engine, EngineStats, LayerListener, RemotePrefill, RemotePrefillResult
-from tandem_worker.transfer.layout import KVLayout, KVShard, RankAddress
+from tandem_worker.transfer.layout import KVShard, RankAddress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,60 +102,6 @@ class TransferStats:
     """What peers were refused, by `quotas.Quota`."""
 
 
-class PrefillEngine(Protocol):
-    """The part of `engine.contract.Engine` that the prefill end uses."""
-
-    def submit_prefill(self, order: RemotePrefill, listener: LayerListener) -> None:
-        """Compute a prompt for a peer; `listener` is told what may be sent."""
-        ...
-
-    def release(self, request_id: str) -> None:
-        """The blocks of the prompt are sent or not wanted: they may be used again."""
-        ...
-
-    def abort(self, request_id: str) -> None:
-        """End a prompt that is waiting or being computed. One that has ended is ignored."""
-        ...
-
-    def stats(self) -> EngineStats: ...
-
-
-class DecodeEngine(Protocol):
-    """The part of `engine.contract.Engine` that the decode end uses."""
-
-    def remote_prefill_overdue(self, request_id: str, generation: int) -> None:
-        """The peer has not begun with the prompt for long. An older generation is ignored."""
-        ...
-
-    def remote_prefill_done(self, result: RemotePrefillResult) -> None:
-        """Every block is written: choose the first token. An older generation is ignored."""
-        ...
-
-    def remote_prefill_failed(self, request_id: str, generation: int, reason: str) -> None:
-        """Prefill here instead; `reason` is for the log. An older generation is ignored."""
-        ...
-
-
-class PrefillServer(Protocol):
-    """Prefill end of a transport."""
-
-    def start(self) -> None:
-        """Accept peers. Raises OSError when the port is taken, ThreadStartError."""
-        ...
-
-    def drain(self) -> None:
-        """Refuse new orders; those inside go on."""
-        ...
-
-    def close(self) -> None:
-        """Drop every peer; their orders are aborted and released."""
-        ...
-
-    def stats(self) -> TransferStats:
-        """What has been counted so far, over all peers. Any thread."""
-        ...
-
-
 class GroupChannel(Protocol):
     """Rank 0's way to the other ranks of its worker."""
 
@@ -169,9 +114,6 @@ class GroupChannel(Protocol):
         """Any thread. Each follower handles `message` in the order of the posts and steps that it is sent: after the
         steps that were sent before it are computed, before those that are sent later."""
         ...
-
-
-Clock = Callable[[], float]
 
 
 @dataclass(slots=True)
@@ -217,20 +159,3 @@ class CoveredTime:
             began, ended = min(began, first), max(ended, last)
         self.seconds += max(0.0, ended - began - known)  # rounding must not take anything back
         self._covered.append((began, ended))
-
-
-__all__ = [
-    "BandwidthMeter",
-    "CoveredTime",
-    "DecodeEngine",
-    "Engine",
-    "GroupChannel",
-    "Identity",
-    "KVLayout",
-    "KVShard",
-    "PrefillEngine",
-    "PrefillServer",
-    "RankAddress",
-    "TransferStats",
-    "TransferTimeouts",
-]

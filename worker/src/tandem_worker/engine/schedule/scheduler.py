@@ -58,9 +58,12 @@ class Scheduler:
         self,
         limits: SchedulerLimits,
         blocks: BlockManager,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
         host: HostBlocks | None = None,
+        wall: Callable[[], float] = time.time,
     ) -> None:
+        """`clock` is that of arrivals, which must not be set: who came while it was ahead would wait until it is there
+        again. `wall` has unix seconds, in which others are told when blocks were last used."""
         if limits.max_batch_tokens <= blocks.block_size:
             raise ValueError(
                 f"max_batch_tokens ({limits.max_batch_tokens}) must exceed the block size ({blocks.block_size}): "
@@ -78,6 +81,7 @@ class Scheduler:
         self.prefill_rate: Callable[[], float | None] = lambda: None
         """Prompt tokens that are computed per second; None while that is not known."""
         self._clock = clock
+        self._wall = wall
         # Decodes always fit into the budget and leave room for one block of prefill.
         self.max_running = min(limits.max_running, limits.max_batch_tokens - blocks.block_size)
         self.running: list[Sequence] = []
@@ -94,7 +98,7 @@ class Scheduler:
         self.running_tokens = 0
         """Tokens in the contexts of running sequences."""
         self.queued_prefill_tokens = 0
-        """Tokens to be computed before their sequences decode, without those already found in the cache."""
+        """Tokens to be computed here before their sequences decode, without those already found in the cache."""
         self.num_recomputed = 0
         """Preemptions after which KV is computed again."""
         self.num_moved = 0
@@ -531,7 +535,7 @@ class Scheduler:
     def _release_blocks(self, sequence: Sequence) -> None:
         """Let go of a sequence's blocks; they stay cached as far as they have names."""
         if sequence.block_ids:
-            self.blocks.release(sequence.block_ids, sequence.chain[: sequence.num_named], self._clock())
+            self.blocks.release(sequence.block_ids, sequence.chain[: sequence.num_named], self._wall())
         sequence.block_ids = []
         sequence.num_computed = sequence.num_planned = sequence.num_named = 0
         sequence.decoding = False
@@ -547,6 +551,8 @@ class Scheduler:
 
     def _count_queued(self, sequence: Sequence) -> None:
         """Bring this sequence's share of `queued_prefill_tokens` up to date."""
-        tokens = 0 if sequence.decoding else sequence.num_tokens - sequence.num_planned - sequence.num_saved
+        elsewhere = sequence.state is SequenceState.RECEIVING
+        tokens = sequence.num_tokens - sequence.num_planned - sequence.num_saved
+        tokens = 0 if sequence.decoding or elsewhere else tokens
         self.queued_prefill_tokens += tokens - sequence.queued_tokens
         sequence.queued_tokens = tokens

@@ -152,9 +152,12 @@ class ChatEncoder:
             "logprobs": None,
             "finish_reason": None,
         }
-        if self.head.return_token_ids:
-            choice["prompt_token_ids"] = prompt_token_ids
-        return self._event(index, choice)
+        written = self._event(index, choice)
+        if self.head.return_token_ids and index == 0:
+            written = b'%b],"prompt_token_ids":%b%b' % (
+                written.removesuffix(self._tail), orjson.dumps(prompt_token_ids), self._tail[1:]
+            )  # fmt: skip
+        return written
 
     def update(self, index: int, update: Update) -> bytes:
         plain = not (update.reasoning or update.tools or update.logprobs or self.head.return_token_ids)
@@ -200,10 +203,13 @@ class ChatEncoder:
         return choice
 
     def response(self, choices: Sequence[Update], prompts: Sequence[Sequence[int]], usage: Usage) -> Steps[list[bytes]]:
-        written = (self._choice(index, *each) for index, each in enumerate(zip(choices, prompts, strict=True)))
-        return (yield from _join_response(self.head.fields("chat.completion"), written, usage))
+        written = (self._choice(index, each) for index, each in enumerate(choices))
+        fields = self.head.fields("chat.completion")
+        if self.head.return_token_ids:
+            fields["prompt_token_ids"] = prompts[0]
+        return (yield from _join_response(fields, written, usage))
 
-    def _choice(self, index: int, update: Update, prompt: Sequence[int]) -> Steps[dict[str, Any]]:
+    def _choice(self, index: int, update: Update) -> Steps[dict[str, Any]]:
         calls = join_tool_deltas(update.tools)
         message: dict[str, Any] = {
             "role": "assistant",
@@ -217,7 +223,6 @@ class ChatEncoder:
         logprobs = (yield from chat_logprobs(self._names, update.logprobs)) if self.head.with_logprobs else None
         choice = {"index": index, "message": message, "logprobs": logprobs, **_end(update)}
         if self.head.return_token_ids:
-            choice["prompt_token_ids"] = prompt
             choice["token_ids"] = update.token_ids
         return choice
 

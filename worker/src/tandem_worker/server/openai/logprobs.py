@@ -77,10 +77,9 @@ def legacy_logprobs(
 
 
 def _legacy_top(names: TokenNames, logprob: TokenLogprob) -> dict[str, float]:
-    top = {_legacy_text(names, token_id): finite(value) for token_id, value in logprob.top}
-    # The sampled token is always listed, as OpenAI does.
-    top.setdefault(_legacy_text(names, logprob.token_id), finite(logprob.logprob))
-    return top
+    """The sampled token is always listed, as OpenAI does, and first, as clients of vLLM read it."""
+    sampled = {_legacy_text(names, logprob.token_id): finite(logprob.logprob)}
+    return sampled | {_legacy_text(names, token_id): finite(value) for token_id, value in logprob.top}
 
 
 def _legacy_text(names: TokenNames, token_id: int) -> str:

@@ -21,6 +21,10 @@ MAX_STOPS = 4
 MAX_STOP_LENGTH = 1024
 MAX_STOP_TOKENS = 64
 MAX_LOGIT_BIAS = 1024
+MAX_BIAS_LENGTH = 64
+"""Characters of a text that names a token."""
+MAX_BAD_WORDS = 64
+MAX_BAD_WORD_LENGTH = 128
 _MAX_DIGITS = 19
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
@@ -38,6 +42,8 @@ class CommonOptions:
     frequency_penalty: float
     repetition_penalty: float
     logit_bias: dict[int, float]
+    text_bias: dict[str, float]
+    """Biases whose keys are texts."""
     seed: int
     stop: tuple[str, ...]
     stop_token_ids: frozenset[int]
@@ -60,6 +66,7 @@ class CommonOptions:
     """Logprobs name tokens by their ids."""
     allowed_token_ids: tuple[int, ...] | None
     """None: all."""
+    bad_words: tuple[str, ...]
     truncate_prompt: int | None
     """The last so many tokens of the prompt are taken; -1: as many as fit."""
     ignored: tuple[str, ...]
@@ -73,6 +80,7 @@ def parse_common(fields: Fields, vocab_size: int) -> CommonOptions:
     stream = fields.boolean("stream")
     seed = fields.integer("seed", minimum=INT64_MIN, maximum=INT64_MAX)
     include_usage, continuous_usage = _stream_options(fields, stream)
+    logit_bias, text_bias = _logit_bias(fields, vocab_size)
     # SGLang's name, and vLLM's. A fast tokenizer puts no spaces between special tokens either way.
     untrimmed = fields.boolean("no_stop_trim")
     fields.boolean("spaces_between_special_tokens")
@@ -85,7 +93,8 @@ def parse_common(fields: Fields, vocab_size: int) -> CommonOptions:
         presence_penalty=fields.number("presence_penalty", minimum=-2.0, maximum=2.0) or 0.0,
         frequency_penalty=fields.number("frequency_penalty", minimum=-2.0, maximum=2.0) or 0.0,
         repetition_penalty=_default(fields.number("repetition_penalty", minimum=0.01, maximum=10.0), 1.0),
-        logit_bias=_logit_bias(fields, vocab_size),
+        logit_bias=logit_bias,
+        text_bias=text_bias,
         seed=secrets.randbits(63) if seed is None else seed,
         stop=_stop(fields),
         stop_token_ids=_stop_token_ids(fields, vocab_size),
@@ -102,6 +111,7 @@ def parse_common(fields: Fields, vocab_size: int) -> CommonOptions:
         show_special=not fields.boolean("skip_special_tokens", default=True),
         tokens_as_ids=fields.boolean("return_tokens_as_token_ids"),
         allowed_token_ids=_allowed_token_ids(fields, vocab_size),
+        bad_words=_bad_words(fields),
         truncate_prompt=take_truncation(fields),
         ignored=tuple(fields.ignored or ()),
     )
@@ -139,6 +149,7 @@ def take_truncation(fields: Fields) -> int | None:
 def to_sampling(
     options: CommonOptions,
     *,
+    logit_bias: dict[int, float],
     max_tokens: int,
     num_logprobs: int | None,
     eos_token_ids: frozenset[int],
@@ -161,7 +172,7 @@ def to_sampling(
         presence_penalty=options.presence_penalty,
         frequency_penalty=options.frequency_penalty,
         repetition_penalty=options.repetition_penalty,
-        logit_bias=options.logit_bias,
+        logit_bias=logit_bias,
         seed=options.seed,
         num_logprobs=num_logprobs,
         stop_token_ids=options.stop_token_ids | (frozenset() if options.ignore_eos else eos_token_ids),
@@ -227,20 +238,42 @@ def _allowed_token_ids(fields: Fields, vocab_size: int) -> tuple[int, ...] | Non
     )
 
 
-def _logit_bias(fields: Fields, vocab_size: int) -> dict[int, float]:
+def _bad_words(fields: Fields) -> tuple[str, ...]:
+    value = fields.take("bad_words") or []
+    if not isinstance(value, list):
+        wrong_type("bad_words", "an array of strings", value)
+    if len(value) > MAX_BAD_WORDS:
+        refuse("bad_words", f"At most {MAX_BAD_WORDS} words are supported.", "array_above_max_length")
+    for index, item in enumerate(value):
+        path = f"bad_words[{index}]"
+        if not isinstance(item, str):
+            wrong_type(path, "a string", item)
+        if not item.strip(" "):
+            refuse(path, f"'{path}' must not be empty.", "empty_string")
+        if len(item) > MAX_BAD_WORD_LENGTH:
+            refuse(path, f"'{path}' is longer than {MAX_BAD_WORD_LENGTH} characters.", "string_above_max_length")
+    return tuple(value)
+
+
+def _logit_bias(fields: Fields, vocab_size: int) -> tuple[dict[int, float], dict[str, float]]:
+    """By token id, and those that are named by a text."""
     value = fields.raw_object("logit_bias") or {}
     if len(value) > MAX_LOGIT_BIAS:
         refuse("logit_bias", f"At most {MAX_LOGIT_BIAS} biases are supported.", "object_above_max_properties")
     biases: dict[int, float] = {}
+    texts: dict[str, float] = {}
     for key, bias in value.items():
-        # Unicode digits such as "²" pass isdigit(), "01" names the same token as "1", and Python reads no number of
-        # thousands of digits.
-        if len(key) > _MAX_DIGITS or not (key.isascii() and key.isdigit()) or str(int(key)) != key:
+        path = f"logit_bias.{key[:MAX_BIAS_LENGTH]}"
+        amount = check_number(bias, path, -100.0, 100.0)
+        if key.isascii() and key.isdigit() and len(key) <= _MAX_DIGITS and str(int(key)) == key:
+            biases[check_integer(int(key), path, 0, vocab_size - 1)] = amount
+        elif not key or len(key) > MAX_BIAS_LENGTH or key.lstrip("+-").isdigit():
+            # Whoever writes "01" or "-1" means an id, and "²" is a digit to Python too.
             sentence = f"Invalid key '{key[:80]}' in 'logit_bias': keys are token ids, which /tokenize tells."
             refuse("logit_bias", sentence, "invalid_value")
-        token = check_integer(int(key), f"logit_bias.{key}", 0, vocab_size - 1)
-        biases[token] = check_number(bias, f"logit_bias.{key}", -100.0, 100.0)
-    return biases
+        else:
+            texts[key] = amount
+    return biases, texts
 
 
 def _stream_options(fields: Fields, stream: bool) -> tuple[bool, bool]:
@@ -253,11 +286,7 @@ def _stream_options(fields: Fields, stream: bool) -> tuple[bool, bool]:
     include_usage = options.boolean("include_usage")
     # Padding against traffic analysis is the concern of whoever ends TLS; it changes no content.
     options.boolean("include_obfuscation")
-    continuous = options.boolean("continuous_usage_stats")
-    if continuous and not include_usage:
-        refuse(
-            "stream_options.continuous_usage_stats",
-            "'continuous_usage_stats' is only allowed when 'include_usage' is true.",
-        )
+    # As with vLLM it says how the usage is told, and 'include_usage' whether.
+    continuous = options.boolean("continuous_usage_stats") and include_usage
     options.finish()
     return include_usage, continuous

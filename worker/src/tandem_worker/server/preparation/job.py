@@ -16,7 +16,9 @@ from tandem_worker.server.preparation.fitting import LengthBound
 from tandem_worker.server.preparation.preparing import Prepared, Preparer, PromptRules, reduce
 from tandem_worker.server.text.prompting import Prompter
 
-KINDS = ("chat", "completion", "responses", "messages", "count", "embedding", "tokenize", "detokenize")
+KINDS = (
+    "chat", "completion", "responses", "messages", "count", "embedding", "score", "rerank", "tokenize", "detokenize"
+)  # fmt: skip
 SETUP = f"{__name__}:setup"
 
 _MESSAGE_CHARACTERS = 4096

@@ -23,6 +23,7 @@ from tandem_worker.server.openai.embedding_request import EmbeddingRequest, pars
 from tandem_worker.server.openai.fields import Fields, refuse, wrong_type
 from tandem_worker.server.openai.output_format import ResponseFormat
 from tandem_worker.server.openai.renaming import rename, renamed_errors
+from tandem_worker.server.openai.score_request import ScoreRequest, parse_rerank, parse_score
 from tandem_worker.server.preparation.fitting import LengthBound
 from tandem_worker.server.responses import request as responses
 from tandem_worker.server.structured.errors import GrammarError
@@ -150,7 +151,14 @@ class PreparedEmbedding:
     tokens: Sequence[Tokens]
 
 
-Prepared = PreparedChat | PreparedCompletion | PreparedEmbedding | bytes
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedScore:
+    request: ScoreRequest
+    tokens: Sequence[Tokens]
+    """Of the queries, then of the documents."""
+
+
+Prepared = PreparedChat | PreparedCompletion | PreparedEmbedding | PreparedScore | bytes
 """Bytes are an answer in JSON, ready to be sent."""
 
 
@@ -191,6 +199,8 @@ class Preparer:
             "messages": self._messages,
             "count": self._count,
             "embedding": self._embedding,
+            "score": lambda body, lenient: self._compare(parse_score(body)),
+            "rerank": lambda body, lenient: self._compare(parse_rerank(body)),
             "tokenize": self._tokenize,
             "detokenize": self._detokenize,
         }
@@ -321,9 +331,7 @@ class Preparer:
         request = parse_embedding(body, rules.vocab_size, rules.embedding_size)
         request = dataclasses.replace(request, model=rules.name if request.model is None else request.model)
         rules.check_name(request.model or "")
-        most = None if request.truncate_prompt is None else rules.max_model_len
-        if request.truncate_prompt is not None and request.truncate_prompt > 0:
-            most = request.truncate_prompt
+        most = self._longest_input(request.truncate_prompt)
         texts: list[Text] = []
         for index, each in enumerate(request.inputs):
             path = "input" if len(request.inputs) == 1 else f"input[{index}]"
@@ -337,6 +345,23 @@ class Preparer:
             return PreparedEmbedding(request=request, tokens=tokens)
 
         return Draft(texts, finish)
+
+    def _compare(self, request: ScoreRequest) -> Draft:
+        rules = self._rules
+        request = dataclasses.replace(request, model=rules.name if request.model is None else request.model)
+        rules.check_name(request.model or "")
+        most = self._longest_input(request.truncate_prompt)
+        texts = [
+            Text(text, True, self._input_check(path, most))
+            for text, path in zip((*request.queries, *request.documents), request.paths, strict=True)
+        ]
+        return Draft(
+            texts, lambda encoded: PreparedScore(request=request, tokens=[_last(each, most) for each in encoded])
+        )
+
+    def _longest_input(self, truncate: int | None) -> int | None:
+        """Tokens that are taken of a text that gets no answer; None: all, or it is refused."""
+        return self._rules.max_model_len if truncate == -1 else truncate
 
     def _input_check(self, path: str, most: int | None) -> Callable[[int, bool], None]:
         def check(num_tokens: int, least: bool) -> None:
@@ -456,6 +481,8 @@ def reduce(prepared: Prepared) -> Prepared:
                 request=dataclasses.replace(prepared.request, inputs=()),
                 tokens=[array("i", each) for each in prepared.tokens],
             )
+        case PreparedScore():
+            return dataclasses.replace(prepared, tokens=[array("i", each) for each in prepared.tokens])
         case bytes():
             return prepared
 

@@ -23,6 +23,7 @@ from tandem_worker.server.structured.errors import GrammarError, GrammarUnavaila
 from tandem_worker.server.structured.grammar import AfterReasoningFactory, TokenGrammarFactory
 from tandem_worker.server.text import reasoning
 from tandem_worker.server.text.output import TextParser
+from tandem_worker.server.text.words import bad_words
 from tandem_worker.server.tools.formats import GENERIC_FORMAT, ToolFormat, build_grammar
 
 
@@ -38,7 +39,7 @@ async def shape_completion(request: CompletionRequest, model: ServedModel) -> Gr
     """The grammar of a text that goes on from a prompt. Raises RequestError, ServiceError."""
     answer = request.response_format
     if answer.kind == "text":
-        return _allowed_tokens(request.common, model)
+        return _named_tokens(request.common, model)
     work = _Compiling(model.grammars, time.monotonic() + REQUEST_SECONDS)
     _check_options(request.common)
     if answer.definition:
@@ -46,9 +47,12 @@ async def shape_completion(request: CompletionRequest, model: ServedModel) -> Gr
     return await _answer_grammar(answer, work)
 
 
-def _allowed_tokens(options: CommonOptions, model: ServedModel) -> GrammarFactory | None:
+def _named_tokens(options: CommonOptions, model: ServedModel) -> GrammarFactory | None:
+    """Holds an answer without a grammar to the tokens that the request allows. Raises RequestError."""
     if options.allowed_token_ids is None:
-        return None
+        return bad_words(options, model)
+    if options.bad_words:
+        raise RequestError("'bad_words' is not allowed with 'allowed_token_ids'.", param="bad_words")
     return AllowedTokens(options.allowed_token_ids, model.vocab_size)
 
 
@@ -67,7 +71,7 @@ async def shape_answer(request: ChatRequest, model: ServedModel, prompt: str) ->
         if model.reasons:
             grammar = _after_reasoning(grammar, model, prompt, inside=inside)
     else:
-        grammar = _allowed_tokens(request.common, model)
+        grammar = _named_tokens(request.common, model)
     marks = (tool_format.marks if tool_format is not None else ()) + (
         (reasoning.BEGIN, reasoning.END) if model.reasons else ()
     )
@@ -236,6 +240,8 @@ def _check_options(options: CommonOptions) -> None:
     """Options that contradict a grammar, which alone says what the answer is and when it is over."""
     if options.allowed_token_ids is not None:
         raise RequestError("'allowed_token_ids' is not allowed with structured output.", param="allowed_token_ids")
+    if options.bad_words:
+        raise RequestError("'bad_words' is not allowed with structured output.", param="bad_words")
     if options.ignore_eos:
         raise RequestError("'ignore_eos' is not allowed with structured output.", param="ignore_eos")
     if options.min_tokens:

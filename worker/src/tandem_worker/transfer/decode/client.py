@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 
 from tandem_api.keys import KeyRing, open_ring
 
-from tandem_worker.engine.contract import RemotePrefill, RemotePrefillResult
+from tandem_worker.engine.contract import DecodeEngine, RemotePrefill, RemotePrefillResult
 from tandem_worker.host.vitals import Vitals
 from tandem_worker.transfer.blocks import BlockSpace
-from tandem_worker.transfer.contract import DecodeEngine, GroupChannel, Identity, TransferStats, TransferTimeouts
+from tandem_worker.transfer.contract import GroupChannel, Identity, TransferStats, TransferTimeouts
 from tandem_worker.transfer.decode.receiver import Intake, IntakeListener, RankReceiver
 from tandem_worker.transfer.errors import TransferError
 from tandem_worker.transfer.layout import RankAddress

@@ -16,13 +16,14 @@ from dataclasses import replace
 
 from tandem_api.keys import KeyRing, open_ring
 
+from tandem_worker.engine.contract import PrefillEngine
 from tandem_worker.host.allocator import trim_memory
 from tandem_worker.host.errors import ThreadStartError
 from tandem_worker.host.peers.door import Door
 from tandem_worker.host.peers.handshake import Purpose, Refusal
 from tandem_worker.host.vitals import Vitals
 from tandem_worker.transfer.blocks import BlockSpace
-from tandem_worker.transfer.contract import GroupChannel, Identity, PrefillEngine, TransferStats, TransferTimeouts
+from tandem_worker.transfer.contract import GroupChannel, Identity, TransferStats, TransferTimeouts
 from tandem_worker.transfer.errors import QuotaError, TransferError
 from tandem_worker.transfer.messages import Message, decode_message, encode_message
 from tandem_worker.transfer.prefill.outbox import Outbox
@@ -38,7 +39,7 @@ _ENDED_PER_TRIM = 32
 
 
 class TcpPrefillServer:
-    """Implements `transfer.contract.PrefillServer`."""
+    """The prefill end of the transport: what `transfer.contract` asks of it. Methods may be called from any thread."""
 
     def __init__(
         self,
@@ -79,6 +80,7 @@ class TcpPrefillServer:
         self._door: Door | None = None
 
     def start(self) -> None:
+        """Accept peers. Raises OSError when the port is taken, ThreadStartError."""
         family = socket.AF_INET6 if ":" in self._address[0] else socket.AF_INET
         listener = socket.create_server(self._address, family=family, backlog=128)
         self._port = listener.getsockname()[1]
@@ -93,6 +95,7 @@ class TcpPrefillServer:
         return self._port
 
     def drain(self) -> None:
+        """Refuse new orders; those inside go on."""
         self._draining = True
 
     def handle(self, message: bytes) -> None:
@@ -100,6 +103,7 @@ class TcpPrefillServer:
         self._outbox.handle(decode_message(message))
 
     def stats(self) -> TransferStats:
+        """What has been counted so far, over all peers. Any thread."""
         with self._lock:
             connections = sum(session.established for session in self._sessions)
         refused = Counter[Refusal]() if self._door is None else self._door.refusals
@@ -117,6 +121,7 @@ class TcpPrefillServer:
             )
 
     def close(self) -> None:
+        """Drop every peer; their orders are aborted and released."""
         self._closed = True
         if self._door is not None:
             self._door.close()

@@ -15,14 +15,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from tandem_worker.engine.contract import RemotePrefill
+from tandem_worker.engine.contract import PrefillEngine, RemotePrefill
 from tandem_worker.host.errors import WorkerError
 from tandem_worker.host.vitals import Vitals
 from tandem_worker.transfer import protocol
 from tandem_worker.transfer.blocks import BlockReader, BlockSpace
 from tandem_worker.transfer.channel import Channel, Waker, configure
 from tandem_worker.transfer.checksums import sum_blocks
-from tandem_worker.transfer.contract import Identity, PrefillEngine, TransferTimeouts
+from tandem_worker.transfer.contract import Identity, TransferTimeouts
 from tandem_worker.transfer.errors import IntegrityError, QuotaError, TransferError
 from tandem_worker.transfer.prefill.outbox import Outbox, ReadyBlocks
 from tandem_worker.transfer.prefill.outgoing import Ended, FlowWatch, Outgoing, SessionTotals, count_up
