@@ -13,15 +13,20 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Protocol, TypeVar
 
+from tandem_sim.comparison import Rate, judge
+from tandem_sim.plot import draw_studies, name_targets
 from tandem_sim.shapes import build_ramp, build_spike
+from tandem_sim.workload import Workload
 
 from bench.autoscaling.runs import BASELINES, REFERENCES, Case, Row, build_planner, find_static, run
-from bench.autoscaling.scenario import Scenario, load_scenarios
-from bench.autoscaling.studies import ABLATIONS, run_ablation, run_ceiling, run_overload, run_speed, run_split
+from bench.autoscaling.scenario import TPOT, TTFT, load_scenarios
+from bench.autoscaling.studies import ABLATIONS, SPLITS, run_ablation, run_ceiling, run_overload, run_speed, run_split
 
 Files = tuple[Path | None, Path | None]
 SECTIONS = ("ramps", "spikes", "ablation", "overload", "split", "speed")
+Result = TypeVar("Result")
 GOOD = 0.96
 """The attainment below which a static fleet is no comparison."""
 
@@ -38,7 +43,7 @@ def main() -> None:
 
 
 def _build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench.autoscaling", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m bench.autoscaling", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--conversation", type=Path, help="a trace in Mooncake's format")
     parser.add_argument("--azure", type=Path, help="a trace in Azure's format")
     parser.add_argument(
@@ -47,6 +52,7 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--starts", type=_numbers, default=[15.0, 45.0, 180.0], metavar="N,N", help="start-up seconds")
     parser.add_argument("--only", type=lambda text: text.split(","), default=list(SECTIONS), metavar="SECTION,..",
                         help=f"of {', '.join(SECTIONS)}")  # fmt: skip
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the section split there, as .png and .svg")
     parser.add_argument("--processes", type=int, default=2)
     return parser
 
@@ -55,17 +61,18 @@ def _numbers(text: str) -> list[float]:
     return [float(part) for part in text.split(",")]
 
 
-def _share(pool: ProcessPoolExecutor, work: Callable[..., Row], calls: Sequence[tuple[object, ...]]) -> list[Row]:
+def _share(pool: ProcessPoolExecutor, work: Callable[..., Result], calls: Sequence[tuple[object, ...]]) -> list[Result]:
     return list(pool.map(work, *zip(*calls, strict=True)))
 
 
-Share = Callable[[Callable[..., Row], Sequence[tuple[object, ...]]], list[Row]]
+class Share(Protocol):
+    def __call__(self, work: Callable[..., Result], calls: Sequence[tuple[object, ...]]) -> list[Result]: ...
 
 
 # what one process does
 
 
-def _find(files: Files, trace: str) -> Scenario:
+def _find(files: Files, trace: str) -> Workload:
     return load_scenarios(*files)[trace]
 
 
@@ -149,15 +156,32 @@ def _compare_overload(share: Share, files: Files, options: argparse.Namespace) -
 
 
 def _compare_split(share: Share, files: Files, options: argparse.Namespace) -> dict[str, object]:
-    calls = [
-        (files, trace, load, prefills)
-        for trace, loads in (("conversation", (1.0, 2.0, 3.0, 4.0)), ("azure", (2.0, 4.0, 6.0, 8.0)))
-        for load in loads
-        for prefills in (0, 3, 4, 5, 6, 7)
-    ]
-    rows = share(run_split, calls)
-    _print("8 GPUs: all do both, or some prefill and the others decode", rows)
-    return {str(row["policy"]): row for row in rows}
+    calls = [(files, trace, load) for trace, loads in SPLITS.items() for load in loads]
+    rates = share(run_split, calls)
+    result: dict[str, object] = {}
+    drawn: list[tuple[str, list[Rate], dict[str, float]]] = []
+    for trace in SPLITS:
+        own = [rate for (_, name, _), rate in zip(calls, rates, strict=True) if name == trace]
+        _print(f"8 GPUs, {trace}: prefill and decode apart, or all aggregated", [_flatten(rate) for rate in own])
+        print("  " + json.dumps(judge(own, GOOD)), flush=True)
+        result[trace] = {"requests_per_second_within_targets": judge(own, GOOD), "rates": [rate.row() for rate in own]}
+        scenario = load_scenarios(*files)[trace]
+        targets = name_targets(TTFT.limit(scenario.prompts.tokens), TPOT.seconds, GOOD)
+        drawn.append((f"{trace}: {scenario.profile.name}, 8 GPUs", own, targets))
+    if options.plot:
+        draw_studies(drawn, options.plot)
+    return result
+
+
+def _flatten(rate: Rate) -> Row:
+    row: Row = {"policy": f"{rate.requests_per_second:.2f} requests/s"}
+    for kind, trial in zip(("apart", "convertible", "both"), rate.trials, strict=True):
+        fleet, seen = trial.fleet, trial.seen
+        row[f"{kind[:4]} fleet"] = f"{fleet.prefills}:{fleet.decodes}" if fleet.prefills else f"step {fleet.chunk}"
+        row[f"{kind[:4]} good"] = round(seen.attainment, 4)
+        row[f"{kind[:4]} ttft"] = round(seen.ttft_p90, 3)
+        row[f"{kind[:4]} ms"] = round(1000 * seen.token_p90, 1)
+    return row
 
 
 def _compare_speed(share: Share, files: Files, options: argparse.Namespace) -> dict[str, object]:

@@ -16,18 +16,19 @@ from tandem_sim.replay import Policy, Setting, Simulation
 from tandem_sim.result import Replay
 from tandem_sim.shapes import Shape, play
 from tandem_sim.traces import Arrival
+from tandem_sim.workload import D, Intensity, P, Workload
 
-from bench.autoscaling.scenario import TPOT, TTFT, D, Intensity, P, Scenario
+from bench.autoscaling.scenario import TPOT, TTFT
 
 Row = dict[str, float | str]
-Build = Callable[[Scenario, Sequence[Arrival]], Policy]
+Build = Callable[[Workload, Sequence[Arrival]], Policy]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """One load on one trace."""
 
-    scenario: Scenario
+    scenario: Workload
     shape: Shape
     load: float
     start_up: float = 45.0
@@ -74,7 +75,7 @@ REFERENCES: dict[str, Build] = {
 }
 
 
-def build_planner(scenario: Scenario, tuning: Tuning | None = None) -> Autoscaler:
+def build_planner(scenario: Workload, tuning: Tuning | None = None) -> Autoscaler:
     return Autoscaler(scenario.spec(tuning))
 
 

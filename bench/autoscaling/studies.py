@@ -10,14 +10,22 @@ from time import process_time
 import numpy as np
 from tandem_operator.scaling.contract import Target, Tuning
 from tandem_sim.baselines import Ceiling
+from tandem_sim.comparison import Rate, compare
 from tandem_sim.replay import Simulation
 from tandem_sim.shapes import Shape, build_constant, build_ramp, build_spike
+from tandem_sim.workload import D, P
 
 from bench.autoscaling.runs import Case, Row, build_planner, measure, run
-from bench.autoscaling.scenario import TTFT, D, P, load_scenarios
+from bench.autoscaling.scenario import TTFT, load_scenarios
 
 Files = tuple[Path | None, Path | None]
 GPUS = 8
+SPLIT_SECONDS = 300.0
+SPLITS = {
+    "conversation": (1.0, 1.25, 1.5, 1.75, 2.0, 2.5),
+    "azure": (1.0, 1.5, 2.0, 3.0, 3.5, 4.0, 5.0),
+}
+"""Loads at which prefill and decode apart are compared with workers that do both."""
 
 ABLATIONS: dict[str, tuple[Tuning, dict[str, object]]] = {
     "all terms": (Tuning(), {}),
@@ -77,16 +85,12 @@ def run_overload(files: Files, trace: str) -> Row:
     }
 
 
-def run_split(files: Files, trace: str, load: float, prefills: int) -> Row:
-    """Some minutes of steady load on 8 GPUs; no prefill replicas: all compute prompts in chunks beside answers."""
-    scenario = load_scenarios(*files)[trace]
-    case = Case(scenario=scenario, shape=build_constant(420.0), load=load)
-    if prefills:
-        row, _ = run(case, None, {P: prefills, D: GPUS - prefills})
-    else:
-        row, _ = run(case, None, {D: GPUS}, prefill=None)
-    name = f"{trace} x{load:g}, {f'{prefills}+{GPUS - prefills}' if prefills else 'all both'}"
-    return {"policy": name, **{key: row[key] for key in ("attainment", "ttft_p90", "token_ms_p90")}}
+def run_split(files: Files, trace: str, load: float) -> Rate:
+    """Some minutes of steady load on 8 GPUs: the best ratio of prefill to decode, and the best step of workers that do
+    both.
+    """
+    (rate,) = compare(load_scenarios(*files)[trace], GPUS, seconds=SPLIT_SECONDS, loads=[load])
+    return rate
 
 
 def run_speed(files: Files, kind: str) -> Row:

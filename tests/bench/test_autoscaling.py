@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from tandem_sim.profiles import H200, QWEN3_32B_FP8, build_profile
 from tandem_sim.shapes import build_ramp
-from tandem_sim.traces import make_requests
+from tandem_sim.synthetic import make_requests
+from tandem_sim.workload import D, P
 
 from bench.autoscaling.__main__ import _judge
 from bench.autoscaling.runs import Case, build_planner, find_static, run
-from bench.autoscaling.scenario import D, P, build_scenario
+from bench.autoscaling.scenario import build_scenario
 
 SCENARIO = build_scenario("made up", make_requests(rate=4.0, seconds=600), build_profile(QWEN3_32B_FP8, H200))
 CASE = Case(scenario=SCENARIO, shape=build_ramp(warm=300.0, rise=600.0, hold=600.0), load=1.0, start_up=20.0)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from tandem_sim.traces import Arrival, make_conversations, multiply, offered_tokens, read_trace
+from tandem_sim.synthetic import make_conversations
+from tandem_sim.traces import Arrival, multiply, offered_tokens, read_trace
 
 from bench.routing.fleet import Fleet
 from bench.routing.policies import LeastTokens, PerfectGreedy, RoundRobin, SessionHash, Tandem

@@ -13,7 +13,7 @@ from tandem_sim.fleet import StartUp
 from tandem_sim.profiles import H200, QWEN3_8B, build_profile
 from tandem_sim.replay import Setting, Simulation
 from tandem_sim.shapes import Shape, play
-from tandem_sim.traces import make_conversations
+from tandem_sim.synthetic import make_conversations
 
 P, D = Role.PREFILL, Role.DECODE
 VELOCITY = Velocity(prefill=1e4, decode=1000.0, sequences=50.0, kv_share=0.4)

@@ -13,7 +13,7 @@ from tandem_sim.fleet import StartUp
 from tandem_sim.profiles import GPUS, H200, MODELS, QWEN3_8B, build_profile
 from tandem_sim.replay import Failure, Setting, Simulation
 from tandem_sim.result import Replay, count_reversals
-from tandem_sim.traces import make_conversations
+from tandem_sim.synthetic import make_conversations
 
 PROFILE = build_profile(QWEN3_8B, H200)
 SETTING = Setting(

@@ -115,6 +115,70 @@ def test_a_prompt_beside_answers_slows_them_and_all_ends() -> None:
     assert run(prompt=True) > run(prompt=False) + 0.8 * PROFILE.prefill(8192, 0)
 
 
+def run_chunks(answers: list[int], prompt: int, output: int = 400) -> tuple[float, list[float]]:
+    """Step by step, with whole chunks: when the prompt is computed, and when each answer of so much context ends."""
+    now, done, ends = 0.0, 0.0, [0.0] * len(answers)
+    computed = 0.0
+    context, left = float(sum(answers)), output - 1
+    chunks = -(-prompt // (PROFILE.chunk_tokens - len(answers)))
+    while left or done < prompt:
+        chunk = prompt / chunks if done < prompt - 0.5 else 0.0
+        now += max(PROFILE.step_seconds, chunk * PROFILE.prefill_token_seconds)
+        now += PROFILE.prefill_pair_seconds * chunk * (done + chunk / 2)
+        if left:
+            now += PROFILE.step(len(answers), context) - PROFILE.step_seconds
+            context, left = context + len(answers), left - 1
+            ends = ends if left else [now] * len(answers)
+        done += chunk or 1.0
+        computed = now if chunk else computed
+    return computed, ends
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(10, 20_000), min_size=1, max_size=8), st.integers(1, 60_000))
+def test_chunks_beside_answers_take_as_long_as_a_loop_over_their_steps(answers: list[int], prompt: int) -> None:
+    worker = DecodeWorker("d", PROFILE, 0.0)
+    flights = [make(context, 400) for context in answers]
+    for flight in flights:
+        worker.join(flight, 0.0)
+    worker.submit(make(prompt, 1), 0.0)
+    computed = last = 0.0
+    while (at := worker.next_event()) < float("inf"):
+        ended, first = worker.finish(at)
+        computed = at if first else computed
+        last = at if ended else last
+    expected, ends = run_chunks(answers, prompt)
+    assert computed == pytest.approx(expected, rel=0.03)
+    assert last == pytest.approx(ends[0], rel=0.03)
+
+
+def test_short_prompts_share_a_step_and_a_lone_one_takes_a_whole_one() -> None:
+    def run(prompts: int) -> float:
+        worker = DecodeWorker("d", PROFILE, 0.0)
+        for _ in range(prompts):
+            worker.submit(make(4, 1), 0.0)
+        last = 0.0
+        while worker.queued_tokens:
+            last = worker.next_event()
+            worker.finish(last)
+        return last
+
+    assert run(1) == pytest.approx(PROFILE.step_seconds, rel=0.01)
+    assert run(20) < 10 * run(1)
+
+
+def test_workers_that_do_both_take_the_tighter_deadline_first_and_lose_no_work() -> None:
+    worker = DecodeWorker("d", PROFILE, 0.0, deadlines=True)
+    long, short = make(10_000, 1, due=30.0), make(1000, 1, due=3.0)
+    worker.submit(long, 0.0)
+    worker.submit(short, 1.0)
+    assert worker.finish(worker.next_event())[1] is short
+    last = worker.next_event()
+    assert worker.finish(last)[1] is long
+    whole = 11_000 * PROFILE.prefill_token_seconds + PROFILE.prefill_pair_seconds * (10_000**2 + 1000**2) / 2
+    assert last == pytest.approx(whole, rel=0.02)
+
+
 def test_a_lost_worker_gives_back_what_is_left_to_say() -> None:
     chance = random.Random(1)
     worker = DecodeWorker("d", PROFILE, 0.0)

@@ -66,9 +66,13 @@ class WorkerProfile:
     """Of one token."""
     link_bytes_per_second: float = float("inf")
     """Of the connection over which it sends or receives keys and values."""
+    first_token_seconds: float = 0.0
+    """From the end of computing a prompt to its first token, beside the link's time: nobody is busy with it."""
     max_sequences: int = 256
     chunk_tokens: int = 2048
-    """Prompt tokens in one step beside decodes, where a worker does both."""
+    """Tokens in one step, where a worker computes prompts beside decodes."""
+    chunk_overhead_tokens: float = 0.0
+    """A chunk beside decodes takes as long as so many prompt tokens more."""
 
     def prefill(self, uncached: int, cached: int) -> float:
         """Seconds that a prompt takes alone."""
@@ -79,6 +83,17 @@ class WorkerProfile:
         """Seconds of a decode step of so many sequences with so many tokens of context together."""
         return self.step_seconds + sequences * self.step_sequence_seconds + context * self.step_context_seconds
 
+    def mixed_step(self, sequences: float, context: float, chunk: float, before: float) -> float:
+        """Seconds of a step that also computes `chunk` tokens of a prompt of which `before` are there already.
+
+        Weights are read once for both: of reading them and of the chunk's arithmetic the longer counts. Attention to
+        the sequences' context and to what is there of the prompt comes on top; that within the chunk is left to the
+        caller, for whom `before` grows.
+        """
+        linear = max(self.step_seconds, (chunk + self.chunk_overhead_tokens) * self.prefill_token_seconds)
+        own = self.step(sequences, context) - self.step_seconds
+        return linear + own + chunk * before * self.prefill_pair_seconds
+
     def transfer(self, tokens: int) -> float:
         """Seconds that the link is busy with the blocks of a prompt."""
         return tokens * self.kv_bytes / self.link_bytes_per_second
@@ -88,6 +103,10 @@ PREFILL_EFFICIENCY = 0.5
 """Of the matrix rate. Assumed, not measured: what serving engines are commonly reported to reach on long prompts."""
 DECODE_EFFICIENCY = 0.65
 """Of the memory's rate: SGLang decodes Qwen3-8B on an H200 at 187 tokens/s, where reading the weights allows 286."""
+CHUNK_OVERHEAD_TOKENS = 128.0
+"""Assumed, neither measured nor from a source: chunks of 512 tokens then take a quarter longer than their share of a
+whole prompt, and chunks of 2,048 hardly any longer.
+"""
 MEMORY_SHARE = 0.9
 LINK = 25e9
 """Bytes per second: half of a 400 Gbit/s network card."""
@@ -136,5 +155,6 @@ def build_profile(model: Model, gpu: Gpu) -> WorkerProfile:
         step_context_seconds=model.kv_bytes / bandwidth,
         kv_tokens=int(room / model.kv_bytes),
         kv_bytes=model.kv_bytes,
+        chunk_overhead_tokens=CHUNK_OVERHEAD_TOKENS,
         link_bytes_per_second=LINK,
     )

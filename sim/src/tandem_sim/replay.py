@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Protocol
@@ -77,8 +77,17 @@ _ARRIVE, _READY, _WORKER, _JOIN, _DECIDE, _FAIL = range(6)
 class Simulation:
     """The state of one replay."""
 
-    def __init__(self, arrivals: Sequence[Arrival], setting: Setting, policy: Policy | None = None) -> None:
+    def __init__(
+        self,
+        arrivals: Sequence[Arrival],
+        setting: Setting,
+        policy: Policy | None = None,
+        *,
+        tell: Callable[[float], None] | None = None,
+    ) -> None:
+        """`tell` hears now and then which share of the requests has come."""
         self.setting = setting
+        self._tell = tell
         self.policy = policy
         self.now = 0.0
         self.router = Router()
@@ -117,6 +126,8 @@ class Simulation:
                 due = arrival.at + setting.ttft.limit(arrival.prompt)
                 flight = Flight(index, arrival.at, arrival.prompt, arrival.output, arrival.blocks, arrival.session, due)
                 index += 1
+                if self._tell is not None and not index & 0x7FF:
+                    self._tell(index / count)
                 self._open += 1
                 self.telemetry.arrive(flight)
                 self._offer(flight)
@@ -191,7 +202,7 @@ class Simulation:
         end = max(self.now + busy / 32, began + busy)
         worker.link_free = decode.link_free = max(decode.link_free, worker.link_free, began) + busy
         decode.link_busy += busy
-        return end + GATEWAY_SECONDS
+        return end + worker.profile.first_token_seconds + GATEWAY_SECONDS
 
     def _join(self, flight: Flight, restarts: int) -> None:
         """Its first token is there."""
@@ -294,7 +305,7 @@ class Simulation:
         return PrefillWorker(name, self.setting.prefill, now, deadlines=self.setting.deadlines)
 
     def _build_decode(self, name: str, now: float) -> AnyWorker:
-        return DecodeWorker(name, self.setting.decode, now)
+        return DecodeWorker(name, self.setting.decode, now, deadlines=self.setting.deadlines)
 
     def _apply(self) -> None:
         self.router.apply(worker for pool in self.pools.values() for worker in pool.ready)

@@ -77,7 +77,7 @@ class Router:
     def first_token(self, flight: Flight, now: float) -> None:
         if flight.reservation is None or flight.choice is None or flight.demand is None:
             return
-        self.scheduler.accept(flight.choice, flight.demand, now)
+        self.scheduler.accept(flight.choice, flight.demand, flight.reservation, now)
         flight.reservation.first_token(now)
         self.scheduler.estimator.learn_cached(
             prompt_tokens=flight.prompt, expected=flight.choice.known_tokens, cached=flight.hit

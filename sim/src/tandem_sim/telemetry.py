@@ -113,7 +113,7 @@ class Telemetry:
             kv_tokens_used=int(sum(worker.context for worker in workers)),
             kv_tokens_total=sum(worker.profile.kv_tokens for worker in workers),
             busy=busy / passed / len(ready) if ready else None,
-            step_seconds=sum(worker.step_seconds for worker in active) / len(active) if active else None,
+            step_seconds=sum(worker.decode_seconds for worker in active) / len(active) if active else None,
             transfer_share=max(links) / passed if links else None,
             starts=tuple(pool.starts[-LAST_STARTS:]),
         )

@@ -1,14 +1,14 @@
 """Models of workers: a prefill worker computes one prompt at a time, a decode worker steps a batch.
 
 Both are advanced from event to event and never step by step: between two events the batch is the same, so the time of
-n steps is a quadratic in n, because every step adds a token of context for every sequence.
+n steps is a quadratic in n, because every step adds a token of context for every sequence, and a chunk of context for
+a prompt beside them.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from heapq import heappop, heappush
-from math import sqrt
+from math import ceil, sqrt
 
 from tandem_api.names import Role
 from tandem_gateway.scheduling import Choice, Demand, Reservation
@@ -26,7 +26,7 @@ class Flight:
 
     __slots__ = (
         "arrived", "blocks", "choice", "chunks_end", "decode", "demand", "demoted", "due", "end", "first", "hit",
-        "index", "output", "prefill", "prompt", "reservation", "restarts", "session", "uncached", "work",
+        "index", "left", "output", "prefill", "prompt", "reservation", "restarts", "session", "uncached", "work",
     )  # fmt: skip
 
     def __init__(
@@ -43,6 +43,8 @@ class Flight:
         self.hit = self.uncached = 0
         self.work = 0.0
         """Seconds of computing its prompt that are left."""
+        self.left = 0.0
+        """Tokens of its prompt that are left, where a decode worker computes it."""
         self.first = self.end = NEVER
         self.demoted = False
         self.restarts = 0
@@ -77,23 +79,56 @@ class Worker:
         """Of its next event; older ones are void."""
 
 
+class PromptQueue:
+    """Prompts that wait, by arrival or by deadline."""
+
+    __slots__ = ("_deadlines", "_heap", "_order")
+
+    def __init__(self, *, deadlines: bool) -> None:
+        self._deadlines = deadlines
+        self._heap: list[tuple[float, int, Flight]] = []
+        self._order = 0
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def push(self, flight: Flight) -> None:
+        self._order += 1
+        heappush(self._heap, (flight.due if self._deadlines else self._order, self._order, flight))
+
+    def pop(self, now: float) -> Flight:
+        while True:
+            flight = heappop(self._heap)[2]
+            if not self._deadlines or not self._heap or not demote(flight, now + flight.work):
+                return flight
+            self.push(flight)
+
+    def interrupts(self, flight: Flight, current: Flight) -> bool:
+        """Whether a prompt that comes goes before the one under way."""
+        return self._deadlines and flight.due < current.due
+
+    def clear(self) -> list[Flight]:
+        """Empty it: what was in it."""
+        held = [flight for _, _, flight in self._heap]
+        self._heap.clear()
+        return held
+
+
 class PrefillWorker(Worker):
     """Prompts in the order of arrival or of deadlines; `deadlines` also lets a tighter one interrupt a prompt."""
 
     role = Role.PREFILL
 
-    __slots__ = ("_began", "_order", "_queue", "backlog", "current", "deadlines", "link_free", "queued_tokens")
+    __slots__ = ("_began", "_queue", "backlog", "current", "link_free", "queued_tokens")
 
     def __init__(self, name: str, profile: WorkerProfile, ordered_at: float, *, deadlines: bool) -> None:
         super().__init__(name, profile, ordered_at)
-        self.deadlines = deadlines
         self.current: Flight | None = None
         self.backlog = 0.0
         """Seconds of work, of which the prompt under way counts in full until it is done."""
         self.queued_tokens = 0
         self.link_free = 0.0
-        self._queue: list[tuple[float, int, Flight]] = []
-        self._order = 0
+        self._queue = PromptQueue(deadlines=deadlines)
         self._began = 0.0
 
     def __len__(self) -> int:
@@ -109,12 +144,12 @@ class PrefillWorker(Worker):
         current = self.current
         if current is None:
             self._begin(flight, now)
-        elif self.deadlines and flight.due < current.due:
+        elif self._queue.interrupts(flight, current):
             self._stop(now)
-            self._push(current)
+            self._queue.push(current)
             self._begin(flight, now)
         else:
-            self._push(flight)
+            self._queue.push(flight)
 
     def next_event(self) -> float:
         return self._began + self.current.work if self.current is not None else NEVER
@@ -128,16 +163,15 @@ class PrefillWorker(Worker):
         if not self._queue:
             self.backlog = 0.0
         else:
-            self._begin(self._pop(now), now)
+            self._begin(self._queue.pop(now), now)
         return flight
 
     def clear(self, now: float) -> list[Flight]:
         """It is lost: what it had."""
-        lost = [flight for _, _, flight in self._queue]
+        lost = self._queue.clear()
         if self.current is not None:
             lost.append(self.current)
             self._stop(now)
-        self._queue.clear()
         self.backlog = 0.0
         self.queued_tokens = 0
         return lost
@@ -159,17 +193,6 @@ class PrefillWorker(Worker):
         self.current = None
         self.version += 1
 
-    def _push(self, flight: Flight) -> None:
-        self._order += 1
-        heappush(self._queue, (flight.due if self.deadlines else self._order, self._order, flight))
-
-    def _pop(self, now: float) -> Flight:
-        while True:
-            flight = heappop(self._queue)[2]
-            if not self.deadlines or not self._queue or not demote(flight, now + flight.work):
-                return flight
-            self._push(flight)
-
 
 def demote(flight: Flight, earliest: float) -> bool:
     """Whether a request that is late whatever happens has just been put behind those that are not. Once each."""
@@ -181,16 +204,20 @@ def demote(flight: Flight, earliest: float) -> bool:
 
 
 class DecodeWorker(Worker):
-    """A batch of sequences, each one token per step; prompts that it computes itself go in chunks beside them."""
+    """A batch of sequences, each one token per step; prompts that it computes itself go in chunks beside them.
+
+    A step has at most `chunk_tokens` tokens: one of each sequence, the rest of the prompt under way. Where more prompts
+    wait, the next one takes what is left of a step; a prompt that is alone takes whole steps.
+    """
 
     role = Role.DECODE
 
     __slots__ = (
-        "_chunk_seconds", "_finishing", "_last", "_order", "_prompts", "context", "kv_reserved", "link_busy",
-        "link_free", "prompt_backlog", "queued_tokens", "sequences", "steps",
+        "_chunk", "_chunk_overhead", "_current", "_finishing", "_last", "_order", "_queue", "context",
+        "kv_reserved", "link_busy", "link_free", "prompt_backlog", "queued_tokens", "sequences", "steps",
     )  # fmt: skip
 
-    def __init__(self, name: str, profile: WorkerProfile, ordered_at: float) -> None:
+    def __init__(self, name: str, profile: WorkerProfile, ordered_at: float, *, deadlines: bool = False) -> None:
         super().__init__(name, profile, ordered_at)
         self.sequences = 0
         self.context = 0.0
@@ -205,13 +232,32 @@ class DecodeWorker(Worker):
         self._last = 0.0
         self._order = 0
         self._finishing: list[tuple[float, int, Flight]] = []
-        self._prompts: deque[Flight] = deque()
-        self._chunk_seconds = 0.0
+        self._queue = PromptQueue(deadlines=deadlines)
+        self._current: Flight | None = None
+        self._chunk = 0.0
+        """Tokens of the prompt under way in a step."""
+        self._chunk_overhead = 0.0
+
+    @property
+    def decode_seconds(self) -> float:
+        """Of a step now that only decodes."""
+        return self.profile.step(self.sequences, self.context)
 
     @property
     def step_seconds(self) -> float:
         """Of a step now."""
-        return self.profile.step(self.sequences, self.context) + self._chunk_seconds
+        flight = self._current
+        if flight is None:
+            return self.decode_seconds
+        before = flight.prompt - (flight.chunks_end - self.steps) * self._chunk
+        mixed = self.profile.mixed_step(self.sequences, self.context, self._chunk, before)
+        return mixed + self._chunk_overhead
+
+    @property
+    def _growth(self) -> float:
+        """By how much a step is longer than the one before."""
+        profile, chunk = self.profile, self._chunk
+        return profile.step_context_seconds * self.sequences + profile.prefill_pair_seconds * chunk * chunk
 
     def has_room(self, tokens: int) -> bool:
         return self.kv_reserved + tokens <= self.profile.kv_tokens
@@ -220,10 +266,10 @@ class DecodeWorker(Worker):
         """Do the steps since the last event."""
         passed = now - self._last
         self._last = now
-        if passed <= 0 or (not self.sequences and not self._prompts):
+        if passed <= 0 or (not self.sequences and self._current is None):
             return
         self.busy_seconds += passed
-        growth = self.profile.step_context_seconds * self.sequences
+        growth = self._growth
         seconds = self.step_seconds
         steps = passed / seconds
         if growth > 1e-15:
@@ -234,13 +280,12 @@ class DecodeWorker(Worker):
     def next_event(self) -> float:
         """When the next sequence or prompt is complete, if nothing else happens."""
         until = self._finishing[0][0] if self._finishing else NEVER
-        if self._prompts:
-            until = min(until, self._prompts[0].chunks_end)
+        if self._current is not None:
+            until = min(until, self._current.chunks_end)
         if until == NEVER:
             return NEVER
         steps = max(0.0, until - self.steps)
-        growth = self.profile.step_context_seconds * self.sequences
-        return self._last + steps * self.step_seconds + growth * steps * steps / 2
+        return self._last + steps * self.step_seconds + self._growth * steps * steps / 2
 
     def join(self, flight: Flight, now: float) -> None:
         """A sequence whose first token is there."""
@@ -258,11 +303,18 @@ class DecodeWorker(Worker):
         self.cache.keep(flight.blocks)
         flight.uncached = flight.prompt - flight.hit
         flight.work = self.profile.prefill(flight.uncached, flight.hit)
+        flight.left = float(flight.uncached)
         self.queued_tokens += flight.uncached
         self.prompt_backlog += flight.work
-        self._prompts.append(flight)
-        if len(self._prompts) == 1:
-            self._begin_prompt()
+        current = self._current
+        if current is None:
+            self._begin(flight)
+        elif self._queue.interrupts(flight, current):
+            current.left = max(1.0, (current.chunks_end - self.steps) * self._chunk)
+            self._queue.push(current)
+            self._begin(flight)
+        else:
+            self._queue.push(flight)
         self.version += 1
 
     def finish(self, now: float) -> tuple[list[Flight], Flight | None]:
@@ -274,12 +326,13 @@ class DecodeWorker(Worker):
             flight = heappop(self._finishing)[2]
             self._leave(flight)
             ended.append(flight)
-        computed = None
-        if self._prompts and self._prompts[0].chunks_end <= self.steps + 1e-6:
-            computed = self._prompts.popleft()
+        computed = self._current
+        if computed is not None and computed.chunks_end <= self.steps + 1e-6:
             self.queued_tokens -= computed.uncached
             self.prompt_backlog = max(0.0, self.prompt_backlog - computed.work)
-            self._begin_prompt()
+            self._begin(self._queue.pop(now) if self._queue else None)
+        else:
+            computed = None
         if not self.sequences:
             self.context = 0.0
         return ended, computed
@@ -293,28 +346,32 @@ class DecodeWorker(Worker):
             flight.prompt += flight.output - left
             flight.output = left
             lost.append(flight)
-        lost += self._prompts
+        lost += self._queue.clear()
+        if self._current is not None:
+            lost.append(self._current)
         self._finishing.clear()
-        self._prompts.clear()
+        self._begin(None)
         self.sequences = self.kv_reserved = self.queued_tokens = 0
-        self.context = self.prompt_backlog = self._chunk_seconds = 0.0
+        self.context = self.prompt_backlog = 0.0
         self.version += 1
         return lost
 
     def busy(self, now: float) -> float:
-        idle = not self.sequences and not self._prompts
+        idle = not self.sequences and self._current is None
         return self.busy_seconds + (0.0 if idle else now - self._last)
 
-    def _begin_prompt(self) -> None:
-        if not self._prompts:
-            self._chunk_seconds = 0.0
+    def _begin(self, flight: Flight | None) -> None:
+        """Compute this prompt from now on, or go on with it."""
+        self._current = flight
+        self._chunk = self._chunk_overhead = 0.0
+        if flight is None:
             return
-        flight = self._prompts[0]
-        chunks = -(-flight.uncached // self.profile.chunk_tokens)
-        flight.chunks_end = self.steps + chunks
-        # a step with a chunk reads the weights once for both: the longer of the two bounds counts
-        alone = flight.work / chunks
-        self._chunk_seconds = max(0.0, alone - 0.5 * self.profile.step_seconds)
+        steps = flight.left / max(1, self.profile.chunk_tokens - self.sequences)
+        if not self._queue:
+            steps = ceil(steps - 1e-9)
+        self._chunk = flight.left / steps
+        self._chunk_overhead = self.profile.prefill_seconds * flight.left / flight.uncached / steps
+        flight.chunks_end = self.steps + steps
 
     def _leave(self, flight: Flight) -> None:
         self.sequences -= 1
