@@ -50,6 +50,11 @@ class Backend(Protocol):
         """Build what is not built, hand it to the cluster's nodes, and return the reference of each part's image."""
         ...
 
+    def add(self, image: Image, root: Path) -> str:
+        """Build an image from the tree under `root` and let the nodes have it beside those of `load`, whose next call
+        may forget it. Returns its reference."""
+        ...
+
     def service_url(self, namespace: str, service: str, port: int) -> AbstractContextManager[str]:
         """A URL that reaches a Service from this machine for the time of the block.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 
 from .base import Status
@@ -11,7 +12,7 @@ from .errors import ClusterError
 from .gobuild import Builder, find_tool
 from .images.builder import choose_builder
 from .images.catalog import Image
-from .portforward import forward
+from .portforward import reach
 from .progress import step
 from .settings import Settings
 
@@ -48,24 +49,24 @@ class ExistingBackend:
         return Status(running=self._answers(), detail=f"the cluster of {self.kubeconfig}")
 
     def load(self, images: list[Image]) -> dict[str, str]:
+        return {image.part: self.add(image, self.settings.root) for image in images}
+
+    def add(self, image: Image, root: Path) -> str:
         registry = self.settings.registry
         if registry is None:
             raise ClusterError(
                 "set TANDEM_REGISTRY to a registry that you can push to and the cluster's nodes pull from, "
                 "e.g. registry.example.com/team"
             )
-        builder = choose_builder(self.settings)
-        references = {}
-        for image in images:
-            tag = builder.tag(image)
-            builder.build(image, tag)
-            with step(f"pushed {image.name}"):
-                builder.push(image, tag, registry)
-            references[image.part] = f"{registry}/{image.name}:{tag}"
-        return references
+        builder = choose_builder(replace(self.settings, root=root))
+        tag = builder.tag(image)
+        builder.build(image, tag)
+        with step(f"pushed {image.name}"):
+            builder.push(image, tag, registry)
+        return f"{registry}/{image.name}:{tag}"
 
     def service_url(self, namespace: str, service: str, port: int) -> AbstractContextManager[str]:
-        return forward(find_tool("kubectl", self.builder), self.kubeconfig, namespace, service, port)
+        return reach(find_tool("kubectl", self.builder), self.kubeconfig, namespace, service, port)
 
     def logs(self) -> dict[str, Path]:
         return {}

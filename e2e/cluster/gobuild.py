@@ -63,6 +63,8 @@ PROGRAMS = {
         Program(name="kwok", module="kwok", package="sigs.k8s.io/kwok/cmd/kwok"),
         Program(name="kustomize-controller", module="gitops", package="github.com/fluxcd/kustomize-controller"),
         Program(name="health", module="gitops", package="./health"),
+        Program(name="kubeconform", module="lint", package="github.com/yannh/kubeconform/cmd/kubeconform"),
+        Program(name="kube-score", module="lint", package="github.com/zegl/kube-score/cmd/kube-score"),
     )
 }
 

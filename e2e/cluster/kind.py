@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 
 from .base import Status
@@ -13,11 +14,20 @@ from .gobuild import Builder, find_tool
 from .images.builder import docker_answers
 from .images.catalog import Image
 from .images.docker import Docker
-from .portforward import forward
+from .portforward import reach
 from .progress import step
 from .settings import Settings
 
 VOLUMES_ON_NODE = "/var/lib/tandem-volumes"
+KUBELET = {
+    "apiVersion": "kubelet.config.k8s.io/v1beta1",
+    "kind": "KubeletConfiguration",
+    "failCgroupV1": False,
+    "syncFrequency": "10s",
+    "volumeStatsAggPeriod": "10s",
+}
+"""As in the cluster of plain binaries: machines with control groups v1 do, and changed Secrets and full volumes show
+soon."""
 
 
 class KindBackend:
@@ -51,12 +61,17 @@ class KindBackend:
         config = self.settings.state / "kind.json"
         config.parent.mkdir(parents=True, exist_ok=True)
         (self.settings.state / "volumes").mkdir(exist_ok=True)
-        config.write_text(json.dumps(build_config(self.settings.state / "volumes")))
+        config.write_text(json.dumps(build_config(self.settings.state / "volumes", self.settings.node_image)))
         with step("kind cluster is Ready"):
             self._kind(
                 "create", "cluster", "--name", self.cluster, "--config", config, "--kubeconfig", self.kubeconfig,
                 "--wait", "120s",
             )  # fmt: skip
+        # On two cores, kind's own pods ask for half of what there is, and the suite needs more than the rest.
+        run(
+            find_tool("kubectl", self.builder), "--kubeconfig", self.kubeconfig, "-n", "kube-system",
+            "set", "resources", "deployment/coredns", "daemonset/kindnet", "--requests=cpu=10m",
+        )  # fmt: skip
 
     def down(self) -> None:
         if docker_answers():
@@ -67,19 +82,20 @@ class KindBackend:
         return Status(running=running, detail=f"kind cluster {self.cluster}")
 
     def load(self, images: list[Image]) -> dict[str, str]:
-        docker = Docker(self.settings)
-        references = {image.part: f"{image.name}:{docker.tag(image)}" for image in images}
-        for image in images:
-            reference = references[image.part]
-            if not succeeds("docker", "image", "inspect", reference):
-                docker.build(image, docker.tag(image))
-            if not succeeds("docker", "exec", f"{self.cluster}-control-plane", "crictl", "inspecti", reference):
-                with step(f"loaded {image.name} into kind"):
-                    self._kind("load", "docker-image", reference, "--name", self.cluster)
-        return references
+        return {image.part: self.add(image, self.settings.root) for image in images}
+
+    def add(self, image: Image, root: Path) -> str:
+        docker = Docker(replace(self.settings, root=root))
+        reference = f"{image.name}:{docker.tag(image)}"
+        if not succeeds("docker", "image", "inspect", reference):
+            docker.build(image, docker.tag(image))
+        if not succeeds("docker", "exec", f"{self.cluster}-control-plane", "crictl", "inspecti", reference):
+            with step(f"loaded {image.name} into kind"):
+                self._kind("load", "docker-image", reference, "--name", self.cluster)
+        return reference
 
     def service_url(self, namespace: str, service: str, port: int) -> AbstractContextManager[str]:
-        return forward(find_tool("kubectl", self.builder), self.kubeconfig, namespace, service, port)
+        return reach(find_tool("kubectl", self.builder), self.kubeconfig, namespace, service, port)
 
     def logs(self) -> dict[str, Path]:
         folder = self.settings.state / "kind-logs"
@@ -87,11 +103,15 @@ class KindBackend:
         return {str(path.relative_to(folder)).replace("/", "_"): path for path in folder.rglob("*.log")}
 
 
-def build_config(volumes: Path) -> dict:
-    """One node that sees the volume pool's folders."""
+def build_config(volumes: Path, node_image: str | None = None) -> dict:
+    """One node that sees the volume pool's folders. Without a `node_image` it is the one that kind comes with."""
     mount = {"hostPath": str(volumes), "containerPath": VOLUMES_ON_NODE}
+    node: dict = {"role": "control-plane", "extraMounts": [mount]}
+    if node_image is not None:
+        node["image"] = node_image
     return {
         "kind": "Cluster",
         "apiVersion": "kind.x-k8s.io/v1alpha4",
-        "nodes": [{"role": "control-plane", "extraMounts": [mount]}],
+        "nodes": [node],
+        "kubeadmConfigPatches": [json.dumps(KUBELET)],
     }

@@ -27,6 +27,8 @@ class Settings:
     """TANDEM_REGISTRY: where the backend `existing` pushes images, e.g. `registry.example.com/team`."""
     base_image: str | None
     """TANDEM_BASE_IMAGE: the images' base; None takes the public slim Python, or else makes one."""
+    node_image: str | None
+    """TANDEM_NODE_IMAGE: the node of the backend `kind`; None takes kind's own."""
     ca_bundle: Path | None
     """The host's certificate authorities, handed to image builds."""
 
@@ -71,6 +73,7 @@ def read_settings(environ: Mapping[str, str] = os.environ, root: Path = ROOT) ->
         kubeconfig=Path(kubeconfig).expanduser() if kubeconfig else None,
         registry=given("TANDEM_REGISTRY"),
         base_image=given("TANDEM_BASE_IMAGE"),
+        node_image=given("TANDEM_NODE_IMAGE"),
         ca_bundle=find_ca_bundle(environ),
     )
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import openai
+from tandem_api.names import HEADER_DECODE_WORKER, HEADER_PREFILL_WORKER
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,17 +23,26 @@ class Outcome:
     first_token_seconds: float | None
     started: float
     hung: bool = False
+    decode_worker: str | None = None
+    prefill_worker: str | None = None
+    """Pods that the answer names: the one that began to decode, and whoever computed the prompt."""
 
     @property
     def complete(self) -> bool:
         return self.error is None and self.finish_reason is not None and self.completion_tokens is not None
 
 
-async def stream_once(api: openai.AsyncOpenAI, model: str, prompt: str, max_tokens: int, limit: float) -> Outcome:
-    """One streamed chat, ended by its finish reason, an error, or the limit in seconds."""
+async def stream_once(
+    api: openai.AsyncOpenAI, model: str, prompt: str, max_tokens: int, limit: float, cache_salt: str | None = None
+) -> Outcome:
+    """One streamed chat, ended by its finish reason, an error, or the limit in seconds.
+
+    With a `cache_salt` of its own nothing of the prompt is found in a cache.
+    """
     started = time.monotonic()
     text, finish, tokens, first = "", None, None, None
     error, hung = None, False
+    decode, prefill = None, None
     try:
         async with asyncio.timeout(limit):
             stream = await api.chat.completions.create(
@@ -42,7 +52,10 @@ async def stream_once(api: openai.AsyncOpenAI, model: str, prompt: str, max_toke
                 temperature=0,
                 stream=True,
                 stream_options={"include_usage": True},
+                extra_body={"cache_salt": cache_salt} if cache_salt else None,
             )
+            decode = stream.response.headers.get(HEADER_DECODE_WORKER)
+            prefill = stream.response.headers.get(HEADER_PREFILL_WORKER)
             async for chunk in stream:
                 if chunk.choices and chunk.choices[0].delta.content:
                     first = first or time.monotonic() - started
@@ -55,7 +68,8 @@ async def stream_once(api: openai.AsyncOpenAI, model: str, prompt: str, max_toke
         hung, error = True, f"no end within {limit:g} s"
     except openai.APIError as failure:
         error = f"{type(failure).__name__}: {failure}"
-    return Outcome(text, finish, tokens, error, time.monotonic() - started, first, started, hung)
+    seconds = time.monotonic() - started
+    return Outcome(text, finish, tokens, error, seconds, first, started, hung, decode, prefill)
 
 
 async def run_load(

@@ -17,6 +17,7 @@ from e2e.cluster.connection import recorded_settings
 from e2e.cluster.disk import judge
 from e2e.cluster.errors import ClusterError, CommandFailed
 from e2e.cluster.images.base_image import parse_mirror
+from e2e.cluster.kind import build_config
 from e2e.cluster.settings import find_ca_bundle, read_settings
 from e2e.cluster.storage import POOL_SIZE, plan_pool, volume_names
 
@@ -148,3 +149,12 @@ def test_later_commands_need_no_variables(tmp_path: Path) -> None:
     settings.record_file.write_text(json.dumps({"backend": "existing", "kubeconfig": "/k", "registry": "r"}))
     recorded = recorded_settings(settings)
     assert (recorded.backend, recorded.kubeconfig, recorded.registry) == ("existing", Path("/k"), "r")
+
+
+@pytest.mark.parametrize("given", [{}, {"TANDEM_NODE_IMAGE": "registry.example.com/node:v1"}])
+def test_kinds_node_is_kinds_own_unless_another_is_named(given: dict[str, str], tmp_path: Path) -> None:
+    config = build_config(tmp_path, read_settings(given, tmp_path).node_image)
+    (node,) = config["nodes"]
+    assert node.get("image") == given.get("TANDEM_NODE_IMAGE")
+    (patch,) = config["kubeadmConfigPatches"]
+    assert json.loads(patch)["kind"] == "KubeletConfiguration"

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 
 from ..base import Status, constant_url
@@ -186,10 +187,17 @@ class BinariesBackend:
     # --- what runs in it ---
 
     def load(self, wanted: list[Image]) -> dict[str, str]:
+        return images.load(self.settings, self.builder.build("pull"), self._addresses(), wanted)
+
+    def add(self, image: Image, root: Path) -> str:
+        """The kubelet pulls it when the first pod wants it."""
+        return images.publish(replace(self.settings, root=root), self._addresses(), image)
+
+    def _addresses(self) -> Addresses:
         plan = self._read_plan()
         if plan is None:
             raise ClusterError("no cluster is up; start it with `python -m e2e.cluster up`")
-        return images.load(self.settings, self.builder.build("pull"), Addresses(slot=plan["slot"]), wanted)
+        return Addresses(slot=plan["slot"])
 
     def service_url(self, namespace: str, service: str, port: int) -> AbstractContextManager[str]:
         address = run(

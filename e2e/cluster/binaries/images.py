@@ -105,22 +105,25 @@ def load(settings: Settings, puller: Path, addresses: Addresses, wanted: list[Im
 
     containerd holds these images and no older ones afterwards. Running containers keep their own snapshots.
     """
-    registry, state = f"{addresses.node}:{REGISTRY_PORT}", settings.state
-    buildah = Buildah(settings)
-    references = {}
-    for image in wanted:
-        tag = buildah.tag(image)
-        if not has_manifest(registry, image.name, tag):
-            buildah.build(image, tag)
-            with step(f"pushed {image.name}", quiet_below=0.5):
-                buildah.push(image, tag, registry, verify_tls=False)
-        references[image.part] = f"{REGISTRY_HOST}/{image.name}:{tag}"
-    socket = f"unix://{state / 'containerd' / 'containerd.sock'}"
+    references = {image.part: publish(settings, addresses, image) for image in wanted}
+    socket = f"unix://{settings.state / 'containerd' / 'containerd.sock'}"
     pulled = run(puller, "-socket", socket, "-keep", PAUSE_IMAGE, *references.values(), timeout=1200)
     for reference, seconds in (line.split("\t") for line in pulled.splitlines()):
         if float(seconds) >= 0.5:
             say(f"pulled {reference} into containerd … {seconds} s")
     return references
+
+
+def publish(settings: Settings, addresses: Addresses, image: Image) -> str:
+    """Build an image from `settings.root` and push it to the local registry, unless that has it. Its reference."""
+    registry = f"{addresses.node}:{REGISTRY_PORT}"
+    buildah = Buildah(settings)
+    tag = buildah.tag(image)
+    if not has_manifest(registry, image.name, tag):
+        buildah.build(image, tag)
+        with step(f"pushed {image.name}", quiet_below=0.5):
+            buildah.push(image, tag, registry, verify_tls=False)
+    return f"{REGISTRY_HOST}/{image.name}:{tag}"
 
 
 def has_manifest(registry: str, name: str, tag: str) -> bool:

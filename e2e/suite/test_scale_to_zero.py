@@ -1,0 +1,103 @@
+"""A model that nobody uses has no worker; the first request, or many at once, wait in the gateway, wake it and are
+answered."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from e2e.suite.fleet import Fleet, Object, Say, smollm2, until
+
+MODEL = "sleeper"
+CLIENTS = 20
+IDLE_AFTER = "20s"
+ROLE: Object = {"scaling": {"mode": "SLO", "min": 1, "max": 1}}
+LOOSE: Object = {"ttft": {"percentile": 90, "seconds": 60.0}, "tpot": {"seconds": 60.0}}
+
+
+def ask(url: str, number: int) -> httpx.Response:
+    body = {"model": MODEL, "prompt": f"{number}: the sea is", "max_tokens": 4}
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=240)
+
+
+def seconds_waited(answer: httpx.Response) -> float:
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["text"]
+    return float(answer.headers["x-tandem-queue-seconds"])
+
+
+def reason(fleet: Fleet, kind: str) -> str:
+    found = fleet.condition(MODEL, kind)
+    return "" if found is None else f"{found['status']} {found['reason']}"
+
+
+def wait_asleep(fleet: Fleet, *, within: float) -> None:
+    """No worker pod is left, the gateway is, and the status says so to people and to programs."""
+
+    def probe() -> bool:
+        assert not fleet.pods(MODEL, "prefill")
+        assert not fleet.pods(MODEL, "decode")
+        told = {kind: reason(fleet, kind) for kind in ("Ready", "Available", "Reconciling", "Stalled", "ScalingActive")}
+        assert told == {
+            "Ready": "True ScaledToZero", "Available": "True ScaledToZero", "Reconciling": "", "Stalled": "",
+            "ScalingActive": "True ScaledToZero",
+        }, told  # fmt: skip
+        return True
+
+    until("the model to sleep", probe, within=within, every=1.0)
+    assert [fleet.get("statefulsets", f"{MODEL}-{role}")["spec"]["replicas"] for role in ("prefill", "decode")] == [
+        0,
+        0,
+    ]
+    assert fleet.get("inferencemodels", MODEL)["status"]["scaling"]["asleepSince"]
+
+
+@pytest.mark.timeout(480)
+def test_a_model_sleeps_and_wakes_for_requests(fleet: Fleet, say: Say) -> None:
+    """Asleep after its time; woken by one request, and, with a gateway that has just started, by twenty at once."""
+    manifest = smollm2(MODEL, slo=LOOSE, autoscaling={"scaleToZero": {"idleAfter": IDLE_AFTER}})
+    for role in ("prefill", "decode"):
+        manifest["spec"][role] |= ROLE
+    fleet.apply(manifest)
+    fleet.wait_ready(MODEL)
+    assert fleet.get("inferencemodels", MODEL)["status"]["routing"]["queue"]["ttlSeconds"] == 600
+    with fleet.url(MODEL) as url, ThreadPoolExecutor(CLIENTS) as clients:
+        awake = ask(url, 0)
+        assert awake.status_code == 200, awake.text
+        assert "x-tandem-queue-seconds" not in awake.headers
+        wait_asleep(fleet, within=90)
+        for path in ("/v1/models", "/health"):
+            assert httpx.get(url + path, timeout=30).status_code == 200, path
+        first = clients.submit(ask, url, 1)
+        until("both roles to be woken", lambda: woken(fleet), within=10)
+        assert reason(fleet, "Stalled") == ""
+        waited = seconds_waited(first.result())
+        assert waited > 1
+        say(f"scale to zero: the first request waited {waited:.1f} s")
+
+        wait_asleep(fleet, within=120)
+        (gateway,) = fleet.pods(MODEL, "gateway")
+        fleet.delete("pods", gateway["metadata"]["name"])
+        until("another gateway", lambda: has_other_gateway(fleet, gateway["metadata"]["uid"]), within=60)
+    with fleet.url(MODEL) as url, ThreadPoolExecutor(CLIENTS) as clients:
+        until("the gateway to be reached", lambda: httpx.get(f"{url}/health").status_code == 200, within=30)
+        assert not fleet.pods(MODEL, "decode"), "it sleeps on"
+        waits = [seconds_waited(answer) for answer in clients.map(lambda number: ask(url, number), range(CLIENTS))]
+        say(f"scale to zero: {CLIENTS} requests at once waited {min(waits):.1f} to {max(waits):.1f} s")
+        assert "x-tandem-queue-seconds" not in ask(url, CLIENTS).headers
+    events = [e for e in fleet.find("events") if e["involvedObject"]["name"] == MODEL]
+    told = {e["reason"]: e["message"] for e in events}
+    assert "so the model sleeps" in told["FellAsleep"]
+    assert "so the model wakes up" in told["WokeUp"]
+
+
+def woken(fleet: Fleet) -> bool:
+    return all(fleet.get("statefulsets", f"{MODEL}-{role}")["spec"]["replicas"] == 1 for role in ("prefill", "decode"))
+
+
+def has_other_gateway(fleet: Fleet, uid: str) -> bool:
+    fleet.wait_role(MODEL, "gateway", 1, within=1)
+    (found,) = fleet.pods(MODEL, "gateway")
+    return found["metadata"]["uid"] != uid
