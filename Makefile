@@ -46,20 +46,35 @@ test: check unit test-clients e2e ## Everything the gate runs: checks, unit test
 # --- parts of it ----------------------------------------------------------------------------------------------------
 
 .PHONY: check
-check: setup ## Format, lint, types, import rules, generated files
+check: setup ## Format, lint, types, import rules, generated files, manifests
 	@$(RUN) ruff format --check .
 	@$(RUN) ruff check .
 	@$(RUN) pyright
 	@$(RUN) lint-imports --no-logo
+	@$(MAKE) --silent lint-manifests
+
+.PHONY: lint-manifests
+lint-manifests: setup .cache/checkov/.synced ## kubeconform, kube-score and checkov on chart, children and examples (needs Go)
+	@$(RUN) python -m e2e.manifests
+
+.cache/checkov/.synced: e2e/manifests/checkov.txt | .venv/.synced
+	@$(UV) venv --quiet --clear --python .venv/bin/python $(@D)
+	@$(UV) pip sync --quiet --require-hashes --python $(@D) $<
+	@touch $@
 
 .PHONY: unit
 unit: setup ## Unit tests (no cluster, no GPU)
-	@OMP_NUM_THREADS=1 $(RUN) pytest tests -n 2 --dist loadfile -m "not cluster and not full and not gpu and not clients"
+	@OMP_NUM_THREADS=1 $(RUN) pytest tests -n 2 --dist loadfile --no-loadscope-reorder -m "not cluster and not full and not gpu and not clients"
 
 .PHONY: clients
 clients: $(CLIENTS:%=.cache/clients/%/.synced) ## Environments of the client libraries that the API is tested with
 
 .cache/clients/%/.synced: tests/clients/requirements/%.txt | .venv/.synced
+	@$(UV) venv --quiet --clear --python .venv/bin/python $(@D)
+	@$(UV) pip sync --quiet --require-hashes --python $(@D) $<
+	@touch $@
+
+.cache/clients/other-servers/.synced: bench/clients/other-servers.txt | .venv/.synced
 	@$(UV) venv --quiet --clear --python .venv/bin/python $(@D)
 	@$(UV) pip sync --quiet --require-hashes --python $(@D) $<
 	@touch $@
@@ -70,8 +85,8 @@ clients: $(CLIENTS:%=.cache/clients/%/.synced) ## Environments of the client lib
 	@touch $@
 
 .PHONY: clients-lock
-clients-lock: setup ## Write down again which packages tests/clients/requirements/*.in and node/package.json mean
-	@for each in tests/clients/requirements/*.in; do \
+clients-lock: setup ## Write down again which packages the .in files of clients and linters and node/package.json mean
+	@for each in tests/clients/requirements/*.in bench/clients/*.in e2e/manifests/*.in; do \
 		$(UV) pip compile --quiet --upgrade --universal --python-version 3.11 --no-header --no-annotate \
 			--generate-hashes $$each -o $${each%.in}.txt; done
 	@cd tests/clients/node && $(NPM) install --package-lock-only \
@@ -84,11 +99,20 @@ test-clients: setup clients ## Client libraries, unmodified, against real worker
 .PHONY: e2e
 e2e: cluster ## The suite on a real Kubernetes; failures leave their evidence in e2e/artifacts
 	@HELM=$$($(RUN) python -c 'from e2e.cluster import connect; print(connect().helm)') \
-		$(RUN) pytest e2e/suite tests/charts -m "not gitops" --timeout 600 --durations 10 -rA --show-capture=no --tb=short
+		$(RUN) pytest e2e/suite tests/charts -m "not gitops and not upgrade" --timeout 600 --durations 10 -rA --show-capture=no --tb=short
 
 .PHONY: e2e-gitops
 e2e-gitops: cluster ## Flux, kstatus and Argo CD's Lua beside the cluster (builds kustomize-controller first: minutes)
 	@$(RUN) pytest e2e/suite/test_gitops.py --timeout 900 --durations 5 -rA --show-capture=no --tb=short
+
+.PHONY: e2e-upgrade
+e2e-upgrade: cluster ## Upgrades of the operator under load, from two earlier releases and to a later one (builds them: minutes)
+	@$(RUN) pytest e2e/suite/test_upgrade.py --timeout 2400 --durations 5 -rA --show-capture=no --tb=short
+
+.PHONY: soak-rollouts
+soak-rollouts: cluster ## 50 rollouts (COUNT, SHAPES=1+1,2+4,group, KINDS, MINUTES) of every kind under load; runs add up
+	@$(RUN) python -m e2e.rollouts --count $(or $(COUNT),50) $(if $(SHAPES),--shapes $(SHAPES)) \
+		$(if $(KINDS),--kinds $(KINDS)) $(if $(MINUTES),--minutes $(MINUTES)) $(SOAK)
 
 .PHONY: test-full
 test-full: setup clients ## Unit tests with the slow sweeps: every family and parallel layout
@@ -153,9 +177,13 @@ bench-routing: setup ## Conversations through the gateway's scheduling code, aga
 bench-autoscaling: setup ## The scaling planner against other policies, on replayed ramps and spikes (CONVERSATION=FILE AZURE=FILE)
 	@$(RUN) python -m bench.autoscaling $(if $(CONVERSATION),--conversation $(CONVERSATION)) $(if $(AZURE),--azure $(AZURE)) $(BENCH)
 
+.PHONY: bench-calibration
+bench-calibration: setup ## The simulator against real workers of SmolLM2 (three minutes, two idle cores; BENCH="--json FILE")
+	@$(RUN) python -m bench.autoscaling.calibrate $(BENCH)
+
 .PHONY: bench-guidellm
-bench-guidellm: setup .cache/clients/guidellm/.synced ## guidellm against two workers and a gateway (installs 6 GB; docs/clients/guidellm.md)
-	@OMP_NUM_THREADS=1 $(RUN) python -m bench.clients
+bench-guidellm: setup .cache/clients/guidellm/.synced ## guidellm against two workers and a gateway (BENCH="--sweep 5"; installs 6 GB; docs/clients/guidellm.md)
+	@OMP_NUM_THREADS=1 $(RUN) python -m bench.clients $(BENCH)
 
 .PHONY: fuzz
 fuzz: setup ## The gateway between clients and workers that send anything (FUZZ="--seconds 600 --seed 1")

@@ -22,19 +22,34 @@ from tests.clients.stack import MODEL, run_stack
 
 GUIDELLM = Path(__file__).parents[2] / ".cache" / "clients" / "guidellm" / "bin" / "guidellm"
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, 32
-HEADER = ("streams", "requests", "failed", "TTFT ms, median", "p95", "ITL ms, median", "p95", "output tokens/s")
+HEADER = ("load", "requests", "failed", "TTFT ms, median", "p95", "ITL ms, median", "p95", "output tokens/s")
 
 
-def build_command(url: str, tokenizer: Path, report: Path, streams: str, count: int) -> list[str]:
+def build_profile(told: argparse.Namespace) -> list[str]:
+    """One run for each number of streams, or a sweep: one request after another, as many as go at once, and rates
+    between the two."""
+    profile = ["--profile", "kind=concurrent,streams=1", "--override", "profile.streams", told.streams]
+    if told.sweep:
+        profile = ["--profile", f"kind=sweep,sweep_size={told.sweep},max_concurrency={told.most}"]
+    return [*profile, "--constraint", f"kind=max_requests,count={told.requests}"]
+
+
+def build_command(url: str, tokenizer: Path, report: Path, profile: list[str]) -> list[str]:
     return [
         str(GUIDELLM), "run",
         "--backend", f"kind=openai_http,target={url},model={MODEL}",
-        "--profile", "kind=concurrent,streams=1", "--override", "profile.streams", streams,
-        "--constraint", f"kind=max_requests,count={count}",
+        *profile,
         "--tokenizer", f"kind=hf_auto,model={tokenizer}",
         "--data", f"kind=synthetic_text,prompt_tokens={PROMPT_TOKENS},output_tokens={OUTPUT_TOKENS}",
         "--output", f"kind=json,path={report}", "--disable-progress",
     ]  # fmt: skip
+
+
+def name_load(strategy: dict[str, Any]) -> str:
+    if "streams" in strategy:
+        return str(strategy["streams"])
+    rate = strategy.get("rate")
+    return strategy.get("kind", "") if rate is None else f"{rate:.2f}/s"
 
 
 def read_row(benchmark: dict[str, Any]) -> list[str]:
@@ -42,7 +57,7 @@ def read_row(benchmark: dict[str, Any]) -> list[str]:
     totals = metrics["request_totals"]
     first, between = (metrics[name]["successful"] for name in ("time_to_first_token_ms", "inter_token_latency_ms"))
     return [
-        str(benchmark["config"]["strategy"]["streams"]),
+        name_load(benchmark["config"]["strategy"]),
         str(totals["successful"]),
         str(totals["errored"] + totals["incomplete"]),
         *(f"{value:.0f}" for one in (first, between) for value in (one["median"], one["percentiles"]["p95"])),
@@ -54,13 +69,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="bench.clients", description=__doc__)
     parser.add_argument("--streams", default="1,2,4", help="requests at once, one run after another")
     parser.add_argument("--requests", type=int, default=16, help="of each run")
+    parser.add_argument("--sweep", type=int, default=0, help="a sweep of so many runs instead, at least 3")
+    parser.add_argument("--most", type=int, default=8, help="requests at once in a sweep")
     told = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, run_stack(Path(folder)) as stack:
         tokenizer, report = Path(folder) / "tokenizer", Path(folder) / "report.json"
         load_tokenizer(find_model()).save_pretrained(tokenizer)
         # Its processes are as many as the machine has cores, which the workers need.
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "GUIDELLM__MAX_WORKER_PROCESSES": "1"}
-        command = build_command(stack.url, tokenizer, report, told.streams, told.requests)
+        command = build_command(stack.url, tokenizer, report, build_profile(told))
         subprocess.run(command, env=environment, check=True)
         rows = [read_row(benchmark) for benchmark in json.loads(report.read_text())["benchmarks"]]
     for row in (HEADER, ["---"] * len(HEADER), *rows):

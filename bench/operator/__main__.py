@@ -3,7 +3,7 @@
     make bench-operator
 
 The same workloads made without an operator are the floor: what API server, controllers, scheduler and kwok take alone.
-The last line is one JSON object.
+The last line is one JSON object; its `asked` has each figure that is asked for, and whether it holds.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from tandem_operator.manifests import INFERENCE_MODEL
 
 from bench.gateway.run import free_port
 from bench.operator.control_plane import NODES, ControlPlane, node
+from bench.operator.verdict import judge
 
 NAMESPACES = 10
 DECODE = 3
@@ -247,6 +248,7 @@ async def measure_operator(client: KubeClient, plane: ControlPlane, models: int,
     figures |= {"requests_per_model": {method: round(count / models, 2) for method, count in requests.items()}}
     figures |= {f"first_{key}": value for key, value in operator.read_report().items()}
     figures |= await measure_events(client, operator, events)
+    figures["events_holds_ms"] = operator.read_report()["holds_ms"]
     await operator.stop()
 
     again = OperatorProcess(plane, "second")
@@ -292,7 +294,8 @@ async def run(models: int, events: int) -> dict[str, Any]:
         floor = await measure_floor(client, plane, models)
         print(f"floor: {models * PODS_PER_MODEL} pods ready in {floor['ready_seconds']:.1f} s")
         figures = await measure_operator(client, plane, models, events)
-        return {"models": models, "pods": models * PODS_PER_MODEL, "floor": floor, "operator": figures}
+        asked = judge(floor, figures)
+        return {"models": models, "pods": models * PODS_PER_MODEL, "asked": asked, "floor": floor, "operator": figures}
 
 
 def main() -> None:

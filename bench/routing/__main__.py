@@ -13,7 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tandem_sim.traces import Arrival, make_conversations, multiply, offered_tokens, read_trace
+from tandem_sim.synthetic import make_conversations
+from tandem_sim.traces import Arrival, multiply, offered_tokens, read_trace
 
 from bench.routing.decision import measure
 from bench.routing.fleet import Fleet

@@ -38,7 +38,7 @@ def measure(endpoints: int, *, disaggregated: bool) -> dict[str, float]:
         chosen = thread_time_ns()
         assert choice is not None
         running.append(scheduler.reserve(choice, demand, now))
-        scheduler.accept(choice, demand, now)
+        scheduler.accept(choice, demand, running[-1], now)
         kept = thread_time_ns()
         choosing.append(chosen - began)
         keeping.append(kept - chosen)

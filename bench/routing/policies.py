@@ -149,7 +149,7 @@ class Tandem:
         reservation = scheduler.reserve(choice, demand, arrival.at)
 
         def begin(now: float) -> None:
-            scheduler.accept(choice, demand, now)
+            scheduler.accept(choice, demand, reservation, now)
             reservation.first_token(now)
             scheduler.estimator.learn_cached(
                 prompt_tokens=arrival.prompt, expected=choice.known_tokens, cached=result.hit_tokens

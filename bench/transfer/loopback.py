@@ -25,8 +25,9 @@ import torch
 from tandem_worker.engine.contract import RemotePrefill, RemotePrefillResult
 from tandem_worker.model.contract import KVCacheSpec, KVLayerSpec, allocate_kv_cache
 from tandem_worker.transfer.blocks import BlockSpace
-from tandem_worker.transfer.contract import Identity, KVLayout, KVShard
+from tandem_worker.transfer.contract import Identity
 from tandem_worker.transfer.decode.client import TcpPrefillClient
+from tandem_worker.transfer.layout import KVLayout, KVShard
 from tandem_worker.transfer.prefill.server import TcpPrefillServer
 
 BLOCK_SIZE = 16

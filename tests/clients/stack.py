@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,34 +31,37 @@ URL_VARIABLE = "TANDEM_URL"
 class Stack:
     url: str
     """Of the gateway."""
-    prefill: WorkerProcess
-    decode: WorkerProcess
+    workers: dict[str, WorkerProcess]
+    """By role."""
 
 
 @contextlib.contextmanager
-def run_stack(folder: Path, *, worker: dict[str, Any] | None = None, **gateway: Any) -> Iterator[Stack]:
-    """All three, once they are ready. `worker` and `gateway` change their launch configurations."""
+def run_stack(
+    folder: Path, *, roles: Sequence[str] = ("prefill", "decode"), worker: dict[str, Any] | None = None, **gateway: Any
+) -> Iterator[Stack]:
+    """A worker of each role and the gateway, once they are ready. The rest changes their launch configurations."""
     told = {
         "modelName": MODEL, "servedName": MODEL, "kv": {"memoryBytes": 256 << 20}, "maxModelLen": 2048,
         "dtype": "Auto", "scheduler": {"localPrefillMaxTokens": 0}, "drainTimeoutSeconds": 1,
     } | (worker or {})  # fmt: skip
     with contextlib.ExitStack() as started:
         model = find_model()
-        workers = {
-            role: started.enter_context(run_worker(folder, role, model, **told)) for role in ("prefill", "decode")
-        }
+        workers = {role: started.enter_context(run_worker(folder, role, model, **told)) for role in roles}
         flags: list[str] = []
         for role, process in workers.items():
             await_ready(process)
             flags += ["--worker", f"role={role},url={process.url},kv={process.kv},revision=r1,name={role}-0"]
-        yield Stack(started.enter_context(_run_gateway(folder, flags, **gateway)), **workers)
+        gateway = {"disaggregated": "prefill" in roles} | gateway
+        yield Stack(started.enter_context(_run_gateway(folder, flags, **gateway)), workers)
 
 
 @contextlib.contextmanager
 def _run_gateway(folder: Path, flags: list[str], **changes: Any) -> Iterator[str]:
     config, log = folder / "gateway.json", folder / "gateway.log"
-    fixed: dict[str, Any] = {"namespace": "default", "disaggregated": True, "http_port": 0, "metrics_port": 0}
-    config.write_text(GatewayConfig(model_name=MODEL, served_name=MODEL, **(fixed | changes)).to_json())
+    fixed: dict[str, Any] = {
+        "model_name": MODEL, "served_name": MODEL, "namespace": "default", "http_port": 0, "metrics_port": 0,
+    }  # fmt: skip
+    config.write_text(GatewayConfig(**(fixed | changes)).to_json())
     with log.open("wb") as sink:
         process = subprocess.Popen(
             [sys.executable, "-m", "tandem_gateway", "--config", str(config), "--host", "127.0.0.1", *flags],
@@ -77,8 +81,19 @@ def _find_port(log: Path) -> int | None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(prog="tests.clients.stack", description=__doc__)
+    parser.add_argument("--served-name", default=MODEL)
+    parser.add_argument("--port", type=int, default=0, help="of the gateway; 0 takes a free one")
+    parser.add_argument("--max-model-len", type=int, default=2048)
+    parser.add_argument("--unified", action="store_true", help="one worker that does both")
+    told = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # else the workers would outlive it
-    with tempfile.TemporaryDirectory() as folder, run_stack(Path(folder)) as stack:
+    roles = ("unified",) if told.unified else ("prefill", "decode")
+    worker = {"servedName": told.served_name, "maxModelLen": told.max_model_len}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        run_stack(Path(folder), roles=roles, worker=worker, served_name=told.served_name, http_port=told.port) as stack,
+    ):
         print(f"export {URL_VARIABLE}={stack.url}", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
             signal.pause()

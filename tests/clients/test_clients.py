@@ -122,5 +122,5 @@ def assert_city(found: Any) -> None:
 
 def test_prompts_were_computed_by_the_prefill_worker(stack: Stack) -> None:
     run_script(PYTHON[0], stack)
-    assert stack.decode.metric("tandem_worker_prefills_total", where="remote") > 0
-    assert stack.prefill.metric("tandem_worker_kv_transfer_bytes_total", direction="sent") > 0
+    assert stack.workers["decode"].metric("tandem_worker_prefills_total", where="remote") > 0
+    assert stack.workers["prefill"].metric("tandem_worker_kv_transfer_bytes_total", direction="sent") > 0

@@ -1,0 +1,61 @@
+"""How the whole of the tests runs: what is collected stays out of the collector's sight, and long files begin early."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+
+import pytest
+
+LONG = (
+    "tests/tandem_worker/process/",
+    "tests/tandem_operator/test_course.py",
+    "tests/tandem_worker/server/test_resume.py",
+    "tests/tandem_gateway/test_responses.py",
+    "tests/tandem_worker/group/",
+    "tests/tandem_worker/parallel/",
+    "tests/tandem_worker/server/test_real_model.py",
+    "tests/tandem_worker/kernels/test_benchmark.py",
+    "tests/tandem_gateway/test_delivery.py",
+    "tests/tandem_gateway/test_server.py",
+)
+"""Files that take more than ten seconds on an idle machine. None of them may be the last to begin."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Modules and tests are millions of objects, and torch and transformers are most of them. They stay until the end,
+    and a collector that looks at them again and again, during imports and in every test, finds nothing to free."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_sessionfinish() -> None:
+    """What is frozen at the end of a process is never freed, and libraries in C take that for leaks and say so."""
+    gc.unfreeze()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where several processes share the tests they take files in this order: long ones first, but others in between,
+    because long ones wait for timers and start processes, which side by side would wait for each other."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        files: dict[str, list[pytest.Item]] = {}
+        for item in items:
+            files.setdefault(item.nodeid.partition("::")[0], []).append(item)
+        items[:] = [item for file in _spread(list(files)) for item in files[file]]
+
+
+def _spread(files: list[str]) -> list[str]:
+    """Long files evenly over the first half of the others."""
+    long = [file for file in files if file.startswith(LONG)]
+    others = [file for file in files if not file.startswith(LONG)]
+    step = max(1, len(others) // (2 * max(1, len(long))))
+    order: list[str] = []
+    for index, file in enumerate(long):
+        order += [file, *others[index * step : (index + 1) * step]]
+    return order + others[len(long) * step :]
