@@ -35,14 +35,14 @@ class Process:
             return await client.get(f"http://127.0.0.1:{self.metrics_port}{path}")
 
     async def probe_until(self, path: str, status: int) -> bool:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while (await self.probe(path)).status_code != status:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         return True
 
     async def refuses(self, connect: Callable) -> bool:
         """Wait until no more connections are accepted."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while True:
                 try:
                     await connect(self.http_port)

@@ -137,7 +137,7 @@ async def test_an_answer_in_one_piece_has_a_deadline_whatever_it_asks_for(
     start_gateway, start_worker, fault, chat, limit: dict[str, float]
 ) -> None:
     running = await start_gateway(await start_worker(default=fault.hang), timeouts={"answer_seconds": 0.4} | limit)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         answer = await running.raw(chat(max_tokens=10**12, headers="connection: close\r\n"))
     assert answer.startswith(b"HTTP/1.1 504")
 

@@ -10,25 +10,32 @@ import pytest
 from tests.tandem_gateway.chaos import Run, open_fleet, storm
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 async def test_streams_outlive_their_workers() -> None:
-    async with open_fleet(3, idle_seconds=2.0, first_token_seconds=20.0) as fleet:
+    async with open_fleet(3, idle_seconds=6.0, first_token_seconds=20.0) as fleet:
         run = Run(fleet)
         await run.learn()
         resumes = fleet.gateway.metrics.resumes
 
-        async def during(seconds: float, *signals: int) -> None:
-            """27 streams, and signals to the busiest worker while they run."""
-            running = asyncio.create_task(run.run(len(run.requests), len(run.requests)))
-            await asyncio.sleep(seconds)
-            name = fleet.busiest()
-            for number in signals:
-                fleet.send(name, number)
-                if number == signal.SIGSTOP:
-                    await asyncio.sleep(5)
-            await running
-            if signal.SIGCONT not in signals:
-                await fleet.remove(name)
+        async def strike(cause: str, *signals: int) -> None:
+            """27 streams, and signals to the busiest worker while they run. Again, where it had sent everything before
+            they came: how fast a worker is, and when, is the machine's affair."""
+            before = resumes[cause]
+            for seconds in (0.5, 0.3, 0.15, 0.8, 0.4, 0.2):
+                running = asyncio.create_task(run.run(len(run.requests), len(run.requests)))
+                await asyncio.sleep(seconds)
+                name = fleet.busiest()
+                for number in signals:
+                    fleet.send(name, number)
+                    if number == signal.SIGSTOP:
+                        await asyncio.sleep(9)
+                await running
+                if signal.SIGCONT not in signals:
+                    await fleet.remove(name)
+                    await fleet.add()
+                if resumes[cause] > before:
+                    return
+            raise AssertionError(f"no stream was moved for {cause}: {resumes}")
 
         await run.run(len(run.requests), len(run.requests))
         assert not resumes, "nothing happened yet"
@@ -37,14 +44,10 @@ async def test_streams_outlive_their_workers() -> None:
         fleet.set_share(0.0)
         assert sum(cutter.cuts for cutter in fleet.cutters.values()) > 10
         assert resumes["reset"] > 10
-        await during(0.5, signal.SIGSTOP, signal.SIGCONT)
-        assert resumes["timeout"] >= 1
-        await during(0.5, signal.SIGTERM)
-        assert resumes["draining"] >= 1
-        before = resumes["reset"]
-        await during(0.5, signal.SIGKILL)
-        assert resumes["reset"] > before
-        assert run.results == {"right": 6 * len(run.requests)}, run.problems
+        await strike("timeout", signal.SIGSTOP, signal.SIGCONT)
+        await strike("draining", signal.SIGTERM)
+        await strike("reset", signal.SIGKILL)
+        assert set(run.results) == {"right"}, run.problems
         assert not fleet.gateway.metrics.failed_resumes
 
 

@@ -128,7 +128,7 @@ async def test_who_asks_for_requests_is_answered_after_a_while(
     reader, writer = await connect(running.server.metrics_port)
     for _ in range(2):
         writer.write(f"GET {WAITING_PATH} HTTP/1.1\r\nhost: x\r\n\r\n".encode())
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             head = await reader.readuntil(b"\r\n\r\n")
             body = await reader.readexactly(int(head.split(b"content-length: ")[1].split(b"\r\n")[0]))
         assert json.loads(body)["traffic"]["waitingRequests"] == 0

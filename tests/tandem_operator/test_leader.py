@@ -16,7 +16,7 @@ from tandem_operator.kube.client import KubeClient
 from tandem_operator.leader import LeaderElection
 from tandem_operator.settings import LeaseSettings
 
-FAST = LeaseSettings(namespace="n", name="l", identity="a", duration_seconds=1, renew_seconds=0.05, give_up_seconds=0.5)
+FAST = LeaseSettings(namespace="n", name="l", identity="a", duration_seconds=3, renew_seconds=0.1, give_up_seconds=1.5)
 
 
 class LeaseServer:
@@ -102,7 +102,7 @@ async def test_a_released_lease_is_taken_at_once(server: LeaseServer, client: Ku
     leader, follower = election(client, "a"), election(client, "b")
     await leader.acquire()
     await leader.release()
-    await asyncio.wait_for(follower.acquire(), timeout=0.5)
+    await asyncio.wait_for(follower.acquire(), timeout=FAST.duration_seconds / 2)
     assert server.holder == "b"
     assert server.lease is not None
     assert server.lease["spec"]["leaseTransitions"] == 1
@@ -110,7 +110,7 @@ async def test_a_released_lease_is_taken_at_once(server: LeaseServer, client: Ku
 
 async def test_a_lease_that_is_not_renewed_runs_out(server: LeaseServer, client: KubeClient) -> None:
     await election(client, "a").acquire()
-    await asyncio.wait_for(election(client, "b").acquire(), timeout=3)
+    await asyncio.wait_for(election(client, "b").acquire(), timeout=30)
     assert server.holder == "b"
 
 
@@ -129,6 +129,6 @@ async def test_a_leader_whose_lease_was_taken_stops(server: LeaseServer, client:
     assert server.lease is not None
     server.lease["spec"]["holderIdentity"] = "b"
     server.lease["metadata"]["resourceVersion"] = "77"
-    await asyncio.wait_for(leader.hold(), timeout=0.4)
+    await asyncio.wait_for(leader.hold(), timeout=FAST.give_up_seconds - 0.1)
     await leader.release()
     assert server.holder == "b"

@@ -32,7 +32,7 @@ async def test_one_who_goes_away_holds_up_nobody() -> None:
     tasks = [asyncio.create_task(pace.turn()) for _ in range(3)]
     await asyncio.sleep(0)
     tasks[0].cancel()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         with contextlib.suppress(asyncio.CancelledError):
             await tasks[0]
         await asyncio.gather(*tasks[1:])

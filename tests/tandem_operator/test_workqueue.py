@@ -11,7 +11,7 @@ A, B = ModelKey("n", "a"), ModelKey("n", "b")
 
 
 async def take(queue: WorkQueue) -> ModelKey:
-    return await asyncio.wait_for(queue.take(), timeout=1)
+    return await asyncio.wait_for(queue.take(), timeout=30)
 
 
 async def test_many_events_are_one_look() -> None:

@@ -32,7 +32,7 @@ class Watch:
         self.reports.append(sorted(f"{worker.name}@{worker.address}" for worker in workers))
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while not condition():
                 assert not self.task.done(), self.task
                 await asyncio.sleep(0.01)

@@ -35,7 +35,7 @@ class Watch:
         return [routing.served_names for routing in self.applied]
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while not condition():
                 assert not self.task.done(), self.task
                 await asyncio.sleep(0.01)

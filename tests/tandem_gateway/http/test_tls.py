@@ -159,7 +159,7 @@ async def test_a_client_that_speaks_plain_http_is_told_so(start_gateway, start_w
     running = await start_gateway(worker, tls=told)
     reader, writer = await connect(running.server.https_port)
     writer.write(chat())
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         head, _, body = (await reader.read()).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400 ")
     assert json.loads(body)["error"]["code"] == "tls_required"
@@ -167,7 +167,7 @@ async def test_a_client_that_speaks_plain_http_is_told_so(start_gateway, start_w
     assert not worker.received
     reader, writer = await connect(running.server.https_port)
     writer.write(b"\x00\x01 neither")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await drained(reader)
     assert running.gateway.certificate.handshakes == {"plain": 2}
 
@@ -341,7 +341,7 @@ async def test_the_oldest_handshake_is_given_up_for_a_new_one(
     for _, writer in stalled:
         writer.write(client_hello()[:20])
     reader, writer = await connect_tls(running.server.https_port)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         writer.write(chat())
         await reader.readuntil(b"\r\n\r\n")
         await drained(stalled[0][0])
@@ -356,7 +356,7 @@ async def test_connections_beyond_the_limit_are_told_so(start_gateway, told, con
     running = await start_gateway(tls=told, max_connections=1)
     await connect(running.server.https_port)
     reader, _ = await connect_tls(running.server.https_port)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         assert b"gateway_full" in await reader.read()
 
 

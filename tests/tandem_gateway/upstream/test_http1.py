@@ -95,7 +95,7 @@ async def test_switching_protocols_is_refused(start_gateway, start_worker, chat)
     problems: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: problems.append(context))
     running = await start_gateway(*[await start_worker(f"d{index}", default=switch) for index in range(2)])
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         status, body = await ask(running, chat, "a")
     assert status == 502
     assert b"switches protocols" in body

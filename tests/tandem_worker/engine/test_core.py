@@ -313,10 +313,10 @@ def test_a_step_delivers_all_its_tokens_in_one_call(make_rig: MakeRig) -> None:
 
     def hold() -> None:
         entered.set()
-        barrier.wait(5)
+        barrier.wait(30)
 
     rig.engine._send(hold)
-    assert entered.wait(5)
+    assert entered.wait(30)
     for index in range(5):
         rig.submit(f"r{index}", (index,), 10)
     barrier.set()
@@ -344,7 +344,7 @@ class SlowModel(HistoryModel):
 
         def on_layer(layer: int) -> None:
             self.entered.set()
-            assert self.gate.wait(10)
+            assert self.gate.wait(30)
             if inner is not None:
                 inner(layer)
 
@@ -357,7 +357,7 @@ def test_a_prompt_that_nobody_waits_for_is_left_between_layers(make_rig: MakeRig
     model = SlowModel()
     rig = make_rig(model)
     rig.submit("r", tuple(range(30)))
-    assert model.entered.wait(5)
+    assert model.entered.wait(30)
     rig.engine.abort("r")
     model.gate.set()
     rig.wait()

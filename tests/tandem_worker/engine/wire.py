@@ -74,7 +74,7 @@ class Wire:
         threading.Thread(target=self._finish, args=(request_id, logits, num_cached_tokens)).start()
 
     def _finish(self, request_id: str, logits: bytes, num_cached_tokens: int) -> None:
-        self.hold.wait(10)
+        self.hold.wait(30)
         self.decode.remote_prefill_done(
             RemotePrefillResult(
                 request_id=request_id,

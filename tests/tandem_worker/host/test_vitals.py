@@ -13,7 +13,7 @@ from tandem_worker.host.errors import ThreadStartError
 from tandem_worker.host.vitals import Vitals
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+def eventually(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     deadline = monotonic() + seconds
     while not condition():
         assert monotonic() < deadline
@@ -39,16 +39,16 @@ def test_a_thread_that_fails_is_named(error: BaseException) -> None:
     def fail() -> None:
         raise error
 
-    vitals.start_thread("accept", fail, is_over=lambda: False).join(5)
+    vitals.start_thread("accept", fail, is_over=lambda: False).join(30)
     assert vitals.problems() == [f"thread accept: it has ended: {type(error).__name__}: {error}"]
 
 
 def test_a_thread_that_returns_too_early_is_named() -> None:
     vitals, over = Vitals(), threading.Event()
-    vitals.start_thread("a", lambda: None, is_over=over.is_set).join(5)
+    vitals.start_thread("a", lambda: None, is_over=over.is_set).join(30)
     over.set()
-    vitals.start_thread("b", lambda: None, is_over=over.is_set).join(5)
-    vitals.start_thread("c", lambda: None).join(5)
+    vitals.start_thread("b", lambda: None, is_over=over.is_set).join(30)
+    vitals.start_thread("c", lambda: None).join(30)
     assert vitals.problems() == ["thread a: it has ended: it returned"]
 
 
@@ -94,7 +94,7 @@ def test_a_thread_that_can_be_started_again_is_the_recovery(monkeypatch: pytest.
         patch.setattr(threading.Thread, "start", refuse)
         with pytest.raises(ThreadStartError):
             vitals.start_thread("link", int)
-    vitals.start_thread("link", int).join(5)
+    vitals.start_thread("link", int).join(30)
     assert vitals.problems() == []
 
 

@@ -86,7 +86,7 @@ async def serving(
             ) as client,
         ):  # fmt: skip
             yield client
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while not engine.idle:  # noqa: ASYNC110 - the engine has its own thread
                 await asyncio.sleep(0.01)
         assert engine.stats().kv_blocks_used == 0

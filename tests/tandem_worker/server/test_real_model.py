@@ -118,7 +118,7 @@ async def client(real: Real, grammars: GrammarCompiler) -> AsyncIterator[openai.
 
 
 async def until_free(real: Real) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while real.engine.stats().kv_blocks_used:  # noqa: ASYNC110 - the engine has its own thread
             await asyncio.sleep(0.01)
 

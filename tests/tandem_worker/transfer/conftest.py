@@ -41,7 +41,7 @@ def fill(cache: KVCache) -> None:
         layer.copy_((torch.arange(layer.numel()).reshape(layer.shape) + index * layer.numel()).to(layer.dtype))
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+def eventually(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true in time"

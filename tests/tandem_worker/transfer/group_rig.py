@@ -51,7 +51,7 @@ class Posts:
         for each in self._queues:
             done = threading.Event()
             each.put(done)  # type: ignore[arg-type]
-            assert done.wait(10)
+            assert done.wait(30)
 
     def close(self) -> None:
         self.hold.set()
@@ -66,7 +66,7 @@ class Posts:
             if isinstance(message, threading.Event):
                 message.set()
                 continue
-            self.hold.wait(10)
+            self.hold.wait(30)
             try:
                 handle(message)
             except Exception as error:

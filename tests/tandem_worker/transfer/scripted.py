@@ -55,7 +55,7 @@ class ScriptedPeer:
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         for thread in self._threads:
-            thread.join(5)
+            thread.join(30)
 
     def greet(self, sock: socket.socket) -> None:
         assert read_frame(sock)[0].kind is FrameKind.HELLO
@@ -123,5 +123,5 @@ def stranger(pair: Any) -> socket.socket:
 def enter(endpoint: str, ring: KeyRing = OPEN_RING) -> socket.socket:
     host, _, port = endpoint.partition(":")
     sock = dial(host, int(port), ring, Purpose.KV, seconds=5)
-    sock.settimeout(5)
+    sock.settimeout(30)
     return sock

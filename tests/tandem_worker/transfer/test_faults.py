@@ -213,7 +213,7 @@ def test_nothing_lands_after_cancel(scripted: Any, kit: SimpleNamespace, phase: 
         data = b"".join(peer.answer(read_order(sock)))
         sock.sendall(data[:phase])
         sent.set()
-        go.wait(5)
+        go.wait(30)
         sock.sendall(data[phase:])
         other = read_order(sock)
         sock.sendall(protocol.encode_text(FrameKind.FAILED, other, "that was all"))
@@ -222,7 +222,7 @@ def test_nothing_lands_after_cancel(scripted: Any, kit: SimpleNamespace, phase: 
 
     pair, peer = scripted(script)
     pair.client.start(pair.order(peer.endpoint, tokens=32))
-    assert sent.wait(5)
+    assert sent.wait(30)
     pair.client.cancel("a", 1)
     before = [layer.clone() for layer in pair.target.layers]
     go.set()
@@ -261,7 +261,7 @@ def test_any_order_of_events(events: list[tuple[Any, ...]], kit_module: SimpleNa
     try:
         for number in range(3):
             pair.client.start(pair.order(peer.endpoint, tokens=32, name=f"r{number}"))
-        assert ready.wait(5)
+        assert ready.wait(30)
         sock = inbox[0]
         snapshot: list[Any] | None = None
         cancelled: set[int] = set()

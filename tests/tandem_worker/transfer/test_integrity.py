@@ -94,7 +94,7 @@ def test_half_a_frame_leaves_nothing(scripted: Any, kit: SimpleNamespace, end: s
         peer.greet(sock)
         frame = peer.blocks(read_order(sock), BlockRange(1, 0, BLOCKS))
         sock.sendall(frame[: len(frame) * 2 // 3])
-        go.wait(5)
+        go.wait(30)
 
     pair, peer = scripted(script, verify=verify)
     pair.client.start(pair.order(peer.endpoint, tokens=32))

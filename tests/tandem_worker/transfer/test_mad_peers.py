@@ -408,7 +408,7 @@ def test_orders_and_cancels_without_pause_are_read_at_a_bounded_rate(kit: Simple
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
         for thread in threads:
-            thread.join(5)
+            thread.join(30)
         for sock in mad:
             sock.close()
         pair.close()

@@ -21,7 +21,7 @@ def make_ring(*names: str) -> KeyRing:
     return KeyRing(primary=names[0], keys={name: secrets.token_bytes(KEY_BYTES) for name in names})
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+def eventually(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -40,7 +40,7 @@ class Entrance:
     def knock(self, source: str = "127.0.0.1") -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), 5, source_address=(source, 0))
 
-    def dial(self, ring: KeyRing | None = None, purpose: Purpose = Purpose.KV, seconds: float = 10.0) -> socket.socket:
+    def dial(self, ring: KeyRing | None = None, purpose: Purpose = Purpose.KV, seconds: float = 30.0) -> socket.socket:
         return dial("127.0.0.1", self.port, ring or self.ring, purpose, seconds=seconds)
 
 

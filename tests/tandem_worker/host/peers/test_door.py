@@ -281,7 +281,7 @@ def test_it_may_be_closed_from_its_own_thread_and_twice(open_door: Open) -> None
     entrance = open_door(admit=admit)
     with entrance.dial() as peer:
         assert ended(peer)
-    assert done.wait(5)
+    assert done.wait(30)
     eventually(lambda: entrance.listener.fileno() == -1)
     entrance.door.close()
     assert entrance.vitals.problems() == []

@@ -58,7 +58,7 @@ def test_a_holder_that_was_believed_dead_notices(tmp_path: Path) -> None:
     held = lease.acquire(tmp_path, "a", is_complete=never, **QUICK)
     assert held is not None
     (tmp_path / "lease.2").write_text("b 0")
-    assert held.lost.wait(5)
+    assert held.lost.wait(30)
     held.release()
 
 
