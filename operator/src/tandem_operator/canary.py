@@ -21,7 +21,7 @@ from tandem_api.quantities import parse_duration
 
 from tandem_operator.causes import Problem
 from tandem_operator.figures import Judgement, Verdict
-from tandem_operator.observation import parse_time
+from tandem_operator.manifests import parse_time
 
 CANARY_FAILED = "CanaryFailed"
 WAITING_FOR_TURN = "WaitingForTurn"

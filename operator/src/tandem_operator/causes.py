@@ -12,7 +12,7 @@ from typing import Any, cast
 from tandem_api.names import CONDITION_ADMITTED, REASON_GROUP_INCOMPLETE, REASON_GROUP_LOST, REASON_STEP_HUNG
 
 from tandem_operator.groups import describe_pod, has_started, is_leaving, is_ready
-from tandem_operator.manifests import Manifest, dig, dig_list
+from tandem_operator.manifests import Manifest, dig, dig_list, parse_time
 
 _IMAGE_REASONS = frozenset({"ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull", "RegistryUnavailable"})
 _CONFIG_REASONS = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunContainerError"})
@@ -85,7 +85,7 @@ def pod_problem(pod: Manifest, *, now: datetime | None = None) -> Problem | None
 
 def _ending_problem(name: str, pod: Manifest, now: datetime) -> Problem | None:
     """A pod that should be gone. A StatefulSet waits for it for ever, because its node may still run it."""
-    due = _time(dig(pod, "metadata", "deletionTimestamp"))
+    due = parse_time(dig(pod, "metadata", "deletionTimestamp"))
     if due is None or now - due < _SLOW_TO_END:
         return None
     node = dig(pod, "spec", "nodeName") or "unknown"
@@ -149,7 +149,7 @@ def _unready_problem(name: str, pod: Manifest) -> Problem | None:
 def _creation_problem(name: str, pod: Manifest, now: datetime) -> Problem | None:
     """A pod that has a node and whose containers are not made. While an image is pulled the sandbox is there."""
     sandbox, scheduled = _condition(pod, "PodReadyToStartContainers"), _condition(pod, "PodScheduled")
-    since = _time(scheduled.get("lastTransitionTime"))
+    since = parse_time(scheduled.get("lastTransitionTime"))
     if sandbox.get("status") != "False" or scheduled.get("status") != "True" or has_started(pod):
         return None
     if since is None or now - since < _SLOW_TO_CREATE:
@@ -160,14 +160,6 @@ def _creation_problem(name: str, pod: Manifest, now: datetime) -> Problem | None
         " mounted, or the node gives it no network; kubectl describe pod says which"
     )
     return Problem(reason="ContainersNotCreated", message=text)
-
-
-def _time(text: object) -> datetime | None:
-    try:
-        time = datetime.fromisoformat(str(text))
-    except ValueError:
-        return None
-    return time if time.tzinfo is not None else None
 
 
 def _condition(pod: Manifest, kind: str) -> Manifest:

@@ -6,6 +6,7 @@ Objects are JSON as the API server speaks it. Nothing here talks to a cluster.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, cast
 
 from tandem_api import names
@@ -125,3 +126,12 @@ def controller_of(manifest: Manifest) -> Manifest | None:
         if owner.get("controller"):
             return owner
     return None
+
+
+def parse_time(text: object) -> datetime | None:
+    """A time as the API server writes it. None for anything else, times without a zone included."""
+    try:
+        time = datetime.fromisoformat(str(text))
+    except ValueError:
+        return None
+    return time if time.tzinfo is not None else None

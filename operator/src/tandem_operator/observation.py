@@ -26,6 +26,7 @@ from tandem_operator.manifests import (
     dig,
     dig_list,
     labels_of,
+    parse_time,
 )
 from tandem_operator.planner import Children
 from tandem_operator.refusals import advice
@@ -208,14 +209,6 @@ def _may_serve(pod: Manifest, *, now: datetime) -> bool:
         gates = (c for c in dig_list(pod, "status", "conditions") if c.get("type") == names.CONDITION_ADMITTED)
         return kubelet_says_ready and all(gate.get("status") != "False" for gate in gates)
     return now - since < (UNREACHABLE if kubelet_says_ready else BLINK)
-
-
-def parse_time(text: object) -> datetime | None:
-    try:
-        time = datetime.fromisoformat(str(text))
-    except ValueError:
-        return None
-    return time if time.tzinfo is not None else None
 
 
 def last_progress(live: Children) -> datetime | None:

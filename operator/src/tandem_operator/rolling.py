@@ -16,9 +16,9 @@ from tandem_api.names import Role
 from tandem_operator.canary import Fleet, RoleFleet
 from tandem_operator.causes import role_problem
 from tandem_operator.groups import group_pods, is_leaving
-from tandem_operator.manifests import DEPLOYMENT, ChildKey, Manifest, annotations_of, child_key, dig
+from tandem_operator.manifests import DEPLOYMENT, ChildKey, Manifest, annotations_of, child_key, dig, parse_time
 from tandem_operator.matching import satisfies
-from tandem_operator.observation import observe_replicas, parse_time, pods_of, workload_key
+from tandem_operator.observation import observe_replicas, pods_of, workload_key
 from tandem_operator.planner import Children, is_rolled_out
 from tandem_operator.rollout import Replica, RolePlan, RoleView, State, plan_rollout
 from tandem_operator.workloads.blueprint import TEMPLATE_HASH, Blueprint

@@ -10,7 +10,7 @@ from datetime import datetime, timedelta
 
 from tandem_api.launch import CanaryTraffic, GatewayRouting
 
-from tandem_operator.observation import parse_time
+from tandem_operator.manifests import parse_time
 from tandem_operator.workloads.blueprint import Blueprint
 from tandem_operator.workloads.configs import gateway_cors, gateway_queue, gateway_timeouts
 from tandem_operator.workloads.pods import drain_seconds

@@ -10,8 +10,8 @@ from tandem_api.names import Role
 from tandem_api.quantities import parse_duration
 
 from tandem_operator.groups import Group, group_pods
-from tandem_operator.manifests import Manifest, dig, dig_list
-from tandem_operator.observation import parse_time, pods_of, workload_key
+from tandem_operator.manifests import Manifest, dig, dig_list, parse_time
+from tandem_operator.observation import pods_of, workload_key
 from tandem_operator.planner import Children
 from tandem_operator.scaling.contract import COMPONENTS, Behavior, RoleSpec, ScalingSpec, Target
 from tandem_operator.scaling.observe import RoleCount

@@ -20,8 +20,8 @@ from tandem_operator import metrics
 from tandem_operator.canary import WAITING_FOR_TURN
 from tandem_operator.causes import Problem
 from tandem_operator.commits import CommitPlan
-from tandem_operator.manifests import ChildKey
-from tandem_operator.observation import RoleState, last_progress, observe_role, parse_time
+from tandem_operator.manifests import ChildKey, parse_time
+from tandem_operator.observation import RoleState, last_progress, observe_role
 from tandem_operator.planner import Children
 from tandem_operator.replicas import scaling_memory, scaling_to_keep
 from tandem_operator.rollout import capacity_of

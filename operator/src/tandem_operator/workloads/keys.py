@@ -15,7 +15,7 @@ from tandem_api import names
 from tandem_api.keys import KeyRing, parse_key_ring
 
 from tandem_operator.errors import UnreadableKeysError
-from tandem_operator.manifests import SECRET, Manifest, annotations_of, dig, labels_of
+from tandem_operator.manifests import SECRET, Manifest, annotations_of, dig, labels_of, parse_time
 from tandem_operator.rotation import KeyState, KeyStep
 from tandem_operator.workloads.blueprint import Blueprint, digest
 
@@ -61,11 +61,11 @@ def read_keys(secret: Manifest) -> KeyState:
         UnreadableKeysError: a ring is missing or is none; no part of it is in the sentence.
     """
     annotations = annotations_of(secret)
-    step = annotations.get(STEP_ANNOTATION)
+    step, since = annotations.get(STEP_ANNOTATION), parse_time(annotations.get(SINCE_ANNOTATION))
     return KeyState(
         rings={file: _read_ring(secret, file) for file in KEY_FILES},
         step=KeyStep(step) if step in list(KeyStep) else None,
-        since=_parse_time(annotations.get(SINCE_ANNOTATION, "")),
+        since=None if since is None else since.timestamp(),
         request=annotations.get(ROTATE_ANNOTATION),
     )
 
@@ -104,11 +104,3 @@ def _read_ring(secret: Manifest, file: str) -> KeyRing:
 
 def _format_time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-
-
-def _parse_time(text: str) -> float | None:
-    try:
-        time = datetime.fromisoformat(text)
-    except ValueError:
-        return None
-    return None if time.tzinfo is None else time.timestamp()
