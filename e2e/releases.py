@@ -19,7 +19,7 @@ from e2e.install import HUB_ENDPOINT, NAMESPACE, RELEASE, ROOT, chart_values, he
 
 WITHOUT_KEYS = "76fce215920f2528c90457d735d936f5a6e962d0"
 """The last release whose pods have no keys: all of them are replaced by an upgrade, once."""
-WITH_KEYS = "4007a4cd5cd6ff5f4963eccbec69000637324c34"
+WITH_KEYS = "2f0ca93627dd1582211325ac84caae19fe6fe6b1"
 """The first one whose pods are left alone: it wrote every default out, and digested all of it."""
 ADDED_FIELD = "lookahead"
 ADDED_DEFAULT = 4
