@@ -684,8 +684,8 @@ class Tracing(Authored):
         ]
         | None
     ) = None
-    """A collector that takes OTLP over HTTP, for example `http://collector.observability.svc:4318`; `/v1/traces` is added
-    where there is no path. Defaults to the one of the chart; without either nothing is traced."""
+    """A collector that takes OTLP over HTTP, for example `http://collector.observability.svc:4318`; `/v1/traces` is
+    added where there is no path. Defaults to the one of the chart; without either nothing is traced."""
     sampling_percent: Annotated[float, Field(ge=0.0, le=100.0)] | None = None
     """How many of the requests are traced whose clients do not say it themselves in `traceparent`. Defaults to the
     chart's, which is 100 unless changed."""

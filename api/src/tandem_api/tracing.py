@@ -232,8 +232,7 @@ class _Sender:
     def join(self, seconds: float) -> None:
         self._thread.join(seconds)
         with self._lock:
-            self._counts["export_failed"] += len(self._queue)
-            self._queue.clear()
+            self._drop()
 
     def _run(self) -> None:
         try:
@@ -244,19 +243,29 @@ class _Sender:
             log.exception("no span can be exported; requests are served all the same")
             with self._lock:
                 self._broken = True
-                self._counts["export_failed"] += len(self._queue)
-                self._queue.clear()
+                self._drop()
             return
-        while not self._ending:
+        over = False
+        while not over:
             self._wake.wait(BATCH_SECONDS)
             self._wake.clear()
+            over = self._ending  # before the last look at the queue
             while batch := self._take():
                 sent = export.send(batch)
                 with self._lock:
                     self._counts["exported" if sent else "export_failed"] += len(batch)
                 if self._ending and not sent:
-                    break  # a collector that does not answer is not waited for
+                    over = True  # a collector that does not answer is not waited for
+                    break
+        with self._lock:
+            self._drop()
         export.close()
+
+    def _drop(self) -> None:
+        """Under the lock: what waits is not sent."""
+        if self._queue:
+            self._counts["export_failed"] += len(self._queue)
+            self._queue.clear()
 
     def _take(self) -> list[tuple[Span, float]]:
         with self._lock:
