@@ -52,11 +52,12 @@ def run_stack(
             await_ready(process)
             flags += ["--worker", f"role={role},url={process.url},kv={process.kv},revision=r1,name={role}-0"]
         gateway = {"disaggregated": "prefill" in roles} | gateway
-        yield Stack(started.enter_context(_run_gateway(folder, flags, **gateway)), workers)
+        yield Stack(started.enter_context(run_gateway(folder, flags, **gateway)), workers)
 
 
 @contextlib.contextmanager
-def _run_gateway(folder: Path, flags: list[str], **changes: Any) -> Iterator[str]:
+def run_gateway(folder: Path, flags: list[str], **changes: Any) -> Iterator[str]:
+    """A gateway process, once it listens; gives its URL. `changes` are of its launch configuration."""
     config, log = folder / "gateway.json", folder / "gateway.log"
     fixed: dict[str, Any] = {
         "model_name": MODEL, "served_name": MODEL, "namespace": "default", "http_port": 0, "metrics_port": 0,

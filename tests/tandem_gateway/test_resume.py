@@ -10,9 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tandem_api.journal import COMMIT, MAX_JOURNAL_BYTES, MOVED
+from tandem_api.launch import TracingConfig
 from tandem_gateway.http.budget import Budget
 from tandem_gateway.resume import MAX_DEATHS, MAX_STALLS, SECONDS, Continuation, JournaledStream, may_keep
 from tandem_gateway.sse import EventTooLarge
+
+from tests.collector import run_collector
 
 HEAD = b'{"id":"x"}'
 HALF = b'data: {"choices":[{"index":0,"delta":{"content":"half'
@@ -221,6 +224,22 @@ async def test_the_client_sees_one_stream(fleet, chat, then: str, partial: bytes
     assert running.gateway.metrics.resumes == {reason: 1}
     assert not running.gateway.metrics.failed_resumes
     await running.idle()
+
+
+async def test_a_traced_stream_shows_where_it_moved(fleet, chat, until) -> None:
+    """The attempt that goes on with it is linked to the one that began it."""
+    with run_collector() as collector:
+        running, _ = await fleet(journaled(3, then="die"), journaled(2, then="done", first=3))
+        running.gateway.tracer.follow(TracingConfig(endpoint=collector.url))
+        assert tokens_of(await read_stream(running, chat)) == [f"t{index}" for index in range(5)]
+        await until(lambda: collector.find(lambda span: span.kind == "server"), wait=60)
+    (root,) = collector.find(lambda span: span.kind == "server")
+    first, second = sorted(collector.find(lambda span: span.kind == "client"), key=lambda span: span.began)
+    assert {span.parent_id for span in (first, second)} == {root.span_id}
+    assert (first.failed, first.attributes["error.type"]) == (True, "reset")
+    assert (second.failed, second.links, second.attributes["tandem.resumed"]) == (False, [first.span_id], True)
+    assert root.attributes["tandem.resumes"] == 1
+    assert root.attributes["gen_ai.response.time_to_first_chunk"] > 0
 
 
 async def test_it_moves_as_often_as_it_must(fleet, chat) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from operator_objects import RELEASE, blueprint
 from tandem_api import names
+from tandem_api.launch import TracingConfig
 from tandem_operator.manifests import Manifest
 from tandem_operator.settings import NetworkSettings, Release
 from tandem_operator.workloads import Blueprint, build_children
@@ -191,6 +193,22 @@ def test_the_hub_decides_what_is_open(endpoint: str | None, anywhere: set[int], 
     assert reachable(plan, decode, INTERNET) == anywhere
     assert reachable(plan, decode, MIRROR) == mirror, "a Service's pods listen where they like"
     assert reachable(plan, decode, STRANGER) == anywhere
+
+
+def test_spans_may_leave_where_there_is_a_collector() -> None:
+    """From every pod; named by the model, or by the release for models that say nothing."""
+    mine = {"tracing": {"endpoint": "http://collector.mirror.svc:4318"}}
+    release = dataclasses.replace(RELEASE, tracing=TracingConfig(endpoint="http://collector.mirror:8443"))
+    named, usual, left = (
+        split(observability=mine),
+        split(release=release),
+        split(release=release, observability={"tracing": {"enabled": False}}),
+    )
+    for name in ("gateway", "prefill", "decode"):
+        assert reachable(named, pods(named)[name], MIRROR) == set(PORTS), "a Service's pods listen where they like"
+        assert 8443 in reachable(usual, pods(usual)[name], INTERNET)
+        assert 8443 not in reachable(left, pods(left)[name], INTERNET)
+        assert reachable(left, pods(left)[name], MIRROR) == reachable(split(), pods(split())[name], MIRROR)
 
 
 def test_the_release_can_switch_policies_off() -> None:

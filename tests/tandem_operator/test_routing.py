@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from operator_objects import RELEASE, raw_model
 from tandem_api.inferencemodel import InferenceModel
-from tandem_api.launch import GatewayRouting, TTFTDeadline
+from tandem_api.launch import GatewayRouting, TracingConfig, TTFTDeadline
 from tandem_operator.routing import MAX_FORMER_NAMES, plan_routing, seconds_left
 from tandem_operator.workloads import Blueprint
 from tandem_operator.workloads.configs import gateway_config, start_hash, worker_config
@@ -73,6 +74,35 @@ def test_gateways_follow_cors_and_none_is_started_anew_for_it() -> None:
         names.add(start_hash(config))
         assert config.cors == (rules if spec else None), "a gateway that starts does not wait for the status"
     assert len(names) == 1
+
+
+@pytest.mark.parametrize(
+    ("usual", "spec", "expected"),
+    [
+        (None, {}, None),
+        (None, {"samplingPercent": 5}, None),
+        (None, {"endpoint": "http://c:4318"}, ("http://c:4318", 100)),
+        (("http://u", 7), {}, ("http://u", 7)),
+        (("http://u", 7), {"endpoint": "http://c"}, ("http://c", 7)),
+        (("http://u", 7), {"samplingPercent": 0}, ("http://u", 0)),
+        (("http://u", 7), {"enabled": False, "endpoint": "http://c"}, None),
+    ],
+)
+def test_everybody_follows_tracing_and_nobody_is_started_anew_for_it(
+    usual: tuple[str, float] | None, spec: dict[str, Any], expected: tuple[str, float] | None
+) -> None:
+    given = None if usual is None else TracingConfig(endpoint=usual[0], sampling_percent=usual[1])
+    release = dataclasses.replace(RELEASE, tracing=given)
+    model = InferenceModel.model_validate(raw_model(observability={"tracing": spec}))
+    blueprint = Blueprint(model=model, release=release)
+    silent = Blueprint(model=InferenceModel.model_validate(raw_model()), release=RELEASE)
+    wanted = None if expected is None else TracingConfig(endpoint=expected[0], sampling_percent=expected[1])
+    assert plan_routing(blueprint, now=START).tracing == wanted
+    assert gateway_config(blueprint).tracing == wanted
+    assert start_hash(gateway_config(blueprint)) == start_hash(gateway_config(silent))
+    for role in blueprint.worker_roles:
+        assert worker_config(blueprint, role).tracing == wanted
+        assert start_hash(worker_config(blueprint, role)) == start_hash(worker_config(silent, role))
 
 
 @given(history=st.lists(st.tuples(st.sampled_from("abcdefg"), st.integers(0, 100)), min_size=1, max_size=12))

@@ -669,6 +669,34 @@ class Gateway(Workload):
     """Serve clients over TLS. Where nothing is said they are served without, at port 80."""
 
 
+class Tracing(Authored):
+    enabled: bool = True
+    """Set it to false where the chart sends every model's spans somewhere, and those of this one are not to go."""
+    endpoint: (
+        Annotated[
+            str,
+            Matches(
+                r"https?://[A-Za-z0-9.-]+(:[0-9]{1,5})?(/[^\s?#]*)?|https?://\[[0-9a-fA-F:]+\](:[0-9]{1,5})?(/[^\s?#]*)?",
+                "must be the URL of a collector that takes OTLP over HTTP, for example"
+                " http://collector.observability.svc:4318",
+            ),
+            Field(max_length=512),
+        ]
+        | None
+    ) = None
+    """A collector that takes OTLP over HTTP, for example `http://collector.observability.svc:4318`; `/v1/traces` is
+    added where there is no path. Defaults to the one of the chart; without either nothing is traced."""
+    sampling_percent: Annotated[float, Field(ge=0.0, le=100.0)] | None = None
+    """How many of the requests are traced whose clients do not say it themselves in `traceparent`. Defaults to the
+    chart's, which is 100 unless changed."""
+
+
+class Observability(Authored):
+    tracing: Tracing = Field(default_factory=Tracing)
+    """Spans of requests, from the gateway through prefill, transfer and decode, by OpenTelemetry. Changing it restarts
+    nothing; workers follow within two minutes."""
+
+
 class Drain(Authored):
     timeout: Duration = "60s"
     """How long a pod that is being removed may finish what it runs."""
@@ -1044,6 +1072,8 @@ class InferenceModelSpec(Authored):
     """What clients are to get. Roles with `scaling.mode: SLO` are scaled for it."""
     autoscaling: Autoscaling = Field(default_factory=Autoscaling)
     """How roles with `scaling.mode: SLO` are scaled."""
+    observability: Observability = Field(default_factory=Observability)
+    """What is told about requests."""
     drain: Drain = Field(default_factory=Drain)
     """How pods leave."""
     rollout: Rollout = Field(default_factory=Rollout)

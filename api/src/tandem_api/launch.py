@@ -7,6 +7,7 @@ Both sides use these classes, so flags cannot drift apart. Only per-pod facts co
 from __future__ import annotations
 
 from typing import Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field
 
@@ -113,6 +114,21 @@ class SchedulerConfig(Wire):
     """A decode worker prefills prompts with at most this many uncached tokens itself."""
 
 
+class TracingConfig(Wire):
+    """Where the spans of requests go."""
+
+    endpoint: str
+    """Base URL of a collector that takes OTLP over HTTP; one with a path is taken as it is."""
+    sampling_percent: float = 100.0
+    """Of the requests whose clients have not decided it themselves, those that are traced. The gateways decide."""
+
+    @property
+    def traces_url(self) -> str:
+        """Where spans are posted to."""
+        bare = not urlsplit(self.endpoint).path.strip("/")
+        return f"{self.endpoint.rstrip('/')}/v1/traces" if bare else self.endpoint
+
+
 class WorkerConfig(Wire):
     """Everything a worker pod needs to know."""
 
@@ -147,9 +163,13 @@ class WorkerConfig(Wire):
     at twice that it ends. None is 15 seconds, 0 lets steps take as long as they like."""
     ttft_target: TTFTDeadline | None = None
     """Prompts are computed in the order in which they are due by it, for their uncached tokens; None: as they came."""
+    tracing: TracingConfig | None = None
+    """None: unless the environment says so, spans are recorded of no request."""
 
 
-WORKER_READS_AGAIN = frozenset({"drain_timeout_seconds", "served_name", "step_timeout_seconds", "ttft_target"})
+WORKER_READS_AGAIN = frozenset(
+    {"drain_timeout_seconds", "served_name", "step_timeout_seconds", "tracing", "ttft_target"}
+)
 """Fields of `WorkerConfig` that a running worker reads when it needs them, or leaves to the gateways that show it a
 key, as it does with the served name: a change restarts nothing."""
 
@@ -234,9 +254,11 @@ class GatewayConfig(Wire):
     """None: browsers show answers to no page of another origin."""
     tls: ClientTLS | None = None
     """None: clients are served at `http_port`, without TLS."""
+    tracing: TracingConfig | None = None
+    """None: unless the environment says so, requests are not traced."""
 
 
-GATEWAY_FOLLOWS = frozenset({"cors", "served_name", "timeouts", "queue", "drain_timeout_seconds"})
+GATEWAY_FOLLOWS = frozenset({"cors", "served_name", "timeouts", "queue", "drain_timeout_seconds", "tracing"})
 """Fields of `GatewayConfig` that a running gateway follows by `GatewayRouting`: a change restarts nothing."""
 
 
@@ -263,3 +285,4 @@ class GatewayRouting(Wire):
     queue: GatewayQueue = Field(default_factory=GatewayQueue)
     drain_timeout_seconds: float = 60.0
     cors: CORSRules | None = None
+    tracing: TracingConfig | None = None

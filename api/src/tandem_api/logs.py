@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
 
-_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
+from tandem_api.tracing import read_context
 
-_TRACE_PARENT = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}(-.*)?")
-"""Version, trace, parent, flags; versions to come may add more."""
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
 
 _ENCODER = json.JSONEncoder(default=repr, separators=(",", ":"), ensure_ascii=False)
 
@@ -45,10 +43,8 @@ class JsonFormatter(logging.Formatter):
 
 def find_trace(traceparent: bytes) -> str | None:
     """The id of the trace that a client's `traceparent` (W3C Trace Context) names; None where it is not one."""
-    found = _TRACE_PARENT.fullmatch(traceparent)
-    if found is None or found[1] == b"ff" or (found[1] == b"00" and found[4]):
-        return None
-    return found[2].decode() if found[2].strip(b"0") and found[3].strip(b"0") else None
+    context = read_context(traceparent)
+    return None if context is None else context.trace_id
 
 
 def format_time(seconds: float | None = None) -> str:

@@ -48,6 +48,7 @@ from tandem_gateway.scheduling import (
 )
 from tandem_gateway.scheduling.queue import Slot, Ticket
 from tandem_gateway.sse import EventStream, EventTooLarge, build_failure, find_usage
+from tandem_gateway.tracing import ExchangeTrace
 from tandem_gateway.upstream.base import Call, Failure, Link, ResponseHead
 
 log = logging.getLogger(__name__)
@@ -132,7 +133,7 @@ class Exchange:
         "_give_up_at", "_head", "_held", "_held_back_until", "_held_bytes", "_keep_alive_after", "_loop", "_phase",
         "_reads", "_reads_seen", "_reservation", "_resets", "_slot", "_slow", "_stream", "_suspects", "_ticket",
         "_tokens_seen", "_unsent", "attempts", "bytes_out", "choice", "error", "first_byte_at", "inquiry",
-        "queue_seconds", "request", "request_id", "started_at", "status", "usage",
+        "queue_seconds", "request", "request_id", "started_at", "status", "trace", "usage",
     )  # fmt: skip
 
     def __init__(
@@ -156,6 +157,8 @@ class Exchange:
         self.error: str | None = None
         self.queue_seconds = 0.0
         """That it waited for a worker, so far."""
+        self.trace: ExchangeTrace | None = None
+        """None: its spans are not recorded."""
         self._phase = NEW
         self._ticket: Ticket[Waiter] | None = None
         """Of the queue that it waits in."""
@@ -214,6 +217,11 @@ class Exchange:
         return self.first_byte_at > 0
 
     @property
+    def answered_status(self) -> int | None:
+        """What the worker that was asked last has answered; None where it has not."""
+        return self._head.status if self._head is not None else None
+
+    @property
     def events(self) -> int:
         return self._stream.events if self._stream is not None else 0
 
@@ -224,6 +232,7 @@ class Exchange:
         """
         now = self._loop.time()
         context, continuation, demand = self._context, self._continuation, self.inquiry.demand
+        began = 0.0 if self.trace is None else monotonic()
         if self._phase == NEW and context.queue.line.size and context.queue.enabled:
             self._join_queue(now)  # others were here before
             return False
@@ -254,6 +263,8 @@ class Exchange:
         self._reads_seen = self._reads
         self._deadline = now + self._answer_seconds()
         request = self.request
+        if self.trace is not None:
+            self.trace.chose(self, choice, began, resumes=continuation is not None)
         journal = continuation.stream.build_prefix() if continuation is not None else b""
         keeps = demand.stream and not demand.local
         head = build_request_head(request, choice, self.request_id, context.token_line, len(journal) if keeps else None)
@@ -275,6 +286,8 @@ class Exchange:
         except RequestError as error:
             self._fail(error)
             return
+        if self.trace is not None:
+            self.trace.queued()
         self._phase = WAITING
         self._deadline = self._give_up_at
 
@@ -282,6 +295,8 @@ class Exchange:
         ticket, self._ticket = self._ticket, None
         if ticket is not None:
             self.queue_seconds += self._context.queue.leave(ticket, outcome, self._loop.time())
+            if self.trace is not None:
+                self.trace.left_queue(outcome)
 
     def turn_away(self, error: RequestError) -> None:
         """Its place in the queue is somebody else's."""
@@ -387,6 +402,8 @@ class Exchange:
         """
         if failed is not None:
             self._count_end(failed=failed)
+        if self.trace is not None:
+            self.trace.attempt_ended(self, outcome.value, self.answered_status)
         if blame:
             self._blame(outcome)
         if not self._begun:
@@ -599,6 +616,8 @@ class Exchange:
     def _wait(self, detail: str) -> None:
         """The gateway itself lacks what a connection needs. Others may soon give some back."""
         self._release()
+        if self.trace is not None:
+            self.trace.attempt_ended(self, Failure.LOCAL.value, None)
         now = self._loop.time()
         self._connect_by = self._connect_by or now + GRACE_SECONDS
         if now >= self._connect_by:

@@ -14,10 +14,11 @@ from itertools import count
 from typing import Any, cast
 
 from tandem_api.fleet import FleetReport, WorkerReport
-from tandem_api.launch import GatewayConfig, GatewayRouting
+from tandem_api.launch import GatewayConfig, GatewayRouting, TracingConfig
 from tandem_api.logs import format_time
 from tandem_api.names import Role
 from tandem_api.telemetry import WorkerTelemetry
+from tandem_api.tracing import Tracer, describe_pod
 
 from tandem_gateway.access_log import AccessLog
 from tandem_gateway.cors import CORSPolicy, is_preflight
@@ -45,6 +46,7 @@ from tandem_gateway.scheduling import (
     missing_role,
     predict,
 )
+from tandem_gateway.tracing import begin_trace
 from tandem_gateway.traffic import TrafficCounter
 from tandem_gateway.upstream.base import Link
 from tandem_gateway.upstream.http1 import Http1Link
@@ -63,8 +65,10 @@ log = logging.getLogger(__name__)
 
 
 class Gateway:
-    def __init__(self, config: GatewayConfig, access_log: AccessLog | None = None) -> None:
-        """Raises ConfigError where the keys cannot be read."""
+    def __init__(
+        self, config: GatewayConfig, access_log: AccessLog | None = None, tracing: TracingConfig | None = None
+    ) -> None:
+        """`tracing` holds while nothing else is configured. Raises ConfigError where the keys cannot be read."""
         self.config = config
         self.served_names: tuple[str, ...] = (config.served_name,)
         """Names that clients may pass as `model`, the present one first."""
@@ -89,6 +93,10 @@ class Gateway:
         """What a worker has told about the model."""
         self.certificate: Certificate | None = None
         """That clients are shown; None: they speak no TLS."""
+        pod = os.environ.get("POD_NAME") or socket.gethostname()
+        facts = describe_pod(pod, config.namespace, config.model_name, Role.GATEWAY)
+        self.tracer = Tracer("tandem-gateway", facts, fallback=tracing)
+        self.tracer.follow(config.tracing)
         self.draining = False
         self.exchanges: set[Exchange] = set()
         self.connections: set[ClientConnection] = set()
@@ -121,6 +129,7 @@ class Gateway:
         self.queue.settings = routing.queue
         self.drain_timeout_seconds = routing.drain_timeout_seconds
         self.scheduler.apply_canary(routing.canary)
+        self.tracer.follow(routing.tracing)
 
     def take_sample(self, worker: Worker, sample: WorkerTelemetry | None) -> None:
         """What a worker has just told about itself; None: it has missed several times."""
@@ -237,6 +246,8 @@ class Gateway:
             estimator=self.scheduler.estimator,
         )
         exchange = Exchange(self, connection, request, inquiry, request_id)
+        if self.tracer.active and request.path in COMPUTES:
+            exchange.trace = begin_trace(self.tracer, request.headers)
         connection.exchange = exchange
         self.exchanges.add(exchange)
         self.metrics.in_flight += 1
@@ -296,6 +307,8 @@ class Gateway:
             if computes:
                 self.traffic.count_answer(exchange.usage, exchange.events, well=well)
             self._learn(exchange)
+        if exchange.trace is not None:
+            exchange.trace.end(exchange, self.served_names[0], now)
         if self.access_log is not None:
             self.access_log.add(exchange, now)
 
@@ -411,6 +424,7 @@ class Gateway:
             ejections={outcome.value: count for outcome, count in self.scheduler.ejections.items()},
             canary=self.scheduler.canary_requests,
             telemetry=self.telemetry_reads,
+            spans=self.tracer.counts,
             more=() if self.certificate is None else self.certificate.families(),
         )
 

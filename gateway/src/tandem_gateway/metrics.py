@@ -101,11 +101,13 @@ class Metrics:
         ejections: Mapping[str, int] = _NONE,
         canary: Mapping[tuple[bool, bool], int] | None = None,
         telemetry: Mapping[str, int] = _NONE,
+        spans: Mapping[str, int] = _NONE,
         more: Iterable[Family] = (),
     ) -> bytes:
         """Prometheus text. `endpoints` counts by role and state, `tokens` are in flight by kind, `queued` requests wait
         for a worker, `failures` and `ejections` of workers are by reason, `canary` by whether its workers served and
-        whether they did in others' stead, `telemetry` reads of samples by how they ended, `more` what other parts tell.
+        whether they did in others' stead, `telemetry` reads of samples by how they ended, `spans` by what became of
+        them, `more` what other parts tell.
         """
         registry = CollectorRegistry()
         by_reason = [
@@ -135,6 +137,11 @@ class Metrics:
             waits,
             self.queue_seconds.family(Metric.GATEWAY_QUEUE_SECONDS, "How long requests waited for a worker."),
         ]
+        traced = by_label(
+            Metric.GATEWAY_TRACE_SPANS_TOTAL, "Spans of traced requests, by what became of them.", spans,
+            label="outcome",
+        )  # fmt: skip
+        more = (*([traced] if spans else []), *more)
         registry.register(_Snapshot([*self._families(endpoints, tokens), *by_reason, sides, reads, *queue, *more]))
         return generate_latest(registry)
 

@@ -47,6 +47,8 @@ class Inquiry:
     stream: bool
     prompt_bytes: int
     max_tokens: int | None
+    model: str | None
+    """The name that the client uses; None: none."""
     demand: Demand
 
 
@@ -92,7 +94,7 @@ def read_inquiry(
         local=not generates,
         stream=stream is True,
     )
-    return Inquiry(stream=stream is True, prompt_bytes=len(prompt), max_tokens=max_tokens, demand=demand)
+    return Inquiry(stream=stream is True, prompt_bytes=len(prompt), max_tokens=max_tokens, model=model, demand=demand)
 
 
 def guess_path(body: bytes) -> str:

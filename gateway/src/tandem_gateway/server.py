@@ -40,7 +40,8 @@ class Server:
         """Raises ConfigError where keys or certificate cannot be read."""
         self._settings = settings
         self._lines = LineWriter(1, "access-log") if settings.access_log else None
-        self.gateway = Gateway(settings.config, AccessLog(self._lines.write) if self._lines else None)
+        access_log = AccessLog(self._lines.write) if self._lines else None
+        self.gateway = Gateway(settings.config, access_log, settings.tracing)
         tls = settings.config.tls
         self.gateway.certificate = tls and Certificate(tls.path, min_version=tls.min_version)
         self.admin = Admin(self.gateway)
@@ -148,6 +149,7 @@ class Server:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.to_thread(self.gateway.tracer.close)
         if self._lines is not None:
             self._lines.close()
         log.info("stopped", extra={"cut_off": left})

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import ValidationError
-from tandem_api.launch import ClientTLS, GatewayConfig
+from tandem_api.launch import ClientTLS, GatewayConfig, TracingConfig
 from tandem_api.names import (
     API_KEY_FILE,
     CONFIG_PATH,
@@ -18,6 +18,7 @@ from tandem_api.names import (
     GATEWAY_METRICS_PORT,
     Role,
 )
+from tandem_api.tracing import read_environment
 
 from tandem_gateway.discovery.static import parse_worker
 from tandem_gateway.errors import ConfigError
@@ -40,6 +41,8 @@ class Settings:
     access_log: bool
     telemetry_seconds: float = PERIOD_SECONDS
     """Between two reads of a worker's telemetry; 0: none is read."""
+    tracing: TracingConfig | None = None
+    """What the environment says of it, for where the configuration says nothing."""
 
 
 def parse_settings(arguments: Sequence[str]) -> Settings:
@@ -63,7 +66,15 @@ def parse_settings(arguments: Sequence[str]) -> Settings:
         log_level=options.log_level,
         access_log=not options.no_access_log,
         telemetry_seconds=options.telemetry_seconds,
+        tracing=_read_tracing(),
     )
+
+
+def _read_tracing() -> TracingConfig | None:
+    try:
+        return read_environment(os.environ)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _build_parser() -> argparse.ArgumentParser:

@@ -12,7 +12,7 @@ from tandem_api.launch import CanaryTraffic, GatewayRouting
 
 from tandem_operator.manifests import parse_time
 from tandem_operator.workloads.blueprint import Blueprint
-from tandem_operator.workloads.configs import gateway_cors, gateway_queue, gateway_timeouts
+from tandem_operator.workloads.configs import gateway_cors, gateway_queue, gateway_timeouts, tracing
 from tandem_operator.workloads.pods import drain_seconds
 
 FORMER_NAME_SECONDS = 60.0
@@ -39,6 +39,7 @@ def plan_routing(blueprint: Blueprint, *, now: datetime, canary: CanaryTraffic |
         queue=gateway_queue(blueprint),
         drain_timeout_seconds=drain_seconds(blueprint),
         cors=gateway_cors(blueprint),
+        tracing=tracing(blueprint),
     )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
+from tandem_api.launch import TracingConfig
 from tandem_api.names import OPERATOR_HEALTH_PORT, OPERATOR_METRICS_PORT
 from tandem_api.quantities import parse_duration
 
@@ -42,6 +43,8 @@ class Release:
     network: NetworkSettings = field(default_factory=NetworkSettings)
     gateway_cluster_role: str = "tandem-gateway"
     """What gateways may ask of the API server; the chart makes it."""
+    tracing: TracingConfig | None = None
+    """Where spans go of models that name no collector; None: nowhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +108,8 @@ def parse_settings(arguments: Sequence[str] | None = None) -> OperatorSettings:
             image_pull_policy=given.image_pull_policy,
             hub_endpoint=given.hub_endpoint,
             gateway_cluster_role=given.gateway_cluster_role,
+            tracing=given.tracing_endpoint
+            and TracingConfig(endpoint=given.tracing_endpoint, sampling_percent=given.tracing_sampling_percent),
             network=NetworkSettings(
                 enabled=given.network_policies != "none",
                 egress=given.network_policies == "all",
@@ -141,6 +146,14 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--hub-poll-seconds", type=_positive, default=HubPolicy().poll_seconds,
         help="time between two questions whether a branch has moved",
+    )  # fmt: skip
+    parser.add_argument(
+        "--tracing-endpoint", type=_base_url, default=None,
+        help="collector (OTLP over HTTP) of the spans of models that name none; default: they are not traced",
+    )  # fmt: skip
+    parser.add_argument(
+        "--tracing-sampling-percent", type=_percent, default=100.0,
+        help="how many of their requests are traced whose clients do not say it themselves",
     )  # fmt: skip
     parser.add_argument("--namespace", action="append", default=[], help="serve this namespace only; may be repeated")
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
@@ -196,6 +209,12 @@ def _positive(text: str) -> float:
     if not (seconds := float(text)) > 0 or seconds == float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0")
     return seconds
+
+
+def _percent(text: str) -> float:
+    if not 0 <= (percent := float(text)) <= 100:
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 0 to 100")
+    return percent
 
 
 def _age(text: str) -> float | None:

@@ -36,10 +36,13 @@ GRAMMARS = CompileCounts(compiled=30, refused=31, unavailable=32, cached=33, sec
 SAMPLE_LINE = re.compile(r'[a-z_]+(\{[a-z]+="[^"]*"(,[a-z]+="[^"]*")*\})? (\+Inf|-?[0-9.e+-]+)')
 
 
-def sample(gpu: GpuSample = GPU, transfer: TransferStats | None = None) -> WorkerSample:
+def sample(
+    gpu: GpuSample = GPU, transfer: TransferStats | None = None, spans: dict[str, int] | None = None
+) -> WorkerSample:
     return WorkerSample(
-        at=40.5, draining=True, engine=ENGINE, gpu=gpu, transfer=transfer, grammars=GRAMMARS, grammar_restarts=35
-    )
+        at=40.5, draining=True, engine=ENGINE, gpu=gpu, transfer=transfer, grammars=GRAMMARS, grammar_restarts=35,
+        spans=spans or {},
+    )  # fmt: skip
 
 
 def text(**changes: object) -> str:
@@ -57,10 +60,17 @@ def test_every_worker_metric_is_there_once() -> None:
     stats = TransferStats(
         integrity_failures={"header": 0}, refusals={"gone": 0}, quota_refusals={"orders": 0}, seconds_receiving=0.0
     )
-    lines = text(transfer=stats).splitlines()
+    lines = text(transfer=stats, spans={"exported": 3}).splitlines()
     for attribute, name in vars(Metric).items():
         if attribute.startswith("WORKER_"):
             assert sum(line.startswith(f"# TYPE {name} ") for line in lines) == 1, name
+
+
+def test_spans_are_told_of_once_there_are_any() -> None:
+    name = Metric.WORKER_TRACE_SPANS_TOTAL
+    labels = 'model="smollm2",outcome="queue_full",role="decode"'
+    assert f"{name}{{{labels}}} 2.0" in text(spans={"exported": 3, "queue_full": 2}).splitlines()
+    assert name not in text()
 
 
 def test_every_line_is_prometheus_text() -> None:

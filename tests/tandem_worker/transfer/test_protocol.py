@@ -6,7 +6,9 @@ from functools import partial
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tandem_api.tracing import TraceContext
 from tandem_worker.engine.contract import RemotePrefill
+from tandem_worker.engine.trace import Hop
 from tandem_worker.transfer import protocol
 from tandem_worker.transfer.contract import Identity
 from tandem_worker.transfer.errors import IntegrityError, TransferError
@@ -53,8 +55,8 @@ def test_hello_of_a_stranger(body: bytes) -> None:
 
 def test_hello_of_another_version() -> None:
     _, body = split(protocol.encode_hello(IDENTITY))
-    with pytest.raises(TransferError, match="version 4"):
-        protocol.decode_hello(body.replace(b'"version": 3', b'"version": 4'))
+    with pytest.raises(TransferError, match="version 5"):
+        protocol.decode_hello(body.replace(b'"version": 4', b'"version": 5'))
 
 
 @given(
@@ -81,6 +83,14 @@ def test_prefill_round_trip(
     header, body = split(protocol.encode_prefill(transfer, order))
     assert header.transfer == transfer
     assert protocol.decode_prefill(body) == order
+    context = TraceContext("4a" * 16, "ab" * 8)
+    _, traced = split(protocol.encode_prefill(transfer, replace(order, hop=Hop(context, "p:7000"))))
+    found = protocol.decode_prefill(traced)
+    assert found.hop is not None
+    assert found.hop.context == context
+    assert replace(found, hop=None) == order
+    with pytest.raises(TransferError, match="trace context that is none"):
+        protocol.decode_prefill(traced[:-1] + b"x")
 
 
 @given(st.binary(max_size=200))

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from tandem_api import names
 from tandem_api.launch import WorkerConfig
+from tandem_api.tracing import Tracer, describe_pod, read_environment
 
 from tandem_worker.host.ending import end_process
 from tandem_worker.host.environment import (
@@ -90,14 +91,19 @@ def _run(config: WorkerConfig, pod: PodFacts, host: str, path: Path) -> None:
 
     from tandem_worker.group.topology import check_support, plan_node
     from tandem_worker.host.runtime import open_runtime
-    from tandem_worker.process.configuration import read_drain_seconds, read_step_seconds, read_ttft_target
+    from tandem_worker.process.configuration import (
+        read_drain_seconds,
+        read_step_seconds,
+        read_tracing,
+        read_ttft_target,
+    )
 
     def drain_seconds() -> float:
         return read_drain_seconds(path, config)
 
     place = plan_node(config.group, pod.pod)
     check_support(config)
-    runtime = open_runtime(config, host)
+    runtime = open_runtime(config, host, _open_tracer(config, pod) if place.leads else None)
     if place.leads:
         from tandem_worker.process.serving import ServingProcess
 
@@ -109,6 +115,7 @@ def _run(config: WorkerConfig, pod: PodFacts, host: str, path: Path) -> None:
             drain_seconds,
             step_seconds=lambda: read_step_seconds(path, config),
             ttft_target=lambda: read_ttft_target(path, config),
+            tracing=lambda: read_tracing(path, config),
         )
     else:
         from tandem_worker.process.following import FollowerPod
@@ -116,6 +123,18 @@ def _run(config: WorkerConfig, pod: PodFacts, host: str, path: Path) -> None:
         process = FollowerPod(config, pod, place, runtime, drain_seconds)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(process.run())
+
+
+def _open_tracer(config: WorkerConfig, pod: PodFacts) -> Tracer:
+    """Raises StartupError where the environment says something about tracing that cannot be read."""
+    try:
+        fallback = read_environment(os.environ)
+    except ValueError as error:
+        raise StartupError("InvalidConfig", f"{error}.") from error
+    facts = describe_pod(pod.pod, pod.namespace, config.model_name, config.role)
+    tracer = Tracer("tandem-worker", facts | {"tandem.revision": config.revision}, fallback)
+    tracer.follow(config.tracing)
+    return tracer
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from tandem_api.launch import (
     KVConfig,
     ModelSource,
     SchedulerConfig,
+    TracingConfig,
     TTFTDeadline,
     WorkerConfig,
 )
@@ -66,6 +67,7 @@ def worker_config(blueprint: Blueprint, role: Role) -> WorkerConfig:
         keys_path=names.KEYS_PATH,
         drain_timeout_seconds=drain_seconds(blueprint),
         ttft_target=_ttft_deadline(blueprint),
+        tracing=tracing(blueprint),
         step_timeout_seconds=None if spec.engine.step_timeout is None else parse_duration(spec.engine.step_timeout),
     )
 
@@ -85,7 +87,20 @@ def gateway_config(blueprint: Blueprint) -> GatewayConfig:
         max_held_bytes=_held_bytes(spec.gateway.resources.limits.get("memory")),
         cors=gateway_cors(blueprint),
         tls=_client_tls(blueprint),
+        tracing=tracing(blueprint),
     )
+
+
+def tracing(blueprint: Blueprint) -> TracingConfig | None:
+    """What the model says, and for what it does not, the release. None: its requests are not traced."""
+    wanted, usual = blueprint.model.spec.observability.tracing, blueprint.release.tracing
+    endpoint = wanted.endpoint or (usual and usual.endpoint)
+    if not wanted.enabled or endpoint is None:
+        return None
+    percent = wanted.sampling_percent
+    if percent is None:
+        percent = 100.0 if usual is None else usual.sampling_percent
+    return TracingConfig(endpoint=endpoint, sampling_percent=percent)
 
 
 def gateway_timeouts(blueprint: Blueprint) -> GatewayTimeouts:

@@ -14,6 +14,7 @@ from tandem_api.names import Role
 
 from tandem_operator.manifests import NETWORK_POLICY, Manifest
 from tandem_operator.workloads.blueprint import Blueprint, component_of
+from tandem_operator.workloads.configs import tracing
 from tandem_operator.workloads.gateway import client_ports
 
 METRICS_NAMESPACE_LABEL = f"{names.GROUP}/metrics"
@@ -48,7 +49,7 @@ def _build_worker_policy(blueprint: Blueprint, role: Role) -> Manifest:
         group = [_tcp(names.WORKER_GROUP_PORT), _tcp(*_EPHEMERAL_PORTS)]
         ingress.append(_from(blueprint, component_of(role), group))
         egress.append(_to(blueprint, component_of(role), group))
-    egress += _hub_rules(blueprint)
+    egress += _hub_rules(blueprint) + _tracing_rules(blueprint)
     return _build_policy(blueprint, role, ingress=ingress, egress=egress)
 
 
@@ -67,7 +68,7 @@ def _build_gateway_policy(blueprint: Blueprint) -> Manifest:
         blueprint,
         Role.GATEWAY,
         ingress=ingress,
-        egress=[_DNS_RULE, api_server, *workers],
+        egress=[_DNS_RULE, api_server, *workers, *_tracing_rules(blueprint)],
     )
 
 
@@ -101,9 +102,20 @@ def _hub_rules(blueprint: Blueprint) -> list[Manifest]:
     everywhere. A hub inside the cluster is reached at whatever port its pods have, so its namespace is."""
     if not blueprint.model.spec.model.uri.startswith("hf://"):
         return []
-    endpoint = urlsplit(blueprint.release.hub_endpoint or f"https://:{_HTTPS_PORT}")
+    return _outside(blueprint, blueprint.release.hub_endpoint or f"https://:{_HTTPS_PORT}", _HTTPS_PORT)
+
+
+def _tracing_rules(blueprint: Blueprint) -> list[Manifest]:
+    """The collector of spans, where they go to one."""
+    wanted = tracing(blueprint)
+    return [] if wanted is None else _outside(blueprint, wanted.endpoint)
+
+
+def _outside(blueprint: Blueprint, url: str, *more: int) -> list[Manifest]:
+    """What has this URL, whose port, and `more`, are open to everywhere; inside the cluster all of its namespace."""
+    endpoint = urlsplit(url)
     port = endpoint.port or {"http": 80}.get(endpoint.scheme, _HTTPS_PORT)
-    rules: list[Manifest] = [{"ports": [_tcp(port) for port in dict.fromkeys((_HTTPS_PORT, port))]}]
+    rules: list[Manifest] = [{"ports": [_tcp(port) for port in dict.fromkeys((*more, port))]}]
     if (namespace := _namespace_of(endpoint.hostname or "", blueprint.model.metadata.namespace)) is not None:
         rules.append({"to": [{"namespaceSelector": {"matchLabels": {_NAMESPACE_NAME_LABEL: namespace}}}]})
     return rules

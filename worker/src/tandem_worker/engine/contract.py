@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tandem_worker.engine.schedule.params import GenerationRequest, TokenDelta
+from tandem_worker.engine.trace import Hop, RequestTrace
 
 DeliverFunction = Callable[[Sequence[TokenDelta]], None]
 """Called on the engine thread once per step with all deltas of that step; must return quickly and never raise."""
@@ -64,6 +65,10 @@ class RemotePrefill:
     prompt_name: bytes = b""
     """`prefix_cache.name_prompt` of the prompt: what the prefill end must have computed. It is not told, and has none
     here."""
+    trace: RequestTrace | None = None
+    """Where the times of the request that it is for are noted, at either end; None: it is not traced."""
+    hop: Hop | None = None
+    """Of the endpoint that is tried; its context alone is told to the prefill end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

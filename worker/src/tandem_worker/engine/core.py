@@ -35,6 +35,7 @@ from tandem_worker.engine.schedule.prefix_cache import build_chain_root, extend_
 from tandem_worker.engine.schedule.request import Request
 from tandem_worker.engine.schedule.scheduler import Scheduler
 from tandem_worker.engine.snapshot import build_stats
+from tandem_worker.engine.trace import RequestTrace
 from tandem_worker.host.errors import ThreadStartError
 from tandem_worker.host.vitals import Vitals
 from tandem_worker.model.contract import KVCache
@@ -154,6 +155,7 @@ class EngineCore:
         inside.endpoints = request.prefill_endpoints
         inside.prompt_logprobs = request.prompt_logprobs
         inside.pooling = request.pooling
+        _follow(inside, request.trace)
         if request.resumed is not None:
             inside.resumed = request.resumed
             inside.grammars = replay_grammars(request)
@@ -180,6 +182,7 @@ class EngineCore:
             priority=order.priority,
         )
         inside.serves_peer = True
+        _follow(inside, order.trace)
         self._claim(self._open_peers, order.request_id)
         self._send(partial(self._runner.submit_peer, inside, order, listener))
 
@@ -374,3 +377,8 @@ class EngineCore:
         for delta in deltas:
             if delta.finish_reason is not None and not runner.knows(delta.request_id):
                 self._open.discard(delta.request_id)
+
+
+def _follow(request: Request, trace: RequestTrace | None) -> None:
+    if trace is not None:
+        request.trace, trace.arrived = trace, request.arrival

@@ -237,6 +237,8 @@ class StepRunner:
         self.scheduler.finish(sequence)
         sequence.sampler_state = None
         if request.num_open == 0:
+            if request.trace is not None:
+                request.trace.note_end(sum(len(choice.output) - choice.num_resumed for choice in request.choices))
             self._prompt_scores.pop(request.id, None)
             self._pools.pop(request.id, None)
             self.requests.pop(request.id, None)
@@ -378,6 +380,7 @@ class StepRunner:
             cache_salt=request.cache_salt,
             priority=request.priority,
             prompt_name=self._name_tokens(sequence, tokens),
+            trace=request.trace,
         )
         assert self.prefill_client is not None
         try:
@@ -510,6 +513,8 @@ class StepRunner:
     def _count_prompt(self, request: Request) -> None:
         self.totals.prompt_tokens += len(request.prompt)
         self.totals.cached_tokens += request.num_cached_tokens
+        if request.trace is not None:
+            request.trace.note_prompt(len(request.prompt), request.num_cached_tokens)
         if not request.generation and not request.serves_peer:
             self.totals.prefills_local += 1
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tandem_api import names
 from tandem_api.keys import KeyFile, KeyRing, open_ring
 from tandem_api.launch import WorkerConfig
+from tandem_api.tracing import Tracer
 
 from tandem_worker.host.errors import StartupError
 from tandem_worker.host.vitals import Vitals
@@ -28,18 +29,21 @@ class Runtime:
     api: Ring
     """Keys that requests show, as they are now."""
     vitals: Vitals
+    tracer: Tracer = field(default_factory=lambda: Tracer("tandem-worker", {}))
+    """Of this process's requests; by default none are traced."""
 
 
-def open_runtime(config: WorkerConfig, host: str) -> Runtime:
+def open_runtime(config: WorkerConfig, host: str, tracer: Tracer | None = None) -> Runtime:
     """Raises StartupError when the configured keys cannot be read."""
+    tracer = tracer or Tracer("tandem-worker", {})
     if config.keys_path is None:
         logger.warning(
             "no keys are configured: whoever reaches this worker's ports is believed to be a gateway or a worker"
         )
-        return Runtime(host=host, peers=open_ring, api=open_ring, vitals=Vitals())
+        return Runtime(host=host, peers=open_ring, api=open_ring, vitals=Vitals(), tracer=tracer)
     folder = Path(config.keys_path)
     peers, api = (_open_keys(folder / name) for name in (names.PEERS_KEY_FILE, names.API_KEY_FILE))
-    return Runtime(host=host, peers=peers, api=api, vitals=Vitals())
+    return Runtime(host=host, peers=peers, api=api, vitals=Vitals(), tracer=tracer)
 
 
 def _open_keys(path: Path) -> Ring:

@@ -88,6 +88,7 @@ class _Start:
             gpu=open_gpu_reader(self._device),
             memory_bytes=self._memory.by_kind,
             refusals=refusals,
+            spans=self._runtime.tracer.counts,
         )
         app = self._build_app(model, engine, hub, figures)
         _settle(self._progress)
@@ -193,6 +194,7 @@ class _Start:
             observer=figures.observe_request,
             preparation=figures.preparation,
             grammars=self._grammars,
+            tracer=self._runtime.tracer,
         )
 
 
@@ -281,6 +283,7 @@ def _connect_transport(
         group=leader,
         ring=runtime.peers,
         vitals=runtime.vitals,
+        tracer=runtime.tracer,
     )
     return start_server(server, config.kv.port)
 

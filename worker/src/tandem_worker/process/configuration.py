@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from tandem_api.launch import TTFTDeadline, WorkerConfig
+from tandem_api.launch import TracingConfig, TTFTDeadline, WorkerConfig
 
 from tandem_worker.host.errors import StartupError
 
@@ -32,6 +32,11 @@ def read_step_seconds(path: Path, config: WorkerConfig) -> float | None:
 def read_ttft_target(path: Path, config: WorkerConfig) -> TTFTDeadline | None:
     """By what prompts are ordered, as it is written now (see `WorkerConfig.ttft_target`)."""
     return _read_again(path, config, "prompts are ordered").ttft_target
+
+
+def read_tracing(path: Path, config: WorkerConfig) -> TracingConfig | None:
+    """Where spans go, as it is written now (see `WorkerConfig.tracing`)."""
+    return _read_again(path, config, "requests are traced").tracing
 
 
 def read_drain_seconds(path: Path, config: WorkerConfig) -> float:

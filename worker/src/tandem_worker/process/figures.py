@@ -47,11 +47,13 @@ class Figures:
         gpu: GpuReader,
         memory_bytes: Mapping[str, int],
         refusals: Mapping[str, Refusals],
+        spans: Mapping[str, int],
     ) -> None:
         self._facts = WorkerFacts(model_name=config.model_name, role=config.role, revision=config.revision, pod=pod.pod)
         self._engine, self._transport, self._draining, self._gpu = engine, transport, draining, gpu
         self._memory_bytes, self._refusals = memory_bytes, refusals
         self._grammars = grammars
+        self._spans = spans
         self._requests = RequestMetrics()
         self.preparation = PreparationCounts()
 
@@ -82,6 +84,7 @@ class Figures:
             grammars=self._grammars.counts,
             grammar_restarts=self._grammars.num_restarts,
             refusals={port: dict(count()) for port, count in self._refusals.items()},
+            spans=dict(self._spans),
         )
 
 

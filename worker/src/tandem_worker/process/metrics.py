@@ -42,6 +42,8 @@ class WorkerSample:
     """Times that the process which compiles grammars first was started again."""
     refusals: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """What each port did not let through, by the port's name and the reason."""
+    spans: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Spans of traced requests, by what became of them; none where requests are not traced."""
 
 
 def build_telemetry(facts: WorkerFacts, sample: WorkerSample) -> WorkerTelemetry:
@@ -104,6 +106,12 @@ def build_metrics_text(
             for reason, count in sorted(reasons.items())
         ],
     )
+    if sample.spans:
+        out.counters(
+            Metric.WORKER_TRACE_SPANS_TOTAL,
+            "Spans of traced requests, by what became of them.",
+            [({"outcome": outcome}, count) for outcome, count in sorted(sample.spans.items())],
+        )
     out.gauges(
         Metric.WORKER_MEMORY_BYTES,
         "Memory after start-up, by what it holds; `arena` is what activations take at their most.",

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from tandem_api.launch import TTFTDeadline, WorkerConfig
+from tandem_api.launch import TracingConfig, TTFTDeadline, WorkerConfig
 from tandem_api.names import REASON_STEP_HUNG
 
 from tandem_worker.engine.errors import GroupLostError
@@ -35,7 +35,7 @@ logger = logging.getLogger("tandem_worker")
 _DRAIN_POLL_SECONDS = 0.05
 _CHILDREN_SECONDS = 1.0
 _TARGET_SECONDS = 5.0
-"""Between two looks at the target for first tokens."""
+"""Between two looks at the target for first tokens, and at whether requests are traced."""
 _FAREWELL_SECONDS = 5.0
 """What it takes to answer everybody that the worker has failed, and to end; then it ends anyway."""
 
@@ -52,10 +52,12 @@ class ServingProcess:
         drain_seconds: Callable[[], float],
         step_seconds: Callable[[], float | None],
         ttft_target: Callable[[], TTFTDeadline | None],
+        tracing: Callable[[], TracingConfig | None],
     ) -> None:
         self._drain_seconds = drain_seconds
         self._step_seconds = step_seconds
         self._ttft_target = ttft_target
+        self._tracing = tracing
         self._watchdog: StepWatchdog | None = None
         self._config = config
         self._pod = pod
@@ -91,7 +93,7 @@ class ServingProcess:
         await app.install(worker.app)
         status.figures = worker.figures
         self._watch_steps(worker, group)
-        following = asyncio.create_task(self._follow_target(worker))
+        following = asyncio.create_task(self._follow(worker))
         self._switches.ready = True
         await self._stop.wait()
         following.cancel()
@@ -105,6 +107,7 @@ class ServingProcess:
         if self._watchdog is not None:
             self._watchdog.stop()
         await asyncio.to_thread(worker.close)
+        await asyncio.to_thread(self._runtime.tracer.close)
         logger.info("ended")
 
     def _waits_for(self) -> str | None:
@@ -114,11 +117,12 @@ class ServingProcess:
             return self._progress.phase
         return None if self._watchdog is None else self._watchdog.problem
 
-    async def _follow_target(self, worker: Worker) -> None:
-        """A target for first tokens that is written down while the worker runs restarts nobody."""
+    async def _follow(self, worker: Worker) -> None:
+        """A target for first tokens, or tracing, that is written down while the worker runs restarts nobody."""
         known = self._config.ttft_target
         while True:
             await asyncio.sleep(_TARGET_SECONDS)
+            self._runtime.tracer.follow(self._tracing())
             target = self._ttft_target()
             if target != known:
                 known = target

@@ -19,6 +19,7 @@ from tandem_api.launch import WorkerConfig
 from tandem_api.logs import find_trace
 from tandem_api.names import Role
 from tandem_api.openai import error_body
+from tandem_api.tracing import Tracer
 from tandem_api.version import VERSION
 
 from tandem_worker.engine.contract import Engine
@@ -40,6 +41,7 @@ from tandem_worker.server.resuming import open_journal, take_up
 from tandem_worker.server.served_model import ServedModel
 from tandem_worker.server.structured.compiler import GrammarCompiler
 from tandem_worker.server.text.output import Usage
+from tandem_worker.server.tracing import ServerTrace, begin_trace, current_trace
 
 _log = logging.getLogger(__name__)
 _ENDPOINT = re.compile(r"[A-Za-z0-9_.\-\[\]:]+:\d{1,5}")
@@ -83,6 +85,7 @@ def build_app(
     observer: RequestObserver | None = None,
     preparation: PreparationCounts | None = None,
     grammars: GrammarCompiler | None = None,
+    tracer: Tracer | None = None,
 ) -> ASGIApp:
     """The ASGI application. `hub.deliver` must be the engine's delivery function.
 
@@ -106,7 +109,9 @@ def build_app(
         model.preparation.counts = preparation
         if config.role is not Role.PREFILL:
             model.preparation.start()
-    state = _State(engine=engine, hub=hub, model=model, ready=ready, draining=draining, observer=observer)
+    state = _State(
+        engine=engine, hub=hub, model=model, ready=ready, draining=draining, observer=observer, tracer=tracer
+    )
     api = _Api(state, Answerer(engine, hub, pod_name), Embedder(engine, hub, pod_name, model))
     return Router(_routes(state, api), default=_not_found, redirect_slashes=False, lifespan=state.lifespan)
 
@@ -141,6 +146,7 @@ class _State:
     ready: Callable[[], bool]
     draining: Callable[[], bool]
     observer: RequestObserver | None
+    tracer: Tracer | None
 
     def check_admission(self) -> None:
         """Raises ServiceError while this worker takes no requests."""
@@ -336,14 +342,34 @@ class _Endpoint:
             return
         response = _Response(send, request_id(scope))
         started = time.perf_counter()
+        trace = begin_trace(self._state.tracer, header(scope, "traceparent")) if "POST" in self._handlers else None
+        if trace is not None:
+            current_trace.set(trace)  # of this task alone
         try:
             await handler(scope, receive, response)
         except ClientGoneError:
             response.status = 499
         except Exception as error:
             await self._fail(error, scope, response)
+        finally:
+            if trace is not None:
+                self._end_trace(trace, scope, response, started)
         if "POST" in self._handlers:
             self._report(scope, response, started)
+
+    @staticmethod
+    def _end_trace(trace: ServerTrace, scope: Scope, response: _Response, started: float) -> None:
+        current_trace.set(None)
+        ended = time.monotonic()
+        trace.end(
+            method=scope["method"],
+            path=scope["path"],
+            status=response.status,
+            began=ended - (time.perf_counter() - started),
+            ended=ended,
+            request_id=response.request_id,
+            usage=scope.get("tandem.usage"),
+        )
 
     async def _fail(self, error: Exception, scope: Scope, response: _Response) -> None:
         status, body, headers = describe_error(error)

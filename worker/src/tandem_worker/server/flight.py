@@ -11,6 +11,7 @@ from starlette.types import Receive
 from tandem_worker.engine.contract import Engine
 from tandem_worker.engine.schedule.params import GenerationRequest, TokenDelta
 from tandem_worker.server.deltas import DeltaHub, Inbox
+from tandem_worker.server.tracing import current_trace
 
 
 class Flight:
@@ -22,7 +23,8 @@ class Flight:
     def __init__(self, engine: Engine, hub: DeltaHub, requests: Sequence[GenerationRequest], receive: Receive) -> None:
         self._engine = engine
         self._hub = hub
-        self._requests = requests
+        trace = current_trace.get()
+        self._requests = requests if trace is None else trace.follow(requests)
         self._receive = receive
         self._inside: dict[str, set[int]] = {}
         """Choices that the engine still works on, by request."""

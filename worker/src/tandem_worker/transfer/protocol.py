@@ -31,19 +31,23 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple
 
+from tandem_api.tracing import read_context
+
 from tandem_worker.engine.contract import RemotePrefill
+from tandem_worker.engine.trace import Hop
 from tandem_worker.transfer.checksums import Damage, sum_body, sum_header, sum_logits
 from tandem_worker.transfer.contract import Identity
 from tandem_worker.transfer.errors import IntegrityError, TransferError
 from tandem_worker.transfer.layout import KVShard, RankAddress
 
 MAGIC = "tandem-kv"
-VERSION = 3
+VERSION = 4
 
 _FIELDS = struct.Struct("<IBxHQQ")  # length, kind, blocks in the frame, transfer, sum of the body
 _SUM = struct.Struct("<Q")
 _HEADER = struct.Struct("<IBxHQQQ")  # the same, and its sum
-_PREFILL = struct.Struct("<IIIiHH")  # tokens, cached tokens, generation, priority, bytes of request id, of salt
+_PREFILL = struct.Struct("<IIIiHHH")
+"""Tokens, cached tokens, generation, priority, bytes of request id, of salt, of trace context."""
 _BLOCKS = struct.Struct("<HHI")  # layer, spare, first index
 _RANGE = struct.Struct("<HHII")  # layer, spare, first index, count
 _DONE = struct.Struct("<I16sQ")  # cached tokens, name of the prompt, sum of the logits
@@ -56,6 +60,8 @@ PROMPT_NAME_BYTES = 16
 MAX_HELLO_BYTES = 16384
 MAX_TEXT_BYTES = 1024
 """The longest reason, request id or cache salt."""
+TRACE_BYTES = 55
+"""Of a `traceparent`."""
 MAX_PAYLOAD_BYTES = 4 << 20
 """Payload of one BLOCKS frame; a single block may be larger (up to MAX_BLOCK_BYTES) and then travels alone."""
 MAX_BLOCK_BYTES = 64 << 20
@@ -85,7 +91,7 @@ class FrameKind(IntEnum):
 MAX_BODY: Mapping[FrameKind, int] = {
     FrameKind.HELLO: MAX_HELLO_BYTES,
     FrameKind.REFUSED: MAX_TEXT_BYTES,
-    FrameKind.PREFILL: _PREFILL.size + 4 * MAX_TOKENS + 2 * MAX_TEXT_BYTES,
+    FrameKind.PREFILL: _PREFILL.size + 4 * MAX_TOKENS + 2 * MAX_TEXT_BYTES + TRACE_BYTES,
     FrameKind.BLOCKS: _BLOCKS.size + _CHECKSUM_BYTES * MAX_BLOCKS_PER_FRAME + MAX_BLOCK_BYTES,
     FrameKind.DONE: _DONE.size + MAX_LOGITS_BYTES,
     FrameKind.FAILED: MAX_TEXT_BYTES,
@@ -126,7 +132,7 @@ class Done:
 
 def bound_bodies(max_prompt_tokens: int) -> Mapping[FrameKind, int]:
     """`MAX_BODY` at a worker that can hold no longer prompt."""
-    prefill = _PREFILL.size + 4 * min(max_prompt_tokens, MAX_TOKENS) + 2 * MAX_TEXT_BYTES
+    prefill = _PREFILL.size + 4 * min(max_prompt_tokens, MAX_TOKENS) + 2 * MAX_TEXT_BYTES + TRACE_BYTES
     return {**MAX_BODY, FrameKind.PREFILL: prefill}
 
 
@@ -257,28 +263,33 @@ def encode_prefill(transfer: int, order: RemotePrefill) -> bytes:
     request_id, salt = order.request_id.encode(), order.cache_salt.encode()
     if len(request_id) > MAX_TEXT_BYTES or len(salt) > MAX_TEXT_BYTES or len(order.token_ids) > MAX_TOKENS:
         raise TransferError("the request id, the cache salt or the prompt is too long for the KV transport")
+    trace = b"" if order.hop is None else order.hop.context.header.encode()
     fixed = _PREFILL.pack(
-        len(order.token_ids), order.num_cached_tokens, order.generation, int(order.priority), len(request_id), len(salt)
-    )
+        len(order.token_ids), order.num_cached_tokens, order.generation, int(order.priority), len(request_id),
+        len(salt), len(trace),
+    )  # fmt: skip
     tokens = _little_endian(array("I", order.token_ids)).tobytes()
-    return _frame(FrameKind.PREFILL, transfer, fixed + tokens + request_id + salt)
+    return _frame(FrameKind.PREFILL, transfer, fixed + tokens + request_id + salt + trace)
 
 
 def decode_prefill(body: bytes) -> RemotePrefill:
     """The order as the prefill engine takes it: without blocks and endpoints."""
     try:
-        num_tokens, cached, generation, priority, id_bytes, salt_bytes = _PREFILL.unpack_from(body)
+        num_tokens, cached, generation, priority, id_bytes, salt_bytes, trace_bytes = _PREFILL.unpack_from(body)
         offset = _PREFILL.size + 4 * num_tokens
-        if len(body) != offset + id_bytes + salt_bytes:
+        if len(body) != offset + id_bytes + salt_bytes + trace_bytes:
             raise TransferError("the peer sent a PREFILL frame whose length contradicts its contents")
         tokens = array("I")
         tokens.frombytes(body[_PREFILL.size : offset])
         request_id = body[offset : offset + id_bytes].decode()
-        salt = body[offset + id_bytes :].decode()
+        salt = body[offset + id_bytes : offset + id_bytes + salt_bytes].decode()
+        context = read_context(body[offset + id_bytes + salt_bytes :]) if trace_bytes else None
     except (struct.error, UnicodeDecodeError) as error:
         raise TransferError("the peer sent a PREFILL frame that cannot be read") from error
     if num_tokens == 0 or cached >= num_tokens:
         raise TransferError("the peer ordered a prefill of no tokens")
+    if trace_bytes and context is None:
+        raise TransferError("the peer sent a trace context that is none")
     if id_bytes > MAX_TEXT_BYTES or salt_bytes > MAX_TEXT_BYTES:
         raise TransferError(f"the peer sent a text of more than {MAX_TEXT_BYTES} bytes")
     return RemotePrefill(
@@ -290,6 +301,7 @@ def decode_prefill(body: bytes) -> RemotePrefill:
         endpoints=(),
         cache_salt=salt,
         priority=priority,
+        hop=None if context is None else Hop(context),
     )
 
 

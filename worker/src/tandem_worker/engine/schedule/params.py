@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from tandem_worker.engine.errors import RequestError
+from tandem_worker.engine.trace import RequestTrace
 from tandem_worker.model.pooling import Pooling
 
 
@@ -106,6 +107,8 @@ class GenerationRequest:
     resumed: tuple[tuple[int, ...] | None, ...] | None = None
     """The request began elsewhere: of each choice the tokens that it has, None where it has ended. Some choice is open.
     What is delivered begins after these tokens and is what would have followed them there."""
+    trace: RequestTrace | None = None
+    """Where its times are noted; None: it is not traced."""
 
 
 class FinishReason(StrEnum):

@@ -18,6 +18,7 @@ from typing import Any
 
 from tandem_worker.engine.schedule.params import Grammar, SamplingParams
 from tandem_worker.engine.schedule.prefix_cache import extend_chain
+from tandem_worker.engine.trace import RequestTrace
 from tandem_worker.model.pooling import Pooling
 
 
@@ -75,6 +76,8 @@ class Request:
     """As in `GenerationRequest`."""
     grammars: tuple[Grammar | None, ...] = ()
     """Of a resumed request's choices, which have accepted their tokens."""
+    trace: RequestTrace | None = None
+    """As in `GenerationRequest`."""
     choices: list[Sequence] = field(default_factory=list["Sequence"])
     """Empty when all have ended: each names its request, and a cycle would keep the prompt until Python looks for
     those, which it does rarely."""

@@ -480,6 +480,8 @@ class Scheduler:
         if not request.admitted:  # what is found after a preemption is this request's own work
             request.admitted = True
             request.num_cached_tokens = sequence.num_computed
+            if request.trace is not None:
+                request.trace.admitted = self._clock()
         return True
 
     def _fetch(self, sequence: Sequence, first: int, plan: StepPlan) -> None:

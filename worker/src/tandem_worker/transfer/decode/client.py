@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from tandem_api.keys import KeyRing, open_ring
 
 from tandem_worker.engine.contract import DecodeEngine, RemotePrefill, RemotePrefillResult
+from tandem_worker.engine.trace import Hop
 from tandem_worker.host.vitals import Vitals
 from tandem_worker.transfer.blocks import BlockSpace
 from tandem_worker.transfer.contract import GroupChannel, Identity, TransferStats, TransferTimeouts
@@ -33,6 +34,8 @@ class _Order:
     reasons: list[str] = field(default_factory=list)
     intake: Intake | None = None
     """What arrives from the endpoint that is being tried."""
+    hop: Hop | None = None
+    """Where its times are noted, if the request is traced."""
     begun: bool = False
     """That endpoint computes the prompt."""
     told_followers: bool = False
@@ -40,6 +43,10 @@ class _Order:
     num_receiving: int = 0
     """Ranks that do not have everything yet."""
     cancelled: bool = False
+
+    def end_hop(self, failure: str | None = None) -> None:
+        if self.hop is not None:
+            self.hop.end(failure)
 
 
 class TcpPrefillClient(IntakeListener):
@@ -101,6 +108,7 @@ class TcpPrefillClient(IntakeListener):
             if entry is None:
                 return
             entry.cancelled = True
+        entry.end_hop("cancelled")
         self._leave(entry)
 
     def stats(self) -> TransferStats:
@@ -149,10 +157,15 @@ class TcpPrefillClient(IntakeListener):
         """Under the lock."""
         transfer = secrets.randbits(64)
         entry.begun = False
+        order = entry.order
+        if order.trace is not None:
+            entry.hop = order.trace.begin_hop(endpoint)
+            order = replace(order, hop=entry.hop)
         try:
-            entry.intake = self._receiver.order(transfer, entry.order, endpoint)
+            entry.intake = self._receiver.order(transfer, order, endpoint)
         except TransferError as error:
             entry.reasons.append(str(error))
+            entry.end_hop(str(error))
             return False
         entry.told_followers = False
         entry.num_receiving = 1 + (0 if self._group is None else self._group.num_followers)
@@ -213,6 +226,9 @@ class TcpPrefillClient(IntakeListener):
         assert self._engine is not None, "bind comes before start"
         assert intake.done is not None, "this rank's own intake has arrived"
         self._receiver.release(intake)
+        if entry.hop is not None:
+            entry.hop.worker = intake.worker
+            entry.hop.end()
         self._engine.remote_prefill_done(
             RemotePrefillResult(
                 request_id=entry.order.request_id,
@@ -229,6 +245,7 @@ class TcpPrefillClient(IntakeListener):
             entry = self._by_transfer.pop(intake.transfer, None)
         if entry is not None:
             entry.reasons.append(reason)
+            entry.end_hop(reason)
             self._leave(entry)
             self._try_next(entry)
 

@@ -249,6 +249,8 @@ class PrefillLink:
         ended = self._clock()
         if landed:
             attempt.last_progress = ended
+            if attempt.order is not None and attempt.order.hop is not None:
+                attempt.order.hop.note_blocks(payload_bytes, started, ended)
         self._listener.received(payload_bytes, ended - started)
 
     def _land(

@@ -11,6 +11,7 @@ from tandem_worker.transfer.checksums import Damage
 from tandem_worker.transfer.contract import BandwidthMeter
 from tandem_worker.transfer.errors import TransferError
 from tandem_worker.transfer.prefill.outbox import ReadyBlocks, Shelf
+from tandem_worker.transfer.prefill.tracing import OrderTrace
 from tandem_worker.transfer.protocol import MAX_BLOCKS_PER_FRAME, BlockRange, Done
 
 _MIN_RATE = 1e6
@@ -34,6 +35,7 @@ class Outgoing:
     done: Done | None = None
     sent_at: float | None = None
     resends: int = 0
+    trace: OrderTrace | None = None
 
     def find_again(self, ranges: Sequence[BlockRange], layers: Sequence[int]) -> list[ReadyBlocks]:
         """What a peer asks for once more. Raises TransferError for what it cannot lack, however often it asks."""

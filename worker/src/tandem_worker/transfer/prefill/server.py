@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from tandem_api.keys import KeyRing, open_ring
+from tandem_api.tracing import Tracer
 
 from tandem_worker.engine.contract import PrefillEngine
 from tandem_worker.host.allocator import trim_memory
@@ -54,6 +55,7 @@ class TcpPrefillServer:
         ring: Callable[[], KeyRing] = open_ring,
         vitals: Vitals | None = None,
         quotas: Quotas | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         """`engine` is None on ranks that follow, `group` is the first rank's way to them.
 
@@ -70,6 +72,7 @@ class TcpPrefillServer:
         self._ring, self._vitals = ring, vitals or Vitals()
         self._ledger = Ledger(quotas or Quotas.of(space.num_slots))
         self._totals = SessionTotals()
+        self._tracer = tracer
         self._lock = threading.Lock()
         self._sessions: set[Session] = set()
         self._numbers = itertools.count(1)
@@ -164,6 +167,7 @@ class TcpPrefillServer:
             account=account,
             timeouts=self._timeouts,
             on_closed=self._forget,
+            tracer=self._tracer,
         )
         with self._lock:
             self._sessions.add(session)

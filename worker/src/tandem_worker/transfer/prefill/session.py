@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from tandem_api.tracing import Tracer
+
 from tandem_worker.engine.contract import PrefillEngine, RemotePrefill
 from tandem_worker.host.errors import WorkerError
 from tandem_worker.host.vitals import Vitals
@@ -27,6 +29,7 @@ from tandem_worker.transfer.errors import IntegrityError, QuotaError, TransferEr
 from tandem_worker.transfer.prefill.outbox import Outbox, ReadyBlocks
 from tandem_worker.transfer.prefill.outgoing import Ended, FlowWatch, Outgoing, SessionTotals, count_up
 from tandem_worker.transfer.prefill.quotas import Account, Quota
+from tandem_worker.transfer.prefill.tracing import OrderTrace
 from tandem_worker.transfer.protocol import BlockRange, Done, FrameKind, Header
 from tandem_worker.transfer.slicing import Piece, agree
 
@@ -61,6 +64,7 @@ class Session:
         account: Account,
         timeouts: TransferTimeouts,
         on_closed: Callable[[Session], None],
+        tracer: Tracer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`engine` is the one that takes orders; ranks that follow have none and are attached to.
@@ -78,6 +82,7 @@ class Session:
         self._account = account
         self._timeouts = timeouts
         self._on_closed = on_closed
+        self._tracer = tracer
         self._clock = clock
         configure(sock)
         self._waker = Waker()
@@ -103,6 +108,8 @@ class Session:
         self._next_heartbeat = 0.0
         self._frame_started = 0.0
         self._frame_bytes = 0
+        self._frame_of: Outgoing | None = None
+        """Traced, and the one whose frame leaves."""
         self._channel = Channel(sock, self._waker, self, clock)
         self._thread: threading.Thread | None = None
 
@@ -266,8 +273,13 @@ class Session:
         self._orders[transfer] = outgoing
         self._transfers[engine_id] = transfer
         self._num_strays = 0
+        noted = None
+        if order.hop is not None and order.hop.context.sampled and self._tracer is not None and self._tracer.active:
+            outgoing.trace = OrderTrace(order, self._peer.worker)
+            noted = outgoing.trace.request
+        inside = replace(order, request_id=engine_id, priority=priority, trace=noted, hop=None)
         try:
-            self._engine.submit_prefill(replace(order, request_id=engine_id, priority=priority), self)
+            self._engine.submit_prefill(inside, self)
         except WorkerError as error:
             self._forget(outgoing)
             self._refuse(transfer, str(error))
@@ -324,6 +336,9 @@ class Session:
 
     def _give_up(self, outgoing: Outgoing, *, abort: bool) -> None:
         self._forget(outgoing)
+        if outgoing.trace is not None and self._tracer is not None:
+            failure = None if not abort and outgoing.done is not None else "not_wanted" if abort else "not_computed"
+            self._tracer.add(outgoing.trace.build(failure))
         if outgoing.engine_id is not None and self._engine is not None:
             if abort:
                 self._engine.abort(outgoing.engine_id)
@@ -431,6 +446,8 @@ class Session:
         views = self._reader.views(blocks.layer, ready.block_ids[: blocks.count], ready.fence)
         sums = sum_blocks(views.blocks, ready.transfer, blocks.layer, blocks.first)
         self._frame_bytes, self._frame_started = size * blocks.count, self._clock()
+        outgoing = self._orders.get(ready.transfer)
+        self._frame_of = outgoing if outgoing is not None and outgoing.trace is not None else None
         return [protocol.encode_blocks_head(ready.transfer, blocks, sums, self._frame_bytes), *views.spans]
 
     def _note_sent(self) -> None:
@@ -439,4 +456,6 @@ class Session:
             with self._totals.lock:
                 self._totals.bytes_sent += self._frame_bytes
                 self._totals.meter.observe(self._frame_bytes, self._clock() - self._frame_started)
+            if self._frame_of is not None and self._frame_of.trace is not None:
+                self._frame_of.trace.sent.note_blocks(self._frame_bytes, self._frame_started, self._clock())
             self._frame_bytes = 0
