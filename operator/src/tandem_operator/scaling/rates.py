@@ -15,15 +15,22 @@ from math import sqrt
 from tandem_operator.scaling.contract import Tuning
 
 LONG_SECONDS = 120.0
-"""Over which the mean is taken."""
+"""Over which the mean is taken at least."""
+STEADY_SECONDS = (240.0, 480.0, 900.0)
+"""Over which it is taken while they say the same as the shorter ones."""
+STEADY_DEVIATIONS = 2.0
 TREND_SECONDS = 240.0
-SHORT_SECONDS = (5.0, 10.0, 20.0, 40.0)
+JUMP_SECONDS = (10.0, 20.0, 40.0)
 """Windows in which a jump is looked for: a large one shows at once, a small one a little later."""
 JUMP_DEVIATIONS = 4.0
+HALF_DEVIATIONS = 1.0
+"""Either half of the window shows the jump: what came at one moment and is over is none."""
 JUMP_AHEAD = 2.0
-"""A jump that still grows is taken to go on growing for so many times what it grew between the shortest windows."""
+"""A jump that still grows is taken to go on growing for so many times what its second half has more than the first."""
 JUMP_SHARE = 1.3
 """A jump is at least so much more than the mean, however sure it is."""
+PRIOR_PAIRS = 4
+"""Pairs of windows, as unequal as chance makes them, that the measured ones are weighed against."""
 TREND_DEVIATIONS = 3.0
 FALL_DEVIATIONS = 4.0
 FALL_SHARE = 0.2
@@ -58,25 +65,44 @@ def estimate_rate(points: Sequence[Point], diffusion: float, lead: float, tuning
     if mean is None:
         return None
     covered = max(1.0, min(LONG_SECONDS, end - points[0][0]))
-    deviation = sqrt(diffusion / covered)
-    jump = _find_jump(points, mean, diffusion) if tuning.jump else None
+    jump = find_jump(points) if tuning.jump else None
     if jump is not None:
-        rate, window = jump
-        shortest = mean_over(points, SHORT_SECONDS[0]) or rate
-        rate += JUMP_AHEAD * max(0.0, shortest - (mean_over(points, 3 * SHORT_SECONDS[0]) or rate))
-        return Rate(now=rate, ahead=rate, deviation=sqrt(diffusion * rate / max(mean, 1e-9) / window), jumped=True)
+        deviation = sqrt(diffusion * jump.rate / max(mean, 1e-9) / jump.seconds)
+        return Rate(now=jump.ahead, ahead=jump.ahead, deviation=deviation, jumped=True)
     now = ahead = mean
-    falls = False
+    falls = trends = False
     if tuning.trend:
         slope, middle, centre = _fit(points, TREND_SECONDS)
         noise = sqrt(12 * diffusion / TREND_SECONDS**3)
         if abs(slope) > TREND_DEVIATIONS * noise:
+            trends = True
             recent, _, _ = _fit(points, TREND_SECONDS / 2)
             slope = min(slope, max(0.0, recent)) if slope > 0 else max(slope, min(0.0, recent))
             now = max(0.0, middle + slope * (end - centre)) if slope else mean
             falls = slope * TREND_SECONDS < -FALL_SHARE * middle and -slope > FALL_DEVIATIONS * noise
             ahead = now + max(0.0, slope) * lead
-    return Rate(now=now, ahead=ahead, deviation=deviation, jumped=False, falls=falls)
+    if tuning.steady and not trends:
+        now, covered = _widen(points, mean, diffusion)
+        ahead = now
+    return Rate(now=now, ahead=ahead, deviation=sqrt(diffusion / covered), jumped=False, falls=falls)
+
+
+def _widen(points: Sequence[Point], mean: float, diffusion: float) -> tuple[float, float]:
+    """The mean over the longest time that says the same as all shorter ones but for chance, and how long that is.
+
+    Lepski's way to choose a bandwidth (Theory of Probability and its Applications, 1991): the longer the mean, the less
+    it is noise, until it is of another demand than the present one.
+    """
+    end = points[-1][0]
+    known = [(LONG_SECONDS, mean)]
+    for seconds in STEADY_SECONDS:
+        rate = mean_over(points, seconds)
+        if rate is None or end - points[0][0] < seconds:
+            break
+        if any(abs(rate - one) > STEADY_DEVIATIONS * sqrt(diffusion * (1 / own - 1 / seconds)) for own, one in known):
+            break
+        known.append((seconds, rate))
+    return known[-1][1], known[-1][0]
 
 
 def mean_over(points: Sequence[Point], seconds: float) -> float | None:
@@ -93,18 +119,71 @@ def mean_over(points: Sequence[Point], seconds: float) -> float | None:
     return (total - begin[1]) / passed if passed >= 1.0 else None
 
 
-def _find_jump(points: Sequence[Point], mean: float, diffusion: float) -> tuple[float, float] | None:
-    """The highest rate of a short window that chance does not explain, and the window's length."""
-    if points[-1][0] - points[0][0] < LONG_SECONDS / 2:
-        return None
-    found: tuple[float, float] | None = None
-    for window in SHORT_SECONDS:
-        rate = mean_over(points, window)
-        if rate is None or rate < JUMP_SHARE * mean or rate - mean < JUMP_DEVIATIONS * sqrt(diffusion / window):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Jump:
+    """Demand that is another one since some seconds."""
+
+    rate: float
+    ahead: float
+    """With the growth that is still to come."""
+    seconds: float
+    """In which it was seen."""
+
+
+def find_jump(points: Sequence[Point]) -> Jump | None:
+    """The highest rate of a short window that chance does not explain.
+
+    Square roots of counts have the deviation 1/2 whatever the mean is, if arrivals are a Poisson process (Anscombe's
+    transformation); where counts were more unequal than that so far, as much more is asked of a jump.
+    """
+    end = points[-1][0]
+    found: Jump | None = None
+    for seconds in JUMP_SECONDS:
+        before = [point for point in points if end - point[0] >= seconds]
+        if len(before) < 2 or before[-1][0] - before[0][0] < LONG_SECONDS / 2:
+            break
+        mean = mean_over(before, LONG_SECONDS) or 0.0
+        begin, half = before[-1], next(point for point in points if end - point[0] <= seconds / 2)
+        if not begin[0] < half[0] < end:
             continue
-        if found is None or rate > found[0]:
-            found = rate, window
+        noise = sqrt(measure_dispersion(before, seconds))
+        parts = [(_count(begin, points[-1]), JUMP_DEVIATIONS)]
+        parts += [(_count(begin, half), HALF_DEVIATIONS), (_count(half, points[-1]), HALF_DEVIATIONS)]
+        (total, passed), (old, _), (new, rest) = (part for part, _ in parts)
+        rate = total / passed
+        if rate < JUMP_SHARE * mean:
+            continue
+        if any(2 * (sqrt(count) - sqrt(mean * time)) < least * noise for (count, time), least in parts):
+            continue
+        grown = new / rest - old / (passed - rest)
+        sure = max(0.0, grown - noise * sqrt(rate * (1 / rest + 1 / (passed - rest))))
+        if found is None or rate > found.rate:
+            found = Jump(rate=rate, ahead=rate + JUMP_AHEAD * sure, seconds=passed)
     return found
+
+
+def measure_dispersion(points: Sequence[Point], seconds: float) -> float:
+    """How many times as unequal as those of a Poisson process counts in neighbouring windows are: at least 1.
+
+    The mean of (a - b)² / (a + b), which slow changes of demand hardly move.
+    """
+    windows: list[tuple[float, float]] = []
+    last = points[-1]
+    for point in reversed(points):
+        if last[0] - point[0] >= seconds:
+            windows.append(_count(point, last))
+            last = point
+    ratios = [
+        (a / one - b / two) ** 2 / ((a + b) / (one + two) * (1 / one + 1 / two))
+        for (a, one), (b, two) in pairwise(windows)
+        if a + b
+    ]
+    return max(1.0, (PRIOR_PAIRS + sum(ratios)) / (PRIOR_PAIRS + len(ratios)))
+
+
+def _count(begin: Point, end: Point) -> tuple[float, float]:
+    """What came, and in how many seconds."""
+    return end[1] - begin[1], end[0] - begin[0]
 
 
 def _fit(points: Sequence[Point], seconds: float) -> tuple[float, float, float]:
