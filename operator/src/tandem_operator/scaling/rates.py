@@ -7,6 +7,7 @@ over it has the standard deviation sqrt(λ E[X²] / w). A slope fitted over the 
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -23,10 +24,11 @@ TREND_SECONDS = 240.0
 JUMP_SECONDS = (10.0, 20.0, 40.0)
 """Windows in which a jump is looked for: a large one shows at once, a small one a little later."""
 JUMP_DEVIATIONS = 4.0
-HALF_DEVIATIONS = 1.0
+HALF_DEVIATIONS = 0.5
 """Either half of the window shows the jump: what came at one moment and is over is none."""
-JUMP_AHEAD = 2.0
+JUMP_AHEAD = 2.5
 """A jump that still grows is taken to go on growing for so many times what its second half has more than the first."""
+GROWTH_DEVIATIONS = 0.5
 JUMP_SHARE = 1.3
 """A jump is at least so much more than the mean, however sure it is."""
 PRIOR_PAIRS = 4
@@ -67,8 +69,9 @@ def estimate_rate(points: Sequence[Point], diffusion: float, lead: float, tuning
     covered = max(1.0, min(LONG_SECONDS, end - points[0][0]))
     jump = find_jump(points) if tuning.jump else None
     if jump is not None:
-        deviation = sqrt(diffusion * jump.rate / max(mean, 1e-9) / jump.seconds)
-        return Rate(now=jump.ahead, ahead=jump.ahead, deviation=deviation, jumped=True)
+        rate = jump.rate + JUMP_AHEAD * jump.growth
+        deviation = sqrt(diffusion * rate / max(mean, 1e-9) / jump.seconds)
+        return Rate(now=rate, ahead=rate, deviation=deviation, jumped=True)
     now = ahead = mean
     falls = trends = False
     if tuning.trend:
@@ -124,8 +127,8 @@ class Jump:
     """Demand that is another one since some seconds."""
 
     rate: float
-    ahead: float
-    """With the growth that is still to come."""
+    growth: float
+    """Of the rate from the first half of the window to the second, as far as chance does not explain it."""
     seconds: float
     """In which it was seen."""
 
@@ -136,30 +139,32 @@ def find_jump(points: Sequence[Point]) -> Jump | None:
     Square roots of counts have the deviation 1/2 whatever the mean is, if arrivals are a Poisson process (Anscombe's
     transformation); where counts were more unequal than that so far, as much more is asked of a jump.
     """
-    end = points[-1][0]
-    found: Jump | None = None
+    times = [at for at, _ in points]
+    end, found = times[-1], None
     for seconds in JUMP_SECONDS:
-        before = [point for point in points if end - point[0] >= seconds]
-        if len(before) < 2 or before[-1][0] - before[0][0] < LONG_SECONDS / 2:
-            break
+        first, middle = bisect_right(times, end - seconds) - 1, bisect_left(times, end - seconds / 2)
+        if first < 1 or times[first] - times[0] < LONG_SECONDS / 2 or not times[first] < times[middle] < end:
+            continue
+        before, begin, half = points[: first + 1], points[first], points[middle]
         mean = mean_over(before, LONG_SECONDS) or 0.0
-        begin, half = before[-1], next(point for point in points if end - point[0] <= seconds / 2)
-        if not begin[0] < half[0] < end:
+        (total, passed), (old, rise), (new, rest) = (
+            _count(begin, points[-1]), _count(begin, half), _count(half, points[-1])
+        )  # fmt: skip
+        rate = total / passed
+        if rate < JUMP_SHARE * mean or not _stands_out(total, mean * passed, JUMP_DEVIATIONS):
             continue
         noise = sqrt(measure_dispersion(before, seconds))
-        parts = [(_count(begin, points[-1]), JUMP_DEVIATIONS)]
-        parts += [(_count(begin, half), HALF_DEVIATIONS), (_count(half, points[-1]), HALF_DEVIATIONS)]
-        (total, passed), (old, _), (new, rest) = (part for part, _ in parts)
-        rate = total / passed
-        if rate < JUMP_SHARE * mean:
+        parts = (total, passed, JUMP_DEVIATIONS), (old, rise, HALF_DEVIATIONS), (new, rest, HALF_DEVIATIONS)
+        if not all(_stands_out(count, mean * time, least * noise) for count, time, least in parts):
             continue
-        if any(2 * (sqrt(count) - sqrt(mean * time)) < least * noise for (count, time), least in parts):
-            continue
-        grown = new / rest - old / (passed - rest)
-        sure = max(0.0, grown - noise * sqrt(rate * (1 / rest + 1 / (passed - rest))))
+        growth = new / rest - old / rise - GROWTH_DEVIATIONS * noise * sqrt(rate * (1 / rest + 1 / rise))
         if found is None or rate > found.rate:
-            found = Jump(rate=rate, ahead=rate + JUMP_AHEAD * sure, seconds=passed)
+            found = Jump(rate=rate, growth=max(0.0, growth), seconds=passed)
     return found
+
+
+def _stands_out(count: float, expected: float, deviations: float) -> bool:
+    return 2 * (sqrt(count) - sqrt(expected)) >= deviations
 
 
 def measure_dispersion(points: Sequence[Point], seconds: float) -> float:
