@@ -19,7 +19,7 @@ LONG_SECONDS = 120.0
 """Over which the mean is taken at least."""
 STEADY_SECONDS = (240.0, 480.0, 900.0)
 """Over which it is taken while they say the same as the shorter ones."""
-STEADY_DEVIATIONS = 2.0
+STEADY_DEVIATIONS = 3.0
 TREND_SECONDS = 240.0
 JUMP_SECONDS = (10.0, 20.0, 40.0)
 """Windows in which a jump is looked for: a large one shows at once, a small one a little later."""
@@ -35,7 +35,7 @@ PRIOR_PAIRS = 4
 """Pairs of windows, as unequal as chance makes them, that the measured ones are weighed against."""
 TREND_DEVIATIONS = 3.0
 FALL_DEVIATIONS = 4.0
-FALL_SHARE = 0.2
+FALL_SHARE = 0.35
 """Of the mean, in `TREND_SECONDS`: replicas go sooner only where demand falls for good."""
 
 Point = tuple[float, float]
