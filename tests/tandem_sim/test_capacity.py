@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -85,12 +83,10 @@ def test_the_verdict_names_which_serves_more(apart: float, convertible: float, b
     assert judge(rates, 0.9)["better"] == better
 
 
-def test_the_planner_is_economical_under_steady_load_with_bursts() -> None:
-    """Forty minutes of 3 requests/s of 10,000 tokens; twice, 24 requests come within two seconds."""
-    steady = make_requests(rate=3.0, seconds=2400.0, prompt=10_000.0)
-    burst = [replace(one, at=begin + one.at) for begin in (900.0, 1800.0) for one in steady[:24] if one.at < 60]
-    packed = [replace(one, at=round(one.at // 60) * 60 + one.at % 60 / 12) for one in burst]
-    recording = sorted((*steady, *packed), key=lambda one: one.at)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_the_planner_is_economical_under_steady_load(seed: int) -> None:
+    """Forty minutes of 3 requests/s of 10,000 tokens."""
+    recording = make_requests(rate=3.0, seconds=2400.0, prompt=10_000.0, seed=seed)
     workload = build_workload(
         "made up", recording, build_profile(QWEN3_8B, H200),
         ttft=Target(percentile=0.96, seconds=2.0, seconds_per_token=1e-4), tpot=Target(percentile=0.96, seconds=0.03),

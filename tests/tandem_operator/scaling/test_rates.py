@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import exp, sqrt
 
 import pytest
@@ -16,7 +16,7 @@ from tandem_operator.scaling.rates import Point, estimate_rate, find_jump, measu
 LOOK = 5.0
 
 
-def points_of(counts: list[float]) -> list[Point]:
+def points_of(counts: Sequence[float]) -> list[Point]:
     """Totals every five seconds."""
     points, total = [(0.0, 0.0)], 0.0
     for step, count in enumerate(counts):

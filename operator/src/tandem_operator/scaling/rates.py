@@ -29,6 +29,8 @@ HALF_DEVIATIONS = 0.5
 JUMP_AHEAD = 2.5
 """A jump that still grows is taken to go on growing for so many times what its second half has more than the first."""
 GROWTH_DEVIATIONS = 0.5
+RISE = 2.0
+"""Halves of a steady rise are as much above one another as twice what the first is above the mean before."""
 JUMP_SHARE = 1.3
 """A jump is at least so much more than the mean, however sure it is."""
 PRIOR_PAIRS = 4
@@ -158,6 +160,7 @@ def find_jump(points: Sequence[Point]) -> Jump | None:
         if not all(_stands_out(count, mean * time, least * noise) for count, time, least in parts):
             continue
         growth = new / rest - old / rise - GROWTH_DEVIATIONS * noise * sqrt(rate * (1 / rest + 1 / rise))
+        growth = min(growth, RISE * (old / rise - mean))
         if found is None or rate > found.rate:
             found = Jump(rate=rate, growth=max(0.0, growth), seconds=passed)
     return found
