@@ -29,6 +29,7 @@ HALF_DEVIATIONS = 0.5
 JUMP_AHEAD = 2.5
 """A jump that still grows is taken to go on growing for so many times what its second half has more than the first."""
 GROWTH_DEVIATIONS = 0.5
+"""Of the difference of two halves, that are put down to chance."""
 RISE = 2.0
 """Halves of a steady rise are as much above one another as twice what the first is above the mean before."""
 JUMP_SHARE = 1.3
