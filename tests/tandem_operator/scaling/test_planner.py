@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 from itertools import pairwise
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tandem_api.names import Role
@@ -288,8 +289,7 @@ def test_counters_that_went_back_are_no_demand() -> None:
     assert plan(SPEC, restarted, after, restarted.at).held
 
 
-@settings(max_examples=6, deadline=None)
-@given(st.integers(0, 1000), st.floats(1.0, 6.0))
+@pytest.mark.parametrize(("seed", "load"), [(0, 2.5), (0, 4.0), (1, 2.5), (2, 6.0), (3, 1.0), (4, 1.7)])
 def test_no_reversal_under_steady_noisy_load(seed: int, load: float) -> None:
     """Half an hour, the first five minutes left out: at most one change of direction in any ten minutes."""
     for changes in run_steady(seed, load).values():
