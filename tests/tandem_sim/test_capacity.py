@@ -81,3 +81,19 @@ def test_the_verdict_names_which_serves_more(apart: float, convertible: float, b
         for load in (1, 2)
     ]
     assert judge(rates, 0.9)["better"] == better
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_the_planner_is_economical_under_steady_load(seed: int) -> None:
+    """Forty minutes of 3 requests/s of 10,000 tokens."""
+    recording = make_requests(rate=3.0, seconds=2400.0, prompt=10_000.0, seed=seed)
+    workload = build_workload(
+        "made up", recording, build_profile(QWEN3_8B, H200),
+        ttft=Target(percentile=0.96, seconds=2.0, seconds_per_token=1e-4), tpot=Target(percentile=0.96, seconds=0.03),
+    )  # fmt: skip
+    figures, replay = Trials(workload, recording).run_planner(45.0)
+    rate, seconds = len(recording) / recording[-1].at, recording[-1].at
+    fixed = sum(workload.needed(rate * workload.prompts.uncached, rate).values()) * seconds / 3600
+    assert figures.attainment >= 0.96
+    assert figures.gpu_hours <= 1.3 * fixed
+    assert all(replay.reversals([(begin, begin + 600)]) <= 1 for begin in (300.0, 900.0, 1500.0))

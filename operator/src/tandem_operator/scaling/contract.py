@@ -58,6 +58,8 @@ class Tuning:
 
     deviations: float = 1.0
     """Standard deviations of demand added to its mean (z)."""
+    steady: bool = True
+    """The mean is taken over as long as demand was the same."""
     trend: bool = True
     jump: bool = True
     backlog: bool = True

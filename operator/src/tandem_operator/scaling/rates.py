@@ -7,6 +7,7 @@ over it has the standard deviation sqrt(λ E[X²] / w). A slope fitted over the 
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,18 +16,29 @@ from math import sqrt
 from tandem_operator.scaling.contract import Tuning
 
 LONG_SECONDS = 120.0
-"""Over which the mean is taken."""
+"""Over which the mean is taken at least."""
+STEADY_SECONDS = (240.0, 480.0, 900.0)
+"""Over which it is taken while they say the same as the shorter ones."""
+STEADY_DEVIATIONS = 3.0
 TREND_SECONDS = 240.0
-SHORT_SECONDS = (5.0, 10.0, 20.0, 40.0)
+JUMP_SECONDS = (10.0, 20.0, 40.0)
 """Windows in which a jump is looked for: a large one shows at once, a small one a little later."""
 JUMP_DEVIATIONS = 4.0
-JUMP_AHEAD = 2.0
-"""A jump that still grows is taken to go on growing for so many times what it grew between the shortest windows."""
+HALF_DEVIATIONS = 0.5
+"""Either half of the window shows the jump: what came at one moment and is over is none."""
+JUMP_AHEAD = 2.5
+"""A jump that still grows is taken to go on growing for so many times what its second half has more than the first."""
+GROWTH_DEVIATIONS = 0.5
+"""Of the difference of two halves, that are put down to chance."""
+RISE = 2.0
+"""Halves of a steady rise are as much above one another as twice what the first is above the mean before."""
 JUMP_SHARE = 1.3
 """A jump is at least so much more than the mean, however sure it is."""
+PRIOR_PAIRS = 4
+"""Pairs of windows, as unequal as chance makes them, that the measured ones are weighed against."""
 TREND_DEVIATIONS = 3.0
 FALL_DEVIATIONS = 4.0
-FALL_SHARE = 0.2
+FALL_SHARE = 0.35
 """Of the mean, in `TREND_SECONDS`: replicas go sooner only where demand falls for good."""
 
 Point = tuple[float, float]
@@ -58,25 +70,45 @@ def estimate_rate(points: Sequence[Point], diffusion: float, lead: float, tuning
     if mean is None:
         return None
     covered = max(1.0, min(LONG_SECONDS, end - points[0][0]))
-    deviation = sqrt(diffusion / covered)
-    jump = _find_jump(points, mean, diffusion) if tuning.jump else None
+    jump = find_jump(points) if tuning.jump else None
     if jump is not None:
-        rate, window = jump
-        shortest = mean_over(points, SHORT_SECONDS[0]) or rate
-        rate += JUMP_AHEAD * max(0.0, shortest - (mean_over(points, 3 * SHORT_SECONDS[0]) or rate))
-        return Rate(now=rate, ahead=rate, deviation=sqrt(diffusion * rate / max(mean, 1e-9) / window), jumped=True)
+        rate = jump.rate + JUMP_AHEAD * jump.growth
+        deviation = sqrt(diffusion * rate / max(mean, 1e-9) / jump.seconds)
+        return Rate(now=rate, ahead=rate, deviation=deviation, jumped=True)
     now = ahead = mean
-    falls = False
+    falls = trends = False
     if tuning.trend:
         slope, middle, centre = _fit(points, TREND_SECONDS)
         noise = sqrt(12 * diffusion / TREND_SECONDS**3)
         if abs(slope) > TREND_DEVIATIONS * noise:
+            trends = True
             recent, _, _ = _fit(points, TREND_SECONDS / 2)
             slope = min(slope, max(0.0, recent)) if slope > 0 else max(slope, min(0.0, recent))
             now = max(0.0, middle + slope * (end - centre)) if slope else mean
             falls = slope * TREND_SECONDS < -FALL_SHARE * middle and -slope > FALL_DEVIATIONS * noise
             ahead = now + max(0.0, slope) * lead
-    return Rate(now=now, ahead=ahead, deviation=deviation, jumped=False, falls=falls)
+    if tuning.steady and not trends:
+        now, covered = _widen(points, mean, diffusion)
+        ahead = now
+    return Rate(now=now, ahead=ahead, deviation=sqrt(diffusion / covered), jumped=False, falls=falls)
+
+
+def _widen(points: Sequence[Point], mean: float, diffusion: float) -> tuple[float, float]:
+    """The mean over the longest time that says the same as all shorter ones but for chance, and how long that is.
+
+    Lepski's way to choose a bandwidth (Theory of Probability and its Applications, 1991): the longer the mean, the less
+    it is noise, until it is of another demand than the present one.
+    """
+    end = points[-1][0]
+    known = [(LONG_SECONDS, mean)]
+    for seconds in STEADY_SECONDS:
+        rate = mean_over(points, seconds)
+        if rate is None or end - points[0][0] < seconds:
+            break
+        if any(abs(rate - one) > STEADY_DEVIATIONS * sqrt(diffusion * (1 / own - 1 / seconds)) for own, one in known):
+            break
+        known.append((seconds, rate))
+    return known[-1][1], known[-1][0]
 
 
 def mean_over(points: Sequence[Point], seconds: float) -> float | None:
@@ -93,18 +125,74 @@ def mean_over(points: Sequence[Point], seconds: float) -> float | None:
     return (total - begin[1]) / passed if passed >= 1.0 else None
 
 
-def _find_jump(points: Sequence[Point], mean: float, diffusion: float) -> tuple[float, float] | None:
-    """The highest rate of a short window that chance does not explain, and the window's length."""
-    if points[-1][0] - points[0][0] < LONG_SECONDS / 2:
-        return None
-    found: tuple[float, float] | None = None
-    for window in SHORT_SECONDS:
-        rate = mean_over(points, window)
-        if rate is None or rate < JUMP_SHARE * mean or rate - mean < JUMP_DEVIATIONS * sqrt(diffusion / window):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Jump:
+    """Demand that is another one since some seconds."""
+
+    rate: float
+    growth: float
+    """Of the rate from the first half of the window to the second, as far as chance does not explain it."""
+    seconds: float
+    """In which it was seen."""
+
+
+def find_jump(points: Sequence[Point]) -> Jump | None:
+    """The highest rate of a short window that chance does not explain.
+
+    Square roots of counts have the deviation 1/2 whatever the mean is, if arrivals are a Poisson process (Anscombe's
+    transformation); where counts were more unequal than that so far, as much more is asked of a jump.
+    """
+    times = [at for at, _ in points]
+    end, found = times[-1], None
+    for seconds in JUMP_SECONDS:
+        first, middle = bisect_right(times, end - seconds) - 1, bisect_left(times, end - seconds / 2)
+        if first < 1 or times[first] - times[0] < LONG_SECONDS / 2 or not times[first] < times[middle] < end:
             continue
-        if found is None or rate > found[0]:
-            found = rate, window
+        before, begin, half = points[: first + 1], points[first], points[middle]
+        mean = mean_over(before, LONG_SECONDS) or 0.0
+        (total, passed), (old, rise), (new, rest) = (
+            _count(begin, points[-1]), _count(begin, half), _count(half, points[-1])
+        )  # fmt: skip
+        rate = total / passed
+        if rate < JUMP_SHARE * mean or not _stands_out(total, mean * passed, JUMP_DEVIATIONS):
+            continue
+        noise = sqrt(measure_dispersion(before, seconds))
+        parts = (total, passed, JUMP_DEVIATIONS), (old, rise, HALF_DEVIATIONS), (new, rest, HALF_DEVIATIONS)
+        if not all(_stands_out(count, mean * time, least * noise) for count, time, least in parts):
+            continue
+        growth = new / rest - old / rise - GROWTH_DEVIATIONS * noise * sqrt(rate * (1 / rest + 1 / rise))
+        growth = min(growth, RISE * (old / rise - mean))
+        if found is None or rate > found.rate:
+            found = Jump(rate=rate, growth=max(0.0, growth), seconds=passed)
     return found
+
+
+def _stands_out(count: float, expected: float, deviations: float) -> bool:
+    return 2 * (sqrt(count) - sqrt(expected)) >= deviations
+
+
+def measure_dispersion(points: Sequence[Point], seconds: float) -> float:
+    """How many times as unequal as those of a Poisson process counts in neighbouring windows are: at least 1.
+
+    The mean of (a - b)² / (a + b), which slow changes of demand hardly move.
+    """
+    windows: list[tuple[float, float]] = []
+    last = points[-1]
+    for point in reversed(points):
+        if last[0] - point[0] >= seconds:
+            windows.append(_count(point, last))
+            last = point
+    ratios = [
+        (a / one - b / two) ** 2 / ((a + b) / (one + two) * (1 / one + 1 / two))
+        for (a, one), (b, two) in pairwise(windows)
+        if a + b
+    ]
+    return max(1.0, (PRIOR_PAIRS + sum(ratios)) / (PRIOR_PAIRS + len(ratios)))
+
+
+def _count(begin: Point, end: Point) -> tuple[float, float]:
+    """What came, and in how many seconds."""
+    return end[1] - begin[1], end[0] - begin[0]
 
 
 def _fit(points: Sequence[Point], seconds: float) -> tuple[float, float, float]:
