@@ -1,7 +1,8 @@
 """Engines other than Tandem's own: what is known of each, and what a model that runs on one may not ask for.
 
 Facts about vLLM are from https://docs.vllm.ai/en/stable/features/nixl_connector_usage.html and its environment
-variables, about SGLang from https://docs.sglang.io/docs/advanced_features/pd_disaggregation.md and its server arguments.
+variables, about SGLang from https://docs.sglang.io/docs/advanced_features/pd_disaggregation.md and its server
+arguments.
 """
 
 from __future__ import annotations
@@ -135,7 +136,9 @@ _LIMITS = (
         f"{_in_roles('parallelism.expert', '{} == 1')} && {_in_roles('parallelism.data', '{} == 1')}",
     ),
 )
-_OWN = "has an argument that the operator writes itself: remove it, and use the field of the spec for it where it has one"
+_OWN = (
+    "has an argument that the operator writes itself: remove it, and use the field of the spec for it where it has one"
+)
 _FOREIGN = "has(self.engine) && has(self.engine.kind) && self.engine.kind != 'Tandem'"
 _NO_ARGS = "are for the kinds VLLM and SGLang: remove them, Tandem's own engine has fields"
 

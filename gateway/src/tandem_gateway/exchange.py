@@ -49,6 +49,7 @@ from tandem_gateway.scheduling import (
 from tandem_gateway.scheduling.queue import Slot, Ticket
 from tandem_gateway.sse import EventStream, EventTooLarge, build_failure, find_usage
 from tandem_gateway.upstream.base import Call, Failure, Link, ResponseHead
+from tandem_gateway.upstream.engines.contract import Engine, Order
 
 log = logging.getLogger(__name__)
 
@@ -106,6 +107,8 @@ class Context(Protocol):
     draining: bool
     token_line: bytes
     """The header line that tells workers who asks; empty without keys."""
+    engine: Engine | None
+    """How workers of another engine are asked; None: they are Tandem's own."""
 
     def link(self, endpoint: Endpoint) -> Link: ...
 
@@ -254,6 +257,13 @@ class Exchange:
         self._reads_seen = self._reads
         self._deadline = now + self._answer_seconds()
         request = self.request
+        if context.engine is not None:
+            order = Order(
+                method=request.method, path=request.path, headers=request.headers, body=request.body,
+                request_id=self.request_id, choice=choice,
+            )  # fmt: skip
+            self._call = context.engine.start(self, order)
+            return True
         journal = continuation.stream.build_prefix() if continuation is not None else b""
         keeps = demand.stream and not demand.local
         head = build_request_head(request, choice, self.request_id, context.token_line, len(journal) if keeps else None)
@@ -513,6 +523,8 @@ class Exchange:
             self._end_stream(self._stream)
         elif failure is Failure.LOCAL:
             self._wait(detail)
+        elif failure is Failure.HELPER:
+            self._recover(Outcome.RESET, detail, failed=None, blame=False)
         else:
             # A worker may end what nobody takes from it.
             streams = self._phase == STREAMING
@@ -668,7 +680,8 @@ class Exchange:
 
     def _end_stream(self, stream: EventStream) -> None:
         self._connection.transport.write(self._unsent if self.request.http10 else self._unsent + LAST_CHUNK)
-        self.usage = find_usage(stream.tail)
+        assert self._head is not None
+        self.usage = find_usage(stream.tail) or self._head.usage
         failed = stream.failed
         if failed:
             self.error = "worker"
@@ -697,6 +710,8 @@ class Exchange:
                 self._explain()
         body = self._held[0] if len(self._held) == 1 else b"".join(self._held)
         self._held = []
+        if self._head.rewrite is not None:
+            body = self._head.rewrite(body)
         self.status = self._head.status
         self._count_end(failed=self.status >= 500)
         if self.status == 200 and b'"usage"' in body:

@@ -42,11 +42,11 @@ from tandem_gateway.scheduling import (
     Worker,
     describe_choice,
     describe_decision,
-    missing_role,
     predict,
 )
 from tandem_gateway.traffic import TrafficCounter
 from tandem_gateway.upstream.base import Link
+from tandem_gateway.upstream.engines import build_engine, idle_seconds
 from tandem_gateway.upstream.http1 import Http1Link
 
 TICK_SECONDS = 0.1
@@ -75,6 +75,9 @@ class Gateway:
         self.max_connections = config.max_connections
         self.budget = Budget(config.max_held_bytes)
         self.scheduler = Scheduler()
+        self.engine = build_engine(config, self)
+        self._idle_seconds = idle_seconds(config)
+        self.scheduler.needs_prefill = config.engine == "SGLang" and config.disaggregated
         self.decisions: deque[Decision] = deque(maxlen=KEPT)
         self.metrics = Metrics()
         self.traffic = TrafficCounter()
@@ -147,7 +150,10 @@ class Gateway:
         link = self._links.get(endpoint.serial)
         if link is None:
             link = Http1Link(
-                endpoint.worker.address, connect_seconds=self.timeouts.connect_seconds, on_stale=self._on_stale
+                endpoint.worker.address,
+                connect_seconds=self.timeouts.connect_seconds,
+                on_stale=self._on_stale,
+                idle_seconds=self._idle_seconds,
             )
             self._links[endpoint.serial] = link
         return link
@@ -236,6 +242,8 @@ class Gateway:
             affinity=request.headers.get(b"x-session-affinity"),
             estimator=self.scheduler.estimator,
         )
+        if self.engine is not None:
+            self.engine.admit(request.path, request.body, inquiry)
         exchange = Exchange(self, connection, request, inquiry, request_id)
         connection.exchange = exchange
         self.exchanges.add(exchange)
@@ -304,6 +312,10 @@ class Gateway:
 
     def on_retry(self, exchange: Exchange, reason: str) -> None:
         self.metrics.retries[reason] += 1
+
+    def on_prefill_lost(self, endpoint: Endpoint, reason: str) -> None:
+        self.metrics.retries["prefill"] += 1
+        log.info("a prefill worker failed", extra={"worker": endpoint.worker.name, "reason": reason})
 
     def on_resumed(self, reason: str) -> None:
         self.metrics.resumes[reason] += 1
@@ -455,7 +467,7 @@ class Gateway:
         waiting: dict[str, object] = {"waitingRequests": self.queue.line.size}
         choice = self.scheduler.preview(inquiry.demand, now)
         if choice is None:
-            return waiting | {"decode": None, "why": missing_role(self.scheduler.endpoints.values())}
+            return waiting | {"decode": None, "why": self.queue.explain()}
         predict(choice, output_tokens=inquiry.demand.output_tokens, now=now)
         return waiting | describe_choice(choice)
 
