@@ -173,13 +173,16 @@ class EngineDouble:
             await send_error(writer, 503 if fault == "busy" else 500, f"the double is told to be {fault}")
         else:
             try:
-                if asked.body.get("model") != self.model:
-                    raise Refused(f"The model `{asked.body.get('model')}` does not exist.", 404)
-                if asked.body.get("stream_options") is not None and not asked.body.get("stream"):
-                    raise Refused("stream_options needs stream")
+                self._check(asked.body)
                 await self.respond(asked, writer)
             except Refused as refusal:
                 await send_error(writer, refusal.status, str(refusal))
+
+    def _check(self, body: dict[str, Any]) -> None:
+        if body.get("model") != self.model:
+            raise Refused(f"The model `{body.get('model')}` does not exist.", 404)
+        if body.get("stream_options") is not None and not body.get("stream"):
+            raise Refused("stream_options needs stream")
 
     # answers
 

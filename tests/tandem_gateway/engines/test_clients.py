@@ -168,3 +168,19 @@ async def test_what_clients_may_not_say_of_keys_stays_here(start_pair, client, k
         headers = worker.asked[0].headers
         assert headers["traceparent"] == "00-1-2-01"
         assert not {"authorization", "x-tandem-prefill", "x-tandem-token"} & set(headers)
+
+
+@ENGINES
+@SHAPES
+async def test_streams_that_arrive_byte_by_byte(start_pair, client, kind, prefills) -> None:
+    running = await start_pair(kind, prefills=prefills)
+    running.workers[-1].cut = lambda data: [data[n : n + 1] for n in range(len(data))]
+    stream = await client(running).chat.completions.create(
+        model="toy", messages=MESSAGES, max_tokens=3, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = [chunk async for chunk in stream]
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == expected(
+        3, messages=MESSAGES
+    )
+    assert chunks[-1].usage.completion_tokens == 3
+    assert running.gateway.traffic.output_tokens == 3
