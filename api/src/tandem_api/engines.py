@@ -49,7 +49,7 @@ FOREIGN_ENGINES: dict[str, ForeignEngine] = {
         keep_alive_seconds=5.0,
         own_arguments=(
             *_HTTP_SERVER, "model", "model-path", "revision", "dtype", "context-length", "disaggregation-mode",
-            "disaggregation-bootstrap-port", "disaggregation-transfer-backend", "tp", "tp-size", "tensor-parallel-size",
+            "disaggregation-bootstrap-port", "tp", "tp-size", "tensor-parallel-size",
             "pp-size", "pipeline-parallel-size", "dp", "dp-size", "data-parallel-size", "nnodes", "node-rank",
             "dist-init-addr", "enable-cache-report", "enable-metrics", "config",
         ),
