@@ -126,6 +126,12 @@ def cases() -> dict[str, dict[str, Any]]:
             },
         },
         "claim-suspended": {"model": {"uri": "pvc://models/llama"}, "suspend": True},
+    }  # fmt: skip
+
+
+def foreign_cases() -> dict[str, dict[str, Any]]:
+    """The same, of engines that earlier releases did not have."""
+    return {
         "vllm": {
             "engine": {"kind": "VLLM", "dtype": "BFloat16", "maxModelLen": 4096, "args": ["--enforce-eager"]},
             "prefill": {"replicas": 1, "resources": {"limits": {"nvidia.com/gpu": 1}}},

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from operator_objects import blueprint
 from tandem_api.engines import FOREIGN_ENGINES
-from tandem_api.launch import GatewayConfig
+from tandem_api.names import LABEL_ENGINE
 from tandem_operator.manifests import Manifest
 from tandem_operator.settings import Release
 from tandem_operator.workloads import build_children
@@ -95,15 +95,14 @@ def test_the_hub_and_its_token(kind: str) -> None:
 
 
 @KINDS
-def test_workers_hold_no_keys_and_gateways_show_none(kind: str) -> None:
+def test_workers_hold_no_keys_and_say_what_they_run(kind: str) -> None:
     plan = blueprint(**PAIR, engine={"kind": kind})
     for child in build_children(plan):
         if child["kind"] == "StatefulSet":
             pod = child["spec"]["template"]["spec"]
             assert not any("secret" in volume for volume in pod["volumes"])
-    config = gateway_config(plan)
-    assert (config.engine, config.keys_path, config.disaggregated) == (kind, None, True)
-    assert GatewayConfig.model_validate_json(config.set_json()) == config
+            assert child["spec"]["template"]["metadata"]["labels"][LABEL_ENGINE] == kind
+    assert gateway_config(plan) == gateway_config(blueprint(**PAIR)), "gateways go by what each worker says"
 
 
 @KINDS

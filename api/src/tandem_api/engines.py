@@ -10,12 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from tandem_api.names import Role
 from tandem_api.validation import rule
 
 if TYPE_CHECKING:
     from tandem_api.inferencemodel import InferenceModelSpec
 
 EngineKind = Literal["Tandem", "VLLM", "SGLang"]
+ENGINES: dict[str, EngineKind] = {"Tandem": "Tandem", "VLLM": "VLLM", "SGLang": "SGLang"}
+"""Every kind, by its text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +33,11 @@ class ForeignEngine:
     """After so long the engine's HTTP server closes a connection that nothing was asked over."""
     own_arguments: tuple[str, ...]
     """Which the operator writes, so that nobody else may."""
+
+
+def needs_prefill(kind: EngineKind, role: Role) -> bool:
+    """Whether a worker of this role computes no prompts: decode workers of SGLang do not."""
+    return kind == "SGLang" and role is Role.DECODE
 
 
 _HTTP_SERVER = ("host", "port", "api-key", "served-model-name", "ssl-keyfile", "ssl-certfile", "uds")

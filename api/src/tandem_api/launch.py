@@ -11,7 +11,6 @@ from typing import Literal
 from pydantic import Field
 
 from tandem_api.base import Wire
-from tandem_api.engines import EngineKind
 from tandem_api.names import (
     GATEWAY_HTTP_PORT,
     GATEWAY_HTTPS_PORT,
@@ -219,8 +218,6 @@ class GatewayConfig(Wire):
     namespace: str
     disaggregated: bool
     """True when prefill workers exist as a role of their own."""
-    engine: EngineKind = "Tandem"
-    """What the workers run, and so how they are asked."""
     http_port: int = GATEWAY_HTTP_PORT
     metrics_port: int = GATEWAY_METRICS_PORT
     keys_path: str | None = None

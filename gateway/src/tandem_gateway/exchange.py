@@ -107,8 +107,8 @@ class Context(Protocol):
     draining: bool
     token_line: bytes
     """The header line that tells workers who asks; empty without keys."""
-    engine: Engine | None
-    """How workers of another engine are asked; None: they are Tandem's own."""
+    engines: dict[str, Engine]
+    """How workers of other engines than Tandem's are asked."""
 
     def link(self, endpoint: Endpoint) -> Link: ...
 
@@ -257,12 +257,12 @@ class Exchange:
         self._reads_seen = self._reads
         self._deadline = now + self._answer_seconds()
         request = self.request
-        if context.engine is not None:
+        if choice.decode.worker.engine != "Tandem":
             order = Order(
                 method=request.method, path=request.path, headers=request.headers, body=request.body,
                 request_id=self.request_id, choice=choice,
             )  # fmt: skip
-            self._call = context.engine.start(self, order)
+            self._call = context.engines[choice.decode.worker.engine].start(self, order)
             return True
         journal = continuation.stream.build_prefix() if continuation is not None else b""
         keeps = demand.stream and not demand.local

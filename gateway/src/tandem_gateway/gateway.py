@@ -46,7 +46,8 @@ from tandem_gateway.scheduling import (
 )
 from tandem_gateway.traffic import TrafficCounter
 from tandem_gateway.upstream.base import Link
-from tandem_gateway.upstream.engines import build_engine, idle_seconds
+from tandem_gateway.upstream.engines import build_engines, idle_seconds
+from tandem_gateway.upstream.engines.contract import Engine
 from tandem_gateway.upstream.http1 import Http1Link
 
 TICK_SECONDS = 0.1
@@ -75,9 +76,10 @@ class Gateway:
         self.max_connections = config.max_connections
         self.budget = Budget(config.max_held_bytes)
         self.scheduler = Scheduler()
-        self.engine = build_engine(config, self)
-        self._idle_seconds = idle_seconds(config)
-        self.scheduler.needs_prefill = config.engine == "SGLang" and config.disaggregated
+        self.engines = build_engines(self, worker_model=config.model_name)
+        self._engines_here: list[Engine] = []
+        """Those of the workers that there are."""
+        self.pairs = False
         self.decisions: deque[Decision] = deque(maxlen=KEPT)
         self.metrics = Metrics()
         self.traffic = TrafficCounter()
@@ -110,6 +112,10 @@ class Gateway:
 
     def apply_workers(self, workers: Iterable[Worker]) -> None:
         """The model's workers are now these. Requests on workers that left run on; waiting ones are placed."""
+        workers = list(workers)
+        kinds = {worker.engine for worker in workers if worker.engine != "Tandem"}
+        self.pairs = any(worker.role is Role.DECODE for worker in workers)
+        self._engines_here = [self.engines[kind] for kind in sorted(kinds)]
         for endpoint in self.scheduler.apply_workers(workers):
             link = self._links.pop(endpoint.serial, None)
             if link is not None:
@@ -153,7 +159,7 @@ class Gateway:
                 endpoint.worker.address,
                 connect_seconds=self.timeouts.connect_seconds,
                 on_stale=self._on_stale,
-                idle_seconds=self._idle_seconds,
+                idle_seconds=idle_seconds(endpoint.worker.engine),
             )
             self._links[endpoint.serial] = link
         return link
@@ -242,8 +248,8 @@ class Gateway:
             affinity=request.headers.get(b"x-session-affinity"),
             estimator=self.scheduler.estimator,
         )
-        if self.engine is not None:
-            self.engine.admit(request.path, request.body, inquiry)
+        for engine in self._engines_here:
+            engine.admit(request.path, request.body, inquiry)
         exchange = Exchange(self, connection, request, inquiry, request_id)
         connection.exchange = exchange
         self.exchanges.add(exchange)

@@ -84,8 +84,7 @@ class RequestQueue:
 
     def explain(self) -> str:
         """Why nobody serves."""
-        scheduler = self._scheduler
-        return missing_role(scheduler.endpoints.values(), needs_prefill=scheduler.needs_prefill)
+        return missing_role(self._scheduler.endpoints.values())
 
     def leave(self, ticket: Ticket[Waiter], outcome: str, now: float) -> float:
         """It waits no more. Returns the seconds that it did."""

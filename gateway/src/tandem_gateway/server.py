@@ -55,11 +55,8 @@ class Server:
             token_line=lambda: self.gateway.token_line, connect_seconds=settings.config.timeouts.connect_seconds
         )
         self.gateway.facts = lambda: self.card.facts
-        is_own = settings.config.engine == "Tandem"
-        self._telemetry_seconds = settings.telemetry_seconds if is_own else 0.0
-        """Other engines have no telemetry of ours: the gateway goes by its own counts."""
         self.telemetry = TelemetryPoller(
-            connect_seconds=settings.config.timeouts.connect_seconds, period=self._telemetry_seconds
+            connect_seconds=settings.config.timeouts.connect_seconds, period=settings.telemetry_seconds
         )
         self.telemetry.on_sample = self.gateway.take_sample
         self.gateway.telemetry = self.telemetry.sample
@@ -114,7 +111,7 @@ class Server:
         self.gateway.max_connections = _affordable_connections(config.max_connections)
         self._spawn(self._clock())
         self._spawn(self.card.run())
-        if self._telemetry_seconds:
+        if settings.telemetry_seconds:
             self._spawn(self.telemetry.run())
         ports = {"http_port": self.http_port, "https_port": self.https_port, "metrics_port": self.metrics_port}
         log.info(
@@ -169,16 +166,12 @@ class Server:
         if settings.workers:
             return [self._apply_fixed(list(settings.workers))]
         server, config = ApiServer.in_cluster(), settings.config
-        # How blocks reach a decode worker of another engine is that engine's: nothing of it is tried beforehand.
-        is_own = config.engine == "Tandem"
-        take = self.probation.take if is_own else self.apply_workers
-        pods = PodWatcher(server, namespace=config.namespace, model=config.model_name, apply=take)
+        pods = PodWatcher(server, namespace=config.namespace, model=config.model_name, apply=self.probation.take)
         routing = RoutingWatcher(
             server, namespace=config.namespace, model=config.model_name, apply=self.gateway.apply_routing
         )
         self.admin.knows_routing = lambda: routing.asked
-        if is_own:
-            self._spawn(self.probation.run())
+        self._spawn(self.probation.run())
         return [pods.run(), routing.run()]
 
     async def _apply_fixed(self, workers: list[Worker]) -> None:

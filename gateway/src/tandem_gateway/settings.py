@@ -7,10 +7,8 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
 
 from pydantic import ValidationError
-from tandem_api.engines import EngineKind
 from tandem_api.launch import ClientTLS, GatewayConfig
 from tandem_api.names import (
     API_KEY_FILE,
@@ -84,13 +82,10 @@ def _build_parser() -> argparse.ArgumentParser:
         "--worker",
         action="append",
         default=[],
-        metavar="role=ROLE,url=HOST:PORT[,status=HOST:PORT][,revision=R][,name=N]",
+        metavar="role=ROLE,url=HOST:PORT[,status=HOST:PORT][,revision=R][,name=N][,engine=ENGINE]",
     )
     local.add_argument("--workers-file", type=Path, help="one worker per line, written as for --worker; followed")
     local.add_argument("--served-name", default="model", help="what clients pass as `model`, unless --config says it")
-    local.add_argument(
-        "--engine", default="Tandem", choices=get_args(EngineKind), help="what the workers run (default: Tandem)"
-    )
     local.add_argument("--keys", metavar="FOLDER", help=f"where {API_KEY_FILE} is, for workers that want it shown")
     local.add_argument("--port", type=int, default=GATEWAY_HTTP_PORT)
     local.add_argument("--tls", metavar="FOLDER", help="serve clients over TLS alone: where tls.crt and tls.key are")
@@ -121,7 +116,6 @@ def _build_config(options: argparse.Namespace, workers: tuple[Worker, ...]) -> G
         model_name=options.served_name,
         served_name=options.served_name,
         namespace="default",
-        engine=options.engine,
         disaggregated=any(worker.role is Role.PREFILL for worker in workers),
         http_port=options.port,
         metrics_port=options.metrics_port,

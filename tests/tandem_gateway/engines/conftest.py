@@ -43,7 +43,7 @@ def start_pair(start_double, start_gateway) -> StartPair:
         role = Role.DECODE if prefills else Role.UNIFIED
         workers = [await start_double(kind, f"pod-p{n}", Role.PREFILL, **fields) for n in range(prefills)]
         workers += [await start_double(kind, f"pod-d{n}", role, **fields) for n in range(decodes)]
-        return await start_gateway(*workers, engine=kind, timeouts=timeouts, **(config or {}))
+        return await start_gateway(*workers, timeouts=timeouts, **(config or {}))
 
     return start
 

@@ -12,8 +12,9 @@ import json
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
+from tandem_api.engines import EngineKind, needs_prefill
 from tandem_api.names import Role
 from tandem_gateway.scheduling import Worker
 
@@ -57,6 +58,7 @@ class EngineDouble:
     """One worker. `faults` are used up one by a request: `die` closes the connection, `busy` answers 503, `error` 500,
     `hang` says nothing, `late-die` closes it after some tokens, `late-error` ends the stream with an error event."""
 
+    kind: ClassVar[EngineKind]
     name: str
     role: Role = Role.UNIFIED
     revision: str = "r1"
@@ -93,7 +95,7 @@ class EngineDouble:
     def worker(self) -> Worker:
         return Worker(
             name=self.name, address=f"127.0.0.1:{self.port}", role=self.role, revision=self.revision,
-            kv_address=self.kv_address,
+            kv_address=self.kv_address, engine=self.kind, needs_prefill=needs_prefill(self.kind, self.role),
         )  # fmt: skip
 
     @property

@@ -32,6 +32,7 @@ class Room:
 
 @dataclass
 class SGLangDouble(EngineDouble):
+    kind = "SGLang"
     room_seconds: float = 2.0
     slow_prefill: float = 0.0
     """Seconds between the transfer and the prefill worker's answer."""

@@ -8,6 +8,7 @@ import json
 import openai
 import pytest
 from engine_double import count_tokens, read_prompt, write_text
+from tandem_api.names import Role
 
 MESSAGES = [{"role": "user", "content": "how long is a piece of string? " * 8}]
 TOOLS = [{"type": "function", "function": {"name": "measure", "parameters": {"type": "object", "properties": {}}}}]
@@ -184,3 +185,29 @@ async def test_streams_that_arrive_byte_by_byte(start_pair, client, kind, prefil
     )
     assert chunks[-1].usage.completion_tokens == 3
     assert running.gateway.traffic.output_tokens == 3
+
+
+@ENGINES
+async def test_a_rollout_from_one_engine_to_another_serves_from_both(
+    start_worker, start_double, start_gateway, client, kind
+):
+    """Workers say what they run: a gateway asks each in its own words, whatever the others are."""
+    own = await start_worker("pod-d")
+    pair = [
+        await start_double(kind, "pod-p", Role.PREFILL, revision="r2"),
+        await start_double(kind, "pod-other", Role.DECODE, revision="r2"),
+    ]
+    running = await start_gateway(own, *pair)
+    api, seen = client(running), set()
+    for number in range(200):
+        messages = [{"role": "user", "content": f"session {number}"}]
+        raw = await api.chat.completions.with_raw_response.create(model="toy", messages=messages)
+        seen.add(raw.headers["x-tandem-decode-worker"])
+        if raw.headers["x-tandem-decode-worker"] == "pod-other":
+            assert raw.parse().choices[0].message.content == expected(messages=messages)
+        if len(seen) == 2:
+            break
+    assert seen == {"pod-d", "pod-other"}
+    assert all("x-tandem-prefill" not in asked.headers for worker in pair for asked in worker.asked)
+    assert "kv_transfer_params" not in own.received[0].json
+    assert "bootstrap_room" not in own.received[0].json

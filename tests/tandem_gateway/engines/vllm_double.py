@@ -23,6 +23,7 @@ side_channels: dict[tuple[str, int], VLLMDouble] = {}
 
 @dataclass
 class VLLMDouble(EngineDouble):
+    kind = "VLLM"
     has_connector: bool = True
     """Started with `--kv-transfer-config`."""
     tells_cached: bool = True

@@ -56,8 +56,6 @@ class Scheduler:
         self.index = PrefixIndex()
         self.failures: Counter[Outcome] = Counter()
         self.ejections: Counter[Outcome] = Counter()
-        self.needs_prefill = False
-        """Decode workers of a model with prefill workers cannot compute prompts themselves."""
         self.canary: CanaryTraffic | None = None
         self.canary_requests: Counter[tuple[bool, bool]] = Counter()
         """Requests sent while there was a canary: whether to its workers, and whether they were meant for the others
@@ -169,10 +167,10 @@ class Scheduler:
             canary = demand.canary
         if not seed:
             self._turn += 1
-        unseen, turn, needs = self.estimator.unseen_hits, self._turn, self.needs_prefill
+        unseen, turn = self.estimator.unseen_hits, self._turn
         for groups in (self._groups[canary], self._groups[not canary]):
             if groups:
-                choice = pick(groups.values(), demand, seed, cached, turn, shared, unseen, now, excluded, needs)
+                choice = pick(groups.values(), demand, seed, cached, turn, shared, unseen, now, excluded)
                 if choice is not None:
                     return choice
         return None

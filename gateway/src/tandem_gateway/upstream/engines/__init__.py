@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from tandem_api.engines import FOREIGN_ENGINES
-from tandem_api.launch import GatewayConfig
+from tandem_api.engines import FOREIGN_ENGINES, EngineKind
 
 from tandem_gateway.upstream.engines.contract import Engine, Host
 from tandem_gateway.upstream.engines.sglang import SGLang
@@ -14,15 +13,12 @@ IDLE_SHARE = 0.6
 """Of the time after which an engine closes an idle connection, this gateway keeps one: news takes its time."""
 
 
-def build_engine(config: GatewayConfig, host: Host) -> Engine | None:
-    """The adapter of another engine; None for Tandem's own."""
-    if config.engine == "Tandem":
-        return None
-    adapter = VLLM if config.engine == "VLLM" else SGLang
-    return adapter(host, worker_model=config.model_name, disaggregated=config.disaggregated)
+def build_engines(host: Host, *, worker_model: str) -> dict[str, Engine]:
+    """An adapter for each engine but Tandem's own. `worker_model` is what their workers call the model."""
+    return {"VLLM": VLLM(host, worker_model=worker_model), "SGLang": SGLang(host, worker_model=worker_model)}
 
 
-def idle_seconds(config: GatewayConfig) -> float:
+def idle_seconds(kind: EngineKind) -> float:
     """How long a connection to a worker may be idle and is still used."""
-    engine = FOREIGN_ENGINES.get(config.engine)
+    engine = FOREIGN_ENGINES.get(kind)
     return IDLE_SECONDS if engine is None else IDLE_SHARE * engine.keep_alive_seconds

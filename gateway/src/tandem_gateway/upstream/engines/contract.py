@@ -38,6 +38,8 @@ class Host(Protocol):
     scheduler: Scheduler
     timeouts: GatewayTimeouts
     served_names: tuple[str, ...]
+    pairs: bool
+    """Decode workers have prefill workers beside them."""
 
     def link(self, endpoint: Endpoint) -> Link: ...
 
@@ -47,7 +49,7 @@ class Host(Protocol):
 
 
 class Engine(Protocol):
-    """Chosen once, by the launch configuration."""
+    """Chosen by what the decode worker of a pair runs."""
 
     def admit(self, path: str, body: bytes, inquiry: Inquiry) -> None:
         """Judge a request before it is sent, and mark one that needs no prefill worker as `local`.

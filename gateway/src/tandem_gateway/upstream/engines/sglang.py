@@ -41,14 +41,13 @@ _BUSY = 429
 class SGLang:
     """The adapter."""
 
-    def __init__(self, host: Host, *, worker_model: str, disaggregated: bool) -> None:
+    def __init__(self, host: Host, *, worker_model: str) -> None:
         self._host = host
         self._worker_model = worker_model
-        self._disaggregated = disaggregated
 
     def admit(self, path: str, body: bytes, inquiry: Inquiry) -> None:
         refuse_steering(body)
-        if not self._disaggregated or path not in GENERATES:
+        if not self._host.pairs or path not in GENERATES:
             return
         if path not in PAIRED:
             raise NotRouted(

@@ -47,14 +47,13 @@ log = logging.getLogger(__name__)
 class VLLM:
     """The adapter."""
 
-    def __init__(self, host: Host, *, worker_model: str, disaggregated: bool) -> None:
+    def __init__(self, host: Host, *, worker_model: str) -> None:
         self._host = host
         self._worker_model = worker_model
-        self._disaggregated = disaggregated
 
     def admit(self, path: str, body: bytes, inquiry: Inquiry) -> None:
         refuse_steering(body)
-        if self._disaggregated and path in GENERATES and not _is_shared(path, body):
+        if self._host.pairs and path in GENERATES and not _is_shared(path, read_fields(body)):
             inquiry.demand.local = True
 
     def start(self, sink: Sink, order: Order) -> Call:
@@ -63,11 +62,10 @@ class VLLM:
         return call
 
 
-def _is_shared(path: str, body: bytes) -> bool:
+def _is_shared(path: str, fields: Fields) -> bool:
     """Whether a prefill worker can compute the prompt of this request."""
     if path not in PAIRED:
         return False
-    fields = read_fields(body)
     asks_of_prompt = fields.get("echo") is True or fields.get("prompt_logprobs") is not None
     return count_answers(fields) == 1 and count_prompts(fields) in (None, 1) and not asks_of_prompt
 
@@ -84,6 +82,8 @@ def build_prefill(fields: Fields, path: str, model: str) -> bytes:
 class _VLLMCall(ForeignCall):
     def begin(self) -> None:
         choice = self.order.choice
+        if not _is_shared(self.order.path, self.fields):
+            choice.prefill = []
         if choice.prefill and choice.decode.worker.role is Role.DECODE:
             self.help(build_prefill(self.fields, self.order.path, self._model), self._on_help)
         else:
