@@ -262,7 +262,11 @@ class Exchange:
                 method=request.method, path=request.path, headers=request.headers, body=request.body,
                 request_id=self.request_id, choice=choice,
             )  # fmt: skip
-            self._call = context.engines[choice.decode.worker.engine].start(self, order)
+            try:
+                self._call = context.engines[choice.decode.worker.engine].start(self, order)
+            except RequestError as error:
+                self._fail(error)
+                return False
             return True
         journal = continuation.stream.build_prefix() if continuation is not None else b""
         keeps = demand.stream and not demand.local

@@ -22,6 +22,10 @@ async def ask(api: openai.AsyncOpenAI, *, stream: bool = False, **fields: object
     return "".join([chunk.choices[0].delta.content or "" async for chunk in answer if chunk.choices])
 
 
+def repr_of(value: object) -> str:
+    return repr(value)[:30]
+
+
 def fail_once(running, prefix: str, fault: str) -> list:
     """Whichever of these workers is asked first does it, and no other. Returns the workers."""
     workers, faults = [worker for worker in running.workers if worker.name.startswith(prefix)], [fault]
@@ -241,3 +245,46 @@ async def test_sglang_serves_several_prompts_in_rooms_of_their_own(start_pair, c
         await client(running).completions.create(model="toy", prompt=["one", "two"], n=2)
     with pytest.raises(openai.NotFoundError, match="/v1/chat/completions"):
         await client(running).responses.create(model="toy", input="hi")
+
+
+@ENGINES
+@pytest.mark.parametrize("prefills", [0, 1])
+async def test_what_cannot_be_written_again_is_the_clients_fault(start_pair, kind, prefills) -> None:
+    running = await start_pair(kind, prefills=prefills)
+    deep = "[" * 300 + "]" * 300
+    body = f'{{"model": "toy", "messages": [{{"role": "user", "content": "x"}}], "metadata": {deep}}}'
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+    answer = await running.raw((head + body).encode())
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"nested too deeply" in answer
+    await running.idle()
+
+
+@ENGINES
+@pytest.mark.parametrize("junk", [b"", b"null", b"[]", b"{", b'{"kv_transfer_params": 7, "bootstrap_host": 1}'])
+async def test_a_get_with_a_body_is_only_a_get(start_pair, kind, junk) -> None:
+    running = await start_pair(kind)
+    head = f"GET /tokenizer_info HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(junk)}\r\n\r\n"
+    answer = await running.raw(head.encode() + junk)
+    assert answer.startswith((b"HTTP/1.1 404 ", b"HTTP/1.1 400 "))
+    await running.idle()
+
+
+@pytest.mark.parametrize("params", [None, 7, [], {}, "text", {"remote_block_ids": "x" * 5_000_000}], ids=repr_of)
+async def test_a_vllm_worker_that_does_not_say_where_its_blocks_are(start_pair, client, params, monkeypatch) -> None:
+    running = await start_pair("VLLM")
+    monkeypatch.setattr(by_name(running)["pod-p0"], "_keep", lambda prompt: params)
+    assert await ask(client(running)) == TEXT
+    assert by_name(running)["pod-d0"].computed == 1
+    await running.idle()
+
+
+@pytest.mark.parametrize("wrong", [{"remote_block_ids": [999]}, {"remote_port": 1}, {"remote_engine_id": "x"}])
+async def test_blocks_that_are_not_there_give_no_answer(start_pair, client, wrong, monkeypatch) -> None:
+    running = await start_pair("VLLM")
+    prefill = by_name(running)["pod-p0"]
+    keep = prefill._keep
+    monkeypatch.setattr(prefill, "_keep", lambda prompt: keep(prompt) | wrong)
+    with pytest.raises(openai.InternalServerError, match=r"no such blocks|side channel"):
+        await ask(client(running))
+    await running.idle()

@@ -20,8 +20,12 @@ PAIRED = frozenset((CHAT, COMPLETIONS))
 
 
 def read_fields(body: bytes) -> Fields:
-    """The object in a body that `prompt.read_inquiry` has taken; empty without a body."""
-    return cast(Fields, orjson.loads(body)) if body else {}
+    """The object in a body; empty where there is none, which `prompt.read_inquiry` takes of a GET alone."""
+    try:
+        fields: Any = orjson.loads(body)
+    except ValueError:
+        return {}
+    return cast(Fields, fields) if isinstance(fields, dict) else {}
 
 
 def refuse_steering(body: bytes) -> None:
@@ -45,7 +49,11 @@ def asks_usage(fields: Fields) -> bool:
 
 def build_request(fields: Fields, path: str, model: str, **more: Any) -> bytes:
     """The body for a worker: under the name that it has for the model, with usage at the end of streams whether or not
-    the client asked, and without what only the gateway may say, which is in `more`."""
+    the client asked, and without what only the gateway may say, which is in `more`.
+
+    Raises:
+        BadRequest: it is nested beyond what can be written.
+    """
     sent = {name: value for name, value in fields.items() if name not in STEERS}
     sent["model"] = model
     if path in PAIRED and fields.get("stream") is True and not asks_usage(fields):
@@ -55,7 +63,10 @@ def build_request(fields: Fields, path: str, model: str, **more: Any) -> bytes:
             sent["stream_options"] = {name: kept[name] for name in kept if name != "continuous_usage_stats"} | {
                 "include_usage": True
             }
-    return orjson.dumps(sent | more)
+    try:
+        return orjson.dumps(sent | more)
+    except orjson.JSONEncodeError as error:
+        raise BadRequest("the request body is nested too deeply", code="invalid_value") from error
 
 
 def count_answers(fields: Fields) -> int:

@@ -59,4 +59,10 @@ class Engine(Protocol):
         """
         ...
 
-    def start(self, sink: Sink, order: Order) -> Call: ...
+    def start(self, sink: Sink, order: Order) -> Call:
+        """Send it.
+
+        Raises:
+            RequestError: it cannot be put into words for this engine. Nothing was sent.
+        """
+        ...

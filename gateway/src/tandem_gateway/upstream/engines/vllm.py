@@ -126,5 +126,9 @@ def _read_params(body: bytes) -> tuple[Fields, int] | None:
     place: Any = fields.get("kv_transfer_params")
     if not isinstance(place, dict) or not place:
         return None
+    try:
+        orjson.dumps(place)
+    except orjson.JSONEncodeError:  # nested beyond what can be sent on
+        return None
     usage: Any = fields.get("usage")
     return cast(Fields, place), find_cached(cast(Fields, usage) if isinstance(usage, dict) else None)
