@@ -75,6 +75,11 @@ PERMITS: Sequence[Permit] = (
         reason="Replicas spread over nodes by topologySpreadConstraints, which these rules do not read.",
     ),
     Permit(
+        rules=("pod-probes-identical",), kind="StatefulSet",
+        reason="vLLM and SGLang have one path that tells of their health. A worker that fails it twice gets no "
+        "requests, one that fails it six times is restarted.",
+    ),
+    Permit(
         rules=("CKV_K8S_35",), kind="StatefulSet",
         reason="A token for the model hub is the environment variable that the hub's clients read.",
     ),

@@ -269,3 +269,41 @@ def test_scaling_by_targets() -> None:
 def test_scaling_that_cannot_be(spec: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         parse(**spec)
+
+
+ELSEWHERE = [{"kind": "VLLM"}, {"kind": "SGLang"}]
+
+
+@pytest.mark.parametrize("engine", ELSEWHERE, ids=lambda engine: engine["kind"])
+@pytest.mark.parametrize(
+    ("spec", "sentence"),
+    [
+        ({"engine": {"maxBatchTokens": 64}}, "engine.maxBatchTokens is of Tandem's own engine"),
+        ({"engine": {"maxRunningRequests": 64}}, "engine.maxRunningRequests is of Tandem's own engine"),
+        ({"engine": {"stepTimeout": "9s"}}, "engine.stepTimeout is of Tandem's own engine"),
+        ({"engine": {"freeFormGrammars": True}}, "engine.freeFormGrammars is of Tandem's own engine"),
+        ({"engine": {"tools": "Off"}}, "engine.tools is of Tandem's own engine"),
+        ({"engine": {"device": "CPU"}}, "engine.device must not be CPU"),
+        ({"engine": {"args": ["--served-model-name=x"]}}, "engine.args has an argument that the operator writes"),
+        ({"engine": {"args": ["--port", "1"]}}, "engine.args has an argument that the operator writes"),
+        ({"kv": {"memory": "2Gi"}}, "kv.memory is of Tandem's own engine"),
+        ({"kv": {"transport": "TCP"}}, "kv.transport is of Tandem's own engine"),
+        ({"kv": {"verify": False}}, "kv.verify is of Tandem's own engine"),
+        ({"slo": SLO_TARGETS}, "slo needs the measurements of Tandem's own workers"),
+        ({"autoscaling": {"scaleToZero": {}}}, "autoscaling.scaleToZero needs the measurements"),
+        ({"decode": {"nodesPerReplica": 2, "parallelism": {"tensor": 2}}}, "must have nodesPerReplica 1 in both roles"),
+        ({"decode": {"parallelism": {"data": 2}}}, "must have expert and data ranks of 1"),
+    ],
+)
+def test_what_another_engine_cannot_do_is_refused(engine: dict[str, Any], spec: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValidationError, match=sentence):
+        parse(**spec | {"engine": engine | spec.get("engine", {})})
+    if "args" not in spec.get("engine", {}):
+        assert parse(**spec)
+
+
+def test_another_engine_gets_its_arguments() -> None:
+    args = ["--gpu-memory-utilization=0.8", "--port-of-something", "value", "-tp"]
+    assert parse(engine={"kind": "VLLM", "args": args}, decode={"parallelism": {"tensor": 4}}).spec.engine.args == args
+    with pytest.raises(ValidationError, match=r"engine\.args are for the kinds VLLM and SGLang"):
+        parse(engine={"args": args})

@@ -176,3 +176,12 @@ async def test_a_container_that_restarts_proves_itself_anew_and_workers_that_pre
     trial.probation.take([PREFILL, unified, first.worker])
     assert trial.passed == ["p", "u"]
     await until(lambda: "d0" in trial.passed and len(first.received) == 2)
+
+
+async def test_how_blocks_reach_another_engine_is_not_tried(trial: Trial, decode: Any) -> None:
+    other = await decode("d0", answers(503))
+    trial.probation.take([PREFILL, replace(other.worker, engine="VLLM")])
+    assert trial.passed == ["p", "d0"]
+    assert trial.reasons == {}
+    await asyncio.sleep(0.1)
+    assert not other.received

@@ -127,3 +127,26 @@ def cases() -> dict[str, dict[str, Any]]:
         },
         "claim-suspended": {"model": {"uri": "pvc://models/llama"}, "suspend": True},
     }  # fmt: skip
+
+
+def foreign_cases() -> dict[str, dict[str, Any]]:
+    """The same, of engines that earlier releases did not have."""
+    return {
+        "vllm": {
+            "engine": {"kind": "VLLM", "dtype": "BFloat16", "maxModelLen": 4096, "args": ["--enforce-eager"]},
+            "prefill": {"replicas": 1, "resources": {"limits": {"nvidia.com/gpu": 1}}},
+            "decode": {"parallelism": {"tensor": 2}, "resources": {"limits": {"nvidia.com/gpu": 2}}},
+        },
+        "vllm-aggregated": {
+            "model": {"uri": "pvc://models/llama"},
+            "engine": {"kind": "VLLM"},
+            "decode": {"resources": {"limits": {"nvidia.com/gpu": 1}}},
+        },
+        "sglang": {
+            "model": {"uri": "hf://org/repo", "servedName": "served", "secretRef": {"name": "hub-token"}},
+            "engine": {"kind": "SGLang", "maxModelLen": 4096, "args": ["--mem-fraction-static=0.8"]},
+            "prefill": {"replicas": 1, "resources": {"limits": {"nvidia.com/gpu": 1}}},
+            "decode": {"resources": {"limits": {"nvidia.com/gpu": 1}}},
+        },
+        "sglang-aggregated": {"engine": {"kind": "SGLang"}, "model": {"uri": "file:///models/llama"}},
+    }  # fmt: skip

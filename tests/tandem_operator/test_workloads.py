@@ -12,7 +12,7 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from operator_objects import RELEASE, blueprint, cases
+from operator_objects import RELEASE, blueprint, cases, foreign_cases
 from tandem_api import names
 from tandem_api.launch import GatewayConfig, WorkerConfig
 from tandem_api.names import Role
@@ -23,7 +23,7 @@ from tandem_operator.workloads import Blueprint, build_children
 from tandem_operator.workloads.configs import gateway_config, worker_config
 
 GOLDEN = Path(__file__).parent / "golden"
-CASES = cases()
+CASES = cases() | foreign_cases()
 
 parallelism = st.fixed_dictionaries(
     {axis: st.integers(1, 3) for axis in ("tensor", "pipeline", "expert", "data")}

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from tandem_api.base import Authored, Wire
+from tandem_api.engines import EngineKind, find_refusal, foreign_rules
 from tandem_api.launch import Device, DType, GatewayRouting, Parallelism, TLSVersion, ToolForm
 from tandem_api.names import GROUP
 from tandem_api.quantities import DURATION_PATTERN, QUANTITY_PATTERN, parse_duration
@@ -440,9 +441,23 @@ class WorkerRole(Workload):
         return {"Static": self.replicas, "SLO": self.scaling.min, "External": 1}[self.scaling.mode]
 
 
+EngineArgument = Annotated[
+    str,
+    Satisfies("size(self) > 0", "must not be empty: remove it"),
+    Field(max_length=2048),
+]
+
+
 class Engine(Authored):
+    kind: EngineKind = "Tandem"
+    """Which engine the workers run. `VLLM` and `SGLang` run the published images of those projects behind the same
+    gateway and operator; what they cannot do is refused."""
     image: Image | None = None
-    """Worker image. Defaults to the one of the operator's release."""
+    """Worker image. Defaults to the one of the operator's release; of other engines to a release that their project
+    has published."""
+    args: Annotated[list[EngineArgument], Field(max_length=64)] = Field(default_factory=list[str])
+    """More arguments for an engine of another kind, for example `--gpu-memory-utilization=0.9`. They come after those
+    that the operator writes, which must not be among them."""
     device: Device = "Auto"
     """`Auto` uses CUDA when the container sees a GPU."""
     dtype: DType = "Auto"
@@ -1052,6 +1067,7 @@ class InferenceModelSpec(Authored):
                     _NOBODY_WAITS.format(f"{SHORTEST_TTL} or more"),
                     path=".gateway.queue.ttl",
                 ),
+                *foreign_rules(),
             ]
         }
     )
@@ -1101,6 +1117,13 @@ class InferenceModelSpec(Authored):
             raise ValueError(f"rollout.maxUnavailable {_NO_LOSS}")
         if budget is not None and sum(role.fewest * role.num_gpus for role in self.workers) > budget:
             raise ValueError(f"autoscaling.gpuBudget {_TOO_SMALL}")
+        return self
+
+    @model_validator(mode="after")
+    def _fits_engine(self) -> InferenceModelSpec:
+        refusal = find_refusal(self)
+        if refusal is not None:
+            raise ValueError(refusal)
         return self
 
     @model_validator(mode="after")

@@ -50,6 +50,7 @@ from tandem_gateway.scheduling.queue import Slot, Ticket
 from tandem_gateway.sse import EventStream, EventTooLarge, build_failure, find_usage
 from tandem_gateway.tracing import ExchangeTrace
 from tandem_gateway.upstream.base import Call, Failure, Link, ResponseHead
+from tandem_gateway.upstream.engines.contract import Engine, Order
 
 log = logging.getLogger(__name__)
 
@@ -107,6 +108,8 @@ class Context(Protocol):
     draining: bool
     token_line: bytes
     """The header line that tells workers who asks; empty without keys."""
+    engines: dict[str, Engine]
+    """How workers of other engines than Tandem's are asked."""
 
     def link(self, endpoint: Endpoint) -> Link: ...
 
@@ -265,6 +268,17 @@ class Exchange:
         request = self.request
         if self.trace is not None:
             self.trace.chose(self, choice, began, resumes=continuation is not None)
+        if choice.decode.worker.engine != "Tandem":
+            order = Order(
+                method=request.method, path=request.path, headers=request.headers, body=request.body,
+                request_id=self.request_id, choice=choice,
+            )  # fmt: skip
+            try:
+                self._call = context.engines[choice.decode.worker.engine].start(self, order)
+            except RequestError as error:
+                self._fail(error)
+                return False
+            return True
         journal = continuation.stream.build_prefix() if continuation is not None else b""
         keeps = demand.stream and not demand.local
         head = build_request_head(request, choice, self.request_id, context.token_line, len(journal) if keeps else None)
@@ -530,6 +544,8 @@ class Exchange:
             self._end_stream(self._stream)
         elif failure is Failure.LOCAL:
             self._wait(detail)
+        elif failure is Failure.HELPER:
+            self._recover(Outcome.RESET, detail, failed=None, blame=False)
         else:
             # A worker may end what nobody takes from it.
             streams = self._phase == STREAMING
@@ -687,7 +703,8 @@ class Exchange:
 
     def _end_stream(self, stream: EventStream) -> None:
         self._connection.transport.write(self._unsent if self.request.http10 else self._unsent + LAST_CHUNK)
-        self.usage = find_usage(stream.tail)
+        assert self._head is not None
+        self.usage = find_usage(stream.tail) or self._head.usage
         failed = stream.failed
         if failed:
             self.error = "worker"
@@ -716,6 +733,8 @@ class Exchange:
                 self._explain()
         body = self._held[0] if len(self._held) == 1 else b"".join(self._held)
         self._held = []
+        if self._head.rewrite is not None:
+            body = self._head.rewrite(body)
         self.status = self._head.status
         self._count_end(failed=self.status >= 500)
         if self.status == 200 and b'"usage"' in body:

@@ -43,12 +43,13 @@ from tandem_gateway.scheduling import (
     Worker,
     describe_choice,
     describe_decision,
-    missing_role,
     predict,
 )
 from tandem_gateway.tracing import begin_trace
 from tandem_gateway.traffic import TrafficCounter
 from tandem_gateway.upstream.base import Link
+from tandem_gateway.upstream.engines import build_engines, idle_seconds
+from tandem_gateway.upstream.engines.contract import Engine
 from tandem_gateway.upstream.http1 import Http1Link
 
 TICK_SECONDS = 0.1
@@ -79,6 +80,10 @@ class Gateway:
         self.max_connections = config.max_connections
         self.budget = Budget(config.max_held_bytes)
         self.scheduler = Scheduler()
+        self.engines = build_engines(self, worker_model=config.model_name)
+        self._engines_here: list[Engine] = []
+        """Those of the workers that there are."""
+        self.pairs = False
         self.decisions: deque[Decision] = deque(maxlen=KEPT)
         self.metrics = Metrics()
         self.traffic = TrafficCounter()
@@ -115,6 +120,10 @@ class Gateway:
 
     def apply_workers(self, workers: Iterable[Worker]) -> None:
         """The model's workers are now these. Requests on workers that left run on; waiting ones are placed."""
+        workers = list(workers)
+        kinds = {worker.engine for worker in workers if worker.engine != "Tandem"}
+        self.pairs = any(worker.role is Role.DECODE for worker in workers)
+        self._engines_here = [self.engines[kind] for kind in sorted(kinds)]
         for endpoint in self.scheduler.apply_workers(workers):
             link = self._links.pop(endpoint.serial, None)
             if link is not None:
@@ -156,7 +165,10 @@ class Gateway:
         link = self._links.get(endpoint.serial)
         if link is None:
             link = Http1Link(
-                endpoint.worker.address, connect_seconds=self.timeouts.connect_seconds, on_stale=self._on_stale
+                endpoint.worker.address,
+                connect_seconds=self.timeouts.connect_seconds,
+                on_stale=self._on_stale,
+                idle_seconds=idle_seconds(endpoint.worker.engine),
             )
             self._links[endpoint.serial] = link
         return link
@@ -245,6 +257,8 @@ class Gateway:
             affinity=request.headers.get(b"x-session-affinity"),
             estimator=self.scheduler.estimator,
         )
+        for engine in self._engines_here:
+            engine.admit(request.path, request.body, inquiry)
         exchange = Exchange(self, connection, request, inquiry, request_id)
         if self.tracer.active and request.path in COMPUTES:
             exchange.trace = begin_trace(self.tracer, request.headers)
@@ -317,6 +331,10 @@ class Gateway:
 
     def on_retry(self, exchange: Exchange, reason: str) -> None:
         self.metrics.retries[reason] += 1
+
+    def on_prefill_lost(self, endpoint: Endpoint, reason: str) -> None:
+        self.metrics.retries["prefill"] += 1
+        log.info("a prefill worker failed", extra={"worker": endpoint.worker.name, "reason": reason})
 
     def on_resumed(self, reason: str) -> None:
         self.metrics.resumes[reason] += 1
@@ -469,7 +487,7 @@ class Gateway:
         waiting: dict[str, object] = {"waitingRequests": self.queue.line.size}
         choice = self.scheduler.preview(inquiry.demand, now)
         if choice is None:
-            return waiting | {"decode": None, "why": missing_role(self.scheduler.endpoints.values())}
+            return waiting | {"decode": None, "why": self.queue.explain()}
         predict(choice, output_tokens=inquiry.demand.output_tokens, now=now)
         return waiting | describe_choice(choice)
 

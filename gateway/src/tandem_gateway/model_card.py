@@ -65,7 +65,8 @@ class ModelCard:
         line = f"GET {MODELS} HTTP/1.1\r\nhost: {worker.address}\r\ncontent-length: 0\r\n".encode()
         link = Http1Link(worker.address, connect_seconds=self._connect_seconds, on_stale=lambda: None)
         answer = _Answer()
-        call = link.start(answer, line + self._token_line() + b"\r\n", b"")
+        token = self._token_line() if worker.engine == "Tandem" else b""
+        call = link.start(answer, line + token + b"\r\n", b"")
         try:
             async with asyncio.timeout(ASK_SECONDS):
                 await answer.ended.wait()

@@ -6,7 +6,7 @@ decode worker is held back until it has answered one short request for which a p
 the prompt. The gateway asks, because it alone knows both ends, and over the very way that requests take.
 
 Nobody is held back for want of a prefill worker, nor are those that serve already when this gateway starts, nor ever
-the last one: it can compute prompts itself.
+the last one: it can compute prompts itself. How blocks reach a worker of another engine is that engine's business.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Probation:
         self._workers = workers
         before, self._trials = self._trials, {}
         for worker in workers:
-            if worker.role is Role.DECODE:
+            if worker.role is Role.DECODE and worker.engine == "Tandem":
                 key = worker.name, worker.address
                 self._trials[key] = before.get(key) or _Trial(worker, served=is_first)
         self._changed.set()

@@ -80,7 +80,11 @@ class RequestQueue:
 
     def refuse(self) -> NoEndpoint:
         """What a request is told that waits no longer."""
-        return NoEndpoint(f"{missing_role(list(self._scheduler.endpoints.values()))}; try again shortly")
+        return NoEndpoint(f"{self.explain()}; try again shortly")
+
+    def explain(self) -> str:
+        """Why nobody serves."""
+        return missing_role(self._scheduler.endpoints.values())
 
     def leave(self, ticket: Ticket[Waiter], outcome: str, now: float) -> float:
         """It waits no more. Returns the seconds that it did."""

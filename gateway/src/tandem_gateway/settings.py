@@ -93,7 +93,7 @@ def _build_parser() -> argparse.ArgumentParser:
         "--worker",
         action="append",
         default=[],
-        metavar="role=ROLE,url=HOST:PORT[,status=HOST:PORT][,revision=R][,name=N]",
+        metavar="role=ROLE,url=HOST:PORT[,status=HOST:PORT][,revision=R][,name=N][,engine=ENGINE]",
     )
     local.add_argument("--workers-file", type=Path, help="one worker per line, written as for --worker; followed")
     local.add_argument("--served-name", default="model", help="what clients pass as `model`, unless --config says it")

@@ -78,6 +78,11 @@ class EventStream:
         return _FAILURE.search(self._last) is not None
 
 
+def tells_failure(events: bytes) -> bool:
+    """Whether a worker ended these events with an error."""
+    return _FAILURE.search(events) is not None
+
+
 def find_usage(tail: bytes) -> dict[str, Any] | None:
     """The `usage` object of the last event that has one."""
     if b'"usage"' not in tail:

@@ -8,7 +8,7 @@ import pytest
 from discovery_pods import make_pod
 from hypothesis import given
 from hypothesis import strategies as st
-from tandem_api.names import CONDITION_ADMITTED, LABEL_NODES_PER_REPLICA, Role
+from tandem_api.names import CONDITION_ADMITTED, LABEL_ENGINE, LABEL_NODES_PER_REPLICA, Role
 from tandem_gateway.discovery.members import read_member, select_workers
 from tandem_gateway.scheduling import Worker
 
@@ -36,6 +36,25 @@ def test_a_named_port_and_an_ipv6_address_are_used() -> None:
     assert member is not None
     assert member.worker.address == "[fd00::1]:8123"
     assert member.worker.status_address == "[fd00::1]:1"
+
+
+@pytest.mark.parametrize(
+    ("engine", "role", "needs"),
+    [("VLLM", "decode", False), ("SGLang", "decode", True), ("SGLang", "prefill", False), ("SGLang", "unified", False)],
+)
+def test_a_worker_of_another_engine_says_so(engine: str, role: str, needs: bool) -> None:
+    pod = make_pod("a", role=role)
+    pod["metadata"]["labels"][LABEL_ENGINE] = engine
+    member = read_member(pod)
+    assert member is not None
+    assert (member.worker.engine, member.worker.needs_prefill, member.worker.status_address) == (engine, needs, "")
+
+
+def test_a_worker_of_an_unknown_engine_is_none(caplog: pytest.LogCaptureFixture) -> None:
+    pod = make_pod("a")
+    pod["metadata"]["labels"][LABEL_ENGINE] = "Another"
+    assert read_member(pod) is None
+    assert "does not know its engine" in caplog.text
 
 
 @pytest.mark.parametrize(

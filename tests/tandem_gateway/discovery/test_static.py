@@ -19,6 +19,9 @@ def test_a_worker_is_read() -> None:
     assert parse_worker("url=[::1]:9").address == "[::1]:9"
     assert parse_worker("url=h:1,kv-tokens=4096").kv_tokens == 4096
     assert parse_worker("url=h:1,status=h:2").status_address == "h:2"
+    assert parse_worker("url=h:1").engine == "Tandem"
+    engine = parse_worker("url=h:1,role=decode,engine=SGLang")
+    assert (engine.engine, engine.needs_prefill) == ("SGLang", True)
 
 
 @pytest.mark.parametrize(
@@ -31,6 +34,7 @@ def test_a_worker_is_read() -> None:
         ("url=h:1,port=3", "unknown key 'port'"),
         ("url=h:1,kv-tokens=many", "kv-tokens is how many"),
         ("url=h:1,kv-tokens=0", "kv-tokens is how many"),
+        ("url=h:1,engine=vllm", "engine is Tandem, VLLM, SGLang"),
         ("url=h:1,status=h", "write status=HOST:PORT"),
     ],
 )

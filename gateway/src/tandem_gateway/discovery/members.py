@@ -13,9 +13,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from tandem_api.engines import ENGINES, needs_prefill
 from tandem_api.names import (
     ANNOTATION_CONFIG_HASH,
     CONDITION_ADMITTED,
+    LABEL_ENGINE,
     LABEL_NODES_PER_REPLICA,
     LABEL_REVISION,
     LABEL_ROLE,
@@ -65,6 +67,11 @@ def read_member(pod: Pod) -> Member | None:
         return None
     if not _is_up(pod):
         return None
+    kind = labels.get(LABEL_ENGINE, "Tandem")
+    engine = ENGINES.get(kind)
+    if engine is None:
+        log.warning("not a worker: this gateway does not know its engine", extra={"pod": meta["name"], "engine": kind})
+        return None
     host = f"[{address}]" if ":" in address else address
     worker = Worker(
         name=meta["name"],
@@ -72,7 +79,9 @@ def read_member(pod: Pod) -> Member | None:
         role=role,
         revision=labels.get(LABEL_REVISION, ""),
         kv_address=f"{host}:{_port(pod, 'kv', WORKER_KV_PORT)}",
-        status_address=f"{host}:{_port(pod, 'metrics', WORKER_METRICS_PORT)}",
+        status_address=f"{host}:{_port(pod, 'metrics', WORKER_METRICS_PORT)}" if engine == "Tandem" else "",
+        engine=engine,
+        needs_prefill=needs_prefill(engine, role),
     )
     if labels.get(LABEL_NODES_PER_REPLICA, "1") == "1":
         return Member(worker=worker)

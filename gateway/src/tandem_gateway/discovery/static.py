@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from tandem_api.engines import ENGINES, needs_prefill
 from tandem_api.names import Role
 
 from tandem_gateway.errors import ConfigError
@@ -15,12 +16,12 @@ from tandem_gateway.scheduling.endpoint import DEFAULT_KV_TOKENS
 
 log = logging.getLogger(__name__)
 POLL_SECONDS = 0.5
-_KEYS = {"role", "url", "kv", "status", "revision", "name", "kv-tokens"}
+_KEYS = {"role", "url", "kv", "status", "revision", "name", "kv-tokens", "engine"}
 
 
 def parse_worker(text: str) -> Worker:
     """A worker written as `role=decode,url=HOST:PORT`, with any of `kv=HOST:PORT`, `status=HOST:PORT`, `revision=R`,
-    `name=N` and `kv-tokens=T`, by commas. `status` is its metrics port.
+    `name=N`, `kv-tokens=T` and `engine=E`, by commas. `status` is its metrics port.
 
     Raises:
         ConfigError: `text` is something else.
@@ -43,6 +44,9 @@ def parse_worker(text: str) -> Worker:
     status = fields.get("status", "")
     if status and not status.rpartition(":")[2].isdigit():
         raise ConfigError(f"worker {text!r}: write status=HOST:PORT, its metrics port")
+    engine = fields.get("engine", "Tandem")
+    if engine not in ENGINES:
+        raise ConfigError(f"worker {text!r}: engine is {', '.join(ENGINES)}")
     return Worker(
         name=fields.get("name") or address,
         address=address,
@@ -51,6 +55,8 @@ def parse_worker(text: str) -> Worker:
         kv_address=fields.get("kv", ""),
         status_address=status,
         kv_tokens=int(kv_tokens),
+        engine=ENGINES[engine],
+        needs_prefill=needs_prefill(ENGINES[engine], role),
     )
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Protocol
 
+from tandem_api.engines import EngineKind
 from tandem_api.fleet import TTFT_BOUNDS
 from tandem_api.names import Role
 
@@ -45,6 +46,10 @@ class Worker:
     """`host:port` of its metrics port; empty: nobody reads its telemetry."""
     kv_tokens: int = DEFAULT_KV_TOKENS
     """Tokens whose key-value blocks fit into it."""
+    engine: EngineKind = "Tandem"
+    """What it runs, and so how it is asked."""
+    needs_prefill: bool = False
+    """It decodes, and computes no prompt itself."""
 
 
 _serials = count(1)

@@ -91,7 +91,7 @@ def pick(
 
     `cached` gives the estimated cached prompt tokens, `shared` those of everybody else, `unseen` the share of the rest
     that a session's home has all the same. `turn` stands for a request that has no `seed`. In a revision without
-    prefill endpoints decode workers compute prompts themselves.
+    prefill endpoints decode workers compute prompts themselves; one whose engine cannot serves nobody there.
     """
     offers: list[Offer] = []
     for group in groups:
@@ -104,7 +104,7 @@ def pick(
                 cost, prefills = costs[prefill], _list_alternates(prefill, costs)
         weight = MOVE_WEIGHT if prefills else RECOMPUTE_WEIGHT
         decode, own = _rank(group.decodes, demand, seed, cached, shared, unseen, now, excluded, weight)
-        if decode is not None:
+        if decode is not None and (prefills or demand.local or not decode.worker.needs_prefill):
             offers.append((cost + own[decode], prefills, decode, group, costs, own))
     if not offers:
         return None
@@ -157,10 +157,13 @@ def _choose_revision(offers: list[Offer], demand: Demand, point: float) -> Offer
     return home if home[0] <= limit and home in sound else cheapest
 
 
-def missing_role(endpoints: Iterable[Endpoint]) -> str:
+def missing_role(endpoints: Collection[Endpoint]) -> str:
     """Why no pair can be chosen, as a sentence for the client."""
     if not any(endpoint.worker.role is not Role.PREFILL for endpoint in endpoints):
         return "no decode worker of this model is ready"
+    lame = any(endpoint.worker.needs_prefill for endpoint in endpoints)
+    if lame and not any(endpoint.worker.role is Role.PREFILL and endpoint.level >= 0 for endpoint in endpoints):
+        return "no prefill worker of this model is ready, and its decode workers compute no prompts"
     return "every decode worker of this model refused the connection, or this gateway's key, a moment ago"
 
 

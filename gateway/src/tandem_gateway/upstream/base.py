@@ -7,9 +7,10 @@ call a connection of its own; a multiplexed link gives it a stream of a shared o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class Failure(Enum):
@@ -23,6 +24,8 @@ class Failure(Enum):
     """The connection ended before the answer did."""
     PROTOCOL = "protocol"
     """The worker sent something that is not HTTP."""
+    HELPER = "helper"
+    """Another worker that this one cannot do without failed: says nothing about this one."""
 
 
 @dataclass(slots=True)
@@ -33,6 +36,10 @@ class ResponseHead:
     headers: list[tuple[bytes, bytes]]
     fields: dict[bytes, bytes]
     """The same, of fields that occur several times the last."""
+    rewrite: Callable[[bytes], bytes] | None = None
+    """What the client gets of an answer in one piece; None: the answer itself."""
+    usage: dict[str, Any] | None = None
+    """Of a stream that the client does not see it in."""
 
 
 class Sink(Protocol):

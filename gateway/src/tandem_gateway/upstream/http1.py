@@ -26,13 +26,22 @@ _OURS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errn
 class Http1Link:
     """The connections between this gateway and one worker."""
 
-    def __init__(self, address: str, *, connect_seconds: float, on_stale: Callable[[], None]) -> None:
-        """`on_stale` is told of every request that is sent again because its idle connection had closed."""
+    def __init__(
+        self,
+        address: str,
+        *,
+        connect_seconds: float,
+        on_stale: Callable[[], None],
+        idle_seconds: float = IDLE_SECONDS,
+    ) -> None:
+        """`on_stale` is told of every request that is sent again because its idle connection had closed. Connections
+        that are idle for `idle_seconds` are closed, which is to be before the worker does."""
         host, _, port = address.rpartition(":")
         self.host = host.strip("[]")
         self.port = int(port)
         self._connect_seconds = connect_seconds
         self._on_stale = on_stale
+        self._idle_seconds = idle_seconds
         self._idle: list[WorkerConnection] = []
         self._closed = False
         self._dials: set[asyncio.Task[None]] = set()
@@ -96,7 +105,7 @@ class Http1Link:
             self._idle.pop().abort()
 
     def reap(self, now: float) -> None:
-        while self._idle and self._idle[0].idle_since < now - IDLE_SECONDS:
+        while self._idle and self._idle[0].idle_since < now - self._idle_seconds:
             self._idle.pop(0).abort()
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem_api import names
+from tandem_api.engines import FOREIGN_ENGINES
 from tandem_api.inferencemodel import InferenceModel, WorkerRole
 from tandem_api.names import Role
 
@@ -48,7 +49,9 @@ class Blueprint:
 
     @property
     def worker_image(self) -> str:
-        return self.model.spec.engine.image or self.release.worker_image
+        engine = self.model.spec.engine
+        foreign = FOREIGN_ENGINES.get(engine.kind)
+        return engine.image or (self.release.worker_image if foreign is None else foreign.image)
 
     @property
     def gateway_image(self) -> str:
@@ -105,6 +108,9 @@ class Blueprint:
         are cut anew between workers that are spread differently."""
         spec = self.model.spec
         parts = [spec.model.uri, self.weights_revision, self.image_of(role), spec.engine.device, spec.engine.dtype]
+        if spec.engine.kind != "Tandem":
+            # By arguments of its own an engine may keep blocks in another form, and a worker by itself shares none.
+            parts += [spec.engine.kind, *spec.engine.args, f"disaggregated={spec.prefill is not None}"]
         return digest(parts)[:10]
 
     def image_of(self, role: Role) -> str:

@@ -64,7 +64,7 @@ def worker_config(blueprint: Blueprint, role: Role) -> WorkerConfig:
         ),
         free_form_grammars=spec.engine.free_form_grammars,
         tools=spec.engine.tools,
-        keys_path=names.KEYS_PATH,
+        keys_path=names.KEYS_PATH if spec.engine.kind == "Tandem" else None,
         drain_timeout_seconds=drain_seconds(blueprint),
         ttft_target=_ttft_deadline(blueprint),
         tracing=tracing(blueprint),

@@ -42,6 +42,8 @@ def pod_template(
     if role is not Role.GATEWAY:
         labels[names.LABEL_REVISION] = blueprint.revision_of(role)
         labels[names.LABEL_NODES_PER_REPLICA] = str(blueprint.worker_spec(role).nodes_per_replica)
+        if (kind := blueprint.model.spec.engine.kind) != "Tandem":
+            labels[names.LABEL_ENGINE] = kind
     template: Manifest = {
         "metadata": {
             "labels": labels,

@@ -15,6 +15,7 @@ from tandem_api.names import Role
 from tandem_operator.manifests import NETWORK_POLICY, Manifest
 from tandem_operator.workloads.blueprint import Blueprint, component_of
 from tandem_operator.workloads.configs import tracing
+from tandem_operator.workloads.engines import is_foreign
 from tandem_operator.workloads.gateway import client_ports
 
 METRICS_NAMESPACE_LABEL = f"{names.GROUP}/metrics"
@@ -38,11 +39,18 @@ def build_network_policies(blueprint: Blueprint) -> list[Manifest]:
 
 
 def _build_worker_policy(blueprint: Blueprint, role: Role) -> Manifest:
-    ingress, egress = [_metrics_rule(names.WORKER_METRICS_PORT)], [_DNS_RULE]
-    ingress.append(_from(blueprint, component_of(Role.GATEWAY), _gateway_ports(role)))
-    if role is Role.PREFILL:
+    foreign = is_foreign(blueprint)
+    ingress = [_metrics_rule(names.WORKER_HTTP_PORT if foreign else names.WORKER_METRICS_PORT)]
+    egress = [_DNS_RULE]
+    ingress.append(_from(blueprint, component_of(Role.GATEWAY), _gateway_ports(blueprint, role)))
+    if foreign and role is not Role.UNIFIED:
+        # Both ends of NIXL listen at ports that the kernel chooses, besides the one where they meet.
+        peer = component_of(Role.DECODE if role is Role.PREFILL else Role.PREFILL)
+        ingress.append(_from(blueprint, peer, []))
+        egress.append(_to(blueprint, peer, []))
+    elif role is Role.PREFILL:
         ingress.append(_from(blueprint, component_of(Role.DECODE), [_kv_ports(blueprint)]))
-    if role is Role.DECODE:
+    elif role is Role.DECODE:
         egress.append(_to(blueprint, component_of(Role.PREFILL), [_kv_ports(blueprint)]))
     if blueprint.worker_spec(role).nodes_per_replica > 1:
         # Ranks meet at the leader's group port and then connect to each other at ports that the kernel chooses.
@@ -55,7 +63,7 @@ def _build_worker_policy(blueprint: Blueprint, role: Role) -> Manifest:
 
 def _build_gateway_policy(blueprint: Blueprint) -> Manifest:
     api_server = {"ports": [_tcp(port) for port in blueprint.release.network.api_server_ports]}
-    workers = [_to(blueprint, component_of(role), _gateway_ports(role)) for role in blueprint.worker_roles]
+    workers = [_to(blueprint, component_of(role), _gateway_ports(blueprint, role)) for role in blueprint.worker_roles]
     ingress = [
         {"ports": [_tcp(port.target) for port in client_ports(blueprint)]},
         _metrics_rule(names.GATEWAY_METRICS_PORT),
@@ -85,8 +93,11 @@ def _build_policy(blueprint: Blueprint, role: Role, *, ingress: list[Manifest], 
     return blueprint.child(NETWORK_POLICY, name, {"spec": spec}, component=component, role=role)
 
 
-def _gateway_ports(role: Role) -> list[Manifest]:
-    """What gateways reach of a worker: requests go to those that decode, telemetry is read from all."""
+def _gateway_ports(blueprint: Blueprint, role: Role) -> list[Manifest]:
+    """What gateways reach of a worker: requests go to those that decode, telemetry is read from all. Other engines' get
+    requests whatever they do, and have no other port."""
+    if is_foreign(blueprint):
+        return [_tcp(names.WORKER_HTTP_PORT)]
     asked = [] if role is Role.PREFILL else [_tcp(names.WORKER_HTTP_PORT)]
     return [*asked, _tcp(names.WORKER_METRICS_PORT)]
 
@@ -138,11 +149,16 @@ def _metrics_rule(port: int) -> Manifest:
 
 
 def _from(blueprint: Blueprint, component: str, ports: list[Manifest]) -> Manifest:
-    return {"from": [{"podSelector": {"matchLabels": blueprint.selector(component)}}], "ports": ports}
+    """Without `ports` all of them."""
+    return {"from": [{"podSelector": {"matchLabels": blueprint.selector(component)}}]} | _at(ports)
 
 
 def _to(blueprint: Blueprint, component: str, ports: list[Manifest]) -> Manifest:
-    return {"to": [{"podSelector": {"matchLabels": blueprint.selector(component)}}], "ports": ports}
+    return {"to": [{"podSelector": {"matchLabels": blueprint.selector(component)}}]} | _at(ports)
+
+
+def _at(ports: list[Manifest]) -> Manifest:
+    return {"ports": ports} if ports else {}
 
 
 def _tcp(first: int, last: int | None = None) -> Manifest:

@@ -8,6 +8,7 @@ from tandem_api.names import Role
 
 from tandem_operator.manifests import POD_DISRUPTION_BUDGET, SERVICE, STATEFUL_SET, Manifest
 from tandem_operator.workloads.blueprint import Blueprint, component_of
+from tandem_operator.workloads.engines import foreign_container, foreign_env, foreign_ports, is_foreign
 from tandem_operator.workloads.keys import KEY_FILES, keys_mount, keys_volume
 from tandem_operator.workloads.pods import http_probe, pod_template, size_limit, thread_env
 
@@ -37,9 +38,12 @@ def build_disruption_budget(blueprint: Blueprint, role: Role) -> Manifest:
     return blueprint.child(POD_DISRUPTION_BUDGET, name, {"spec": spec}, component=component, role=role)
 
 
-def _ports(workload: WorkerRole) -> list[tuple[str, int]]:
+def _ports(blueprint: Blueprint, role: Role) -> list[tuple[str, int]]:
     """Names and numbers: inference, probes and metrics, the KV port of every rank of the pod, and where the ranks of
     several pods meet."""
+    if is_foreign(blueprint):
+        return foreign_ports(blueprint, role)
+    workload = blueprint.worker_spec(role)
     first = names.WORKER_KV_PORT
     ports = [("http", names.WORKER_HTTP_PORT), ("metrics", names.WORKER_METRICS_PORT), ("kv", first)]
     ports += [(f"kv-{rank}", first + rank) for rank in range(1, workload.ranks_per_pod)]
@@ -54,7 +58,7 @@ def _build_headless_service(blueprint: Blueprint, role: Role) -> Manifest:
         "selector": blueprint.selector(component),
         "ports": [
             {"name": name, "port": port, "targetPort": name, "protocol": "TCP"}
-            for name, port in _ports(blueprint.worker_spec(role))
+            for name, port in _ports(blueprint, role)
         ],
     }
     name = names.workload_name(blueprint.name, role)
@@ -100,16 +104,20 @@ def build_stateful_set(blueprint: Blueprint, role: Role, config: Manifest) -> Ma
 
 def _container(blueprint: Blueprint, role: Role, mounts: list[Manifest]) -> Manifest:
     workload = blueprint.worker_spec(role)
-    return {
+    container: Manifest = {
         "name": "worker",
         "image": blueprint.worker_image,
         "env": [*_token_env(blueprint), *thread_env(workload.resources, processes=workload.ranks_per_pod)],
-        "ports": [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in _ports(workload)],
+        "ports": [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in _ports(blueprint, role)],
         "startupProbe": http_probe("/readyz", "metrics", period=1, failures=_LOADING_SECONDS),
         "readinessProbe": http_probe("/readyz", "metrics", period=2, failures=2),
         "livenessProbe": http_probe("/healthz", "metrics", period=10, failures=6),
         "volumeMounts": mounts,
     }
+    if is_foreign(blueprint):
+        env = [*container["env"], *foreign_env(blueprint, role)]
+        container |= {"env": env, **foreign_container(blueprint, role)}
+    return container
 
 
 def _token_env(blueprint: Blueprint) -> list[Manifest]:
@@ -123,7 +131,8 @@ def _token_env(blueprint: Blueprint) -> list[Manifest]:
 def _volumes(blueprint: Blueprint, workload: WorkerRole) -> tuple[list[Manifest], list[Manifest]]:
     """Volumes and mounts: the keys, what the model's source needs, and memory that the ranks of a pod share."""
     volumes, mounts = _model_volumes(blueprint, workload)
-    volumes, mounts = [keys_volume(blueprint, KEY_FILES), *volumes], [keys_mount(), *mounts]
+    if not is_foreign(blueprint):  # which could prove nothing with them
+        volumes, mounts = [keys_volume(blueprint, KEY_FILES), *volumes], [keys_mount(), *mounts]
     size = workload.shared_memory_size_limit
     if workload.ranks_per_pod > 1 or size is not None:
         # The 64 MiB that container runtimes mount there are too few for NCCL. It counts to the container's memory.

@@ -1,0 +1,203 @@
+"""Engines other than Tandem's own: what is known of each, and what a model that runs on one may not ask for.
+
+Facts about vLLM are from https://docs.vllm.ai/en/stable/features/nixl_connector_usage.html and its environment
+variables, about SGLang from https://docs.sglang.io/docs/advanced_features/pd_disaggregation.md and its server
+arguments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from tandem_api.names import Role
+from tandem_api.validation import rule
+
+if TYPE_CHECKING:
+    from tandem_api.inferencemodel import InferenceModelSpec
+
+EngineKind = Literal["Tandem", "VLLM", "SGLang"]
+ENGINES: dict[str, EngineKind] = {"Tandem": "Tandem", "VLLM": "VLLM", "SGLang": "SGLang"}
+"""Every kind, by its text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignEngine:
+    """What differs from one engine to the next."""
+
+    image: str
+    """Published, of one release."""
+    kv_port: int
+    """Where a worker is asked for blocks: vLLM's NIXL side channel, SGLang's bootstrap server."""
+    keep_alive_seconds: float
+    """After so long the engine's HTTP server closes a connection that nothing was asked over."""
+    own_arguments: tuple[str, ...]
+    """Which the operator writes, so that nobody else may."""
+
+
+def needs_prefill(kind: EngineKind, role: Role) -> bool:
+    """Whether a worker of this role computes no prompts: decode workers of SGLang do not."""
+    return kind == "SGLang" and role is Role.DECODE
+
+
+_HTTP_SERVER = ("host", "port", "api-key", "served-model-name", "ssl-keyfile", "ssl-certfile", "uds")
+FOREIGN_ENGINES: dict[str, ForeignEngine] = {
+    "VLLM": ForeignEngine(
+        image="vllm/vllm-openai:v0.27.1",
+        kv_port=5600,
+        keep_alive_seconds=5.0,
+        own_arguments=(
+            *_HTTP_SERVER, "model", "revision", "dtype", "max-model-len", "kv-transfer-config", "tensor-parallel-size",
+            "pipeline-parallel-size", "data-parallel-size", "enable-prompt-tokens-details", "config",
+        ),
+    ),
+    "SGLang": ForeignEngine(
+        image="lmsysorg/sglang:v0.5.19",
+        kv_port=8998,
+        keep_alive_seconds=5.0,
+        own_arguments=(
+            *_HTTP_SERVER, "model", "model-path", "revision", "dtype", "context-length", "disaggregation-mode",
+            "disaggregation-bootstrap-port", "tp", "tp-size", "tensor-parallel-size",
+            "pp-size", "pipeline-parallel-size", "dp", "dp-size", "data-parallel-size", "nnodes", "node-rank",
+            "dist-init-addr", "enable-cache-report", "enable-metrics", "config",
+        ),
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Limit:
+    """A field that an engine of another project cannot honour."""
+
+    path: str
+    message: str
+    holds: str
+    """CEL over the spec; judged where `engine.kind` is another engine."""
+
+
+def _unset(path: str, value: str) -> str:
+    """CEL: `path` is absent, or has its default."""
+    parts = path.split(".")
+    absent = " || ".join(f"!has(self.{'.'.join(parts[: end + 1])})" for end in range(len(parts)))
+    return f"{absent} || self.{path} == {value}"
+
+
+def _in_roles(path: str, test: str) -> str:
+    """CEL: where a role says `path`, `test` holds of it (`{}`)."""
+    rules: list[str] = []
+    for role in ("prefill", "decode"):
+        parts = f"{role}.{path}".split(".")
+        absent = " || ".join(f"!has(self.{'.'.join(parts[: end + 1])})" for end in range(len(parts)))
+        rules.append(f"({absent} || {test.format('self.' + '.'.join(parts))})")
+    return " && ".join(rules)
+
+
+_ARGS = "is of Tandem's own engine: remove it, and say what you want in engine.args, in the words of that engine"
+_BY_TANDEM = "needs the measurements of Tandem's own workers"
+_LIMITS = (
+    _Limit(
+        ".engine.device",
+        "must not be CPU with another engine's image, which is built for GPUs: write CUDA or Auto",
+        "!has(self.engine.device) || self.engine.device != 'CPU'",
+    ),
+    _Limit(".engine.maxBatchTokens", _ARGS, _unset("engine.maxBatchTokens", "2048")),
+    _Limit(".engine.maxRunningRequests", _ARGS, _unset("engine.maxRunningRequests", "256")),
+    _Limit(".engine.stepTimeout", _ARGS, "!has(self.engine.stepTimeout)"),
+    _Limit(".engine.freeFormGrammars", _ARGS, _unset("engine.freeFormGrammars", "false")),
+    _Limit(".engine.tools", _ARGS, _unset("engine.tools", "'Auto'")),
+    _Limit(".kv.memory", _ARGS, "!has(self.kv) || !has(self.kv.memory)"),
+    _Limit(
+        ".kv.transport",
+        "is of Tandem's own engine: write Auto, and the other engine moves blocks as it does",
+        _unset("kv.transport", "'Auto'"),
+    ),
+    _Limit(
+        ".kv.verify",
+        "is of Tandem's own engine, others check no blocks either way: remove it",
+        _unset("kv.verify", "true"),
+    ),
+    _Limit(
+        ".slo",
+        f"{_BY_TANDEM}: remove it, and scale by the mode External or by hand",
+        "!has(self.slo)",
+    ),
+    _Limit(
+        ".decode",
+        f"with scaling.mode SLO {_BY_TANDEM}: use Static or External",
+        _in_roles("scaling.mode", "{} != 'SLO'"),
+    ),
+    _Limit(
+        ".autoscaling.scaleToZero",
+        f"{_BY_TANDEM}, because it goes with scaling.mode SLO: remove it",
+        "!has(self.autoscaling) || !has(self.autoscaling.scaleToZero)",
+    ),
+    _Limit(
+        ".decode",
+        "must have nodesPerReplica 1 in both roles with another engine, whose pods each serve by themselves: use"
+        " tensor or pipeline ranks on one node",
+        _in_roles("nodesPerReplica", "{} == 1"),
+    ),
+    _Limit(
+        ".decode",
+        "must have expert and data ranks of 1 in both roles with another engine: raise replicas, or say it in"
+        " engine.args",
+        f"{_in_roles('parallelism.expert', '{} == 1')} && {_in_roles('parallelism.data', '{} == 1')}",
+    ),
+)
+_OWN = (
+    "has an argument that the operator writes itself: remove it, and use the field of the spec for it where it has one"
+)
+_FOREIGN = "has(self.engine) && has(self.engine.kind) && self.engine.kind != 'Tandem'"
+_NO_ARGS = "are for the kinds VLLM and SGLang: remove them, Tandem's own engine has fields"
+
+
+def foreign_rules() -> list[Any]:
+    """The rules of a spec about engines of other projects, for the API server."""
+    rules = [rule(f"!({_FOREIGN}) || ({limit.holds})", limit.message, path=limit.path) for limit in _LIMITS]
+    rules.append(
+        rule(f"{_FOREIGN} || !has(self.engine) || !has(self.engine.args) || size(self.engine.args) == 0", _NO_ARGS,
+             path=".engine.args")
+    )  # fmt: skip
+    for kind, engine in FOREIGN_ENGINES.items():
+        pattern = f"^--({'|'.join(engine.own_arguments)})(=.*)?$"
+        rules.append(
+            rule(
+                f"!has(self.engine) || !has(self.engine.kind) || self.engine.kind != '{kind}'"
+                f" || !has(self.engine.args) || self.engine.args.all(a, !a.matches('{pattern}'))",
+                _OWN,
+                path=".engine.args",
+            )
+        )
+    return rules
+
+
+def find_refusal(spec: InferenceModelSpec) -> str | None:
+    """The same rules, for an object that no API server has judged: the first sentence that applies."""
+    engine, kv, workers = spec.engine, spec.kv, spec.workers
+    if engine.kind == "Tandem":
+        return f"engine.args {_NO_ARGS}" if engine.args else None
+    modes = {role.scaling.mode for role in workers}
+    ranks = [role.parallelism for role in workers]
+    broken = (
+        engine.device == "CPU",
+        engine.max_batch_tokens != 2048,
+        engine.max_running_requests != 256,
+        engine.step_timeout is not None,
+        engine.free_form_grammars,
+        engine.tools != "Auto",
+        kv.memory is not None,
+        kv.transport != "Auto",
+        not kv.verify,
+        spec.slo is not None,
+        "SLO" in modes,
+        spec.autoscaling.scale_to_zero is not None,
+        any(role.nodes_per_replica != 1 for role in workers),
+        any(axes.expert != 1 or axes.data != 1 for axes in ranks),
+    )
+    for limit, is_broken in zip(_LIMITS, broken, strict=True):
+        if is_broken:
+            return f"{limit.path[1:]} {limit.message}"
+    own = FOREIGN_ENGINES[engine.kind].own_arguments
+    if any(argument.removeprefix("--").partition("=")[0] in own for argument in engine.args if argument[:2] == "--"):
+        return f"engine.args {_OWN}"
+    return None
