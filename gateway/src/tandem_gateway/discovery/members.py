@@ -73,6 +73,7 @@ def read_member(pod: Pod) -> Member | None:
         revision=labels.get(LABEL_REVISION, ""),
         kv_address=f"{host}:{_port(pod, 'kv', WORKER_KV_PORT)}",
         status_address=f"{host}:{_port(pod, 'metrics', WORKER_METRICS_PORT)}",
+        link_address=f"{host}:{link}" if (link := _port(pod, "link", 0)) else "",
     )
     if labels.get(LABEL_NODES_PER_REPLICA, "1") == "1":
         return Member(worker=worker)

@@ -38,7 +38,7 @@ def build_network_policies(blueprint: Blueprint) -> list[Manifest]:
 
 def _build_worker_policy(blueprint: Blueprint, role: Role) -> Manifest:
     ingress, egress = [_metrics_rule(names.WORKER_METRICS_PORT)], [_DNS_RULE]
-    ingress.append(_from(blueprint, component_of(Role.GATEWAY), _gateway_ports(role)))
+    ingress.append(_from(blueprint, component_of(Role.GATEWAY), _gateway_ports(blueprint, role)))
     if role is Role.PREFILL:
         ingress.append(_from(blueprint, component_of(Role.DECODE), [_kv_ports(blueprint)]))
     if role is Role.DECODE:
@@ -54,7 +54,7 @@ def _build_worker_policy(blueprint: Blueprint, role: Role) -> Manifest:
 
 def _build_gateway_policy(blueprint: Blueprint) -> Manifest:
     api_server = {"ports": [_tcp(port) for port in blueprint.release.network.api_server_ports]}
-    workers = [_to(blueprint, component_of(role), _gateway_ports(role)) for role in blueprint.worker_roles]
+    workers = [_to(blueprint, component_of(role), _gateway_ports(blueprint, role)) for role in blueprint.worker_roles]
     ingress = [
         {"ports": [_tcp(port.target) for port in client_ports(blueprint)]},
         _metrics_rule(names.GATEWAY_METRICS_PORT),
@@ -84,10 +84,12 @@ def _build_policy(blueprint: Blueprint, role: Role, *, ingress: list[Manifest], 
     return blueprint.child(NETWORK_POLICY, name, {"spec": spec}, component=component, role=role)
 
 
-def _gateway_ports(role: Role) -> list[Manifest]:
-    """What gateways reach of a worker: requests go to those that decode, telemetry is read from all."""
+def _gateway_ports(blueprint: Blueprint, role: Role) -> list[Manifest]:
+    """What gateways reach of a worker: requests go to those that decode, telemetry is read from all, over native links
+    where they are switched on."""
     asked = [] if role is Role.PREFILL else [_tcp(names.WORKER_HTTP_PORT)]
-    return [*asked, _tcp(names.WORKER_METRICS_PORT)]
+    linked = [_tcp(names.WORKER_LINK_PORT)] if blueprint.native_link else []
+    return [*asked, _tcp(names.WORKER_METRICS_PORT), *linked]
 
 
 def _kv_ports(blueprint: Blueprint) -> Manifest:

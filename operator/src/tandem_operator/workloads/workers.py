@@ -37,13 +37,14 @@ def build_disruption_budget(blueprint: Blueprint, role: Role) -> Manifest:
     return blueprint.child(POD_DISRUPTION_BUDGET, name, {"spec": spec}, component=component, role=role)
 
 
-def _ports(workload: WorkerRole) -> list[tuple[str, int]]:
-    """Names and numbers: inference, probes and metrics, the KV port of every rank of the pod, and where the ranks of
-    several pods meet."""
+def _ports(blueprint: Blueprint, workload: WorkerRole) -> list[tuple[str, int]]:
+    """Names and numbers: inference, probes and metrics, the KV port of every rank of the pod, where the ranks of
+    several pods meet, and the native link, by whose name gateways know that there is one."""
     first = names.WORKER_KV_PORT
     ports = [("http", names.WORKER_HTTP_PORT), ("metrics", names.WORKER_METRICS_PORT), ("kv", first)]
     ports += [(f"kv-{rank}", first + rank) for rank in range(1, workload.ranks_per_pod)]
-    return ports if workload.nodes_per_replica == 1 else [*ports, ("group", names.WORKER_GROUP_PORT)]
+    ports += [("group", names.WORKER_GROUP_PORT)] if workload.nodes_per_replica > 1 else []
+    return [*ports, ("link", names.WORKER_LINK_PORT)] if blueprint.native_link else ports
 
 
 def _build_headless_service(blueprint: Blueprint, role: Role) -> Manifest:
@@ -54,7 +55,7 @@ def _build_headless_service(blueprint: Blueprint, role: Role) -> Manifest:
         "selector": blueprint.selector(component),
         "ports": [
             {"name": name, "port": port, "targetPort": name, "protocol": "TCP"}
-            for name, port in _ports(blueprint.worker_spec(role))
+            for name, port in _ports(blueprint, blueprint.worker_spec(role))
         ],
     }
     name = names.workload_name(blueprint.name, role)
@@ -104,7 +105,9 @@ def _container(blueprint: Blueprint, role: Role, mounts: list[Manifest]) -> Mani
         "name": "worker",
         "image": blueprint.worker_image,
         "env": [*_token_env(blueprint), *thread_env(workload.resources, processes=workload.ranks_per_pod)],
-        "ports": [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in _ports(workload)],
+        "ports": [
+            {"name": name, "containerPort": port, "protocol": "TCP"} for name, port in _ports(blueprint, workload)
+        ],
         "startupProbe": http_probe("/readyz", "metrics", period=1, failures=_LOADING_SECONDS),
         "readinessProbe": http_probe("/readyz", "metrics", period=2, failures=2),
         "livenessProbe": http_probe("/healthz", "metrics", period=10, failures=6),
