@@ -133,6 +133,10 @@ class Goodbye:
     """The process ends."""
 
 
+NOT_BEGUN = "full: "
+"""What the reason of a worker's `RESET` begins with where it has not begun with the request."""
+
+
 class Hello(Wire):
     """A side's greeting."""
 
@@ -192,6 +196,9 @@ class FrameReader:
                 self._need = HEADER_BYTES + length
                 break
             if tag == HELLO:
+                if self.greeted:
+                    self.error = LinkError("a second HELLO")
+                    return frames
                 self.greeted = True
             frames.append((tag, stream, data[position + HEADER_BYTES : end]))
             position = end
@@ -211,8 +218,6 @@ class FrameReader:
             return LinkError(f"a frame {name} with flags {tag & 0xFFFF:#x} is not for this side")
         if not self.greeted and tag not in (HELLO, BYE):
             return LinkError(f"a frame {name} before any HELLO")
-        if self.greeted and tag == HELLO:
-            return LinkError("a second HELLO")
         low, high, on_stream = rule
         if not low <= length <= high:
             return LinkError(f"a frame {name} of {length} bytes; it has {low} to {high}")
@@ -279,12 +284,12 @@ def read_request_head(payload: bytes) -> tuple[bytes, bytes, Fields]:
 
 def encode_response_head(status: int, fields: Iterable[tuple[bytes, bytes]]) -> bytes:
     """The payload of a `HEAD`. Raises LinkError where a reader would: it is too large, or no header."""
-    parts = [b"%d\r\n" % status]
-    parts += [b"%b: %b\r\n" % (name.lower(), value) for name, value in fields]
-    payload = b"".join(parts)
+    lines = [b"%d\r\n" % status]
+    lines += [b"%b: %b\r\n" % (name.lower(), value) for name, value in fields]
+    payload = b"".join(lines)
     if len(payload) > MAX_PAYLOAD:
         raise LinkError(f"an answer with a header of {len(payload)} bytes; the link takes {MAX_PAYLOAD}")
-    if _RESPONSE_HEAD.fullmatch(payload) is None:
+    if payload.count(b"\r\n") != len(lines) or _RESPONSE_HEAD.fullmatch(payload) is None:
         raise LinkError("an answer whose status or headers cannot be sent")
     return payload
 

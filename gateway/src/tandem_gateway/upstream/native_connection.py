@@ -17,8 +17,6 @@ from tandem_api.link import FrameReader, Goodbye, Hello, LinkError
 from tandem_gateway.upstream.base import Failure, ResponseHead, Sink
 from tandem_gateway.upstream.http1_connection import HOP_BY_HOP, watch_peer
 
-FULL = "full:"
-"""What the reason of a `RESET` begins with where the worker has not begun with the request."""
 STALLED_SECONDS = 1.0
 """After so long between two looks at the clock it was this process that stood still, not the worker."""
 _GRANT_AT = link.WINDOW // 2
@@ -327,7 +325,7 @@ class LinkConnection(asyncio.Protocol):
         else:  # RESET
             del self.calls[call.number]
             reason = link.read_reason(payload)
-            failure = Failure.CONNECT if reason.startswith(FULL) and not call.answering else Failure.RESET
+            failure = Failure.CONNECT if reason.startswith(link.NOT_BEGUN) and not call.answering else Failure.RESET
             call.fail(failure, f"the worker ended the request: {reason}")
             if not self.calls:
                 self._owner.on_idle(self)

@@ -164,7 +164,8 @@ class GatewayLink(asyncio.Protocol):
         self._newest = number
         method, target, fields = link.read_request_head(payload)
         if self._owner.num_streams >= self._owner.max_streams:
-            self.put(link.encode_reason(link.RESET, number, "this worker has as many requests as it may"))
+            reason = f"{link.NOT_BEGUN}this worker has as many requests as it may"
+            self.put(link.encode_reason(link.RESET, number, reason))
             return
         stream = Stream(self, number, method=method, body_follows=body_follows)
         self.streams[number] = stream
