@@ -34,15 +34,21 @@ class Owner(Protocol):
     num_streams: int
     max_streams: int
 
-    def ring(self) -> KeyRing: ...
+    def ring(self) -> KeyRing:
+        """Keys that are good now."""
+        ...
 
     def on_open(self, connection: GatewayLink) -> bool:
         """False: there are too many."""
         ...
 
-    def on_greeted(self, connection: GatewayLink) -> None: ...
+    def on_greeted(self, connection: GatewayLink) -> None:
+        """It is a gateway's."""
+        ...
 
-    def on_end(self, connection: GatewayLink) -> None: ...
+    def on_end(self, connection: GatewayLink) -> None:
+        """It is gone."""
+        ...
 
     def count(self, reason: str) -> None:
         """A link was refused or ended for this reason."""
@@ -50,6 +56,8 @@ class Owner(Protocol):
 
 
 class GatewayLink(asyncio.Protocol):
+    """One gateway's link."""
+
     transport: asyncio.Transport
 
     def __init__(self, owner: Owner) -> None:
@@ -75,6 +83,7 @@ class GatewayLink(asyncio.Protocol):
     # asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Ask for a place, and wait for a greeting."""
         self.transport = cast(asyncio.Transport, transport)
         self.transport.set_write_buffer_limits(high=MAX_UNSENT_BYTES)
         sock = transport.get_extra_info("socket")
@@ -87,6 +96,7 @@ class GatewayLink(asyncio.Protocol):
         self._deadline = self._loop.call_later(link.HELLO_SECONDS, self._too_slow)
 
     def data_received(self, data: bytes) -> None:
+        """Take the frames; what is none ends the link."""
         self.heard_at = self._loop.time()
         try:
             for frame in self._reader.feed(data):
@@ -99,14 +109,17 @@ class GatewayLink(asyncio.Protocol):
             self.end(error.code, str(error))
 
     def pause_writing(self) -> None:
+        """Nobody sends for now."""
         self.blocked = True
 
     def resume_writing(self) -> None:
+        """Those that wait go on."""
         self.blocked = False
         for stream in tuple(self.streams.values()):
             stream.wake()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Nobody waits for its answers any more."""
         self._close()
         self._owner.on_end(self)
 
@@ -206,12 +219,14 @@ class GatewayLink(asyncio.Protocol):
     # sending
 
     def put(self, frame: bytes) -> None:
+        """Send a frame at the end of this turn of the event loop."""
         if self._ended:
             return
         self._out.append(frame)
         self._schedule()
 
     def touch(self, stream: Stream) -> None:
+        """Send what the stream has at the end of this turn."""
         self._touched.append(stream)
         self._schedule()
 

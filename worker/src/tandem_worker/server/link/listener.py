@@ -60,11 +60,13 @@ class LinkListener:
 
     @property
     def port(self) -> int:
+        """That it listens on."""
         assert self._server is not None
         return self._server.sockets[0].getsockname()[1]
 
     @property
     def num_links(self) -> int:
+        """Connections, greeted or not."""
         return len(self._links)
 
     async def start(self, host: str, port: int) -> None:
@@ -106,6 +108,7 @@ class LinkListener:
     # links
 
     def on_open(self, connection: GatewayLink) -> bool:
+        """Whether there is room; a stranger makes it."""
         if len(self._links) >= self._max_links:
             stranger = next((each for each in self._links if not each.greeted), None)
             if stranger is None:
@@ -116,6 +119,7 @@ class LinkListener:
         return True
 
     def on_greeted(self, connection: GatewayLink) -> None:
+        """Tell it how this worker does."""
         _log.info("a gateway has linked", extra={"gateway": connection.name})
         if self._draining:
             self._tell_draining(connection)
@@ -123,9 +127,11 @@ class LinkListener:
             self._tell(connection, self._sample(), asyncio.get_running_loop().time())
 
     def on_end(self, connection: GatewayLink) -> None:
+        """Forget it."""
         self._links.pop(connection, None)
 
     def count(self, reason: str) -> None:
+        """A link was refused, or ended, for this reason."""
         if reason != Goodbye.CLOSING:
             self.refusals[reason] += 1
 
