@@ -19,6 +19,7 @@ def test_a_worker_is_read() -> None:
     assert parse_worker("url=[::1]:9").address == "[::1]:9"
     assert parse_worker("url=h:1,kv-tokens=4096").kv_tokens == 4096
     assert parse_worker("url=h:1,status=h:2").status_address == "h:2"
+    assert parse_worker("url=h:1,link=h:3").link_address == "h:3"
 
 
 @pytest.mark.parametrize(
@@ -32,6 +33,7 @@ def test_a_worker_is_read() -> None:
         ("url=h:1,kv-tokens=many", "kv-tokens is how many"),
         ("url=h:1,kv-tokens=0", "kv-tokens is how many"),
         ("url=h:1,status=h", "write status=HOST:PORT"),
+        ("url=h:1,link=h", "write link=HOST:PORT"),
     ],
 )
 def test_a_bad_worker_is_explained(text: str, says: str) -> None:
