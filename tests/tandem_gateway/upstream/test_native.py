@@ -228,7 +228,9 @@ async def test_a_slow_client_stops_its_own_stream_alone(start_linked: StartLinke
     received = bytearray()
     async with asyncio.timeout(120):
         while not received.endswith(b"0\r\n\r\n"):
-            received += await reader.read(2**20)
+            part = await reader.read(2**20)
+            assert part, "the answer broke off"
+            received += part
     assert received.count(b'"content"') == 150_000
     await running.idle()
 
@@ -443,10 +445,11 @@ async def test_whatever_a_worker_sends_costs_its_link_alone(
     running = await start_gateway(mad, sane, link="Native", timeouts={"connect_seconds": 0.5})
     for _ in range(40):
         found = next(each for each in links_of(running) if each.worker.name == "pod-mad")
-        found._retry_at, found._pause = 0.0, 0.01
+        found._retry_at, found._pause, found.refused = 0.0, 0.01, None
         answers = await asyncio.gather(*(ask(running) for _ in range(3)))
         for answer in answers:
             assert answer.status_code == 200
-            assert answer.json().get("pod") in (None, "pod-sane")
+            # A damaged frame may end an answer of the mad worker, with what it sent; and it has an HTTP port.
+            assert not answer.content.strip(b"x") or answer.json().get("pod") in (None, "pod-sane")
     assert not problems
     await running.idle()
