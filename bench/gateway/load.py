@@ -21,20 +21,21 @@ class Shape:
     interval_us: int
     """Between two tokens."""
     prompt_bytes: int
+    steps: bool = False
+    """Tokens of all such requests come at the same moments."""
 
     def build(self, number: int) -> bytes:
         """The whole request; three quarters of the prompt are shared in 16 groups."""
         shared = f"group {number % 16} ".ljust(self.prompt_bytes * 3 // 4, "s")
         content = shared + f"question {number} ".ljust(self.prompt_bytes // 4, "q")
-        body = json.dumps(
-            {
-                "model": "m",
-                "messages": [{"role": "user", "content": content}],
-                "stream": True,
-                "max_tokens": self.tokens,
-                "seed": self.interval_us,
-            }
-        ).encode()
+        fields = {
+            "model": "m",
+            "messages": [{"role": "user", "content": content}],
+            "stream": True,
+            "max_tokens": self.tokens,
+            "seed": self.interval_us,
+        }
+        body = json.dumps(fields | ({"temperature": 1} if self.steps else {})).encode()
         head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         return b"%bContent-Length: %d\r\n\r\n%b" % (head, len(body), body)
 

@@ -1,7 +1,7 @@
 """Small servers for measurements: `engine` streams tokens without computing any, `prefill` is one that sends a single
 token at once, `relay` copies bytes.
 
-usage: stub.py engine PORT | stub.py prefill PORT | stub.py relay PORT TARGET_PORT
+usage: stub.py engine PORT [LINK_PORT] | stub.py prefill PORT | stub.py relay PORT TARGET_PORT
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ LENGTH = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
 TOKENS = re.compile(rb'"max_(?:completion_)?tokens": ?(\d+)')
 INTERVAL = re.compile(rb'"seed": ?(\d+)')
 """Microseconds between tokens."""
+STEPS = b'"temperature"'
+"""Tokens of all such requests come at the same moments, as those of an engine's steps do."""
 ABOUT = {
     b"/v1/models": {"object": "list", "data": [{"id": "m", "object": "model", "created": 1, "owned_by": "stub"}]},
     b"model_info": {"model_path": "m", "tokenizer_path": "m", "served_model_name": "m", "is_generation": True},
@@ -58,7 +60,7 @@ class Engine(asyncio.Protocol):
         interval = 0.0 if self.prefill else int(INTERVAL.search(body)[1]) / 1e6
         if interval:
             self.transport.write(HEAD + CHUNK)
-            self.step(tokens - 1, interval, asyncio.get_running_loop().time() + interval)
+            self.step(tokens - 1, interval, first_due(body, interval))
         else:
             self.transport.write(HEAD + CHUNK * tokens + END)
 
@@ -79,6 +81,41 @@ class Engine(asyncio.Protocol):
     def emit(self, left: int, interval: float, due: float) -> None:
         self.transport.write(CHUNK)
         self.step(left - 1, interval, due + interval)
+
+
+def first_due(body: bytes, interval: float) -> float:
+    """When the second token of a request is due."""
+    now = asyncio.get_running_loop().time()
+    return (now // interval + 1) * interval if STEPS in body else now + interval
+
+
+async def answer(scope, receive, send) -> None:
+    """The same engine as an ASGI application, for the worker's own end of the native link."""
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body, more = body + message["body"], message["more_body"]
+    tokens, interval = int(TOKENS.search(body)[1]), int(INTERVAL.search(body)[1]) / 1e6
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+    last = {"type": "http.response.body", "body": b"data: [DONE]\n\n"}
+    if not interval:
+        await send({"type": "http.response.body", "body": EVENT * tokens, "more_body": True})
+        await send(last)
+        return
+    loop, due = asyncio.get_running_loop(), first_due(body, interval)
+    watcher = asyncio.ensure_future(receive())
+    part = {"type": "http.response.body", "body": EVENT, "more_body": True}
+    await send(part)
+    for _ in range(tokens - 1):
+        if watcher.done():
+            return
+        turn = loop.create_future()
+        loop.call_at(due, turn.set_result, None)
+        await turn
+        await send(part)
+        due += interval
+    await send(last)
+    watcher.cancel()
 
 
 class Relay(asyncio.Protocol):
@@ -111,6 +148,13 @@ class Relay(asyncio.Protocol):
 
 
 async def main(kind: str, port: int, target: int | None) -> None:
+    """`target`: of a relay, where it copies to; of an engine, the port of its native link."""
+    if kind == "engine" and target is not None:
+        from tandem_api.keys import open_ring
+        from tandem_worker.server.link.listener import LinkListener
+
+        listener = LinkListener(answer, open_ring, name=f"engine-{port}", telemetry=lambda: None)
+        await listener.start("127.0.0.1", target)
     loop = asyncio.get_running_loop()
     factory = {"engine": Engine, "prefill": lambda: Engine(prefill=True), "relay": lambda: Relay(target)}[kind]
     server = await loop.create_server(factory, "127.0.0.1", port)

@@ -27,7 +27,7 @@ from tandem_gateway.scheduling import Worker
 from tandem_gateway.server import Server
 from tandem_gateway.settings import Settings
 
-from tests.tandem_worker.process.conftest import WorkerProcess, run_worker
+from tests.tandem_worker.process.conftest import WorkerProcess, free_port, run_worker
 from tests.tandem_worker.server.conftest import byte_level_tokenizer
 from tests.tandem_worker.server.test_resume import KINDS, merge
 
@@ -162,10 +162,13 @@ class Cutter:
 class Fleet:
     """A gateway in this process and workers that are processes, each behind a `Cutter`."""
 
-    def __init__(self, folder: Path, model: Path, *, drain_seconds: float = 0.3) -> None:
+    def __init__(self, folder: Path, model: Path, *, drain_seconds: float = 0.3, native: bool = False) -> None:
+        """`native`: over native links, which nobody cuts."""
         self._folder = folder
         self._model = model
         self._drain_seconds = drain_seconds
+        self._native = native
+        self._links: dict[str, str] = {}
         self._stack = contextlib.ExitStack()
         self._number = 0
         self.workers: dict[str, WorkerProcess] = {}
@@ -179,7 +182,7 @@ class Fleet:
         await asyncio.gather(*[self.add() for _ in range(count)])
         config = GatewayConfig(
             model_name=MODEL, served_name=MODEL, namespace="default", disaggregated=False, http_port=0, metrics_port=0,
-            timeouts=GatewayTimeouts(**timeouts),
+            timeouts=GatewayTimeouts(**timeouts), link="Native" if self._native else "HTTP",
         )  # fmt: skip
         told = Settings(
             config=config, host="127.0.0.1", workers=tuple(self._list_workers()), workers_file=None,
@@ -204,9 +207,11 @@ class Fleet:
         name = f"decode-{self._number}"
         folder = self._folder / name
         folder.mkdir()
-        worker = self._stack.enter_context(
-            run_worker(folder, "unified", self._model, drainTimeoutSeconds=self._drain_seconds, maxModelLen=2048)
-        )
+        options: dict[str, Any] = {"drainTimeoutSeconds": self._drain_seconds, "maxModelLen": 2048}
+        if self._native:
+            options["linkPort"] = free_port()
+            self._links[name] = f"127.0.0.1:{options['linkPort']}"
+        worker = self._stack.enter_context(run_worker(folder, "unified", self._model, **options))
         async with httpx.AsyncClient(timeout=5) as client, asyncio.timeout(150):
             while True:
                 assert worker.process.poll() is None, worker.log.read_text()
@@ -226,7 +231,13 @@ class Fleet:
 
     def _list_workers(self) -> list[Worker]:
         return [
-            Worker(name=name, address=f"127.0.0.1:{cutter.port}", role=Role.UNIFIED, revision="r1")
+            Worker(
+                name=name,
+                address=f"127.0.0.1:{cutter.port}",
+                role=Role.UNIFIED,
+                revision="r1",
+                link_address=self._links.get(name, ""),
+            )
             for name, cutter in self.cutters.items()
         ]
 
@@ -262,11 +273,11 @@ class Fleet:
 
 
 @contextlib.asynccontextmanager
-async def open_fleet(count: int, **timeouts: float) -> AsyncIterator[Fleet]:
+async def open_fleet(count: int, *, native: bool = False, **timeouts: float) -> AsyncIterator[Fleet]:
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         await asyncio.to_thread(build_model, model)
-        fleet = Fleet(Path(folder), model)
+        fleet = Fleet(Path(folder), model, native=native)
         try:
             await fleet.start(count, **timeouts)
             yield fleet

@@ -37,8 +37,8 @@ NEIGHBOUR = Peer("neighbour", "n", (("tandem.dev/model", "other"), ("app.kuberne
 SCRAPER = Peer("scraper", "monitoring")
 MIRROR = Peer("mirror", "mirror")
 INTERNET = Peer("internet", None)
-HTTP, METRICS, KV, GROUP, EPHEMERAL = 8000, 9090, 7000, 6900, 40000
-PORTS = (22, 53, 80, 443, 6443, 6900, 7000, 7001, 7007, 8000, 8080, 8443, 9090, 32767, 32768, 60999, 61000)
+HTTP, LINK, METRICS, KV, GROUP, EPHEMERAL = 8000, 8001, 9090, 7000, 6900, 40000
+PORTS = (22, 53, 80, 443, 6443, 6900, 7000, 7001, 7007, 8000, 8001, 8080, 8443, 9090, 32767, 32768, 60999, 61000)
 
 
 def pods(plan: Blueprint) -> dict[str, Peer]:
@@ -135,6 +135,16 @@ def test_gateways_ask_decode_workers_and_decode_workers_prefill_workers() -> Non
     assert reachable(plan, inside["decode"], inside["prefill"]) == {KV}
     for pair in (("prefill", "decode"), ("decode", "decode"), ("prefill", "prefill"), ("decode", "gateway")):
         assert not reachable(plan, inside[pair[0]], inside[pair[1]]) - {8080}, pair
+
+
+def test_native_links_open_one_more_port_of_workers_to_gateways() -> None:
+    plan = blueprint(prefill={}, gateway={"link": "Native"})
+    inside = pods(plan)
+    assert reachable(plan, inside["gateway"], inside["decode"]) == {HTTP, LINK, METRICS}
+    assert reachable(plan, inside["gateway"], inside["prefill"]) == {LINK, METRICS}
+    for source in (STRANGER, NEIGHBOUR, INTERNET, SCRAPER, inside["decode"]):
+        assert LINK not in reachable(plan, source, inside["decode"])
+        assert LINK not in reachable(plan, source, inside["prefill"])
 
 
 def test_without_prefill_workers_nobody_moves_blocks() -> None:

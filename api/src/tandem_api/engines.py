@@ -117,6 +117,11 @@ _LIMITS = (
         _unset("kv.verify", "true"),
     ),
     _Limit(
+        ".gateway.link",
+        "must be HTTP with another engine, which speaks nothing else: remove it",
+        _unset("gateway.link", "'HTTP'"),
+    ),
+    _Limit(
         ".slo",
         f"{_BY_TANDEM}: remove it, and scale by the mode External or by hand",
         "!has(self.slo)",
@@ -188,6 +193,7 @@ def find_refusal(spec: InferenceModelSpec) -> str | None:
         kv.memory is not None,
         kv.transport != "Auto",
         not kv.verify,
+        spec.gateway.link != "HTTP",
         spec.slo is not None,
         "SLO" in modes,
         spec.autoscaling.scale_to_zero is not None,

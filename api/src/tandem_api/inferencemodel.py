@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from tandem_api.base import Authored, Wire
 from tandem_api.engines import EngineKind, find_refusal, foreign_rules
-from tandem_api.launch import Device, DType, GatewayRouting, Parallelism, TLSVersion, ToolForm
+from tandem_api.launch import Device, DType, GatewayRouting, LinkKind, Parallelism, TLSVersion, ToolForm
 from tandem_api.names import GROUP
 from tandem_api.quantities import DURATION_PATTERN, QUANTITY_PATTERN, parse_duration
 from tandem_api.validation import RULES_KEY, Matches, Satisfies, rule
@@ -680,6 +680,10 @@ class Gateway(Workload):
     nothing."""
     queue: Queue = Field(default_factory=Queue)
     """Requests that wait while no worker serves."""
+    link: LinkKind = "HTTP"
+    """How gateways ask workers. `Native`: over one connection for all requests, which costs both sides less per token
+    and tells a worker that hangs within three seconds. Changing it restarts workers and gateways; meanwhile each worker
+    is asked as it can be."""
     tls: GatewayTLS | None = None
     """Serve clients over TLS. Where nothing is said they are served without, at port 80."""
 

@@ -22,6 +22,8 @@ class Credentials:
         self._file: KeyFile | None = None
         self.line = b""
         """The header line to send with every request; empty without keys."""
+        self.token: str | None = None
+        """What it shows; None without keys."""
         if folder is None:
             return
         path = Path(folder) / API_KEY_FILE
@@ -45,4 +47,5 @@ class Credentials:
         ring = self._file.ring()
         if ring is not self._ring:
             self._ring = ring
-            self.line = f"{HEADER_TOKEN}: {bearer_token(ring)}\r\n".encode()
+            self.token = bearer_token(ring)
+            self.line = f"{HEADER_TOKEN}: {self.token}\r\n".encode()

@@ -30,6 +30,8 @@ from tandem_gateway.http.connection import ClientConnection
 from tandem_gateway.http.request import Request
 from tandem_gateway.http.response import build_empty, build_error, build_json
 from tandem_gateway.http.tls import Certificate
+from tandem_gateway.links import NativeLinks
+from tandem_gateway.links import describe as describe_link
 from tandem_gateway.metrics import Metrics
 from tandem_gateway.own_answers import OWN_PATHS, answer_own
 from tandem_gateway.probation import Held
@@ -39,6 +41,7 @@ from tandem_gateway.scheduling import (
     KEPT,
     Decision,
     Endpoint,
+    Outcome,
     Scheduler,
     Worker,
     describe_choice,
@@ -108,6 +111,10 @@ class Gateway:
         self._credentials = Credentials(config.keys_path)
         self.token_line = self._credentials.line
         self._links: dict[int, Link] = {}
+        self.native = NativeLinks(token=lambda: self._credentials.token) if config.link == "Native" else None
+        """None: workers are asked over HTTP."""
+        if self.native is not None:
+            self.native.on_drain = self._on_drain
         self._complained_at: dict[str, float] = {}
         """When a worker that does not take the key was last named."""
         self._request_ids = count(1)
@@ -128,6 +135,10 @@ class Gateway:
             link = self._links.pop(endpoint.serial, None)
             if link is not None:
                 link.close()
+        if self.native is not None:
+            self.native.take(len(self.scheduler.endpoints))
+            for endpoint in self.scheduler.endpoints.values():
+                self.link(endpoint)
         self._place_waiting()
 
     def apply_routing(self, routing: GatewayRouting) -> None:
@@ -164,14 +175,31 @@ class Gateway:
     def link(self, endpoint: Endpoint) -> Link:
         link = self._links.get(endpoint.serial)
         if link is None:
-            link = Http1Link(
-                endpoint.worker.address,
-                connect_seconds=self.timeouts.connect_seconds,
-                on_stale=self._on_stale,
-                idle_seconds=idle_seconds(endpoint.worker.engine),
-            )
-            self._links[endpoint.serial] = link
+            link = self._links[endpoint.serial] = self._open_link(endpoint.worker)
         return link
+
+    def _open_link(self, worker: Worker) -> Link:
+        seconds = self.timeouts.connect_seconds
+        http = Http1Link(
+            worker.address,
+            connect_seconds=seconds,
+            on_stale=self._on_stale,
+            idle_seconds=idle_seconds(worker.engine),
+        )
+        if self.native is None or worker.engine != "Tandem":
+            return http
+        if not worker.link_address:
+            log.warning(
+                "a worker has no port for the native link; it is asked over HTTP", extra={"worker": worker.name}
+            )
+            return http
+        return self.native.open(worker, http, seconds)
+
+    def _on_drain(self, worker: Worker) -> None:
+        """It says so itself, before it turns a request away."""
+        endpoint = self.scheduler.endpoints.get(worker.name)
+        if endpoint is not None and endpoint.worker == worker:
+            self.scheduler.report(endpoint, Outcome.DRAINING, asyncio.get_running_loop().time())
 
     # connections
 
@@ -443,7 +471,10 @@ class Gateway:
             canary=self.scheduler.canary_requests,
             telemetry=self.telemetry_reads,
             spans=self.tracer.counts,
-            more=() if self.certificate is None else self.certificate.families(),
+            more=[
+                *(() if self.certificate is None else self.certificate.families()),
+                *(() if self.native is None else self.native.families(self._links.values())),
+            ],
         )
 
     def describe_endpoints(self) -> list[dict[str, object]]:
@@ -463,6 +494,7 @@ class Gateway:
                 "forgottenBeforeSeconds": round(now - endpoint.evicted_until, 1) if endpoint.evicted_until else None,
                 "tokensPerSecond": round(endpoint.speed.value),
                 "state": endpoint.state,
+                "link": "http" if self.native is None else describe_link(self._links.get(endpoint.serial)),
                 "failures": endpoint.health.total,
                 "failuresInARow": endpoint.health.failures,
                 "ejections": endpoint.health.ejections,

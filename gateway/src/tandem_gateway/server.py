@@ -61,6 +61,8 @@ class Server:
         )
         self.telemetry.on_sample = self.gateway.take_sample
         self.gateway.telemetry = self.telemetry.sample
+        if self.gateway.native is not None:
+            self.gateway.native.on_sample = self.telemetry.push
         self.gateway.telemetry_reads = self.telemetry.reads
         self.http_port = self.https_port = 0
         """0 where clients are not served so."""

@@ -22,6 +22,7 @@ def test_a_worker_is_read() -> None:
     assert parse_worker("url=h:1").engine == "Tandem"
     engine = parse_worker("url=h:1,role=decode,engine=SGLang")
     assert (engine.engine, engine.needs_prefill) == ("SGLang", True)
+    assert parse_worker("url=h:1,link=h:3").link_address == "h:3"
 
 
 @pytest.mark.parametrize(
@@ -36,6 +37,7 @@ def test_a_worker_is_read() -> None:
         ("url=h:1,kv-tokens=0", "kv-tokens is how many"),
         ("url=h:1,engine=vllm", "engine is Tandem, VLLM, SGLang"),
         ("url=h:1,status=h", "write status=HOST:PORT"),
+        ("url=h:1,link=h", "write link=HOST:PORT"),
     ],
 )
 def test_a_bad_worker_is_explained(text: str, says: str) -> None:

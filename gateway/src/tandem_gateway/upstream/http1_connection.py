@@ -23,7 +23,7 @@ KEEPALIVE_SECONDS = 5
 UNANSWERED_SECONDS = 15.0
 """A machine that acknowledges nothing for this long has gone: neither what was sent to it, nor a look whether it is
 still there, which an otherwise silent connection gets every KEEPALIVE_SECONDS."""
-_HOP_BY_HOP = frozenset(
+HOP_BY_HOP = frozenset(
     (b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"proxy-connection", b"upgrade", b"trailer")
 )
 
@@ -116,12 +116,7 @@ class WorkerConnection(asyncio.Protocol):
         self.transport = cast(asyncio.Transport, transport)
         sock = transport.get_extra_info("socket")
         self._poll.register(sock.fileno(), select.POLLIN)
-        with contextlib.suppress(OSError):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_SECONDS)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_SECONDS)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNANSWERED_SECONDS * 1000))
+        watch_peer(sock)
 
     def data_received(self, data: bytes) -> None:
         call = self._call
@@ -203,7 +198,7 @@ class WorkerConnection(asyncio.Protocol):
         if self._answering:
             return  # a trailer: the client has the header already
         name = name.lower()
-        if name not in _HOP_BY_HOP:
+        if name not in HOP_BY_HOP:
             self._headers.append((name, value))
         elif name == b"content-length":
             self._length = int(value)
@@ -222,6 +217,16 @@ class WorkerConnection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         self._complete = self._answering
         self._reusable = self._parser.should_keep_alive()  # the parser forgets it when it returns
+
+
+def watch_peer(sock: socket.socket) -> None:
+    """Let the kernel notice a machine that has gone; small writes leave at once."""
+    with contextlib.suppress(OSError):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_SECONDS)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_SECONDS)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNANSWERED_SECONDS * 1000))
 
 
 def _say(error: Exception) -> str:

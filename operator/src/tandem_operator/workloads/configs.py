@@ -64,6 +64,7 @@ def worker_config(blueprint: Blueprint, role: Role) -> WorkerConfig:
         ),
         free_form_grammars=spec.engine.free_form_grammars,
         tools=spec.engine.tools,
+        link_port=names.WORKER_LINK_PORT if blueprint.native_link else None,
         keys_path=names.KEYS_PATH if spec.engine.kind == "Tandem" else None,
         drain_timeout_seconds=drain_seconds(blueprint),
         ttft_target=_ttft_deadline(blueprint),
@@ -86,6 +87,7 @@ def gateway_config(blueprint: Blueprint) -> GatewayConfig:
         drain_timeout_seconds=drain_seconds(blueprint),
         max_held_bytes=_held_bytes(spec.gateway.resources.limits.get("memory")),
         cors=gateway_cors(blueprint),
+        link=spec.gateway.link,
         tls=_client_tls(blueprint),
         tracing=tracing(blueprint),
     )

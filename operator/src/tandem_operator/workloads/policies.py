@@ -94,12 +94,13 @@ def _build_policy(blueprint: Blueprint, role: Role, *, ingress: list[Manifest], 
 
 
 def _gateway_ports(blueprint: Blueprint, role: Role) -> list[Manifest]:
-    """What gateways reach of a worker: requests go to those that decode, telemetry is read from all. Other engines' get
-    requests whatever they do, and have no other port."""
+    """What gateways reach of a worker: requests go to those that decode, telemetry is read from all, over native links
+    where they are switched on. Other engines' get requests whatever they do, and have no other port."""
     if is_foreign(blueprint):
         return [_tcp(names.WORKER_HTTP_PORT)]
     asked = [] if role is Role.PREFILL else [_tcp(names.WORKER_HTTP_PORT)]
-    return [*asked, _tcp(names.WORKER_METRICS_PORT)]
+    linked = [_tcp(names.WORKER_LINK_PORT)] if blueprint.native_link else []
+    return [*asked, _tcp(names.WORKER_METRICS_PORT), *linked]
 
 
 def _kv_ports(blueprint: Blueprint) -> Manifest:

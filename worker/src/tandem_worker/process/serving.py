@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from starlette.types import ASGIApp
 from tandem_api.launch import TracingConfig, TTFTDeadline, WorkerConfig
 from tandem_api.names import REASON_STEP_HUNG
 
@@ -19,6 +20,7 @@ from tandem_worker.group.pods.leading import LeadingPod
 from tandem_worker.group.topology import NodePlace
 from tandem_worker.host.ending import end_process
 from tandem_worker.host.environment import PodFacts
+from tandem_worker.host.errors import StartupError
 from tandem_worker.host.runtime import Runtime
 from tandem_worker.process.build import build_worker
 from tandem_worker.process.figures import Refusals
@@ -27,7 +29,8 @@ from tandem_worker.process.staging import StagedApp
 from tandem_worker.process.watchdog import StepWatchdog
 from tandem_worker.process.worker import Worker
 from tandem_worker.server.gate import TokenGate
-from tandem_worker.server.ports import open_ports
+from tandem_worker.server.link.listener import LinkListener
+from tandem_worker.server.ports import HttpPorts, open_ports
 from tandem_worker.server.status import StatusApp
 
 logger = logging.getLogger("tandem_worker")
@@ -79,15 +82,20 @@ class ServingProcess:
         ports = await open_ports(self._config, self._runtime.host, api=gate, status=status)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+        link = await self._open_link(gate, status, ports)
         group = self._open_group()
         try:
             refusals: dict[str, Refusals] = {"http": lambda: gate.refusals}
+            if link is not None:
+                refusals["link"] = lambda: link.refusals
             if group is not None:
                 refusals["group"] = lambda: group.leader.refusals
             worker = await self._build(group, refusals)
         except BaseException as error:
             if group is not None:
                 group.leader.lose(Loss(f"rank 0 cannot start: {error}", getattr(error, "reason", "GroupLost")))
+            if link is not None:
+                await link.stop()
             await ports.close()
             raise
         await app.install(worker.app)
@@ -97,18 +105,42 @@ class ServingProcess:
         self._switches.ready = True
         await self._stop.wait()
         following.cancel()
+        if link is not None:
+            link.drain()
         await self._drain(worker)
         if self._lost is not None:
             await worker.fail(self._lost.message)
             if group is not None:  # one that hangs does not notice that its leader ends
                 await asyncio.to_thread(group.children.stop, _CHILDREN_SECONDS)
             end_process(self._pod, self._lost.reason, self._lost.message)
+        if link is not None:
+            await link.stop()
         await ports.close()
         if self._watchdog is not None:
             self._watchdog.stop()
         await asyncio.to_thread(worker.close)
         await asyncio.to_thread(self._runtime.tracer.close)
         logger.info("ended")
+
+    async def _open_link(self, app: ASGIApp, status: StatusApp, ports: HttpPorts) -> LinkListener | None:
+        """The native link, where it is switched on: the application that the HTTP port serves, for gateways.
+
+        Raises StartupError.
+        """
+        port = self._config.link_port
+        if port is None:
+            return None
+
+        def telemetry() -> bytes | None:
+            return None if status.figures is None else status.figures.telemetry().to_json().encode()
+
+        listener = LinkListener(app, self._runtime.api, name=self._pod.pod, telemetry=telemetry)
+        try:
+            await listener.start(self._runtime.host, port)
+        except StartupError:
+            await ports.close()
+            raise
+        return listener
 
     def _waits_for(self) -> str | None:
         if self._switches.draining:

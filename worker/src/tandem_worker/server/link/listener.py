@@ -1,0 +1,177 @@
+"""The port of the native link: who is connected, what all of them may take, and the samples that they get."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Callable
+
+from starlette.types import ASGIApp
+from tandem_api import link
+from tandem_api.keys import KeyRing
+from tandem_api.link import Goodbye
+
+from tandem_worker.host.errors import StartupError
+from tandem_worker.server.link.connection import GatewayLink
+from tandem_worker.server.serving import MAX_CONNECTIONS
+
+MAX_LINKS = 128
+"""Each gateway process has one. Who has not shown a key yet makes room first."""
+MAX_STREAMS = MAX_CONNECTIONS
+"""Requests over all links together, as over HTTP."""
+_STALLED_SECONDS = 2.0
+"""After so long between two ticks it was this process that stood still, not the gateways."""
+_log = logging.getLogger(__name__)
+
+
+class LinkListener:
+    """Serves an ASGI application over the native link. On one event loop."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        ring: Callable[[], KeyRing],
+        *,
+        name: str,
+        telemetry: Callable[[], bytes | None],
+        max_links: int = MAX_LINKS,
+        max_streams: int = MAX_STREAMS,
+    ) -> None:
+        """`ring` has the keys that a gateway may show; requests are the application's to judge. `telemetry` gives a
+        sample as JSON, None while there is none. The application's lifespan is that of its HTTP server.
+        """
+        self.app = app
+        self.ring = ring
+        self.name = name
+        self.num_streams = 0
+        self.max_streams = max_streams
+        self.refusals: Counter[str] = Counter(
+            {Goodbye.UNAUTHORIZED: 0, Goodbye.PROTOCOL: 0, Goodbye.VERSION: 0, Goodbye.FULL: 0, "timeout": 0}
+        )
+        """Links that were not let in or were ended for what came over them, by reason. Grows only; read by metrics."""
+        self._telemetry = telemetry
+        self._max_links = max_links
+        self._links: dict[GatewayLink, None] = {}
+        self._server: asyncio.Server | None = None
+        self._ticking: asyncio.Task[None] | None = None
+        self._draining = False
+
+    @property
+    def port(self) -> int:
+        """That it listens on."""
+        assert self._server is not None
+        return self._server.sockets[0].getsockname()[1]
+
+    @property
+    def num_links(self) -> int:
+        """Connections, greeted or not."""
+        return len(self._links)
+
+    async def start(self, host: str, port: int) -> None:
+        """Raises StartupError when the port is taken."""
+        loop = asyncio.get_running_loop()
+        try:
+            self._server = await loop.create_server(lambda: GatewayLink(self), host, port)
+        except OSError as error:
+            raise StartupError("PortInUse", f"Port {port} cannot be opened at {host}: {error}") from error
+        self._ticking = asyncio.create_task(self._tick())
+        self._ticking.add_done_callback(_report)
+
+    def drain(self) -> None:
+        """Tell every gateway that no more requests are taken, at once."""
+        self._draining = True
+        for each in self._links:
+            if each.greeted:
+                self._tell_draining(each)
+
+    async def stop(self, grace_seconds: float = 1.0) -> None:
+        """Take no more links, let answers end for `grace_seconds`, then end what is left."""
+        if self._server is not None:
+            self._server.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_seconds):
+                while self.num_streams:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+        if self._ticking is not None:
+            self._ticking.cancel()
+        for each in tuple(self._links):
+            each.end(Goodbye.CLOSING, "this worker ends")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_seconds):
+                while self._links:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+        for each in tuple(self._links):
+            each.cancel()
+
+    # links
+
+    def on_open(self, connection: GatewayLink) -> bool:
+        """Whether there is room; a stranger makes it."""
+        if len(self._links) >= self._max_links:
+            stranger = next((each for each in self._links if not each.greeted), None)
+            if stranger is None:
+                return False
+            self._links.pop(stranger)
+            stranger.end(Goodbye.FULL, "this worker has as many links as it may")
+        self._links[connection] = None
+        return True
+
+    def on_greeted(self, connection: GatewayLink) -> None:
+        """Tell it how this worker does."""
+        _log.info("a gateway has linked", extra={"gateway": connection.name})
+        if self._draining:
+            self._tell_draining(connection)
+        else:
+            self._tell(connection, self._sample(), asyncio.get_running_loop().time())
+
+    def on_end(self, connection: GatewayLink) -> None:
+        """Forget it."""
+        self._links.pop(connection, None)
+
+    def count(self, reason: str) -> None:
+        """A link was refused, or ended, for this reason."""
+        if reason != Goodbye.CLOSING:
+            self.refusals[reason] += 1
+
+    # samples
+
+    async def _tick(self) -> None:
+        loop = asyncio.get_running_loop()
+        before = loop.time()
+        while True:
+            await asyncio.sleep(link.TELEMETRY_SECONDS / 2)
+            now = loop.time()
+            stalled, before = now - before > _STALLED_SECONDS, now
+            due = [each for each in self._links if each.greeted and now >= each.telemetry_due]
+            sample = self._sample() if due else None
+            for each in due:
+                self._tell(each, sample, now)
+            for each in tuple(self._links):
+                if stalled:
+                    each.heard_at = now
+                elif each.greeted and now - each.heard_at > link.GATEWAY_SILENCE_SECONDS:
+                    each.end(Goodbye.SILENT, f"nothing came for {link.GATEWAY_SILENCE_SECONDS:g} s")
+
+    def _tell(self, connection: GatewayLink, sample: bytes | None, now: float) -> None:
+        connection.telemetry_due = now + connection.telemetry_seconds - 0.01
+        # One that takes nothing gets no samples on top: they would wait in memory.
+        if sample is not None and not connection.blocked:
+            connection.put(link.encode(link.TELEMETRY, 0, sample))
+
+    def _tell_draining(self, connection: GatewayLink) -> None:
+        connection.put(link.encode(link.DRAIN))
+        self._tell(connection, self._sample(), asyncio.get_running_loop().time())
+
+    def _sample(self) -> bytes | None:
+        sample = self._telemetry()
+        if sample is not None and len(sample) > link.MAX_TELEMETRY:
+            raise ValueError(f"a sample of {len(sample)} bytes; the link takes {link.MAX_TELEMETRY}")
+        return sample
+
+
+def _report(task: asyncio.Task[None]) -> None:
+    """Gateways that get no samples any more read them from the metrics port."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _log.error("samples are no longer sent over links", exc_info=error)
