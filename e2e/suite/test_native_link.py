@@ -1,0 +1,119 @@
+"""A model whose gateway asks its workers over native links, and sends the spans of its requests to a collector."""
+
+from __future__ import annotations
+
+import json
+import secrets
+
+import pytest
+
+from e2e.suite.fleet import Fleet, Object, Say, is_ready, smollm2, until
+
+MODEL = "linked"
+PORT = 4318
+COLLECT = """
+import gzip, http.server, json, socket
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+SPANS = []
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["content-length"]))
+        if self.headers.get("content-encoding") == "gzip":
+            body = gzip.decompress(body)
+        for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+            said = {each.key: each.value.string_value for each in resource.resource.attributes}
+            for span in (span for scope in resource.scope_spans for span in scope.spans):
+                SPANS.append({
+                    "name": span.name, "trace": span.trace_id.hex(), "id": span.span_id.hex(),
+                    "parent": span.parent_span_id.hex(), "pod": said.get("k8s.pod.name", ""),
+                })
+        self.answer(b"")
+
+    def do_GET(self):
+        self.answer(json.dumps(SPANS).encode())
+
+    def answer(self, body):
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+class Server(http.server.ThreadingHTTPServer):
+    address_family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+
+
+Server(("", %d), Handler).serve_forever()
+"""
+
+
+def start_collector(fleet: Fleet, image: str) -> None:
+    """A pod that keeps the spans it is sent, and a Service of it. `image` has OpenTelemetry's messages."""
+    labels = {"app": "collector"}
+    container: Object = {
+        "name": "collector",
+        "image": image,
+        "command": ["python3", "-c", COLLECT % PORT],
+        "resources": {"requests": {"cpu": "10m", "memory": "64Mi"}},
+        "readinessProbe": {"httpGet": {"path": "/", "port": PORT}, "periodSeconds": 1},
+        "securityContext": {
+            "allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}, "runAsNonRoot": True,
+            "runAsUser": 65532, "seccompProfile": {"type": "RuntimeDefault"},
+        },
+    }  # fmt: skip
+    pod = {"metadata": {"name": "collector", "labels": labels}, "spec": {"containers": [container]}}
+    service = {"metadata": {"name": "collector"}, "spec": {"selector": labels, "ports": [{"port": PORT}]}}
+    fleet.kubernetes.request("POST", fleet.path("pods"), pod)
+    fleet.kubernetes.request("POST", fleet.path("services"), service)
+    until("the collector is up", lambda: is_ready(fleet.get("pods", "collector")), within=120)
+
+
+def read_spans(fleet: Fleet, trace: str) -> list[Object]:
+    found = fleet.kubernetes.request("GET", fleet.path("pods", f"collector:{PORT}") + "/proxy/")
+    return [span for span in (json.loads(found) if isinstance(found, str) else found) if span["trace"] == trace]
+
+
+def read_metric(fleet: Fleet, series: str) -> float:
+    (pod,) = fleet.pods(MODEL, "gateway")
+    text = fleet.kubernetes.request("GET", fleet.path("pods", f"{pod['metadata']['name']}:9090") + "/proxy/metrics")
+    (line,) = (line for line in text.splitlines() if line.startswith(series + " "))
+    return float(line.rpartition(" ")[2])
+
+
+@pytest.mark.timeout(600)
+def test_requests_go_over_native_links_and_their_spans_are_one_tree(fleet: Fleet, say: Say) -> None:
+    endpoint = f"http://collector.{fleet.namespace}.svc:{PORT}"
+    fleet.apply(smollm2(MODEL, gateway={"link": "Native"}, observability={"tracing": {"endpoint": endpoint}}))
+    fleet.wait_ready(MODEL, within=300)
+    (gateway,) = fleet.pods(MODEL, "gateway")
+    start_collector(fleet, gateway["spec"]["containers"][0]["image"])
+
+    def linked() -> bool:
+        assert read_metric(fleet, 'tandem_gateway_links{state="http_unannounced"}') == 0
+        return read_metric(fleet, 'tandem_gateway_links{state="native"}') >= 1
+
+    trace = secrets.token_hex(16)
+    with fleet.openai(MODEL) as api:
+        asked = {"model": MODEL, "prompt": "The sea is", "max_tokens": 12, "temperature": 0.0}
+        whole = api.completions.create(**asked)
+        streamed = api.completions.create(
+            **asked, stream=True, extra_headers={"traceparent": f"00-{trace}-{secrets.token_hex(8)}-01"}
+        )
+        assert "".join(each.choices[0].text for each in streamed if each.choices) == whole.choices[0].text
+    until("a worker is asked over its native link", linked, within=30)
+
+    def is_tree() -> list[Object]:
+        spans = read_spans(fleet, trace)
+        names = {span["name"] for span in spans}
+        assert {f"text_completion {MODEL}", "route", "remote prefill", "prefill", "kv send", "decode"} <= names, names
+        known = {span["id"] for span in spans}
+        (root,) = (span for span in spans if span["parent"] not in known)
+        assert root["name"] == f"text_completion {MODEL}"
+        assert len({span["pod"] for span in spans}) == 3, "the gateway, the prefill and the decode worker"
+        return spans
+
+    spans = until("every part of the request is in one tree", is_tree, within=60)
+    say(f"a stream over native links, told in {len(spans)} spans of three pods")
