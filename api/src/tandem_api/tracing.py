@@ -19,6 +19,7 @@ from typing import Literal
 
 from tandem_api.launch import TracingConfig
 from tandem_api.names import Role
+from tandem_api.validation import check_collector
 
 log = logging.getLogger(__name__)
 
@@ -115,6 +116,10 @@ def read_environment(environment: Mapping[str, str]) -> TracingConfig | None:
             percent = -1.0
         if not 0 <= percent <= 100:
             raise ValueError(f"OTEL_TRACES_SAMPLER_ARG is {ratio!r}; write a number from 0 to 1")
+    try:
+        check_collector(endpoint)
+    except ValueError as error:
+        raise ValueError(f"OpenTelemetry's endpoint in the environment: {error}") from error
     return TracingConfig(endpoint=endpoint, sampling_percent=percent)
 
 
@@ -251,7 +256,11 @@ class _Sender:
             self._wake.clear()
             over = self._ending  # before the last look at the queue
             while batch := self._take():
-                sent = export.send(batch)
+                try:
+                    sent = export.send(batch)
+                except Exception:  # whatever a span or a library does: the next batch has its chance
+                    log.exception("a batch of spans cannot be exported and is dropped")
+                    sent = False
                 with self._lock:
                     self._counts["exported" if sent else "export_failed"] += len(batch)
                 if self._ending and not sent:
