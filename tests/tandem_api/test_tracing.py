@@ -207,7 +207,7 @@ def test_what_is_no_collector_is_refused_wherever_it_is_written(endpoint: str) -
         lambda: read_environment({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": endpoint + "/v1/traces"}),
     ]
     for read in readers:
-        with pytest.raises(ValueError, match="for example http|OTEL_EXPORTER_OTLP_HEADERS"):
+        with pytest.raises(ValueError, match=r"for example http|OTEL_EXPORTER_OTLP_HEADERS"):
             read()
     with pytest.raises(ValueError, match="collector") as caught:
         check_collector(endpoint)
