@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from tandem_api import tracing
 from tandem_api.inferencemodel import Tracing
 from tandem_api.launch import TracingConfig
+from tandem_api.span_export import SpanExport
 from tandem_api.tracing import Span, TraceContext, Tracer, read_context, read_environment
 from tandem_api.validation import check_collector
 
@@ -134,6 +135,43 @@ def test_what_does_not_fit_is_dropped_and_counted(monkeypatch: pytest.MonkeyPatc
     assert tracer.counts == {"queue_full": 3}
     tracer.close()
     assert tracer.counts == {"queue_full": 3, "export_failed": 10}
+
+
+@pytest.fixture
+def laborious(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """When each batch began, all of which take 10 ms of CPU."""
+    begun: list[float] = []
+
+    def send(export: SpanExport, spans: object) -> bool:
+        begun.append(time.monotonic())
+        enough = time.thread_time() + 0.01
+        while time.thread_time() < enough:
+            pass
+        return True
+
+    monkeypatch.setattr(SpanExport, "send", send)
+    return begun
+
+
+def test_exporting_takes_its_share_of_a_core_and_no_more(laborious: list[float]) -> None:
+    """However many spans clients ask for: what it does not get to is dropped."""
+    tracer = Tracer("t", {})
+    tracer.follow(TracingConfig(endpoint="http://127.0.0.1:9"))
+    tracer.add([make_span()] * (5 * tracing.MAX_BATCH))
+    eventually(lambda: tracer.counts["exported"] == 5 * tracing.MAX_BATCH)
+    tracer.close()
+    for before, after in itertools.pairwise(laborious):
+        assert after - before > 0.01 / 0.25 * 0.99
+
+
+def test_at_the_end_it_takes_what_it_can_get(monkeypatch: pytest.MonkeyPatch, laborious: list[float]) -> None:
+    monkeypatch.setattr(tracing, "MAX_SHARE", 1e-9)  # months between two batches
+    tracer = Tracer("t", {})
+    tracer.follow(TracingConfig(endpoint="http://127.0.0.1:9"))
+    tracer.add([make_span()] * (3 * tracing.MAX_BATCH))
+    eventually(lambda: laborious)
+    tracer.close(60)
+    assert tracer.counts == {"exported": 3 * tracing.MAX_BATCH}
 
 
 def test_a_collector_that_hangs_holds_nobody_up() -> None:
