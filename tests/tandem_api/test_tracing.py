@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tandem_api import tracing
+from tandem_api.inferencemodel import Tracing
 from tandem_api.launch import TracingConfig
+from tandem_api.span_export import SpanExport
 from tandem_api.tracing import Span, TraceContext, Tracer, read_context, read_environment
+from tandem_api.validation import check_collector
 
 from tests.collector import run_collector
 
@@ -131,6 +137,43 @@ def test_what_does_not_fit_is_dropped_and_counted(monkeypatch: pytest.MonkeyPatc
     assert tracer.counts == {"queue_full": 3, "export_failed": 10}
 
 
+@pytest.fixture
+def laborious(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """When each batch began, all of which take 10 ms of CPU."""
+    begun: list[float] = []
+
+    def send(export: SpanExport, spans: object) -> bool:
+        begun.append(time.monotonic())
+        enough = time.thread_time() + 0.01
+        while time.thread_time() < enough:
+            pass
+        return True
+
+    monkeypatch.setattr(SpanExport, "send", send)
+    return begun
+
+
+def test_exporting_takes_its_share_of_a_core_and_no_more(laborious: list[float]) -> None:
+    """However many spans clients ask for: what it does not get to is dropped."""
+    tracer = Tracer("t", {})
+    tracer.follow(TracingConfig(endpoint="http://127.0.0.1:9"))
+    tracer.add([make_span()] * (5 * tracing.MAX_BATCH))
+    eventually(lambda: tracer.counts["exported"] == 5 * tracing.MAX_BATCH)
+    tracer.close()
+    for before, after in itertools.pairwise(laborious):
+        assert after - before > 0.01 / 0.25 * 0.99
+
+
+def test_at_the_end_it_takes_what_it_can_get(monkeypatch: pytest.MonkeyPatch, laborious: list[float]) -> None:
+    monkeypatch.setattr(tracing, "MAX_SHARE", 1e-9)  # months between two batches
+    tracer = Tracer("t", {})
+    tracer.follow(TracingConfig(endpoint="http://127.0.0.1:9"))
+    tracer.add([make_span()] * (3 * tracing.MAX_BATCH))
+    eventually(lambda: laborious)
+    tracer.close(60)
+    assert tracer.counts == {"exported": 3 * tracing.MAX_BATCH}
+
+
 def test_a_collector_that_hangs_holds_nobody_up() -> None:
     """It takes connections and never answers: recording returns, and so does the end."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -185,3 +228,102 @@ def test_nothing_is_loaded_where_nothing_is_traced(setup: str) -> None:
         [sys.executable, "-c", OFF.format(setup=setup)], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "collector:4318", "junk", "ftp://c", "http://", "http://c:99999", "http://c:0", "http://c:x", "http://[::1",
+        "http://[:::::]:4318", "http://c c", "http://c\n", "http://u:secret@c:4318",
+    ],
+)  # fmt: skip
+def test_what_is_no_collector_is_refused_wherever_it_is_written(endpoint: str) -> None:
+    """Here, and so neither where a gateway follows a change nor where a policy is written for its port."""
+    readers: list[Callable[[], object]] = [
+        lambda: TracingConfig(endpoint=endpoint),
+        lambda: Tracing(endpoint=endpoint),
+        lambda: read_environment({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": endpoint + "/v1/traces"}),
+    ]
+    for read in readers:
+        with pytest.raises(ValueError, match=r"for example http|OTEL_EXPORTER_OTLP_HEADERS"):
+            read()
+    with pytest.raises(ValueError, match="collector") as caught:
+        check_collector(endpoint)
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("endpoint", ["http://[::1]:4318", "https://c", "http://c:65535", "http://10.0.0.1:1/x"])
+def test_what_is_a_collector_is_taken_wherever_it_is_written(endpoint: str) -> None:
+    assert Tracing(endpoint=endpoint).endpoint == TracingConfig(endpoint=endpoint).endpoint == endpoint
+
+
+def test_a_span_that_cannot_be_sent_takes_no_other_batch_with_it(caplog: pytest.LogCaptureFixture) -> None:
+    with run_collector() as collector:
+        tracer = Tracer("t", {})
+        tracer.follow(TracingConfig(endpoint=collector.url))
+        tracer.add([make_span(), make_span(began=float("nan"))])
+        eventually(lambda: tracer.counts["export_failed"] == 2)
+        tracer.add([make_span(name="after")])
+        eventually(lambda: collector.spans)
+        tracer.close()
+    assert [span.name for span in collector.spans] == ["after"]
+    assert "a batch of spans cannot be exported" in caplog.text
+
+
+def test_a_number_that_the_protocol_has_no_room_for_is_left_out_quietly(caplog: pytest.LogCaptureFixture) -> None:
+    """It may be a client's `max_tokens`: a line in the log for each would be the client's to write."""
+    with run_collector() as collector:
+        tracer = Tracer("t", {})
+        tracer.follow(TracingConfig(endpoint=collector.url))
+        tracer.add([make_span(attributes={"most": 2**63 - 1, "more": 2**63, "flag": True})])
+        eventually(lambda: collector.spans)
+        tracer.close()
+    assert collector.spans[0].attributes == {"most": 2**63 - 1, "flag": True}
+    assert "encode" not in caplog.text  # threads of tests before this one may still say something else
+
+
+@contextlib.contextmanager
+def run_answer(head: bytes, body: Iterator[bytes]) -> Iterator[tuple[str, threading.Event]]:
+    """The URL of what answers one post so, and whether the client has closed the connection before the end."""
+    closed = threading.Event()
+
+    def answer(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.settimeout(60)
+            connection.recv(65536)
+            try:
+                connection.sendall(head)
+                for piece in body:
+                    connection.sendall(piece)
+            except OSError:
+                closed.set()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=answer, args=(listener,), daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", closed
+        thread.join(60)
+
+
+def test_of_an_answer_without_end_little_is_read() -> None:
+    """It would be the process's memory, and the exporter's thread for good."""
+    head = b"HTTP/1.1 200 OK\r\ncontent-length: 1000000000000\r\n\r\n"
+    with run_answer(head, itertools.repeat(bytes(1 << 16))) as (url, closed):
+        tracer = Tracer("t", {})
+        tracer.follow(TracingConfig(endpoint=url))
+        tracer.add([make_span()])
+        eventually(lambda: tracer.counts["exported"])
+        assert closed.wait(60)
+        tracer.close()
+
+
+def test_a_collector_that_has_moved_is_no_success(caplog: pytest.LogCaptureFixture) -> None:
+    head = b"HTTP/1.1 302 Found\r\nlocation: http://elsewhere:4318/\r\ncontent-length: 0\r\n\r\n"
+    with run_answer(head, iter(())) as (url, _):
+        tracer = Tracer("t", {})
+        tracer.follow(TracingConfig(endpoint=url))
+        tracer.add([make_span()])
+        eventually(lambda: tracer.counts["export_failed"])
+        tracer.close()
+    assert "the collector is at 'http://elsewhere:4318/' now; name that as the endpoint" in caplog.text

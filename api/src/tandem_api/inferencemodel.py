@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
 from tandem_api.base import Authored, Wire
 from tandem_api.engines import EngineKind, find_refusal, foreign_rules
 from tandem_api.launch import Device, DType, GatewayRouting, LinkKind, Parallelism, TLSVersion, ToolForm
 from tandem_api.names import GROUP
 from tandem_api.quantities import DURATION_PATTERN, QUANTITY_PATTERN, parse_duration
-from tandem_api.validation import RULES_KEY, Matches, Satisfies, rule
+from tandem_api.validation import RULES_KEY, Matches, Satisfies, check_collector, rule
 
 MODEL_NAME_MAX = 40
 """Child names append a role, an ordinal and a controller hash, and Pod labels end at 63 characters."""
@@ -688,6 +688,10 @@ class Gateway(Workload):
     """Serve clients over TLS. Where nothing is said they are served without, at port 80."""
 
 
+_PORT = "6553[0-5]|655[0-2][0-9]|65[0-4][0-9]{2}|6[0-4][0-9]{3}|[1-5][0-9]{4}|[1-9][0-9]{0,3}"
+"""1 to 65535."""
+
+
 class Tracing(Authored):
     enabled: bool = True
     """Set it to false where the chart sends every model's spans somewhere, and those of this one are not to go."""
@@ -695,10 +699,11 @@ class Tracing(Authored):
         Annotated[
             str,
             Matches(
-                r"https?://[A-Za-z0-9.-]+(:[0-9]{1,5})?(/[^\s?#]*)?|https?://\[[0-9a-fA-F:]+\](:[0-9]{1,5})?(/[^\s?#]*)?",
+                rf"https?://([A-Za-z0-9.-]+|\[[0-9a-fA-F:]+\])(:({_PORT}))?(/[^\s?#]*)?",
                 "must be the URL of a collector that takes OTLP over HTTP, for example"
                 " http://collector.observability.svc:4318",
             ),
+            AfterValidator(check_collector),
             Field(max_length=512),
         ]
         | None

@@ -6,10 +6,10 @@ Both sides use these classes, so flags cannot drift apart. Only per-pod facts co
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from tandem_api.base import Wire
 from tandem_api.names import (
@@ -23,6 +23,7 @@ from tandem_api.names import (
     WORKER_METRICS_PORT,
     Role,
 )
+from tandem_api.validation import check_collector
 
 MAX_HELD_BYTES = 512 * 1024 * 1024
 Device = Literal["Auto", "CUDA", "CPU"]
@@ -117,7 +118,7 @@ class SchedulerConfig(Wire):
 class TracingConfig(Wire):
     """Where the spans of requests go."""
 
-    endpoint: str
+    endpoint: Annotated[str, AfterValidator(check_collector)]
     """Base URL of a collector that takes OTLP over HTTP; one with a path is taken as it is."""
     sampling_percent: float = 100.0
     """Of the requests whose clients have not decided it themselves, those that are traced. The gateways decide."""
@@ -125,8 +126,8 @@ class TracingConfig(Wire):
     @property
     def traces_url(self) -> str:
         """Where spans are posted to."""
-        bare = not urlsplit(self.endpoint).path.strip("/")
-        return f"{self.endpoint.rstrip('/')}/v1/traces" if bare else self.endpoint
+        parts = urlsplit(self.endpoint)
+        return self.endpoint if parts.path.strip("/") else parts._replace(path="/v1/traces").geturl()
 
 
 class WorkerConfig(Wire):

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from time import monotonic
+from typing import Any
 
+import requests
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
@@ -27,8 +30,12 @@ from opentelemetry.trace import (
     set_span_in_context,
 )
 
-from tandem_api.tracing import Span, TraceContext
+from tandem_api.tracing import Span, TraceContext, Value
 from tandem_api.version import VERSION
+
+MAX_ANSWER_BYTES = 64 * 1024
+ANSWER_SECONDS = 5.0
+"""What the body of a collector's answer may take; then the connection is closed."""
 
 _KINDS = {"server": SpanKind.SERVER, "client": SpanKind.CLIENT, "internal": SpanKind.INTERNAL}
 
@@ -54,6 +61,29 @@ class _Ended(SpanProcessor):
         self.spans.append(span)
 
 
+class _Session(requests.Session):
+    """Reads no more of an answer than a collector has to say: its body is of no use, and may have any size."""
+
+    def request(self, *arguments: Any, **options: Any) -> requests.Response:
+        """Raises what `requests` raises, and InvalidURL where the collector is somewhere else."""
+        response = super().request(*arguments, **options, stream=True)
+        self._skip_body(response)
+        if response.is_redirect:
+            where = response.headers["location"][:200]
+            raise requests.exceptions.InvalidURL(f"the collector is at {where!r} now; name that as the endpoint")
+        return response
+
+    @staticmethod
+    def _skip_body(response: requests.Response) -> None:
+        deadline, room = monotonic() + ANSWER_SECONDS, MAX_ANSWER_BYTES
+        while room > 0 and monotonic() < deadline:
+            data = response.raw.read1(room, decode_content=False)
+            if not data:
+                return  # the connection is there for the next batch
+            room -= len(data)
+        response.close()
+
+
 class SpanExport:
     """For one thread."""
 
@@ -65,14 +95,15 @@ class SpanExport:
         provider = TracerProvider(sampler=ALWAYS_ON, resource=resource, id_generator=self._ids, shutdown_on_exit=False)
         provider.add_span_processor(self._ended)
         self._tracer = provider.get_tracer("tandem", VERSION)
-        self._exporter = OTLPSpanExporter(endpoint=url)
+        self._exporter = OTLPSpanExporter(endpoint=url, session=_Session())
 
     def send(self, spans: Sequence[tuple[Span, float]]) -> bool:
         """Whether a collector took them. `spans` come with what makes their times the time of day. Waits for the
         collector as long as its timeout says, and logs why it failed."""
+        batch: list[ReadableSpan] = []
+        self._ended.spans = batch
         for span, offset in spans:
             self._convert(span, offset)
-        batch, self._ended.spans = self._ended.spans, []
         return self._exporter.export(batch) is SpanExportResult.SUCCESS
 
     def close(self) -> None:
@@ -85,7 +116,7 @@ class SpanExport:
             span.name,
             context=parent,
             kind=_KINDS[span.kind],
-            attributes={key: value for key, value in span.attributes.items() if value is not None},
+            attributes={key: value for key, value in span.attributes.items() if _fits(value)},
             links=[Link(_remote(link).get_span_context()) for link in span.links],
             start_time=_nanoseconds(span.began + offset),
         )
@@ -93,6 +124,11 @@ class SpanExport:
             made.set_attribute("error.type", span.error)
             made.set_status(Status(StatusCode.ERROR))
         made.end(_nanoseconds(max(span.began, span.ended) + offset))
+
+
+def _fits(value: Value | None) -> bool:
+    """Whether it is something that the protocol has room for; numbers may be a client's own."""
+    return value is not None and (type(value) is not int or -(2**63) <= value < 2**63)
 
 
 def _remote(context: TraceContext) -> NonRecordingSpan:

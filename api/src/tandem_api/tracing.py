@@ -19,6 +19,7 @@ from typing import Literal
 
 from tandem_api.launch import TracingConfig
 from tandem_api.names import Role
+from tandem_api.validation import check_collector
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +27,8 @@ MAX_QUEUED = 4096
 """Spans that wait for the exporter. Beyond this new ones are dropped."""
 MAX_BATCH = 512
 BATCH_SECONDS = 1.0
+MAX_SHARE = 0.25
+"""Of a core that exporting takes: clients that have all of their requests traced take no more from the others."""
 CLOSE_SECONDS = 2.0
 """What the spans of the last requests may take at the end of a process."""
 
@@ -115,6 +118,10 @@ def read_environment(environment: Mapping[str, str]) -> TracingConfig | None:
             percent = -1.0
         if not 0 <= percent <= 100:
             raise ValueError(f"OTEL_TRACES_SAMPLER_ARG is {ratio!r}; write a number from 0 to 1")
+    try:
+        check_collector(endpoint)
+    except ValueError as error:
+        raise ValueError(f"OpenTelemetry's endpoint in the environment: {error}") from error
     return TracingConfig(endpoint=endpoint, sampling_percent=percent)
 
 
@@ -207,7 +214,8 @@ class _Sender:
         self._lock = threading.Lock()
         """Guards queue and counts."""
         self._wake = threading.Event()
-        self._ending = self._broken = False
+        self._ending = threading.Event()
+        self._broken = False
         self._thread = threading.Thread(target=self._run, name="trace-export", daemon=True)
 
     def start(self) -> None:
@@ -217,7 +225,7 @@ class _Sender:
     def add(self, spans: list[Span]) -> None:
         offset = time.time() - time.monotonic()
         with self._lock:
-            room = 0 if self._broken or self._ending else MAX_QUEUED - len(self._queue)
+            room = 0 if self._broken or self._ending.is_set() else MAX_QUEUED - len(self._queue)
             self._queue.extend((span, offset) for span in spans[:room])
             if len(spans) > room:
                 self._counts["queue_full"] += len(spans) - room
@@ -226,7 +234,7 @@ class _Sender:
             self._wake.set()
 
     def end(self) -> None:
-        self._ending = True
+        self._ending.set()
         self._wake.set()
 
     def join(self, seconds: float) -> None:
@@ -249,14 +257,20 @@ class _Sender:
         while not over:
             self._wake.wait(BATCH_SECONDS)
             self._wake.clear()
-            over = self._ending  # before the last look at the queue
+            over = self._ending.is_set()  # before the last look at the queue
             while batch := self._take():
-                sent = export.send(batch)
+                began = time.thread_time()
+                try:
+                    sent = export.send(batch)
+                except Exception:  # whatever a span or a library does: the next batch has its chance
+                    log.exception("a batch of spans cannot be exported and is dropped")
+                    sent = False
                 with self._lock:
                     self._counts["exported" if sent else "export_failed"] += len(batch)
-                if self._ending and not sent:
+                if self._ending.is_set() and not sent:
                     over = True  # a collector that does not answer is not waited for
                     break
+                self._ending.wait((time.thread_time() - began) * (1 / MAX_SHARE - 1))
         with self._lock:
             self._drop()
         export.close()

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from tandem_api.launch import TracingConfig
 from tandem_api.names import OPERATOR_HEALTH_PORT, OPERATOR_METRICS_PORT
 from tandem_api.quantities import parse_duration
+from tandem_api.validation import check_collector
 
 from tandem_operator.errors import SettingsError
 from tandem_operator.rotation import KeyPolicy
@@ -148,7 +149,7 @@ def _build_parser() -> argparse.ArgumentParser:
         help="time between two questions whether a branch has moved",
     )  # fmt: skip
     parser.add_argument(
-        "--tracing-endpoint", type=_base_url, default=None,
+        "--tracing-endpoint", type=_collector_url, default=None,
         help="collector (OTLP over HTTP) of the spans of models that name none; default: they are not traced",
     )  # fmt: skip
     parser.add_argument(
@@ -183,6 +184,14 @@ def _build_parser() -> argparse.ArgumentParser:
         help="where gateways may reach the API server; may be repeated; default: 443 and 6443",
     )  # fmt: skip
     return parser
+
+
+def _collector_url(text: str) -> str | None:
+    """None for nothing, as the chart writes it."""
+    try:
+        return check_collector(text) if text else None
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _base_url(text: str) -> str | None:
