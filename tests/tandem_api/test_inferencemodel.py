@@ -286,6 +286,10 @@ ELSEWHERE = [{"kind": "VLLM"}, {"kind": "SGLang"}]
         ({"engine": {"device": "CPU"}}, "engine.device must not be CPU"),
         ({"engine": {"args": ["--served-model-name=x"]}}, "engine.args has an argument that the operator writes"),
         ({"engine": {"args": ["--port", "1"]}}, "engine.args has an argument that the operator writes"),
+        ({"engine": {"args": ["--api_key=x"]}}, "engine.args has an argument that the operator writes"),
+        ({"engine": {"args": ["--port=1\n"]}}, "engine.args has an argument that the operator writes"),
+        ({"engine": {"args": ["--seed=1", "-tp", "2"]}}, "engine.args has an argument that the operator writes"),
+        ({"engine": {"args": ["--dtype.x=1"]}}, "engine.args has an argument that the operator writes"),
         ({"kv": {"memory": "2Gi"}}, "kv.memory is of Tandem's own engine"),
         ({"kv": {"transport": "TCP"}}, "kv.transport is of Tandem's own engine"),
         ({"kv": {"verify": False}}, "kv.verify is of Tandem's own engine"),
@@ -304,7 +308,7 @@ def test_what_another_engine_cannot_do_is_refused(engine: dict[str, Any], spec: 
 
 
 def test_another_engine_gets_its_arguments() -> None:
-    args = ["--gpu-memory-utilization=0.8", "--port-of-something", "value", "-tp"]
+    args = ["--gpu-memory-utilization=0.8", "--port-of-something", "value", "-O3", "--x=$(echo; `y` \"'"]
     assert parse(engine={"kind": "VLLM", "args": args}, decode={"parallelism": {"tensor": 4}}).spec.engine.args == args
     with pytest.raises(ValidationError, match=r"engine\.args are for the kinds VLLM and SGLang"):
         parse(engine={"args": args})

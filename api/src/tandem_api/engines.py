@@ -7,6 +7,7 @@ arguments.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -34,6 +35,13 @@ class ForeignEngine:
     own_arguments: tuple[str, ...]
     """Which the operator writes, so that nobody else may."""
 
+    @property
+    def own_pattern(self) -> str:
+        """Regular expression, of RE2 and of Python, for an argument that is one of them in whatever spelling the engine
+        takes: short (`-tp`), with underscores, negated, or by a part of its value (`--kv-transfer-config.kv_role`)."""
+        named = "|".join(name.replace("-", "[-_]") for name in self.own_arguments)
+        return f"^--?(no[-_])?({named})([=.]|$)"
+
 
 def needs_prefill(kind: EngineKind, role: Role) -> bool:
     """Whether a worker of this role computes no prompts: decode workers of SGLang do not."""
@@ -49,6 +57,7 @@ FOREIGN_ENGINES: dict[str, ForeignEngine] = {
         own_arguments=(
             *_HTTP_SERVER, "model", "revision", "dtype", "max-model-len", "kv-transfer-config", "tensor-parallel-size",
             "pipeline-parallel-size", "data-parallel-size", "enable-prompt-tokens-details", "config",
+            "tp", "pp", "dp",
         ),
     ),
     "SGLang": ForeignEngine(
@@ -164,11 +173,10 @@ def foreign_rules() -> list[Any]:
              path=".engine.args")
     )  # fmt: skip
     for kind, engine in FOREIGN_ENGINES.items():
-        pattern = f"^--({'|'.join(engine.own_arguments)})(=.*)?$"
         rules.append(
             rule(
                 f"!has(self.engine) || !has(self.engine.kind) || self.engine.kind != '{kind}'"
-                f" || !has(self.engine.args) || self.engine.args.all(a, !a.matches('{pattern}'))",
+                f" || !has(self.engine.args) || self.engine.args.all(a, !a.matches('{engine.own_pattern}'))",
                 _OWN,
                 path=".engine.args",
             )
@@ -203,7 +211,7 @@ def find_refusal(spec: InferenceModelSpec) -> str | None:
     for limit, is_broken in zip(_LIMITS, broken, strict=True):
         if is_broken:
             return f"{limit.path[1:]} {limit.message}"
-    own = FOREIGN_ENGINES[engine.kind].own_arguments
-    if any(argument.removeprefix("--").partition("=")[0] in own for argument in engine.args if argument[:2] == "--"):
+    own = re.compile(FOREIGN_ENGINES[engine.kind].own_pattern)
+    if any(map(own.match, engine.args)):
         return f"engine.args {_OWN}"
     return None

@@ -44,6 +44,7 @@ from tandem_gateway.scheduling import (
     Outcome,
     Reservation,
     Scheduler,
+    Worker,
     classify_status,
 )
 from tandem_gateway.scheduling.queue import Slot, Ticket
@@ -240,8 +241,8 @@ class Exchange:
             self._join_queue(now)  # others were here before
             return False
         choice = context.scheduler.choose(demand, now, full or self._excluded)
-        if continuation is not None and choice is not None and choice.decode.worker.revision != continuation.revision:
-            choice = self._choose_of_revision(continuation.revision, now)
+        if continuation is not None and choice is not None and not _may_go_on(choice.decode.worker, continuation):
+            choice = self._choose_to_go_on(continuation, now)
         if choice is None:
             if self._ticket is None:
                 # Everyone was tried: whoever comes back first from its back-off may try again.
@@ -317,10 +318,10 @@ class Exchange:
         self._leave_queue("full")
         self._fail(error)
 
-    def _choose_of_revision(self, revision: str, now: float) -> Choice | None:
+    def _choose_to_go_on(self, continuation: Continuation, now: float) -> Choice | None:
         scheduler = self._context.scheduler
         workers = [endpoint.worker for endpoint in scheduler.endpoints.values()]
-        others = {worker.name for worker in workers if worker.revision != revision}
+        others = {worker.name for worker in workers if not _may_go_on(worker, continuation)}
         return scheduler.choose(self.inquiry.demand, now, self._excluded | others)
 
     def tick(self, now: float) -> None:
@@ -836,6 +837,11 @@ class Exchange:
         decode_name = fields.get(_DECODE_WORKER) or self.choice.decode.worker.name.encode()
         prefill_name = fields.get(_PREFILL_WORKER) or prefill.worker.name.encode()
         return decode_name.decode("latin-1"), prefill_name.decode("latin-1")
+
+
+def _may_go_on(worker: Worker, continuation: Continuation) -> bool:
+    """Whether a stream can move there: engines of other projects know nothing of journals."""
+    return worker.revision == continuation.revision and worker.engine == "Tandem"
 
 
 def build_request_head(

@@ -86,7 +86,7 @@ class Gateway:
         self.engines = build_engines(self, worker_model=config.model_name)
         self._engines_here: list[Engine] = []
         """Those of the workers that there are."""
-        self.pairs = False
+        self.pairs = self.mixed = False
         self.decisions: deque[Decision] = deque(maxlen=KEPT)
         self.metrics = Metrics()
         self.traffic = TrafficCounter()
@@ -128,9 +128,10 @@ class Gateway:
     def apply_workers(self, workers: Iterable[Worker]) -> None:
         """The model's workers are now these. Requests on workers that left run on; waiting ones are placed."""
         workers = list(workers)
-        kinds = {worker.engine for worker in workers if worker.engine != "Tandem"}
+        kinds = {worker.engine for worker in workers}
+        self.mixed = len(kinds) > 1
         self.pairs = any(worker.role is Role.DECODE for worker in workers)
-        self._engines_here = [self.engines[kind] for kind in sorted(kinds)]
+        self._engines_here = [self.engines[kind] for kind in sorted(kinds - {"Tandem"})]
         for endpoint in self.scheduler.apply_workers(workers):
             link = self._links.pop(endpoint.serial, None)
             if link is not None:

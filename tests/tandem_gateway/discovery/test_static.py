@@ -36,6 +36,8 @@ def test_a_worker_is_read() -> None:
         ("url=h:1,kv-tokens=many", "kv-tokens is how many"),
         ("url=h:1,kv-tokens=0", "kv-tokens is how many"),
         ("url=h:1,engine=vllm", "engine is Tandem, VLLM, SGLang"),
+        ("url=h:1,kv=h", "write kv=HOST:PORT"),
+        ("url=h:1,engine=SGLang,kv=h:x", "write kv=HOST:PORT"),
         ("url=h:1,status=h", "write status=HOST:PORT"),
         ("url=h:1,link=h", "write link=HOST:PORT"),
     ],

@@ -133,11 +133,14 @@ def test_a_prefill_makes_one_token() -> None:
 
 
 def test_rooms() -> None:
-    one = build_meeting({"prompt": [1, 2]}, "[fd00::1]:8998")
+    one = build_meeting(None, "[fd00::1]:8998")
     assert (one["bootstrap_host"], one["bootstrap_port"]) == ("[fd00::1]", 8998)
-    many = [build_meeting({"prompt": "x"}, "h:1")["bootstrap_room"] for _ in range(100)]
+    many = [build_meeting(None, "h:1")["bootstrap_room"] for _ in range(100)]
     assert len(set(many)) == 100
     assert all(0 <= room < 1 << 63 for room in many)
+    three = build_meeting(3, "h:1")
+    assert (three["bootstrap_host"], three["bootstrap_port"]) == (["h"] * 3, [1] * 3)
+    assert len(set(three["bootstrap_room"])) == 3
     assert [count_prompts({"prompt": prompt}) for prompt in ("x", [1], ["x"], [[1], [2]], [])] == [
         None,
         None,

@@ -42,6 +42,9 @@ def parse_worker(text: str) -> Worker:
     kv_tokens = fields.get("kv-tokens", str(DEFAULT_KV_TOKENS))
     if not kv_tokens.isdecimal() or not int(kv_tokens):
         raise ConfigError(f"worker {text!r}: kv-tokens is how many tokens its cache holds, a number above 0")
+    kv_address = fields.get("kv", "")
+    if kv_address and not kv_address.rpartition(":")[2].isdecimal():
+        raise ConfigError(f"worker {text!r}: write kv=HOST:PORT, where it is asked for blocks")
     status = fields.get("status", "")
     if status and not status.rpartition(":")[2].isdigit():
         raise ConfigError(f"worker {text!r}: write status=HOST:PORT, its metrics port")
@@ -56,7 +59,7 @@ def parse_worker(text: str) -> Worker:
         address=address,
         role=role,
         revision=fields.get("revision", "static"),
-        kv_address=fields.get("kv", ""),
+        kv_address=kv_address,
         link_address=link,
         status_address=status,
         kv_tokens=int(kv_tokens),

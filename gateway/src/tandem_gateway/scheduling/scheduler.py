@@ -47,6 +47,9 @@ _NOBODY: frozenset[str] = frozenset()
 _ANSWERED = Outcome.ANSWERED
 
 
+_Groups = dict[tuple[str, str], Group]
+
+
 class Scheduler:
     """Owned by one event loop; nothing in it blocks or waits."""
 
@@ -63,8 +66,9 @@ class Scheduler:
         self._canary_names: frozenset[str] = frozenset()
         self._split = Split(0.0)
         self._turn = 0
-        self._groups: tuple[dict[str, Group], dict[str, Group]] = ({}, {})
-        """By revision: everybody's but the canary's, and the canary's."""
+        self._groups: tuple[_Groups, _Groups] = ({}, {})
+        """By revision and engine, so that no pair has workers of two: everybody's but the canary's, and the
+        canary's."""
         self._out: list[tuple[float, int, Endpoint]] = []
         """Who is left out, by the end of the pause. Entries of the past are skipped."""
         self._checked_at = 0.0
@@ -126,18 +130,19 @@ class Scheduler:
 
     def _find_pool(self, worker: Worker) -> Pool:
         groups = self._groups[worker.name in self._canary_names]
-        group = groups.get(worker.revision)
+        key = worker.revision, worker.engine
+        group = groups.get(key)
         if group is None:
-            group = groups[worker.revision] = Group(Pool(), Pool())
-            for revision in sorted(groups):  # in one order in every gateway: sessions' revisions follow from it
-                groups[revision] = groups.pop(revision)
+            group = groups[key] = Group(Pool(), Pool())
+            for other in sorted(groups):  # in one order in every gateway: sessions' revisions follow from it
+                groups[other] = groups.pop(other)
         return group.prefills if worker.role is Role.PREFILL else group.decodes
 
     def _drop_empty_groups(self) -> None:
         for groups in self._groups:
-            for revision, group in list(groups.items()):
+            for key, group in list(groups.items()):
                 if not group.decodes.members and not group.prefills.members:
-                    del groups[revision]
+                    del groups[key]
 
     # choosing
 

@@ -64,10 +64,13 @@ class Answer:
             if not fields.get("choices"):
                 return b""
             fields["usage"] = None
-        return b"data: " + orjson.dumps(fields) + b"\n\n"
+        try:
+            return b"data: " + orjson.dumps(fields) + b"\n\n"
+        except orjson.JSONEncodeError:  # nested beyond what can be written
+            return event
 
     def body(self, data: bytes) -> bytes:
-        """An answer in one piece. What is no JSON object stays as it is."""
+        """An answer in one piece. What is no JSON object, or one too deep to be written again, stays as it is."""
         if self._rename is None and self.cached is None:
             return data
         try:
@@ -82,7 +85,10 @@ class Answer:
         fields.pop("kv_transfer_params", None)  # names workers
         if self._reads_usage and isinstance(fields.get("usage"), dict):
             self._correct(fields)
-        return orjson.dumps(fields)
+        try:
+            return orjson.dumps(fields)
+        except orjson.JSONEncodeError:  # nested beyond what can be written
+            return data
 
     def _correct(self, fields: Fields) -> Fields:
         usage = cast(Fields, fields["usage"])

@@ -12,9 +12,12 @@ from tandem_gateway.upstream.engines.contract import Fields
 
 STEERS = (
     "kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key",
-    "data_parallel_rank", "disagg_prefill_dp_rank",
+    "data_parallel_rank", "routed_dp_rank", "disagg_prefill_dp_rank", "decode_tp_size",
 )  # fmt: skip
 """With these a request tells a worker which machine to connect to: never a client's to say."""
+_COUNTS = ("n", "best_of")
+_EXTRA = "vllm_xargs"
+"""What is in it vLLM takes for its own arguments, `kv_transfer_params` too."""
 PAIRED = frozenset((CHAT, COMPLETIONS))
 """Paths of requests that a prefill and a decode worker share."""
 
@@ -32,8 +35,11 @@ def refuse_steering(body: bytes) -> None:
     """Raises BadRequest where a client names other machines. Costs a search in bytes where it does not."""
     if not any(name.encode() in body for name in STEERS):
         return
+    fields = read_fields(body)
+    extra: Any = fields.get(_EXTRA)
+    steering = fields | cast(Fields, extra) if isinstance(extra, dict) else fields
     for name in STEERS:
-        if read_fields(body).get(name) is not None:
+        if steering.get(name) is not None:
             raise BadRequest(
                 f"{name!r} is written by the gateway, which chooses the workers: leave it out",
                 param=name,
@@ -47,15 +53,18 @@ def asks_usage(fields: Fields) -> bool:
     return isinstance(options, dict) and cast(Fields, options).get("include_usage") is True
 
 
-def build_request(fields: Fields, path: str, model: str, **more: Any) -> bytes:
+def build_request(fields: Fields, path: str, model: str) -> bytes:
     """The body for a worker: under the name that it has for the model, with usage at the end of streams whether or not
-    the client asked, and without what only the gateway may say, which is in `more`.
+    the client asked, and without what only the gateway may say, which `extend` adds.
 
     Raises:
         BadRequest: it is nested beyond what can be written.
     """
     sent = {name: value for name, value in fields.items() if name not in STEERS}
     sent["model"] = model
+    extra: Any = sent.get(_EXTRA)
+    if isinstance(extra, dict):
+        sent[_EXTRA] = {name: value for name, value in cast(Fields, extra).items() if name not in STEERS}
     if path in PAIRED and fields.get("stream") is True and not asks_usage(fields):
         options: Any = fields.get("stream_options")
         if options is None or isinstance(options, dict):  # anything else is the engine's to refuse
@@ -64,15 +73,21 @@ def build_request(fields: Fields, path: str, model: str, **more: Any) -> bytes:
                 "include_usage": True
             }
     try:
-        return orjson.dumps(sent | more)
+        return orjson.dumps(sent)
     except orjson.JSONEncodeError as error:
         raise BadRequest("the request body is nested too deeply", code="invalid_value") from error
 
 
-def count_answers(fields: Fields) -> int:
-    """Choices that are asked of each prompt."""
-    counts = [fields.get(name) for name in ("n", "best_of")]
-    return max([count for count in counts if type(count) is int], default=1)
+def extend(body: bytes, more: Fields) -> bytes:
+    """What `build_request` has built, with fields that are not in it. Raises JSONEncodeError where they are nested too
+    deeply."""
+    return body[:-1] + b"," + orjson.dumps(more)[1:] if more else body
+
+
+def asks_one_answer(fields: Fields) -> bool:
+    """Whether one choice is asked of each prompt. Engines read numbers in texts and fractions too, so what is no whole
+    number may be any."""
+    return all(fields.get(name) is None or (type(fields[name]) is int and fields[name] <= 1) for name in _COUNTS)
 
 
 def count_prompts(fields: Fields) -> int | None:

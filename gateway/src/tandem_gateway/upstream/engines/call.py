@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tandem_api.names import HEADER_DECODE_WORKER, HEADER_PREFILL_WORKER, HEADER_REQUEST_ID
 
@@ -16,13 +16,15 @@ from tandem_gateway.scheduling import Endpoint, Outcome
 from tandem_gateway.sse import EventStream, EventTooLarge
 from tandem_gateway.upstream.base import Call, Failure, ResponseHead, Sink
 from tandem_gateway.upstream.engines.answer import Answer
-from tandem_gateway.upstream.engines.body import PAIRED, asks_usage, build_request, read_fields
-from tandem_gateway.upstream.engines.contract import Host, Order
+from tandem_gateway.upstream.engines.body import PAIRED, asks_usage, build_request, extend
+from tandem_gateway.upstream.engines.contract import Fields, Host, Order
 
 HELP_SHARE = 0.5
-"""A prefill worker may take this share of the time that a first token has; then another one is asked."""
+"""A prefill worker may take this share of the time that is left for a first token; then another one is asked. So the
+time is never over because of prefill workers alone, for which the decode worker would be blamed."""
 MAX_HELP_BYTES = 4 * 1024 * 1024
 """Of a prefill worker's answer: one token, and the names of its blocks."""
+_OWN = b"x-tandem-"
 _FORWARDED = (b"accept", b"traceparent", b"tracestate")
 _HEAD = b"%b %b HTTP/1.1\r\nhost: %b\r\n%b" + HEADER_REQUEST_ID.encode() + b": %b\r\ncontent-length: %d\r\n\r\n"
 _OUTCOMES = {Failure.CONNECT: Outcome.REFUSED, Failure.RESET: Outcome.RESET, Failure.PROTOCOL: Outcome.RESET}
@@ -84,13 +86,14 @@ class Helper:
 class ForeignCall:
     """A request to one worker of another engine. Subclasses bring in the prefill worker."""
 
-    def __init__(self, host: Host, sink: Sink, order: Order, *, worker_model: str) -> None:
-        self.order = order
-        self.fields = read_fields(order.body)
+    def __init__(self, host: Host, sink: Sink, order: Order, fields: Fields, *, worker_model: str) -> None:
+        """`fields` are those of the order's body. Raises BadRequest where they cannot be written again."""
+        self.order = replace(order, body=b"")
         self._host = host
         self._sink: Sink | None = sink
         """None once the call has ended."""
-        self._model = worker_model
+        self._body = build_request(fields, order.path, worker_model) if order.body else b""
+        """For workers; empty once one answers, for then it is not sent again."""
         self._call: Call | None = None
         self._head: ResponseHead | None = None
         self._events: EventStream | None = None
@@ -99,12 +102,14 @@ class ForeignCall:
         self._patience: asyncio.TimerHandle | None = None
         # The same at both workers, and no other request's, whatever names clients give to theirs.
         self._id = b"%b-%b" % (order.request_id, os.urandom(4).hex().encode())
+        self._deadline = self._loop.time() + host.timeouts.first_token_seconds
         paired = order.path in PAIRED
+        model = fields.get("model")
         self._answer = Answer(
             reads_usage=paired,
-            shows_usage=not paired or asks_usage(self.fields),
+            shows_usage=not paired or asks_usage(fields),
             worker_model=worker_model,
-            client_model=self.fields.get("model") or host.served_names[0],
+            client_model=model if isinstance(model, str) else host.served_names[0],
         )
 
     def begin(self) -> None:
@@ -113,9 +118,7 @@ class ForeignCall:
 
     def decode(self, **more: object) -> None:
         """Ask the worker that answers the client."""
-        order = self.order
-        body = build_request(self.fields, order.path, self._model, **more) if order.body else b""
-        self._call = self._ask(order.choice.decode, body, self)
+        self._call = self._ask(self.order.choice.decode, extend(self._body, more), self)
 
     def help(self, body: bytes, on_end: Callable[[Endpoint, Help], None]) -> None:
         """Ask the first prefill worker of the choice."""
@@ -128,7 +131,7 @@ class ForeignCall:
                 on_end(endpoint, result)
 
         helper = self._helper = Helper(end)
-        seconds = HELP_SHARE * self._host.timeouts.first_token_seconds
+        seconds = HELP_SHARE * max(0.0, self._deadline - self._loop.time())
         self._patience = self._loop.call_later(
             seconds, helper.give_up, Failure.RESET, f"it has not answered within {seconds:g} s"
         )
@@ -189,6 +192,9 @@ class ForeignCall:
     # what the answering worker says
 
     def on_upstream_head(self, head: ResponseHead) -> None:
+        # Words of Tandem's own workers mean nothing from others, not even that a stream may move.
+        head.headers = [field for field in head.headers if not field[0].startswith(_OWN)]
+        head.fields = dict(head.headers)
         choice = self.order.choice
         computed = choice.prefill[0] if choice.prefill else choice.decode
         for name, endpoint in ((HEADER_DECODE_WORKER, choice.decode), (HEADER_PREFILL_WORKER, computed)):
@@ -196,6 +202,7 @@ class ForeignCall:
             head.headers.append(field)
             head.fields[field[0]] = field[1]
         self._head = head
+        self._body = b""
         if head.status == 200:
             if head.fields.get(b"content-type", b"").startswith(b"text/event-stream"):
                 self._events = EventStream()

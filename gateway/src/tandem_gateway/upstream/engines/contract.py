@@ -40,6 +40,8 @@ class Host(Protocol):
     served_names: tuple[str, ...]
     pairs: bool
     """Decode workers have prefill workers beside them."""
+    mixed: bool
+    """Workers of several engines serve side by side: no engine may judge a request that another one may get."""
 
     def link(self, endpoint: Endpoint) -> Link: ...
 

@@ -22,9 +22,9 @@ from tandem_gateway.upstream.base import Call, Failure, ResponseHead, Sink
 from tandem_gateway.upstream.engines.answer import HAS_USAGE, find_cached
 from tandem_gateway.upstream.engines.body import (
     PAIRED,
-    build_request,
-    count_answers,
+    asks_one_answer,
     count_prompts,
+    extend,
     read_fields,
     refuse_steering,
 )
@@ -35,6 +35,7 @@ ROOMS = (1 << 63) - 4096
 """Numbers of 63 bits; SGLang counts on from one where a request has several answers."""
 USAGE_SECONDS = 1.0
 """The end of an answer waits this long for the prefill worker to say what it had cached."""
+_MAX_TAIL_BYTES = 1024 * 1024
 _BUSY = 429
 
 
@@ -47,22 +48,8 @@ class SGLang:
 
     def admit(self, path: str, body: bytes, inquiry: Inquiry) -> None:
         refuse_steering(body)
-        if not self._host.pairs or path not in GENERATES:
-            return
-        if path not in PAIRED:
-            raise NotRouted(
-                f"{path} is not served by SGLang's prefill and decode workers: use /v1/chat/completions or"
-                " /v1/completions",
-                code="unsupported_endpoint",
-            )
-        fields = read_fields(body)
-        if (count_prompts(fields) or 1) > 1 and count_answers(fields) > 1:
-            raise BadRequest(
-                "'n' above 1 with several prompts is not served by SGLang's prefill and decode workers: send one"
-                " request for each prompt",
-                param="n",
-                code="unsupported_value",
-            )
+        if self._host.pairs and not self._host.mixed:
+            _refuse_unpaired(path, read_fields(body))
 
     def start(self, sink: Sink, order: Order) -> Call:
         call = _SGLangCall(self._host, sink, order, worker_model=self._worker_model)
@@ -70,10 +57,27 @@ class SGLang:
         return call
 
 
-def build_meeting(fields: Fields, address: str) -> dict[str, Any]:
+def _refuse_unpaired(path: str, fields: Fields) -> None:
+    """Raises RequestError for what a prefill and a decode worker cannot compute between them."""
+    if path not in GENERATES:
+        return
+    if path not in PAIRED:
+        raise NotRouted(
+            f"{path} is not served by SGLang's prefill and decode workers: use /v1/chat/completions or /v1/completions",
+            code="unsupported_endpoint",
+        )
+    if (count_prompts(fields) or 1) > 1 and not asks_one_answer(fields):
+        raise BadRequest(
+            "'n' above 1 with several prompts is not served by SGLang's prefill and decode workers: send one"
+            " request for each prompt",
+            param="n",
+            code="unsupported_value",
+        )
+
+
+def build_meeting(prompts: int | None, address: str) -> dict[str, Any]:
     """Where both workers meet: at the prefill worker's bootstrap server, in a room for each prompt."""
     host, _, port = address.rpartition(":")
-    prompts = count_prompts(fields)
     if prompts is None:
         return {"bootstrap_host": host, "bootstrap_port": int(port), "bootstrap_room": random.randrange(ROOMS)}
     return {
@@ -85,7 +89,11 @@ def build_meeting(fields: Fields, address: str) -> dict[str, Any]:
 
 class _SGLangCall(ForeignCall):
     def __init__(self, host: Host, sink: Sink, order: Order, *, worker_model: str) -> None:
-        super().__init__(host, sink, order, worker_model=worker_model)
+        fields = read_fields(order.body)
+        super().__init__(host, sink, order, fields, worker_model=worker_model)
+        self._prompts = count_prompts(fields)
+        if order.choice.decode.worker.role is Role.DECODE:
+            _refuse_unpaired(order.path, fields)
         self._early: ResponseHead | None = None
         """A worker may begin its answer before it has the blocks: until then another prefill worker can be asked."""
         self._tail: bytes | None = None
@@ -99,8 +107,8 @@ class _SGLangCall(ForeignCall):
         if not choice.prefill or choice.decode.worker.role is not Role.DECODE:
             self.decode()
             return
-        meeting = build_meeting(self.fields, choice.prefill[0].prefill_address.decode())
-        self.help(build_request(self.fields, self.order.path, self._model, **meeting), self._on_help)
+        meeting = build_meeting(self._prompts, choice.prefill[0].prefill_address.decode())
+        self.help(extend(self._body, meeting), self._on_help)
         self.decode(**meeting)
 
     # the prefill worker
@@ -161,6 +169,8 @@ class _SGLangCall(ForeignCall):
     def pass_on(self, data: bytes, *, final: bool) -> None:
         if self._tail is not None:
             self._tail += data
+            if len(self._tail) > _MAX_TAIL_BYTES:
+                self._flush()
         elif self._events is not None and self._helper is not None and self._patient and HAS_USAGE.search(data):
             self._tail = data
             self._loop.call_later(USAGE_SECONDS, self._flush)

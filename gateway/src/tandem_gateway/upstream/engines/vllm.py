@@ -22,9 +22,10 @@ from tandem_gateway.upstream.base import Call, Failure, Sink
 from tandem_gateway.upstream.engines.answer import find_cached
 from tandem_gateway.upstream.engines.body import (
     PAIRED,
+    asks_one_answer,
     build_request,
-    count_answers,
     count_prompts,
+    extend,
     read_fields,
     refuse_steering,
 )
@@ -53,7 +54,7 @@ class VLLM:
 
     def admit(self, path: str, body: bytes, inquiry: Inquiry) -> None:
         refuse_steering(body)
-        if self._host.pairs and path in GENERATES and not _is_shared(path, read_fields(body)):
+        if self._host.pairs and not self._host.mixed and path in GENERATES and not _is_shared(path, read_fields(body)):
             inquiry.demand.local = True
 
     def start(self, sink: Sink, order: Order) -> Call:
@@ -66,8 +67,9 @@ def _is_shared(path: str, fields: Fields) -> bool:
     """Whether a prefill worker can compute the prompt of this request."""
     if path not in PAIRED:
         return False
-    asks_of_prompt = fields.get("echo") is True or fields.get("prompt_logprobs") is not None
-    return count_answers(fields) == 1 and count_prompts(fields) in (None, 1) and not asks_of_prompt
+    asks_of_prompt = bool(fields.get("echo")) or fields.get("prompt_logprobs") is not None
+    searches = bool(fields.get("use_beam_search"))
+    return asks_one_answer(fields) and count_prompts(fields) in (None, 1) and not asks_of_prompt and not searches
 
 
 def build_prefill(fields: Fields, path: str, model: str) -> bytes:
@@ -76,17 +78,26 @@ def build_prefill(fields: Fields, path: str, model: str) -> bytes:
     limits: Fields = {"max_tokens": 1}
     if "max_completion_tokens" in fields:
         limits["max_completion_tokens"] = 1
-    return build_request(first | {"stream": False}, path, model, kv_transfer_params=_KEEP_BLOCKS, **limits)
+    body = build_request(first | {"stream": False} | limits, path, model)
+    return extend(body, {"kv_transfer_params": _KEEP_BLOCKS})
 
 
 class _VLLMCall(ForeignCall):
+    def __init__(self, host: Host, sink: Sink, order: Order, *, worker_model: str) -> None:
+        fields = read_fields(order.body)
+        super().__init__(host, sink, order, fields, worker_model=worker_model)
+        self._prefill = b""
+        """For prefill workers."""
+        if order.choice.decode.worker.role is not Role.DECODE or not _is_shared(order.path, fields):
+            order.choice.prefill = []
+        elif order.choice.prefill:
+            self._prefill = build_prefill(fields, order.path, worker_model)
+
     def begin(self) -> None:
-        choice = self.order.choice
-        if not _is_shared(self.order.path, self.fields):
-            choice.prefill = []
-        if choice.prefill and choice.decode.worker.role is Role.DECODE:
-            self.help(build_prefill(self.fields, self.order.path, self._model), self._on_help)
+        if self.order.choice.prefill:
+            self.help(self._prefill, self._on_help)
         else:
+            self._prefill = b""
             self.decode()
 
     def _on_help(self, endpoint: Endpoint, end: Help) -> None:
@@ -97,6 +108,7 @@ class _VLLMCall(ForeignCall):
         if end.failure is None and status == 200 and (params := _read_params(end.body)) is not None:
             place, cached = params
             self._answer.cached = cached
+            self._prefill = b""
             self.decode(kv_transfer_params=place)
             return
         if end.failure is not None:
@@ -127,7 +139,7 @@ def _read_params(body: bytes) -> tuple[Fields, int] | None:
     if not isinstance(place, dict) or not place:
         return None
     try:
-        orjson.dumps(place)
+        extend(b"{}", {"kv_transfer_params": place})
     except orjson.JSONEncodeError:  # nested beyond what can be sent on
         return None
     usage: Any = fields.get("usage")
