@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -125,8 +126,9 @@ def test_a_job_that_died_while_it_waited_is_nobodys_fault(start: Start) -> None:
     wait_for(lambda: len(children.read_text().split()) >= 2)
     jobs = [int(job) for job in children.read_text().split()]
     for job in jobs:
-        os.kill(job, signal.SIGKILL)
-    wait_for(lambda: not any(map(is_alive, jobs)))  # a third may come: the first call did not wait for the stock
+        with contextlib.suppress(ProcessLookupError):  # a third that nobody needs, made beside the stock, has left
+            os.kill(job, signal.SIGKILL)
+    wait_for(lambda: not any(map(is_alive, jobs)))
     assert confined.call_here("echo", b"next", seconds=30) == b"next"
 
 
