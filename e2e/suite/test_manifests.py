@@ -22,8 +22,11 @@ def create(fleet: Fleet, manifest: dict[str, Any]) -> None:
         "InferenceModel": "inferencemodels",
         "PersistentVolumeClaim": "persistentvolumeclaims",
         "HorizontalPodAutoscaler": "horizontalpodautoscalers",
+        "Deployment": "deployments",
+        "Service": "services",
+        "Secret": "secrets",
     }
-    path = fleet.path(plural.get(manifest["kind"], "secrets"))
+    path = fleet.path(plural[manifest["kind"]])
     fleet.kubernetes.request("POST", f"{path}?dryRun=All&fieldValidation=Strict", manifest)
 
 
