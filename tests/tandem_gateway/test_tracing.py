@@ -61,7 +61,7 @@ async def test_it_is_switched_on_and_off_while_the_gateway_runs(start_gateway, s
             running.gateway.apply_routing(GatewayRouting(served_names=["m"], tracing=tracing))
             await running.raw(chat(headers=f"x-request-id: {on}\r\nconnection: close\r\n", model=None))
         await until(lambda: roots(collector), wait=60)
-        assert running.gateway.tracer.counts.total() == len(collector.spans)
+        await until(lambda: running.gateway.tracer.counts.total() == len(collector.spans), wait=60)
     assert [span.attributes["tandem.request_id"] for span in roots(collector)] == ["True"]
 
 
