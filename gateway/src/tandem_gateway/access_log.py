@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any
 
 import orjson
 from tandem_api.logs import find_trace, format_time
 
 from tandem_gateway.exchange import Exchange
+from tandem_gateway.sse import find_cached
 
 Write = Callable[[bytes], None]
 
@@ -55,8 +56,6 @@ def build_record(exchange: Exchange, now: float) -> bytes:
     """
     decode, prefill = exchange.worker_names()
     usage = exchange.usage or {}
-    details: Any = usage.get("prompt_tokens_details")
-    cached: Any = cast(dict[str, Any], details).get("cached_tokens") if isinstance(details, dict) else None
     started = exchange.started_at
     first = exchange.first_byte_at
     parent = exchange.request.headers.get(b"traceparent")
@@ -77,7 +76,7 @@ def build_record(exchange: Exchange, now: float) -> bytes:
         b"%.2f" % ((first - started) * 1000) if first else b"null",
         (now - started) * 1000,
         _number(usage.get("prompt_tokens")),
-        _number(cached),
+        _number(find_cached(usage)),
         _number(usage.get("completion_tokens")),
         exchange.events,
         exchange.bytes_out,

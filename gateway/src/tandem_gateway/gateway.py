@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from itertools import count
-from typing import Any, cast
 
 from tandem_api.fleet import FleetReport, WorkerReport
 from tandem_api.launch import GatewayConfig, GatewayRouting, TracingConfig
@@ -48,6 +47,7 @@ from tandem_gateway.scheduling import (
     describe_decision,
     predict,
 )
+from tandem_gateway.sse import find_cached
 from tandem_gateway.tracing import begin_trace
 from tandem_gateway.traffic import TrafficCounter
 from tandem_gateway.upstream.base import Link
@@ -392,9 +392,8 @@ class Gateway:
             self.scheduler.estimator.learn(
                 prompt_bytes=exchange.inquiry.prompt_bytes, prompt_tokens=prompt, output_tokens=output
             )
-            details: Any = usage.get("prompt_tokens_details")
-            cached: Any = cast(dict[str, Any], details).get("cached_tokens") if isinstance(details, dict) else None
-            if isinstance(cached, int) and exchange.choice is not None:
+            cached = find_cached(usage)
+            if cached is not None and exchange.choice is not None:
                 self.scheduler.estimator.learn_cached(
                     prompt_tokens=prompt, expected=exchange.choice.known_tokens, cached=cached
                 )

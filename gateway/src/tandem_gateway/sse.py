@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any, cast
 
 import orjson
@@ -101,6 +102,13 @@ def find_usage(tail: bytes) -> dict[str, Any] | None:
         if isinstance(usage, dict):
             return _rename(cast(dict[str, Any], usage))
     return None
+
+
+def find_cached(usage: Mapping[str, object]) -> int | None:
+    """Prompt tokens that a usage calls cached; None where it says nothing of them, or no number."""
+    details: Any = usage.get("prompt_tokens_details")
+    cached: Any = cast(dict[str, Any], details).get("cached_tokens") if isinstance(details, dict) else None
+    return cached if type(cached) is int else None
 
 
 def _rename(usage: dict[str, Any]) -> dict[str, Any]:

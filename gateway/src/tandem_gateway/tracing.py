@@ -6,11 +6,12 @@ Only exchanges that are traced have one of these; the others pay for a look whet
 from __future__ import annotations
 
 from time import monotonic
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from tandem_api.tracing import Span, TraceContext, Tracer, Value, read_context
 
 from tandem_gateway.prompt import COMPLETIONS, EMBEDDINGS, GENERATES
+from tandem_gateway.sse import find_cached
 
 if TYPE_CHECKING:
     from tandem_gateway.exchange import Exchange
@@ -137,8 +138,6 @@ class ExchangeTrace:
 
     def _describe(self, exchange: Exchange, operation: str, model: str) -> dict[str, Value | None]:
         usage, first = exchange.usage or {}, exchange.first_byte_at
-        details: Any = usage.get("prompt_tokens_details")
-        cached: Any = cast(dict[str, Any], details).get("cached_tokens") if isinstance(details, dict) else None
         answered = model if exchange.status == 200 else None
         return {
             "gen_ai.operation.name": operation,
@@ -149,7 +148,7 @@ class ExchangeTrace:
             "gen_ai.request.stream": exchange.inquiry.stream,
             "gen_ai.response.time_to_first_chunk": first - exchange.started_at if first else None,
             "gen_ai.usage.input_tokens": _number(usage.get("prompt_tokens")),
-            "gen_ai.usage.cache_read.input_tokens": _number(cached),
+            "gen_ai.usage.cache_read.input_tokens": find_cached(usage),
             "gen_ai.usage.output_tokens": _number(usage.get("completion_tokens")),
             "http.request.method": exchange.request.method.decode("latin-1"),
             "http.response.status_code": exchange.status,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
 
 from tandem_api.fleet import Traffic
 
 from tandem_gateway.scheduling.demand import MOST_TOKENS
+from tandem_gateway.sse import find_cached
 
 _FRAMES = 2
 """Events of a stream that are no token: the one that ends it, and `[DONE]`."""
@@ -60,10 +60,9 @@ class TrafficCounter:
         if usage is not None:
             prompt, output = usage.get("prompt_tokens"), usage.get("completion_tokens")
             if isinstance(prompt, int) and 0 < prompt <= MOST_TOKENS:
-                details: Any = usage.get("prompt_tokens_details")
-                cached: Any = cast(dict[str, Any], details).get("cached_tokens") if isinstance(details, dict) else 0
+                cached = find_cached(usage)
                 self.computed_prompt_tokens += prompt
-                self.computed_tokens += prompt - cached if isinstance(cached, int) and 0 <= cached <= prompt else prompt
+                self.computed_tokens += prompt - cached if cached is not None and 0 <= cached <= prompt else prompt
         if well and isinstance(output, int) and 0 < output <= MOST_TOKENS:
             self.output_tokens += output
 

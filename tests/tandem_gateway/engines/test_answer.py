@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tandem_gateway.sse import EventStream
-from tandem_gateway.upstream.engines.answer import Answer, find_cached
+from tandem_gateway.upstream.engines.answer import Answer, count_cached
 from tandem_gateway.upstream.engines.body import build_request, count_prompts
 from tandem_gateway.upstream.engines.sglang import build_meeting
 from tandem_gateway.upstream.engines.vllm import build_prefill
@@ -55,7 +55,7 @@ def check(data: bytes, parts: list[bytes], texts: list[str], *, shows: bool, cac
     assert {event["model"] for event in events[:-1]} <= {"outside"}
     usages = [event["usage"] for event in events[:-1] if event.get("usage") is not None]
     assert answer.usage is not None
-    assert find_cached(answer.usage) == (39 if cached is None else cached)
+    assert count_cached(answer.usage) == (39 if cached is None else cached)
     assert usages == ([answer.usage] if shows else [])
 
 

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import orjson
 
+from tandem_gateway.sse import find_cached
 from tandem_gateway.upstream.engines.contract import Fields
 
 HAS_USAGE = re.compile(rb'"usage"\s*:\s*\{')
@@ -99,8 +100,6 @@ class Answer:
         return usage
 
 
-def find_cached(usage: Fields | None) -> int:
+def count_cached(usage: Fields | None) -> int:
     """Cached prompt tokens by a usage. Engines leave the figure out where it is none."""
-    details: Any = (usage or {}).get("prompt_tokens_details")
-    cached: Any = cast(Fields, details).get("cached_tokens") if isinstance(details, dict) else None
-    return cached if type(cached) is int and cached >= 0 else 0
+    return max(0, find_cached(usage or {}) or 0)

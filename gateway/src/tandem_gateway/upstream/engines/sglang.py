@@ -19,7 +19,7 @@ from tandem_gateway.prompt import GENERATES, Inquiry
 from tandem_gateway.scheduling import Endpoint, classify_status
 from tandem_gateway.sse import find_usage, tells_failure
 from tandem_gateway.upstream.base import Call, Failure, ResponseHead, Sink
-from tandem_gateway.upstream.engines.answer import HAS_USAGE, find_cached
+from tandem_gateway.upstream.engines.answer import HAS_USAGE, count_cached
 from tandem_gateway.upstream.engines.body import (
     PAIRED,
     asks_one_answer,
@@ -116,12 +116,12 @@ class _SGLangCall(ForeignCall):
     def _on_help(self, endpoint: Endpoint, end: Help) -> None:
         if self._head is not None:  # the blocks are there: what comes of the prefill worker now changes nothing
             if end.failure is None:
-                self._answer.cached = find_cached(find_usage(end.body))
+                self._answer.cached = count_cached(find_usage(end.body))
             self._flush()
             return
         head, status = end.head, end.head.status if end.head is not None else 0
         if end.failure is None and status == 200 and not tells_failure(end.body):
-            self._answer.cached = find_cached(find_usage(end.body))
+            self._answer.cached = count_cached(find_usage(end.body))
             return
         self._drop_decode()
         if end.failure is Failure.LOCAL:

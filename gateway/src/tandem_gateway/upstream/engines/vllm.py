@@ -19,7 +19,7 @@ from tandem_api.names import Role
 from tandem_gateway.prompt import GENERATES, Inquiry
 from tandem_gateway.scheduling import Endpoint, classify_status
 from tandem_gateway.upstream.base import Call, Failure, Sink
-from tandem_gateway.upstream.engines.answer import find_cached
+from tandem_gateway.upstream.engines.answer import count_cached
 from tandem_gateway.upstream.engines.body import (
     PAIRED,
     asks_one_answer,
@@ -143,4 +143,4 @@ def _read_params(body: bytes) -> tuple[Fields, int] | None:
     except orjson.JSONEncodeError:  # nested beyond what can be sent on
         return None
     usage: Any = fields.get("usage")
-    return cast(Fields, place), find_cached(cast(Fields, usage) if isinstance(usage, dict) else None)
+    return cast(Fields, place), count_cached(cast(Fields, usage) if isinstance(usage, dict) else None)
