@@ -1,7 +1,8 @@
 """`make bench-engine`: the worker's HTTP API against transformers, on the same cores in the same run.
 
 Each round measures baseline and Tandem in turn; a ratio is taken within a round, and the table shows the median and the
-spread of the rounds, wall and CPU time. Then follows what scheduling costs per step. The last line is one JSON object;
+spread of the rounds, wall and CPU time. Where the CPU kernels run, the same worker without them is a second baseline.
+Then follows what scheduling costs per step. The last line is one JSON object;
 `--record FOLDER` writes it there too, named after machine and date.
 """
 
@@ -21,6 +22,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+
+from tandem_worker.model.backends import native
 
 from bench.engine import scheduling, server
 from bench.engine.baseline import Baseline, Cost
@@ -57,20 +60,28 @@ class Row:
 
 class Bench:
     def __init__(
-        self, baseline: Baseline, unified: server.Worker, prefill: server.Worker, decode: server.Worker
+        self,
+        baseline: Baseline,
+        unified: server.Worker,
+        prefill: server.Worker,
+        decode: server.Worker,
+        without_native: server.Worker | None,
     ) -> None:
         self.baseline, self.unified, self.prefill, self.decode = baseline, unified, prefill, decode
+        self.without_native = without_native
+        """A worker whose layers torch computes; None where the CPU kernels do not run in `unified` either."""
         self._random = random.Random(1)
 
     def prompts(self, count: int, length: int) -> list[list[int]]:
         """Fresh random prompts: nothing is in any cache."""
         return [[self._random.randrange(1000, VOCABULARY) for _ in range(length)] for _ in range(count)]
 
-    def ours(self, prompts: list[list[int]], new_tokens: int) -> Cost:
-        """All prompts at once, each as a stream of its own over HTTP."""
-        before = self.unified.cpu_seconds()
-        wall = asyncio.run(server.streams(self.unified.port, prompts, new_tokens))
-        return Cost(wall, self.unified.cpu_seconds() - before)
+    def ours(self, prompts: list[list[int]], new_tokens: int, worker: server.Worker | None = None) -> Cost:
+        """All prompts at once, each as a stream of its own over HTTP, at `worker` or else at `unified`."""
+        worker = worker or self.unified
+        before = worker.cpu_seconds()
+        wall = asyncio.run(server.streams(worker.port, prompts, new_tokens))
+        return Cost(wall, worker.cpu_seconds() - before)
 
     def throughput(self, concurrency: int, batch: int, *, continuous: bool = False) -> Sample:
         """`concurrency` streams against the baseline on `batch` prompts at a time."""
@@ -87,6 +98,14 @@ class Bench:
         theirs = self.baseline.run(self.prompts(1, length), 1)
         ours = self.ours(self.prompts(1, length), 1)
         detail = f"{length / ours.wall:.0f} against {length / theirs.wall:.0f} prompt tokens/s"
+        return Sample(theirs.wall / ours.wall, detail, ours.cpu / theirs.cpu)
+
+    def kernels(self, concurrency: int, length: int, new_tokens: int) -> Sample:
+        """CPU kernels against torch's: the tokens per second of two workers that differ in nothing else."""
+        theirs = self.ours(self.prompts(concurrency, length), new_tokens, self.without_native)
+        ours = self.ours(self.prompts(concurrency, length), new_tokens)
+        tokens = length if new_tokens == 1 else concurrency * new_tokens
+        detail = f"{tokens / ours.wall:.0f} against {tokens / theirs.wall:.0f} tokens/s"
         return Sample(theirs.wall / ours.wall, detail, ours.cpu / theirs.cpu)
 
     def cached(self, length: int) -> Sample:
@@ -128,7 +147,7 @@ def measure(row: Row, rounds: int) -> dict[str, object]:
 
 
 def build_rows(bench: Bench) -> list[Row]:
-    return [
+    rows = [
         Row("1 stream / generate", "≥1.5", lambda: bench.throughput(1, 1)),
         Row("8 streams / generate, batch of 8", "≥1.5", lambda: bench.throughput(8, 8)),
         Row("8 streams / generate, one after another", "≥5", lambda: bench.throughput(8, 1)),
@@ -140,6 +159,14 @@ def build_rows(bench: Bench) -> list[Row]:
         Row("TTFT, 90% of 2,000 tokens cached / uncached", "≤0.20", lambda: bench.cached(2000)),
         Row("TTFT of 2,000 tokens, prefill + decode / unified", "≤1.05", lambda: bench.disaggregated(2000)),
     ]
+    if bench.without_native is not None:
+        rows += [
+            Row("CPU kernels / torch, 1 stream", "≥1", lambda: bench.kernels(1, PROMPT, NEW)),
+            Row("CPU kernels / torch, 8 streams", "≥1", lambda: bench.kernels(8, PROMPT, NEW)),
+            Row("CPU kernels / torch, 32 streams", "≥1", lambda: bench.kernels(32, PROMPT, NEW)),
+            Row("CPU kernels / torch, prompt of 1,000 tokens", "≥1", lambda: bench.kernels(1, 1000, 1)),
+        ]
+    return rows
 
 
 def describe_machine(threads: int, dtype: str) -> dict[str, object]:
@@ -174,7 +201,15 @@ def main() -> int:
             stack.enter_context(server.worker(role, gguf, options.dtype, options.threads))
             for role in ("unified", "prefill", "decode")
         ]
-        bench = Bench(baseline, *workers)
+        obstacle = native.find_obstacle() if options.dtype == "BFloat16" else "they multiply bfloat16"
+        without_native = None
+        if obstacle is None:
+            without_native = stack.enter_context(
+                server.worker("unified", gguf, options.dtype, options.threads, native=False)
+            )
+        else:
+            print(f"no rows on CPU kernels: {obstacle}")
+        bench = Bench(baseline, *workers, without_native)
         bench.throughput(1, 1)  # warm both sides
         bench.disaggregated(200)
         rows = [row for row in build_rows(bench) if options.only in row.name]

@@ -41,8 +41,11 @@ def free_port() -> int:
 
 
 @contextmanager
-def worker(role: str, model: Path, dtype: str, threads: int, tree: Path | None = None) -> Iterator[Worker]:
-    """A ready worker process on loopback; ended with SIGTERM. `tree`: a checkout whose code it runs instead."""
+def worker(
+    role: str, model: Path, dtype: str, threads: int, tree: Path | None = None, *, native: bool = True
+) -> Iterator[Worker]:
+    """A ready worker process on loopback; ended with SIGTERM. `tree`: a checkout whose code it runs instead. Without
+    `native` torch computes what the CPU kernels would."""
     port, metrics_port, kv_port = free_port(), free_port(), free_port()
     document = {
         "modelName": "bench",
@@ -64,6 +67,8 @@ def worker(role: str, model: Path, dtype: str, threads: int, tree: Path | None =
         config, log = Path(folder, "config.json"), Path(folder, "log")
         config.write_text(json.dumps(document))
         environment = os.environ | {"OMP_NUM_THREADS": str(threads), "POD_NAME": role, "POD_IP": "127.0.0.1"}
+        if not native:
+            environment["TANDEM_NATIVE_KERNELS"] = "0"
         if tree is not None:
             environment["PYTHONPATH"] = f"{tree / 'worker' / 'src'}:{tree / 'api' / 'src'}"
         with log.open("wb") as sink:
