@@ -64,7 +64,7 @@ lint-manifests: setup .cache/checkov/.synced ## kubeconform, kube-score and chec
 
 .PHONY: unit
 unit: setup ## Unit tests (no cluster, no GPU)
-	@OMP_NUM_THREADS=1 $(RUN) pytest tests -n 2 --dist loadfile --no-loadscope-reorder -m "not cluster and not full and not gpu and not clients"
+	@OMP_NUM_THREADS=1 $(RUN) pytest tests -n 4 --dist loadfile --no-loadscope-reorder -m "not cluster and not full and not gpu and not clients"
 
 .PHONY: clients
 clients: $(CLIENTS:%=.cache/clients/%/.synced) ## Environments of the client libraries that the API is tested with

@@ -10,15 +10,24 @@ import pytest
 
 LONG = (
     "tests/tandem_worker/process/",
-    "tests/tandem_operator/test_course.py",
+    "tests/tandem_worker/kernels/test_interpreter.py",
+    "tests/tandem_worker/kernels/test_compiles_for_hopper.py",
+    "tests/tandem_worker/model/backends/test_backends_interpreted.py",
+    "tests/tandem_gateway/test_unbroken.py",
+    "tests/tandem_gateway/test_native_unbroken.py",
+    "tests/tandem_worker/server/test_real_model.py",
     "tests/tandem_worker/server/test_resume.py",
-    "tests/tandem_gateway/test_responses.py",
     "tests/tandem_worker/group/",
     "tests/tandem_worker/parallel/",
-    "tests/tandem_worker/server/test_real_model.py",
-    "tests/tandem_worker/kernels/test_benchmark.py",
+    "tests/tandem_worker/host/test_environment.py",
+    "tests/tandem_operator/test_course.py",
+    "tests/tandem_operator/test_scaler.py",
+    "tests/tandem_operator/test_sleeping.py",
+    "tests/tandem_gateway/engines/",
+    "tests/tandem_gateway/upstream/test_native.py",
+    "tests/tandem_gateway/test_responses.py",
     "tests/tandem_gateway/test_delivery.py",
-    "tests/tandem_gateway/test_server.py",
+    "tests/tandem_worker/kernels/test_benchmark.py",
 )
 """Files that take more than ten seconds on an idle machine. None of them may be the last to begin."""
 

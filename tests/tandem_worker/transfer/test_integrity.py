@@ -107,6 +107,7 @@ def test_half_a_frame_leaves_nothing(scripted: Any, kit: SimpleNamespace, end: s
         go.set() if end == "cut" else pair.client.close()
         kit.eventually(lambda: bool(pair.decode.failed))
         assert pair.untouched
+        go.set()
 
 
 def test_blocks_that_stay_damaged_leave_nothing(scripted: Any, kit: SimpleNamespace) -> None:
