@@ -147,7 +147,7 @@ def look_at(
         text = f"revision {base} is not kept any more, so no canary can go back to it: remove spec.rollout.canary"
         problem = Problem(reason="RevisionNotFound", message=f"{text} to give all workers the new one", stalled=True)
     elif wanted in specs and (known or wanted != own):
-        digest_wanted = digest_of(content if wanted == own else history[wanted])
+        digest_wanted = digest_of(history.get(wanted, content))
         wish = _wish(model.spec, specs, base=base, wanted=wanted, digest_wanted=digest_wanted, request=request)
         record = build_revision(blueprint, own, content) if wanted == own and own not in history else None
     fleet = Fleet()
