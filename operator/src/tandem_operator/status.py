@@ -342,7 +342,7 @@ def _lacking(blueprint: Blueprint, states: Mapping[Role, RoleState], counts: str
     floors = {
         role: max(1, state.promised - (blueprint.unavailable_of(role, state.promised) if is_rolling else 0))
         for role, state in workers.items()
-        if state.desired
+        if state.desired and state.promised
     }
     if states[Role.GATEWAY].ready < states[Role.GATEWAY].promised:
         return short
@@ -350,7 +350,7 @@ def _lacking(blueprint: Blueprint, states: Mapping[Role, RoleState], counts: str
         return short
     promised = {role: workers[role].promised for role in floors}
     share = min(floor / promised[role] for role, floor in floors.items()) if floors else 0.0
-    if float(capacity_of({role: workers[role].builds for role in floors}, promised)) + 1e-9 < share:
+    if float(capacity_of({role: workers[role].partners for role in floors}, promised)) + 1e-9 < share:
         text = f"workers of one build are too few on one side for key-value blocks to move between them: {counts}"
         return Problem(reason="BuildsApart", message=text)
     return None
