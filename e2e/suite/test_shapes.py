@@ -1,4 +1,4 @@
-"""`spec.prefill` is added to a model that serves, and removed again: nobody is failed, and no pair loses its partner."""
+"""`spec.prefill` is added to a model that serves, and removed: nobody is failed, and no pair loses its partner."""
 
 from __future__ import annotations
 
