@@ -10,8 +10,8 @@ ROOT = Path(__file__).resolve().parent.parent
 CHART = ROOT / "charts" / "tandem"
 RELEASE = "tandem"
 NAMESPACE = "tandem-system"
-SETTLE_SECONDS = {"binaries": 45}
-"""Between two steps of a key rotation, by the cluster's backend: there the kubelet looks at a pod every 10 to 15 s."""
+SETTLE_SECONDS = {"binaries": 20}
+"""Between two steps of a key rotation, by the cluster's backend: there the kubelet looks at a pod every 4 to 6 s."""
 DEFAULT_SETTLE_SECONDS = 100
 POLL_SECONDS = 15
 """Between two questions whether a branch has moved."""

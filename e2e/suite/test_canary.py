@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from e2e.suite.fleet import Fleet, Object, Say, smollm2, until
+from e2e.suite.conftest import make_namespace
+from e2e.suite.fleet import Fleet, Kubernetes, Object, Say, smollm2, until
 from e2e.suite.load import Outcome, run_load, varied_prompts
 
 MODEL = "tried"
-STEPS = {"steps": [{"weight": 25, "duration": "10s"}, {"weight": 60, "duration": "10s"}]}
+STEPS = {"steps": [{"weight": 25, "duration": "5s"}, {"weight": 60, "duration": "5s"}]}
+
+
+@pytest.fixture(scope="module")
+def untouched(tandem: Any, kubernetes: Kubernetes) -> Iterator[Fleet]:
+    """A model that tests share whose canaries leave its workers as they are."""
+    made = make_namespace(tandem, kubernetes, f"e2e-untouched-{uuid.uuid4().hex[:5]}")
+    serve(made, STEPS, progressDeadline="3m")
+    yield made
+    kubernetes.request("DELETE", f"/api/v1/namespaces/{made.namespace}")
 
 
 def rollout(fleet: Fleet) -> Object:
@@ -94,9 +105,10 @@ def test_a_canary_is_promoted_under_load(fleet: Fleet, say: Say) -> None:
     ids=["image", "device"],
 )
 def test_a_canary_that_cannot_start_goes_back_by_itself(
-    fleet: Fleet, change: Object, undo: Object, reason: str, say: Say
+    untouched: Fleet, change: Object, undo: Object, reason: str, say: Say
 ) -> None:
-    serve(fleet, STEPS, progressDeadline="3m")
+    fleet = untouched
+    fleet.wait_ready(MODEL)
     before = uids(fleet)
 
     def fail() -> None:
@@ -117,7 +129,7 @@ def test_a_canary_that_cannot_start_goes_back_by_itself(
     ready = fleet.condition(MODEL, "Ready")
     assert ready is not None
     assert ready["status"] == "True"
-    fleet.annotate(MODEL, {"tandem.dev/retry-canary": "once more"})
+    fleet.annotate(MODEL, {"tandem.dev/retry-canary": f"once more {reason}"})
     until("it to be tried again", lambda: rollout(fleet)["phase"] == "Canary", within=60)
     fleet.patch(MODEL, undo)
     fleet.wait_ready(MODEL)
@@ -125,9 +137,10 @@ def test_a_canary_that_cannot_start_goes_back_by_itself(
 
 
 @pytest.mark.timeout(300)
-def test_a_model_that_is_not_there_is_told_before_anything_is_tried(fleet: Fleet) -> None:
-    serve(fleet, STEPS)
-    before = uids(fleet)
+def test_a_model_that_is_not_there_is_told_before_anything_is_tried(untouched: Fleet) -> None:
+    fleet = untouched
+    fleet.wait_ready(MODEL)
+    before, kept = uids(fleet), revisions(fleet)
     fleet.patch(MODEL, {"model": {"uri": "hf://HuggingFaceTB/no-such-model"}})
 
     def told() -> Object | None:
@@ -141,7 +154,7 @@ def test_a_model_that_is_not_there_is_told_before_anything_is_tried(fleet: Fleet
     assert available["status"] == "True"
     fleet.patch(MODEL, {"model": {"uri": "hf://HuggingFaceTB/SmolLM2-135M-Instruct"}})
     fleet.wait_ready(MODEL)
-    assert (uids(fleet), set(revisions(fleet))) == (before, {1})
+    assert (uids(fleet), revisions(fleet)) == (before, kept)
 
 
 @pytest.mark.timeout(900)

@@ -42,9 +42,13 @@ def ask(url: str, name: str) -> httpx.Response:
     return httpx.post(f"{url}/v1/completions", json=body, timeout=60)
 
 
+SERVED_ON = 75
+"""Seconds that a former name is served on: more than the minute that it is at least."""
+
+
 @pytest.mark.timeout(600)
 def test_a_rename_under_load_fails_nothing_and_restarts_nobody(fleet: Fleet, say: Say) -> None:
-    manifest = smollm2("renamed", drain={"timeout": "120s"})
+    manifest = smollm2("renamed", drain={"timeout": f"{SERVED_ON}s"})
     manifest["spec"]["model"]["servedName"] = "old"
     fleet.apply(manifest)
     fleet.wait_ready("renamed")
@@ -58,7 +62,7 @@ def test_a_rename_under_load_fails_nothing_and_restarts_nobody(fleet: Fleet, say
         say(f"rename: the gateway listed the new name after {time.monotonic() - renamed_at:.1f} s at most")
         outcomes += asyncio.run(load_both(url, ["new", "old"]))
         within = time.monotonic() - renamed_at
-        assert within < 120, f"the machine is too slow for this test: {within:.0f} s"
+        assert within < SERVED_ON, f"the machine is too slow for this test: {within:.0f} s"
         broken = [outcome for outcome in outcomes if not outcome.complete]
         assert not broken, f"{len(broken)} of {len(outcomes)} requests failed; the first: {broken[0]}"
         for name in ("new", "old"):
@@ -66,12 +70,12 @@ def test_a_rename_under_load_fails_nothing_and_restarts_nobody(fleet: Fleet, say
         refused = until(
             "the former name is refused",
             lambda: answer if (answer := ask(url, "old")).status_code == 404 else None,
-            within=150,
-            every=2,
+            within=SERVED_ON + 30,
+            every=1,
         )
         assert refused.json()["error"]["code"] == "model_not_found"
         assert "'new'" in refused.json()["error"]["message"]
-        assert time.monotonic() - renamed_at >= 118, "not before its time"
+        assert time.monotonic() - renamed_at >= SERVED_ON - 2, "not before its time"
         assert ask(url, "new").status_code == 200
     fleet.wait_ready("renamed")
     assert lives(fleet, "renamed") == before
@@ -80,15 +84,15 @@ def test_a_rename_under_load_fails_nothing_and_restarts_nobody(fleet: Fleet, say
 
 
 @pytest.mark.timeout(400)
-def test_other_time_limits_and_another_time_to_drain_restart_nobody(fleet: Fleet) -> None:
-    fleet.apply(smollm2("timely", prefill=None))
-    fleet.wait_ready("timely")
-    before = lives(fleet, "timely")
-    gateway = next(pod["metadata"]["name"] for pod in fleet.pods("timely", "gateway"))
-    fleet.patch("timely", {"gateway": {"timeouts": {"firstToken": "123s"}}, "drain": {"timeout": "77s"}})
+def test_other_time_limits_and_another_time_to_drain_restart_nobody(main: Fleet, request: Any) -> None:
+    main.wait_ready("main")
+    before = lives(main, "main")
+    (gateway,) = (pod["metadata"]["name"] for pod in main.pods("main", "gateway"))
+    request.addfinalizer(lambda: main.patch("main", {"gateway": {"timeouts": None}, "drain": None}))
+    main.patch("main", {"gateway": {"timeouts": {"firstToken": "123s"}}, "drain": {"timeout": "77s"}})
 
     def heard() -> bool:
-        log = fleet.cluster.kubectl("-n", fleet.namespace, "logs", gateway, "-c", "gateway")
+        log = main.cluster.kubectl("-n", main.namespace, "logs", gateway, "-c", "gateway")
         lines = [line for line in log.splitlines() if "routing changed" in line]
         assert lines
         assert "123" in lines[-1], lines[-1]
@@ -96,8 +100,8 @@ def test_other_time_limits_and_another_time_to_drain_restart_nobody(fleet: Fleet
         return True
 
     until("the gateway has heard of it", heard, within=60)
-    fleet.wait_ready("timely")
-    assert lives(fleet, "timely") == before
+    main.wait_ready("main")
+    assert lives(main, "main") == before
 
 
 def weights(fleet: Fleet, model: str) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from e2e.suite.load import Outcome, run_load, varied_prompts
 MODEL = "rolling"
 
 
-def workers(fleet: Fleet) -> set[str]:
-    return {pod["metadata"]["uid"] for role in ("prefill", "decode") for pod in fleet.pods(MODEL, role)}
+def workers(fleet: Fleet, model: str = MODEL) -> set[str]:
+    return {pod["metadata"]["uid"] for role in ("prefill", "decode") for pod in fleet.pods(model, role)}
 
 
 @pytest.mark.timeout(900)
@@ -61,10 +61,10 @@ def roll(fleet: Fleet, engine: dict[str, Any]) -> set[str]:
 
 
 @pytest.mark.timeout(400)
-def test_another_time_to_drain_restarts_no_worker(fleet: Fleet) -> None:
-    fleet.apply(smollm2(MODEL))
-    fleet.wait_ready(MODEL)
-    before = workers(fleet)
-    fleet.patch(MODEL, {"drain": {"timeout": "90s"}})
-    fleet.wait_ready(MODEL)
-    assert workers(fleet) == before
+def test_another_time_to_drain_restarts_no_worker(main: Fleet, request: pytest.FixtureRequest) -> None:
+    main.wait_ready("main")
+    before = workers(main, "main")
+    request.addfinalizer(lambda: main.patch("main", {"drain": None}))
+    main.patch("main", {"drain": {"timeout": "90s"}})
+    main.wait_ready("main")
+    assert workers(main, "main") == before

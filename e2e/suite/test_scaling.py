@@ -106,7 +106,7 @@ def wait_counts(fleet: Fleet, holds: Callable[[int, int], bool], *, within: floa
 def test_roles_follow_their_targets_apart(fleet: Fleet, say: Say) -> None:
     """Prefill grows for its target, then decode for its own; then load and targets ease, and both come down."""
     automatic = {"scaling": {"mode": "SLO", "min": 1, "max": 2}}
-    manifest = smollm2(MODEL, autoscaling={"behavior": {"scaleDownStabilization": "30s"}}, **targets(TIGHT, LOOSE))
+    manifest = smollm2(MODEL, autoscaling={"behavior": {"scaleDownStabilization": "10s"}}, **targets(TIGHT, LOOSE))
     manifest["spec"]["prefill"] |= automatic
     fleet.apply(manifest)
     fleet.wait_ready(MODEL)

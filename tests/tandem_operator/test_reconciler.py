@@ -30,6 +30,7 @@ from tandem_operator.kube.store import ChildStore, Kept
 from tandem_operator.manifests import EVENT, KIND_BY_NAME, ModelKey
 from tandem_operator.reconciler import Reconciler
 from tandem_operator.recorder import EventRecorder
+from tandem_operator.revisions import digest_of
 from tandem_operator.rotation import KeyPolicy
 from tandem_operator.scaler import Scaler
 from tandem_operator.settings import HubPolicy, Release
@@ -1043,7 +1044,7 @@ async def test_one_model_waits_for_another(server: ObjectServer, operator: Opera
 
 async def test_a_spec_that_cannot_be_read_keeps_nobody_waiting(server: ObjectServer, operator: Operator) -> None:
     await wait_for_turn(server, operator)
-    server.change(engine={"image": "w:2", "unheardOf": True})
+    server.change(engine={"image": "w:2", "device": "TPU"})
     await operator.look()
     operator.turns.give_back(ModelKey("n", "other"))
     assert operator.turns.ask(ModelKey("n", "third"), since="2999")
@@ -1051,7 +1052,7 @@ async def test_a_spec_that_cannot_be_read_keeps_nobody_waiting(server: ObjectSer
 
 async def test_suspension_holds_though_the_rest_cannot_be_read(server: ObjectServer, operator: Operator) -> None:
     await serve(server, operator)
-    server.change(engine={"image": "w:2", "unheardOf": True})
+    server.change(engine={"image": "w:2", "device": "TPU"})
     await operator.look()
     assert server.conditions["Stalled"]["reason"] == "InvalidSpec"
     assert server.kept[DECODE]["spec"]["replicas"] == 1
@@ -1062,3 +1063,102 @@ async def test_suspension_holds_though_the_rest_cannot_be_read(server: ObjectSer
     assert server.conditions["Available"]["status"] == "False"
     await operator.look()
     assert server.written == []
+
+
+def pods_and_templates(server: ObjectServer) -> dict[str, Any]:
+    kept = server.kept.items()
+    return {
+        path: copy.deepcopy(found.get("spec")) for path, found in kept if path in (DECODE, GATEWAY) or "/pods/" in path
+    }
+
+
+async def test_fields_that_only_a_later_release_knows_are_told_and_the_rest_is_followed(
+    server: ObjectServer, operator: Operator
+) -> None:
+    await serve(server, operator)
+    before = pods_and_templates(server)
+    server.change(engine={"image": "w:1", "lookahead": 4}, future={})
+    await operator.look()
+    told = server.conditions["SpecUnderstood"]
+    assert (told["status"], told["reason"]) == ("False", "UnknownFields")
+    assert "which does not know spec.engine.lookahead, spec.future: no effect until" in told["message"]
+    assert server.conditions["Ready"]["status"] == "True"
+    assert not {"Stalled", "Reconciling"} & server.conditions.keys()
+    assert server.kept[MODEL]["status"]["observedGeneration"] == 2
+    assert server.event_reasons.count("UnknownFields") == 1
+    assert pods_and_templates(server) == before
+    assert not server.deleted
+    await operator.look()
+    assert server.written == [], "said once"
+    server.change(gateway={"replicas": 2})
+    await operator.look()
+    assert server.kept[GATEWAY]["spec"]["replicas"] == 2, "what is known is followed"
+    server.change(engine={"image": "w:1"}, gateway={"replicas": 1})
+    del server.kept[MODEL]["spec"]["future"]
+    await operator.look()
+    assert "SpecUnderstood" not in server.conditions
+    assert "SpecUnderstood" in server.event_reasons
+    assert pods_and_templates(server) == before
+    assert FIRST in server.kept
+    assert SECOND not in server.kept, "a field that is not known makes no revision"
+
+
+async def test_a_revision_of_a_later_release_is_taken_over_without_a_canary(
+    server: ObjectServer, operator: Operator
+) -> None:
+    """The operator alone went back: it keeps the number and what the later one kept, which finds all as it was."""
+    await serve(server, operator, rollout={"canary": STEPS})
+    kept = server.kept[FIRST]["data"]["spec"]
+    kept["engine"]["lookahead"] = 8
+    later = digest_of(kept)
+    server.kept[MODEL]["status"]["rollout"]["digest"] = later
+    server.change(engine={"image": "w:1", "lookahead": 8})
+    before = pods_and_templates(server)
+    for _ in range(2):
+        await operator.look()
+        rollout = server.kept[MODEL]["status"]["rollout"]
+        assert (rollout["phase"], rollout["revision"], rollout["digest"]) == ("Complete", 1, later)
+    assert (SECOND in server.kept, server.kept[FIRST]["data"]["spec"], pods_and_templates(server)) == (
+        False, kept, before,
+    )  # fmt: skip
+    server.change(engine={"image": "w:2", "lookahead": 8})
+    await operator.look()
+    assert server.kept[MODEL]["status"]["rollout"]["phase"] == "Canary", "it can go back to a revision that it reads"
+
+
+async def test_a_value_that_only_a_later_release_knows_holds_all_and_what_serves_serves_on(
+    server: ObjectServer, operator: Operator
+) -> None:
+    await serve(server, operator)
+    before = pods_and_templates(server)
+    server.change(engine={"image": "w:2", "device": "TPU"}, gateway={"replicas": 1})
+    await operator.look()
+    stalled = server.conditions["Stalled"]
+    assert stalled["reason"] == "InvalidSpec"
+    assert stalled["message"].startswith("spec.engine.device: Input should be 'Auto', 'CUDA' or 'CPU'")
+    assert stalled["message"].endswith("its pods stay as they are")
+    assert server.conditions["Ready"]["status"] == "True", "as clients see it"
+    assert pods_and_templates(server) == before
+    path = server.add_pod("m-decode-0", **UP)
+    server.kept[path]["spec"] = {"readinessGates": [{"conditionType": GATE}]}
+    add_gateway(server, state="Admitted")
+    asking = asyncio.create_task(operator.fleet.run())
+    try:
+        await operator.look()
+        assert server.conditions["Ready"]["status"] == "False", "a worker was lost"
+        await until_reported(operator)
+    finally:
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+    await operator.look()
+    gates = [c for c in server.kept[path]["status"]["conditions"] if c["type"] == GATE]
+    assert [gate["status"] for gate in gates] == ["True"], "the one that was made in its place is admitted"
+    server.kept[path]["status"] = READY
+    await operator.look()
+    assert server.conditions["Ready"]["status"] == "True"
+    assert [path for path in server.written if path != f"{MODEL}/status" and "/events/" not in path] == []
+    assert not server.deleted
+    server.change(engine={"image": "w:2"})
+    await operator.look()
+    assert "Stalled" not in server.conditions
+    assert DECODE in server.written

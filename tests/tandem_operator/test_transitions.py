@@ -32,6 +32,16 @@ def test_each_change_is_told_once() -> None:
     assert reasons(ready, suspended) == ["Suspended"]
 
 
+def test_fields_that_are_not_known_are_told_once_and_when_they_are() -> None:
+    ready = ("Ready", "True", "AllReplicasReady")
+    known, unknown = with_conditions(ready), with_conditions(ready, ("SpecUnderstood", "False", "UnknownFields"))
+    held = with_conditions(ready, ("Stalled", "True", "InvalidSpec"))
+    assert reasons(known, unknown) == ["UnknownFields"]
+    assert reasons(unknown, unknown) == []
+    assert reasons(unknown, known) == ["SpecUnderstood"]
+    assert reasons(unknown, held) == ["InvalidSpec"], "which names the fields too"
+
+
 def test_workloads_that_are_made_or_scaled() -> None:
     one, three = blueprint(), blueprint(decode={"replicas": 3})
     (created,) = apply_happenings(build_children(one), {})

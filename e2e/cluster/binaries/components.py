@@ -142,7 +142,7 @@ def kubelet_config(plan: Plan) -> dict[str, Any]:
         "address": plan.addresses.node,
         "healthzBindAddress": "127.0.0.1",
         # How often a pod is looked at without cause, and so how soon a changed Secret is in it: a minute by default.
-        "syncFrequency": "10s",
+        "syncFrequency": "4s",
         # How soon a pod that writes more than its limit to a volume is evicted: after a minute by default.
         "volumeStatsAggPeriod": "10s",
         "evictionHard": {"memory.available": "200Mi", "nodefs.available": "1%", "imagefs.available": "1%"},

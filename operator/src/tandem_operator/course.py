@@ -30,6 +30,7 @@ from tandem_operator.manifests import (
     child_key,
     labels_of,
 )
+from tandem_operator.partners import needed_partners, with_rules, with_ways
 from tandem_operator.planner import Children
 from tandem_operator.revisions import (
     History,
@@ -44,7 +45,7 @@ from tandem_operator.revisions import (
 )
 from tandem_operator.rolling import observe_fleet
 from tandem_operator.workloads import Blueprint, Built, build_possible
-from tandem_operator.workloads.blueprint import TEMPLATE_HASH, digest, sign
+from tandem_operator.workloads.blueprint import TEMPLATE_HASH, digest
 
 _RETRY_MAX = 64
 
@@ -97,8 +98,8 @@ class Course:
     """Roles that the revision on trial changes."""
     problem: Problem | None
     keep: frozenset[ChildKey]
-    """Children that stay though they are not among what is desired: ControllerRevisions, and what the other workers
-    start from during a canary."""
+    """Children that stay though they are not among what is desired: ControllerRevisions, what the other workers start
+    from during a canary, and prefill workers that are still needed."""
     hold: bool
     """What the workers should be is not known: they stay as they are."""
 
@@ -147,7 +148,7 @@ def look_at(
         text = f"revision {base} is not kept any more, so no canary can go back to it: remove spec.rollout.canary"
         problem = Problem(reason="RevisionNotFound", message=f"{text} to give all workers the new one", stalled=True)
     elif wanted in specs and (known or wanted != own):
-        digest_wanted = digest_of(content if wanted == own else history[wanted])
+        digest_wanted = digest_of(history.get(wanted, content))
         wish = _wish(model.spec, specs, base=base, wanted=wanted, digest_wanted=digest_wanted, request=request)
         record = build_revision(blueprint, own, content) if wanted == own and own not in history else None
     fleet = Fleet()
@@ -264,6 +265,8 @@ def decide(
     keep: frozenset[ChildKey] = frozenset()
     if state is not None and state.phase == "Canary" and state.stable_revision in seen.specs:
         target, keep = _beside(target, _make(seen.blueprint, seen.specs[state.stable_revision], live))
+    partners = needed_partners(target.blueprint, live)
+    target = dataclasses.replace(target, desired=with_ways(target.desired, partners, live))
     problem = seen.problem or (None if told is not None or number is None else _not_found(number, seen.history))
     used = numbers_in_use(state) | _pinned(spec)
     return Course(
@@ -272,32 +275,25 @@ def decide(
         limits=limits(state, spec.rollout.canary, seen.fleet),
         tried=_tried_roles(seen.blueprint, seen.specs, state),
         problem=problem or rollout_problem(state, spec.rollout.canary, paused=spec.rollout.paused),
-        keep=keep | kept_revisions(seen.blueprint.name, seen.history, used, limit=spec.rollout.revision_history_limit),
+        keep=keep
+        | partners
+        | kept_revisions(seen.blueprint.name, seen.history, used, limit=spec.rollout.revision_history_limit),
         hold=told is None,
     )
 
 
 def _beside(target: Target, other: Target) -> tuple[Target, frozenset[ChildKey]]:
     """What is tried, with what the workers of the revision before need beside it: their configuration, if one of them
-    is lost, and connections. Rules of a NetworkPolicy add up."""
+    is lost, and connections."""
     before = {child_key(child): child for child in other.desired}
     desired = [
-        _with_rules(child, before[child_key(child)])
+        with_rules(child, before[child_key(child)])
         if child["kind"] == NETWORK_POLICY.name and child_key(child) in before
         else child
         for child in target.desired
     ]
     configs = frozenset(key for key in before if key.kind == CONFIG_MAP.name)
     return dataclasses.replace(target, desired=desired), configs
-
-
-def _with_rules(policy: Manifest, other: Manifest) -> Manifest:
-    rules = {
-        way: policy["spec"][way] + [rule for rule in other["spec"].get(way, []) if rule not in policy["spec"][way]]
-        for way in ("ingress", "egress")
-        if way in policy["spec"]
-    }
-    return sign(policy | {"spec": policy["spec"] | rules})
 
 
 def _changes_nothing(seen: Look, state: RolloutStatus) -> bool:

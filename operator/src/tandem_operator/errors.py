@@ -2,7 +2,7 @@
 
 OperatorError
 ├── ModelError             the InferenceModel cannot be served as written: ends in Stalled, waits for a person
-│   ├── InvalidSpecError   the schema admits it, the parser does not
+│   ├── InvalidSpecError   the schema admits a value that this release cannot read
 │   └── InvalidOverlayError  a podTemplate does not fit a pod template
 ├── APIError               the API server answered with an error status
 │   ├── NotFoundError      404

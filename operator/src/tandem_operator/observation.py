@@ -30,7 +30,7 @@ from tandem_operator.manifests import (
 )
 from tandem_operator.planner import Children
 from tandem_operator.refusals import advice
-from tandem_operator.rollout import Replica, State
+from tandem_operator.rollout import WHOLE, Replica, State
 from tandem_operator.workloads.blueprint import Blueprint, component_of
 
 WAITS_FOR_GATES = "ReadinessGatesNotReady"
@@ -57,6 +57,8 @@ class RoleState:
     problem: Problem | None
     builds: Mapping[str, int] = field(default_factory=dict[str, int])
     """Ready replicas by build; of worker roles."""
+    partners: Mapping[str, int] = field(default_factory=dict[str, int])
+    """The same, with those that need no partner under `WHOLE`: see `capacity_of`."""
 
     @property
     def settled(self) -> bool:
@@ -97,6 +99,7 @@ def observe_role(
     problem = role_problem(pods, now=now)
     failure = failures.get(key) or replica_failure(workload)
     builds: Mapping[str, int] = {}
+    partners: Mapping[str, int] = {}
     if role is Role.GATEWAY:
         desired = desired_pods = blueprint.replicas(blueprint.model.spec.gateway.replicas)
         counts = tuple(dig(workload, "status", name) or 0 for name in ("replicas", "readyReplicas", "updatedReplicas"))
@@ -106,6 +109,8 @@ def observe_role(
         revision = str(dig(workload, "status", "updateRevision"))
         groups = group_pods(pods, spec.nodes_per_replica)
         builds = Counter(build_of(group) for group in groups if group.is_ready)
+        paired = role is Role.DECODE
+        partners = Counter(WHOLE if paired and is_whole(g) else build_of(g) for g in groups if g.is_ready)
         counts = len(groups), builds.total(), sum(group.is_of(revision) for group in groups)
     surging = max(desired_pods, dig(workload, "spec", "replicas") or 0) if desired_pods else 0
     if failure and problem is None and len(pods) < surging:
@@ -114,13 +119,14 @@ def observe_role(
     return RoleState(
         role=role,
         desired=desired,
-        promised=_promise(desired, counts[1], _status_before(blueprint, role)),
+        promised=_promise(desired, counts[1], _status_before(blueprint, role), is_added=_is_added(blueprint, role)),
         replicas=counts[0],
         ready=counts[1],
         updated=counts[2],
         observed=generation is not None and generation == dig(workload, "status", "observedGeneration"),
         problem=problem,
         builds=builds,
+        partners=partners,
     )
 
 
@@ -129,10 +135,17 @@ def _status_before(blueprint: Blueprint, role: Role) -> RoleStatus | None:
     return {Role.GATEWAY: status.gateway, Role.PREFILL: status.prefill}.get(role, status.decode)
 
 
-def _promise(desired: int, ready: int, before: RoleStatus | None) -> int:
+def _is_added(blueprint: Blueprint, role: Role) -> bool:
+    """Whether the role comes to a model that serves without it."""
+    status = blueprint.model.status
+    without = status.prefill is None or status.prefill.promised == 0
+    return role is Role.PREFILL and without and status.decode is not None and bool(status.decode.promised)
+
+
+def _promise(desired: int, ready: int, before: RoleStatus | None, *, is_added: bool) -> int:
     """A role that grows keeps the promise it had until all of the new replicas have been there."""
     kept = 0 if before is None else before.promised or 0
-    return kept if 0 < kept < desired and ready < desired else desired
+    return kept if (is_added or kept > 0) and kept < desired and ready < desired else desired
 
 
 def pods_of(workload: ChildKey, live: Children) -> list[Manifest]:
@@ -176,6 +189,7 @@ def observe_replicas(groups: Sequence[Group], *, revision: str, now: datetime) -
             state=state_of(group, now=now),
             is_outdated=bool(group.outdated(revision)),
             is_leaving=all(is_leaving(pod) for pod in group.pods),
+            is_whole=is_whole(group),
         )
         for group in groups
     ]
@@ -184,6 +198,11 @@ def observe_replicas(groups: Sequence[Group], *, revision: str, now: datetime) -
 def build_of(group: Group) -> str:
     """The build whose blocks the replica takes: that of its leader."""
     return labels_of(group.pods[0]).get(names.LABEL_REVISION, "")
+
+
+def is_whole(group: Group) -> bool:
+    """Whether the replica computes prompts and answers alike."""
+    return labels_of(group.pods[0]).get(names.LABEL_ROLE) == Role.UNIFIED.value
 
 
 def state_of(group: Group, *, now: datetime) -> State:

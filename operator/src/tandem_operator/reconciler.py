@@ -78,7 +78,7 @@ from tandem_operator.manifests import (
 )
 from tandem_operator.observation import workload_key
 from tandem_operator.pace import Pace
-from tandem_operator.parsing import parse_model, parse_status
+from tandem_operator.parsing import parse_status, read_model, read_past
 from tandem_operator.planner import Children, Plan, Step, own_workloads, plan_children, plan_clearing, plan_step
 from tandem_operator.recorder import EventRecorder
 from tandem_operator.refusals import refusal, unserved_problem
@@ -90,7 +90,15 @@ from tandem_operator.scaler import Outlook, Scaler
 from tandem_operator.scaling.words import tell_attainment, tell_scaling
 from tandem_operator.scene import set_scene
 from tandem_operator.settings import Release
-from tandem_operator.status import build_status, is_same_but_counts, is_same_memory, refused_status, true_conditions
+from tandem_operator.status import (
+    build_status,
+    held_status,
+    is_same_but_counts,
+    is_same_memory,
+    refused_status,
+    true_conditions,
+    understood_condition,
+)
 from tandem_operator.transitions import Happening, apply_happenings, status_happenings
 from tandem_operator.turns import Turns, is_stalled
 from tandem_operator.workloads import Blueprint, Built
@@ -201,9 +209,10 @@ class Reconciler:
         outcome = Outcome(before=await self._store.read(key), children={})
         outcome.children |= outcome.before
         try:
-            model = parse_model(raw)
+            reading = read_model(raw)
         except ModelError as error:
             return await self._refuse(key, raw, error, outcome)
+        model = reading.model
         outlook = self._scaler.outlook(key, model.metadata.generation)
         owned = own_workloads(outcome.before, owner_uid=model.metadata.uid)
         replicas = settle_replicas(
@@ -245,7 +254,7 @@ class Reconciler:
             scaling=scaling,
             trial=course.problem,
             weights=weights,
-            more=scaled if admitted is None else [admitted, *scaled],
+            more=[*([] if admitted is None else [admitted]), *scaled, *understood_condition(reading.unknown)],
         )
         await self._pace.turn()
         status = with_traffic(status, course, ours, now=datetime.datetime.now(datetime.UTC))
@@ -362,22 +371,44 @@ class Reconciler:
         written = self._statuses.get(key)
         return written is not None and written.version == version
 
-    async def _refuse(self, key: ModelKey, raw: Manifest, error: ModelError, outcome: Outcome) -> None:
-        """What cannot be read stays as it is, but for `suspend`: somebody who pulls the brake means it."""
-        problem = Problem(reason=error.reason, message=str(error), stalled=True)
+    async def _refuse(self, key: ModelKey, raw: Manifest, error: ModelError, outcome: Outcome) -> float | None:
+        """What cannot be read stays as it is, but for `suspend`: somebody who pulls the brake means it. Pods that are
+        made anew are admitted, so that what serves goes on serving."""
+        problem = Problem(reason=error.reason, message=f"{error}; its pods stay as they are", stalled=True)
         self._turns.count(key, stalled=True)
         self._turns.stop_waiting(key)
-        suspended = dig(raw, "spec", "suspend") is True
+        suspended, uid = dig(raw, "spec", "suspend") is True, str(raw["metadata"]["uid"])
+        ours = own_workloads(outcome.before, owner_uid=uid)
         if suspended:
-            for child, workload in own_workloads(outcome.before, owner_uid=str(raw["metadata"]["uid"])).items():
+            problem = Problem(reason=error.reason, message=str(error), stalled=True)
+            for child, workload in ours.items():
                 if child.kind in WORKLOADS and dig(workload, "spec", "replicas") != 0:
                     async with _collecting(outcome, str(child), doing="scale"):
                         await self._scale(key, child, 0, outcome)
-        generation, now = raw["metadata"]["generation"], _now()
-        status = refused_status(problem, parse_status(raw), generation=generation, now=now, suspended=suspended)
+        model = None if suspended else read_past(raw)
+        if model is None:
+            generation, now = raw["metadata"]["generation"], _now()
+            status = refused_status(problem, parse_status(raw), generation=generation, now=now, suspended=suspended)
+        else:
+            settled = settle_replicas(model, ours, {}, now=_now())
+            blueprint = Blueprint(model=settled.model, release=self._release, left=settled.left)
+            self._fleet.follow(key, gateway_addresses(blueprint, ours), hurry=is_admission_open(blueprint, ours))
+            admitted = await self._admit(key, blueprint, ours, outcome)
+            failures, more = self._creation_failures(outcome), [] if admitted is None else [admitted]
+            status = held_status(blueprint, ours, problem, failures=failures, now=_now(), more=more)
         await self._report(key, raw, status, [])
         if outcome.failed:
             raise IncompleteError("; ".join(outcome.failed))
+        return None if model is None else _RARELY
+
+    def _creation_failures(self, outcome: Outcome) -> dict[ChildKey, str]:
+        """Why controllers could not create pods."""
+        return {
+            child: failure
+            for child, manifest in outcome.children.items()
+            if child.kind == STATEFUL_SET.name
+            and (failure := self._creations.failure(str(dig(manifest, "metadata", "uid")))) is not None
+        }
 
     async def _steer(
         self, key: ModelKey, blueprint: Blueprint, raw: Manifest, outcome: Outcome, *, known: bool
@@ -493,12 +524,7 @@ class Reconciler:
             async with _collecting(outcome, str(pod), doing="end"):
                 path = KIND_BY_NAME[pod.kind].path(key.namespace, pod.name)
                 await self._client.delete(path, uid=dig(ours[pod], "metadata", "uid"), grace_seconds=seconds)
-        outcome.failures = {
-            child: failure
-            for child, manifest in outcome.children.items()
-            if child.kind == STATEFUL_SET.name
-            and (failure := self._creations.failure(str(dig(manifest, "metadata", "uid")))) is not None
-        }
+        outcome.failures = self._creation_failures(outcome)
 
     async def _make_apart(self, manifest: Manifest, outcome: Outcome, *, uid: str) -> Outcome:
         """What came of one child: several are made at a time, and told in their order."""

@@ -15,6 +15,7 @@ from tandem_api.inferencemodel import InferenceModelSpec, RolloutStatus, WorkerR
 
 from tandem_operator.errors import UnreadableRevisionError
 from tandem_operator.manifests import CONTROLLER_REVISION, ChildKey, Manifest, controller_of, dig
+from tandem_operator.parsing import known_spec
 from tandem_operator.planner import Children
 from tandem_operator.workloads.blueprint import HISTORY, Blueprint, digest
 
@@ -82,10 +83,17 @@ def read_history(live: Children, *, owner_uid: str) -> dict[int, Manifest]:
 
 
 def number_of(content_digest: str, history: History, before: RolloutStatus | None, *, taken: int) -> int:
-    """The number of a content: the one it had, or the next one. `taken` is the highest number of any object there."""
+    """The number of a content: the one it had, or the next one. `taken` is the highest number of any object there.
+
+    What runs keeps its number where it differs in fields alone that this release does not know: a later one made it,
+    and finds it again.
+    """
     if before is not None and before.digest == content_digest:
         return before.revision
-    same = [number for number, content in history.items() if digest_of(content) == content_digest]
+    known = [number for number, content in history.items() if digest_of(known_spec(content)) == content_digest]
+    if before is not None and before.revision in known:
+        return before.revision
+    same = [number for number in known if digest_of(history[number]) == content_digest] or known
     return same[-1] if same else max([taken, *history, *numbers_in_use(before)], default=0) + 1
 
 
@@ -111,13 +119,13 @@ def kept_revisions(model: str, history: History, used: set[int], *, limit: int) 
 
 def with_content(spec: InferenceModelSpec, content: Manifest, *, number: int) -> InferenceModelSpec:
     """`spec` with the workers of a revision. Replicas, their scaling and names stay those of `spec`; of a role that it
-    does not have there are as many as there were.
+    does not have there are as many as there were. What this release does not know of it is left out.
 
     Raises:
-        UnreadableRevisionError: this release cannot read what an earlier one kept.
+        UnreadableRevisionError: it has values that this release cannot read.
     """
     try:
-        kept = InferenceModelSpec.model_validate(content)
+        kept = InferenceModelSpec.model_validate(known_spec(content))
     except ValidationError as error:
         text = f"revision {number} was kept by another release and cannot be read: {error.errors()[0]['msg']}"
         raise UnreadableRevisionError(text) from error

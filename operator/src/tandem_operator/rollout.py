@@ -1,10 +1,11 @@
 """Which replicas may be replaced now, over both worker roles at once. Pure arithmetic.
 
 Blocks move between workers of one *build* (`tandem.dev/revision`) only, so what serves are pairs: a build's capacity is
-that of its scarcest role, as a share of what the role should have, and the model's is the sum over its builds. A plan
-keeps two promises, unless they were broken before it: the capacity stays at or above what `maxUnavailable` allows, and
-so does each role's number of ready replicas. It never takes what would break them further, but where a target that
-changed midway left three builds whose shares do not add up: then one replica goes at a time, the one that costs least.
+that of its scarcest role, as a share of what the role should have, and the model's is the sum over its builds. A decode
+worker from before `spec.prefill` was added needs no partner, and counts as a pair. A plan keeps two promises, unless
+they were broken before it: the capacity stays at or above what `maxUnavailable` allows, and so does each role's number
+of ready replicas. It never takes what would break them further, but where a target that changed midway left three
+builds whose shares do not add up: then one replica goes at a time, the one that costs least.
 
 A replica that was ready and may be serving though nobody can tell (its node is out of reach, or its readiness blinks)
 is *unsure*: a plan must keep the promises whether it serves or not. One that is *down* serves nobody and goes first.
@@ -45,6 +46,8 @@ class Replica:
     """Made from another template than the newest."""
     is_leaving: bool = False
     """All of its pods are on their way out."""
+    is_whole: bool = False
+    """It computes prompts too, so it serves without a partner: from before `spec.prefill` was added."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,7 +269,7 @@ class _Serving:
         self._gone = {(role, r.index) for role, view in roles.items() for r in _in_motion(view)}
         self._builds: dict[bool, dict[Role, Counter[str]]] = {
             sure: {
-                role: Counter(r.build for r in view.replicas if self._counts(role, r, sure=sure))
+                role: Counter(self._build(r) for r in view.replicas if self._counts(role, r, sure=sure))
                 for role, view in roles.items()
             }
             for sure in (True, False)
@@ -294,6 +297,9 @@ class _Serving:
     def has_gone(self, role: Role, replica: Replica) -> bool:
         return (role, replica.index) in self._gone or replica.state is State.DOWN or replica.is_leaving
 
+    def _build(self, replica: Replica) -> str:
+        return WHOLE if replica.is_whole and len(self._roles) > 1 else replica.build
+
     def _counts(self, role: Role, replica: Replica, *, sure: bool) -> bool:
         if self.has_gone(role, replica):
             return False
@@ -308,7 +314,7 @@ class _Serving:
     def _change(self, role: Role, replica: Replica, by: int) -> None:
         for sure, builds in self._builds.items():
             if self._counts(role, replica, sure=sure):
-                builds[role][replica.build] += by
+                builds[role][self._build(replica)] += by
 
     def _holds(self, *, sure: bool) -> bool:
         (capacity, counts), (capacity_before, counts_before) = self._measure(sure=sure), self._before[sure]
@@ -322,12 +328,17 @@ class _Serving:
         return capacity_of(builds, self._wanted), {role: counts.total() for role, counts in builds.items()}
 
 
+WHOLE = "whole"
+"""Stands for the build of replicas that need no partner, whichever it is."""
+
+
 def capacity_of(ready: Mapping[Role, Mapping[str, int]], wanted: Mapping[Role, int]) -> Fraction:
-    """The share of its promised capacity that a model has: of each build, its scarcest role."""
+    """The share of its promised capacity that a model has: of each build, its scarcest role; and `WHOLE`."""
     if not all(wanted.values()):
         return Fraction(0)
-    builds = {build for counts in ready.values() for build in counts}
+    builds = {build for counts in ready.values() for build in counts} - {WHOLE}
+    whole = sum((Fraction(counts.get(WHOLE, 0), wanted[role]) for role, counts in ready.items()), start=Fraction(0))
     return sum(
         (min(Fraction(counts.get(build, 0), wanted[role]) for role, counts in ready.items()) for build in builds),
-        start=Fraction(0),
+        start=whole,
     )

@@ -15,11 +15,13 @@ from tandem_api import names
 from tandem_api.inferencemodel import Condition, InferenceModelStatus, RolloutStatus, ScalingStatus
 from tandem_api.names import Role
 from tandem_api.quantities import parse_duration
+from tandem_api.version import VERSION
 
 from tandem_operator import metrics
 from tandem_operator.canary import WAITING_FOR_TURN
 from tandem_operator.causes import Problem
 from tandem_operator.commits import CommitPlan
+from tandem_operator.errors import InvalidSpecError
 from tandem_operator.manifests import ChildKey, parse_time
 from tandem_operator.observation import RoleState, last_progress, observe_role
 from tandem_operator.planner import Children
@@ -35,7 +37,8 @@ _OVERDUE = "ProgressDeadlineExceeded"
 _ASLEEP, _WAKING = metrics.ASLEEP, "Waking"
 _NOT_OVERDUE = frozenset({"Suspended", _ASLEEP, WAITING_FOR_TURN, "Canary"})
 """What takes as long as it takes; a canary has a deadline of its own."""
-_NOT_FOLLOWED = frozenset({"RevisionNotFound", "RevisionUnreadable"})
+INVALID_SPEC = InvalidSpecError.reason
+_NOT_FOLLOWED = frozenset({"RevisionNotFound", "RevisionUnreadable", INVALID_SPEC})
 """The spec is not followed before somebody acts. To be told before what ails pods: the spec may be what heals them."""
 State = Literal["True", "False", "Unknown"]
 _NO_WEIGHTS = CommitPlan()
@@ -98,13 +101,54 @@ def refused_status(
         text = f"{problem.message}; spec.suspend is true, so its pods are scaled to zero"
         problem = Problem(reason=problem.reason, message=text, stalled=True)
         previous = previous.model_copy(update={"scaling": scaling_to_keep(previous.scaling)})
-    kept = [c for c in previous.conditions if c.type not in ("Ready", "Reconciling", "Stalled")]
+    kept = [c for c in previous.conditions if c.type not in ("Ready", "Reconciling", "Stalled", UNDERSTOOD)]
     fresh = [_condition("Ready", "False", problem.reason, problem.message), _stalled(problem)]
     if suspended:
         kept = [c for c in kept if c.type != "Available"]
         fresh.append(_condition("Available", "False", "Suspended", "spec.suspend is true; set it to false to resume"))
     conditions = [*stamp(fresh, previous, generation=generation, now=now), *kept]
     return previous.model_copy(update={"observed_generation": generation, "conditions": conditions})
+
+
+def held_status(
+    blueprint: Blueprint,
+    live: Children,
+    problem: Problem,
+    *,
+    failures: Mapping[ChildKey, str],
+    now: str,
+    more: Sequence[Condition],
+) -> InferenceModelStatus:
+    """The status of a model that has values which cannot be read, so that its pods stay as they are: what these are
+    is looked at anew, all else is what was seen last. `blueprint` is what can be read."""
+    previous = blueprint.model.status
+    seen = build_status(
+        blueprint, live, problems=(), failures=failures, waiting=(), now=now, trial=problem, more=more,
+        rollout=previous.rollout, scaling=previous.scaling,
+    )  # fmt: skip
+    fresh = [c for c in seen.conditions if c.type not in _OF_THE_SPEC]
+    told = {*(c.type for c in fresh), "Reconciling", UNDERSTOOD}
+    kept = [c for c in previous.conditions if c.type not in told]
+    counts = {name: getattr(seen, name) for name in ("observed_generation", "prefill", "decode", "gateway")}
+    return previous.model_copy(update=counts | {"conditions": [*fresh, *kept]})
+
+
+UNDERSTOOD = "SpecUnderstood"
+_OF_THE_SPEC = frozenset({"ModelReady", "ModelResolved"})
+"""What only the whole spec tells."""
+_NAMED = 12
+
+
+def understood_condition(unknown: Sequence[str]) -> list[Condition]:
+    """What to say of fields that this release does not know; nothing where there are none."""
+    if not unknown:
+        return []
+    rest = "" if len(unknown) <= _NAMED else f" and {len(unknown) - _NAMED} more"
+    text = (
+        f"the CRD is of another release than this operator, {VERSION}, which does not know"
+        f" {', '.join(unknown[:_NAMED])}{rest}: no effect until an operator runs that does. All else is followed"
+    )
+    return [_condition(UNDERSTOOD, "False", "UnknownFields", text)]
 
 
 _SUMMARY = frozenset({"Ready", "Available", "Reconciling", "Stalled"})
@@ -298,7 +342,7 @@ def _lacking(blueprint: Blueprint, states: Mapping[Role, RoleState], counts: str
     floors = {
         role: max(1, state.promised - (blueprint.unavailable_of(role, state.promised) if is_rolling else 0))
         for role, state in workers.items()
-        if state.desired
+        if state.desired and state.promised
     }
     if states[Role.GATEWAY].ready < states[Role.GATEWAY].promised:
         return short
@@ -306,7 +350,7 @@ def _lacking(blueprint: Blueprint, states: Mapping[Role, RoleState], counts: str
         return short
     promised = {role: workers[role].promised for role in floors}
     share = min(floor / promised[role] for role, floor in floors.items()) if floors else 0.0
-    if float(capacity_of({role: workers[role].builds for role in floors}, promised)) + 1e-9 < share:
+    if float(capacity_of({role: workers[role].partners for role in floors}, promised)) + 1e-9 < share:
         text = f"workers of one build are too few on one side for key-value blocks to move between them: {counts}"
         return Problem(reason="BuildsApart", message=text)
     return None

@@ -12,7 +12,7 @@ from tandem_operator.manifests import ChildKey, Manifest, child_key, dig
 from tandem_operator.planner import Children
 from tandem_operator.rotation import KeyStep
 from tandem_operator.scaling.words import rested_by, scaled_by
-from tandem_operator.status import WAITS_FOR_A_WISH
+from tandem_operator.status import UNDERSTOOD, WAITS_FOR_A_WISH
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +34,11 @@ def status_happenings(before: InferenceModelStatus, after: InferenceModelStatus)
         events.append(Happening(kind="Warning", reason=stalled.reason, message=stalled.message))
     if stalled is None and "Stalled" in old and old["Stalled"].reason not in WAITS_FOR_A_WISH:
         events.append(Happening(reason="Recovered", message=f"no longer stalled: {old['Stalled'].reason}"))
+    unread, unread_before = new.get(UNDERSTOOD), old.get(UNDERSTOOD)
+    if unread is not None and _said(unread) != _said(unread_before):
+        events.append(Happening(kind="Warning", reason=unread.reason, message=unread.message))
+    if unread is None and unread_before is not None and stalled is None:
+        events.append(Happening(reason=UNDERSTOOD, message="this operator knows every field of the spec"))
     for kind, reason in (("ModelReady", "ModelLoaded"), ("Ready", "Ready")):
         if _is_true(new.get(kind)) and not _is_true(old.get(kind)):
             events.append(Happening(reason=reason, message=new[kind].message))
