@@ -126,7 +126,7 @@ def test_what_is_wrong_is_said(data: bytes, problem: str) -> None:
     assert isinstance(reader.error, VersionError) is ("version" in problem)
 
 
-@given(st.integers(100, 999), FIELDS)
+@given(st.integers(200, 999), FIELDS)
 def test_heads_of_answers(status: int, fields: link.Fields) -> None:
     assert link.read_response_head(link.encode_response_head(status, fields)) == (status, fields)
 
@@ -162,6 +162,15 @@ def test_any_head(data: bytes) -> None:
         with contextlib.suppress(LinkError):
             read(data)
     assert link.read_reason(data).isprintable()
+
+
+@pytest.mark.parametrize("status", [0, 99, 100, 101, 103, 199, 1000])
+def test_what_is_no_answer(status: int) -> None:
+    """A client would take what follows an interim answer for another one."""
+    with pytest.raises(LinkError):
+        link.encode_response_head(status, [])
+    with pytest.raises(LinkError):
+        link.read_response_head(b"%d\r\n" % status)
 
 
 def test_headers_that_cannot_be_sent() -> None:

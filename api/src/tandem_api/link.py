@@ -169,6 +169,11 @@ class FrameReader:
     def held_bytes(self) -> int:
         return len(self._tail)
 
+    @property
+    def missing_bytes(self) -> int:
+        """What is still to come of the frame that is not complete, as far as is known."""
+        return self._need - len(self._tail) if self._tail else 0
+
     def feed(self, data: bytes) -> list[Frame]:
         """The frames that are complete now, in order. Look at `error` after them."""
         frames: list[Frame] = []
@@ -271,7 +276,7 @@ def read_reason(payload: bytes) -> str:
 Fields = list[tuple[bytes, bytes]]
 _FIELDS = rb"(?:[a-z0-9!#$%&'*+.^_`|~-]+: [^\x00\r\n]*\r\n)*"
 _REQUEST_HEAD = re.compile(rb"([A-Z]{1,16}) (/[!-~]*) HTTP/1\.1\r\n(" + _FIELDS + rb")\r\n")
-_RESPONSE_HEAD = re.compile(rb"([1-9][0-9][0-9])\r\n(" + _FIELDS + rb")")
+_RESPONSE_HEAD = re.compile(rb"([2-9][0-9][0-9])\r\n(" + _FIELDS + rb")")
 
 
 def read_request_head(payload: bytes) -> tuple[bytes, bytes, Fields]:

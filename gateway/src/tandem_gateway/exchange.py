@@ -208,7 +208,8 @@ class Exchange:
     @property
     def held_bytes(self) -> int:
         kept = self._continuation.held_bytes if self._continuation is not None else 0
-        return len(self.request.body) + self._held_bytes + kept
+        waits = self._call.held_bytes if self._call is not None else 0
+        return len(self.request.body) + self._held_bytes + kept + waits
 
     @property
     def resumes(self) -> int:
@@ -340,6 +341,7 @@ class Exchange:
             self._account_for(self._continuation)
         if self._slow or self._phase == DELIVERING:
             # The worker is not to blame: it is the client that takes nothing.
+            self._connection.account()
             if self._connection.is_stuck(now):
                 self._connection.transport.abort()
         elif now >= self._deadline:
@@ -586,6 +588,7 @@ class Exchange:
         self._reads += 1
         if self._call is not None:
             self._call.resume_reading()
+            self._loop.call_soon(self._connection.uncount)
 
     # decisions
 

@@ -44,13 +44,11 @@ class NativeLinks:
         """There are so many now: links that are made from now on ask for samples accordingly."""
         self._workers = workers
 
-    def _greet(self) -> bytes:
-        return link.encode_hello(
-            link.Hello(
-                token=self._token(),
-                telemetry_seconds=max(link.TELEMETRY_SECONDS, self._workers / SAMPLES_PER_SECOND),
-                name=(os.environ.get("POD_NAME") or socket.gethostname())[:253],
-            )
+    def _greet(self) -> link.Hello:
+        return link.Hello(
+            token=self._token(),
+            telemetry_seconds=max(link.TELEMETRY_SECONDS, self._workers / SAMPLES_PER_SECOND),
+            name=(os.environ.get("POD_NAME") or socket.gethostname())[:253],
         )
 
     def families(self, links: Iterable[Link]) -> list[Family]:

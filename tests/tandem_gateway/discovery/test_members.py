@@ -25,7 +25,7 @@ def test_a_ready_pod_is_a_worker() -> None:
     (worker,) = select_workers(filter(None, [read_member(make_pod("a"))]))
     assert worker == Worker(
         name="a", address="10.0.0.1:8000", kv_address="10.0.0.1:7000", status_address="10.0.0.1:9090",
-        role=Role.DECODE, revision="r1",
+        pod_name="a", role=Role.DECODE, revision="r1",
     )  # fmt: skip
 
 

@@ -5,19 +5,27 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import socket
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from tandem_api import link
 from tandem_api.keys import KeyRing, open_ring
+from tandem_api.link import FrameReader
 from tandem_api.names import Role
 from tandem_api.telemetry import WorkerTelemetry
+from tandem_gateway.http import budget
 from tandem_gateway.scheduling import Worker
+from tandem_gateway.upstream import native, native_connection
 from tandem_gateway.upstream.native import NativeLink
+from tandem_gateway.upstream.native_connection import LinkConnection, LinkEnded
+from tandem_worker.server.gate import TokenGate
 from tandem_worker.server.link.listener import LinkListener
 
 from tests.tandem_gateway.conftest import FakeWorker, StartGateway, token, until
@@ -41,6 +49,7 @@ class LinkedWorker(FakeWorker):
     gone: int = 0
     open: int = 0
     link_address: str = ""
+    pod_name: str = ""
     listener: LinkListener | None = None
     release: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -59,7 +68,7 @@ class LinkedWorker(FakeWorker):
 
     @property
     def worker(self) -> Worker:
-        return replace(super().worker, link_address=self.link_address)
+        return replace(super().worker, link_address=self.link_address, pod_name=self.pod_name)
 
     async def answer(self, scope: Any, receive: Any, send: Any) -> None:
         """`seed`: 0 is a usual answer, 1 waits for `release` before it, 2 after its first token, 3 sends much."""
@@ -153,7 +162,8 @@ def chat(**fields: Any) -> dict[str, Any]:
 
 
 async def ask(running: Any, **fields: Any) -> httpx.Response:
-    async with httpx.AsyncClient(timeout=WAIT) as client:
+    # Without the certificates of the world, which take longer to read than the request does.
+    async with httpx.AsyncClient(timeout=WAIT, verify=False) as client:
         return await client.post(f"{running.url}/v1/chat/completions", json=chat(**fields))
 
 
@@ -208,7 +218,10 @@ async def test_large_bodies_in_both_directions(start_linked: StartLinked, start_
     assert len(whole.json()["choices"][0]["text"]) == 3_000_000
 
 
-async def test_a_slow_client_stops_its_own_stream_alone(start_linked: StartLinked, start_gateway: StartGateway) -> None:
+async def test_a_slow_client_stops_its_own_stream_alone(
+    start_linked: StartLinked, start_gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(budget, "FREE_BYTES", 0)
     worker = await start_linked()
     running = await start_gateway(worker, link="Native")
     body = json.dumps(chat(stream=True, seed=3, max_tokens=1500)).encode()
@@ -224,6 +237,7 @@ async def test_a_slow_client_stops_its_own_stream_alone(start_linked: StartLinke
         assert fast.content.endswith(DONE)
     (slow,) = connection.calls.values()
     assert 0 < slow.held_bytes <= link.WINDOW
+    await until(lambda: running.gateway.budget.used >= slow.held_bytes, wait=WAIT)
     assert worker.open == 1
     received = bytearray()
     async with asyncio.timeout(120):
@@ -233,6 +247,7 @@ async def test_a_slow_client_stops_its_own_stream_alone(start_linked: StartLinke
             received += part
     assert received.count(b'"content"') == 150_000
     await running.idle()
+    assert running.gateway.budget.used == 0
 
 
 async def test_a_client_that_leaves(start_linked: StartLinked, start_gateway: StartGateway) -> None:
@@ -299,6 +314,47 @@ async def speak_version_2(reader: asyncio.StreamReader, writer: asyncio.StreamWr
     await reader.read(65536)
     writer.write(link.encode_hello(link.Hello()).replace(b"\x01", b"\x02", 1))
     await writer.drain()
+
+
+async def carry_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str) -> None:
+    """To the worker that has taken the place of the impostor."""
+    host, _, port = address.rpartition(":")
+    back_reader, back_writer = await asyncio.open_connection(host, int(port))
+
+    async def copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+        try:
+            while data := await source.read(65536):
+                target.write(data)
+                await target.drain()
+        finally:
+            target.close()
+
+    await asyncio.gather(copy(reader, back_writer), copy(back_reader, writer))
+
+
+async def test_a_worker_of_another_version_that_is_replaced_at_its_address_is_linked(
+    start_linked: StartLinked, start_gateway: StartGateway, start_impostor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "REFUSED_FIRST", 0.05)
+    worker, replaced, tries = await start_linked(), False, 0
+    address = worker.link_address
+
+    async def behave(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal tries
+        tries += 1
+        await (carry_on(reader, writer, address) if replaced else speak_version_2(reader, writer))
+
+    worker.link_address = await start_impostor(behave)
+    running = await start_gateway(worker, link="Native")
+    (found,) = links_of(running)
+    await until(lambda: tries >= 3, wait=WAIT)
+    assert (await ask(running)).status_code == 200
+    assert (len(worker.received), found.state) == (1, "http_version")
+    replaced = True
+    await until(lambda: found.state == "native", wait=WAIT)
+    assert (await ask(running)).status_code == 200
+    assert (len(worker.received), len(worker.bodies)) == (1, 1)
+    await running.idle()
 
 
 async def test_another_version_is_asked_over_http(
@@ -452,4 +508,262 @@ async def test_whatever_a_worker_sends_costs_its_link_alone(
             # A damaged frame may end an answer of the mad worker, with what it sent; and it has an HTTP port.
             assert not answer.content.strip(b"x") or answer.json().get("pod") in (None, "pod-sane")
     assert not problems
+    await running.idle()
+
+
+HELLO = link.encode_hello(link.Hello(max_streams=100))
+OK_HEAD = link.encode(link.HEAD, 1, link.encode_response_head(200, [(b"content-type", b"application/json")]))
+
+
+@pytest.mark.parametrize(
+    ("lie", "problem"),
+    [
+        ([OK_HEAD, OK_HEAD], "two heads"),
+        ([link.encode(link.DATA_LAST, 1, b"{}")], "a part of an answer that it may not have"),
+        ([link.encode(link.DATA, 77, b"x")], "stream 77 has not begun"),
+        ([OK_HEAD, *[link.encode(link.DATA, 77, b"x")] * 1000], "stream 77 has not begun"),
+        ([link.encode_credit(1, 2**32 - 1)], "granted more than there is"),
+        ([link.encode_header(link.TELEMETRY, 0, 100_000_000)], "TELEMETRY of 100000000 bytes"),
+        ([link.encode(link.HEAD, 1, b"100\r\n")], "not a status and headers"),
+        ([link.encode(link.HEAD, 1, b"200\r\na: b\r\rc: d\r\n")], "not a status and headers"),
+        ([HELLO], "second HELLO"),
+    ],
+)
+async def test_what_a_worker_may_not_send(
+    start_linked: StartLinked, start_gateway: StartGateway, start_impostor: Any, lie: Any, problem: str, caplog: Any
+) -> None:
+    async def behave(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(HELLO)
+        frames = FrameReader(link.FROM_GATEWAY)
+        while data := await reader.read(65536):
+            if any(frame[0] in (link.REQUEST, link.REQUEST_LAST) for frame in frames.feed(data)):
+                writer.write(b"".join(lie))
+
+    liar, honest = await start_linked("pod-liar"), await start_linked("pod-honest")
+    liar.link_address = await start_impostor(behave)
+    running = await start_gateway(liar, honest, link="Native")
+    await linked(running)
+    answers = await asyncio.gather(*(ask(running) for _ in range(4)))
+    assert [answer.json()["pod"] for answer in answers] == ["pod-honest"] * 4
+    assert running.gateway.native.ends["protocol"] >= 1
+    assert any(problem in str(getattr(record, "reason", "")) for record in caplog.records)
+    await running.idle()
+
+
+class Owner:
+    """Of a connection whose other end is the test's."""
+
+    def __init__(self) -> None:
+        self.lost: list[LinkEnded] = []
+        self.samples: list[bytes] = []
+
+    def on_sample(self, payload: bytes) -> None:
+        self.samples.append(payload)
+
+    def on_drain(self) -> None: ...
+
+    def on_idle(self, connection: LinkConnection) -> None: ...
+
+    def on_lost(self, connection: LinkConnection, end: LinkEnded, calls: list[Any]) -> None:
+        self.lost.append(end)
+
+
+@pytest.fixture
+async def connect() -> AsyncIterator[Callable[..., Awaitable[tuple[LinkConnection, Owner, socket.socket]]]]:
+    sockets: list[socket.socket] = []
+
+    async def make(**hello: Any) -> tuple[LinkConnection, Owner, socket.socket]:
+        ours, theirs = socket.socketpair()
+        sockets.append(theirs)
+        ours.setblocking(False)
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        owner = Owner()
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_connection(lambda: LinkConnection(owner, link.Hello(**hello)), sock=ours)
+        theirs.sendall(HELLO)
+        async with asyncio.timeout(WAIT):
+            await connection.greeted
+        return connection, owner, theirs
+
+    yield make
+    for each in sockets:
+        each.close()
+
+
+async def test_calls_do_not_wait_for_a_worker_that_takes_no_goodbye(connect: Any) -> None:
+    connection, owner, _ = await connect()
+    connection.put(link.encode(link.RESET, 1, bytes(500)) * 4000)
+    await asyncio.sleep(0.05)
+    assert connection.transport.get_write_buffer_size()
+    connection.end(LinkEnded("protocol", "a test says so"))
+    assert connection.worn, "no call may begin on it"
+    await asyncio.sleep(0)
+    assert [end.code for end in owner.lost] == ["protocol"]
+    await asyncio.sleep(native_connection.FAREWELL_SECONDS + 0.2)
+    assert not connection.transport.get_write_buffer_size()
+    assert len(owner.lost) == 1
+
+
+@pytest.mark.parametrize(
+    ("telemetry_seconds", "silence", "hung"),
+    [(0.25, 3.2, False), (0.25, 3.4, True), (2.5, 3.9, False), (2.5, 4.2, True)],
+)
+async def test_how_long_a_worker_may_be_silent(
+    connect: Any, telemetry_seconds: float, silence: float, hung: bool
+) -> None:
+    """3 s, and as long before as it may last have said something."""
+    connection, owner, _ = await connect(telemetry_seconds=telemetry_seconds)
+    heard_at = connection._heard_at
+    for step in range(int(10 * silence) + 1):
+        connection.tick(heard_at + step / 10)
+    await asyncio.sleep(0)
+    assert [end.code for end in owner.lost] == ["hung"] * hung
+
+
+async def test_a_worker_that_talks_and_reads_nothing_hangs(connect: Any) -> None:
+    connection, owner, _ = await connect()
+    now = connection._heard_at
+    for step in range(int(10 * native_connection.UNANSWERED_SECONDS) + 2):
+        connection._heard_at = now + step / 10
+        connection.tick(now + step / 10)
+        if owner.lost:
+            break
+    await asyncio.sleep(0)
+    assert [str(end) for end in owner.lost] == ["the worker read nothing for 15 s"]
+
+
+async def test_samples_are_taken_as_often_as_the_clock_ticks(connect: Any) -> None:
+    connection, owner, theirs = await connect()
+    theirs.sendall(b"".join(link.encode(link.TELEMETRY, 0, b"%05d" % number) for number in range(5000)))
+    theirs.sendall(link.encode(link.DRAIN))
+    await asyncio.sleep(0.2)
+    assert not owner.samples
+    for _ in range(3):
+        connection.tick(connection._heard_at)
+    assert owner.samples == [b"04999"]
+
+
+async def test_another_pod_at_the_address(start_linked: StartLinked, start_gateway: StartGateway) -> None:
+    right, wrong = await start_linked("pod-a", pod_name="pod-a"), await start_linked("pod-c", pod_name="pod-b")
+    running = await start_gateway(right, wrong, link="Native")
+    answers = await asyncio.gather(*(ask(running) for _ in range(6)))
+    assert [answer.json()["pod"] for answer in answers] == ["pod-a"] * 6
+    assert running.gateway.native.ends["stranger"] >= 1
+    assert not wrong.bodies
+    assert not wrong.received
+    await running.idle()
+
+
+async def test_a_worker_that_leaves_while_it_is_linked_hears_of_its_requests(
+    start_linked: StartLinked, start_gateway: StartGateway, start_impostor: Any
+) -> None:
+    """Else it would end the link after 15 s."""
+    greet, pinged = asyncio.Event(), asyncio.Event()
+
+    async def behave(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await greet.wait()
+        writer.write(HELLO)
+        frames = FrameReader(link.FROM_GATEWAY)
+        while data := await reader.read(65536):
+            for tag, _, _ in frames.feed(data):
+                if tag == link.PING:
+                    pinged.set()
+                    writer.write(link.encode(link.HEAD, 1, link.encode_response_head(200, [])))
+                    writer.write(link.encode(link.DATA_LAST, 1, b"{}"))
+
+    worker = await start_linked()
+    worker.link_address = await start_impostor(behave)
+    running = await start_gateway(worker, link="Native", timeouts={"connect_seconds": 20})
+    (found,) = links_of(running)
+    pending = asyncio.create_task(ask(running))
+    await until(lambda: found._waiting, wait=WAIT)
+    running.apply()
+    greet.set()
+    async with asyncio.timeout(WAIT):
+        await pinged.wait()
+    assert (await pending).json() == {}
+    await running.idle()
+
+
+async def test_keys_that_are_withdrawn_from_a_linked_gateway(
+    start_linked: StartLinked, start_gateway: StartGateway, tmp_path: Path
+) -> None:
+    old, new = (KeyRing(primary=name, keys={name: bytes([number]) * 32}) for number, name in enumerate("ab"))
+    rings = {"pod-a": old, "pod-b": old}
+    (tmp_path / "api.json").write_text(old.encode())
+    workers = [await start_linked(name, ring=lambda name=name: rings[name]) for name in rings]
+    for worker in workers:
+        assert worker.listener is not None
+        worker.listener.app = TokenGate(worker.answer, worker.ring)
+    running = await start_gateway(*workers, link="Native", keys_path=str(tmp_path))
+    await linked(running)
+    assert {(await ask(running)).status_code for _ in range(4)} == {200}
+    rings["pod-a"] = new
+    answers = [await ask(running) for _ in range(6)]
+    assert {answer.json()["pod"] for answer in answers} == {"pod-b"}
+    (tmp_path / "api.json").write_text(KeyRing(primary="b", keys=dict(old.keys) | dict(new.keys)).encode())
+    rings["pod-b"] = new
+    async with asyncio.timeout(WAIT):
+        while (await ask(running)).status_code != 200:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+    await running.idle()
+
+
+async def test_the_end_of_a_link_under_a_hundred_requests(
+    start_linked: StartLinked, start_gateway: StartGateway
+) -> None:
+    """Those that nobody has seen begin are answered by the other worker; streams that had begun are told."""
+    workers = [await start_linked(f"pod-{number}") for number in range(2)]
+    running = await start_gateway(*workers, link="Native")
+    await linked(running)
+    seeds = [1, 2] * 50
+    pending = [asyncio.create_task(ask(running, stream=seed == 2, seed=seed)) for seed in seeds]
+    await until(lambda: sum(worker.open for worker in workers) == 100, wait=WAIT)
+    await until(lambda: sum(each.first_byte_at > 0 for each in running.gateway.exchanges) == 50, wait=WAIT)
+    dead, other = workers
+    assert dead.open
+    other.release.set()
+    assert dead.listener is not None
+    (gone,) = dead.listener._links
+    gone.transport.abort()
+    answers = await asyncio.gather(*pending)
+    told = [answer for answer in answers if b'data: {"error"' in answer.content]
+    assert all(answer.status_code == 200 for answer in answers)
+    for seed, answer in zip(seeds, answers, strict=True):
+        assert answer in told or (answer.json()["pod"] == other.name if seed == 1 else answer.content.endswith(DONE))
+    assert 0 < len(told) < 50
+    await running.idle()
+    await until(lambda: not dead.open, wait=WAIT)
+
+
+async def test_no_byte_of_a_clients_header_breaks_the_link(
+    start_linked: StartLinked, start_gateway: StartGateway
+) -> None:
+    worker = await start_linked()
+    running = await start_gateway(worker, link="Native")
+    await linked(running)
+    body = json.dumps(chat()).encode()
+    values = [bytes([number]) for number in range(256)] + [
+        b"",
+        b"a\r\n b",
+        b"a\r\n\tb",
+        b"a\rb",
+        b"a\nb: c",
+        b"x" * 20_000,
+    ]
+    statuses: Counter[bytes] = Counter()
+    for value in values:
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ntracestate: a" + value
+        answer = await running.raw(head + b"z\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        statuses[answer[9:12]] += 1
+    trailers = (
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\nexpect: 100-continue\r\n"
+    )
+    chunked = b"connection: close\r\n\r\n%x\r\n%b\r\n0\r\nx-tandem-prefill: y\r\na: b\r\n\r\n" % (len(body), body)
+    answer = await running.raw(trailers + chunked)
+    assert b" 200 " in answer
+    assert set(statuses) <= {b"200", b"400"}
+    assert statuses[b"200"] > 200
+    assert not running.gateway.native.ends
+    assert (await ask(running)).status_code == 200
     await running.idle()

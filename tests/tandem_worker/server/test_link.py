@@ -6,14 +6,18 @@ import asyncio
 import contextlib
 import json
 import random
+import socket
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from tandem_api import link
 from tandem_api.keys import KeyRing, bearer_token, open_ring
 from tandem_api.link import FrameReader, Hello
+from tandem_worker.server.link.connection import MAX_UNSENT_BYTES, SLICE_BYTES
 from tandem_worker.server.link.listener import LinkListener
+from tandem_worker.server.link.stream import Stream
 
 WAITS = b"POST /wait HTTP/1.1\r\n\r\n"
 LONG = b"POST /long HTTP/1.1\r\n\r\n"
@@ -30,6 +34,10 @@ class Peer:
         self.frames = FrameReader(link.FROM_WORKER)
         self.unread: list[link.Frame] = []
         self.ended = False
+
+    @property
+    def transport(self) -> asyncio.Transport:
+        return cast(asyncio.Transport, self.writer.transport)
 
     def send(self, *frames: bytes) -> None:
         self.writer.write(b"".join(frames))
@@ -369,3 +377,111 @@ async def test_anything_at_all_ends_with_a_reason(listen: Any, connect: Connect,
     peer = await connect(listener)
     peer.send(request(1, body=b"x"))
     assert await peer.answer(1) == (200, b"x")
+
+
+async def test_who_asks_and_reads_nothing_is_not_listened_to(listen: Any, connect: Connect) -> None:
+    listener = await listen()
+    peer, other = await connect(listener, telemetry_seconds=3600), await connect(listener)
+    connection = next(iter(listener._links))
+    connection.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**16)
+    peer.transport.pause_reading()
+    pings = [number.to_bytes(link.PING_BYTES, "big") for number in range(500_000)]
+    for start in range(0, len(pings), 1000):
+        peer.send(*(link.encode(link.PING, 0, ping) for ping in pings[start : start + 1000]))
+        await asyncio.sleep(0)
+    await until(lambda: connection.blocked)
+    other.send(request(1, body=b"x"))
+    assert await other.answer(1) == (200, b"x")
+    assert connection.transport.get_write_buffer_size() < 2 * MAX_UNSENT_BYTES
+    peer.transport.resume_reading()
+    pongs: list[bytes] = []
+    async with asyncio.timeout(WAIT):
+        while len(pongs) < len(pings):
+            pongs += [frame[2] for frame in peer.frames.feed(await peer.reader.read(2**20)) if frame[0] == link.PONG]
+    assert pongs == pings
+
+
+async def test_many_small_requests_leave_others_their_turns(listen: Any, connect: Connect, app: App) -> None:
+    listener = await listen()
+    peer = await connect(listener, telemetry_seconds=3600)
+    turn, begun = 0, Counter[int]()
+
+    async def note(scope: Any, receive: Any, send: Any) -> None:
+        begun[turn] += 1
+
+    listener.app = note
+    head, count = b"GET / HTTP/1.1\r\n\r\n", 3000
+    peer.send(*(request(number, head) + link.encode(link.RESET, number) for number in range(1, count + 1)))
+    async with asyncio.timeout(WAIT):
+        while begun.total() < count:
+            await asyncio.sleep(0)
+            turn += 1
+    assert max(begun.values()) <= SLICE_BYTES / (2 * link.HEADER_BYTES + len(head)) + 1
+
+
+async def test_a_link_ends_although_its_gateway_reads_nothing(listen: Any, connect: Connect) -> None:
+    listener = await listen()
+    peer = await connect(listener, telemetry_seconds=3600)
+    (connection,) = listener._links
+    peer.transport.pause_reading()
+    while not connection.blocked:
+        peer.send(link.encode(link.PING, 0, bytes(8)) * 1000)
+        await asyncio.sleep(0)
+    connection.end("protocol", "a test says so")
+    async with asyncio.timeout(8):
+        await until(lambda: not listener.num_links)
+
+
+async def test_strangers_do_not_fill_the_log(listen: Any, connect: Connect, caplog: pytest.LogCaptureFixture) -> None:
+    listener = await listen()
+    for _ in range(30):
+        peer = await connect(listener, greet=False)
+        peer.send(b"GET / HTTP/1.1\r\n\r\n")
+        assert (await peer.goodbye()).startswith("version: ")
+    peer = await connect(listener)
+    peer.send(request(1), request(1))
+    assert (await peer.goodbye()).startswith("protocol: ")
+    assert (listener.refusals["version"], listener.refusals["protocol"]) == (30, 1)
+    assert [record.args for record in caplog.records if "was ended" in record.msg] == [
+        ("it speaks version 71 of the link, or something else; this is version 1",),
+        ("stream 1 begins after stream 1",),
+    ]
+
+
+@pytest.mark.parametrize("sample", [lambda: bytes(link.MAX_TELEMETRY + 1), lambda: 1 // 0])
+async def test_a_sample_that_cannot_be_sent_costs_no_link(
+    listen: Any, connect: Connect, sample: Callable[[], bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    listener = await listen(telemetry=sample)
+    peer = await connect(listener)
+    await asyncio.sleep(2 * link.TELEMETRY_SECONDS)
+    assert listener._ticking is not None
+    assert not listener._ticking.done()  # it is what ends links of gateways that have gone
+    listener.drain()
+    await peer.next(link.DRAIN)
+    peer.send(request(1, body=b"x"))
+    assert await peer.answer(1) == (200, b"x")
+    assert sum("sample" in record.msg for record in caplog.records) == 1
+
+
+async def test_a_large_answer_is_not_copied_for_each_part_that_leaves() -> None:
+    class Wire:
+        blocked = False
+
+        def touch(self, stream: Stream) -> None: ...
+
+        def put(self, frame: bytes) -> None: ...
+
+    body = random.Random(3).randbytes(10 * link.WINDOW + 5)
+    stream = Stream(Wire(), 1, method=b"GET", body_follows=False)
+    sending = asyncio.create_task(stream.send({"type": "http.response.body", "body": body}))
+    received = b""
+    while not sending.done():
+        await asyncio.sleep(0)
+        out: list[bytes | memoryview] = []
+        stream.collect(out)
+        parts = [part for part in out if isinstance(part, memoryview)]
+        assert all(part.obj is body for part in parts)
+        received += b"".join(parts)
+        stream.take_credit(sum(map(len, parts)))
+    assert received == body

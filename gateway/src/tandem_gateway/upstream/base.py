@@ -59,6 +59,11 @@ class Sink(Protocol):
 class Call(Protocol):
     """One request on its way."""
 
+    @property
+    def held_bytes(self) -> int:
+        """Of the answer, kept because the client is slow."""
+        ...
+
     def cancel(self) -> None:
         """Give up: the worker learns at once. No callback follows."""
         ...

@@ -126,6 +126,11 @@ class Http1Call:
         self.connection: WorkerConnection | None = None
         self.paused = False
 
+    @property
+    def held_bytes(self) -> int:
+        """What is not taken stays in the socket."""
+        return 0
+
     def cancel(self) -> None:
         self.sink = None
         self.forget_request()

@@ -2,8 +2,8 @@
 
 A call that finds no connection waits for the one that is being made, as long as connecting may take. A worker that does
 not speak this version of the link is asked over HTTP from then on, calls that wait included: it says so itself, and the
-log, the metrics and `/debug/endpoints` say it, too. Whatever else goes wrong fails the calls, as it would over HTTP,
-and the link is tried again.
+log, the metrics and `/debug/endpoints` say it, too. What is at its address may be replaced, so that the link is tried
+again now and then. Whatever else goes wrong fails the calls, as it would over HTTP, and the link is tried again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from tandem_api import link
-from tandem_api.link import Goodbye
+from tandem_api.link import Goodbye, Hello
 
 from tandem_gateway.scheduling import Worker
 from tandem_gateway.upstream.base import Call, Failure, Link, ResponseHead, Sink
@@ -23,6 +23,8 @@ from tandem_gateway.upstream.native_connection import LinkConnection, LinkEnded,
 
 BACKOFF_FIRST, BACKOFF_LONGEST = 0.25, 5.0
 """Seconds before a lost link is made again while nobody needs it: a call that does begins at once."""
+REFUSED_FIRST, REFUSED_LONGEST = 1.0, 30.0
+"""The same where the worker speaks another version."""
 _OURS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL))
 log = logging.getLogger(__name__)
 
@@ -45,9 +47,9 @@ class Watcher(Protocol):
 
 class NativeLink:
     def __init__(
-        self, worker: Worker, http: Link, *, greet: Callable[[], bytes], connect_seconds: float, watcher: Watcher
+        self, worker: Worker, http: Link, *, greet: Callable[[], Hello], connect_seconds: float, watcher: Watcher
     ) -> None:
-        """`http`: the link to the same worker that takes over where it cannot speak this one. `greet` gives the frame
+        """`http`: the link to the same worker that takes over where it cannot speak this one. `greet` gives what
         to begin with."""
         host, _, port = worker.link_address.rpartition(":")
         self._host, self._port = host.strip("[]"), int(port)
@@ -97,7 +99,7 @@ class NativeLink:
         self._http.reap(now)
         if self._connection is not None:
             self._connection.tick(now)
-        elif now >= self._retry_at and self.refused is None and not self._closed:
+        elif now >= self._retry_at and not self._closed:
             self._dial_now()
 
     def close(self) -> None:
@@ -131,7 +133,7 @@ class NativeLink:
                 _, connection = await loop.create_connection(
                     lambda: LinkConnection(self, self._greet()), self._host, self._port
                 )
-                await connection.greeted
+                self._know(connection, await connection.greeted)
             if connection.ended is not None:
                 raise connection.ended
         except TimeoutError:
@@ -147,25 +149,34 @@ class NativeLink:
             return
         finally:
             self._dialing = None
-        if connection is not None:
+        if connection is not None and connection.ended is None:
             connection.transport.abort()
+
+    def _know(self, connection: LinkConnection, hello: Hello) -> None:
+        """An address is given to the next pod before everybody has heard that the last one has gone."""
+        expected = self.worker.pod_name
+        if expected and hello.name and hello.name != expected:
+            text = f"pod {hello.name!r} answers at the address of {expected!r}"
+            connection.end(LinkEnded("stranger", text))
 
     def _on_greeted(self, connection: LinkConnection) -> None:
         former, self._connection = self._connection, connection
-        self._pause = BACKOFF_FIRST
+        self._pause, self.refused = BACKOFF_FIRST, None
         if former is not None and not former.calls:
             former.end(LinkEnded(Goodbye.CLOSING, "another link takes its place"))
         log.info("a worker is linked", extra={"worker": self.worker.name})
         self._resolve(self.start)
-        if self._closed and not connection.calls:
+        if self._closed:
             self.close()
 
     def _on_refused(self, end: LinkEnded) -> None:
         """No link came about."""
         self._watcher.on_link_end(self.worker, end.code)
+        known, self.refused = self.refused, str(end) if end.code == Goodbye.VERSION else self.refused
         self._back_off()
-        if end.code == Goodbye.VERSION:
-            self.refused = str(end)
+        if known is not None:
+            return
+        if self.refused is not None:
             log.warning(
                 "a worker does not speak this version of the link; it is asked over HTTP",
                 extra={"worker": self.worker.name, "reason": str(end)},
@@ -192,8 +203,10 @@ class NativeLink:
                 each.call.pause_reading()
 
     def _back_off(self) -> None:
-        self._retry_at = asyncio.get_running_loop().time() + self._pause
-        self._pause = min(BACKOFF_LONGEST, 2 * self._pause)
+        refused = self.refused is not None
+        pause = max(self._pause, REFUSED_FIRST) if refused else self._pause
+        self._retry_at = asyncio.get_running_loop().time() + pause
+        self._pause = min(REFUSED_LONGEST if refused else BACKOFF_LONGEST, 2 * pause)
 
     # of the connection
 
@@ -235,6 +248,10 @@ class _Waiting:
         self.paused = False
         self._among = among
         among[self] = None
+
+    @property
+    def held_bytes(self) -> int:
+        return 0 if self.call is None else self.call.held_bytes
 
     def cancel(self) -> None:
         self.sink = None

@@ -19,6 +19,10 @@ from tandem_gateway.upstream.http1_connection import HOP_BY_HOP, watch_peer
 
 STALLED_SECONDS = 1.0
 """After so long between two looks at the clock it was this process that stood still, not the worker."""
+UNANSWERED_SECONDS = 15.0
+"""A worker that answers no ping for so long reads nothing, whatever it says."""
+FAREWELL_SECONDS = 1.0
+"""A worker has this long to take the reason for which its link is ended."""
 _GRANT_AT = link.WINDOW // 2
 _CODE = re.compile(r"([a-z]{1,16}): (.*)", re.DOTALL)
 _KNOWN = frozenset(value for name, value in vars(Goodbye).items() if name.isupper())
@@ -29,7 +33,7 @@ class LinkEnded(Exception):
     """A link that did not come about, or is over."""
 
     def __init__(self, code: str, detail: str) -> None:
-        """`code`: one of `Goodbye`, or `hung`, `closed`, `connect`, `local`."""
+        """`code`: one of `Goodbye`, or `hung`, `closed`, `connect`, `local`, `stranger`."""
         super().__init__(detail)
         self.code = code
 
@@ -74,14 +78,14 @@ class NativeCall:
         self.flows = False
         """The head is here, and what comes goes on at once."""
         self._paused = False
-        self._held: list[bytes] = []
+        self._held = bytearray()
         """What came while it did not."""
         self._last = False
         """It is all that comes."""
 
     @property
     def held_bytes(self) -> int:
-        return sum(map(len, self._held))
+        return len(self._held)
 
     def cancel(self) -> None:
         self.sink = None
@@ -120,8 +124,7 @@ class NativeCall:
         if self.flows:
             self._deliver(data, last=last)
             return
-        if data:
-            self._held.append(data)
+        self._held += data
         self._last = last
 
     def _release(self) -> None:
@@ -129,7 +132,8 @@ class NativeCall:
         if self._paused or self.flows or not self.answering or self.sink is None:
             return
         self.flows = True
-        data, self._held = b"".join(self._held), []
+        data = bytes(self._held)
+        self._held.clear()
         self._deliver(data, last=self._last)
 
     def _deliver(self, data: bytes, *, last: bool) -> None:
@@ -149,8 +153,8 @@ class NativeCall:
 class LinkConnection(asyncio.Protocol):
     transport: asyncio.Transport
 
-    def __init__(self, owner: Owner, hello: bytes) -> None:
-        """`hello`: this gateway's greeting, a frame."""
+    def __init__(self, owner: Owner, hello: Hello) -> None:
+        """`hello`: this gateway's greeting."""
         self._owner = owner
         self._hello = hello
         self._loop = asyncio.get_running_loop()
@@ -162,7 +166,12 @@ class LinkConnection(asyncio.Protocol):
         self._out: list[bytes] = []
         self._flushing = False
         self._end: LinkEnded | None = None
-        self._heard_at = self._ticked_at = self._pinged_at = self._loop.time()
+        self._lost = False
+        self._sample: bytes | None = None
+        """The worker's newest, which waits for the clock: it may send as many as it likes."""
+        self._silence = link.HUNG_SECONDS + min(link.PING_SECONDS, hello.telemetry_seconds)
+        """When it began to be silent is known no better than by the last of what it says of its own accord."""
+        self._heard_at = self._answered_at = self._ticked_at = self._pinged_at = self._loop.time()
         self._pings = 0
         self.ping_seconds: float | None = None
         """Between the last ping and its answer."""
@@ -179,7 +188,7 @@ class LinkConnection(asyncio.Protocol):
     @property
     def worn(self) -> bool:
         """Another connection has to take its place."""
-        return self._newest >= link.MAX_STREAM
+        return self._end is not None or self._newest >= link.MAX_STREAM
 
     def carry(self, call: NativeCall) -> None:
         """Send a call's request. It must be greeted, and not full."""
@@ -202,11 +211,16 @@ class LinkConnection(asyncio.Protocol):
 
     def tick(self, now: float) -> None:
         """Called a few times a second: ask for signs of life, and end the link where there are none."""
+        sample, self._sample = self._sample, None
+        if sample is not None:
+            self._owner.on_sample(sample)
         if now - self._ticked_at > STALLED_SECONDS:
-            self._heard_at = now  # what came meanwhile is still unread
+            self._heard_at = self._answered_at = now  # what came meanwhile is still unread
         self._ticked_at = now
-        if now - self._heard_at > link.HUNG_SECONDS:
+        if now - self._heard_at > self._silence:
             self.end(LinkEnded("hung", f"the worker gave no sign of life for {link.HUNG_SECONDS:g} s"), say=False)
+        elif now - self._answered_at > UNANSWERED_SECONDS:
+            self.end(LinkEnded("hung", f"the worker read nothing for {UNANSWERED_SECONDS:g} s"), say=False)
         elif now - self._pinged_at >= link.PING_SECONDS:
             self._pinged_at = now
             self._pings += 1
@@ -221,8 +235,11 @@ class LinkConnection(asyncio.Protocol):
         if say:
             self.transport.write(link.encode_reason(link.BYE, 0, f"{end.code}: {end}"))
             self.transport.close()
+            self._loop.call_later(FAREWELL_SECONDS, self.transport.abort)
         else:
             self.transport.abort()
+        # Its calls wait for nothing that the worker does; but the one that this is about has to return first.
+        self._loop.call_soon(self._lose)
 
     def put(self, frame: bytes) -> None:
         """Send a frame at the end of this turn of the event loop."""
@@ -234,7 +251,7 @@ class LinkConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
         watch_peer(transport.get_extra_info("socket"))
-        self.transport.write(self._hello)
+        self.transport.write(link.encode_hello(self._hello))
 
     def data_received(self, data: bytes) -> None:
         self._heard_at = self._loop.time()
@@ -264,8 +281,15 @@ class LinkConnection(asyncio.Protocol):
         """connection_lost follows."""
 
     def connection_lost(self, exc: Exception | None) -> None:
-        end = self._end or LinkEnded("closed", f"the worker closed the link{f' ({exc})' if exc else ''}")
-        self._end = end
+        self._end = self._end or LinkEnded("closed", f"the worker closed the link{f' ({exc})' if exc else ''}")
+        self._lose()
+
+    def _lose(self) -> None:
+        end = self._end
+        assert end is not None
+        if self._lost:
+            return
+        self._lost = True
         calls = list(self.calls.values())
         self.calls.clear()
         if not self.greeted.done():
@@ -283,10 +307,11 @@ class LinkConnection(asyncio.Protocol):
             if not self.greeted.done():
                 self.greeted.set_result(hello)
         elif tag == link.PONG:
+            self._answered_at = self._loop.time()
             if int.from_bytes(payload, "big") == self._pings:
                 self.ping_seconds = self._loop.time() - self._pinged_at
         elif tag == link.TELEMETRY:
-            self._owner.on_sample(payload)
+            self._sample = payload
         elif tag == link.DRAIN:
             self._owner.on_drain()
         elif tag == link.BYE:

@@ -241,10 +241,13 @@ async def test_bodies_together_are_bounded(prepared_apart: Preparation, monkeypa
     assert prepared_apart.intake.held_bytes == 0
 
 
-async def test_a_body_must_end(prepared_apart: Preparation, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("parts", [(), (b"x" * 40_000, b"x")])
+async def test_a_body_must_end(
+    prepared_apart: Preparation, monkeypatch: pytest.MonkeyPatch, parts: tuple[bytes, ...]
+) -> None:
     monkeypatch.setattr(intake, "BODY_SECONDS", 0.1)
     with pytest.raises(RequestError, match=r"not complete after 0\.1 s") as refused:
-        await prepared_apart.prepare("chat", SCOPE, Client(b"x" * 40_000, b"x", complete=False))
+        await prepared_apart.prepare("chat", SCOPE, Client(*parts, complete=False))
     assert refused.value.status == 408
     assert prepared_apart.intake.held_bytes == 0
 

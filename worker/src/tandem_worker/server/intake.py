@@ -15,7 +15,7 @@ SMALL_BODY_BYTES = 32 * 1024
 """Bodies up to this size are not counted, so that nobody's large ones keep them out."""
 MAX_HELD_BYTES = 8 * MAX_BODY_BYTES
 BODY_SECONDS = 60.0
-"""A client must have sent its complete body within this time."""
+"""A client must have sent its complete body within this time of its header."""
 
 
 class Intake:
@@ -29,11 +29,17 @@ class Intake:
         length = header(scope, "content-length")
         if length is not None and length.isdigit() and int(length) > MAX_BODY_BYTES:
             _refuse_size()
-        body, more = await _receive_chunk(receive)
-        if more:
-            body = await self._read_rest(body, receive)
-        elif len(body) > SMALL_BODY_BYTES:
-            self._hold(len(body))
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                body, more = await _receive_chunk(receive)
+                if more:
+                    body = await self._read_rest(body, receive)
+                elif len(body) > SMALL_BODY_BYTES:
+                    self._hold(len(body))
+        except TimeoutError as error:
+            raise RequestError(
+                f"The request body was not complete after {BODY_SECONDS:g} s.", code="body_timeout", status=408
+            ) from error
         if not body:
             raise RequestError("The request has no body; a JSON object is expected.", code="invalid_json")
         return body
@@ -46,22 +52,17 @@ class Intake:
     async def _read_rest(self, first: bytes, receive: Receive) -> bytes:
         chunks, size, held, more = [first], len(first), 0, True
         try:
-            async with asyncio.timeout(BODY_SECONDS):
-                while more:
-                    chunk, more = await _receive_chunk(receive)
-                    chunks.append(chunk)
-                    size += len(chunk)
-                    if size > MAX_BODY_BYTES:
-                        _refuse_size()
-                    if size > SMALL_BODY_BYTES:
-                        self._hold(size - held)
-                        held = size
-        except BaseException as error:
+            while more:
+                chunk, more = await _receive_chunk(receive)
+                chunks.append(chunk)
+                size += len(chunk)
+                if size > MAX_BODY_BYTES:
+                    _refuse_size()
+                if size > SMALL_BODY_BYTES:
+                    self._hold(size - held)
+                    held = size
+        except BaseException:
             self.held_bytes -= held
-            if isinstance(error, TimeoutError):
-                raise RequestError(
-                    f"The request body was not complete after {BODY_SECONDS:g} s.", code="body_timeout", status=408
-                ) from error
             raise
         return b"".join(chunks)
 

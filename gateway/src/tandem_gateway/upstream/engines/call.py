@@ -178,6 +178,10 @@ class ForeignCall:
 
     # what the exchange does with it
 
+    @property
+    def held_bytes(self) -> int:
+        return 0 if self._call is None else self._call.held_bytes
+
     def cancel(self) -> None:
         self.end()
 

@@ -1,5 +1,9 @@
 """One gateway's link: frames in, requests to the application, everything that one turn of the event loop brought out in
-one write."""
+one write.
+
+A turn reads a bounded part of what one link sends, and nothing while its gateway takes nothing: what is answered waits
+in memory, and whoever asks without reading would decide how much of it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,11 @@ from tandem_worker.server.serving import MAX_HEADER_BYTES, MAX_HEADERS
 
 MAX_UNSENT_BYTES = 256 * 1024
 """Beyond it nobody sends: the gateway, or the way to it, is slower than all streams together."""
+SLICE_BYTES = 4 * 1024
+"""Read in one turn of the event loop, besides the rest of a frame: a hundred of the smallest requests."""
 _UNANSWERED_SECONDS = 15
+_FAREWELL_SECONDS = 1.0
+"""A gateway has this long to take the reason for which its link is ended."""
 _log = logging.getLogger(__name__)
 
 
@@ -50,8 +58,8 @@ class Owner(Protocol):
         """It is gone."""
         ...
 
-    def count(self, reason: str) -> None:
-        """A link was refused or ended for this reason."""
+    def count(self, reason: str) -> bool:
+        """A link was refused or ended for this reason. False: the log tells it often enough."""
         ...
 
 
@@ -73,7 +81,10 @@ class GatewayLink(asyncio.Protocol):
         self.telemetry_due = 0.0
         self.heard_at = self._loop.time()
         self._newest = 0
-        self._out: list[bytes] = []
+        self._unread = b""
+        """What came and waits for its turn."""
+        self._paused = False
+        self._out: list[bytes | memoryview] = []
         self._touched: list[Stream] = []
         self._flushing = False
         self._ended = False
@@ -96,8 +107,36 @@ class GatewayLink(asyncio.Protocol):
         self._deadline = self._loop.call_later(link.HELLO_SECONDS, self._too_slow)
 
     def data_received(self, data: bytes) -> None:
-        """Take the frames; what is none ends the link."""
+        """Take what there is, or begin with it."""
         self.heard_at = self._loop.time()
+        if len(data) <= SLICE_BYTES and not self._unread:
+            self._read(data)
+        else:
+            # Reading has stopped where something waits, but for what was on its way.
+            waits, self._unread = bool(self._unread), self._unread + data
+            if not waits:
+                self._work()
+
+    def _work(self) -> None:
+        """A slice of what waits, and the next one after everybody else's turn."""
+        if self._ended:
+            return
+        size = max(SLICE_BYTES, self._reader.missing_bytes)
+        data, self._unread = self._unread[:size], self._unread[size:]
+        self._read(data)
+        if self._unread:
+            self._loop.call_soon(self._work)
+        self._throttle()
+
+    def _throttle(self) -> None:
+        """Leave in the socket what would only be kept here."""
+        pause = self.blocked or bool(self._unread)
+        if pause != self._paused and not self._ended:
+            self._paused = pause
+            self.transport.pause_reading() if pause else self.transport.resume_reading()
+
+    def _read(self, data: bytes) -> None:
+        """Take the frames; what is none ends the link."""
         try:
             for frame in self._reader.feed(data):
                 if self._ended:
@@ -109,12 +148,15 @@ class GatewayLink(asyncio.Protocol):
             self.end(error.code, str(error))
 
     def pause_writing(self) -> None:
-        """Nobody sends for now."""
+        """Nobody sends for now, and nobody is listened to."""
         self.blocked = True
+        self._throttle()
 
     def resume_writing(self) -> None:
-        """Those that wait go on."""
+        """Those that wait go on. That the gateway takes something is a sign of life, too."""
         self.blocked = False
+        self.heard_at = self._loop.time()
+        self._throttle()
         for stream in tuple(self.streams.values()):
             stream.wake()
 
@@ -251,17 +293,18 @@ class GatewayLink(asyncio.Protocol):
         """Say why, and close."""
         if self._ended:
             return
-        self._owner.count(code)
-        if code != Goodbye.CLOSING:
+        if self._owner.count(code):
             peer = self.transport.get_extra_info("peername")
             _log.warning("a link was ended: %s", text, extra={"gateway": self.name, "peer": str(peer), "code": code})
         self._flush()
         self.transport.write(link.encode_reason(link.BYE, 0, f"{code}: {text}"))
         self._close()
         self.transport.close()
+        self._loop.call_later(_FAREWELL_SECONDS, self.transport.abort)
 
     def _close(self) -> None:
         self._ended = True
+        self._unread = b""
         if self._deadline is not None:
             self._deadline.cancel()
         for stream in tuple(self.streams.values()):

@@ -23,6 +23,8 @@ MAX_STREAMS = MAX_CONNECTIONS
 """Requests over all links together, as over HTTP."""
 _STALLED_SECONDS = 2.0
 """After so long between two ticks it was this process that stood still, not the gateways."""
+_COMPLAINT_SECONDS = 10.0
+"""Links that end for the same reason are named so often in the log, however many there are."""
 _log = logging.getLogger(__name__)
 
 
@@ -51,6 +53,7 @@ class LinkListener:
             {Goodbye.UNAUTHORIZED: 0, Goodbye.PROTOCOL: 0, Goodbye.VERSION: 0, Goodbye.FULL: 0, "timeout": 0}
         )
         """Links that were not let in or were ended for what came over them, by reason. Grows only; read by metrics."""
+        self._complain_at: dict[str, float] = {}
         self._telemetry = telemetry
         self._max_links = max_links
         self._links: dict[GatewayLink, None] = {}
@@ -130,10 +133,20 @@ class LinkListener:
         """Forget it."""
         self._links.pop(connection, None)
 
-    def count(self, reason: str) -> None:
-        """A link was refused, or ended, for this reason."""
-        if reason != Goodbye.CLOSING:
-            self.refusals[reason] += 1
+    def count(self, reason: str) -> bool:
+        """A link was refused, or ended, for this reason. Whether the log is to tell of it."""
+        if reason == Goodbye.CLOSING:
+            return False
+        self.refusals[reason] += 1
+        return self._complains(reason)
+
+    def _complains(self, reason: str) -> bool:
+        """Whether the log is to tell of it once more."""
+        now = asyncio.get_running_loop().time()
+        if now < self._complain_at.get(reason, now):
+            return False
+        self._complain_at[reason] = now + _COMPLAINT_SECONDS
+        return True
 
     # samples
 
@@ -165,9 +178,17 @@ class LinkListener:
         self._tell(connection, self._sample(), asyncio.get_running_loop().time())
 
     def _sample(self) -> bytes | None:
-        sample = self._telemetry()
+        """None: there is none, and gateways read the metrics port. No link is to end for it."""
+        try:
+            sample = self._telemetry()
+        except Exception:
+            if self._complains("sample"):
+                _log.exception("there is no sample to send over links")
+            return None
         if sample is not None and len(sample) > link.MAX_TELEMETRY:
-            raise ValueError(f"a sample of {len(sample)} bytes; the link takes {link.MAX_TELEMETRY}")
+            if self._complains("sample"):
+                _log.error("a sample of %d bytes is not sent; the link takes %d", len(sample), link.MAX_TELEMETRY)
+            return None
         return sample
 
 

@@ -50,7 +50,7 @@ class Stream:
         """The application has the end of the body."""
         self._credit = link.WINDOW
         self._head = b""
-        self._parts: list[bytes] = []
+        self._parts: list[bytes | memoryview] = []
         self._last = False
         self._waiters: list[asyncio.Future[None]] = []
 
@@ -92,7 +92,7 @@ class Stream:
             if not waiter.done():
                 waiter.set_result(None)
 
-    def collect(self, out: list[bytes]) -> None:
+    def collect(self, out: list[bytes | memoryview]) -> None:
         """Add the frames of what was sent since the last call."""
         head, self._head = self._head, b""
         parts, self._parts = self._parts, []
@@ -129,11 +129,12 @@ class Stream:
             self._head = link.encode(link.HEAD, self.number, link.encode_response_head(message["status"], fields))
             self._wire.touch(self)
             return
-        data: bytes = b"" if self._is_head_request else message.get("body", b"")
+        data: bytes | memoryview = b"" if self._is_head_request else message.get("body", b"")
         last = not message.get("more_body", False)
         while data and (len(data) > self._credit or self._wire.blocked):
             room = 0 if self._wire.blocked else self._credit
             if room:
+                data = memoryview(data)  # what is left of a large answer is not copied for each part that leaves
                 self._add(data[:room])
                 data = data[room:]
             await self._changed()
@@ -146,7 +147,7 @@ class Stream:
             self._wire.touch(self)
             self.wake()
 
-    def _add(self, data: bytes) -> None:
+    def _add(self, data: bytes | memoryview) -> None:
         self._credit -= len(data)
         if not self._parts:
             self._wire.touch(self)
