@@ -78,7 +78,7 @@ async def test_the_rest_is_refused_by_name(worker: Any, path: str) -> None:
 async def test_refused_in_chats(worker: Any) -> None:
     for fields, param in (
         ({"chat_template": "{{ messages }}"}, "chat_template"), ({"documents": [{"text": "x"}]}, "documents"),
-        ({"echo": True}, "echo"), ({"add_special_tokens": True}, "add_special_tokens"),
+        ({"echo": True}, "echo"),
         ({"tool_choice": "required"}, "tool_choice"), ({"response_format": {"type": "structural_tag"}},
         "response_format.type"),
     ):  # fmt: skip
