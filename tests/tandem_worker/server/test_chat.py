@@ -66,7 +66,8 @@ async def test_wire_format(worker: Any) -> None:
     ]
     assert set(first) == {"id", "object", "created", "model", "system_fingerprint", "choices"}
     deltas = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events[1:-2]]
-    assert deltas[-1] == {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop"}
+    end = {"finish_reason": "stop", "stop_reason": None, "matched_stop": worker.tokenizer.eos_token_id}
+    assert deltas[-1] == {"index": 0, "delta": {}, "logprobs": None, **end}
     assert "".join(delta["delta"].get("content", "") for delta in deltas) == "a\n"
 
 

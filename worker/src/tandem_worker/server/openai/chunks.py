@@ -65,10 +65,11 @@ def token_names(head: AnswerHead, table: TokenTable) -> TokenNames:
 
 
 def _end(update: Update) -> dict[str, Any]:
-    """How a choice ended; where the request's own stop strings or tokens did that, with vLLM's and SGLang's name."""
-    if update.stopped_by is None:
-        return {"finish_reason": update.finish}
-    return {"finish_reason": update.finish, "stop_reason": update.stopped_by, "matched_stop": update.stopped_by}
+    """How a choice ended, and at what: by vLLM's name where the request's own stop strings or tokens did that, by
+    SGLang's also where the model did."""
+    stopped_by = update.stopped_by
+    matched = update.end_token if stopped_by is None else stopped_by
+    return {"finish_reason": update.finish, "stop_reason": stopped_by, "matched_stop": matched}
 
 
 class Encoder(Protocol):

@@ -75,6 +75,8 @@ class Update:
     finish: Finish | None = None
     stopped_by: str | int | None = None
     """With `finish`: the stop string or the stop token of the request that ended the choice."""
+    end_token: int | None = None
+    """With `finish`: the token that the model ended the choice with, one of the request's or of its own."""
 
     @property
     def has_text(self) -> bool:
