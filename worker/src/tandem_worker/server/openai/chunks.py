@@ -168,7 +168,7 @@ class ChatEncoder:
 
     def long_update(self, index: int, update: Update) -> Steps[bytes]:
         head = b""
-        if update.has_text or update.logprobs or (update.token_ids and self.head.return_token_ids):
+        if update.has_text or update.logprobs or (self.head.return_token_ids and update.all_token_ids):
             head = self._event(index, (yield from self._rich(update)))
         return self._finish(index, update, head)
 
@@ -200,7 +200,7 @@ class ChatEncoder:
         logprobs = (yield from chat_logprobs(self._names, update.logprobs)) if update.logprobs else None
         choice: dict[str, Any] = {"delta": delta, "logprobs": logprobs, "finish_reason": None}
         if self.head.return_token_ids:
-            choice["token_ids"] = update.token_ids
+            choice["token_ids"] = update.all_token_ids
         return choice
 
     def response(self, choices: Sequence[Update], prompts: Sequence[Sequence[int]], usage: Usage) -> Steps[list[bytes]]:
@@ -224,7 +224,7 @@ class ChatEncoder:
         logprobs = (yield from chat_logprobs(self._names, update.logprobs)) if self.head.with_logprobs else None
         choice = {"index": index, "message": message, "logprobs": logprobs, **_end(update)}
         if self.head.return_token_ids:
-            choice["token_ids"] = update.token_ids
+            choice["token_ids"] = update.all_token_ids
         return choice
 
 
@@ -295,12 +295,12 @@ class CompletionEncoder:
 
     def long_update(self, index: int, update: Update) -> Steps[bytes]:
         head = b""
-        if update.content or update.logprobs or update.token_ids:
+        if update.content or update.logprobs or (self.head.return_token_ids and update.all_token_ids):
             choice: dict[str, Any] = {"text": update.content, "logprobs": None, "finish_reason": None}
             if update.logprobs:
                 choice["logprobs"] = yield from self._logprobs(update, None, shift=self._shift(index))
             if self.head.return_token_ids:
-                choice["token_ids"] = update.token_ids
+                choice["token_ids"] = update.all_token_ids
             head = self._event(index, choice)
         return self._finish(index, update, head)
 
@@ -360,7 +360,7 @@ class CompletionEncoder:
         }
         if self.head.return_token_ids:
             choice["prompt_token_ids"] = prompt
-            choice["token_ids"] = update.token_ids
+            choice["token_ids"] = update.all_token_ids
         return choice
 
 
