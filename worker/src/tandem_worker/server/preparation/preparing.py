@@ -79,7 +79,7 @@ class PromptRules:
         self.check_answer_schema(request.response_format)
         for index, tool in enumerate(request.tools.tools):
             self._check_schema(
-                tool.parameters, "Invalid schema of a function's parameters", f"tools[{index}].function.parameters"
+                tool.parameters, "Invalid 'parameters' schema of a function", f"tools[{index}].function.parameters"
             )
 
     def check_answer_schema(self, answer: ResponseFormat) -> None:
