@@ -3,7 +3,7 @@
     make .cache/clients/other-servers/.synced
     .venv/bin/python -m bench.clients.other_servers vllm CHECKOUT [pytest's arguments]
 
-Their server is two workers and a gateway on loopback with the demo's model, under the name that the test asks for.
+Their server is a worker and a gateway on loopback with the demo's model, under the name that the test asks for.
 docs/clients/other-servers.md has the results.
 """
 
@@ -73,7 +73,9 @@ FILES = {
 """Tests that ask a server with a language model over HTTP."""
 
 
-NAMES = re.compile(r'"(Qwen|HuggingFaceH4|HuggingFaceTB|facebook|openai|openai-community|unsloth)/[^"/]+"')
+NAMES = re.compile(
+    r'"(Qwen|HuggingFaceH4|HuggingFaceTB|LiquidAI|facebook|meta-llama|mistralai|openai|openai-community|unsloth)/[^"/]+"'
+)
 SERVED = "HuggingFaceTB/SmolLM2-135M-Instruct"
 """The one model there is, in place of those that the tests name."""
 
@@ -99,14 +101,15 @@ def main() -> None:
                 copy_tests(told.checkout / each, copy / each)
         environment = os.environ | {
             "TANDEM_ROOT": str(ROOT), "TANDEM_PYTHON": sys.executable, "TANDEM_TOKENIZER": str(tokenizer),
-            "PYTHONPATH": str(Path(__file__).parent / "stand_ins"), "HF_HUB_OFFLINE": "1",
+            "TANDEM_SERVED": SERVED, "PYTHONPATH": str(Path(__file__).parent / "stand_ins"), "HF_HUB_OFFLINE": "1",
         }  # fmt: skip
         named = [argument for argument in arguments if argument.endswith(".py")]
         files = named or [str(file) for file in FILES[told.project]]
         command = [
             str(ENVIRONMENT / "bin" / "python"), "-m", "pytest", "-p", "stand_ins", "-p", "no:cacheprovider",
             "--confcutdir", str(VLLM if told.project == "vllm" else SGLANG), "--asyncio-mode", "auto",
-            "--timeout", "120", "--tb", "short", "-rA", *(each for each in arguments if each not in named), *files,
+            "--timeout", "120", "-o", "timeout_func_only=true", "--tb", "short", "-rA",
+            *(each for each in arguments if each not in named), *files,
         ]  # fmt: skip
         sys.exit(subprocess.run(command, check=False, cwd=copy, env=environment).returncode)
 

@@ -86,11 +86,18 @@ def main() -> None:
     parser.add_argument("--served-name", default=MODEL)
     parser.add_argument("--port", type=int, default=0, help="of the gateway; 0 takes a free one")
     parser.add_argument("--max-model-len", type=int, default=2048)
+    parser.add_argument("--tools", default="Auto", help="spec.engine.tools")
+    parser.add_argument("--free-form-grammars", action="store_true", help="spec.engine.freeFormGrammars")
     parser.add_argument("--unified", action="store_true", help="one worker that does both")
     told = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # else the workers would outlive it
     roles = ("unified",) if told.unified else ("prefill", "decode")
-    worker = {"servedName": told.served_name, "maxModelLen": told.max_model_len}
+    worker = {
+        "servedName": told.served_name,
+        "maxModelLen": told.max_model_len,
+        "tools": told.tools,
+        "freeFormGrammars": told.free_form_grammars,
+    }
     with (
         tempfile.TemporaryDirectory() as folder,
         run_stack(Path(folder), roles=roles, worker=worker, served_name=told.served_name, http_port=told.port) as stack,

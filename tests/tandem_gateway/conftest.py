@@ -359,13 +359,12 @@ async def start_gateway() -> AsyncIterator[StartGateway]:
 
     async def start(*workers: FakeWorker, timeouts: dict[str, float] | None = None, **fields: Any) -> Running:
         config = GatewayConfig(
-            served_name=MODEL,
             namespace="default",
             disaggregated=any(worker.role is Role.PREFILL for worker in workers),
             http_port=0,
             metrics_port=0,
             timeouts=GatewayTimeouts(**(timeouts or {})),
-            **{"model_name": MODEL, **fields},
+            **{"model_name": MODEL, "served_name": MODEL, **fields},
         )
         dummy = Worker(name="none", address="127.0.0.1:1", role=Role.DECODE, revision="r1")
         told = Settings(

@@ -27,9 +27,13 @@ import pytest
 import transformers
 
 ROOT, PYTHON = os.environ["TANDEM_ROOT"], os.environ["TANDEM_PYTHON"]
-CONTEXT = 8192
-"""Tokens that the demo's model can take."""
+CONTEXT = min(8192, int(os.environ.get("TANDEM_CONTEXT", "8192")))
+"""Tokens that the demo's model can take, or fewer: what an answer without `max_tokens` ends at."""
+SERVED = os.environ["TANDEM_SERVED"]
+"""The name of the one model there is."""
 LENGTH_FLAGS = ("--max-model-len", "--max_model_len", "--context-length")
+TOOL_FLAGS = ("--enable-auto-tool-choice", "--tool-call-parser")
+"""Who runs a server with these wants a free choice of tools, which the demo's model has in the generic form alone."""
 OTHERS = ("vllm", "sglang", "torch")
 """Packages that the tests import and their environment lacks. transformers is imported before: it looks for torch."""
 KITS = "sglang.test.kits."
@@ -43,14 +47,14 @@ def free_port() -> int:
 
 
 class Stack:
-    """Workers and a gateway that serve the demo's model under any name."""
+    """A worker and a gateway that serve the demo's model under any name."""
 
-    def __init__(self, name: str, length: int, port: int) -> None:
+    def __init__(self, name: str, length: int, tools: str, port: int) -> None:
         self.port = port
         self.process = subprocess.Popen(
             [
                 PYTHON, "-m", "tests.clients.stack", "--unified", "--served-name", name, "--port", str(port),
-                "--max-model-len", str(length),
+                "--max-model-len", str(length), "--tools", tools, "--free-form-grammars",
             ],
             cwd=ROOT, stdout=subprocess.PIPE, text=True,
             env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
@@ -78,15 +82,20 @@ def context_length(flags: Sequence[str]) -> int:
     return min(CONTEXT, *(int(told[flag]) for flag in LENGTH_FLAGS if flag in told), CONTEXT)
 
 
-_shared: dict[tuple[str, int], Stack] = {}
+def tool_form(flags: Sequence[str]) -> str:
+    return "Generic" if {flag.partition("=")[0] for flag in flags} & set(TOOL_FLAGS) else "Auto"
 
 
-def shared_stack(name: str, length: int) -> int:
-    """The port of a stack with this name and length; others end first."""
-    if (name, length) not in _shared:
+_shared: dict[tuple[str, int, str], Stack] = {}
+
+
+def shared_stack(name: str, flags: Sequence[str], port: int | None = None) -> Stack:
+    """A stack for these flags. It stays for the next that wants the same: starting takes longer than most tests."""
+    told = name, context_length(flags), tool_form(flags)
+    if told not in _shared:
         stop_shared()
-        _shared[name, length] = Stack(name, length, free_port())
-    return _shared[name, length].port
+        _shared[told] = Stack(*told, port or free_port())
+    return _shared[told]
 
 
 @atexit.register
@@ -101,13 +110,15 @@ class RemoteOpenAIServer:
     DUMMY_API_KEY = "token"
 
     def __init__(self, model: str, flags: Sequence[str], **_: Any) -> None:
-        self.host, self.port = "127.0.0.1", shared_stack(model, context_length(flags))
+        told = dict(itertools.pairwise(flags))
+        name = told.get("--served-model-name", model)
+        self.host, self.port = "127.0.0.1", shared_stack(name, flags).port
 
     def __enter__(self) -> RemoteOpenAIServer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """The stack stays for the next file that wants the same: starting takes longer than most tests."""
+        """`shared_stack` ends it."""
 
     @property
     def url_root(self) -> str:
@@ -164,13 +175,11 @@ def get_tokenizer(*_: object, **__: object) -> Any:
 def popen_launch_server(
     model: str, base_url: str, timeout: float = 0, other_args: Sequence[object] = (), **_: object
 ) -> Stack:
-    return Stack(model, context_length([str(each) for each in other_args]), int(base_url.rsplit(":", 1)[1]))
+    return shared_stack(model, [str(each) for each in other_args], int(base_url.rsplit(":", 1)[1]))
 
 
 def kill_process_tree(pid: int) -> None:
-    """SGLang's tests end their server with this; `pid` is that of a `Stack`."""
-    os.kill(pid, 15)
-    os.waitpid(pid, 0)
+    """SGLang's tests end their server with this; `shared_stack` does."""
 
 
 FIXTURES: dict[str, dict[str, Any]] = {
@@ -188,8 +197,8 @@ FIXTURES: dict[str, dict[str, Any]] = {
     },
     "sglang.test.test_utils": {
         "CustomTestCase": unittest.TestCase,
-        "DEFAULT_MODEL_NAME_FOR_TEST": "smollm2",
-        "DEFAULT_SMALL_MODEL_NAME_FOR_TEST": "smollm2",
+        "DEFAULT_MODEL_NAME_FOR_TEST": SERVED,
+        "DEFAULT_SMALL_MODEL_NAME_FOR_TEST": SERVED,
         "DEFAULT_TIMEOUT_FOR_SERVER_LAUNCH": 600,
         "DEFAULT_URL_FOR_TEST": f"http://127.0.0.1:{free_port()}",
         "popen_launch_server": popen_launch_server,

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from itertools import count
+from urllib.parse import unquote
 
 from tandem_api.fleet import FleetReport, WorkerReport
 from tandem_api.launch import GatewayConfig, GatewayRouting, TracingConfig
@@ -321,7 +322,7 @@ class Gateway:
             )
         if request.path == MODELS:
             return {"object": "list", "data": [self._describe(self.served_names[0])]}
-        name = request.path[len(MODELS) + 1 :]
+        name = unquote(request.path[len(MODELS) + 1 :])  # clients write the slash of a name as %2F
         check_name(name, self.served_names)
         return self._describe(name)
 

@@ -137,6 +137,14 @@ async def test_routes(start_gateway, start_worker, request_line: str, status: in
     assert ("allow" in headers) == (status == 405)
 
 
+@pytest.mark.parametrize("path", ["maker%2Ftoy", "maker%2ftoy", "maker/toy"])
+async def test_a_model_with_a_slash_in_its_name(start_gateway, start_worker, path: str) -> None:
+    running = await start_gateway(await start_worker(), served_name="maker/toy")
+    request = f"GET /v1/models/{path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+    status, _, body = only(await running.raw(request.encode()))
+    assert (status, body.get("id")) == (200, "maker/toy")
+
+
 async def test_head_has_a_length_and_no_body(start_gateway, start_worker) -> None:
     running = await start_gateway(await start_worker())
     answer = await running.raw(b"HEAD /v1/models HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")

@@ -66,7 +66,8 @@ async def test_wire_format(worker: Any) -> None:
     ]
     assert set(first) == {"id", "object", "created", "model", "system_fingerprint", "choices"}
     deltas = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events[1:-2]]
-    assert deltas[-1] == {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop"}
+    end = {"finish_reason": "stop", "stop_reason": None, "matched_stop": worker.tokenizer.eos_token_id}
+    assert deltas[-1] == {"index": 0, "delta": {}, "logprobs": None, **end}
     assert "".join(delta["delta"].get("content", "") for delta in deltas) == "a\n"
 
 
@@ -227,8 +228,29 @@ async def test_token_ids_travel_with_the_text(worker: Any, tokens_per_delta: int
     )
     chunks = [chunk async for chunk in stream]
     ids = [token for chunk in chunks for token in getattr(chunk.choices[0], "token_ids", None) or []]
-    assert worker.tokenizer.decode(ids) == "the 🌍 STOPS"
+    assert worker.tokenizer.decode(ids) == "the 🌍 STOPS<|im_end|>"
     assert chunks[0].prompt_token_ids == list(worker.engine.requests[0].prompt_token_ids)
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("logprobs", [False, True])
+async def test_token_ids_have_the_end_token(worker: Any, path: str, stream: bool, logprobs: bool) -> None:
+    worker.says("ab")
+    written = [*worker.tokenizer.encode("ab"), worker.tokenizer.eos_token_id]
+    for fields, expected in (
+        ({}, written),
+        ({"max_tokens": 1}, written[:1]),
+        ({"stop_token_ids": written[1:2]}, written[:2]),
+    ):
+        body = {"messages": HELLO, "prompt": "hi", "return_token_ids": True, "stream": stream, **fields}
+        del body["prompt" if path.startswith("chat") else "messages"]
+        if logprobs:
+            body["logprobs"] = True if path.startswith("chat") else 1
+        response = await worker.http.post(f"/v1/{path}", json=body)
+        lines = [line[6:] for line in response.text.splitlines() if line.startswith("data: {")]
+        parts = [json.loads(line) for line in lines] if stream else [response.json()]
+        assert [token for part in parts for token in part["choices"][0].get("token_ids", [])] == expected
 
 
 async def test_headers(worker: Any) -> None:

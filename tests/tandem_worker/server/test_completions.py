@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 
 def echo_prompt(worker: Any) -> None:
@@ -92,6 +93,7 @@ async def test_tokenize_and_detokenize(worker: Any) -> None:
         "count": 7,
         "max_model_len": 4096,
         "tokens": worker.tokenizer.encode("the 🌍"),
+        "token_strs": None,
     }
     response = await worker.http.post("/detokenize", json={"tokens": response.json()["tokens"]})
     assert response.json() == {"prompt": "the 🌍"}
@@ -101,6 +103,32 @@ async def test_tokenize_and_detokenize(worker: Any) -> None:
     text = worker.tokenizer.decode(response.json()["tokens"])
     assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert (await worker.http.post("/detokenize", json={"tokens": ["a"]})).json()["error"]["param"] == "tokens[0]"
+
+
+async def test_tokens_as_the_vocabulary_writes_them(worker: Any) -> None:
+    response = (await worker.http.post("/tokenize", json={"prompt": "the 🌍", "return_token_strs": True})).json()
+    assert response["token_strs"] == worker.tokenizer.convert_ids_to_tokens(response["tokens"])
+    chat: dict[str, Any] = {"messages": [{"role": "user", "content": "the"}], "return_token_strs": True}
+    response = (await worker.http.post("/tokenize", json=chat)).json()
+    assert response["token_strs"][0] == "<|im_start|>"
+    assert len(response["token_strs"]) == response["count"]
+    refused = await worker.http.post("/tokenize", json=chat | {"return_token_strs": 1})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "return_token_strs")
+
+
+async def test_special_tokens_beside_a_template(start_worker: Any, make_tokenizer: Any) -> None:
+    tokenizer = make_tokenizer()
+    start = ("<|endoftext|>", tokenizer.bos_token_id)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[start])
+    async with start_worker(tokenizer) as worker:
+        worker.says("a")
+        chat: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+        for wanted in (False, True):
+            told = await worker.http.post("/tokenize", json=chat | {"add_special_tokens": wanted})
+            await worker.http.post("/v1/chat/completions", json=chat | {"add_special_tokens": wanted})
+            tokens = list(worker.engine.requests[-1].prompt_token_ids)
+            assert told.json()["tokens"] == tokens
+            assert tokens.count(tokenizer.bos_token_id) == wanted
 
 
 async def test_long_prompts_are_tokenized_beside_the_loop(worker: Any) -> None:

@@ -123,6 +123,17 @@ async def test_a_conversation_with_tools(worker: Any) -> None:
     assert text.index("<tool_response>\nsun\n</tool_response>") < text.index("<|im_start|>user\nWell?")
 
 
+@pytest.mark.parametrize(
+    "content", ["In French.", [{"type": "text", "text": "In "}, {"type": "text", "text": "French."}]]
+)
+async def test_instructions_between_turns(worker: Any, content: Any) -> None:
+    worker.says("Oui.")
+    await ask(worker, messages=[*HI, {"role": "system", "content": content}, *HI], system="Be kind.")
+    text = worker.tokenizer.decode(worker.engine.requests[-1].prompt_token_ids)
+    turns = ["system\nBe kind.", "user\nhi", "system\nIn French.", "user\nhi", "assistant\n"]
+    assert text == "<|im_end|>\n".join(f"<|im_start|>{turn}" for turn in turns)
+
+
 @pytest.mark.parametrize("kind", ["any", "tool"])
 async def test_calls_that_are_required(worker: Any, kind: str) -> None:
     worker.says(CALL)
@@ -150,7 +161,9 @@ async def test_counting(worker: Any) -> None:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens"), ({"max_tokens": 0}, "max_tokens"), ({"messages": []}, "messages"),
-    ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [*HI, {"role": "system"}]}, "messages[1].content"),
+    ({"messages": [*HI, {"role": "system", "content": [{"type": "image"}]}]}, "messages[1].content[0]"),
     ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0]"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
     ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),

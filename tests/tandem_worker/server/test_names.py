@@ -27,7 +27,8 @@ async def test_behind_keys_answers_carry_the_name_that_was_asked_for(
             events = [line[6:] for line in stream.text.splitlines() if line.startswith("data: {")]
             assert {json.loads(event)["model"] for event in events} == {"renamed"}
         assert (await worker.http.post("/tokenize", json={"model": "renamed", "prompt": "hi"})).status_code == 200
-        assert (await worker.http.get("/v1/models/renamed")).json()["id"] == "renamed"
+        for path in ("renamed", "maker%2Frenamed", "maker/renamed"):
+            assert (await worker.http.get(f"/v1/models/{path}")).json()["id"] == path.replace("%2F", "/")
 
 
 async def test_without_keys_a_worker_knows_its_own_name_alone(start_worker: StartWorker, tokenizer: Any) -> None:

@@ -78,7 +78,7 @@ async def test_the_rest_is_refused_by_name(worker: Any, path: str) -> None:
 async def test_refused_in_chats(worker: Any) -> None:
     for fields, param in (
         ({"chat_template": "{{ messages }}"}, "chat_template"), ({"documents": [{"text": "x"}]}, "documents"),
-        ({"echo": True}, "echo"), ({"add_special_tokens": True}, "add_special_tokens"),
+        ({"echo": True}, "echo"),
         ({"tool_choice": "required"}, "tool_choice"), ({"response_format": {"type": "structural_tag"}},
         "response_format.type"),
     ):  # fmt: skip
@@ -274,7 +274,16 @@ async def test_stop_tokens_are_told(worker: Any) -> None:
     assert (choice["message"]["content"], choice["matched_stop"], choice["stop_reason"]) == ("a", stop, stop)
     choice = (await post(worker, CHAT, stop_token_ids=[stop], include_stop_str_in_output=True)).json()["choices"][0]
     assert choice["message"]["content"] == "ab"
-    assert "matched_stop" not in (await post(worker, CHAT)).json()["choices"][0]
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_every_choice_says_what_ended_it(worker: Any, path: str, stream: bool) -> None:
+    worker.says("abc")
+    for fields, finish, matched in (({}, "stop", worker.tokenizer.eos_token_id), ({"max_tokens": 2}, "length", None)):
+        response = await post(worker, path, stream=stream, **fields)
+        last = (events_of(response)[-1] if stream else response.json())["choices"][0]
+        assert (last["finish_reason"], last["stop_reason"], last["matched_stop"]) == (finish, None, matched)
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])

@@ -212,7 +212,22 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"reasoning": {"effort": "low"}}, "reasoning.effort"),
     ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
     ({"stream_options": {"x": True}}, "stream_options.x"), ({"n": 2}, "n"),
+    ({"stream_options": {"include_usage": False}}, "stream_options.include_usage"),
+    ({"enable_response_messages": True}, "enable_response_messages"),
 ]  # fmt: skip
+
+
+async def test_what_changes_nothing_is_taken(worker: Any) -> None:
+    worker.says("x")
+    for fields in ({"enable_response_messages": False}, {"previous_input_messages": None}, {"vllm_xargs": {}},
+                   {"return_hidden_states": False}):  # fmt: skip
+        await worker.client.responses.create(model="tiny", input="x", extra_body=fields)
+    stream = await worker.client.responses.create(
+        model="tiny", input="x", stream=True, extra_body={"stream_options": {"include_usage": True}}
+    )
+    assert [event async for event in stream][-1].response.usage.output_tokens == 2
+    error = await refusal(worker, kv_transfer_params={"a": 1})
+    assert (error["param"], error["code"]) == ("kv_transfer_params", "unsupported_parameter")
 
 
 async def test_refusals_name_the_field(worker: Any) -> None:

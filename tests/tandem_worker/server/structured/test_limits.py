@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from tandem_worker.server.structured.errors import GrammarError
-from tandem_worker.server.structured.limits import GrammarLimits
+from tandem_worker.server.structured.limits import GrammarLimits, check_types
 
 LIMITS = GrammarLimits()
 
@@ -79,3 +79,33 @@ def test_regexes_beyond_a_limit() -> None:
     with pytest.raises(GrammarError, match="100 levels"):
         LIMITS.check_regex("(" * 101 + ")" * 101)
     LIMITS.check_regex("(a{1000}){1000}")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "float"},
+        {"type": ["string", "dict"]},
+        {"type": 3},
+        {"type": {"$ref": "#"}},
+        {"properties": {"a": {"type": "object", "properties": {"b": {"type": "any"}}}}},
+        {"$defs": {"a": {"items": {"type": "str"}}}},
+        {"anyOf": [{"type": "string"}, {"prefixItems": [{"not": {"type": "none"}}]}]},
+    ],
+)
+def test_types_that_there_are_not(schema: Any) -> None:
+    with pytest.raises(GrammarError, match="is no type of JSON Schema"):
+        check_types(schema)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": ["string", "null"], "enum": [{"type": "x"}], "default": {"type": "x"}, "const": {"type": "x"}},
+        {"properties": {"type": {"type": "string"}, "properties": {"const": {"type": "x"}}}},
+        {"properties": {"a": True}, "items": False, "anyOf": 3, "properties_of": {"type": "x"}},
+        True,
+    ],
+)
+def test_what_only_looks_like_a_type(schema: Any) -> None:
+    check_types(schema)

@@ -163,6 +163,20 @@ async def test_schemas_that_cannot_be_enforced(worker: Any) -> None:
     assert response.json()["error"]["code"] == "invalid_json_schema"
 
 
+async def test_types_that_there_are_not_are_refused_where_a_call_is_required(worker: Any) -> None:
+    worker.says("no")
+    parameters = {"type": "object", "properties": {"a": {"type": "float"}}}
+    tools = [{"type": "function", "function": {"name": name}} for name in ("e", "f")]
+    tools[1]["function"]["parameters"] = parameters
+    body: dict[str, Any] = {"model": "tiny", "messages": ASK, "tools": tools}
+    assert (await worker.http.post("/v1/chat/completions", json=body)).status_code == 200
+    response = await worker.http.post("/v1/chat/completions", json=body | {"tool_choice": "required"})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "tools[1].function.parameters")
+    assert "Invalid 'parameters' schema" in error["message"]
+    assert "'float' is no type of JSON Schema" in error["message"]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_reasoning_is_split_out(worker: Any, stream: bool) -> None:
     worker.says("<think>\nHm, Paris.\n</think>\n\nIn the north.")

@@ -153,8 +153,12 @@ def _messages(fields: Fields) -> tuple[list[dict[str, Any]], list[str]]:
             _add_question(messages, message)
         elif role == "assistant":
             messages.append(_answer(message))
+        elif role == "system":  # instructions between two turns, as coding agents send them
+            if not message.given("content"):
+                message.required("content")
+            messages.append({"role": "system", "content": _blocks(message, "content")})
         else:
-            sentence = f"Invalid role '{role}'. Supported: 'user', 'assistant'; what 'system' says stands beside them."
+            sentence = f"Invalid role '{role}'. Supported: 'user', 'assistant', 'system'."
             refuse(message.name("role"), sentence, "invalid_value")
         message.finish()
         origins += [message.path] * (len(messages) - len(origins))

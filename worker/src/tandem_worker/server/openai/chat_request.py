@@ -42,6 +42,8 @@ class ChatRequest:
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     documents: list[Any] | None = None
     """For templates that print them."""
+    add_special_tokens: bool = False
+    """Of the tokenizer, beside those that the template writes."""
 
 
 def parse_chat(body: object, vocab_size: int, *, lenient: bool = False) -> ChatRequest:
@@ -77,6 +79,7 @@ def parse_chat(body: object, vocab_size: int, *, lenient: bool = False) -> ChatR
         continue_final_message=continue_final,
         template_kwargs=_template_kwargs(fields),
         documents=fields.array("documents") or None,
+        add_special_tokens=fields.boolean("add_special_tokens"),
         common=parse_common(fields, vocab_size),
     )
     answer = request.response_format
@@ -110,9 +113,6 @@ def _refuse_unsupported(fields: Fields) -> None:
     fields.unsupported("chat_template", "The model's own chat template is used: remove 'chat_template'.")
     fields.unsupported(
         "echo", "'echo' is not an option of chats: continue a message with 'continue_final_message'.", harmless=[False]
-    )
-    fields.unsupported(
-        "add_special_tokens", "The chat template adds the special tokens: leave it out or false.", harmless=[False]
     )
     fields.unsupported("best_of", "'best_of' is not supported: leave it out or 1.", harmless=[1])
     refuse_other_servers(fields)

@@ -65,10 +65,11 @@ def token_names(head: AnswerHead, table: TokenTable) -> TokenNames:
 
 
 def _end(update: Update) -> dict[str, Any]:
-    """How a choice ended; where the request's own stop strings or tokens did that, with vLLM's and SGLang's name."""
-    if update.stopped_by is None:
-        return {"finish_reason": update.finish}
-    return {"finish_reason": update.finish, "stop_reason": update.stopped_by, "matched_stop": update.stopped_by}
+    """How a choice ended, and at what: by vLLM's name where the request's own stop strings or tokens did that, by
+    SGLang's also where the model did."""
+    stopped_by = update.stopped_by
+    matched = update.end_token if stopped_by is None else stopped_by
+    return {"finish_reason": update.finish, "stop_reason": stopped_by, "matched_stop": matched}
 
 
 class Encoder(Protocol):
@@ -167,7 +168,7 @@ class ChatEncoder:
 
     def long_update(self, index: int, update: Update) -> Steps[bytes]:
         head = b""
-        if update.has_text or update.logprobs or (update.token_ids and self.head.return_token_ids):
+        if update.has_text or update.logprobs or (self.head.return_token_ids and update.all_token_ids):
             head = self._event(index, (yield from self._rich(update)))
         return self._finish(index, update, head)
 
@@ -199,7 +200,7 @@ class ChatEncoder:
         logprobs = (yield from chat_logprobs(self._names, update.logprobs)) if update.logprobs else None
         choice: dict[str, Any] = {"delta": delta, "logprobs": logprobs, "finish_reason": None}
         if self.head.return_token_ids:
-            choice["token_ids"] = update.token_ids
+            choice["token_ids"] = update.all_token_ids
         return choice
 
     def response(self, choices: Sequence[Update], prompts: Sequence[Sequence[int]], usage: Usage) -> Steps[list[bytes]]:
@@ -223,7 +224,7 @@ class ChatEncoder:
         logprobs = (yield from chat_logprobs(self._names, update.logprobs)) if self.head.with_logprobs else None
         choice = {"index": index, "message": message, "logprobs": logprobs, **_end(update)}
         if self.head.return_token_ids:
-            choice["token_ids"] = update.token_ids
+            choice["token_ids"] = update.all_token_ids
         return choice
 
 
@@ -294,12 +295,12 @@ class CompletionEncoder:
 
     def long_update(self, index: int, update: Update) -> Steps[bytes]:
         head = b""
-        if update.content or update.logprobs or update.token_ids:
+        if update.content or update.logprobs or (self.head.return_token_ids and update.all_token_ids):
             choice: dict[str, Any] = {"text": update.content, "logprobs": None, "finish_reason": None}
             if update.logprobs:
                 choice["logprobs"] = yield from self._logprobs(update, None, shift=self._shift(index))
             if self.head.return_token_ids:
-                choice["token_ids"] = update.token_ids
+                choice["token_ids"] = update.all_token_ids
             head = self._event(index, choice)
         return self._finish(index, update, head)
 
@@ -359,7 +360,7 @@ class CompletionEncoder:
         }
         if self.head.return_token_ids:
             choice["prompt_token_ids"] = prompt
-            choice["token_ids"] = update.token_ids
+            choice["token_ids"] = update.all_token_ids
         return choice
 
 

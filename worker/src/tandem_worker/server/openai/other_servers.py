@@ -31,6 +31,8 @@ _REFUSED: Mapping[str, tuple[str, Sequence[object]]] = {
     "prompt_embeds": ("prompts are text or token ids: give 'prompt'", []),
     "mm_processor_kwargs": ("this model reads text only: remove it", [{}]),
     "media_io_kwargs": ("this model reads text only: remove it", [{}]),
+    "enable_response_messages": ("/tokenize tells a prompt's tokens", [False]),
+    "previous_input_messages": ("send the whole conversation in 'input'", []),
     # SGLang
     "stop_regex": ("only strings end an answer: use 'stop', or 'regex' for the whole answer", [[], ""]),
     "separate_reasoning": ("reasoning is always told apart, as 'reasoning_content': leave it out or true", [True]),

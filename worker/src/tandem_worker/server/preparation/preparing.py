@@ -79,7 +79,7 @@ class PromptRules:
         self.check_answer_schema(request.response_format)
         for index, tool in enumerate(request.tools.tools):
             self._check_schema(
-                tool.parameters, "Invalid schema of a function's parameters", f"tools[{index}].function.parameters"
+                tool.parameters, "Invalid 'parameters' schema of a function", f"tools[{index}].function.parameters"
             )
 
     def check_answer_schema(self, answer: ResponseFormat) -> None:
@@ -253,7 +253,7 @@ class Preparer:
             ignored = [*request.common.ignored, *limit.ignored]
             return PreparedChat(request=request, tokens=tokens, room=room, prompt_end=_end_of(text), ignored=ignored)
 
-        return Draft([Text(text, False, check)], finish)
+        return Draft([Text(text, request.add_special_tokens, check)], finish)
 
     def _responses(self, body: Any, lenient: bool) -> Draft:
         chat, echo, places = responses.translate(body)
@@ -375,14 +375,17 @@ class Preparer:
         """Tokenize a `prompt`, or `messages` with the options of a chat request."""
         rules = self._rules
         if isinstance(body, dict) and "messages" in body:
+            spelled = Fields({"return_token_strs": body.get("return_token_strs")}).boolean("return_token_strs")
             # The same parser as for a chat: what is counted here is what a chat would be charged.
+            body = {key: value for key, value in body.items() if key != "return_token_strs"}
             chat = self._settle_chat(parse_chat(body, rules.vocab_size, lenient=lenient), lenient=lenient)
-            text, special, path = self._prompter.render(chat), False, "messages"
+            text, special, path = self._prompter.render(chat), chat.add_special_tokens, "messages"
         else:
             fields = Fields(body)
             name = fields.string("model")
             text, path = fields.required_string("prompt"), "prompt"
             special = fields.boolean("add_special_tokens", default=True)
+            spelled = fields.boolean("return_token_strs")
             fields.finish()
             if name is not None:
                 rules.check_name(name)
@@ -393,7 +396,8 @@ class Preparer:
 
         def finish(encoded: Sequence[Tokens]) -> bytes:
             (tokens,) = encoded
-            return orjson.dumps({"count": len(tokens), "max_model_len": rules.max_model_len, "tokens": tokens})
+            told = {"count": len(tokens), "max_model_len": rules.max_model_len, "tokens": tokens}
+            return orjson.dumps({**told, "token_strs": self._prompter.spell(tokens) if spelled else None})
 
         return Draft([Text(text, special, check)], finish)
 

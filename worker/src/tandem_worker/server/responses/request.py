@@ -14,6 +14,7 @@ import orjson
 
 from tandem_worker.server.openai.fields import Fields, refuse, write_json, wrong_type
 from tandem_worker.server.openai.messages import MAX_MESSAGES, join_parts
+from tandem_worker.server.openai.other_servers import refuse_other_servers
 from tandem_worker.server.openai.renaming import EXTENSIONS, Places, Renaming
 
 _SAME = (
@@ -122,7 +123,9 @@ def _refuse_unsupported(fields: Fields) -> None:
     options = fields.object("stream_options")
     if options is not None:
         options.boolean("include_obfuscation")
+        options.unsupported("include_usage", "A stream of responses always tells its usage.", harmless=[True])
         options.finish()
+    refuse_other_servers(fields)
 
 
 def _take_logprobs(fields: Fields, chat: dict[str, Any]) -> int:

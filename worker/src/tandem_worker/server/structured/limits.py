@@ -22,6 +22,36 @@ _OPTIONS = re.compile(r"%llguidance\b[ \t]*([^\n]*)")
 TEXT_BYTES = 512 * 1024
 
 
+_TYPES = frozenset({"array", "boolean", "integer", "null", "number", "object", "string"})
+_SCHEMAS_BY_NAME = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+_SCHEMAS = (
+    "items", "prefixItems", "additionalItems", "unevaluatedItems", "contains", "additionalProperties",
+    "unevaluatedProperties", "propertyNames", "allOf", "anyOf", "oneOf", "not", "if", "then", "else",
+)  # fmt: skip
+
+
+def check_types(schema: object) -> None:
+    """Raises GrammarError for a `type` that JSON Schema does not know. For a schema within the limits."""
+    left = [schema]
+    while left:
+        each = left.pop()
+        if not isinstance(each, Mapping):
+            continue
+        if "type" in each:
+            named = each["type"]
+            for name in named if isinstance(named, list) else [named]:
+                if not isinstance(name, str) or name not in _TYPES:
+                    raise GrammarError(
+                        f"{str(name)[:80]!r} is no type of JSON Schema: there are {', '.join(sorted(_TYPES))}"
+                    )
+        for key in _SCHEMAS_BY_NAME:
+            if isinstance(inner := each.get(key), Mapping):
+                left.extend(inner.values())
+        for key in _SCHEMAS:
+            inner = each.get(key)
+            left.extend(inner if isinstance(inner, list) else [inner])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrammarLimits:
     """What one request's grammar may take."""

@@ -170,6 +170,7 @@ class Choice:
         if stop_token_id is not None:
             if self._include_stop:
                 rest = self._detokenizer.feed(stop_token_id)
+            self._update.end_token = stop_token_id
             if stop_token_id in self._stop_token_ids:
                 self._update.stopped_by = stop_token_id
         rest += self._detokenizer.flush()

@@ -72,9 +72,17 @@ class Update:
     logprob_offsets: list[int] = field(default_factory=list)
     """Where in the text of the choice each of `logprobs` begins."""
     token_ids: list[int] = field(default_factory=list)
+    """Without `end_token`."""
     finish: Finish | None = None
     stopped_by: str | int | None = None
     """With `finish`: the stop string or the stop token of the request that ended the choice."""
+    end_token: int | None = None
+    """With `finish`: the token that the model ended the choice with, one of the request's or of its own."""
+
+    @property
+    def all_token_ids(self) -> list[int]:
+        """As the model wrote them, the one that ended the choice among them."""
+        return self.token_ids if self.end_token is None else [*self.token_ids, self.end_token]
 
     @property
     def has_text(self) -> bool:

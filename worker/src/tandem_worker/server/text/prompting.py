@@ -53,6 +53,10 @@ class Prompter:
         """The text of the tokens, special ones included."""
         return self._backend.decode(list(token_ids), skip_special_tokens=False)
 
+    def spell(self, token_ids: Sequence[int]) -> list[str]:
+        """Each token as the vocabulary writes it."""
+        return [self._backend.id_to_token(token) for token in token_ids]
+
     def render(self, request: ChatRequest) -> str:
         """The prompt text of a conversation. Raises RequestError."""
         if not self.template:

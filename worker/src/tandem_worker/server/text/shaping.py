@@ -21,6 +21,7 @@ from tandem_worker.server.structured.allowed import AllowedTokens
 from tandem_worker.server.structured.compiler import REQUEST_SECONDS, GrammarCompiler
 from tandem_worker.server.structured.errors import GrammarError, GrammarUnavailableError
 from tandem_worker.server.structured.grammar import AfterReasoningFactory, TokenGrammarFactory
+from tandem_worker.server.structured.limits import check_types
 from tandem_worker.server.text import reasoning
 from tandem_worker.server.text.output import TextParser
 from tandem_worker.server.text.words import bad_words
@@ -206,16 +207,23 @@ async def _tool_grammar(
             tool_format, tools, model.vocabulary, answer_schema=answer_schema, enforce_schemas=enforce_schemas
         )
 
+    if request.tools.mode == "required":
+        for tool in request.tools.callable_tools:
+            try:
+                check_types(tool.parameters)
+            except GrammarError as error:
+                raise _invalid_parameters(error, _path(request.tools, tool)) from error
     for enforce_schemas in (True, False):
         try:
             return await work.compile(write(request.tools, enforce_schemas=enforce_schemas))
         except GrammarError as error:
             if not enforce_schemas or all(tool.strict for tool in request.tools.callable_tools):
-                param = await _find_culprit(request.tools, write, work)
-                raise RequestError(
-                    f"Invalid schema of a function's parameters: {error}", param=param, code="invalid_json_schema"
-                ) from error
+                raise _invalid_parameters(error, await _find_culprit(request.tools, write, work)) from error
     raise AssertionError("unreachable: the second round returns or raises")
+
+
+def _invalid_parameters(error: GrammarError, param: str) -> RequestError:
+    return RequestError(f"Invalid 'parameters' schema of a function: {error}", param=param, code="invalid_json_schema")
 
 
 async def _find_culprit(tools: ToolOptions, write: Callable[[ToolOptions], str], work: _Compiling) -> str:
