@@ -32,7 +32,6 @@ _REFUSED: Mapping[str, tuple[str, Sequence[object]]] = {
     "mm_processor_kwargs": ("this model reads text only: remove it", [{}]),
     "media_io_kwargs": ("this model reads text only: remove it", [{}]),
     # SGLang
-    "stop_regex": ("only strings end an answer: use 'stop', or 'regex' for the whole answer", [[], ""]),
     "separate_reasoning": ("reasoning is always told apart, as 'reasoning_content': leave it out or true", [True]),
     "stream_reasoning": ("reasoning is streamed as the answer is: leave it out or true", [True]),
     "return_hidden_states": ("hidden states are not told: leave it out or false", [False]),
