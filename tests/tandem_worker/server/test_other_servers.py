@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tandem_api.names import HEADER_IGNORED, HEADER_LENIENT
 from tandem_worker.server.structured.allowed import AllowedTokens
 from tandem_worker.server.structured.bad_words import BadWords
+from tandem_worker.server.structured.errors import GrammarError
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 USER = [{"role": "user", "content": "hello"}]
@@ -66,7 +67,7 @@ async def test_the_rest_is_refused_by_name(worker: Any, path: str) -> None:
         "use_beam_search": True, "length_penalty": 0.5, "prompt_logprobs": 1,
         "lora_path": "x", "kv_transfer_params": {"a": 1}, "return_hidden_states": True, "separate_reasoning": False,
         "guided_whitespace_pattern": " ", "guided_decoding_backend": "outlines", "request_id": "r", "rid": "r",
-        "structural_tag": "{}", "session_params": {"id": "x"}, "best_of": 3, "thinking_token_budget": 5,
+        "session_params": {"id": "x"}, "best_of": 3, "thinking_token_budget": 5,
         "truncation_side": "right", "logprob_token_ids": [1],
     }  # fmt: skip
     for name, value in refused.items():
@@ -81,11 +82,15 @@ async def test_refused_in_chats(worker: Any) -> None:
         ({"chat_template": "{{ messages }}"}, "chat_template"), ({"documents": [{"text": "x"}]}, "documents"),
         ({"echo": True}, "echo"), ({"add_special_tokens": True}, "add_special_tokens"),
         ({"tool_choice": "required"}, "tool_choice"), ({"response_format": {"type": "structural_tag"}},
-        "response_format.type"),
+        "response_format.structures"),
     ):  # fmt: skip
         assert (await refusal(worker, CHAT, **fields))["param"] == param
 
 
+TAGS = {"structures": [{"begin": "<f>", "schema": {"type": "integer"}, "end": "</f>"}], "triggers": ["<f"]}
+NESTED: Any = {"type": "string"}
+for _ in range(120):
+    NESTED = {"type": "array", "items": NESTED}
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"guided_json": "{"}, "guided_json"), ({"guided_json": [1]}, "guided_json"), ({"guided_regex": 1}, "guided_regex"),
     ({"guided_choice": []}, "guided_choice"), ({"guided_choice": ["a", ""]}, "guided_choice[1]"),
@@ -105,6 +110,19 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"bad_words": ["a", " "]}, "bad_words[1]"),
     ({"bad_words": ["a"] * 65}, "bad_words"), ({"bad_words": ["a" * 129]}, "bad_words[0]"),
     ({"bad_words": ["a"], "regex": "a"}, "bad_words"), ({"bad_words": ["a"], "allowed_token_ids": [1]}, "bad_words"),
+    ({"structural_tag": "{"}, "structural_tag"), ({"structural_tag": "{}"}, "structural_tag.structures"),
+    ({"structural_tag": {"type": "x"}}, "structural_tag.type"), ({"structural_tag": []}, "structural_tag"),
+    ({"structured_outputs": {"structural_tag": "[]"}}, "structured_outputs.structural_tag"),
+    ({"structural_tag": TAGS, "regex": "a"}, "structural_tag"),
+    ({"structural_tag": TAGS, "min_tokens": 2}, "min_tokens"),
+    ({"structural_tag": TAGS, "bad_words": ["a"]}, "bad_words"),
+    ({"structural_tag": TAGS, "ignore_eos": True}, "ignore_eos"),
+    ({"structural_tag": {"format": {"type": "regex", "pattern": "("}}}, "structural_tag"),
+    ({"structural_tag": {"format": {"type": "const_string", "value": "a<|im_end|>"}}}, "structural_tag"),
+    ({"structural_tag": {"format": {"type": "json_schema", "json_schema": {"not": {}}}}}, "structural_tag"),
+    ({"structural_tag": {"format": {"type": "json_schema", "json_schema": {"enum": [*range(30_000)]}}}},
+     "structural_tag"),
+    ({"structural_tag": {"format": {"type": "json_schema", "json_schema": NESTED}}}, "structural_tag"),
     ({"stop_regex": ""}, "stop_regex[0]"), ({"stop_regex": 1}, "stop_regex"), ({"stop_regex": {}}, "stop_regex"),
     ({"stop_regex": ["a", 1]}, "stop_regex[1]"), ({"stop_regex": [None]}, "stop_regex[0]"),
     ({"stop_regex": ["a"] * 1000}, "stop_regex"), ({"stop_regex": ["a", "(" * 2000]}, "stop_regex[1]"),
@@ -271,6 +289,50 @@ async def test_stop_strings_in_the_output(worker: Any, path: str, stream: bool, 
     assert text == ("one t" if option is None else "one two t")
     last = events[-1]["choices"][0]
     assert (last["finish_reason"], last["stop_reason"], last["matched_stop"]) == ("stop", "wo t", "wo t")
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+async def test_structural_tags(worker: Any, path: str) -> None:
+    """Under all their names they become the same grammar, which no answer leaves."""
+    worker.says("say <f>1</f>!")
+    whole = {"type": "structural_tag", **TAGS}
+    for fields in (
+        {"response_format": whole}, {"structural_tag": TAGS}, {"structural_tag": json.dumps(whole)},
+        {"structured_outputs": {"structural_tag": json.dumps(whole)}}, {"structural_tag": TAGS, "n": 3, "stream": True},
+        {"structural_tag": TAGS, "stop_regex": "x", "logprobs": True if path == CHAT else 2},
+    ):  # fmt: skip
+        await post(worker, path, **fields)
+        grammar = worker.engine.requests[-1].sampling.grammar.new()
+        for token in worker.tokenizer.encode("say <f>1</f> <f>2"):
+            grammar.accept(token)
+        with pytest.raises(GrammarError):
+            grammar.accept(worker.tokenizer.encode("x")[0])
+
+
+async def test_structural_tags_with_tools(worker: Any) -> None:
+    """The tools are described to the model and its calls are read; what they look like is up to the tags."""
+    worker.says('<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>')
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    tags = {"structures": [{"begin": "<tool_call>", "end": "</tool_call>"}], "triggers": ["<tool_call>"]}
+    choice = (await post(worker, CHAT, max_tokens=80, structural_tag=tags, tools=[tool])).json()["choices"][0]
+    assert choice["message"]["tool_calls"][0]["function"]["name"] == "f"
+    strict = {"type": "function", "function": {**tool["function"], "strict": True}}
+    for fields in ({"tools": [strict]}, {"tools": [tool], "tool_choice": "required"}):
+        assert (await refusal(worker, CHAT, structural_tag=tags, **fields))["param"] == "structural_tag"
+
+
+async def test_structural_tags_in_the_responses_api(worker: Any) -> None:
+    worker.says("<f>1</f>")
+    answer = await worker.client.responses.create(
+        model="tiny", input="x", text={"format": {"type": "structural_tag", **TAGS}}
+    )
+    assert answer.output_text == "<f>1</f>"
+    assert worker.engine.requests[-1].sampling.grammar is not None
+    response = await worker.http.post(
+        "/v1/responses",
+        json={"model": "tiny", "input": "x", "text": {"format": {"type": "structural_tag", "format": 1}}},
+    )
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "text.format.format")
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
