@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tandem_api.names import HEADER_IGNORED, HEADER_LENIENT
 from tandem_worker.server.structured.allowed import AllowedTokens
 from tandem_worker.server.structured.bad_words import BadWords
+from tandem_worker.server.structured.errors import GrammarError
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 USER = [{"role": "user", "content": "hello"}]
@@ -42,6 +43,7 @@ NO_OPS: list[dict[str, Any]] = [
     {"guided_json": None}, {"structured_outputs": None}, {"structured_outputs": {"disable_fallback": True}},
     {"prompt_logprobs": None}, {"truncate_prompt_tokens": None}, {"best_of": 1}, {"include_reasoning": True},
     {"separate_reasoning": True}, {"stream_reasoning": True}, {"return_hidden_states": False}, {"stop_regex": None},
+    {"stop_regex": []},
     {"regex": None}, {"ebnf": None}, {"lora_path": None}, {"kv_transfer_params": None}, {"no_stop_trim": False},
     {"return_tokens_as_token_ids": False}, {"custom_params": None}, {"logits_processors": None}, {"request_id": None},
     {"stream": True, "stream_options": {"continuous_usage_stats": True}}, {"truncation_side": "left"},
@@ -62,10 +64,10 @@ async def test_what_changes_nothing_is_taken(worker: Any) -> None:
 @pytest.mark.parametrize("path", [CHAT, TEXT])
 async def test_the_rest_is_refused_by_name(worker: Any, path: str) -> None:
     refused: dict[str, Any] = {
-        "use_beam_search": True, "length_penalty": 0.5, "prompt_logprobs": 1, "stop_regex": "[a]",
+        "use_beam_search": True, "length_penalty": 0.5, "prompt_logprobs": 1,
         "lora_path": "x", "kv_transfer_params": {"a": 1}, "return_hidden_states": True, "separate_reasoning": False,
         "guided_whitespace_pattern": " ", "guided_decoding_backend": "outlines", "request_id": "r", "rid": "r",
-        "structural_tag": "{}", "session_params": {"id": "x"}, "best_of": 3, "thinking_token_budget": 5,
+        "session_params": {"id": "x"}, "best_of": 3, "thinking_token_budget": 5,
         "truncation_side": "right", "logprob_token_ids": [1],
     }  # fmt: skip
     for name, value in refused.items():
@@ -80,11 +82,15 @@ async def test_refused_in_chats(worker: Any) -> None:
         ({"chat_template": "{{ messages }}"}, "chat_template"), ({"documents": [{"text": "x"}]}, "documents"),
         ({"echo": True}, "echo"),
         ({"tool_choice": "required"}, "tool_choice"), ({"response_format": {"type": "structural_tag"}},
-        "response_format.type"),
+        "response_format.structures"),
     ):  # fmt: skip
         assert (await refusal(worker, CHAT, **fields))["param"] == param
 
 
+TAGS = {"structures": [{"begin": "<f>", "schema": {"type": "integer"}, "end": "</f>"}], "triggers": ["<f"]}
+NESTED: Any = {"type": "string"}
+for _ in range(120):
+    NESTED = {"type": "array", "items": NESTED}
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"guided_json": "{"}, "guided_json"), ({"guided_json": [1]}, "guided_json"), ({"guided_regex": 1}, "guided_regex"),
     ({"guided_choice": []}, "guided_choice"), ({"guided_choice": ["a", ""]}, "guided_choice[1]"),
@@ -104,6 +110,24 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"bad_words": ["a", " "]}, "bad_words[1]"),
     ({"bad_words": ["a"] * 65}, "bad_words"), ({"bad_words": ["a" * 129]}, "bad_words[0]"),
     ({"bad_words": ["a"], "regex": "a"}, "bad_words"), ({"bad_words": ["a"], "allowed_token_ids": [1]}, "bad_words"),
+    ({"structural_tag": "{"}, "structural_tag"), ({"structural_tag": "{}"}, "structural_tag.structures"),
+    ({"structural_tag": {"type": "x"}}, "structural_tag.type"), ({"structural_tag": []}, "structural_tag"),
+    ({"structured_outputs": {"structural_tag": "[]"}}, "structured_outputs.structural_tag"),
+    ({"structural_tag": TAGS, "regex": "a"}, "structural_tag"),
+    ({"structural_tag": TAGS, "min_tokens": 2}, "min_tokens"),
+    ({"structural_tag": TAGS, "bad_words": ["a"]}, "bad_words"),
+    ({"structural_tag": TAGS, "ignore_eos": True}, "ignore_eos"),
+    ({"structural_tag": {"format": {"type": "regex", "pattern": "("}}}, "structural_tag"),
+    ({"structural_tag": {"format": {"type": "const_string", "value": "a<|im_end|>"}}}, "structural_tag"),
+    ({"structural_tag": {"format": {"type": "json_schema", "json_schema": {"not": {}}}}}, "structural_tag"),
+    ({"structural_tag": {"format": {"type": "json_schema", "json_schema": {"enum": [*range(30_000)]}}}},
+     "structural_tag"),
+    ({"structural_tag": {"format": {"type": "json_schema", "json_schema": NESTED}}}, "structural_tag"),
+    ({"stop_regex": ""}, "stop_regex[0]"), ({"stop_regex": 1}, "stop_regex"), ({"stop_regex": {}}, "stop_regex"),
+    ({"stop_regex": ["a", 1]}, "stop_regex[1]"), ({"stop_regex": [None]}, "stop_regex[0]"),
+    ({"stop_regex": ["a"] * 1000}, "stop_regex"), ({"stop_regex": ["a", "(" * 2000]}, "stop_regex[1]"),
+    ({"stop_regex": ["a", "("]}, "stop_regex[1]"), ({"stop_regex": ["a", "b*"]}, "stop_regex[1]"),
+    ({"stop_regex": r"(a)\1"}, "stop_regex[0]"), ({"stop_regex": ["a{100}"] * 3}, "stop_regex[2]"),
     ({"logit_bias": {"": 1}}, "logit_bias"), ({"logit_bias": {"01": 1}}, "logit_bias"),
     ({"logit_bias": {"-1": 1}}, "logit_bias"), ({"logit_bias": {"x" * 65: 1}}, "logit_bias"),
     ({"logit_bias": {"one two three": 1}}, "logit_bias"), ({"logit_bias": {"a": 101}}, "logit_bias.a"),
@@ -265,6 +289,136 @@ async def test_stop_strings_in_the_output(worker: Any, path: str, stream: bool, 
     assert text == ("one t" if option is None else "one two t")
     last = events[-1]["choices"][0]
     assert (last["finish_reason"], last["stop_reason"], last["matched_stop"]) == ("stop", "wo t", "wo t")
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+async def test_structural_tags(worker: Any, path: str) -> None:
+    """Under all their names they become the same grammar, which no answer leaves."""
+    worker.says("say <f>1</f>!")
+    whole = {"type": "structural_tag", **TAGS}
+    for fields in (
+        {"response_format": whole}, {"structural_tag": TAGS}, {"structural_tag": json.dumps(whole)},
+        {"structured_outputs": {"structural_tag": json.dumps(whole)}}, {"structural_tag": TAGS, "n": 3, "stream": True},
+        {"structural_tag": TAGS, "stop_regex": "x", "logprobs": True if path == CHAT else 2},
+    ):  # fmt: skip
+        await post(worker, path, **fields)
+        grammar = worker.engine.requests[-1].sampling.grammar.new()
+        for token in worker.tokenizer.encode("say <f>1</f> <f>2"):
+            grammar.accept(token)
+        with pytest.raises(GrammarError):
+            grammar.accept(worker.tokenizer.encode("x")[0])
+
+
+async def test_structural_tags_with_tools(worker: Any) -> None:
+    """The tools are described to the model and its calls are read; what they look like is up to the tags."""
+    worker.says('<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>')
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    tags = {"structures": [{"begin": "<tool_call>", "end": "</tool_call>"}], "triggers": ["<tool_call>"]}
+    choice = (await post(worker, CHAT, max_tokens=80, structural_tag=tags, tools=[tool])).json()["choices"][0]
+    assert choice["message"]["tool_calls"][0]["function"]["name"] == "f"
+    strict = {"type": "function", "function": {**tool["function"], "strict": True}}
+    for fields in ({"tools": [strict]}, {"tools": [tool], "tool_choice": "required"}):
+        assert (await refusal(worker, CHAT, structural_tag=tags, **fields))["param"] == "structural_tag"
+
+
+async def test_structural_tags_in_the_responses_api(worker: Any) -> None:
+    worker.says("<f>1</f>")
+    answer = await worker.client.responses.create(
+        model="tiny", input="x", text={"format": {"type": "structural_tag", **TAGS}}
+    )
+    assert answer.output_text == "<f>1</f>"
+    assert worker.engine.requests[-1].sampling.grammar is not None
+    response = await worker.http.post(
+        "/v1/responses",
+        json={"model": "tiny", "input": "x", "text": {"format": {"type": "structural_tag", "format": 1}}},
+    )
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "text.format.format")
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("option", ["include_stop_str_in_output", "no_stop_trim", None])
+async def test_a_regex_ends_an_answer(worker: Any, path: str, stream: bool, option: str | None) -> None:
+    worker.says("one 12 twelve 123 more")
+    fields = {} if option is None else {option: True}
+    patterns = [r"\d{3}", "never"]
+    response = await post(worker, path, max_tokens=50, stop_regex=patterns, stop=["mo"], stream=stream, n=2, **fields)
+    events = events_of(response) if stream else [response.json()]
+    choices = [choice for event in events for choice in event["choices"]]
+    for index in range(2):
+        mine = [{"choices": [choice]} for choice in choices if choice["index"] == index]
+        text = "".join(text_of(each, path) for each in mine)
+        assert text == ("one 12 twelve " if option is None else "one 12 twelve 123")
+        last = mine[-1]["choices"][0]
+        assert (last["finish_reason"], last["stop_reason"], last["matched_stop"]) == ("stop", patterns[0], patterns[0])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_regex_may_wait_for_what_comes_after_it(worker: Any, stream: bool) -> None:
+    """And the answer's end is no word's continuation."""
+    for said, left in (("the bend, the end, more", "the bend, the "), ("the end", "the ")):
+        worker.says(said)
+        response = await post(worker, TEXT, max_tokens=50, stop_regex=r"\bend\b", stream=stream)
+        events = events_of(response) if stream else [response.json()]
+        assert "".join(text_of(event, TEXT) for event in events) == left
+        assert events[-1]["choices"][0]["matched_stop"] == r"\bend\b"
+
+
+async def test_logprobs_end_where_a_regex_begins_to_match(worker: Any) -> None:
+    worker.says("ab12c")
+    fields = {"max_tokens": 50, "stop_regex": "[0-9]+c", "logprobs": 1}
+    choice = (await post(worker, TEXT, **fields)).json()["choices"][0]
+    assert choice["logprobs"]["tokens"] == ["a", "b"]
+    events = events_of(await post(worker, TEXT, stream=True, **fields))
+    tokens = [token for event in events for token in (event["choices"][0]["logprobs"] or {}).get("tokens", [])]
+    assert tokens == ["a", "b"]
+
+
+async def test_a_regex_sees_no_tokens_before_min_tokens(worker: Any) -> None:
+    worker.says("1a2b3c")
+    choice = (await post(worker, TEXT, max_tokens=50, stop_regex="[0-9]", min_tokens=3)).json()["choices"][0]
+    assert (choice["text"], choice["matched_stop"]) == ("1a2b", "[0-9]")
+
+
+async def test_an_echoed_prompt_is_not_searched(worker: Any) -> None:
+    worker.says("ab1c")
+    fields = {"prompt": "x1", "echo": True, "stop_regex": "(?m)^[0-9]|[0-9]", "max_tokens": 20}
+    assert (await post(worker, TEXT, **fields)).json()["choices"][0]["text"] == "x1ab"
+
+
+async def test_a_regex_within_reasoning_and_around_calls(worker: Any) -> None:
+    """As stop strings do, it sees the text as the model writes it."""
+    worker.says("<think>hm 42</think>yes")
+    choice = (await post(worker, CHAT, max_tokens=60, stop_regex=r"\d\d")).json()["choices"][0]
+    assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == ("hm ", "")
+    worker.says("<think>hm</think>yes 42 no")
+    choice = (await post(worker, CHAT, max_tokens=60, stop_regex=r"\s\d\d")).json()["choices"][0]
+    assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == ("hm", "yes")
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+async def test_a_regex_ends_the_answers_of_the_other_apis(worker: Any, path: str) -> None:
+    worker.says("yes 42 no")
+    fields = {"input": "x"} if path == "/v1/responses" else {"messages": USER, "max_tokens": 20}
+    response = await worker.http.post(path, json={"model": "tiny", "stop_regex": r"\d+\s", **fields})
+    assert response.status_code == 200, response.text
+    answer = response.json()
+    if path == "/v1/responses":
+        assert answer["output"][0]["content"][0]["text"] == "yes "
+    else:
+        assert (answer["content"][0]["text"], answer["stop_reason"]) == ("yes ", "stop_sequence")
+        assert answer["stop_sequence"] == r"\d+\s"
+    response = await worker.http.post(path, json={"model": "tiny", "stop_regex": "(", **fields})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "stop_regex[0]")
+
+
+async def test_a_regex_through_the_client(worker: Any) -> None:
+    worker.says("one 🙂🙂 two")
+    answer = await worker.client.chat.completions.create(
+        model="tiny", messages=USER, extra_body={"stop_regex": ["🙂+"], "no_stop_trim": True}
+    )
+    assert answer.choices[0].message.content == "one 🙂"
+    assert answer.choices[0].model_extra["matched_stop"] == "🙂+"
 
 
 async def test_stop_tokens_are_told(worker: Any) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import copy
 import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -30,6 +31,7 @@ from tests.tandem_worker.server.conftest import byte_level_tokenizer, share_comp
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TOKENIZER = byte_level_tokenizer()
+THINK = TOKENIZER.convert_tokens_to_ids("<think>")
 THINK_END = TOKENIZER.convert_tokens_to_ids("</think>")
 IM_END = TOKENIZER.eos_token_id
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["one", "two"]}},
@@ -39,6 +41,11 @@ TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": {
     "required": ["x", "y"], "additionalProperties": False}}}]  # fmt: skip
 LETTERS = dict.fromkeys(map(str, TOKENIZER.convert_tokens_to_ids(list("abc"))), 100.0)
 """Nothing else is said, so that stop strings are met."""
+TAGS = {"type": "structural_tag", "format": {"type": "sequence", "elements": [
+    {"type": "tag", "begin": "<f>", "end": "</f>", "content": {"type": "json_schema", "json_schema": {
+        "type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}}},
+    {"type": "triggered_tags", "triggers": ["a"], "tags": [
+        {"type": "tag", "begin": "ab", "content": {"type": "regex", "pattern": "[0-9]"}, "end": "!"}]}]}}  # fmt: skip
 MESSAGES = [{"role": "user", "content": "Tell me of the sun."}]
 
 
@@ -72,6 +79,25 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "stop": chat(stop=["abca", "bcab", "cbca"], logit_bias=LETTERS, ignore_eos=True, max_tokens=70),
     "token ids": chat(return_token_ids=True, ignore_eos=True),
+    "structural tags": chat(response_format=TAGS, logit_bias=LETTERS | {str(THINK): -100.0}, max_tokens=60),
+    "stop regex": chat(
+        stop_regex=["a{3}ba", r"\bcc+b\b", "a[^d]{30}d"],
+        stop="cbcab",
+        logit_bias=LETTERS,
+        ignore_eos=True,
+        logprobs=True,
+        top_logprobs=1,
+        n=2,
+        max_tokens=70,
+    ),
+    "kept stop regex": complete(
+        stop_regex="c(?:ab|b)+[^b]",
+        no_stop_trim=True,
+        min_tokens=5,
+        logit_bias=LETTERS,
+        return_token_ids=True,
+        max_tokens=60,
+    ),
     "four choices": chat(n=4, max_tokens=12, stop=["aba", "cc"], logit_bias=LETTERS),
     "completion": complete(ignore_eos=True),
     "prompts": complete(prompt=["The sun", "Paris", "the"], n=2, echo=True, logprobs=2, max_tokens=6),
@@ -270,6 +296,14 @@ async def test_every_cut_of_every_kind(pair: tuple[httpx.AsyncClient, httpx.Asyn
         ("tools", lambda choice: choice["calls"] and "x" in json.loads(choice["calls"][0][1])),
         ("reasoning", lambda choice: choice["reasoning"] and choice["text"]),
         ("stop", lambda choice: choice["finish"] == "stop"),
+        (
+            "structural tags",
+            lambda choice: re.fullmatch(
+                r'<f>\{\s*"a"\s*:\s*[12]\s*\}</f>([bc]*ab[0-9]!)+[bc]*(a|ab|ab[0-9])?', choice["text"]
+            ),
+        ),
+        ("stop regex", lambda choice: choice["stopped"] == "a{3}ba"),
+        ("kept stop regex", lambda choice: choice["stopped"] == "c(?:ab|b)+[^b]"),
         ("logprobs and stop", lambda choice: choice["finish"] == "stop" and len(choice["logprobs"]["content"]) > 3),
     ],
 )

@@ -67,6 +67,7 @@ class ServedModel:
         self.eos_token_ids = frozenset(eos_token_ids) or end_tokens(tokenizer)
         self.vocabulary: dict[str, int] = tokenizer.get_added_vocab()
         """Added tokens: marks of turns, tools and reasoning are among them."""
+        self.special_texts = tuple(text for text, token in self.vocabulary.items() if token in self.table.special_ids)
         self.takes_tools = prompter.takes_tools
         """Its chat template has a place for tools."""
         template = self.chat_template = prompter.template

@@ -85,6 +85,12 @@ def parse_chat(body: object, vocab_size: int, *, lenient: bool = False) -> ChatR
     answer = request.response_format
     if answer.definition and tools.mode != "none":
         refuse(answer.name, "A grammar and 'tools' exclude each other: leave one out.")
+    if answer.kind == "structural_tag" and (tools.narrowed or any(tool.strict for tool in tools.tools)):
+        refuse(
+            answer.name,
+            f"'{answer.name}' holds calls to the form of its tags: leave 'strict' out of the tools, and 'tool_choice' "
+            "'auto' or 'none'.",
+        )
     if answer.kind != "text" and tools.mode == "required":
         refuse(answer.name, f"'{answer.name}' and a required tool call exclude each other: leave one out.")
     fields.finish()

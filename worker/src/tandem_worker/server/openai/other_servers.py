@@ -34,12 +34,10 @@ _REFUSED: Mapping[str, tuple[str, Sequence[object]]] = {
     "enable_response_messages": ("/tokenize tells a prompt's tokens", [False]),
     "previous_input_messages": ("send the whole conversation in 'input'", []),
     # SGLang
-    "stop_regex": ("only strings end an answer: use 'stop', or 'regex' for the whole answer", [[], ""]),
     "separate_reasoning": ("reasoning is always told apart, as 'reasoning_content': leave it out or true", [True]),
     "stream_reasoning": ("reasoning is streamed as the answer is: leave it out or true", [True]),
     "return_hidden_states": ("hidden states are not told: leave it out or false", [False]),
     "return_routed_experts": ("experts are not told: leave it out or false", [False]),
-    "structural_tag": ("use 'tools' with 'strict: true'", []),
     "session_params": ("answers do not go on from earlier ones: send the whole conversation", [{}]),
     "custom_logit_processor": ("clients' own code is not run: remove it", [""]),
     "custom_params": ("clients' own code is not run: remove it", [{}]),

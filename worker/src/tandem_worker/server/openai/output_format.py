@@ -1,7 +1,7 @@
 """What an answer must look like: `response_format`, and the names that other servers have for the same. Pure.
 
 vLLM: `guided_json`, `guided_regex`, `guided_choice`, `guided_grammar`, `structured_outputs`. SGLang: `json_schema`,
-`regex`, `ebnf`. They are other ways to write a `response_format`; a request has at most one of them all.
+`regex`, `ebnf`. Both: `structural_tag`. They are other ways to write a `response_format`; a request has at most one.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ import orjson
 
 from tandem_worker.engine.errors import RequestError
 from tandem_worker.server.openai.fields import Fields, refuse, wrong_type
+from tandem_worker.server.openai.structural_tags import Format, parse_structural_tag
 
 MAX_ALTERNATIVES = 1024
 """Of `guided_choice`."""
 _META = re.compile(r"[\\.+*?()|\[\]{}^$#&~\-]")
 _STRUCTURED = {
     "json": "guided_json", "regex": "guided_regex", "choice": "guided_choice", "grammar": "guided_grammar",
+    "structural_tag": "structural_tag",
 }  # fmt: skip
-_NO_TAGS = (
-    "Structural tags are not supported: give 'tools' with 'strict: true', which hold calls to their schemas and leave "
-    "the text around them free."
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseFormat:
-    kind: Literal["text", "json_object", "json_schema", "regex", "lark", "gbnf"] = "text"
+    kind: Literal["text", "json_object", "json_schema", "regex", "lark", "gbnf", "structural_tag"] = "text"
     schema: dict[str, Any] | None = None
-    """Only with `json_schema`; an absent schema allows any JSON value."""
+    """With `json_schema`; an absent one allows any JSON value. Of a structural tag, all that was given."""
+    tags: Format | None = None
+    """Of a structural tag."""
     definition: str = ""
     """The text of a regex, or of a grammar in Lark or GBNF."""
     path: str = "response_format"
@@ -63,7 +63,8 @@ def parse_output_format(fields: Fields) -> ResponseFormat:
 
 def _given(fields: Fields) -> Iterator[ResponseFormat]:
     yield _response_format(fields)
-    for key in ("guided_json", "json_schema", "guided_regex", "regex", "guided_choice", "guided_grammar", "ebnf"):
+    for key in ("guided_json", "json_schema", "guided_regex", "regex", "guided_choice", "guided_grammar", "ebnf",
+                "structural_tag"):  # fmt: skip
         yield _other_name(fields, key, key)
     options = fields.object("structured_outputs")
     if options is None:
@@ -76,7 +77,6 @@ def _given(fields: Fields) -> Iterator[ResponseFormat]:
     for key in ("disable_any_whitespace", "disable_additional_properties"):
         options.unsupported(key, f"'{options.name(key)}' is not supported: leave it out or false.", harmless=[False])
     options.unsupported("whitespace_pattern", "White space between JSON tokens cannot be chosen.")
-    options.unsupported("structural_tag", _NO_TAGS)
     options.finish()
 
 
@@ -88,6 +88,8 @@ def _other_name(fields: Fields, key: str, meaning: str) -> ResponseFormat:
     match meaning:
         case "guided_json" | "json_schema":
             return ResponseFormat(kind="json_schema", schema=_schema(value, path), path=path, content_path=path)
+        case "structural_tag":
+            return _structural_tag(_read_object(value, path, "invalid_structural_tag"), path)
         case "guided_choice":
             return ResponseFormat(kind="regex", definition=_alternatives(value, path), path=path, content_path=path)
         case _:
@@ -103,15 +105,26 @@ def _other_name(fields: Fields, key: str, meaning: str) -> ResponseFormat:
 
 
 def _schema(value: Any, path: str) -> dict[str, Any]:
+    return _read_object(value, path, "invalid_json_schema")
+
+
+def _read_object(value: Any, path: str, code: str) -> dict[str, Any]:
     """An object, or the JSON text of one."""
     if isinstance(value, str):
         try:
             value = orjson.loads(value)
         except orjson.JSONDecodeError as error:
-            refuse(path, f"'{path}' is not valid JSON: {error}.", "invalid_json_schema")
+            refuse(path, f"'{path}' is not valid JSON: {error}.", code)
     if not isinstance(value, dict):
         wrong_type(path, "an object, or the JSON text of one", value)
     return value
+
+
+def _structural_tag(value: dict[str, Any], path: str) -> ResponseFormat:
+    given = Fields(value, path)
+    given.choice("type", ("structural_tag",))
+    tags = parse_structural_tag(given)
+    return ResponseFormat(kind="structural_tag", schema=value, tags=tags, path=path, content_path=path)
 
 
 def _alternatives(value: Any, path: str) -> str:
@@ -131,9 +144,10 @@ def _alternatives(value: Any, path: str) -> str:
 
 
 def _response_format(fields: Fields) -> ResponseFormat:
-    given = fields.object("response_format")
-    if given is None:
+    raw = fields.raw_object("response_format")
+    if raw is None:
         return TEXT
+    given = Fields(raw, "response_format")
     kind = given.required_string("type")
     match kind:
         case "text" | "json_object":
@@ -151,10 +165,11 @@ def _response_format(fields: Fields) -> ResponseFormat:
         case "grammar":
             return _grammar(given)
         case "structural_tag":
-            raise RequestError(_NO_TAGS, param="response_format.type", code="unsupported_parameter")
+            return _structural_tag(raw, "response_format")
         case _:
             raise RequestError(
-                f"Invalid response format '{kind}'. Supported: 'text', 'json_object', 'json_schema', 'grammar'.",
+                f"Invalid response format '{kind}'. Supported: 'text', 'json_object', 'json_schema', 'grammar', "
+                "'structural_tag'.",
                 param="response_format.type",
                 code="invalid_value",
             )

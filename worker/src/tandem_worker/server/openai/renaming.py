@@ -12,7 +12,7 @@ from tandem_worker.engine.errors import RequestError
 
 EXTENSIONS = (
     "seed", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens",
-    "ignore_eos", "stop_token_ids", "cache_salt", "priority", "chat_template_kwargs",
+    "ignore_eos", "stop_regex", "stop_token_ids", "cache_salt", "priority", "chat_template_kwargs",
 )  # fmt: skip
 Renaming = Sequence[tuple[re.Pattern[str], str]]
 """Patterns of paths, and what stands there instead."""

@@ -12,10 +12,12 @@ from tandem_worker.engine.schedule.params import FinishReason, TokenDelta, Token
 from tandem_worker.server.pacing import Steps
 from tandem_worker.server.text.detokenizer import Detokenizer
 from tandem_worker.server.text.output import Finish, Parsed, TextParser, Update
+from tandem_worker.server.text.patterns import Patterns
 from tandem_worker.server.text.stops import StopMatcher
 
 _SLICE_TOKENS = 512
 """Of a replay: a few milliseconds."""
+_SLICE_TOKENS_WITH_PATTERNS = 32
 
 
 class Choice:
@@ -24,6 +26,7 @@ class Choice:
     __slots__ = (
         "_called_tools",
         "_detokenizer",
+        "_has_patterns",
         "_include_stop",
         "_length",
         "_min_tokens",
@@ -45,6 +48,7 @@ class Choice:
         detokenizer: Detokenizer,
         *,
         stops: Sequence[str] = (),
+        stop_patterns: Patterns | None = None,
         stop_token_ids: Collection[int] = (),
         include_stop: bool = False,
         min_tokens: int = 0,
@@ -56,7 +60,10 @@ class Choice:
         self.completion_tokens = 0
         self.reasoning_tokens = 0
         self._detokenizer = detokenizer
-        self._stops = StopMatcher(stops, keep=include_stop) if stops else None
+        self._stops: StopMatcher | None = None
+        if stops or stop_patterns is not None:
+            self._stops = StopMatcher(stops, stop_patterns, keep=include_stop)
+        self._has_patterns = stop_patterns is not None
         self._stop_token_ids = stop_token_ids
         self._include_stop = include_stop
         self._min_tokens = min_tokens
@@ -93,10 +100,11 @@ class Choice:
 
     def replay(self, token_ids: Sequence[int], waiting: Iterable[tuple[int, TokenLogprob]]) -> Steps[None]:
         """Stand where a choice stood elsewhere after these tokens, with nothing to tell. `waiting` was its own."""
-        for start in range(0, len(token_ids), _SLICE_TOKENS):
+        size = _SLICE_TOKENS_WITH_PATTERNS if self._has_patterns else _SLICE_TOKENS
+        for start in range(0, len(token_ids), size):
             if start:
                 yield
-            for token_id in token_ids[start : start + _SLICE_TOKENS]:
+            for token_id in token_ids[start : start + size]:
                 if self.finish is None:
                     self._token(token_id, None)
         self._waiting = list(waiting)
@@ -120,11 +128,13 @@ class Choice:
         if logprob is not None:
             self._waiting.append((self._length, logprob))
         self._length += len(text)
-        if self._stops is not None and self.completion_tokens > self._min_tokens:
-            text = self._stops.feed(text)
-            stopped = self._stops.stopped
-        else:
-            stopped = False
+        stopped = False
+        if self._stops is not None:
+            if self.completion_tokens > self._min_tokens:
+                text = self._stops.feed(text)
+                stopped = self._stops.stopped
+            else:
+                self._stops.skip(text)
         self._release(text)
         parser = self._parser
         if parser is not None and parser.reasoning:
@@ -177,11 +187,11 @@ class Choice:
         self._length += len(rest)
         if self._stops is not None:
             rest = self._stops.feed(rest)
+            rest += self._stops.flush()
             if self._stops.stopped:
                 self._release(rest)
                 self._close("stop", ended_by_text=True)
                 return
-            rest += self._stops.flush()
         self._release(rest)
         self._close("length" if reason is FinishReason.LENGTH else "stop", ended_by_text=False)
 

@@ -22,6 +22,7 @@ from tandem_worker.server.structured.compiler import REQUEST_SECONDS, GrammarCom
 from tandem_worker.server.structured.errors import GrammarError, GrammarUnavailableError
 from tandem_worker.server.structured.grammar import AfterReasoningFactory, TokenGrammarFactory
 from tandem_worker.server.structured.limits import check_types
+from tandem_worker.server.structured.tags import write_structural_tag
 from tandem_worker.server.text import reasoning
 from tandem_worker.server.text.output import TextParser
 from tandem_worker.server.text.words import bad_words
@@ -43,7 +44,7 @@ async def shape_completion(request: CompletionRequest, model: ServedModel) -> Gr
         return _named_tokens(request.common, model)
     work = _Compiling(model.grammars, time.monotonic() + REQUEST_SECONDS)
     _check_options(request.common)
-    if answer.definition:
+    if answer.definition or answer.tags is not None:
         return await _free_grammar(answer, model, None, work)
     return await _answer_grammar(answer, work)
 
@@ -122,7 +123,7 @@ async def _grammar(
 ) -> TokenGrammarFactory | None:
     """Raises RequestError when a schema cannot be enforced, ServiceError when that cannot be found out now."""
     work = _Compiling(model.grammars, time.monotonic() + REQUEST_SECONDS)
-    if request.response_format.definition:
+    if request.response_format.definition or request.response_format.tags is not None:
         return await _free_grammar(request.response_format, model, tool_format, work)
     schema = _answer_schema(request.response_format)
     tools = request.tools
@@ -154,7 +155,7 @@ class _Compiling:
 async def _free_grammar(
     answer: ResponseFormat, model: ServedModel, tool_format: ToolFormat | None, work: _Compiling
 ) -> TokenGrammarFactory:
-    """A regex or a grammar of the client's own."""
+    """A regex, a grammar or structural tags of the client's own."""
     if answer.kind in ("lark", "gbnf") and not model.free_form_grammars:
         raise RequestError(
             "Grammars of a client's own are off for this model: use a JSON schema, or a grammar with syntax 'regex'. "
@@ -168,12 +169,27 @@ async def _free_grammar(
             param=answer.path,
             code="unsupported_parameter",
         )
-    grammars = work.grammars
-    write = {"regex": grammars.write_regex, "lark": grammars.write_lark, "gbnf": grammars.write_gbnf}[answer.kind]
     try:
-        return await work.compile(write(answer.definition))
+        return await work.compile(_write_free(answer, model, work.grammars))
     except GrammarError as error:
-        raise RequestError(f"Invalid grammar: {error}", param=answer.content_path, code="invalid_grammar") from error
+        what, code = "grammar", "invalid_grammar"
+        if answer.tags is not None:
+            what, code = "structural tag", "invalid_structural_tag"
+        raise RequestError(f"Invalid {what}: {error}", param=answer.content_path, code=code) from error
+
+
+def _write_free(answer: ResponseFormat, model: ServedModel, grammars: GrammarCompiler) -> str:
+    """Raises GrammarError."""
+    match answer.kind:
+        case "structural_tag":
+            assert answer.tags is not None
+            return write_structural_tag(answer.tags, grammars.limits, model.special_texts)
+        case "regex":
+            return grammars.write_regex(answer.definition)
+        case "lark":
+            return grammars.write_lark(answer.definition)
+        case _:
+            return grammars.write_gbnf(answer.definition)
 
 
 def _answer_schema(answer: ResponseFormat) -> dict[str, Any] | None:

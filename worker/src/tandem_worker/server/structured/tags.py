@@ -1,0 +1,155 @@
+"""Structural tags as a grammar in llguidance's dialect of Lark.
+
+Free text that ends at a mark is a lazy lexeme: it takes what comes up to the first mark, and the mark. Free text at the
+end of an answer is a lexeme that has no trigger anywhere. So a trigger is never free text, and each begins a tag.
+Source: llguidance, docs/syntax.md, "Lazy lexemes" and "Tool calling".
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterable
+
+from llguidance import regex_to_lark
+
+from tandem_worker.server.openai.structural_tags import (
+    AnyText,
+    ConstString,
+    Format,
+    JsonSchema,
+    Or,
+    Regex,
+    Sequence,
+    Tag,
+    TagsWithSeparator,
+    TriggeredTags,
+)
+from tandem_worker.server.structured.compiler import HEADER, embed_json_schema
+from tandem_worker.server.structured.errors import GrammarError
+from tandem_worker.server.structured.limits import GrammarLimits
+
+_ANY = r"/(.|\n)*/"
+_META = re.compile(r"[\\.+*?()|\[\]{}^$#&~\-/]")
+
+Ends = tuple[str, ...] | None
+"""What comes right after: one of these texts, which belongs to what is written; or (None) the answer's end. Without
+any: something that is not known here."""
+
+
+def write_structural_tag(answer: Format, limits: GrammarLimits, special: Collection[str]) -> str:
+    """Answers are texts of this format. `special`: texts of tokens that no text consists of. Raises GrammarError."""
+    writer = _Writer(limits, special)
+    start = writer.write(answer, None)
+    return HEADER + "\n".join([f"start: {start or _literal('')}", *writer.rules]) + "\n"
+
+
+class _Writer:
+    def __init__(self, limits: GrammarLimits, special: Collection[str]) -> None:
+        self.rules: list[str] = []
+        self._limits = limits
+        self._special = [text for text in special if text]
+
+    def write(self, node: Format, ends: Ends) -> str:
+        """An expression for `node` with what comes right after it."""
+        match node:
+            case AnyText():
+                return self._last(node, (), node.excludes, ends)
+            case TriggeredTags():
+                return self._triggered(node, ends)
+            case Sequence():
+                parts = [self.write(each, ()) for each in node.elements[:-1]]
+                return " ".join([*parts, self.write(node.elements[-1], ends)])
+            case Or():
+                return "(" + " | ".join(self.write(each, ends) or _literal("") for each in node.elements) + ")"
+            case Tag():
+                return f"{self._fixed(node.begin)} {self._inside(node)} {self._close(ends)}"
+            case TagsWithSeparator():
+                return f"{self._separated(node)} {self._close(ends)}"
+            case ConstString():
+                return f"{self._fixed(node.value)} {self._close(ends)}"
+            case JsonSchema():
+                return f"{self._rule(embed_json_schema(node.schema))} {self._close(ends)}"
+            case Regex():
+                self._limits.check_regex(node.pattern)
+                pattern = regex_to_lark(node.pattern, "")
+                return f"{self._lexeme(f'/{pattern}/')} {self._close(ends)}"
+            case _:
+                raise AssertionError(f"unknown: {node}")
+
+    def _inside(self, tag: Tag) -> str:
+        """From behind the beginning of a tag to its end."""
+        return self._rule(self.write(tag.content, tag.ends))
+
+    def _triggered(self, node: TriggeredTags, ends: Ends) -> str:
+        options: list[str] = []
+        for trigger in node.triggers:
+            # The text before a trigger has no other one: it would have ended there.
+            before = self._text(trigger, (), node.excludes)
+            tags = [tag for tag in node.tags if tag.begin.startswith(trigger)]
+            rest = " | ".join(f"{self._fixed(tag.begin[len(trigger) :])} {self._inside(tag)}" for tag in tags)
+            options.append(f"{before} ({rest})")
+        piece = self._rule(" | ".join(options))
+        if node.stop_after_first:
+            alone = f"{piece} {self._close(ends)}"
+            return alone if node.at_least_one else f"({alone} | {self._last(node, node.triggers, node.excludes, ends)})"
+        return f"{piece}{'+' if node.at_least_one else '*'} {self._last(node, node.triggers, node.excludes, ends)}"
+
+    def _separated(self, node: TagsWithSeparator) -> str:
+        tag = self._rule(" | ".join(f"{self._fixed(tag.begin)} {self._inside(tag)}" for tag in node.tags))
+        more = "" if node.stop_after_first else f" ({self._fixed(node.separator)} {tag})*"
+        return f"({tag}{more}){'' if node.at_least_one else '?'}"
+
+    def _last(self, node: Format, without: Iterable[str], excludes: Iterable[str], ends: Ends) -> str:
+        """Free text to the end of whatever it stands in."""
+        if ends is None:
+            return self._lexeme(_text_without([*without, *excludes]))
+        if ends in ((), ("",)):
+            raise GrammarError(
+                f"{node.path}: free text must be the last part of an answer, or of a tag whose end is not empty"
+            )
+        for end in ends:
+            if any(end in trigger or trigger in end for trigger in without):
+                raise GrammarError(f"{node.path}: the end {end!r} and a trigger are part of each other")
+        return "(" + " | ".join(self._text(end, without, excludes) for end in ends) + ")"
+
+    def _text(self, mark: str, without: Iterable[str], excludes: Iterable[str]) -> str:
+        """Free text up to the first `mark`, which is its end."""
+        self._check(mark)
+        return self._lexeme(f"{_text_without([*without, *excludes])} {_literal(mark)}", lazy=True)
+
+    def _close(self, ends: Ends) -> str:
+        if not ends:
+            return ""
+        return self._fixed(ends[0]) if len(ends) == 1 else f"({' | '.join(self._fixed(end) for end in ends)})"
+
+    def _fixed(self, text: str) -> str:
+        self._check(text)
+        return _literal(text) if text else ""
+
+    def _check(self, text: str) -> None:
+        for special in self._special:
+            if special in text:
+                raise GrammarError(f"{text!r} has {special!r}, a special token of this model, which is no text")
+
+    def _rule(self, body: str) -> str:
+        return self._add("r", "", body)
+
+    def _lexeme(self, body: str, *, lazy: bool = False) -> str:
+        return self._add("l", "[lazy]", body) if lazy else self._add("L", "", body)
+
+    def _add(self, kind: str, attributes: str, body: str) -> str:
+        name = f"{kind}{len(self.rules)}"
+        self.rules.append(f"{name}{attributes}: {body.strip() or _literal('')}")
+        return name
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _text_without(marks: Collection[str]) -> str:
+    if not marks:
+        return _ANY
+    listed = "|".join(_META.sub(r"\\\g<0>", mark).replace("\n", r"\n") for mark in marks)
+    return rf"({_ANY} & ~/(.|\n)*({listed})(.|\n)*/)"
