@@ -16,7 +16,7 @@ from tandem_operator.planner import Children
 from tandem_operator.scaling.contract import COMPONENTS, Behavior, RoleSpec, ScalingSpec, Target
 from tandem_operator.scaling.observe import RoleCount
 from tandem_operator.scaling.temper import Circumstances
-from tandem_operator.workloads.blueprint import Blueprint
+from tandem_operator.workloads.blueprint import Blueprint, component_of
 
 FALLING_SECONDS = 60.0
 _LONGEST_START = 6 * 3600.0
@@ -67,8 +67,9 @@ def set_scene(
         for component, role in COMPONENTS.items()
         if (own := getattr(model.spec, component)) is not None and own.scaling.mode == "SLO"
     )
-    groups = {role: _groups(blueprint, role, live) for role in blueprint.worker_roles}
-    counts = {role: _count(blueprint, role, found) for role, found in groups.items()}
+    planned = {COMPONENTS[component_of(role)]: role for role in blueprint.worker_roles}
+    groups = {role: _groups(blueprint, own, live) for role, own in planned.items()}
+    counts = {role: _count(blueprint, planned[role], found) for role, found in groups.items()}
     spec, problem = None, ""
     if followed:
         try:
@@ -90,7 +91,7 @@ def set_scene(
         dry_run=model.spec.autoscaling.dry_run,
         idle_after=None if (rest := model.spec.scale_to_zero) is None else parse_duration(rest.idle_after),
         asleep=asleep,
-        fewest={role: blueprint.worker_spec(role).scaling.min for role in blueprint.worker_roles},
+        fewest={role: blueprint.worker_spec(own).scaling.min for role, own in planned.items()},
     )
 
 
@@ -101,10 +102,10 @@ def is_rolling(state: RolloutStatus | None) -> bool:
 
 def _scaling_spec(spec: InferenceModelSpec, *, ttft: Target, tpot: Target) -> ScalingSpec:
     """Raises ValueError where no number of replicas would do."""
-    if spec.prefill is None:
-        raise ValueError("the revision that runs has no prefill workers, and prefill and decode are sized together")
     roles: dict[Role, RoleSpec] = {}
     for role, own in ((Role.PREFILL, spec.prefill), (Role.DECODE, spec.decode)):
+        if own is None:
+            continue
         fixed = max(1, own.replicas)  # of a role that somebody else decides about
         least, most = (own.scaling.min, own.scaling.max) if own.scaling.mode == "SLO" else (fixed, fixed)
         roles[role] = RoleSpec(min=least, max=most or fixed, gpus=own.num_gpus)
