@@ -243,6 +243,7 @@ def test_scaling_by_targets() -> None:
         ({"decode": SLO_MODE}, "slo is needed by a role with scaling.mode SLO"),
         ({"prefill": {}, "decode": SLO_MODE}, "slo is needed by a role with scaling.mode SLO"),
         ({"slo": {"ttft": {"seconds": 1}}}, "tpot"),
+        ({"autoscaling": {"priority": 1001}}, "less than or equal to 1000"),
         ({"slo": SLO_TARGETS | {"ttft": {"seconds": 0}}}, "ttft.seconds"),
         ({"autoscaling": {"roleRatio": {"min": 3, "max": 2}}}, "min must not be above max"),
         ({"prefill": {"replicas": 2}, "autoscaling": {"gpuBudget": 2}}, "is less than what the fewest replicas"),

@@ -324,8 +324,8 @@ AUTOMATIC = {"scaling": {"mode": "SLO", "max": 6}}
 class Cluster:
     """A model, looks at it, and a scaler that hears of a made-up load."""
 
-    def __init__(self, server: OwningServer, client: KubeClient, load: Load) -> None:
-        self.server, self.client, self.load = server, client, load
+    def __init__(self, server: OwningServer, client: KubeClient, load: Load | None = None) -> None:
+        self.server, self.client, self.load = server, client, load or Load()
         self.statuses = 0
         self.start()
 

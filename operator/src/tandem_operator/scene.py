@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tandem_api.inferencemodel import InferenceModelSpec, RolloutStatus
+from tandem_api.inferencemodel import GPU_RESOURCE, InferenceModelSpec, RolloutStatus
 from tandem_api.names import Role
 from tandem_api.quantities import parse_duration
 
@@ -43,6 +43,10 @@ class Scene:
     asleep: bool = False
     fewest: Mapping[Role, int] = field(default_factory=dict[Role, int])
     """Replicas that a model has when it wakes up."""
+    priority: int = 0
+    """Among the models of its namespace, for the namespace's GPU quota."""
+    in_quota: bool = False
+    """Every replica of it takes GPUs that a quota counts."""
 
 
 def set_scene(
@@ -91,6 +95,8 @@ def set_scene(
         dry_run=model.spec.autoscaling.dry_run,
         idle_after=None if (rest := model.spec.scale_to_zero) is None else parse_duration(rest.idle_after),
         asleep=asleep,
+        priority=model.spec.autoscaling.priority,
+        in_quota=all(GPU_RESOURCE in own.resources.limits for own in model.spec.workers),
         fewest={role: blueprint.worker_spec(own).scaling.min for role, own in planned.items()},
     )
 
@@ -131,6 +137,7 @@ def _count(blueprint: Blueprint, role: Role, groups: list[Group]) -> RoleCount:
     newest = sorted(ready, key=lambda pod: str(dig(pod, "metadata", "creationTimestamp")))[-_STARTS:]
     return RoleCount(
         replicas=blueprint.replicas(blueprint.worker_spec(role).replicas),
+        present=len(groups),
         leaders=frozenset(pod["metadata"]["name"] for pod in ready),
         starts=tuple(seconds for pod in newest if (seconds := _start_seconds(pod)) is not None),
     )

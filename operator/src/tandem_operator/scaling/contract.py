@@ -77,6 +77,8 @@ class ScalingSpec:
     tpot: Target
     """Mean seconds per output token of a request, after the first."""
     gpu_budget: int | None = None
+    budget_name: str = "GPU budget"
+    """What a decision calls it where it limits."""
     min_ratio: float = 0.0
     """Prefill replicas per decode replica."""
     max_ratio: float = float("inf")

@@ -55,6 +55,8 @@ class RoleCount:
 
     replicas: int
     """What the role is given."""
+    present: int = 0
+    """Those of which pods are there, on their way out or not."""
     leaders: frozenset[str] = frozenset()
     """Pods that lead the ready replicas."""
     starts: tuple[float, ...] = ()
