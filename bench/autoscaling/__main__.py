@@ -15,20 +15,32 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from tandem_sim.baselines import Told
 from tandem_sim.comparison import Rate, judge
 from tandem_sim.plot import draw_studies, name_targets
-from tandem_sim.shapes import build_ramp, build_spike
-from tandem_sim.workload import Workload
+from tandem_sim.shapes import build_constant, build_ramp, build_spike
+from tandem_sim.workload import Intensity, Workload
 
-from bench.autoscaling.runs import BASELINES, REFERENCES, Case, Row, build_planner, find_static, run
+from bench.autoscaling.runs import (
+    BASELINES,
+    REFERENCES,
+    Case,
+    Row,
+    build_planner,
+    find_static,
+    find_static_shared,
+    run,
+)
 from bench.autoscaling.scenario import TPOT, TTFT, load_scenarios
 from bench.autoscaling.studies import ABLATIONS, SPLITS, run_ablation, run_ceiling, run_overload, run_speed, run_split
 
 Files = tuple[Path | None, Path | None]
-SECTIONS = ("ramps", "spikes", "ablation", "overload", "split", "speed")
+SECTIONS = ("ramps", "spikes", "shared", "ablation", "overload", "split", "speed")
 Result = TypeVar("Result")
 GOOD = 0.96
 """The attainment below which a static fleet is no comparison."""
+SHARED = {"conversation": 256, "azure": 2048}
+"""Tokens of a step of replicas that do both: the best ones for each trace, as `split` finds."""
 
 
 def main() -> None:
@@ -88,6 +100,21 @@ def run_spike(files: Files, trace: str, start_up: float, policy: str) -> Row:
     return _run_named(case, policy)
 
 
+def run_shared(files: Files, trace: str, shape: str, policy: str) -> Row:
+    """Replicas that do both, in the steps that suit the trace, on a ramp or on the trace as it is."""
+    scenario, chunk = _find(files, trace), SHARED[trace]
+    span = scenario.recording[-1].at
+    case = Case(
+        scenario=scenario, shape=build_ramp() if shape == "ramp" else build_constant(span), load=1.0, chunk=chunk
+    )  # fmt: skip
+    if policy == "planner":
+        return {"policy": policy, **run(case, lambda one, _: build_planner(one, shared=True))[0]}
+    if policy == "told":
+        return {"policy": policy, **run(case, lambda one, all_: Told(Intensity(one, all_, chunk=chunk).needed))[0]}
+    name, row = find_static_shared(case, float(policy))
+    return {"policy": f"{name} (at least {100 * float(policy):g}%)", **row}
+
+
 def _run_named(case: Case, policy: str) -> Row:
     if policy == "static":
         name, row = find_static(case, GOOD)
@@ -140,6 +167,16 @@ def _compare_spikes(share: Share, files: Files, options: argparse.Namespace) -> 
             rows = share(run_spike, [(files, trace, start_up, name) for name in names])
             cells[f"{trace}, start-up {start_up:g} s"] = rows
             _print(f"spike, {trace}, start-up {start_up:g} s", rows)
+    return cells
+
+
+def _compare_shared(share: Share, files: Files, options: argparse.Namespace) -> dict[str, object]:
+    cells: dict[str, object] = {}
+    for trace in SHARED:
+        for shape in ("ramp", "as it is"):
+            rows = share(run_shared, [(files, trace, shape, name) for name in ("planner", "told", "0.96", "0.98")])
+            cells[f"{trace}, {shape}"] = rows
+            _print(f"replicas that do both, {trace}, {shape}", rows)
     return cells
 
 

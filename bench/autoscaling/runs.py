@@ -33,15 +33,20 @@ class Case:
     load: float
     start_up: float = 45.0
     ttft: Target = TTFT
+    chunk: int = 0
+    """Tokens of a step of replicas that do both; 0: prefill and decode are apart."""
 
     def arrivals(self) -> list[Arrival]:
         return play(self.scenario.recording, self.shape, self.load)
 
     def setting(self, arrivals: Sequence[Arrival], replicas: Mapping[Role, int] | None = None) -> Setting:
         """By default with the replicas that the first minute needs."""
-        first = Intensity(self.scenario, arrivals, window=120.0).needed(0.0)
+        first = Intensity(self.scenario, arrivals, window=120.0, chunk=self.chunk).needed(0.0)
+        profile = self.scenario.profile
         return Setting(
-            prefill=self.scenario.profile, decode=self.scenario.profile, replicas=replicas or first,
+            prefill=None if self.chunk else profile,
+            decode=replace(profile, chunk_tokens=self.chunk) if self.chunk else profile,
+            replicas=replicas or first,
             start_up=StartUp(seconds=self.start_up), ttft=self.ttft, tpot=TPOT,
         )  # fmt: skip
 
@@ -75,8 +80,8 @@ REFERENCES: dict[str, Build] = {
 }
 
 
-def build_planner(scenario: Workload, tuning: Tuning | None = None) -> Autoscaler:
-    return Autoscaler(scenario.spec(tuning))
+def build_planner(scenario: Workload, tuning: Tuning | None = None, *, shared: bool = False) -> Autoscaler:
+    return Autoscaler(scenario.spec(tuning, shared=shared))
 
 
 def run(
@@ -107,12 +112,29 @@ def measure(seen: Replay, shape: Shape, seconds: float) -> Row:
     }
 
 
+def find_static_shared(case: Case, attainment: float) -> tuple[str, Row]:
+    """The fewest replicas that do both and attain so much."""
+    arrivals, rows = case.arrivals(), dict[int, Row]()
+    start = Intensity(case.scenario, arrivals, chunk=case.chunk).needed(case.shape.seconds / 2)[D]
+
+    def attains(count: int) -> bool:
+        if count not in rows:
+            rows[count] = run(case, None, {D: count})[0]
+        return float(rows[count]["attainment"]) >= attainment
+
+    while not attains(start):
+        start += max(1, start // 8)
+    while start > 1 and attains(start - 1):
+        start -= 1
+    return f"static {start}", rows[start]
+
+
 def find_static(case: Case, attainment: float) -> tuple[str, Row]:
     """The smallest fleet, in steps of a tenth of what the peak needs, that attains so much."""
     arrivals = case.arrivals()
-    intensity = Intensity(case.scenario, arrivals)
+    intensity = Intensity(case.scenario, arrivals, chunk=case.chunk)
     needs = [intensity.needed(at) for at in np.arange(0.0, case.shape.seconds, 15.0)]
-    peak = {role: max(need.get(role, 1) for need in needs) for role in (P, D)}
+    peak = {role: max(need.get(role, 1) for need in needs) for role in ((D,) if case.chunk else (P, D))}
     row: Row = {}
     replicas = peak
     for share in (0.7, 0.8, 0.9, 1.0, 1.15, 1.3, 1.5):
@@ -120,4 +142,4 @@ def find_static(case: Case, attainment: float) -> tuple[str, Row]:
         row, _ = run(case, None, replicas)
         if float(row["attainment"]) >= attainment:
             break
-    return f"static {replicas[P]}+{replicas[D]}", row
+    return f"static {'+'.join(str(count) for count in replicas.values())}", row

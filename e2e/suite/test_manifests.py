@@ -21,6 +21,7 @@ def create(fleet: Fleet, manifest: dict[str, Any]) -> None:
     plural = {
         "InferenceModel": "inferencemodels",
         "PersistentVolumeClaim": "persistentvolumeclaims",
+        "ResourceQuota": "resourcequotas",
         "HorizontalPodAutoscaler": "horizontalpodautoscalers",
         "Deployment": "deployments",
         "Service": "services",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tandem_sim.profiles import H200, QWEN3_32B_FP8, build_profile
 from tandem_sim.shapes import build_ramp
 from tandem_sim.synthetic import make_requests
 from tandem_sim.workload import D, P
 
 from bench.autoscaling.__main__ import _judge
-from bench.autoscaling.runs import Case, build_planner, find_static, run
+from bench.autoscaling.runs import Case, build_planner, find_static, find_static_shared, run
 from bench.autoscaling.scenario import build_scenario
 
 SCENARIO = build_scenario("made up", make_requests(rate=4.0, seconds=600), build_profile(QWEN3_32B_FP8, H200))
@@ -23,6 +25,16 @@ def test_a_ramp_is_attained_with_fewer_gpus_than_a_static_fleet() -> None:
     assert float(own["attainment"]) >= 0.95
     assert float(own["gpu_hours"]) < float(static["gpu_hours"])
     assert seen.orders[P][0][1] < max(count for _, count in seen.orders[P])
+
+
+def test_replicas_that_do_both_attain_a_ramp_with_fewer_gpus_than_a_static_fleet() -> None:
+    case = replace(CASE, chunk=2048)
+    own, seen = run(case, lambda scenario, _: build_planner(scenario, shared=True))
+    assert set(seen.orders) == {D}
+    assert float(own["attainment"]) >= 0.96
+    _, static = find_static_shared(case, float(own["attainment"]))
+    assert float(own["gpu_hours"]) < float(static["gpu_hours"])
+    assert own["reversals"] in (0, 1)
 
 
 def test_needs_grow_with_the_load() -> None:

@@ -106,6 +106,8 @@ def test_with_named_namespaces_there_is_no_cluster_wide_permission_on_children()
     roles = [d for d in documents if d["kind"] == "Role" and d["metadata"]["namespace"] in ("a", "b")]
     assert len(roles) == 2
     assert not [d for d in documents if d["kind"] == "ClusterRoleBinding"]
+    for role in roles:
+        assert any(rule["resources"] == ["resourcequotas"] for rule in role["rules"]), "the GPU quota of a namespace"
     (deployment,) = [d for d in documents if d["kind"] == "Deployment"]
     arguments = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
     assert {"--namespace=a", "--namespace=b"} <= set(arguments)
@@ -121,6 +123,8 @@ def test_nobody_may_do_everything() -> None:
                 assert (rule["resources"], rule["resourceNames"]) == (["clusterroles"], ["tandem-ns-gateway"])
             if "roles" in rule["resources"]:
                 assert not {"create", "update", "patch"} & set(rule["verbs"]), "nobody writes roles"
+            if "resourcequotas" in rule["resources"]:
+                assert (rule["resources"], rule["verbs"]) == (["resourcequotas"], ["list"]), "they are read, no more"
             if "secrets" in rule["resources"]:
                 assert rule["resources"] == ["secrets"]
                 assert set(rule["verbs"]) == {"get", "create", "update"}, "by name: nothing is listed or watched"

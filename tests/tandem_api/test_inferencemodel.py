@@ -190,6 +190,7 @@ def test_scaling_to_zero() -> None:
     assert spec.scale_to_zero is not None
     assert (spec.scale_to_zero.idle_after, spec.queue_ttl) == ("15m", "10m")
     assert parse(**ASLEEP, **BOTH_SLO, gateway={"queue": {"ttl": "2m"}}).spec.queue_ttl == "2m"
+    assert parse(**ASLEEP, decode=SLO_MODE).spec.scale_to_zero is not None, "workers that do both sleep too"
     fixed = parse(**ASLEEP, prefill={"replicas": 2}, gateway={"queue": {"max": 0}}).spec
     assert (fixed.scale_to_zero, fixed.queue_ttl) == (None, "30s"), "not looked at in the mode Static"
     assert parse().spec.queue_ttl == "30s"
@@ -198,9 +199,9 @@ def test_scaling_to_zero() -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ({"prefill": SLO_MODE}, "scaleToZero needs prefill and decode to have scaling.mode SLO both"),
-        ({"decode": {"scaling": {"mode": "External"}}}, "needs prefill and decode to have scaling.mode SLO both"),
-        (BOTH_SLO | {"decode": {"scaling": {"mode": "External"}}}, "needs prefill and decode to have scaling.mode SLO"),
+        ({"prefill": SLO_MODE}, "scaleToZero needs every worker role to have scaling.mode SLO"),
+        ({"decode": {"scaling": {"mode": "External"}}}, "needs every worker role to have scaling.mode SLO"),
+        (BOTH_SLO | {"decode": {"scaling": {"mode": "External"}}}, "needs every worker role to have scaling.mode SLO"),
         (BOTH_SLO | {"gateway": {"replicas": 0}}, "gateways hold the request that wakes the model"),
         (BOTH_SLO | {"gateway": {"queue": {"max": 0}}}, "queue.max must let the first request wait for a start"),
         (BOTH_SLO | {"gateway": {"queue": {"ttl": "0s"}}}, "queue.ttl must let the first request wait .* 1m or more"),
@@ -239,9 +240,10 @@ def test_scaling_by_targets() -> None:
         ({"decode": {"scaling": {"mode": "SLO"}}}, "max is needed with mode SLO"),
         ({"decode": {"scaling": {"min": 3, "max": 2}}}, "min must not be above max"),
         ({"decode": {"scaling": {"min": 0}}}, "greater than or equal to 1"),
-        ({"decode": SLO_MODE, "slo": SLO_TARGETS}, "needs spec.prefill"),
+        ({"decode": SLO_MODE}, "slo is needed by a role with scaling.mode SLO"),
         ({"prefill": {}, "decode": SLO_MODE}, "slo is needed by a role with scaling.mode SLO"),
         ({"slo": {"ttft": {"seconds": 1}}}, "tpot"),
+        ({"autoscaling": {"priority": 1001}}, "less than or equal to 1000"),
         ({"slo": SLO_TARGETS | {"ttft": {"seconds": 0}}}, "ttft.seconds"),
         ({"autoscaling": {"roleRatio": {"min": 3, "max": 2}}}, "min must not be above max"),
         ({"prefill": {"replicas": 2}, "autoscaling": {"gpuBudget": 2}}, "is less than what the fewest replicas"),

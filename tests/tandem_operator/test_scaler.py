@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -57,6 +58,8 @@ class Load(FleetWatch):
         self.now += seconds
         self.requests += self.rate * seconds
         for role, tokens in ((P, 1000.0), (D, self.link_tokens)):
+            if role not in self.workers:
+                continue
             share = min(1.0, 1000.0 * self.rate / self.workers[role] / tokens)
             for number in range(self.workers[role]):
                 name = f"m-{role.value}-{number}"
@@ -77,7 +80,7 @@ class Load(FleetWatch):
             computed_prompt_tokens=1000 * count, computed_tokens=1000 * count, finished=count,
             output_tokens=100 * count,
         )  # fmt: skip
-        workers = [self.worker(role, number) for role in (P, D) for number in range(self.workers[role])]
+        workers = [self.worker(role, number) for role in self.workers for number in range(self.workers[role])]
         return FleetReport(gateway="g", started_at=2000.0, at=0.0, workers=workers, traffic=traffic)
 
     def worker(self, role: Role, number: int) -> WorkerReport:
@@ -321,8 +324,8 @@ AUTOMATIC = {"scaling": {"mode": "SLO", "max": 6}}
 class Cluster:
     """A model, looks at it, and a scaler that hears of a made-up load."""
 
-    def __init__(self, server: OwningServer, client: KubeClient) -> None:
-        self.server, self.client, self.load = server, client, Load()
+    def __init__(self, server: OwningServer, client: KubeClient, load: Load | None = None) -> None:
+        self.server, self.client, self.load = server, client, load or Load()
         self.statuses = 0
         self.start()
 
@@ -339,7 +342,9 @@ class Cluster:
             await look(self.server, self.operator, times=1)
             self.statuses += self.server.written.count(f"{MODEL}/status")
             self.load.workers = {
-                role: max(1, self.server.kept[path]["spec"]["replicas"]) for role, path in ((P, PREFILL), (D, DECODE))
+                role: max(1, self.server.kept[path]["spec"]["replicas"])
+                for role, path in ((P, PREFILL), (D, DECODE))
+                if path in self.server.kept
             }
 
     @property
@@ -353,15 +358,22 @@ class Cluster:
 
 @pytest.fixture
 async def cluster() -> AsyncIterator[Cluster]:
+    async with serve(Load(), prefill=AUTOMATIC) as cluster:
+        yield cluster
+
+
+@asynccontextmanager
+async def serve(load: Load, **spec: Any) -> AsyncIterator[Cluster]:
+    """A model whose decode workers follow demand, and what else a test says."""
     server = OwningServer()
     behavior = {"behavior": {"scaleDownStabilization": "2m"}}
-    made = raw_model(prefill=AUTOMATIC, decode=AUTOMATIC, slo=SLO, autoscaling=behavior)
+    made = raw_model(**({"decode": AUTOMATIC, "slo": SLO, "autoscaling": behavior} | spec))
     server.kept[MODEL] = {"kind": "InferenceModel", **made}
     async with serving(server.handle) as server.url:
         configuration = Configuration()
         configuration.host = server.url
         client = KubeClient(ApiClient(configuration))
-        cluster = Cluster(server, client)
+        cluster = Cluster(server, client, load)
         await look(server, cluster.operator, times=4)
         yield cluster
         await client.close()
@@ -402,6 +414,38 @@ async def test_looks_follow_decisions_and_say_why(cluster: Cluster) -> None:
     )
     labels = {"namespace": "n", "model": "m", "role": "prefill", "kind": "desired"}
     assert REGISTRY.get_sample_value("tandem_operator_scaling_replicas", labels) == prefill
+
+
+class SharedLoad(Load):
+    """Workers that compute prompts beside answers, 1000 tokens per second of a mixed step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.workers = {D: 1}
+
+    def worker(self, role: Role, number: int) -> WorkerReport:
+        one = super().worker(role, number)
+        assert one.telemetry is not None
+        told = {"prefill_tokens_per_second": 1000.0, "mixed_step_seconds": 0.04, "role": Role.UNIFIED}
+        return one.model_copy(update={"role": Role.UNIFIED, "telemetry": one.telemetry.model_copy(update=told)})
+
+
+async def test_workers_that_do_both_follow_demand_and_say_why() -> None:
+    async with serve(SharedLoad()) as cluster:
+        server = cluster.server
+        assert PREFILL not in server.kept
+        await cluster.run(200, 3.5)
+        count, told = server.kept[DECODE]["spec"]["replicas"], cluster.scaling
+        assert count > 3, "one computes 1000 prompt tokens per second, and 3500 come"
+        assert (told["decode"]["mode"], told["decode"]["desired"]) == ("SLO", count)
+        assert "prefill" not in told
+        assert "per replica beside its answers" in told["message"]
+        assert server.conditions["ScalingActive"]["reason"] == "DemandFollowed"
+        assert server.conditions["SLOMet"]["status"] == server.conditions["Ready"]["status"] == "True"
+        events = [found for path, found in server.kept.items() if "/events/" in path]
+        assert any(one["reason"] == "Autoscaled" and "decode 1 → " in one["message"] for one in events)
+        await cluster.run(600, 0.4)
+        assert server.kept[DECODE]["spec"]["replicas"] < count
 
 
 async def test_a_status_is_written_when_there_is_something_to_say(cluster: Cluster) -> None:

@@ -62,6 +62,26 @@ def test_a_role_that_somebody_else_sets_is_sized_along_as_it_is() -> None:
     assert (found.ttft.percentile, found.ttft.limit(500)) == (0.9, 2.0)
 
 
+def test_workers_that_do_both_are_sized_as_the_role_of_their_field() -> None:
+    found = scene(worker(0), worker(1), prefill=None, decode={"replicas": 2} | MODE)
+    assert found is not None
+    assert found.spec is not None
+    assert (found.spec.roles.keys(), found.spec.prompt_role) == ({D}, D)
+    assert (found.circumstances.followed, found.circumstances.steady) == ({D}, {D: 2})
+    assert (found.counts.keys(), found.counts[D].leaders) == ({D}, {"m-decode-0", "m-decode-1"})
+    assert found.fewest == {D: 1}
+
+
+def test_a_model_of_which_every_replica_takes_gpus_is_in_the_quota() -> None:
+    gpus = {"resources": {"limits": {"nvidia.com/gpu": 1}}}
+    found = scene(worker(0), prefill=MODE | gpus, decode={"replicas": 3} | gpus, autoscaling={"priority": 7})
+    half = scene(prefill=MODE, decode={"replicas": 3} | gpus)
+    assert found is not None
+    assert half is not None
+    assert (found.in_quota, found.priority, found.counts[D].present) == (True, 7, 1)
+    assert (half.in_quota, half.priority) == (False, 0)
+
+
 def test_what_cannot_be_sized_is_told() -> None:
     external = scene(decode={"replicas": 9, "scaling": {"mode": "External"}}, autoscaling={"gpuBudget": 4})
     assert external is not None

@@ -58,7 +58,7 @@ def answered(trace: Path, measured: Path, tmp_path_factory: pytest.TempPathFacto
 
 
 def test_it_finds_the_smallest_fleet_that_attains(answered: tuple[str, dict[str, Any], Path]) -> None:
-    _, document, _ = answered
+    table, document, _ = answered
     fleets = {one["kind"]: one for one in document["fleets"]}
     smallest, fewer = fleets["smallest"], fleets["one less"]
     assert smallest["attainment"] >= 0.95 > fewer["attainment"]
@@ -67,6 +67,9 @@ def test_it_finds_the_smallest_fleet_that_attains(answered: tuple[str, dict[str,
     assert smallest["gpu_hours"] == pytest.approx(smallest["gpus"] * document["seconds"] / 3600, rel=0.01)
     assert fleets["aggregated"]["attainment"] >= 0.95
     assert set(document["autoscaled"]["orders"]) == {"prefill", "decode"}
+    assert set(document["aggregated_autoscaled"]["orders"]) == {"decode"}
+    assert document["aggregated_autoscaled"]["attainment"] >= 0.9
+    assert "aggregated, autoscaled: " in table
 
 
 def test_it_compares_over_the_rate_up_to_saturation(answered: tuple[str, dict[str, Any], Path]) -> None:

@@ -946,6 +946,9 @@ class Autoscaling(Authored):
     gpu_budget: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
     """Devices that the replicas of both roles may take together; a replica has one for each rank, tensor x pipeline x
     expert x data. Without it `max` of each role is the only bound."""
+    priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
+    """Among the models of the namespace that follow demand, where a ResourceQuota on `requests.nvidia.com/gpu` does not
+    hold all that they want: higher ones grow first, and lower ones give up what they have beyond `scaling.min`."""
     role_ratio: RoleRatio = Field(default_factory=RoleRatio)
     """Prefill replicas per decode replica."""
     behavior: ScalingBehavior = Field(default_factory=ScalingBehavior)
@@ -957,10 +960,6 @@ class Autoscaling(Authored):
     """Decide and tell in `status.scaling`, and move nothing. A request still wakes a model that sleeps."""
 
 
-_NO_PREFILL = (
-    "needs spec.prefill, because prefill and decode are sized apart, each for a target of its own: add prefill, or use"
-    " the mode Static or External"
-)
 _NO_SLO = "is needed by a role with scaling.mode SLO: write slo.ttft.seconds and slo.tpot.seconds"
 _NO_TRIAL = (
     "must not be set while something else scales a role, because a canary counts replicas: remove it, or let"
@@ -971,8 +970,8 @@ _NO_LOSS = (
     " 1 or more"
 )
 _SLEEPS_WHOLE = (
-    "needs prefill and decode to have scaling.mode SLO both, because a model sleeps as a whole and the operator wakes"
-    " it: change the modes, or remove scaleToZero"
+    "needs every worker role to have scaling.mode SLO, because a model sleeps as a whole and the operator wakes it:"
+    " change the modes, or remove scaleToZero"
 )
 _NOBODY_WAITS = (
     "must let the first request wait for a start while autoscaling.scaleToZero is set: write {}, or remove it"
@@ -1029,11 +1028,6 @@ class InferenceModelSpec(Authored):
                     _NO_ROOM,
                     path=".rollout",
                 ),
-                rule(
-                    f"has(self.prefill) || !{_has_mode('decode', 'SLO')}",
-                    f"with scaling.mode SLO {_NO_PREFILL}",
-                    path=".decode",
-                ),
                 rule(f"has(self.slo) || !{_either('SLO')}", _NO_SLO, path=".slo"),
                 rule(
                     f"!has(self.rollout) || !has(self.rollout.canary) || !{_either('External')}",
@@ -1055,7 +1049,7 @@ class InferenceModelSpec(Authored):
                 ),
                 rule(
                     "!has(self.autoscaling) || !has(self.autoscaling.scaleToZero)"
-                    f" || {_has_mode('decode', 'SLO')} && {_has_mode('prefill', 'SLO')}"
+                    f" || {_has_mode('decode', 'SLO')} && (!has(self.prefill) || {_has_mode('prefill', 'SLO')})"
                     f" || !{_either('SLO')} && !{_either('External')}",
                     _SLEEPS_WHOLE,
                     path=".autoscaling.scaleToZero",
@@ -1116,8 +1110,6 @@ class InferenceModelSpec(Authored):
     @model_validator(mode="after")
     def _can_scale(self) -> InferenceModelSpec:
         modes, budget = {role.scaling.mode for role in self.workers}, self.autoscaling.gpu_budget
-        if self.prefill is None and "SLO" in modes:
-            raise ValueError(f"decode with scaling.mode SLO {_NO_PREFILL}")
         if self.slo is None and "SLO" in modes:
             raise ValueError(f"slo {_NO_SLO}")
         if self.rollout.canary is not None and "External" in modes:

@@ -60,6 +60,9 @@ class WorkerTelemetry(Wire):
     neither lowers nor ages it. Absent until one such second."""
     decode_step_seconds: Amount | None = None
     """Of the last steps that only decoded. Absent while no request runs."""
+    mixed_step_seconds: Amount | None = None
+    """Of the last steps that computed prompts and decoded, one token of each answer among them. Absent until the first
+    one, and while no request runs."""
     vram_used_bytes: Count | None = None
     vram_total_bytes: Count | None = None
     nvlink_tx_bytes_per_second: Amount | None = None

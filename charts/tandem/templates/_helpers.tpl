@@ -82,6 +82,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 - apiGroups: [""]
   resources: [secrets] # the keys of the models' pods, by their names: it cannot list, watch or delete Secrets
   verbs: [get, create, update]
+- apiGroups: [""]
+  resources: [resourcequotas] # how many GPUs a namespace has for its models
+  verbs: [list]
 - apiGroups: [networking.k8s.io]
   resources: [networkpolicies]
   verbs: [get, list, watch, create, patch, delete]

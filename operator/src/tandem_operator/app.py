@@ -36,6 +36,7 @@ from tandem_operator.manifests import (
 )
 from tandem_operator.pace import Pace
 from tandem_operator.parsing import parse_status
+from tandem_operator.quotas import QuotaWatch
 from tandem_operator.reconciler import Reconciler
 from tandem_operator.recorder import EventRecorder
 from tandem_operator.scaler import Scaler
@@ -77,7 +78,8 @@ class Operator:
             for kind in OPTIONAL_KINDS
         ]
         self._fleet = FleetWatch(self._on_child, on_request=self._on_request)
-        self._scaler = Scaler(self._fleet, self._queue.add, pace=self._pace)
+        self._quotas = QuotaWatch(client, self._count_present)
+        self._scaler = Scaler(self._fleet, self._queue.add, pace=self._pace, budget=self._quotas.budget)
         self._turns = Turns(limit=settings.max_concurrent_rollouts)
         self._hub = Hub(client, settings.hub, on_answer=self._queue.add)
         self._reconciler = Reconciler(
@@ -179,6 +181,7 @@ class Operator:
             tasks.append(asyncio.create_task(self._resync(), name="resync"))
             tasks.append(asyncio.create_task(self._fleet.run(), name="fleet"))
             tasks.append(asyncio.create_task(self._scaler.run(), name="scaler"))
+            tasks.append(asyncio.create_task(self._quotas.run(), name="quotas"))
             # kopf takes over the signal handlers: it ends by itself on SIGTERM.
             tasks.append(asyncio.create_task(self._watch_models(), name="kopf"))
             done, _ = await asyncio.wait([*tasks, stopped], return_when=asyncio.FIRST_COMPLETED)
@@ -239,6 +242,9 @@ class Operator:
 
     def _on_request(self, key: ModelKey) -> None:
         self._scaler.decide(key)
+
+    def _count_present(self) -> dict[str, int]:
+        return self._scaler.present()
 
     def _on_creation(self, key: ModelKey) -> None:
         if key in self._models:  # Events name StatefulSets of anybody

@@ -23,11 +23,13 @@ from tandem_operator import metrics
 from tandem_operator.fleet import FleetView, FleetWatch
 from tandem_operator.manifests import ModelKey
 from tandem_operator.pace import Pace
+from tandem_operator.quotas import NO_BUDGET, Budget
 from tandem_operator.replicas import Wish
-from tandem_operator.scaling.contract import Decision, RoleDecision, Snapshot
+from tandem_operator.scaling.contract import Decision, RoleDecision, ScalingSpec, Snapshot
 from tandem_operator.scaling.history import History
 from tandem_operator.scaling.observe import STALE_SECONDS, Heard, Totals, add_up, take_shares, take_snapshot
 from tandem_operator.scaling.planner import plan
+from tandem_operator.scaling.quota import Claim, allot
 from tandem_operator.scaling.shares import Shares
 from tandem_operator.scaling.sleep import ASLEEP, SLEEP_LIMIT, WAKE_LIMIT, Rest, Sight, decide_rest, follow_quiet
 from tandem_operator.scaling.slo import WINDOW_SECONDS, Attainment, judge, measure
@@ -39,6 +41,7 @@ PERIOD_SECONDS = 5.0
 _FRESH_SECONDS = 3 * PERIOD_SECONDS
 """A decision that is older is not followed any more."""
 _NAMED = 3
+QUOTA_LIMIT = "GPU quota"
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +80,8 @@ class _Model:
     told_figures: object = None
     told_at: float = 0.0
     failed: bool = False
+    claim: Claim | None = None
+    """What it has and wants of the namespace's GPU quota; None: nothing."""
 
 
 class Scaler:
@@ -90,14 +95,26 @@ class Scaler:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
         pace: Pace | None = None,
+        budget: Callable[[str], Budget] = lambda namespace: NO_BUDGET,
     ) -> None:
-        """`on_change` is called when a decision is to be followed or told."""
+        """`on_change` is called when a decision is to be followed or told; `budget` tells a namespace's GPUs."""
         self._fleet = fleet
         self._on_change = on_change
         self._clock = clock
         self._wall = wall
         self._pace = pace or Pace()
+        self._budget = budget
         self._models: dict[ModelKey, _Model] = {}
+
+    def present(self) -> dict[str, int]:
+        """Namespaces of models that take GPUs of a quota, and how many their pods take now."""
+        found: dict[str, int] = {}
+        for key, model in self._models.items():
+            if model.scene.in_quota and model.scene.circumstances.followed:
+                found[key.namespace] = found.get(key.namespace, 0) + _count_gpus(
+                    model.scene, {role: count.present for role, count in model.scene.counts.items()}
+                )
+        return found
 
     def follow(self, key: ModelKey, scene: Scene | None) -> None:
         """This is how a model was seen last; None: nothing of it is decided or measured."""
@@ -176,7 +193,10 @@ class Scaler:
             rest = _decide_rest(model, heard, silent, now)
             if now - model.active_at > STALE_SECONDS:
                 self._remember_present(model, now)  # nobody knows what has been needed meanwhile
-            decision = _tell_rest(scene, rest, now) or self._plan(model, snapshot, silent, now)
+            told = _tell_rest(scene, rest, now)
+            if told is not None:
+                model.claim = _claim(key, scene, None)
+            decision = told or self._plan(key, model, snapshot, silent, now)
             model.history = model.history.record(decision)
             if not decision.held:
                 model.active_at = now
@@ -210,14 +230,54 @@ class Scaler:
         model.decided_at, model.told = 0.0, None
         self._on_change(key)
 
-    def _plan(self, model: _Model, snapshot: Snapshot | None, silent: Mapping[str, str], now: float) -> Decision:
+    def _plan(
+        self, key: ModelKey, model: _Model, snapshot: Snapshot | None, silent: Mapping[str, str], now: float
+    ) -> Decision:
         scene = model.scene
+        model.claim = _claim(key, scene, None)
         if scene.spec is None:
             return _held(now, "CannotBeSized", scene.problem)
         if silent:
             named = "; ".join(f"{name}: {silent[name]}" for name in sorted(silent)[:_NAMED])
             return _held(now, "NoTelemetry", f"{len(silent)} gateways do not report, so demand is not known: {named}")
-        return temper(scene.spec, plan(scene.spec, snapshot, model.history, now), scene.circumstances)
+        decision = plan(scene.spec, snapshot, model.history, now)
+        if decision.held or not scene.in_quota:
+            return temper(scene.spec, decision, scene.circumstances)
+        model.claim = _claim(key, scene, decision)
+        spec, said = self._limit(key, model, scene.spec)
+        if spec is not scene.spec:
+            decision = plan(spec, snapshot, model.history, now)
+        return temper(spec, replace(decision, sentence=f"{decision.sentence}{said}"), scene.circumstances)
+
+    def _limit(self, key: ModelKey, model: _Model, spec: ScalingSpec) -> tuple[ScalingSpec, str]:
+        """The spec within what the namespace's GPU quota leaves this model, and a sentence about it."""
+        budget, claim = self._budget(key.namespace), model.claim
+        assert claim is not None, "it takes GPUs of a quota"
+        if budget.gpus is None:
+            return spec, f" The namespace's GPU quota is not known: {budget.problem}." if budget.problem else ""
+        claims = [
+            one.claim
+            for other, one in self._models.items()
+            if other.namespace == key.namespace and one.claim is not None
+        ]
+        own = allot(claims, budget.gpus)[claim.name]
+        # What is granted now is not granted to another model before this one has asked for it.
+        model.claim = replace(claim, held=max(claim.held, min(own.granted, claim.wanted)))
+        least = sum(one.least for one in claims)
+        said = ""
+        if least > budget.gpus:
+            said = (
+                f" The least that the namespace's models keep takes {least} GPUs, and its quota leaves them"
+                f" {budget.gpus}: raise the quota, or lower scaling.min."
+            )
+        if own.granted >= claim.wanted:
+            return spec, said
+        later = f", {own.target} once others have let go of theirs" if own.target > own.granted else ""
+        said += (
+            f" Limited by the namespace's GPU quota: {own.granted} of {claim.wanted}{later}"
+            f" (priority {claim.priority}; the quota leaves models {budget.gpus})."
+        )
+        return replace(spec, gpu_budget=own.granted, budget_name=QUOTA_LIMIT), said
 
 
 def _decide_rest(model: _Model, heard: Sequence[Heard], silent: Mapping[str, str], now: float) -> Rest:
@@ -232,6 +292,35 @@ def _decide_rest(model: _Model, heard: Sequence[Heard], silent: Mapping[str, str
     )
     model.quiet_since = follow_quiet(model.quiet_since, sight)
     return decide_rest(scene.idle_after, sight, model.quiet_since)
+
+
+def _count_gpus(scene: Scene, replicas: Mapping[Role, int]) -> int:
+    if scene.spec is None:
+        return 0
+    return sum(count * scene.spec.roles[role].gpus for role, count in replicas.items() if role in scene.spec.roles)
+
+
+def _claim(key: ModelKey, scene: Scene, decision: Decision | None) -> Claim | None:
+    """What a model has and wants of its namespace's quota. Without a decision, and in a dry run, what it has."""
+    if scene.spec is None or not scene.in_quota:
+        return None
+    counts = scene.counts
+    held = _count_gpus(scene, {role: count.replicas for role, count in counts.items()})
+    least = _count_gpus(scene, {role: own.min for role, own in scene.spec.roles.items()})
+    wanted = held
+    if decision is None or scene.dry_run:
+        least = held
+    else:
+        wanted = max(least, _count_gpus(scene, decision.replicas))
+    return Claim(
+        name=key.name,
+        priority=scene.priority,
+        least=least,
+        held=held,
+        present=_count_gpus(scene, {role: count.present for role, count in counts.items()}),
+        wanted=wanted,
+        step=min(own.gpus for own in scene.spec.roles.values()),
+    )
 
 
 def _is_dry(scene: Scene, rest: Rest) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tandem_api.inferencemodel import InferenceModelSpec, RolloutStatus
+from tandem_api.inferencemodel import GPU_RESOURCE, InferenceModelSpec, RolloutStatus
 from tandem_api.names import Role
 from tandem_api.quantities import parse_duration
 
@@ -16,7 +16,7 @@ from tandem_operator.planner import Children
 from tandem_operator.scaling.contract import COMPONENTS, Behavior, RoleSpec, ScalingSpec, Target
 from tandem_operator.scaling.observe import RoleCount
 from tandem_operator.scaling.temper import Circumstances
-from tandem_operator.workloads.blueprint import Blueprint
+from tandem_operator.workloads.blueprint import Blueprint, component_of
 
 FALLING_SECONDS = 60.0
 _LONGEST_START = 6 * 3600.0
@@ -43,6 +43,10 @@ class Scene:
     asleep: bool = False
     fewest: Mapping[Role, int] = field(default_factory=dict[Role, int])
     """Replicas that a model has when it wakes up."""
+    priority: int = 0
+    """Among the models of its namespace, for the namespace's GPU quota."""
+    in_quota: bool = False
+    """Every replica of it takes GPUs that a quota counts."""
 
 
 def set_scene(
@@ -67,8 +71,9 @@ def set_scene(
         for component, role in COMPONENTS.items()
         if (own := getattr(model.spec, component)) is not None and own.scaling.mode == "SLO"
     )
-    groups = {role: _groups(blueprint, role, live) for role in blueprint.worker_roles}
-    counts = {role: _count(blueprint, role, found) for role, found in groups.items()}
+    planned = {COMPONENTS[component_of(role)]: role for role in blueprint.worker_roles}
+    groups = {role: _groups(blueprint, own, live) for role, own in planned.items()}
+    counts = {role: _count(blueprint, planned[role], found) for role, found in groups.items()}
     spec, problem = None, ""
     if followed:
         try:
@@ -90,7 +95,9 @@ def set_scene(
         dry_run=model.spec.autoscaling.dry_run,
         idle_after=None if (rest := model.spec.scale_to_zero) is None else parse_duration(rest.idle_after),
         asleep=asleep,
-        fewest={role: blueprint.worker_spec(role).scaling.min for role in blueprint.worker_roles},
+        priority=model.spec.autoscaling.priority,
+        in_quota=all(GPU_RESOURCE in own.resources.limits for own in model.spec.workers),
+        fewest={role: blueprint.worker_spec(own).scaling.min for role, own in planned.items()},
     )
 
 
@@ -101,10 +108,10 @@ def is_rolling(state: RolloutStatus | None) -> bool:
 
 def _scaling_spec(spec: InferenceModelSpec, *, ttft: Target, tpot: Target) -> ScalingSpec:
     """Raises ValueError where no number of replicas would do."""
-    if spec.prefill is None:
-        raise ValueError("the revision that runs has no prefill workers, and prefill and decode are sized together")
     roles: dict[Role, RoleSpec] = {}
     for role, own in ((Role.PREFILL, spec.prefill), (Role.DECODE, spec.decode)):
+        if own is None:
+            continue
         fixed = max(1, own.replicas)  # of a role that somebody else decides about
         least, most = (own.scaling.min, own.scaling.max) if own.scaling.mode == "SLO" else (fixed, fixed)
         roles[role] = RoleSpec(min=least, max=most or fixed, gpus=own.num_gpus)
@@ -130,6 +137,7 @@ def _count(blueprint: Blueprint, role: Role, groups: list[Group]) -> RoleCount:
     newest = sorted(ready, key=lambda pod: str(dig(pod, "metadata", "creationTimestamp")))[-_STARTS:]
     return RoleCount(
         replicas=blueprint.replicas(blueprint.worker_spec(role).replicas),
+        present=len(groups),
         leaders=frozenset(pod["metadata"]["name"] for pod in ready),
         starts=tuple(seconds for pod in newest if (seconds := _start_seconds(pod)) is not None),
     )

@@ -121,6 +121,9 @@ def find_answer(workload: Workload, options: argparse.Namespace, progress: Progr
     count, smallest = _size_apart(trials, options)
     both = _size_both(trials, options)
     planner = None if options.no_autoscaling else trials.run_planner(options.start_up)
+    both_planner = None
+    if both is not None and not options.no_autoscaling:
+        both_planner = trials.run_planner(options.start_up, both.fleet.chunk)
     replicas = options.replicas or count
     rates: list[Rate] = []
     if not options.no_comparison:
@@ -129,7 +132,7 @@ def find_answer(workload: Workload, options: argparse.Namespace, progress: Progr
     return Answer(
         workload=workload, goal=options.attain, price=options.price, requests=len(arrivals), seconds=arrivals[-1].at,
         smallest=smallest, fewer=find_split(trials, count - 1, _share(smallest)) if count > 2 else None, both=both,
-        planner=planner, replicas=max(2, replicas), rates=rates,
+        planner=planner, both_planner=both_planner, replicas=max(2, replicas), rates=rates,
     )  # fmt: skip
 
 

@@ -105,12 +105,13 @@ class Trials:
             self._known[fleet] = measure(self._replay(self.build_setting(fleet), None, str(fleet)), self.arrivals)
         return Trial(fleet=fleet, seen=self._known[fleet])
 
-    def run_planner(self, start_up: float) -> tuple[Figures, Replay]:
-        """With replicas by the operator's planner, from what the first minutes need."""
-        first = Intensity(self.workload, self.arrivals, window=120.0).needed(0.0)
-        setting = self.build_setting(Fleet(first.get(P, 1), first.get(D, 1)))
+    def run_planner(self, start_up: float, chunk: int = 0) -> tuple[Figures, Replay]:
+        """With replicas by the operator's planner, from what the first minutes need. `chunk`: tokens of a step, of
+        replicas that do both."""
+        first = Intensity(self.workload, self.arrivals, window=120.0, chunk=chunk).needed(0.0)
+        setting = self.build_setting(Fleet(0 if chunk else first.get(P, 1), first.get(D, 1), chunk))
         setting = replace(setting, start_up=StartUp(seconds=start_up))
-        replay = self._replay(setting, Autoscaler(self.workload.spec()), "the planner")
+        replay = self._replay(setting, Autoscaler(self.workload.spec(shared=chunk > 0)), "the planner")
         return measure(replay, self.arrivals), replay
 
     def build_setting(self, fleet: Fleet) -> Setting:

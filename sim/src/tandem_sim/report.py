@@ -33,6 +33,8 @@ class Answer:
     both: Trial | None
     """The smallest fleet of workers that do both; None where none attains."""
     planner: tuple[Figures, Replay] | None
+    both_planner: tuple[Figures, Replay] | None = None
+    """The planner with workers that do both, in the steps of `both`."""
     replicas: int = 0
     """Of both sides of the comparison."""
     rates: Sequence[Rate] = ()
@@ -56,9 +58,11 @@ def build_report(answer: Answer) -> dict[str, object]:
             for kind, trial in _list_trials(answer)
         ],
     }  # fmt: skip
-    if answer.planner is not None:
-        seen, replay = answer.planner
-        document["autoscaled"] = _cost(answer, seen) | {
+    for kind, run in (("autoscaled", answer.planner), ("aggregated_autoscaled", answer.both_planner)):
+        if run is None:
+            continue
+        seen, replay = run
+        document[kind] = _cost(answer, seen) | {
             "orders": {
                 role.value: [[round(at, 1), count] for at, count in orders] for role, orders in replay.orders.items()
             }
@@ -103,7 +107,11 @@ def write_table(answer: Answer) -> str:
         *_align([
             ["", "GPUs", "attained", "TTFT p50", "p90", "p99", "token p50", "p90", "p99", "GPU-hours", "cost"],
             *(_row(answer, f"{kind}: {trial.fleet}", trial.seen, trial.fleet) for kind, trial in _list_trials(answer)),
-            *([_row(answer, f"autoscaled: {_range(answer.planner[1])}", answer.planner[0])] if answer.planner else []),
+            *(
+                _row(answer, f"{kind}: {_range(run[1])}", run[0])
+                for kind, run in (("autoscaled", answer.planner), ("aggregated, autoscaled", answer.both_planner))
+                if run is not None
+            ),
         ]),
         "",
         *_say(answer),
@@ -161,16 +169,22 @@ def _say(answer: Answer) -> list[str]:
         f"({best.fleet.prefills / best.fleet.decodes:.2g} : 1), {best.fleet.replicas * gpus} GPUs."
     ]
     if answer.planner is not None:
-        saved = 1 - answer.planner[0].gpu_hours / best.seen.gpu_hours
-        word = f"{saved:.0%} fewer" if saved >= 0 else f"{-saved:.0%} more"
-        lines.append(f"Autoscaled: {word} GPU-hours than that fleet, {answer.planner[0].attainment:.1%} attained.")
+        lines.append(_say_autoscaled("Autoscaled", answer.planner[0], best.seen))
     if answer.both is not None:
         lines.append(
             f"Aggregated: {answer.both.fleet.replicas * gpus} GPUs, steps of {answer.both.fleet.chunk} tokens."
         )
+    if answer.both is not None and answer.both_planner is not None:
+        lines.append(_say_autoscaled("Aggregated and autoscaled", answer.both_planner[0], answer.both.seen))
     if answer.rates:
         lines.append(_say_which(answer))
     return lines
+
+
+def _say_autoscaled(name: str, own: Figures, fixed: Figures) -> str:
+    saved = 1 - own.gpu_hours / fixed.gpu_hours
+    word = f"{saved:.0%} fewer" if saved >= 0 else f"{-saved:.0%} more"
+    return f"{name}: {word} GPU-hours than that fleet, {own.attainment:.1%} attained."
 
 
 def _say_which(answer: Answer) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from tandem_api.names import Role
 from tandem_operator.scaling.contract import Counters, RoleState, Snapshot
@@ -30,6 +31,9 @@ class Telemetry:
         self._at = 0.0
         self._busy: dict[Role, dict[str, float]] = {}
         self._links: dict[str, float] = {}
+        self._prompts: dict[str, tuple[float, float, float, float]] = {}
+        """What decode workers had computed of prompts at the last look."""
+        self._mixed_steps = self._mixed_seconds = 0.0
 
     def arrive(self, flight: Flight) -> None:
         self._requests += 1
@@ -69,6 +73,10 @@ class Telemetry:
                 roles[role] = self._observe_prefill(pool, ready, busy, passed, held_requests, int(held_tokens * share))
             else:
                 roles[role] = self._observe_decode(pool, ready, busy, passed)
+        if Role.PREFILL not in roles:
+            roles[Role.DECODE] = self._observe_shared(
+                roles[Role.DECODE], passed, held_requests, int(held_tokens * share)
+            )
         return Snapshot(at=now, roles=roles, counters=counters)
 
     def _read_busy(self, role: Role, ready: list[AnyWorker], now: float) -> float:
@@ -116,4 +124,28 @@ class Telemetry:
             step_seconds=sum(worker.decode_seconds for worker in active) / len(active) if active else None,
             transfer_share=max(links) / passed if links else None,
             starts=tuple(pool.starts[-LAST_STARTS:]),
+        )
+
+    def _observe_shared(self, state: RoleState, passed: float, held_requests: int, held_tokens: int) -> RoleState:
+        """With what decode workers tell that compute prompts too."""
+        before = self._prompts
+        self._prompts = {
+            worker.name: (worker.computed, worker.prefill_seconds, worker.mixed_steps, worker.mixed_seconds)
+            for worker in self._pools[Role.DECODE].ready
+            if isinstance(worker, DecodeWorker)
+        }
+        grown = [
+            [new - old for new, old in zip(totals, before.get(name, (0.0,) * 4), strict=True)]
+            for name, totals in self._prompts.items()
+        ]
+        tokens, seconds, steps, mixed = (sum(part) for part in zip(*grown, strict=True)) if grown else (0.0,) * 4
+        kept = max(0.0, 1 - passed / MEMORY_SECONDS)
+        self._tokens, self._seconds = self._tokens * kept + tokens, self._seconds * kept + seconds
+        self._mixed_steps, self._mixed_seconds = self._mixed_steps * kept + steps, self._mixed_seconds * kept + mixed
+        return replace(
+            state,
+            queued_requests=held_requests,
+            queued_tokens=state.queued_tokens + held_tokens,
+            tokens_per_second=self._tokens / self._seconds if self._seconds > 1.0 else None,
+            mixed_step_seconds=self._mixed_seconds / self._mixed_steps if self._mixed_steps > 1.0 else None,
         )

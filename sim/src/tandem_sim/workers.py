@@ -213,8 +213,9 @@ class DecodeWorker(Worker):
     role = Role.DECODE
 
     __slots__ = (
-        "_chunk", "_chunk_overhead", "_current", "_finishing", "_last", "_order", "_queue", "context",
-        "kv_reserved", "link_busy", "link_free", "prompt_backlog", "queued_tokens", "sequences", "steps",
+        "_chunk", "_chunk_overhead", "_current", "_finishing", "_last", "_order", "_queue", "computed", "context",
+        "kv_reserved", "link_busy", "link_free", "mixed_seconds", "mixed_steps", "prefill_seconds", "prompt_backlog",
+        "queued_tokens", "sequences", "steps",
     )  # fmt: skip
 
     def __init__(self, name: str, profile: WorkerProfile, ordered_at: float, *, deadlines: bool = False) -> None:
@@ -229,6 +230,10 @@ class DecodeWorker(Worker):
         self.queued_tokens = 0
         self.prompt_backlog = 0.0
         """Seconds of prompts that it computes itself."""
+        self.computed = self.prefill_seconds = 0.0
+        """Prompt tokens computed here, and the time of steps by their share of a step's tokens."""
+        self.mixed_steps = self.mixed_seconds = 0.0
+        """Steps that computed prompts and decoded."""
         self._last = 0.0
         self._order = 0
         self._finishing: list[tuple[float, int, Flight]] = []
@@ -275,6 +280,12 @@ class DecodeWorker(Worker):
         if growth > 1e-15:
             steps = (sqrt(seconds * seconds + 2 * growth * passed) - seconds) / growth
         self.steps += steps
+        if self._current is not None:
+            self.computed += steps * self._chunk
+            self.prefill_seconds += passed * self._chunk / (self._chunk + self.sequences)
+            if self.sequences:
+                self.mixed_steps += steps
+                self.mixed_seconds += passed
         self.context += steps * self.sequences
 
     def next_event(self) -> float:

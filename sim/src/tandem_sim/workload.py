@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from tandem_api.names import Role
 from tandem_operator.scaling.contract import RoleSpec, ScalingSpec, Target, Tuning
+from tandem_operator.scaling.shared import SharedDemand, SharedReplica, size_shared
 from tandem_operator.scaling.sizing import (
     Answers,
     DecodeRoom,
@@ -41,9 +42,11 @@ class Workload:
     ttft: Target
     tpot: Target
 
-    def spec(self, tuning: Tuning | None = None) -> ScalingSpec:
+    def spec(self, tuning: Tuning | None = None, *, shared: bool = False) -> ScalingSpec:
+        """`shared`: of replicas that do both."""
+        bounds = RoleSpec(max=MOST, gpus=self.profile.gpus)
         return ScalingSpec(
-            roles={P: RoleSpec(max=MOST, gpus=self.profile.gpus), D: RoleSpec(max=MOST, gpus=self.profile.gpus)},
+            roles={D: bounds} if shared else {P: bounds, D: bounds},
             ttft=self.ttft, tpot=self.tpot, tuning=tuning or Tuning(),
         )  # fmt: skip
 
@@ -65,6 +68,24 @@ class Workload:
             P: max(1, size_prefill(tokens, self.prompts, self.speed, self.ttft)),
             D: max(1, size_decode(count_resident(requests, self.answers, self._room, 1.0), self._room)),
         }
+
+    def needed_shared(self, tokens: float, requests: float, chunk: int) -> dict[Role, int]:
+        """The same of replicas that do both, in steps of `chunk` tokens."""
+        profile = self.profile
+        per_token = profile.step_context_seconds + profile.step_sequence_seconds / self.answers.context
+        context = min(self._room.context, requests * self.answers.output * self.tpot.seconds * self.answers.context)
+        middle = self.prompts.tokens - self.prompts.uncached / 2
+        mixed = profile.mixed_step(context / self.answers.context, context, chunk, middle)
+        replica = SharedReplica(
+            steps=StepModel(base=profile.step_seconds, slope=per_token),
+            extra=max(0.0, mixed - profile.step_seconds - per_token * context),
+            velocity=chunk / mixed,
+            kv_tokens=profile.kv_tokens,
+        )
+        demand = SharedDemand(
+            tokens=tokens, requests=requests, prompts=self.prompts, answers=self.answers, deviations=1.0
+        )  # fmt: skip
+        return {D: size_shared(demand, replica, self.ttft, self.tpot)[0]}
 
     @property
     def velocity(self) -> Velocity:
@@ -116,7 +137,11 @@ def build_workload(
 class Intensity:
     """What truly arrives at a time: the mean over a minute around it."""
 
-    def __init__(self, workload: Workload, arrivals: Sequence[Arrival], *, window: float = 60.0) -> None:
+    def __init__(
+        self, workload: Workload, arrivals: Sequence[Arrival], *, window: float = 60.0, chunk: int = 0
+    ) -> None:
+        """`chunk`: tokens of a step, of replicas that do both; 0: prefill and decode are apart."""
+        self._chunk = chunk
         self._workload = workload
         self._at = np.array([arrival.at for arrival in arrivals])
         self._tokens = np.concatenate([[0.0], np.cumsum([arrival.prompt for arrival in arrivals])])
@@ -131,4 +156,7 @@ class Intensity:
         if passed <= 0:
             return {}
         tokens = float(self._tokens[high] - self._tokens[low]) * share / passed
-        return self._workload.needed(tokens, float(high - low) / passed)
+        requests = float(high - low) / passed
+        if self._chunk:
+            return self._workload.needed_shared(tokens, requests, self._chunk)
+        return self._workload.needed(tokens, requests)

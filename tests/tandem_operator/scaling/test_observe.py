@@ -73,6 +73,23 @@ def test_roles_are_summed_over_their_ready_workers() -> None:
     assert (prefill.busy, decode.transfer_share) == (None, None), "nobody measures it"
 
 
+def test_what_waits_is_of_those_that_compute_prompts() -> None:
+    """Without prefill workers, decode workers do."""
+    workers = [
+        worker("d-0", Role.UNIFIED, running_requests=1, mixed_step_seconds=0.1, queued_prefill_tokens=30),
+        worker("d-1", Role.UNIFIED, running_requests=1, mixed_step_seconds=0.3, queued_requests=1),
+        worker("d-2", Role.UNIFIED, mixed_step_seconds=9.0, prefill_tokens_per_second=1000.0),
+    ]
+    seen = take_snapshot(
+        [heard("a", *workers, waiting_tokens=7, waiting_requests=2)], counts(decode=["d-0", "d-1", "d-2"]),
+        Totals(since=0.0), now=50.0,
+    )  # fmt: skip
+    assert seen is not None
+    both = seen.roles[D]
+    assert (both.queued_tokens, both.queued_requests, both.tokens_per_second) == (37, 3, 1000.0)
+    assert both.mixed_step_seconds == pytest.approx(0.2), "of those that decode"
+
+
 def test_of_several_samples_the_freshest_counts_and_stale_ones_do_not() -> None:
     old, new = worker("p-0", age=20.0, queued_prefill_tokens=1), worker("p-0", age=5.0, queued_prefill_tokens=2)
     stale, untold = worker("p-1", age=STALE_SECONDS - 1, prefill_tokens_per_second=1.0), worker("p-2", age=None)

@@ -23,7 +23,8 @@ FACTS = WorkerFacts(model_name="smollm2", role=Role.DECODE, revision="r1", pod="
 ENGINE = EngineStats(
     running_requests=1, queued_requests=2, running_tokens=3, queued_prefill_tokens=4, kv_blocks_used=5,
     kv_blocks_cached=6, kv_blocks_total=7, kv_block_size=16, kv_eviction_horizon=8.5, prefill_tokens_per_second=36.5,
-    decode_step_seconds=0.01, prompt_tokens_total=10, cached_tokens_total=11, generated_tokens_total=12,
+    decode_step_seconds=0.01, mixed_step_seconds=0.02, prompt_tokens_total=10, cached_tokens_total=11,
+    generated_tokens_total=12,
     preemptions_recompute_total=13, preemptions_move_total=18, steps_total=14, prefills_local_total=15,
     prefills_remote_total=16, prefills_fallback_total=17, busy_seconds_total=37.5, prefill_seconds_total=38.5,
     computed_prompt_tokens_total=39,
@@ -136,13 +137,14 @@ def test_telemetry_tells_what_a_replica_can_do() -> None:
     assert (telemetry.computed_prompt_tokens_total, telemetry.prefill_tokens_per_second) == (39, 36.5)
     assert (telemetry.prompt_tokens_total, telemetry.cached_prompt_tokens_total) == (10, 11)
     assert (telemetry.kv_block_size, telemetry.decode_step_seconds) == (16, 0.01)
+    assert telemetry.mixed_step_seconds == 0.02
     assert (telemetry.kv_transfer_bytes_total, telemetry.kv_transfer_seconds_total) == (12, 1.5)
 
 
 def test_what_is_not_measured_is_no_zero() -> None:
     idle = replace(sample(), engine=replace(ENGINE, running_requests=0, prefill_tokens_per_second=None))
     telemetry = build_telemetry(FACTS, idle)
-    assert telemetry.decode_step_seconds is None, "nothing decodes"
+    assert telemetry.decode_step_seconds is telemetry.mixed_step_seconds is None, "nothing decodes"
     assert telemetry.prefill_tokens_per_second is None
     assert (telemetry.kv_transfer_bytes_total, telemetry.kv_transfer_seconds_total) == (None, None)
     sending = build_telemetry(FACTS, sample(transfer=TransferStats(bytes_sent=5)))

@@ -72,10 +72,13 @@ class ScalingSpec:
     """What is wanted of one model."""
 
     roles: Mapping[Role, RoleSpec]
+    """Without `PREFILL`, decode replicas compute prompts too (aggregated serving)."""
     ttft: Target
     tpot: Target
     """Mean seconds per output token of a request, after the first."""
     gpu_budget: int | None = None
+    budget_name: str = "GPU budget"
+    """What a decision calls it where it limits."""
     min_ratio: float = 0.0
     """Prefill replicas per decode replica."""
     max_ratio: float = float("inf")
@@ -92,6 +95,11 @@ class ScalingSpec:
             raise ValueError(f"the minimums take {least} GPUs, and gpuBudget is {self.gpu_budget}: raise it to {least}")
         if self.min_ratio > self.max_ratio:
             raise ValueError(f"the least ratio ({self.min_ratio}) exceeds the largest ({self.max_ratio})")
+
+    @property
+    def prompt_role(self) -> Role:
+        """Whose replicas compute prompts."""
+        return Role.PREFILL if Role.PREFILL in self.roles else Role.DECODE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +123,8 @@ class RoleState:
     """Prompt tokens that a replica computes per second while it is busy: its velocity."""
     step_seconds: float | None = None
     """A decode step, in the mean over the replicas that decode."""
+    mixed_step_seconds: float | None = None
+    """A step that computes prompts beside answers, in the mean over the replicas that decode."""
     decoding: int | None = None
     """How many replicas these are; None: all that are ready."""
     transfer_share: float | None = None

@@ -99,7 +99,7 @@ def limit_budget(wishes: Mapping[Role, Wish], spec: ScalingSpec) -> dict[Role, W
     roles = sorted(wishes, key=lambda role: role.value)
     if len(roles) == 1:
         role = roles[0]
-        return {role: Wish(replicas=max(spec.roles[role].min, budget // spec.roles[role].gpus), limit="GPU budget")}
+        return {role: Wish(replicas=max(spec.roles[role].min, budget // spec.roles[role].gpus), limit=spec.budget_name)}
     first, second = Role.PREFILL, Role.DECODE
     own, other = spec.roles[first], spec.roles[second]
     best: tuple[tuple[float, int, int], int, int] | None = None
@@ -112,7 +112,7 @@ def limit_budget(wishes: Mapping[Role, Wish], spec: ScalingSpec) -> dict[Role, W
         if best is None or key > best[0]:
             best = key, count, rest
     assert best is not None, "the minimums fit into the budget: the spec was checked"
-    return _changed(dict(wishes), best[1], best[2], "GPU budget")
+    return _changed(dict(wishes), best[1], best[2], spec.budget_name)
 
 
 def _changed(wishes: dict[Role, Wish], prefill: int, decode: int, limit: str) -> dict[Role, Wish]:

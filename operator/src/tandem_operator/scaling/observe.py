@@ -55,6 +55,8 @@ class RoleCount:
 
     replicas: int
     """What the role is given."""
+    present: int = 0
+    """Those of which pods are there, on their way out or not."""
     leaders: frozenset[str] = frozenset()
     """Pods that lead the ready replicas."""
     starts: tuple[float, ...] = ()
@@ -159,7 +161,7 @@ def take_snapshot(
             busy=shares.busy(count.leaders),
             transfer_share=None if role is Role.PREFILL else shares.receiving(count.leaders),
         )
-        if role is Role.PREFILL:
+        if role is Role.PREFILL or Role.PREFILL not in counts:
             state = _with_waiting(state, waiting)
         roles[role] = state
     tells = all(_read_traffic(one.report.traffic) is not None for one in heard)
@@ -181,6 +183,7 @@ def _role_state(count: RoleCount, samples: Sequence[WorkerTelemetry]) -> RoleSta
         kv_tokens_total=sum(sample.kv_blocks_total * (sample.kv_block_size or _BLOCK_TOKENS) for sample in samples),
         tokens_per_second=_mean(sample.prefill_tokens_per_second for sample in samples),
         step_seconds=_mean(sample.decode_step_seconds for sample in decoding),
+        mixed_step_seconds=_mean(sample.mixed_step_seconds for sample in decoding),
         decoding=len(decoding),
         starts=count.starts,
     )

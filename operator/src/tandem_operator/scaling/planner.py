@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, inf
 
 from tandem_api.names import Role
 
@@ -17,11 +17,13 @@ from tandem_operator.scaling.contract import SHARE_SECONDS, Decision, RoleDecisi
 from tandem_operator.scaling.history import History
 from tandem_operator.scaling.joint import TRANSFER, Wish, bound, count_links, limit_budget, limit_ratio, limit_transfer
 from tandem_operator.scaling.rates import LONG_SECONDS, Rate, estimate_rate
+from tandem_operator.scaling.shared import SharedDemand, SharedReplica, size_shared
 from tandem_operator.scaling.sizing import (
     MOST_REPLICAS,
     Answers,
     DecodeRoom,
     Prompts,
+    StepModel,
     count_resident,
     find_room,
     fit_steps,
@@ -60,15 +62,46 @@ def plan(spec: ScalingSpec, fleet: Snapshot | None, history: History, now: float
         return _plan_idle(spec, fleet, history, now)
     if load is None:
         return _hold(spec, fleet, now, NOTHING_MEASURED, "too few requests have been seen to know what they are like")
-    prefill, decode = fleet.roles[Role.PREFILL], fleet.roles[Role.DECODE]
-    velocity = prefill.tokens_per_second
+    velocity = fleet.roles[spec.prompt_role].tokens_per_second
     room = _read_room(spec, fleet, history)
     if velocity is None or room is None:
-        missing = "a prefill replica's velocity" if velocity is None else "a decode replica's step time"
+        missing = (
+            f"a {spec.prompt_role.value} replica's velocity" if velocity is None else "a decode replica's step time"
+        )
         return _hold(spec, fleet, now, NOTHING_MEASURED, f"{missing} has not been measured yet")
     z = spec.tuning.deviations
+    if spec.prompt_role is Role.DECODE:
+        return _plan_shared(spec, fleet, history, load, velocity, now)
+    prefill, decode = fleet.roles[Role.PREFILL], fleet.roles[Role.DECODE]
     up = _size(spec, fleet, history, load, velocity, room, now, deviations=z, ahead=True)
     down = _size(spec, fleet, history, load, velocity, room, now, deviations=z + DOWN_DEVIATIONS, ahead=False)
+    wishes, needs = _keep(spec, fleet, history, load, up, down, now)
+    wishes = limit_transfer(
+        wishes,
+        share=decode.transfer_share,
+        computing=history.mean_ready(Role.PREFILL, SHARE_SECONDS) * (1.0 if prefill.busy is None else prefill.busy),
+        planned=_plan_computing(wishes[Role.PREFILL], load, velocity, deviations=z),
+        present=prefill.replicas,
+        decodes=history.mean_ready(Role.DECODE, SHARE_SECONDS),
+    )
+    wishes = _within_limits(wishes, spec)
+    inputs = _tell_demand(load) | {
+        "prefill_tokens_per_second": round(velocity, 1),
+        "queued_tokens": float(prefill.queued_tokens),
+        "requests_per_second": round(load.requests.now, 3),
+        "output_tokens": round(load.answers.output, 1),
+        "decode_tokens_per_second": round(room.tokens_per_second(load.answers.context), 1),
+        "kv_share": round(decode.kv_tokens_used / max(1, decode.kv_tokens_total), 3),
+    }
+    roles = _decide(wishes, fleet, required={role: wish.replicas for role, wish in up.items()})
+    return Decision(at=now, roles=roles, inputs=inputs, sentence=_explain(roles, inputs), needs=needs)
+
+
+def _keep(
+    spec: ScalingSpec, fleet: Snapshot, history: History, load: Load, up: Mapping[Role, Wish],
+    down: Mapping[Role, Wish], now: float,
+) -> tuple[dict[Role, Wish], dict[Role, int]]:  # fmt: skip
+    """What is wished, with the patience of scaling down; and below how many replicas a target would be missed."""
     needs = {role: max(up[role].replicas, down[role].replicas) for role in up}
     falls = load.tokens.falls or load.requests.falls
     since = now - (spec.behavior.falling_seconds if falls else spec.behavior.scale_down_seconds)
@@ -83,28 +116,95 @@ def plan(spec: ScalingSpec, fleet: Snapshot | None, history: History, now: float
             wishes[role] = Wish(replicas=max(wish.replicas, floor), limit=limit)
         else:
             wishes[role] = Wish(replicas=present, limit="stabilization" if needs[role] < present else wish.limit)
-    wishes = limit_transfer(
-        wishes,
-        share=decode.transfer_share,
-        computing=history.mean_ready(Role.PREFILL, SHARE_SECONDS) * (1.0 if prefill.busy is None else prefill.busy),
-        planned=_plan_computing(wishes[Role.PREFILL], load, velocity, deviations=z),
-        present=prefill.replicas,
-        decodes=history.mean_ready(Role.DECODE, SHARE_SECONDS),
+    return wishes, needs
+
+
+def _plan_shared(
+    spec: ScalingSpec, fleet: Snapshot, history: History, load: Load, velocity: float, now: float
+) -> Decision:
+    """Where decode replicas compute prompts too."""
+    state = fleet.roles[Role.DECODE]
+    replica = _read_shared(fleet, history, velocity)
+    assert replica is not None, "steps were measured"
+    z = spec.tuning.deviations
+    up = _size_shared(spec, fleet, history, load, replica, now, deviations=z, ahead=True)
+    down = _size_shared(spec, fleet, history, load, replica, now, deviations=z + DOWN_DEVIATIONS, ahead=False)
+    wishes, needs = _keep(spec, fleet, history, load, up, down, now)
+    speed = _prompt_speed(state, load, replica)
+    inputs = _tell_demand(load) | {
+        "prompt_tokens_per_second_per_replica": round(speed, 1),
+        "queued_tokens": float(state.queued_tokens),
+        "requests_per_second": round(load.requests.now, 3),
+        "output_tokens": round(load.answers.output, 1),
+        "decode_step_seconds": round(replica.steps.base + replica.steps.slope * _held_each(state), 5),
+        "mixed_step_seconds": round(state.mixed_step_seconds or 0.0, 5),
+        "prompt_share": round(load.tokens.now / speed / max(1, state.ready), 3),
+        "kv_share": round(state.kv_tokens_used / max(1, state.kv_tokens_total), 3),
+    }
+    roles = _decide(_within_limits(wishes, spec), fleet, required={role: wish.replicas for role, wish in up.items()})
+    return Decision(at=now, roles=roles, inputs=inputs, sentence=_explain_shared(roles, inputs), needs=needs)
+
+
+def _read_shared(fleet: Snapshot, history: History, velocity: float) -> SharedReplica | None:
+    state, steps = fleet.roles[Role.DECODE], _fit_steps(history)
+    if steps is None or not state.ready or not state.kv_tokens_total:
+        return None
+    longer = [
+        one.mixed_step_seconds - steps.base - steps.slope * _held_each(one)
+        for snapshot in history.lately()
+        if (one := snapshot.roles.get(Role.DECODE)) is not None and one.mixed_step_seconds is not None and one.ready
+    ]
+    return SharedReplica(
+        steps=steps,
+        extra=max(0.0, sum(longer) / len(longer)) if longer else inf,
+        velocity=velocity,
+        kv_tokens=state.kv_tokens_total / state.ready,
     )
-    wishes = _within_limits(wishes, spec)
-    inputs = {
+
+
+def _held_each(state: RoleState) -> float:
+    """Tokens of context of a replica that decodes."""
+    return state.kv_tokens_used / max(1, state.decoding or state.ready)
+
+
+def _prompt_speed(state: RoleState, load: Load, replica: SharedReplica) -> float:
+    """Of a replica now; at least a tenth of what it would have without answers."""
+    held = _held_each(state)
+    speed = replica.prompt_speed(held / load.answers.context, replica.steps.base + replica.steps.slope * held)
+    return max(0.1 * replica.velocity, speed)
+
+
+def _size_shared(
+    spec: ScalingSpec, fleet: Snapshot, history: History, load: Load, replica: SharedReplica, now: float,
+    *, deviations: float, ahead: bool,
+) -> dict[Role, Wish]:  # fmt: skip
+    """What demand asks for, with so many standard deviations of it on top."""
+    state, tokens, requests = fleet.roles[Role.DECODE], load.tokens, load.requests
+    demand = SharedDemand(
+        tokens=(tokens.ahead if ahead else tokens.now) + deviations * tokens.deviation,
+        requests=(requests.ahead if ahead else requests.now) + deviations * requests.deviation,
+        prompts=load.prompts,
+        answers=load.answers,
+        deviations=deviations,
+        held=float(state.kv_tokens_used),
+    )
+    count, limit = size_shared(demand, replica, spec.ttft, spec.tpot)
+    wish = Wish(replicas=count, limit=limit)
+    if spec.tuning.backlog:
+        speed = _prompt_speed(state, load, replica)
+        backlog = foresee_backlog(spec, state, load, speed, history.warming_since(Role.DECODE), now)
+        clearing = min(MOST_REPLICAS, ceil((load.tokens.now + backlog / DRAIN_SECONDS) / speed))
+        if backlog > 0 and clearing > count:
+            wish = Wish(replicas=clearing, limit=BACKLOG)
+    return {Role.DECODE: wish}
+
+
+def _tell_demand(load: Load) -> dict[str, float]:
+    return {
         "prompt_tokens_per_second": round(load.tokens.now, 1),
         "prompt_tokens_per_second_ahead": round(load.tokens.ahead, 1),
         "deviation": round(load.tokens.deviation, 1),
-        "prefill_tokens_per_second": round(velocity, 1),
-        "queued_tokens": float(prefill.queued_tokens),
-        "requests_per_second": round(load.requests.now, 3),
-        "output_tokens": round(load.answers.output, 1),
-        "decode_tokens_per_second": round(room.tokens_per_second(load.answers.context), 1),
-        "kv_share": round(decode.kv_tokens_used / max(1, decode.kv_tokens_total), 3),
     }
-    roles = _decide(wishes, fleet, required={role: wish.replicas for role, wish in up.items()})
-    return Decision(at=now, roles=roles, inputs=inputs, sentence=_explain(roles, inputs), needs=needs)
 
 
 def read_load(spec: ScalingSpec, history: History) -> Load | None:
@@ -125,7 +225,7 @@ def read_load(spec: ScalingSpec, history: History) -> Load | None:
     mean = prompts / requests
     squares = (new.prompt_squares - old.prompt_squares) / requests
     output = (new.output_tokens - old.output_tokens) / finished
-    lead = learn_start(last.roles[Role.PREFILL], spec) + 5.0
+    lead = learn_start(last.roles[spec.prompt_role], spec) + 5.0
     passed = last.at - begin.at
     points = [(one.at, one.counters) for one in snapshots if one.counters is not None]
     rate = estimate_rate([(at, float(c.requests)) for at, c in points], requests / passed, lead, spec.tuning)
@@ -217,13 +317,17 @@ def foresee_backlog(
     return max(0.0, late + (rate - coming) * (start - remaining))
 
 
-def _read_room(spec: ScalingSpec, fleet: Snapshot, history: History) -> DecodeRoom | None:
+def _fit_steps(history: History) -> StepModel | None:
     samples: list[tuple[float, float]] = []
     for snapshot in history.snapshots:
         state = snapshot.roles.get(Role.DECODE)
         if state is not None and state.step_seconds is not None and state.ready:
             samples.append((state.kv_tokens_used / (state.decoding or state.ready), state.step_seconds))
-    model = fit_steps(samples)
+    return fit_steps(samples)
+
+
+def _read_room(spec: ScalingSpec, fleet: Snapshot, history: History) -> DecodeRoom | None:
+    model = _fit_steps(history)
     decode = fleet.roles[Role.DECODE]
     if model is None or not decode.ready or not decode.kv_tokens_total:
         return None
@@ -284,7 +388,7 @@ def _find_obstacle(spec: ScalingSpec, fleet: Snapshot | None, now: float) -> tup
         return "TelemetryStale", text
     if fleet.counters is None:
         return "NoTelemetry", "no gateway tells what arrives"
-    for role in (Role.PREFILL, Role.DECODE):
+    for role in sorted(spec.roles, reverse=True):
         state = fleet.roles.get(role)
         if state is None:
             return "NoTelemetry", f"nothing is known of {role.value} replicas"
@@ -323,4 +427,18 @@ def _explain(roles: dict[Role, RoleDecision], inputs: dict[str, float]) -> str:
         f"{inputs['requests_per_second']:.2f} requests/s of {inputs['output_tokens']:.0f} output tokens, "
         f"{inputs['decode_tokens_per_second']:.0f} tokens/s per decode replica, "
         f"KV {100 * inputs['kv_share']:.0f}% used."
+    )
+
+
+def _explain_shared(roles: dict[Role, RoleDecision], inputs: dict[str, float]) -> str:
+    """For people, of replicas that do both."""
+    mixed = 1000 * inputs["mixed_step_seconds"]
+    return (
+        f"{_say_roles(roles)}. {inputs['prompt_tokens_per_second']:.0f} prompt tokens/s arrive uncached, "
+        f"{inputs['prompt_tokens_per_second_ahead']:.0f} when a new replica is ready, "
+        f"{inputs['prompt_tokens_per_second_per_replica']:.0f} per replica beside its answers, "
+        f"{inputs['queued_tokens']:.0f} queued; {inputs['requests_per_second']:.2f} requests/s of "
+        f"{inputs['output_tokens']:.0f} output tokens; prompts take {100 * inputs['prompt_share']:.0f}% of the time, "
+        f"in steps of {f'{mixed:.0f} ms' if mixed else 'unmeasured length'} instead of "
+        f"{1000 * inputs['decode_step_seconds']:.0f} ms, KV {100 * inputs['kv_share']:.0f}% used."
     )

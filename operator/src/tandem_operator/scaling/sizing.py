@@ -50,10 +50,28 @@ def size_prefill(rate: float, prompts: Prompts, velocity: float, target: Target)
         blocked = load * blocked / (replicas + load * blocked)
         if replicas <= load:
             continue
-        waits = blocked / (1 - load / replicas * (1 - blocked))
-        if waits * exp(-2 * (replicas - load) * slack / (service * (1 + prompts.variation))) <= missed:
+        if _wait_longer(blocked, replicas, load, slack / (service * (1 + prompts.variation))) <= missed:
             return replicas
     return MOST_REPLICAS
+
+
+def _wait_longer(blocked: float, replicas: int, load: float, slack: float) -> float:
+    """P(wait > t): of Erlang's B, and t in services of 1 + c²."""
+    waits = blocked / (1 - load / replicas * (1 - blocked))
+    return waits * exp(-2 * (replicas - load) * slack)
+
+
+def share_late(replicas: int, rate: float, prompts: Prompts, velocity: float, target: Target) -> float:
+    """Share of prompts that wait too long for the target, by the queue of `size_prefill`: 1 where they pile up."""
+    load = rate / velocity
+    if replicas <= load:
+        return 1.0
+    service = prompts.uncached / velocity
+    slack = max(0.1 * service, target.limit(prompts.tokens) - service)
+    blocked = 1.0
+    for count in range(1, replicas + 1):
+        blocked = load * blocked / (count + load * blocked)
+    return _wait_longer(blocked, replicas, load, slack / (service * (1 + prompts.variation)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

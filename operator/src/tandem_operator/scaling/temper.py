@@ -13,7 +13,7 @@ from tandem_api.names import Role
 
 from tandem_operator.scaling.contract import Decision, RoleDecision, ScalingSpec
 
-ROLLOUT, UNREADY, BUDGET = "rollout", "readiness", "GPU budget"
+ROLLOUT, UNREADY = "rollout", "readiness"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ def temper(spec: ScalingSpec, decision: Decision, circumstances: Circumstances) 
     cost = sum(one.replicas * spec.roles[role].gpus for role, one in roles.items())
     if spec.gpu_budget is not None and cost > spec.gpu_budget:
         roles = {
-            role: replace(one, replicas=one.observed, limit=BUDGET) if one.replicas > one.observed else one
+            role: replace(one, replicas=one.observed, limit=spec.budget_name) if one.replicas > one.observed else one
             for role, one in roles.items()
         }
     return replace(decision, roles=_only(roles, circumstances.followed))

@@ -12,6 +12,9 @@ def test_pure_decode_steps_and_prefill_shares_are_measured_apart() -> None:
     meter.record(num_prefill_tokens=300, num_decodes=100, seconds=2.0)
     assert meter.decode_step_seconds == 0.1
     assert meter.prefill_tokens_per_second == 200
+    assert meter.mixed_step_seconds == 2.0
+    meter.record(num_prefill_tokens=300, num_decodes=0, seconds=9.0)
+    assert meter.mixed_step_seconds == 2.0, "nobody waited for a token"
     meter.record(num_prefill_tokens=0, num_decodes=4, seconds=0.2)
     assert 0.1 < meter.decode_step_seconds < 0.2
 

@@ -28,6 +28,7 @@ class EngineStats:
     kv_eviction_horizon: float
     prefill_tokens_per_second: float | None
     decode_step_seconds: float | None
+    mixed_step_seconds: float | None
     busy_seconds_total: float
     prefill_seconds_total: float
     computed_prompt_tokens_total: int

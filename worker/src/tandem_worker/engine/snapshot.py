@@ -11,7 +11,7 @@ from tandem_worker.engine.runner import StepRunner
 from tandem_worker.engine.schedule.meter import WorkMeter
 
 _FIELDS = tuple(field.name for field in fields(EngineStats))
-_LARGEST = frozenset({"kv_eviction_horizon", "decode_step_seconds", "steps_total"})
+_LARGEST = frozenset({"kv_eviction_horizon", "decode_step_seconds", "mixed_step_seconds", "steps_total"})
 """Of several lanes the largest figure counts, not the sum."""
 _SHARED = frozenset(
     {
@@ -46,6 +46,7 @@ def _describe(lane: StepRunner, work: WorkMeter, num_pending: int) -> EngineStat
         kv_eviction_horizon=blocks.cache.horizon,
         prefill_tokens_per_second=work.velocity,
         decode_step_seconds=meter.decode_step_seconds,
+        mixed_step_seconds=meter.mixed_step_seconds,
         busy_seconds_total=work.busy_seconds,
         prefill_seconds_total=work.prefill_seconds,
         computed_prompt_tokens_total=work.prefill_tokens,

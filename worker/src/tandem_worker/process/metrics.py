@@ -72,6 +72,7 @@ def build_telemetry(facts: WorkerFacts, sample: WorkerSample) -> WorkerTelemetry
         prompt_tokens_total=engine.prompt_tokens_total,
         cached_prompt_tokens_total=engine.cached_tokens_total,
         decode_step_seconds=engine.decode_step_seconds if engine.running_requests else None,
+        mixed_step_seconds=engine.mixed_step_seconds if engine.running_requests else None,
         vram_used_bytes=gpu.vram_used_bytes,
         vram_total_bytes=gpu.vram_total_bytes,
         nvlink_tx_bytes_per_second=gpu.nvlink_tx_bytes_per_second,

@@ -23,13 +23,18 @@ class SpeedMeter:
     def __init__(self) -> None:
         self.prefill_tokens_per_second: float | None = None
         self.decode_step_seconds: float | None = None
+        self.mixed_step_seconds: float | None = None
+        """Of steps that compute prompts beside answers."""
 
     def record(self, *, num_prefill_tokens: int, num_decodes: int, seconds: float) -> None:
         """A step took `seconds`. A mixed one counts as prefill by its share of tokens; short prompts say nothing."""
         if num_prefill_tokens == 0:
             if num_decodes:
                 self.decode_step_seconds = _smooth(self.decode_step_seconds, seconds, _STEP_WEIGHT)
-        elif num_prefill_tokens >= _MIN_PREFILL_TOKENS and seconds > 0:
+            return
+        if num_decodes:
+            self.mixed_step_seconds = _smooth(self.mixed_step_seconds, seconds, _STEP_WEIGHT)
+        if num_prefill_tokens >= _MIN_PREFILL_TOKENS and seconds > 0:
             share = num_prefill_tokens / (num_prefill_tokens + num_decodes)
             rate = num_prefill_tokens / (seconds * share)
             weight = 1 - math.exp(-num_prefill_tokens / _MEMORY_TOKENS)

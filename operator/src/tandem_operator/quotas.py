@@ -1,0 +1,133 @@
+"""Reads the GPU quotas of namespaces whose models follow demand: few objects, every ten seconds, by the leader alone.
+
+A ResourceQuota is what Kubernetes enforces. Of its `requests.nvidia.com/gpu`, what pods of other owners use is not
+there for models; the rest is their budget. Quotas with scopes hold for some pods only, and are left to Kubernetes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from math import floor
+
+import aiohttp
+from tandem_api.inferencemodel import GPU_RESOURCE
+from tandem_api.quantities import parse_quantity
+
+from tandem_operator.errors import APIError
+from tandem_operator.kube.client import KubeClient
+from tandem_operator.manifests import RESOURCE_QUOTA, Manifest, dig
+
+QUOTA_RESOURCE = f"requests.{GPU_RESOURCE}"
+_PERIOD_SECONDS = 10.0
+_KEPT_SECONDS = 60.0
+"""For so long the last answer counts while the API server gives none."""
+_MOST_QUOTAS = 100
+"""Of one namespace."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Of one ResourceQuota, in GPUs."""
+
+    hard: int
+    used: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """What a namespace has for its models."""
+
+    gpus: int | None = None
+    """None: no quota limits them, or it is not known."""
+    problem: str = ""
+    """Why it is not known."""
+
+
+NO_BUDGET = Budget()
+
+
+def read_limit(quota: Manifest) -> Limit | None:
+    """Of a ResourceQuota; None where it says nothing about GPUs, or holds for some pods only.
+
+    Raises:
+        ValueError: a figure is none.
+    """
+    if dig(quota, "spec", "scopes") or dig(quota, "spec", "scopeSelector"):
+        return None
+    hard = dig(quota, "spec", "hard", QUOTA_RESOURCE)
+    if hard is None:
+        return None
+    return Limit(
+        floor(parse_quantity(str(hard))), floor(parse_quantity(str(dig(quota, "status", "used", QUOTA_RESOURCE) or 0)))
+    )
+
+
+def find_budget(limits: Iterable[Limit], present: int) -> int | None:
+    """GPUs for models: by the tightest quota, less what others use. `present`: those that pods of models take."""
+    return min((max(0, limit.hard - max(0, limit.used - present)) for limit in limits), default=None)
+
+
+class QuotaWatch:
+    """Not thread-safe: it belongs to one event loop."""
+
+    def __init__(
+        self,
+        client: KubeClient,
+        present: Callable[[], Mapping[str, int]],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`present`: the namespaces of models that take GPUs, and how many their pods take now."""
+        self._client = client
+        self._present = present
+        self._clock = clock
+        self._known: dict[str, tuple[float, Budget]] = {}
+        self._problems: dict[str, str] = {}
+
+    def budget(self, namespace: str) -> Budget:
+        """As it was read last."""
+        at, known = self._known.get(namespace, (0.0, NO_BUDGET))
+        if (problem := self._problems.get(namespace)) and self._clock() - at > _KEPT_SECONDS:
+            return Budget(problem=problem)
+        return known
+
+    async def run(self) -> None:
+        """Read until cancelled."""
+        while True:
+            await self.read_all()
+            await asyncio.sleep(_PERIOD_SECONDS)
+
+    async def read_all(self) -> None:
+        """Every namespace once."""
+        namespaces = self._present()
+        for gone in self._known.keys() - namespaces.keys():
+            del self._known[gone]
+        for gone in self._problems.keys() - namespaces.keys():
+            del self._problems[gone]
+        for namespace in namespaces:
+            try:
+                await self._read(namespace)
+                self._problems.pop(namespace, None)
+            except (APIError, aiohttp.ClientError, TimeoutError, ValueError) as error:
+                said = str(error) or type(error).__name__
+                if namespace not in self._problems:
+                    log.warning("cannot read the GPU quota", extra={"namespace": namespace, "error": said})
+                self._problems[namespace] = said
+
+    async def _read(self, namespace: str) -> None:
+        limits: list[Limit] = []
+        count = 0
+        async for page in self._client.list_pages(RESOURCE_QUOTA.path(namespace), selector={}):
+            limits += [found for item in page["items"] if (found := read_limit(item)) is not None]
+            count += len(page["items"])
+            if count >= _MOST_QUOTAS:
+                break
+        # Pods are counted when the quota is read: what others use is the difference of the two.
+        gpus = find_budget(limits, self._present().get(namespace, 0))
+        self._known[namespace] = self._clock(), Budget(gpus=gpus)

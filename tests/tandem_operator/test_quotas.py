@@ -1,0 +1,227 @@
+"""The GPU quota of a namespace: read over real HTTP, and shared by models that follow demand."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from aiohttp import web
+from api_double import api_client, serving
+from tandem_api.fleet import FleetReport
+from tandem_api.names import Role
+from tandem_operator.fleet import FleetView, FleetWatch
+from tandem_operator.kube.client import KubeClient
+from tandem_operator.manifests import ModelKey
+from tandem_operator.quotas import Budget, Limit, QuotaWatch, find_budget, read_limit
+from tandem_operator.scaler import PERIOD_SECONDS, Scaler
+from tandem_operator.scaling.observe import RoleCount
+from tandem_operator.scaling.temper import Circumstances
+from tandem_operator.scene import Scene
+from test_scaler import SPEC, D, Load, P
+
+RESOURCE = "requests.nvidia.com/gpu"
+
+
+def quota(hard: Any = "8", used: Any = "0", **spec: Any) -> dict[str, Any]:
+    return {"spec": {"hard": {RESOURCE: hard}} | spec, "status": {"used": {RESOURCE: used}}}
+
+
+def test_quotas_that_hold_for_all_pods_and_name_gpus_count() -> None:
+    assert read_limit(quota(8, "3")) == Limit(8, 3)
+    assert read_limit({"spec": {"hard": {RESOURCE: "1k"}}}) == Limit(1000, 0), "its controller has not counted yet"
+    assert read_limit({"spec": {"hard": {"pods": "5"}}}) is None
+    assert read_limit(quota(scopes=["BestEffort"])) is None
+    assert read_limit(quota(scopeSelector={"matchExpressions": []})) is None
+    with pytest.raises(ValueError, match="many"):
+        read_limit(quota("many"))
+
+
+def test_what_others_use_is_not_there_for_models() -> None:
+    assert find_budget([], 3) is None
+    assert find_budget([Limit(8, 5)], 3) == 6
+    assert find_budget([Limit(8, 5), Limit(20, 19)], 3) == 4, "the tightest"
+    assert find_budget([Limit(8, 1)], 3) == 8, "pods that are not counted yet"
+    assert find_budget([Limit(2, 9)], 3) == 0
+
+
+class Server:
+    """An API server that has quotas, and answers as a test says."""
+
+    def __init__(self) -> None:
+        self.items: list[Any] = []
+        self.status = 200
+        self.asked: list[str] = []
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        self.asked.append(request.path)
+        if self.status != 200:
+            return web.json_response({"message": "resourcequotas is forbidden"}, status=self.status)
+        return web.json_response({"items": self.items, "metadata": {}})
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[tuple[Server, KubeClient]]:
+    server = Server()
+    async with serving(server.handle) as url:
+        client = KubeClient(api_client(url, 2))
+        yield server, client
+        await client.close()
+
+
+async def test_only_namespaces_of_models_are_read_and_the_last_answer_is_kept_for_a_minute(
+    server: tuple[Server, KubeClient],
+) -> None:
+    api, client = server
+    now, present = 0.0, {"a": 3}
+    watch = QuotaWatch(client, lambda: present, clock=lambda: now)
+    assert watch.budget("a") == Budget()
+    api.items = [quota("8", "5"), {"spec": {"hard": {"pods": "5"}}}]
+    await watch.read_all()
+    assert api.asked == ["/api/v1/namespaces/a/resourcequotas"]
+    assert (watch.budget("a"), watch.budget("b")) == (Budget(gpus=6), Budget())
+    api.status = 403
+    await watch.read_all()
+    assert watch.budget("a") == Budget(gpus=6)
+    now = 61.0
+    assert watch.budget("a").gpus is None
+    assert "forbidden" in watch.budget("a").problem
+    api.status, api.items = 200, [quota("many")]
+    await watch.read_all()
+    assert "many" in watch.budget("a").problem, "what cannot be read is told and not taken for no quota"
+    api.items = []
+    await watch.read_all()
+    assert watch.budget("a") == Budget()
+    present = {}
+    await watch.read_all()
+    assert len(api.asked) == 4, "nobody asks for it any more"
+
+
+class Loads(FleetWatch):
+    """Each model has a load of its own."""
+
+    def __init__(self, loads: dict[ModelKey, Load]) -> None:
+        super().__init__()
+        self.loads = loads
+
+    def heard(self, key: ModelKey) -> Sequence[tuple[FleetReport, float]]:
+        return self.loads[key].heard(key)
+
+    def view(self, key: ModelKey) -> FleetView:
+        return self.loads[key].view(key)
+
+
+LOW, HIGH = ModelKey("n", "low"), ModelKey("n", "high")
+
+
+class Namespace:
+    """Two models; what is decided is there at the next look, and what goes drains for one."""
+
+    def __init__(self, gpus: int | None, *, priorities: tuple[int, int] = (0, 10), problem: str = "") -> None:
+        self.loads = {LOW: Load(), HIGH: Load()}
+        self.gpus, self.problem = gpus, problem
+        self.priorities = dict(zip((LOW, HIGH), priorities, strict=True))
+        self.counts: dict[ModelKey, dict[Role, int]] = {key: {P: 1, D: 1} for key in (LOW, HIGH)}
+        self.before = {key: dict(one) for key, one in self.counts.items()}
+        self.seen: list[tuple[int, int]] = []
+        self.most = 0
+        now = self.loads[LOW]
+        self.scaler = Scaler(
+            Loads(self.loads), clock=lambda: now.now, wall=lambda: now.now,
+            budget=lambda namespace: Budget(gpus=self.gpus, problem=self.problem) if namespace == "n" else Budget(),
+        )  # fmt: skip
+        self.follow()
+
+    def follow(self) -> None:
+        for key, load in self.loads.items():
+            load.workers = dict(self.counts[key])
+            present = {role: max(count, self.before[key][role]) for role, count in self.counts[key].items()}
+            counts = {
+                role: RoleCount(
+                    replicas=count, leaders=frozenset(f"m-{role.value}-{n}" for n in range(count)), starts=(20.0,),
+                    present=present[role],
+                )
+                for role, count in self.counts[key].items()
+            }  # fmt: skip
+            circumstances = Circumstances(followed=frozenset({P, D}), steady=self.counts[key])
+            self.scaler.follow(
+                key,
+                Scene(
+                    spec=SPEC, ttft=SPEC.ttft, tpot=SPEC.tpot, counts=counts, circumstances=circumstances,
+                    priority=self.priorities[key], in_quota=True,
+                ),
+            )  # fmt: skip
+        self.most = max(self.most, sum(self.scaler.present().values()))
+
+    async def run(self, seconds: float, low: float, high: float) -> None:
+        self.loads[LOW].rate, self.loads[HIGH].rate = low, high
+        for _ in range(int(seconds / PERIOD_SECONDS)):
+            for load in self.loads.values():
+                load.pass_time()
+            await self.scaler.decide_all()
+            self.before = {key: dict(one) for key, one in self.counts.items()}
+            for key in self.counts:
+                outlook = self.scaler.outlook(key, 0)
+                assert outlook is not None
+                for role, wish in outlook.wishes.items():
+                    self.counts[key][role] = wish.replicas
+            self.seen.append((self.gpus_of(LOW), self.gpus_of(HIGH)))
+            self.follow()
+
+    def gpus_of(self, key: ModelKey) -> int:
+        return sum(self.counts[key].values())
+
+    def told(self, key: ModelKey) -> tuple[set[str], str]:
+        outlook = self.scaler.outlook(key, 0)
+        assert outlook is not None
+        assert outlook.decision is not None
+        return {one.limit for one in outlook.decision.roles.values()}, outlook.decision.sentence
+
+
+async def test_a_higher_priority_grows_at_the_cost_of_a_lower_one_and_gives_back() -> None:
+    free, namespace = Namespace(None), Namespace(11)
+    for one in (free, namespace):
+        await one.run(500, 3.5, 0.4)
+    assert free.gpus_of(LOW) == namespace.gpus_of(LOW) > 4, "there is room for it"
+    for one in (free, namespace):
+        await one.run(700, 3.5, 3.5)
+    wanted = free.gpus_of(HIGH)
+    assert free.gpus_of(LOW) + wanted > 11
+    assert namespace.gpus_of(HIGH) == min(wanted, 11 - 2), "the lower one keeps its minimums"
+    assert namespace.gpus_of(LOW) == 11 - namespace.gpus_of(HIGH)
+    assert namespace.most <= 11, "pods on their way out counted"
+    limits, sentence = namespace.told(LOW)
+    assert "GPU quota" in limits
+    assert f"Limited by the namespace's GPU quota: {namespace.gpus_of(LOW)} of " in sentence
+    assert "(priority 0; the quota leaves models 11)" in sentence
+    assert "GPU quota" not in namespace.told(HIGH)[0] or wanted > 9
+    for one in (free, namespace):
+        await one.run(1200, 3.5, 0.4)
+    assert namespace.gpus_of(LOW) == free.gpus_of(LOW)
+    assert "GPU quota" not in namespace.told(LOW)[1]
+
+
+async def test_equals_do_not_take_turns_under_steady_demand() -> None:
+    namespace = Namespace(8, priorities=(0, 0))
+    await namespace.run(600, 3.5, 3.5)
+    namespace.seen.clear()
+    await namespace.run(900, 3.5, 3.5)
+    assert sum(one != other for one, other in pairwise(namespace.seen)) <= 1
+    assert sum(namespace.seen[-1]) <= 8 >= namespace.most
+    assert abs(namespace.seen[-1][0] - namespace.seen[-1][1]) <= 2
+
+
+async def test_minimums_that_do_not_fit_are_kept_and_told() -> None:
+    namespace = Namespace(3)
+    await namespace.run(500, 3.5, 3.5)
+    assert (namespace.gpus_of(LOW), namespace.gpus_of(HIGH)) == (2, 2)
+    assert "keeps takes" not in namespace.told(LOW)[1]
+    assert "keep takes 4 GPUs, and its quota leaves them 3: raise the quota" in namespace.told(LOW)[1]
+
+
+async def test_a_quota_that_cannot_be_read_is_told_and_limits_nothing() -> None:
+    unknown = Namespace(None, problem="resourcequotas is forbidden")
+    await unknown.run(500, 3.5, 0.4)
+    assert unknown.gpus_of(LOW) > 4
+    assert "The namespace's GPU quota is not known: resourcequotas is forbidden." in unknown.told(LOW)[1]
