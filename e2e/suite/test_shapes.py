@@ -49,7 +49,7 @@ def test_prefill_is_added_and_removed_without_a_failed_request(fleet: Fleet, say
             started = time.monotonic()
             walked = walk.submit(change, fleet, wanted)
             while not walked.done():
-                outcomes += asyncio.run(run_load(url, MODEL, varied_prompts(40), concurrency=6, max_tokens=24))
+                outcomes += asyncio.run(run_load(url, MODEL, varied_prompts(16), concurrency=3, max_tokens=16))
             ready, counts = walked.result()
             say(f"prefill {'added' if wanted else 'removed'}: {time.monotonic() - started:.0f} s, Ready was {ready}")
             assert counts[-1] | {"prefill": 0} == end | {"prefill": 0}
