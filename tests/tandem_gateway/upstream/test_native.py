@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import socket
+import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -766,4 +767,32 @@ async def test_no_byte_of_a_clients_header_breaks_the_link(
     assert statuses[b"200"] > 200
     assert not running.gateway.native.ends
     assert (await ask(running)).status_code == 200
+    await running.idle()
+
+
+async def test_an_answer_in_tiny_parts_takes_the_room_of_its_bytes(
+    start_linked: StartLinked, start_gateway: StartGateway, start_impostor: Any
+) -> None:
+    text = json.dumps({"choices": [{"text": "x" * 50_000}]}).encode()
+    finish = asyncio.Event()
+
+    async def behave(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(HELLO)
+        await reader.readuntil(b"content-length")
+        parts = [text[start : start + 2] for start in range(0, len(text), 2)]
+        writer.write(OK_HEAD + b"".join(link.encode(link.DATA, 1, part) for part in parts))
+        await finish.wait()
+        writer.write(link.encode(link.DATA_LAST, 1))
+        await reader.read(1)
+
+    worker = await start_linked()
+    worker.link_address = await start_impostor(behave)
+    running = await start_gateway(worker, link="Native")
+    await linked(running)
+    pending = asyncio.create_task(ask(running))
+    await until(lambda: any(each._held_bytes == len(text) for each in running.gateway.exchanges), wait=WAIT)
+    (exchange,) = running.gateway.exchanges
+    assert sum(map(sys.getsizeof, exchange._held)) < 2 * len(text)
+    finish.set()
+    assert (await pending).content == text
     await running.idle()
