@@ -49,7 +49,7 @@ def name_load(strategy: dict[str, Any]) -> str:
     if "streams" in strategy:
         return str(strategy["streams"])
     rate = strategy.get("rate")
-    return strategy.get("kind", "") if rate is None else f"{rate:.2f}/s"
+    return strategy.get("type_", "") if rate is None else f"{rate:.2f}/s"
 
 
 def read_row(benchmark: dict[str, Any]) -> list[str]:
