@@ -129,7 +129,7 @@ def _run_named(case: Case, policy: str) -> Row:
 
 def _compare_ramps(share: Share, files: Files, options: argparse.Namespace) -> dict[str, object]:
     cells: dict[str, object] = {}
-    names = ["planner", "told", "static", *BASELINES]
+    names = ["planner", *REFERENCES, "static", *BASELINES]
     for trace in ("conversation", "azure"):
         for load in options.loads:
             rows = share(run_ramp, [(files, trace, load, name) for name in names])
@@ -140,16 +140,17 @@ def _compare_ramps(share: Share, files: Files, options: argparse.Namespace) -> d
 
 
 def _judge(rows: list[Row]) -> Row:
-    """The planner beside the cheapest baseline that attains as much and is as steady, and beside the told reference."""
-    own, told = rows[0], rows[1]
+    """The planner beside the cheapest baseline that attains as much and is as steady, and beside what is told."""
+    own, told, kept, *others = rows
     equal = [
-        row for row in rows[2:] if float(row["attainment"]) >= float(own["attainment"]) and row["reversals"] in (0, 1)
+        row for row in others if float(row["attainment"]) >= float(own["attainment"]) and row["reversals"] in (0, 1)
     ]
-    good = [row for row in rows[2:] if float(row["attainment"]) >= GOOD]
+    good = [row for row in others if float(row["attainment"]) >= GOOD]
     verdict: Row = {
         "attainment": own["attainment"],
         "reversals": own["reversals"],
         "of_told": round(float(own["gpu_hours"]) / float(told["gpu_hours"]), 3),
+        "of_told_kept": round(float(own["gpu_hours"]) / float(kept["gpu_hours"]), 3),
     }
     for name, candidates in (("as_good_and_steady", equal), (f"above_{GOOD:g}", good)):
         if candidates:

@@ -77,6 +77,7 @@ BASELINES: dict[str, Build] = {
 }
 REFERENCES: dict[str, Build] = {
     "told": lambda scenario, arrivals: Told(Intensity(scenario, arrivals).needed),
+    "told, kept 300 s": lambda scenario, arrivals: Told(Intensity(scenario, arrivals).needed, patience=300.0),
 }
 
 

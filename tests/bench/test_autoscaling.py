@@ -48,7 +48,8 @@ def test_the_verdict_is_against_the_cheapest_that_is_as_good_and_as_steady() -> 
         return {"policy": policy, "attainment": attainment, "gpu_hours": hours, "reversals": reversals}
 
     verdict = _judge([
-        row("planner", 0.98, 8.0, 0), row("told", 0.98, 7.0, 9), row("cheap", 0.9, 5.0, 0),
+        row("planner", 0.98, 8.0, 0), row("told", 0.98, 7.0, 9), row("told, kept 300 s", 0.99, 8.0, 1),
+        row("cheap", 0.9, 5.0, 0),
         row("restless", 0.99, 8.5, 4),
         row("steady", 0.985, 10.0, 1), row("large", 0.999, 20.0, 0),
     ])  # fmt: skip
@@ -56,3 +57,4 @@ def test_the_verdict_is_against_the_cheapest_that_is_as_good_and_as_steady() -> 
     assert verdict["saved_as_good_and_steady"] == 0.2
     assert verdict["above_0.96"] == "restless"
     assert verdict["of_told"] == 1.143
+    assert verdict["of_told_kept"] == 1.0

@@ -202,6 +202,22 @@ async def test_a_higher_priority_grows_at_the_cost_of_a_lower_one_and_gives_back
     assert "GPU quota" not in namespace.told(LOW)[1]
 
 
+async def test_a_model_that_is_scaled_no_longer_claims_nothing() -> None:
+    namespace = Namespace(11)
+    await namespace.run(700, 3.5, 3.5)
+    before, scaler = namespace.gpus_of(LOW), namespace.scaler
+    assert "GPU quota" in namespace.told(LOW)[0]
+    static = Scene(spec=None, ttft=SPEC.ttft, tpot=SPEC.tpot, circumstances=Circumstances(followed=frozenset()))
+    scaler.follow(HIGH, static)
+    assert scaler.present() == {"n": before}, "its pods are another's now, in the quota's own count"
+    for _ in range(30):
+        namespace.loads[LOW].pass_time()
+        scaler.decide(LOW)
+    outlook = scaler.outlook(LOW, 0)
+    assert outlook is not None
+    assert {role: wish.replicas for role, wish in outlook.wishes.items()}, "there is room now"
+
+
 async def test_equals_do_not_take_turns_under_steady_demand() -> None:
     namespace = Namespace(8, priorities=(0, 0))
     await namespace.run(600, 3.5, 3.5)

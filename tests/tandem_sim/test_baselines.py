@@ -65,6 +65,8 @@ def test_demand_over_velocity_sets_replicas() -> None:
 
 def test_references_do_as_they_are_told() -> None:
     assert Told(lambda now: {P: int(now)}).decide(7.0, look(7.0)) == {P: 7}
+    patient = Told(lambda now: {P: 100 - int(now)}, patience=30.0)
+    assert [patient.decide(at, look(at))[P] for at in (10.0, 35.0, 45.0)] == [90, 90, 65]
     ceiling = Ceiling(100.0, {P: 40})
     assert ceiling.decide(104.0, look(104.0)) == {}
     assert ceiling.decide(105.0, look(105.0)) == {P: 40}

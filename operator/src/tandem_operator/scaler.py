@@ -129,7 +129,7 @@ class Scaler:
         elif scene.circumstances.followed == model.scene.circumstances.followed:
             model.scene = scene
             return
-        model.scene, model.outlook, model.active_at = scene, None, self._clock()
+        model.scene, model.outlook, model.claim, model.active_at = scene, None, None, self._clock()
         self._remember_present(model, model.active_at)
 
     def forget(self, key: ModelKey) -> None:

@@ -162,16 +162,17 @@ _NOTHING = Counters(
 
 
 class Told:
-    """A reference: it is told the intensity of this moment and orders what that takes, at once and without patience."""
+    """A reference: it is told the intensity of this moment and orders what that takes, at once."""
 
     period = 5.0
 
-    def __init__(self, needed: Callable[[float], Mapping[Role, int]]) -> None:
-        """`needed` gives the replicas for the true intensity at a time."""
+    def __init__(self, needed: Callable[[float], Mapping[Role, int]], *, patience: float = 0.0) -> None:
+        """`needed` gives the replicas for the true intensity at a time; each is kept for `patience` seconds."""
         self._needed = needed
+        self._windows = {role: Window(patience) for role in (P, D)}
 
     def decide(self, now: float, snapshot: Snapshot) -> Mapping[Role, int]:
-        return self._needed(now)
+        return {role: self._windows[role].apply(now, count) for role, count in self._needed(now).items()}
 
 
 class Ceiling:

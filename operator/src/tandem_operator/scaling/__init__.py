@@ -4,5 +4,6 @@ contract (what goes in and out) → rates (demand, from counters) → queueing a
 sizing (replicas of a role), shared (replicas that do both) → joint (budget, ratio, transfer, over both roles) → planner
 (one decision) → adapter (a class with `period` and `decide`, for simulators). Around one decision in the operator:
 observe (reports to a snapshot), quota (what a namespace has for each model), temper (what may be followed now), sleep
-(whether it has any replica at all), slo (whether targets are met), words (what is told). Nothing in here imports a client or a clock: the simulator runs the same code.
+(whether it has any replica at all), slo (whether targets are met), words (what is told). Nothing in here imports a
+client or a clock: the simulator runs the same code.
 """
