@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -200,6 +202,23 @@ def test_levels_have_a_limit() -> None:
 def test_what_cannot_be_held_is_refused(given: dict[str, Any], special: Sequence[str], words: str) -> None:
     with pytest.raises(GrammarError, match=words):
         grammar(given, special)
+
+
+def test_what_is_named_often_is_written_once() -> None:
+    """A request of half a megabyte becomes no grammar of many, whatever its parts have to do with each other."""
+    marks = [chr(0x4E00 + number) * 250 for number in range(120)]
+    inner = {
+        "type": "triggered_tags", "triggers": marks, "tags": [tag(mark) for mark in marks],
+        "excludes": [f"x{mark}" for mark in marks],
+    }  # fmt: skip
+    ends = [chr(0x6E00 + number) * 250 for number in range(120)]
+    given = form(
+        **tag("<o>", {"type": "or", "elements": [inner, *[{"type": "const_string", "value": "v"}] * 100]}, ends)
+    )
+    began = time.thread_time()
+    written = grammar(given)
+    assert time.thread_time() - began < 0.5
+    assert len(written) < 4 * len(json.dumps(given, ensure_ascii=False))
 
 
 @pytest.mark.parametrize("field", ["response_format", "structural_tag", "structured_outputs"])

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence as Rows
 
+import numpy as np
 import torch
 
 from tandem_worker.engine.masks import MaskCredit
@@ -90,6 +91,13 @@ def score_prompt(logits: torch.Tensor, targets: list[int], num_top: int) -> list
 def _find_ranks(logits: torch.Tensor, tokens: torch.Tensor) -> list[int]:
     """Ranks from 1 of `tokens` `[N, 1]` in their rows of `logits` `[N, vocab]`; equals count by their ids."""
     values = logits.gather(1, tokens)
+    if logits.device.type == "cpu" and logits.dtype == torch.float32:
+        # Counting is twenty times as fast in numpy; torch takes twice the time of the softmax for it.
+        triples = zip(logits.numpy(), values[:, 0].numpy(), tokens[:, 0].tolist(), strict=True)
+        return [
+            1 + int(np.count_nonzero(row[:token] >= value) + np.count_nonzero(row[token:] > value))
+            for row, value, token in triples
+        ]
     equal_before = (logits == values) & (torch.arange(logits.shape[1], device=logits.device) < tokens)
     return (1 + (logits > values).sum(dim=1) + equal_before.sum(dim=1)).tolist()
 
