@@ -197,11 +197,27 @@ def test_levels_have_a_limit() -> None:
         (form(**tag("<|im_end|>a")), ("<|im_end|>",), "special token"),
         (form(**tag("<a>", TEXT, "<|im_end|>")), ("<|im_end|>",), "special token"),
         (form(type="regex", pattern="(" * 101 + ")" * 101), (), "100 levels"),
+        (form(type="regex", pattern="a\\\\\\"), (), "backslash"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_held_is_refused(given: dict[str, Any], special: Sequence[str], words: str) -> None:
     with pytest.raises(GrammarError, match=words):
         grammar(given, special)
+
+
+@given(
+    text=st.text(min_size=1, max_size=6)
+    | st.text("\x00\x1b\x7f\x85\u2028/\\\"'^]-{}()|.&~#\n\r <[3", min_size=1, max_size=6)
+)
+@settings(max_examples=200, deadline=None)
+def test_any_text_may_be_a_mark(text: str) -> None:
+    """Whatever it would mean in a grammar."""
+    triggered = grammar(form(type="triggered_tags", triggers=[text], tags=[tag(f"{text}=")]))
+    assert admits(triggered, f"{text}=1]")
+    assert not admits(triggered, f"{text}!")
+    free = grammar(form(type="any_text", excludes=[text]))
+    assert not admits(free, f"a{text}b")
+    assert admits(grammar(form(**tag(text, TEXT, text))), f"{text}{text}")
 
 
 def test_what_is_named_often_is_written_once() -> None:

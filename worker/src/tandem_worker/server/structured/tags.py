@@ -161,4 +161,5 @@ class _Writer:
 
 
 def _literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    """A string of Lark; DEL is the one character that JSON leaves as it is and Lark does not take."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
