@@ -80,6 +80,19 @@ def test_short_and_cached_prompts_are_prefilled_here(pair: tuple[Rig, Rig, Wire]
     assert decode.out.last("again").prefill_worker is None
 
 
+def test_a_prompt_whose_logprobs_are_asked_for_is_computed_here(pair: tuple[Rig, Rig, Wire]) -> None:
+    """All of it, although its blocks have come from the prefill worker before."""
+    _, decode, wire = pair
+    prompt = tuple(range(21))
+    decode.run("first", prompt, prefill_endpoints=ENDPOINT)
+    computed = decode.model.num_tokens
+    assert decode.run("r", prompt, prefill_endpoints=ENDPOINT, prompt_logprobs=1) == greedy_answer(prompt, 8)
+    assert list(wire.orders) == ["first"]
+    assert decode.model.num_tokens == computed + 21 + 7
+    scores = decode.out.deltas["r", 0][0].prompt_logprobs or ()
+    assert [score and score.token_id for score in scores] == [None, *prompt[1:]]
+
+
 def test_only_missing_blocks_travel_and_cached_ones_go_at_once(pair: tuple[Rig, Rig, Wire]) -> None:
     prefill, decode, wire = pair
     prompt = tuple(range(41))

@@ -53,6 +53,7 @@ def test_prompt_logprobs_cover_the_prompt(make_rig: MakeRig, length: int) -> Non
             assert score is not None
             assert score.token_id == prompt[index]
             assert score.logprob == pytest.approx(float(expected[prompt[index]]), abs=1e-5)
+            assert score.rank == 1 + int((expected > expected[prompt[index]]).sum())
             assert [token for token, _ in score.top] == expected.topk(2).indices.tolist()
         assert rig.out.tokens("r", choice) == greedy_answer(prompt, 2)
     assert rig.out.last("r").num_cached_tokens == 0

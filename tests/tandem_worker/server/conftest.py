@@ -179,7 +179,7 @@ class ScriptedEngine:
 
 def _logprob(token: int, wanted: int) -> TokenLogprob:
     top = tuple(((token + rank) % 200, -0.5 - rank) for rank in range(wanted))
-    return TokenLogprob(token_id=token, logprob=-0.5, top=top)
+    return TokenLogprob(token_id=token, logprob=-0.5, top=top, rank=1)
 
 
 def _prompt_logprobs(request: GenerationRequest) -> tuple[TokenLogprob | None, ...]:

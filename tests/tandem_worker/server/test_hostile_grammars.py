@@ -29,6 +29,11 @@ def tools(*parameters: Any) -> dict[str, Any]:
     return {"tools": [{"type": "function", "function": function} for function in functions]}
 
 
+def tag(content: Any) -> dict[str, Any]:
+    form = {"type": "triggered_tags", "triggers": ["<"], "tags": [{"begin": "<a>", "content": content, "end": "</a>"}]}
+    return {"response_format": {"type": "structural_tag", "format": form}}
+
+
 def nest(depth: int) -> Any:
     value: Any = {"type": "string"}
     for _ in range(depth):
@@ -53,6 +58,10 @@ async def ask(worker: Any, body: dict[str, Any]) -> httpx.Response:
         (grammar("regex", "(a|b)*" * 1_000_000), "response_format", "at most 524288"),
         (grammar("regex", "(" * 200 + "a" + ")" * 200), "response_format.grammar.definition", "100 levels"),
         (grammar("lark", CHAIN), "response_format.grammar.syntax", "freeFormGrammars: true"),
+        (tag({"type": "json_schema", "json_schema": nest(200)}), "response_format", "at most 100 levels"),
+        (tag({"type": "json_schema", "json_schema": {"type": "integer", "multipleOf": 99991}}), "response_format",
+         "comput|too long"),
+        (tag({"type": "regex", "pattern": "(a|b)*" * 17_000}), "response_format", "16 KiB"),
         (tools({"type": "object"}, nest(200)), "tools[1].function.parameters", "at most 100 levels"),
         (tools({"type": "object"}, {"properties": {"a": {"type": "objekt"}}}),
          "tools[1].function.parameters", "objekt"),

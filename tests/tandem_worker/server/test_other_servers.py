@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
+import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -64,7 +65,7 @@ async def test_what_changes_nothing_is_taken(worker: Any) -> None:
 @pytest.mark.parametrize("path", [CHAT, TEXT])
 async def test_the_rest_is_refused_by_name(worker: Any, path: str) -> None:
     refused: dict[str, Any] = {
-        "use_beam_search": True, "length_penalty": 0.5, "prompt_logprobs": 1,
+        "use_beam_search": True, "length_penalty": 0.5,
         "lora_path": "x", "kv_transfer_params": {"a": 1}, "return_hidden_states": True, "separate_reasoning": False,
         "guided_whitespace_pattern": " ", "guided_decoding_backend": "outlines", "request_id": "r", "rid": "r",
         "session_params": {"id": "x"}, "best_of": 3, "thinking_token_budget": 5,
@@ -110,6 +111,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"bad_words": ["a", " "]}, "bad_words[1]"),
     ({"bad_words": ["a"] * 65}, "bad_words"), ({"bad_words": ["a" * 129]}, "bad_words[0]"),
     ({"bad_words": ["a"], "regex": "a"}, "bad_words"), ({"bad_words": ["a"], "allowed_token_ids": [1]}, "bad_words"),
+    ({"prompt_logprobs": -1}, "prompt_logprobs"), ({"prompt_logprobs": 21}, "prompt_logprobs"),
+    ({"prompt_logprobs": True}, "prompt_logprobs"), ({"prompt_logprobs": 1.0}, "prompt_logprobs"),
+    ({"prompt_logprobs": "1"}, "prompt_logprobs"), ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+    ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs"),
     ({"structural_tag": "{"}, "structural_tag"), ({"structural_tag": "{}"}, "structural_tag.structures"),
     ({"structural_tag": {"type": "x"}}, "structural_tag.type"), ({"structural_tag": []}, "structural_tag"),
     ({"structured_outputs": {"structural_tag": "[]"}}, "structured_outputs.structural_tag"),
@@ -289,6 +294,69 @@ async def test_stop_strings_in_the_output(worker: Any, path: str, stream: bool, 
     assert text == ("one t" if option is None else "one two t")
     last = events[-1]["choices"][0]
     assert (last["finish_reason"], last["stop_reason"], last["matched_stop"]) == ("stop", "wo t", "wo t")
+
+
+async def test_logprobs_of_a_prompt(worker: Any) -> None:
+    """As vLLM writes them: in completions beside each choice, in chats beside the choices."""
+    worker.says("a")
+    fields = {"prompt": ["abc", "de"], "n": 2, "prompt_logprobs": 2}
+    choices = (await post(worker, TEXT, **fields)).json()["choices"]
+    assert [len(choice["prompt_logprobs"]) for choice in choices] == [3, 3, 2, 2]
+    assert choices[0]["prompt_logprobs"] == choices[1]["prompt_logprobs"]
+    first, second, third = choices[0]["prompt_logprobs"]
+    token = worker.tokenizer.encode("b")[0]
+    assert first is None
+    assert second[str(token)] == {"logprob": -0.5, "rank": 1, "decoded_token": "b"}
+    assert list(second) == [str(token), str(token + 1)]  # the script says that it is the likeliest itself
+    assert second[str(token + 1)] == {"logprob": -1.5, "rank": 2, "decoded_token": "c"}
+    assert third[str(token + 1)]["decoded_token"] == "c"
+    answer = (await post(worker, CHAT, prompt_logprobs=0, n=2, logprobs=True)).json()
+    assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
+    assert all(len(each) == 1 for each in answer["prompt_logprobs"][1:])
+    assert "prompt_logprobs" not in answer["choices"][0]
+    assert worker.engine.requests[-1].prompt_logprobs == 0
+    for path in (CHAT, TEXT):
+        answer = (await post(worker, path)).json()
+        assert "prompt_logprobs" not in answer
+        assert "prompt_logprobs" not in answer["choices"][0]
+        assert worker.engine.requests[-1].prompt_logprobs is None
+
+
+@pytest.mark.parametrize(("logprobs", "scores"), [(1, 3), (3, 1), (0, 2), (None, 1)])
+async def test_logprobs_of_a_prompt_that_is_echoed(worker: Any, logprobs: int | None, scores: int) -> None:
+    """Each tells as many likeliest tokens as it was asked for."""
+    worker.says("a")
+    fields = {"prompt": "abcd", "echo": True, "max_tokens": 0, "logprobs": logprobs, "prompt_logprobs": scores}
+    choice = (await post(worker, TEXT, **fields)).json()["choices"][0]
+    assert choice["text"] == "abcd"
+    assert [len(each) for each in choice["prompt_logprobs"][1:]] == [max(1, scores)] * 3
+    if logprobs is None:
+        assert choice["logprobs"] is None
+    else:
+        assert [len(each) for each in choice["logprobs"]["top_logprobs"][1:]] == [max(1, logprobs)] * 3
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+async def test_logprobs_of_a_prompt_have_a_bound(worker: Any, path: str) -> None:
+    worker.says("a")
+    text = "x " * 700
+    prompt = {"messages": [{"role": "user", "content": text}]} if path == CHAT else {"prompt": text}
+    error = await refusal(worker, path, n=16, prompt_logprobs=20, **prompt)
+    assert error["param"] == "prompt_logprobs"
+    assert str(1 << 18) in error["message"]
+    assert worker.engine.requests == []
+    await post(worker, path, n=1, prompt_logprobs=20, **prompt)
+
+
+async def test_logprobs_of_a_prompt_through_the_client(worker: Any) -> None:
+    worker.says("a")
+    answer = await worker.client.completions.create(model="tiny", prompt="é", extra_body={"prompt_logprobs": 1})
+    (last,) = answer.choices[0].model_extra["prompt_logprobs"][-1].values()
+    assert last["decoded_token"] == "\ufffd"  # half a character
+    with pytest.raises(openai.BadRequestError, match="stream"):
+        await worker.client.chat.completions.create(
+            model="tiny", messages=USER, stream=True, extra_body={"prompt_logprobs": 1}
+        )
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])

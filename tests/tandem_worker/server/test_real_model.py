@@ -252,3 +252,58 @@ async def test_echoed_logprobs_and_choices(client: openai.AsyncOpenAI) -> None:
         model="smollm2", prompt="The capital of France is", echo=True, logprobs=0, max_tokens=0
     )
     assert score.choices[0].text == "The capital of France is"
+
+
+async def test_logprobs_of_a_prompt_are_those_of_its_echo(client: openai.AsyncOpenAI, real: Real) -> None:
+    """Warm or not: cached blocks have none."""
+    arguments: dict[str, Any] = {"model": "smollm2", "prompt": "The capital of France is Paris.", "max_tokens": 1}
+    await client.completions.create(**arguments)
+    plain = await client.completions.create(**arguments, extra_body={"prompt_logprobs": 3})
+    echoed = await client.completions.create(**arguments, echo=True, logprobs=3)
+    told = plain.choices[0].model_extra["prompt_logprobs"]
+    logprobs = echoed.choices[0].logprobs
+    ids = real.tokenizer.encode(arguments["prompt"])
+    assert len(told) == len(ids) == plain.usage.prompt_tokens
+    for each, token, text, value, top in zip(
+        told[1:], ids[1:], logprobs.tokens[1:], logprobs.token_logprobs[1:], logprobs.top_logprobs[1:], strict=False
+    ):
+        own = each[str(token)]
+        assert (own["decoded_token"], own["logprob"]) == (text, pytest.approx(value, abs=1e-4))
+        assert sorted(entry["rank"] for entry in each.values() if entry["rank"] <= 3) == [1, 2, 3]
+        assert {entry["decoded_token"] for entry in each.values()} == set(top)
+        better = [entry["logprob"] for entry in each.values() if entry["rank"] < own["rank"]]
+        assert all(logprob >= own["logprob"] for logprob in better)
+    paris = next(each for each, text in zip(told, logprobs.tokens, strict=False) if text == " Paris")
+    assert paris[str(real.tokenizer.encode(" Paris")[0])]["rank"] == 1
+    chat = await client.chat.completions.create(
+        model="smollm2", messages=QUESTION, max_tokens=1, extra_body={"prompt_logprobs": 0}
+    )
+    assert len(chat.model_extra["prompt_logprobs"]) == chat.usage.prompt_tokens
+
+
+async def test_a_regex_ends_an_answer(client: openai.AsyncOpenAI) -> None:
+    arguments: dict[str, Any] = {"model": "smollm2", "messages": QUESTION, "temperature": 0, "max_tokens": 16}
+    extra = {"stop_regex": [r"\b(?i:PARIS)\b", "never"]}
+    answer = await client.chat.completions.create(**arguments, extra_body=extra)
+    assert answer.choices[0].message.content == "The capital of France is "
+    assert answer.choices[0].model_extra["matched_stop"] == extra["stop_regex"][0]
+    stream = await client.chat.completions.create(**arguments, stream=True, extra_body={**extra, "no_stop_trim": True})
+    said = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+    assert said == "The capital of France is Paris"
+
+
+async def test_structural_tags_hold_what_a_trigger_begins(client: openai.AsyncOpenAI) -> None:
+    schema = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"],
+              "additionalProperties": False}  # fmt: skip
+    tags = {"type": "structural_tag", "triggers": ["The"],
+            "structures": [{"begin": "The city=", "schema": schema, "end": ";"}]}  # fmt: skip
+    answer = await client.chat.completions.create(
+        model="smollm2", messages=QUESTION, temperature=0, max_tokens=40, response_format=tags
+    )
+    text = answer.choices[0].message.content
+    before, *tagged = text.split("The")
+    assert before == ""
+    assert tagged, "without tags the answer is 'The capital of France is Paris.'"
+    for index, piece in enumerate(tagged, 1):
+        cut_off = index == len(tagged) and answer.choices[0].finish_reason == "length"
+        assert cut_off or re.match(r' city=\{\s*"city"\s*:\s*"(Paris|Rome)"\s*\};', piece), text

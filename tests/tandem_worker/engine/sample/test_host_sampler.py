@@ -160,6 +160,20 @@ def test_logprobs_are_the_models_own() -> None:
     assert score_prompt(logits[:1], [4], 0)[0].logprob == pytest.approx(float(expected[4]), abs=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_prompts_tokens_have_their_ranks(dtype: torch.dtype) -> None:
+    """In the order of all tokens, where of equals the lower id comes first."""
+    logits = (random_logits(40) * 2).round().to(dtype)
+    assert all(len(row.unique()) < len(row) for row in logits), "there are equals"
+    targets = [(7 * row) % logits.shape[1] for row in range(40)]
+    scores = score_prompt(logits, targets, 3)
+    order = logits.sort(descending=True, stable=True).indices.tolist()
+    assert [score.rank for score in scores] == [
+        row.index(target) + 1 for row, target in zip(order, targets, strict=True)
+    ]
+    assert [[token for token, _ in score.top] for score in scores] == [row[:3] for row in order]
+
+
 def test_no_token_where_nothing_is_possible() -> None:
     logits = random_logits(4)
     logits[1, 7] = torch.nan

@@ -79,6 +79,9 @@ def test_regexes_beyond_a_limit() -> None:
     with pytest.raises(GrammarError, match="100 levels"):
         LIMITS.check_regex("(" * 101 + ")" * 101)
     LIMITS.check_regex("(a{1000}){1000}")
+    LIMITS.check_regex("a\\\\")
+    with pytest.raises(GrammarError, match="backslash"):
+        LIMITS.check_regex("a\\\\\\")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -195,11 +197,44 @@ def test_levels_have_a_limit() -> None:
         (form(**tag("<|im_end|>a")), ("<|im_end|>",), "special token"),
         (form(**tag("<a>", TEXT, "<|im_end|>")), ("<|im_end|>",), "special token"),
         (form(type="regex", pattern="(" * 101 + ")" * 101), (), "100 levels"),
+        (form(type="regex", pattern="a\\\\\\"), (), "backslash"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_held_is_refused(given: dict[str, Any], special: Sequence[str], words: str) -> None:
     with pytest.raises(GrammarError, match=words):
         grammar(given, special)
+
+
+@given(
+    text=st.text(min_size=1, max_size=6)
+    | st.text("\x00\x1b\x7f\x85\u2028/\\\"'^]-{}()|.&~#\n\r <[3", min_size=1, max_size=6)
+)
+@settings(max_examples=200, deadline=None)
+def test_any_text_may_be_a_mark(text: str) -> None:
+    """Whatever it would mean in a grammar."""
+    triggered = grammar(form(type="triggered_tags", triggers=[text], tags=[tag(f"{text}=")]))
+    assert admits(triggered, f"{text}=1]")
+    assert not admits(triggered, f"{text}!")
+    free = grammar(form(type="any_text", excludes=[text]))
+    assert not admits(free, f"a{text}b")
+    assert admits(grammar(form(**tag(text, TEXT, text))), f"{text}{text}")
+
+
+def test_what_is_named_often_is_written_once() -> None:
+    """A request of half a megabyte becomes no grammar of many, whatever its parts have to do with each other."""
+    marks = [chr(0x4E00 + number) * 250 for number in range(120)]
+    inner = {
+        "type": "triggered_tags", "triggers": marks, "tags": [tag(mark) for mark in marks],
+        "excludes": [f"x{mark}" for mark in marks],
+    }  # fmt: skip
+    ends = [chr(0x6E00 + number) * 250 for number in range(120)]
+    given = form(
+        **tag("<o>", {"type": "or", "elements": [inner, *[{"type": "const_string", "value": "v"}] * 100]}, ends)
+    )
+    began = time.thread_time()
+    written = grammar(given)
+    assert time.thread_time() - began < 0.5
+    assert len(written) < 4 * len(json.dumps(given, ensure_ascii=False))
 
 
 @pytest.mark.parametrize("field", ["response_format", "structural_tag", "structured_outputs"])

@@ -8,11 +8,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tandem_worker.engine.errors import RequestError
 from tandem_worker.engine.schedule.params import GenerationRequest, SamplingParams, TokenDelta
 from tandem_worker.server.answer import Plan
 from tandem_worker.server.journal import StreamHead
 from tandem_worker.server.openai.chunks import AnswerHead, ChatEncoder, CompletionEncoder, Echo, Encoder
-from tandem_worker.server.openai.completion_request import Prompt
+from tandem_worker.server.openai.completion_request import CompletionRequest
+from tandem_worker.server.openai.logprobs import PromptScores
 from tandem_worker.server.openai.options import CommonOptions, to_sampling
 from tandem_worker.server.preparation.preparing import PreparedChat, PreparedCompletion, Tokens
 from tandem_worker.server.served_model import ServedModel
@@ -21,6 +23,9 @@ from tandem_worker.server.text.detokenizer import TokenTable
 from tandem_worker.server.text.patterns import compile_patterns
 from tandem_worker.server.text.shaping import shape_answer, shape_completion
 from tandem_worker.server.text.words import resolve_bias
+
+MAX_SCORES = 1 << 18
+"""Logprobs of prompts in one answer: 20 MB as JSON."""
 
 
 async def plan_chat(
@@ -58,14 +63,20 @@ async def plan_chat(
         )
         for index in range(options.n)
     ]
+    _check_scores(options, [prepared.tokens])
+    encoder = new_encoder(head, model.table)
+    engine_request = _engine_request(
+        head.id, prepared.tokens, sampling, options, endpoints, prompt_logprobs=options.prompt_logprobs
+    )
     return Plan(
-        requests=[_engine_request(head.id, prepared.tokens, sampling, options, endpoints)],
+        requests=[engine_request],
         choices=choices,
-        encoder=new_encoder(head, model.table),
+        encoder=encoder,
         stream=options.stream,
         include_usage=options.include_usage,
         continuous_usage=options.continuous_usage,
         ignored=prepared.ignored,
+        first_delta=_keep_scores(encoder, options.prompt_logprobs),
     )
 
 
@@ -79,6 +90,7 @@ async def plan_completion(
     logit_bias = resolve_bias(options, model)
     visible = model.table.special_ids if options.show_special else frozenset[int]()
     score_only = request.max_tokens == 0
+    _check_scores(options, prepared.tokens)
     head = _head(
         "cmpl-", request.model or model.name, options, model, start, with_logprobs=request.num_logprobs is not None
     )
@@ -93,7 +105,8 @@ async def plan_completion(
             eos_token_ids=model.eos_token_ids,
             grammar=grammar,
         )
-        wanted = request.num_logprobs if request.echo else None
+        asked = (request.num_logprobs if request.echo else None, options.prompt_logprobs)
+        wanted = max((each for each in asked if each is not None), default=None)
         requests.append(
             _engine_request(f"{head.id}-{position}", tokens, sampling, options, endpoints, prompt_logprobs=wanted)
         )
@@ -116,32 +129,54 @@ async def plan_completion(
         ignored=prepared.ignored,
         score_only=score_only,
     )
-    if request.echo:
-        plan.first_delta = _Echoes(encoder, request.prompts, prepared.tokens, options.n)
+    if request.echo or options.prompt_logprobs is not None:
+        plan.first_delta = _Prompts(encoder, request, prepared.tokens)
     return plan
 
 
-class _Echoes:
-    """Puts the prompts before the texts once their logprobs are there."""
+def _check_scores(options: CommonOptions, prompts: Sequence[Tokens]) -> None:
+    """Raises RequestError where the logprobs of the prompts would be too many for one answer."""
+    if options.prompt_logprobs is None:
+        return
+    count = sum(map(len, prompts)) * (1 + options.prompt_logprobs) * options.n
+    if count > MAX_SCORES:
+        raise RequestError(
+            f"The answer would have {count} logprobs of the prompt (its tokens times 1 + 'prompt_logprobs' times 'n'); "
+            f"at most {MAX_SCORES} are told.",
+            param="prompt_logprobs",
+            code="invalid_value",
+        )
 
-    def __init__(
-        self,
-        encoder: CompletionEncoder,
-        prompts: Sequence[Prompt],
-        tokens: Sequence[Tokens],
-        n: int,
-    ) -> None:
+
+def _keep_scores(encoder: Encoder, num_top: int | None) -> Callable[[int, TokenDelta], None] | None:
+    if num_top is None or not isinstance(encoder, ChatEncoder):
+        return None
+
+    def keep(position: int, delta: TokenDelta) -> None:
+        encoder.prompt_scores = PromptScores(logprobs=delta.prompt_logprobs or (), num_top=num_top)
+
+    return keep
+
+
+class _Prompts:
+    """Puts the prompts before the texts, and their logprobs beside them, once those are there."""
+
+    def __init__(self, encoder: CompletionEncoder, request: CompletionRequest, tokens: Sequence[Tokens]) -> None:
         self._encoder = encoder
-        self._prompts = prompts
+        self._request = request
         self._tokens = tokens
-        self._n = n
 
     def __call__(self, position: int, delta: TokenDelta) -> None:
-        prompt = self._prompts[position]
-        text = prompt if isinstance(prompt, str) else None
-        echo = Echo(text=text, token_ids=self._tokens[position], logprobs=delta.prompt_logprobs)
-        for index in range(self._n):
-            self._encoder.echoes[position * self._n + index] = echo
+        request, options, scores = self._request, self._request.common, delta.prompt_logprobs
+        choices = range(position * options.n, (position + 1) * options.n)
+        if options.prompt_logprobs is not None:
+            told = PromptScores(logprobs=scores or (), num_top=options.prompt_logprobs)
+            self._encoder.prompt_scores.update(dict.fromkeys(choices, told))
+        if request.echo:
+            prompt = request.prompts[position]
+            text = prompt if isinstance(prompt, str) else None
+            echo = Echo(text=text, token_ids=self._tokens[position], logprobs=scores, num_top=request.num_logprobs or 0)
+            self._encoder.echoes.update(dict.fromkeys(choices, echo))
 
 
 def _ends(options: CommonOptions) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence as Rows
 
+import numpy as np
 import torch
 
 from tandem_worker.engine.masks import MaskCredit
@@ -69,16 +70,36 @@ def compute_logprobs(logits: torch.Tensor, sequences: Rows[Sequence], tokens: li
 
 
 def score_prompt(logits: torch.Tensor, targets: list[int], num_top: int) -> list[TokenLogprob]:
-    """Logprob of token `targets[i]` after row i of `logits` `[N, vocab]`, with the `num_top` likeliest tokens."""
+    """Logprob and rank of token `targets[i]` after row i of `logits` `[N, vocab]`, and the `num_top` likeliest."""
     scores = torch.log_softmax(logits, dim=-1)
-    own = scores.gather(1, torch.tensor(targets, device=logits.device)[:, None])[:, 0].tolist()
+    tokens = torch.tensor(targets, device=logits.device)[:, None]
+    own = scores.gather(1, tokens)[:, 0].tolist()
+    ranks = _find_ranks(logits, tokens)
     if not num_top:
-        return [TokenLogprob(token_id=token, logprob=value) for token, value in zip(targets, own, strict=True)]
+        return [
+            TokenLogprob(token_id=token, logprob=value, rank=rank)
+            for token, value, rank in zip(targets, own, ranks, strict=True)
+        ]
     top = rank_tokens(logits, num_top)
+    likeliest = zip(top.tolist(), scores.gather(1, top).tolist(), strict=True)
     return [
-        TokenLogprob(token_id=token, logprob=value, top=tuple(zip(ids, values, strict=True)))
-        for token, value, ids, values in zip(targets, own, top.tolist(), scores.gather(1, top).tolist(), strict=True)
+        TokenLogprob(token_id=token, logprob=value, top=tuple(zip(*each, strict=True)), rank=rank)
+        for token, value, rank, each in zip(targets, own, ranks, likeliest, strict=True)
     ]
+
+
+def _find_ranks(logits: torch.Tensor, tokens: torch.Tensor) -> list[int]:
+    """Ranks from 1 of `tokens` `[N, 1]` in their rows of `logits` `[N, vocab]`; equals count by their ids."""
+    values = logits.gather(1, tokens)
+    if logits.device.type == "cpu" and logits.dtype == torch.float32:
+        # Counting is twenty times as fast in numpy; torch takes twice the time of the softmax for it.
+        triples = zip(logits.numpy(), values[:, 0].numpy(), tokens[:, 0].tolist(), strict=True)
+        return [
+            1 + int(np.count_nonzero(row[:token] >= value) + np.count_nonzero(row[token:] > value))
+            for row, value, token in triples
+        ]
+    equal_before = (logits == values) & (torch.arange(logits.shape[1], device=logits.device) < tokens)
+    return (1 + (logits > values).sum(dim=1) + equal_before.sum(dim=1)).tolist()
 
 
 def rank_tokens(logits: torch.Tensor, count: int) -> torch.Tensor:

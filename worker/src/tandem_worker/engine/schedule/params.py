@@ -124,6 +124,8 @@ class TokenLogprob:
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
     """The likeliest tokens with their logprobs, best first."""
+    rank: int = 0
+    """Of the token among all, from 1; 0 where nobody needs it. Of equally likely tokens the lowest ids rank first."""
 
 
 @dataclass(slots=True, kw_only=True)

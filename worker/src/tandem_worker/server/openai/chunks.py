@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import orjson
 
 from tandem_worker.engine.schedule.params import TokenLogprob
-from tandem_worker.server.openai.logprobs import SLICE_TOKENS, TokenNames, chat_logprobs, legacy_logprobs
+from tandem_worker.server.openai.logprobs import SLICE_TOKENS, PromptScores, TokenNames, chat_logprobs, legacy_logprobs
 from tandem_worker.server.pacing import Steps, complete
 from tandem_worker.server.text.detokenizer import TokenTable
 from tandem_worker.server.text.output import ToolDelta, Update, Usage
@@ -130,10 +130,14 @@ def _join_response(
 
 
 class ChatEncoder:
+    """`prompt_scores` is set by the caller, before the whole answer is written, where the request asks for them."""
+
     done = DONE
 
     def __init__(self, head: AnswerHead, table: TokenTable) -> None:
+        self.prompt_scores: PromptScores | None = None
         self.head = head
+        self._table = table
         self._names = token_names(head, table)
         base = head.fields("chat.completion.chunk")
         # `{...,"choices":[{"index":` i `,"delta":{"content":` text `},"logprobs":null,"finish_reason":null}]}`
@@ -208,6 +212,8 @@ class ChatEncoder:
         fields = self.head.fields("chat.completion")
         if self.head.return_token_ids:
             fields["prompt_token_ids"] = prompts[0]
+        if self.prompt_scores is not None:
+            fields["prompt_logprobs"] = yield from self.prompt_scores.write(self._table)
         return (yield from _join_response(fields, written, usage))
 
     def _choice(self, index: int, update: Update) -> Steps[dict[str, Any]]:
@@ -254,15 +260,19 @@ class Echo:
     """None until it is made of the tokens, when it is first written."""
     token_ids: Sequence[int]
     logprobs: Sequence[TokenLogprob | None] | None
+    num_top: int
+    """Of the likeliest tokens that are known for each, so many are told."""
 
 
 class CompletionEncoder:
-    """`echoes[i]` is set by the caller (when the first delta is there) if choice i repeats its prompt."""
+    """`echoes[i]` is set by the caller (when the first delta is there) if choice i repeats its prompt, and
+    `prompt_scores[i]` if it tells the logprobs of its prompt."""
 
     done = DONE
 
     def __init__(self, head: AnswerHead, table: TokenTable) -> None:
         self.echoes: dict[int, Echo] = {}
+        self.prompt_scores: dict[int, PromptScores] = {}
         self.head = head
         self._table = table
         self._names = token_names(head, table)
@@ -334,16 +344,17 @@ class CompletionEncoder:
         if not self.head.with_logprobs:
             return None
         logprobs: list[TokenLogprob | None] = list(update.logprobs)
+        num_top: int | None = None
         token_ids = [logprob.token_id for logprob in update.logprobs]
         offsets = [offset + shift for offset in update.logprob_offsets]
         if echo is not None and echo.logprobs is not None:
-            logprobs = [*echo.logprobs, *logprobs]
+            logprobs, num_top = [*echo.logprobs, *logprobs], echo.num_top
             token_ids = [*echo.token_ids, *token_ids]
             offsets = [
                 *(yield from prompt_offsets(self._table, echo.token_ids, (yield from self._echo_text(echo)))),
                 *offsets,
             ]
-        return (yield from legacy_logprobs(self._names, logprobs, token_ids, offsets))
+        return (yield from legacy_logprobs(self._names, logprobs, token_ids, offsets, num_top))
 
     def response(self, choices: Sequence[Update], prompts: Sequence[Sequence[int]], usage: Usage) -> Steps[list[bytes]]:
         written = (self._choice(index, *each) for index, each in enumerate(zip(choices, prompts, strict=True)))
@@ -361,6 +372,8 @@ class CompletionEncoder:
         if self.head.return_token_ids:
             choice["prompt_token_ids"] = prompt
             choice["token_ids"] = update.all_token_ids
+        if (scores := self.prompt_scores.get(index)) is not None:
+            choice["prompt_logprobs"] = yield from scores.write(self._table)
         return choice
 
 

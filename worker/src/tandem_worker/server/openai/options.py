@@ -25,6 +25,7 @@ MAX_STOP_TOKENS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_BIAS_LENGTH = 64
 """Characters of a text that names a token."""
+MAX_PROMPT_LOGPROBS = 20
 MAX_BAD_WORDS = 64
 MAX_BAD_WORD_LENGTH = 128
 _MAX_DIGITS = 19
@@ -72,6 +73,8 @@ class CommonOptions:
     bad_words: tuple[str, ...]
     truncate_prompt: int | None
     """The last so many tokens of the prompt are taken; -1: as many as fit."""
+    prompt_logprobs: int | None
+    """Likeliest tokens that are told for each token of the prompt, which is told itself too; None: nothing is."""
     ignored: tuple[str, ...]
     """Fields that a lenient client's request had in vain."""
 
@@ -117,8 +120,18 @@ def parse_common(fields: Fields, vocab_size: int) -> CommonOptions:
         allowed_token_ids=_allowed_token_ids(fields, vocab_size),
         bad_words=_bad_words(fields),
         truncate_prompt=take_truncation(fields),
+        prompt_logprobs=_prompt_logprobs(fields, stream),
         ignored=tuple(fields.ignored or ()),
     )
+
+
+def _prompt_logprobs(fields: Fields, stream: bool) -> int | None:
+    value = fields.integer("prompt_logprobs", minimum=0, maximum=MAX_PROMPT_LOGPROBS)
+    if value is not None and stream:
+        refuse(
+            "prompt_logprobs", "'prompt_logprobs' is not told in a stream: leave 'stream' out.", "unsupported_parameter"
+        )
+    return value
 
 
 def take_metadata(fields: Fields) -> None:

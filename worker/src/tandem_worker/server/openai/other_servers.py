@@ -17,7 +17,6 @@ _REFUSED: Mapping[str, tuple[str, Sequence[object]]] = {
     "use_beam_search": ("beam search is not supported: ask for several choices with 'n'", [False]),
     "length_penalty": ("it belongs to beam search, which is not supported: remove it", [1, 1.0]),
     "early_stopping": ("it belongs to beam search, which is not supported: remove it", [False]),
-    "prompt_logprobs": ("/v1/completions tells them with 'echo' and 'logprobs'", []),
     "logprob_token_ids": ("'logprobs' tells the likeliest tokens", [[]]),
     "truncation_side": ("'truncate_prompt_tokens' takes the end of a prompt: leave it out or 'left'", ["left"]),
     "guided_decoding_backend": ("grammars have one implementation: leave it out", ["auto", "guidance"]),

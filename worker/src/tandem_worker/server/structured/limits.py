@@ -99,6 +99,8 @@ class GrammarLimits:
         """Raises GrammarError."""
         self._check_bytes(len(regex), self.regex_bytes, "a regex")
         self._check_brackets(regex)
+        if (len(regex) - len(regex.rstrip("\\"))) % 2:  # which would be dropped without a word
+            raise GrammarError("it ends in a backslash that escapes nothing")
 
     def check_lark(self, grammar: str) -> None:
         """Raises GrammarError."""

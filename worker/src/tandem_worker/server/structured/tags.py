@@ -39,16 +39,21 @@ any: something that is not known here."""
 
 def write_structural_tag(answer: Format, limits: GrammarLimits, special: Collection[str]) -> str:
     """Answers are texts of this format. `special`: texts of tokens that no text consists of. Raises GrammarError."""
-    writer = _Writer(limits, special)
+    writer = _Writer(limits)
     start = writer.write(answer, None)
+    writer.check_texts(special)
     return HEADER + "\n".join([f"start: {start or _literal('')}", *writer.rules]) + "\n"
 
 
 class _Writer:
-    def __init__(self, limits: GrammarLimits, special: Collection[str]) -> None:
+    """What is needed in several places is written once and has a name: so the grammar grows with the request alone, and
+    not with its square."""
+
+    def __init__(self, limits: GrammarLimits) -> None:
         self.rules: list[str] = []
         self._limits = limits
-        self._special = [text for text in special if text]
+        self._names: dict[tuple[str, str], str] = {}
+        self._texts: list[str] = []
 
     def write(self, node: Format, ends: Ends) -> str:
         """An expression for `node` with what comes right after it."""
@@ -103,7 +108,7 @@ class _Writer:
     def _last(self, node: Format, without: Iterable[str], excludes: Iterable[str], ends: Ends) -> str:
         """Free text to the end of whatever it stands in."""
         if ends is None:
-            return self._lexeme(_text_without([*without, *excludes]))
+            return self._free([*without, *excludes])
         if ends in ((), ("",)):
             raise GrammarError(
                 f"{node.path}: free text must be the last part of an answer, or of a tag whose end is not empty"
@@ -111,26 +116,35 @@ class _Writer:
         for end in ends:
             if any(end in trigger or trigger in end for trigger in without):
                 raise GrammarError(f"{node.path}: the end {end!r} and a trigger are part of each other")
-        return "(" + " | ".join(self._text(end, without, excludes) for end in ends) + ")"
+        return self._rule(" | ".join(self._text(end, without, excludes) for end in ends))
 
     def _text(self, mark: str, without: Iterable[str], excludes: Iterable[str]) -> str:
         """Free text up to the first `mark`, which is its end."""
-        self._check(mark)
-        return self._lexeme(f"{_text_without([*without, *excludes])} {_literal(mark)}", lazy=True)
+        return self._lexeme(f"{self._free([*without, *excludes])} {self._fixed(mark)}", lazy=True)
+
+    def _free(self, marks: Collection[str]) -> str:
+        """Text in which none of these is."""
+        if not marks:
+            return self._lexeme(_ANY)
+        listed = "|".join(_META.sub(r"\\\g<0>", mark).replace("\n", r"\n") for mark in marks)
+        return self._lexeme(rf"{_ANY} & ~/(.|\n)*({listed})(.|\n)*/")
 
     def _close(self, ends: Ends) -> str:
         if not ends:
             return ""
-        return self._fixed(ends[0]) if len(ends) == 1 else f"({' | '.join(self._fixed(end) for end in ends)})"
+        return self._fixed(ends[0]) if len(ends) == 1 else self._rule(" | ".join(map(self._fixed, ends)))
 
     def _fixed(self, text: str) -> str:
-        self._check(text)
+        self._texts.append(text)
         return _literal(text) if text else ""
 
-    def _check(self, text: str) -> None:
-        for special in self._special:
-            if special in text:
-                raise GrammarError(f"{text!r} has {special!r}, a special token of this model, which is no text")
+    def check_texts(self, special: Collection[str]) -> None:
+        """Raises GrammarError where a text has one of `special`."""
+        every = "\0".join(self._texts)
+        for each in special:
+            if each and each in every:
+                text = next((text for text in self._texts if each in text), each)
+                raise GrammarError(f"{text[:80]!r} has {each!r}, a special token of this model, which is no text")
 
     def _rule(self, body: str) -> str:
         return self._add("r", "", body)
@@ -139,17 +153,13 @@ class _Writer:
         return self._add("l", "[lazy]", body) if lazy else self._add("L", "", body)
 
     def _add(self, kind: str, attributes: str, body: str) -> str:
-        name = f"{kind}{len(self.rules)}"
-        self.rules.append(f"{name}{attributes}: {body.strip() or _literal('')}")
+        name = self._names.get((kind, body))
+        if name is None:
+            name = self._names[kind, body] = f"{kind}{len(self.rules)}"
+            self.rules.append(f"{name}{attributes}: {body.strip() or _literal('')}")
         return name
 
 
 def _literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
-
-
-def _text_without(marks: Collection[str]) -> str:
-    if not marks:
-        return _ANY
-    listed = "|".join(_META.sub(r"\\\g<0>", mark).replace("\n", r"\n") for mark in marks)
-    return rf"({_ANY} & ~/(.|\n)*({listed})(.|\n)*/)"
+    """A string of Lark; DEL is the one character that JSON leaves as it is and Lark does not take."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
