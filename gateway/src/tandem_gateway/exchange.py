@@ -65,7 +65,7 @@ MAX_HELD_BYTES = 32 * 1024 * 1024
 SLOWEST_TOKENS_PER_SECOND = 4
 """An answer in one piece shows no sign of life: beyond the first token it may take this long for its tokens."""
 SMALL_PART_BYTES = 1024
-"""Parts of an answer below this size are held joined: two bytes in an object of their own take twenty times the room."""
+"""Parts of an answer below this size are held joined: two bytes in an object of their own take twenty times as much."""
 DEFAULT_MAX_TOKENS = 4096
 CLIENT_GONE = 499
 HELD_SECONDS = 5.0
