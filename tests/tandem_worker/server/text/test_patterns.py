@@ -185,3 +185,30 @@ def test_no_pattern_takes_long(pattern: str) -> None:
     for start in range(0, len(text), 4):
         matcher.feed(text[start : start + 4])
     assert time.thread_time() - began < 1.5, "half a millisecond for a character, and it is a tenth of that"
+
+
+_DISTINCT = "".join(rf"[\W\w{chr(0x4E00 + number)}]" for number in range(160))
+
+
+@pytest.mark.parametrize(
+    "pattern", [r"[\s\S]{250}z", r"(?i:[\W\w]{249})z", r"(?i)(?:[\w ]?){100}Q{3}", f"(?i){_DISTINCT}z"]
+)
+def test_no_pattern_takes_long_in_a_script_with_many_characters(pattern: str) -> None:
+    """More than a class remembers, so that each is looked at anew."""
+    matcher = StopMatcher((), Patterns([pattern]))
+    text = "".join(chr(0x4E00 + 7 * number % 20_000) for number in range(2000))
+    began = time.thread_time()
+    matcher.feed(text)
+    assert not matcher.stopped
+    assert time.thread_time() - began < 1.0, "half a millisecond for a character"
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["[a-cb-fx-z]", "[z-zA-Ca-b]", "[^a-eg-k]", "(?i)[a-cK\u017f]", "(?i)[^b-dS]", "(?ia)[k-s]", "(?a)[\\w\u00e9]",
+     "(?i)[\u00c0-\u00d6\u00f9]", "[\\d\\s-]", "[^\\W_]", "(?i)k", "(?i)[^k]", "[\U0001F600-\U0001F64F]"],
+)  # fmt: skip
+def test_classes_hold_what_those_of_re_hold(pattern: str) -> None:
+    characters = [chr(code) for code in (*range(0x250), 0x2028, 0x212A, 0x660, 0x4E00, 0x1F5FF, 0x1F600, 0x1F650)]
+    found = [each for each in characters if run(Patterns([pattern]), [each])[1] is not None]
+    assert found == re.findall(pattern, "".join(characters))

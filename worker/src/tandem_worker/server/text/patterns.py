@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 import re
 import warnings
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum, IntEnum, auto
 from functools import lru_cache
@@ -92,6 +93,7 @@ class Patterns:
         self.texts = tuple(patterns)
         self._do: list[int] = []
         self._argument: list[Any] = []
+        self._tests: dict[tuple[str, int, int], Test] = {}
         starts: list[int] = []
         for number, pattern in enumerate(patterns):
             starts.append(len(self._do))
@@ -180,6 +182,7 @@ class Patterns:
         try:
             tree = _parse(pattern)
             self._sequence(tree, tree.state.flags, 0)
+            self._tests.clear()  # their names are addresses in the tree
         except (re.error, OverflowError, RecursionError) as error:
             reason = f"more than {MAX_DEPTH} levels of groups" if isinstance(error, RecursionError) else str(error)
             raise PatternError(f"is no regex that can be read: {reason}") from error
@@ -242,7 +245,15 @@ class Patterns:
             case _ if name in _REFUSED:
                 raise PatternError(f"has {_REFUSED[name]}, which are not supported")
             case _:
-                self._emit(_Do.TAKE, _test(name, value, flags))
+                self._emit(_Do.TAKE, self._shared_test(name, value, flags))
+
+    def _shared_test(self, name: str, value: Any, flags: int) -> Test:
+        """One for all steps that ask the same, as a repetition's do: what one finds out the others know."""
+        key = (name, id(value), flags & (re.IGNORECASE | re.ASCII | re.DOTALL))
+        test = self._tests.get(key)
+        if test is None:
+            test = self._tests[key] = _test(name, value, flags)
+        return test
 
     def _branch(self, branches: Sequence[Any], flags: int, depth: int) -> None:
         ends: list[int] = []
@@ -332,53 +343,84 @@ def _test(name: str, value: Any, flags: int) -> Test:
         case "ANY":
             return (lambda character: True) if flags & re.DOTALL else "\n".__ne__
         case "LITERAL" | "NOT_LITERAL":
-            items, negated = [("LITERAL", value)], name == "NOT_LITERAL"
+            return _class([("LITERAL", value)], flags, negated=name == "NOT_LITERAL")
         case "IN":
             named = [(op.name, each) for op, each in value]
-            items, negated = [item for item in named if item[0] != "NEGATE"], named[0][0] == "NEGATE"
+            negated = named[0][0] == "NEGATE"
+            return _class(named[1:] if negated else named, flags, negated=negated)
         case _:
             raise PatternError(f"has an element of the kind {name}, which is not supported")
 
+
+def _class(items: Sequence[tuple[str, Any]], flags: int, *, negated: bool) -> Test:
+    """What a look at it costs does not grow with its items, but for the logarithm of its ranges."""
+    folds, ascii_only = bool(flags & re.IGNORECASE), bool(flags & re.ASCII)
+    literals: set[str] = set()
+    ranges: list[tuple[int, int]] = []
+    categories: dict[str, None] = {}
+    for kind, value in items:
+        match kind:
+            case "LITERAL":
+                literals |= {chr(value)} | (_variants(chr(value), ascii_only) if folds else set())
+            case "RANGE":
+                ranges.append(value)
+            case "CATEGORY":
+                categories[value.name] = None
+            case _:
+                raise PatternError(f"has an element of the kind {kind}, which is not supported")
+    lows, highs = _joined(ranges)
+
+    def in_range(character: str) -> bool:
+        code = ord(character)
+        at = bisect_right(lows, code)
+        return at > 0 and code <= highs[at - 1]
+
     def test(character: str) -> bool:
-        equal = _variants(character, flags) if flags & re.IGNORECASE else {character}
-        return any(_includes(kind, each, equal, character, flags) for kind, each in items) != negated
+        equal = _variants(character, ascii_only) if folds else (character,)
+        found = (
+            not literals.isdisjoint(equal)
+            or (bool(lows) and any(map(in_range, equal)))
+            or any(_in_category(each, character, ascii_only) for each in categories)
+        )
+        return found != negated
 
     return _Known(test).__getitem__
 
 
-def _includes(kind: str, value: Any, equal: set[str], character: str, flags: int) -> bool:
-    match kind:
-        case "LITERAL":
-            other = chr(value)
-            return other in equal or bool(flags & re.IGNORECASE and equal & _variants(other, flags))
-        case "RANGE":
-            return any(value[0] <= ord(each) <= value[1] for each in equal)
-        case "CATEGORY":
-            return _in_category(value.name, character, flags)
-        case _:
-            raise PatternError(f"has an element of the kind {kind}, which is not supported")
+def _joined(ranges: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
+    """The lows and highs of the same ranges, in order and apart from each other."""
+    lows, highs = list[int](), list[int]()
+    for low, high in sorted(ranges):
+        if highs and low <= highs[-1]:
+            highs[-1] = max(highs[-1], high)
+        else:
+            lows.append(low)
+            highs.append(high)
+    return lows, highs
 
 
-def _variants(character: str, flags: int) -> set[str]:
-    """The characters that differ from it by case."""
-    if flags & re.ASCII and not character.isascii():
-        return {character}
+@lru_cache(maxsize=_MAX_KNOWN)
+def _variants(character: str, ascii_only: bool) -> frozenset[str]:
+    """The characters that differ from it by case. All classes of a program ask for the same one."""
+    if ascii_only and not character.isascii():
+        return frozenset((character,))
     lower, upper = character.lower(), character.upper()
     every = {character, lower, upper, lower.upper(), upper.lower()}
-    return {each for each in every if len(each) == 1 and (each.isascii() or not flags & re.ASCII)}
+    return frozenset(each for each in every if len(each) == 1 and (each.isascii() or not ascii_only))
 
 
-def _in_category(name: str, character: str, flags: int) -> bool:
+@lru_cache(maxsize=_MAX_KNOWN)
+def _in_category(name: str, character: str, ascii_only: bool) -> bool:
     kind = name.removeprefix("CATEGORY_").removeprefix("UNI_")
     negated = kind.startswith("NOT_")
     kind = kind.removeprefix("NOT_")
-    foreign = bool(flags & re.ASCII) and not character.isascii()
+    foreign = ascii_only and not character.isascii()
     match kind:
         case "DIGIT":
             answer = character.isdecimal()
         case "SPACE":
             # The separators between files are space to Unicode, and not to ASCII.
-            answer = character in " \t\n\r\f\v" if flags & re.ASCII else character.isspace()
+            answer = character in " \t\n\r\f\v" if ascii_only else character.isspace()
         case _:
             answer = _is_word(character)
     return (answer and not foreign) != negated
