@@ -116,6 +116,19 @@ FORMS: list[tuple[dict[str, Any], list[str], list[str]]] = [
       "triggers": ["f"]}, ["a", "f(null)", 'f["x"]'], ["f", "f(1)", "of"]),
     (form(type="triggered_tags", triggers=['"\\/\r\x01'], tags=[tag('"\\/\r\x01\t')]), ['a"\\/', '"\\/\r\x01\t1]'],
      ['"\\/\r\x01']),
+    # A regex could take the text after it too, and an answer would have no end.
+    (form(**tag("<n>", {"type": "regex", "pattern": ".*"}, "</n>")), ["<n></n>", "<n>a</b></n>"],
+     ["<n>a", "<n>a\n</n>", "<n></n></n>"]),
+    (form(**tag("<n>", {"type": "regex", "pattern": "[a-z]+|1"}, ["bb", ";"])), ["<n>abb", "<n>1bb", "<n>b;"],
+     ["<n>bb", "<n>1a;"]),
+    (form(type="triggered_tags", triggers=["<n"], tags=[tag("<n>", {"type": "regex", "pattern": ".+"}, "</n>")]),
+     ["x<n>1</n>y<n>2</n>"], ["<n></n>", "<n>1"]),
+    (form(type="sequence", elements=[{"type": "regex", "pattern": ".*"}, tag("<a>"), {"type": "regex", "pattern": ".*"},
+                                     {"type": "const_string", "value": "."}, {"type": "regex", "pattern": ".*"}]),
+     ["hi<a>1].", "<a>1]so.so"], ["hi<a>x].", "<a>1]", "hi."]),
+    (form(**tag("<n>", {"type": "sequence", "elements": [{"type": "regex", "pattern": "[a-z]*"},
+                                                         {"type": "const_string", "value": "ab"}]}, "!")),
+     ["<n>xyab!", "<n>ab!"], ["<n>x!", "<n>xyab"]),
 ]  # fmt: skip
 
 

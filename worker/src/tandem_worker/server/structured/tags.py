@@ -63,24 +63,50 @@ class _Writer:
             case TriggeredTags():
                 return self._triggered(node, ends)
             case Sequence():
-                parts = [self.write(each, ()) for each in node.elements[:-1]]
-                return " ".join([*parts, self.write(node.elements[-1], ends)])
+                return self._sequence(node, ends)
             case Or():
                 return "(" + " | ".join(self.write(each, ends) or _literal("") for each in node.elements) + ")"
             case Tag():
-                return f"{self._fixed(node.begin)} {self._inside(node)} {self._close(ends)}"
+                return f"{self._fixed(node.begin)} {self._after_text(node, ends)}"
             case TagsWithSeparator():
                 return f"{self._separated(node)} {self._close(ends)}"
             case ConstString():
-                return f"{self._fixed(node.value)} {self._close(ends)}"
+                return f"{self._fixed(node.value)} {self._after_text(node, ends)}"
             case JsonSchema():
                 return f"{self._rule(embed_json_schema(node.schema))} {self._close(ends)}"
             case Regex():
-                self._limits.check_regex(node.pattern)
-                pattern = regex_to_lark(node.pattern, "")
-                return f"{self._lexeme(f'/{pattern}/')} {self._close(ends)}"
+                return self._regex(node, ends)
             case _:
                 raise AssertionError(f"unknown: {node}")
+
+    def _regex(self, node: Regex, ends: Ends) -> str:
+        """A lexeme takes as much as it can: it would take the text after it too. So it takes that with it, lazily."""
+        self._limits.check_regex(node.pattern)
+        pattern = f"/{regex_to_lark(node.pattern, '')}/"
+        if ends in (None, (), ("",)):
+            return self._lexeme(pattern)
+        assert ends is not None
+        return self._rule(" | ".join(self._lexeme(f"{pattern} {self._fixed(end)}", lazy=True) for end in ends))
+
+    def _sequence(self, node: Sequence, ends: Ends) -> str:
+        parts: list[str] = []
+        begun = False  # whether the text that an element begins with is written, with the regex before it
+        for index, each in enumerate(node.elements):
+            after = node.elements[index + 1] if index + 1 < len(node.elements) else None
+            right: Ends = ends if after is None else ()
+            if isinstance(each, Regex) and isinstance(after, ConstString | Tag):
+                right = (after.value if isinstance(after, ConstString) else after.begin,)
+            if begun and isinstance(each, ConstString | Tag):
+                parts.append(self._after_text(each, right))
+            else:
+                parts.append(self.write(each, right))
+            begun = isinstance(each, Regex) and isinstance(after, ConstString | Tag)
+        return " ".join(parts)
+
+    def _after_text(self, node: ConstString | Tag, ends: Ends) -> str:
+        """What of it comes after the text that it begins with, and what comes right after it."""
+        close = self._close(ends)
+        return f"{self._inside(node)} {close}" if isinstance(node, Tag) else close
 
     def _inside(self, tag: Tag) -> str:
         """From behind the beginning of a tag to its end."""
