@@ -121,6 +121,18 @@ def test_where_no_gateway_is_wanted_nothing_waits_for_one() -> None:
     assert admission_condition(plan, live(plan, p0=up()), FleetView(), []) is None
 
 
+def test_a_partner_that_comes_back_while_its_role_goes_is_admitted() -> None:
+    """As when its node is drained before the last decode worker that needs it is gone."""
+    children = live(blueprint(prefill={}, decode={"replicas": 2}))
+    children[ChildKey("Pod", "m-prefill-0")] |= up()
+    known = FleetView(standings={"m-prefill-0": admitted()}, reporting=GATEWAY, asked=True)
+    alone = blueprint(decode={"replicas": 2})
+    assert decided(alone, children, known) == {"m-prefill-0": ("True", "Admitted")}
+    for key in [key for key in children if key.kind == "Pod" and key.name.startswith("m-decode")]:
+        del children[key]
+    assert decided(alone, children, known) == {}, "it goes"
+
+
 def test_pods_without_the_gate_are_left_as_they_are() -> None:
     plan = blueprint()
     for known in (view(p0=admitted()), view(p0=rejected(LONG)), view(unable=True)):

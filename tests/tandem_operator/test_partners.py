@@ -185,3 +185,31 @@ def test_a_model_that_serves_is_ready_while_a_role_is_added() -> None:
         plan, live, problems=(), failures={}, waiting=(), now="2026-01-01T00:00:00Z"
     )  # nothing was promised before
     assert next(c.status for c in fresh.conditions if c.type == "Ready") == "False"
+
+
+@pytest.mark.parametrize(
+    ("kind", "prefill", "expected"),
+    [("VLLM", None, "False"), ("VLLM", {"replicas": 2}, "False"), ("Tandem", None, "True")],
+)
+def test_a_decode_worker_without_the_partner_it_needs_is_not_told_as_served(
+    kind: str, prefill: dict[str, Any] | None, expected: str
+) -> None:
+    """Where the role has just come, or goes, and its workers are down; Tandem's compute prompts themselves."""
+    engine = {"image": "w:1", "kind": kind, "device": "CUDA"}
+    pair = blueprint(engine=engine, prefill={})
+    plan = blueprint(engine=engine) if prefill is None else blueprint(engine=engine, prefill=prefill)
+    model = plan.model.model_copy(
+        update={"status": InferenceModelStatus(decode=RoleStatus(replicas=1, ready=1, updated=1, promised=1))}
+    )
+    live = settled(pair)
+
+    def ready() -> str:
+        status = build_status(
+            Blueprint(model=model, release=plan.release), live, problems=(), failures={}, waiting=(),
+            now="2026-01-01T00:00:00Z",
+        )  # fmt: skip
+        return next(c.status for c in status.conditions if c.type == "Ready")
+
+    assert ready() == "True"
+    live[ChildKey("Pod", "m-prefill-0")]["status"]["conditions"] = [{"type": "Ready", "status": "False"}]
+    assert ready() == expected

@@ -98,6 +98,39 @@ async def test_only_namespaces_of_models_are_read_and_the_last_answer_is_kept_fo
     assert len(api.asked) == 4, "nobody asks for it any more"
 
 
+async def test_pods_that_the_quota_counts_sooner_or_later_than_the_operator_take_nothing_away(
+    server: tuple[Server, KubeClient],
+) -> None:
+    api, client = server
+    present = {"a": 8}
+    watch = QuotaWatch(client, lambda: present)
+    budgets: list[int | None] = []
+    for used, seen in (("8", 8), ("8", 7), ("7", 7), ("8", 7), ("8", 8), ("12", 8), ("12", 8), ("12", 8)):
+        api.items, present["a"] = [quota("8", used)], seen
+        await watch.read_all()
+        budgets.append(watch.budget("a").gpus)
+    assert budgets == [8, 8, 8, 8, 8, 8, 8, 4], "a pod gone, one made; and others that use some for good"
+    api.items = []
+    await watch.read_all()
+    assert watch.budget("a") == Budget()
+    api.items = [quota("6", "8")]
+    await watch.read_all()
+    assert watch.budget("a").gpus == 6, "of a quota that is new, the first look counts"
+
+
+@pytest.mark.parametrize("body", [{"metadata": {}}, {"items": None, "metadata": {}}, [], {"items": [None]}])
+async def test_an_answer_of_another_form_is_told_and_ends_nothing(body: Any) -> None:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        return web.json_response(body)
+
+    async with serving(handle) as url:
+        client, now = KubeClient(api_client(url, 2)), 61.0
+        watch = QuotaWatch(client, lambda: {"a": 3}, clock=lambda: now)
+        await watch.read_all()
+        assert (watch.budget("a").gpus, bool(watch.budget("a").problem)) == (None, True)
+        await client.close()
+
+
 class Loads(FleetWatch):
     """Each model has a load of its own."""
 

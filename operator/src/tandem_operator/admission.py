@@ -17,6 +17,7 @@ from tandem_operator.fleet import REJECTED_SECONDS, FleetView
 from tandem_operator.groups import Group, group_pods, is_leaving, is_ready
 from tandem_operator.manifests import POD, ChildKey, Manifest, ModelKey, child_key, dig, dig_list
 from tandem_operator.observation import pods_of, workload_key
+from tandem_operator.partners import partner_groups
 from tandem_operator.planner import Children
 from tandem_operator.workloads.blueprint import Blueprint
 
@@ -59,9 +60,10 @@ def gateway_addresses(blueprint: Blueprint, live: Children) -> dict[str, str]:
 
 
 def plan_admissions(blueprint: Blueprint, live: Children, view: FleetView) -> list[Admission]:
-    """Gates that say something else than they should."""
+    """Gates that say something else than they should. Those of partners that stay for a while open like others: one
+    that is lost comes back, and a disruption budget counts it."""
     found: list[Admission] = []
-    for group in _groups(blueprint, live):
+    for group in [*_groups(blueprint, live), *partner_groups(blueprint, live)]:
         decision = _decide(blueprint, group, view)
         if decision is None:
             continue

@@ -15,7 +15,7 @@ from tandem_api.inferencemodel import RoleStatus
 from tandem_api.names import Role
 
 from tandem_operator.causes import Problem, role_problem
-from tandem_operator.groups import Group, group_pods, is_leaving, is_ready, revision_of
+from tandem_operator.groups import Group, group_pods, group_size, is_leaving, is_ready, revision_of
 from tandem_operator.manifests import (
     DEPLOYMENT,
     POD,
@@ -58,7 +58,8 @@ class RoleState:
     builds: Mapping[str, int] = field(default_factory=dict[str, int])
     """Ready replicas by build; of worker roles."""
     partners: Mapping[str, int] = field(default_factory=dict[str, int])
-    """The same, with those that need no partner under `WHOLE`: see `capacity_of`."""
+    """The same, with those that need no partner under `WHOLE`, and without those that serve nobody for want of one: see
+    `capacity_of`."""
 
     @property
     def settled(self) -> bool:
@@ -110,7 +111,8 @@ def observe_role(
         groups = group_pods(pods, spec.nodes_per_replica)
         builds = Counter(build_of(group) for group in groups if group.is_ready)
         paired = role is Role.DECODE
-        partners = Counter(WHOLE if paired and is_whole(g) else build_of(g) for g in groups if g.is_ready)
+        served = _without_lone(blueprint, [group for group in groups if group.is_ready], live)
+        partners = Counter(WHOLE if paired and is_whole(g) else build_of(g) for g in served)
         counts = len(groups), builds.total(), sum(group.is_of(revision) for group in groups)
     surging = max(desired_pods, dig(workload, "spec", "replicas") or 0) if desired_pods else 0
     if failure and problem is None and len(pods) < surging:
@@ -203,6 +205,22 @@ def build_of(group: Group) -> str:
 def is_whole(group: Group) -> bool:
     """Whether the replica computes prompts and answers alike."""
     return labels_of(group.pods[0]).get(names.LABEL_ROLE) == Role.UNIFIED.value
+
+
+def _without_lone(blueprint: Blueprint, ready: Sequence[Group], live: Children) -> list[Group]:
+    """Without decode workers of engines whose decode workers compute no prompts, where no prefill worker of their build
+    is ready: nothing is promised of a role that comes or goes, so its own count does not tell."""
+    pairs = any(labels_of(group.pods[0]).get(names.LABEL_ROLE) == Role.DECODE.value for group in ready)
+    if blueprint.model.spec.engine.kind == "Tandem" or not pairs:
+        return list(ready)
+    fed = {build_of(group) for group in prefill_groups(blueprint, live) if group.is_ready}
+    return [group for group in ready if is_whole(group) or build_of(group) in fed]
+
+
+def prefill_groups(blueprint: Blueprint, live: Children) -> list[Group]:
+    """The replicas of the prefill role that there are, whether the spec has one or not."""
+    pods = pods_of(workload_key(blueprint, Role.PREFILL), live)
+    return group_pods(pods, group_size(labels_of(pods[0])) if pods else 1)
 
 
 def state_of(group: Group, *, now: datetime) -> State:

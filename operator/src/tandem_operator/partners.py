@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 from tandem_api.names import LABEL_ROLE, Role
 
+from tandem_operator.groups import Group
 from tandem_operator.manifests import NETWORK_POLICY, POD, STATEFUL_SET, ChildKey, Manifest, child_key, labels_of
-from tandem_operator.observation import pods_of, workload_key
+from tandem_operator.observation import pods_of, prefill_groups, workload_key
 from tandem_operator.planner import Children
 from tandem_operator.workloads.blueprint import COMPONENT_LABEL, Blueprint, component_of, sign
 
@@ -32,6 +33,11 @@ def needed_partners(blueprint: Blueprint, live: Children) -> frozenset[ChildKey]
         for key, child in live.items()
         if key.kind != POD.name and labels_of(child).get(COMPONENT_LABEL) == component
     )
+
+
+def partner_groups(blueprint: Blueprint, live: Children) -> list[Group]:
+    """The replicas of the prefill role that stay though they are not desired."""
+    return prefill_groups(blueprint, live) if needed_partners(blueprint, live) else []
 
 
 def with_ways(desired: Sequence[Manifest], partners: frozenset[ChildKey], live: Children) -> list[Manifest]:

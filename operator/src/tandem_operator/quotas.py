@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import floor
@@ -25,6 +26,10 @@ QUOTA_RESOURCE = f"requests.{GPU_RESOURCE}"
 _PERIOD_SECONDS = 10.0
 _KEPT_SECONDS = 60.0
 """For so long the last answer counts while the API server gives none."""
+_SETTLED_LOOKS = 3
+"""Looks of which the largest budget counts. What quotas count as used and what pods the operator knows of are never of
+one moment: a pod that has just been made, or has just gone, would pass for another owner's, and a model would drain a
+replica for it."""
 _MOST_QUOTAS = 100
 """Of one namespace."""
 
@@ -88,6 +93,7 @@ class QuotaWatch:
         self._present = present
         self._clock = clock
         self._known: dict[str, tuple[float, Budget]] = {}
+        self._lately: dict[str, deque[int]] = {}
         self._problems: dict[str, str] = {}
 
     def budget(self, namespace: str) -> Budget:
@@ -108,13 +114,15 @@ class QuotaWatch:
         namespaces = self._present()
         for gone in self._known.keys() - namespaces.keys():
             del self._known[gone]
+            self._lately.pop(gone, None)
         for gone in self._problems.keys() - namespaces.keys():
             del self._problems[gone]
         for namespace in namespaces:
             try:
                 await self._read(namespace)
                 self._problems.pop(namespace, None)
-            except (APIError, aiohttp.ClientError, TimeoutError, ValueError) as error:
+            except (APIError, aiohttp.ClientError, OSError, ValueError, LookupError, TypeError) as error:
+                # Also an answer of another form, from something in between, which ends nothing here.
                 said = str(error) or type(error).__name__
                 if namespace not in self._problems:
                     log.warning("cannot read the GPU quota", extra={"namespace": namespace, "error": said})
@@ -130,4 +138,10 @@ class QuotaWatch:
                 break
         # Pods are counted when the quota is read: what others use is the difference of the two.
         gpus = find_budget(limits, self._present().get(namespace, 0))
+        if gpus is None:
+            self._lately.pop(namespace, None)
+        else:
+            looks = self._lately.setdefault(namespace, deque(maxlen=_SETTLED_LOOKS))
+            looks.append(gpus)
+            gpus = max(looks)
         self._known[namespace] = self._clock(), Budget(gpus=gpus)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -132,3 +133,12 @@ def test_equals_share_by_need_and_do_not_take_turns() -> None:
     for wanted in (17, 18, 19, 20):  # demand goes up and down by a replica or two
         assert share_out([held[0], replace(held[1], wanted=wanted)], 12) == {"small": 3, "large": 9}
     assert share_out([held[0], replace(held[1], wanted=60)], 12)["large"] > 9
+
+
+def test_sharing_out_thousands_of_replicas_takes_milliseconds() -> None:
+    """Every model asks every few seconds, on the operator's event loop."""
+    claims = [make_claim(f"m{n}", least=1, held=50, wanted=100) for n in range(200)]
+    begun = time.process_time()
+    found = allot(claims, 15_000)
+    assert sum(one.target for one in found.values()) == 15_000
+    assert time.process_time() - begun < 0.3

@@ -238,3 +238,11 @@ def test_a_fleet_that_nobody_asks_shrinks_by_halves_to_its_minimum() -> None:
         if not seen or seen[-1] != count:
             seen.append(count)
     assert seen == [8, 4, 2]
+
+
+@pytest.mark.parametrize("extra", [0.1, inf])
+def test_prompts_without_an_answer_meet_the_target_for_a_token(extra: float) -> None:
+    """As where only scores or embeddings are asked for, on replicas whose steps chats have shown before."""
+    demand = replace(DEMAND, answers=replace(DEMAND.answers, output=0.0))
+    count, missed = size_shared(demand, replace(REPLICA, extra=extra), TTFT, TPOT)
+    assert (count, missed) == (size_shared(demand, replace(REPLICA, extra=0.0), TTFT, TPOT))

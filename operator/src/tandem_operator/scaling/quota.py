@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 from itertools import groupby
 
 
@@ -84,15 +85,22 @@ def _ordered(claims: Sequence[Claim]) -> list[Claim]:
 def _fill(claims: Sequence[Claim], first: Mapping[str, int], left: int) -> dict[str, int]:
     """From `first` on, a replica at a time to the claim of which the smallest part is met."""
     given = dict(first)
-    while True:
-        open_claims = [
-            claim
-            for claim in claims
-            if given[claim.name] < claim.wanted and min(claim.step, claim.wanted - given[claim.name]) <= left
-        ]
-        if not open_claims:
-            return given
-        claim = min(open_claims, key=lambda claim: (given[claim.name] / claim.wanted, claim.name))
+    if sum(max(0, claim.wanted - given[claim.name]) for claim in claims) <= left:
+        return {claim.name: max(claim.wanted, given[claim.name]) for claim in claims}
+    open_claims = [_place(claim, given) for claim in claims if given[claim.name] < claim.wanted]
+    heapify(open_claims)
+    while open_claims:
+        *_, claim = heappop(open_claims)
         more = min(claim.step, claim.wanted - given[claim.name])
+        if more > left:
+            continue  # what is left only shrinks
         given[claim.name] += more
         left -= more
+        if given[claim.name] < claim.wanted:
+            heappush(open_claims, _place(claim, given))
+    return given
+
+
+def _place(claim: Claim, given: Mapping[str, int]) -> tuple[float, str, Claim]:
+    """Names differ, so that claims are never compared."""
+    return given[claim.name] / claim.wanted, claim.name, claim

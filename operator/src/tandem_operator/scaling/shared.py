@@ -117,10 +117,13 @@ def find_missed(replicas: int, demand: SharedDemand, replica: SharedReplica, ttf
         if longer <= seconds * (1 + _SETTLED):
             break
         seconds = longer
-    if seconds > limit:
+    if not answers.output:
+        most = 1.0  # no token waits for prompts: only scores or vectors are asked for
+    elif seconds > limit:
         return TPOT
-    if rate:
+    else:
         most = replica.largest_share(step, limit)
+    if rate:
         if most < 1:
             service = prompts.uncached / speed
             deviation = sqrt(share * service * (1 + prompts.variation) / (answers.output * tpot.seconds))
