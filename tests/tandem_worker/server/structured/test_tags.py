@@ -233,6 +233,13 @@ def test_any_text_may_be_a_mark(text: str) -> None:
     assert admits(grammar(form(**tag(text, TEXT, text))), f"{text}{text}")
 
 
+@pytest.mark.parametrize(("tags", "ends", "size", "words"), [(128, 128, 4, "at most 2000"), (100, 10, 1000, "512 KiB")])
+def test_writing_ends_at_a_limit(tags: int, ends: int, size: int, words: str) -> None:
+    many = [tag(f"<{n}>", end=[f"</{n}.{end:0{size}}>" for end in range(ends)]) for n in range(tags)]
+    with pytest.raises(GrammarError, match=words):
+        grammar(form(type="triggered_tags", triggers=["<"], tags=many))
+
+
 def test_what_is_named_often_is_written_once() -> None:
     """A request of half a megabyte becomes no grammar of many, whatever its parts have to do with each other."""
     marks = [chr(0x4E00 + number) * 250 for number in range(120)]

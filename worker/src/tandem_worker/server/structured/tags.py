@@ -53,7 +53,8 @@ class _Writer:
         self.rules: list[str] = []
         self._limits = limits
         self._names: dict[tuple[str, str], str] = {}
-        self._texts: list[str] = []
+        self._literals: dict[str, str] = {}
+        self._size = 0
 
     def write(self, node: Format, ends: Ends) -> str:
         """An expression for `node` with what comes right after it."""
@@ -161,15 +162,19 @@ class _Writer:
         return self._fixed(ends[0]) if len(ends) == 1 else self._rule(" | ".join(map(self._fixed, ends)))
 
     def _fixed(self, text: str) -> str:
-        self._texts.append(text)
-        return _literal(text) if text else ""
+        literal = self._literals.get(text)
+        if literal is None:
+            self._size += len(text)
+            self._limits.check_fixed_texts(len(self._literals) + 1, self._size)
+            literal = self._literals[text] = _literal(text) if text else ""
+        return literal
 
     def check_texts(self, special: Collection[str]) -> None:
         """Raises GrammarError where a text has one of `special`."""
-        every = "\0".join(self._texts)
+        every = "\0".join(self._literals)
         for each in special:
             if each and each in every:
-                text = next((text for text in self._texts if each in text), each)
+                text = next((text for text in self._literals if each in text), each)
                 raise GrammarError(f"{text[:80]!r} has {each!r}, a special token of this model, which is no text")
 
     def _rule(self, body: str) -> str:
