@@ -65,11 +65,9 @@ def _compute(model: Any, prompt: list[int], stop: set[int]) -> tuple[list[int], 
 
 
 def assert_same(got: list[int], oracle: tuple[Any, Any], prompt: list[int], tie: float = TIE) -> None:
-    """`got` is the greedy continuation without its stop token; a proven tie ends the comparison."""
+    """`got` is the greedy continuation with its stop token; a proven tie ends the comparison."""
     model, tokenizer = oracle
-    stop = {tokenizer.eos_token_id}
-    tokens, margins = expected(model, prompt, stop)
-    want = [token for token in tokens if token not in stop]
+    want, margins = expected(model, prompt, {tokenizer.eos_token_id})
     for position, (mine, theirs) in enumerate(zip(got, want, strict=False)):
         if mine != theirs and margins[position] < tie:
             return

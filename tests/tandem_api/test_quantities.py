@@ -7,13 +7,17 @@ from tandem_api.quantities import parse_duration, parse_quantity
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("500m", 0.5), ("2", 2), ("1.5", 1.5), ("16Gi", 16 * 2**30), ("3k", 3000), ("1Ei", 2**60)]
-)
+    ("text", "value"),
+    [
+        ("500m", 0.5), ("2", 2), ("1.5", 1.5), ("16Gi", 16 * 2**30), ("3k", 3000), ("1Ei", 2**60), ("1E", 10**18),
+        ("1e3", 1000), ("1.5E2", 150), ("5e-1", 0.5),
+    ],
+)  # fmt: skip
 def test_quantities(text: str, value: float) -> None:
     assert parse_quantity(text) == value
 
 
-@pytest.mark.parametrize("text", ["", "Gi", "1gi", "-1", "1 Gi", "1e3"])
+@pytest.mark.parametrize("text", ["", "Gi", "1gi", "-1", "1 Gi", "1e999", "1e3Gi", "e3"])
 def test_what_is_not_a_quantity(text: str) -> None:
     with pytest.raises(ValueError, match="not a quantity"):
         parse_quantity(text)

@@ -265,8 +265,8 @@ async def test_minimums_that_do_not_fit_are_kept_and_told() -> None:
     namespace = Namespace(3)
     await namespace.run(500, 3.5, 3.5)
     assert (namespace.gpus_of(LOW), namespace.gpus_of(HIGH)) == (2, 2)
-    assert "keeps takes" not in namespace.told(LOW)[1]
-    assert "keep takes 4 GPUs, and its quota leaves them 3: raise the quota" in namespace.told(LOW)[1]
+    assert "take 4 GPUs at least, by scaling.min or because they are held for now" in namespace.told(LOW)[1]
+    assert "its quota leaves them 3: raise the quota" in namespace.told(LOW)[1]
 
 
 async def test_a_quota_that_cannot_be_read_is_told_and_limits_nothing() -> None:

@@ -8,7 +8,7 @@ from decimal import Decimal
 QUANTITY_PATTERN = r"[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?"
 DURATION_PATTERN = r"[0-9]+h([0-9]+m)?([0-9]+s)?|[0-9]+m([0-9]+s)?|[0-9]+s"
 
-_QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?")
+_QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)(?:[eE]([+-]?[0-9]{1,2})|(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei))?")
 _FACTORS = {"m": Decimal("0.001"), None: Decimal(1)} | {
     suffix: Decimal(base**power)
     for base, suffixes in ((1000, ["k", "M", "G", "T", "P", "E"]), (1024, ["Ki", "Mi", "Gi", "Ti", "Pi", "Ei"]))
@@ -18,7 +18,8 @@ _DURATION = re.compile(r"(?:([0-9]+)h)?(?:([0-9]+)m)?(?:([0-9]+)s)?")
 
 
 def parse_quantity(text: str) -> Decimal:
-    """The value of a Kubernetes quantity such as `500m`, `2`, `16Gi`.
+    """The value of a Kubernetes quantity such as `500m`, `2`, `16Gi`, or `1e3`, which the schema of models does not
+    admit and Kubernetes' own objects may have.
 
     Raises:
         ValueError: `text` is not a quantity.
@@ -27,7 +28,7 @@ def parse_quantity(text: str) -> Decimal:
         raise ValueError(
             f"{text!r} is not a quantity; write a number with an optional suffix, for example 500m or 16Gi"
         )
-    return Decimal(match[1]) * _FACTORS[match[2]]
+    return Decimal(match[1]).scaleb(int(match[2] or 0)) * _FACTORS[match[3]]
 
 
 def parse_duration(text: str) -> float:

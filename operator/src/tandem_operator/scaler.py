@@ -267,8 +267,8 @@ class Scaler:
         said = ""
         if least > budget.gpus:
             said = (
-                f" The least that the namespace's models keep takes {least} GPUs, and its quota leaves them"
-                f" {budget.gpus}: raise the quota, or lower scaling.min."
+                f" The namespace's models take {least} GPUs at least, by scaling.min or because they are held for now,"
+                f" and its quota leaves them {budget.gpus}: raise the quota, or lower scaling.min."
             )
         if own.granted >= claim.wanted:
             return spec, said
