@@ -42,6 +42,7 @@ def scale_up_and_down(main: Fleet) -> None:
 
 
 MODEL = "scaled"
+GPU = "nvidia.com/gpu"
 TIGHT, LOOSE = 0.002, 60.0
 """Seconds: below what the machine can do, and far above it."""
 
@@ -131,6 +132,61 @@ def test_roles_follow_their_targets_apart(fleet: Fleet, say: Say) -> None:
     active = fleet.condition(MODEL, "ScalingActive")
     assert active is not None
     assert active["status"] == "True", active
+
+
+@contextmanager
+def gpus_on_paper(fleet: Fleet, number: int) -> Iterator[None]:
+    """A node that says it has GPUs: the scheduler and quotas count them, and nobody asks where they are."""
+    name = fleet.kubernetes.request("GET", "/api/v1/nodes")["items"][0]["metadata"]["name"]
+
+    def set_capacity(value: str | None) -> None:
+        capacity = {"status": {"capacity": {GPU: value}, "allocatable": {GPU: value}}}
+        fleet.kubernetes.request("PATCH", f"/api/v1/nodes/{name}/status", capacity, "application/merge-patch+json")
+
+    set_capacity(str(number))
+    try:
+        yield
+    finally:
+        set_capacity(None)
+
+
+def set_quota(fleet: Fleet, gpus: int) -> None:
+    quota = {
+        "apiVersion": "v1",
+        "kind": "ResourceQuota",
+        "metadata": {"name": "gpus"},
+        "spec": {"hard": {f"requests.{GPU}": str(gpus)}},
+    }
+    path = fleet.path("resourcequotas", "gpus") + "?fieldManager=e2e&force=true"
+    fleet.kubernetes.request("PATCH", path, quota, "application/apply-patch+yaml")
+
+
+@pytest.mark.timeout(600)
+def test_workers_that_do_both_follow_demand_as_far_as_the_quota_goes(fleet: Fleet, say: Say) -> None:
+    automatic = {"scaling": {"mode": "SLO", "min": 1, "max": 2}}
+    behaviour = {"behavior": {"scaleDownStabilization": "10s"}}
+    manifest = smollm2(MODEL, prefill=None, autoscaling=behaviour, **targets(TIGHT, LOOSE))
+    manifest["spec"]["decode"] |= automatic
+    manifest["spec"]["decode"]["resources"] |= {"limits": {GPU: "1"}}
+    with gpus_on_paper(fleet, 4):
+        set_quota(fleet, 1)
+        fleet.apply(manifest)
+        fleet.wait_ready(MODEL)
+        with load(fleet, say, concurrency=6):
+
+            def is_limited() -> str:
+                told = scaling(fleet)["message"]
+                assert "Limited by the namespace's GPU quota: 1 of 2" in told, told
+                return told
+
+            say(f"scaling within a quota: {until('the quota to limit it', is_limited, within=120, every=1.0)}")
+            assert count(fleet, "decode") == 1
+            set_quota(fleet, 2)
+            fleet.wait_role(MODEL, "decode", 2, within=120)
+        fleet.patch(MODEL, targets(LOOSE, LOOSE))
+        with load(fleet, say, concurrency=1, pause=8.0):
+            fleet.wait_role(MODEL, "decode", 1, within=210)
+        say(f"scaling down: {scaling(fleet)['message']}")
 
 
 def is_missed(fleet: Fleet) -> bool:
