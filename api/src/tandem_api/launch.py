@@ -242,7 +242,8 @@ class GatewayConfig(Wire):
     served_name: str
     namespace: str
     disaggregated: bool
-    """True when prefill workers exist as a role of their own."""
+    """True when prefill workers exist as a role of their own. Gateways of earlier releases want the field; those of this
+    one go by the workers that they find."""
     http_port: int = GATEWAY_HTTP_PORT
     metrics_port: int = GATEWAY_METRICS_PORT
     keys_path: str | None = None
@@ -265,8 +266,11 @@ class GatewayConfig(Wire):
     """None: unless the environment says so, requests are not traced."""
 
 
-GATEWAY_FOLLOWS = frozenset({"cors", "served_name", "timeouts", "queue", "drain_timeout_seconds", "tracing"})
-"""Fields of `GatewayConfig` that a running gateway follows by `GatewayRouting`: a change restarts nothing."""
+GATEWAY_FOLLOWS = frozenset(
+    {"cors", "disaggregated", "served_name", "timeouts", "queue", "drain_timeout_seconds", "tracing"}
+)
+"""Fields of `GatewayConfig` that a running gateway follows, by `GatewayRouting` or by what it finds: a change restarts
+nothing."""
 
 
 class CanaryTraffic(Wire):
