@@ -242,8 +242,8 @@ class GatewayConfig(Wire):
     served_name: str
     namespace: str
     disaggregated: bool
-    """True when prefill workers exist as a role of their own. Gateways of earlier releases want the field; those of this
-    one go by the workers that they find."""
+    """True when prefill workers exist as a role of their own. Gateways of earlier releases want the field; those of
+    this one go by the workers that they find."""
     http_port: int = GATEWAY_HTTP_PORT
     metrics_port: int = GATEWAY_METRICS_PORT
     keys_path: str | None = None
