@@ -182,10 +182,10 @@ def test_workers_that_do_both_follow_demand_as_far_as_the_quota_goes(fleet: Flee
             say(f"scaling within a quota: {until('the quota to limit it', is_limited, within=120, every=1.0)}")
             assert count(fleet, "decode") == 1
             set_quota(fleet, 2)
-            fleet.wait_role(MODEL, "decode", 2, within=120)
+            fleet.wait_role(MODEL, "unified", 2, within=120)
         fleet.patch(MODEL, targets(LOOSE, LOOSE))
         with load(fleet, say, concurrency=1, pause=8.0):
-            fleet.wait_role(MODEL, "decode", 1, within=210)
+            fleet.wait_role(MODEL, "unified", 1, within=210)
         say(f"scaling down: {scaling(fleet)['message']}")
 
 

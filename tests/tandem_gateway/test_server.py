@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -71,6 +72,29 @@ async def test_drain_finishes_what_runs(launch, start_worker, fault, chat, conne
     assert b"connection: close" in await late_reader.read()
     assert await process.refuses(connect)
     assert b"t14 " in await reader.read()
+    assert await process.process.wait() == 0
+
+
+async def test_a_connection_that_was_said_to_stay_takes_one_more_request(
+    launch, start_worker, fault, chat, connect
+) -> None:
+    """A stream's head was written before the gateway was told to end: its client asks again on the same connection."""
+    worker = await start_worker(default=fault.stream(10, then="error", pause=0.1))
+    process = await launch("--worker", f"url=127.0.0.1:{worker.port}", "--lame-duck", "0")
+    reader, writer = await connect(process.http_port)
+    writer.write(chat(stream=True))
+    head = await reader.readuntil(b"\r\n\r\n")
+    assert b"connection: close" not in head
+    await reader.readuntil(b"t1 ")
+    process.process.send_signal(signal.SIGTERM)
+    assert await process.refuses(connect)
+    await reader.readuntil(b"\r\n0\r\n\r\n")
+    await asyncio.sleep(0.3)
+    writer.write(chat(stream=True))
+    answer = await reader.read()
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert b"connection: close" in answer
+    assert answer.endswith(b"0\r\n\r\n")
     assert await process.process.wait() == 0
 
 

@@ -704,7 +704,7 @@ class Exchange:
         if _ROUTE in self.request.headers:
             self._explain()
         framing = b"" if self.request.http10 else b"\r\ntransfer-encoding: chunked"
-        keep_alive = self.request.keep_alive and not self._context.draining
+        self._keep_alive_after = keep_alive = self._keep_alive
         return build_head(self._head, self.request_id, framing + self.request.answer_fields, keep_alive=keep_alive)
 
     def _end_stream(self, stream: EventStream) -> None:
@@ -716,7 +716,8 @@ class Exchange:
             self.error = "worker"
         assert self.choice is not None
         self.choice.decode.count_end(failed=failed)
-        self._finish(keep_alive=self.request.keep_alive and not self._context.draining)
+        # As its head has said, also when this gateway ends by now: the client's next request may be on its way.
+        self._finish(keep_alive=self._keep_alive_after)
 
     def _hold(self, data: bytes) -> None:
         held = self._held

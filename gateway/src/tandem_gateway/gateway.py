@@ -436,9 +436,13 @@ class Gateway:
         """Something runs, or was answered and is not on its way yet."""
         return bool(self.exchanges) or any(connection.unsent for connection in self.connections)
 
-    def close_idle(self) -> None:
+    def close_idle(self) -> bool:
+        """Close connections on which nobody asks. False where a next request may be on its way."""
+        now = asyncio.get_running_loop().time()
+        settled = True
         for connection in tuple(self.connections):
-            connection.close_if_idle()
+            settled &= connection.close_if_idle(now)
+        return settled
 
     def stop(self) -> None:
         """End what still runs."""

@@ -131,10 +131,10 @@ class Server:
             listener.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(gateway.drain_timeout_seconds):
-                while gateway.busy:
-                    gateway.close_idle()
+                settled = gateway.close_idle()
+                while gateway.busy or not settled:
                     await asyncio.sleep(TICK_SECONDS / 2)
-        gateway.close_idle()
+                    settled = gateway.close_idle()
 
     async def stop(self) -> None:
         left = len(self.gateway.exchanges)

@@ -25,6 +25,8 @@ from tandem_gateway.http.request import MAX_HEADER_BYTES, Request
 from tandem_gateway.http.response import CONTINUE
 
 KEEP_ALIVE_SECONDS = 75.0
+SETTLE_SECONDS = 1.0
+"""After an answer that left the connection open: a client that asks again has done so by then."""
 LINGER_SECONDS = 5.0
 LINGER_BYTES = 64 * 1024 * 1024
 """After an error that ends the connection, input is read and dropped up to here: closing with unread input would reset
@@ -221,10 +223,15 @@ class ClientConnection(asyncio.Protocol):
         if self._share.charged:
             self.account()
 
-    def close_if_idle(self) -> None:
+    def close_if_idle(self, now: float) -> bool:
+        """Close a connection on which nobody asks. False where the next request may be on its way, after an answer."""
         reader = self._reader
-        if self.exchange is None and not reader.ready and not self._unread and reader.phase == IDLE:
-            self.transport.close()
+        if self.closed or self.exchange is not None or reader.ready or self._unread or reader.phase != IDLE:
+            return True
+        if self.deadline - now > KEEP_ALIVE_SECONDS - SETTLE_SECONDS:
+            return False
+        self.transport.close()
+        return True
 
     def tick(self, now: float) -> None:
         """Enforce the deadline of the phase that waits for the client. The exchange keeps its own."""
