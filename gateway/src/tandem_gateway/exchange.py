@@ -704,7 +704,7 @@ class Exchange:
         if _ROUTE in self.request.headers:
             self._explain()
         framing = b"" if self.request.http10 else b"\r\ntransfer-encoding: chunked"
-        self._keep_alive_after = keep_alive = self._keep_alive
+        self._keep_alive_after = keep_alive = self.request.keep_alive and not self._context.draining
         return build_head(self._head, self.request_id, framing + self.request.answer_fields, keep_alive=keep_alive)
 
     def _end_stream(self, stream: EventStream) -> None:
