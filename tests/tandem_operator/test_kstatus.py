@@ -98,6 +98,9 @@ SPECS: dict[str, tuple[dict[str, Any], str]] = {
     "no decode": ({"decode": {"replicas": 0}}, "ScaledToZero"),
     "no decode beside prefill": ({"prefill": {"replicas": 2}, "decode": {"replicas": 0}}, "ScaledToZero"),
     "no gateway": ({"gateway": {"replicas": 0}}, "ScaledToZero"),
+    "no decode by what scales it": ({"decode": {"replicas": 0, "scaling": {"mode": "External"}}}, "ScaledToZero"),
+    "suspended at zero": ({"suspend": True, "decode": {"replicas": 0}, "gateway": {"replicas": 0}}, "Suspended"),
+    "no partner": ({"engine": {"kind": "VLLM", "device": "CUDA"}, "prefill": {"replicas": 0}}, "NoPrefill"),
 }
 
 
@@ -175,6 +178,14 @@ def test_a_surge_that_a_quota_refuses_is_told_while_all_is_served() -> None:
     live[ChildKey("Pod", "m-decode-0")]["metadata"]["labels"]["controller-revision-hash"] = "old"
     status = look(plan, live, failures={DECODE: "exceeded quota"})
     assert (condition(status, "Ready"), condition(status, "Stalled")) == ("True Serving", "True PodsNotCreated")
+    said = next(c.message for c in status.conditions if c.type == "Stalled")
+    assert "raise the ResourceQuota" in said
+    assert "spec.rollout.maxSurge: 0" in said
+    del live[ChildKey("Pod", "m-decode-0")]
+    lacking = look(plan, live, failures={DECODE: "exceeded quota"})
+    assert "maxSurge" not in next(c.message for c in lacking.conditions if c.type == "Stalled"), (
+        "it lacks more than that"
+    )
 
 
 def test_roles_of_different_builds_are_not_ready_whatever_their_pods_say() -> None:
@@ -182,6 +193,7 @@ def test_roles_of_different_builds_are_not_ready_whatever_their_pods_say() -> No
     plan = blueprint(prefill={}, decode={"podTemplate": overlay})
     status = look(plan, settled(plan))
     assert condition(status, "Ready") == "False BuildsApart"
+    assert kstatus(written(status)) == "Failed", "somebody has to give them one image"
 
 
 def test_a_paused_rollout_waits_for_a_person_and_serves() -> None:
@@ -204,6 +216,8 @@ def test_a_deadline_ends_the_waiting() -> None:
     assert condition(late, "Stalled") == "True ProgressDeadlineExceeded"
     assert kstatus(written(late)) == "Failed"
     assert condition(look(after(plan, late), live, now=LATER), "Stalled") == "True ProgressDeadlineExceeded"
+    again = look(after(plan, late), live, now="2026-01-01T00:00:30Z")
+    assert kstatus(written(again)) == "InProgress", "it was the clock: a pod that comes up is not waited for until then"
     live[ChildKey("Pod", "m-decode-0")]["metadata"]["creationTimestamp"] = "2026-01-01T02:01:00Z"
     assert kstatus(written(look(after(plan, late), live, now=LATER))) == "InProgress", "something has come since"
 

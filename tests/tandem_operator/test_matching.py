@@ -27,6 +27,16 @@ def test_everything_satisfies_itself(tree: Any) -> None:
         ({}, {"a": {}, "b": []}),
         ({"limits": {"cpu": "1"}}, {"limits": {"cpu": "1000m"}}),
         ({"requests": {"memory": "1Gi", "cpu": "1"}}, {"requests": {"memory": "1024Mi"}}),
+        ({"limits": {"cpu": "1m"}}, {"limits": {"cpu": "0.0001"}}),
+        ({"overhead": {"cpu": "1"}}, {"overhead": {"cpu": "1000m"}}),
+        ({"dnsPolicy": "ClusterFirst"}, {"dnsPolicy": ""}),
+        ({"limits": {"memory": "9223372036854775807"}}, {"limits": {"memory": "100E"}}),
+        ({"emptyDir": {"sizeLimit": "2Gi"}}, {"emptyDir": {"sizeLimit": "2048Mi"}}),
+        ({"emptyDir": {"sizeLimit": "512Mi"}}, {"emptyDir": {"sizeLimit": "0.5Gi"}}),
+        ({"env": [{"name": "PROXY"}]}, {"env": [{"name": "PROXY", "value": ""}]}),
+        ({"volumeMounts": [{"name": "a"}]}, {"volumeMounts": [{"name": "a", "readOnly": False}]}),
+        ({}, {"hostNetwork": False}),
+        ({"periodSeconds": 10}, {"initialDelaySeconds": 0, "periodSeconds": 0}),
     ],
 )
 def test_additions_and_rewritten_quantities_are_fine(live: Any, desired: Any) -> None:
@@ -44,6 +54,12 @@ def test_additions_and_rewritten_quantities_are_fine(live: Any, desired: Any) ->
         ({"limits": {"cpu": "2"}}, {"limits": {"cpu": "1"}}),
         ({"limits": {}}, {"limits": {"cpu": "1"}}),
         ({"a": {}}, {"a": {"b": 0}}),
+        ({"emptyDir": {"sizeLimit": "1Gi"}}, {"emptyDir": {"sizeLimit": "2Gi"}}),
+        ({"emptyDir": {}}, {"emptyDir": {"sizeLimit": "2Gi"}}),
+        ({"env": [{"name": "PROXY", "value": "http://p"}]}, {"env": [{"name": "PROXY", "value": ""}]}),
+        ({"readOnly": True}, {"readOnly": False}),
+        ({}, {"automountServiceAccountToken": False}),
+        ({"periodSeconds": 5}, {"periodSeconds": 0}),
     ],
 )
 def test_drift_is_seen(live: Any, desired: Any) -> None:

@@ -3,8 +3,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from operator_objects import raw_model
-from tandem_api.inferencemodel import InferenceModelStatus, RolloutStatus
+from tandem_api.inferencemodel import (
+    CanaryStatus,
+    Condition,
+    InferenceModelStatus,
+    RoleScalingStatus,
+    RolloutStatus,
+    ScalingStatus,
+)
 from tandem_operator.errors import InvalidSpecError
 from tandem_operator.parsing import parse_status, read_model, read_past
 
@@ -101,3 +110,47 @@ def test_parts_of_a_status_that_cannot_be_read_are_written_anew_and_the_others_s
     status = InferenceModelStatus(rollout=kept).model_dump(by_alias=True) | {"prefill": {"ready": "some"}, "new": 1}
     assert parse_status({"status": status}).rollout == kept
     assert parse_status({"status": "none"}) == parse_status({}) == InferenceModelStatus()
+
+
+def test_of_what_a_later_release_wrote_only_the_values_that_cannot_be_read_are_left_out() -> None:
+    """Without the rollout, a revision that failed its canary would pass for the one that serves."""
+    trial = CanaryStatus(revision=4, step=2, weight=25, reason="ErrorRate", message="9 % of requests failed")
+    kept = RolloutStatus(phase="RolledBack", revision=4, digest="d", stable_revision=3, canary=trial, retry="r")
+    told = [
+        Condition(
+            type="Ready", status="True", reason="Serving", message="m", last_transition_time="2026-01-01T00:00:00Z"
+        ),
+        Condition(type="ModelReady", status="True", reason="Loaded", message="m"),
+    ]
+    scaling = ScalingStatus(decode=RoleScalingStatus(mode="SLO", desired=7), message="m")
+    status: dict[str, Any] = InferenceModelStatus(rollout=kept, conditions=told, scaling=scaling).model_dump(
+        by_alias=True, exclude_none=True
+    )
+    status["rollout"]["canary"] |= {"weight": 12.5, "analysis": "a"}
+    status["conditions"] = [
+        {"type": "Later", "status": "Perhaps", "reason": "R", "message": "m"},
+        *status["conditions"],
+    ]
+    status["scaling"] |= {"prefill": {"mode": "Predictive", "desired": 3}}
+    found = parse_status({"status": status})
+    assert found.rollout == kept.model_copy(update={"canary": trial.model_copy(update={"weight": 0})})
+    assert (found.conditions, found.scaling) == (told, scaling)
+    status["rollout"]["phase"] = "Analysing"
+    again = parse_status({"status": status}).rollout
+    assert again is not None
+    assert (again.phase, again.revision, again.stable_revision, again.retry) == ("Preparing", 4, 3, "r")
+    status["rollout"]["stableRevision"] = "three"
+    assert parse_status({"status": status}).rollout is None, "nobody knows what serves"
+    assert parse_status({"status": status}).conditions == told
+
+
+@given(
+    place=st.lists(
+        st.sampled_from(["rollout", "conditions", "scaling", "canary", "phase", "decode", "0", "mode"]), max_size=4
+    ),
+    value=st.none() | st.integers() | st.text(max_size=3) | st.lists(st.integers(), max_size=2) | st.just({"a": []}),
+)
+def test_any_status_is_read(place: list[str], value: Any) -> None:
+    for step in reversed(place):
+        value = {step: value}
+    parse_status({"status": value})

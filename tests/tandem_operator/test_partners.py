@@ -194,7 +194,8 @@ def test_a_model_that_serves_is_ready_while_a_role_is_added() -> None:
 def test_a_decode_worker_without_the_partner_it_needs_is_not_told_as_served(
     kind: str, prefill: dict[str, Any] | None, expected: str
 ) -> None:
-    """Where the role has just come, or goes, and its workers are down; Tandem's compute prompts themselves."""
+    """Where the role has just come, or goes, and its workers are down; Tandem's compute prompts themselves. Nobody is
+    told that something is available then either."""
     engine = {"image": "w:1", "kind": kind, "device": "CUDA"}
     pair = blueprint(engine=engine, prefill={})
     plan = blueprint(engine=engine) if prefill is None else blueprint(engine=engine, prefill=prefill)
@@ -203,13 +204,13 @@ def test_a_decode_worker_without_the_partner_it_needs_is_not_told_as_served(
     )
     live = settled(pair)
 
-    def ready() -> str:
+    def told() -> dict[str, str]:
         status = build_status(
             Blueprint(model=model, release=plan.release), live, problems=(), failures={}, waiting=(),
             now="2026-01-01T00:00:00Z",
         )  # fmt: skip
-        return next(c.status for c in status.conditions if c.type == "Ready")
+        return {c.type: c.status for c in status.conditions if c.type in ("Ready", "Available")}
 
-    assert ready() == "True"
+    assert told() == {"Ready": "True", "Available": "True"}
     live[ChildKey("Pod", "m-prefill-0")]["status"]["conditions"] = [{"type": "Ready", "status": "False"}]
-    assert ready() == expected
+    assert told() == {"Ready": expected, "Available": expected}

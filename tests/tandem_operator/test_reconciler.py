@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from time import time as clock
 from typing import Any
 
@@ -795,6 +796,17 @@ def add_gateway(server: ObjectServer, **worker: str) -> None:
     server.kept["/fleet"] = {"kind": "Fleet", "gateway": "m-5f-a", "startedAt": 1, "at": 2, "workers": [told]}
 
 
+@asynccontextmanager
+async def asking(operator: Operator) -> AsyncIterator[None]:
+    """Gateways are asked meanwhile."""
+    running = asyncio.create_task(operator.fleet.run())
+    try:
+        yield
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
 async def until_reported(operator: Operator) -> None:
     async with asyncio.timeout(10):
         while not operator.fleet.view(KEY).standings:  # noqa: ASYNC110 -- the other end is a server
@@ -810,14 +822,10 @@ async def test_a_worker_is_ready_only_once_a_gateway_has_admitted_it(server: Obj
     assert f"{path}/status" not in server.written, "no gateway has said anything"
     assert server.conditions["WorkersAdmitted"]["reason"] == "NoGatewayReady"
     add_gateway(server, state="Admitted")
-    asking = asyncio.create_task(operator.fleet.run())
-    try:
+    async with asking(operator):
         await operator.look()
         assert server.conditions["WorkersAdmitted"]["reason"] == "NotAskedYet"
         await until_reported(operator)
-    finally:
-        asking.cancel()
-        await asyncio.gather(asking, return_exceptions=True)
     await operator.look()
     gates = [c for c in server.kept[path]["status"]["conditions"] if c["type"] == GATE]
     assert [(gate["status"], gate["reason"]) for gate in gates] == [("True", "Admitted")]
@@ -862,15 +870,11 @@ async def test_gateways_that_cannot_be_asked_are_named_where_workers_wait_for_th
     server.kept[path]["spec"] = {"readinessGates": [{"conditionType": GATE}]}
     add_gateway(server)
     server.refuse["GET", "/fleet"] = (500, "no")
-    asking = asyncio.create_task(operator.fleet.run())
-    try:
+    async with asking(operator):
         await operator.look()
         async with asyncio.timeout(10):
             while "it answers 500" not in operator.fleet.view(KEY).silent.values():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-    finally:
-        asking.cancel()
-        await asyncio.gather(asking, return_exceptions=True)
     await operator.look()
     assert f"{path}/status" not in server.written, "it is not guessed"
     words = "1 of 1 gateways do not report: m-5f-a: it answers 500"
@@ -1142,14 +1146,10 @@ async def test_a_value_that_only_a_later_release_knows_holds_all_and_what_serves
     path = server.add_pod("m-decode-0", **UP)
     server.kept[path]["spec"] = {"readinessGates": [{"conditionType": GATE}]}
     add_gateway(server, state="Admitted")
-    asking = asyncio.create_task(operator.fleet.run())
-    try:
+    async with asking(operator):
         await operator.look()
         assert server.conditions["Ready"]["status"] == "False", "a worker was lost"
         await until_reported(operator)
-    finally:
-        asking.cancel()
-        await asyncio.gather(asking, return_exceptions=True)
     await operator.look()
     gates = [c for c in server.kept[path]["status"]["conditions"] if c["type"] == GATE]
     assert [gate["status"] for gate in gates] == ["True"], "the one that was made in its place is admitted"

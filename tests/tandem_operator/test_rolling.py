@@ -78,6 +78,26 @@ def test_a_new_template_comes_with_a_partition_that_holds_everything() -> None:
     assert told(rolled(blueprint(decode={"replicas": 3}), removed)) == (3, 3), "a field that goes changes it too"
 
 
+def test_a_rollout_goes_on_though_the_api_server_writes_a_template_otherwise() -> None:
+    """Else it would look like a new template at every look, and nothing would ever be replaced."""
+    worker = {"name": "worker", "env": [{"name": "PROXY", "value": ""}], "startupProbe": {"initialDelaySeconds": 0}}
+    overlay = {"spec": {"hostNetwork": False, "containers": [worker]}}
+    limits = {"tmpSizeLimit": "2048Mi", "resources": {"limits": {"memory": "1024Mi"}}}
+    plan = blueprint(decode={"replicas": 3, "podTemplate": overlay} | limits)
+    live = serving(plan)
+    outdated(live, "m-decode-0", "m-decode-1", "m-decode-2")
+    live[DECODE]["spec"]["updateStrategy"] = {"type": "RollingUpdate", "rollingUpdate": {"partition": 2}}
+    spec = live[DECODE]["spec"]["template"]["spec"]
+    container = spec["containers"][0]
+    del spec["hostNetwork"], container["startupProbe"]["initialDelaySeconds"]
+    next(v for v in spec["volumes"] if v["name"] == "tmp")["emptyDir"]["sizeLimit"] = "2Gi"
+    container["resources"]["limits"]["memory"] = "1Gi"
+    del next(e for e in container["env"] if e["name"] == "PROXY")["value"]
+    assert names_of(rolled(plan, live)) == ["m-decode-2"]
+    container["env"].pop()
+    assert names_of(rolled(plan, live)) == [], "what somebody changed by hand is put right first"
+
+
 def test_one_by_one_from_the_last_and_only_once_the_controller_knows() -> None:
     plan = blueprint(decode={"replicas": 3})
     live = serving(plan)
@@ -102,6 +122,26 @@ def test_a_single_replica_is_replaced_beside_another_one() -> None:
         live[key]["spec"]["updateStrategy"]["rollingUpdate"]["partition"] = 1
     found = rolled(plan, live)
     assert (told(found), told(found, "m-prefill"), found.replace) == ((2, 1), (2, 1), ())
+
+
+def test_a_surge_that_finds_no_room_can_be_given_up() -> None:
+    """A quota is full: the second replica was asked for and never made."""
+    waits = blueprint(decode={"replicas": 1})
+    live = serving(waits)
+    outdated(live, "m-decode-0")
+    live[DECODE]["spec"] |= {
+        "replicas": 2,
+        "updateStrategy": {"type": "RollingUpdate", "rollingUpdate": {"partition": 1}},
+    }
+    found = rolled(waits, live)
+    assert (told(found), found.replace) == ((2, 1), ()), "what serves stays"
+    found = rolled(blueprint(decode={"replicas": 1}, rollout={"maxSurge": 0}), live)
+    assert told(found) == (1, 0)
+    live[DECODE]["spec"] |= {
+        "replicas": 1,
+        "updateStrategy": {"type": "RollingUpdate", "rollingUpdate": {"partition": 0}},
+    }
+    assert names_of(rolled(blueprint(decode={"replicas": 1}, rollout={"maxSurge": 0}), live)) == ["m-decode-0"]
 
 
 def test_recreate_takes_everything_at_once() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from operator_objects import RELEASE, raw_model
 from tandem_api.inferencemodel import InferenceModel
-from tandem_api.launch import GatewayRouting, TracingConfig, TTFTDeadline
+from tandem_api.launch import GatewayRouting, StoreLimits, TracingConfig, TTFTDeadline
 from tandem_operator.routing import MAX_FORMER_NAMES, plan_routing, seconds_left
 from tandem_operator.workloads import Blueprint
 from tandem_operator.workloads.configs import gateway_config, start_hash, worker_config
@@ -37,6 +37,13 @@ def test_a_name_from_before_is_served_for_a_while() -> None:
     assert plan("new", renamed, at=70).former_until is None
     assert seconds_left(renamed, now=START + timedelta(seconds=60)) == 10
     assert seconds_left(first, now=START) is None
+
+
+def test_a_clock_that_was_ahead_serves_a_name_no_longer() -> None:
+    ahead = plan("new", plan("old", None), at=86_400)
+    seen = plan("new", ahead, at=10)
+    assert (seen.served_names, seen.former_until) == (["new", "old"], "2026-01-01T00:01:10Z")
+    assert plan("new", seen, at=70).served_names == ["new"]
 
 
 @pytest.mark.parametrize(("drain", "until"), [("5s", "2026-01-01T00:01:00Z"), ("10m", "2026-01-01T00:10:00Z")])
@@ -73,6 +80,18 @@ def test_gateways_follow_cors_and_none_is_started_anew_for_it() -> None:
         config = gateway_config(Blueprint(model=InferenceModel.model_validate(raw_model(**spec)), release=RELEASE))
         names.add(start_hash(config))
         assert config.cors == (rules if spec else None), "a gateway that starts does not wait for the status"
+    assert len(names) == 1
+
+
+def test_gateways_follow_the_store_of_responses_and_none_is_started_anew_for_it() -> None:
+    store = {"responseStore": {"maxBytes": "64Mi", "ttl": "30m"}}
+    wanted = StoreLimits(max_bytes=64 << 20, ttl_seconds=1800)
+    assert (plan("m", None, gateway=store).response_store, plan("m", None).response_store) == (wanted, None)
+    names = set()
+    for spec in ({}, {"gateway": store}):
+        config = gateway_config(Blueprint(model=InferenceModel.model_validate(raw_model(**spec)), release=RELEASE))
+        names.add(start_hash(config))
+        assert config.response_store == (wanted if spec else None), "a gateway that starts does not wait for the status"
     assert len(names) == 1
 
 

@@ -38,6 +38,20 @@ def test_everything_up() -> None:
     assert (found.decode.summary, found.url) == ("2/2", "http://m.n.svc")
 
 
+def test_messages_have_a_bound_whatever_others_say() -> None:
+    """What a webhook says of a pod that it refuses has none, and an object that is too large is never written."""
+    plan = blueprint()
+    live = settled(plan)
+    del live[ChildKey("Pod", "m-decode-0")]
+    words = "policy says no: " + "x" * 100_000
+    found = status(plan, live, failures={ChildKey("StatefulSet", "m-decode"): words})
+    stalled = by_type(found)["Stalled"]
+    assert stalled.message.startswith("StatefulSet m-decode: policy says no")
+    assert max(len(c.message) for c in found.conditions) <= 4000
+    refused = Problem(reason="InvalidSpec", message=words, stalled=True)
+    assert max(len(c.message) for c in refused_status(refused, found, generation=2, now=NOW).conditions) <= 4000
+
+
 def test_why_the_spec_is_not_followed_is_told_before_what_ails_pods() -> None:
     """Somebody has corrected the image, and needs to know why the pods of the former one stay."""
     plan = blueprint(decode={"replicas": 2})

@@ -44,7 +44,7 @@ from tandem_operator.settings import OperatorSettings
 from tandem_operator.turns import Turns
 from tandem_operator.workqueue import WorkQueue
 
-_CRD_POLL_SECONDS = 2.0
+_API_POLL_SECONDS = 2.0
 _CHILDREN_SECONDS = 0.2
 """How long changes of children are gathered: one pod alone changes four times until it is ready."""
 _MODELS_AT_ONCE = 20
@@ -134,7 +134,7 @@ class Operator:
                     said = str(error)
                     text = "InferenceModel is not served yet; install the CRD" if self._connected else "no API server"
                     log.warning(f"{text}; will try again", extra={"error": said})
-                await asyncio.sleep(_CRD_POLL_SECONDS)
+                await asyncio.sleep(_API_POLL_SECONDS)
         self._connected = True
         await election.acquire()
 
@@ -176,7 +176,8 @@ class Operator:
             )
             if not await _first(stopped, _first(held, synced)):
                 return 0
-            await self._remember_turns()
+            if not await _first(stopped, _first(held, self._remember_turns())):
+                return 0
             tasks += [asyncio.create_task(self._work(), name="worker") for _ in range(self._settings.workers)]
             tasks.append(asyncio.create_task(self._resync(), name="resync"))
             tasks.append(asyncio.create_task(self._fleet.run(), name="fleet"))
@@ -193,9 +194,17 @@ class Operator:
             await self._hub.close()
 
     async def _remember_turns(self) -> None:
-        """Whose turn it was under the operator before."""
-        if not self._settings.max_concurrent_rollouts:
-            return
+        """Whose turn it was under the operator before. Without knowing that more would be rolled than may."""
+        is_known = not self._settings.max_concurrent_rollouts
+        while not is_known:
+            try:
+                await self._read_turns()
+                is_known = True
+            except (APIError, aiohttp.ClientError, TimeoutError) as error:
+                log.warning("cannot read whose turn it is to roll; will try again", extra={"error": str(error)})
+                await asyncio.sleep(_API_POLL_SECONDS)
+
+    async def _read_turns(self) -> None:
         for namespace in self._settings.namespaces or (None,):
             async for page in self._client.list_pages(INFERENCE_MODEL.path(namespace), selector={}):
                 for item in page["items"]:

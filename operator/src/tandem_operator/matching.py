@@ -1,17 +1,36 @@
 """Does a live object already say everything that a desired one says?
 
 The API server adds defaults and other managers add fields: both are left alone. Anything the desired object states must
-be there, so that a change by hand of a field that the operator owns is noticed. A false alarm costs one server-side
-apply that changes nothing; a miss would leave drift, so doubtful cases count as different.
+be there, so that a change by hand of a field that the operator owns is noticed. A miss would leave drift, so doubtful
+cases count as different; but what the API server writes otherwise than it was told, in a pod template above all, must
+count as the same: a template that never matches looks like a new one for ever, and holds its rollout.
 """
 
 from __future__ import annotations
 
+from decimal import ROUND_CEILING, Decimal
 from typing import Any, cast
 
 from tandem_api.quantities import parse_quantity
 
-_QUANTITY_MAPS = frozenset({"requests", "limits"})
+_QUANTITY_MAPS = frozenset({"requests", "limits", "overhead"})
+_QUANTITIES = frozenset({"sizeLimit", "divisor"})
+_MOST, _FINEST = Decimal(2**63 - 1), Decimal("0.001")
+"""What the API server cuts quantities to, and the precision that it rounds them up to."""
+_LEFT_OUT = frozenset({"hostIPC", "hostNetwork", "hostPID", "readOnly", "stdin", "stdinOnce", "tty"})
+"""Switches of pods that the API server leaves out where they are off."""
+_HAS_DEFAULT = frozenset(
+    {
+        "dnsPolicy", "imagePullPolicy", "path", "protocol", "restartPolicy", "schedulerName", "scheme",
+        "terminationMessagePath", "terminationMessagePolicy",
+    }
+)  # fmt: skip
+"""Texts of pods that the API server fills in where they are empty."""
+_ZERO_MEANS = {
+    "hostPort": None, "initialDelaySeconds": None, "timeoutSeconds": 1, "periodSeconds": 10, "successThreshold": 1,
+    "failureThreshold": 3,
+}  # fmt: skip
+"""Numbers of pods that the API server leaves out, or replaces, where they are 0."""
 
 
 def satisfies(live: Any, desired: Any, *, field: str = "") -> bool:
@@ -25,7 +44,18 @@ def satisfies(live: Any, desired: Any, *, field: str = "") -> bool:
         if not isinstance(live, list) or len(cast(list[Any], live)) != len(wanted):
             return False
         return all(satisfies(have, want) for have, want in zip(cast(list[Any], live), wanted, strict=True))
-    return type(live) is type(desired) and live == desired
+    if type(live) is type(desired) and live == desired:
+        return True
+    return _is_rewritten(live, desired, field=field)
+
+
+def _is_rewritten(live: Any, desired: Any, *, field: str) -> bool:
+    """Whether `live` is what the API server makes of `desired`. Most empty texts it leaves out."""
+    if desired == "" or (desired is False and field in _LEFT_OUT):
+        return live is None or field in _HAS_DEFAULT
+    if type(desired) is int and desired == 0 and field in _ZERO_MEANS:
+        return live == _ZERO_MEANS[field]
+    return field in _QUANTITIES and live is not None and _same_quantity(live, desired)
 
 
 def _map_satisfies(live: Any, desired: dict[str, Any], *, field: str) -> bool:
@@ -40,8 +70,12 @@ def _map_satisfies(live: Any, desired: dict[str, Any], *, field: str) -> bool:
 
 
 def _same_quantity(live: Any, desired: Any) -> bool:
-    """The API server rewrites quantities: `1000m` comes back as `1`."""
+    """The API server rewrites quantities: `1000m` comes back as `1`, `1024Mi` as `1Gi`."""
     try:
-        return parse_quantity(str(live)) == parse_quantity(str(desired))
+        return _kept(str(live)) == _kept(str(desired))
     except ValueError:
         return str(live) == str(desired)
+
+
+def _kept(quantity: str) -> Decimal:
+    return min(parse_quantity(quantity), _MOST).quantize(_FINEST, rounding=ROUND_CEILING)

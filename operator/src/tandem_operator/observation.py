@@ -37,6 +37,10 @@ WAITS_FOR_GATES = "ReadinessGatesNotReady"
 """The kubelet's reason for pods whose containers are ready."""
 BLINK = timedelta(seconds=30)
 """A worker that has been unready for less may be back in a moment."""
+_NO_ROOM = (
+    "; what is missing is the replica on top that a rollout begins with: spec.rollout.maxSurge: 0 does without one, and"
+    " a role with a single replica serves nothing meanwhile"
+)
 UNREACHABLE = timedelta(minutes=5)
 """A node that is out of reach may be serving for this long: then Kubernetes gives its pods up too."""
 
@@ -116,7 +120,10 @@ def observe_role(
         counts = len(groups), builds.total(), sum(group.is_of(revision) for group in groups)
     surging = max(desired_pods, dig(workload, "spec", "replicas") or 0) if desired_pods else 0
     if failure and problem is None and len(pods) < surging:
-        problem = Problem(reason="PodsNotCreated", message=f"{key}: {failure}{advice(failure)}", stalled=True)
+        text = f"{key}: {failure}{advice(failure)}"
+        if role is not Role.GATEWAY and len(pods) >= desired_pods:
+            text = f"{text}{_NO_ROOM}"
+        problem = Problem(reason="PodsNotCreated", message=text, stalled=True)
     generation = dig(workload, "metadata", "generation")
     return RoleState(
         role=role,

@@ -39,7 +39,10 @@ def read_model(raw: Manifest) -> Reading:
             one, and the unknown fields.
     """
     found = raw | {"status": parse_status(raw)}
-    known, unknown = without_unknown(InferenceModel, found)
+    try:
+        return Reading(model=InferenceModel.model_validate(found))
+    except ValidationError as error:
+        known, unknown = _drop_unknown(found, error)
     try:
         return Reading(model=InferenceModel.model_validate(known), unknown=unknown)
     except ValidationError as error:
@@ -83,10 +86,15 @@ def without_unknown(kind: type[BaseModel], raw: Manifest) -> tuple[Manifest, tup
     try:
         kind.model_validate(raw)
     except ValidationError as error:
-        places = [item["loc"] for item in error.errors() if item["type"] == "extra_forbidden"]
-        known = copy.deepcopy(raw) if places else raw
-        return known, tuple(sorted(_path(place) for place in places if _remove(known, place)))
+        return _drop_unknown(raw, error)
     return raw, ()
+
+
+def _drop_unknown(raw: Manifest, error: ValidationError) -> tuple[Manifest, tuple[str, ...]]:
+    """`raw` without the fields that `error` says are not known, and their paths."""
+    places = [item["loc"] for item in error.errors() if item["type"] == "extra_forbidden"]
+    known = copy.deepcopy(raw) if places else raw
+    return known, tuple(sorted(_path(place) for place in places if _remove(known, place)))
 
 
 def known_spec(content: Manifest) -> Manifest:
@@ -95,20 +103,29 @@ def known_spec(content: Manifest) -> Manifest:
 
 
 def parse_status(raw: Manifest) -> InferenceModelStatus:
-    """The status that was written last, without the parts that cannot be read, which are written anew anyway."""
+    """The status that was written last, without the values that cannot be read: an operator of a later release may have
+    written them. A phase of a rollout that is not known becomes `Preparing`, which goes on from the revision that
+    serves: workers are brought to that one, and a canary is tried anew."""
     status: Any = raw.get("status")
     if isinstance(status, InferenceModelStatus):
         return status
     found = copy.deepcopy(cast(Manifest, status)) if isinstance(status, dict) else Manifest()
-    try:
-        return InferenceModelStatus.model_validate(found)
-    except ValidationError as error:
-        for part in {str(item["loc"][0]) for item in error.errors() if item["loc"]}:
+    for attempt in range(_TRIES):
+        try:
+            return InferenceModelStatus.model_validate(found)
+        except ValidationError as error:
+            places = [e["loc"][:-1] if e["type"] == "missing" else e["loc"] for e in reversed(error.errors())]
+        if _PHASE in places:
+            found["rollout"]["phase"] = "Preparing"
+            continue
+        # What cannot be taken out by itself, or not for long, goes with the part that it is in.
+        alone = attempt < _TRIES // 2 and sum(_remove(found, place) for place in places)
+        for part in () if alone else {str(place[0]) for place in places if place}:
             found.pop(part, None)
-    try:
-        return InferenceModelStatus.model_validate(found)
-    except ValidationError:
-        return InferenceModelStatus()
+    return InferenceModelStatus()
+
+
+_PHASE = ("rollout", "phase")
 
 
 def _remove(tree: Any, place: Sequence[_Step]) -> bool:

@@ -12,7 +12,7 @@ from tandem_api.launch import CanaryTraffic, GatewayRouting
 
 from tandem_operator.manifests import parse_time
 from tandem_operator.workloads.blueprint import Blueprint
-from tandem_operator.workloads.configs import gateway_cors, gateway_queue, gateway_timeouts, tracing
+from tandem_operator.workloads.configs import gateway_cors, gateway_queue, gateway_store, gateway_timeouts, tracing
 from tandem_operator.workloads.pods import drain_seconds
 
 FORMER_NAME_SECONDS = 60.0
@@ -26,11 +26,12 @@ def plan_routing(blueprint: Blueprint, *, now: datetime, canary: CanaryTraffic |
     before, name = blueprint.model.status.routing, blueprint.model.served_name
     known = [] if before is None else before.served_names
     until = None if before is None else parse_time(before.former_until)
+    latest = now + timedelta(seconds=math.ceil(max(FORMER_NAME_SECONDS, drain_seconds(blueprint))))
     if known and known[0] != name:
-        former = [other for other in known if other != name][:MAX_FORMER_NAMES]
-        until = now + timedelta(seconds=math.ceil(max(FORMER_NAME_SECONDS, drain_seconds(blueprint))))
+        former, until = [other for other in known if other != name][:MAX_FORMER_NAMES], latest
     else:
         former = known[1:] if until is not None and now < until else []
+        until = None if until is None else min(until, latest)  # a clock that was ahead serves a name no longer
     return GatewayRouting(
         served_names=[name, *former],
         former_until=until.strftime("%Y-%m-%dT%H:%M:%SZ") if former and until is not None else None,
@@ -40,6 +41,7 @@ def plan_routing(blueprint: Blueprint, *, now: datetime, canary: CanaryTraffic |
         drain_timeout_seconds=drain_seconds(blueprint),
         cors=gateway_cors(blueprint),
         tracing=tracing(blueprint),
+        response_store=gateway_store(blueprint),
     )
 
 

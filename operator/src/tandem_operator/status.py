@@ -7,6 +7,7 @@ where it stands. An unchanged state gives an equal status, so nothing is written
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Literal
@@ -40,6 +41,8 @@ _NOT_OVERDUE = frozenset({"Suspended", _ASLEEP, WAITING_FOR_TURN, "Canary"})
 INVALID_SPEC = InvalidSpecError.reason
 _NOT_FOLLOWED = frozenset({"RevisionNotFound", "RevisionUnreadable", INVALID_SPEC})
 """The spec is not followed before somebody acts. To be told before what ails pods: the spec may be what heals them."""
+_LONGEST = 4000
+"""Characters of a condition's message: each of some twelve conditions may have as many."""
 State = Literal["True", "False", "Unknown"]
 _NO_WEIGHTS = CommitPlan()
 _SLEEPS = "no worker runs because nobody uses the model; the next request waits in a gateway and wakes it"
@@ -185,14 +188,20 @@ def true_conditions(status: InferenceModelStatus) -> set[str]:
 def stamp(
     conditions: Sequence[Condition], previous: InferenceModelStatus, *, generation: int, now: str
 ) -> list[Condition]:
-    """Conditions with their times: a transition is a change of `status` alone."""
+    """Conditions with their times: a transition is a change of `status` alone. What others say in them, webhooks above
+    all, has no bounds, and an object that is too large is never written."""
     before = {condition.type: condition for condition in previous.conditions}
     stamped: list[Condition] = []
     for condition in conditions:
         old = before.get(condition.type)
         time = old.last_transition_time if old is not None and old.status == condition.status else now
-        stamped.append(condition.model_copy(update={"observed_generation": generation, "last_transition_time": time}))
+        update = {"observed_generation": generation, "last_transition_time": time, "message": _cut(condition.message)}
+        stamped.append(condition.model_copy(update=update))
     return stamped
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 
 
 def _condition(kind: str, state: State, reason: str, message: str) -> Condition:
@@ -226,11 +235,13 @@ def _summary(
         stalled = zero
     if trial is not None and trial.stalled and stalled is None:
         stalled = trial
+    lacking = _lacking(blueprint, states, counts)
+    if settled and lacking is not None and stalled is None:
+        stalled = dataclasses.replace(lacking, stalled=True)  # nothing is at work that could change it
     moving: Problem | None = None
     if stalled is None and (trial is not None or not settled):
         moving = _moving(waiting, troubles, zero, states, trial, asleep=asleep)
         stalled = _paused(blueprint, states, counts) or _overdue(blueprint, live, moving, now=now)
-    lacking = _lacking(blueprint, states, counts)
     if (blocked := refused or zero) is not None:
         ready = _condition("Ready", "False", blocked.reason, blocked.message)
     elif lacking is not None and stalled is None and _wakes(blueprint, states):
@@ -322,8 +333,8 @@ def _overdue(blueprint: Blueprint, live: Children, moving: Problem, *, now: str)
     turn = parse_time(model.status.rollout.since) if model.status.rollout is not None else None
     if began is not None and turn is not None and before.type != "Stalled":
         began = max(began, turn)  # the wait for a turn, or a canary, is over since then
-    if began is None or present is None:
-        return None
+    if began is None or present is None or began > present:
+        return None  # a clock that was ahead says nothing of how long it took
     if before.type == "Stalled":
         is_over = before.reason == _OVERDUE and (progress is None or progress <= began)
     else:
@@ -351,15 +362,27 @@ def _lacking(blueprint: Blueprint, states: Mapping[Role, RoleState], counts: str
     promised = {role: workers[role].promised for role in floors}
     share = min(floor / promised[role] for role, floor in floors.items()) if floors else 0.0
     if float(capacity_of({role: workers[role].partners for role in floors}, promised)) + 1e-9 < share:
-        text = f"workers of one build are too few on one side for key-value blocks to move between them: {counts}"
+        prefill = workers.get(Role.PREFILL)
+        if prefill is not None and prefill.desired == 0:
+            text = f"no prefill replica is wanted, and decode workers of this engine need one: raise it ({counts})"
+            return Problem(reason="NoPrefill", message=text)
+        text = (
+            "workers of one build are too few on one side for key-value blocks to move between them; give both roles"
+            f" one image: {counts}"
+        )
         return Problem(reason="BuildsApart", message=text)
     return None
 
 
 def _available(states: Mapping[Role, RoleState], counts: str) -> Condition:
     decode = next(state for role, state in states.items() if role in (Role.DECODE, Role.UNIFIED))
-    if decode.ready and states[Role.GATEWAY].ready:
+    if sum(decode.partners.values()) and states[Role.GATEWAY].ready:
         return _condition("Available", "True", "Serving", counts)
+    if decode.ready and states[Role.GATEWAY].ready:
+        text = (
+            f"no decode replica has a prefill replica of its build, without which this engine serves nothing: {counts}"
+        )
+        return _condition("Available", "False", "NothingServed", text)
     missing = decode if not decode.ready else states[Role.GATEWAY]
     return _condition("Available", "False", "NothingServed", f"no {missing.component} replica is ready")
 

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 from kubernetes.aio import config
@@ -17,14 +20,17 @@ from kubernetes.aio.client import ApiClient, Configuration
 from tandem_api.names import FIELD_MANAGER
 
 from tandem_operator import metrics
-from tandem_operator.errors import NotFoundError, api_error
+from tandem_operator.errors import APIError, NotFoundError, api_error
 from tandem_operator.manifests import Kind, Manifest
 
 _TIMEOUT_SECONDS = 30
 _PAGE = 20
 """Objects of a list at a time: parsing them is what holds the event loop."""
 _WATCH_SECONDS = 300
-_APPLY = "application/apply-patch+yaml"
+_APPLY = "application/apply-patch+yaml; charset=utf-8"
+"""With a parameter, so that the library sends the text that it is given."""
+_UNPRINTABLE = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff\ufffe\uffff]")
+"""What YAML does not admit as it is, or takes for a line's end."""
 _MERGE = "application/merge-patch+json"
 _METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 _MAX_REQUESTS, _MAX_LEASE_REQUESTS, _UNLIMITED = 32, 2, 0
@@ -58,8 +64,17 @@ async def _api_client(connections: int) -> ApiClient:
     except config.ConfigException:
         await loader.load_kube_config(client_configuration=configuration)
     configuration.connection_pool_maxsize = connections
+    configuration.proxy = configuration.proxy or proxy_of(configuration.host)
+    # Else every request looks for a proxy and for a password in the home folder, each in a thread that it waits for.
+    configuration.client_session_kwargs = {"trust_env": False}
     await asyncio.sleep(0)  # reading certificates takes long
     return ApiClient(configuration)
+
+
+def proxy_of(url: str) -> str | None:
+    """The proxy on the way to `url`, by HTTP_PROXY, HTTPS_PROXY and NO_PROXY."""
+    parts = urlsplit(url)
+    return None if proxy_bypass(parts.hostname or "") else getproxies().get(parts.scheme)
 
 
 class KubeClient:
@@ -111,7 +126,7 @@ class KubeClient:
             ConflictError: without `force`, another manager has given one of the fields another value.
         """
         query = {"fieldManager": manager, "force": "true" if force else "false"}
-        return await self._json("PATCH", path, body=body, query=query, content_type=_APPLY)
+        return await self._json("PATCH", path, body=_yaml(body), query=query, content_type=_APPLY)
 
     async def merge(self, path: str, patch: Manifest) -> Manifest:
         """JSON merge patch: null removes a field, whoever set it."""
@@ -181,7 +196,7 @@ class KubeClient:
         path: str,
         *,
         query: Mapping[str, str] | None = None,
-        body: Manifest | None = None,
+        body: Manifest | str | None = None,
         content_type: str = "application/json",
         accept: str = "application/json",
     ) -> Manifest:
@@ -192,7 +207,7 @@ class KubeClient:
         async with response:
             if response.status >= 400:
                 raise await _error(response)
-            return json.loads(await response.read())
+            return _read(await response.read(), response)
 
     async def _request(
         self,
@@ -200,7 +215,7 @@ class KubeClient:
         path: str,
         *,
         query: Mapping[str, str],
-        body: Manifest | None = None,
+        body: Manifest | str | None = None,
         content_type: str = "application/json",
         accept: str = "application/json",
         limits: aiohttp.ClientTimeout,
@@ -215,6 +230,32 @@ class KubeClient:
         )
         answer = await client.call_api(method, url, header_params=headers, body=body, _request_timeout=limits)
         return answer.response
+
+
+def _yaml(body: Manifest) -> str:
+    """JSON that reads the same as YAML, which knows no pairs of escapes for the characters beyond U+FFFF: an emoji in a
+    variable of a container, or in what a worker said before it ended, would have the whole object refused."""
+    return _UNPRINTABLE.sub(_escape, json.dumps(body, ensure_ascii=False))
+
+
+def _escape(found: re.Match[str]) -> str:
+    return "\ufffd" if "\ud800" <= found[0] <= "\udfff" else f"\\u{ord(found[0]):04x}"
+
+
+def _read(text: bytes, response: aiohttp.ClientResponse) -> Manifest:
+    """The object that an answer holds. Something between here and the API server may answer in its place."""
+    try:
+        found: Any = json.loads(text)
+    except ValueError as error:
+        raise _no_object(text, response) from error
+    if not isinstance(found, dict):
+        raise _no_object(text, response)
+    return cast(Manifest, found)
+
+
+def _no_object(text: bytes, response: aiohttp.ClientResponse) -> APIError:
+    words = " ".join(text[:200].decode(errors="replace").split()) or "nothing"
+    return APIError(response.status, f"the answer to {response.method} {response.url.path} is no object: {words}")
 
 
 async def _error(response: aiohttp.ClientResponse) -> Exception:

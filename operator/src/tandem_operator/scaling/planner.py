@@ -63,15 +63,16 @@ def plan(spec: ScalingSpec, fleet: Snapshot | None, history: History, now: float
     if load is None:
         return _hold(spec, fleet, now, NOTHING_MEASURED, "too few requests have been seen to know what they are like")
     velocity = fleet.roles[spec.prompt_role].tokens_per_second
-    room = _read_room(spec, fleet, history)
-    if velocity is None or room is None:
+    steps = _read_steps(fleet, history)
+    if velocity is None or steps is None:
         missing = (
             f"a {spec.prompt_role.value} replica's velocity" if velocity is None else "a decode replica's step time"
         )
         return _hold(spec, fleet, now, NOTHING_MEASURED, f"{missing} has not been measured yet")
     z = spec.tuning.deviations
     if spec.prompt_role is Role.DECODE:
-        return _plan_shared(spec, fleet, history, load, velocity, now)
+        return _plan_shared(spec, fleet, history, load, _build_shared(fleet, history, steps, velocity), now)
+    room = find_room(steps, _kv_tokens_each(fleet), spec.tpot)
     prefill, decode = fleet.roles[Role.PREFILL], fleet.roles[Role.DECODE]
     up = _size(spec, fleet, history, load, velocity, room, now, deviations=z, ahead=True)
     down = _size(spec, fleet, history, load, velocity, room, now, deviations=z + DOWN_DEVIATIONS, ahead=False)
@@ -120,17 +121,15 @@ def _keep(
 
 
 def _plan_shared(
-    spec: ScalingSpec, fleet: Snapshot, history: History, load: Load, velocity: float, now: float
+    spec: ScalingSpec, fleet: Snapshot, history: History, load: Load, replica: SharedReplica, now: float
 ) -> Decision:
     """Where decode replicas compute prompts too."""
     state = fleet.roles[Role.DECODE]
-    replica = _read_shared(fleet, history, velocity)
-    assert replica is not None, "steps were measured"
     z = spec.tuning.deviations
-    up = _size_shared(spec, fleet, history, load, replica, now, deviations=z, ahead=True)
-    down = _size_shared(spec, fleet, history, load, replica, now, deviations=z + DOWN_DEVIATIONS, ahead=False)
-    wishes, needs = _keep(spec, fleet, history, load, up, down, now)
     speed = _prompt_speed(state, load, replica)
+    up = _size_shared(spec, fleet, history, load, replica, speed, now, deviations=z, ahead=True)
+    down = _size_shared(spec, fleet, history, load, replica, speed, now, deviations=z + DOWN_DEVIATIONS, ahead=False)
+    wishes, needs = _keep(spec, fleet, history, load, up, down, now)
     inputs = _tell_demand(load) | {
         "prompt_tokens_per_second_per_replica": round(speed, 1),
         "queued_tokens": float(state.queued_tokens),
@@ -145,10 +144,7 @@ def _plan_shared(
     return Decision(at=now, roles=roles, inputs=inputs, sentence=_explain_shared(roles, inputs), needs=needs)
 
 
-def _read_shared(fleet: Snapshot, history: History, velocity: float) -> SharedReplica | None:
-    state, steps = fleet.roles[Role.DECODE], _fit_steps(history)
-    if steps is None or not state.ready or not state.kv_tokens_total:
-        return None
+def _build_shared(fleet: Snapshot, history: History, steps: StepModel, velocity: float) -> SharedReplica:
     longer = [
         one.mixed_step_seconds - steps.base - steps.slope * _held_each(one)
         for snapshot in history.lately()
@@ -158,7 +154,7 @@ def _read_shared(fleet: Snapshot, history: History, velocity: float) -> SharedRe
         steps=steps,
         extra=max(0.0, sum(longer) / len(longer)) if longer else inf,
         velocity=velocity,
-        kv_tokens=state.kv_tokens_total / state.ready,
+        kv_tokens=_kv_tokens_each(fleet),
     )
 
 
@@ -175,10 +171,10 @@ def _prompt_speed(state: RoleState, load: Load, replica: SharedReplica) -> float
 
 
 def _size_shared(
-    spec: ScalingSpec, fleet: Snapshot, history: History, load: Load, replica: SharedReplica, now: float,
+    spec: ScalingSpec, fleet: Snapshot, history: History, load: Load, replica: SharedReplica, speed: float, now: float,
     *, deviations: float, ahead: bool,
 ) -> dict[Role, Wish]:  # fmt: skip
-    """What demand asks for, with so many standard deviations of it on top."""
+    """What demand asks for, with so many standard deviations of it on top. `speed`: of a replica's prompts now."""
     state, tokens, requests = fleet.roles[Role.DECODE], load.tokens, load.requests
     demand = SharedDemand(
         tokens=(tokens.ahead if ahead else tokens.now) + deviations * tokens.deviation,
@@ -191,7 +187,6 @@ def _size_shared(
     count, limit = size_shared(demand, replica, spec.ttft, spec.tpot)
     wish = Wish(replicas=count, limit=limit)
     if spec.tuning.backlog:
-        speed = _prompt_speed(state, load, replica)
         backlog = foresee_backlog(spec, state, load, speed, history.warming_since(Role.DECODE), now)
         clearing = min(MOST_REPLICAS, ceil((load.tokens.now + backlog / DRAIN_SECONDS) / speed))
         if backlog > 0 and clearing > count:
@@ -317,7 +312,11 @@ def foresee_backlog(
     return max(0.0, late + (rate - coming) * (start - remaining))
 
 
-def _fit_steps(history: History) -> StepModel | None:
+def _read_steps(fleet: Snapshot, history: History) -> StepModel | None:
+    """Decode steps as they were measured. None where they were not, or nothing is known of replicas' memory now."""
+    decode = fleet.roles[Role.DECODE]
+    if not decode.ready or not decode.kv_tokens_total:
+        return None
     samples: list[tuple[float, float]] = []
     for snapshot in history.snapshots:
         state = snapshot.roles.get(Role.DECODE)
@@ -326,12 +325,10 @@ def _fit_steps(history: History) -> StepModel | None:
     return fit_steps(samples)
 
 
-def _read_room(spec: ScalingSpec, fleet: Snapshot, history: History) -> DecodeRoom | None:
-    model = _fit_steps(history)
+def _kv_tokens_each(fleet: Snapshot) -> float:
+    """Tokens that fit into the blocks of a replica that decodes, where `_read_steps` has found one."""
     decode = fleet.roles[Role.DECODE]
-    if model is None or not decode.ready or not decode.kv_tokens_total:
-        return None
-    return find_room(model, decode.kv_tokens_total / decode.ready, spec.tpot)
+    return decode.kv_tokens_total / decode.ready
 
 
 def is_idle(fleet: Snapshot, history: History) -> bool:
@@ -349,8 +346,9 @@ def _plan_idle(spec: ScalingSpec, fleet: Snapshot, history: History, now: float)
     """Too little comes to be measured: half of what there is, each time nothing has asked for more for long. What came
     before and still runs keeps its room."""
     needs = {role: max(spec.roles[role].min, fleet.roles[role].replicas // 2) for role in spec.roles}
-    decode, room = fleet.roles[Role.DECODE], _read_room(spec, fleet, history)
-    if room is not None:
+    decode, steps = fleet.roles[Role.DECODE], _read_steps(fleet, history)
+    if steps is not None:
+        room = find_room(steps, _kv_tokens_each(fleet), spec.tpot)
         held = min(decode.replicas, size_decode(float(decode.kv_tokens_used), room))
         needs[Role.DECODE] = max(needs[Role.DECODE], held)
     since = now - spec.behavior.scale_down_seconds

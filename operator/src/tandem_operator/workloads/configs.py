@@ -23,6 +23,7 @@ from tandem_api.launch import (
     KVConfig,
     ModelSource,
     SchedulerConfig,
+    StoreLimits,
     TracingConfig,
     TTFTDeadline,
     WorkerConfig,
@@ -63,6 +64,7 @@ def worker_config(blueprint: Blueprint, role: Role) -> WorkerConfig:
             service=names.workload_name(blueprint.name, role),
         ),
         free_form_grammars=spec.engine.free_form_grammars,
+        request_chat_templates=spec.engine.request_chat_templates,
         tools=spec.engine.tools,
         link_port=names.WORKER_LINK_PORT if blueprint.native_link else None,
         keys_path=names.KEYS_PATH if spec.engine.kind == "Tandem" else None,
@@ -90,6 +92,7 @@ def gateway_config(blueprint: Blueprint) -> GatewayConfig:
         link=spec.gateway.link,
         tls=_client_tls(blueprint),
         tracing=tracing(blueprint),
+        response_store=gateway_store(blueprint),
     )
 
 
@@ -124,6 +127,13 @@ def gateway_cors(blueprint: Blueprint) -> CORSRules | None:
         allow_credentials=cors.allow_credentials,
         max_age_seconds=parse_duration(cors.max_age),
     )
+
+
+def gateway_store(blueprint: Blueprint) -> StoreLimits | None:
+    store = blueprint.model.spec.gateway.response_store
+    if store is None:
+        return None
+    return StoreLimits(max_bytes=int(parse_quantity(store.max_bytes)), ttl_seconds=parse_duration(store.ttl))
 
 
 def _client_tls(blueprint: Blueprint) -> ClientTLS | None:
