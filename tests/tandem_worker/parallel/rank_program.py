@@ -1,15 +1,20 @@
-"""One rank of a model replica, run as a program by the tests of `tandem_worker.parallel`.
+"""The ranks of a model replica, run as a program by the tests of `tandem_worker.parallel`: a process each.
 
-Reads the model's folder, the grid and the prompts from a JSON file, runs prefill in two chunks and two decode steps,
-and saves the logits of every step.
+Reads the model's folder, the grid and the prompts from a JSON file. Every rank runs prefill in two chunks and two
+decode steps, and saves the logits of every step. Ranks are forked once torch is imported, which takes more computing
+than what they do.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import os
 import sys
+import threading
+import traceback
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -63,10 +68,29 @@ def load(folder: str, context: ParallelContext = SINGLE) -> CausalLM:
     return load_model(Path(folder), device=torch.device("cpu"), dtype=torch.float32, context=context)
 
 
-def main() -> None:
+def main() -> int:
+    """The number of ranks that failed."""
     job = json.loads(Path(sys.argv[1]).read_text())
-    rank = int(sys.argv[2])
     shape = GroupShape(**job["shape"])
+    assert threading.active_count() == 1 == len(os.listdir("/proc/self/task")), "a fork would lose threads"
+    ranks = [os.fork() or run_forked(job, shape, rank) for rank in range(shape.world_size)]
+    return sum(os.waitpid(pid, 0)[1] != 0 for pid in ranks)
+
+
+def run_forked(job: dict, shape: GroupShape, rank: int) -> NoReturn:
+    """One rank, to the end of its process."""
+    status = 1
+    try:
+        run_rank(job, shape, rank)
+        status = 0
+    except Exception:
+        sys.stderr.write(f"rank {rank}: {traceback.format_exc()}")
+        sys.stderr.flush()
+    finally:
+        os._exit(status)
+
+
+def run_rank(job: dict, shape: GroupShape, rank: int) -> None:
     store = dist.FileStore(job["rendezvous"], shape.world_size)
     context = join_group(shape, rank, store=store, device=torch.device("cpu"))
     for number, model in enumerate(job["models"]):
@@ -77,4 +101,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -70,7 +71,7 @@ def family_config(family: str) -> Any:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """A small random model per family, its prompts and the logits of one process."""
+    """A small random model per family that a test asks for, its prompts and the logits of one process."""
     from transformers import AutoModelForCausalLM
 
     spec = importlib.util.spec_from_file_location("rank_program", PROGRAM)
@@ -78,8 +79,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]
     assert spec.loader is not None
     program = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(program)
-    found: dict[str, dict[str, Any]] = {}
-    for family in DENSE + SPARSE:
+
+    def build(family: str) -> dict[str, Any]:
         folder = tmp_path_factory.mktemp(family)
         torch.manual_seed(5)
         model = AutoModelForCausalLM.from_config(family_config(family), dtype=torch.float32)
@@ -90,8 +91,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]
         prompts = torch.randint(3, VOCABULARY, (2, 3, 20)).tolist()
         single = program.load(str(folder))
         expected = [program.run_steps(single, group) for group in prompts]
-        found[family] = {"folder": str(folder), "prompts": prompts, "expected": expected}
-    return found
+        return {"folder": str(folder), "prompts": prompts, "expected": expected}
+
+    class Built(dict[str, dict[str, Any]]):
+        def __missing__(self, family: str) -> dict[str, Any]:
+            return self.setdefault(family, build(family))
+
+    return Built()
 
 
 def run_ranks(shape: dict[str, int], models: dict[str, dict[str, Any]], families: tuple[str, ...], out: Path) -> None:
@@ -105,12 +111,10 @@ def run_ranks(shape: dict[str, int], models: dict[str, dict[str, Any]], families
     path = out / "job.json"
     path.write_text(json.dumps(job))
     grid = GroupShape(**shape)
-    processes = [
-        subprocess.Popen([sys.executable, str(PROGRAM), str(path), str(rank)], stderr=subprocess.PIPE, text=True)
-        for rank in range(grid.world_size)
-    ]
-    errors = [process.communicate(timeout=280)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0] * grid.world_size, errors
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(PROGRAM), str(path)]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, env=environment, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
     for number, family in enumerate(families):
         for rank in range(grid.world_size):
             _, ep_rank, pp_rank, _ = grid.coordinates(rank)

@@ -70,8 +70,8 @@ class WorkerProcess:
     """Shown with every request."""
 
     def get(self, path: str) -> httpx.Response:
-        """From the metrics port."""
-        return httpx.get(self.metrics_url + path, timeout=10)
+        """From the metrics port, often: so no certificates are read, which plain HTTP has no use for."""
+        return httpx.get(self.metrics_url + path, timeout=10, verify=False)
 
     def complete(self, prompt: Any, *, prefill: str | None = None, **options: Any) -> dict[str, Any]:
         body = {"model": MODEL, "prompt": prompt, "temperature": 0, "max_tokens": 8} | options
@@ -193,17 +193,15 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def workers() -> Iterator[SimpleNamespace]:
+def workers(forker: Forker) -> SimpleNamespace:
     """How tests start workers of their own."""
-    forker = Forker()
-    yield SimpleNamespace(
+    return SimpleNamespace(
         run=partial(run_worker, forker=forker),
         await_ready=await_ready,
         end=end,
         eventually=eventually,
         free_port=free_port,
     )
-    forker.close()
 
 
 @pytest.fixture(scope="module")

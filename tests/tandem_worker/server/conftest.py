@@ -192,6 +192,8 @@ def _prompt_logprobs(request: GenerationRequest) -> tuple[TokenLogprob | None, .
 class Worker:
     """A running server with its scripted engine and clients."""
 
+    app: Any
+    """What it serves."""
     engine: ScriptedEngine
     hub: DeltaHub
     tokenizer: Any
@@ -234,6 +236,7 @@ async def running_worker(
     tokenizer: Any,
     *,
     free_form_grammars: bool = False,
+    request_chat_templates: bool = False,
     keys_path: str | None = None,
     tools: Any = "Auto",
     **options: Any,
@@ -243,6 +246,7 @@ async def running_worker(
     config = WorkerConfig(
         model_name="tiny", served_name="tiny", role=Role.UNIFIED, revision="r1", model=ModelSource(uri="file:///m"),
         max_model_len=MAX_LEN, free_form_grammars=free_form_grammars, keys_path=keys_path, tools=tools,
+        request_chat_templates=request_chat_templates,
     )  # fmt: skip
     if options.keys().isdisjoint({"grammars", "vocab_size", "eos_token_ids"}):
         options["grammars"] = share_compiler(tokenizer)
@@ -257,14 +261,14 @@ async def running_worker(
     base = f"http://127.0.0.1:{server.port}"
     async with (
         # Without TLS there is nothing to verify, and reading certificates takes longer than a test.
-        httpx.AsyncClient(base_url=base, timeout=20, verify=False) as http,
+        httpx.AsyncClient(base_url=base, timeout=120, verify=False) as http,
         httpx.AsyncClient(verify=False) as transport,
         openai.AsyncOpenAI(
-            base_url=f"{base}/v1", api_key="none", max_retries=0, timeout=20, http_client=transport
+            base_url=f"{base}/v1", api_key="none", max_retries=0, timeout=120, http_client=transport
         ) as client,
     ):
         try:
-            yield Worker(engine, hub, tokenizer, server, client, http, outcomes, state)
+            yield Worker(app, engine, hub, tokenizer, server, client, http, outcomes, state)
         finally:
             engine.gate.set()
     await server.stop()

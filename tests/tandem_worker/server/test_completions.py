@@ -170,3 +170,29 @@ async def test_what_other_servers_tell_on_this_port(worker: Any) -> None:
     info = (await worker.http.get("/tokenizer_info")).json()
     assert (info["eos_token"], info["bos_token"]) == ("<|im_end|>", "<|endoftext|>")
     assert "message.role" in info["chat_template"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"echo": True}, "echo"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"return_token_ids": True}, "return_token_ids"),
+    ],
+)
+async def test_what_an_answer_repeats_of_its_prompts_is_bounded(
+    worker: Any, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], param: str
+) -> None:
+    """Every choice repeats its prompt: a body of megabytes would be answered with gigabytes."""
+    monkeypatch.setattr("tandem_worker.server.planning.MAX_SCORES", 2 * 2 * 16)
+    monkeypatch.setattr("tandem_worker.server.planning.MAX_IDS", 2 * 2 * 16)
+    body = {"model": "tiny", "prompt": [[65, 66], [67, 68]], "max_tokens": 1, "n": 16}
+    assert (await worker.http.post("/v1/completions", json=body | fields)).status_code == 200
+    assert (
+        await worker.http.post("/v1/completions", json=body | {"prompt": [[65] * 999] * 9, "n": 1})
+    ).status_code == 200
+    worker.engine.requests.clear()
+    response = await worker.http.post("/v1/completions", json=body | {"prompt": [[65, 66], [67, 68, 69]]} | fields)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+    assert "would repeat 80" in response.json()["error"]["message"]
+    assert worker.engine.requests == []

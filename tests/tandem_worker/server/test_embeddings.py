@@ -81,7 +81,7 @@ async def serving(
         async with (
             httpx.AsyncClient(verify=False) as transport,
             openai.AsyncOpenAI(
-                base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0, timeout=20,
+                base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0, timeout=120,
                 http_client=transport,
             ) as client,
         ):  # fmt: skip

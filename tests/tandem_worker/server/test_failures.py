@@ -8,6 +8,7 @@ import socket
 from typing import Any
 
 import openai
+import orjson
 import pytest
 from tandem_worker.engine.errors import EngineStoppedError, RequestError
 from tandem_worker.server.http import describe_error
@@ -179,6 +180,17 @@ async def test_body_limit(worker: Any) -> None:
     response = await worker.http.post("/v1/chat/completions", content=chunks())
     assert response.status_code == 413
     assert (await worker.http.get("/v1/models")).status_code == 200
+
+
+@pytest.mark.parametrize("journal", [b"", b'{"id":"a","created":1,"fingerprint":"b","seed":1,"digest":"c"}\n'])
+async def test_a_length_of_thousands_of_digits(worker: Any, journal: bytes) -> None:
+    """The parser of HTTP takes any number of zeros before it. It is read to take a journal off it, too."""
+    fields = b"host: a\r\nconnection: close\r\nx-tandem-resume: %d\r\n" % len(journal)
+    head = b"POST /v1/chat/completions HTTP/1.1\r\n" + fields
+    body = journal + orjson.dumps(BODY)
+    answer = await raw(worker, head + b"content-length: %05000d\r\n\r\n" % len(body) + body)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"content-length must be a number of bytes" in answer
 
 
 @pytest.mark.parametrize(

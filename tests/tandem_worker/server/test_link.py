@@ -128,7 +128,7 @@ async def listen(app: App) -> AsyncIterator[Callable[..., Awaitable[LinkListener
     async def start(**options: Any) -> LinkListener:
         ring = options.pop("ring", open_ring)
         options = {"name": "pod-1", "telemetry": lambda: b'{"sample": 1}'} | options
-        listener = LinkListener(app, ring, **options)
+        listener = LinkListener(options.pop("app", app), ring, **options)
         await listener.start("127.0.0.1", 0)
         started.append(listener)
         return listener
@@ -322,6 +322,20 @@ async def test_headers_that_are_too_many(listen: Any, connect: Connect, app: App
     status, body = await peer.answer(1)
     assert (status, json.loads(body)["error"]["code"]) == (431, "headers_too_large")
     assert not app.scopes
+
+
+@pytest.mark.parametrize("length", ["9" * 5000, "0" * 5000, "\xb2", "-1", "1_0", ""])
+async def test_a_length_that_is_none(
+    listen: Any, connect: Connect, start_worker: Any, tokenizer: Any, length: str
+) -> None:
+    """Frames say where a body ends, so nothing has read it before the application does."""
+    async with start_worker(tokenizer) as worker:
+        peer = await connect(await listen(app=worker.app))
+        lines = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: " + length.encode("latin-1")
+        peer.send(request(1, lines + b"\r\n\r\n", body=b"{}"))
+        status, body = await peer.answer(1)
+    assert status == 400
+    assert "content-length must be a number of bytes" in json.loads(body)["error"]["message"]
 
 
 @pytest.mark.parametrize(

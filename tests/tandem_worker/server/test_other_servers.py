@@ -49,6 +49,9 @@ NO_OPS: list[dict[str, Any]] = [
     {"return_tokens_as_token_ids": False}, {"custom_params": None}, {"logits_processors": None}, {"request_id": None},
     {"stream": True, "stream_options": {"continuous_usage_stats": True}}, {"truncation_side": "left"},
     {"response_format": {"type": "text"}, "guided_regex": "[0-9]"}, {"model": None},
+    {"session_id": "s"}, {"stream_interval": 1}, {"mm_payload": "tensors"}, {"return_meta_info": False},
+    {"routed_experts_start_len": 0}, {"custom_labels": {}}, {"watermarking": False},
+    {"suffix": None}, {"documents": None}, {"chat_template": None}, {"unheard_of": None},
 ]  # fmt: skip
 
 
@@ -69,7 +72,10 @@ async def test_the_rest_is_refused_by_name(worker: Any, path: str) -> None:
         "lora_path": "x", "kv_transfer_params": {"a": 1}, "return_hidden_states": True, "separate_reasoning": False,
         "guided_whitespace_pattern": " ", "guided_decoding_backend": "outlines", "request_id": "r", "rid": "r",
         "session_params": {"id": "x"}, "best_of": 3, "thinking_token_budget": 5,
-        "truncation_side": "right", "logprob_token_ids": [1],
+        "truncation_side": "right", "logprob_token_ids": [1], "watermarking": True, "stream_interval": 4,
+        "return_weight_versions": True, "repetition_detection": {"max_pattern_size": 3}, "return_prompt_text": True,
+        "reasoning": {"effort": "low"}, "input_ids": [1], "return_meta_info": True, "routed_dp_rank": 0,
+        "return_prompt_token_ids": True, "custom_labels": {"a": "b"}, "use_audio_in_video": True,
     }  # fmt: skip
     for name, value in refused.items():
         error = await refusal(worker, path, **{name: value})
@@ -80,7 +86,8 @@ async def test_the_rest_is_refused_by_name(worker: Any, path: str) -> None:
 
 async def test_refused_in_chats(worker: Any) -> None:
     for fields, param in (
-        ({"chat_template": "{{ messages }}"}, "chat_template"), ({"documents": [{"text": "x"}]}, "documents"),
+        ({"chat_template": "{{ messages }}"}, "chat_template"), ({"chat_template": ""}, "chat_template"),
+        ({"documents": [{"text": "x"}]}, "documents"),
         ({"echo": True}, "echo"),
         ({"tool_choice": "required"}, "tool_choice"), ({"response_format": {"type": "structural_tag"}},
         "response_format.structures"),
@@ -346,6 +353,27 @@ async def test_logprobs_of_a_prompt_have_a_bound(worker: Any, path: str) -> None
     assert str(1 << 18) in error["message"]
     assert worker.engine.requests == []
     await post(worker, path, n=1, prompt_logprobs=20, **prompt)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("most", [{"n": 16, "logprobs": 20}, {"n": 16, "logprobs": 15, "prompt_logprobs": 4}])
+async def test_echoes_have_a_bound(worker: Any, most: dict[str, int], stream: bool) -> None:
+    """Every choice repeats its prompt, with so many logprobs for each of its tokens."""
+    if stream and "prompt_logprobs" in most:
+        return
+    worker.says("a")
+    fields = {"prompt": "x " * 500, "echo": True, "stream": stream}
+    error = await refusal(worker, TEXT, **fields, **most)
+    assert error["param"] == "echo"
+    assert str(1 << 18) in error["message"]
+    assert worker.engine.requests == []
+    fewer = await post(worker, TEXT, **fields, **most | {"n": 1})
+    assert fewer.status_code == 200
+    # Without logprobs a token counts once.
+    plain = await post(worker, TEXT, **fields, n=16)
+    assert plain.status_code == 200
+    error = await refusal(worker, TEXT, **fields | {"prompt": ["x " * 500] * 17}, n=16)
+    assert error["param"] == "echo"
 
 
 async def test_logprobs_of_a_prompt_through_the_client(worker: Any) -> None:

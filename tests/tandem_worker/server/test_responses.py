@@ -151,6 +151,11 @@ async def test_structured_output(worker: Any) -> None:
     assert worker.engine.requests[1].sampling.grammar is not None
     error = await refusal(worker, text={"format": {**form, "schema": {"not": {}}}})
     assert error["param"] == "text.format.schema"
+    named = {"structured_outputs": {"json": SCHEMA}}  # as vLLM calls it
+    await worker.client.responses.create(model="tiny", input="x", extra_body=named)
+    assert worker.engine.requests[2].sampling.grammar is not None
+    error = await refusal(worker, structured_outputs={"json": {"not": {}}})
+    assert error["param"] == "structured_outputs.json"
 
 
 @pytest.mark.parametrize("dumped", [False, True])
@@ -220,7 +225,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 async def test_what_changes_nothing_is_taken(worker: Any) -> None:
     worker.says("x")
     for fields in ({"enable_response_messages": False}, {"previous_input_messages": None}, {"vllm_xargs": {}},
-                   {"return_hidden_states": False}):  # fmt: skip
+                   {"return_hidden_states": False}, {"session_id": "s"}, {"x": None}):  # fmt: skip
         await worker.client.responses.create(model="tiny", input="x", extra_body=fields)
     stream = await worker.client.responses.create(
         model="tiny", input="x", stream=True, extra_body={"stream_options": {"include_usage": True}}

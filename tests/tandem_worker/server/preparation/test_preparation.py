@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import json
+import os
+import pickle
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterable
@@ -176,6 +179,18 @@ def test_refusals_come_back_as_they_were(preparer: Preparer) -> None:
         assert str(apart.value) == str(here.value)
 
 
+@pytest.mark.parametrize("call", [os.system, eval, dataclasses.replace, Prompter, pickle.loads, Preparer.prepare])
+def test_what_comes_back_is_data_whoever_wrote_it(call: Any) -> None:
+    """A template that broke out of its sandbox writes the answer of its process as it likes."""
+
+    class Harm:
+        def __reduce__(self) -> tuple[Any, tuple[str]]:
+            return call, ("print(1)",)
+
+    with pytest.raises(pickle.UnpicklingError, match="is no part of a prepared request"):
+        unpack(pickle.dumps((False, Harm(), None, None, 400)))
+
+
 def test_schemas_that_nothing_could_compile_stay_where_they_are(preparer: Preparer) -> None:
     long = {"type": "object", "description": "é" * (MAX_DEFINITION_BYTES // 2)}
     format_ = {"type": "json_schema", "json_schema": {"name": "s", "schema": long}}
@@ -302,7 +317,7 @@ async def test_what_happens_after_the_client_left_is_told_only_if_it_is_a_defect
     asyncio.get_running_loop().set_exception_handler(lambda _, context: unheard.append(context))
     client = Client(chat(LONG))
 
-    async def refuse(kind: str, body: bytes) -> bytes:
+    async def refuse(job: str, body: bytes, seconds: float) -> bytes:
         client.gone.set()
         try:
             await asyncio.sleep(0.3)
@@ -323,7 +338,7 @@ async def test_what_happens_after_the_client_left_is_told_only_if_it_is_a_defect
 async def test_a_crowd_is_told_to_come_back(prepared_apart: Preparation, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepared_apart, "_medium", asyncio.Semaphore(0))
     monkeypatch.setattr(preparation, "MAX_WAITING", 0)
-    clients = [Client(chat(LONG)) for _ in range(4)]
+    clients = [Client(chat(LONG)) for _ in range(preparation.NUM_MEDIUM + preparation.NUM_LARGE + 1)]
     tasks = [asyncio.create_task(prepared_apart.prepare("chat", SCOPE, client)) for client in clients]
     done, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     (refused,) = done

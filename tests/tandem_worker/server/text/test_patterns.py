@@ -200,7 +200,7 @@ def test_no_pattern_takes_long_in_a_script_with_many_characters(pattern: str) ->
     began = time.thread_time()
     matcher.feed(text)
     assert not matcher.stopped
-    assert time.thread_time() - began < 1.0, "half a millisecond for a character"
+    assert time.thread_time() - began < 2.0, "a millisecond for a character, and it is half of that"
 
 
 @pytest.mark.parametrize(

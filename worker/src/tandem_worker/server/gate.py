@@ -14,7 +14,8 @@ from tandem_api import names
 from tandem_api.keys import KeyRing, admits
 from tandem_api.openai import error_body
 
-from tandem_worker.server.http import MAX_BODY_BYTES, header, request_id, send_json
+from tandem_worker.engine.errors import RequestError
+from tandem_worker.server.http import MAX_BODY_BYTES, content_length, header, request_id, send_json
 
 _MESSAGE = f"This is not for clients: a worker takes requests that show its model's key in {names.HEADER_TOKEN}."
 
@@ -48,7 +49,10 @@ def _ends_soon(scope: Scope) -> bool:
 
     Closing while a client still sends would reset the connection before the client has read why.
     """
-    length = header(scope, "content-length")
+    try:
+        length = content_length(scope)
+    except RequestError:
+        return False
     if length is not None:
-        return length.isdigit() and int(length[:20]) <= MAX_BODY_BYTES
+        return length <= MAX_BODY_BYTES
     return header(scope, "transfer-encoding") is None

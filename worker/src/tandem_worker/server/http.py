@@ -17,6 +17,7 @@ from tandem_worker.engine.errors import EngineStoppedError, RequestError
 
 MAX_BODY_BYTES = 8 * 1024 * 1024
 
+_LENGTH = re.compile(r"[0-9]{1,19}")
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _KINDS: Mapping[int, ErrorType] = {
     401: "authentication_error",
@@ -61,6 +62,19 @@ def header(scope: Scope, name: str) -> str | None:
         if key == wanted:
             return value.decode("latin-1")
     return None
+
+
+def content_length(scope: Scope) -> int | None:
+    """Bytes of the body, as the request says; None where it does not. Raises RequestError.
+
+    Neither a link nor the parser of HTTP bounds its digits, for zeros may lead.
+    """
+    value = header(scope, "content-length")
+    if value is None:
+        return None
+    if not _LENGTH.fullmatch(value):
+        raise RequestError("The header content-length must be a number of bytes, of at most 19 digits.")
+    return int(value)
 
 
 def request_id(scope: Scope) -> str:

@@ -9,7 +9,7 @@ from starlette.types import Receive, Scope
 
 from tandem_worker.engine.errors import RequestError
 from tandem_worker.server.deltas import ClientGoneError
-from tandem_worker.server.http import MAX_BODY_BYTES, TOO_MANY_LARGE_REQUESTS, BodyTooLargeError, header
+from tandem_worker.server.http import MAX_BODY_BYTES, TOO_MANY_LARGE_REQUESTS, BodyTooLargeError, content_length
 
 SMALL_BODY_BYTES = 32 * 1024
 """Bodies up to this size are not counted, so that nobody's large ones keep them out."""
@@ -26,8 +26,7 @@ class Intake:
 
     async def read(self, scope: Scope, receive: Receive) -> bytes:
         """The body; `release` it when it is done with. Raises RequestError (400, 408, 413, 429), ClientGoneError."""
-        length = header(scope, "content-length")
-        if length is not None and length.isdigit() and int(length) > MAX_BODY_BYTES:
+        if (content_length(scope) or 0) > MAX_BODY_BYTES:
             _refuse_size()
         try:
             async with asyncio.timeout(BODY_SECONDS):

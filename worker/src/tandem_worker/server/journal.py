@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,7 @@ from tandem_api.journal import MARK, MAX_JOURNAL_BYTES
 from tandem_worker.engine.errors import RequestError
 from tandem_worker.engine.schedule.params import GenerationRequest, TokenLogprob
 from tandem_worker.server.deltas import ClientGoneError
-from tandem_worker.server.http import header
+from tandem_worker.server.http import content_length, header
 from tandem_worker.server.intake import BODY_SECONDS
 from tandem_worker.server.pacing import Steps, pace
 from tandem_worker.server.text.choice import Choice
@@ -222,12 +222,13 @@ async def take_journal(scope: Scope, receive: Receive) -> tuple[Resume | None, S
     return resume, _without_length(scope, size), _replay(bytes(data[size:]), more, receive)
 
 
-def _without_length(scope: Mapping[str, Any], size: int) -> Scope:
-    """The header with the length of the body alone."""
-    fields = [
-        (name, b"%d" % (int(value) - size) if name == b"content-length" and value.isdigit() else value)
-        for name, value in scope["headers"]
-    ]
+def _without_length(scope: Scope, size: int) -> Scope:
+    """The header with the length of the body alone. Raises RequestError."""
+    length = content_length(scope)
+    if length is None:
+        return scope
+    own = b"%d" % max(0, length - size)
+    fields = [(name, own if name == b"content-length" else value) for name, value in scope["headers"]]
     return {**scope, "headers": fields}
 
 

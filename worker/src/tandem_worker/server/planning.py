@@ -25,7 +25,9 @@ from tandem_worker.server.text.shaping import shape_answer, shape_completion
 from tandem_worker.server.text.words import resolve_bias
 
 MAX_SCORES = 1 << 18
-"""Logprobs of prompts in one answer: 20 MB as JSON."""
+"""What one answer repeats of its prompts, in tokens and logprobs: 20 MB as JSON."""
+MAX_IDS = 1 << 22
+"""Ids of prompt tokens in one answer: 32 MB as JSON."""
 
 
 async def plan_chat(
@@ -63,7 +65,7 @@ async def plan_chat(
         )
         for index in range(options.n)
     ]
-    _check_scores(options, [prepared.tokens])
+    _check_repeats(options, [prepared.tokens])
     encoder = new_encoder(head, model.table)
     engine_request = _engine_request(
         head.id, prepared.tokens, sampling, options, endpoints, prompt_logprobs=options.prompt_logprobs
@@ -90,7 +92,8 @@ async def plan_completion(
     logit_bias = resolve_bias(options, model)
     visible = model.table.special_ids if options.show_special else frozenset[int]()
     score_only = request.max_tokens == 0
-    _check_scores(options, prepared.tokens)
+    _check_repeats(options, prepared.tokens, echoed=(1 + (request.num_logprobs or 0)) if request.echo else 0)
+    _check_ids(options, prepared.tokens)
     head = _head(
         "cmpl-", request.model or model.name, options, model, start, with_logprobs=request.num_logprobs is not None
     )
@@ -134,16 +137,31 @@ async def plan_completion(
     return plan
 
 
-def _check_scores(options: CommonOptions, prompts: Sequence[Tokens]) -> None:
-    """Raises RequestError where the logprobs of the prompts would be too many for one answer."""
-    if options.prompt_logprobs is None:
-        return
-    count = sum(map(len, prompts)) * (1 + options.prompt_logprobs) * options.n
+def _check_repeats(options: CommonOptions, prompts: Sequence[Tokens], *, echoed: int = 0) -> None:
+    """`echoed`: entries for each token that is repeated before the text. Raises RequestError where the answer would
+    have too many of them, and of logprobs of the prompts: every choice has its own.
+    """
+    scores = 0 if options.prompt_logprobs is None else 1 + options.prompt_logprobs
+    tokens = sum(map(len, prompts))
+    count = tokens * (echoed + scores) * options.n
     if count > MAX_SCORES:
+        told = [name for name, asked in (("1 + 'logprobs'", echoed), ("1 + 'prompt_logprobs'", scores)) if asked]
         raise RequestError(
-            f"The answer would have {count} logprobs of the prompt (its tokens times 1 + 'prompt_logprobs' times 'n'); "
-            f"at most {MAX_SCORES} are told.",
-            param="prompt_logprobs",
+            f"The answer would repeat {count} tokens and logprobs of the prompt ({tokens} tokens, times "
+            f"{' and '.join(told)}, times 'n'); at most {MAX_SCORES} are told: send fewer or shorter prompts.",
+            param="echo" if echoed > scores else "prompt_logprobs",
+            code="invalid_value",
+        )
+
+
+def _check_ids(options: CommonOptions, prompts: Sequence[Tokens]) -> None:
+    """Every choice of a completion repeats the ids of its prompt. Raises RequestError where those are too many."""
+    count = sum(map(len, prompts)) * options.n
+    if options.return_token_ids and count > MAX_IDS:
+        raise RequestError(
+            f"The answer would repeat {count} ids of prompt tokens ({count // options.n} tokens, times 'n'); at most "
+            f"{MAX_IDS} are told: send fewer or shorter prompts, a smaller 'n', or no 'return_token_ids'.",
+            param="return_token_ids",
             code="invalid_value",
         )
 

@@ -83,6 +83,7 @@ class ServedModel:
             # With keys only the model's gateways get this far, and they know which names are served at present.
             vouched=config.keys_path is not None,
             tools=self.tools,
+            request_templates=config.request_chat_templates,
             max_model_len=self.max_model_len,
             vocab_size=self.vocab_size,
             start_token=start if start is not None else min(self.eos_token_ids, default=0),

@@ -19,7 +19,7 @@ from tandem_worker.host.errors import StartupError
 from tandem_worker.model.checkpoint.contract import Slice
 
 if TYPE_CHECKING:
-    from gguf import GGUFReader, ReaderTensor
+    from gguf import GGMLQuantizationType, GGUFReader, ReaderTensor
 
 _PLAIN_NAMES = {
     "rope_freqs": "rope_freqs",
@@ -41,6 +41,8 @@ _BLOCK_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 _TOKENIZER = "tokenizer."
+_STRETCH = 8192
+"""Bytes that are dequantized as one row: the library computes 16 rows at a time, and what it does fits a cache then."""
 _BLOCK_PATTERN = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
 
@@ -139,8 +141,6 @@ class GGUFSource:
         return int(self._num_kv_heads) if name.endswith(("k_proj.weight", "k_proj.bias")) else 0
 
     def _decode(self, name: str, tensor: ReaderTensor, rows: np.ndarray) -> torch.Tensor:
-        from gguf.quants import dequantize
-
         kind = tensor.tensor_type.name
         if kind == "F32":
             return torch.from_numpy(np.array(rows, dtype=np.float32))
@@ -149,11 +149,24 @@ class GGUFSource:
         if kind == "BF16":
             return torch.from_numpy(np.array(rows).view(np.int16)).view(torch.bfloat16)
         try:
-            return torch.from_numpy(dequantize(rows, tensor.tensor_type))
+            return torch.from_numpy(_dequantize(rows, tensor.tensor_type))
         except (NotImplementedError, ValueError) as error:
             raise StartupError(
                 "WeightsUnsupported", f"Tensor {name} of {self._path.name} has type {kind}, which cannot be read."
             ) from error
+
+
+def _dequantize(rows: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
+    """Bytes `[..., num_bytes]` as float32 `[..., num_elements]`: rows hold whole blocks, so several make one."""
+    from gguf.quants import dequantize
+
+    num_rows, num_bytes = rows.size // rows.shape[-1], rows.shape[-1]
+    together = next(
+        count for count in range(max(1, min(_STRETCH // num_bytes, num_rows)), 0, -1) if num_rows % count == 0
+    )
+    # A view of the map's memory that is no map: slices of maps cost as much as what is computed of them.
+    values = dequantize(rows.view(np.ndarray).reshape(-1, together * num_bytes), kind)
+    return values.reshape(*rows.shape[:-1], -1)
 
 
 def _unpermute(value: torch.Tensor, num_heads: int) -> torch.Tensor:

@@ -134,7 +134,10 @@ class GatewayLink(asyncio.Protocol):
         pause = self.blocked or bool(self._unread)
         if pause != self._paused and not self._ended:
             self._paused = pause
-            self.transport.pause_reading() if pause else self.transport.resume_reading()
+            if pause:
+                self.transport.pause_reading()
+            else:
+                self.transport.resume_reading()
 
     def _read(self, data: bytes) -> None:
         """Take the frames; what is none ends the link."""

@@ -17,6 +17,7 @@ from tandem_worker.server.openai.toolspec import ToolOptions, parse_tools
 
 MAX_TOP_LOGPROBS = 20
 MAX_TEMPLATE_KWARGS = 64
+MAX_TEMPLATE_LENGTH = 64 * 1024
 _RESERVED_KWARGS = frozenset({
     "messages", "conversation", "tools", "tokenize", "add_generation_prompt", "continue_final_message", "chat_template",
     "return_tensors", "return_dict", "padding", "truncation", "max_length", "documents", "tokenizer_kwargs",
@@ -40,6 +41,8 @@ class ChatRequest:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     template_kwargs: dict[str, Any] = field(default_factory=dict)
+    chat_template: str | None = None
+    """In place of the model's own."""
     documents: list[Any] | None = None
     """For templates that print them."""
     add_special_tokens: bool = False
@@ -78,6 +81,7 @@ def parse_chat(body: object, vocab_size: int, *, lenient: bool = False) -> ChatR
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final,
         template_kwargs=_template_kwargs(fields),
+        chat_template=_chat_template(fields),
         documents=fields.array("documents") or None,
         add_special_tokens=fields.boolean("add_special_tokens"),
         common=parse_common(fields, vocab_size),
@@ -116,7 +120,6 @@ def _refuse_unsupported(fields: Fields) -> None:
     fields.unsupported("prompt_cache_options", "Prompt caching cannot be configured: remove 'prompt_cache_options'.")
     fields.unsupported("moderation", "This server does not moderate: remove 'moderation'.")
     fields.unsupported("suffix", "'suffix' is not an option of chat completions.")
-    fields.unsupported("chat_template", "The model's own chat template is used: remove 'chat_template'.")
     fields.unsupported(
         "echo", "'echo' is not an option of chats: continue a message with 'continue_final_message'.", harmless=[False]
     )
@@ -138,6 +141,13 @@ def _logprobs(fields: Fields) -> int | None:
     if top is not None and not wanted:
         refuse("top_logprobs", "'top_logprobs' is only allowed when 'logprobs' is true.")
     return (top or 0) if wanted else None
+
+
+def _chat_template(fields: Fields) -> str | None:
+    template = fields.string("chat_template", max_length=MAX_TEMPLATE_LENGTH)
+    if template == "":
+        refuse("chat_template", "'chat_template' must not be empty.", "empty_string")
+    return template
 
 
 def _template_kwargs(fields: Fields) -> dict[str, Any]:

@@ -42,6 +42,16 @@ def write_json(path: str, value: object) -> bytes:
         refuse(path, f"'{path}' is nested too deeply.", "invalid_value")
 
 
+def read_json(value: object, path: str, code: str) -> Any:
+    """What a JSON text says; anything but a text as it is. Raises RequestError with `code` for a text that is none."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return orjson.loads(value)
+    except orjson.JSONDecodeError as error:
+        refuse(path, f"'{path}' is not valid JSON: {error}.", code)
+
+
 class Fields:
     """The fields of one JSON object; `path` is empty for the body itself."""
 
@@ -75,8 +85,10 @@ class Fields:
         return list(self._rest)
 
     def finish(self) -> None:
-        """Refuse the first field that nobody took."""
-        for key in self._rest:
+        """Refuse the first field that nobody took. One that is null says nothing."""
+        for key, value in self._rest.items():
+            if value is None:
+                continue
             refuse(self.name(key), f"Unrecognized request argument supplied: {self.name(key)}.", "unknown_parameter")
 
     def required(self, key: str) -> Any:
@@ -186,6 +198,22 @@ class Fields:
             self.ignored.append(key)
             return
         refuse(self.name(key), sentence, "unsupported_parameter")
+
+
+def check_text(value: object, path: str, max_length: int | None = None, *, blank: str = "") -> str:
+    """`value` if it is a string of at most `max_length` characters, not all of them out of `blank`."""
+    if not isinstance(value, str):
+        wrong_type(path, "a string", value)
+    if not value.strip(blank):
+        refuse(path, f"'{path}' must not be empty.", "empty_string")
+    return check_length(value, path, max_length)
+
+
+def check_length(text: str, path: str, max_length: int | None) -> str:
+    """`text` if it has at most `max_length` characters; None: any number."""
+    if max_length is not None and len(text) > max_length:
+        refuse(path, f"'{path}' is longer than {max_length} characters.", "string_above_max_length")
+    return text
 
 
 def check_integer(value: object, path: str, minimum: int | None = None, maximum: int | None = None) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from tandem_worker.engine.errors import RequestError
 from tandem_worker.engine.schedule.params import GrammarFactory, SamplingParams
-from tandem_worker.server.openai.fields import Fields, check_integer, check_number, refuse, wrong_type
+from tandem_worker.server.openai.fields import Fields, check_integer, check_number, check_text, refuse, wrong_type
 from tandem_worker.server.text.patterns import PatternError, compile_patterns
 
 MAX_CHOICES = 16
@@ -28,6 +28,10 @@ MAX_BIAS_LENGTH = 64
 MAX_PROMPT_LOGPROBS = 20
 MAX_BAD_WORDS = 64
 MAX_BAD_WORD_LENGTH = 128
+STORE_ADVICE = (
+    "Who runs the model turns a store of responses on with 'spec.gateway.responseStore' of the InferenceModel "
+    "(--response-store of a gateway without Kubernetes)."
+)
 _MAX_DIGITS = 19
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
@@ -136,14 +140,14 @@ def _prompt_logprobs(fields: Fields, stream: bool) -> int | None:
 
 def take_metadata(fields: Fields) -> None:
     """Fields that describe the request to its sender's bookkeeping and change nothing about the answer."""
-    for key in ("user", "safety_identifier", "prompt_cache_key"):
+    for key in ("user", "safety_identifier", "prompt_cache_key", "session_id"):
         fields.string(key, max_length=1024)
     for key, value in (fields.raw_object("metadata") or {}).items():
         if not isinstance(value, str):
             wrong_type(f"metadata.{key}", "a string", value)
     fields.unsupported(
         "store",
-        "This server does not store completions: leave 'store' out or false.",
+        f"This server stores no answers: leave 'store' out or false. {STORE_ADVICE}",
         harmless=[False],
         ignorable=True,
     )
@@ -218,15 +222,7 @@ def _texts(fields: Fields, key: str, most: int) -> tuple[str, ...]:
         wrong_type(key, "a string or an array of strings", value)
     if len(value) > most:
         refuse(key, f"Invalid '{key}': at most {most} sequences, but there are {len(value)}.", "array_above_max_length")
-    for index, item in enumerate(value):
-        path = f"{key}[{index}]"
-        if not isinstance(item, str):
-            wrong_type(path, "a string", item)
-        if not item:
-            refuse(path, f"'{path}' must not be empty.", "empty_string")
-        if len(item) > MAX_STOP_LENGTH:
-            refuse(path, f"'{path}' is longer than {MAX_STOP_LENGTH} characters.", "string_above_max_length")
-    return tuple(value)
+    return tuple(check_text(item, f"{key}[{index}]", MAX_STOP_LENGTH) for index, item in enumerate(value))
 
 
 def _stop_regex(fields: Fields) -> tuple[str, ...]:
@@ -268,15 +264,9 @@ def _bad_words(fields: Fields) -> tuple[str, ...]:
         wrong_type("bad_words", "an array of strings", value)
     if len(value) > MAX_BAD_WORDS:
         refuse("bad_words", f"At most {MAX_BAD_WORDS} words are supported.", "array_above_max_length")
-    for index, item in enumerate(value):
-        path = f"bad_words[{index}]"
-        if not isinstance(item, str):
-            wrong_type(path, "a string", item)
-        if not item.strip(" "):
-            refuse(path, f"'{path}' must not be empty.", "empty_string")
-        if len(item) > MAX_BAD_WORD_LENGTH:
-            refuse(path, f"'{path}' is longer than {MAX_BAD_WORD_LENGTH} characters.", "string_above_max_length")
-    return tuple(value)
+    return tuple(
+        check_text(item, f"bad_words[{index}]", MAX_BAD_WORD_LENGTH, blank=" ") for index, item in enumerate(value)
+    )
 
 
 def _logit_bias(fields: Fields, vocab_size: int) -> tuple[dict[int, float], dict[str, float]]:

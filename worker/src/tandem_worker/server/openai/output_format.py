@@ -11,10 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import orjson
-
 from tandem_worker.engine.errors import RequestError
-from tandem_worker.server.openai.fields import Fields, refuse, wrong_type
+from tandem_worker.server.openai.fields import Fields, check_text, read_json, refuse, wrong_type
 from tandem_worker.server.openai.structural_tags import Format, parse_structural_tag
 
 MAX_ALTERNATIVES = 1024
@@ -93,10 +91,7 @@ def _other_name(fields: Fields, key: str, meaning: str) -> ResponseFormat:
         case "guided_choice":
             return ResponseFormat(kind="regex", definition=_alternatives(value, path), path=path, content_path=path)
         case _:
-            if not isinstance(value, str):
-                wrong_type(path, "a string", value)
-            if not value:
-                refuse(path, f"'{path}' must not be empty.", "empty_string")
+            value = check_text(value, path)
             if meaning in ("guided_regex", "regex"):
                 return ResponseFormat(kind="regex", definition=value, path=path, content_path=path)
             # Both dialects are taken by that name elsewhere; only one of them has this sign.
@@ -110,11 +105,7 @@ def _schema(value: Any, path: str) -> dict[str, Any]:
 
 def _read_object(value: Any, path: str, code: str) -> dict[str, Any]:
     """An object, or the JSON text of one."""
-    if isinstance(value, str):
-        try:
-            value = orjson.loads(value)
-        except orjson.JSONDecodeError as error:
-            refuse(path, f"'{path}' is not valid JSON: {error}.", code)
+    value = read_json(value, path, code)
     if not isinstance(value, dict):
         wrong_type(path, "an object, or the JSON text of one", value)
     return value
@@ -135,12 +126,8 @@ def _alternatives(value: Any, path: str) -> str:
         refuse(path, f"'{path}' must not be empty.", "empty_array")
     if len(value) > MAX_ALTERNATIVES:
         refuse(path, f"At most {MAX_ALTERNATIVES} choices are supported.", "array_above_max_length")
-    for index, item in enumerate(value):
-        if not isinstance(item, str):
-            wrong_type(f"{path}[{index}]", "a string", item)
-        if not item:
-            refuse(f"{path}[{index}]", f"'{path}[{index}]' must not be empty.", "empty_string")
-    return "|".join(_META.sub(r"\\\g<0>", item) for item in value)
+    texts = [check_text(item, f"{path}[{index}]") for index, item in enumerate(value)]
+    return "|".join(_META.sub(r"\\\g<0>", text) for text in texts)
 
 
 def _response_format(fields: Fields) -> ResponseFormat:

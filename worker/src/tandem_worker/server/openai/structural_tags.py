@@ -9,9 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
-
-from tandem_worker.server.openai.fields import Fields, refuse, wrong_type
+from tandem_worker.server.openai.fields import Fields, check_length, check_text, read_json, refuse, wrong_type
 
 MAX_TAGS = 128
 """Of one list; as many as a request may have tools."""
@@ -115,15 +113,12 @@ def _structure(given: Fields) -> Tag:
     begin, schema = given.required_string("begin", allow_empty=False), given.take("schema")
     ends = _ends(given)
     given.finish()
-    return Tag(path=path, begin=_short(begin, f"{path}.begin"), content=_schema(schema, schema_path), ends=ends)
+    check_length(begin, f"{path}.begin", MAX_TEXT_LENGTH)
+    return Tag(path=path, begin=begin, content=_schema(schema, schema_path), ends=ends)
 
 
 def _schema(value: Any, path: str) -> JsonSchema:
-    if isinstance(value, str):
-        try:
-            value = orjson.loads(value)
-        except orjson.JSONDecodeError as error:
-            refuse(path, f"'{path}' is not valid JSON: {error}.", "invalid_json_schema")
+    value = read_json(value, path, "invalid_json_schema")
     if value is None or value is True:
         value = {}
     if value is False:
@@ -230,35 +225,25 @@ def _bounded(value: list[Any], path: str) -> list[Any]:
 
 
 def _texts(given: Fields, key: str) -> tuple[str, ...]:
-    """Each once, in order."""
-    value = _bounded(given.array(key) or [], given.name(key))
-    return tuple(dict.fromkeys(_check(item, f"{given.name(key)}[{index}]") for index, item in enumerate(value)))
+    return _distinct(given.array(key) or [], given.name(key))
+
+
+def _distinct(items: list[Any], path: str) -> tuple[str, ...]:
+    """Each text once, in order."""
+    texts = (check_text(item, f"{path}[{i}]", MAX_TEXT_LENGTH) for i, item in enumerate(_bounded(items, path)))
+    return tuple(dict.fromkeys(texts))
 
 
 def _ends(given: Fields) -> tuple[str, ...]:
     value, path = given.required("end"), given.name("end")
     if isinstance(value, str):
-        return (_short(value, path),)
+        return (check_length(value, path, MAX_TEXT_LENGTH),)
     if not isinstance(value, list):
         wrong_type(path, "a string or an array of strings", value)
     if not value:
         refuse(path, f"'{path}' must not be empty.", "empty_array")
-    return tuple(dict.fromkeys(_check(item, f"{path}[{index}]") for index, item in enumerate(_bounded(value, path))))
-
-
-def _check(item: Any, path: str) -> str:
-    if not isinstance(item, str):
-        wrong_type(path, "a string", item)
-    if not item:
-        refuse(path, f"'{path}' must not be empty.", "empty_string")
-    return _short(item, path)
+    return _distinct(value, path)
 
 
 def _text(given: Fields, key: str, *, allow_empty: bool = True) -> str:
-    return _short(given.required_string(key, allow_empty=allow_empty), given.name(key))
-
-
-def _short(text: str, path: str) -> str:
-    if len(text) > MAX_TEXT_LENGTH:
-        refuse(path, f"'{path}' is longer than {MAX_TEXT_LENGTH} characters.", "string_above_max_length")
-    return text
+    return check_length(given.required_string(key, allow_empty=allow_empty), given.name(key), MAX_TEXT_LENGTH)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
+import io
 import os
 import pickle
 import sys
@@ -13,7 +15,7 @@ from typing import Any
 
 from tandem_worker.engine.errors import ContextLengthError, RequestError
 from tandem_worker.server.preparation.fitting import LengthBound
-from tandem_worker.server.preparation.preparing import Prepared, Preparer, PromptRules, reduce
+from tandem_worker.server.preparation.preparing import NotHereError, Prepared, Preparer, PromptRules, reduce
 from tandem_worker.server.text.prompting import Prompter
 
 KINDS = (
@@ -23,6 +25,7 @@ SETUP = f"{__name__}:setup"
 
 _MESSAGE_CHARACTERS = 4096
 """The most of a refusal that is kept: it may quote the request."""
+_NOT_HERE = b""
 _WARM_UP = b'{"model":"","messages":[{"role":"user","content":"x"}]}'
 
 
@@ -37,19 +40,24 @@ def setup(payload: bytes) -> Mapping[str, Callable[[bytes], bytes]]:
     # transformers does without; it would take longer to load, and more memory, than all else here.
     sys.modules["torch"] = None  # type: ignore[assignment]
     tokenizer, rules, bound = pickle.loads(payload)
-    preparer = Preparer(Prompter(tokenizer, rules.tools), rules, bound)
+    prompter = Prompter(tokenizer, rules.tools)
+    preparer = Preparer(prompter, rules, bound)
+    trusting = Preparer(prompter, rules, bound, apart=True)
     with contextlib.suppress(RequestError):  # the template is compiled on its first use, and jobs begin with that done
         preparer.prepare("chat", _WARM_UP.replace(b'""', b'"%b"' % rules.name.encode(), 1))
     return {
-        job_name(kind, lenient=lenient): partial(_run, preparer, kind, lenient=lenient)
+        job_name(kind, lenient=lenient, template=template): partial(
+            _run, trusting if template else preparer, kind, lenient=lenient
+        )
         for kind in KINDS
         for lenient in (False, True)
+        for template in (False, True)
     }
 
 
-def job_name(kind: str, *, lenient: bool) -> str:
-    """What a job is called that prepares this kind of request."""
-    return f"{kind} lenient" if lenient else kind
+def job_name(kind: str, *, lenient: bool, template: bool = False) -> str:
+    """What a job is called that prepares this kind of request. `template`: also one that brings its chat template."""
+    return f"{kind}{' lenient' if lenient else ''}{' template' if template else ''}"
 
 
 def _run(preparer: Preparer, kind: str, body: bytes, *, lenient: bool = False) -> bytes:
@@ -59,11 +67,28 @@ def _run(preparer: Preparer, kind: str, body: bytes, *, lenient: bool = False) -
     except RequestError as error:
         least = isinstance(error, ContextLengthError)
         return pickle.dumps((least, str(error)[:_MESSAGE_CHARACTERS], error.param, error.code, error.status))
+    except NotHereError:
+        return _NOT_HERE
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Makes data alone, whatever it reads: a template may have taken over the process that wrote it."""
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        if module_name == "array" and global_name in ("array", "_array_reconstructor"):
+            return super().find_class(module_name, global_name)
+        if module_name.startswith("tandem_worker.server.") and "." not in global_name:
+            found = getattr(sys.modules.get(module_name), global_name, None)
+            if isinstance(found, type) and dataclasses.is_dataclass(found) and found.__module__ == module_name:
+                return found
+        raise pickle.UnpicklingError(f"{module_name}.{global_name} is no part of a prepared request")
 
 
 def unpack(answer: bytes) -> Prepared:
-    """Raises RequestError. What comes back is small but for the tokens, which take no time to read."""
-    value: Any = pickle.loads(answer)
+    """Raises RequestError, NotHereError. What comes back is small but for the tokens, which take no time to read."""
+    if answer == _NOT_HERE:
+        raise NotHereError
+    value: Any = _PlainUnpickler(io.BytesIO(answer)).load()
     if not isinstance(value, tuple):
         return value
     too_long, message, param, code, status = value

@@ -2,7 +2,9 @@
 
 A small body is parsed and rendered on the event loop, one per round of it, and tokenized there too if its texts are
 short; long texts go to a thread, because the tokenizer works without the interpreter's lock. A larger body goes to a
-process of its own, where all of that happens.
+process of its own, where all of that happens. A request that brings its chat template goes there whatever its size,
+because a template is a program, and to a lane that only such requests wait for: whoever wrote it decides how long it
+takes.
 
 Python's threads would not do for large bodies: the event loop and the engine's thread would wait five milliseconds for
 the interpreter's lock each time they come back to it, some hundred times per decode step, and parsing JSON gives it
@@ -29,7 +31,7 @@ from tandem_worker.server.deltas import ClientGoneError
 from tandem_worker.server.http import MAX_BODY_BYTES, TOO_MANY_LARGE_REQUESTS, ServiceError, header
 from tandem_worker.server.intake import SMALL_BODY_BYTES, Intake
 from tandem_worker.server.preparation.job import SETUP, job_name, unpack
-from tandem_worker.server.preparation.preparing import Prepared, Preparer
+from tandem_worker.server.preparation.preparing import NotHereError, Prepared, Preparer
 from tandem_worker.server.request_metrics import PreparationCounts
 
 logger = logging.getLogger(__name__)
@@ -40,11 +42,16 @@ LARGE_BODY_BYTES = 1024 * 1024
 """Larger ones have a lane of their own: they take many seconds, and others must not wait for them."""
 MAX_WAITING = 256
 """Requests that may wait for a process."""
-NUM_MEDIUM, NUM_LARGE = 2, 1
-"""Processes at a time."""
+MAX_TEMPLATES = 32
+"""Beside them, those with a chat template: they keep no others out."""
+NUM_MEDIUM, NUM_LARGE, NUM_TEMPLATES = 2, 1, 1
+"""Processes at a time: for large bodies, larger ones, and any with a chat template."""
+NUM_JOBS = NUM_MEDIUM + NUM_LARGE + NUM_TEMPLATES
 TRIM_BYTES = 16 * 1024 * 1024
 """After large bodies of so many bytes, what they left behind is given back to the system."""
 JOB_SECONDS = 120.0
+TEMPLATE_SECONDS = 10.0
+"""With a chat template; as much again for each MiB of the body."""
 _TRIM_DELAY_SECONDS = 0.5
 JOB_LIMITS = Limits(
     # 8 MiB of digits are as many tokens, of which the tokenizer keeps some 140 bytes each.
@@ -71,6 +78,8 @@ class Preparation:
         """This round of the event loop has prepared a request: the next one waits until tokens have gone out."""
         self._medium = asyncio.Semaphore(NUM_MEDIUM)
         self._large = asyncio.Semaphore(NUM_LARGE)
+        self._templates = asyncio.Semaphore(NUM_TEMPLATES)
+        self._num_templates = 0
         self._untrimmed_bytes = 0
         self._running: set[asyncio.Task[Prepared]] = set()
 
@@ -82,7 +91,7 @@ class Preparation:
                 self._pack(),
                 limits=JOB_LIMITS,
                 name="large requests",
-                parallel=NUM_MEDIUM + NUM_LARGE,
+                parallel=NUM_JOBS,
                 queue=4,
                 niceness=10,
             )
@@ -104,8 +113,11 @@ class Preparation:
             raise
         lenient = header(scope, HEADER_LENIENT) == "true"
         if len(body) <= SMALL_BODY_BYTES:
-            return await self._prepare_here(kind, body, lenient=lenient)
-        return await self._prepare_apart(job_name(kind, lenient=lenient), body, receive)
+            try:
+                return await self._prepare_here(kind, body, lenient=lenient)
+            except NotHereError:
+                pass
+        return await self._prepare_apart(kind, body, receive, lenient=lenient)
 
     async def _prepare_here(self, kind: str, body: bytes, *, lenient: bool) -> Prepared:
         if self._used:
@@ -123,9 +135,8 @@ class Preparation:
     def _end_round(self) -> None:
         self._used = False
 
-    async def _prepare_apart(self, job: str, body: bytes, receive: Receive) -> Prepared:
-        lane = self._large if len(body) > LARGE_BODY_BYTES else self._medium
-        work = asyncio.create_task(self._run_job(job, body, lane))
+    async def _prepare_apart(self, kind: str, body: bytes, receive: Receive, *, lenient: bool) -> Prepared:
+        work = asyncio.create_task(self._run_jobs(kind, body, lenient=lenient))
         self._running.add(work)
         work.add_done_callback(self._running.discard)
         gone = asyncio.create_task(_until_gone(receive))
@@ -144,21 +155,35 @@ class Preparation:
             # An exception of the task holds this frame, which would hold the task, and the body with it, in a cycle.
             del work
 
-    async def _run_job(self, job: str, body: bytes, lane: asyncio.Semaphore) -> Prepared:
+    async def _run_jobs(self, kind: str, body: bytes, *, lenient: bool) -> Prepared:
         try:
-            if self.counts.isolated >= MAX_WAITING + NUM_MEDIUM + NUM_LARGE:
-                raise self._refuse_crowd()
-            self.counts.isolated += 1
+            if len(body) > SMALL_BODY_BYTES:
+                lane = self._large if len(body) > LARGE_BODY_BYTES else self._medium
+                with contextlib.suppress(NotHereError):
+                    return unpack(await self._run_job(job_name(kind, lenient=lenient), body, lane, JOB_SECONDS))
+            if self._num_templates >= MAX_TEMPLATES:
+                raise self._refuse_crowd("requests with a chat template of their own")
+            job = job_name(kind, lenient=lenient, template=True)
+            seconds = TEMPLATE_SECONDS * (1 + len(body) / LARGE_BODY_BYTES)
+            self._num_templates += 1
             try:
-                async with lane:
-                    self.counts.isolated_total += 1
-                    answer = await self._call(job, body)
+                return unpack(await self._run_job(job, body, self._templates, seconds))
             finally:
-                self.counts.isolated -= 1
+                self._num_templates -= 1
         finally:
             self.intake.release(body)
             self._note_end(len(body))
-        return unpack(answer)
+
+    async def _run_job(self, job: str, body: bytes, lane: asyncio.Semaphore, seconds: float) -> bytes:
+        if self.counts.isolated >= MAX_WAITING + NUM_MEDIUM + NUM_LARGE + self._num_templates:
+            raise self._refuse_crowd("large requests")
+        self.counts.isolated += 1
+        try:
+            async with lane:
+                self.counts.isolated_total += 1
+                return await self._call(job, body, seconds)
+        finally:
+            self.counts.isolated -= 1
 
     def _note_end(self, num_bytes: int) -> None:
         """The pieces in which bodies arrive lie between what stays, so that the allocator keeps all of it by itself."""
@@ -172,16 +197,16 @@ class Preparation:
         with contextlib.suppress(RuntimeError):  # closed in the meantime
             self._threads.submit(trim_memory)
 
-    async def _call(self, job: str, body: bytes) -> bytes:
+    async def _call(self, job: str, body: bytes, seconds: float) -> bytes:
         try:
-            return await self.start().call(job, body, seconds=JOB_SECONDS)
+            return await self.start().call(job, body, seconds=seconds)
         except LimitError as error:
             self.counts.refused_total += 1
             raise RequestError(
                 f"The request is too complex: preparing its {len(body)} bytes {error}.", code="request_too_complex"
             ) from error
         except QueueFullError as error:
-            raise self._refuse_crowd() from error
+            raise self._refuse_crowd("large requests") from error
         except UnavailableError as error:
             raise ServiceError(
                 f"This worker cannot prepare large requests at the moment: {error}.", status=503, retry=RETRY_REQUEST
@@ -190,10 +215,10 @@ class Preparation:
             logger.error("preparing a request failed: %s", error)  # noqa: TRY400 - the trace that matters is not here
             raise ServiceError("The server had an internal error.") from error
 
-    def _refuse_crowd(self) -> RequestError:
+    def _refuse_crowd(self, what: str) -> RequestError:
         self.counts.refused_total += 1
         return RequestError(
-            "This worker has as many large requests waiting as it takes; try again later.",
+            f"This worker has as many {what} waiting as it takes; try again later.",
             code=TOO_MANY_LARGE_REQUESTS,
             status=429,
         )

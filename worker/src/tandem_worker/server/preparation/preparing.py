@@ -50,6 +50,8 @@ class PromptRules:
     vouched: bool = False
     """Who may ask has checked the name that a request gives: this worker takes whatever it is."""
     tools: ToolForm = "Auto"
+    request_templates: bool = False
+    """Requests may bring their chat template."""
     max_model_len: int
     vocab_size: int
     start_token: int
@@ -69,6 +71,25 @@ class PromptRules:
                 param="model",
                 code="model_not_found",
                 status=404,
+            )
+
+    def check_template(self, request: ChatRequest) -> None:
+        """Raises RequestError where the request may not bring the chat template that it brings."""
+        if request.chat_template is None:
+            return
+        if not self.request_templates:
+            refuse(
+                "chat_template",
+                "Chat templates of a client's own are off for this model: remove 'chat_template', and the model's own "
+                "is used. Who runs the model turns them on with 'requestChatTemplates: true' in 'spec.engine' of the "
+                "InferenceModel.",
+                "unsupported_parameter",
+            )
+        if request.tools.tools:
+            refuse(
+                "chat_template",
+                "'chat_template' and 'tools' exclude each other, because calls are read as the model's own template "
+                "asks for them: leave one out.",
             )
 
     def check_schemas(self, request: ChatRequest) -> None:
@@ -185,13 +206,20 @@ class Draft:
         return sum(len(each.text) for each in self.texts)
 
 
-class Preparer:
-    """Prepares requests for one model. Stateless; any thread."""
+class NotHereError(Exception):
+    """The request runs what its client wrote: a process of its own prepares it."""
 
-    def __init__(self, prompter: Prompter, rules: PromptRules, bound: LengthBound | None) -> None:
+
+class Preparer:
+    """Prepares requests for one model. Stateless; any thread. `apart`: in a process that one request may use up."""
+
+    def __init__(
+        self, prompter: Prompter, rules: PromptRules, bound: LengthBound | None, *, apart: bool = False
+    ) -> None:
         self._prompter = prompter
         self._rules = rules
         self._bound = bound
+        self._apart = apart
         self._drafts: Mapping[str, Callable[[Any, bool], Draft]] = {
             "chat": self._chat,
             "completion": self._completion,
@@ -206,12 +234,14 @@ class Preparer:
         }
 
     def prepare(self, kind: str, body: bytes, *, lenient: bool = False) -> Prepared:
-        """Raises RequestError."""
+        """Raises RequestError, NotHereError."""
         draft = self.draft(kind, body, lenient=lenient)
         return draft.finish(self.encode(draft))
 
     def draft(self, kind: str, body: bytes, *, lenient: bool = False) -> Draft:
-        """Parse, check and render. `lenient`: do without some options that are not supported. Raises RequestError."""
+        """Parse, check and render. `lenient`: do without some options that are not supported. Raises RequestError,
+        NotHereError.
+        """
         try:
             value = orjson.loads(body)
         except orjson.JSONDecodeError as error:
@@ -289,12 +319,15 @@ class Preparer:
         return Draft(draft.texts, lambda encoded: orjson.dumps({"input_tokens": len(encoded[0])}))
 
     def _settle_chat(self, request: ChatRequest, *, lenient: bool) -> ChatRequest:
-        """With what the model itself says about it. Raises RequestError."""
+        """With what the model itself says about it. Raises RequestError, NotHereError."""
         rules = self._rules
         request = dataclasses.replace(request, model=rules.name if request.model is None else request.model)
         rules.check_name(request.model or "")
+        rules.check_template(request)
         rules.check_schemas(request)
-        if lenient and not self._prompter.takes_effort(request.reasoning_effort):
+        if request.chat_template is not None and not self._apart:
+            raise NotHereError
+        if lenient and not self._prompter.of(request).takes_effort(request.reasoning_effort):
             ignored = (*request.common.ignored, "reasoning_effort")
             common = dataclasses.replace(request.common, ignored=ignored)
             request = dataclasses.replace(request, reasoning_effort=None, common=common)
@@ -466,6 +499,7 @@ def reduce(prepared: Prepared) -> Prepared:
             request = dataclasses.replace(
                 prepared.request,
                 messages=[],
+                chat_template=None,
                 template_kwargs={},
                 tools=dataclasses.replace(
                     tools,

@@ -14,12 +14,14 @@ import orjson
 
 from tandem_worker.server.openai.fields import Fields, refuse, write_json, wrong_type
 from tandem_worker.server.openai.messages import MAX_MESSAGES, join_parts
+from tandem_worker.server.openai.options import STORE_ADVICE
 from tandem_worker.server.openai.other_servers import refuse_other_servers
 from tandem_worker.server.openai.renaming import EXTENSIONS, Places, Renaming
 
 _SAME = (
     "model", "stream", "temperature", "top_p", "metadata", "user", "safety_identifier", "prompt_cache_key",
-    "prompt_cache_retention", "service_tier", "store", "parallel_tool_calls",
+    "prompt_cache_retention", "prompt_cache_options", "session_id", "service_tier", "store", "parallel_tool_calls",
+    "structured_outputs", "spaces_between_special_tokens",
     *EXTENSIONS, "stop", "top_k", "include_stop_str_in_output", "skip_special_tokens", "truncate_prompt_tokens",
     "allowed_token_ids",
 )  # fmt: skip
@@ -109,10 +111,13 @@ def _write(echo: Mapping[str, Any]) -> bytes:
 
 def _refuse_unsupported(fields: Fields) -> None:
     fields.unsupported(
-        "previous_response_id", "Responses are not stored: send the whole conversation in 'input', with its answers."
+        "previous_response_id",
+        f"Responses are not stored: send the whole conversation in 'input', with its answers. {STORE_ADVICE}",
     )
     fields.unsupported("conversation", "Conversations are not stored: send the whole conversation in 'input'.")
-    fields.unsupported("background", "Responses are not stored: leave 'background' out or false.", harmless=[False])
+    fields.unsupported(
+        "background", "Nothing runs in the background here: leave 'background' out or false.", harmless=[False]
+    )
     fields.unsupported("prompt", "Prompts are not stored: write it into 'instructions' and 'input'.")
     fields.unsupported("max_tool_calls", "Tools are called by the client: remove 'max_tool_calls'.")
     fields.unsupported(

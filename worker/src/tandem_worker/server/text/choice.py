@@ -26,7 +26,6 @@ class Choice:
     __slots__ = (
         "_called_tools",
         "_detokenizer",
-        "_has_patterns",
         "_include_stop",
         "_length",
         "_min_tokens",
@@ -63,7 +62,6 @@ class Choice:
         self._stops: StopMatcher | None = None
         if stops or stop_patterns is not None:
             self._stops = StopMatcher(stops, stop_patterns, keep=include_stop)
-        self._has_patterns = stop_patterns is not None
         self._stop_token_ids = stop_token_ids
         self._include_stop = include_stop
         self._min_tokens = min_tokens
@@ -100,7 +98,8 @@ class Choice:
 
     def replay(self, token_ids: Sequence[int], waiting: Iterable[tuple[int, TokenLogprob]]) -> Steps[None]:
         """Stand where a choice stood elsewhere after these tokens, with nothing to tell. `waiting` was its own."""
-        size = _SLICE_TOKENS_WITH_PATTERNS if self._has_patterns else _SLICE_TOKENS
+        with_patterns = self._stops is not None and self._stops.has_patterns
+        size = _SLICE_TOKENS_WITH_PATTERNS if with_patterns else _SLICE_TOKENS
         for start in range(0, len(token_ids), size):
             if start:
                 yield

@@ -432,10 +432,11 @@ def _in_category(name: str, character: str, ascii_only: bool) -> bool:
 class PatternSearch:
     """One text."""
 
-    __slots__ = ("_before", "_patterns", "_waiting", "_ways", "position")
+    __slots__ = ("_before", "_waiting", "_ways", "patterns", "position")
 
     def __init__(self, patterns: Patterns) -> None:
-        self._patterns = patterns
+        self.patterns = patterns
+        """What is searched for."""
         self.position = 0
         """Characters that have come."""
         self._before = ""
@@ -456,7 +457,7 @@ class PatternSearch:
 
     def feed(self, text: str) -> Match | None:
         """The first match. After one nothing more may be fed."""
-        patterns, ahead = self._patterns, self._patterns.looks_ahead
+        patterns, ahead = self.patterns, self.patterns.looks_ahead
         for character in text:
             if not self._ways:
                 if not patterns.may_begin_with(character):
@@ -481,5 +482,5 @@ class PatternSearch:
         """The text ends here: a match that waited for the next character."""
         if not self._ways:
             return None
-        _, found = self._patterns.close(self._ways, self.position, self._before, "")
+        _, found = self.patterns.close(self._ways, self.position, self._before, "")
         return None if found is None else (self.position, found[0], self.position, found[1])

@@ -1,6 +1,7 @@
 """From conversations and texts to token ids, by the model's own template and tokenizer.
 
-Templates come with models and run in transformers' sandbox. What a template refuses is the client's error.
+Templates come with models, or with requests where that is allowed, and run in transformers' sandbox. What a template
+refuses is the client's error.
 
 Everything here computes where it is called: `preparation` decides in which thread or process that is.
 """
@@ -8,6 +9,7 @@ Everything here computes where it is called: `preparation` decides in which thre
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from tandem_api.launch import ToolForm  # the process that prepares large requests does without what it loads
 
 _PROBE = "tandem_probe_argument"
+_REFUSALS = (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError)
+"""What a model's template raises for a conversation that it does not take."""
 
 
 class Prompter:
@@ -30,6 +34,8 @@ class Prompter:
 
     def __init__(self, tokenizer: Any, tools: ToolForm = "Auto") -> None:
         self._tokenizer = tokenizer
+        self._own: dict[str, str] = {}
+        """Names the template where it is not the tokenizer's."""
         self._backend = tokenizer.backend_tokenizer
         # A checkpoint's own settings would cut long texts in silence.
         self._backend.no_truncation()
@@ -39,6 +45,21 @@ class Prompter:
         self._object_arguments = self.takes_tools and self._probe_object_arguments()
         self._harmony = CHANNEL in self.template
         self._tools = tools
+
+    def of(self, request: ChatRequest) -> Prompter:
+        """The one that renders this request: with the template that it brings, if it does. Raises RequestError."""
+        if request.chat_template is None or self._own:
+            return self
+        if self._harmony:
+            raise RequestError(
+                "This model's answers have a frame that its own chat template begins: remove 'chat_template'.",
+                param="chat_template",
+                code="unsupported_parameter",
+            )
+        found = copy.copy(self)
+        found.template, found._own = request.chat_template, {"chat_template": request.chat_template}
+        found._object_arguments = True  # of earlier calls, as vLLM hands them over
+        return found
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Releases the interpreter's lock but for what grows with the result. Raises RequestError."""
@@ -59,6 +80,9 @@ class Prompter:
 
     def render(self, request: ChatRequest) -> str:
         """The prompt text of a conversation. Raises RequestError."""
+        prompter = self.of(request)
+        if prompter is not self:
+            return prompter.render(request)
         if not self.template:
             raise RequestError(
                 "This model has no chat template: use /v1/completions.", param="messages", code="unsupported_endpoint"
@@ -66,7 +90,7 @@ class Prompter:
         messages, tools = request.messages, request.tools.tools
         if tools and self._tools == "Off":
             raise _refuse_tools("Tools are off for this model: remove 'tools'.")
-        if self._tools == "Generic" or not self.takes_tools:
+        if not self._own and (self._tools == "Generic" or not self.takes_tools):
             messages = self._without_tools(request)
             tools = ()
         if request.documents is not None and "documents" not in self.template:
@@ -83,11 +107,13 @@ class Prompter:
                 continue_final_message=request.continue_final_message,
                 **self._kwargs(request),
             )
-        except (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except Exception as error:
+            own = bool(self._own)  # a client's program may raise anything
+            if isinstance(error, MemoryError | RecursionError) or not (own or isinstance(error, _REFUSALS)):
+                raise
+            name, param = ("'chat_template'", "chat_template") if own else ("The model's chat template", "messages")
             raise RequestError(
-                f"The model's chat template does not accept this conversation: {error}",
-                param="messages",
-                code="invalid_conversation",
+                f"{name} does not accept this conversation: {error}", param=param, code="invalid_conversation"
             ) from error
 
     def _without_tools(self, request: ChatRequest) -> list[dict[str, Any]]:
@@ -113,7 +139,7 @@ class Prompter:
         return describe_tools(messages, request.tools.tools, required=required)
 
     def _apply(self, messages: list[dict[str, Any]], **kwargs: Any) -> str:
-        return self._tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)
+        return self._tokenizer.apply_chat_template(messages, tokenize=False, **kwargs, **self._own)
 
     def _prepare(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Raises RequestError for what the template would leave out in silence."""

@@ -56,7 +56,7 @@ def _follow(stop: str, begun: int, text: str) -> tuple[int, int]:
 class StopMatcher:
     """Withholds text while it may be the beginning of a stop; drops the stop and what follows."""
 
-    __slots__ = ("_begun", "_held", "_keep", "_patterns", "_search", "_stops", "matched", "stopped")
+    __slots__ = ("_begun", "_held", "_keep", "_search", "_stops", "matched", "stopped")
 
     def __init__(self, stops: Sequence[str], patterns: Patterns | None = None, *, keep: bool = False) -> None:
         """`keep`: the stop itself is part of the text."""
@@ -66,9 +66,13 @@ class StopMatcher:
         self._stops = tuple(stops)
         self._begun = [0] * len(self._stops)
         self._search = None if patterns is None else PatternSearch(patterns)
-        self._patterns = patterns
         self._held = ""
         self.stopped = False
+
+    @property
+    def has_patterns(self) -> bool:
+        """Whether a regex may end the text: that costs much more than strings do."""
+        return self._search is not None
 
     def skip(self, text: str) -> None:
         """Text before all that is fed, in which nothing stops. A regex knows that it was there."""
@@ -109,15 +113,15 @@ class StopMatcher:
 
     def _find(self, text: str | None) -> tuple[int, int, int, str] | None:
         """A regex's match in what is withheld and `text` after it, or (None) where the text ends."""
-        search, patterns = self._search, self._patterns
-        if search is None or patterns is None:
+        search = self._search
+        if search is None:
             return None
         origin = search.position - len(self._held)
         found = search.finish() if text is None else search.feed(text)
         if found is None:
             return None
         certain, start, end, number = found
-        return certain - origin, start - origin, end - origin, patterns.texts[number]
+        return certain - origin, start - origin, end - origin, search.patterns.texts[number]
 
     def _stop(self, text: str, certain: int, start: int, end: int, what: str) -> str:
         self.stopped = True
