@@ -249,6 +249,29 @@ def test_origins_that_browsers_would_not_take_are_refused(fleet: Fleet, cors: Ob
     assert create(fleet, model(gateway={"cors": {"allowOrigins": ["https://a.example.com"]}})) is None
 
 
+@pytest.mark.parametrize(
+    ("gateway", "sentence"),
+    [
+        ({"replicas": 2, "responseStore": {"maxBytes": "1Mi"}}, "must not be more than 1 while responseStore is set"),
+        ({"responseStore": {"maxBytes": "512Ki"}}, "must be between 1Mi and 256Mi"),
+        ({"responseStore": {"maxBytes": "257Mi"}}, "must be between 1Mi and 256Mi"),
+        ({"responseStore": {"maxBytes": "64Mi", "ttl": "0s"}}, "must be at least 1s"),
+        (
+            {"resources": {"limits": {"memory": "255Mi"}}, "responseStore": {"maxBytes": "64Mi"}},
+            "must not be more than a quarter of resources.limits.memory",
+        ),
+    ],
+)
+def test_a_store_of_responses_that_has_no_room_is_refused(fleet: Fleet, gateway: Object, sentence: str) -> None:
+    assert sentence in str(create(fleet, model(gateway=gateway)))
+
+
+@pytest.mark.parametrize("memory", [None, "256Mi", "1Gi"])
+def test_a_store_of_responses_is_admitted(fleet: Fleet, memory: str | None) -> None:
+    limits = {} if memory is None else {"resources": {"limits": {"memory": memory}}}
+    assert create(fleet, model(gateway={"responseStore": {"maxBytes": "64Mi"}} | limits)) is None
+
+
 @pytest.mark.timeout(200)
 def test_a_route_without_the_gateway_api_is_told_and_holds_nothing_up(fleet: Fleet) -> None:
     groups = fleet.kubernetes.request("GET", "/apis")["groups"]

@@ -177,6 +177,34 @@ def test_cors_names_origins_and_headers(cors: Any) -> None:
         parse(gateway={"cors": cors})
 
 
+def test_a_store_of_responses() -> None:
+    store = parse(gateway={"responseStore": {"maxBytes": "256Mi"}}).spec.gateway.response_store
+    assert store is not None
+    assert (store.max_bytes, store.ttl) == ("256Mi", "1h")
+    assert parse(gateway={}).spec.gateway.response_store is None
+    limits = {"limits": {"memory": "512Mi"}}
+    assert parse(gateway={"replicas": 0, "resources": limits, "responseStore": {"maxBytes": "128Mi", "ttl": "30m"}})
+
+
+@pytest.mark.parametrize(
+    ("gateway", "sentence"),
+    [
+        ({"responseStore": {}}, "maxBytes"),
+        ({"responseStore": {"maxBytes": "much"}}, "must be a Kubernetes quantity"),
+        ({"responseStore": {"maxBytes": "1Mi", "ttl": "soon"}}, "must be a duration"),
+        ({"responseStore": {"maxBytes": "1Mi", "size": 3}}, "size"),
+        ({"replicas": 2, "responseStore": {"maxBytes": "1Mi"}}, "replicas must not be more than 1 while responseStore"),
+        (
+            {"resources": {"limits": {"memory": "1Gi"}}, "responseStore": {"maxBytes": "257Mi"}},
+            "maxBytes must not be more than a quarter of resources.limits.memory",
+        ),
+    ],
+)
+def test_a_store_that_cannot_be_says_what_to_write(gateway: Any, sentence: str) -> None:
+    with pytest.raises(ValidationError, match=sentence):
+        parse(gateway=gateway)
+
+
 SLO_MODE = {"scaling": {"mode": "SLO", "max": 4}}
 SLO_TARGETS = {"ttft": {"seconds": 0.5, "secondsPerThousandTokens": 0.2}, "tpot": {"seconds": 0.05}}
 
@@ -284,6 +312,7 @@ ELSEWHERE = [{"kind": "VLLM"}, {"kind": "SGLang"}]
         ({"engine": {"maxRunningRequests": 64}}, "engine.maxRunningRequests is of Tandem's own engine"),
         ({"engine": {"stepTimeout": "9s"}}, "engine.stepTimeout is of Tandem's own engine"),
         ({"engine": {"freeFormGrammars": True}}, "engine.freeFormGrammars is of Tandem's own engine"),
+        ({"engine": {"requestChatTemplates": True}}, "engine.requestChatTemplates is of Tandem's own engine"),
         ({"engine": {"tools": "Off"}}, "engine.tools is of Tandem's own engine"),
         ({"engine": {"device": "CPU"}}, "engine.device must not be CPU"),
         ({"engine": {"args": ["--served-model-name=x"]}}, "engine.args has an argument that the operator writes"),

@@ -114,7 +114,6 @@ def test_roles_carry_the_rules_of_parallelism_and_the_defaults_that_these_read()
         spread = schema["properties"]["parallelism"]
         assert spread["default"] == {}
         assert {axis["default"] for axis in spread["properties"].values()} == {1}
-    assert RULES_KEY not in root()["properties"]["spec"]["properties"]["gateway"]
 
 
 def test_an_object_without_a_status_has_not_been_observed() -> None:

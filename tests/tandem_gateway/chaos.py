@@ -28,6 +28,7 @@ from tandem_gateway.server import Server
 from tandem_gateway.settings import Settings
 
 from tests.tandem_worker.process.conftest import WorkerProcess, free_port, run_worker
+from tests.tandem_worker.process.forking import Forker
 from tests.tandem_worker.server.conftest import byte_level_tokenizer
 from tests.tandem_worker.server.test_resume import KINDS, merge
 
@@ -162,8 +163,11 @@ class Cutter:
 class Fleet:
     """A gateway in this process and workers that are processes, each behind a `Cutter`."""
 
-    def __init__(self, folder: Path, model: Path, *, drain_seconds: float = 0.3, native: bool = False) -> None:
+    def __init__(
+        self, folder: Path, model: Path, forker: Forker, *, drain_seconds: float = 0.3, native: bool = False
+    ) -> None:
         """`native`: over native links, which nobody cuts."""
+        self._forker = forker
         self._folder = folder
         self._model = model
         self._drain_seconds = drain_seconds
@@ -211,7 +215,8 @@ class Fleet:
         if self._native:
             options["linkPort"] = free_port()
             self._links[name] = f"127.0.0.1:{options['linkPort']}"
-        worker = self._stack.enter_context(run_worker(folder, "unified", self._model, **options))
+        running = run_worker(folder, "unified", self._model, forker=self._forker, **options)
+        worker = await asyncio.to_thread(self._stack.enter_context, running)
         async with httpx.AsyncClient(timeout=5) as client, asyncio.timeout(150):
             while True:
                 assert worker.process.poll() is None, worker.log.read_text()
@@ -273,11 +278,11 @@ class Fleet:
 
 
 @contextlib.asynccontextmanager
-async def open_fleet(count: int, *, native: bool = False, **timeouts: float) -> AsyncIterator[Fleet]:
+async def open_fleet(count: int, forker: Forker, *, native: bool = False, **timeouts: float) -> AsyncIterator[Fleet]:
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         await asyncio.to_thread(build_model, model)
-        fleet = Fleet(Path(folder), model, native=native)
+        fleet = Fleet(Path(folder), model, forker, native=native)
         try:
             await fleet.start(count, **timeouts)
             yield fleet
@@ -366,7 +371,14 @@ async def disturb(fleet: Fleet, seconds: float, seed: int) -> Counter[str]:
 
 async def storm(streams: int, workers: int, at_once: int, every: float, share: float) -> dict[str, Any]:
     """The figures of one run."""
-    async with open_fleet(workers, idle_seconds=3.0, first_token_seconds=20.0) as fleet:
+    with contextlib.closing(Forker()) as forker:
+        return await _storm(forker, streams, workers, at_once, every, share)
+
+
+async def _storm(
+    forker: Forker, streams: int, workers: int, at_once: int, every: float, share: float
+) -> dict[str, Any]:
+    async with open_fleet(workers, forker, idle_seconds=3.0, first_token_seconds=20.0) as fleet:
         run = Run(fleet)
         await run.learn()
         fleet.set_share(share)

@@ -66,7 +66,7 @@ def test_with_credentials_a_star_is_no_wildcard() -> None:
 def test_a_preflight_tells_methods_headers_and_age() -> None:
     told = preflight(CORSPolicy(CORSRules(**RULES, max_age_seconds=90)))
     assert told["access-control-allow-origin"] == PAGE
-    assert told["access-control-allow-methods"] == "GET, HEAD, POST"
+    assert told["access-control-allow-methods"] == "GET, HEAD, POST, DELETE"
     assert told["access-control-max-age"] == "90"
     assert set(told["vary"].split(", ")) == {
         "origin", "access-control-request-method", "access-control-request-headers",

@@ -11,6 +11,7 @@ from openai import AsyncOpenAI, BadRequestError
 
 from tests.tandem_gateway.chaos import MODEL, Fleet, Run, open_fleet
 from tests.tandem_gateway.conftest import until
+from tests.tandem_worker.process.forking import Forker
 
 WAIT = 60.0
 
@@ -45,9 +46,9 @@ async def ask_like_clients_do(fleet: Fleet) -> None:
 
 
 @pytest.mark.timeout(500)
-async def test_streams_over_native_links_outlive_their_workers() -> None:
+async def test_streams_over_native_links_outlive_their_workers(forker: Forker) -> None:
     # Idle for long: whatever is noticed here, it is not by a stream's own deadline.
-    async with open_fleet(3, native=True, idle_seconds=200.0, first_token_seconds=200.0) as fleet:
+    async with open_fleet(3, forker, native=True, idle_seconds=200.0, first_token_seconds=200.0) as fleet:
         run = Run(fleet)
         await run.learn()
         gateway, resumes = fleet.gateway, fleet.gateway.metrics.resumes

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from tandem_api.launch import StoreLimits
 from tandem_gateway.errors import BadRequest
 from tandem_gateway.prompt import MESSAGES, RESPONSES, Inquiry, read_inquiry
 from tandem_gateway.scheduling.demand import Estimator
@@ -16,6 +17,7 @@ from tandem_gateway.sse import EventStream, find_usage
 
 from tests.tandem_gateway.chaos import build_model
 from tests.tandem_worker.process.conftest import WorkerProcess, eventually, run_worker
+from tests.tandem_worker.process.forking import Forker
 from tests.tandem_worker.server.conftest import byte_level_tokenizer
 
 pytestmark = pytest.mark.timeout(300)
@@ -29,9 +31,10 @@ ALL_TOKENS = WITHOUT_REASONING | {"ignore_eos": True}  # the model says anything
 
 
 @pytest.fixture(scope="module")
-def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
+def worker(tmp_path_factory: pytest.TempPathFactory, forker: Forker) -> Iterator[WorkerProcess]:
     folder = tmp_path_factory.mktemp("responses")
-    with run_worker(folder, "unified", build_model(folder / "model"), modelName="toy", servedName="toy") as process:
+    model, names = build_model(folder / "model"), {"modelName": "toy", "servedName": "toy"}
+    with run_worker(folder, "unified", model, forker=forker, **names) as process:
         eventually(lambda: is_ready(process), 150, "the worker is ready")
         yield process
 
@@ -94,8 +97,69 @@ async def test_errors_reach_the_client(client: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         await client.responses.create(model="toy", input="hi", previous_response_id="resp_1")
     assert caught.value.param == "previous_response_id"
+    assert "spec.gateway.responseStore" in caught.value.message
     with pytest.raises(openai.NotFoundError):
         await client.responses.create(model="other", input="hi")
+
+
+@pytest.fixture
+async def storing(worker: WorkerProcess, launch: Callable[..., Any]) -> AsyncIterator[openai.AsyncOpenAI]:
+    """The client of a gateway that keeps responses."""
+    address, limits = worker.url.removeprefix("http://"), StoreLimits(max_bytes=16 << 20, ttl_seconds=600)
+    gateway = await launch("--worker", f"role=unified,url={address},revision=r1,name=w", response_store=limits)
+    base = f"http://127.0.0.1:{gateway.http_port}/v1"
+    async with openai.AsyncOpenAI(base_url=base, api_key="none", max_retries=0, timeout=60) as made:
+        yield made
+
+
+async def test_conversations_by_ids_are_what_they_are_written_out(storing: openai.AsyncOpenAI) -> None:
+    """Text, reasoning and calls: the worker reads the same whether the gateway or the client sends what was before."""
+    sampled: Any = {"model": "toy", "max_output_tokens": 24, "temperature": 0.8, "extra_body": {"seed": 7}}
+    first = await storing.responses.create(input="hi", instructions="be brief", store=True, **sampled)
+    assert (first.store, first.previous_response_id) == (True, None)
+    tools: Any = {"tools": [FUNCTION], "tool_choice": "required", "parallel_tool_calls": False}
+    second = await storing.responses.create(
+        model="toy", input="look it up", previous_response_id=first.id, max_output_tokens=200,
+        extra_body=WITHOUT_REASONING, **tools,
+    )  # fmt: skip
+    (call,) = second.output
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "7"}
+    by_id = await storing.responses.create(input=[result], previous_response_id=second.id, **sampled)
+    written: list[Any] = [{"role": "user", "content": "hi"}, *(item.to_dict() for item in first.output)]
+    written += [{"role": "user", "content": "look it up"}, call.to_dict(), result]
+    whole = await storing.responses.create(input=written, store=False, **sampled)
+    assert by_id.usage.input_tokens == whole.usage.input_tokens > first.usage.input_tokens
+    assert [item.content for item in by_id.output] == [item.content for item in whole.output]
+    assert (by_id.previous_response_id, whole.previous_response_id, whole.store) == (second.id, None, False)
+    assert by_id.usage.input_tokens_details.cached_tokens > 0 or whole.usage.input_tokens_details.cached_tokens > 0
+    assert (await storing.responses.retrieve(by_id.id)).output[0].content == by_id.output[0].content
+    listed = [item.type async for item in storing.responses.input_items.list(by_id.id, order="asc")]
+    assert listed == [item.get("type", "message") for item in written]
+
+
+async def test_streams_are_kept(storing: openai.AsyncOpenAI) -> None:
+    name, seen = None, []
+    for _ in range(3):
+        more: Any = {} if name is None else {"previous_response_id": name}
+        async with storing.responses.stream(
+            model="toy", input="go on", max_output_tokens=10, extra_body=ALL_TOKENS, **more
+        ) as stream:
+            events = [event async for event in stream]
+        last = events[-1].response
+        assert {event.response.id for event in events if hasattr(event, "response")} == {last.id}
+        assert (events[-1].type, last.previous_response_id, last.store) == ("response.incomplete", name, True)
+        read = await storing.responses.retrieve(last.id)
+        assert (read.output_text, read.usage, read.status) == (last.output_text, last.usage, "incomplete")
+        name = last.id
+        seen.append(last.usage.input_tokens)
+    assert seen[0] < seen[1] < seen[2]
+    await storing.responses.delete(name)
+    with pytest.raises(openai.NotFoundError, match="may have expired"):
+        await storing.responses.create(model="toy", input="x", previous_response_id=name)
+    for refused in ({"background": True}, {"conversation": "c"}):
+        with pytest.raises(openai.BadRequestError) as caught:
+            await storing.responses.create(model="toy", input="x", **refused)
+        assert caught.value.param == next(iter(refused))
 
 
 async def test_the_models_have_what_the_worker_knows(client: openai.AsyncOpenAI) -> None:

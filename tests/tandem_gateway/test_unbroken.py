@@ -8,11 +8,12 @@ import signal
 import pytest
 
 from tests.tandem_gateway.chaos import Run, open_fleet, storm
+from tests.tandem_worker.process.forking import Forker
 
 
 @pytest.mark.timeout(600)
-async def test_streams_outlive_their_workers() -> None:
-    async with open_fleet(3, idle_seconds=6.0, first_token_seconds=20.0) as fleet:
+async def test_streams_outlive_their_workers(forker: Forker) -> None:
+    async with open_fleet(3, forker, idle_seconds=6.0, first_token_seconds=20.0) as fleet:
         run = Run(fleet)
         await run.learn()
         resumes = fleet.gateway.metrics.resumes

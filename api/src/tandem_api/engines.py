@@ -113,6 +113,7 @@ _LIMITS = (
     _Limit(".engine.maxRunningRequests", _ARGS, _unset("engine.maxRunningRequests", "256")),
     _Limit(".engine.stepTimeout", _ARGS, "!has(self.engine.stepTimeout)"),
     _Limit(".engine.freeFormGrammars", _ARGS, _unset("engine.freeFormGrammars", "false")),
+    _Limit(".engine.requestChatTemplates", _ARGS, _unset("engine.requestChatTemplates", "false")),
     _Limit(".engine.tools", _ARGS, _unset("engine.tools", "'Auto'")),
     _Limit(".kv.memory", _ARGS, "!has(self.kv) || !has(self.kv.memory)"),
     _Limit(
@@ -197,6 +198,7 @@ def find_refusal(spec: InferenceModelSpec) -> str | None:
         engine.max_running_requests != 256,
         engine.step_timeout is not None,
         engine.free_form_grammars,
+        engine.request_chat_templates,
         engine.tools != "Auto",
         kv.memory is not None,
         kv.transport != "Auto",

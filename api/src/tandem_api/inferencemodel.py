@@ -14,7 +14,7 @@ from tandem_api.base import Authored, Wire
 from tandem_api.engines import EngineKind, find_refusal, foreign_rules
 from tandem_api.launch import Device, DType, GatewayRouting, LinkKind, Parallelism, TLSVersion, ToolForm
 from tandem_api.names import GROUP
-from tandem_api.quantities import DURATION_PATTERN, QUANTITY_PATTERN, parse_duration
+from tandem_api.quantities import DURATION_PATTERN, QUANTITY_PATTERN, parse_duration, parse_quantity
 from tandem_api.validation import RULES_KEY, Matches, Satisfies, check_collector, rule
 
 MODEL_NAME_MAX = 40
@@ -475,6 +475,9 @@ class Engine(Authored):
     free_form_grammars: bool = False
     """Let clients hold answers to grammars of their own (`response_format` of type `grammar` with syntax `lark`). JSON
     schemas and regexes need no permission; all three have limits."""
+    request_chat_templates: bool = False
+    """Let clients bring the chat template of their request along (`chat_template`). It is a program: it runs in Jinja's
+    sandbox, in a process of its own with bounded time and memory, and can write any prompt."""
     tools: ToolForm = "Auto"
     """How functions get into a prompt and calls out of an answer. `Template` is the model's own way, by its chat
     template. `Generic` describes functions in the system message, with calls as JSON, whatever the template has.
@@ -661,7 +664,55 @@ class GatewayTLS(Authored):
     """Port 80 stays, without TLS: for what is inside of the cluster, or an HTTPRoute."""
 
 
+_ONE_GATEWAY = (
+    "must not be more than 1 while responseStore is set, because each gateway keeps its own responses and a client's"
+    " next request may reach another: write 1, or remove responseStore"
+)
+_STORE_TOO_LARGE = (
+    "must not be more than a quarter of resources.limits.memory, because requests need the rest: raise the limit, or"
+    " write less"
+)
+_STORE_LIMIT = "256Mi"
+"""Half of what a gateway holds for clients at most (`launch.MAX_HELD_BYTES`)."""
+_STORE_BYTES = "string(self.responseStore.maxBytes)"
+_STORE = f"quantity({_STORE_BYTES})"
+
+
+class ResponseStore(Authored):
+    """Responses that the gateway keeps in memory, so that clients continue them by `previous_response_id`."""
+
+    max_bytes: Annotated[
+        Quantity,
+        Satisfies(
+            "!isQuantity(string(self)) || (quantity(string(self)).compareTo(quantity('1Mi')) >= 0"
+            f" && quantity(string(self)).compareTo(quantity('{_STORE_LIMIT}')) <= 0)",
+            f"must be between 1Mi and {_STORE_LIMIT}",
+        ),
+    ]
+    """What they may take of the gateway's memory, all together: at most 256Mi, and a quarter of
+    `gateway.resources.limits` where that has `memory`."""
+    ttl: ClientTimeout = "1h"
+    """How long each is kept after it was made. It goes earlier where others need its room."""
+
+
 class Gateway(Workload):
+    model_config = ConfigDict(
+        json_schema_extra={
+            RULES_KEY: [
+                rule("!has(self.responseStore) || self.replicas <= 1", _ONE_GATEWAY, path=".replicas"),
+                rule(
+                    "!has(self.responseStore) || !has(self.resources) || !has(self.resources.limits)"
+                    " || !('memory' in self.resources.limits) || !isQuantity(string(self.resources.limits['memory']))"
+                    f" || !isQuantity({_STORE_BYTES})"
+                    " || quantity(string(self.resources.limits['memory'])).compareTo("
+                    f"{_STORE}.add({_STORE}).add({_STORE}).add({_STORE})) >= 0",
+                    _STORE_TOO_LARGE,
+                    path=".responseStore.maxBytes",
+                ),
+            ]
+        }
+    )
+
     resources: Resources = Field(default_factory=Resources)
     """Requests and limits of the gateway's container. Where nothing is said: a tenth of a core and 256Mi requested, and
     a limit of 1Gi of memory."""
@@ -686,6 +737,18 @@ class Gateway(Workload):
     is asked as it can be."""
     tls: GatewayTLS | None = None
     """Serve clients over TLS. Where nothing is said they are served without, at port 80."""
+    response_store: ResponseStore | None = None
+    """Keep what the Responses API answers (`store`), so that clients continue it by `previous_response_id`. Off where
+    nothing is said. It is gone when the gateway restarts, and needs `replicas` of 1. Changing it restarts nothing."""
+
+    @model_validator(mode="after")
+    def _has_room_for_responses(self) -> Gateway:
+        store, memory = self.response_store, self.resources.limits.get("memory")
+        if store is not None and self.replicas > 1:
+            raise ValueError(f"replicas {_ONE_GATEWAY}")
+        if store is not None and memory is not None and parse_quantity(memory) < 4 * parse_quantity(store.max_bytes):
+            raise ValueError(f"responseStore.maxBytes {_STORE_TOO_LARGE}")
+        return self
 
 
 _PORT = "6553[0-5]|655[0-2][0-9]|65[0-4][0-9]{2}|6[0-4][0-9]{3}|[1-5][0-9]{4}|[1-9][0-9]{0,3}"

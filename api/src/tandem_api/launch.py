@@ -159,6 +159,8 @@ class WorkerConfig(Wire):
     """Folder with `names.PEERS_KEY_FILE` and `names.API_KEY_FILE`; None: peers and gateways are not authenticated."""
     free_form_grammars: bool = False
     """Clients may send grammars in Lark, not schemas and regexes alone."""
+    request_chat_templates: bool = False
+    """Clients may send chat templates."""
     tools: ToolForm = "Auto"
     drain_timeout_seconds: float = 60.0
     """How long running requests may finish after SIGTERM."""
@@ -235,6 +237,15 @@ class GatewayQueue(Wire):
     """Workers come when a request waits: that none is there is no failure."""
 
 
+class StoreLimits(Wire):
+    """Of the responses that a gateway keeps for `previous_response_id`."""
+
+    max_bytes: int
+    """In memory, all together; a gateway uses at most half of `max_held_bytes`, of which they are a part."""
+    ttl_seconds: float = 3600.0
+    """Each is kept this long after it was made."""
+
+
 class GatewayConfig(Wire):
     """Everything a gateway pod needs to know."""
 
@@ -264,11 +275,16 @@ class GatewayConfig(Wire):
     """None: clients are served at `http_port`, without TLS."""
     tracing: TracingConfig | None = None
     """None: unless the environment says so, requests are not traced."""
+    response_store: StoreLimits | None = None
+    """None: no response is kept."""
 
 
 GATEWAY_FOLLOWS = frozenset(
-    {"cors", "disaggregated", "served_name", "timeouts", "queue", "drain_timeout_seconds", "tracing"}
-)
+    {
+        "cors", "disaggregated", "served_name", "timeouts", "queue", "drain_timeout_seconds", "tracing",
+        "response_store",
+    }
+)  # fmt: skip
 """Fields of `GatewayConfig` that a running gateway follows, by `GatewayRouting` or by what it finds: a change restarts
 nothing."""
 
@@ -297,3 +313,4 @@ class GatewayRouting(Wire):
     drain_timeout_seconds: float = 60.0
     cors: CORSRules | None = None
     tracing: TracingConfig | None = None
+    response_store: StoreLimits | None = None

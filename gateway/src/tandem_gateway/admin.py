@@ -27,8 +27,8 @@ from tandem_gateway.prompt import guess_path
 MAX_CONNECTIONS = 64
 MAX_BODY_BYTES = 1024 * 1024
 """A request of which somebody asks where it would go."""
-DEBUG_ENDPOINTS, DEBUG_ROUTE = "/debug/endpoints", "/debug/route"
-_DEBUG = (DEBUG_ENDPOINTS, DEBUG_ROUTE)
+DEBUG_ENDPOINTS, DEBUG_ROUTE, DEBUG_RESPONSES = "/debug/endpoints", "/debug/route", "/debug/responses"
+_DEBUG = (DEBUG_ENDPOINTS, DEBUG_ROUTE, DEBUG_RESPONSES)
 _SECONDS = 5.0
 
 
@@ -86,7 +86,9 @@ class Admin:
             return _show({"endpoints": self._gateway.describe_endpoints()})
         if path == DEBUG_ROUTE:
             return _show({"decisions": self._gateway.describe_decisions()})
-        paths = "/metrics, /healthz, /readyz, /fleet, /fleet/waiting, /debug/endpoints or /debug/route"
+        if path == DEBUG_RESPONSES:
+            return _show(self._gateway.describe_responses())
+        paths = "/metrics, /healthz, /readyz, /fleet, /fleet/waiting, " + " or ".join(_DEBUG)
         return 404, "text/plain", f"try {paths}\n".encode()
 
     def _preview(self, request: Request) -> tuple[int, str, bytes]:

@@ -73,7 +73,7 @@ class CORSPolicy:
                 code="origin_not_allowed",
             )
         names = self._headers or (asked if _NAMES.fullmatch(asked) else b"")
-        lines = allowed + b"\r\naccess-control-allow-methods: GET, HEAD, POST"
+        lines = allowed + b"\r\naccess-control-allow-methods: GET, HEAD, POST, DELETE"
         if names:
             lines += b"\r\naccess-control-allow-headers: " + names
         return lines + b"\r\naccess-control-max-age: %d\r\nvary: %b, %b" % (self._max_age, _METHOD, _HEADERS)

@@ -6,6 +6,7 @@ GatewayError
 └── RequestError           ends one request with an OpenAI error
     ├── BadRequest         400 and its siblings: the client must change the request
     ├── UnknownModel       404 model_not_found
+    ├── UnknownResponse    404: no response of this id is kept for who asks
     ├── NotRouted          404 or 405: no such path or method
     ├── NoEndpoint         503: no worker of a role is there
     ├── QueueFull          503: nor is there, and as many requests wait for one as may
@@ -78,9 +79,35 @@ class UnknownModel(RequestError):
     code = "model_not_found"
 
 
+class UnknownResponse(RequestError):
+    """In the same words whether there is none or it is somebody else's."""
+
+    status = 404
+    kind: ErrorType = "invalid_request_error"
+    code = "response_not_found"
+
+    def __init__(self, name: str, *, param: str | None = None) -> None:
+        super().__init__(
+            f"no response {name[:100]!r} is kept for you: it was not stored, has been deleted, or may have expired, "
+            "made room for others or gone with a restart of the gateway; send the whole conversation in 'input'",
+            param=param,
+            code="previous_response_not_found" if param else None,
+        )
+
+
 class NotRouted(RequestError):
     status = 404
     kind: ErrorType = "invalid_request_error"
+
+    @classmethod
+    def wrong_method(cls, method: bytes, path: str, allowed: str) -> NotRouted:
+        """405. `allowed`: the methods that there are, joined by commas."""
+        return cls(
+            f"{path} does not accept {method.decode('latin-1')}; use {allowed}",
+            status=405,
+            code="method_not_allowed",
+            headers=(("Allow", allowed),),
+        )
 
 
 class NoEndpoint(RequestError):

@@ -34,6 +34,7 @@ from tandem_gateway.http.request import Request
 from tandem_gateway.http.response import LAST_CHUNK, build_chunk, build_error, build_head
 from tandem_gateway.prompt import Inquiry
 from tandem_gateway.queueing import RequestQueue, Waiter
+from tandem_gateway.responses.recording import Recording
 from tandem_gateway.resume import Continuation, JournaledStream, may_keep
 from tandem_gateway.scheduling import (
     KEPT,
@@ -139,7 +140,7 @@ class Exchange:
         "_give_up_at", "_head", "_held", "_held_back_until", "_held_bytes", "_keep_alive_after", "_loop", "_phase",
         "_reads", "_reads_seen", "_reservation", "_resets", "_slot", "_slow", "_stream", "_suspects", "_ticket",
         "_tokens_seen", "_unsent", "attempts", "bytes_out", "choice", "error", "first_byte_at", "inquiry",
-        "queue_seconds", "request", "request_id", "started_at", "status", "trace", "usage",
+        "queue_seconds", "recording", "request", "request_id", "started_at", "status", "trace", "usage",
     )  # fmt: skip
 
     def __init__(
@@ -165,6 +166,8 @@ class Exchange:
         """That it waited for a worker, so far."""
         self.trace: ExchangeTrace | None = None
         """None: its spans are not recorded."""
+        self.recording: Recording | None = None
+        """None: its answer is nothing to a store of responses."""
         self._phase = NEW
         self._ticket: Ticket[Waiter] | None = None
         """Of the queue that it waits in."""
@@ -211,7 +214,8 @@ class Exchange:
     def held_bytes(self) -> int:
         kept = self._continuation.held_bytes if self._continuation is not None else 0
         waits = self._call.held_bytes if self._call is not None else 0
-        return len(self.request.body) + self._held_bytes + kept + waits
+        recorded = self.recording.held_bytes if self.recording is not None else 0
+        return len(self.request.body) + self._held_bytes + kept + waits + recorded
 
     @property
     def resumes(self) -> int:
@@ -383,6 +387,8 @@ class Exchange:
         if fields.get(b"content-type", b"").startswith(b"text/event-stream"):
             journal = fields.get(_RESUME)
             self._stream = EventStream() if journal is None else JournaledStream(journal)
+        if self.recording is not None and head.status == 200:
+            self._stream = self.recording.follow(head, self._stream)
 
     def _may_take(self, outcome: Outcome, head: ResponseHead) -> bool:
         """Whether this answer, which is a failure or not the first one, is for the client. Where it is not, what is to

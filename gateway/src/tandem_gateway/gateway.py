@@ -14,7 +14,7 @@ from itertools import count
 from urllib.parse import unquote
 
 from tandem_api.fleet import FleetReport, WorkerReport
-from tandem_api.launch import GatewayConfig, GatewayRouting, TracingConfig
+from tandem_api.launch import GatewayConfig, GatewayRouting, StoreLimits, TracingConfig
 from tandem_api.logs import format_time
 from tandem_api.names import Role
 from tandem_api.telemetry import WorkerTelemetry
@@ -25,7 +25,7 @@ from tandem_gateway.cors import CORSPolicy, is_preflight
 from tandem_gateway.credentials import Credentials
 from tandem_gateway.errors import GatewayFull, NotRouted, RequestError, ShuttingDown
 from tandem_gateway.exchange import Exchange
-from tandem_gateway.http.budget import Budget
+from tandem_gateway.http.budget import FREE_BYTES, Budget
 from tandem_gateway.http.connection import ClientConnection
 from tandem_gateway.http.request import Request
 from tandem_gateway.http.response import build_empty, build_error, build_json
@@ -35,8 +35,9 @@ from tandem_gateway.links import describe as describe_link
 from tandem_gateway.metrics import Metrics
 from tandem_gateway.own_answers import OWN_PATHS, answer_own
 from tandem_gateway.probation import Held
-from tandem_gateway.prompt import COMPUTES, INFERENCE_PATHS, MODELS, TOKENIZER_INFO, check_name, read_inquiry
+from tandem_gateway.prompt import COMPUTES, INFERENCE_PATHS, MODELS, RESPONSES, TOKENIZER_INFO, check_name, read_inquiry
 from tandem_gateway.queueing import RequestQueue
+from tandem_gateway.responses.service import Responses, name_path, refuse_off
 from tandem_gateway.scheduling import (
     KEPT,
     Decision,
@@ -70,6 +71,9 @@ log = logging.getLogger(__name__)
 
 
 class Gateway:
+    responses: Responses | None = None
+    """Those that are kept; None: none are."""
+
     def __init__(
         self, config: GatewayConfig, access_log: AccessLog | None = None, tracing: TracingConfig | None = None
     ) -> None:
@@ -83,11 +87,12 @@ class Gateway:
         self.max_body_bytes = config.max_body_bytes
         self.max_connections = config.max_connections
         self.budget = Budget(config.max_held_bytes)
+        self._follow_store(config.response_store)
         self.scheduler = Scheduler()
         self.engines = build_engines(self, worker_model=config.model_name)
         self._engines_here: list[Engine] = []
         """Those of the workers that there are."""
-        self.pairs = self.mixed = False
+        self.pairs = self.mixed = self.draining = False
         self.decisions: deque[Decision] = deque(maxlen=KEPT)
         self.metrics = Metrics()
         self.traffic = TrafficCounter()
@@ -106,7 +111,6 @@ class Gateway:
         facts = describe_pod(pod, config.namespace, config.model_name, Role.GATEWAY)
         self.tracer = Tracer("tandem-gateway", facts, fallback=tracing)
         self.tracer.follow(config.tracing)
-        self.draining = False
         self.exchanges: set[Exchange] = set()
         self.connections: set[ClientConnection] = set()
         self._credentials = Credentials(config.keys_path)
@@ -152,6 +156,15 @@ class Gateway:
         self.drain_timeout_seconds = routing.drain_timeout_seconds
         self.scheduler.apply_canary(routing.canary)
         self.tracer.follow(routing.tracing)
+        self._follow_store(routing.response_store)
+
+    def _follow_store(self, limits: StoreLimits | None) -> None:
+        if self.responses is not None:
+            self.responses.follow(limits)
+        elif limits is not None:
+            self.responses = Responses(limits, self.budget, clock=time.monotonic)
+        if limits is None:
+            self.responses = None
 
     def take_sample(self, worker: Worker, sample: WorkerTelemetry | None) -> None:
         """What a worker has just told about itself; None: it has missed several times."""
@@ -255,6 +268,8 @@ class Gateway:
             )
         self._record(request.path, status, request_id, code, len(answer))
         connection.write(answer)
+        if len(answer) > FREE_BYTES:
+            connection.account()
         connection.finish(keep_alive=keep_alive)
 
     def on_refused(self, connection: ClientConnection, error: RequestError) -> None:
@@ -279,7 +294,10 @@ class Gateway:
     def _start_exchange(self, connection: ClientConnection, request: Request, request_id: bytes) -> None:
         method = b"GET" if request.path == TOKENIZER_INFO else b"POST"
         if request.method != method:
-            raise _wrong_method(request, method.decode())
+            raise NotRouted.wrong_method(request.method, request.path, method.decode())
+        recording = None
+        if request.path == RESPONSES and self.responses is not None:
+            recording = self.responses.expand(request, max_bytes=self.max_body_bytes)
         inquiry = read_inquiry(
             request.path,
             request.body,
@@ -290,9 +308,14 @@ class Gateway:
         for engine in self._engines_here:
             engine.admit(request.path, request.body, inquiry)
         exchange = Exchange(self, connection, request, inquiry, request_id)
+        if recording is not None:
+            recording.hold()
+            exchange.recording = recording
         if self.tracer.active and request.path in COMPUTES:
             exchange.trace = begin_trace(self.tracer, request.headers)
         connection.exchange = exchange
+        if recording is not None:
+            connection.account()
         self.exchanges.add(exchange)
         self.metrics.in_flight += 1
         if request.path in COMPUTES:
@@ -307,11 +330,15 @@ class Gateway:
 
     def _answer(self, request: Request) -> object:
         """What the gateway knows by itself."""
+        if request.path.startswith(f"{RESPONSES}/"):
+            if self.responses is None:
+                raise refuse_off()
+            return self.responses.answer(request)
         own = request.path in OWN_PATHS
         if not own and request.path != MODELS and not request.path.startswith(f"{MODELS}/"):
             raise NotRouted(f"unknown path {request.path[:200]!r}", code="unknown_url")
         if request.method not in (b"GET", b"HEAD"):
-            raise _wrong_method(request, "GET, HEAD")
+            raise NotRouted.wrong_method(request.method, request.path, "GET, HEAD")
         if own:
             return answer_own(
                 request.path,
@@ -333,6 +360,8 @@ class Gateway:
         now = time.monotonic()  # the loop's own clock counts whole milliseconds
         self.exchanges.discard(exchange)
         self._idle_since = now
+        if exchange.recording is not None:
+            exchange.recording.close()
         began, first = exchange.started_at, exchange.first_byte_at
         choice, ratio = exchange.choice, None
         if choice is not None:
@@ -408,6 +437,8 @@ class Gateway:
         if self.certificate is not None:
             self.certificate.refresh(now)
         self.scheduler.tick(now)
+        if self.responses is not None:
+            self.responses.store.expire(time.monotonic())
         for exchange in tuple(self.exchanges):
             exchange.tick(now)
         self._place_waiting()
@@ -479,6 +510,7 @@ class Gateway:
             more=[
                 *(() if self.certificate is None else self.certificate.families()),
                 *(() if self.native is None else self.native.families(self._links.values())),
+                *(() if self.responses is None else self.responses.families()),
             ],
         )
 
@@ -512,6 +544,12 @@ class Gateway:
         """For people: the last decisions, newest first."""
         behind = time.time() - asyncio.get_running_loop().time()
         return [describe_decision(each, at=format_time(behind + each[1])) for each in reversed(self.decisions)]
+
+    def describe_responses(self) -> dict[str, object]:
+        """For people: what is kept of responses, in numbers."""
+        if self.responses is None:
+            return {"enabled": False}
+        return {"enabled": True} | self.responses.store.describe(time.monotonic())
 
     def preview(self, path: str, body: bytes, affinity: bytes | None) -> dict[str, object]:
         """For people: what would be decided for a request now, which is not sent.
@@ -565,19 +603,10 @@ class Gateway:
 
     def _record(self, path: str, status: int, request_id: bytes, error: str | None, size: int) -> None:
         """An answer of the gateway's own."""
+        path = name_path(path)
         self.metrics.count(path, status)
         if self.access_log is not None:
             self.access_log.add_own(path, status, request_id, error, size)
 
     def _make_request_id(self) -> bytes:
         return b"req-%b%08x" % (self._request_prefix, next(self._request_ids))
-
-
-def _wrong_method(request: Request, allowed: str) -> NotRouted:
-    method = request.method.decode("latin-1")
-    return NotRouted(
-        f"{request.path} does not accept {method}; use {allowed}",
-        status=405,
-        code="method_not_allowed",
-        headers=(("Allow", allowed),),
-    )

@@ -16,9 +16,9 @@ from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 from tandem_api.telemetry import Metric
 
-from tandem_gateway.prompt import INFERENCE_PATHS, MODELS
+from tandem_gateway.prompt import INFERENCE_PATHS, MODELS, RESPONSES
 
-_PATHS = INFERENCE_PATHS | {MODELS}
+_PATHS = INFERENCE_PATHS | {MODELS, f"{RESPONSES}/{{id}}", f"{RESPONSES}/{{id}}/input_items"}
 BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 """Seconds. From a cached prompt on a fast GPU to a long answer on a CPU."""
 

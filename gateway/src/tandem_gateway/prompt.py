@@ -61,7 +61,7 @@ def read_inquiry(
         BadRequest: it is not a JSON object, or a parameter that routing needs is missing or of the wrong type.
         UnknownModel: it names another model.
     """
-    fields = {} if path == TOKENIZER_INFO else _read_object(body)
+    fields = {} if path == TOKENIZER_INFO else read_object(body)
     model = fields.get("model")
     if model is not None and model not in served_names:
         _check_model(model, served_names)
@@ -103,11 +103,12 @@ def guess_path(body: bytes) -> str:
     Raises:
         BadRequest: it is not a JSON object.
     """
-    fields = _read_object(body)
+    fields = read_object(body)
     return COMPLETIONS if "prompt" in fields else RESPONSES if "input" in fields else CHAT
 
 
-def _read_object(body: bytes) -> dict[str, Any]:
+def read_object(body: bytes) -> dict[str, Any]:
+    """The fields of a request's body. Raises BadRequest: it is no JSON object, or has too many parts."""
     if len(body) > 2 * MAX_NODES and count_nodes(body) > MAX_NODES:
         raise BadRequest(
             f"the request body consists of too many parts; at most {MAX_NODES} objects, lists and strings are read",
@@ -165,6 +166,15 @@ def _read_messages(fields: dict[str, Any]) -> tuple[bytes, bytes]:
 
 def _read_input(fields: dict[str, Any]) -> tuple[bytes, bytes]:
     """As `_read_messages`, of a Responses request, whose items need not have roles."""
+    items = read_items(fields)
+    instructions: Any = fields.get("instructions")
+    if instructions:
+        items = [{"role": "system", "content": instructions}, *items]
+    return _join(fields, items, "input", roles=False)
+
+
+def read_items(fields: dict[str, Any]) -> list[Any]:
+    """The items of a Responses request's `input`. Raises BadRequest: there are none."""
     items: Any = fields.get("input")
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
@@ -172,10 +182,7 @@ def _read_input(fields: dict[str, Any]) -> tuple[bytes, bytes]:
         raise BadRequest(
             "'input' must be a string or a list with at least one item", param="input", code="invalid_type"
         )
-    instructions: Any = fields.get("instructions")
-    if instructions:
-        items = [{"role": "system", "content": instructions}, *cast(list[Any], items)]
-    return _join(fields, cast(list[Any], items), "input", roles=False)
+    return cast(list[Any], items)
 
 
 def _join(fields: dict[str, Any], messages: list[Any], name: str, *, roles: bool) -> tuple[bytes, bytes]:

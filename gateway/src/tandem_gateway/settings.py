@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import get_args
 
 from pydantic import ValidationError
-from tandem_api.launch import ClientTLS, GatewayConfig, LinkKind, TracingConfig
+from tandem_api.launch import MAX_HELD_BYTES, ClientTLS, GatewayConfig, LinkKind, StoreLimits, TracingConfig
 from tandem_api.names import (
     API_KEY_FILE,
     CONFIG_PATH,
@@ -19,6 +19,7 @@ from tandem_api.names import (
     GATEWAY_METRICS_PORT,
     Role,
 )
+from tandem_api.quantities import parse_duration, parse_quantity
 from tandem_api.tracing import read_environment
 
 from tandem_gateway.discovery.static import parse_worker
@@ -27,6 +28,7 @@ from tandem_gateway.scheduling import Worker
 from tandem_gateway.telemetry import PERIOD_SECONDS
 
 LAME_DUCK_SECONDS = 3.0
+MIN_STORE_BYTES = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +112,14 @@ def _build_parser() -> argparse.ArgumentParser:
     local.add_argument("--tls-port", type=int, default=GATEWAY_HTTPS_PORT)
     local.add_argument("--plain-http", action="store_true", help="with --tls: serve --port without TLS all the same")
     local.add_argument("--metrics-port", type=int, default=GATEWAY_METRICS_PORT)
+    local.add_argument(
+        "--response-store", type=_read_size, metavar="SIZE",
+        help="keep responses in so much memory, for example 256Mi, so that clients continue them by their ids",
+    )  # fmt: skip
+    local.add_argument(
+        "--response-ttl", type=_read_duration, default=3600.0, metavar="DURATION",
+        help="how long each is kept (default: 1h)",
+    )  # fmt: skip
     return parser
 
 
@@ -117,6 +127,28 @@ def _read_period(text: str) -> float:
     seconds = float(text)
     if seconds and not 0.1 <= seconds <= 3600:
         raise argparse.ArgumentTypeError("write 0, or between 0.1 and 3600 seconds")
+    return seconds
+
+
+def _read_size(text: str) -> int:
+    try:
+        size = int(parse_quantity(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    if not MIN_STORE_BYTES <= size <= MAX_HELD_BYTES // 2:
+        raise argparse.ArgumentTypeError(
+            f"write between {MIN_STORE_BYTES >> 20}Mi and {MAX_HELD_BYTES >> 21}Mi: requests need the rest"
+        )
+    return size
+
+
+def _read_duration(text: str) -> float:
+    try:
+        seconds = parse_duration(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    if seconds < 1:
+        raise argparse.ArgumentTypeError("write at least 1s")
     return seconds
 
 
@@ -140,4 +172,6 @@ def _build_config(options: argparse.Namespace, workers: tuple[Worker, ...]) -> G
         keys_path=options.keys,
         link=options.link,
         tls=options.tls and ClientTLS(path=options.tls, port=options.tls_port, plain_http=options.plain_http),
+        response_store=options.response_store
+        and StoreLimits(max_bytes=options.response_store, ttl_seconds=options.response_ttl),
     )

@@ -60,6 +60,7 @@ REFUSED = {
     "hexadecimal length": (post("content-length: 0x5\r\n", "hello"), 400),
     "list of lengths": (post("content-length: 5, 5\r\n", "hello"), 400),
     "huge length": (post("content-length: 99999999999999999999999\r\n"), 400),
+    "length after thousands of zeros": (post(f"content-length: {'0' * 5000}5\r\n", "hello"), 400),
     "folded header": (post("x-a: b\r\n c\r\ncontent-length: 2\r\n", "{}"), 400),
     "bare line feeds": (b"GET /v1/models HTTP/1.1\nhost: x\n\n", 400),
     "zero byte in a header": (post("x-a: b\0c\r\ncontent-length: 2\r\n", "{}"), 400),

@@ -309,7 +309,7 @@ def test_an_expired_certificate_is_used_and_says_so(tmp_path: Path) -> None:
     assert Certificate(str(folder), min_version="TLS1.2").expires_at == 1577923200
 
 
-async def test_stalled_handshakes(start_gateway, start_worker, told, connect, connect_tls, chat) -> None:
+async def test_stalled_handshakes(start_gateway, start_worker, told, connect, connect_tls, chat, until) -> None:
     """They count as connections, end by the header's deadline, and delay nobody."""
     running = await start_gateway(await start_worker(), tls=told, timeouts={"header_seconds": 2.0}, max_connections=400)
     port, hello = running.server.https_port, client_hello()
@@ -319,9 +319,8 @@ async def test_stalled_handshakes(start_gateway, start_worker, told, connect, co
         if index % 3:
             writer.write(hello if index % 3 == 1 else hello[:20])
     reader, writer = await connect_tls(port)
-    async with asyncio.timeout(20):  # what the kernel has taken is not yet accepted
-        while len(running.gateway.connections) < 300:  # noqa: ASYNC110  (what is waited for has no event to wait on)
-            await asyncio.sleep(0.01)
+    # What the kernel has taken is not yet accepted.
+    await until(lambda: len(running.gateway.connections) >= 300, wait=20)
     assert len(running.gateway.connections) <= 301
     for _ in range(5):
         asked = time.monotonic()

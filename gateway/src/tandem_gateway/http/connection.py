@@ -169,8 +169,10 @@ class ClientConnection(asyncio.Protocol):
         self.blocked = False
         if self.exchange is not None:
             self.exchange.on_client_ready()
-        elif not self._ending:
-            self._schedule()
+        else:
+            self.uncount()
+            if not self._ending:
+                self._schedule()
 
     # the gateway's side
 
@@ -265,8 +267,9 @@ class ClientConnection(asyncio.Protocol):
                 self._schedule()
                 break
             if reader.ready:
-                cost += 1
-                self._handler.on_request(self, reader.ready.popleft())
+                request = reader.ready.popleft()
+                self._handler.on_request(self, request)
+                cost += request.cost
             elif reader.refusal is not None:
                 self._handler.on_refused(self, reader.refusal)
                 self._end()
@@ -310,7 +313,7 @@ class ClientConnection(asyncio.Protocol):
         held = len(self._unread) + self._reader.body_bytes
         for request in self._reader.ready:
             held += len(request.body)
-        return self._share.hold(held + exchange.held_bytes if exchange is not None else held)
+        return self._share.hold(held + (self.unsent if exchange is None else exchange.held_bytes))
 
     def _throttle(self) -> None:
         """Between requests: leave in the socket what would only be kept here."""

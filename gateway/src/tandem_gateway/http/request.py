@@ -15,6 +15,7 @@ _KEPT = frozenset(
         b"accept",
         b"access-control-request-headers",
         b"access-control-request-method",
+        b"authorization",
         b"content-encoding",
         b"content-length",
         b"content-type",
@@ -52,6 +53,10 @@ class Request:
     """None: it has no body, or one in chunks."""
     keep_alive: bool = False
     body: bytes = b""
+    query: str = ""
+    """What follows the path's question mark."""
+    cost: int = 1
+    """Of answering it, in small answers; whoever answers it here may find that it is more."""
     answer_fields: bytes = b""
     """Lines for the header of its answer, whoever gives it; each after a line break."""
 
@@ -85,8 +90,10 @@ def read_header(
     length = None if given is None else int(given)
     if length is not None and length > max_body_bytes:
         raise too_large(max_body_bytes)
-    path = url.decode("latin-1") if url[:1] == b"/" and b"?" not in url else read_path(url)
-    return Request(method, path, kept, http10, length)
+    if url[:1] == b"/" and b"?" not in url:
+        return Request(method, url.decode("latin-1"), kept, http10, length)
+    query = url.partition(b"?")[2].decode("latin-1")
+    return Request(method, read_path(url), kept, http10, length, query=query)
 
 
 def _check_chunked(kept: dict[bytes, bytes], *, http10: bool) -> None:

@@ -1,0 +1,264 @@
+"""The bounded memory of responses. No socket and no clock: `now` is handed in.
+
+A response is what it says of itself, and a turn: the items that it added to its conversation. Turns point to the turn
+before, so a chain holds every item once however long it gets, and what is deleted or evicted in its middle stays for
+those that follow it, out of sight, until the last of them goes.
+
+Invariants: `used_bytes` counts everything that is held, overheads of Python included, and keeping a response never
+takes it beyond the limit; it is a part of the gateway's budget. Room is made by the tenant that holds most, the
+newcomer counted with what it wants to add, and there by what was used least recently: whoever holds less than an equal
+share loses nothing to others.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+
+from tandem_api.launch import StoreLimits
+
+from tandem_gateway.http.budget import Budget
+
+ENTRY_BYTES = 1400
+"""Of Python, for one response with a turn and perhaps a tenant of its own, besides the bytes of their JSON."""
+MAX_RESPONSES = 100_000
+ENTRY_SHARE = 8
+"""One response may take the n-th part of the room that there is for all."""
+
+
+class Turn:
+    """What one response adds to its conversation: items in JSON, joined by commas."""
+
+    __slots__ = ("depth", "input", "key", "output", "parent", "tenant", "total", "uses")
+
+    def __init__(self, key: str, tenant: Tenant, given: bytes, output: bytes, parent: Turn | None) -> None:
+        self.key = key
+        """Names it for good, so that its items can have names."""
+        self.tenant = tenant
+        self.input = given
+        self.output = output
+        self.parent = parent
+        self.uses = 0
+        """By its response, by turns that follow, and by requests under way."""
+        self.depth = 1 if parent is None else parent.depth + 1
+        self.total = len(given) + len(output) + 2 + (0 if parent is None else parent.total)
+        """Bytes of the conversation up to here, in JSON."""
+
+    @property
+    def size(self) -> int:
+        return len(self.input) + len(self.output)
+
+
+class StoredResponse:
+    __slots__ = ("head", "id", "made_at", "turn")
+
+    def __init__(self, name: str, head: bytes, turn: Turn, made_at: float) -> None:
+        self.id = name
+        self.head = head
+        """The response as a JSON object, without its `output`."""
+        self.turn = turn
+        self.made_at = made_at
+
+    @property
+    def size(self) -> int:
+        return len(self.head) + len(self.turn.output)
+
+    def render(self) -> bytes:
+        return b'%b,"output":[%b]}' % (self.head[:-1], self.turn.output)
+
+
+class Tenant:
+    __slots__ = ("bytes", "key", "responses")
+
+    def __init__(self, key: bytes) -> None:
+        self.key = key
+        self.bytes = 0
+        self.responses: OrderedDict[str, StoredResponse] = OrderedDict()
+        """Least recently used first."""
+
+    def __lt__(self, other: Tenant) -> bool:  # the heap compares those of equal size
+        return self.key < other.key
+
+
+class ResponseStore:
+    def __init__(self, limits: StoreLimits, budget: Budget) -> None:
+        self._budget = budget
+        self._tenants: dict[bytes, Tenant] = {}
+        self._responses: OrderedDict[str, tuple[Tenant, StoredResponse]] = OrderedDict()
+        """Oldest first."""
+        self._largest: list[tuple[int, Tenant]] = []
+        """A heap of tenants by bytes, negative. A tenant that grows is pushed again; what is out of date is corrected
+        when it comes up."""
+        self.used_bytes = 0
+        self.events: Counter[str] = Counter()
+        self._set(limits)
+
+    def __len__(self) -> int:
+        return len(self._responses)
+
+    @property
+    def tenants(self) -> int:
+        return len(self._tenants)
+
+    @property
+    def max_entry_bytes(self) -> int:
+        return self.max_bytes // ENTRY_SHARE
+
+    def _set(self, limits: StoreLimits) -> None:
+        self.max_bytes = min(limits.max_bytes, self._budget.limit // 2)
+        """Others hold bytes, too: the store takes no more than half of what there is for all."""
+        self.ttl_seconds = limits.ttl_seconds
+
+    def resize(self, limits: StoreLimits, now: float) -> None:
+        """From now on these limits hold. Turns of requests under way may hold more for a moment."""
+        self._set(limits)
+        self.expire(now)
+        while self.used_bytes > self.max_bytes and self._responses:
+            self._evict(self._find_largest())
+
+    def find(self, tenant: bytes, name: str, now: float) -> StoredResponse | None:
+        """The tenant's own response of this name, which counts as used by that. None: there is none, or it is somebody
+        else's."""
+        self.expire(now)
+        owner = self._tenants.get(tenant)
+        found = None if owner is None else owner.responses.get(name)
+        if owner is None or found is None:
+            self.events["missed"] += 1
+            return None
+        owner.responses.move_to_end(name)
+        self.events["found"] += 1
+        return found
+
+    def delete(self, tenant: bytes, name: str, now: float) -> bool:
+        """Whether there was one."""
+        if self.find(tenant, name, now) is None:
+            return False
+        self._remove(self._tenants[tenant], name, "deleted")
+        return True
+
+    def may_keep(self, size: int) -> bool:
+        """Whether a response with this many bytes of JSON can be kept at all."""
+        return size + ENTRY_BYTES <= self.max_entry_bytes
+
+    def keep(
+        self, tenant: bytes, name: str, *, head: bytes, given: bytes, output: bytes, parent: Turn | None, now: float
+    ) -> bool:
+        """Keep a response with the items that it was given and that it made; they follow `parent`, which is in use.
+        False: there is no room for one so large."""
+        self.expire(now)
+        size = len(head) + len(given) + len(output) + ENTRY_BYTES
+        if size > self.max_entry_bytes or not self._make_room(self._tenants.get(tenant), size):
+            self.events["too_large"] += 1
+            return False
+        owner = self._tenants.get(tenant)
+        if owner is None:
+            owner = self._tenants[tenant] = Tenant(tenant)
+        turn = Turn(name, owner, given, output, parent)
+        if parent is not None:
+            self.hold(parent)
+        self.hold(turn)
+        response = StoredResponse(name, head, turn, now)
+        owner.responses[name] = response
+        self._responses[name] = owner, response
+        self._count(owner, size)
+        heapq.heappush(self._largest, (-owner.bytes, owner))
+        if len(self._largest) > 2 * len(self._tenants) + 64:
+            self._largest = [(-each.bytes, each) for each in self._tenants.values()]
+            heapq.heapify(self._largest)
+        self.events["kept"] += 1
+        return True
+
+    def hold(self, turn: Turn) -> None:
+        """It is in use, and stays."""
+        turn.uses += 1
+
+    def release(self, turn: Turn) -> None:
+        """One use less. What nobody uses goes, and with it the turns before that nobody else uses."""
+        while True:
+            turn.uses -= 1
+            if turn.uses:
+                return
+            self._count(turn.tenant, -turn.size - ENTRY_BYTES)
+            if turn.parent is None:
+                return
+            turn = turn.parent
+
+    def expire(self, now: float) -> None:
+        """Forget what is too old."""
+        while self._responses:
+            owner, oldest = next(iter(self._responses.values()))
+            if now - oldest.made_at < self.ttl_seconds:
+                return
+            self._remove(owner, oldest.id, "expired")
+
+    def describe(self, now: float) -> dict[str, object]:
+        """For people: how full it is, and nothing of what was said."""
+        oldest = next(iter(self._responses.values()), None)
+        return {
+            "responses": len(self._responses),
+            "tenants": len(self._tenants),
+            "bytes": self.used_bytes,
+            "maxBytes": self.max_bytes,
+            "maxResponseBytes": self.max_entry_bytes,
+            "ttlSeconds": self.ttl_seconds,
+            "oldestSeconds": None if oldest is None else round(now - oldest[1].made_at, 1),
+            "events": dict(sorted(self.events.items())),
+        }
+
+    # room
+
+    def _make_room(self, newcomer: Tenant | None, size: int) -> bool:
+        while self.used_bytes + size > self.max_bytes or len(self._responses) >= MAX_RESPONSES:
+            if not self._responses:
+                return False  # requests under way use the rest
+            victim = self._find_largest()
+            if size + (0 if newcomer is None else newcomer.bytes) > victim.bytes:
+                if newcomer is None or not newcomer.responses:
+                    return False  # it would be the largest, and has nothing to give up
+                victim = newcomer
+            self._evict(victim)
+        return True
+
+    def _find_largest(self) -> Tenant:
+        """Of those that have a response, of which there is one."""
+        heap = self._largest
+        while True:
+            size, tenant = heap[0]
+            if tenant.responses and -size == tenant.bytes:
+                return tenant
+            heapq.heappop(heap)
+            if tenant.responses and -size > tenant.bytes:  # one that has grown was pushed again
+                heapq.heappush(heap, (-tenant.bytes, tenant))
+
+    def _evict(self, tenant: Tenant) -> None:
+        self._remove(tenant, next(iter(tenant.responses)), "evicted")
+
+    def _remove(self, owner: Tenant, name: str, event: str) -> None:
+        response = owner.responses.pop(name)
+        del self._responses[name]
+        self.events[event] += 1
+        self._count(owner, -len(response.head))
+        self.release(response.turn)
+
+    def _count(self, tenant: Tenant, size: int) -> None:
+        tenant.bytes += size
+        self.used_bytes += size
+        self._budget.used += size
+        if not tenant.bytes:
+            self._tenants.pop(tenant.key, None)
+
+
+def list_turns(last: Turn | None) -> Iterator[Turn]:
+    """Newest first."""
+    while last is not None:
+        yield last
+        last = last.parent
+
+
+def join_items(last: Turn | None) -> bytes:
+    """The conversation up to here: items in JSON, joined by commas."""
+    parts: list[bytes] = []
+    for turn in list_turns(last):
+        parts += [part for part in (turn.output, turn.input) if part]
+    return b",".join(reversed(parts))
