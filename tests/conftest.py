@@ -7,6 +7,13 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+from tests.tandem_worker.process.forking import Forker
+
+# How long an example takes says how busy the machine is.
+settings.register_profile("tandem", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tandem")
 
 LONG = (
     "tests/tandem_worker/process/",
@@ -42,6 +49,14 @@ def pytest_collection() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.fixture(scope="session")
+def forker() -> Iterator[Forker]:
+    """Where worker processes are forked from that are started for their behaviour, and not for their start."""
+    forker = Forker()
+    yield forker
+    forker.close()
 
 
 def pytest_sessionfinish() -> None:

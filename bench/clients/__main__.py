@@ -1,6 +1,7 @@
 """guidellm against a prefill worker, a decode worker and a gateway on loopback: its report, and a table of it.
 
     make bench-guidellm
+    make bench-guidellm BENCH="--url http://GATEWAY"    (a model of a cluster instead, served as `smollm2`)
 
 The demo's model on CPUs: the figures say that guidellm and the server understand each other, and how the machine was.
 """
@@ -12,6 +13,7 @@ import json
 import os
 import subprocess
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -71,13 +73,16 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=16, help="of each run")
     parser.add_argument("--sweep", type=int, default=0, help="a sweep of so many runs instead, at least 3")
     parser.add_argument("--most", type=int, default=8, help="requests at once in a sweep")
+    parser.add_argument("--url", help="a gateway that serves the demo's model already, without /v1")
     told = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, run_stack(Path(folder)) as stack:
+    with ExitStack() as started:
+        folder = started.enter_context(tempfile.TemporaryDirectory())
+        url = told.url or started.enter_context(run_stack(Path(folder))).url
         tokenizer, report = Path(folder) / "tokenizer", Path(folder) / "report.json"
         load_tokenizer(find_model()).save_pretrained(tokenizer)
         # Its processes are as many as the machine has cores, which the workers need.
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "GUIDELLM__MAX_WORKER_PROCESSES": "1"}
-        command = build_command(stack.url, tokenizer, report, build_profile(told))
+        command = build_command(url, tokenizer, report, build_profile(told))
         subprocess.run(command, env=environment, check=True)
         rows = [read_row(benchmark) for benchmark in json.loads(report.read_text())["benchmarks"]]
     for row in (HEADER, ["---"] * len(HEADER), *rows):

@@ -121,6 +121,17 @@ class Bench:
         two = asyncio.run(server.stream(self.decode.port, self.prompts(1, length)[0], 2, target)).first
         return Sample(two / one, f"TTFT {two * 1e3:.0f} against {one * 1e3:.0f} ms")
 
+    def second_token(self, length: int) -> Sample:
+        """One decode step where the first token is told as soon as it is there; next to nothing where it waits for the
+        step of the second."""
+
+        def wait(port: int, target: str | None = None) -> float:
+            told = asyncio.run(server.stream(port, self.prompts(1, length)[0], 2, target))
+            return told.total - told.first
+
+        one, two = wait(self.unified.port), wait(self.decode.port, f"127.0.0.1:{self.prefill.kv_port}")
+        return Sample(two / one, f"{two * 1e3:.0f} against {one * 1e3:.0f} ms")
+
 
 def measure(row: Row, rounds: int) -> dict[str, object]:
     """Print the row; its figures."""
@@ -158,6 +169,7 @@ def build_rows(bench: Bench) -> list[Row]:
         Row("prompt of 4,000 tokens / generate", "≥1.2", lambda: bench.prompt_speed(4000)),
         Row("TTFT, 90% of 2,000 tokens cached / uncached", "≤0.20", lambda: bench.cached(2000)),
         Row("TTFT of 2,000 tokens, prefill + decode / unified", "≤1.05", lambda: bench.disaggregated(2000)),
+        Row("second token after the first, same pair", "≥0.5", lambda: bench.second_token(200)),
     ]
     if bench.without_native is not None:
         rows += [

@@ -1,6 +1,6 @@
 """Two versions of the worker beside each other, their requests in turns: what a change costs.
 
-    python -m bench.engine.commits OTHER_CHECKOUT [--sittings 4] [--rounds 10]
+    python -m bench.engine.commits OTHER_CHECKOUT [--sittings 4] [--rounds 10] [--only NAME]
 
 OTHER_CHECKOUT is a work tree of another commit (`git worktree add`) whose CPU kernels are built (`make native` there
 first). Both versions run in this environment's Python with a unified, a prefill and a decode worker each. A round
@@ -39,6 +39,8 @@ class Case:
     """Through the prefill worker."""
     repeat: int = 1
     """Requests after one another in a round: short ones need several."""
+    first: bool = False
+    """Until the first text of the stream, not until its end."""
 
 
 CASES = (
@@ -46,6 +48,7 @@ CASES = (
     Case("64 tokens, then 32 more", 64, 32),
     Case("TTFT, 64 tokens from the prefill worker", 64, 1, remote=True, repeat=4),
     Case("TTFT, 1,000 tokens from the prefill worker", 1000, 1, remote=True),
+    Case("TTFT of a stream, 64 tokens from elsewhere", 64, 4, remote=True, repeat=2, first=True),
     Case("1,000 tokens, computed by one worker", 1000, 1),
 )
 
@@ -89,7 +92,8 @@ def measure(one: Version, case: Case, prompts: list[list[int]]) -> tuple[float, 
     wall = 0.0
     for prompt in prompts:
         prefill = f"127.0.0.1:{one.prefill.kv_port}" if case.remote else None
-        wall += asyncio.run(server.stream(workers[-1].port, prompt, case.new, prefill)).total
+        told = asyncio.run(server.stream(workers[-1].port, prompt, case.new, prefill))
+        wall += told.first if case.first else told.total
     return wall, sum(worker.cpu_seconds() for worker in workers) - before
 
 
@@ -116,17 +120,21 @@ def main() -> None:
     parser.add_argument("other", type=Path, help="checkout of the other version")
     parser.add_argument("--sittings", type=int, default=4, help="an even number; default 4")
     parser.add_argument("--rounds", type=int, default=10, help="of each sitting; default 10")
+    parser.add_argument("--only", default="", help="cases whose names contain this")
     options = parser.parse_args()
+    cases = [case for case in CASES if options.only in case.name]
+    if not cases:
+        parser.error(f"--only: no case has {options.only!r} in its name; there are {', '.join(c.name for c in CASES)}")
     if options.sittings < 2 or options.sittings % 2:
         parser.error("--sittings must be an even number: each order of starting as often as the other")
     generator = random.Random(1)
-    found: dict[str, list[Figures]] = {case.name: [] for case in CASES}
+    found: dict[str, list[Figures]] = {case.name: [] for case in cases}
     other = options.other.resolve()
     for number in range(options.sittings):
         trees = (HERE, other) if number % 2 == 0 else (other, HERE)
         with sitting(*trees) as versions:
             ours, theirs = versions if number % 2 == 0 else reversed(versions)
-            for case in CASES:
+            for case in cases:
                 found[case.name].append(compare(ours, theirs, case, options.rounds, generator))
     print(f"{'case':46} {'wall':>7} {'range':>15} {'CPU':>7}   seconds")
     results: dict[str, object] = {}

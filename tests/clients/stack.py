@@ -88,6 +88,7 @@ def main() -> None:
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--tools", default="Auto", help="spec.engine.tools")
     parser.add_argument("--free-form-grammars", action="store_true", help="spec.engine.freeFormGrammars")
+    parser.add_argument("--request-chat-templates", action="store_true", help="spec.engine.requestChatTemplates")
     parser.add_argument("--unified", action="store_true", help="one worker that does both")
     told = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # else the workers would outlive it
@@ -97,6 +98,7 @@ def main() -> None:
         "maxModelLen": told.max_model_len,
         "tools": told.tools,
         "freeFormGrammars": told.free_form_grammars,
+        "requestChatTemplates": told.request_chat_templates,
     }
     with (
         tempfile.TemporaryDirectory() as folder,
