@@ -220,7 +220,7 @@ async def test_a_client_that_leaves_cancels_its_worker_at_once(
     started = asyncio.get_running_loop().time()
     writer.transport.abort() if abort else writer.close()
     await until(lambda: worker.cancelled)
-    assert asyncio.get_running_loop().time() - started < 0.5
+    assert asyncio.get_running_loop().time() - started < 3, "it would be noticed at the next token, which never comes"
     await running.idle()
     assert running.gateway.metrics.requests["/v1/chat/completions", 499] == 1
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
@@ -24,9 +23,11 @@ from tandem_operator.scene import set_scene
 from tandem_operator.status import build_status
 from tandem_operator.workloads import build_children
 
+from tests.effort import count_instructions
+
 KEY = ModelKey("n", "m")
-HELD_SECONDS = 0.04
-"""Twice what is promised: the machine that tests run on is busy. Time of this process, and the best of several."""
+HELD_INSTRUCTIONS = 2_000_000
+"""What 20 ms of an idle core are enough for; `make bench-operator` measures the time itself."""
 
 
 def thousand_pods() -> tuple[Any, dict[ChildKey, Manifest]]:
@@ -41,15 +42,6 @@ def thousand_pods() -> tuple[Any, dict[ChildKey, Manifest]]:
                 {"type": kind, "status": "True", "lastTransitionTime": "2026-01-01T00:00:00Z"} for kind in kinds
             ]
     return plan, live
-
-
-def quickest(part: Callable[[], object]) -> float:
-    times: list[float] = []
-    for _ in range(5):
-        started = time.process_time()
-        part()
-        times.append(time.process_time() - started)
-    return min(times)
 
 
 def test_each_part_of_a_look_at_a_thousand_pods_is_short() -> None:
@@ -78,8 +70,8 @@ def test_each_part_of_a_look_at_a_thousand_pods_is_short() -> None:
         "scene": lambda: set_scene(targeted, ours, None),
         "status": lambda: build_status(plan, ours, problems=[], failures={}, waiting=[], now="2026-01-01T00:00:00Z"),
     }
-    held = {name: quickest(part) for name, part in parts.items()}
-    assert max(held.values()) < HELD_SECONDS, held
+    held = {name: count_instructions(part) for name, part in parts.items()}
+    assert max(held.values()) < HELD_INSTRUCTIONS, held
 
 
 def test_a_plan_that_takes_all_replicas_costs_as_many_times_as_there_are() -> None:
@@ -92,8 +84,8 @@ def test_a_plan_that_takes_all_replicas_costs_as_many_times_as_there_are() -> No
 
     few, many = roles(25), roles(200)
     assert len(plan_rollout(many)[Role.DECODE].replace) == 800
-    cost = quickest(lambda: plan_rollout(many)) / quickest(lambda: plan_rollout(few))
-    assert cost < 3 * 8, "eight times as many replicas, and room for what else the machine does"
+    cost = count_instructions(lambda: plan_rollout(many)) / count_instructions(lambda: plan_rollout(few))
+    assert cost < 1.25 * 8, "eight times as many replicas"
 
 
 async def test_reading_a_thousand_pods_gives_others_their_turn() -> None:

@@ -326,7 +326,7 @@ async def test_stalled_handshakes(start_gateway, start_worker, told, connect, co
         asked = time.monotonic()
         writer.write(chat())
         await reader.readuntil(b"\r\n\r\n")
-        assert time.monotonic() - asked < 1.0
+        assert time.monotonic() - asked < 1.8, "the others hold their places for two seconds"
     async with asyncio.timeout(10):
         for reader, _ in stalled:
             await drained(reader)
