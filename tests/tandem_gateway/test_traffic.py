@@ -221,5 +221,5 @@ async def test_totals_only_grow_in_any_order_of_arrivals_and_ends(
     check_growth(before, traffic)
     assert len(statuses) - statuses.count(400) <= traffic.requests <= 60
     assert traffic.finished <= traffic.requests - sum(status not in (200, 400) for status in statuses)
-    assert traffic.finished > 20
+    assert traffic.finished > 5, "not all of them failed"
     assert traffic.prompt_tokens > 60 * 100
