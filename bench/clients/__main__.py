@@ -1,7 +1,8 @@
 """guidellm against a prefill worker, a decode worker and a gateway on loopback: its report, and a table of it.
 
     make bench-guidellm
-    make bench-guidellm BENCH="--url http://GATEWAY"    (a model of a cluster instead, served as `smollm2`)
+    make bench-guidellm BENCH="--cluster default"       (in this namespace of the cluster that `make demo` leaves)
+    make bench-guidellm BENCH="--url http://GATEWAY"    (a gateway anywhere)
 
 The demo's model on CPUs: the figures say that guidellm and the server understand each other, and how the machine was.
 """
@@ -13,12 +14,14 @@ import json
 import os
 import subprocess
 import tempfile
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from tandem_worker.model.tokenizer import load_tokenizer
 
+from e2e.cluster import connect
 from e2e.model import find_model
 from tests.clients.stack import MODEL, run_stack
 
@@ -67,17 +70,30 @@ def read_row(benchmark: dict[str, Any]) -> list[str]:
     ]
 
 
+@contextmanager
+def serve(namespace: str | None, folder: Path) -> Iterator[str]:
+    """The gateway's URL: of the model in the cluster, or of processes of its own."""
+    if namespace is None:
+        with run_stack(folder) as stack:
+            yield stack.url
+    else:
+        with connect().service_url(namespace, MODEL, 80) as url:
+            yield url
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="bench.clients", description=__doc__)
     parser.add_argument("--streams", default="1,2,4", help="requests at once, one run after another")
     parser.add_argument("--requests", type=int, default=16, help="of each run")
     parser.add_argument("--sweep", type=int, default=0, help="a sweep of so many runs instead, at least 3")
     parser.add_argument("--most", type=int, default=8, help="requests at once in a sweep")
-    parser.add_argument("--url", help="a gateway that serves the demo's model already, without /v1")
+    served = parser.add_mutually_exclusive_group()
+    served.add_argument("--cluster", metavar="NAMESPACE", help="where `make cluster` serves the demo's model already")
+    served.add_argument("--url", help="a gateway that serves the demo's model already, without /v1")
     told = parser.parse_args()
     with ExitStack() as started:
         folder = started.enter_context(tempfile.TemporaryDirectory())
-        url = told.url or started.enter_context(run_stack(Path(folder))).url
+        url = told.url or started.enter_context(serve(told.cluster, Path(folder)))
         tokenizer, report = Path(folder) / "tokenizer", Path(folder) / "report.json"
         load_tokenizer(find_model()).save_pretrained(tokenizer)
         # Its processes are as many as the machine has cores, which the workers need.

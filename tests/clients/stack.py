@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tandem_api.launch import GatewayConfig
+from tandem_api.launch import GatewayConfig, StoreLimits
 
 from e2e.model import find_model
 from tests.tandem_worker.process.conftest import WorkerProcess, await_ready, eventually, run_worker
@@ -89,6 +89,7 @@ def main() -> None:
     parser.add_argument("--tools", default="Auto", help="spec.engine.tools")
     parser.add_argument("--free-form-grammars", action="store_true", help="spec.engine.freeFormGrammars")
     parser.add_argument("--request-chat-templates", action="store_true", help="spec.engine.requestChatTemplates")
+    parser.add_argument("--response-store", action="store_true", help="spec.gateway.responseStore, of 64 MiB")
     parser.add_argument("--unified", action="store_true", help="one worker that does both")
     told = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # else the workers would outlive it
@@ -100,9 +101,14 @@ def main() -> None:
         "freeFormGrammars": told.free_form_grammars,
         "requestChatTemplates": told.request_chat_templates,
     }
+    gateway = {
+        "served_name": told.served_name,
+        "http_port": told.port,
+        "response_store": StoreLimits(max_bytes=64 << 20) if told.response_store else None,
+    }
     with (
         tempfile.TemporaryDirectory() as folder,
-        run_stack(Path(folder), roles=roles, worker=worker, served_name=told.served_name, http_port=told.port) as stack,
+        run_stack(Path(folder), roles=roles, worker=worker, **gateway) as stack,
     ):
         print(f"export {URL_VARIABLE}={stack.url}", flush=True)
         with contextlib.suppress(KeyboardInterrupt):

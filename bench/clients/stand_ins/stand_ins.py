@@ -54,7 +54,7 @@ class Stack:
         self.process = subprocess.Popen(
             [
                 PYTHON, "-m", "tests.clients.stack", "--unified", "--served-name", name, "--port", str(port),
-                "--max-model-len", str(length), "--tools", tools, "--free-form-grammars",
+                "--max-model-len", str(length), "--tools", tools, "--free-form-grammars", "--response-store",
             ],
             cwd=ROOT, stdout=subprocess.PIPE, text=True,
             env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
