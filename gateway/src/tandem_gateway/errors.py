@@ -88,7 +88,7 @@ class UnknownResponse(RequestError):
 
     def __init__(self, name: str, *, param: str | None = None) -> None:
         super().__init__(
-            f"no response {name[:100]!r} is kept for you: it was not stored, has been deleted, or may have expired, "
+            f"Response with id {name[:100]!r} not found: it was not stored, has been deleted, or may have expired, "
             "made room for others or gone with a restart of the gateway; send the whole conversation in 'input'",
             param=param,
             code="previous_response_not_found" if param else None,

@@ -66,13 +66,18 @@ def test_a_prompt_can_be_scored_without_an_answer(make_rig: MakeRig) -> None:
     assert rig.out.reason("r") is FinishReason.LENGTH
 
 
-def test_every_token_has_its_logprob_but_the_stop_token(make_rig: MakeRig) -> None:
+def test_every_token_has_its_logprob_and_that_of_the_stop_token_is_apart(make_rig: MakeRig) -> None:
     answer = greedy_answer((1, 2), 6)
     rig = make_rig(eos_token_ids=[answer[5]])
     kept = answer[: answer.index(answer[5])]
     assert rig.run("r", (1, 2), 20, num_logprobs=0) == kept
     assert [entry.token_id for entry in rig.out.logprobs("r")] == kept
     assert rig.out.last("r").logprobs is None
+    stop = rig.out.last("r").stop_logprob
+    assert stop is not None
+    assert stop.token_id == answer[5]
+    expected = torch.log_softmax(HistoryOracle().extend((1, 2, *kept)).logits(), -1)[answer[5]]
+    assert stop.logprob == pytest.approx(float(expected), abs=1e-5)
 
 
 class Counting:

@@ -79,6 +79,15 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "stop": chat(stop=["abca", "bcab", "cbca"], logit_bias=LETTERS, ignore_eos=True, max_tokens=70),
     "token ids": chat(return_token_ids=True, ignore_eos=True),
+    "token ids and their logprobs": chat(
+        return_token_ids=True,
+        logprobs=True,
+        stop=["cbcab"],
+        stop_token_ids=[THINK],
+        logit_bias=LETTERS,
+        n=2,
+        max_tokens=70,
+    ),
     "structural tags": chat(response_format=TAGS, logit_bias=LETTERS | {str(THINK): -100.0}, max_tokens=60),
     "stop regex": chat(
         stop_regex=["a{3}ba", r"\bcc+b\b", "a[^d]{30}d"],

@@ -162,7 +162,7 @@ class Responses:
             raise UnknownResponse(name)
         if rest == "cancel":
             raise BadRequest(
-                "only responses in the background can be cancelled, and none are: end the request's connection instead",
+                "Cannot cancel a synchronous response, and none run in the background: end the request's connection",
                 code="not_in_background",
             )
         size = found.turn.total if rest else found.size

@@ -56,6 +56,7 @@ def build_token_delta(
         prompt_logprobs=prompt_logprobs,
         finish_reason=outcome.finish_reason,
         stop_token_id=None if outcome.keep else token_id,
+        stop_logprob=None if outcome.keep else logprob,
         num_cached_tokens=request.num_cached_tokens,
         prefill_worker=request.prefill_worker,
     )

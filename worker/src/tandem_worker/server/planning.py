@@ -198,13 +198,14 @@ class _Prompts:
 
 
 def _ends(options: CommonOptions) -> dict[str, Any]:
-    """Arguments of a choice: what ends it."""
+    """Arguments of a choice: what ends it, and what is told of that."""
     return {
         "stops": options.stop,
         "stop_patterns": compile_patterns(options.stop_regex) if options.stop_regex else None,
         "stop_token_ids": options.stop_token_ids,
         "include_stop": options.include_stop,
         "min_tokens": options.min_tokens,
+        "every_logprob": options.return_token_ids,
     }
 
 

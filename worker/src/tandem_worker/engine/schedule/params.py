@@ -146,6 +146,8 @@ class TokenDelta:
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     """The stop token that ended the choice."""
+    stop_logprob: TokenLogprob | None = None
+    """Its own, when logprobs were asked for."""
     num_cached_tokens: int = 0
     """Prompt tokens that were not computed for this request, here or on the prefill worker. On every delta."""
     prefill_worker: str | None = None

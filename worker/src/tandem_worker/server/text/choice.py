@@ -26,6 +26,7 @@ class Choice:
     __slots__ = (
         "_called_tools",
         "_detokenizer",
+        "_every_logprob",
         "_include_stop",
         "_length",
         "_min_tokens",
@@ -52,8 +53,10 @@ class Choice:
         include_stop: bool = False,
         min_tokens: int = 0,
         parser: TextParser | None = None,
+        every_logprob: bool = False,
     ) -> None:
-        """`include_stop`: the stop string, or the text of the stop token, is part of the answer."""
+        """`include_stop`: the stop string, or the text of the stop token, is part of the answer. `every_logprob`: there
+        is one for each of `Update.all_token_ids`, those that ended the choice among them."""
         self.index = index
         self.finish: Finish | None = None
         self.completion_tokens = 0
@@ -66,6 +69,7 @@ class Choice:
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._parser = parser
+        self._every_logprob = every_logprob
         self._called_tools = False
         self._update = Update()
         self._length = 0  # characters produced by the detokenizer
@@ -84,7 +88,7 @@ class Choice:
         if delta.finish_reason is not None:
             if delta.stop_token_id is not None:
                 self.completion_tokens += 1
-            self._end(delta.finish_reason, delta.stop_token_id)
+            self._end(delta.finish_reason, delta.stop_token_id, delta.stop_logprob)
 
     def take(self) -> Update:
         """What is new since the last call."""
@@ -174,9 +178,11 @@ class Choice:
             ready += 1
         del self._waiting[:ready]
 
-    def _end(self, reason: FinishReason, stop_token_id: int | None) -> None:
+    def _end(self, reason: FinishReason, stop_token_id: int | None, stop_logprob: TokenLogprob | None) -> None:
         rest = ""
         if stop_token_id is not None:
+            if self._every_logprob and stop_logprob is not None:
+                self._waiting.append((self._length, stop_logprob))
             if self._include_stop:
                 rest = self._detokenizer.feed(stop_token_id)
             self._update.end_token = stop_token_id
@@ -199,8 +205,8 @@ class Choice:
             self._add(self._parser.flush())
         if ended_by_text and self._stops is not None:
             self._update.stopped_by = self._stops.matched
-        # Tokens of the stop string itself are not part of the answer, nor are their logprobs.
-        self._release_logprobs(everything=not ended_by_text)
+        # Tokens of the stop string itself are not part of the answer, nor are their logprobs, unless ids are told too.
+        self._release_logprobs(everything=self._every_logprob or not ended_by_text)
         self._waiting.clear()
         self.finish = "tool_calls" if self._called_tools and finish == "stop" else finish
         self._update.finish = self.finish
