@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -102,6 +104,18 @@ class Processes:
         for record in reversed(records):
             stop_process(record)
         self._write([record for record in self.read() if record not in records])
+
+    @contextmanager
+    def frozen(self, name: str) -> Iterator[None]:
+        """It is there and does nothing meanwhile. Raises ClusterError when it does not run."""
+        record = next((record for record in self.read() if record.name == name and is_alive(record)), None)
+        if record is None:
+            raise ClusterError(f"{name} does not run: there is nothing to freeze")
+        os.kill(record.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(record.pid, signal.SIGCONT)
 
 
 def _spawn(command: list[str], log: Path, env: dict[str, str]) -> int:
