@@ -37,6 +37,8 @@ class APIServer:
         self.watching: set[str] = set()
         self.stop = asyncio.Event()
         self.url = ""
+        self.answers_before: list[web.Response] = []
+        """To lists of models, in place of what is there."""
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         path, method = request.path, request.method
@@ -44,6 +46,8 @@ class APIServer:
             return await self._watch(request)
         self.requests[method] += 1
         if method == "GET":
+            if path.endswith("/inferencemodels") and self.answers_before:
+                return self.answers_before.pop(0)
             return self._get(path)
         body = await request.json()
         if method == "POST":
@@ -99,12 +103,17 @@ async def until(holds: Any) -> None:
             await asyncio.sleep(0.02)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-async def test_ten_namespaces_are_watched_and_the_lease_is_held_meanwhile(
+async def end(running: asyncio.Task[int]) -> None:
+    assert not running.done()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await asyncio.wait_for(running, 20) == 0
+
+
+@pytest.fixture
+async def running(
     server: APIServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server.kept["/apis/gateway.networking.k8s.io/v1"] = {"resources": [{"name": "httproutes"}]}
-    server.kept[MODEL]["spec"]["gateway"] = {"httpRoute": {"parentRefs": [{"name": "public"}]}}
+) -> AsyncIterator[asyncio.Task[int]]:
+    """The operator of ten namespaces. It begins when the test first waits."""
     cluster = {"name": "c", "cluster": {"server": server.url}}
     context = {"name": "c", "context": {"cluster": "c", "user": "u"}}
     config = {"clusters": [cluster], "contexts": [context], "users": [{"name": "u", "user": {"token": "t"}}]}
@@ -125,22 +134,45 @@ async def test_ten_namespaces_are_watched_and_the_lease_is_held_meanwhile(
         requests=KubeClient(api_client(server.url, 4), watches=api_client(server.url, 0)),
         lease=KubeClient(api_client(server.url, 1)),
     )
-    running = asyncio.create_task(Operator(settings, connections).run())
-    try:
-        await until(lambda: "conditions" in server.kept[MODEL].get("status", {}))
-        assert "/apis/apps/v1/namespaces/n3/statefulsets/m-decode" in server.kept
-        assert "/apis/gateway.networking.k8s.io/v1/namespaces/n3/httproutes/m" in server.kept
-        assert server.kept[LEASE]["spec"]["holderIdentity"] == "me"
-        await until(lambda: sum(path.endswith("/events") for path in server.watching) == len(NAMESPACES))
-        assert sum(path.endswith("/pods") for path in server.watching) == len(NAMESPACES)
-        assert sum(path.endswith("/httproutes") for path in server.watching) == len(NAMESPACES)
-        renewed = server.kept[LEASE]["spec"]["renewTime"]
-        await until(lambda: server.kept[LEASE]["spec"]["renewTime"] > renewed)
-        assert not running.done()
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert await asyncio.wait_for(running, 20) == 0
-        assert server.kept[LEASE]["spec"]["holderIdentity"] == "", "given up at once"
-    finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-        await connections.close()
+    task = asyncio.create_task(Operator(settings, connections).run())
+    yield task
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await connections.close()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+async def test_ten_namespaces_are_watched_and_the_lease_is_held_meanwhile(
+    server: APIServer, running: asyncio.Task[int]
+) -> None:
+    server.kept["/apis/gateway.networking.k8s.io/v1"] = {"resources": [{"name": "httproutes"}]}
+    server.kept[MODEL]["spec"]["gateway"] = {"httpRoute": {"parentRefs": [{"name": "public"}]}}
+    await until(lambda: "conditions" in server.kept[MODEL].get("status", {}))
+    assert "/apis/apps/v1/namespaces/n3/statefulsets/m-decode" in server.kept
+    assert "/apis/gateway.networking.k8s.io/v1/namespaces/n3/httproutes/m" in server.kept
+    assert server.kept[LEASE]["spec"]["holderIdentity"] == "me"
+    await until(lambda: sum(path.endswith("/events") for path in server.watching) == len(NAMESPACES))
+    assert sum(path.endswith("/pods") for path in server.watching) == len(NAMESPACES)
+    assert sum(path.endswith("/httproutes") for path in server.watching) == len(NAMESPACES)
+    renewed = server.kept[LEASE]["spec"]["renewTime"]
+    await until(lambda: server.kept[LEASE]["spec"]["renewTime"] > renewed)
+    await end(running)
+    assert server.kept[LEASE]["spec"]["holderIdentity"] == "", "given up at once"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+async def test_nothing_is_made_before_whose_turn_it_is_to_roll_has_been_read(
+    server: APIServer, running: asyncio.Task[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tandem_operator.app._API_POLL_SECONDS", 0.05)
+    server.answers_before = [
+        web.json_response({"message": "etcdserver: leader changed", "code": 500, "kind": "Status"}, status=500),
+        web.Response(text='{"items": [{"metadata": {"na', content_type="application/json"),
+        web.Response(status=503, text="no endpoints"),
+    ]
+    await until(lambda: not server.answers_before)
+    assert not any("statefulsets" in path for path in server.kept), "the lists before were no lists"
+    await until(lambda: "conditions" in server.kept[MODEL].get("status", {}))
+    assert "/apis/apps/v1/namespaces/n3/statefulsets/m-decode" in server.kept
+    await until(lambda: sum(path.endswith("/inferencemodels") for path in server.watching) == len(NAMESPACES))
+    await end(running)
