@@ -45,19 +45,24 @@ def releases(cluster: Any) -> Path:
     return FOLDER
 
 
+def models_there(kubernetes: Kubernetes) -> list[str]:
+    try:
+        found = kubernetes.request("GET", MODELS)["items"]
+    except client.ApiException as error:
+        if error.status != 404:
+            raise
+        return []
+    return [f"{each['metadata']['namespace']}/{each['metadata']['name']}" for each in found]
+
+
 @pytest.fixture
 def emptied(cluster: Any, kubernetes: Kubernetes) -> Iterator[Callable[[Release], Fleet]]:
     """Installs a release where none is, and makes a namespace. Afterwards this checkout's release is there again."""
+    others = models_there(kubernetes)  # before anything is built
+    assert not others, f"an earlier release would take over {', '.join(others)}: kubectl delete im --all -A first"
     made: list[Fleet] = []
 
     def begin(release: Release) -> Fleet:
-        try:
-            others = kubernetes.request("GET", MODELS)["items"]
-        except client.ApiException as error:
-            if error.status != 404:
-                raise
-            others = []
-        assert not others, f"an earlier release would take over {[other['metadata']['name'] for other in others]}"
         if operator_pods(kubernetes):
             uninstall_chart(cluster)
         release.install(cluster)
@@ -126,7 +131,7 @@ def different(pairs: list[tuple[Outcome, Outcome]]) -> list[tuple[Outcome, Outco
 
 @pytest.mark.timeout(2400)
 def test_an_upgrade_and_a_later_one_that_adds_a_default_restart_nobody(
-    cluster: Any, emptied: Callable[[Release], Fleet], releases: Path, say: Say
+    emptied: Callable[[Release], Fleet], cluster: Any, releases: Path, say: Say
 ) -> None:
     """A model that names its images, made by the first release whose digests are kept."""
     earlier = earlier_release(cluster, WITH_KEYS, releases)
@@ -157,7 +162,7 @@ def test_an_upgrade_and_a_later_one_that_adds_a_default_restart_nobody(
 
 @pytest.mark.timeout(2400)
 def test_pods_of_a_release_without_keys_are_replaced_once_while_they_serve(
-    cluster: Any, emptied: Callable[[Release], Fleet], releases: Path, say: Say
+    emptied: Callable[[Release], Fleet], cluster: Any, releases: Path, say: Say
 ) -> None:
     """Gateways and workers of it know no keys, so nothing of it may stay; the images are those of each release."""
     fleet = emptied(earlier_release(cluster, WITHOUT_KEYS, releases))
