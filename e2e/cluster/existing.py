@@ -58,12 +58,13 @@ class ExistingBackend:
                 "set TANDEM_REGISTRY to a registry that you can push to and the cluster's nodes pull from, "
                 "e.g. registry.example.com/team"
             )
+        plain, name = registry.startswith("http://"), registry.removeprefix("http://").rstrip("/")
         builder = choose_builder(replace(self.settings, root=root))
         tag = builder.tag(image)
         builder.build(image, tag)
         with step(f"pushed {image.name}"):
-            builder.push(image, tag, registry)
-        return f"{registry}/{image.name}:{tag}"
+            builder.push(image, tag, name, verify_tls=not plain)
+        return f"{name}/{image.name}:{tag}"
 
     def service_url(self, namespace: str, service: str, port: int) -> AbstractContextManager[str]:
         return reach(find_tool("kubectl", self.builder), self.kubeconfig, namespace, service, port)

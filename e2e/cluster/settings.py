@@ -24,7 +24,8 @@ class Settings:
     kubeconfig: Path | None
     """KUBECONFIG, for the backend `existing`."""
     registry: str | None
-    """TANDEM_REGISTRY: where the backend `existing` pushes images, e.g. `registry.example.com/team`."""
+    """TANDEM_REGISTRY: where the backend `existing` pushes images, e.g. `registry.example.com/team`; with `http://` in
+    front of it one that has no TLS."""
     base_image: str | None
     """TANDEM_BASE_IMAGE: the images' base; None takes the public slim Python, or else makes one."""
     node_image: str | None
