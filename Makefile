@@ -100,11 +100,15 @@ test-clients: setup clients ## Client libraries, unmodified, against real worker
 .PHONY: e2e
 e2e: cluster ## The suite on a real Kubernetes; failures leave their evidence in e2e/artifacts
 	@HELM=$$($(RUN) python -c 'from e2e.cluster import connect; print(connect().helm)') \
-		$(RUN) pytest e2e/suite tests/charts -m "not gitops and not upgrade" --timeout 600 --durations 10 -rA --show-capture=no --tb=short
+		$(RUN) pytest e2e/suite tests/charts -m "not gitops and not external and not upgrade" --timeout 600 --durations 10 -rA --show-capture=no --tb=short
 
 .PHONY: e2e-gitops
 e2e-gitops: cluster ## Flux, kstatus and Argo CD's Lua beside the cluster (builds kustomize-controller first: minutes)
 	@$(RUN) pytest e2e/suite/test_gitops.py --timeout 900 --durations 5 -rA --show-capture=no --tb=short
+
+.PHONY: e2e-external
+e2e-external: cluster ## A HorizontalPodAutoscaler at work on workers' metrics (builds Prometheus and its adapter first: minutes)
+	@$(RUN) pytest e2e/suite/test_external.py --timeout 900 --durations 5 -rA --show-capture=no --tb=short
 
 .PHONY: e2e-upgrade
 e2e-upgrade: cluster ## Upgrades of the operator under load, from two earlier releases and to a later one (builds them: minutes)

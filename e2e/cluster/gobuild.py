@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from .commands import run
@@ -36,6 +36,8 @@ class Program:
     """Folder under `go/`."""
     package: str
     ldflags: str = "-s -w"
+    tags: str = field(default="", repr=False)
+    """Build tags, with commas between them."""
 
 
 def _kubernetes(name: str) -> Program:
@@ -63,6 +65,15 @@ PROGRAMS = {
         Program(name="kwok", module="kwok", package="sigs.k8s.io/kwok/cmd/kwok"),
         Program(name="kustomize-controller", module="gitops", package="github.com/fluxcd/kustomize-controller"),
         Program(name="health", module="gitops", package="./health"),
+        Program(
+            name="prometheus-adapter", module="prometheus-adapter", package="sigs.k8s.io/prometheus-adapter/cmd/adapter"
+        ),
+        Program(
+            name="prometheus",
+            module="prometheus",
+            package="github.com/prometheus/prometheus/cmd/prometheus",
+            tags="remove_all_sd,enable_kubernetes_sd",  # of the ways to find targets, those of clouds are left out
+        ),
         Program(name="kubeconform", module="lint", package="github.com/yannh/kubeconform/cmd/kubeconform"),
         Program(name="kube-score", module="lint", package="github.com/zegl/kube-score/cmd/kube-score"),
     )
@@ -71,7 +82,7 @@ PROGRAMS = {
 
 def content_key(program: Program, module: Path, go_version: str) -> str:
     """16 hex digits over everything the result depends on."""
-    digest = hashlib.sha256(repr((program, go_version, sorted(ENVIRONMENT.items()))).encode())
+    digest = hashlib.sha256(repr((program, go_version, sorted(ENVIRONMENT.items()))).encode() + program.tags.encode())
     own = module.joinpath(program.package).glob("*.go") if program.package.startswith(".") else ()
     for path in sorted([module / "go.mod", module / "go.sum", *own]):
         if path.exists():
@@ -122,8 +133,8 @@ class Builder:
         with step(f"built {name}"):
             unfinished = target.with_name(f".{name}.unfinished")
             run(
-                "go", "build", "-p", "2", "-trimpath", "-mod=readonly", "-ldflags", program.ldflags,
-                "-o", unfinished, program.package,
+                "go", "build", "-p", "2", "-trimpath", "-mod=readonly", "-tags", program.tags,
+                "-ldflags", program.ldflags, "-o", unfinished, program.package,
                 cwd=self.modules / program.module, env=ENVIRONMENT, log=self.results / f"{name}.log",
             )  # fmt: skip
             unfinished.rename(target)

@@ -76,3 +76,13 @@ def test_the_api_server_is_known_by_every_address_clients_use() -> None:
     assert {f"IP:{addresses.node}", f"IP:{addresses.api_service}", "DNS:kubernetes.default.svc"} <= set(
         certificate.names
     )
+
+
+def test_servers_behind_the_api_server_believe_it_alone(plan: Plan) -> None:
+    """Whoever the authority of `--requestheader-client-ca-file` has signed may speak as anybody."""
+    flags = dict(flag.split("=", 1) for flag in commands(plan)["kube-apiserver"][1:] if "=" in flag)
+    authority = Path(flags["--requestheader-client-ca-file"]).stem
+    assert flags["--client-ca-file"] != flags["--requestheader-client-ca-file"]
+    signed = [c for c in plan_certificates(Addresses(slot=3)) if c.authority == authority]
+    assert [f"/CN={flags['--requestheader-allowed-names']}"] == [c.subject for c in signed]
+    assert [Path(flags["--proxy-client-cert-file"]).stem] == [c.name for c in signed]

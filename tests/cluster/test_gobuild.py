@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,10 @@ def test_a_changed_file_changes_the_key(module: Path, changed: str) -> None:
 
 def test_another_compiler_changes_the_key(module: Path) -> None:
     assert content_key(PROGRAM, module, "go1.26") != content_key(PROGRAM, module, "go1.27")
+
+
+def test_other_build_tags_change_the_key(module: Path) -> None:
+    assert content_key(replace(PROGRAM, tags="small"), module, "go1.26") != content_key(PROGRAM, module, "go1.26")
 
 
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)

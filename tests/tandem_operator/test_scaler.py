@@ -52,6 +52,8 @@ class Load(FleetWatch):
         self.seconds: dict[str, float] = {}
         """In which each worker's link took some in, or it computed prompts."""
         self.silent: dict[str, str] = {}
+        self.lies: dict[str, dict[str, Any]] = {}
+        """Figures that a worker tells, by pod."""
         self.broken: object = None
 
     def pass_time(self, seconds: float = PERIOD_SECONDS) -> None:
@@ -93,8 +95,9 @@ class Load(FleetWatch):
             figures["kv_transfer_seconds_total"] = counted
         told = WorkerTelemetry(
             model_name="m", role=role, revision="r", pod=name, draining=False,
-            **({"running_requests": 0, "running_tokens": 0} | figures), queued_requests=0, queued_prefill_tokens=0,
-            kv_blocks_used=0, kv_blocks_cached=0, kv_blocks_total=1000, kv_eviction_horizon=0.0,
+            **({"running_requests": 0, "running_tokens": 0} | figures | self.lies.get(name, {})),
+            queued_requests=0, queued_prefill_tokens=0, kv_blocks_used=0, kv_blocks_cached=0, kv_blocks_total=1000,
+            kv_eviction_horizon=0.0,
         )  # fmt: skip
         streams = [int(self.requests) * n for n in FASTEST] if role is D and not number else []
         return WorkerReport(
@@ -186,6 +189,29 @@ async def test_full_links_bring_decode_replicas_and_keep_them() -> None:
     assert min(step[D] for step in full.steps[-300:]) == full.counts[D], "it does not go up and down"
     await full.run(2400, 0.3)
     assert full.counts[D] == 1
+
+
+SLOW, FAST = {"decode_step_seconds": 1.5}, {"decode_step_seconds": 1e-5}
+
+
+@pytest.mark.parametrize(
+    ("pod", "lie"),
+    [("m-decode-1", SLOW), ("m-decode-1", FAST), ("m-prefill-1", {"prefill_tokens_per_second": 10.0}),
+     ("m-prefill-1", {"prefill_tokens_per_second": 1e8})],
+)  # fmt: skip
+async def test_one_worker_that_lies_moves_nothing_and_is_named(pod: str, lie: dict[str, Any]) -> None:
+    spec = replace(SPEC, roles={P: RoleSpec(min=3, max=12), D: RoleSpec(min=3, max=12)})
+    honest, lying = (Following(Load(), counts={P: 3, D: 3}, spec=spec) for _ in range(2))
+    lying.load.lies = {pod: lie}
+    for following in (honest, lying):
+        await following.run(600, 2.0)
+        await following.run(600, 4.0)
+    assert lying.steps == honest.steps
+    assert {P: 3, D: 3} != honest.counts != {P: 12, D: 12}
+    outlook = lying.scaler.outlook(KEY, 0)
+    assert outlook is not None
+    assert outlook.decision is not None
+    assert outlook.decision.sentence.endswith(f"the speed that {pod} told.")
 
 
 @settings(max_examples=8, deadline=None)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .network import Addresses
-from .pki import NODE
+from .pki import FRONT_PROXY, NODE
 
 REGISTRY_HOST = "registry.tandem.internal:5000"
 """The registry's name in image references. containerd maps it to the node's address; nothing resolves it."""
@@ -84,6 +84,14 @@ def apiserver(plan: Plan) -> list[str]:
         f"--kubelet-client-key={pki}/admin.key",
         f"--kubelet-certificate-authority={pki}/ca.crt",
         "--kubelet-preferred-address-types=InternalIP",  # the default looks the node's name up in DNS
+        # The aggregation layer: metrics of an HPA come from API servers behind this one.
+        f"--proxy-client-cert-file={pki}/{FRONT_PROXY}.crt",
+        f"--proxy-client-key-file={pki}/{FRONT_PROXY}.key",
+        f"--requestheader-client-ca-file={pki}/front-proxy-ca.crt",
+        f"--requestheader-allowed-names={FRONT_PROXY}",
+        "--requestheader-username-headers=X-Remote-User",
+        "--requestheader-group-headers=X-Remote-Group",
+        "--requestheader-extra-headers-prefix=X-Remote-Extra-",
     ]
 
 

@@ -107,6 +107,9 @@ class Namespace:
         run(*inside, "addr", "add", f"{addresses.node}/30", "dev", "eth0")
         run(*inside, "link", "set", "eth0", "up")
         run(*inside, "route", "add", "unreachable", "default")
+        # What runs on the node itself, the API server first, reaches Services too: kube-proxy replaces the address of a
+        # packet only once a route for it was found.
+        run(*inside, "route", "add", str(addresses.services), "dev", "eth0")
         for network in (addresses.pods, addresses.services):
             run("ip", "route", "add", str(network), "via", addresses.node)
         self._set_kernel_parameters()

@@ -10,6 +10,8 @@ from ..commands import run
 from .network import Addresses
 
 NODE = "node-0"
+FRONT_PROXY = "front-proxy-client"
+"""As whom the API server speaks to API servers behind it, which then believe whom it names as the caller."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +21,7 @@ class Certificate:
     usages: str
     names: tuple[str, ...] = ()
     """Subject alternative names, e.g. `IP:10.0.0.1`."""
+    authority: str = "ca"
 
     @property
     def extensions(self) -> str:
@@ -49,6 +52,8 @@ def plan_certificates(addresses: Addresses) -> list[Certificate]:
             names=(f"IP:{addresses.node}", f"DNS:{NODE}"),
         ),
         *(Certificate(name=name, subject=subject, usages="clientAuth") for name, subject in clients.items()),
+        # Signed by another authority: whoever has a certificate of that one may speak as anybody.
+        Certificate(name=FRONT_PROXY, subject=f"/CN={FRONT_PROXY}", usages="clientAuth", authority="front-proxy-ca"),
     ]
 
 
@@ -78,14 +83,17 @@ def build_kubeconfig(pki: Path, name: str, server: str) -> str:
 
 
 def write_pki(pki: Path, addresses: Addresses) -> None:
-    """Write `<name>.crt`, `.key` and `.kubeconfig` for each certificate, the authority, and the service-account key."""
+    """Write `<name>.crt`, `.key` and `.kubeconfig` for each certificate, the authorities, and the service-account
+    key."""
     pki.mkdir(parents=True, mode=0o700)
     _write_key(pki / "sa.key")
-    _write_key(pki / "ca.key")
-    run("openssl", "req", "-x509", "-new", "-key", pki / "ca.key", "-out", pki / "ca.crt", "-days", "365",
-        "-subj", "/CN=tandem-ca")  # fmt: skip
+    certificates = plan_certificates(addresses)
+    for name in sorted({certificate.authority for certificate in certificates}):
+        _write_key(pki / f"{name}.key")
+        run("openssl", "req", "-x509", "-new", "-key", pki / f"{name}.key", "-out", pki / f"{name}.crt",
+            "-days", "365", "-subj", f"/CN=tandem-{name}")  # fmt: skip
     server = f"https://{addresses.node}:6443"
-    for certificate in plan_certificates(addresses):
+    for certificate in certificates:
         _write_certificate(pki, certificate)
         (pki / f"{certificate.name}.kubeconfig").write_text(build_kubeconfig(pki, certificate.name, server))
 
@@ -100,5 +108,7 @@ def _write_certificate(pki: Path, certificate: Certificate) -> None:
     _write_key(key)
     extensions.write_text(certificate.extensions)
     run("openssl", "req", "-new", "-key", key, "-out", request, "-subj", certificate.subject)
-    run("openssl", "x509", "-req", "-in", request, "-CA", pki / "ca.crt", "-CAkey", pki / "ca.key", "-CAcreateserial",
-        "-out", pki / f"{certificate.name}.crt", "-days", "365", "-extfile", extensions)  # fmt: skip
+    authority = pki / certificate.authority
+    run("openssl", "x509", "-req", "-in", request, "-CA", f"{authority}.crt", "-CAkey", f"{authority}.key",
+        "-CAcreateserial", "-out", pki / f"{certificate.name}.crt", "-days", "365",
+        "-extfile", extensions)  # fmt: skip

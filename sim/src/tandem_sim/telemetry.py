@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from tandem_api.names import Role
 from tandem_operator.scaling.contract import Counters, RoleState, Snapshot
+from tandem_operator.scaling.peers import agree
 
 from tandem_sim.fleet import AnyWorker, RolePool
 from tandem_sim.workers import DecodeWorker, Flight, PrefillWorker
@@ -112,6 +113,7 @@ class Telemetry:
         active = [worker for worker in workers if worker.sequences]
         before, self._links = self._links, {worker.name: worker.link_busy for worker in workers}
         links = [seconds - before.get(name, 0.0) for name, seconds in self._links.items()]
+        steps = agree({worker.name: worker.decode_seconds for worker in active})
         return RoleState(
             replicas=len(pool.members),
             ready=len(ready),
@@ -121,7 +123,9 @@ class Telemetry:
             kv_tokens_used=int(sum(worker.context for worker in workers)),
             kv_tokens_total=sum(worker.profile.kv_tokens for worker in workers),
             busy=busy / passed / len(ready) if ready else None,
-            step_seconds=sum(worker.decode_seconds for worker in active) / len(active) if active else None,
+            step_seconds=steps.value,
+            mean_step_seconds=steps.mean,
+            odd=tuple(sorted(steps.odd)),
             transfer_share=max(links) / passed if links else None,
             starts=tuple(pool.starts[-LAST_STARTS:]),
         )

@@ -13,10 +13,11 @@ from pydantic import ValidationError
 from tandem_api.fleet import TTFT_BOUNDS, FleetReport, Traffic, WorkerReport
 from tandem_api.names import Role
 from tandem_api.telemetry import MOST, WorkerTelemetry
-from tandem_operator.scaling.contract import Counters, RoleDecision, RoleSpec, ScalingSpec, Target
+from tandem_operator.scaling.contract import Counters, RoleDecision, RoleSpec, RoleState, ScalingSpec, Target
 from tandem_operator.scaling.contract import Decision as Decided
 from tandem_operator.scaling.history import History
 from tandem_operator.scaling.observe import STALE_SECONDS, Heard, RoleCount, Totals, add_up, take_snapshot
+from tandem_operator.scaling.peers import MOST_APART
 from tandem_operator.scaling.planner import plan
 from tandem_operator.scaling.sizing import MOST_REPLICAS
 from tandem_operator.scaling.slo import Measured, judge, measure
@@ -88,6 +89,70 @@ def test_what_waits_is_of_those_that_compute_prompts() -> None:
     both = seen.roles[D]
     assert (both.queued_tokens, both.queued_requests, both.tokens_per_second) == (37, 3, 1000.0)
     assert both.mixed_step_seconds == pytest.approx(0.2), "of those that decode"
+
+
+def decoding(*steps: float, **more: Any) -> RoleState:
+    """Decode replicas whose steps take so long."""
+    workers = [worker(f"d-{n}", D, running_requests=1, decode_step_seconds=s, **more) for n, s in enumerate(steps)]
+    names = counts(decode=[one.name for one in workers], prefill=[])
+    seen = take_snapshot([heard("a", *workers)], names, Totals(since=0.0), now=0.0)
+    assert seen is not None
+    return seen.roles[D]
+
+
+@pytest.mark.parametrize("told", [2.0, 1e8, 2e-4, 1e-6])
+def test_what_most_workers_agree_on_counts_and_who_differs_is_named(told: float) -> None:
+    found = decoding(0.019, told, 0.021, 0.02)
+    assert found.step_seconds == pytest.approx(0.02)
+    assert found.odd == ("d-1",)
+    assert found.mean_step_seconds == pytest.approx((0.06 + told) / 4), "clients of that one may really wait so long"
+
+
+def test_unequal_workers_are_no_odd_ones() -> None:
+    found = decoding(0.01, 0.02, 0.035)
+    assert found.step_seconds == found.mean_step_seconds == pytest.approx(0.065 / 3)
+    assert found.odd == ()
+
+
+@pytest.mark.parametrize("steps", [(0.02, 2.0), (0.02, 0.02, 2.0, 2.0)])
+def test_without_a_majority_nobody_knows_who_is_right(steps: tuple[float, ...]) -> None:
+    found = decoding(*steps)
+    assert found.step_seconds == found.mean_step_seconds == pytest.approx(1.01)
+    assert found.odd == ()
+
+
+def test_velocities_and_mixed_steps_are_judged_alike() -> None:
+    names = ["d-0", "d-1", "d-2"]
+    workers = [
+        worker("d-0", Role.UNIFIED, running_requests=1, mixed_step_seconds=0.1, prefill_tokens_per_second=900.0),
+        worker("d-1", Role.UNIFIED, running_requests=1, mixed_step_seconds=0.1, prefill_tokens_per_second=9.0),
+        worker("d-2", Role.UNIFIED, running_requests=1, mixed_step_seconds=99.0, prefill_tokens_per_second=1100.0),
+    ]
+    seen = take_snapshot([heard("a", *workers)], counts(decode=names), Totals(since=0.0), now=0.0)
+    assert seen is not None
+    both = seen.roles[D]
+    assert (both.mixed_step_seconds, both.tokens_per_second) == (pytest.approx(0.1), pytest.approx(1000.0))
+    assert both.odd == ("d-1", "d-2")
+
+
+HONEST = st.floats(0.01, 0.03)
+LIE = st.sampled_from([1e-6, 1e-3, 0.05, 1.0, 100.0, 1e9]) | st.floats(1e-6, 1e9)
+
+
+@given(st.lists(HONEST, min_size=2, max_size=9), st.data())
+def test_less_than_half_of_the_workers_cannot_move_what_the_planner_sees_far(honest: list[float], data: Any) -> None:
+    lies = data.draw(st.lists(LIE, min_size=1, max_size=len(honest) - 1))
+    told = data.draw(st.permutations(honest + lies))
+    step = decoding(*told).step_seconds
+    assert step is not None
+    assert min(honest) / MOST_APART <= step <= max(honest) * MOST_APART
+
+
+@given(st.lists(HONEST, min_size=1, max_size=9))
+def test_workers_that_are_alike_are_averaged(honest: list[float]) -> None:
+    found = decoding(*honest)
+    assert found.step_seconds == found.mean_step_seconds == pytest.approx(sum(honest) / len(honest))
+    assert found.odd == ()
 
 
 def test_of_several_samples_the_freshest_counts_and_stale_ones_do_not() -> None:

@@ -123,6 +123,8 @@ class RoleState:
     """Prompt tokens that a replica computes per second while it is busy: its velocity."""
     step_seconds: float | None = None
     """A decode step, in the mean over the replicas that decode."""
+    mean_step_seconds: float | None = None
+    """The same with the replicas that are `odd`: what clients get."""
     mixed_step_seconds: float | None = None
     """A step that computes prompts beside answers, in the mean over the replicas that decode."""
     decoding: int | None = None
@@ -131,6 +133,8 @@ class RoleState:
     """Of the bandwidth of the busiest link for keys and values."""
     starts: tuple[float, ...] = ()
     """Seconds that replicas took to become ready, the newest last."""
+    odd: tuple[str, ...] = ()
+    """Replicas whose velocity or steps are so unlike those of most others that they are left out of these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

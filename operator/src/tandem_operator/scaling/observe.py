@@ -1,7 +1,8 @@
 """From gateways' reports and counts of pods to the planner's snapshot. Pure.
 
 Counters of gateways are added up by differences: one that restarts, or goes, does not make a total go back. A sample of
-a worker counts while it is fresh, the freshest of all gateways; what nobody has measured stays unknown.
+a worker counts while it is fresh, the freshest of all gateways; what nobody has measured stays unknown. Replicas of a
+role are about equally fast: one that says otherwise, because it is broken or wrong, does not decide for all of them.
 """
 
 from __future__ import annotations
@@ -17,14 +18,13 @@ from tandem_api.names import Role
 from tandem_api.telemetry import WorkerTelemetry
 
 from tandem_operator.scaling.contract import Counters, RoleState, Snapshot
+from tandem_operator.scaling.peers import agree
 from tandem_operator.scaling.shares import Shares
 
 STALE_SECONDS = 30.0
 """An older sample of a worker says nothing."""
 _BLOCK_TOKENS = KVConfig().block_size
 """Of a worker that does not say."""
-_LEAST, _MOST = 1e-6, 1e9
-"""Tokens per second, and seconds of a step, that can be."""
 _MOST_SQUARES = 1e30
 _KEPT = 256
 """Gateways, and workers of each, whose last counts are kept: enough for those that come back."""
@@ -172,6 +172,9 @@ def take_snapshot(
 
 def _role_state(count: RoleCount, samples: Sequence[WorkerTelemetry]) -> RoleState:
     decoding = [sample for sample in samples if sample.running_requests]
+    velocity = agree({sample.pod: sample.prefill_tokens_per_second for sample in samples})
+    step = agree({sample.pod: sample.decode_step_seconds for sample in decoding})
+    mixed = agree({sample.pod: sample.mixed_step_seconds for sample in decoding})
     return RoleState(
         replicas=count.replicas,
         ready=count.ready,
@@ -181,11 +184,13 @@ def _role_state(count: RoleCount, samples: Sequence[WorkerTelemetry]) -> RoleSta
         running_requests=sum(sample.running_requests for sample in samples),
         kv_tokens_used=sum(sample.running_tokens for sample in samples),
         kv_tokens_total=sum(sample.kv_blocks_total * (sample.kv_block_size or _BLOCK_TOKENS) for sample in samples),
-        tokens_per_second=_mean(sample.prefill_tokens_per_second for sample in samples),
-        step_seconds=_mean(sample.decode_step_seconds for sample in decoding),
-        mixed_step_seconds=_mean(sample.mixed_step_seconds for sample in decoding),
+        tokens_per_second=velocity.value,
+        step_seconds=step.value,
+        mean_step_seconds=step.mean,
+        mixed_step_seconds=mixed.value,
         decoding=len(decoding),
         starts=count.starts,
+        odd=tuple(sorted(velocity.odd | step.odd | mixed.odd)),
     )
 
 
@@ -210,12 +215,6 @@ def _samples(heard: Sequence[Heard]) -> dict[str, tuple[float, WorkerTelemetry]]
             if age <= STALE_SECONDS and (worker.name not in found or age < found[worker.name][0]):
                 found[worker.name] = age, sample
     return found
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    """Of those that are measured. What no machine does is not measured."""
-    known = [value for value in values if value is not None and _LEAST <= value <= _MOST]
-    return sum(known) / len(known) if known else None
 
 
 def _read_traffic(traffic: Traffic | None) -> Counters | None:

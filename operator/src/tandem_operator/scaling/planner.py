@@ -39,6 +39,8 @@ FEWEST_REQUESTS = 20
 """Below which the last minutes tell nothing about requests."""
 BACKLOG = "backlog"
 NOTHING_MEASURED = "NothingMeasured"
+_NAMED = 3
+"""Replicas that a sentence names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +97,8 @@ def plan(spec: ScalingSpec, fleet: Snapshot | None, history: History, now: float
         "kv_share": round(decode.kv_tokens_used / max(1, decode.kv_tokens_total), 3),
     }
     roles = _decide(wishes, fleet, required={role: wish.replicas for role, wish in up.items()})
-    return Decision(at=now, roles=roles, inputs=inputs, sentence=_explain(roles, inputs), needs=needs)
+    sentence = _explain(roles, inputs) + _say_odd(fleet)
+    return Decision(at=now, roles=roles, inputs=inputs, sentence=sentence, needs=needs)
 
 
 def _keep(
@@ -141,7 +144,8 @@ def _plan_shared(
         "kv_share": round(state.kv_tokens_used / max(1, state.kv_tokens_total), 3),
     }
     roles = _decide(_within_limits(wishes, spec), fleet, required={role: wish.replicas for role, wish in up.items()})
-    return Decision(at=now, roles=roles, inputs=inputs, sentence=_explain_shared(roles, inputs), needs=needs)
+    sentence = _explain_shared(roles, inputs) + _say_odd(fleet)
+    return Decision(at=now, roles=roles, inputs=inputs, sentence=sentence, needs=needs)
 
 
 def _build_shared(fleet: Snapshot, history: History, steps: StepModel, velocity: float) -> SharedReplica:
@@ -414,6 +418,15 @@ def _say_roles(roles: Mapping[Role, RoleDecision]) -> str:
         else:
             parts.append(f"{role.value} {one.observed} → {one.replicas} ({one.limit}; demand asks for {one.required})")
     return "; ".join(parts)
+
+
+def _say_odd(fleet: Snapshot) -> str:
+    """Whose figures were not believed, for people."""
+    odd = [name for state in fleet.roles.values() for name in state.odd]
+    if not odd:
+        return ""
+    more = f" and {len(odd) - _NAMED} more" if len(odd) > _NAMED else ""
+    return f" Left out, as most others say something else: the speed that {', '.join(odd[:_NAMED])}{more} told."
 
 
 def _explain(roles: dict[Role, RoleDecision], inputs: dict[str, float]) -> str:

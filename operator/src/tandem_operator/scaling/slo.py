@@ -55,10 +55,10 @@ def measure(window: Sequence[tuple[Snapshot, Sequence[int]]]) -> Measured:
         requests = last.counters.requests - first.counters.requests
         tokens = last.counters.prompt_tokens - first.counters.prompt_tokens
     steps = [
-        state.step_seconds
+        state.mean_step_seconds
         for snapshot, _ in window
         for state in snapshot.roles.values()
-        if state.step_seconds is not None
+        if state.mean_step_seconds is not None
     ]
     return Measured(
         ttft_counts=counts,
