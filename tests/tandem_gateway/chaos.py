@@ -30,16 +30,20 @@ from tandem_gateway.settings import Settings
 from tests.tandem_worker.process.conftest import WorkerProcess, free_port, run_worker
 from tests.tandem_worker.process.forking import Forker
 from tests.tandem_worker.server.conftest import byte_level_tokenizer
-from tests.tandem_worker.server.test_resume import KINDS, merge
+from tests.tandem_worker.server.test_resume import KINDS, RESPONSES, merge
 
 MODEL = "tiny"
-MIXED = ("greedy", "seeded", "nucleus and penalties", "schema", "tools", "logprobs", "stop", "four choices", "prompts")
+MIXED = (
+    "greedy", "seeded", "nucleus and penalties", "schema", "tools", "logprobs", "stop", "four choices", "prompts",
+    "response with reasoning", "response with calls", "response with logprobs", "message", "message with calls",
+)  # fmt: skip
 """Kinds of requests that take part, with several seeds each."""
 SEEDS = 3
 ANSWER_SECONDS = 120.0
 LOGPROB_ERROR = 1e-3
 FIRST_BYTES = 4000
 """Of an answer that are not cut: a request whose first event never comes is sent to two workers, and no more."""
+BROKEN = (b'data: {"error"', b"event: error", b"event: response.failed")
 Request = tuple[str, dict[str, Any]]
 
 
@@ -66,7 +70,8 @@ def list_requests() -> list[Request]:
     for kind in MIXED:
         path, body = KINDS[kind]
         for seed in range(SEEDS):
-            longer = {"max_tokens": 150} if "ignore_eos" in body else {}
+            room = "max_output_tokens" if path == RESPONSES else "max_tokens"
+            longer = {room: 150} if "ignore_eos" in body else {}
             requests.append((path, body | longer | {"seed": seed}))
     return requests
 
@@ -318,7 +323,7 @@ class Run:
                 response = await client.post(self.fleet.url + path, json=body)
             if response.status_code != 200:
                 result, detail = f"status {response.status_code}", response.text
-            elif b'data: {"error"' in response.content:
+            elif any(mark in response.content for mark in BROKEN):
                 result, detail = "broken", response.text[-300:]
             elif difference := find_difference(read_answer(response.content), self.expected[index]):
                 result, detail = "wrong", difference

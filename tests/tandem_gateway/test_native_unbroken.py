@@ -55,7 +55,7 @@ async def test_streams_over_native_links_outlive_their_workers(forker: Forker) -
         await ask_like_clients_do(fleet)
 
         async def during(number: int, noticed: Any) -> str:
-            """27 streams, and a signal to the busiest worker once some of them come from it."""
+            """Streams of all kinds, and a signal to the busiest worker once some of them come from it."""
             running = asyncio.create_task(run.run(len(run.requests), len(run.requests)))
             await until(lambda: streams_of(fleet, fleet.busiest()) >= 3, wait=WAIT)
             name = fleet.busiest()

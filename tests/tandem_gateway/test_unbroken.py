@@ -19,8 +19,8 @@ async def test_streams_outlive_their_workers(forker: Forker) -> None:
         resumes = fleet.gateway.metrics.resumes
 
         async def strike(cause: str, *signals: int) -> None:
-            """27 streams, and signals to the busiest worker while they run. Again, where it had sent everything before
-            they came: how fast a worker is, and when, is the machine's affair."""
+            """Streams of all kinds, and signals to the busiest worker while they run. Again, where it had sent
+            everything before they came: how fast a worker is, and when, is the machine's affair."""
             before = resumes[cause]
             for seconds in (0.5, 0.3, 0.15, 0.8, 0.4, 0.2):
                 running = asyncio.create_task(run.run(len(run.requests), len(run.requests)))
