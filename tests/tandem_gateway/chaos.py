@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from tandem_api.launch import GatewayConfig, GatewayTimeouts
+from tandem_api.launch import GatewayConfig, GatewayTimeouts, StoreLimits
 from tandem_api.names import Role
 from tandem_gateway.scheduling import Worker
 from tandem_gateway.server import Server
@@ -187,11 +187,12 @@ class Fleet:
         self.cuts = 0
         self._server: Server | None = None
 
-    async def start(self, count: int, **timeouts: float) -> None:
+    async def start(self, count: int, response_store: StoreLimits | None, **timeouts: float) -> None:
         await asyncio.gather(*[self.add() for _ in range(count)])
         config = GatewayConfig(
             model_name=MODEL, served_name=MODEL, namespace="default", disaggregated=False, http_port=0, metrics_port=0,
             timeouts=GatewayTimeouts(**timeouts), link="Native" if self._native else "HTTP",
+            response_store=response_store,
         )  # fmt: skip
         told = Settings(
             config=config, host="127.0.0.1", workers=tuple(self._list_workers()), workers_file=None,
@@ -268,6 +269,11 @@ class Fleet:
         endpoints = self.gateway.scheduler.endpoints
         return max(self.workers, key=lambda name: endpoints[name].requests)
 
+    def streams_of(self, name: str) -> int:
+        """Streams that have begun and come from this worker."""
+        exchanges = self.gateway.exchanges
+        return sum(each.first_byte_at > 0 and each.choice.decode.worker.name == name for each in exchanges)
+
     def send(self, name: str, number: int) -> None:
         self.workers[name].process.send_signal(number)
 
@@ -283,13 +289,15 @@ class Fleet:
 
 
 @contextlib.asynccontextmanager
-async def open_fleet(count: int, forker: Forker, *, native: bool = False, **timeouts: float) -> AsyncIterator[Fleet]:
+async def open_fleet(
+    count: int, forker: Forker, *, native: bool = False, response_store: StoreLimits | None = None, **timeouts: float
+) -> AsyncIterator[Fleet]:
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         await asyncio.to_thread(build_model, model)
         fleet = Fleet(Path(folder), model, forker, native=native)
         try:
-            await fleet.start(count, **timeouts)
+            await fleet.start(count, response_store, **timeouts)
             yield fleet
         finally:
             await fleet.stop()
