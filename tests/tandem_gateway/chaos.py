@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from tandem_api.launch import GatewayConfig, GatewayTimeouts
+from tandem_api.launch import GatewayConfig, GatewayTimeouts, StoreLimits
 from tandem_api.names import Role
 from tandem_gateway.scheduling import Worker
 from tandem_gateway.server import Server
@@ -30,16 +30,20 @@ from tandem_gateway.settings import Settings
 from tests.tandem_worker.process.conftest import WorkerProcess, free_port, run_worker
 from tests.tandem_worker.process.forking import Forker
 from tests.tandem_worker.server.conftest import byte_level_tokenizer
-from tests.tandem_worker.server.test_resume import KINDS, merge
+from tests.tandem_worker.server.test_resume import KINDS, RESPONSES, merge
 
 MODEL = "tiny"
-MIXED = ("greedy", "seeded", "nucleus and penalties", "schema", "tools", "logprobs", "stop", "four choices", "prompts")
+MIXED = (
+    "greedy", "seeded", "nucleus and penalties", "schema", "tools", "logprobs", "stop", "four choices", "prompts",
+    "response with reasoning", "response with calls", "response with logprobs", "message", "message with calls",
+)  # fmt: skip
 """Kinds of requests that take part, with several seeds each."""
 SEEDS = 3
 ANSWER_SECONDS = 120.0
 LOGPROB_ERROR = 1e-3
 FIRST_BYTES = 4000
 """Of an answer that are not cut: a request whose first event never comes is sent to two workers, and no more."""
+BROKEN = (b'data: {"error"', b"event: error", b"event: response.failed")
 Request = tuple[str, dict[str, Any]]
 
 
@@ -66,7 +70,8 @@ def list_requests() -> list[Request]:
     for kind in MIXED:
         path, body = KINDS[kind]
         for seed in range(SEEDS):
-            longer = {"max_tokens": 150} if "ignore_eos" in body else {}
+            room = "max_output_tokens" if path == RESPONSES else "max_tokens"
+            longer = {room: 150} if "ignore_eos" in body else {}
             requests.append((path, body | longer | {"seed": seed}))
     return requests
 
@@ -182,11 +187,12 @@ class Fleet:
         self.cuts = 0
         self._server: Server | None = None
 
-    async def start(self, count: int, **timeouts: float) -> None:
+    async def start(self, count: int, response_store: StoreLimits | None, **timeouts: float) -> None:
         await asyncio.gather(*[self.add() for _ in range(count)])
         config = GatewayConfig(
             model_name=MODEL, served_name=MODEL, namespace="default", disaggregated=False, http_port=0, metrics_port=0,
             timeouts=GatewayTimeouts(**timeouts), link="Native" if self._native else "HTTP",
+            response_store=response_store,
         )  # fmt: skip
         told = Settings(
             config=config, host="127.0.0.1", workers=tuple(self._list_workers()), workers_file=None,
@@ -263,6 +269,11 @@ class Fleet:
         endpoints = self.gateway.scheduler.endpoints
         return max(self.workers, key=lambda name: endpoints[name].requests)
 
+    def streams_of(self, name: str) -> int:
+        """Streams that have begun and come from this worker."""
+        exchanges = self.gateway.exchanges
+        return sum(each.first_byte_at > 0 and each.choice.decode.worker.name == name for each in exchanges)
+
     def send(self, name: str, number: int) -> None:
         self.workers[name].process.send_signal(number)
 
@@ -278,13 +289,15 @@ class Fleet:
 
 
 @contextlib.asynccontextmanager
-async def open_fleet(count: int, forker: Forker, *, native: bool = False, **timeouts: float) -> AsyncIterator[Fleet]:
+async def open_fleet(
+    count: int, forker: Forker, *, native: bool = False, response_store: StoreLimits | None = None, **timeouts: float
+) -> AsyncIterator[Fleet]:
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         await asyncio.to_thread(build_model, model)
         fleet = Fleet(Path(folder), model, forker, native=native)
         try:
-            await fleet.start(count, **timeouts)
+            await fleet.start(count, response_store, **timeouts)
             yield fleet
         finally:
             await fleet.stop()
@@ -318,7 +331,7 @@ class Run:
                 response = await client.post(self.fleet.url + path, json=body)
             if response.status_code != 200:
                 result, detail = f"status {response.status_code}", response.text
-            elif b'data: {"error"' in response.content:
+            elif any(mark in response.content for mark in BROKEN):
                 result, detail = "broken", response.text[-300:]
             elif difference := find_difference(read_answer(response.content), self.expected[index]):
                 result, detail = "wrong", difference

@@ -22,6 +22,7 @@ HALF = b'data: {"choices":[{"index":0,"delta":{"content":"half'
 UNITS = [
     (b'data: {"a":"\\n: t 0 1"}\n\n', b": b 0 4\n"),
     (b'data: {"a":1}\n\ndata: {"b":2}\n\n', b": t 0 1,2\n"),
+    (b'event: a\ndata: {"type":"a","text":"\\n: e 0 1"}\n\nevent: b\ndata: {}\n\n', b": e 0 5 17\n"),
     (b"", b": b 1 0\n"),
     (b'data: {"a":"' + b"x" * 300 + b'"}\n\n', b": t 1 7 [[0,7,-0.5,[]]]\n"),
     (b"data: [DONE]\n\n", COMMIT),
@@ -42,7 +43,7 @@ def test_events_and_journal_do_not_depend_on_how_they_arrive(cuts: list[int], wh
         out += part
     assert out == b"".join(events for events, _ in UNITS)
     assert bytes(stream.journal) == b"".join(mark for _, mark in UNITS)
-    assert stream.events == 5
+    assert stream.events == 7
     assert stream.done
 
 

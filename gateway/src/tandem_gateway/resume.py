@@ -49,14 +49,9 @@ class JournaledStream(EventStream):
         Raises:
             EventTooLarge: neither a mark nor the end of an event within MAX_EVENT_BYTES.
         """
-        # Most reads are one event of one line and its mark.
-        start = data.find(b"\n") + 2
-        if (
-            not self._partial
-            and data.startswith(MARK, start)
-            and data.find(b"\n", start) == len(data) - 1
-            and not data.startswith(MARK)
-        ):
+        # Most reads are the events of one mark, and the mark.
+        start = data.find(_LINE) + 1
+        if start and not self._partial and data.find(b"\n", start) == len(data) - 1 and not data.startswith(MARK):
             self._note(data[start:])
             data = data[:start]
         else:

@@ -224,6 +224,67 @@ async def test_a_stream_is_kept_however_it_arrives(
     assert (read.output[0].content[0].logprobs, last.output[0].content[0].logprobs[0].logprob) == ([], -1)
 
 
+def go_on(place: int, then: str) -> Callable[..., Awaitable[None]]:
+    """From the event at `place`, in a stream that may move, up to the event at which the worker is gone: at `then`
+    (`dies`, within it) or, at the end, nowhere."""
+
+    async def behave(_worker: FakeWorker, request: Received, writer: asyncio.StreamWriter) -> None:
+        size = int(request.headers["x-tandem-resume"])
+        journal = request.body[:size]
+        asked = Received(request.method, request.path, {}, request.body[size:])
+        assert journal == (HEAD + b"\n" + b"".join(MARK % number for number in range(place)) if size else b"")
+        writer.write(
+            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n"
+            b"x-tandem-resume: " + HEAD + b"\r\n\r\n"
+        )
+        told = [each + MARK % number for number, each in enumerate(events(asked))]
+        if then == "ends":
+            writer.write(chunk(b"".join(told[place:])) + b"0\r\n\r\n")
+            return
+        end = int(then)
+        writer.write(chunk(b"".join(told[place:end]) + told[end][: len(told[end]) // 2]))
+        await writer.drain()
+        await asyncio.sleep(0.05)
+        writer.transport.abort()
+
+    return behave
+
+
+HEAD = b'{"id":"resp_workers"}'
+MARK = b": e 0 %d 1\n"
+
+
+@pytest.mark.parametrize("cut", range(1, 7))
+async def test_a_stream_that_moves_is_kept_once_and_as_its_client_saw_it(
+    start_gateway: Any, start_worker: Any, cut: int
+) -> None:
+    workers = [await start_worker(f"d{number}") for number in range(2)]
+    left = [go_on(0, str(cut)), go_on(cut, "ends")]
+
+    async def behave(worker: FakeWorker, request: Received, writer: asyncio.StreamWriter) -> None:
+        await (left.pop(0) if left else answer)(worker, request, writer)
+
+    for worker in workers:
+        worker.default = behave
+    running = await start_gateway(*workers, response_store=KEPT)
+    async with connect(running) as asks:
+        told = [each async for each in await asks.responses.create(model="toy", input="hi", stream=True)]
+        assert [each.sequence_number for each in told] == list(range(7))
+        names = {each.response.id for each in told if hasattr(each, "response")}
+        last = told[-1].response
+        assert names == {last.id}
+        assert last.id != "resp_workers"
+        assert running.gateway.metrics.resumes["reset"] == 1
+        assert len(stored(running)) == 1
+        read = await asks.responses.retrieve(last.id)
+        seen = last.to_dict()
+        seen["output"][0]["content"][0]["logprobs"] = []
+        assert read.to_dict() == seen
+        second = await asks.responses.create(model="toy", input="and?", previous_response_id=last.id)
+        assert second.output_text == "answer 3"
+    await running.idle()
+
+
 async def test_what_was_cut_at_its_limit_goes_on(client: tuple[openai.AsyncOpenAI, FakeWorker, Running]) -> None:
     asks, worker, _ = client
     worker.behaviours += [answer_with(message("begun"), status="incomplete")]

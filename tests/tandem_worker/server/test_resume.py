@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from tandem_api.journal import COMMIT, MARK, MOVED
 from tandem_api.launch import KVConfig, ModelSource, SchedulerConfig, WorkerConfig
 from tandem_api.names import HEADER_RESUME, Role
+from tandem_gateway.resume import JournaledStream
 from tandem_worker.engine.build import build_engine
 from tandem_worker.engine.errors import RequestError
 from tandem_worker.server.app import build_app
@@ -30,6 +31,7 @@ from tests.tandem_worker.engine.history_model import HistoryModel
 from tests.tandem_worker.server.conftest import byte_level_tokenizer, share_compiler
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+RESPONSES, BLOCKS = "/v1/responses", "/v1/messages"
 TOKENIZER = byte_level_tokenizer()
 THINK = TOKENIZER.convert_tokens_to_ids("<think>")
 THINK_END = TOKENIZER.convert_tokens_to_ids("</think>")
@@ -58,6 +60,21 @@ def complete(**fields: Any) -> tuple[str, dict[str, Any]]:
     body = {"model": "tiny", "prompt": "The sun", "stream": True, "stream_options": {"include_usage": True}}
     return COMPLETIONS, body | {"max_tokens": 16, "seed": 7} | fields
 
+
+def respond(**fields: Any) -> tuple[str, dict[str, Any]]:
+    body = {"model": "tiny", "input": MESSAGES, "stream": True, "max_output_tokens": 24, "seed": 7}
+    return RESPONSES, body | fields
+
+
+def message(**fields: Any) -> tuple[str, dict[str, Any]]:
+    body = {"model": "tiny", "messages": MESSAGES, "stream": True, "max_tokens": 24, "seed": 7}
+    return BLOCKS, body | fields
+
+
+THINKS: dict[str, Any] = {"chat_template_kwargs": {"force_thinking": True}, "logit_bias": {str(THINK_END): 5.0}}
+FUNCTIONS: list[Any] = [{"type": "function", "strict": True, **TOOLS[0]["function"]}]
+SCHEMA_OF_TEXT = {"format": {"type": "json_schema", "name": "s", "schema": SCHEMA, "strict": True}}
+LIKELIHOODS: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "greedy": chat(temperature=0, ignore_eos=True),
@@ -145,6 +162,31 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "a choice": complete(guided_choice=["abc", "abcab"], n=2),
     "regex and token ids": complete(regex="[abc]{12}", return_token_ids=True, prompt=[[1, 2, 3], [4]], max_tokens=20),
+    "response": respond(temperature=0, ignore_eos=True, instructions="Be short.", metadata={"a": "b"}),
+    "response with reasoning": respond(**THINKS, max_output_tokens=40, ignore_eos=True),
+    "response with calls": respond(
+        tools=FUNCTIONS,
+        tool_choice="required",
+        max_output_tokens=150,
+        **(THINKS | {"logit_bias": {str(THINK_END): 6.0}}),
+    ),
+    "response of a schema": respond(text=SCHEMA_OF_TEXT, max_output_tokens=60, logit_bias={str(THINK_END): 6.0}),
+    "response with logprobs": respond(**LIKELIHOODS, max_output_tokens=40, ignore_eos=True),
+    "response with logprobs and stop": respond(
+        **LIKELIHOODS, stop=["abca", "bcab", "ccca"], logit_bias=LETTERS, ignore_eos=True, max_output_tokens=90
+    ),
+    "response that ends by itself": respond(logit_bias={str(IM_END): 3.0}, max_output_tokens=60),
+    "message": message(temperature=0, ignore_eos=True),
+    "message with thinking": message(**THINKS, max_tokens=40, ignore_eos=True),
+    "message with calls": message(
+        tools=[{"name": "look_up", "input_schema": TOOLS[0]["function"]["parameters"]}],
+        tool_choice={"type": "any"},
+        max_tokens=150,
+        **(THINKS | {"logit_bias": {str(THINK_END): 6.0}}),
+    ),
+    "message and stop": message(
+        stop_sequences=["abca", "bcab", "cbca"], logit_bias=LETTERS, ignore_eos=True, max_tokens=70
+    ),
     "cut prompt": complete(prompt="The sun and the rain", truncate_prompt_tokens=3, add_special_tokens=False),
 }
 
@@ -229,13 +271,87 @@ def read_events(stream: bytes) -> list[dict[str, Any]]:
     return [json.loads(event) for event in events[:-1]]
 
 
+def is_over(stream: bytes) -> bool:
+    """Whether these events end the answer."""
+    names = [line for line in stream.split(b"\n") if line.startswith(b"event: ")]
+    last = names[-1].removeprefix(b"event: ") if names else b""
+    return stream.endswith(b"[DONE]\n\n") or last in (b"response.completed", b"response.incomplete", b"message_stop")
+
+
+def read_usage(stream: bytes) -> dict[str, Any] | None:
+    """As its last events tell it."""
+    if not stream.startswith(b"event: "):
+        return read_events(stream)[-1].get("usage")
+    events = read_named(stream)
+    return events[-2]["usage"] if events[-1]["type"] == "message_stop" else events[-1]["response"]["usage"]
+
+
+def read_named(stream: bytes) -> list[dict[str, Any]]:
+    events: list[dict[str, Any]] = []
+    for block in stream.decode().removesuffix("\n\n").split("\n\n"):
+        name, data = block.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    return events
+
+
+ID = re.compile(r"(?:resp|msg|rs|fc|call)_[0-9a-f]{24,32}")
+
+
+def merge_named(stream: bytes) -> dict[str, Any]:
+    """All events in their order; pieces that follow one another are one, and ids are numbers."""
+    ids: list[str] = []
+
+    def number(found: re.Match[str]) -> str:
+        if found[0] not in ids:
+            ids.append(found[0])
+        return f"id {ids.index(found[0])}"
+
+    events = read_named(ID.sub(number, stream.decode()).encode())
+    assert is_over(stream)
+    numbers = [event.pop("sequence_number") for event in events if "sequence_number" in event]
+    assert numbers == list(range(len(numbers)))
+    told = read_usage(stream) or {}
+    usage = {"prompt_tokens": told["input_tokens"] + told.get("cache_read_input_tokens", 0),
+             "completion_tokens": told["output_tokens"], "prompt_tokens_details": None,
+             "details": told.get("output_tokens_details")}  # fmt: skip
+    heads: set[int] = set()
+    merged: list[dict[str, Any]] = []
+    for event in events:
+        whole = event.get("response", event)
+        whole.pop("usage", None)
+        whole.pop("completed_at", None)
+        if "created_at" in whole:
+            heads.add(whole.pop("created_at"))
+        last = merged[-1] if merged else {}
+        if "delta" in event and event["type"] == last.get("type"):
+            _join(last, event)
+        else:
+            merged.append(event)
+    return {"events": merged, "usage": usage, "heads": {(*ids, *sorted(heads))}}
+
+
+def _join(last: dict[str, Any], event: dict[str, Any]) -> None:
+    for key, value in event.items():
+        match value:
+            case str() if key in ("delta", "text", "thinking", "partial_json"):
+                last[key] += value
+            case dict():
+                _join(last[key], value)
+            case list():
+                last[key] = last[key] + value
+            case _:
+                assert last[key] == value
+
+
 def merge(stream: bytes) -> dict[str, Any]:
-    """What a client puts together. Ids of tool calls are drawn anew by every worker, and left out."""
+    """What a client puts together."""
+    if stream.startswith(b"event: "):
+        return merge_named(stream)
     merged: dict[str, Any] = {"choices": {}, "usage": None, "heads": set()}
-    for event in read_events(stream):
-        merged["heads"].add(
-            (event["id"], event["created"], event["model"], event["system_fingerprint"], event["object"])
-        )
+    ids: list[str] = []
+    events = read_events(stream)
+    for event in events:
         if not event["choices"]:
             assert merged["usage"] is None
             merged["usage"] = event["usage"]
@@ -251,6 +367,7 @@ def merge(stream: bytes) -> dict[str, Any]:
             choice["reasoning"] += delta.get("reasoning_content") or ""
             for call in delta.get("tool_calls", []):
                 if "id" in call:
+                    ids.append(call["id"])
                     choice["calls"].append([call["function"]["name"], ""])
                 assert len(choice["calls"]) == call["index"] + 1
                 choice["calls"][-1][1] += call["function"]["arguments"]
@@ -260,6 +377,9 @@ def merge(stream: bytes) -> dict[str, Any]:
             choice["prompt"] += part.get("prompt_token_ids", [])
             choice["finish"] = part["finish_reason"]
             choice["stopped"] = part.get("stop_reason")
+    names = ("id", "created", "model", "system_fingerprint", "object")
+    merged["heads"] = {(*[event[name] for name in names], *ids) for event in events}
+    assert len(set(ids)) == len(ids)
     return merged
 
 
@@ -284,17 +404,15 @@ async def test_every_cut_of_every_kind(pair: tuple[httpx.AsyncClient, httpx.Asyn
     whole = b"".join(events for events, _ in units)
     same(undisturbed, whole, heads=False)
     for cut in range(1, len(units)):
-        if units[cut - 1][0].endswith(b"[DONE]\n\n"):
+        if is_over(units[cut - 1][0]):
             break
         marks = [mark for _, mark in units[:cut]]
         response = await resume(second, request, head, marks)
         assert response.status_code == 200, response.text
-        rest = cut_units(response.content)
+        rest = b"".join(events for events, _ in cut_units(response.content))
         sent = b"".join(events for events, _ in units[:cut])
-        same(whole, sent + b"".join(events for events, _ in rest))
-        cached = read_events(whole)[-1].get("usage")
-        if cached:
-            assert read_events(response.content)[-1]["usage"] == cached, "the cached tokens are those of the first"
+        same(whole, sent + rest)
+        assert read_usage(rest) == read_usage(whole), "the cached tokens are those of the first"
 
 
 @pytest.mark.parametrize(
@@ -321,6 +439,94 @@ async def test_a_kind_does_what_makes_it_hard(
 ) -> None:
     choice = merge(await ask(pair[0], KINDS[kind]))["choices"][0]
     assert check(choice), choice
+
+
+ITEMS = {
+    "response": ["message"],
+    "response with reasoning": ["reasoning", "message"],
+    "response with calls": ["reasoning", "function_call"],
+    "response of a schema": ["message"],
+    "response with logprobs and stop": ["message"],
+    "message": ["text"],
+    "message with thinking": ["thinking", "text"],
+    "message with calls": ["tool_use", "tool_use"],
+    "message and stop": ["text"],
+}
+
+
+@pytest.mark.parametrize("kind", ITEMS)
+async def test_answers_of_other_apis_have_what_makes_them_hard(
+    pair: tuple[httpx.AsyncClient, httpx.AsyncClient], kind: str
+) -> None:
+    events = read_named(await ask(pair[0], KINDS[kind]))
+    begun = [event.get("item") or event.get("content_block") for event in events if event["type"] in BEGINS]
+    assert [item["type"] for item in begun if item][: len(ITEMS[kind])] == ITEMS[kind]
+    if "stop" in kind:
+        assert events[-1].get("response", {}).get("status") == "completed" or events[-2]["delta"]["stop_sequence"]
+
+
+BEGINS = ("response.output_item.added", "content_block_start")
+
+
+@pytest.mark.parametrize("kind", ["response with logprobs and stop", "response with logprobs"])
+async def test_logprobs_beyond_the_bound_are_repeated_nowhere(
+    pair: tuple[httpx.AsyncClient, httpx.AsyncClient], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The journal has those that the end repeats, and none once it repeats none."""
+    monkeypatch.setattr("tandem_worker.server.responses.encoder.MAX_REPEATED_BYTES", 3000)
+    request = KINDS[kind]
+    head, units = await record(pair[0], request)
+    whole = b"".join(events for events, _ in units)
+    marks = [mark for _, mark in units]
+    beyond = [number for number, mark in enumerate(marks) if mark.split()[4:5] == [b"-"]]
+    assert 3 < beyond[0] < len(marks) - 3
+    assert read_named(whole)[-1]["response"]["output"][-1]["content"][0]["logprobs"] == []
+    for cut in (beyond[0] - 2, beyond[0] - 1, beyond[0], beyond[0] + 1, beyond[-1]):
+        rest = await resume(pair[1], request, head, marks[:cut])
+        assert rest.status_code == 200, rest.text
+        same(whole, b"".join(events for events, _ in [*units[:cut], *cut_units(rest.content)]))
+
+
+@pytest.mark.parametrize("kind", ["response", "message"])
+async def test_what_a_client_has_not_seen_is_never_gone_on_with(
+    pair: tuple[httpx.AsyncClient, httpx.AsyncClient], kind: str
+) -> None:
+    """A worker of another release might write other events for the same tokens, or cut them otherwise."""
+    head, units = await record(pair[0], KINDS[kind])
+    marks = [mark for _, mark in units[: len(units) // 2]]
+    opening, middle = marks[0].split(b" "), marks[-1].split(b" ")
+    assert (opening[1], middle[1]) == (b"b", b"e")
+    other_opening = [b" ".join([*opening[:4], b"17\n"]), *marks[1:]]
+    other_middle = [*marks[:-1], b" ".join([*middle[:4], b"17\n"])]
+    joined = b": e 0 %b %b" % (b",".join(mark.split(b" ")[3] for mark in marks[-2:]), middle[4])
+    older = [b" ".join(opening[:4]) + b"\n", *(b": t 0 %b\n" % mark.split(b" ")[3] for mark in marks[1:])]
+    for journal in (other_opening, other_middle, [*marks[:-2], joined], older, [*marks, b": f 0 9 0\n"]):
+        response = await resume(pair[1], KINDS[kind], head, journal)
+        assert response.status_code == 409, journal[-1]
+        assert response.json()["error"]["code"] == "cannot_resume"
+    for other in {"greedy", "response", "message"} - {kind}:  # of the same prompt, for another API
+        response = await resume(pair[1], KINDS[other], head, marks)
+        assert response.status_code == 409
+    assert (await resume(pair[1], KINDS[kind], head, marks)).status_code == 200
+
+
+@pytest.mark.parametrize("kind", [kind for kind, (path, _) in KINDS.items() if path in (RESPONSES, BLOCKS)])
+async def test_at_every_byte_a_client_has_what_the_journal_says(
+    pair: tuple[httpx.AsyncClient, httpx.AsyncClient], kind: str
+) -> None:
+    """With the cuts between units above: all that can happen to a stream."""
+    head, units = await record(pair[0], KINDS[kind])
+    stream, passed, journal = JournaledStream(head.encode()), b"", b""
+    for events, mark in units:
+        for byte in (events + mark)[:-1]:
+            assert not stream.feed(bytes([byte]))
+            assert stream.journal == journal
+        journal += mark
+        assert stream.feed(mark[-1:]) == events
+        assert stream.journal == journal
+        passed += events
+    assert stream.done
+    assert is_over(passed)
 
 
 async def test_withheld_logprobs_travel_along(pair: tuple[httpx.AsyncClient, httpx.AsyncClient]) -> None:

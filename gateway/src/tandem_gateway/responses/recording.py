@@ -16,6 +16,7 @@ import orjson
 
 from tandem_gateway.responses.conversation import write_head, write_output
 from tandem_gateway.responses.store import ResponseStore, Turn
+from tandem_gateway.resume import JournaledStream
 from tandem_gateway.sse import EventStream
 from tandem_gateway.upstream.base import ResponseHead
 
@@ -73,7 +74,7 @@ class Recording:
     def follow(self, head: ResponseHead, stream: EventStream | None) -> EventStream | None:
         """Take part in an answer that begins. Returns the stream to read it with; None: it comes in one piece."""
         if stream is not None:
-            return RecordedStream(self)
+            return RecordedJournal(self, stream.head) if isinstance(stream, JournaledStream) else RecordedStream(self)
         before = head.rewrite
         head.rewrite = self.rewrite if before is None else lambda body: self.rewrite(before(body))
         return None
@@ -82,9 +83,24 @@ class Recording:
         """An answer in one piece, as the client gets it."""
         return self._rewrite(body, None)
 
-    def rewrite_event(self, data: bytes) -> bytes:
-        """The data of an event that has the response in it, as the client gets it."""
-        return self._rewrite(data, "response")
+    def rewrite_events(self, data: bytes) -> bytes:
+        """Whole events of a stream, as the client gets them: those about the response as a whole are rewritten, all
+        others pass as they are."""
+        found = _TELLS.search(data)
+        if found is None:
+            return data
+        parts: list[bytes] = []
+        position = 0
+        while found is not None:
+            begins = _DATA.search(data, found.end())
+            border = _BORDER.search(data, found.end())
+            if begins is None or border is None or begins.end() > border.start():
+                break
+            told = self._rewrite(data[begins.end() : border.start()], "response")
+            parts += [data[position : begins.end()], told]
+            position = border.start()
+            found = _TELLS.search(data, position)
+        return b"".join(parts) + data[position:]
 
     def _rewrite(self, text: bytes, member: str | None) -> bytes:
         try:
@@ -122,7 +138,7 @@ class Recording:
 
 
 class RecordedStream(EventStream):
-    """A stream whose events about the response as a whole are rewritten; all others pass as they are."""
+    """A stream as its client gets it."""
 
     __slots__ = ("_recording",)
 
@@ -131,18 +147,17 @@ class RecordedStream(EventStream):
         self._recording = recording
 
     def feed(self, data: bytes) -> bytes:
-        data = super().feed(data)
-        found = _TELLS.search(data)
-        if found is None:
-            return data
-        parts: list[bytes] = []
-        position = 0
-        while found is not None:
-            begins = _DATA.search(data, found.end())
-            border = _BORDER.search(data, found.end())
-            if begins is None or border is None or begins.end() > border.start():
-                break
-            parts += [data[position : begins.end()], self._recording.rewrite_event(data[begins.end() : border.start()])]
-            position = border.start()
-            found = _TELLS.search(data, position)
-        return b"".join(parts) + data[position:]
+        return self._recording.rewrite_events(super().feed(data))
+
+
+class RecordedJournal(JournaledStream):
+    """As `RecordedStream`, of a stream that may move: the journal is about what workers wrote."""
+
+    __slots__ = ("_recording",)
+
+    def __init__(self, recording: Recording, head: bytes) -> None:
+        super().__init__(head)
+        self._recording = recording
+
+    def feed(self, data: bytes) -> bytes:
+        return self._recording.rewrite_events(super().feed(data))

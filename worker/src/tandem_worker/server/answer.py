@@ -227,12 +227,13 @@ async def _events(progress: Progress, begun: Sequence[int], touched: Sequence[Ch
     parts: list[bytes] = []
     for position in begun:
         request = progress.plan.requests[position]
-        parts += [
+        events = [
             await pace(encoder.opening(choice.index, request.prompt_token_ids))
             for choice in progress.choices_of(position)
         ]
+        parts += events
         if journal is not None:
-            parts.append(journal.begin(position, progress.cached_tokens[request.request_id]))
+            parts.append(journal.begin(position, progress.cached_tokens[request.request_id], b"".join(events)))
     if continuous and begun:
         encoder.tell_usage(progress.usage())
     for choice in touched:
@@ -242,5 +243,5 @@ async def _events(progress: Progress, begun: Sequence[int], touched: Sequence[Ch
         events = await pace(encoder.long_update(choice.index, update)) if long else encoder.update(choice.index, update)
         parts.append(events)
         if journal is not None:
-            parts.append(journal.update(choice, update, told=bool(events)))
+            parts.append(journal.update(choice, update, events))
     return parts[0] if len(parts) == 1 else b"".join(parts)

@@ -203,27 +203,27 @@ class _Api:
         await self._answer(plan, resume, scope, receive, send)
 
     async def responses(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Such streams have no journal: their events hold more than their tokens tell."""
         self._state.check_admission()
         self._model.check_generates()
         with renamed_errors(RENAMED_RESPONSES):
-            prepared = await self._model.preparation.prepare("responses", scope, receive)
+            resume, inner, receive = await take_journal(scope, receive)
+            prepared = await self._model.preparation.prepare("responses", inner, receive)
             new_encoder = partial(ResponsesEncoder, echo=prepared.echo)
-            endpoints = prefill_endpoints(scope)
-            plan = await plan_chat(prepared, self._model, endpoints, prefix="resp_", new_encoder=new_encoder)
+            endpoints, start = prefill_endpoints(scope), resume and resume.head
+            plan = await plan_chat(prepared, self._model, endpoints, start, prefix="resp_", new_encoder=new_encoder)
             plan.include_usage = True
-            scope["tandem.usage"] = await self._answerer.run(plan, receive, send, {})
+            await self._answer(plan, resume, scope, receive, send)
 
     async def messages(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As `responses`."""
         self._state.check_admission()
         self._model.check_generates()
         with renamed_errors(RENAMED_MESSAGES):
-            prepared = await self._model.preparation.prepare("messages", scope, receive)
-            endpoints = prefill_endpoints(scope)
-            plan = await plan_chat(prepared, self._model, endpoints, prefix="msg_", new_encoder=MessagesEncoder)
+            resume, inner, receive = await take_journal(scope, receive)
+            prepared = await self._model.preparation.prepare("messages", inner, receive)
+            endpoints, start = prefill_endpoints(scope), resume and resume.head
+            plan = await plan_chat(prepared, self._model, endpoints, start, prefix="msg_", new_encoder=MessagesEncoder)
             plan.include_usage = True
-            scope["tandem.usage"] = await self._answerer.run(plan, receive, send, {})
+            await self._answer(plan, resume, scope, receive, send)
 
     async def count_tokens(self, scope: Scope, receive: Receive, send: Send) -> None:
         with renamed_errors(RENAMED_MESSAGES):

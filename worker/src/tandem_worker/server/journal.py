@@ -8,12 +8,23 @@
 
 A line commits all events since the line before it, so that what a client has seen is always what the lines say: what a
 choice has sent is a function of its tokens (`text.choice`), except for withheld logprobs, which therefore travel along.
+
+Events of encoders that have a state are another matter: they are numbered, and later ones repeat earlier ones. Whoever
+goes on writes all of them once more from lines that say how the tokens were cut into updates, and a checksum of all
+events so far proves that they are those which the client has seen:
+
+    : b POSITION CACHED CHECK
+    : e CHOICE IDS CHECK [WAITING LOGPROBS]    as t; logprobs that its events have, and later ones repeat
+
+CHECK is `-` where they have logprobs that are not repeated: such events are no part of it. There is no line where the
+answer ends: its last events are committed together.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import zlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -29,6 +40,7 @@ from tandem_worker.engine.schedule.params import GenerationRequest, TokenLogprob
 from tandem_worker.server.deltas import ClientGoneError
 from tandem_worker.server.http import content_length, header
 from tandem_worker.server.intake import BODY_SECONDS
+from tandem_worker.server.openai.chunks import Encoder
 from tandem_worker.server.pacing import Steps, pace
 from tandem_worker.server.text.choice import Choice
 from tandem_worker.server.text.output import Update
@@ -55,12 +67,25 @@ class StreamHead:
         return orjson.dumps(self).decode()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What one line says of an update whose events are to be written once more."""
+
+    end: int
+    """So many tokens the choice has with it."""
+    check: int | None
+    waiting: tuple[Withheld, ...]
+    logprobs: tuple[TokenLogprob, ...]
+
+
 @dataclass(slots=True)
 class ChoiceRecord:
     """What is known of a choice that began elsewhere."""
 
     token_ids: list[int] = field(default_factory=list[int])
     waiting: tuple[Withheld, ...] = ()
+    told: list[Told] = field(default_factory=list[Told])
+    """Where the encoder has a state."""
     ended: tuple[int, int] | None = None
     """Tokens, and those of them that were reasoning."""
 
@@ -72,6 +97,8 @@ class Resume:
     head: StreamHead
     cached: dict[int, int] = field(default_factory=dict[int, int])
     """Cached tokens of the prompts whose answers have begun, by position."""
+    check: int | None = None
+    """Of the events with which the answer began, where the encoder has a state."""
     choices: dict[int, ChoiceRecord] = field(default_factory=dict[int, ChoiceRecord])
 
     def get(self, index: int) -> ChoiceRecord:
@@ -89,22 +116,34 @@ class Resume:
 class Journal:
     """Writes the lines of one stream."""
 
-    def __init__(self, head: StreamHead) -> None:
+    def __init__(self, head: StreamHead, encoder: Encoder) -> None:
+        """`encoder` writes the events."""
         self.head = head
+        self._encoder = encoder
+        self._check = 0
         self._untold: dict[int, list[int]] = {}
         """Tokens since the last line of a choice, which changed nothing that a client sees."""
 
-    def begin(self, position: int, num_cached_tokens: int) -> bytes:
-        """The line that says that answers to the prompt at `position` have begun, and how many of its tokens were
-        cached."""
+    def check(self, events: bytes) -> int:
+        """The checksum of all events so far, with these."""
+        self._check = zlib.crc32(events, self._check)
+        return self._check
+
+    def begin(self, position: int, num_cached_tokens: int, events: bytes) -> bytes:
+        """The line after `events`, with which the answers to the prompt at `position` begin. So many of its tokens had
+        been cached."""
+        if self._encoder.has_state:
+            return b": b %d %d %d\n" % (position, num_cached_tokens, self.check(events))
         return b": b %d %d\n" % (position, num_cached_tokens)
 
-    def update(self, choice: Choice, update: Update, *, told: bool) -> bytes:
+    def update(self, choice: Choice, update: Update, events: bytes) -> bytes:
         """The line after the events of `update`; nothing where there are none, and the choice goes on."""
         ids = update.token_ids
-        if not told:
+        if not events:
             self._untold.setdefault(choice.index, []).extend(ids)
             return b""
+        if self._encoder.has_state:
+            return b"" if update.finish is not None else self._tell_events(choice, ids, events)
         if update.finish is not None:
             return b": f %d %d %d\n" % (choice.index, choice.completion_tokens, choice.reasoning_tokens)
         if self._untold:
@@ -113,8 +152,20 @@ class Journal:
             return b": t %d %d\n" % (choice.index, ids[0])
         line = b": t %d %b" % (choice.index, ",".join(map(str, ids)).encode())
         if choice.waiting:
-            line += b" " + orjson.dumps([[offset, *_write_logprob(entry)] for offset, entry in choice.waiting])
+            line += b" " + _write_withheld(choice)
         return line + b"\n"
+
+    def _tell_events(self, choice: Choice, ids: Sequence[int], events: bytes) -> bytes:
+        ids, repeated = [*self._untold.pop(choice.index, ()), *ids], self._encoder.repeated_logprobs
+        check = b"-" if repeated is None else b"%d" % self.check(events)
+        line = b": e %d %b %b" % (choice.index, ",".join(map(str, ids)).encode(), check)
+        if choice.waiting or repeated:
+            line += b" %b %b" % (_write_withheld(choice), orjson.dumps([*map(_write_logprob, repeated or ())]))
+        return line + b"\n"
+
+
+def _write_withheld(choice: Choice) -> bytes:
+    return orjson.dumps([[offset, *_write_logprob(entry)] for offset, entry in choice.waiting])
 
 
 def _write_logprob(entry: TokenLogprob) -> list[Any]:
@@ -123,9 +174,14 @@ def _write_logprob(entry: TokenLogprob) -> list[Any]:
 
 
 def _read_withheld(entry: Any) -> Withheld:
-    offset, token_id, logprob, top = entry
+    offset, *logprob = entry
+    return int(offset), _read_logprob(logprob)
+
+
+def _read_logprob(entry: Any) -> TokenLogprob:
+    token_id, logprob, top = entry
     pairs = tuple((int(token), _read_float(value)) for token, value in top)
-    return int(offset), TokenLogprob(token_id=int(token_id), logprob=_read_float(logprob), top=pairs)
+    return TokenLogprob(token_id=int(token_id), logprob=_read_float(logprob), top=pairs)
 
 
 def _read_float(value: float | None) -> float:
@@ -173,17 +229,34 @@ def _read_line(resume: Resume, line: bytes) -> None:
     match line[len(MARK) :].split(b" "):
         case [b""]:
             pass
-        case [b"b", position, cached]:
+        case [b"b", position, cached, *check]:
             resume.cached[int(position)] = int(cached)
+            resume.check = int(check[0]) if check else None
+        case [b"e", index, ids, check, *logprobs]:
+            record = _read_ids(resume, index, ids)
+            withheld, told = map(orjson.loads, logprobs) if logprobs else ((), ())
+            record.told.append(
+                Told(
+                    end=len(record.token_ids),
+                    check=None if check == b"-" else int(check),
+                    waiting=tuple(map(_read_withheld, withheld)),
+                    logprobs=tuple(map(_read_logprob, told)),
+                )
+            )
         case [b"t", index, ids, *rest]:
-            record = resume.choices.setdefault(int(index), ChoiceRecord())
-            if ids:
-                record.token_ids += map(int, ids.split(b","))
+            record = _read_ids(resume, index, ids)
             record.waiting = tuple(map(_read_withheld, orjson.loads(rest[0]))) if rest else ()
         case [b"f", index, tokens, reasoning]:
             resume.choices.setdefault(int(index), ChoiceRecord()).ended = int(tokens), int(reasoning)
         case _:
             raise ValueError(f"a line of it is unknown: {line[:40]!r}")
+
+
+def _read_ids(resume: Resume, index: bytes, ids: bytes) -> ChoiceRecord:
+    record = resume.choices.setdefault(int(index), ChoiceRecord())
+    if ids:
+        record.token_ids += map(int, ids.split(b","))
+    return record
 
 
 def wants_journal(scope: Scope) -> bool:

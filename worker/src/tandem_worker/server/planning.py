@@ -62,6 +62,7 @@ async def plan_chat(
             model.table.new(visible=shape.visible),
             **_ends(options),
             parser=shape.new_parser(),
+            answer_id=head.id,
         )
         for index in range(options.n)
     ]

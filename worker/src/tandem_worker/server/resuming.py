@@ -12,8 +12,12 @@ import secrets
 from tandem_worker.engine.errors import RequestError
 from tandem_worker.engine.schedule.params import GenerationRequest, TokenDelta
 from tandem_worker.server.answer import Plan
-from tandem_worker.server.journal import Journal, Resume, StreamHead, digest_requests
-from tandem_worker.server.pacing import pace
+from tandem_worker.server.journal import ChoiceRecord, Journal, Resume, StreamHead, digest_requests
+from tandem_worker.server.pacing import Steps, pace
+from tandem_worker.server.text.choice import Choice
+
+_SLICE_LINES = 32
+"""Of events that are written once more: each may have a logprob with 20 alternatives."""
 
 
 def open_journal(plan: Plan) -> Journal:
@@ -26,7 +30,7 @@ def open_journal(plan: Plan) -> Journal:
         seed=plan.requests[0].sampling.seed,
         digest=digest_requests(plan.requests),
     )
-    return Journal(start)
+    return Journal(start, plan.encoder)
 
 
 async def take_up(plan: Plan, resume: Resume, *, vocab_size: int) -> None:
@@ -37,7 +41,7 @@ async def take_up(plan: Plan, resume: Resume, *, vocab_size: int) -> None:
     for position, request in enumerate(plan.requests):
         begun = position in resume.cached
         if begun:
-            await _repeat_opening(plan, position)
+            await _repeat_opening(plan, position, resume.check)
         requests.append(
             dataclasses.replace(
                 request,
@@ -52,7 +56,10 @@ async def take_up(plan: Plan, resume: Resume, *, vocab_size: int) -> None:
         if record.ended is not None:
             choice.close_ended(*record.ended)
             continue
-        await pace(choice.replay(record.token_ids, record.waiting))
+        if plan.encoder.has_state:
+            await pace(_repeat_events(plan, choice, record))
+        else:
+            await pace(choice.replay(record.token_ids, record.waiting))
         if choice.finish is not None:
             raise _cannot_resume(f"choice {choice.index} is complete")
     plan.requests = requests
@@ -70,18 +77,45 @@ def _check(plan: Plan, resume: Resume, vocab_size: int) -> None:
     if not all(0 <= index < len(plan.choices) for index in resume.choices):
         raise _cannot_resume("it has other choices")
     for index, record in resume.choices.items():
+        has_state = plan.encoder.has_state
+        if has_state != bool(record.told) or (has_state and record.ended is not None):
+            raise _cannot_resume("its events are those of another API")
         if record.token_ids and not 0 <= min(record.token_ids) <= max(record.token_ids) < vocab_size:
             raise _cannot_resume(f"choice {index} has tokens that are none of this model's")
 
 
-async def _repeat_opening(plan: Plan, position: int) -> None:
-    """Only for what it leaves behind: where the text of an echoed prompt ends."""
+async def _repeat_opening(plan: Plan, position: int, check: int | None) -> None:
+    """Only for what it leaves behind: where the text of an echoed prompt ends, or the encoder's state."""
     request = plan.requests[position]
-    if plan.first_delta is None:
+    if plan.first_delta is not None:
+        plan.first_delta(position, TokenDelta(request_id=request.request_id, choice=0))
+    elif not plan.encoder.has_state:
         return
-    plan.first_delta(position, TokenDelta(request_id=request.request_id, choice=0))
+    prompt = request.prompt_token_ids if plan.encoder.has_state else ()
     for index in range(position * request.n, (position + 1) * request.n):
-        await pace(plan.encoder.opening(index, ()))
+        events = await pace(plan.encoder.opening(index, prompt))
+        if plan.encoder.has_state:
+            _compare(plan, events, check)
+
+
+def _repeat_events(plan: Plan, choice: Choice, record: ChoiceRecord) -> Steps[None]:
+    """Have the encoder write what the client has, for its state alone."""
+    start = 0
+    for number, told in enumerate(record.told, 1):
+        update = yield from choice.replay(record.token_ids[start : told.end], told.waiting)
+        update.logprobs = list(told.logprobs)
+        events = yield from plan.encoder.long_update(choice.index, update)
+        if told.check is not None:
+            _compare(plan, events, told.check)
+        start = told.end
+        if number % _SLICE_LINES == 0:
+            yield
+
+
+def _compare(plan: Plan, events: bytes, check: int | None) -> None:
+    assert plan.journal is not None
+    if plan.journal.check(events) != check:
+        raise _cannot_resume("what its client has seen comes out differently here: another release wrote it")
 
 
 def _cannot_resume(why: str) -> RequestError:

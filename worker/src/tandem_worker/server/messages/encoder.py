@@ -32,6 +32,8 @@ class MessagesEncoder:
 
     done = b""
     """The last event says by itself that it is the last."""
+    has_state = True
+    repeated_logprobs = ()
 
     def __init__(self, head: AnswerHead, table: TokenTable) -> None:
         self.head = head

@@ -75,6 +75,15 @@ def _end(update: Update) -> dict[str, Any]:
 class Encoder(Protocol):
     done: bytes
     """What a stream ends with after its last event."""
+    has_state: bool
+    """What it writes depends on what it has written: who goes on with a stream has to write all of it again. There is
+    one choice then."""
+
+    @property
+    def repeated_logprobs(self) -> Sequence[TokenLogprob] | None:
+        """Of one that has a state: those in what it wrote last which may be written again; None where there are others
+        too."""
+        ...
 
     @property
     def head(self) -> AnswerHead:
@@ -133,6 +142,8 @@ class ChatEncoder:
     """`prompt_scores` is set by the caller, before the whole answer is written, where the request asks for them."""
 
     done = DONE
+    has_state = False
+    repeated_logprobs = ()
 
     def __init__(self, head: AnswerHead, table: TokenTable) -> None:
         self.prompt_scores: PromptScores | None = None
@@ -269,6 +280,8 @@ class CompletionEncoder:
     `prompt_scores[i]` if it tells the logprobs of its prompt."""
 
     done = DONE
+    has_state = False
+    repeated_logprobs = ()
 
     def __init__(self, head: AnswerHead, table: TokenTable) -> None:
         self.echoes: dict[int, Echo] = {}

@@ -6,17 +6,18 @@ writes them. A stream tells each item's beginning, its pieces and its end, and r
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import orjson
 
+from tandem_worker.engine.schedule.params import TokenLogprob
 from tandem_worker.server.openai.chunks import AnswerHead, token_names
 from tandem_worker.server.openai.logprobs import chat_entries
 from tandem_worker.server.pacing import Steps, complete
 from tandem_worker.server.text.detokenizer import TokenTable
+from tandem_worker.server.text.ids import derive_id
 from tandem_worker.server.text.output import ToolDelta, Update, Usage, split_tools
 
 MAX_REPEATED_BYTES = 1024 * 1024
@@ -33,9 +34,9 @@ _DELTA: Mapping[Kind, str] = {
 class _Item:
     """One item of the output while it is written."""
 
-    def __init__(self, kind: Kind, index: int, tool: ToolDelta | None = None) -> None:
+    def __init__(self, answer_id: str, kind: Kind, index: int, tool: ToolDelta | None = None) -> None:
         self.kind: Kind = kind
-        self.id = f"{_PREFIX[kind]}{secrets.token_hex(16)}"
+        self.id = derive_id(_PREFIX[kind], answer_id, f"item {index}", size=16)
         self.index = index
         self.tool = tool
         self.pieces: list[str] = []
@@ -72,6 +73,7 @@ class ResponsesEncoder:
 
     done = b""
     """The last event says by itself that it is the last."""
+    has_state = True
 
     def __init__(self, head: AnswerHead, table: TokenTable, *, echo: bytes) -> None:
         """`echo`: fields of the request that the answer repeats, as a JSON object."""
@@ -84,6 +86,9 @@ class ResponsesEncoder:
         self._finish: str | None = None
         self._streams = True
         self._repeated_bytes = 0
+        self._untold: list[TokenLogprob] = []
+        """Of tokens whose text is still to come."""
+        self.repeated_logprobs: Sequence[TokenLogprob] | None = ()
 
     # -- streams -------------------------------------------------------------------------------------------------------
 
@@ -101,9 +106,10 @@ class ResponsesEncoder:
         events += [self._add(tool.arguments) for tool in going_on if tool.arguments]
         if update.reasoning:
             events += [self._enter("reasoning"), self._add(update.reasoning)]
+        told = self._take_logprobs(update)
         if update.content:
             events.append(self._enter("message"))
-            logprobs = (yield from chat_entries(self._names, update.logprobs)) if update.logprobs else b""
+            logprobs = (yield from chat_entries(self._names, told)) if told else b""
             events.append(self._add(update.content, logprobs))
         for tool in tools:
             if tool.name is not None:
@@ -149,7 +155,7 @@ class ResponsesEncoder:
         return self._close("completed") + self._begin(kind, None)
 
     def _begin(self, kind: Kind, tool: ToolDelta | None) -> bytes:
-        item = self._open = _Item(kind, len(self._closed), tool)
+        item = self._open = _Item(self.head.id, kind, len(self._closed), tool)
         fields = {"output_index": item.index, "item": item.to_json("in_progress")}
         added = self._event("response.output_item.added", fields)
         if kind == "function_call":
@@ -166,6 +172,17 @@ class ResponsesEncoder:
                 self._keep(item, logprobs)
             fields["logprobs"] = orjson.Fragment(b"[%b]" % logprobs)
         return self._event(f"{_DELTA[item.kind]}.delta", fields)
+
+    def _take_logprobs(self, update: Update) -> Sequence[TokenLogprob]:
+        """Those of the text of `update`, whose first character may have begun before. Not of reasoning or calls."""
+        told, self._untold = [*self._untold, *update.logprobs] if self._untold else update.logprobs, []
+        self.repeated_logprobs = ()
+        if update.content:
+            self.repeated_logprobs = None if told and self._repeated_bytes > MAX_REPEATED_BYTES else told
+            return told
+        if not update.has_text:
+            self._untold = list(told)
+        return ()
 
     def _keep(self, item: _Item, logprobs: bytes) -> None:
         """What is repeated at the end. In a stream all of it or, where it is too much, nothing."""

@@ -6,12 +6,14 @@ or updates: a stream can therefore be continued elsewhere by feeding the same to
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Iterable, Sequence
 
 from tandem_worker.engine.schedule.params import FinishReason, TokenDelta, TokenLogprob
 from tandem_worker.server.pacing import Steps
 from tandem_worker.server.text.detokenizer import Detokenizer
-from tandem_worker.server.text.output import Finish, Parsed, TextParser, Update
+from tandem_worker.server.text.ids import derive_id
+from tandem_worker.server.text.output import Finish, Parsed, TextParser, ToolDelta, Update
 from tandem_worker.server.text.patterns import Patterns
 from tandem_worker.server.text.stops import StopMatcher
 
@@ -24,6 +26,7 @@ class Choice:
     """State of one choice. `finish` is set when nothing more will come; later deltas are ignored."""
 
     __slots__ = (
+        "_answer_id",
         "_called_tools",
         "_detokenizer",
         "_every_logprob",
@@ -54,9 +57,12 @@ class Choice:
         min_tokens: int = 0,
         parser: TextParser | None = None,
         every_logprob: bool = False,
+        answer_id: str = "",
     ) -> None:
         """`include_stop`: the stop string, or the text of the stop token, is part of the answer. `every_logprob`: there
-        is one for each of `Update.all_token_ids`, those that ended the choice among them."""
+        is one for each of `Update.all_token_ids`, those that ended the choice among them. Ids of calls are made of
+        `answer_id`.
+        """
         self.index = index
         self.finish: Finish | None = None
         self.completion_tokens = 0
@@ -70,6 +76,7 @@ class Choice:
         self._min_tokens = min_tokens
         self._parser = parser
         self._every_logprob = every_logprob
+        self._answer_id = answer_id
         self._called_tools = False
         self._update = Update()
         self._length = 0  # characters produced by the detokenizer
@@ -100,8 +107,10 @@ class Choice:
         """Logprobs of withheld text with its offset: all that a choice has which its tokens do not tell."""
         return self._waiting
 
-    def replay(self, token_ids: Sequence[int], waiting: Iterable[tuple[int, TokenLogprob]]) -> Steps[None]:
-        """Stand where a choice stood elsewhere after these tokens, with nothing to tell. `waiting` was its own."""
+    def replay(self, token_ids: Sequence[int], waiting: Iterable[tuple[int, TokenLogprob]]) -> Steps[Update]:
+        """Stand where a choice stood elsewhere after these tokens more, with nothing to tell; `waiting` was its own.
+        Returns what it had to tell of them, without logprobs.
+        """
         with_patterns = self._stops is not None and self._stops.has_patterns
         size = _SLICE_TOKENS_WITH_PATTERNS if with_patterns else _SLICE_TOKENS
         for start in range(0, len(token_ids), size):
@@ -111,7 +120,7 @@ class Choice:
                 if self.finish is None:
                     self._token(token_id, None)
         self._waiting = list(waiting)
-        self.take()
+        return self.take()
 
     def close_ended(self, completion_tokens: int, reasoning_tokens: int) -> None:
         """It has ended elsewhere, and its end was told."""
@@ -164,8 +173,15 @@ class Choice:
         update.content += parsed.content
         update.reasoning += parsed.reasoning
         if parsed.tools:
-            update.tools += parsed.tools
+            update.tools += map(self._identify, parsed.tools)
             self._called_tools = True
+
+    def _identify(self, tool: ToolDelta) -> ToolDelta:
+        if tool.name is None or tool.id is not None:
+            return tool
+        return dataclasses.replace(
+            tool, id=derive_id("call_", self._answer_id, f"call {self.index} {tool.index}", size=12)
+        )
 
     def _release_logprobs(self, *, everything: bool) -> None:
         update = self._update

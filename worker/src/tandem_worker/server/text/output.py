@@ -13,7 +13,8 @@ Finish = Literal["stop", "length", "tool_calls"]
 
 @dataclass(frozen=True, slots=True)
 class ToolDelta:
-    """Part of a tool call. The first one of a call has `id` and `name`; `arguments` are to be joined."""
+    """Part of a tool call. The first one of a call has `name` and `id`, which its parser leaves to the choice where the
+    model has written none; `arguments` are to be joined."""
 
     index: int
     arguments: str = ""

@@ -1,8 +1,6 @@
-"""Indices and ids of the tool calls of one choice."""
+"""Indices of the tool calls of one choice."""
 
 from __future__ import annotations
-
-import secrets
 
 from tandem_worker.server.text.output import ToolDelta
 
@@ -15,6 +13,6 @@ class CallNumbers:
         """Number of the current call; -1 before the first."""
 
     def begin(self, name: str, call_id: str | None = None) -> ToolDelta:
-        """The delta that opens the next call."""
+        """The delta that opens the next call. `call_id`: where the model itself has written one."""
         self.index += 1
-        return ToolDelta(self.index, id=call_id or f"call_{secrets.token_hex(12)}", name=name)
+        return ToolDelta(self.index, id=call_id, name=name)
