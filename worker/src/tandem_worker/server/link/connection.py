@@ -40,7 +40,6 @@ class Owner(Protocol):
 
     app: ASGIApp
     name: str
-    num_streams: int
     max_streams: int
 
     def ring(self) -> KeyRing:
@@ -59,6 +58,14 @@ class Owner(Protocol):
         """It is gone."""
         ...
 
+    def take_place(self, connection: GatewayLink) -> str | None:
+        """For one more request of this link; else why there is none."""
+        ...
+
+    def return_place(self) -> None:
+        """One has ended."""
+        ...
+
     def count(self, reason: str) -> bool:
         """A link was refused or ended for this reason. False: the log tells it often enough."""
         ...
@@ -74,6 +81,8 @@ class GatewayLink(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._reader = FrameReader(link.FROM_GATEWAY)
         self.streams: dict[int, Stream] = {}
+        self.unfinished: dict[int, Stream] = {}
+        """Those whose requests have not come to their end, oldest first."""
         self.blocked = False
         self.greeted = False
         self.name = ""
@@ -182,6 +191,8 @@ class GatewayLink(asyncio.Protocol):
             stream = self._find(number)
             if stream is not None:
                 stream.take_body(payload, last=tag == link.DATA_LAST)
+                if tag == link.DATA_LAST:
+                    self.unfinished.pop(number, None)
         elif tag in (link.REQUEST, link.REQUEST_LAST):
             self._begin(number, payload, body_follows=tag == link.REQUEST)
         elif tag == link.RESET:
@@ -222,13 +233,14 @@ class GatewayLink(asyncio.Protocol):
             raise LinkError(f"stream {number} begins after stream {self._newest}")
         self._newest = number
         method, target, fields = link.read_request_head(payload)
-        if self._owner.num_streams >= self._owner.max_streams:
-            reason = f"{link.NOT_BEGUN}this worker has as many requests as it may"
-            self.put(link.encode_reason(link.RESET, number, reason))
+        reason = self._owner.take_place(self)
+        if reason is not None:
+            self._refuse(number, reason)
             return
         stream = Stream(self, number, method=method, body_follows=body_follows)
         self.streams[number] = stream
-        self._owner.num_streams += 1
+        if body_follows:
+            self.unfinished[number] = stream
         if len(fields) > MAX_HEADERS or len(payload) > MAX_HEADER_BYTES:
             run = _refuse_headers(stream)
         else:
@@ -237,6 +249,21 @@ class GatewayLink(asyncio.Protocol):
         task = self._loop.create_task(self._conclude(stream, run))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    def _refuse(self, number: int, text: str) -> None:
+        """Nobody has begun with it."""
+        self.put(link.encode_reason(link.RESET, number, f"{link.NOT_BEGUN}{text}"))
+
+    def give_up(self) -> bool:
+        """End the oldest request that has not come to its end and has had no answer. False: there is none."""
+        while self.unfinished:
+            number = next(iter(self.unfinished))
+            stream = self.unfinished.pop(number)
+            if not stream.answering and not stream.gone:
+                stream.leave()
+                self._refuse(number, "this link has more requests than its share, and another one needs the place")
+                return True
+        return False
 
     def _address(self, side: str) -> tuple[Any, ...] | None:
         found = self.transport.get_extra_info(side)
@@ -259,8 +286,9 @@ class GatewayLink(asyncio.Protocol):
             if not stream.complete and not stream.gone:
                 stream.leave()
                 self.put(link.encode_reason(link.RESET, stream.number, reason))
-            self._owner.num_streams -= 1
+            self._owner.return_place()
             self.streams.pop(stream.number, None)
+            self.unfinished.pop(stream.number, None)
 
     # sending
 

@@ -20,7 +20,7 @@ from tandem_worker.server.serving import MAX_CONNECTIONS
 MAX_LINKS = 128
 """Each gateway process has one. Who has not shown a key yet makes room first."""
 MAX_STREAMS = MAX_CONNECTIONS
-"""Requests over all links together, as over HTTP."""
+"""Requests over all links together, as over HTTP. Each link may have an equal part of them; one that is alone, all."""
 _STALLED_SECONDS = 2.0
 """After so long between two ticks it was this process that stood still, not the gateways."""
 _COMPLAINT_SECONDS = 10.0
@@ -57,6 +57,8 @@ class LinkListener:
         self._telemetry = telemetry
         self._max_links = max_links
         self._links: dict[GatewayLink, None] = {}
+        self._greeted: dict[GatewayLink, None] = {}
+        """Those of gateways."""
         self._server: asyncio.Server | None = None
         self._ticking: asyncio.Task[None] | None = None
         self._draining = False
@@ -85,9 +87,8 @@ class LinkListener:
     def drain(self) -> None:
         """Tell every gateway that no more requests are taken, at once."""
         self._draining = True
-        for each in self._links:
-            if each.greeted:
-                self._tell_draining(each)
+        for each in self._greeted:
+            self._tell_draining(each)
 
     async def stop(self, grace_seconds: float = 1.0) -> None:
         """Take no more links, let answers end for `grace_seconds`, then end what is left."""
@@ -123,6 +124,7 @@ class LinkListener:
 
     def on_greeted(self, connection: GatewayLink) -> None:
         """Tell it how this worker does."""
+        self._greeted[connection] = None
         _log.info("a gateway has linked", extra={"gateway": connection.name})
         if self._draining:
             self._tell_draining(connection)
@@ -132,6 +134,28 @@ class LinkListener:
     def on_end(self, connection: GatewayLink) -> None:
         """Forget it."""
         self._links.pop(connection, None)
+        self._greeted.pop(connection, None)
+
+    def take_place(self, connection: GatewayLink) -> str | None:
+        """A place for one more request of this link, until it returns it; else why there is none.
+
+        No link has more than its share while there are others. One that was alone may have had more: it gives up
+        requests that it never finished sending, which nobody has begun with, as others come for their shares.
+        """
+        share = max(1, self.max_streams // max(1, len(self._greeted)))
+        if len(connection.streams) >= share and share < self.max_streams:
+            return f"this link has as many requests as its share, {share}"
+        if self.num_streams >= self.max_streams:
+            over = (each for each in self._greeted if len(each.streams) > share)
+            most = max(over, key=lambda each: len(each.unfinished), default=None)
+            if most is None or not most.give_up():
+                return "this worker has as many requests as it may"
+        self.num_streams += 1
+        return None
+
+    def return_place(self) -> None:
+        """A request has ended."""
+        self.num_streams -= 1
 
     def count(self, reason: str) -> bool:
         """A link was refused, or ended, for this reason. Whether the log is to tell of it."""
@@ -157,7 +181,7 @@ class LinkListener:
             await asyncio.sleep(link.TELEMETRY_SECONDS / 2)
             now = loop.time()
             stalled, before = now - before > _STALLED_SECONDS, now
-            due = [each for each in self._links if each.greeted and now >= each.telemetry_due]
+            due = [each for each in self._greeted if now >= each.telemetry_due]
             sample = self._sample() if due else None
             for each in due:
                 self._tell(each, sample, now)
