@@ -432,8 +432,7 @@ class Gateway:
 
     def tick(self, now: float) -> None:
         """Everything that happens because time passes."""
-        self._credentials.refresh()
-        self.token_line = self._credentials.line
+        self._follow_keys()
         if self.certificate is not None:
             self.certificate.refresh(now)
         self.scheduler.tick(now)
@@ -448,6 +447,13 @@ class Gateway:
             link.reap(now)
         if self.access_log is not None:
             self.access_log.flush()
+
+    def _follow_keys(self) -> None:
+        self._credentials.refresh()
+        if self._credentials.line is not self.token_line:
+            self.token_line = self._credentials.line
+            if self.native is not None:
+                self.native.renew(self._links.values())
 
     def _place_waiting(self) -> None:
         for exchange in tuple(self.exchanges):

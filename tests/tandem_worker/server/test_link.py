@@ -294,6 +294,40 @@ async def test_who_shows_no_key_is_told_so(listen: Any, connect: Connect, app: A
     assert await peer.answer(1) == (200, b"x")
 
 
+async def test_a_link_whose_key_is_withdrawn_ends_with_its_last_answer(listen: Any, connect: Connect, app: App) -> None:
+    rings = [RING]
+    listener = await listen(ring=lambda: rings[-1])
+    idle, busy = [await connect(listener, token=bearer_token(RING)) for _ in range(2)]
+    busy.send(request(1, WAITS))
+    await busy.next(link.DATA)
+    rings.append(KeyRing(primary="b", keys={"a": bytes(32), "b": bytes([1] * 32)}))
+    idle.send(request(1, body=b"x"))
+    assert await idle.answer(1) == (200, b"x"), "a key that is added ends nothing"
+    rings.append(KeyRing(primary="b", keys={"b": bytes([1] * 32)}))
+    assert await idle.goodbye() == "unauthorized: the key that this link has shown is no longer good"
+    kept = await connect(listener, token=bearer_token(rings[-1]))
+    busy.send(request(2, body=b"judged by its own key"))
+    assert await busy.answer(2) == (200, b"judged by its own key")
+    busy.send(link.encode(link.RESET, 1))
+    assert (await busy.goodbye()).startswith("unauthorized: ")
+    assert app.gone == 1
+    kept.send(request(1, body=b"x"))
+    assert await kept.answer(1) == (200, b"x")
+
+
+async def test_an_answer_without_end_does_not_keep_a_link_whose_key_was_withdrawn(
+    listen: Any, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tandem_worker.server.link.listener.WITHDRAWN_SECONDS", 0.5)
+    rings = [RING]
+    listener = await listen(ring=lambda: rings[-1])
+    busy = await connect(listener, token=bearer_token(RING))
+    busy.send(request(1, WAITS))
+    await busy.next(link.DATA)
+    rings.append(KeyRing(primary="b", keys={"b": bytes([1] * 32)}))
+    assert (await busy.goodbye()).startswith("unauthorized: ")
+
+
 async def test_strangers_make_room(listen: Any, connect: Connect) -> None:
     listener = await listen(max_links=3)
     known = await connect(listener)

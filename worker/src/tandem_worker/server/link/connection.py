@@ -87,6 +87,10 @@ class GatewayLink(asyncio.Protocol):
         self.greeted = False
         self.name = ""
         """The gateway's."""
+        self._token: str | None = None
+        """That it has shown."""
+        self.withdrawn_at: float | None = None
+        """When its key had ceased to be good."""
         self.telemetry_seconds = link.TELEMETRY_SECONDS
         self.telemetry_due = 0.0
         self.heard_at = self._loop.time()
@@ -222,7 +226,8 @@ class GatewayLink(asyncio.Protocol):
             return
         if self._deadline is not None:
             self._deadline.cancel()
-        self.greeted, self.name, self.telemetry_seconds = True, hello.name, hello.telemetry_seconds
+        self.greeted, self.name, self._token = True, hello.name, hello.token
+        self.telemetry_seconds = hello.telemetry_seconds
         own = link.Hello(name=self._owner.name[:253], max_streams=self._owner.max_streams)
         self.put(link.encode_hello(own))
         self._owner.on_greeted(self)
@@ -289,6 +294,27 @@ class GatewayLink(asyncio.Protocol):
             self._owner.return_place()
             self.streams.pop(stream.number, None)
             self.unfinished.pop(stream.number, None)
+            self._leave_if_withdrawn()
+
+    # keys
+
+    def judge(self, ring: KeyRing, now: float) -> None:
+        """These keys are good now. Without one of them the link ends, with the last of its answers: each request shows
+        a key of its own, and is judged by that.
+        """
+        if admits(ring, self._token):
+            self.withdrawn_at = None
+        elif self.withdrawn_at is None:
+            self.withdrawn_at = now
+            self._leave_if_withdrawn()
+
+    def _leave_if_withdrawn(self) -> None:
+        if self.withdrawn_at is not None and not self.streams:
+            self.end_unauthorized()
+
+    def end_unauthorized(self) -> None:
+        """Its gateway may greet anew, with a key that is good."""
+        self.end(Goodbye.UNAUTHORIZED, "the key that this link has shown is no longer good")
 
     # sending
 

@@ -1,4 +1,4 @@
-"""The port of the native link: who is connected, what all of them may take, and the samples that they get."""
+"""The port of the native link: who is connected and may stay, what all of them may take, and the samples they get."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ MAX_STREAMS = MAX_CONNECTIONS
 """Requests over all links together, as over HTTP. Each link may have an equal part of them; one that is alone, all."""
 _STALLED_SECONDS = 2.0
 """After so long between two ticks it was this process that stood still, not the gateways."""
+WITHDRAWN_SECONDS = 600.0
+"""What runs over a link whose key was withdrawn has so long to end. Its gateway asks over another one meanwhile."""
 _COMPLAINT_SECONDS = 10.0
 """Links that end for the same reason are named so often in the log, however many there are."""
 _log = logging.getLogger(__name__)
@@ -54,6 +56,8 @@ class LinkListener:
         )
         """Links that were not let in or were ended for what came over them, by reason. Grows only; read by metrics."""
         self._complain_at: dict[str, float] = {}
+        self._judged_by = ring()
+        """The keys by which links were last judged."""
         self._telemetry = telemetry
         self._max_links = max_links
         self._links: dict[GatewayLink, None] = {}
@@ -181,7 +185,8 @@ class LinkListener:
             await asyncio.sleep(link.TELEMETRY_SECONDS / 2)
             now = loop.time()
             stalled, before = now - before > _STALLED_SECONDS, now
-            due = [each for each in self._greeted if now >= each.telemetry_due]
+            self._judge(now)
+            due = [each for each in self._greeted if now >= each.telemetry_due and each.withdrawn_at is None]
             sample = self._sample() if due else None
             for each in due:
                 self._tell(each, sample, now)
@@ -190,6 +195,17 @@ class LinkListener:
                     each.heard_at = now
                 elif each.greeted and now - each.heard_at > link.GATEWAY_SILENCE_SECONDS:
                     each.end(Goodbye.SILENT, f"nothing came for {link.GATEWAY_SILENCE_SECONDS:g} s")
+
+    def _judge(self, now: float) -> None:
+        """Links whose key was withdrawn end, as soon as nothing runs over them."""
+        ring = self.ring()
+        if ring is not self._judged_by:
+            self._judged_by = ring
+            for each in tuple(self._greeted):
+                each.judge(ring, now)
+        for each in tuple(self._greeted):
+            if each.withdrawn_at is not None and now - each.withdrawn_at > WITHDRAWN_SECONDS:
+                each.end_unauthorized()
 
     def _tell(self, connection: GatewayLink, sample: bytes | None, now: float) -> None:
         connection.telemetry_due = now + connection.telemetry_seconds - 0.01
