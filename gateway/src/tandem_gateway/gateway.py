@@ -54,7 +54,7 @@ from tandem_gateway.tracing import begin_trace
 from tandem_gateway.traffic import TrafficCounter
 from tandem_gateway.upstream.base import Link
 from tandem_gateway.upstream.engines import build_engines, idle_seconds
-from tandem_gateway.upstream.engines.contract import Engine
+from tandem_gateway.upstream.engines.contract import Kinds
 from tandem_gateway.upstream.http1 import Http1Link
 
 TICK_SECONDS = 0.1
@@ -71,9 +71,6 @@ log = logging.getLogger(__name__)
 
 
 class Gateway:
-    responses: Responses | None = None
-    """Those that are kept; None: none are."""
-
     def __init__(
         self, config: GatewayConfig, access_log: AccessLog | None = None, tracing: TracingConfig | None = None
     ) -> None:
@@ -87,12 +84,12 @@ class Gateway:
         self.max_body_bytes = config.max_body_bytes
         self.max_connections = config.max_connections
         self.budget = Budget(config.max_held_bytes)
-        self._follow_store(config.response_store)
+        self.responses = self._build_store(config.response_store)
+        """Those that are kept; None: none are."""
         self.scheduler = Scheduler()
         self.engines = build_engines(self, worker_model=config.model_name)
-        self._engines_here: list[Engine] = []
-        """Those of the workers that there are."""
-        self.pairs = self.mixed = self.draining = False
+        self.kinds = Kinds()
+        self.draining = False
         self.decisions: deque[Decision] = deque(maxlen=KEPT)
         self.metrics = Metrics()
         self.traffic = TrafficCounter()
@@ -107,10 +104,7 @@ class Gateway:
         """What a worker has told about the model."""
         self.certificate: Certificate | None = None
         """That clients are shown; None: they speak no TLS."""
-        pod = os.environ.get("POD_NAME") or socket.gethostname()
-        facts = describe_pod(pod, config.namespace, config.model_name, Role.GATEWAY)
-        self.tracer = Tracer("tandem-gateway", facts, fallback=tracing)
-        self.tracer.follow(config.tracing)
+        self.tracer = _build_tracer(config, tracing)
         self.exchanges: set[Exchange] = set()
         self.connections: set[ClientConnection] = set()
         self._credentials = Credentials(config.keys_path)
@@ -122,8 +116,7 @@ class Gateway:
             self.native.on_drain = self._on_drain
         self._complained_at: dict[str, float] = {}
         """When a worker that does not take the key was last named."""
-        self._request_ids = count(1)
-        self._request_prefix = os.urandom(6).hex().encode()
+        self._request_ids = _RequestIds()
         self._started_at = time.time()
         self._idle_since = time.monotonic()
         """When the last exchange ended."""
@@ -133,10 +126,7 @@ class Gateway:
     def apply_workers(self, workers: Iterable[Worker]) -> None:
         """The model's workers are now these. Requests on workers that left run on; waiting ones are placed."""
         workers = list(workers)
-        kinds = {worker.engine for worker in workers}
-        self.mixed = len(kinds) > 1
-        self.pairs = any(worker.role is Role.DECODE for worker in workers)
-        self._engines_here = [self.engines[kind] for kind in sorted(kinds - {"Tandem"})]
+        self.kinds = Kinds.of(workers)
         for endpoint in self.scheduler.apply_workers(workers):
             link = self._links.pop(endpoint.serial, None)
             if link is not None:
@@ -158,11 +148,14 @@ class Gateway:
         self.tracer.follow(routing.tracing)
         self._follow_store(routing.response_store)
 
+    def _build_store(self, limits: StoreLimits | None) -> Responses | None:
+        return None if limits is None else Responses(limits, self.budget, clock=time.monotonic)
+
     def _follow_store(self, limits: StoreLimits | None) -> None:
-        if self.responses is not None:
-            self.responses.follow(limits)
-        elif limits is not None:
-            self.responses = Responses(limits, self.budget, clock=time.monotonic)
+        if self.responses is None:
+            self.responses = self._build_store(limits)
+            return
+        self.responses.follow(limits)
         if limits is None:
             self.responses = None
 
@@ -233,7 +226,7 @@ class Gateway:
 
     def on_request(self, connection: ClientConnection, request: Request) -> None:
         given = request.headers.get(b"x-request-id")
-        request_id = given if given is not None and _REQUEST_ID.fullmatch(given) else self._make_request_id()
+        request_id = given if given is not None and _REQUEST_ID.fullmatch(given) else self._request_ids.next()
         code, cors = None, self.cors
         if cors is not None:
             request.answer_fields = cors.fields(request.headers.get(b"origin"))
@@ -274,7 +267,7 @@ class Gateway:
 
     def on_refused(self, connection: ClientConnection, error: RequestError) -> None:
         """The connection could not read a request; it closes itself after this answer."""
-        request_id = self._make_request_id()
+        request_id = self._request_ids.next()
         fields = b"" if self.cors is None else self.cors.fields(connection.refused_origin)
         answer = build_error(error, request_id, keep_alive=False, more=fields)
         self._record("", error.status, request_id, error.code or error.kind, len(answer))
@@ -305,8 +298,8 @@ class Gateway:
             affinity=request.headers.get(b"x-session-affinity"),
             estimator=self.scheduler.estimator,
         )
-        for engine in self._engines_here:
-            engine.admit(request.path, request.body, inquiry)
+        for engine in self.kinds.others:
+            self.engines[engine].admit(request.path, request.body, inquiry)
         exchange = Exchange(self, connection, request, inquiry, request_id)
         if recording is not None:
             recording.hold()
@@ -576,7 +569,7 @@ class Gateway:
         """For the operator: how the workers do, and nothing of what was asked."""
         canary = self.scheduler.canary
         return FleetReport(
-            gateway=os.environ.get("POD_NAME") or socket.gethostname(),
+            gateway=_name_pod(),
             started_at=self._started_at,
             at=time.time(),
             served_names=list(self.served_names),
@@ -614,5 +607,24 @@ class Gateway:
         if self.access_log is not None:
             self.access_log.add_own(path, status, request_id, error, size)
 
-    def _make_request_id(self) -> bytes:
-        return b"req-%b%08x" % (self._request_prefix, next(self._request_ids))
+
+class _RequestIds:
+    """For requests whose clients name none."""
+
+    def __init__(self) -> None:
+        self._numbers = count(1)
+        self._prefix = os.urandom(6).hex().encode()
+
+    def next(self) -> bytes:
+        return b"req-%b%08x" % (self._prefix, next(self._numbers))
+
+
+def _name_pod() -> str:
+    return os.environ.get("POD_NAME") or socket.gethostname()
+
+
+def _build_tracer(config: GatewayConfig, fallback: TracingConfig | None) -> Tracer:
+    facts = describe_pod(_name_pod(), config.namespace, config.model_name, Role.GATEWAY)
+    tracer = Tracer("tandem-gateway", facts, fallback=fallback)
+    tracer.follow(config.tracing)
+    return tracer
