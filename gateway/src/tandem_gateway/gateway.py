@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from itertools import count
+from typing import Any
 from urllib.parse import unquote
 
 from tandem_api.fleet import FleetReport, WorkerReport
@@ -35,9 +36,19 @@ from tandem_gateway.links import describe as describe_link
 from tandem_gateway.metrics import Metrics
 from tandem_gateway.own_answers import OWN_PATHS, answer_own
 from tandem_gateway.probation import Held
-from tandem_gateway.prompt import COMPUTES, INFERENCE_PATHS, MODELS, RESPONSES, TOKENIZER_INFO, check_name, read_inquiry
+from tandem_gateway.prompt import (
+    COMPUTES,
+    INFERENCE_PATHS,
+    MODELS,
+    RESPONSES,
+    TOKENIZER_INFO,
+    Said,
+    check_name,
+    read_inquiry,
+)
 from tandem_gateway.queueing import RequestQueue
-from tandem_gateway.responses.service import Responses, name_path, refuse_off
+from tandem_gateway.responses.recording import Recording
+from tandem_gateway.responses.service import Asked, Responses, name_path, refuse_off
 from tandem_gateway.scheduling import (
     KEPT,
     Decision,
@@ -52,6 +63,7 @@ from tandem_gateway.scheduling import (
 from tandem_gateway.sse import find_cached
 from tandem_gateway.tracing import begin_trace
 from tandem_gateway.traffic import TrafficCounter
+from tandem_gateway.turns import LARGE_BYTES, Turns
 from tandem_gateway.upstream.base import Link
 from tandem_gateway.upstream.engines import build_engines, idle_seconds
 from tandem_gateway.upstream.engines.contract import Kinds
@@ -86,6 +98,8 @@ class Gateway:
         self.budget = Budget(config.max_held_bytes)
         self.responses = self._build_store(config.response_store)
         """Those that are kept; None: none are."""
+        self.turns = Turns()
+        """Requests that wait for one of their own."""
         self.scheduler = Scheduler()
         self.engines = build_engines(self, worker_model=config.model_name)
         self.kinds = Kinds()
@@ -227,39 +241,64 @@ class Gateway:
     def on_request(self, connection: ClientConnection, request: Request) -> None:
         given = request.headers.get(b"x-request-id")
         request_id = given if given is not None and _REQUEST_ID.fullmatch(given) else self._request_ids.next()
-        code, cors = None, self.cors
+        cors = self.cors
         if cors is not None:
             request.answer_fields = cors.fields(request.headers.get(b"origin"))
         try:
             if cors is not None and is_preflight(request):
                 self._answer_preflight(connection, request, request_id, cors)
-                return
-            if request.path in INFERENCE_PATHS:
-                self._start_exchange(connection, request, request_id)
-                return
-            payload = self._answer(request)
-            keep_alive = request.keep_alive and not self.draining
+            elif request.path in INFERENCE_PATHS:
+                if request.path != RESPONSES or self.responses is None:
+                    self._start_exchange(connection, request, request_id)
+                else:
+                    self._begin_stored(connection, request, request_id, self.responses)
+            elif request.path.startswith(f"{RESPONSES}/"):
+                self._answer_stored(connection, request, request_id)
+            else:
+                self._tell(connection, request, request_id, self._answer(request))
         except RequestError as error:
-            keep_alive = request.keep_alive and not self.draining
-            status, code = error.status, error.code or error.kind
-            answer = build_error(
-                error,
-                request_id,
-                keep_alive=keep_alive,
-                more=request.answer_fields,
-                with_body=request.method != b"HEAD",
-            )
-        else:
-            status = 200
-            answer = build_json(
-                200,
-                payload,
-                request_id,
-                keep_alive=keep_alive,
-                more=request.answer_fields,
-                with_body=request.method != b"HEAD",
-            )
-        self._record(request.path, status, request_id, code, len(answer))
+            self._refuse(connection, request, request_id, error)
+
+    def _attempt(
+        self, connection: ClientConnection, request: Request, request_id: bytes, work: Callable[[], None]
+    ) -> None:
+        """In a turn of its own."""
+        try:
+            work()
+        except RequestError as error:
+            self._refuse(connection, request, request_id, error)
+
+    def _answer_stored(self, connection: ClientConnection, request: Request, request_id: bytes) -> None:
+        """A question about responses that are kept. Raises RequestError."""
+        if self.responses is None:
+            raise refuse_off()
+        reply = self.responses.answer(request)
+        if reply.size <= LARGE_BYTES:
+            self._tell(connection, request, request_id, reply.build())
+            return
+
+        def work() -> None:
+            self._tell(connection, request, request_id, reply.build())
+
+        self.turns.add(connection, lambda: self._attempt(connection, request, request_id, work))
+
+    def _tell(self, connection: ClientConnection, request: Request, request_id: bytes, payload: object) -> None:
+        """An answer of the gateway's own."""
+        keep_alive = request.keep_alive and not self.draining
+        more, with_body = request.answer_fields, request.method != b"HEAD"
+        answer = build_json(200, payload, request_id, keep_alive=keep_alive, more=more, with_body=with_body)
+        self._record(request.path, 200, request_id, None, len(answer))
+        self._reply(connection, answer, keep_alive=keep_alive)
+
+    def _refuse(self, connection: ClientConnection, request: Request, request_id: bytes, error: RequestError) -> None:
+        keep_alive = request.keep_alive and not self.draining
+        more, with_body = request.answer_fields, request.method != b"HEAD"
+        answer = build_error(error, request_id, keep_alive=keep_alive, more=more, with_body=with_body)
+        self._record(request.path, error.status, request_id, error.code or error.kind, len(answer))
+        self._reply(connection, answer, keep_alive=keep_alive)
+
+    def _reply(self, connection: ClientConnection, answer: bytes, *, keep_alive: bool) -> None:
+        connection.exchange = None
         connection.write(answer)
         if len(answer) > FREE_BYTES:
             connection.account()
@@ -284,19 +323,59 @@ class Gateway:
         connection.write(answer)
         connection.finish(keep_alive=keep_alive)
 
-    def _start_exchange(self, connection: ClientConnection, request: Request, request_id: bytes) -> None:
+    def _begin_stored(
+        self, connection: ClientConnection, request: Request, request_id: bytes, responses: Responses
+    ) -> None:
+        """A request for a response that may be kept. Raises RequestError."""
+        if request.method != b"POST":
+            raise NotRouted.wrong_method(request.method, request.path, "POST")
+        asked = responses.read(request)
+        if asked.size <= LARGE_BYTES:
+            self._begin_response(connection, request, request_id, responses, asked)
+            return
+
+        def work() -> None:
+            self._begin_response(connection, request, request_id, responses, asked)
+
+        self.turns.add(
+            connection,
+            lambda: self._attempt(connection, request, request_id, work),
+            held_bytes=len(request.body),
+            drop=responses.keep_hold(asked),
+        )
+
+    def _begin_response(
+        self, connection: ClientConnection, request: Request, request_id: bytes, responses: Responses, asked: Asked
+    ) -> None:
+        """A request for a response that may continue another. Raises RequestError."""
+        expanded = responses.expand(asked, body=request.body, max_bytes=self.max_body_bytes)
+        fields, said, recording = asked.question.fields, None, None
+        if expanded is not None:
+            request.body, said, recording = expanded.body, expanded.said, responses.record(asked, expanded)
+        self._start_exchange(connection, request, request_id, recording, fields=fields, said=said)
+
+    def _start_exchange(
+        self,
+        connection: ClientConnection,
+        request: Request,
+        request_id: bytes,
+        recording: Recording | None = None,
+        *,
+        fields: dict[str, Any] | None = None,
+        said: Said | None = None,
+    ) -> None:
+        """`fields` of the body and what is `said` in it, where they are known. Raises RequestError."""
         method = b"GET" if request.path == TOKENIZER_INFO else b"POST"
         if request.method != method:
             raise NotRouted.wrong_method(request.method, request.path, method.decode())
-        recording = None
-        if request.path == RESPONSES and self.responses is not None:
-            recording = self.responses.expand(request, max_bytes=self.max_body_bytes)
         inquiry = read_inquiry(
             request.path,
             request.body,
             served_names=self.served_names,
             affinity=request.headers.get(b"x-session-affinity"),
             estimator=self.scheduler.estimator,
+            fields=fields,
+            said=said,
         )
         for engine in self.kinds.others:
             self.engines[engine].admit(request.path, request.body, inquiry)
@@ -323,10 +402,6 @@ class Gateway:
 
     def _answer(self, request: Request) -> object:
         """What the gateway knows by itself."""
-        if request.path.startswith(f"{RESPONSES}/"):
-            if self.responses is None:
-                raise refuse_off()
-            return self.responses.answer(request)
         own = request.path in OWN_PATHS
         if not own and request.path != MODELS and not request.path.startswith(f"{MODELS}/"):
             raise NotRouted(f"unknown path {request.path[:200]!r}", code="unknown_url")
@@ -464,7 +539,7 @@ class Gateway:
     @property
     def busy(self) -> bool:
         """Something runs, or was answered and is not on its way yet."""
-        return bool(self.exchanges) or any(connection.unsent for connection in self.connections)
+        return bool(self.exchanges) or len(self.turns) > 0 or any(connection.unsent for connection in self.connections)
 
     def close_idle(self) -> bool:
         """Close connections on which nobody asks. False where a next request may be on its way."""
@@ -550,14 +625,26 @@ class Gateway:
             return {"enabled": False}
         return {"enabled": True} | self.responses.store.describe(time.monotonic())
 
-    def preview(self, path: str, body: bytes, affinity: bytes | None) -> dict[str, object]:
-        """For people: what would be decided for a request now, which is not sent.
+    def preview(self, request: Request) -> dict[str, object]:
+        """For people: what would be decided for a request now, which is not sent. Its path is that of its API.
 
         Raises:
             RequestError: the gateway would refuse it.
         """
-        estimator, now = self.scheduler.estimator, asyncio.get_running_loop().time()
-        inquiry = read_inquiry(path, body, served_names=self.served_names, affinity=affinity, estimator=estimator)
+        now, responses, fields, said = asyncio.get_running_loop().time(), self.responses, None, None
+        if request.path == RESPONSES and responses is not None:
+            asked = responses.read(request, look=True)
+            expanded = responses.expand(asked, body=request.body, max_bytes=self.max_body_bytes)
+            fields, said = asked.question.fields, None if expanded is None else expanded.said
+        inquiry = read_inquiry(
+            request.path,
+            request.body,
+            served_names=self.served_names,
+            affinity=request.headers.get(b"x-session-affinity"),
+            estimator=self.scheduler.estimator,
+            fields=fields,
+            said=said,
+        )
         waiting: dict[str, object] = {"waitingRequests": self.queue.line.size}
         choice = self.scheduler.preview(inquiry.demand, now)
         if choice is None:
