@@ -8,9 +8,11 @@ from typing import Any
 
 import httpx
 import pytest
-from tandem_api.launch import CanaryTraffic
+from tandem_api.launch import CanaryTraffic, StoreLimits
 from tandem_api.names import Role
 from tandem_gateway.scheduling import KEPT, Demand, Scheduler, Worker
+
+from tests.tandem_gateway.responses.test_service import answer as answer_responses
 
 BODY = {"model": "toy", "messages": [{"role": "user", "content": "x" * 8000}], "max_tokens": 4}
 
@@ -85,6 +87,35 @@ async def test_where_a_request_would_go(start_gateway, start_worker, chat) -> No
     assert again["cachedTokens"] > 1500
     completion = {"model": "toy", "prompt": "once"}
     assert (await look(running, completion)).json()["promptTokens"] < 10
+
+
+async def test_where_a_conversation_would_go_on(start_gateway, start_worker) -> None:
+    """By all that it continues, of whoever asks; and nothing counts as used by that."""
+    running = await start_gateway(
+        await start_worker("d1", default=answer_responses), await start_worker("d2", default=answer_responses),
+        response_store=StoreLimits(max_bytes=4 << 20, ttl_seconds=600),
+    )  # fmt: skip
+    store = running.gateway.responses.store
+    key = {"authorization": "Bearer mine"}
+    async with httpx.AsyncClient() as client:
+        url = f"{running.url}/v1/responses"
+        first = (await client.post(url, json={"model": "toy", "input": "x" * 8000}, headers=key)).json()["id"]
+        await client.post(url, json={"model": "toy", "input": "other"}, headers=key)
+        more = {"model": "toy", "input": "y" * 100, "previous_response_id": first}
+        before = dict(store.events)
+        told = (await look(running, more, **key)).json()
+        stranger = await look(running, more, authorization="Bearer other")
+        assert dict(store.events) == before
+        (tenant,) = store._tenants.values()
+        assert next(iter(tenant.responses)) == first, "it is still what was used least recently"
+        real = await client.post(url, json=more, headers=key | {"x-tandem-route": "explain"})
+    assert stranger.status_code == 404
+    (newest, *_) = (await look(running)).json()["decisions"]
+    assert told["promptTokens"] > 1000
+    assert told["cachedTokens"] > 0
+    for field in ("decode", "promptTokens", "cachedTokens", "uncachedTokens"):
+        assert told[field] == newest[field]
+    assert f"decode={told['decode']}" in real.headers["x-tandem-route"]
 
 
 async def test_what_would_not_go_anywhere(start_gateway) -> None:

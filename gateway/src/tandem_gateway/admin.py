@@ -7,7 +7,7 @@ may forward a port into the pod: those arrive over the loopback interface.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from ipaddress import IPv6Address, ip_address
 from typing import Any
 
@@ -94,9 +94,7 @@ class Admin:
     def _preview(self, request: Request) -> tuple[int, str, bytes]:
         """Where the gateway would send this request, by its body; nothing is sent."""
         try:
-            found = self._gateway.preview(
-                guess_path(request.body), request.body, request.headers.get(b"x-session-affinity")
-            )
+            found = self._gateway.preview(replace(request, path=guess_path(request.body)))
         except RequestError as error:
             return error.status, "text/plain", f"{error.message}\n".encode()
         return _show(found)

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from itertools import count
+from typing import Any
 from urllib.parse import unquote
 
 from tandem_api.fleet import FleetReport, WorkerReport
@@ -35,9 +36,19 @@ from tandem_gateway.links import describe as describe_link
 from tandem_gateway.metrics import Metrics
 from tandem_gateway.own_answers import OWN_PATHS, answer_own
 from tandem_gateway.probation import Held
-from tandem_gateway.prompt import COMPUTES, INFERENCE_PATHS, MODELS, RESPONSES, TOKENIZER_INFO, check_name, read_inquiry
+from tandem_gateway.prompt import (
+    COMPUTES,
+    INFERENCE_PATHS,
+    MODELS,
+    RESPONSES,
+    TOKENIZER_INFO,
+    Said,
+    check_name,
+    read_inquiry,
+)
 from tandem_gateway.queueing import RequestQueue
-from tandem_gateway.responses.service import Responses, name_path, refuse_off
+from tandem_gateway.responses.recording import Recording
+from tandem_gateway.responses.service import Asked, Responses, name_path, refuse_off
 from tandem_gateway.scheduling import (
     KEPT,
     Decision,
@@ -52,9 +63,10 @@ from tandem_gateway.scheduling import (
 from tandem_gateway.sse import find_cached
 from tandem_gateway.tracing import begin_trace
 from tandem_gateway.traffic import TrafficCounter
+from tandem_gateway.turns import LARGE_BYTES, Turns
 from tandem_gateway.upstream.base import Link
 from tandem_gateway.upstream.engines import build_engines, idle_seconds
-from tandem_gateway.upstream.engines.contract import Engine
+from tandem_gateway.upstream.engines.contract import Kinds
 from tandem_gateway.upstream.http1 import Http1Link
 
 TICK_SECONDS = 0.1
@@ -71,9 +83,6 @@ log = logging.getLogger(__name__)
 
 
 class Gateway:
-    responses: Responses | None = None
-    """Those that are kept; None: none are."""
-
     def __init__(
         self, config: GatewayConfig, access_log: AccessLog | None = None, tracing: TracingConfig | None = None
     ) -> None:
@@ -87,12 +96,14 @@ class Gateway:
         self.max_body_bytes = config.max_body_bytes
         self.max_connections = config.max_connections
         self.budget = Budget(config.max_held_bytes)
-        self._follow_store(config.response_store)
+        self.responses = self._build_store(config.response_store)
+        """Those that are kept; None: none are."""
+        self.turns = Turns()
+        """Requests that wait for one of their own."""
         self.scheduler = Scheduler()
         self.engines = build_engines(self, worker_model=config.model_name)
-        self._engines_here: list[Engine] = []
-        """Those of the workers that there are."""
-        self.pairs = self.mixed = self.draining = False
+        self.kinds = Kinds()
+        self.draining = False
         self.decisions: deque[Decision] = deque(maxlen=KEPT)
         self.metrics = Metrics()
         self.traffic = TrafficCounter()
@@ -107,10 +118,7 @@ class Gateway:
         """What a worker has told about the model."""
         self.certificate: Certificate | None = None
         """That clients are shown; None: they speak no TLS."""
-        pod = os.environ.get("POD_NAME") or socket.gethostname()
-        facts = describe_pod(pod, config.namespace, config.model_name, Role.GATEWAY)
-        self.tracer = Tracer("tandem-gateway", facts, fallback=tracing)
-        self.tracer.follow(config.tracing)
+        self.tracer = _build_tracer(config, tracing)
         self.exchanges: set[Exchange] = set()
         self.connections: set[ClientConnection] = set()
         self._credentials = Credentials(config.keys_path)
@@ -122,8 +130,7 @@ class Gateway:
             self.native.on_drain = self._on_drain
         self._complained_at: dict[str, float] = {}
         """When a worker that does not take the key was last named."""
-        self._request_ids = count(1)
-        self._request_prefix = os.urandom(6).hex().encode()
+        self._request_ids = _RequestIds()
         self._started_at = time.time()
         self._idle_since = time.monotonic()
         """When the last exchange ended."""
@@ -133,10 +140,7 @@ class Gateway:
     def apply_workers(self, workers: Iterable[Worker]) -> None:
         """The model's workers are now these. Requests on workers that left run on; waiting ones are placed."""
         workers = list(workers)
-        kinds = {worker.engine for worker in workers}
-        self.mixed = len(kinds) > 1
-        self.pairs = any(worker.role is Role.DECODE for worker in workers)
-        self._engines_here = [self.engines[kind] for kind in sorted(kinds - {"Tandem"})]
+        self.kinds = Kinds.of(workers)
         for endpoint in self.scheduler.apply_workers(workers):
             link = self._links.pop(endpoint.serial, None)
             if link is not None:
@@ -158,11 +162,14 @@ class Gateway:
         self.tracer.follow(routing.tracing)
         self._follow_store(routing.response_store)
 
+    def _build_store(self, limits: StoreLimits | None) -> Responses | None:
+        return None if limits is None else Responses(limits, self.budget, clock=time.monotonic)
+
     def _follow_store(self, limits: StoreLimits | None) -> None:
-        if self.responses is not None:
-            self.responses.follow(limits)
-        elif limits is not None:
-            self.responses = Responses(limits, self.budget, clock=time.monotonic)
+        if self.responses is None:
+            self.responses = self._build_store(limits)
+            return
+        self.responses.follow(limits)
         if limits is None:
             self.responses = None
 
@@ -233,40 +240,65 @@ class Gateway:
 
     def on_request(self, connection: ClientConnection, request: Request) -> None:
         given = request.headers.get(b"x-request-id")
-        request_id = given if given is not None and _REQUEST_ID.fullmatch(given) else self._make_request_id()
-        code, cors = None, self.cors
+        request_id = given if given is not None and _REQUEST_ID.fullmatch(given) else self._request_ids.next()
+        cors = self.cors
         if cors is not None:
             request.answer_fields = cors.fields(request.headers.get(b"origin"))
         try:
             if cors is not None and is_preflight(request):
                 self._answer_preflight(connection, request, request_id, cors)
-                return
-            if request.path in INFERENCE_PATHS:
-                self._start_exchange(connection, request, request_id)
-                return
-            payload = self._answer(request)
-            keep_alive = request.keep_alive and not self.draining
+            elif request.path in INFERENCE_PATHS:
+                if request.path != RESPONSES or self.responses is None:
+                    self._start_exchange(connection, request, request_id)
+                else:
+                    self._begin_stored(connection, request, request_id, self.responses)
+            elif request.path.startswith(f"{RESPONSES}/"):
+                self._answer_stored(connection, request, request_id)
+            else:
+                self._tell(connection, request, request_id, self._answer(request))
         except RequestError as error:
-            keep_alive = request.keep_alive and not self.draining
-            status, code = error.status, error.code or error.kind
-            answer = build_error(
-                error,
-                request_id,
-                keep_alive=keep_alive,
-                more=request.answer_fields,
-                with_body=request.method != b"HEAD",
-            )
-        else:
-            status = 200
-            answer = build_json(
-                200,
-                payload,
-                request_id,
-                keep_alive=keep_alive,
-                more=request.answer_fields,
-                with_body=request.method != b"HEAD",
-            )
-        self._record(request.path, status, request_id, code, len(answer))
+            self._refuse(connection, request, request_id, error)
+
+    def _attempt(
+        self, connection: ClientConnection, request: Request, request_id: bytes, work: Callable[[], None]
+    ) -> None:
+        """In a turn of its own."""
+        try:
+            work()
+        except RequestError as error:
+            self._refuse(connection, request, request_id, error)
+
+    def _answer_stored(self, connection: ClientConnection, request: Request, request_id: bytes) -> None:
+        """A question about responses that are kept. Raises RequestError."""
+        if self.responses is None:
+            raise refuse_off()
+        reply = self.responses.answer(request)
+        if reply.size <= LARGE_BYTES:
+            self._tell(connection, request, request_id, reply.build())
+            return
+
+        def work() -> None:
+            self._tell(connection, request, request_id, reply.build())
+
+        self.turns.add(connection, lambda: self._attempt(connection, request, request_id, work))
+
+    def _tell(self, connection: ClientConnection, request: Request, request_id: bytes, payload: object) -> None:
+        """An answer of the gateway's own."""
+        keep_alive = request.keep_alive and not self.draining
+        more, with_body = request.answer_fields, request.method != b"HEAD"
+        answer = build_json(200, payload, request_id, keep_alive=keep_alive, more=more, with_body=with_body)
+        self._record(request.path, 200, request_id, None, len(answer))
+        self._reply(connection, answer, keep_alive=keep_alive)
+
+    def _refuse(self, connection: ClientConnection, request: Request, request_id: bytes, error: RequestError) -> None:
+        keep_alive = request.keep_alive and not self.draining
+        more, with_body = request.answer_fields, request.method != b"HEAD"
+        answer = build_error(error, request_id, keep_alive=keep_alive, more=more, with_body=with_body)
+        self._record(request.path, error.status, request_id, error.code or error.kind, len(answer))
+        self._reply(connection, answer, keep_alive=keep_alive)
+
+    def _reply(self, connection: ClientConnection, answer: bytes, *, keep_alive: bool) -> None:
+        connection.exchange = None
         connection.write(answer)
         if len(answer) > FREE_BYTES:
             connection.account()
@@ -274,7 +306,7 @@ class Gateway:
 
     def on_refused(self, connection: ClientConnection, error: RequestError) -> None:
         """The connection could not read a request; it closes itself after this answer."""
-        request_id = self._make_request_id()
+        request_id = self._request_ids.next()
         fields = b"" if self.cors is None else self.cors.fields(connection.refused_origin)
         answer = build_error(error, request_id, keep_alive=False, more=fields)
         self._record("", error.status, request_id, error.code or error.kind, len(answer))
@@ -291,22 +323,62 @@ class Gateway:
         connection.write(answer)
         connection.finish(keep_alive=keep_alive)
 
-    def _start_exchange(self, connection: ClientConnection, request: Request, request_id: bytes) -> None:
+    def _begin_stored(
+        self, connection: ClientConnection, request: Request, request_id: bytes, responses: Responses
+    ) -> None:
+        """A request for a response that may be kept. Raises RequestError."""
+        if request.method != b"POST":
+            raise NotRouted.wrong_method(request.method, request.path, "POST")
+        asked = responses.read(request)
+        if asked.size <= LARGE_BYTES:
+            self._begin_response(connection, request, request_id, responses, asked)
+            return
+
+        def work() -> None:
+            self._begin_response(connection, request, request_id, responses, asked)
+
+        self.turns.add(
+            connection,
+            lambda: self._attempt(connection, request, request_id, work),
+            held_bytes=len(request.body),
+            drop=responses.keep_hold(asked),
+        )
+
+    def _begin_response(
+        self, connection: ClientConnection, request: Request, request_id: bytes, responses: Responses, asked: Asked
+    ) -> None:
+        """A request for a response that may continue another. Raises RequestError."""
+        expanded = responses.expand(asked, body=request.body, max_bytes=self.max_body_bytes)
+        fields, said, recording = asked.question.fields, None, None
+        if expanded is not None:
+            request.body, said, recording = expanded.body, expanded.said, responses.record(asked, expanded)
+        self._start_exchange(connection, request, request_id, recording, fields=fields, said=said)
+
+    def _start_exchange(
+        self,
+        connection: ClientConnection,
+        request: Request,
+        request_id: bytes,
+        recording: Recording | None = None,
+        *,
+        fields: dict[str, Any] | None = None,
+        said: Said | None = None,
+    ) -> None:
+        """`fields` of the body and what is `said` in it, where they are known. Raises RequestError."""
         method = b"GET" if request.path == TOKENIZER_INFO else b"POST"
         if request.method != method:
             raise NotRouted.wrong_method(request.method, request.path, method.decode())
-        recording = None
-        if request.path == RESPONSES and self.responses is not None:
-            recording = self.responses.expand(request, max_bytes=self.max_body_bytes)
         inquiry = read_inquiry(
             request.path,
             request.body,
             served_names=self.served_names,
             affinity=request.headers.get(b"x-session-affinity"),
             estimator=self.scheduler.estimator,
+            fields=fields,
+            said=said,
         )
-        for engine in self._engines_here:
-            engine.admit(request.path, request.body, inquiry)
+        for engine in self.kinds.others:
+            self.engines[engine].admit(request.path, request.body, inquiry)
         exchange = Exchange(self, connection, request, inquiry, request_id)
         if recording is not None:
             recording.hold()
@@ -330,10 +402,6 @@ class Gateway:
 
     def _answer(self, request: Request) -> object:
         """What the gateway knows by itself."""
-        if request.path.startswith(f"{RESPONSES}/"):
-            if self.responses is None:
-                raise refuse_off()
-            return self.responses.answer(request)
         own = request.path in OWN_PATHS
         if not own and request.path != MODELS and not request.path.startswith(f"{MODELS}/"):
             raise NotRouted(f"unknown path {request.path[:200]!r}", code="unknown_url")
@@ -432,8 +500,7 @@ class Gateway:
 
     def tick(self, now: float) -> None:
         """Everything that happens because time passes."""
-        self._credentials.refresh()
-        self.token_line = self._credentials.line
+        self._follow_keys()
         if self.certificate is not None:
             self.certificate.refresh(now)
         self.scheduler.tick(now)
@@ -448,6 +515,13 @@ class Gateway:
             link.reap(now)
         if self.access_log is not None:
             self.access_log.flush()
+
+    def _follow_keys(self) -> None:
+        self._credentials.refresh()
+        if self._credentials.line is not self.token_line:
+            self.token_line = self._credentials.line
+            if self.native is not None:
+                self.native.renew(self._links.values())
 
     def _place_waiting(self) -> None:
         for exchange in tuple(self.exchanges):
@@ -465,7 +539,7 @@ class Gateway:
     @property
     def busy(self) -> bool:
         """Something runs, or was answered and is not on its way yet."""
-        return bool(self.exchanges) or any(connection.unsent for connection in self.connections)
+        return bool(self.exchanges) or len(self.turns) > 0 or any(connection.unsent for connection in self.connections)
 
     def close_idle(self) -> bool:
         """Close connections on which nobody asks. False where a next request may be on its way."""
@@ -551,14 +625,26 @@ class Gateway:
             return {"enabled": False}
         return {"enabled": True} | self.responses.store.describe(time.monotonic())
 
-    def preview(self, path: str, body: bytes, affinity: bytes | None) -> dict[str, object]:
-        """For people: what would be decided for a request now, which is not sent.
+    def preview(self, request: Request) -> dict[str, object]:
+        """For people: what would be decided for a request now, which is not sent. Its path is that of its API.
 
         Raises:
             RequestError: the gateway would refuse it.
         """
-        estimator, now = self.scheduler.estimator, asyncio.get_running_loop().time()
-        inquiry = read_inquiry(path, body, served_names=self.served_names, affinity=affinity, estimator=estimator)
+        now, responses, fields, said = asyncio.get_running_loop().time(), self.responses, None, None
+        if request.path == RESPONSES and responses is not None:
+            asked = responses.read(request, look=True)
+            expanded = responses.expand(asked, body=request.body, max_bytes=self.max_body_bytes)
+            fields, said = asked.question.fields, None if expanded is None else expanded.said
+        inquiry = read_inquiry(
+            request.path,
+            request.body,
+            served_names=self.served_names,
+            affinity=request.headers.get(b"x-session-affinity"),
+            estimator=self.scheduler.estimator,
+            fields=fields,
+            said=said,
+        )
         waiting: dict[str, object] = {"waitingRequests": self.queue.line.size}
         choice = self.scheduler.preview(inquiry.demand, now)
         if choice is None:
@@ -570,7 +656,7 @@ class Gateway:
         """For the operator: how the workers do, and nothing of what was asked."""
         canary = self.scheduler.canary
         return FleetReport(
-            gateway=os.environ.get("POD_NAME") or socket.gethostname(),
+            gateway=_name_pod(),
             started_at=self._started_at,
             at=time.time(),
             served_names=list(self.served_names),
@@ -608,5 +694,24 @@ class Gateway:
         if self.access_log is not None:
             self.access_log.add_own(path, status, request_id, error, size)
 
-    def _make_request_id(self) -> bytes:
-        return b"req-%b%08x" % (self._request_prefix, next(self._request_ids))
+
+class _RequestIds:
+    """For requests whose clients name none."""
+
+    def __init__(self) -> None:
+        self._numbers = count(1)
+        self._prefix = os.urandom(6).hex().encode()
+
+    def next(self) -> bytes:
+        return b"req-%b%08x" % (self._prefix, next(self._numbers))
+
+
+def _name_pod() -> str:
+    return os.environ.get("POD_NAME") or socket.gethostname()
+
+
+def _build_tracer(config: GatewayConfig, fallback: TracingConfig | None) -> Tracer:
+    facts = describe_pod(_name_pod(), config.namespace, config.model_name, Role.GATEWAY)
+    tracer = Tracer("tandem-gateway", facts, fallback=fallback)
+    tracer.follow(config.tracing)
+    return tracer

@@ -44,6 +44,12 @@ class NativeLinks:
         """There are so many now: links that are made from now on ask for samples accordingly."""
         self._workers = workers
 
+    def renew(self, links: Iterable[Link]) -> None:
+        """This gateway shows another key from now on."""
+        for each in links:
+            if isinstance(each, NativeLink):
+                each.renew()
+
     def _greet(self) -> link.Hello:
         return link.Hello(
             token=self._token(),

@@ -52,16 +52,35 @@ class Inquiry:
     demand: Demand
 
 
+@dataclass(frozen=True, slots=True)
+class Said:
+    """Items of a Responses request, and of what came before them."""
+
+    items: bytes = b""
+    """In JSON, joined by commas."""
+    opening: int = 0
+    """Their bytes up to the end of the first question; 0: there is none."""
+
+
 def read_inquiry(
-    path: str, body: bytes, *, served_names: Sequence[str], affinity: bytes | None, estimator: Estimator
+    path: str,
+    body: bytes,
+    *,
+    served_names: Sequence[str],
+    affinity: bytes | None,
+    estimator: Estimator,
+    fields: dict[str, Any] | None = None,
+    said: Said | None = None,
 ) -> Inquiry:
-    """What `body` asks for. The first of `served_names` is the one that a refusal tells.
+    """What `body` asks for. The first of `served_names` is the one that a refusal tells. Where they are known already:
+    the `fields` of the body, and what is `said` in a Responses request with all that it continues.
 
     Raises:
         BadRequest: it is not a JSON object, or a parameter that routing needs is missing or of the wrong type.
         UnknownModel: it names another model.
     """
-    fields = {} if path == TOKENIZER_INFO else read_object(body)
+    if fields is None:
+        fields = {} if path == TOKENIZER_INFO else read_object(body)
     model = fields.get("model")
     if model is not None and model not in served_names:
         _check_model(model, served_names)
@@ -71,7 +90,7 @@ def read_inquiry(
     if path in (CHAT, MESSAGES):
         prompt, root = _read_messages(fields)
     elif path == RESPONSES:
-        prompt, root = _read_input(fields)
+        prompt, root = _read_said(fields, said or write_said(fields))
     elif path == COMPLETIONS:
         prompt = _read_prompt(fields, "prompt")
         root = b"" if len(prompt) >= CHUNK_BYTES else prompt
@@ -109,12 +128,8 @@ def guess_path(body: bytes) -> str:
 
 def read_object(body: bytes) -> dict[str, Any]:
     """The fields of a request's body. Raises BadRequest: it is no JSON object, or has too many parts."""
-    if len(body) > 2 * MAX_NODES and count_nodes(body) > MAX_NODES:
-        raise BadRequest(
-            f"the request body consists of too many parts; at most {MAX_NODES} objects, lists and strings are read",
-            status=413,
-            code="too_many_parts",
-        )
+    if len(body) > 2 * MAX_NODES:
+        check_nodes(body)
     try:
         fields: Any = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -124,11 +139,27 @@ def read_object(body: bytes) -> dict[str, Any]:
     return cast(_Object, fields)
 
 
+def check_nodes(body: bytes) -> None:
+    """Raises BadRequest: it has too many parts."""
+    if count_nodes(body) > MAX_NODES:
+        raise BadRequest(
+            f"the request body consists of too many parts; at most {MAX_NODES} objects, lists and strings are read",
+            status=413,
+            code="too_many_parts",
+        )
+
+
+def bound_nodes(text: bytes) -> int:
+    """Objects, lists and strings in a JSON text, at most: as many as if every quote, brace and bracket began or ended
+    one. O(bytes), without reading it."""
+    return text.count(b'"') // 2 + text.count(b"{") + text.count(b"[")
+
+
 def count_nodes(body: bytes) -> int:
     """Objects, lists and strings in a JSON text, or more than MAX_NODES where there are more. O(bytes), without
     reading it."""
-    if body.count(b'"') // 2 + body.count(b"{") + body.count(b"[") <= MAX_NODES:
-        return 0  # too few even if every brace and bracket were one
+    if bound_nodes(body) <= MAX_NODES:
+        return 0
     plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     strings = plain.count(b'"') // 2
     if strings > MAX_NODES:
@@ -161,16 +192,32 @@ def _read_messages(fields: dict[str, Any]) -> tuple[bytes, bytes]:
         raise BadRequest("'messages' must be a list with at least one message", param="messages", code="invalid_type")
     system: Any = fields.get("system")  # of a Messages request
     first = [{"role": "system", "content": system}] if system else []
-    return _join(fields, [*first, *cast(list[Any], messages)], "messages", roles=True)
+    return _join(fields, [*first, *cast(list[Any], messages)])
 
 
-def _read_input(fields: dict[str, Any]) -> tuple[bytes, bytes]:
-    """As `_read_messages`, of a Responses request, whose items need not have roles."""
-    items = read_items(fields)
+def _read_said(fields: dict[str, Any], said: Said) -> tuple[bytes, bytes]:
+    """As `_read_messages`, of a Responses request. Its items are taken as they are written: what a conversation
+    continues need not be read for it."""
+    tools: Any = fields.get("tools")
     instructions: Any = fields.get("instructions")
+    head = _canonical(tools, "tools") if tools else b""
     if instructions:
-        items = [{"role": "system", "content": instructions}, *items]
-    return _join(fields, items, "input", roles=False)
+        head += _canonical({"role": "system", "content": instructions}, "instructions") + b","
+    prompt = head + said.items
+    return prompt, head + said.items[: said.opening] if 0 < said.opening < len(said.items) else prompt
+
+
+def write_said(fields: dict[str, Any]) -> Said:
+    """What a Responses request itself says. Raises BadRequest: there is nothing, or it cannot be written."""
+    items = read_items(fields)
+    asks = 0
+    for index, item in enumerate(items):
+        if not isinstance(item, dict):
+            raise BadRequest(f"'input[{index}]' must be an object", param=f"input[{index}]", code="invalid_type")
+        if not asks and cast(_Object, item).get("role") == "user":
+            asks = index + 1
+    opening, rest = _canonical(items[:asks], "input")[1:-1], _canonical(items[asks:], "input")[1:-1]
+    return Said(b",".join(filter(None, (opening, rest))), len(opening))
 
 
 def read_items(fields: dict[str, Any]) -> list[Any]:
@@ -185,43 +232,42 @@ def read_items(fields: dict[str, Any]) -> list[Any]:
     return cast(list[Any], items)
 
 
-def _join(fields: dict[str, Any], messages: list[Any], name: str, *, roles: bool) -> tuple[bytes, bytes]:
+def _join(fields: dict[str, Any], messages: list[Any]) -> tuple[bytes, bytes]:
     tools: Any = fields.get("tools")
     parts = [_canonical(tools, "tools")] if tools else []
     rich: list[Any] = []
     root_parts = 0
     for index, message in enumerate(messages):
         if not isinstance(message, dict):
-            raise BadRequest(f"'{name}[{index}]' must be an object", param=f"{name}[{index}]", code="invalid_type")
+            raise BadRequest(f"'messages[{index}]' must be an object", param=f"messages[{index}]", code="invalid_type")
         message = cast(_Object, message)
         role: Any = message.get("role")
-        if roles and not isinstance(role, str):
-            raise BadRequest(
-                f"'{name}[{index}].role' must be a string", param=f"{name}[{index}].role", code="invalid_type"
-            )
+        if not isinstance(role, str):
+            name = f"messages[{index}].role"
+            raise BadRequest(f"{name!r} must be a string", param=name, code="invalid_type")
         content: Any = message.get("content")
         if not isinstance(content, str) or len(message) != 2:
             rich.append(message)
         else:
             if rich:
-                _add_rich(parts, rich, name)
+                _add_rich(parts, rich)
             parts.append(f"{role}\0{content}\0".encode())
         if role == "user" and not root_parts:
             if rich:
-                _add_rich(parts, rich, name)
+                _add_rich(parts, rich)
             root_parts = len(parts)
     if rich:
-        _add_rich(parts, rich, name)
+        _add_rich(parts, rich)
     prompt = b"".join(parts)
     return prompt, b"".join(parts[:root_parts]) if 0 < root_parts < len(parts) else prompt
 
 
-def _add_rich(parts: list[bytes], messages: list[Any], name: str) -> None:
+def _add_rich(parts: list[bytes], messages: list[Any]) -> None:
     """Messages that are more than role and text, in one piece: one by one they would cost a kilobyte each to write.
 
     Without the list's brackets, so that a conversation that grows keeps its beginning.
     """
-    parts.append(_canonical(messages, name)[1:-1] + b",")
+    parts.append(_canonical(messages, "messages")[1:-1] + b",")
     messages.clear()
 
 

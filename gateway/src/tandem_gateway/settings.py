@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
@@ -123,33 +123,31 @@ def _build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _read_period(text: str) -> float:
-    seconds = float(text)
-    if seconds and not 0.1 <= seconds <= 3600:
-        raise argparse.ArgumentTypeError("write 0, or between 0.1 and 3600 seconds")
-    return seconds
+def _read(read: Callable[[str], float], good: Callable[[float], bool], refusal: str) -> Callable[[str], float]:
+    """A type for a flag: what `read` makes of it, which raises ValueError with a sentence, and where it is not `good`
+    the `refusal`."""
+
+    def convert(text: str) -> float:
+        try:
+            value = read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+        if not good(value):
+            raise argparse.ArgumentTypeError(refusal)
+        return value
+
+    return convert
 
 
-def _read_size(text: str) -> int:
-    try:
-        size = int(parse_quantity(text))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    if not MIN_STORE_BYTES <= size <= MAX_HELD_BYTES // 2:
-        raise argparse.ArgumentTypeError(
-            f"write between {MIN_STORE_BYTES >> 20}Mi and {MAX_HELD_BYTES >> 21}Mi: requests need the rest"
-        )
-    return size
-
-
-def _read_duration(text: str) -> float:
-    try:
-        seconds = parse_duration(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    if seconds < 1:
-        raise argparse.ArgumentTypeError("write at least 1s")
-    return seconds
+_read_period = _read(
+    float, lambda seconds: not seconds or 0.1 <= seconds <= 3600, "write 0, or between 0.1 and 3600 seconds"
+)
+_read_size = _read(
+    lambda text: int(parse_quantity(text)),
+    lambda size: MIN_STORE_BYTES <= size <= MAX_HELD_BYTES // 2,
+    f"write between {MIN_STORE_BYTES >> 20}Mi and {MAX_HELD_BYTES >> 21}Mi: requests need the rest",
+)
+_read_duration = _read(parse_duration, lambda seconds: seconds >= 1, "write at least 1s")
 
 
 def _read_config(path: Path) -> GatewayConfig:

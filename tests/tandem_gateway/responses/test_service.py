@@ -7,11 +7,13 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import httpx
 import openai
+import orjson
 import pytest
 from tandem_api.launch import CORSRules, GatewayRouting, StoreLimits
 from tandem_gateway.responses.conversation import MAX_DEPTH
@@ -455,6 +457,63 @@ async def test_a_small_request_cannot_make_it_hold_more_than_it_may(start: Start
     full = [each for each in done if isinstance(each, openai.InternalServerError)]
     assert {each.code for each in full} == {"gateway_full"}
     assert len(full) + sum(each.__class__.__name__ == "Response" for each in done) == 40
+
+
+async def test_long_conversations_are_continued_one_in_a_turn(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hundred bytes ask for megabytes to be read, on many connections at once; nobody else waits for all of them."""
+    running, _ = await start(StoreLimits(max_bytes=64 << 20, ttl_seconds=600))
+    gateway = running.gateway
+    turn = 0
+    continued: list[int] = []
+    expand = gateway.responses.expand
+    monkeypatch.setattr(
+        gateway.responses, "expand", lambda asked, **more: continued.append(turn) or expand(asked, **more)
+    )
+    async with connect(running) as asks:
+        first = await asks.responses.create(model="toy", input="x" * 600_000)
+        used = gateway.budget.used
+        body = json.dumps({"model": "toy", "input": "y", "previous_response_id": first.id})
+        head = "host: x\r\nauthorization: Bearer mine\r\n"
+        post = f"POST /v1/responses HTTP/1.1\r\n{head}content-length: {len(body)}\r\n\r\n{body}".encode()
+        listing = f"GET /v1/responses/{first.id}/input_items HTTP/1.1\r\n{head}\r\n".encode()
+        clients = [await running.connect() for _ in range(17)]
+        await asyncio.sleep(0.1)
+        continued.clear()
+        for number, (_, writer) in enumerate(clients):
+            writer.write(listing if number == 5 else post)
+        leaves = clients.pop()[1]
+        await asyncio.sleep(0)
+        leaves.transport.abort()
+        async with asyncio.timeout(20):
+            while (len(continued) < 16 and gateway.turns) or len(continued) < 15:
+                await asyncio.sleep(0)
+                turn += 1
+        assert max(Counter(continued).values()) == 1
+        assert len(continued) in (15, 16), "one of them has left, perhaps before its turn"
+        for reader, _ in clients:
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        await running.idle()
+        for _, writer in clients:
+            writer.transport.abort()
+        for name in [*stored(running)._responses]:
+            await asks.responses.delete(name)
+        await until(lambda: gateway.budget.used == 0)
+        assert used > 600_000
+
+
+async def test_a_body_is_read_once(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    running, _ = await start()
+    async with connect(running) as asks:
+        first = await asks.responses.create(model="toy", input="what was said " * 1000)
+        read: list[int] = []
+        loads = orjson.loads
+        monkeypatch.setattr(orjson, "loads", lambda text: read.append(len(text)) or loads(text))
+        for more in ({"previous_response_id": first.id}, {"store": False}, {}):
+            read.clear()
+            options: Any = {"model": "toy", "input": "tell me " * 100, **more}
+            await asks.responses.create(**options)
+            assert sum(size > 800 for size in read) == 1, "and an answer, which is shorter"
+            assert max(read) < 1500, "what was said before is not read again"
 
 
 async def test_answers_that_nobody_reads_are_counted(start: Start) -> None:

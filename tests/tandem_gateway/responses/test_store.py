@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tandem_api.launch import StoreLimits
 from tandem_gateway.http.budget import Budget
+from tandem_gateway.prompt import Said
 from tandem_gateway.responses import store as store_module
-from tandem_gateway.responses.store import ENTRY_BYTES, ENTRY_SHARE, ResponseStore, Turn, join_items
+from tandem_gateway.responses.store import ENTRY_BYTES, ENTRY_SHARE, ResponseStore, Turn, join_turns
 
 MIB = 1 << 20
 A, B = b"a" * 16, b"b" * 16
@@ -31,14 +32,14 @@ def put(
     assert parent is None or before is not None
     text = b'"%b"' % name.encode()
     return store.keep(
-        tenant, name, head=b'{"id":%b}' % text, given=text + b"," + b"1" * size, output=text,
+        tenant, name, head=b'{"id":%b}' % text, given=Said(text + b"," + b"1" * size), output=text,
         parent=None if before is None else before.turn, now=now,
     )  # fmt: skip
 
 
 def conversation(store: ResponseStore, name: str, *, tenant: bytes = A) -> bytes | None:
     found = store.find(tenant, name, 0.0)
-    return None if found is None else join_items(found.turn)
+    return None if found is None else join_turns(found.turn).items
 
 
 def test_a_chain_holds_each_item_once_and_outlives_what_is_deleted_in_it() -> None:
@@ -69,7 +70,7 @@ def test_a_request_under_way_keeps_what_it_continues() -> None:
     store.hold(found.turn)
     assert store.delete(A, "first", 0.0)
     assert store.used_bytes > 0, "it is still held, and counted"
-    assert store.keep(A, "second", head=b"{}", given=b"2", output=b"2", parent=found.turn, now=0.0)
+    assert store.keep(A, "second", head=b"{}", given=Said(b"2"), output=b"2", parent=found.turn, now=0.0)
     store.release(found.turn)
     assert conversation(store, "second") == b'"first",1111111111,"first",2,2'
     store.delete(A, "second", 0.0)
@@ -241,7 +242,7 @@ class Histories(RuleBasedStateMachine):
         name, given = f"r{self.count}", b"%d" % self.count + b"0" * size
         others = {key: each.bytes for key, each in self.store._tenants.items() if key != tenant}
         mine = self.store._tenants[tenant].bytes if tenant in self.store._tenants else 0
-        if self.store.keep(tenant, name, head=b"{}", given=given, output=b"7", parent=parent, now=self.now):
+        if self.store.keep(tenant, name, head=b"{}", given=Said(given), output=b"7", parent=parent, now=self.now):
             self.model.known[name] = Known(tenant, text + given + b",7")
         wanted = mine + len(given) + 3 + ENTRY_BYTES
         for key, held in others.items():
@@ -262,7 +263,7 @@ class Histories(RuleBasedStateMachine):
     def end(self, size: int, answered: bool) -> None:
         if self.model.flights:
             flight = self.model.flights.pop(0)
-            assert join_items(flight.turn) == flight.text
+            assert join_turns(flight.turn).items == flight.text
             if answered:
                 self.add(flight.tenant, size, flight.turn, flight.text + b",")
             self.store.release(flight.turn)
@@ -290,7 +291,7 @@ class Histories(RuleBasedStateMachine):
     def is_read_whole_by_its_owner_alone(self) -> None:
         for name, known in list(self.model.known.items())[-40:]:
             found = self.store.find(known.tenant, name, self.now)
-            assert found is None or join_items(found.turn) == known.text
+            assert found is None or join_turns(found.turn).items == known.text
             for other in (A, B, b"c" * 16):
                 assert other == known.tenant or self.store.find(other, name, self.now) is None
 
@@ -308,11 +309,11 @@ TestHistories.pytestmark = [pytest.mark.timeout(120)]
 
 @settings(max_examples=30)
 @given(depth=st.integers(1, 400))
-def test_a_conversation_counts_at_least_the_bytes_that_it_has(depth: int) -> None:
+def test_a_conversation_counts_the_bytes_that_it_has(depth: int) -> None:
     store = build(8 * MIB)
     for number in range(depth):
         put(store, f"r{number}", parent=f"r{number - 1}" if number else None, size=number % 7)
     found = store.find(A, f"r{depth - 1}", 0.0)
     assert found is not None
-    assert len(join_items(found.turn)) <= found.turn.total
+    assert len(join_turns(found.turn).items) == found.turn.total
     assert found.turn.depth == depth

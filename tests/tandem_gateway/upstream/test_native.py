@@ -710,6 +710,73 @@ async def test_keys_that_are_withdrawn_from_a_linked_gateway(
     await running.idle()
 
 
+async def test_a_rotation_of_keys_costs_no_request(
+    start_linked: StartLinked, start_gateway: StartGateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gateway greets anew as soon as it has another key, and what runs over the former link ends there."""
+    monkeypatch.setattr(link, "GATEWAY_SILENCE_SECONDS", 2.5)
+    keys = {name: bytes([number]) * 32 for number, name in enumerate("ab")}
+    old = KeyRing(primary="a", keys={"a": keys["a"]})
+    rings, file = [old], tmp_path / "api.json"
+    file.write_text(old.encode())
+    worker = await start_linked(ring=lambda: rings[-1])
+    listener = worker.listener
+    assert listener is not None
+    listener.app = TokenGate(worker.answer, worker.ring)
+    running = await start_gateway(worker, link="Native", keys_path=str(tmp_path))
+    await linked(running)
+    stream = asyncio.create_task(ask(running, stream=True, seed=2))
+    await until(lambda: worker.sent, wait=WAIT)
+    (first,) = listener._links
+    statuses: Counter[int] = Counter()
+    stop = asyncio.Event()
+
+    async def keep_asking() -> None:
+        while not stop.is_set():
+            statuses[(await ask(running)).status_code] += 1
+
+    asking = asyncio.create_task(keep_asking())
+    rings.append(KeyRing(primary="a", keys=keys))
+    file.write_text(KeyRing(primary="b", keys=keys).encode())
+    await until(lambda: listener.num_links == 2, wait=WAIT)
+    rings.append(KeyRing(primary="b", keys={"b": keys["b"]}))
+    file.write_text(rings[-1].encode())
+    await until(lambda: first.withdrawn_at is not None, wait=WAIT)
+    await asyncio.sleep(4)  # longer than a gateway may be silent over a link
+    worker.release.set()
+    assert (await stream).content.endswith(DONE)
+    await until(lambda: listener.num_links == 1, wait=WAIT)
+    assert first not in listener._links
+    before = statuses[200]
+    await until(lambda: statuses[200] > before + 5, wait=WAIT)
+    stop.set()
+    await asking
+    assert set(statuses) == {200}
+    assert not running.gateway.metrics.retries
+    await running.idle()
+
+
+async def test_a_gateway_that_is_behind_with_its_key_is_linked_once_it_has_the_new_one(
+    start_linked: StartLinked, start_gateway: StartGateway, tmp_path: Path
+) -> None:
+    old, new = (KeyRing(primary=name, keys={name: bytes([number]) * 32}) for number, name in enumerate("ab"))
+    rings = [old]
+    (tmp_path / "api.json").write_text(old.encode())
+    worker = await start_linked(ring=lambda: rings[-1])
+    listener = worker.listener
+    assert listener is not None
+    running = await start_gateway(worker, link="Native", keys_path=str(tmp_path))
+    await linked(running)
+    rings.append(new)
+    await until(lambda: running.gateway.native.ends["unauthorized"] >= 2, wait=WAIT)
+    assert listener.num_links == 0
+    (found,) = links_of(running)
+    found._pause = found._retry_at = 1e9  # it has been behind for long
+    (tmp_path / "api.json").write_text(new.encode())
+    await linked(running)
+    assert (await ask(running)).status_code == 200
+
+
 async def test_the_end_of_a_link_under_a_hundred_requests(
     start_linked: StartLinked, start_gateway: StartGateway
 ) -> None:

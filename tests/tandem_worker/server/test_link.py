@@ -108,6 +108,8 @@ class App:
         body, more = b"", True
         while more:
             message = await receive()
+            if message["type"] == "http.disconnect":
+                return
             body, more = body + message["body"], message["more_body"]
         await send(start)
         await send({"type": "http.response.body", "body": body})
@@ -292,6 +294,40 @@ async def test_who_shows_no_key_is_told_so(listen: Any, connect: Connect, app: A
     assert await peer.answer(1) == (200, b"x")
 
 
+async def test_a_link_whose_key_is_withdrawn_ends_with_its_last_answer(listen: Any, connect: Connect, app: App) -> None:
+    rings = [RING]
+    listener = await listen(ring=lambda: rings[-1])
+    idle, busy = [await connect(listener, token=bearer_token(RING)) for _ in range(2)]
+    busy.send(request(1, WAITS))
+    await busy.next(link.DATA)
+    rings.append(KeyRing(primary="b", keys={"a": bytes(32), "b": bytes([1] * 32)}))
+    idle.send(request(1, body=b"x"))
+    assert await idle.answer(1) == (200, b"x"), "a key that is added ends nothing"
+    rings.append(KeyRing(primary="b", keys={"b": bytes([1] * 32)}))
+    assert await idle.goodbye() == "unauthorized: the key that this link has shown is no longer good"
+    kept = await connect(listener, token=bearer_token(rings[-1]))
+    busy.send(request(2, body=b"judged by its own key"))
+    assert await busy.answer(2) == (200, b"judged by its own key")
+    busy.send(link.encode(link.RESET, 1))
+    assert (await busy.goodbye()).startswith("unauthorized: ")
+    assert app.gone == 1
+    kept.send(request(1, body=b"x"))
+    assert await kept.answer(1) == (200, b"x")
+
+
+async def test_an_answer_without_end_does_not_keep_a_link_whose_key_was_withdrawn(
+    listen: Any, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tandem_worker.server.link.listener.WITHDRAWN_SECONDS", 0.5)
+    rings = [RING]
+    listener = await listen(ring=lambda: rings[-1])
+    busy = await connect(listener, token=bearer_token(RING))
+    busy.send(request(1, WAITS))
+    await busy.next(link.DATA)
+    rings.append(KeyRing(primary="b", keys={"b": bytes([1] * 32)}))
+    assert (await busy.goodbye()).startswith("unauthorized: ")
+
+
 async def test_strangers_make_room(listen: Any, connect: Connect) -> None:
     listener = await listen(max_links=3)
     known = await connect(listener)
@@ -313,6 +349,71 @@ async def test_more_requests_than_the_worker_takes(listen: Any, connect: Connect
     peer.send(*(request(number, WAITS) for number in (1, 2, 3)))
     _, number, reason = await peer.next(link.RESET)
     assert (number, link.read_reason(reason)) == (3, "full: this worker has as many requests as it may")
+
+
+def opening(number: int) -> bytes:
+    """A request whose body does not come."""
+    return link.encode(link.REQUEST, number, HEAD)
+
+
+async def refused(peer: Peer, count: int) -> list[int]:
+    """The numbers of so many requests that the worker did not begin with."""
+    frames = [await peer.next(link.RESET) for _ in range(count)]
+    assert all(link.read_reason(payload).startswith(link.NOT_BEGUN) for _, _, payload in frames)
+    return [number for _, number, _ in frames]
+
+
+async def test_a_link_leaves_others_their_share_of_places(listen: Any, connect: Connect) -> None:
+    listener = await listen(max_streams=8)
+    greedy, other = await connect(listener), await connect(listener)
+    greedy.send(*(opening(number) for number in range(1, 9)))
+    assert await refused(greedy, 4) == [5, 6, 7, 8]
+    other.send(*(request(number, WAITS) for number in range(1, 5)))
+    for _ in range(4):
+        assert (await other.next(link.DATA))[2] == b"first"
+    other.send(request(5, WAITS))
+    assert await refused(other, 1) == [5]
+
+
+async def test_a_link_that_is_alone_has_all_places_and_gives_up_what_never_came(
+    listen: Any, connect: Connect, app: App
+) -> None:
+    """Only requests that nobody has begun with: those that run go on, also beyond its share."""
+    listener = await listen(max_streams=8)
+    alone = await connect(listener)
+    alone.send(request(1, WAITS), request(2, WAITS))
+    for _ in range(2):
+        await alone.next(link.DATA)
+    alone.send(*(opening(number) for number in range(3, 9)))
+    await until(lambda: listener.num_streams == 8)
+    others = [await connect(listener) for _ in range(3)]
+    for other in others:
+        other.send(*(request(number, WAITS) for number in (1, 2)))
+        for _ in range(2):
+            assert (await other.next(link.DATA))[2] == b"first"
+    assert await refused(alone, 6) == [3, 4, 5, 6, 7, 8]
+    alone.send(request(9, WAITS))
+    assert await refused(alone, 1) == [9]
+    alone.send(link.encode(link.RESET, 1))
+    await until(lambda: app.gone == 1 and listener.num_streams == 7)
+    alone.send(request(10, body=b"x"))
+    assert await alone.answer(10) == (200, b"x")
+
+
+async def test_what_runs_is_not_given_up_for_another_link(listen: Any, connect: Connect) -> None:
+    listener = await listen(max_streams=4)
+    alone = await connect(listener)
+    early = link.encode(link.REQUEST, 1, WAITS)  # is answered although its body has not come
+    alone.send(early, *(request(number, WAITS) for number in (2, 3, 4)))
+    for _ in range(4):
+        await alone.next(link.DATA)
+    other = await connect(listener)
+    other.send(request(1, body=b"x"))
+    assert await refused(other, 1) == [1]
+    alone.send(link.encode(link.RESET, 2), request(5, WAITS))
+    assert await refused(alone, 1) == [5]
+    other.send(request(2, body=b"x"))
+    assert await other.answer(2) == (200, b"x")
 
 
 async def test_headers_that_are_too_many(listen: Any, connect: Connect, app: App) -> None:

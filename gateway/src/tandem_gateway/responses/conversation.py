@@ -14,8 +14,8 @@ from typing import Any, cast
 import orjson
 
 from tandem_gateway.errors import BadRequest
-from tandem_gateway.prompt import read_items, read_object
-from tandem_gateway.responses.store import Turn, join_items, list_turns
+from tandem_gateway.prompt import MAX_NODES, Said, bound_nodes, check_nodes, read_object
+from tandem_gateway.responses.store import Turn, join_turns, list_turns
 
 MAX_DEPTH = 1000
 """Turns of a conversation, each of which a request walks through."""
@@ -34,6 +34,8 @@ class Question:
     store: bool | None
     """None: it does not say."""
     previous: str | None
+    nodes: int
+    """Objects, lists and strings of the body, at most."""
 
 
 def read_question(body: bytes) -> Question:
@@ -48,23 +50,15 @@ def read_question(body: bytes) -> Question:
             param="previous_response_id",
             code="invalid_type",
         )
-    return Question(fields=fields, store=store, previous=previous)
+    return Question(fields=fields, store=store, previous=previous, nodes=bound_nodes(body) if previous else 0)
 
 
-def write_input(fields: Fields) -> bytes:
-    """The items that a request adds, in JSON and joined by commas.
-
-    Raises:
-        BadRequest: there are none, or they cannot be written again.
-    """
-    return _dump(read_items(fields), "input")[1:-1]
-
-
-def write_request(fields: Fields, given: bytes, parent: Turn | None, *, max_bytes: int) -> bytes:
-    """The body for a worker: with the whole conversation, and nothing in it that asks for a store.
+def write_request(question: Question, given: Said, parent: Turn | None, *, max_bytes: int) -> tuple[bytes, Said]:
+    """The body for a worker, with the whole conversation and nothing in it that asks for a store; and what is said in
+    it. What came before is copied, and not read again.
 
     Raises:
-        BadRequest: it is larger, or has more turns, than a request may.
+        BadRequest: it is larger, or has more turns or parts, than a request may.
     """
     if parent is not None and parent.depth >= MAX_DEPTH:
         raise BadRequest(
@@ -73,17 +67,19 @@ def write_request(fields: Fields, given: bytes, parent: Turn | None, *, max_byte
             param="previous_response_id",
             code="conversation_too_long",
         )
-    size = len(given) + (0 if parent is None else parent.total)
+    size = len(given.items) + (0 if parent is None else parent.total)
     if parent is not None and size > max_bytes:
         raise _too_long(size, max_bytes)
-    items = b",".join(part for part in (join_items(parent), given) if part)
-    whole = {key: value for key, value in fields.items() if key != "previous_response_id"}
-    whole |= {"store": False, "input": orjson.Fragment(b"[%b]" % items)}
+    rest = {key: value for key, value in question.fields.items() if key not in ("input", "previous_response_id")}
     # Two levels deeper than it is: the answer repeats some of it further inside, and is to be written, too.
-    body = _dump([[whole]], None)[2:-2]
+    head = _dump([[rest | {"store": False}]])[2:-3]
+    said = join_turns(parent, given)
+    body = b'%b,"input":[%b]}' % (head, said.items)
     if len(body) > max_bytes:
         raise _too_long(len(body), max_bytes)
-    return body
+    if parent is not None and parent.nodes + question.nodes > MAX_NODES:
+        check_nodes(body)
+    return body, said
 
 
 def _too_long(size: int, limit: int) -> BadRequest:
@@ -96,12 +92,11 @@ def _too_long(size: int, limit: int) -> BadRequest:
     )
 
 
-def _dump(value: object, param: str | None) -> bytes:
+def _dump(value: object) -> bytes:
     try:
         return orjson.dumps(value)
     except orjson.JSONEncodeError as error:  # what was read but cannot be written is nested beyond 250 levels
-        name = "the request body" if param is None else repr(param)
-        raise BadRequest(f"{name} is nested too deeply", param=param, code="invalid_value") from error
+        raise BadRequest("the request body is nested too deeply", code="invalid_value") from error
 
 
 # -- what is kept of an answer -----------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from typing import Any
 
 import orjson
 
+from tandem_gateway.prompt import Said
 from tandem_gateway.responses.conversation import write_head, write_output
 from tandem_gateway.responses.store import ResponseStore, Turn
 from tandem_gateway.resume import JournaledStream
@@ -25,6 +26,7 @@ _TELLS = re.compile(rb"^event: response\.(?:created|queued|in_progress|completed
 """Events that have the response in them."""
 _BORDER = re.compile(rb"\r?\n\r?\n")
 _DATA = re.compile(rb"^data: ?", re.M)
+_NOTHING = Said()
 _ENDS = frozenset(("completed", "incomplete"))
 _FAILS = frozenset(("failed", "cancelled"))
 
@@ -40,7 +42,7 @@ class Recording:
         *,
         tenant: bytes,
         name: str | None,
-        given: bytes,
+        given: Said,
         parent: Turn | None,
         previous: str | None,
         clock: Callable[[], float],
@@ -49,7 +51,7 @@ class Recording:
         self._store = store
         self._tenant = tenant
         self._id = name
-        self._given = given if name is not None else b""
+        self._given = given if name is not None else _NOTHING
         self._parent = parent
         self._previous = previous
         self._clock = clock
@@ -58,7 +60,7 @@ class Recording:
 
     @property
     def held_bytes(self) -> int:
-        return len(self._given)
+        return len(self._given.items)
 
     def hold(self) -> None:
         """The request is under way: what it continues stays."""
@@ -67,7 +69,7 @@ class Recording:
 
     def close(self) -> None:
         """It has ended."""
-        parent, self._parent, self._given = self._parent, None, b""
+        parent, self._parent, self._given = self._parent, None, _NOTHING
         if parent is not None:
             self._store.release(parent)
 
@@ -133,7 +135,7 @@ class Recording:
             parent=self._parent,
             now=self._clock(),
         )
-        self._given = b""
+        self._given = _NOTHING
         return self._kept
 
 

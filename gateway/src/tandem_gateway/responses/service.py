@@ -7,6 +7,8 @@ import os
 import re
 import secrets
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from urllib.parse import parse_qsl, unquote
 
@@ -20,18 +22,18 @@ from tandem_gateway.errors import BadRequest, GatewayFull, NotRouted, RequestErr
 from tandem_gateway.http.budget import FREE_BYTES, Budget
 from tandem_gateway.http.request import Request
 from tandem_gateway.metrics import by_label
-from tandem_gateway.prompt import RESPONSES
+from tandem_gateway.prompt import RESPONSES, Said, write_said
 from tandem_gateway.responses.conversation import (
     MAX_PAGE_ITEMS,
     PAGE_ITEMS,
+    Question,
     list_items,
     read_question,
     show_page,
-    write_input,
     write_request,
 )
 from tandem_gateway.responses.recording import Recording
-from tandem_gateway.responses.store import ResponseStore, StoredResponse
+from tandem_gateway.responses.store import ResponseStore, StoredResponse, Turn
 
 log = logging.getLogger(__name__)
 ONE, ITEMS, CANCEL = f"{RESPONSES}/{{id}}", f"{RESPONSES}/{{id}}/input_items", f"{RESPONSES}/{{id}}/cancel"
@@ -62,6 +64,43 @@ def name_path(path: str) -> str:
 def refuse_off() -> NotRouted:
     """For paths of stored responses where none are stored."""
     return NotRouted(_OFF, code="responses_not_stored")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A request for a response, as it came."""
+
+    question: Question
+    tenant: bytes
+    parent: Turn | None
+    """The last turn of what it continues."""
+
+    @property
+    def size(self) -> int:
+        """Bytes that it asks for beyond its own."""
+        return 0 if self.parent is None else self.parent.total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expanded:
+    """The same request with all that it continues."""
+
+    body: bytes
+    said: Said
+    given: Said
+    """What it adds itself."""
+    keeps: bool
+    """Its answer is to be kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """An answer to a question about what is kept."""
+
+    size: int
+    """Bytes that are read for it, about."""
+    build: Callable[[], object]
+    """Raises RequestError."""
 
 
 class Responses:
@@ -95,29 +134,37 @@ class Responses:
 
     # requests for a response
 
-    def expand(self, request: Request, *, max_bytes: int) -> Recording | None:
-        """Let the request's body have the whole conversation. Returns what follows its answer; None: nothing need.
+    def read(self, request: Request, *, look: bool = False) -> Asked:
+        """What a request asks of the store. With `look` nothing is changed by it, not even what was used last.
 
         Raises:
-            BadRequest: what it says of the store cannot be, or the conversation has become too long.
+            BadRequest: what it says of the store cannot be.
             UnknownResponse: what it continues is not here.
+        """
+        question, tenant = read_question(request.body), self._name_tenant(request)
+        if question.previous is None:
+            return Asked(question=question, tenant=tenant, parent=None)
+        find = self.store.peek(tenant, question.previous) if look else self._find(tenant, question.previous)
+        if find is None:
+            raise UnknownResponse(question.previous, param="previous_response_id")
+        return Asked(question=question, tenant=tenant, parent=find.turn)
+
+    def expand(self, asked: Asked, *, body: bytes, max_bytes: int) -> Expanded | None:
+        """The request with the whole conversation in the place of its `body`. None: it is as it should be.
+
+        Raises:
+            BadRequest: the conversation has become too long, or cannot be kept as was asked for.
             GatewayFull: there is no room for the whole conversation.
         """
-        question = read_question(request.body)
-        if question.store is False and question.previous is None:
+        question, parent = asked.question, asked.parent
+        if question.store is False and parent is None:
             return None
-        tenant, now = self._name_tenant(request), self._clock()
-        before = None
-        if question.previous is not None:
-            before = self.store.find(tenant, question.previous, now)
-            if before is None:
-                raise UnknownResponse(question.previous, param="previous_response_id")
-        parent = None if before is None else before.turn
-        given = write_input(question.fields)
-        keeps = question.store is not False and self.store.may_keep(len(given))
+        given = write_said(question.fields)
+        size = len(given.items)
+        keeps = question.store is not False and self.store.may_keep(size)
         if question.store and not keeps:
             raise BadRequest(
-                f"'input' has {len(given)} bytes, more than is stored of one response "
+                f"'input' has {size} bytes, more than is stored of one response "
                 f"({self.store.max_entry_bytes} with all that belongs to it): leave 'store' out or false",
                 status=413,
                 param="store",
@@ -125,22 +172,36 @@ class Responses:
             )
         if parent is not None:  # once more below: this one is before the work
             self._check_room(parent.total)
-        body = write_request(question.fields, given, parent, max_bytes=max_bytes)
-        self._check_room(len(body) + len(given) - len(request.body))
-        request.body = body
+        whole, said = write_request(question, given, parent, max_bytes=max_bytes)
+        self._check_room(len(whole) + size - len(body))
+        return Expanded(body=whole, said=said, given=given, keeps=keeps)
+
+    def keep_hold(self, asked: Asked) -> Callable[[], None]:
+        """What a request continues stays, until what is returned is called."""
+        parent = asked.parent
+        if parent is None:
+            return lambda: None
+        self.store.hold(parent)
+        return partial(self.store.release, parent)
+
+    def record(self, asked: Asked, expanded: Expanded) -> Recording:
+        """What follows the answer to a request."""
         return Recording(
             self.store,
-            tenant=tenant,
-            name=f"resp_{secrets.token_hex(24)}" if keeps else None,
-            given=given,
-            parent=parent,
-            previous=question.previous,
+            tenant=asked.tenant,
+            name=f"resp_{secrets.token_hex(24)}" if expanded.keeps else None,
+            given=expanded.given,
+            parent=asked.parent,
+            previous=asked.question.previous,
             clock=self._clock,
         )
 
+    def _find(self, tenant: bytes, name: str) -> StoredResponse | None:
+        return self.store.find(tenant, name, self._clock())
+
     # questions about what is kept
 
-    def answer(self, request: Request) -> object:
+    def answer(self, request: Request) -> Reply:
         """To one of the paths below /v1/responses/.
 
         Raises:
@@ -156,8 +217,8 @@ class Responses:
         if request.method == b"DELETE":
             if not self.store.delete(tenant, name, self._clock()):
                 raise UnknownResponse(name)
-            return {"id": name, "object": "response", "deleted": True}
-        found = self.store.find(tenant, name, self._clock())
+            return Reply(size=0, build=lambda: {"id": name, "object": "response", "deleted": True})
+        found = self._find(tenant, name)
         if found is None:
             raise UnknownResponse(name)
         if rest == "cancel":
@@ -168,7 +229,7 @@ class Responses:
         size = found.turn.total if rest else found.size
         self._check_room(size)
         request.cost += size // BYTES_PER_COST
-        return _list_input(found, request.query) if rest else _show(found, request.query)
+        return Reply(size=size, build=partial(_list_input if rest else _show, found, request.query))
 
     def _check_room(self, size: int) -> None:
         """A few bytes ask for many: raises GatewayFull where there is no room for them."""

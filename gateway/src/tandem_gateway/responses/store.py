@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from tandem_api.launch import StoreLimits
 
 from tandem_gateway.http.budget import Budget
+from tandem_gateway.prompt import Said, bound_nodes
 
 ENTRY_BYTES = 1400
 """Of Python, for one response with a turn and perhaps a tenant of its own, besides the bytes of their JSON."""
@@ -30,20 +31,27 @@ ENTRY_SHARE = 8
 class Turn:
     """What one response adds to its conversation: items in JSON, joined by commas."""
 
-    __slots__ = ("depth", "input", "key", "output", "parent", "tenant", "total", "uses")
+    __slots__ = ("depth", "input", "key", "nodes", "opening", "output", "parent", "tenant", "total", "uses")
 
-    def __init__(self, key: str, tenant: Tenant, given: bytes, output: bytes, parent: Turn | None) -> None:
+    def __init__(self, key: str, tenant: Tenant, given: Said, output: bytes, parent: Turn | None) -> None:
         self.key = key
         """Names it for good, so that its items can have names."""
         self.tenant = tenant
-        self.input = given
+        self.input = given.items
         self.output = output
         self.parent = parent
         self.uses = 0
         """By its response, by turns that follow, and by requests under way."""
         self.depth = 1 if parent is None else parent.depth + 1
-        self.total = len(given) + len(output) + 2 + (0 if parent is None else parent.total)
+        before = 0 if parent is None or not parent.total else parent.total + 1
+        own = len(given.items) + len(output) + (1 if given.items and output else 0)
+        self.total = before + own if own else max(0, before - 1)
         """Bytes of the conversation up to here, in JSON."""
+        known = 0 if parent is None else parent.opening
+        self.opening = known or (before + given.opening if given.opening else 0)
+        """As that of `Said`, of the conversation up to here."""
+        self.nodes = bound_nodes(given.items) + bound_nodes(output) + (0 if parent is None else parent.nodes)
+        """Objects, lists and strings of the conversation up to here, at most."""
 
     @property
     def size(self) -> int:
@@ -117,6 +125,11 @@ class ResponseStore:
         while self.used_bytes > self.max_bytes and self._responses:
             self._evict(self._find_largest())
 
+    def peek(self, tenant: bytes, name: str) -> StoredResponse | None:
+        """As `find`, and nothing is changed by it."""
+        owner = self._tenants.get(tenant)
+        return None if owner is None else owner.responses.get(name)
+
     def find(self, tenant: bytes, name: str, now: float) -> StoredResponse | None:
         """The tenant's own response of this name, which counts as used by that. None: there is none, or it is somebody
         else's."""
@@ -142,12 +155,12 @@ class ResponseStore:
         return size + ENTRY_BYTES <= self.max_entry_bytes
 
     def keep(
-        self, tenant: bytes, name: str, *, head: bytes, given: bytes, output: bytes, parent: Turn | None, now: float
+        self, tenant: bytes, name: str, *, head: bytes, given: Said, output: bytes, parent: Turn | None, now: float
     ) -> bool:
         """Keep a response with the items that it was given and that it made; they follow `parent`, which is in use.
         False: there is no room for one so large."""
         self.expire(now)
-        size = len(head) + len(given) + len(output) + ENTRY_BYTES
+        size = len(head) + len(given.items) + len(output) + ENTRY_BYTES
         if size > self.max_entry_bytes or not self._make_room(self._tenants.get(tenant), size):
             self.events["too_large"] += 1
             return False
@@ -256,9 +269,12 @@ def list_turns(last: Turn | None) -> Iterator[Turn]:
         last = last.parent
 
 
-def join_items(last: Turn | None) -> bytes:
-    """The conversation up to here: items in JSON, joined by commas."""
-    parts: list[bytes] = []
+def join_turns(last: Turn | None, more: Said | None = None) -> Said:
+    """The conversation up to here, and `more` after it. One copy of its bytes."""
+    more = more or Said()
+    parts = [more.items] if more.items else []
     for turn in list_turns(last):
         parts += [part for part in (turn.output, turn.input) if part]
-    return b",".join(reversed(parts))
+    before, known = (0, 0) if last is None else (last.total, last.opening)
+    later = more.opening and more.opening + before + (1 if before else 0)
+    return Said(b",".join(reversed(parts)), known or later)

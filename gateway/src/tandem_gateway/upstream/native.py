@@ -4,6 +4,9 @@ A call that finds no connection waits for the one that is being made, as long as
 not speak this version of the link is asked over HTTP from then on, calls that wait included: it says so itself, and the
 log, the metrics and `/debug/endpoints` say it, too. What is at its address may be replaced, so that the link is tried
 again now and then. Whatever else goes wrong fails the calls, as it would over HTTP, and the link is tried again.
+
+When this gateway's key changes it greets anew, over another connection, and asks over the former one until the worker
+has answered: what runs there ends there.
 """
 
 from __future__ import annotations
@@ -59,6 +62,11 @@ class NativeLink:
         self._connect_seconds = connect_seconds
         self._watcher = watcher
         self._connection: LinkConnection | None = None
+        """That carries new calls."""
+        self._former: set[LinkConnection] = set()
+        """Others, until their last calls have ended."""
+        self._outdated = False
+        """The connection was greeted with another key than this gateway's present one."""
         self._waiting: dict[_Waiting, None] = {}
         self._dialing: asyncio.Task[None] | None = None
         self._retry_at = 0.0
@@ -95,12 +103,22 @@ class NativeLink:
             connection.carry(call)
         return call
 
+    def renew(self) -> None:
+        """This gateway's key has changed: greet anew with it, be there a connection or not."""
+        self._outdated = True
+        self._pause, self._retry_at = BACKOFF_FIRST, 0.0
+
     def reap(self, now: float) -> None:
         self._http.reap(now)
+        self._tick(now)
+        if (self._connection is None or self._outdated) and now >= self._retry_at and not self._closed:
+            self._dial_now()
+
+    def _tick(self, now: float) -> None:
         if self._connection is not None:
             self._connection.tick(now)
-        elif now >= self._retry_at and not self._closed:
-            self._dial_now()
+        for each in tuple(self._former):
+            each.tick(now)
 
     def close(self) -> None:
         self._closed = True
@@ -115,8 +133,8 @@ class NativeLink:
     def _watch_on(self) -> None:
         """Nobody calls `reap` any more, and calls are still under way: the worker has to hear of this gateway."""
         loop = asyncio.get_running_loop()
-        if self._connection is not None:
-            self._connection.tick(loop.time())
+        if self._connection is not None or self._former:
+            self._tick(loop.time())
             loop.call_later(link.PING_SECONDS / 2, self._watch_on)
 
     # connecting
@@ -130,9 +148,7 @@ class NativeLink:
         connection: LinkConnection | None = None
         try:
             async with asyncio.timeout(self._connect_seconds):
-                _, connection = await loop.create_connection(
-                    lambda: LinkConnection(self, self._greet()), self._host, self._port
-                )
+                _, connection = await loop.create_connection(self._build_connection, self._host, self._port)
                 self._know(connection, await connection.greeted)
             if connection.ended is not None:
                 raise connection.ended
@@ -152,6 +168,10 @@ class NativeLink:
         if connection is not None and connection.ended is None:
             connection.transport.abort()
 
+    def _build_connection(self) -> LinkConnection:
+        self._outdated = False
+        return LinkConnection(self, self._greet())
+
     def _know(self, connection: LinkConnection, hello: Hello) -> None:
         """An address is given to the next pod before everybody has heard that the last one has gone."""
         expected = self.worker.pod_name
@@ -162,8 +182,9 @@ class NativeLink:
     def _on_greeted(self, connection: LinkConnection) -> None:
         former, self._connection = self._connection, connection
         self._pause, self.refused = BACKOFF_FIRST, None
-        if former is not None and not former.calls:
-            former.end(LinkEnded(Goodbye.CLOSING, "another link takes its place"))
+        if former is not None:
+            self._former.add(former)
+            self.on_idle(former)
         log.info("a worker is linked", extra={"worker": self.worker.name})
         self._resolve(self.start)
         if self._closed:
@@ -171,6 +192,7 @@ class NativeLink:
 
     def _on_refused(self, end: LinkEnded) -> None:
         """No link came about."""
+        self._outdated = True
         self._watcher.on_link_end(self.worker, end.code)
         known, self.refused = self.refused, str(end) if end.code == Goodbye.VERSION else self.refused
         self._back_off()
@@ -217,10 +239,11 @@ class NativeLink:
         self._watcher.on_link_drain(self.worker)
 
     def on_idle(self, connection: LinkConnection) -> None:
-        if self._closed or connection is not self._connection:
+        if not connection.calls and (self._closed or connection is not self._connection):
             connection.end(LinkEnded(Goodbye.CLOSING, "this gateway has no more requests"))
 
     def on_lost(self, connection: LinkConnection, end: LinkEnded, calls: list[NativeCall]) -> None:
+        self._former.discard(connection)
         if connection is self._connection:
             self._connection = None
             self._back_off()

@@ -4,14 +4,15 @@ takes to carry it out.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tandem_api.launch import GatewayTimeouts
+from tandem_api.names import Role
 
 from tandem_gateway.prompt import Inquiry
-from tandem_gateway.scheduling import Choice, Endpoint, Scheduler
+from tandem_gateway.scheduling import Choice, Endpoint, Scheduler, Worker
 from tandem_gateway.upstream.base import Call, Link, Sink
 
 Fields = dict[str, Any]
@@ -32,16 +33,35 @@ class Order:
     """Its prefill endpoints that fail are taken out of it, so that it tells in the end who did the work."""
 
 
+@dataclass(frozen=True, slots=True)
+class Kinds:
+    """What kinds of workers there are."""
+
+    others: tuple[str, ...] = ()
+    """Engines of other projects, by name."""
+    mixed: bool = False
+    """Workers of several engines serve side by side: no engine may judge a request that another one may get."""
+    pairs: bool = False
+    """Decode workers have prefill workers beside them."""
+
+    @staticmethod
+    def of(workers: Iterable[Worker]) -> Kinds:
+        workers = tuple(workers)
+        engines = {worker.engine for worker in workers}
+        return Kinds(
+            others=tuple(sorted(engines - {"Tandem"})),
+            mixed=len(engines) > 1,
+            pairs=any(worker.role is Role.DECODE for worker in workers),
+        )
+
+
 class Host(Protocol):
     """The gateway, as adapters see it."""
 
     scheduler: Scheduler
     timeouts: GatewayTimeouts
     served_names: tuple[str, ...]
-    pairs: bool
-    """Decode workers have prefill workers beside them."""
-    mixed: bool
-    """Workers of several engines serve side by side: no engine may judge a request that another one may get."""
+    kinds: Kinds
 
     def link(self, endpoint: Endpoint) -> Link: ...
 

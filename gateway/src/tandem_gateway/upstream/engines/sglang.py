@@ -48,7 +48,7 @@ class SGLang:
 
     def admit(self, path: str, body: bytes, inquiry: Inquiry) -> None:
         refuse_steering(body)
-        if self._host.pairs and not self._host.mixed:
+        if self._host.kinds.pairs and not self._host.kinds.mixed:
             _refuse_unpaired(path, read_fields(body))
 
     def start(self, sink: Sink, order: Order) -> Call:

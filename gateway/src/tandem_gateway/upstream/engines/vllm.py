@@ -54,7 +54,8 @@ class VLLM:
 
     def admit(self, path: str, body: bytes, inquiry: Inquiry) -> None:
         refuse_steering(body)
-        if self._host.pairs and not self._host.mixed and path in GENERATES and not _is_shared(path, read_fields(body)):
+        kinds = self._host.kinds
+        if kinds.pairs and not kinds.mixed and path in GENERATES and not _is_shared(path, read_fields(body)):
             inquiry.demand.local = True
 
     def start(self, sink: Sink, order: Order) -> Call:

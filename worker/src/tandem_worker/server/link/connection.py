@@ -40,7 +40,6 @@ class Owner(Protocol):
 
     app: ASGIApp
     name: str
-    num_streams: int
     max_streams: int
 
     def ring(self) -> KeyRing:
@@ -59,6 +58,14 @@ class Owner(Protocol):
         """It is gone."""
         ...
 
+    def take_place(self, connection: GatewayLink) -> str | None:
+        """For one more request of this link; else why there is none."""
+        ...
+
+    def return_place(self) -> None:
+        """One has ended."""
+        ...
+
     def count(self, reason: str) -> bool:
         """A link was refused or ended for this reason. False: the log tells it often enough."""
         ...
@@ -74,10 +81,16 @@ class GatewayLink(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._reader = FrameReader(link.FROM_GATEWAY)
         self.streams: dict[int, Stream] = {}
+        self.unfinished: dict[int, Stream] = {}
+        """Those whose requests have not come to their end, oldest first."""
         self.blocked = False
         self.greeted = False
         self.name = ""
         """The gateway's."""
+        self._token: str | None = None
+        """That it has shown."""
+        self.withdrawn_at: float | None = None
+        """When its key had ceased to be good."""
         self.telemetry_seconds = link.TELEMETRY_SECONDS
         self.telemetry_due = 0.0
         self.heard_at = self._loop.time()
@@ -182,6 +195,8 @@ class GatewayLink(asyncio.Protocol):
             stream = self._find(number)
             if stream is not None:
                 stream.take_body(payload, last=tag == link.DATA_LAST)
+                if tag == link.DATA_LAST:
+                    self.unfinished.pop(number, None)
         elif tag in (link.REQUEST, link.REQUEST_LAST):
             self._begin(number, payload, body_follows=tag == link.REQUEST)
         elif tag == link.RESET:
@@ -211,7 +226,8 @@ class GatewayLink(asyncio.Protocol):
             return
         if self._deadline is not None:
             self._deadline.cancel()
-        self.greeted, self.name, self.telemetry_seconds = True, hello.name, hello.telemetry_seconds
+        self.greeted, self.name, self._token = True, hello.name, hello.token
+        self.telemetry_seconds = hello.telemetry_seconds
         own = link.Hello(name=self._owner.name[:253], max_streams=self._owner.max_streams)
         self.put(link.encode_hello(own))
         self._owner.on_greeted(self)
@@ -222,13 +238,14 @@ class GatewayLink(asyncio.Protocol):
             raise LinkError(f"stream {number} begins after stream {self._newest}")
         self._newest = number
         method, target, fields = link.read_request_head(payload)
-        if self._owner.num_streams >= self._owner.max_streams:
-            reason = f"{link.NOT_BEGUN}this worker has as many requests as it may"
-            self.put(link.encode_reason(link.RESET, number, reason))
+        reason = self._owner.take_place(self)
+        if reason is not None:
+            self._refuse(number, reason)
             return
         stream = Stream(self, number, method=method, body_follows=body_follows)
         self.streams[number] = stream
-        self._owner.num_streams += 1
+        if body_follows:
+            self.unfinished[number] = stream
         if len(fields) > MAX_HEADERS or len(payload) > MAX_HEADER_BYTES:
             run = _refuse_headers(stream)
         else:
@@ -237,6 +254,21 @@ class GatewayLink(asyncio.Protocol):
         task = self._loop.create_task(self._conclude(stream, run))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    def _refuse(self, number: int, text: str) -> None:
+        """Nobody has begun with it."""
+        self.put(link.encode_reason(link.RESET, number, f"{link.NOT_BEGUN}{text}"))
+
+    def give_up(self) -> bool:
+        """End the oldest request that has not come to its end and has had no answer. False: there is none."""
+        while self.unfinished:
+            number = next(iter(self.unfinished))
+            stream = self.unfinished.pop(number)
+            if not stream.answering and not stream.gone:
+                stream.leave()
+                self._refuse(number, "this link has more requests than its share, and another one needs the place")
+                return True
+        return False
 
     def _address(self, side: str) -> tuple[Any, ...] | None:
         found = self.transport.get_extra_info(side)
@@ -259,8 +291,30 @@ class GatewayLink(asyncio.Protocol):
             if not stream.complete and not stream.gone:
                 stream.leave()
                 self.put(link.encode_reason(link.RESET, stream.number, reason))
-            self._owner.num_streams -= 1
+            self._owner.return_place()
             self.streams.pop(stream.number, None)
+            self.unfinished.pop(stream.number, None)
+            self._leave_if_withdrawn()
+
+    # keys
+
+    def judge(self, ring: KeyRing, now: float) -> None:
+        """These keys are good now. Without one of them the link ends, with the last of its answers: each request shows
+        a key of its own, and is judged by that.
+        """
+        if admits(ring, self._token):
+            self.withdrawn_at = None
+        elif self.withdrawn_at is None:
+            self.withdrawn_at = now
+            self._leave_if_withdrawn()
+
+    def _leave_if_withdrawn(self) -> None:
+        if self.withdrawn_at is not None and not self.streams:
+            self.end_unauthorized()
+
+    def end_unauthorized(self) -> None:
+        """Its gateway may greet anew, with a key that is good."""
+        self.end(Goodbye.UNAUTHORIZED, "the key that this link has shown is no longer good")
 
     # sending
 

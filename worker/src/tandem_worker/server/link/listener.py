@@ -1,4 +1,4 @@
-"""The port of the native link: who is connected, what all of them may take, and the samples that they get."""
+"""The port of the native link: who is connected and may stay, what all of them may take, and the samples they get."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ from tandem_worker.server.serving import MAX_CONNECTIONS
 MAX_LINKS = 128
 """Each gateway process has one. Who has not shown a key yet makes room first."""
 MAX_STREAMS = MAX_CONNECTIONS
-"""Requests over all links together, as over HTTP."""
+"""Requests over all links together, as over HTTP. Each link may have an equal part of them; one that is alone, all."""
 _STALLED_SECONDS = 2.0
 """After so long between two ticks it was this process that stood still, not the gateways."""
+WITHDRAWN_SECONDS = 600.0
+"""What runs over a link whose key was withdrawn has so long to end. Its gateway asks over another one meanwhile."""
 _COMPLAINT_SECONDS = 10.0
 """Links that end for the same reason are named so often in the log, however many there are."""
 _log = logging.getLogger(__name__)
@@ -54,9 +56,13 @@ class LinkListener:
         )
         """Links that were not let in or were ended for what came over them, by reason. Grows only; read by metrics."""
         self._complain_at: dict[str, float] = {}
+        self._judged_by = ring()
+        """The keys by which links were last judged."""
         self._telemetry = telemetry
         self._max_links = max_links
         self._links: dict[GatewayLink, None] = {}
+        self._greeted: dict[GatewayLink, None] = {}
+        """Those of gateways."""
         self._server: asyncio.Server | None = None
         self._ticking: asyncio.Task[None] | None = None
         self._draining = False
@@ -85,9 +91,8 @@ class LinkListener:
     def drain(self) -> None:
         """Tell every gateway that no more requests are taken, at once."""
         self._draining = True
-        for each in self._links:
-            if each.greeted:
-                self._tell_draining(each)
+        for each in self._greeted:
+            self._tell_draining(each)
 
     async def stop(self, grace_seconds: float = 1.0) -> None:
         """Take no more links, let answers end for `grace_seconds`, then end what is left."""
@@ -123,6 +128,7 @@ class LinkListener:
 
     def on_greeted(self, connection: GatewayLink) -> None:
         """Tell it how this worker does."""
+        self._greeted[connection] = None
         _log.info("a gateway has linked", extra={"gateway": connection.name})
         if self._draining:
             self._tell_draining(connection)
@@ -132,6 +138,28 @@ class LinkListener:
     def on_end(self, connection: GatewayLink) -> None:
         """Forget it."""
         self._links.pop(connection, None)
+        self._greeted.pop(connection, None)
+
+    def take_place(self, connection: GatewayLink) -> str | None:
+        """A place for one more request of this link, until it returns it; else why there is none.
+
+        No link has more than its share while there are others. One that was alone may have had more: it gives up
+        requests that it never finished sending, which nobody has begun with, as others come for their shares.
+        """
+        share = max(1, self.max_streams // max(1, len(self._greeted)))
+        if len(connection.streams) >= share and share < self.max_streams:
+            return f"this link has as many requests as its share, {share}"
+        if self.num_streams >= self.max_streams:
+            over = (each for each in self._greeted if len(each.streams) > share)
+            most = max(over, key=lambda each: len(each.unfinished), default=None)
+            if most is None or not most.give_up():
+                return "this worker has as many requests as it may"
+        self.num_streams += 1
+        return None
+
+    def return_place(self) -> None:
+        """A request has ended."""
+        self.num_streams -= 1
 
     def count(self, reason: str) -> bool:
         """A link was refused, or ended, for this reason. Whether the log is to tell of it."""
@@ -157,7 +185,8 @@ class LinkListener:
             await asyncio.sleep(link.TELEMETRY_SECONDS / 2)
             now = loop.time()
             stalled, before = now - before > _STALLED_SECONDS, now
-            due = [each for each in self._links if each.greeted and now >= each.telemetry_due]
+            self._judge(now)
+            due = [each for each in self._greeted if now >= each.telemetry_due and each.withdrawn_at is None]
             sample = self._sample() if due else None
             for each in due:
                 self._tell(each, sample, now)
@@ -166,6 +195,17 @@ class LinkListener:
                     each.heard_at = now
                 elif each.greeted and now - each.heard_at > link.GATEWAY_SILENCE_SECONDS:
                     each.end(Goodbye.SILENT, f"nothing came for {link.GATEWAY_SILENCE_SECONDS:g} s")
+
+    def _judge(self, now: float) -> None:
+        """Links whose key was withdrawn end, as soon as nothing runs over them."""
+        ring = self.ring()
+        if ring is not self._judged_by:
+            self._judged_by = ring
+            for each in tuple(self._greeted):
+                each.judge(ring, now)
+        for each in tuple(self._greeted):
+            if each.withdrawn_at is not None and now - each.withdrawn_at > WITHDRAWN_SECONDS:
+                each.end_unauthorized()
 
     def _tell(self, connection: GatewayLink, sample: bytes | None, now: float) -> None:
         connection.telemetry_due = now + connection.telemetry_seconds - 0.01

@@ -33,7 +33,7 @@ class Stream:
 
     __slots__ = (
         "_body", "_body_ended", "_credit", "_head", "_is_head_request", "_last", "_parts", "_received", "_told",
-        "_waiters", "_wire", "gone", "number",
+        "_waiters", "_wire", "answering", "gone", "number",
     )  # fmt: skip
 
     def __init__(self, wire: Wire, number: int, *, method: bytes, body_follows: bool) -> None:
@@ -41,6 +41,8 @@ class Stream:
         self.number = number
         self.gone = False
         """Nobody waits for the answer any more."""
+        self.answering = False
+        """The application has begun its answer."""
         self._is_head_request = method == b"HEAD"
         self._body: list[bytes] = []
         self._received = 0
@@ -125,6 +127,7 @@ class Stream:
         if self.gone:
             return
         if message["type"] == "http.response.start":
+            self.answering = True
             fields: Fields = list(message["headers"])
             self._head = link.encode(link.HEAD, self.number, link.encode_response_head(message["status"], fields))
             self._wire.touch(self)
