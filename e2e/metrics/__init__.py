@@ -1,6 +1,6 @@
 """Metrics of pods in the Kubernetes API: Prometheus and prometheus-adapter in the cluster, built from their sources.
 
-HorizontalPodAutoscalers read them there. The adapter has the configuration of `examples/prometheus-adapter.yaml`.
+HorizontalPodAutoscalers read them there. The adapter has the configuration of `examples/prometheus-adapter/`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from e2e.cluster.settings import read_settings
 
 Object = dict[str, Any]
 FOLDER = Path(__file__).parent
-RULES = FOLDER.parents[1] / "examples" / "prometheus-adapter.yaml"
+RULES = FOLDER.parents[1] / "examples" / "prometheus-adapter" / "config-map.yaml"
 NAMESPACE = "tandem-metrics"
 API = "v1beta1.custom.metrics.k8s.io"
 IMAGES = {"PROMETHEUS_IMAGE": "prometheus", "ADAPTER_IMAGE": "prometheus-adapter"}

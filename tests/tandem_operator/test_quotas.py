@@ -14,14 +14,16 @@ from tandem_api.names import Role
 from tandem_operator.fleet import FleetView, FleetWatch
 from tandem_operator.kube.client import KubeClient
 from tandem_operator.manifests import ModelKey
-from tandem_operator.quotas import Budget, Limit, QuotaWatch, find_budget, read_limit
+from tandem_operator.quotas import Budget, Limit, Pool, QuotaWatch, find_budget, read_limits
 from tandem_operator.scaler import PERIOD_SECONDS, Scaler
 from tandem_operator.scaling.observe import RoleCount
 from tandem_operator.scaling.temper import Circumstances
 from tandem_operator.scene import Scene
 from test_scaler import SPEC, D, Load, P
 
-RESOURCE = "requests.nvidia.com/gpu"
+GPU = "nvidia.com/gpu"
+RESOURCE = f"requests.{GPU}"
+A, B = Pool("a", GPU), Pool("b", GPU)
 
 
 def quota(hard: Any = "8", used: Any = "0", **spec: Any) -> dict[str, Any]:
@@ -29,13 +31,22 @@ def quota(hard: Any = "8", used: Any = "0", **spec: Any) -> dict[str, Any]:
 
 
 def test_quotas_that_hold_for_all_pods_and_name_gpus_count() -> None:
-    assert read_limit(quota(8, "3")) == Limit(8, 3)
-    assert read_limit({"spec": {"hard": {RESOURCE: "1k"}}}) == Limit(1000, 0), "its controller has not counted yet"
-    assert read_limit({"spec": {"hard": {"pods": "5"}}}) is None
-    assert read_limit(quota(scopes=["BestEffort"])) is None
-    assert read_limit(quota(scopeSelector={"matchExpressions": []})) is None
+    assert read_limits(quota(8, "3")) == {GPU: Limit(8, 3)}
+    assert read_limits({"spec": {"hard": {RESOURCE: "1k"}}}) == {GPU: Limit(1000, 0)}, "not counted yet"
+    assert read_limits({"spec": {"hard": {"pods": "5", GPU: "5", "requests.cpu": "5"}}}) == {}
+    assert read_limits(quota(scopes=["BestEffort"])) == {}
+    assert read_limits(quota(scopeSelector={"matchExpressions": [{}]})) == {}
     with pytest.raises(ValueError, match="many"):
-        read_limit(quota("many"))
+        read_limits(quota("many"))
+
+
+def test_each_kind_of_gpus_has_a_limit_of_its_own() -> None:
+    hard = {"requests.amd.com/gpu": "4", "requests.nvidia.com/mig-1g.10gb": "7", "requests.example.com/nic": "2"}
+    used = {"requests.amd.com/gpu": "1"}
+    assert read_limits({"spec": {"hard": hard}, "status": {"used": used}}) == {
+        "amd.com/gpu": Limit(4, 1),
+        "nvidia.com/mig-1g.10gb": Limit(7, 0),
+    }
 
 
 def test_what_others_use_is_not_there_for_models() -> None:
@@ -74,25 +85,25 @@ async def test_only_namespaces_of_models_are_read_and_the_last_answer_is_kept_fo
     server: tuple[Server, KubeClient],
 ) -> None:
     api, client = server
-    now, present = 0.0, {"a": 3}
+    now, present = 0.0, {A: 3}
     watch = QuotaWatch(client, lambda: present, clock=lambda: now)
-    assert watch.budget("a") == Budget()
+    assert watch.budget(A) == Budget()
     api.items = [quota("8", "5"), {"spec": {"hard": {"pods": "5"}}}]
     await watch.read_all()
     assert api.asked == ["/api/v1/namespaces/a/resourcequotas"]
-    assert (watch.budget("a"), watch.budget("b")) == (Budget(gpus=6), Budget())
+    assert (watch.budget(A), watch.budget(B)) == (Budget(gpus=6), Budget())
     api.status = 403
     await watch.read_all()
-    assert watch.budget("a") == Budget(gpus=6)
+    assert watch.budget(A) == Budget(gpus=6)
     now = 61.0
-    assert watch.budget("a").gpus is None
-    assert "forbidden" in watch.budget("a").problem
+    assert watch.budget(A).gpus is None
+    assert "forbidden" in watch.budget(A).problem
     api.status, api.items = 200, [quota("many")]
     await watch.read_all()
-    assert "many" in watch.budget("a").problem, "what cannot be read is told and not taken for no quota"
+    assert "many" in watch.budget(A).problem, "what cannot be read is told and not taken for no quota"
     api.items = []
     await watch.read_all()
-    assert watch.budget("a") == Budget()
+    assert watch.budget(A) == Budget()
     present = {}
     await watch.read_all()
     assert len(api.asked) == 4, "nobody asks for it any more"
@@ -102,20 +113,20 @@ async def test_pods_that_the_quota_counts_sooner_or_later_than_the_operator_take
     server: tuple[Server, KubeClient],
 ) -> None:
     api, client = server
-    present = {"a": 8}
+    present = {A: 8}
     watch = QuotaWatch(client, lambda: present)
     budgets: list[int | None] = []
     for used, seen in (("8", 8), ("8", 7), ("7", 7), ("8", 7), ("8", 8), ("12", 8), ("12", 8), ("12", 8)):
-        api.items, present["a"] = [quota("8", used)], seen
+        api.items, present[A] = [quota("8", used)], seen
         await watch.read_all()
-        budgets.append(watch.budget("a").gpus)
+        budgets.append(watch.budget(A).gpus)
     assert budgets == [8, 8, 8, 8, 8, 8, 8, 4], "a pod gone, one made; and others that use some for good"
     api.items = []
     await watch.read_all()
-    assert watch.budget("a") == Budget()
+    assert watch.budget(A) == Budget()
     api.items = [quota("6", "8")]
     await watch.read_all()
-    assert watch.budget("a").gpus == 6, "of a quota that is new, the first look counts"
+    assert watch.budget(A).gpus == 6, "of a quota that is new, the first look counts"
 
 
 @pytest.mark.parametrize("body", [{"metadata": {}}, {"items": None, "metadata": {}}, [], {"items": [None]}])
@@ -125,9 +136,9 @@ async def test_an_answer_of_another_form_is_told_and_ends_nothing(body: Any) -> 
 
     async with serving(handle) as url:
         client, now = KubeClient(api_client(url, 2)), 61.0
-        watch = QuotaWatch(client, lambda: {"a": 3}, clock=lambda: now)
+        watch = QuotaWatch(client, lambda: {A: 3}, clock=lambda: now)
         await watch.read_all()
-        assert (watch.budget("a").gpus, bool(watch.budget("a").problem)) == (None, True)
+        assert (watch.budget(A).gpus, bool(watch.budget(A).problem)) == (None, True)
         await client.close()
 
 
@@ -151,18 +162,29 @@ LOW, HIGH = ModelKey("n", "low"), ModelKey("n", "high")
 class Namespace:
     """Two models; what is decided is there at the next look, and what goes drains for one."""
 
-    def __init__(self, gpus: int | None, *, priorities: tuple[int, int] = (0, 10), problem: str = "") -> None:
+    def __init__(
+        self,
+        gpus: int | None,
+        *,
+        priorities: tuple[int, int] = (0, 10),
+        problem: str = "",
+        resource: str = GPU,
+        each: int = 1,
+    ) -> None:
+        """`resource`: of the one with the high priority. `each`: how many of them a replica takes."""
         self.loads = {LOW: Load(), HIGH: Load()}
         self.gpus, self.problem = gpus, problem
         self.priorities = dict(zip((LOW, HIGH), priorities, strict=True))
         self.counts: dict[ModelKey, dict[Role, int]] = {key: {P: 1, D: 1} for key in (LOW, HIGH)}
         self.before = {key: dict(one) for key, one in self.counts.items()}
+        self.resources = {LOW: GPU, HIGH: resource}
+        self.each = each
         self.seen: list[tuple[int, int]] = []
         self.most = 0
         now = self.loads[LOW]
         self.scaler = Scaler(
             Loads(self.loads), clock=lambda: now.now, wall=lambda: now.now,
-            budget=lambda namespace: Budget(gpus=self.gpus, problem=self.problem) if namespace == "n" else Budget(),
+            budget=lambda pool: Budget(gpus=self.gpus, problem=self.problem) if pool.namespace == "n" else Budget(),
         )  # fmt: skip
         self.follow()
 
@@ -182,7 +204,8 @@ class Namespace:
                 key,
                 Scene(
                     spec=SPEC, ttft=SPEC.ttft, tpot=SPEC.tpot, counts=counts, circumstances=circumstances,
-                    priority=self.priorities[key], in_quota=True,
+                    priority=self.priorities[key], gpu_resource=self.resources[key],
+                    gpus={P: self.each, D: self.each},
                 ),
             )  # fmt: skip
         self.most = max(self.most, sum(self.scaler.present().values()))
@@ -235,6 +258,22 @@ async def test_a_higher_priority_grows_at_the_cost_of_a_lower_one_and_gives_back
     assert "GPU quota" not in namespace.told(LOW)[1]
 
 
+async def test_models_on_other_kinds_of_gpus_take_nothing_from_one_another() -> None:
+    alone, namespace = Namespace(None), Namespace(11, resource="nvidia.com/mig-1g.10gb")
+    for one in (alone, namespace):
+        await one.run(700, 3.5, 3.5)
+    assert alone.counts == namespace.counts
+    assert alone.gpus_of(LOW) + alone.gpus_of(HIGH) > 11, "of one kind they would have had to share"
+
+
+async def test_a_quota_is_shared_by_what_pods_ask_for() -> None:
+    namespace = Namespace(16, each=2)
+    await namespace.run(700, 3.5, 3.5)
+    assert namespace.gpus_of(LOW) + namespace.gpus_of(HIGH) == 8, "replicas, of two each"
+    assert namespace.most <= 16
+    assert "Limited by the namespace's GPU quota" in namespace.told(LOW)[1]
+
+
 async def test_a_model_that_is_scaled_no_longer_claims_nothing() -> None:
     namespace = Namespace(11)
     await namespace.run(700, 3.5, 3.5)
@@ -242,7 +281,7 @@ async def test_a_model_that_is_scaled_no_longer_claims_nothing() -> None:
     assert "GPU quota" in namespace.told(LOW)[0]
     static = Scene(spec=None, ttft=SPEC.ttft, tpot=SPEC.tpot, circumstances=Circumstances(followed=frozenset()))
     scaler.follow(HIGH, static)
-    assert scaler.present() == {"n": before}, "its pods are another's now, in the quota's own count"
+    assert scaler.present() == {Pool("n", GPU): before}, "its pods are another's now, in the quota's own count"
     for _ in range(30):
         namespace.loads[LOW].pass_time()
         scaler.decide(LOW)

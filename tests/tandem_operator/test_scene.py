@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from operator_objects import blueprint, container, pod, stateful_set
+from operator_objects import blueprint, container, pod, settled, stateful_set
 from tandem_api.inferencemodel import RolloutStatus
 from tandem_api.names import Role
+from tandem_operator.accelerators import count_gpus
 from tandem_operator.manifests import ChildKey, Manifest
 from tandem_operator.scene import Scene, is_rolling, set_scene
 
@@ -72,14 +73,58 @@ def test_workers_that_do_both_are_sized_as_the_role_of_their_field() -> None:
     assert found.fewest == {D: 1}
 
 
-def test_a_model_of_which_every_replica_takes_gpus_is_in_the_quota() -> None:
-    gpus = {"resources": {"limits": {"nvidia.com/gpu": 1}}}
-    found = scene(worker(0), prefill=MODE | gpus, decode={"replicas": 3} | gpus, autoscaling={"priority": 7})
-    half = scene(prefill=MODE, decode={"replicas": 3} | gpus)
+def role(count: int = 1, resource: str = "nvidia.com/gpu", **more: Any) -> dict[str, Any]:
+    return MODE | {"resources": {"limits": {resource: count}}} | more
+
+
+def overlay(**containers: dict[str, Any]) -> dict[str, Any]:
+    """A podTemplate that gives containers these limits."""
+    made = [{"name": name, "image": "i:1", "resources": {"limits": limits}} for name, limits in containers.items()]
+    return {"podTemplate": {"spec": {"containers": made}}}
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "resource", "gpus"),
+    [
+        (role(), role(), "nvidia.com/gpu", {P: 1, D: 1}),
+        (role(1, "amd.com/gpu"), role(1, "amd.com/gpu"), "amd.com/gpu", {P: 1, D: 1}),
+        (role(2, "gpu.intel.com/xe"), role(1, "gpu.intel.com/xe"), "gpu.intel.com/xe", {P: 2, D: 1}),
+        (role(1, "nvidia.com/mig-1g.10gb"), role(1, "nvidia.com/mig-1g.10gb"), "nvidia.com/mig-1g.10gb", {P: 1, D: 1}),
+        (None, role(4, parallelism={"tensor": 8}, nodesPerReplica=2), "nvidia.com/gpu", {D: 8}),
+        (role(), MODE | overlay(worker={"nvidia.com/gpu": 3}), "nvidia.com/gpu", {P: 1, D: 3}),
+        (role(), role(1) | overlay(beside={"nvidia.com/gpu": 1}), "nvidia.com/gpu", {P: 1, D: 2}),
+        (MODE, role(), "", {}),
+        (role(0), role(), "", {}),
+        (role(), role(1, "nvidia.com/mig-1g.10gb"), "", {}),
+        (role(), role(1) | overlay(beside={"amd.com/gpu": 1}), "", {}),
+        (role(1, "example.com/nic"), role(1, "example.com/nic"), "", {}),
+    ],
+)
+def test_what_pods_ask_for_tells_whether_a_quota_bounds_the_model(
+    prefill: Any, decode: Any, resource: str, gpus: dict[Role, int]
+) -> None:
+    plan = blueprint(prefill=prefill, decode=decode, slo=SLO, autoscaling={"priority": 7})
+    found = set_scene(plan, settled(plan), None)
     assert found is not None
-    assert half is not None
-    assert (found.in_quota, found.priority, found.counts[D].present) == (True, 7, 1)
-    assert (half.in_quota, half.priority) == (False, 0)
+    assert (found.gpu_resource, found.gpus) == (resource, gpus)
+    assert found.priority == 7
+
+
+def test_a_model_without_pods_yet_takes_no_gpus() -> None:
+    plan = blueprint(prefill=role(), decode=role(), slo=SLO)
+    found = set_scene(plan, {}, None)
+    assert found is not None
+    assert found.gpu_resource == ""
+
+
+def test_init_containers_take_theirs_before_the_others_and_sidecars_beside_them() -> None:
+    def one(count: int, **more: Any) -> Manifest:
+        return {"resources": {"limits": {"nvidia.com/gpu": str(count), "cpu": "1"}}} | more
+
+    template = {"spec": {"containers": [one(1), {}], "initContainers": [one(2), one(1, restartPolicy="Always")]}}
+    assert count_gpus(template) == {"nvidia.com/gpu": 2}
+    template["spec"]["initContainers"].append(one(4))
+    assert count_gpus(template) == {"nvidia.com/gpu": 5}
 
 
 def test_what_cannot_be_sized_is_told() -> None:

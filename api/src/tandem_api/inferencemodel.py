@@ -1010,8 +1010,9 @@ class Autoscaling(Authored):
     """Devices that the replicas of both roles may take together; a replica has one for each rank, tensor x pipeline x
     expert x data. Without it `max` of each role is the only bound."""
     priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
-    """Among the models of the namespace that follow demand, where a ResourceQuota on `requests.nvidia.com/gpu` does not
-    hold all that they want: higher ones grow first, and lower ones give up what they have beyond `scaling.min`."""
+    """Among the models of the namespace that follow demand, where a ResourceQuota on GPUs of their kind, for example
+    `requests.nvidia.com/gpu`, does not hold all that they want: higher ones grow first, and lower ones give up what
+    they have beyond `scaling.min`."""
     role_ratio: RoleRatio = Field(default_factory=RoleRatio)
     """Prefill replicas per decode replica."""
     behavior: ScalingBehavior = Field(default_factory=ScalingBehavior)

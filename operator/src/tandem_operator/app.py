@@ -36,7 +36,7 @@ from tandem_operator.manifests import (
 )
 from tandem_operator.pace import Pace
 from tandem_operator.parsing import parse_status
-from tandem_operator.quotas import QuotaWatch
+from tandem_operator.quotas import Pool, QuotaWatch
 from tandem_operator.reconciler import Reconciler
 from tandem_operator.recorder import EventRecorder
 from tandem_operator.scaler import Scaler
@@ -252,7 +252,7 @@ class Operator:
     def _on_request(self, key: ModelKey) -> None:
         self._scaler.decide(key)
 
-    def _count_present(self) -> dict[str, int]:
+    def _count_present(self) -> dict[Pool, int]:
         return self._scaler.present()
 
     def _on_creation(self, key: ModelKey) -> None:

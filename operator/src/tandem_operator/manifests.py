@@ -113,6 +113,12 @@ def dig_list(value: Any, *path: str | int) -> list[Manifest]:
     return cast(list[Manifest], found) if isinstance(found, list) else []
 
 
+def dig_dict(value: Any, *path: str | int) -> dict[str, Any]:
+    """The object at `path`; empty where there is none."""
+    found = dig(value, *path)
+    return cast(dict[str, Any], found) if isinstance(found, dict) else {}
+
+
 def labels_of(manifest: Manifest) -> dict[str, str]:
     return dig(manifest, "metadata", "labels") or {}
 

@@ -1,7 +1,8 @@
 """Reads the GPU quotas of namespaces whose models follow demand: few objects, every ten seconds, by the leader alone.
 
-A ResourceQuota is what Kubernetes enforces. Of its `requests.nvidia.com/gpu`, what pods of other owners use is not
-there for models; the rest is their budget. Quotas with scopes hold for some pods only, and are left to Kubernetes.
+A ResourceQuota is what Kubernetes enforces. Of its `requests.nvidia.com/gpu`, or of another kind of GPUs, what pods of
+other owners use is not there for models; the rest is their budget, of each kind apart. Quotas with scopes hold for some
+pods only, and are left to Kubernetes.
 """
 
 from __future__ import annotations
@@ -15,14 +16,13 @@ from dataclasses import dataclass
 from math import floor
 
 import aiohttp
-from tandem_api.inferencemodel import GPU_RESOURCE
 from tandem_api.quantities import parse_quantity
 
+from tandem_operator.accelerators import quota_resource
 from tandem_operator.errors import APIError
 from tandem_operator.kube.client import KubeClient
-from tandem_operator.manifests import RESOURCE_QUOTA, Manifest, dig
+from tandem_operator.manifests import RESOURCE_QUOTA, Manifest, dig, dig_dict
 
-QUOTA_RESOURCE = f"requests.{GPU_RESOURCE}"
 _PERIOD_SECONDS = 10.0
 _KEPT_SECONDS = 60.0
 """For so long the last answer counts while the API server gives none."""
@@ -34,6 +34,15 @@ _MOST_QUOTAS = 100
 """Of one namespace."""
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """GPUs of one kind in one namespace."""
+
+    namespace: str
+    resource: str
+    """For example `nvidia.com/gpu`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,20 +66,21 @@ class Budget:
 NO_BUDGET = Budget()
 
 
-def read_limit(quota: Manifest) -> Limit | None:
-    """Of a ResourceQuota; None where it says nothing about GPUs, or holds for some pods only.
+def read_limits(quota: Manifest) -> dict[str, Limit]:
+    """Of a ResourceQuota, by GPU resource; empty where it says nothing about any, or holds for some pods only.
 
     Raises:
         ValueError: a figure is none.
     """
     if dig(quota, "spec", "scopes") or dig(quota, "spec", "scopeSelector"):
-        return None
-    hard = dig(quota, "spec", "hard", QUOTA_RESOURCE)
-    if hard is None:
-        return None
-    return Limit(
-        floor(parse_quantity(str(hard))), floor(parse_quantity(str(dig(quota, "status", "used", QUOTA_RESOURCE) or 0)))
-    )
+        return {}
+    return {
+        resource: Limit(
+            floor(parse_quantity(str(amount))), floor(parse_quantity(str(dig(quota, "status", "used", name) or 0)))
+        )
+        for name, amount in dig_dict(quota, "spec", "hard").items()
+        if (resource := quota_resource(name)) is not None
+    }
 
 
 def find_budget(limits: Iterable[Limit], present: int) -> int | None:
@@ -84,22 +94,22 @@ class QuotaWatch:
     def __init__(
         self,
         client: KubeClient,
-        present: Callable[[], Mapping[str, int]],
+        present: Callable[[], Mapping[Pool, int]],
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`present`: the namespaces of models that take GPUs, and how many their pods take now."""
+        """`present`: the pools that models take GPUs of, and how many their pods take now."""
         self._client = client
         self._present = present
         self._clock = clock
-        self._known: dict[str, tuple[float, Budget]] = {}
-        self._lately: dict[str, deque[int]] = {}
+        self._known: dict[Pool, tuple[float, Budget]] = {}
+        self._lately: dict[Pool, deque[int]] = {}
         self._problems: dict[str, str] = {}
 
-    def budget(self, namespace: str) -> Budget:
+    def budget(self, pool: Pool) -> Budget:
         """As it was read last."""
-        at, known = self._known.get(namespace, (0.0, NO_BUDGET))
-        if (problem := self._problems.get(namespace)) and self._clock() - at > _KEPT_SECONDS:
+        at, known = self._known.get(pool, (0.0, NO_BUDGET))
+        if (problem := self._problems.get(pool.namespace)) and self._clock() - at > _KEPT_SECONDS:
             return Budget(problem=problem)
         return known
 
@@ -111,8 +121,9 @@ class QuotaWatch:
 
     async def read_all(self) -> None:
         """Every namespace once."""
-        namespaces = self._present()
-        for gone in self._known.keys() - namespaces.keys():
+        pools = self._present()
+        namespaces = dict.fromkeys(pool.namespace for pool in pools)
+        for gone in self._known.keys() - pools.keys():
             del self._known[gone]
             self._lately.pop(gone, None)
         for gone in self._problems.keys() - namespaces.keys():
@@ -129,19 +140,25 @@ class QuotaWatch:
                 self._problems[namespace] = said
 
     async def _read(self, namespace: str) -> None:
-        limits: list[Limit] = []
+        limits: dict[str, list[Limit]] = {}
         count = 0
         async for page in self._client.list_pages(RESOURCE_QUOTA.path(namespace), selector={}):
-            limits += [found for item in page["items"] if (found := read_limit(item)) is not None]
+            for item in page["items"]:
+                for resource, limit in read_limits(item).items():
+                    limits.setdefault(resource, []).append(limit)
             count += len(page["items"])
             if count >= _MOST_QUOTAS:
                 break
         # Pods are counted when the quota is read: what others use is the difference of the two.
-        gpus = find_budget(limits, self._present().get(namespace, 0))
+        for pool, present in self._present().items():
+            if pool.namespace == namespace:
+                self._keep(pool, find_budget(limits.get(pool.resource, ()), present))
+
+    def _keep(self, pool: Pool, gpus: int | None) -> None:
         if gpus is None:
-            self._lately.pop(namespace, None)
+            self._lately.pop(pool, None)
         else:
-            looks = self._lately.setdefault(namespace, deque(maxlen=_SETTLED_LOOKS))
+            looks = self._lately.setdefault(pool, deque(maxlen=_SETTLED_LOOKS))
             looks.append(gpus)
             gpus = max(looks)
-        self._known[namespace] = self._clock(), Budget(gpus=gpus)
+        self._known[pool] = self._clock(), Budget(gpus=gpus)

@@ -23,7 +23,7 @@ from tandem_operator import metrics
 from tandem_operator.fleet import FleetView, FleetWatch
 from tandem_operator.manifests import ModelKey
 from tandem_operator.pace import Pace
-from tandem_operator.quotas import NO_BUDGET, Budget
+from tandem_operator.quotas import NO_BUDGET, Budget, Pool
 from tandem_operator.replicas import Wish
 from tandem_operator.scaling.contract import Decision, RoleDecision, ScalingSpec, Snapshot
 from tandem_operator.scaling.history import History
@@ -95,7 +95,7 @@ class Scaler:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
         pace: Pace | None = None,
-        budget: Callable[[str], Budget] = lambda namespace: NO_BUDGET,
+        budget: Callable[[Pool], Budget] = lambda pool: NO_BUDGET,
     ) -> None:
         """`on_change` is called when a decision is to be followed or told; `budget` tells a namespace's GPUs."""
         self._fleet = fleet
@@ -106,12 +106,13 @@ class Scaler:
         self._budget = budget
         self._models: dict[ModelKey, _Model] = {}
 
-    def present(self) -> dict[str, int]:
-        """Namespaces of models that take GPUs of a quota, and how many their pods take now."""
-        found: dict[str, int] = {}
+    def present(self) -> dict[Pool, int]:
+        """What models take GPUs of that a quota may bound, and how many their pods take now."""
+        found: dict[Pool, int] = {}
         for key, model in self._models.items():
-            if model.scene.in_quota and model.scene.circumstances.followed:
-                found[key.namespace] = found.get(key.namespace, 0) + _count_gpus(
+            if model.scene.gpu_resource and model.scene.circumstances.followed:
+                pool = Pool(key.namespace, model.scene.gpu_resource)
+                found[pool] = found.get(pool, 0) + _count_gpus(
                     model.scene, {role: count.present for role, count in model.scene.counts.items()}
                 )
         return found
@@ -241,24 +242,26 @@ class Scaler:
             named = "; ".join(f"{name}: {silent[name]}" for name in sorted(silent)[:_NAMED])
             return _held(now, "NoTelemetry", f"{len(silent)} gateways do not report, so demand is not known: {named}")
         decision = plan(scene.spec, snapshot, model.history, now)
-        if decision.held or not scene.in_quota:
+        if decision.held or not scene.gpu_resource:
             return temper(scene.spec, decision, scene.circumstances)
         model.claim = _claim(key, scene, decision)
-        spec, said = self._limit(key, model, scene.spec)
+        spec, said = self._limit(key, model, scene.spec, decision)
         if spec is not scene.spec:
             decision = plan(spec, snapshot, model.history, now)
         return temper(spec, replace(decision, sentence=f"{decision.sentence}{said}"), scene.circumstances)
 
-    def _limit(self, key: ModelKey, model: _Model, spec: ScalingSpec) -> tuple[ScalingSpec, str]:
-        """The spec within what the namespace's GPU quota leaves this model, and a sentence about it."""
-        budget, claim = self._budget(key.namespace), model.claim
+    def _limit(self, key: ModelKey, model: _Model, spec: ScalingSpec, decision: Decision) -> tuple[ScalingSpec, str]:
+        """The spec within what the namespace's GPU quota leaves this model, and a sentence about it. `decision`: what
+        was decided without the quota."""
+        resource = model.scene.gpu_resource
+        budget, claim = self._budget(Pool(key.namespace, resource)), model.claim
         assert claim is not None, "it takes GPUs of a quota"
         if budget.gpus is None:
             return spec, f" The namespace's GPU quota is not known: {budget.problem}." if budget.problem else ""
         claims = [
             one.claim
             for other, one in self._models.items()
-            if other.namespace == key.namespace and one.claim is not None
+            if other.namespace == key.namespace and one.scene.gpu_resource == resource and one.claim is not None
         ]
         own = allot(claims, budget.gpus)[claim.name]
         # What is granted now is not granted to another model before this one has asked for it.
@@ -277,7 +280,11 @@ class Scaler:
             f" Limited by the namespace's GPU quota: {own.granted} of {claim.wanted}{later}"
             f" (priority {claim.priority}; the quota leaves models {budget.gpus})."
         )
-        return replace(spec, gpu_budget=own.granted, budget_name=QUOTA_LIMIT), said
+        roles = {
+            role: replace(one, max=max(one.min, min(one.max, decision.replicas[role])), gpus=model.scene.gpus[role])
+            for role, one in spec.roles.items()
+        }
+        return replace(spec, roles=roles, gpu_budget=own.granted, budget_name=QUOTA_LIMIT), said
 
 
 def _decide_rest(model: _Model, heard: Sequence[Heard], silent: Mapping[str, str], now: float) -> Rest:
@@ -297,12 +304,12 @@ def _decide_rest(model: _Model, heard: Sequence[Heard], silent: Mapping[str, str
 def _count_gpus(scene: Scene, replicas: Mapping[Role, int]) -> int:
     if scene.spec is None:
         return 0
-    return sum(count * scene.spec.roles[role].gpus for role, count in replicas.items() if role in scene.spec.roles)
+    return sum(count * scene.gpus[role] for role, count in replicas.items() if role in scene.gpus)
 
 
 def _claim(key: ModelKey, scene: Scene, decision: Decision | None) -> Claim | None:
     """What a model has and wants of its namespace's quota. Without a decision, and in a dry run, what it has."""
-    if scene.spec is None or not scene.in_quota:
+    if scene.spec is None or not scene.gpu_resource:
         return None
     counts = scene.counts
     held = _count_gpus(scene, {role: count.replicas for role, count in counts.items()})
@@ -319,7 +326,7 @@ def _claim(key: ModelKey, scene: Scene, decision: Decision | None) -> Claim | No
         held=held,
         present=_count_gpus(scene, {role: count.present for role, count in counts.items()}),
         wanted=wanted,
-        step=min(own.gpus for own in scene.spec.roles.values()),
+        step=min(scene.gpus.values()),
     )
 
 

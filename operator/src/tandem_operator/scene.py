@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tandem_api.inferencemodel import GPU_RESOURCE, InferenceModelSpec, RolloutStatus
+from tandem_api.inferencemodel import InferenceModelSpec, RolloutStatus
 from tandem_api.names import Role
 from tandem_api.quantities import parse_duration
 
+from tandem_operator.accelerators import count_gpus
 from tandem_operator.groups import Group, group_pods
 from tandem_operator.manifests import Manifest, dig, dig_list, parse_time
 from tandem_operator.observation import pods_of, workload_key
@@ -45,8 +46,10 @@ class Scene:
     """Replicas that a model has when it wakes up."""
     priority: int = 0
     """Among the models of its namespace, for the namespace's GPU quota."""
-    in_quota: bool = False
-    """Every replica of it takes GPUs that a quota counts."""
+    gpu_resource: str = ""
+    """The one kind of GPUs that all its replicas ask for, as a quota counts them; empty where there is none."""
+    gpus: Mapping[Role, int] = field(default_factory=dict[Role, int])
+    """How many of these a replica asks for."""
 
 
 def set_scene(
@@ -74,6 +77,7 @@ def set_scene(
     planned = {COMPONENTS[component_of(role)]: role for role in blueprint.worker_roles}
     groups = {role: _groups(blueprint, own, live) for role, own in planned.items()}
     counts = {role: _count(blueprint, planned[role], found) for role, found in groups.items()}
+    resource, gpus = _find_gpus(blueprint, planned, live)
     spec, problem = None, ""
     if followed:
         try:
@@ -96,7 +100,8 @@ def set_scene(
         idle_after=None if (rest := model.spec.scale_to_zero) is None else parse_duration(rest.idle_after),
         asleep=asleep,
         priority=model.spec.autoscaling.priority,
-        in_quota=all(GPU_RESOURCE in own.resources.limits for own in model.spec.workers),
+        gpu_resource=resource,
+        gpus=gpus,
         fewest={role: blueprint.worker_spec(own).scaling.min for role, own in planned.items()},
     )
 
@@ -126,6 +131,19 @@ def _scaling_spec(spec: InferenceModelSpec, *, ttft: Target, tpot: Target) -> Sc
         max_ratio=float("inf") if scaling.role_ratio.max is None else scaling.role_ratio.max,
         behavior=Behavior(scale_down_seconds=patience, falling_seconds=min(FALLING_SECONDS, patience)),
     )
+
+
+def _find_gpus(blueprint: Blueprint, planned: Mapping[Role, Role], live: Children) -> tuple[str, dict[Role, int]]:
+    """What pods really ask for: of the StatefulSets' templates, which have `resources` and podTemplates in them."""
+    found: dict[Role, int] = {}
+    kinds: set[str] = set()
+    for role, own in planned.items():
+        stateful_set = live.get(workload_key(blueprint, own))
+        asked = count_gpus(dig(stateful_set, "spec", "template") or {})
+        kinds |= asked.keys() or {""}
+        found[role] = sum(asked.values()) * blueprint.worker_spec(own).nodes_per_replica
+    kind = kinds.pop() if len(kinds) == 1 else ""
+    return (kind, found) if kind else ("", {})
 
 
 def _groups(blueprint: Blueprint, role: Role, live: Children) -> list[Group]:
