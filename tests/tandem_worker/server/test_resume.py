@@ -281,7 +281,8 @@ def is_over(stream: bytes) -> bool:
 def read_usage(stream: bytes) -> dict[str, Any] | None:
     """As its last events tell it."""
     if not stream.startswith(b"event: "):
-        return read_events(stream)[-1].get("usage")
+        told = read_events(stream)
+        return told[-1].get("usage") if told else None
     events = read_named(stream)
     return events[-2]["usage"] if events[-1]["type"] == "message_stop" else events[-1]["response"]["usage"]
 
