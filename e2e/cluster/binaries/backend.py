@@ -159,6 +159,7 @@ class BinariesBackend:
         dns_name = "kubernetes.default.svc.cluster.local"
         wait_until(lambda: self._alive() and dns_answers(addresses.node, dns_name), "the cluster's DNS", 30)
         wait_until(lambda: http_body(f"http://{plan.registry_address}/v2/") is not None, "the image registry", 30)
+        images.push_pause(plan)
 
     # --- down, status ---
 

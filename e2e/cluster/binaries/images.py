@@ -67,6 +67,12 @@ def prepare_containerd(plan: Plan, restart: Callable[[], None]) -> None:
             ctr(plan.state, "images", "import", "--snapshotter", plan.snapshotter, archive)
 
 
+def push_pause(plan: Plan) -> None:
+    """Let the registry have the pause image: a kubelet that runs out of disk deletes even that, and pulls it again."""
+    hosts = plan.state / "containerd" / "certs.d"
+    ctr(plan.state, "images", "push", "--hosts-dir", hosts, PAUSE_IMAGE)
+
+
 def _wait_for_containerd(plan: Plan) -> None:
     wait_until(lambda: succeeds("ctr", "--address", plan.containerd_socket, "version"), "containerd's socket", 30)
 
