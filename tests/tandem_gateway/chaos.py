@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import json
 import random
+import re
 import signal
 import sys
 import tempfile
@@ -23,6 +24,7 @@ from typing import Any
 import httpx
 from tandem_api.launch import GatewayConfig, GatewayTimeouts, StoreLimits
 from tandem_api.names import Role
+from tandem_gateway.resume import MAX_STALLS
 from tandem_gateway.scheduling import Worker
 from tandem_gateway.server import Server
 from tandem_gateway.settings import Settings
@@ -42,7 +44,9 @@ SEEDS = 3
 ANSWER_SECONDS = 120.0
 LOGPROB_ERROR = 1e-3
 FIRST_BYTES = 4000
-"""Of an answer that are not cut: a request whose first event never comes is sent to two workers, and no more."""
+"""Of an answer that are not cut: a request whose first event never comes is sent to two workers, and no more. And none
+is cut more often than a stream moves without an event between: the end of a long response is one piece."""
+_REQUEST_ID = re.compile(rb"\r\nx-request-id: ([^\r]+)", re.IGNORECASE)
 BROKEN = (b'data: {"error"', b"event: error", b"event: response.failed")
 Request = tuple[str, dict[str, Any]]
 
@@ -101,10 +105,12 @@ def find_difference(one: Any, other: Any, path: str = "answer") -> str | None:
 class Cutter:
     """Between gateway and worker: passes bytes on, and breaks connections within a share of the answers."""
 
-    def __init__(self, port: int, share: float, seed: int) -> None:
+    def __init__(self, port: int, share: float, seed: int, cuts_of: Counter[bytes]) -> None:
+        """`cuts_of`: of each request, by all cutters."""
         self._target = port
         self.share = share
         self.cuts = 0
+        self._cuts_of = cuts_of
         self._random = random.Random(seed)
         self._tasks: set[asyncio.Task[None]] = set()
         self.port = 0
@@ -135,12 +141,14 @@ class Cutter:
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         back_reader, back_writer = await asyncio.open_connection("127.0.0.1", self._target)
-        left = 1 << 60
+        left, request = 1 << 60, b""
 
         async def forth() -> None:
-            nonlocal left
+            nonlocal left, request
             while data := await reader.read(1 << 16):
-                cut = self._random.random() < self.share
+                if (found := _REQUEST_ID.search(data)) is not None:
+                    request = found[1]
+                cut = self._random.random() < self.share and self._cuts_of[request] < MAX_STALLS
                 left = FIRST_BYTES + int(self._random.expovariate(1 / 8000)) if cut else 1 << 60
                 back_writer.write(data)
                 await back_writer.drain()
@@ -153,6 +161,7 @@ class Cutter:
                 left -= len(data)
                 if left <= 0:
                     self.cuts += 1
+                    self._cuts_of[request] += 1
                     return
 
         ways = [asyncio.create_task(way()) for way in (forth, back)]
@@ -185,6 +194,7 @@ class Fleet:
         self.share = 0.0
         """Of the answers of workers that are cut."""
         self.cuts = 0
+        self._cuts_of: Counter[bytes] = Counter()
         self._server: Server | None = None
 
     async def start(self, count: int, response_store: StoreLimits | None, **timeouts: float) -> None:
@@ -230,7 +240,7 @@ class Fleet:
                     if (await client.get(f"{worker.metrics_url}/readyz")).status_code == 200:
                         break
                 await asyncio.sleep(0.1)
-        cutter = Cutter(int(worker.url.rpartition(":")[2]), self.share, self._number)
+        cutter = Cutter(int(worker.url.rpartition(":")[2]), self.share, self._number, self._cuts_of)
         await cutter.start()
         self.workers[name], self.cutters[name] = worker, cutter
         self.apply()

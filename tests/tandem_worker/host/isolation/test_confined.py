@@ -190,7 +190,7 @@ def test_a_process_that_hangs_is_replaced(start: Start) -> None:
     for _ in range(8):
         try:
             confined.call_here("echo", b"", seconds=0.7)
-        except UnavailableError as error:
+        except (UnavailableError, LimitError) as error:  # the new one's jobs may be slow on a busy machine
             failures.append(str(error))
     assert any("did not begin" in failure for failure in failures)
     wait_for(lambda: confined.process_id not in {None, process})
