@@ -596,6 +596,27 @@ async def test_what_is_nested_too_deeply_is_refused_before_anybody_computes(star
     assert len(worker.received) == len(stored(running)) > 5
 
 
+@pytest.mark.parametrize("words", [1, 400_000], ids=["at once", "in a turn"])
+async def test_whatever_is_kept_of_an_input_can_be_listed(start: Start, words: int) -> None:
+    """The list has its items further inside than the request had them."""
+    running, worker = await start(StoreLimits(max_bytes=64 << 20, ttl_seconds=600))
+    refused = 0
+    async with httpx.AsyncClient() as http:
+        for depth in range(245, 256):
+            deep = b"[" * depth + b"]" * depth
+            body = b'{"model":"toy","input":[{"role":"user","content":"%b","more":%b}]}' % (b"x" * words, deep)
+            answered = await http.post(f"{running.url}/v1/responses", content=body)
+            if answered.status_code == 400:
+                assert "nested too deeply" in answered.json()["error"]["message"]
+                refused += 1
+                continue
+            listed = await http.get(f"{running.url}/v1/responses/{answered.json()['id']}/input_items", timeout=10)
+            assert listed.status_code == 200
+            assert len(listed.json()["data"]) == 1
+    assert len(worker.received) == 11 - refused > 5
+    assert refused
+
+
 @pytest.mark.parametrize(
     ("method", "path", "status", "words"),
     [
