@@ -228,3 +228,31 @@ def test_going_on_takes_turns_however_much_one_line_says(regex: str | None, logp
         return max(turns.costs)
 
     assert cost(900) < 3 * cost(60)
+
+
+TOP = ",".join(f"[{token},-1.5]" for token in range(20))
+
+
+@pytest.mark.parametrize(
+    "line", [": t 0 1234", f": t 0 {','.join(['12'] * 500)}", f": e 0 1 7 [] [{','.join([f'[1,-1.0,[{TOP}]]'] * 10)}]"],
+    ids=["tokens", "many tokens", "logprobs"],
+)  # fmt: skip
+def test_a_journal_is_read_in_turns_whatever_its_lines_say(line: str) -> None:
+    head = make_plan("resp", logprobs=True).journal
+    assert head is not None
+
+    def cost(size: int) -> int:
+        lines = b"\n".join([line.encode()] * (size // len(line)))
+        steps = read_journal(head.head.to_json().encode() + b"\n" + lines)
+        costs: list[int] = []
+        resume = None
+        while resume is None:
+            try:
+                costs.append(count_instructions(lambda: next(steps)))
+            except StopIteration as end:
+                resume = end.value
+        assert len(resume.get(0).token_ids) == (size // len(line)) * (line.split(" ")[3].count(",") + 1)
+        return max(costs, default=0)
+
+    least = cost(40_000)
+    assert 0 < cost(400_000) < 1.5 * least

@@ -47,8 +47,8 @@ from tandem_worker.server.text.output import Update
 
 Withheld = tuple[int, TokenLogprob]
 _MAX_BYTES = MAX_JOURNAL_BYTES + 64 * 1024
-_SLICE_LINES = 1024
-"""Of reading: a few milliseconds."""
+_SLICE_BYTES = 16 * 1024
+"""Of reading: a few milliseconds, whether it is tokens, a line for each, or logprobs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,11 +203,13 @@ def read_journal(data: bytes) -> Steps[Resume]:
     try:
         head, *lines = data.split(b"\n")
         resume = Resume(head=_read_head(head))
-        for start in range(0, len(lines), _SLICE_LINES):
-            if start:
+        size = 0
+        for line in lines:
+            if size >= _SLICE_BYTES:
                 yield
-            for line in lines[start : start + _SLICE_LINES]:
-                _read_line(resume, line)
+                size = 0
+            _read_line(resume, line)
+            size += len(line)
     except (ValueError, TypeError, KeyError) as error:
         raise RequestError(f"The journal cannot be read: {error}.", code="invalid_journal") from error
     return resume
