@@ -501,6 +501,26 @@ async def test_long_conversations_are_continued_one_in_a_turn(start: Start, monk
         assert used > 600_000
 
 
+async def test_a_turn_that_fails_ends_its_connection_and_no_other(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody else would answer it."""
+    running, _ = await start(StoreLimits(max_bytes=64 << 20, ttl_seconds=600))
+    gateway = running.gateway
+    async with connect(running) as asks:
+        first = await asks.responses.create(model="toy", input="x" * 600_000)
+        asyncio.get_running_loop().set_exception_handler(lambda _loop, told: failures.append(told["exception"]))
+        failures: list[BaseException] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(gateway.responses, "expand", lambda asked, **more: 1 // 0)
+            with pytest.raises(openai.APIConnectionError) as caught:
+                await asks.responses.create(model="toy", input="y", previous_response_id=first.id, timeout=20)
+        assert not isinstance(caught.value, openai.APITimeoutError)
+        assert {type(error) for error in failures} == {ZeroDivisionError}, "it is told"
+        await asks.responses.create(model="toy", input="y", previous_response_id=first.id)
+    await running.idle()
+
+
 async def test_a_body_is_read_once(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     running, _ = await start()
     async with connect(running) as asks:
