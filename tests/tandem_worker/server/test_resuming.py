@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tandem_worker.engine.errors import RequestError
 from tandem_worker.engine.schedule.params import (
     FinishReason,
     GenerationRequest,
@@ -256,3 +257,16 @@ def test_a_journal_is_read_in_turns_whatever_its_lines_say(line: str) -> None:
 
     least = cost(40_000)
     assert 0 < cost(400_000) < 1.5 * least
+
+
+@pytest.mark.parametrize("token", ["-1", str(2**32), str(2**63), "1.5", '"1"', "null"])
+def test_a_logprob_of_no_token_is_refused_as_what_it_is(token: str) -> None:
+    """Not as a failure of the worker that reads it."""
+    plan = make_plan("resp", logprobs=True)
+    opening = begin(plan)
+    for logprob in (f"[{token},-1.0,[]]", f"[1,-1.0,[[{token},-1.0]]]"):
+        withheld = "[0," + logprob[1:]
+        for line in (f": e 0 1 - [] [{logprob}]\n", f": e 0 1 - [{withheld}] []\n", f": t 0 1 [{withheld}]\n"):
+            with pytest.raises(RequestError, match="no token") as caught:
+                take_over(make_plan("resp", logprobs=True), [opening[1], line.encode()])
+            assert caught.value.code == "invalid_journal"
