@@ -48,7 +48,7 @@ from tandem_worker.server.text.output import Update
 Withheld = tuple[int, TokenLogprob]
 _MAX_BYTES = MAX_JOURNAL_BYTES + 64 * 1024
 _MAX_TOKEN = 2**31 - 1
-_SLICE_BYTES = 16 * 1024
+_SLICE_BYTES = 8 * 1024
 """Of reading: a few milliseconds, whether it is tokens, a line for each, or logprobs."""
 
 
