@@ -89,6 +89,13 @@ def overlay(**containers: dict[str, Any]) -> dict[str, Any]:
         (role(), role(), "nvidia.com/gpu", {P: 1, D: 1}),
         (role(1, "amd.com/gpu"), role(1, "amd.com/gpu"), "amd.com/gpu", {P: 1, D: 1}),
         (role(2, "gpu.intel.com/xe"), role(1, "gpu.intel.com/xe"), "gpu.intel.com/xe", {P: 2, D: 1}),
+        (
+            None,
+            role(2, "gpu.intel.com/i915")
+            | overlay(worker={"gpu.intel.com/memory.max": "8Gi"}, beside={"gpu.intel.com/i915_monitoring": 1}),
+            "gpu.intel.com/i915",
+            {D: 2},
+        ),
         (role(1, "nvidia.com/mig-1g.10gb"), role(1, "nvidia.com/mig-1g.10gb"), "nvidia.com/mig-1g.10gb", {P: 1, D: 1}),
         (None, role(4, parallelism={"tensor": 8}, nodesPerReplica=2), "nvidia.com/gpu", {D: 8}),
         (role(), MODE | overlay(worker={"nvidia.com/gpu": 3}), "nvidia.com/gpu", {P: 1, D: 3}),

@@ -216,7 +216,8 @@ def write_said(fields: dict[str, Any]) -> Said:
             raise BadRequest(f"'input[{index}]' must be an object", param=f"input[{index}]", code="invalid_type")
         if not asks and cast(_Object, item).get("role") == "user":
             asks = index + 1
-    opening, rest = _canonical(items[:asks], "input")[1:-1], _canonical(items[asks:], "input")[1:-1]
+    # A level deeper than they are: a list of what a response was given has them further inside, and is to be written.
+    opening, rest = _canonical([items[:asks]], "input")[2:-2], _canonical([items[asks:]], "input")[2:-2]
     return Said(b",".join(filter(None, (opening, rest))), len(opening))
 
 

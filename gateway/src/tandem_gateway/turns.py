@@ -20,11 +20,14 @@ class Deferred:
 
     delivering = False
 
-    def __init__(self, held_bytes: int, work: Callable[[], None], drop: Callable[[], None]) -> None:
+    def __init__(
+        self, held_bytes: int, work: Callable[[], None], drop: Callable[[], None], abort: Callable[[], None]
+    ) -> None:
         self.held_bytes = held_bytes
         self.gone = False
         self.work = work
         self.drop = drop
+        self.abort = abort
 
     def on_client_gone(self) -> None:
         self.gone = True
@@ -53,7 +56,7 @@ class Turns:
     ) -> None:
         """Do `work` in a turn of its own, which answers the connection or hands it to who does; then `drop`, also where
         the client has gone by then. `held_bytes` are held for it meanwhile."""
-        connection.exchange = deferred = Deferred(held_bytes, work, drop)
+        connection.exchange = deferred = Deferred(held_bytes, work, drop, connection.transport.abort)
         self._waiting.append(deferred)
         if len(self._waiting) == 1:
             asyncio.get_running_loop().call_soon(self._next)
@@ -65,5 +68,8 @@ class Turns:
         try:
             if not deferred.gone:
                 deferred.work()
+        except BaseException:
+            deferred.abort()  # nobody else answers it: its client would wait for as long as it likes
+            raise
         finally:
             deferred.drop()

@@ -15,7 +15,8 @@ from tandem_api.quantities import parse_quantity
 
 from tandem_operator.manifests import Manifest, dig, dig_dict, dig_list
 
-_NAMES = re.compile(r"nvidia\.com/(gpu|gpu\.shared|mig-.+)|amd\.com/gpu|gpu\.intel\.com/.+")
+_NAMES = re.compile(r"nvidia\.com/(gpu|gpu\.shared|mig-.+)|amd\.com/gpu|gpu\.intel\.com/(i915|xe)")
+"""Of Intel's other names some are memory or thousandths of the same GPUs, and some do no more than look at them."""
 _REQUESTS = "requests."
 
 

@@ -501,6 +501,26 @@ async def test_long_conversations_are_continued_one_in_a_turn(start: Start, monk
         assert used > 600_000
 
 
+async def test_a_turn_that_fails_ends_its_connection_and_no_other(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody else would answer it."""
+    running, _ = await start(StoreLimits(max_bytes=64 << 20, ttl_seconds=600))
+    gateway = running.gateway
+    async with connect(running) as asks:
+        first = await asks.responses.create(model="toy", input="x" * 600_000)
+        asyncio.get_running_loop().set_exception_handler(lambda _loop, told: failures.append(told["exception"]))
+        failures: list[BaseException] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(gateway.responses, "expand", lambda asked, **more: 1 // 0)
+            with pytest.raises(openai.APIConnectionError) as caught:
+                await asks.responses.create(model="toy", input="y", previous_response_id=first.id, timeout=20)
+        assert not isinstance(caught.value, openai.APITimeoutError)
+        assert {type(error) for error in failures} == {ZeroDivisionError}, "it is told"
+        await asks.responses.create(model="toy", input="y", previous_response_id=first.id)
+    await running.idle()
+
+
 async def test_a_body_is_read_once(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     running, _ = await start()
     async with connect(running) as asks:
@@ -594,6 +614,27 @@ async def test_what_is_nested_too_deeply_is_refused_before_anybody_computes(star
                 assert "nested too deeply" in answered.json()["error"]["message"]
         assert answered.status_code == 400
     assert len(worker.received) == len(stored(running)) > 5
+
+
+@pytest.mark.parametrize("words", [1, 400_000], ids=["at once", "in a turn"])
+async def test_whatever_is_kept_of_an_input_can_be_listed(start: Start, words: int) -> None:
+    """The list has its items further inside than the request had them."""
+    running, worker = await start(StoreLimits(max_bytes=64 << 20, ttl_seconds=600))
+    refused = 0
+    async with httpx.AsyncClient() as http:
+        for depth in range(245, 256):
+            deep = b"[" * depth + b"]" * depth
+            body = b'{"model":"toy","input":[{"role":"user","content":"%b","more":%b}]}' % (b"x" * words, deep)
+            answered = await http.post(f"{running.url}/v1/responses", content=body)
+            if answered.status_code == 400:
+                assert "nested too deeply" in answered.json()["error"]["message"]
+                refused += 1
+                continue
+            listed = await http.get(f"{running.url}/v1/responses/{answered.json()['id']}/input_items", timeout=10)
+            assert listed.status_code == 200
+            assert len(listed.json()["data"]) == 1
+    assert len(worker.received) == 11 - refused > 5
+    assert refused
 
 
 @pytest.mark.parametrize(

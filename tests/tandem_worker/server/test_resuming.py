@@ -5,13 +5,17 @@ a model: what is said is given.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import math
 import re
+from collections.abc import Coroutine, Generator
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tandem_worker.engine.errors import RequestError
 from tandem_worker.engine.schedule.params import (
     FinishReason,
     GenerationRequest,
@@ -20,7 +24,7 @@ from tandem_worker.engine.schedule.params import (
     TokenLogprob,
 )
 from tandem_worker.server.answer import Plan
-from tandem_worker.server.journal import Journal, read_journal
+from tandem_worker.server.journal import Journal, Resume, read_journal
 from tandem_worker.server.messages.encoder import MessagesEncoder
 from tandem_worker.server.openai.chunks import AnswerHead
 from tandem_worker.server.openai.toolspec import ToolOptions
@@ -30,6 +34,7 @@ from tandem_worker.server.responses.encoder import ResponsesEncoder
 from tandem_worker.server.resuming import open_journal, take_up
 from tandem_worker.server.text.choice import Choice
 from tandem_worker.server.text.output import Usage
+from tandem_worker.server.text.patterns import compile_patterns
 from tandem_worker.server.text.reasoning import ReasoningParser
 from tandem_worker.server.tools.formats import HERMES_FORMAT
 
@@ -46,14 +51,17 @@ VISIBLE = frozenset(TOKENIZER.convert_tokens_to_ids(["<think>", "</think>"]))
 Units = list[tuple[bytes, bytes]]
 
 
-def make_plan(api: str, *, logprobs: bool, stops: tuple[str, ...] = ("stop it",)) -> Plan:
+def make_plan(api: str, *, logprobs: bool, stops: tuple[str, ...] = ("stop it",), regex: str | None = None) -> Plan:
     """As two workers make it of one request."""
     head = AnswerHead(
         id=f"{api}_0123456789abcdef", created=1, model="m", fingerprint="f", service_tier=None, include_usage=False,
         return_token_ids=False, tokens_as_ids=False, with_logprobs=logprobs,
     )  # fmt: skip
     parser = ReasoningParser(HERMES_FORMAT.new_parser(ToolOptions(mode="auto")), inside=False)
-    choice = Choice(0, TABLE.new(visible=VISIBLE), stops=stops, parser=parser, answer_id=head.id)
+    patterns = None if regex is None else compile_patterns((regex,))
+    choice = Choice(
+        0, TABLE.new(visible=VISIBLE), stops=stops, stop_patterns=patterns, parser=parser, answer_id=head.id
+    )
     encoder = ResponsesEncoder(head, TABLE, echo=b'{"tools":[]}') if api == "resp" else MessagesEncoder(head, TABLE)
     request = GenerationRequest(
         request_id="r", prompt_token_ids=(1, 2, 3), sampling=SamplingParams(max_tokens=2000, seed=1)
@@ -103,10 +111,37 @@ def begin(plan: Plan) -> tuple[bytes, bytes]:
     return events, plan.journal.begin(0, 2, events)
 
 
-def take_over(plan: Plan, lines: list[bytes]) -> None:
+def read(plan: Plan, lines: list[bytes]) -> Resume:
     assert plan.journal is not None
-    resume = complete(read_journal(plan.journal.head.to_json().encode() + b"\n" + b"".join(lines)))
-    asyncio.run(take_up(plan, resume, vocab_size=len(TOKENIZER)))
+    return complete(read_journal(plan.journal.head.to_json().encode() + b"\n" + b"".join(lines)))
+
+
+def take_over(plan: Plan, lines: list[bytes]) -> None:
+    asyncio.run(take_up(plan, read(plan, lines), vocab_size=len(TOKENIZER)))
+
+
+class Turns:
+    """A coroutine, and what each of its turns of the event loop costs in instructions."""
+
+    def __init__(self, work: Coroutine[Any, Any, None]) -> None:
+        self._work = work
+        self.costs: list[int] = []
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        awaited: list[Any] = []
+
+        def advance() -> None:
+            with contextlib.suppress(StopIteration):
+                awaited.append(self._work.send(None))
+
+        while True:
+            self.costs.append(count_instructions(advance))
+            if not awaited:
+                return
+            yield awaited.pop()
+
+    async def run(self) -> None:
+        await self
 
 
 @pytest.mark.parametrize("bound", [1 << 20, 300], ids=["all logprobs", "few logprobs"])
@@ -161,3 +196,77 @@ def test_what_going_on_costs_grows_with_the_stream_alone(api: str) -> None:
     first, second = cost(500), cost(1000)
     assert second < 2.1 * first
     assert second < 1000 * 1500
+
+
+@pytest.mark.parametrize("size", [1, 30])
+@pytest.mark.parametrize(
+    ("regex", "logprobs"), [("some (words )*never", False), (None, True)], ids=["regex", "logprobs"]
+)
+def test_going_on_takes_turns_however_much_one_line_says(regex: str | None, logprobs: bool, size: int) -> None:
+    """A client that reads slowly, or an engine that has several tokens in a step, makes lines of many tokens."""
+
+    def cost(num_tokens: int) -> int:
+        plan = make_plan("resp", logprobs=logprobs, regex=regex)
+        opening = begin(plan)
+        text = "some words " * num_tokens
+        tokens = TOKENIZER.encode(text, add_special_tokens=False)[:num_tokens]
+        top = tuple((token, -1.0) for token in range(20))
+        deltas = [
+            TokenDelta(
+                request_id="r",
+                choice=0,
+                token_ids=tuple(part),
+                logprobs=tuple(TokenLogprob(token_id=token, logprob=-1.0, top=top) for token in part)
+                if logprobs
+                else None,
+            )
+            for part in (tokens[start : start + size] for start in range(0, num_tokens, size))
+        ]
+        lines = [opening[1], *(line for _, line in go_on(plan, deltas))]
+        second = make_plan("resp", logprobs=logprobs, regex=regex)
+        turns = Turns(take_up(second, read(second, lines), vocab_size=len(TOKENIZER)))
+        asyncio.run(turns.run())
+        return max(turns.costs)
+
+    assert cost(900) < 3 * cost(60)
+
+
+TOP = ",".join(f"[{token},-1.5]" for token in range(20))
+
+
+@pytest.mark.parametrize(
+    "line", [": t 0 1234", f": t 0 {','.join(['12'] * 500)}", f": e 0 1 7 [] [{','.join([f'[1,-1.0,[{TOP}]]'] * 10)}]"],
+    ids=["tokens", "many tokens", "logprobs"],
+)  # fmt: skip
+def test_a_journal_is_read_in_turns_whatever_its_lines_say(line: str) -> None:
+    head = make_plan("resp", logprobs=True).journal
+    assert head is not None
+
+    def cost(size: int) -> int:
+        lines = b"\n".join([line.encode()] * (size // len(line)))
+        steps = read_journal(head.head.to_json().encode() + b"\n" + lines)
+        costs: list[int] = []
+        resume = None
+        while resume is None:
+            try:
+                costs.append(count_instructions(lambda: next(steps)))
+            except StopIteration as end:
+                resume = end.value
+        assert len(resume.get(0).token_ids) == (size // len(line)) * (line.split(" ")[3].count(",") + 1)
+        return max(costs, default=0)
+
+    least = cost(40_000)
+    assert 0 < cost(400_000) < 1.5 * least
+
+
+@pytest.mark.parametrize("token", ["-1", str(2**32), str(2**63), "1.5", '"1"', "null"])
+def test_a_logprob_of_no_token_is_refused_as_what_it_is(token: str) -> None:
+    """Not as a failure of the worker that reads it."""
+    plan = make_plan("resp", logprobs=True)
+    opening = begin(plan)
+    for logprob in (f"[{token},-1.0,[]]", f"[1,-1.0,[[{token},-1.0]]]"):
+        withheld = "[0," + logprob[1:]
+        for line in (f": e 0 1 - [] [{logprob}]\n", f": e 0 1 - [{withheld}] []\n", f": t 0 1 [{withheld}]\n"):
+            with pytest.raises(RequestError, match="no token") as caught:
+                take_over(make_plan("resp", logprobs=True), [opening[1], line.encode()])
+            assert caught.value.code == "invalid_journal"

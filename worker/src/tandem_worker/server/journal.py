@@ -47,8 +47,9 @@ from tandem_worker.server.text.output import Update
 
 Withheld = tuple[int, TokenLogprob]
 _MAX_BYTES = MAX_JOURNAL_BYTES + 64 * 1024
-_SLICE_LINES = 1024
-"""Of reading: a few milliseconds."""
+_MAX_TOKEN = 2**31 - 1
+_SLICE_BYTES = 8 * 1024
+"""Of reading: a few milliseconds, whether it is tokens, a line for each, or logprobs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,8 +181,15 @@ def _read_withheld(entry: Any) -> Withheld:
 
 def _read_logprob(entry: Any) -> TokenLogprob:
     token_id, logprob, top = entry
-    pairs = tuple((int(token), _read_float(value)) for token, value in top)
-    return TokenLogprob(token_id=int(token_id), logprob=_read_float(logprob), top=pairs)
+    pairs = tuple((_read_token(token), _read_float(value)) for token, value in top)
+    return TokenLogprob(token_id=_read_token(token_id), logprob=_read_float(logprob), top=pairs)
+
+
+def _read_token(value: Any) -> int:
+    """Those beyond the vocabulary have no text; tokenizers cannot be asked about others."""
+    if type(value) is not int or not 0 <= value <= _MAX_TOKEN:
+        raise ValueError(f"{value!r:.40} is no token")
+    return value
 
 
 def _read_float(value: float | None) -> float:
@@ -203,11 +211,13 @@ def read_journal(data: bytes) -> Steps[Resume]:
     try:
         head, *lines = data.split(b"\n")
         resume = Resume(head=_read_head(head))
-        for start in range(0, len(lines), _SLICE_LINES):
-            if start:
+        size = 0
+        for line in lines:
+            if size >= _SLICE_BYTES:
                 yield
-            for line in lines[start : start + _SLICE_LINES]:
-                _read_line(resume, line)
+                size = 0
+            _read_line(resume, line)
+            size += len(line)
     except (ValueError, TypeError, KeyError) as error:
         raise RequestError(f"The journal cannot be read: {error}.", code="invalid_journal") from error
     return resume

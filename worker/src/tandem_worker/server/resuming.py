@@ -13,11 +13,12 @@ from tandem_worker.engine.errors import RequestError
 from tandem_worker.engine.schedule.params import GenerationRequest, TokenDelta
 from tandem_worker.server.answer import Plan
 from tandem_worker.server.journal import ChoiceRecord, Journal, Resume, StreamHead, digest_requests
+from tandem_worker.server.openai.logprobs import SLICE_TOKENS
 from tandem_worker.server.pacing import Steps, pace
 from tandem_worker.server.text.choice import Choice
 
-_SLICE_LINES = 32
-"""Of events that are written once more: each may have a logprob with 20 alternatives."""
+_SLICE_LINES = 128
+"""Of events that are written once more, without their tokens and logprobs."""
 
 
 def open_journal(plan: Plan) -> Journal:
@@ -100,16 +101,19 @@ async def _repeat_opening(plan: Plan, position: int, check: int | None) -> None:
 
 def _repeat_events(plan: Plan, choice: Choice, record: ChoiceRecord) -> Steps[None]:
     """Have the encoder write what the client has, for its state alone."""
-    start = 0
-    for number, told in enumerate(record.told, 1):
+    start, work = 0, 0.0  # of a slice
+    for told in record.told:
         update = yield from choice.replay(record.token_ids[start : told.end], told.waiting)
         update.logprobs = list(told.logprobs)
         events = yield from plan.encoder.long_update(choice.index, update)
         if told.check is not None:
             _compare(plan, events, told.check)
+        # A line is a token, or everything that came while a client read nothing.
+        work += (told.end - start) / choice.slice_tokens + len(told.logprobs) / SLICE_TOKENS + 1 / _SLICE_LINES
         start = told.end
-        if number % _SLICE_LINES == 0:
+        if work >= 1:
             yield
+            work = 0.0
 
 
 def _compare(plan: Plan, events: bytes, check: int | None) -> None:

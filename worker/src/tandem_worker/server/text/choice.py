@@ -107,12 +107,17 @@ class Choice:
         """Logprobs of withheld text with its offset: all that a choice has which its tokens do not tell."""
         return self._waiting
 
+    @property
+    def slice_tokens(self) -> int:
+        """So many are replayed before others have their turn."""
+        with_patterns = self._stops is not None and self._stops.has_patterns
+        return _SLICE_TOKENS_WITH_PATTERNS if with_patterns else _SLICE_TOKENS
+
     def replay(self, token_ids: Sequence[int], waiting: Iterable[tuple[int, TokenLogprob]]) -> Steps[Update]:
         """Stand where a choice stood elsewhere after these tokens more, with nothing to tell; `waiting` was its own.
         Returns what it had to tell of them, without logprobs.
         """
-        with_patterns = self._stops is not None and self._stops.has_patterns
-        size = _SLICE_TOKENS_WITH_PATTERNS if with_patterns else _SLICE_TOKENS
+        size = self.slice_tokens
         for start in range(0, len(token_ids), size):
             if start:
                 yield
