@@ -103,7 +103,7 @@ def wait_counts(fleet: Fleet, holds: Callable[[int, int], bool], *, within: floa
     return until("replicas to follow", probe, within=within, every=1.0)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_roles_follow_their_targets_apart(fleet: Fleet, say: Say) -> None:
     """Prefill grows for its target, then decode for its own; then load and targets ease, and both come down."""
     automatic = {"scaling": {"mode": "SLO", "min": 1, "max": 2}}
@@ -112,7 +112,8 @@ def test_roles_follow_their_targets_apart(fleet: Fleet, say: Say) -> None:
     fleet.apply(manifest)
     fleet.wait_ready(MODEL)
     with load(fleet, say, concurrency=6):
-        told = wait_counts(fleet, lambda prefill, decode: (prefill, decode) == (2, 1), within=120)
+        # Nothing is decided before twenty requests have come; on a busy machine these take minutes.
+        told = wait_counts(fleet, lambda prefill, decode: (prefill, decode) == (2, 1), within=240)
         say(f"scaling up: {told['message']}")
         assert told["prefill"]["desired"] == 2
         assert "decode" not in told
