@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jsonschema
@@ -251,9 +252,15 @@ def test_running_requests_are_preempted_beside_receiving_ones(make_rig: MakeRig)
 
 
 def test_release_before_the_end_abandons_the_prompt(make_rig: MakeRig) -> None:
-    prefill = make_rig()
+    prefill = make_rig(scheduler={"max_batch_tokens": 16})  # four steps
     decode = make_rig()
-    wire = Wire(prefill.engine, decode.engine)
+    released = threading.Event()
+
+    class HeldWire(Wire):
+        def blocks_ready(self, request_id: str, layer: int, first_index: int, block_ids: Sequence[int]) -> None:
+            released.wait(30)
+
+    wire = HeldWire(prefill.engine, decode.engine)
     order = RemotePrefill(
         request_id="p",
         generation=1,
@@ -269,5 +276,6 @@ def test_release_before_the_end_abandons_the_prompt(make_rig: MakeRig) -> None:
     with pytest.raises(RequestError, match="in use"):
         prefill.engine.submit_prefill(order, wire)
     prefill.engine.release("p")
+    released.set()
     until(lambda: prefill.engine.idle)
     assert prefill.engine.stats().kv_blocks_used == 0
