@@ -29,11 +29,12 @@ from tandem_worker.server.answer import Answerer, Plan
 from tandem_worker.server.deltas import ClientGoneError, DeltaHub
 from tandem_worker.server.embeddings import Embedder
 from tandem_worker.server.http import ServiceError, describe_error, header, request_id, send_bytes, send_json
-from tandem_worker.server.journal import Resume, take_journal, wants_journal
+from tandem_worker.server.journal import StreamHead, take_journal, wants_journal
 from tandem_worker.server.messages.encoder import MessagesEncoder, to_error
 from tandem_worker.server.messages.request import RENAMED as RENAMED_MESSAGES
 from tandem_worker.server.openai.renaming import renamed_errors
 from tandem_worker.server.planning import plan_chat, plan_completion
+from tandem_worker.server.preparation.preparing import PreparedChat
 from tandem_worker.server.request_metrics import PreparationCounts
 from tandem_worker.server.responses.encoder import ResponsesEncoder
 from tandem_worker.server.responses.request import RENAMED as RENAMED_RESPONSES
@@ -178,6 +179,27 @@ class _State:
                 self.hub.abort_all("The engine failed while it worked on this request.")
 
 
+async def _plan_response(
+    prepared: PreparedChat, model: ServedModel, endpoints: tuple[str, ...], start: StreamHead | None
+) -> Plan:
+    encoder = partial(ResponsesEncoder, echo=prepared.echo)
+    plan = await plan_chat(prepared, model, endpoints, start, prefix="resp_", new_encoder=encoder)
+    plan.include_usage = True
+    return plan
+
+
+async def _plan_message(
+    prepared: PreparedChat, model: ServedModel, endpoints: tuple[str, ...], start: StreamHead | None
+) -> Plan:
+    plan = await plan_chat(prepared, model, endpoints, start, prefix="msg_", new_encoder=MessagesEncoder)
+    plan.include_usage = True
+    return plan
+
+
+_BuildPlan = Callable[[Any, ServedModel, tuple[str, ...], StreamHead | None], Awaitable[Plan]]
+"""Of a prepared request, for the prefill workers that it may ask, and with the beginning of what it continues."""
+
+
 class _Api:
     def __init__(self, state: _State, answerer: Answerer, embedder: Embedder) -> None:
         self._state = state
@@ -187,49 +209,29 @@ class _Api:
         self._created = int(time.time())
 
     async def chat(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._state.check_admission()
-        self._model.check_generates()
-        resume, inner, receive = await take_journal(scope, receive)
-        prepared = await self._model.preparation.prepare("chat", inner, receive)
-        plan = await plan_chat(prepared, self._model, prefill_endpoints(scope), resume and resume.head)
-        await self._answer(plan, resume, scope, receive, send)
+        await self._generate("chat", plan_chat, scope, receive, send)
 
     async def completions(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._state.check_admission()
-        self._model.check_generates()
-        resume, inner, receive = await take_journal(scope, receive)
-        prepared = await self._model.preparation.prepare("completion", inner, receive)
-        plan = await plan_completion(prepared, self._model, prefill_endpoints(scope), resume and resume.head)
-        await self._answer(plan, resume, scope, receive, send)
+        await self._generate("completion", plan_completion, scope, receive, send)
 
     async def responses(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._state.check_admission()
-        self._model.check_generates()
         with renamed_errors(RENAMED_RESPONSES):
-            resume, inner, receive = await take_journal(scope, receive)
-            prepared = await self._model.preparation.prepare("responses", inner, receive)
-            new_encoder = partial(ResponsesEncoder, echo=prepared.echo)
-            endpoints, start = prefill_endpoints(scope), resume and resume.head
-            plan = await plan_chat(prepared, self._model, endpoints, start, prefix="resp_", new_encoder=new_encoder)
-            plan.include_usage = True
-            await self._answer(plan, resume, scope, receive, send)
+            await self._generate("responses", _plan_response, scope, receive, send)
 
     async def messages(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._state.check_admission()
-        self._model.check_generates()
         with renamed_errors(RENAMED_MESSAGES):
-            resume, inner, receive = await take_journal(scope, receive)
-            prepared = await self._model.preparation.prepare("messages", inner, receive)
-            endpoints, start = prefill_endpoints(scope), resume and resume.head
-            plan = await plan_chat(prepared, self._model, endpoints, start, prefix="msg_", new_encoder=MessagesEncoder)
-            plan.include_usage = True
-            await self._answer(plan, resume, scope, receive, send)
+            await self._generate("messages", _plan_message, scope, receive, send)
 
     async def count_tokens(self, scope: Scope, receive: Receive, send: Send) -> None:
         with renamed_errors(RENAMED_MESSAGES):
             await send_bytes(send, 200, await self._model.preparation.prepare("count", scope, receive))
 
-    async def _answer(self, plan: Plan, resume: Resume | None, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _generate(self, kind: str, build_plan: _BuildPlan, scope: Scope, receive: Receive, send: Send) -> None:
+        self._state.check_admission()
+        self._model.check_generates()
+        resume, inner, receive = await take_journal(scope, receive)
+        prepared = await self._model.preparation.prepare(kind, inner, receive)
+        plan = await build_plan(prepared, self._model, prefill_endpoints(scope), resume and resume.head)
         if plan.stream and wants_journal(scope):
             plan.journal = open_journal(plan)
         if resume is not None:

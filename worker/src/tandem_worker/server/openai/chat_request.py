@@ -81,7 +81,7 @@ def parse_chat(body: object, vocab_size: int, *, lenient: bool = False) -> ChatR
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final,
         template_kwargs=_template_kwargs(fields),
-        chat_template=_chat_template(fields),
+        chat_template=fields.string("chat_template", max_length=MAX_TEMPLATE_LENGTH, allow_empty=False),
         documents=fields.array("documents") or None,
         add_special_tokens=fields.boolean("add_special_tokens"),
         common=parse_common(fields, vocab_size),
@@ -141,13 +141,6 @@ def _logprobs(fields: Fields) -> int | None:
     if top is not None and not wanted:
         refuse("top_logprobs", "'top_logprobs' is only allowed when 'logprobs' is true.")
     return (top or 0) if wanted else None
-
-
-def _chat_template(fields: Fields) -> str | None:
-    template = fields.string("chat_template", max_length=MAX_TEMPLATE_LENGTH)
-    if template == "":
-        refuse("chat_template", "'chat_template' must not be empty.", "empty_string")
-    return template
 
 
 def _template_kwargs(fields: Fields) -> dict[str, Any]:

@@ -100,7 +100,7 @@ class Fields:
             refuse(self.name(key), f"'{self.name(key)}' must not be null.", "invalid_type")
         return value
 
-    def string(self, key: str, *, max_length: int | None = None) -> str | None:
+    def string(self, key: str, *, max_length: int | None = None, allow_empty: bool = True) -> str | None:
         """None when absent. `max_length` counts characters."""
         value = self.take(key)
         if value is None:
@@ -113,7 +113,7 @@ class Fields:
                 f"Invalid '{self.name(key)}': at most {max_length} characters, but it has {len(value)}.",
                 "string_above_max_length",
             )
-        return value
+        return value if allow_empty else check_text(value, self.name(key))
 
     def required_string(self, key: str, *, allow_empty: bool = True) -> str:
         """Take the string under `key`. Raises RequestError when it is missing, of another type, or empty where that is
@@ -121,9 +121,7 @@ class Fields:
         value = self.required(key)
         if not isinstance(value, str):
             wrong_type(self.name(key), "a string", value)
-        if not value and not allow_empty:
-            refuse(self.name(key), f"'{self.name(key)}' must not be empty.", "empty_string")
-        return value
+        return value if allow_empty else check_text(value, self.name(key))
 
     def boolean(self, key: str, default: bool = False) -> bool:
         """Take the boolean under `key`; `default` when it is missing or null. Raises RequestError for another type."""
