@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tandem_gateway.errors import BadRequest, RequestError, UnknownModel
+from tandem_gateway.http.request import Request
 from tandem_gateway.prompt import CHAT, COMPLETIONS, EMBEDDINGS, Inquiry, read_inquiry
 from tandem_gateway.scheduling import Estimator
 
@@ -15,7 +16,9 @@ USER = {"role": "user", "content": "hi"}
 
 def read(body: Any, path: str = CHAT, affinity: bytes | None = None) -> Inquiry:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return read_inquiry(path, data, served_names=["toy"], affinity=affinity, estimator=Estimator())
+    headers = {} if affinity is None else {b"x-session-affinity": affinity}
+    request = Request(method=b"POST", path=path, headers=headers, http10=False, content_length=len(data), body=data)
+    return read_inquiry(request, served_names=["toy"], estimator=Estimator())
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import openai
 import pytest
 from tandem_api.launch import StoreLimits
 from tandem_gateway.errors import BadRequest
+from tandem_gateway.http.request import Request
 from tandem_gateway.prompt import MESSAGES, RESPONSES, Inquiry, read_inquiry
 from tandem_gateway.scheduling.demand import Estimator
 from tandem_gateway.sse import EventStream, find_usage
@@ -199,7 +200,8 @@ async def test_messages(client: openai.AsyncOpenAI) -> None:
 
 def read(path: str = RESPONSES, **fields: Any) -> Inquiry:
     body = json.dumps({"model": "toy", **fields}).encode()
-    return read_inquiry(path, body, served_names=["toy"], affinity=None, estimator=Estimator())
+    request = Request(method=b"POST", path=path, headers={}, http10=False, content_length=len(body), body=body)
+    return read_inquiry(request, served_names=["toy"], estimator=Estimator())
 
 
 def test_what_routing_reads() -> None:

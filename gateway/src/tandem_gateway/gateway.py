@@ -259,14 +259,25 @@ class Gateway:
         except RequestError as error:
             self._refuse(connection, request, request_id, error)
 
-    def _attempt(
-        self, connection: ClientConnection, request: Request, request_id: bytes, work: Callable[[], None]
+    def _defer(
+        self,
+        connection: ClientConnection,
+        request: Request,
+        request_id: bytes,
+        work: Callable[[], None],
+        *,
+        held_bytes: int = 0,
+        drop: Callable[[], None] = lambda: None,
     ) -> None:
-        """In a turn of its own."""
-        try:
-            work()
-        except RequestError as error:
-            self._refuse(connection, request, request_id, error)
+        """Do `work` in a turn of its own; a RequestError of it is told. The rest as in `Turns.add`."""
+
+        def attempt() -> None:
+            try:
+                work()
+            except RequestError as error:
+                self._refuse(connection, request, request_id, error)
+
+        self.turns.add(connection, attempt, held_bytes=held_bytes, drop=drop)
 
     def _answer_stored(self, connection: ClientConnection, request: Request, request_id: bytes) -> None:
         """A question about responses that are kept. Raises RequestError."""
@@ -280,7 +291,7 @@ class Gateway:
         def work() -> None:
             self._tell(connection, request, request_id, reply.build())
 
-        self.turns.add(connection, lambda: self._attempt(connection, request, request_id, work))
+        self._defer(connection, request, request_id, work)
 
     def _tell(self, connection: ClientConnection, request: Request, request_id: bytes, payload: object) -> None:
         """An answer of the gateway's own."""
@@ -337,12 +348,8 @@ class Gateway:
         def work() -> None:
             self._begin_response(connection, request, request_id, responses, asked)
 
-        self.turns.add(
-            connection,
-            lambda: self._attempt(connection, request, request_id, work),
-            held_bytes=len(request.body),
-            drop=responses.keep_hold(asked),
-        )
+        held = len(request.body)
+        self._defer(connection, request, request_id, work, held_bytes=held, drop=responses.keep_hold(asked))
 
     def _begin_response(
         self, connection: ClientConnection, request: Request, request_id: bytes, responses: Responses, asked: Asked
@@ -368,15 +375,8 @@ class Gateway:
         method = b"GET" if request.path == TOKENIZER_INFO else b"POST"
         if request.method != method:
             raise NotRouted.wrong_method(request.method, request.path, method.decode())
-        inquiry = read_inquiry(
-            request.path,
-            request.body,
-            served_names=self.served_names,
-            affinity=request.headers.get(b"x-session-affinity"),
-            estimator=self.scheduler.estimator,
-            fields=fields,
-            said=said,
-        )
+        names, estimator = self.served_names, self.scheduler.estimator
+        inquiry = read_inquiry(request, served_names=names, estimator=estimator, fields=fields, said=said)
         for engine in self.kinds.others:
             self.engines[engine].admit(request.path, request.body, inquiry)
         exchange = Exchange(self, connection, request, inquiry, request_id)
@@ -636,15 +636,8 @@ class Gateway:
             asked = responses.read(request, look=True)
             expanded = responses.expand(asked, body=request.body, max_bytes=self.max_body_bytes)
             fields, said = asked.question.fields, None if expanded is None else expanded.said
-        inquiry = read_inquiry(
-            request.path,
-            request.body,
-            served_names=self.served_names,
-            affinity=request.headers.get(b"x-session-affinity"),
-            estimator=self.scheduler.estimator,
-            fields=fields,
-            said=said,
-        )
+        names, estimator = self.served_names, self.scheduler.estimator
+        inquiry = read_inquiry(request, served_names=names, estimator=estimator, fields=fields, said=said)
         waiting: dict[str, object] = {"waitingRequests": self.queue.line.size}
         choice = self.scheduler.preview(inquiry.demand, now)
         if choice is None:

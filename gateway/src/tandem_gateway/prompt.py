@@ -13,6 +13,7 @@ from typing import Any, cast
 import orjson
 
 from tandem_gateway.errors import BadRequest, UnknownModel
+from tandem_gateway.http.request import Request
 from tandem_gateway.scheduling.demand import Demand, Estimator
 from tandem_gateway.scheduling.prefix import CHUNK_BYTES, build_chain
 from tandem_gateway.scheduling.ring import build_seed
@@ -63,24 +64,23 @@ class Said:
 
 
 def read_inquiry(
-    path: str,
-    body: bytes,
+    request: Request,
     *,
     served_names: Sequence[str],
-    affinity: bytes | None,
     estimator: Estimator,
     fields: dict[str, Any] | None = None,
     said: Said | None = None,
 ) -> Inquiry:
-    """What `body` asks for. The first of `served_names` is the one that a refusal tells. Where they are known already:
-    the `fields` of the body, and what is `said` in a Responses request with all that it continues.
+    """What a request asks for. The first of `served_names` is the one that a refusal tells. Where they are known
+    already: the `fields` of its body, and what is `said` in a Responses request with all that it continues.
 
     Raises:
         BadRequest: it is not a JSON object, or a parameter that routing needs is missing or of the wrong type.
         UnknownModel: it names another model.
     """
+    path = request.path
     if fields is None:
-        fields = {} if path == TOKENIZER_INFO else read_object(body)
+        fields = {} if path == TOKENIZER_INFO else read_object(request.body)
     model = fields.get("model")
     if model is not None and model not in served_names:
         _check_model(model, served_names)
@@ -102,7 +102,7 @@ def read_inquiry(
         prompt = root = b""
     generates = path in GENERATES
     max_tokens = _read_max_tokens(fields) if generates else 1
-    session = affinity or _read_session(fields) or root
+    session = request.headers.get(b"x-session-affinity") or _read_session(fields) or root
     demand = Demand(
         prompt_tokens=_count_tokens(fields.get(_MAY_BE_TOKENS[path]), prompt, estimator)
         if path in _MAY_BE_TOKENS
