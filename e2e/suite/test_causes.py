@@ -43,16 +43,12 @@ class Fault:
     heal: Callable[[Kubernetes], None] | None = None
     """Instead of a change of the spec."""
     evidence: str = ""
-    """What Kubernetes writes of it into pods or Events, as a regular expression; by default the words. What refuses
-    the operator's own writes is evident at once."""
+    """What Kubernetes writes of it into pods or Events, as a regular expression; by default the words."""
+    refused: bool = False
+    """The operator's own write is refused: that is evident at once."""
 
     def is_evident(self, written: str) -> bool:
-        return not self.written or re.search(self.evidence or re.escape(self.words), written) is not None
-
-    @property
-    def written(self) -> bool:
-        """Whether it has to be waited for."""
-        return self.heal not in (end_policy, relent_webhook)
+        return self.refused or re.search(self.evidence or re.escape(self.words), written) is not None
 
 
 def container(**fields: Any) -> Object:
@@ -76,8 +72,8 @@ def make_priority(kubernetes: Kubernetes) -> None:
 
 FAULTS: dict[str, Fault] = {
     "quota": Fault(reason="PodsNotCreated", words="exceeded quota: one-pod", quota=True),
-    "policy": Fault(reason="Rejected|Forbidden", words="ask who runs tandem-e2e-tidy", heal=end_policy),
-    "webhook": Fault(reason="WebhookFailed", words='webhook "gone.e2e.tandem.dev"', heal=relent_webhook),
+    "policy": Fault(reason="Rejected|Forbidden", words="ask who runs tandem-e2e-tidy", heal=end_policy, refused=True),
+    "webhook": Fault(reason="WebhookFailed", words='webhook "gone.e2e.tandem.dev"', heal=relent_webhook, refused=True),
     "place": Fault(reason="Unschedulable", words="didn't match", decode={"nodeSelector": {"disk": "none-such"}}),
     "claim": Fault(
         reason="VolumeClaimNotFound",
