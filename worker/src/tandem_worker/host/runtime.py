@@ -13,6 +13,7 @@ from tandem_api.launch import WorkerConfig
 from tandem_api.tracing import Tracer
 
 from tandem_worker.host.errors import StartupError
+from tandem_worker.host.files.exchange import FileExchange, plan_exchange
 from tandem_worker.host.vitals import Vitals
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,8 @@ class Runtime:
     vitals: Vitals
     tracer: Tracer = field(default_factory=lambda: Tracer("tandem-worker", {}))
     """Of this process's requests; by default none are traced."""
+    files: FileExchange | None = None
+    """The model's files, from and for other workers; None where they are not exchanged."""
 
 
 def open_runtime(config: WorkerConfig, host: str, tracer: Tracer | None = None) -> Runtime:
@@ -43,7 +46,9 @@ def open_runtime(config: WorkerConfig, host: str, tracer: Tracer | None = None) 
         return Runtime(host=host, peers=open_ring, api=open_ring, vitals=Vitals(), tracer=tracer)
     folder = Path(config.keys_path)
     peers, api = (_open_keys(folder / name) for name in (names.PEERS_KEY_FILE, names.API_KEY_FILE))
-    return Runtime(host=host, peers=peers, api=api, vitals=Vitals(), tracer=tracer)
+    vitals = Vitals()
+    files = plan_exchange(config, peers, vitals)
+    return Runtime(host=host, peers=peers, api=api, vitals=vitals, tracer=tracer, files=files)
 
 
 def _open_keys(path: Path) -> Ring:

@@ -110,7 +110,7 @@ class _Start:
         from tandem_worker.model.sources.resolve import resolve_model
 
         self._enter("fetching the model")
-        self._path = resolve_model(self._config.model, self._pod.token)
+        self._path = resolve_model(self._config.model, self._pod.token, self._runtime.files)
         if self._group is not None:
             self._group.start(self._path)
 

@@ -23,12 +23,16 @@ from typing import Protocol
 
 from tandem_api.launch import ModelSource
 
+from tandem_worker.host.files.exchange import FileExchange
+
 
 class WeightOrigin(Protocol):
     """One URI scheme."""
 
-    def __call__(self, source: ModelSource, token: str | None) -> Path:
+    def __call__(self, source: ModelSource, token: str | None, exchange: FileExchange | None) -> Path:
         """Make the model available locally: a folder, or a GGUF file. Blocks; safe to be killed at any point.
+
+        What is downloaded comes from other workers too, and is offered to them, where there is an `exchange`.
 
         Raises StartupError with one of the reasons above.
         """
