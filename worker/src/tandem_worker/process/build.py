@@ -89,6 +89,7 @@ class _Start:
             memory_bytes=self._memory.by_kind,
             refusals=refusals,
             spans=self._runtime.tracer.counts,
+            files=self._runtime.files,
         )
         app = self._build_app(model, engine, hub, figures)
         _settle(self._progress)

@@ -11,6 +11,7 @@ from tandem_api.telemetry import WorkerTelemetry
 
 from tandem_worker.engine.contract import Engine
 from tandem_worker.host.environment import PodFacts
+from tandem_worker.host.files.exchange import FileExchange
 from tandem_worker.host.nvml import GpuReader
 from tandem_worker.process.metrics import WorkerFacts, WorkerSample, build_metrics_text, build_telemetry
 from tandem_worker.server.request_metrics import PreparationCounts, RequestMetrics
@@ -48,12 +49,13 @@ class Figures:
         memory_bytes: Mapping[str, int],
         refusals: Mapping[str, Refusals],
         spans: Mapping[str, int],
+        files: FileExchange | None = None,
     ) -> None:
         self._facts = WorkerFacts(model_name=config.model_name, role=config.role, revision=config.revision, pod=pod.pod)
         self._engine, self._transport, self._draining, self._gpu = engine, transport, draining, gpu
         self._memory_bytes, self._refusals = memory_bytes, refusals
         self._grammars = grammars
-        self._spans = spans
+        self._spans, self._files = spans, files
         self._requests = RequestMetrics()
         self.preparation = PreparationCounts()
 
@@ -85,6 +87,7 @@ class Figures:
             grammar_restarts=self._grammars.num_restarts,
             refusals={port: dict(count()) for port, count in self._refusals.items()},
             spans=dict(self._spans),
+            files=None if self._files is None else self._files.sample(),
         )
 
 

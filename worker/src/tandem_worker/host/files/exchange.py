@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,14 +37,17 @@ _REMEMBER_SECONDS = 120.0
 """Who has not asked for so long is forgotten."""
 
 
-@dataclass(slots=True)
-class FileCounts:
-    """Grow only; read by metrics."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileSample:
+    """Figures of this moment. Counts grow only."""
 
-    received: Counter[str]
+    received: Mapping[str, int]
     """Bytes of the model by where they came from: `peer`, `hub`."""
-    faults: Counter[str]
+    faults: Mapping[str, int]
     """What other workers did wrong as sources: `wrong`, `slow`, `lost`."""
+    bytes_sent: int
+    limit: float
+    """Bytes per second that are sent at most."""
 
 
 class FileExchange:
@@ -58,7 +61,8 @@ class FileExchange:
         self.ring, self._vitals = ring, vitals
         self.id = secrets.token_hex(8)
         """Of this process, so that it knows itself among its peers."""
-        self.counts = FileCounts(Counter({"peer": 0, "hub": 0}), Counter({"wrong": 0, "slow": 0, "lost": 0}))
+        self.received, self.faults = Counter({"peer": 0, "hub": 0}), Counter({"wrong": 0, "slow": 0, "lost": 0})
+        """As in `FileSample`; whoever downloads counts."""
         self._share: Share | None = None
         self._server: FileServer | None = None
         self._heard: dict[Address, float] = {}
@@ -115,9 +119,10 @@ class FileExchange:
             self._busy, self._looked_at = self._is_busy(), now
         return self._sharing.busy_bytes_per_second if self._busy else self._sharing.idle_bytes_per_second
 
-    @property
-    def bytes_sent(self) -> int:
-        return 0 if self._server is None else self._server.bytes_sent
+    def sample(self) -> FileSample:
+        """What was counted so far, and the limit now."""
+        sent = 0 if self._server is None else self._server.bytes_sent
+        return FileSample(received=dict(self.received), faults=dict(self.faults), bytes_sent=sent, limit=self.limit)
 
     def refusals(self) -> Counter[str]:
         """Connections to the files' port that were not let through, by reason."""

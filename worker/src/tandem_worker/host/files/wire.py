@@ -5,8 +5,9 @@
 
 `news`: which chunks the source has that it had not when it last was asked; the payload has 20 bytes for each, its
 number and the XXH3-128 of its bytes: zeros (`GONE`) when it has the chunk no longer, ones (`UNKNOWN`) before it has
-computed it. `chunk`: the bytes of one. One question at a time. Whoever has the key is believed to be a worker, not to be right: every length is bounded, every chunk is compared
-with its sum, and no file counts before its digest is the hub's.
+computed it. `chunk`: the bytes of one. One question at a time. Whoever has the key is believed to be a worker, not to
+be right: every length is bounded, every chunk is compared with its sum, and no file counts before its digest is the
+hub's.
 """
 
 from __future__ import annotations

@@ -223,7 +223,7 @@ class SharedDownload:
             self._hub_failures, self._progressed = 0, time.monotonic()
             self._present += len(data)
             self.received[kind] += len(data)
-            self._exchange.counts.received[kind] += len(data)
+            self._exchange.received[kind] += len(data)
             self._arrivals.append((time.monotonic(), kind, len(data)))
             self._changed.notify_all()
 
@@ -247,7 +247,7 @@ class SharedDownload:
             address = (host, int(port))
             if address not in self._banned:
                 self._banned.add(address)
-                self._exchange.counts.faults["wrong"] += 1
+                self._exchange.faults["wrong"] += 1
                 logger.warning("the worker at %s port %s is asked no more: its bytes are wrong", host, port)
 
     # Threads of the hub.
@@ -379,7 +379,7 @@ class SharedDownload:
         """With the lock."""
         count = self._failures.get(address, 0)
         if fault and not self._over:
-            self._exchange.counts.faults[fault] += 1
+            self._exchange.faults[fault] += 1
             self._failures[address] = count + 1
         pause = _PAUSE_SECONDS[min(count, len(_PAUSE_SECONDS) - 1)] if fault else _TICK_SECONDS
         self._not_before[address] = time.monotonic() + pause
