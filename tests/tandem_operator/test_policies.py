@@ -37,8 +37,8 @@ NEIGHBOUR = Peer("neighbour", "n", (("tandem.dev/model", "other"), ("app.kuberne
 SCRAPER = Peer("scraper", "monitoring")
 MIRROR = Peer("mirror", "mirror")
 INTERNET = Peer("internet", None)
-HTTP, LINK, METRICS, KV, GROUP, EPHEMERAL = 8000, 8001, 9090, 7000, 6900, 40000
-PORTS = (22, 53, 80, 443, 6443, 6900, 7000, 7001, 7007, 8000, 8001, 8080, 8443, 9090, 32767, 32768, 60999, 61000)
+HTTP, LINK, METRICS, KV, GROUP, EPHEMERAL, FILES = 8000, 8001, 9090, 7000, 6900, 40000, 6800
+PORTS = (22, 53, 80, 443, 6443, 6800, 6900, 7000, 7001, 7007, 8000, 8001, 8080, 8443, 9090, 32767, 32768, 60999, 61000)
 
 
 def pods(plan: Blueprint) -> dict[str, Peer]:
@@ -132,9 +132,22 @@ def test_gateways_ask_decode_workers_and_decode_workers_prefill_workers() -> Non
     inside = pods(plan)
     assert reachable(plan, inside["gateway"], inside["decode"]) == {HTTP, METRICS}
     assert reachable(plan, inside["gateway"], inside["prefill"]) == {METRICS}
-    assert reachable(plan, inside["decode"], inside["prefill"]) == {KV}
+    assert reachable(plan, inside["decode"], inside["prefill"]) == {KV, FILES}
     for pair in (("prefill", "decode"), ("decode", "decode"), ("prefill", "prefill"), ("decode", "gateway")):
-        assert not reachable(plan, inside[pair[0]], inside[pair[1]]) - {8080}, pair
+        assert not reachable(plan, inside[pair[0]], inside[pair[1]]) - {FILES, 8080}, pair
+
+
+def test_workers_that_download_give_each_other_the_models_files_and_nobody_else() -> None:
+    plan = split()
+    inside = pods(plan)
+    workers = ("prefill", "decode")
+    for name in workers:
+        assert all(FILES in reachable(plan, inside[name], inside[other]) for other in workers)
+        for source in (STRANGER, NEIGHBOUR, INTERNET, SCRAPER, inside["gateway"]):
+            assert FILES not in reachable(plan, source, inside[name])
+    for other in (split(model={"uri": "pvc://models/x"}), split(model={"uri": "hf://a/b", "cache": {"peers": False}})):
+        inside = pods(other)
+        assert all(FILES not in reachable(other, inside[name], inside[to]) for name in workers for to in workers)
 
 
 def test_native_links_open_one_more_port_of_workers_to_gateways() -> None:
@@ -151,13 +164,13 @@ def test_without_prefill_workers_nobody_moves_blocks() -> None:
     plan = blueprint()
     inside = pods(plan)
     assert reachable(plan, inside["gateway"], inside["decode"]) == {HTTP, METRICS}
-    assert reachable(plan, inside["decode"], inside["decode"]) == set()
+    assert reachable(plan, inside["decode"], inside["decode"]) == {FILES}
 
 
 def test_every_rank_of_a_prefill_pod_is_reached() -> None:
     plan = blueprint(prefill={"parallelism": {"tensor": 8}})
     inside = pods(plan)
-    assert reachable(plan, inside["decode"], inside["prefill"]) == {7000, 7001, 7007}
+    assert reachable(plan, inside["decode"], inside["prefill"]) == {FILES, 7000, 7001, 7007}
 
 
 @given(prefill=st.booleans(), spread=st.sampled_from([("prefill",), ("decode",), ("prefill", "decode")]))

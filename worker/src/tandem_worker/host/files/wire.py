@@ -111,6 +111,7 @@ def read_exact(sock: socket.socket, view: memoryview, stall_seconds: float, dead
 
 
 def pack_news(changes: list[tuple[int, bytes]]) -> bytes:
+    """The payload of news: chunks' numbers, and their sums or `GONE`."""
     return b"".join(NEWS.pack(index, digest) for index, digest in changes)
 
 

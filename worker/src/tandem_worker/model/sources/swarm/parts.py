@@ -65,6 +65,7 @@ class PartFiles:
         os.pwrite(sums, digest, (index - self._layout.chunks_of(chunk.file).start) * _SUM_BYTES)
 
     def close(self) -> None:
+        """Write no more."""
         for pair in self._fds.values():
             for fd in pair:
                 os.close(fd)

@@ -331,6 +331,7 @@ class Plan:
                     view.wanted.append(index)
 
     def is_complete(self, file: int) -> bool:
+        """Whether every chunk of the file is here."""
         return not any(index in self.missing for index in self._layout.chunks_of(file))
 
     @property
