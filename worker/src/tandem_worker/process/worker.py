@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from tandem_worker.engine.core import EngineCore
+    from tandem_worker.engine.execute.pages import BlockPages
     from tandem_worker.group.pods.leading import LeadingPod
     from tandem_worker.server.structured.compiler import GrammarCompiler
     from tandem_worker.transfer.decode.client import TcpPrefillClient
@@ -32,6 +33,7 @@ class Worker:
     """The inference API."""
     figures: Figures
     engine: EngineCore
+    pages: BlockPages
     hub: DeltaHub
     prefill_server: TcpPrefillServer | None
     prefill_client: TcpPrefillClient | None
@@ -55,6 +57,7 @@ class Worker:
             self.prefill_server.close()
         if self.prefill_client is not None:
             self.prefill_client.close()
+        self.pages.stop()
         self.engine.stop(timeout=5.0)
         self.grammars.close()
         if self.group is not None:
