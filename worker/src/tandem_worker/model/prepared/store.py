@@ -1,9 +1,9 @@
 """A folder of things that were prepared from models, each named by everything that it was made from.
 
 It only saves time. What cannot be read or written is told once in the log, and the caller does without: a folder that
-is read-only or full is no error. What is damaged is told, removed and made anew by the caller. Entries are written beside
-their place and renamed, so a process that dies leaves nothing that is believed; what it leaves is removed later. Any
-number of processes on any number of machines may share a folder: two that prepare the same write the same.
+is read-only or full is no error. What is damaged is told, removed and made anew by the caller. Entries are written
+beside their place and renamed, so a process that dies leaves nothing that is believed; what it leaves is removed later.
+Any number of processes on any number of machines may share a folder: two that prepare the same write the same.
 """
 
 from __future__ import annotations
