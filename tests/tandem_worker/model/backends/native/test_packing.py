@@ -20,7 +20,8 @@ if (obstacle := native.find_obstacle()) is not None:
 
 from tandem_worker.model.backends.native.packing import NativePacker, block_of, lay_out, packed_elements
 
-KINDS = [GGMLQuantizationType[name] for name in "F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q4_K Q5_K Q6_K".split()]
+_NAMES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+KINDS = [GGMLQuantizationType[name] for name in _NAMES]
 PLAIN = KINDS[:3]
 
 

@@ -1,9 +1,9 @@
 """A model's weights as its kernels read them, from one start for the next.
 
-One entry of the store holds every tensor that the loader handed out, in order, each under a key that says what was asked
-for: names, shapes, what this rank takes of them, and in which layout. At a start it is read while torch is imported, and
-what the loader asks for is handed out of it, but only what was asked for the last time too, and only once its sums are
-right. From the first difference on the rest is loaded from the checkpoint.
+One entry of the store holds every tensor that the loader handed out, in order, each under a key that says what was
+asked for: names, shapes, what this rank takes of them, and in which layout. At a start it is read while torch is
+imported, and what the loader asks for is handed out of it, but only what was asked for the last time too, and only once
+its sums are right. From the first difference on the rest is loaded from the checkpoint.
 
     8 bytes            length of the list, little-endian
     list               JSON: a key, where the tensor begins and its bytes, for each tensor
@@ -43,8 +43,8 @@ _NICE = 19
 def open_prepared_weights(store: PreparedStore, digest: str, facts: Mapping[str, object]) -> PreparedWeights:
     """The weights of the model that `digest` names, being read in the background from now on where there is a copy.
 
-    `facts` are what else decides the tensors, as JSON has it: the element type that is configured and this rank's share.
-    A copy that does not fit all the same is seen by its keys. Needs no torch and returns within milliseconds.
+    `facts` are what else decides the tensors, as JSON has it: the element type that is configured and this rank's
+    share. A copy that does not fit all the same is seen by its keys. Needs no torch and returns within milliseconds.
     """
     named = {"layout": LAYOUT, "cpu": sorted(flag for flag in cpu_features() if flag.startswith("avx512")), **facts}
     name = f"weights-{digest}-{xxh3_64_hexdigest(json.dumps(named, sort_keys=True).encode())}"
@@ -123,8 +123,8 @@ class PreparedWeights:
     def save(self) -> bool:
         """Keep what was handed out for the next start, unless it all came from a copy; whether there is one now.
 
-        Takes about a second per GB, on a thread of the lowest priority, and no memory worth mention. Until it is done it
-        holds on to the tensors.
+        Takes about a second per GB, on a thread of the lowest priority, and no memory worth mention. Until it is done
+        it holds on to the tensors.
         """
         tensors, missed = self._tensors, self._missed
         self._tensors, self._missed = [], False
@@ -186,7 +186,10 @@ def _align(offset: int) -> int:
 
 
 def _read_list(reading: Reading) -> list[tuple[str, int, int]]:
-    """Keys, beginnings and sizes of the tensors. Raises DamagedError for anything else, OSError when it cannot be read."""
+    """Keys, beginnings and sizes of the tensors.
+
+    Raises DamagedError where there is something else, OSError when it cannot be read.
+    """
     size = reading.entry.size
     if size < _LENGTH:
         raise DamagedError("it is too short")
