@@ -10,6 +10,7 @@ import ctypes
 import errno
 import mmap
 import os
+import weakref
 from functools import cache
 from pathlib import Path
 
@@ -65,14 +66,18 @@ class Reading:
         self.memory: mmap.mmap = map_memory(entry.size)
         self._library = library
         self._sums = ctypes.create_string_buffer(entry.sums, len(entry.sums))
-        self._handle: int | None = library.tandem_read_begin(
+        self._handle: int = library.tandem_read_begin(
             entry.descriptor, address_of(self.memory), entry.size, CHUNK, ctypes.addressof(self._sums), _NUM_THREADS
         )
+        # However this ends, the threads do so before the memory that they write to.
+        self.end = weakref.finalize(self, _end, library, self._handle, entry, self.memory, self._sums)
+        """Stop reading, which a reading that nobody has any more does by itself. What was waited for stays in memory
+        for as long as somebody uses it."""
 
     def wait(self, start: int, stop: int) -> None:
         """Bytes `start` to `stop` are in memory as they were written. Raises DamagedError when they were not, OSError
         when they cannot be read."""
-        assert self._handle is not None, "it is over"
+        assert self.end.alive, "it is over"
         first, last = start // CHUNK, min(num_chunks(stop), num_chunks(self.entry.size))
         state = self._library.tandem_read_wait(self._handle, first, last)
         if state == _WRONG:
@@ -81,9 +86,7 @@ class Reading:
             code = _FAILED - state
             raise OSError(code or errno.EIO, os.strerror(code))
 
-    def end(self) -> None:
-        """Stop reading; what was waited for stays in memory for as long as somebody uses it."""
-        if self._handle is not None:
-            self._library.tandem_read_end(self._handle)
-            self._handle = None
-            self.entry.close()
+
+def _end(library: ctypes.CDLL, handle: int, entry: Entry, *_memory: object) -> None:
+    library.tandem_read_end(handle)
+    entry.close()
