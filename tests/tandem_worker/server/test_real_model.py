@@ -9,8 +9,6 @@ import re
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -64,23 +62,14 @@ class Real:
 
 
 @pytest.fixture(scope="module")
-def real(request: pytest.FixtureRequest) -> Iterator[Real]:
+def real() -> Iterator[Real]:
     path = find_model()
-    tokenizer = cached_tokenizer(request, path)
+    tokenizer = load_tokenizer(path)
     model = load_model(path, device=torch.device("cpu"), dtype=torch.float32)
     hub = DeltaHub()
     engine = build_engine(model, configuration(), hub.deliver, eos_token_ids=end_tokens(tokenizer))
     yield Real(engine, hub, tokenizer, model.vocab_size)
     engine.stop()
-
-
-def cached_tokenizer(request: pytest.FixtureRequest, path: Path) -> Any:
-    """Taking a tokenizer out of a GGUF file costs several seconds; the saved form loads at once."""
-    assert request.config.cache is not None
-    folder = request.config.cache.mkdir(f"tokenizer-{path.stem}-{path.stat().st_size}-{version('transformers')}")
-    if not (folder / "tokenizer.json").is_file():
-        load_tokenizer(path).save_pretrained(folder)
-    return load_tokenizer(folder)
 
 
 def configuration() -> WorkerConfig:

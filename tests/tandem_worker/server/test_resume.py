@@ -33,15 +33,15 @@ from tests.tandem_worker.server.conftest import byte_level_tokenizer, share_comp
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RESPONSES, BLOCKS = "/v1/responses", "/v1/messages"
 TOKENIZER = byte_level_tokenizer()
-THINK = TOKENIZER.convert_tokens_to_ids("<think>")
-THINK_END = TOKENIZER.convert_tokens_to_ids("</think>")
+THINK = TOKENIZER.backend_tokenizer.token_to_id("<think>")
+THINK_END = TOKENIZER.backend_tokenizer.token_to_id("</think>")
 IM_END = TOKENIZER.eos_token_id
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["one", "two"]}},
           "required": ["a", "b"], "additionalProperties": False}  # fmt: skip
 TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": {
     "type": "object", "properties": {"x": {"enum": ["sun", "moon"]}, "y": {"type": "boolean"}},
     "required": ["x", "y"], "additionalProperties": False}}}]  # fmt: skip
-LETTERS = dict.fromkeys(map(str, TOKENIZER.convert_tokens_to_ids(list("abc"))), 100.0)
+LETTERS = dict.fromkeys(map(str, map(TOKENIZER.backend_tokenizer.token_to_id, "abc")), 100.0)
 """Nothing else is said, so that stop strings are met."""
 TAGS = {"type": "structural_tag", "format": {"type": "sequence", "elements": [
     {"type": "tag", "begin": "<f>", "end": "</f>", "content": {"type": "json_schema", "json_schema": {

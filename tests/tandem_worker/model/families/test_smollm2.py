@@ -10,6 +10,7 @@ import pytest
 import torch
 from tandem_worker.model.contract import CausalLM
 from tandem_worker.model.load import load_model
+from tandem_worker.model.tokenization.template import render_chat
 from tandem_worker.model.tokenizer import load_tokenizer
 
 from e2e.model import find_model
@@ -42,8 +43,8 @@ def generate(model: CausalLM, paged_sequences: Any, tokens: list[int], count: in
 
 def test_answers_the_demo_question(gguf: Path, model: CausalLM, paged_sequences: Any) -> None:
     tokenizer = load_tokenizer(gguf)
-    tokens = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, return_dict=False)
-    answer = generate(model, paged_sequences, list(tokens), 8, chunk=13)
+    prompt = render_chat(str(tokenizer.chat_template), QUESTION, add_generation_prompt=True)
+    answer = generate(model, paged_sequences, tokenizer.encode(prompt), 8, chunk=13)
     assert tokenizer.decode(answer, skip_special_tokens=True).strip() == "The capital of France is Paris."
 
 
