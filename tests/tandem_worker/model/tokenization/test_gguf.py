@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -122,11 +123,12 @@ def test_sentencepiece_is_converted(tmp_path: Path) -> None:
     assert_same(load_tokenizer(path), oracle(path))
 
 
-def test_files_beside_it_are_asked_first(tmp_path: Path) -> None:
+def test_transformers_decides_about_files_beside_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = write_gguf(tmp_path / "m.gguf", metadata())
     (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": 77}')
-    ours = load_tokenizer(path)
-    assert ours.model_max_length == 77
+    with caplog.at_level(logging.INFO):
+        ours = load_tokenizer(path)
+    assert "transformers converts" in caplog.text
     assert_same(ours, oracle(path))
 
 
