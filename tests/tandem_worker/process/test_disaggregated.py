@@ -101,7 +101,7 @@ def test_the_first_token_may_be_the_last(pair: SimpleNamespace, workers: SimpleN
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
 def test_other_apis_tell_what_prefill_workers_had_cached(pair: SimpleNamespace, path: str) -> None:
-    """And calls are made by a grammar where the template knows no tools: it leaves a weak model room for white space."""
+    """And calls are made by a grammar where the template knows no tools; white space may be long."""
     text, schema = TEXT * 4, {"type": "object", "properties": {}, "additionalProperties": False}
     body: dict[str, Any]
     if path == "/v1/messages":

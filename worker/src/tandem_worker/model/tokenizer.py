@@ -11,10 +11,6 @@ from tandem_worker.model.tokenization.gguf import build_tokenizer, read_metadata
 from tandem_worker.model.tokenization.tokenizer import Tokenizer
 
 
-def leave_torch_out() -> None:
-    """Nothing is left to do: no other library loads a tokenizer in this process."""
-
-
 def load_tokenizer(path: Path, prepared: PreparedFiles | None = None) -> Tokenizer:
     """The tokenizer of the model at `path` (a folder or a GGUF file).
 

@@ -7,7 +7,6 @@ and what needs no torch does not wait for it.
 
 from __future__ import annotations
 
-import gc
 import logging
 import resource
 from collections.abc import Callable, Mapping
@@ -17,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 from tandem_api.launch import WorkerConfig
 from tandem_api.names import Role
 
+from tandem_worker.host.collector import release_collector
 from tandem_worker.host.environment import PodFacts
 from tandem_worker.host.runtime import Runtime
+from tandem_worker.model.prepared.store import open_store
 from tandem_worker.process.figures import Figures, Refusals, open_gpu_reader
 from tandem_worker.process.graph import Step, run_steps
 from tandem_worker.process.memory import MemoryLedger
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from tandem_worker.group.executor import GroupSeat
     from tandem_worker.group.pods.leading import LeadingPod
     from tandem_worker.model.contract import CausalLM
+    from tandem_worker.model.prepared.weights import PreparedWeights
     from tandem_worker.model.sources.digest import ModelDigest
     from tandem_worker.server.structured.compiler import GrammarCompiler
     from tandem_worker.transfer.decode.client import TcpPrefillClient
@@ -78,6 +80,7 @@ class _Start:
     ) -> None:
         self._config, self._pod, self._runtime = config, pod, runtime
         self._progress, self._switches, self._group, self._refusals = progress, switches, group, refusals
+        self._store = open_store(config.model.cache_dir)
 
     def list_steps(self) -> list[Step]:
         """What a start consists of, and what each part needs."""
@@ -91,11 +94,12 @@ class _Start:
             step("server", "loading the server", _import_server),
             step("device", "opening the device", self._open_device, "libraries"),
             step("hashing", "listing the model's files", _hash, "fetch"),
-            step("tokenizer", "loading the tokenizer", _load_tokenizer, "fetch"),
+            step("tokenizer", "loading the tokenizer", self._load_tokenizer, "fetch"),
             step("digest", "hashing the model", _await_digest, "hashing"),
-            step("seat", "waiting for the group", self._take_seat, "fetch", "device"),
+            self._describe_seat(),
+            step("prepared", "looking for prepared weights", self._open_prepared, "digest", "seat"),
             step("memory", "looking at the memory", _open_ledger, "device"),
-            step("weights", "loading weights", self._load_weights, "fetch", "device", "seat", "memory"),
+            step("weights", "loading weights", self._load_weights, "fetch", "device", "seat", "prepared", "memory"),
             step("ends", "reading the end tokens", _observe_ends, "fetch", "tokenizer"),
             step("grammars", "starting the grammar process", self._open_grammars, "tokenizer", "weights", "ends"),
             step("client", "opening the KV client", self._open_client, "libraries"),
@@ -111,20 +115,14 @@ class _Start:
             ),
             step(
                 *("worker", "building the application", self._build_worker),
-                *("engine", "weights", "tokenizer", "grammars", "ends", "client", "transport", "memory", "server"),
-                "warm_up",
+                *("engine", "weights", "tokenizer", "grammars", "ends", "client", "transport", "prepared", "memory"),
+                *("server", "warm_up"),
             ),
         ]
 
     def settle(self, worker: Worker) -> None:
         """Everything that stays is there."""
-        # Looking at every object there is takes 0.3 s for those of the libraries alone, and all streams wait: so they
-        # are set aside without a look. A start leaves some thousand cycles behind that stay with them.
-        gc.freeze()
-        gc.enable()
-        # The collector looks at old objects again when a quarter as many have become old since: a quarter of what is
-        # left now, which is nothing. Ended connections are cycles that hold what they had read.
-        gc.collect()
+        release_collector()
         self._progress.be_ready()
         _log_ready(worker, self._progress)
 
@@ -144,21 +142,48 @@ class _Start:
 
         return resolve_device(self._config.device)
 
-    def _take_seat(self, path: Path, device: torch.device) -> GroupSeat | None:
+    def _describe_seat(self) -> Step:
+        """Without other ranks it needs nothing: prepared weights are read then while torch is imported."""
+        if self._group is None:
+            return Step(name="seat", what="taking a seat alone", run=lambda: None)
+        return Step(name="seat", what="waiting for the group", run=self._take_seat, needs=("fetch", "device"))
+
+    def _take_seat(self, path: Path, device: torch.device) -> GroupSeat:
         from tandem_worker.host.devices import resolve_dtype
 
-        return None if self._group is None else self._group.form(path, device, resolve_dtype(self._config.dtype))
+        assert self._group is not None
+        return self._group.form(path, device, resolve_dtype(self._config.dtype))
 
-    def _load_weights(self, path: Path, device: torch.device, seat: GroupSeat | None, memory: MemoryLedger) -> CausalLM:
+    def _open_prepared(self, digest: str, seat: GroupSeat | None) -> PreparedWeights:
+        """What an earlier start made of these weights for this rank, being read from here on."""
+        from tandem_worker.model.prepared.weights import open_prepared_weights
+
+        share = None if seat is None else seat.context.share
+        facts = {"device": self._config.device, "dtype": self._config.dtype, "share": share}
+        return open_prepared_weights(self._store, digest, facts)
+
+    def _load_tokenizer(self, path: Path) -> Any:
+        from tandem_worker.model.tokenizer import load_tokenizer
+
+        return load_tokenizer(path, self._store)
+
+    def _load_weights(
+        self,
+        path: Path,
+        device: torch.device,
+        seat: GroupSeat | None,
+        prepared: PreparedWeights,
+        memory: MemoryLedger,
+    ) -> CausalLM:
         """This rank's share."""
         from tandem_worker.host.devices import resolve_dtype
         from tandem_worker.model.load import load_model
+        from tandem_worker.model.weighing import count_weight_bytes
         from tandem_worker.parallel.context import SINGLE
 
-        before = memory.observe()
-        context = SINGLE if seat is None else seat.context
-        model = load_model(path, device=device, dtype=resolve_dtype(self._config.dtype), context=context)
-        memory.by_kind["weights"] = max(0, memory.observe() - before)
+        context, dtype = SINGLE if seat is None else seat.context, resolve_dtype(self._config.dtype)
+        model = load_model(path, device=device, dtype=dtype, context=context, prepared=prepared)
+        memory.by_kind["weights"] = count_weight_bytes(model)
         return model
 
     def _open_grammars(self, tokenizer: Any, model: CausalLM, ends: frozenset[int]) -> GrammarCompiler:
@@ -241,6 +266,7 @@ class _Start:
         end_tokens: frozenset[int],
         client: TcpPrefillClient | None,
         server: TcpPrefillServer | None,
+        prepared: PreparedWeights,
         memory: MemoryLedger,
         *_: None,
     ) -> Worker:
@@ -270,6 +296,7 @@ class _Start:
             figures=figures,
             engine=engine,
             pages=pages,
+            prepared=prepared,
             hub=hub,
             prefill_server=server,
             prefill_client=client,
@@ -330,13 +357,6 @@ def _hash(path: Path) -> ModelDigest:
 
 def _await_digest(hashing: ModelDigest) -> str:
     return hashing.result()
-
-
-def _load_tokenizer(path: Path) -> Any:
-    from tandem_worker.model.tokenizer import leave_torch_out, load_tokenizer
-
-    leave_torch_out()
-    return load_tokenizer(path)
 
 
 def _open_ledger(device: torch.device) -> MemoryLedger:

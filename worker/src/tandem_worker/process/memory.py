@@ -14,14 +14,6 @@ class MemoryLedger:
     on_gpu: bool
     by_kind: dict[str, int] = field(default_factory=dict)
 
-    def observe(self) -> int:
-        """Bytes held now: allocated by torch on the GPU, or resident memory of the process."""
-        if self.on_gpu:
-            import torch
-
-            return torch.cuda.memory_allocated()
-        return _resident_bytes()
-
     def observe_other(self) -> int:
         """What is held and no other kind's: of the process, or on a GPU the driver's and the libraries' share."""
         if not self.on_gpu:

@@ -103,7 +103,7 @@ class ServingProcess:
         self._watch_steps(worker, group)
         following = asyncio.create_task(self._follow(worker))
         self._switches.ready = True
-        worker.pages.start(self._runtime.vitals)
+        worker.begin_background(self._runtime.vitals)
         await self._stop.wait()
         following.cancel()
         if link is not None:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from tandem_worker.engine.core import EngineCore
     from tandem_worker.engine.execute.pages import BlockPages
     from tandem_worker.group.pods.leading import LeadingPod
+    from tandem_worker.host.vitals import Vitals
+    from tandem_worker.model.prepared.weights import PreparedWeights
     from tandem_worker.server.structured.compiler import GrammarCompiler
     from tandem_worker.transfer.decode.client import TcpPrefillClient
     from tandem_worker.transfer.prefill.server import TcpPrefillServer
@@ -34,6 +36,7 @@ class Worker:
     figures: Figures
     engine: EngineCore
     pages: BlockPages
+    prepared: PreparedWeights
     hub: DeltaHub
     prefill_server: TcpPrefillServer | None
     prefill_client: TcpPrefillClient | None
@@ -44,6 +47,11 @@ class Worker:
     def idle(self) -> bool:
         """Whether the engine has no request and nobody waits for an answer: there is nothing left to drain."""
         return self.engine.idle and self.hub.num_open == 0
+
+    def begin_background(self, vitals: Vitals) -> None:
+        """What nobody waits for: memory for blocks to come, and a copy of the weights for the next start."""
+        self.pages.start(vitals)
+        vitals.start_thread("save-weights", self.prepared.save)
 
     def drain(self) -> None:
         """Take no new requests and no new orders of other workers; those inside go on."""
