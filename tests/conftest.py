@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.full import reason_of
 from tests.tandem_worker.process.forking import Forker
 
 # How long an example takes says how busy the machine is.
@@ -64,9 +65,14 @@ def pytest_sessionfinish() -> None:
     gc.unfreeze()
 
 
+@pytest.hookimpl(tryfirst=True)  # before markers choose
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where several processes share the tests they take files in this order: long ones first, but others in between,
-    because long ones wait for timers and start processes, which side by side would wait for each other."""
+    """Mark what the gate leaves to the full run. Where several processes share the tests they take files in this order:
+    long ones first, but others in between, because long ones wait for timers and start processes, which side by side
+    would wait for each other."""
+    for item in items:
+        if reason_of(item.nodeid) is not None:
+            item.add_marker(pytest.mark.full)
     if "PYTEST_XDIST_WORKER" in os.environ:
         files: dict[str, list[pytest.Item]] = {}
         for item in items:

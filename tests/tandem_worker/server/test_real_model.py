@@ -159,7 +159,7 @@ async def generate(client: openai.AsyncOpenAI, number: int) -> None:
 
 
 async def test_structured_answers_are_valid(client: openai.AsyncOpenAI, real: Real) -> None:
-    await asyncio.gather(*(generate(client, number) for number in range(25)))
+    await asyncio.gather(*(generate(client, number) for number in range(10)))
     await until_free(real)
 
 
