@@ -41,7 +41,8 @@ demo: setup ## Bring up a cluster, serve a real model through prefill and decode
 	@$(RUN) python -m e2e.demo
 
 .PHONY: test
-test: check unit test-clients e2e ## Everything the gate runs: checks, unit tests, clients, and the suite on a real cluster
+test: setup ## Everything the gate runs: check, unit, test-clients and e2e, each within its share (tests/shares.py)
+	+@$(RUN) python -m tests.shares --make "$(MAKE) --no-print-directory"
 
 # --- parts of it ----------------------------------------------------------------------------------------------------
 
