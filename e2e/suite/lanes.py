@@ -22,7 +22,7 @@ SHARED_FILES = {"test_admission": "admission", "test_manifests": "admission"}
 """Files whose tests are one group: they change the same policy, or are so short that a lane each would not pay."""
 FIRST = (
     "main", "test_roles_follow_their_targets_apart", "staged", "untouched", "test_a_branch_that_moves", "pair",
-    "test_a_canary_is_promoted", "test_a_rename_under_load", "test_a_model_sleeps_and_wakes",
+    "test_a_canary_is_promoted_and_undone", "test_a_rename_under_load", "test_a_model_sleeps_and_wakes",
     "test_each_fault_is_named",
     "test_workers_that_do_both", "test_a_step_that_hangs", "test_prefill_is_added", "test_a_pair_is_replaced",
     "test_a_secret_that_is_broken", "test_three_ranks",

@@ -85,7 +85,7 @@ def test_replicas_are_counted_and_only_the_leader_is_asked(staged: Fleet) -> Non
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("node", range(NODES))
+@pytest.mark.parametrize("node", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_a_killed_pod_takes_its_group_down_and_the_group_comes_back(
     staged: Fleet, oracle: tuple[Any, Any], node: int
 ) -> None:
@@ -140,6 +140,7 @@ def test_a_changed_configuration_replaces_the_group_as_a_whole(staged: Fleet, or
     assert_greedy(staged, MODEL, oracle)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_suspend_and_resume_a_group(staged: Fleet) -> None:
     staged.patch(MODEL, {"suspend": True})

@@ -11,7 +11,7 @@ from e2e.suite.fleet import Fleet, Object, Say, until
 
 NODE = "node-0"
 GRACE = 90.0
-"""Seconds until Kubernetes itself calls the node unreachable: 50 by default, and what a busy machine adds."""
+"""Seconds until Kubernetes itself calls the node unreachable: 25 in this cluster, and what a busy machine adds."""
 SOON = 15.0
 """From then until the model's status says so."""
 MODEL = "main"
