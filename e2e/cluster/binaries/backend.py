@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..base import Status, constant_url
+from ..caches import Part, bound_cache, folder_part
 from ..commands import run, wait_until
 from ..errors import ClusterError
 from ..gobuild import Builder, check_go, find_tool
@@ -171,10 +172,20 @@ class BinariesBackend:
         self._remove()
         registry.Leases(self.settings.cache).end(self.settings.id)
         check_leftovers(self.leftovers)
+        bound_cache(self.settings.cache, self._cache_parts())
 
     def leftovers(self, whole: Path | None = None) -> list[str]:
         """What is still on this machine of the cluster, or of all that runs out of a folder, a line each."""
         return list_leftovers(self.state, self.namespace, control_groups(), whole)
+
+    def _cache_parts(self) -> list[Part]:
+        """What of the cache can go, cheapest first. Another cluster's image store is not ours to remove."""
+        cache, parts = self.settings.cache, []
+        if not images.is_locked(cache):
+            parts.append(folder_part(cache / "containerd", "unpacked images", "unpacked again in half a minute"))
+        if not registry.Leases(cache).needed():
+            parts.append(folder_part(cache / "registry", "the registry's images", "pushed again in one to two minutes"))
+        return parts
 
     def _remove(self) -> None:
         teardown.remove_cluster(self.state, self.processes, control_groups(), self.group, self.namespace)

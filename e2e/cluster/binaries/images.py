@@ -30,12 +30,12 @@ NAMESPACE = "k8s.io"
 
 def choose_containerd_root(cache: Path, state: Path) -> Path:
     """The cache's image store, or one of this cluster's own while another cluster uses the cache's."""
-    shared = cache / "containerd"
-    return state / "containerd-root" if _is_locked(shared / "io.containerd.metadata.v1.bolt" / "meta.db") else shared
+    return state / "containerd-root" if is_locked(cache) else cache / "containerd"
 
 
-def _is_locked(database: Path) -> bool:
-    """containerd holds an exclusive lock on its database as long as it runs."""
+def is_locked(cache: Path) -> bool:
+    """Whether a cluster uses the cache's image store: containerd holds a lock on its database as long as it runs."""
+    database = cache / "containerd" / "io.containerd.metadata.v1.bolt" / "meta.db"
     if not database.exists():
         return False
     with database.open("rb") as file:

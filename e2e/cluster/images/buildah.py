@@ -63,8 +63,8 @@ class Buildah:
 
     def push(self, image: Image, tag: str, registry: str, *, verify_tls: bool = True) -> None:
         self._buildah(
-            "push", "--compression-format", "zstd", f"--tls-verify={str(verify_tls).lower()}",
-            f"localhost/{image.name}:{tag}", f"docker://{registry}/{image.name}:{tag}",
+            "push", "--compression-format", "zstd", "--compression-level", "1",
+            f"--tls-verify={str(verify_tls).lower()}", f"localhost/{image.name}:{tag}", f"docker://{registry}/{image.name}:{tag}",
         )  # fmt: skip
 
     def _share_uv_cache(self) -> None:
