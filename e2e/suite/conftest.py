@@ -53,6 +53,10 @@ def tandem(cluster: Any, tmp_path_factory: pytest.TempPathFactory, worker_id: st
     return cluster
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    lanes.join(item)  # here, because pytest-xdist reads the groups before the hook below is called
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     lanes.arrange(items)
 

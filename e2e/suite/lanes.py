@@ -55,15 +55,15 @@ def rank(group: str | None, module: str, name: str) -> tuple[int, bool]:
     return len(FIRST), disturbs
 
 
+def join(item: Any) -> None:
+    """Give a test its group."""
+    if (group := name_group(item)) is not None:
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 def arrange(items: list[Any]) -> None:
-    """Give each test its group and put them in order, in place."""
-    places: dict[int, tuple[int, bool]] = {}
-    for item in items:
-        group = name_group(item)
-        if group is not None:
-            item.add_marker(pytest.mark.xdist_group(group))
-        places[id(item)] = rank(group, item.module.__name__.rpartition(".")[2], item.name)
-    items.sort(key=lambda item: places[id(item)])
+    """Put tests in order, in place."""
+    items.sort(key=lambda item: rank(name_group(item), item.module.__name__.rpartition(".")[2], item.name))
 
 
 def find_stale(names: Sequence[str]) -> list[str]:

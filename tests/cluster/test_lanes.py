@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from e2e.suite.lanes import FIRST, LAST, SHARED, SHARED_FILES, arrange, find_stale
+from e2e.suite.lanes import FIRST, LAST, SHARED, SHARED_FILES, arrange, find_stale, join
 
 SUITE = Path(__file__).resolve().parents[2] / "e2e" / "suite"
 
@@ -26,6 +26,8 @@ class Item:
 
 def arranged(*items: Item) -> list[Item]:
     found: list[Any] = list(items)
+    for item in found:
+        join(item)
     arrange(found)
     return found
 
