@@ -7,7 +7,9 @@ Tests run in several lanes at once (`lanes.py`). A failing test leaves pods, eve
 from __future__ import annotations
 
 import fcntl
+import os
 import re
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +25,7 @@ from e2e.suite import lanes
 from e2e.suite.fleet import WAITED, Fleet, Kubernetes, Say, smollm2
 
 ARTIFACTS = Path(__file__).resolve().parent.parent / "artifacts"
-_SAID, _TOOK = "said", "waited"
+_SAID, _TOOK, _GROUPS = "said", "waited", "groups"
 _FAILURE_CHARACTERS = 4000
 RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
 
@@ -53,12 +55,28 @@ def tandem(cluster: Any, tmp_path_factory: pytest.TempPathFactory, worker_id: st
     return cluster
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    lanes.join(item)  # here, because pytest-xdist reads the groups before the hook below is called
+def pytest_configure_node(node: Any) -> None:
+    """Tell each lane where to write down which tests are one group."""
+    node.workerinput[_GROUPS] = str(_groups_file())
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> lanes.Scheduling:
+    return lanes.Scheduling(config, log, _groups_file())
+
+
+def _groups_file() -> Path:
+    return Path(tempfile.gettempdir(), f"tandem-e2e-{os.getpid()}.json")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        _groups_file().unlink(missing_ok=True)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     lanes.arrange(items)
+    if hasattr(config, "workerinput"):
+        lanes.write_groups(items, Path(config.workerinput[_GROUPS]))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

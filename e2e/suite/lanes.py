@@ -1,7 +1,7 @@
 """Which tests go side by side.
 
 Most of a test's time is waiting: for pods to start, for a settling time, for a node's grace. So several tests run at
-the same time, each lane of pytest-xdist taking the next one (`--dist loadgroup`). Tests that share a fleet are one
+the same time, each lane of pytest-xdist taking the next one (`Scheduling`). Tests that share a fleet are one
 group and stay in one lane, in the order of their files; those that disturb the shared fleet come last in it. What
 changes the whole cluster has the marker `alone` and runs by itself afterwards.
 
@@ -11,10 +11,14 @@ end.
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 SHARED = ("staged", "pair", "untouched", "main")
 """Fixtures of fleets that tests share; a test that has several belongs to the first."""
@@ -55,15 +59,32 @@ def rank(group: str | None, module: str, name: str) -> tuple[int, bool]:
     return len(FIRST), disturbs
 
 
-def join(item: Any) -> None:
-    """Give a test its group."""
-    if (group := name_group(item)) is not None:
-        item.add_marker(pytest.mark.xdist_group(group))
-
-
 def arrange(items: list[Any]) -> None:
     """Put tests in order, in place."""
     items.sort(key=lambda item: rank(name_group(item), item.module.__name__.rpartition(".")[2], item.name))
+
+
+def write_groups(items: Sequence[Any], file: Path) -> None:
+    """Every lane writes the same, before it says that it has collected."""
+    unfinished = file.with_suffix(f".{os.getpid()}")
+    unfinished.write_text(json.dumps({item.nodeid: group for item in items if (group := name_group(item))}))
+    unfinished.rename(file)
+
+
+class Scheduling(LoadScopeScheduling):
+    """Each lane takes the next group. pytest-xdist's own groups (`loadgroup`) are lost under pytest 9.2, which has no
+    `_nodeid` to write them into.
+    """
+
+    def __init__(self, config: pytest.Config, log: Any, file: Path) -> None:
+        super().__init__(config, log)
+        self._file = file
+        self._groups: dict[str, str] | None = None
+
+    def _split_scope(self, nodeid: str) -> str:
+        if self._groups is None:
+            self._groups = json.loads(self._file.read_text())
+        return self._groups.get(nodeid, nodeid)
 
 
 def find_stale(names: Sequence[str]) -> list[str]:
