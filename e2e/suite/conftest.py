@@ -75,8 +75,9 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     lanes.arrange(items)
-    if hasattr(config, "workerinput"):
-        lanes.write_groups(items, Path(config.workerinput[_GROUPS]))
+    lane = getattr(config, "workerinput", None)
+    if lane is not None:
+        lanes.write_groups(items, Path(lane[_GROUPS]))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

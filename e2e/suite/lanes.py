@@ -79,10 +79,10 @@ class Scheduling(LoadScopeScheduling):
     def __init__(self, config: pytest.Config, log: Any, file: Path) -> None:
         super().__init__(config, log)
         self._file = file
-        self._groups: dict[str, str] | None = None
+        self._groups: dict[str, str] = {}
 
     def _split_scope(self, nodeid: str) -> str:
-        if self._groups is None:
+        if not self._groups:
             self._groups = json.loads(self._file.read_text())
         return self._groups.get(nodeid, nodeid)
 
