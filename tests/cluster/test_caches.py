@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from e2e.cluster.caches import Part, bound, folder_part, measure
+from e2e.cluster.images.buildah import remove_interrupted
 
 
 def parts(sizes: dict[str, int]) -> list[Part]:
@@ -47,3 +48,18 @@ def test_a_file_with_two_names_counts_once_and_links_lead_nowhere(tmp_path: Path
     part.remove()
     assert part.size() == 0
     assert measure(tmp_path / "none") == 0
+
+
+def test_what_an_interrupted_push_left_goes_and_the_shared_cache_stays(tmp_path: Path) -> None:
+    remove_interrupted(tmp_path)
+    temporary, uv = tmp_path / "buildah" / "tmp", tmp_path / "uv"
+    (temporary / "640974660").mkdir(parents=True)
+    (temporary / "640974660" / "blob").touch()
+    (temporary / "file").touch()
+    (temporary / "buildah-cache").mkdir()
+    uv.mkdir()
+    (uv / "wheel").touch()
+    (temporary / "buildah-cache" / "uv").symlink_to(uv)
+    remove_interrupted(tmp_path)
+    assert [place.name for place in temporary.iterdir()] == ["buildah-cache"]
+    assert (temporary / "buildah-cache" / "uv" / "wheel").exists()

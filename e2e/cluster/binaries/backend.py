@@ -15,6 +15,7 @@ from ..caches import Part, bound_cache, folder_part
 from ..commands import run, wait_until
 from ..errors import ClusterError
 from ..gobuild import Builder, check_go, find_tool
+from ..images.buildah import remove_interrupted
 from ..images.catalog import Image
 from ..leftovers import check_leftovers, list_leftovers
 from ..progress import say, step
@@ -212,6 +213,9 @@ class BinariesBackend:
 
     def _bound_registry(self) -> None:
         leases = registry.Leases(self.settings.cache)
+        with leases.removing() as alone:
+            if alone:
+                remove_interrupted(self.settings.cache)
         if told := registry.bound(self.settings.cache / "registry", leases, self.builder.build("registry")):
             say(told)
 
