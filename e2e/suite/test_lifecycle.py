@@ -35,6 +35,7 @@ def operator_pods(kubernetes: Kubernetes) -> list[dict[str, Any]]:
     return kubernetes.request("GET", f"/api/v1/namespaces/{NAMESPACE}/pods")["items"]
 
 
+@pytest.mark.alone
 def test_operator_restart_changes_nothing(main: Fleet, kubernetes: Kubernetes) -> None:
     before = versions(main, "main")
     assert before
@@ -140,6 +141,7 @@ def reason_of(fleet: Fleet, model: str, kind: str) -> str | None:
     return None if condition is None else condition["reason"]
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(300)
 def test_helm_upgrade_uninstall_reinstall(main: Fleet, tandem: Any) -> None:
     """The serving pods live through everything that is done to the operator."""
