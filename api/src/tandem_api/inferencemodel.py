@@ -1391,6 +1391,7 @@ class ObjectMeta(Wire):
     uid: str = ""
     generation: int = 0
     deletion_timestamp: str | None = None
+    annotations: dict[str, str] = Field(default_factory=dict[str, str])
 
     @model_validator(mode="after")
     def _fits(self) -> ObjectMeta:

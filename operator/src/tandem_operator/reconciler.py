@@ -99,6 +99,7 @@ from tandem_operator.status import (
     true_conditions,
     understood_condition,
 )
+from tandem_operator.templates import is_rewritten, template_condition, with_answer
 from tandem_operator.transitions import Happening, apply_happenings, status_happenings
 from tandem_operator.turns import Turns, is_stalled
 from tandem_operator.workloads import Blueprint, Built
@@ -254,7 +255,12 @@ class Reconciler:
             scaling=scaling,
             trial=course.problem,
             weights=weights,
-            more=[*([] if admitted is None else [admitted]), *scaled, *understood_condition(reading.unknown)],
+            more=[
+                *([] if admitted is None else [admitted]),
+                *scaled,
+                *template_condition(course.target.desired, ours),
+                *understood_condition(reading.unknown),
+            ],
         )
         await self._pace.turn()
         status = with_traffic(status, course, ours, now=datetime.datetime.now(datetime.UTC))
@@ -570,8 +576,12 @@ class Reconciler:
         if key.kind == STATEFUL_SET.name and "replicas" not in manifest["spec"]:
             await self._hand_over(path, manifest)
         body = manifest | {"metadata": manifest["metadata"] | identity}
-        outcome.children[key] = await self._client.apply(path, body, force=True)
+        answer = await self._client.apply(path, body, force=True)
         metrics.WRITES.labels("apply", key.kind).inc()
+        if key.kind in WORKLOADS and is_rewritten(manifest, answer):
+            answer = await self._client.apply(path, with_answer(body, answer), force=True)
+            metrics.WRITES.labels("apply", key.kind).inc()
+        outcome.children[key] = answer
         outcome.applied.append(manifest)
 
     async def _claim(self, path: str, identity: Manifest) -> None:
