@@ -8,6 +8,8 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,8 +61,8 @@ class Space(Fleet):
     def condition(self, kind: str) -> Object | None:
         return next((c for c in self.model["status"].get("conditions", []) if c["type"] == kind), None)
 
-    def annotate(self, **annotations: str) -> None:
-        body = {"metadata": {"annotations": {name.replace("__", "/"): text for name, text in annotations.items()}}}
+    def annotate(self, name: str, text: str | None) -> None:
+        body = {"metadata": {"annotations": {name: text}}}
         self.kubernetes.request("PATCH", self.path("inferencemodels", "m"), body, MERGE)
 
     def write_template(self, template: Object) -> None:
@@ -85,22 +87,28 @@ MERGE = "application/merge-patch+json"
 PROMISE = {"maxSurge": 1, "maxUnavailable": 0}
 
 
-@pytest.fixture
-def space(plane: ControlPlane, nodes: Nodes) -> Iterator[Space]:
+@contextmanager
+def made_space(plane: ControlPlane, nodes: Nodes) -> Iterator[Space]:
     name = f"others-{uuid.uuid4().hex[:6]}"
-    plane.kubernetes.request("POST", "/api/v1/namespaces", {"metadata": {"name": name, "labels": {"others": "here"}}})
+    plane.kubernetes.request("POST", "/api/v1/namespaces", {"metadata": {"name": name}})
     made = Space(plane, plane.kubernetes, name, nodes)
     yield made
     plane.kubernetes.request("DELETE", made.path("inferencemodels", "m"))
     plane.kubernetes.request("DELETE", f"/api/v1/namespaces/{name}")
 
 
-def serve(space: Space, replicas: int, **rollout: Any) -> dict[str, str]:
+@pytest.fixture
+def space(plane: ControlPlane, nodes: Nodes) -> Iterator[Space]:
+    with made_space(plane, nodes) as made:
+        yield made
+
+
+def serve(space: Space, replicas: int, *, image: str | None = "worker:1", **rollout: Any) -> dict[str, str]:
     """A model whose workers are all ready. Returns their uids."""
     spec = {
         "model": {"uri": "hf://org/repo"},
         "decode": {"replicas": replicas},
-        "engine": {"image": "worker:1"},
+        "engine": {} if image is None else {"image": image},
         "rollout": PROMISE | rollout,
     }
     kind = {"apiVersion": "tandem.dev/v1alpha1", "kind": "InferenceModel"}
@@ -220,19 +228,12 @@ def test_a_restart_by_annotation_keeps_the_promise(space: Space, nodes: Nodes) -
     before = serve(space, 4)
 
     def restart() -> None:
-        space.annotate(tandem_dev__restart="")  # nothing is asked for by nothing
-        space.kubernetes.request(
-            "PATCH",
-            space.path("inferencemodels", "m"),
-            {"metadata": {"annotations": {"tandem.dev/restart": "1"}}},
-            MERGE,
-        )
+        space.annotate("tandem.dev/restart", "1")
         rolled(space, before, 4)()
 
     assert nodes.lowest(space.namespace, DECODE, restart) >= 4
     again = space.pods
-    body = {"metadata": {"annotations": {"tandem.dev/restart": None}}}
-    space.kubernetes.request("PATCH", space.path("inferencemodels", "m"), body, MERGE)
+    space.annotate("tandem.dev/restart", None)
     stays(space, again)
 
 
@@ -245,27 +246,29 @@ def test_what_somebody_adds_to_a_template_is_named_and_replaces_nobody(space: Sp
     space.settled(3)
 
 
-@pytest.mark.parametrize("name", POLICIES)
-def test_a_policy_that_rewrites_templates_takes_nobody_away(
-    space: Space, plane: ControlPlane, nodes: Nodes, name: str
-) -> None:
-    """It comes when the workers are there; then they are scaled, and rolled out."""
-    before = serve(space, 3)
-    end = policy(plane, space.namespace, expression(name))
+def test_a_policy_that_rewrites_templates_takes_nobody_away(plane: ControlPlane, nodes: Nodes) -> None:
+    """Each comes when the workers are there; then they are scaled, rolled, and scaled down. All at the same time."""
+    with ExitStack() as stack, ThreadPoolExecutor(len(POLICIES)) as beside:
+        spaces = {name: stack.enter_context(made_space(plane, nodes)) for name in POLICIES}
+        for done in [beside.submit(under_policy, space, name) for name, space in spaces.items()]:
+            done.result()
+
+
+def under_policy(space: Space, name: str) -> None:
+    before = serve(space, 2)
+    end = policy(space.cluster, space.namespace, expression(name))
     try:
         time.sleep(1.5)  # admission learns of a policy within a second, and nothing tells when
-        space.patch("m", {"decode": {"replicas": 4}})
-        space.wait_settled(4)
+        space.patch("m", {"decode": {"replicas": 3}})
+        space.wait_settled(3)
         stays(space, before, seconds=1.5)
         found = until("the condition", lambda: space.condition("TemplateMutated"), within=10)
-        assert POLICIES[name][2] in found["message"]
-        writes = space.workload["metadata"]["resourceVersion"]
-        four = space.pods
+        assert POLICIES[name][2] in found["message"], name
+        three = space.pods
         space.patch("m", {"engine": {"maxBatchTokens": 64}})
-        assert nodes.lowest(space.namespace, DECODE, rolled(space, four, 4)) >= 4
-        assert space.workload["metadata"]["resourceVersion"] != writes
-        space.patch("m", {"decode": {"replicas": 2}})
-        space.wait_settled(2)
+        assert space.nodes.lowest(space.namespace, DECODE, rolled(space, three, 3)) >= 3, name
+        space.patch("m", {"decode": {"replicas": 1}})
+        space.wait_settled(1)
     finally:
         end()
 
@@ -288,3 +291,38 @@ def test_what_is_added_to_a_rollout_that_is_paused_or_stuck_is_of_the_template_b
 def images(space: Space, *, ready: bool = True) -> set[str]:
     found = space.ready if ready else space.nodes.of(space.namespace, DECODE)
     return {p["spec"]["containers"][0]["image"] for p in found}
+
+
+def test_an_upgrade_replaces_nobody_and_is_followed_one_model_at_a_time(plane: ControlPlane, nodes: Nodes) -> None:
+    """Models that name no image, and a release that brings others."""
+    with ExitStack() as stack, ThreadPoolExecutor(MODELS) as beside:
+        spaces = [stack.enter_context(made_space(plane, nodes)) for _ in range(MODELS)]
+        made = list(beside.map(lambda space: serve(space, 1, image=None), spaces))
+        plane.stop_operators()
+        plane.start_operator("--worker-image=worker:2")
+        for space in spaces:
+            found = until("the condition", lambda space=space: space.condition("ImagesCurrent"), within=20)
+            assert (found["reason"], "worker:2" in found["message"]) == ("NewerRelease", True)
+        for space, before in zip(spaces, made, strict=True):
+            stays(space, before, seconds=0.5)
+        plane.stop_operators()
+        plane.start_operator("--worker-image=worker:2", "--follow-images=true")
+        together = 0
+
+        def all_follow() -> bool:
+            nonlocal together
+            together = max(together, sum(is_moving(space) for space in spaces))
+            return all(images(space) == {"worker:2"} and space.settled(1) for space in spaces)
+
+        until("all models to follow", all_follow, within=120, every=0.1)
+        assert together == 1
+    plane.stop_operators()
+    plane.start_operator()
+
+
+MODELS = 4
+
+
+def is_moving(space: Space) -> bool:
+    """Two workers of a model are there where one is replaced."""
+    return len(images(space, ready=False)) > 1

@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Literal
 
 from tandem_api import names
-from tandem_api.inferencemodel import Condition, InferenceModelStatus, RolloutStatus, ScalingStatus
+from tandem_api.inferencemodel import Condition, ImagesStatus, InferenceModelStatus, RolloutStatus, ScalingStatus
 from tandem_api.names import Role
 from tandem_api.quantities import parse_duration
 from tandem_api.version import VERSION
@@ -57,6 +57,7 @@ def build_status(
     waiting: Sequence[str],
     now: str,
     weights: CommitPlan = _NO_WEIGHTS,
+    images: ImagesStatus | None = None,
     more: Sequence[Condition] = (),
     rollout: RolloutStatus | None = None,
     scaling: ScalingStatus | None = None,
@@ -85,6 +86,7 @@ def build_status(
         url=names.service_url(blueprint.name, model.metadata.namespace, tls=model.spec.gateway.tls is not None),
         revision=blueprint.revision,
         model=weights.status,
+        images=images,
         routing=plan_routing(blueprint, now=present),
         rollout=rollout,
         scaling=scaling,

@@ -117,7 +117,7 @@ def read_revisions(workload: Manifest) -> Revisions:
 
 def record_revisions(workload: Manifest, revisions: Revisions) -> str:
     """The value of `REVISIONS`. Of too many the newest and the current one are kept, and some of the others."""
-    if _recorded(workload) == [_FIRST] and revisions.alike == {revisions.newest}:
+    if _recorded(workload) == [_FIRST] and revisions.alike == frozenset({revisions.newest}):
         return annotations_of(workload)[REVISIONS]
     first = [name for name in (revisions.newest, revisions.current) if name in revisions.alike]
     kept = [*dict.fromkeys(first), *sorted(revisions.alike - set(first))][:_MOST]
