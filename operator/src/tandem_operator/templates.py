@@ -19,14 +19,15 @@ from typing import Any, cast
 
 from tandem_api import names
 from tandem_api.inferencemodel import Condition
+from tandem_api.names import GROUP
 
 from tandem_operator.manifests import WORKLOADS, ChildKey, Manifest, annotations_of, child_key, dig
 from tandem_operator.matching import satisfies
 from tandem_operator.workloads.blueprint import TEMPLATE_HASH, digest
 
-ANSWER = f"{names.GROUP}/template-answer"
-REVISIONS = f"{names.GROUP}/template-revisions"
-RELEASED = f"{names.GROUP}/released-revision"
+ANSWER = f"{GROUP}/template-answer"
+REVISIONS = f"{GROUP}/template-revisions"
+RELEASED = f"{GROUP}/released-revision"
 _FIRST = "*"
 """Among `REVISIONS`: the one that the StatefulSet was made with, which nobody knows before it is made."""
 FOREIGN_RESTART = "kubectl.kubernetes.io/restartedAt"
