@@ -14,6 +14,7 @@ from tandem_operator.manifests import ChildKey, Manifest
 from tandem_operator.planner import Step, own_workloads, plan_step
 from tandem_operator.rolling import ABOVE_ALL, Rolling, plan_rolling
 from tandem_operator.templates import (
+    ANSWER,
     FOREIGN_RESTART,
     RELEASED,
     REVISIONS,
@@ -210,3 +211,8 @@ def test_a_wish_to_restart_that_is_taken_back_restarts_nobody() -> None:
         if "template" in c.get("spec", {})
     }
     assert not is_new_template(kept[DECODE.name], live[DECODE])
+
+
+def test_the_records_have_the_names_that_live_objects_carry() -> None:
+    names = ("tandem.dev/template-answer", "tandem.dev/template-revisions", "tandem.dev/released-revision")
+    assert names == (ANSWER, REVISIONS, RELEASED)

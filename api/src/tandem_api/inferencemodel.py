@@ -1392,6 +1392,8 @@ class InferenceModelStatus(Wire):
     prefill: RoleStatus | None = None
     decode: RoleStatus | None = None
     gateway: RoleStatus | None = None
+    updated: str = ""
+    """`updated/present` replicas of the worker roles together, for the printer columns."""
     conditions: list[Condition] = Field(
         default_factory=list[Condition],
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},

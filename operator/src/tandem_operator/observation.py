@@ -13,6 +13,7 @@ from datetime import datetime, timedelta
 from tandem_api import names
 from tandem_api.inferencemodel import RoleStatus
 from tandem_api.names import Role
+from tandem_api.quantities import parse_duration
 
 from tandem_operator.causes import Problem, pod_problem, role_problem
 from tandem_operator.groups import Group, group_pods, group_size, has_started, is_leaving, is_ready, revision_of
@@ -34,6 +35,8 @@ from tandem_operator.rollout import WHOLE, Replica, State
 from tandem_operator.templates import read_revisions
 from tandem_operator.workloads.blueprint import Blueprint, component_of
 
+WAITS_FOR_A_WISH = frozenset({"Suspended", "ScaledToZero", "RolloutPaused"})
+"""Reasons to be stalled that somebody asked for: nothing is wrong."""
 WAITS_FOR_GATES = "ReadinessGatesNotReady"
 """The kubelet's reason for pods whose containers are ready."""
 BLINK = timedelta(seconds=30)
@@ -126,10 +129,11 @@ def observe_role(
             text = f"{text}{_NO_ROOM}"
         problem = Problem(reason="PodsNotCreated", message=text, stalled=True)
     generation = dig(workload, "metadata", "generation")
+    before = None if _has_expired(blueprint, now) else _status_before(blueprint, role)
     return RoleState(
         role=role,
         desired=desired,
-        promised=_promise(desired, counts[1], _status_before(blueprint, role), is_added=_is_added(blueprint, role)),
+        promised=_promise(desired, counts[1], before, is_added=_is_added(blueprint, role)),
         replicas=counts[0],
         ready=counts[1],
         updated=counts[2],
@@ -150,6 +154,18 @@ def _is_added(blueprint: Blueprint, role: Role) -> bool:
     status = blueprint.model.status
     without = status.prefill is None or status.prefill.promised == 0
     return role is Role.PREFILL and without and status.decode is not None and bool(status.decode.promised)
+
+
+def _has_expired(blueprint: Blueprint, now: datetime | None) -> bool:
+    """Whether a role has had its time to grow: from then on what the spec asks for is promised."""
+    model = blueprint.model
+    stalled = next((c for c in model.status.conditions if c.type == "Stalled"), None)
+    if stalled is None or stalled.reason in WAITS_FOR_A_WISH:
+        return False
+    since = parse_time(stalled.last_transition_time)
+    deadline = timedelta(seconds=parse_duration(model.spec.rollout.progress_deadline))
+    is_over = now is not None and since is not None and now - since >= deadline
+    return stalled.reason == "ProgressDeadlineExceeded" or is_over
 
 
 def _promise(desired: int, ready: int, before: RoleStatus | None, *, is_added: bool) -> int:

@@ -97,6 +97,7 @@ from tandem_operator.status import (
     held_status,
     is_same_but_counts,
     is_same_memory,
+    known_conditions,
     refused_status,
     true_conditions,
     understood_condition,
@@ -650,7 +651,7 @@ class Reconciler:
     ) -> float | None:
         """Write the status if it says something new, and the Events that belong to it. Returns seconds after which to
         do so, where other counts can wait: pods that come up together are told together."""
-        metrics.note_conditions(key, true_conditions(status), {condition.type for condition in status.conditions})
+        metrics.note_conditions(key, true_conditions(status), known_conditions(status))
         before, uid = parse_status(raw), str(raw["metadata"]["uid"])
         wait, written = 0.0, self._statuses.get(key)
         if status != before and written is not None and is_same_but_counts(before, status):
