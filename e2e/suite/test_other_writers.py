@@ -84,7 +84,7 @@ class Space(Fleet):
 
 
 MERGE = "application/merge-patch+json"
-PROMISE = {"maxSurge": 1, "maxUnavailable": 0}
+PROMISE = {"maxSurge": 3, "maxUnavailable": 0}
 
 
 @contextmanager
@@ -117,7 +117,7 @@ def serve(space: Space, replicas: int, *, image: str | None = "worker:1", **roll
     return space.pods
 
 
-def stays(space: Space, before: dict[str, str], *, seconds: float = 3.0) -> None:
+def stays(space: Space, before: dict[str, str], *, seconds: float = 2.0) -> None:
     """Nobody is taken away for as long as a rollout would have needed to begin."""
     ends = time.monotonic() + seconds
     while time.monotonic() < ends:
@@ -274,7 +274,7 @@ def under_policy(space: Space, name: str) -> None:
 
 
 def test_what_is_added_to_a_rollout_that_is_paused_or_stuck_is_of_the_template_before(space: Space) -> None:
-    serve(space, 2, paused=True)
+    serve(space, 2, paused=True, maxSurge=1)
     space.patch("m", {"engine": {"image": "worker:2"}})
     until("the new template", lambda: "worker:2" in str(space.workload["spec"]["template"]), within=10)
     space.patch("m", {"decode": {"replicas": 4}})
