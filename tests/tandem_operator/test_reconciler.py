@@ -1041,7 +1041,8 @@ async def wait_for_turn(server: ObjectServer, operator: Operator) -> None:
 async def test_one_model_waits_for_another(server: ObjectServer, operator: Operator) -> None:
     await wait_for_turn(server, operator)
     assert server.kept[DECODE]["spec"]["updateStrategy"]["rollingUpdate"]["partition"] == ABOVE_ALL
-    server.kept[DECODE]["status"]["observedGeneration"] = server.kept[DECODE]["metadata"]["generation"]
+    server.settle()
+    server.kept[DECODE]["status"] |= {"updateRevision": "newer"}
     operator.turns.give_back(ModelKey("n", "other"))
     await operator.look()
     assert server.conditions["Reconciling"]["reason"] != "WaitingForTurn"
