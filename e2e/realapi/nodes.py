@@ -39,7 +39,7 @@ class Nodes:
         self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._ends.set()
         self._thread.join()
         for _, server in self._gateways.values():
