@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import pytest
+from tandem_operator.rolling import ABOVE_ALL
 
 from e2e.install import NAMESPACE, install_chart, uninstall_chart
 from e2e.suite.conftest import make_namespace
@@ -74,7 +75,7 @@ def test_drift_is_corrected(main: Fleet) -> None:
 
     def restored() -> bool:
         found = main.get("statefulsets", "main-decode")["spec"]["updateStrategy"]
-        return found["type"] == "RollingUpdate" and found["rollingUpdate"].get("partition", 0) == 0
+        return found["type"] == "RollingUpdate" and found["rollingUpdate"].get("partition") == ABOVE_ALL
 
     until("the update strategy back at the operator's", restored, within=15)
     main.wait_role("main", "decode", 1)
