@@ -175,6 +175,14 @@ format: setup ## Format and fix what can be fixed
 bench-engine: setup ## The engine against transformers, and its control logic's cost
 	@$(RUN) python -m bench.engine
 
+.PHONY: bench-start
+bench-start: setup ## From exec to the first token, step by step, with and without prepared copies (two idle cores; BENCH="--against CHECKOUT")
+	@$(RUN) python -m bench.start $(BENCH)
+
+.PHONY: soak-starts
+soak-starts: setup ## 500 starts over one cache (BENCH="--starts N"), killed at random times, their copies damaged: nothing wrong
+	@$(RUN) python -m bench.start.kills $(BENCH)
+
 .PHONY: soak-engine
 soak-engine: setup ## 10,000 random requests in a tiny block space: nothing leaks, nothing changes
 	@$(RUN) python -m bench.engine.soak

@@ -13,117 +13,20 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import shutil
-import signal
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from bench.engine.server import free_port
+from bench.start.process import Start, run
 from e2e.model import find_model
 
 HERE = Path(__file__).parents[2]
-LIMIT_SECONDS = 120.0
 GOALS = {"prepared": 2.0, "unprepared": 2.4}
 """Seconds from exec to the first token, two idle cores."""
 RESIDENT_GOAL_BYTES = 1.3e9
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
-    """What one start took; seconds since exec."""
-
-    first_token: float
-    cpu: float
-    """Seconds of processor time until then, that of children that have ended not included."""
-    resident_bytes: int
-    """Held a second after the first token, when nobody asks for anything."""
-    steps: dict[str, float]
-    """Seconds that each step took, as the worker tells them."""
-
-
-def run(tree: Path, model: Path, cache: Path) -> Start:
-    """Start a worker of `tree`, ask it for one token, end it. Raises RuntimeError when it does not get there."""
-    port = free_port()
-    document = {
-        "modelName": "bench",
-        "servedName": "bench",
-        "role": "unified",
-        "revision": "bench",
-        "model": {"uri": f"file://{model}", "cacheDir": str(cache)},
-        "httpPort": port,
-        "metricsPort": free_port(),
-        "drainTimeoutSeconds": 1,
-    }
-    with _process(tree, document) as (process, log):
-        began = time.monotonic()
-        while not _ask(port):
-            if process.poll() is not None or time.monotonic() - began > LIMIT_SECONDS:
-                raise RuntimeError(f"the worker did not answer:\n{log.read_text()[-3000:]}")
-            time.sleep(0.01)
-        first = time.monotonic() - began
-        cpu = _cpu_seconds(process.pid)
-        time.sleep(1.0)
-        return Start(first_token=first, cpu=cpu, resident_bytes=_resident_bytes(process.pid), steps=_read_steps(log))
-
-
-@contextmanager
-def _process(tree: Path, document: dict[str, object]) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-    with tempfile.TemporaryDirectory() as folder:
-        config, log = Path(folder, "config.json"), Path(folder, "log")
-        config.write_text(json.dumps(document))
-        environment = os.environ | {"POD_NAME": "bench", "POD_IP": "127.0.0.1"}
-        environment["PYTHONPATH"] = f"{tree / 'worker' / 'src'}:{tree / 'api' / 'src'}"
-        command = [sys.executable, "-m", "tandem_worker", "--config", str(config), "--host", "127.0.0.1"]
-        with log.open("wb") as sink:
-            process = subprocess.Popen(command, env=environment, stdout=sink, stderr=sink)
-        try:
-            yield process, log
-        finally:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
-def _ask(port: int) -> bool:
-    """Whether the worker has answered with a token; by hand, for an HTTP client's imports cost as much as a start."""
-    body = b'{"model": "bench", "prompt": "Hello", "max_tokens": 1}'
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
-    try:
-        with socket.create_connection(("127.0.0.1", port), timeout=LIMIT_SECONDS) as connection:
-            connection.sendall(head.encode() + body)
-            return connection.recv(64).startswith(b"HTTP/1.1 200")
-    except ConnectionError:
-        return False
-
-
-def _cpu_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def _resident_bytes(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
-
-
-def _read_steps(log: Path) -> dict[str, float]:
-    for line in log.read_text().splitlines():
-        if '"seconds"' in line:
-            found: dict[str, float] = json.loads(line).get("seconds", {})
-            return found
-    return {}
 
 
 def _describe(values: Sequence[float]) -> str:
