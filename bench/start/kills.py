@@ -4,7 +4,7 @@
 
 Most starts are killed (SIGKILL) somewhere between exec and a few seconds after they are ready, when they write their
 prepared copy; every tenth is left alone, answers the same prompt, and must say what the first one said. Before half of
-them a byte of what lies in the cache is changed, or a file is cut short. In the end nothing but whole copies may be left,
+them a byte of what lies in the cache is changed, or a file is cut short. In the end only whole copies may be left,
 and no more of them than one start makes. The last line is one JSON object.
 """
 
