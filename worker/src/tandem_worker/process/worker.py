@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tandem_api.launch import WorkerConfig
 
 from tandem_worker.engine.errors import GroupLostError
+from tandem_worker.host.environment import dies_with_container
 from tandem_worker.process.figures import Figures
 from tandem_worker.server.deltas import DeltaHub
 
@@ -49,9 +51,10 @@ class Worker:
         return self.engine.idle and self.hub.num_open == 0
 
     def begin_background(self, vitals: Vitals) -> None:
-        """What nobody waits for: memory for blocks to come, and a copy of the weights for the next start."""
+        """What nobody waits for: memory for blocks to come, and a copy of the weights where a next start finds it."""
         self.pages.start(vitals)
-        vitals.start_thread("save-weights", self.prepared.save)
+        if not dies_with_container(Path(self.config.model.cache_dir).absolute()):
+            vitals.start_thread("save-weights", self.prepared.save)
 
     def drain(self) -> None:
         """Take no new requests and no new orders of other workers; those inside go on."""
