@@ -2,8 +2,8 @@
 
     python -m tests.shares [--make MAKE]
 
-A share is what a part may take on two idle cores with caches. Machines differ, so a part fails beyond twice its share;
-`TANDEM_SHARE_FACTOR` is another factor, and 0 only tells. What each run took is kept in `.cache/gate.jsonl`.
+A share is what a part may take on two idle cores with caches. Machines differ and caches may be cold, so a part fails
+beyond three times its share; `TANDEM_SHARE_FACTOR` is another factor, and 0 only tells. What each run took is kept in `.cache/gate.jsonl`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 
 SHARES = {"check": 150.0, "unit": 240.0, "test-clients": 150.0, "e2e": 1260.0}
 """Seconds by target, in the order that they run in: half an hour together."""
-FACTOR = 2.0
+FACTOR = 3.0
 LEDGER = Path(".cache/gate.jsonl")
 
 

@@ -51,7 +51,7 @@ def test_parts_have_shares() -> None:
 def test_a_factor_is_a_number(text: str) -> None:
     with pytest.raises(ValueError, match="write a number"):
         read_factor(text)
-    assert (read_factor(None), read_factor("3.5"), read_factor("0")) == (2.0, 3.5, 0.0)
+    assert (read_factor(None), read_factor("3.5"), read_factor("0")) == (3.0, 3.5, 0.0)
 
 
 def test_nothing_runs_after_a_part_that_fails() -> None:
