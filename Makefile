@@ -41,17 +41,24 @@ demo: setup ## Bring up a cluster, serve a real model through prefill and decode
 	@$(RUN) python -m e2e.demo
 
 .PHONY: test
-test: check unit test-clients e2e ## Everything the gate runs: checks, unit tests, clients, and the suite on a real cluster
+test: setup ## Everything the gate runs: check, unit, test-clients and e2e, each within its share (tests/shares.py)
+	+@$(RUN) python -m tests.shares --make "$(MAKE) --no-print-directory"
 
 # --- parts of it ----------------------------------------------------------------------------------------------------
 
 .PHONY: check
 check: setup ## Format, lint, types, import rules, generated files, manifests
+	@# Pyright keeps one core busy for a minute: everything else goes beside it.
+	@$(MAKE) --silent -j 2 --output-sync=target types style lint-manifests
+
+.PHONY: types style
+types: setup
+	@$(RUN) pyright
+
+style: setup
 	@$(RUN) ruff format --check .
 	@$(RUN) ruff check .
-	@$(RUN) pyright
 	@$(RUN) lint-imports --no-logo
-	@$(MAKE) --silent lint-manifests
 
 .PHONY: lint-manifests
 lint-manifests: setup .cache/checkov/.synced ## kubeconform, kube-score and checkov on chart, children and examples (needs Go)
@@ -94,13 +101,23 @@ clients-lock: setup ## Write down again which packages the .in files of clients 
 		--ignore-scripts --omit-lockfile-registry-resolved --no-audit --no-fund --loglevel error
 
 .PHONY: test-clients
-test-clients: setup clients ## Client libraries, unmodified, against real workers and a gateway (docs/clients/)
+test-clients: setup ## Client libraries, unmodified, against real workers and a gateway (docs/clients/)
+	@$(MAKE) --silent -j 3 clients
 	@OMP_NUM_THREADS=1 $(RUN) pytest tests/clients -m "clients and not full" --timeout 300 --durations 5
 
+SUITE = $(RUN) pytest --timeout 600 --durations 5 -rA --show-capture=no --tb=short
+LANES ?= 3
 .PHONY: e2e
-e2e: cluster ## The suite on a real Kubernetes; failures leave their evidence in e2e/artifacts
-	@HELM=$$($(RUN) python -c 'from e2e.cluster import connect; print(connect().helm)') \
-		$(RUN) pytest e2e/suite tests/charts -m "not gitops and not external and not upgrade" --timeout 600 --durations 10 -rA --show-capture=no --tb=short
+e2e: cluster ## The suite on a real Kubernetes, in LANES=3 lanes; failures leave their evidence in e2e/artifacts
+	@export HELM=$$($(RUN) python -c 'from e2e.cluster import connect; print(connect().helm)') failed=0; \
+		$(SUITE) e2e/suite tests/charts -n $(LANES) --dist loadscope --no-loadscope-reorder \
+			-m "not alone and not full and not gitops and not external and not upgrade" || failed=1; \
+		$(SUITE) e2e/suite -m "alone and not full" || failed=1; \
+		exit $$failed
+
+.PHONY: e2e-full
+e2e-full: cluster ## The suite with what the gate leaves out, one test at a time (docs/cluster.md has the list)
+	@$(SUITE) e2e/suite -m "not gitops and not external and not upgrade"
 
 .PHONY: e2e-gitops
 e2e-gitops: cluster ## Flux, kstatus and Argo CD's Lua beside the cluster (builds kustomize-controller first: minutes)
@@ -157,6 +174,14 @@ format: setup ## Format and fix what can be fixed
 .PHONY: bench-engine
 bench-engine: setup ## The engine against transformers, and its control logic's cost
 	@$(RUN) python -m bench.engine
+
+.PHONY: bench-start
+bench-start: setup ## From exec to the first token, step by step, with and without prepared copies (two idle cores; BENCH="--against CHECKOUT")
+	@$(RUN) python -m bench.start $(BENCH)
+
+.PHONY: soak-starts
+soak-starts: setup ## 500 starts over one cache (BENCH="--starts N"), killed at random times, their copies damaged: nothing wrong
+	@$(RUN) python -m bench.start.kills $(BENCH)
 
 .PHONY: soak-engine
 soak-engine: setup ## 10,000 random requests in a tiny block space: nothing leaks, nothing changes

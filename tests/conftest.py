@@ -5,15 +5,21 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import leftovers
+from tests.full import reason_of
 from tests.tandem_worker.process.forking import Forker
 
 # How long an example takes says how busy the machine is.
 settings.register_profile("tandem", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tandem")
+
+_left: list[str] = []
+"""What tests left behind, a sentence each."""
 
 LONG = (
     "tests/tandem_worker/process/",
@@ -59,14 +65,45 @@ def forker() -> Iterator[Forker]:
     forker.close()
 
 
-def pytest_sessionfinish() -> None:
-    """What is frozen at the end of a process is never freed, and libraries in C take that for leaks and say so."""
+def pytest_configure() -> None:
+    """Note what this process makes in the temporary folder."""
+    leftovers.watch_temporary_files()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """What is frozen at the end of a process is never freed, and libraries in C take that for leaks and say so.
+
+    A process that ran tests and leaves something behind fails the run; of several, each tells the first one."""
     gc.unfreeze()
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["leftovers"] = leftovers.find_leftovers()
+    elif not session.config.getoption("numprocesses", None):
+        _left.extend(leftovers.find_leftovers())
+    if _left and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """What one of several processes left behind."""
+    _left.extend(getattr(node, "workeroutput", {}).get("leftovers", []))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say what was left behind."""
+    for each in _left:
+        terminalreporter.write_line(f"LEFT BEHIND: {each}", red=True)
+
+
+@pytest.hookimpl(tryfirst=True)  # before markers choose
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where several processes share the tests they take files in this order: long ones first, but others in between,
-    because long ones wait for timers and start processes, which side by side would wait for each other."""
+    """Mark what the gate leaves to the full run. Where several processes share the tests they take files in this order:
+    long ones first, but others in between, because long ones wait for timers and start processes, which side by side
+    would wait for each other."""
+    for item in items:
+        if reason_of(item.nodeid) is not None:
+            item.add_marker(pytest.mark.full)
     if "PYTEST_XDIST_WORKER" in os.environ:
         files: dict[str, list[pytest.Item]] = {}
         for item in items:

@@ -19,10 +19,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from tandem_worker.model.tokenizer import load_tokenizer
-
+from bench.clients.tokenizer import save_tokenizer
 from e2e.cluster import connect
-from e2e.model import find_model
 from tests.clients.stack import MODEL, run_stack
 
 GUIDELLM = Path(__file__).parents[2] / ".cache" / "clients" / "guidellm" / "bin" / "guidellm"
@@ -95,7 +93,7 @@ def main() -> None:
         folder = started.enter_context(tempfile.TemporaryDirectory())
         url = told.url or started.enter_context(serve(told.cluster, Path(folder)))
         tokenizer, report = Path(folder) / "tokenizer", Path(folder) / "report.json"
-        load_tokenizer(find_model()).save_pretrained(tokenizer)
+        save_tokenizer(tokenizer)
         # Its processes are as many as the machine has cores, which the workers need.
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "GUIDELLM__MAX_WORKER_PROCESSES": "1"}
         command = build_command(url, tokenizer, report, build_profile(told))

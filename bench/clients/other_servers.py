@@ -18,9 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tandem_worker.model.tokenizer import load_tokenizer
-
-from e2e.model import find_model
+from bench.clients.tokenizer import save_tokenizer
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = ROOT / ".cache" / "clients" / "other-servers"
@@ -95,7 +93,7 @@ def main() -> None:
     told, arguments = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:
         tokenizer, copy = Path(folder) / "tokenizer", Path(folder) / told.project
-        load_tokenizer(find_model()).save_pretrained(tokenizer)
+        save_tokenizer(tokenizer)
         for each in ("tests", "test", "python/sglang/test/kits"):
             if (told.checkout / each).exists():
                 copy_tests(told.checkout / each, copy / each)

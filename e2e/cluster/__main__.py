@@ -1,4 +1,4 @@
-"""`python -m e2e.cluster up|load|status|env|down`"""
+"""`python -m e2e.cluster up|load|status|env|down|leftovers`"""
 
 from __future__ import annotations
 
@@ -14,21 +14,23 @@ from functools import partial
 
 from . import mirror, storage
 from .base import Backend
+from .binaries.backend import BinariesBackend
 from .choose import choose_backend
 from .commands import run
 from .connection import recorded_settings, write_record
-from .disk import check_disk
+from .disk import check_disk, is_warm
 from .errors import ClusterError
 from .gobuild import Builder, find_tool
 from .images.catalog import IMAGES
 from .kind import VOLUMES_ON_NODE
+from .leftovers import check_leftovers
 from .progress import say
 from .settings import Settings, read_settings
 
 
 def up(settings: Settings, backend: Backend) -> None:
     backend.check()
-    check_disk(settings.cache, warm=(settings.cache / "warm").exists())
+    check_disk(settings.cache, "warm" if is_warm(settings.cache) else "cold")
     settings.state.mkdir(parents=True, exist_ok=True)
     backend.up()
     builder = Builder(settings.go_modules, settings.cache)
@@ -38,6 +40,7 @@ def up(settings: Settings, backend: Backend) -> None:
 
 
 def load(settings: Settings, backend: Backend) -> None:
+    check_disk(settings.cache, "warm" if is_warm(settings.cache) else "images")
     references = backend.load(IMAGES)
     settings.images_file.write_text(json.dumps(references, indent=1))
     (settings.cache / "warm").touch()
@@ -68,6 +71,13 @@ def down(settings: Settings, backend: Backend) -> None:
     say("the cluster is stopped; caches stay")
 
 
+def leftovers(settings: Settings, backend: Backend) -> None:
+    """Of a whole run of the gate, `down` included: whatever still runs or is mounted out of the checkout."""
+    if isinstance(backend, BinariesBackend):
+        check_leftovers(lambda: backend.leftovers(settings.root))
+    say("nothing is left on the machine")
+
+
 def status(settings: Settings, backend: Backend) -> None:
     found = backend.status()
     say(f"{backend.name}: {'running' if found.running else 'not running'} ({found.detail})")
@@ -79,13 +89,14 @@ def env(settings: Settings, backend: Backend) -> None:
     print(f"export KUBECONFIG={backend.kubeconfig}")
 
 
-COMMANDS = {"up": up, "load": load, "status": status, "env": env, "down": down}
+COMMANDS = {"up": up, "load": load, "status": status, "env": env, "down": down, "leftovers": leftovers}
 HELP = {
     "up": "bring up a cluster, or find it up already",
     "load": "build Tandem's images, hand them to the cluster, and start the model mirror in it",
     "status": "say whether it runs",
     "env": "print what to evaluate in a shell",
     "down": "stop it; caches stay",
+    "leftovers": "fail where something of this checkout still runs or is mounted, by name",
 }
 
 
@@ -112,7 +123,7 @@ def main() -> int:
     try:
         settings = recorded_settings(read_settings())
         backend = choose_backend(settings)
-        if command in {"status", "env"}:
+        if command in {"status", "env", "leftovers"}:
             COMMANDS[command](settings, backend)
             return 0
         with exclusive(settings):

@@ -7,6 +7,7 @@ the key covers everything that decides what comes out: module files, own sources
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import shutil
 from dataclasses import dataclass, field
@@ -128,6 +129,7 @@ class Builder:
         """The program's path; builds it if this content never was."""
         target = self.path(name)
         if target.exists():
+            os.utime(target.parent)  # what was used last stays
             return target
         program = PROGRAMS[name]
         with step(f"built {name}"):

@@ -33,6 +33,9 @@ for entry in pathlib.Path("/proc").iterdir():
             os.kill(int(entry.name), signal.Signals[sys.argv[1]])
 """
 
+WAITED: list[float] = []
+"""Seconds of each wait of the test that runs: where a run's time goes is told at its end."""
+
 
 class NotReached(AssertionError):
     """A condition did not hold in time; the message has what was last seen."""
@@ -40,16 +43,17 @@ class NotReached(AssertionError):
 
 def until(what: str, probe: Callable[[], T | None], *, within: float, every: float = 0.25) -> T:
     """First truthy value of `probe`. An exception from it counts as not yet, and is shown if time runs out."""
-    deadline = time.monotonic() + within
+    began = time.monotonic()
     last: object = None
     while True:
         try:
             if result := probe():
+                WAITED.append(time.monotonic() - began)
                 return result
             last = result
         except (AssertionError, client.ApiException, httpx.HTTPError, KeyError) as error:
             last = error
-        if time.monotonic() > deadline:
+        if time.monotonic() > began + within:
             raise NotReached(f"{what}: not within {within:g} s; last seen: {last!r}")
         time.sleep(every)
 

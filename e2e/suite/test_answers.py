@@ -8,8 +8,6 @@ from typing import Any
 
 import openai
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from e2e.model import find_model
 from e2e.suite.fleet import Fleet, smollm2
@@ -25,6 +23,10 @@ HALF_TIE = 0.5
 
 @pytest.fixture(scope="module")
 def oracle() -> tuple[Any, Any]:
+    # Here, so that lanes without such tests do not spend the seconds that these imports take.
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
     gguf = find_model()
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     model = AutoModelForCausalLM.from_pretrained(
@@ -51,6 +53,8 @@ def expected(model: Any, prompt: list[int], stop: set[int]) -> tuple[list[int], 
 
 
 def _compute(model: Any, prompt: list[int], stop: set[int]) -> tuple[list[int], list[float]]:
+    import torch
+
     tokens, margins = [], []
     with torch.inference_mode():
         out = model(torch.tensor([prompt]), use_cache=True, logits_to_keep=1)
@@ -89,12 +93,14 @@ def write(length: int, oracle: tuple[Any, Any]) -> list[int]:
     return oracle[1](text)["input_ids"][:length]
 
 
-def lengths() -> list[int]:
-    """Every boundary the engine has, and lengths in between; three long ones."""
+def lengths() -> list[Any]:
+    """Every boundary the engine has, and lengths in between; four long ones."""
     edges = [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 8 * BLOCK, 8 * BLOCK + 1]
     around_chunk = [CHUNK - 1, CHUNK, CHUNK + 1, 3000]
     rng = random.Random(7)
-    return edges + [rng.randrange(3, 420) for _ in range(14)] + around_chunk
+    between = [rng.randrange(3, 420) for _ in range(14)]
+    swept = [pytest.param(length, marks=pytest.mark.full) for length in between[4:]]
+    return [*edges, *between[:4], *around_chunk, *swept]
 
 
 @pytest.mark.parametrize("length", lengths())
@@ -166,6 +172,8 @@ def test_cached_prefixes_give_the_same_tokens(api: openai.OpenAI, oracle: tuple[
 @pytest.mark.timeout(300)
 def test_bfloat16(fleet: Fleet, oracle: tuple[Any, Any]) -> None:
     """What users get without saying anything; by the CPU kernels where the CPU is one for them."""
+    import torch
+
     fleet.apply(smollm2("half", engine={"device": "CPU", "dtype": "BFloat16"}))
     fleet.wait_ready("half")
     with fleet.openai("half") as api:

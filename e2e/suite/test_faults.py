@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+import uuid
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from e2e.suite.fleet import Fleet, Say, smollm2, until
+from e2e.suite.conftest import make_namespace
+from e2e.suite.fleet import Fleet, Kubernetes, Say, smollm2, until
 from e2e.suite.load import Outcome, run_load, stream_once, varied_prompts
 
 SHARED_PROCESSES = {"spec": {"shareProcessNamespace": True}}
@@ -20,24 +23,24 @@ RECOVERY_SECONDS = 10.0
 
 
 @pytest.fixture(scope="module")
-def pair(tandem: object, main: Fleet) -> Iterator[Fleet]:
-    """Model `pair` beside `main`: two decode workers and a prefill worker."""
+def pair(tandem: Any, kubernetes: Kubernetes) -> Iterator[Fleet]:
+    """Model `pair`: two decode workers and a prefill worker."""
+    made = make_namespace(tandem, kubernetes, f"e2e-pair-{uuid.uuid4().hex[:5]}")
     manifest = smollm2("pair", decode=2)
     for role in ("prefill", "decode"):
         manifest["spec"][role]["podTemplate"] = SHARED_PROCESSES
-    main.apply(manifest)
-    main.wait_ready("pair")
-    main.wait_role("pair", "decode", 2)
-    yield main
-    main.delete("inferencemodels", "pair")
+    made.apply(manifest)
+    made.wait_ready("pair")
+    made.wait_role("pair", "decode", 2)
+    yield made
+    kubernetes.request("DELETE", f"/api/v1/namespaces/{made.namespace}")
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("role", ["decode", "prefill"])
 def test_kill_under_load(pair: Fleet, role: str, say: Say) -> None:
-    main = pair
     outcomes: list[Outcome] = []
-    with main.url("pair") as url:
+    with pair.url("pair") as url:
 
         def load() -> None:
             outcomes.extend(
@@ -46,12 +49,12 @@ def test_kill_under_load(pair: Fleet, role: str, say: Say) -> None:
 
         sender = threading.Thread(target=load)
         sender.start()
-        victim = main.pods("pair", role)[0]["metadata"]["name"]
-        until("load on the workers", lambda: sum(main.blocks_in_use("pair").values()) > 10, within=30)
+        victim = pair.pods("pair", role)[0]["metadata"]["name"]
+        until("load on the workers", lambda: sum(pair.blocks_in_use("pair").values()) > 10, within=30)
         before = asyncio.run(one_request(url, limit=60))
         assert before.complete, f"nothing has been killed yet: {before}"
         allowed = RECOVERY_SECONDS + 2 * before.seconds
-        main.send_signal(victim, "SIGKILL")
+        pair.send_signal(victim, "SIGKILL")
         killed = time.monotonic()
 
         def new_request_succeeds() -> bool:
@@ -67,20 +70,19 @@ def test_kill_under_load(pair: Fleet, role: str, say: Say) -> None:
     assert all(outcome.error for outcome in failed), failed
     if role == "prefill":
         assert not failed, f"a dead prefill worker must not cost an answer: {failed[0]}"
-    restarted = until("the killed container to be ready again", lambda: restarts(main, victim), within=120)
+    restarted = until("the killed container to be ready again", lambda: restarts(pair, victim), within=120)
     assert restarted >= 1
-    main.wait_role("pair", role, 2 if role == "decode" else 1)
-    main.wait_blocks_free("pair", within=5)
+    pair.wait_role("pair", role, 2 if role == "decode" else 1)
+    pair.wait_blocks_free("pair", within=5)
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("how", ["killed", "deleted"])
 def test_streams_outlive_their_decode_pod(pair: Fleet, how: str, say: Say) -> None:
     """Half of the streams lose their worker: each goes on at the other one, and says what it said without that."""
-    main = pair
     prompts = varied_prompts(16)
     outcomes: list[Outcome] = []
-    with main.url("pair") as url:
+    with pair.url("pair") as url:
 
         def stream() -> list[Outcome]:
             return asyncio.run(run_load(url, "pair", prompts, concurrency=16, max_tokens=120, limit=120))
@@ -89,13 +91,13 @@ def test_streams_outlive_their_decode_pod(pair: Fleet, how: str, say: Say) -> No
         assert all(outcome.complete for outcome in undisturbed), "nothing has happened yet"
         sender = threading.Thread(target=lambda: outcomes.extend(stream()))
         sender.start()
-        victim = main.pods("pair", "decode")[0]["metadata"]["name"]
-        until("streams on the victim", lambda: main.blocks_in_use("pair").get(victim, 0) > 10, within=30)
+        victim = pair.pods("pair", "decode")[0]["metadata"]["name"]
+        until("streams on the victim", lambda: pair.blocks_in_use("pair").get(victim, 0) > 10, within=30)
         if how == "killed":
-            main.send_signal(victim, "SIGKILL")
+            pair.send_signal(victim, "SIGKILL")
         else:
             # The grace ends the drain: the worker hands its streams on, or is gone.
-            main.cluster.kubectl("-n", main.namespace, "delete", "pod", victim, "--grace-period=2", "--wait=false")
+            pair.cluster.kubectl("-n", pair.namespace, "delete", "pod", victim, "--grace-period=2", "--wait=false")
         sender.join()
     broken = [outcome for outcome in outcomes if not outcome.complete]
     assert not broken, f"{len(broken)} of {len(outcomes)} streams did not end; the first: {broken[0]}"
@@ -106,8 +108,8 @@ def test_streams_outlive_their_decode_pod(pair: Fleet, how: str, say: Say) -> No
     assert not different, f"{len(different)} of {len(outcomes)} streams are others; the first: {different[0]}"
     assert [one.completion_tokens for one, _ in pairs] == [other.completion_tokens for _, other in pairs]
     say(f"decode pod {how} under {len(prompts)} streams: all complete and equal")
-    main.wait_role("pair", "decode", 2)
-    main.wait_blocks_free("pair", within=10)
+    pair.wait_role("pair", "decode", 2)
+    pair.wait_blocks_free("pair", within=10)
 
 
 async def one_request(url: str, limit: float) -> Outcome:
@@ -117,6 +119,6 @@ async def one_request(url: str, limit: float) -> Outcome:
         return await stream_once(api, "pair", "Are you there? Answer with one word.", 4, limit)
 
 
-def restarts(main: Fleet, pod: str) -> int:
-    status = main.get("pods", pod)["status"]["containerStatuses"][0]
+def restarts(fleet: Fleet, pod: str) -> int:
+    status = fleet.get("pods", pod)["status"]["containerStatuses"][0]
     return status["restartCount"] if status["ready"] else 0

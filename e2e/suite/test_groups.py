@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import uuid
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,8 @@ import openai
 import pytest
 
 from e2e.suite import test_answers
-from e2e.suite.fleet import Fleet, Object, is_ready, smollm2, until
+from e2e.suite.conftest import make_namespace
+from e2e.suite.fleet import Fleet, Kubernetes, Object, is_ready, smollm2, until
 from e2e.suite.load import Outcome, stream_once
 from e2e.suite.test_answers import NEW_TOKENS, WORDS, assert_same
 from e2e.suite.test_faults import SHARED_PROCESSES, restarts
@@ -27,17 +29,17 @@ PROMPT_LENGTHS = (1, 16, 17, 33, 150, 400)
 
 
 @pytest.fixture(scope="module")
-def staged(tandem: object, main: Fleet) -> Iterator[Fleet]:
-    """Model `group` beside `main`: one replica of two stages in two pods."""
+def staged(tandem: Any, kubernetes: Kubernetes) -> Iterator[Fleet]:
+    """Model `group`: one replica of two stages in two pods."""
+    made = make_namespace(tandem, kubernetes, f"e2e-staged-{uuid.uuid4().hex[:5]}")
     manifest = smollm2(MODEL, prefill=None, kv=SPACE)
     manifest["spec"]["decode"] |= {
         "nodesPerReplica": NODES, "parallelism": {"pipeline": NODES}, "podTemplate": SHARED_PROCESSES
     }  # fmt: skip
-    main.apply(manifest)
-    main.wait_ready(MODEL)
-    yield main
-    main.delete("inferencemodels", MODEL)
-    until("every pod of the group to be gone", lambda: not main.pods(MODEL), within=60)
+    made.apply(manifest)
+    made.wait_ready(MODEL)
+    yield made
+    kubernetes.request("DELETE", f"/api/v1/namespaces/{made.namespace}")
 
 
 def workers(fleet: Fleet) -> list[Object]:
@@ -83,7 +85,7 @@ def test_replicas_are_counted_and_only_the_leader_is_asked(staged: Fleet) -> Non
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("node", range(NODES))
+@pytest.mark.parametrize("node", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_a_killed_pod_takes_its_group_down_and_the_group_comes_back(
     staged: Fleet, oracle: tuple[Any, Any], node: int
 ) -> None:
@@ -138,6 +140,7 @@ def test_a_changed_configuration_replaces_the_group_as_a_whole(staged: Fleet, or
     assert_greedy(staged, MODEL, oracle)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_suspend_and_resume_a_group(staged: Fleet) -> None:
     staged.patch(MODEL, {"suspend": True})

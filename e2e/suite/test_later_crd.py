@@ -55,6 +55,7 @@ def ask(url: str) -> None:
     assert outcome.complete, outcome
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(400)
 def test_what_a_later_release_added_is_told_and_stops_nothing(
     fleet: Fleet, later: Callable[[], None], kubernetes: Kubernetes, say: Say

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import pytest
+from tandem_operator.rolling import ABOVE_ALL
 
 from e2e.install import NAMESPACE, install_chart, uninstall_chart
 from e2e.suite.conftest import make_namespace
@@ -35,6 +36,7 @@ def operator_pods(kubernetes: Kubernetes) -> list[dict[str, Any]]:
     return kubernetes.request("GET", f"/api/v1/namespaces/{NAMESPACE}/pods")["items"]
 
 
+@pytest.mark.alone
 def test_operator_restart_changes_nothing(main: Fleet, kubernetes: Kubernetes) -> None:
     before = versions(main, "main")
     assert before
@@ -73,7 +75,7 @@ def test_drift_is_corrected(main: Fleet) -> None:
 
     def restored() -> bool:
         found = main.get("statefulsets", "main-decode")["spec"]["updateStrategy"]
-        return found["type"] == "RollingUpdate" and found["rollingUpdate"].get("partition", 0) == 0
+        return found["type"] == "RollingUpdate" and found["rollingUpdate"].get("partition") == ABOVE_ALL
 
     until("the update strategy back at the operator's", restored, within=15)
     main.wait_role("main", "decode", 1)
@@ -140,6 +142,7 @@ def reason_of(fleet: Fleet, model: str, kind: str) -> str | None:
     return None if condition is None else condition["reason"]
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(300)
 def test_helm_upgrade_uninstall_reinstall(main: Fleet, tandem: Any) -> None:
     """The serving pods live through everything that is done to the operator."""

@@ -57,12 +57,12 @@ def test_the_named_certificate_bundle_wins(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("free", "warm", "go_on", "says"),
-    [(100, False, True, False), (25, False, True, True), (10, False, False, True), (10, True, True, False),
-     (1, True, False, True)],
+    ("free", "ahead", "go_on", "says"),
+    [(100, "cold", True, False), (25, "cold", True, True), (15, "cold", False, True), (15, "images", True, False),
+     (10, "images", False, True), (10, "warm", True, False), (1, "warm", False, True)],
 )  # fmt: skip
-def test_disk_is_judged_before_the_start(free: float, warm: bool, go_on: bool, says: bool) -> None:
-    verdict, message = judge(free, warm=warm)
+def test_disk_is_judged_before_the_start(free: float, ahead: str, go_on: bool, says: bool) -> None:
+    verdict, message = judge(free, ahead)
     assert verdict is go_on
     assert (message is not None) is says
 

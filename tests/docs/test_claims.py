@@ -47,6 +47,7 @@ def read_sources() -> str:
     files = {
         path for folder in folders for kind in SOURCES for path in folder.rglob(kind) if ".cache" not in path.parts
     }
+    files.add(ROOT / "tests" / "shares.py")
     return "\n".join(path.read_text() for path in sorted(files))
 
 

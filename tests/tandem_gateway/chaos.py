@@ -54,9 +54,11 @@ Request = tuple[str, dict[str, Any]]
 def build_model(folder: Path) -> Path:
     """A Llama of two layers with random weights, and the tokenizer that the kinds of requests are made for."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    tokenizer = byte_level_tokenizer()
+    ours = byte_level_tokenizer()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=ours.backend_tokenizer, **ours.settings.special_tokens)
+    tokenizer.chat_template = str(ours.chat_template)
     tokenizer.save_pretrained(folder)
     torch.manual_seed(7)
     config = LlamaConfig(

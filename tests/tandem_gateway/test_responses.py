@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(300)
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}}, "required": ["a"],
           "additionalProperties": False}  # fmt: skip
 FUNCTION: Any = {"type": "function", "name": "look_up", "parameters": SCHEMA, "strict": True}
-THINK = byte_level_tokenizer().convert_tokens_to_ids("<think>")
+THINK = byte_level_tokenizer().backend_tokenizer.token_to_id("<think>")
 WITHOUT_REASONING: Any = {"logit_bias": {str(THINK): -100}}
 ALL_TOKENS = WITHOUT_REASONING | {"ignore_eos": True}  # the model says anything, the end too
 """The model is random, and its reasoning might have no end."""

@@ -59,7 +59,7 @@ def stateful_set(*, nodes: int = 1, **fields: Any) -> Manifest:
         "kind": "StatefulSet",
         "metadata": {"name": "m-decode", "namespace": "n", "uid": "sts-uid", "generation": 2},
         "spec": {"template": {"metadata": {"labels": labels}}} | fields,
-        "status": {"observedGeneration": 2, "updateRevision": "new"},
+        "status": {"observedGeneration": 2, "updateRevision": "new", "currentRevision": "new"},
     }
 
 
@@ -77,7 +77,7 @@ def settled(plan: Blueprint) -> dict[ChildKey, Manifest]:
         if key.kind == "Deployment":
             child["status"] |= {"replicas": count, "readyReplicas": count, "updatedReplicas": count}
             continue
-        child["status"]["updateRevision"] = "new"
+        child["status"] |= {"updateRevision": "new", "currentRevision": "new"}
         template = child["spec"]["template"]["metadata"]["labels"]
         for number in range(count):
             name = f"{key.name}-{number}"

@@ -69,7 +69,34 @@ def test_crashes_without_a_sentence_show_the_last_log_line() -> None:
 
 def test_one_restart_is_not_yet_a_case_for_a_person() -> None:
     found = problem(**container(state={"running": {}}, lastState={"terminated": {"exitCode": 137}}))
-    assert (found.reason, found.stalled) == ("ContainerRestarting", False)
+    assert (found.reason, found.stalled) == ("ContainerKilled", False)
+
+
+@pytest.mark.parametrize(
+    ("ended", "words"),
+    [
+        ({"exitCode": 137}, "was killed by SIGKILL: its liveness probe failed"),
+        ({"exitCode": 143}, "was killed by SIGTERM: somebody asked it to end"),
+        ({"exitCode": 139}, "was killed by SIGSEGV: native code read memory"),
+        ({"exitCode": 1, "signal": 7}, "was killed by SIGBUS: shared memory"),
+        ({"exitCode": 138}, "was killed by SIGUSR1"),
+    ],
+)
+def test_a_killed_container_is_told_by_signal_and_cause_and_not_by_its_log(ended: dict[str, Any], words: str) -> None:
+    log = json.dumps({"time": "now", "level": "info", "message": "step 17"})
+    times = {"startedAt": "2026-01-01T00:00:00Z", "finishedAt": "2026-01-01T00:00:09Z"}
+    told = {"terminated": ended | {"message": log} | times}
+    running = problem(**container(state={"running": {}}, lastState=told, restartCount=5))
+    assert (running.reason, running.stalled) == ("ContainerKilled", False), "the kubelet is not backing off"
+    assert words in running.message
+    assert "step 17" not in running.message
+    assert problem(**waiting("CrashLoopBackOff", lastState=told, restartCount=5)).stalled
+
+
+def test_a_record_of_a_log_is_told_by_its_message() -> None:
+    log = json.dumps({"time": "now", "level": "error", "message": "no room for the model"})
+    found = problem(**waiting("CrashLoopBackOff", lastState={"terminated": {"exitCode": 1, "message": f"x\n{log}"}}))
+    assert found.message.endswith("ended with code 1: no room for the model")
 
 
 @pytest.mark.parametrize(

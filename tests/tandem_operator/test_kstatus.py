@@ -139,6 +139,26 @@ def test_scaling_up_takes_ready_from_nobody() -> None:
     assert (whole.decode.promised, kstatus(written(whole))) == (4, "Current")
 
 
+def test_a_promise_to_a_role_that_grows_ends_with_the_progress_deadline() -> None:
+    """Two of four for hours: a quota, or an image that is not there. That it grows is no excuse for ever."""
+    small = blueprint(decode={"replicas": 2})
+    grown = after(blueprint(decode={"replicas": 4}), look(small, settled(small)))
+    live = settled(grown)
+    for number in (2, 3):
+        live[ChildKey("Pod", f"m-decode-{number}")]["status"] = container()
+    status = look(grown, live)
+    assert (condition(status, "Ready"), status.updated) == ("True Serving", "4/4")
+    late = look(after(grown, status), live, now=LATER)
+    assert (condition(late, "Ready"), condition(late, "Stalled")) == (
+        "True Serving",
+        "True ProgressDeadlineExceeded",
+    ), "it is named first"
+    over = look(after(grown, late), live, now=LATER)
+    assert condition(over, "Ready") == "False ProgressDeadlineExceeded"
+    assert over.decode is not None
+    assert over.decode.promised == 4
+
+
 def test_a_new_model_promises_all_from_the_start() -> None:
     plan = blueprint(decode={"replicas": 2})
     live = settled(plan)

@@ -132,20 +132,25 @@ def test_gateways_ask_decode_workers_and_decode_workers_prefill_workers() -> Non
     inside = pods(plan)
     assert reachable(plan, inside["gateway"], inside["decode"]) == {HTTP, METRICS}
     assert reachable(plan, inside["gateway"], inside["prefill"]) == {METRICS}
-    assert reachable(plan, inside["decode"], inside["prefill"]) == {KV, FILES}
+    assert reachable(plan, inside["decode"], inside["prefill"]) == {KV}
     for pair in (("prefill", "decode"), ("decode", "decode"), ("prefill", "prefill"), ("decode", "gateway")):
-        assert not reachable(plan, inside[pair[0]], inside[pair[1]]) - {FILES, 8080}, pair
+        assert not reachable(plan, inside[pair[0]], inside[pair[1]]) - {8080}, pair
 
 
-def test_workers_that_download_give_each_other_the_models_files_and_nobody_else() -> None:
-    plan = split()
-    inside = pods(plan)
+def test_workers_reach_each_others_files_where_that_is_switched_on_and_nobody_else_does() -> None:
     workers = ("prefill", "decode")
+    plan = split(model={"uri": "hf://a/b", "cache": {"peers": True}})
+    inside = pods(plan)
     for name in workers:
         assert all(FILES in reachable(plan, inside[name], inside[other]) for other in workers)
         for source in (STRANGER, NEIGHBOUR, INTERNET, SCRAPER, inside["gateway"]):
             assert FILES not in reachable(plan, source, inside[name])
-    for other in (split(model={"uri": "pvc://models/x"}), split(model={"uri": "hf://a/b", "cache": {"peers": False}})):
+    for model in (
+        {"uri": "hf://a/b"},
+        {"uri": "hf://a/b", "cache": {"persistentVolumeClaim": "c"}},
+        {"uri": "pvc://models/x", "cache": {"peers": True}},
+    ):
+        other = split(model=model)
         inside = pods(other)
         assert all(FILES not in reachable(other, inside[name], inside[to]) for name in workers for to in workers)
 
@@ -164,13 +169,13 @@ def test_without_prefill_workers_nobody_moves_blocks() -> None:
     plan = blueprint()
     inside = pods(plan)
     assert reachable(plan, inside["gateway"], inside["decode"]) == {HTTP, METRICS}
-    assert reachable(plan, inside["decode"], inside["decode"]) == {FILES}
+    assert reachable(plan, inside["decode"], inside["decode"]) == set()
 
 
 def test_every_rank_of_a_prefill_pod_is_reached() -> None:
     plan = blueprint(prefill={"parallelism": {"tensor": 8}})
     inside = pods(plan)
-    assert reachable(plan, inside["decode"], inside["prefill"]) == {FILES, 7000, 7001, 7007}
+    assert reachable(plan, inside["decode"], inside["prefill"]) == {7000, 7001, 7007}
 
 
 @given(prefill=st.booleans(), spread=st.sampled_from([("prefill",), ("decode",), ("prefill", "decode")]))

@@ -32,6 +32,7 @@ from tandem_operator.manifests import EVENT, KIND_BY_NAME, ModelKey
 from tandem_operator.reconciler import Reconciler
 from tandem_operator.recorder import EventRecorder
 from tandem_operator.revisions import digest_of
+from tandem_operator.rolling import ABOVE_ALL
 from tandem_operator.rotation import KeyPolicy
 from tandem_operator.scaler import Scaler
 from tandem_operator.settings import HubPolicy, Release
@@ -1039,7 +1040,9 @@ async def wait_for_turn(server: ObjectServer, operator: Operator) -> None:
 
 async def test_one_model_waits_for_another(server: ObjectServer, operator: Operator) -> None:
     await wait_for_turn(server, operator)
-    assert server.kept[DECODE]["spec"]["updateStrategy"]["rollingUpdate"]["partition"] == 1
+    assert server.kept[DECODE]["spec"]["updateStrategy"]["rollingUpdate"]["partition"] == ABOVE_ALL
+    server.settle()
+    server.kept[DECODE]["status"] |= {"updateRevision": "newer"}
     operator.turns.give_back(ModelKey("n", "other"))
     await operator.look()
     assert server.conditions["Reconciling"]["reason"] != "WaitingForTurn"

@@ -9,7 +9,8 @@ from typing import Any
 from operator_objects import READY, UID, blueprint, children, container, pod
 from tandem_operator.manifests import ChildKey, Manifest
 from tandem_operator.planner import own_workloads
-from tandem_operator.rolling import Rolling, plan_hurry, plan_rolling
+from tandem_operator.rolling import ABOVE_ALL, Rolling, plan_hurry, plan_rolling
+from tandem_operator.templates import RELEASED
 from tandem_operator.workloads import Blueprint, build_children
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -48,6 +49,12 @@ def outdated(live: dict[ChildKey, Manifest], *names: str, **status: Any) -> None
         found["status"] = status or found["status"]
 
 
+def lowered(live: dict[ChildKey, Manifest], partition: int, key: ChildKey = DECODE) -> None:
+    """The partition came down for the newest template."""
+    live[key]["spec"]["updateStrategy"] = {"type": "RollingUpdate", "rollingUpdate": {"partition": partition}}
+    live[key]["metadata"].setdefault("annotations", {})[RELEASED] = "new"
+
+
 def rolled(plan: Blueprint, live: dict[ChildKey, Manifest], *, now: datetime = NOW) -> Rolling:
     return plan_rolling(plan, build_children(plan), own_workloads(live, owner_uid=UID), now=now)
 
@@ -72,10 +79,12 @@ def test_what_is_up_to_date_stays_as_it_is() -> None:
 def test_a_new_template_comes_with_a_partition_that_holds_everything() -> None:
     live = serving(blueprint(decode={"replicas": 3}))
     changed = blueprint(decode={"replicas": 5}, engine={"maxBatchTokens": 64})
-    assert told(rolled(changed, live)) == (5, 3), "what is added is made from the newest template"
+    assert told(rolled(changed, live)) == (5, ABOVE_ALL), "what is added is made as the others were"
     overlay = {"spec": {"nodeSelector": {"gpu": "yes"}}}
     removed = serving(blueprint(decode={"replicas": 3, "podTemplate": overlay}))
-    assert told(rolled(blueprint(decode={"replicas": 3}), removed)) == (3, 3), "a field that goes changes it too"
+    assert told(rolled(blueprint(decode={"replicas": 3}), removed)) == (3, ABOVE_ALL), (
+        "a field that goes changes it too"
+    )
 
 
 def test_a_rollout_goes_on_though_the_api_server_writes_a_template_otherwise() -> None:
@@ -86,7 +95,7 @@ def test_a_rollout_goes_on_though_the_api_server_writes_a_template_otherwise() -
     plan = blueprint(decode={"replicas": 3, "podTemplate": overlay} | limits)
     live = serving(plan)
     outdated(live, "m-decode-0", "m-decode-1", "m-decode-2")
-    live[DECODE]["spec"]["updateStrategy"] = {"type": "RollingUpdate", "rollingUpdate": {"partition": 2}}
+    lowered(live, 2)
     spec = live[DECODE]["spec"]["template"]["spec"]
     container = spec["containers"][0]
     del spec["hostNetwork"], container["startupProbe"]["initialDelaySeconds"]
@@ -102,10 +111,10 @@ def test_one_by_one_from_the_last_and_only_once_the_controller_knows() -> None:
     plan = blueprint(decode={"replicas": 3})
     live = serving(plan)
     outdated(live, "m-decode-0", "m-decode-1", "m-decode-2")
-    live[DECODE]["spec"]["updateStrategy"] = {"type": "RollingUpdate", "rollingUpdate": {"partition": 3}}
+    lowered(live, 3)
     found = rolled(plan, live)
     assert (told(found), names_of(found)) == ((3, 2), []), "it would come back from the old template"
-    live[DECODE]["spec"]["updateStrategy"] = {"type": "RollingUpdate", "rollingUpdate": {"partition": 2}}
+    lowered(live, 2)
     assert names_of(rolled(plan, live)) == ["m-decode-2"]
     live[DECODE]["metadata"]["generation"] = 2
     assert names_of(rolled(plan, live)) == []
@@ -116,10 +125,10 @@ def test_a_single_replica_is_replaced_beside_another_one() -> None:
     live = serving(plan)
     outdated(live, "m-decode-0", "m-prefill-0")
     found = rolled(plan, live)
-    # The template of before had no partition: its pods are in motion already.
-    assert told(found) == (1, 0)
+    # An earlier release, or somebody else, has left no partition: nothing was released by that.
+    assert told(found) == (1, ABOVE_ALL)
     for key in (DECODE, PREFILL):
-        live[key]["spec"]["updateStrategy"]["rollingUpdate"]["partition"] = 1
+        lowered(live, 1, key)
     found = rolled(plan, live)
     assert (told(found), told(found, "m-prefill"), found.replace) == ((2, 1), (2, 1), ())
 
@@ -129,18 +138,14 @@ def test_a_surge_that_finds_no_room_can_be_given_up() -> None:
     waits = blueprint(decode={"replicas": 1})
     live = serving(waits)
     outdated(live, "m-decode-0")
-    live[DECODE]["spec"] |= {
-        "replicas": 2,
-        "updateStrategy": {"type": "RollingUpdate", "rollingUpdate": {"partition": 1}},
-    }
+    live[DECODE]["spec"]["replicas"] = 2
+    lowered(live, 1)
     found = rolled(waits, live)
     assert (told(found), found.replace) == ((2, 1), ()), "what serves stays"
     found = rolled(blueprint(decode={"replicas": 1}, rollout={"maxSurge": 0}), live)
     assert told(found) == (1, 0)
-    live[DECODE]["spec"] |= {
-        "replicas": 1,
-        "updateStrategy": {"type": "RollingUpdate", "rollingUpdate": {"partition": 0}},
-    }
+    live[DECODE]["spec"]["replicas"] = 1
+    lowered(live, 0)
     assert names_of(rolled(blueprint(decode={"replicas": 1}, rollout={"maxSurge": 0}), live)) == ["m-decode-0"]
 
 
@@ -161,7 +166,7 @@ def test_unready_workers_below_ready_ones_are_mended_first() -> None:
     }
     outdated(live, "m-decode-0", "m-decode-1", **running)
     outdated(live, "m-decode-2")
-    live[DECODE]["spec"]["updateStrategy"]["rollingUpdate"]["partition"] = 3
+    lowered(live, 3)
     assert told(rolled(plan, live)) == (3, None), "OnDelete: no controller takes the one that serves"
     live[DECODE]["spec"]["updateStrategy"] = {"type": "OnDelete"}
     assert names_of(rolled(plan, live)) == ["m-decode-0", "m-decode-1"]
@@ -197,10 +202,10 @@ def test_groups_go_whole() -> None:
     plan = blueprint(decode={"replicas": 2, "nodesPerReplica": 2, "parallelism": {"tensor": 2}})
     live = serving(plan)
     outdated(live, *[f"m-decode-{number}" for number in range(4)])
-    live[DECODE]["spec"]["updateStrategy"]["rollingUpdate"]["partition"] = 4
+    lowered(live, 4)
     found = rolled(plan, live)
     assert (told(found), found.replace) == ((4, 2), ())
-    live[DECODE]["spec"]["updateStrategy"]["rollingUpdate"]["partition"] = 2
+    lowered(live, 2)
     assert names_of(rolled(plan, live)) == ["m-decode-2", "m-decode-3"]
 
 
@@ -208,9 +213,9 @@ def test_workers_that_serve_wait_for_the_gateways() -> None:
     plan = blueprint(decode={"replicas": 2})
     live = serving(plan)
     outdated(live, "m-decode-0", "m-decode-1")
-    live[DECODE]["spec"]["updateStrategy"]["rollingUpdate"]["partition"] = 2
+    lowered(live, 2)
     live[GATEWAY]["status"]["updatedReplicas"] = 0
-    assert told(rolled(plan, live)) == (2, 2)
+    assert told(rolled(plan, live)) == (2, ABOVE_ALL)
     live[GATEWAY]["status"]["updatedReplicas"] = 1
     assert told(rolled(plan, live)) == (2, 1)
 
@@ -228,6 +233,7 @@ def test_pods_of_anybody_elses_stateful_set_are_left_alone() -> None:
     plan = blueprint()
     live = serving(plan)
     outdated(live, "m-decode-0", **container())
+    lowered(live, 0)
     assert names_of(rolled(plan, live)) == ["m-decode-0"]
     live[DECODE]["metadata"]["ownerReferences"][0]["uid"] = "another"
     assert names_of(rolled(plan, live)) == []

@@ -23,6 +23,8 @@ HISTORIES = int(os.environ.get("TANDEM_HISTORIES", "100"))
 class Pod:
     template: int
     state: State = State.DOWN
+    broken: bool = False
+    """It has ended, and does not come up by itself."""
 
 
 @dataclass
@@ -34,6 +36,8 @@ class Set:
     unavailable: int
     total: int = 0
     partition: int | None = 0
+    released: int | None = 0
+    """The template that the partition came down for."""
     current: int = 0
     newest: int = 0
     made: int = 0
@@ -58,12 +62,16 @@ class Set:
 
     def view(self) -> RoleView:
         replicas = [
-            Replica(index=i, build=str(p.template), state=p.state, is_outdated=p.template != self.newest)
+            Replica(
+                index=i, build=str(p.template), state=p.state, is_outdated=p.template != self.newest,
+                is_starting=p.state is State.DOWN and not p.broken,
+            )
             for i, p in sorted(self.pods.items())
-        ]
+        ]  # fmt: skip
+        partition = self.total if self.partition is not None and self.released != self.newest else self.partition
         return RoleView(
-            wanted=self.wanted, total=self.total, partition=self.partition, replicas=replicas, surge=self.surge,
-            unavailable=self.unavailable, limit=self.limit,
+            wanted=self.wanted, total=self.total, partition=partition, replicas=replicas, surge=self.surge,
+            unavailable=self.unavailable, limit=self.limit, is_even=self.current == self.newest,
         )  # fmt: skip
 
     def control(self) -> None:
@@ -109,6 +117,7 @@ class Cluster:
         """Write what is planned, and let what was released be replaced at once: the worst that can happen."""
         for role, entry in self.sets.items():
             entry.total, entry.partition = plan[role].total, plan[role].partition
+            entry.released = entry.newest
             for index in plan[role].replace:
                 entry.pods.pop(index, None)
             for index in [index for index in entry.pods if index >= entry.total]:
@@ -128,6 +137,14 @@ class Cluster:
             entry.is_even and entry.wanted and entry.wanted + entry.surge > 1 and len(entry.pods) >= entry.wanted
             for entry in self.sets.values()
         )
+
+    def write_by_others(self) -> None:
+        """Somebody restarts the workers. A partition that is low then is raised before anything else."""
+        for entry in self.sets.values():
+            entry.made += 1
+            entry.newest = entry.made
+            if entry.partition is not None and any(i >= entry.partition for i in entry.pods):
+                entry.partition = max(entry.total, entry.wanted)
 
     def new_trial(self, weight: int) -> None:
         self.new_template()
@@ -208,7 +225,7 @@ def test_pairs_never_fall_below_the_promise(shapes: list[tuple[int, int, int]], 
 def test_a_mending_template_reaches_workers_that_run_but_are_not_ready() -> None:
     made = cluster((3, 0, 1))
     for index in (0, 1):
-        made.sets[Role.UNIFIED].pods[index].state = State.DOWN
+        made.sets[Role.UNIFIED].pods[index] = Pod(0, State.DOWN, broken=True)
     made.new_template()
     plan = made.plan()[Role.UNIFIED]
     assert plan.replace == (0, 1)
@@ -231,7 +248,7 @@ def test_a_paused_rollout_stays_where_it_is_and_scales() -> None:
     made = cluster((4, 0, 1))
     made.new_template()
     made.sets[Role.UNIFIED].pods[3] = Pod(1, State.READY)
-    made.sets[Role.UNIFIED].partition = 3
+    made.sets[Role.UNIFIED].partition, made.sets[Role.UNIFIED].released = 3, 1
     assert made.plan(paused=True)[Role.UNIFIED] == RolePlan(total=4, partition=3)
     made.sets[Role.UNIFIED].wanted = 6
     assert made.plan(paused=True)[Role.UNIFIED].total == 6
@@ -249,14 +266,76 @@ def test_a_pause_takes_no_replica_that_is_needed() -> None:
 def test_workers_that_serve_wait_for_the_gateways() -> None:
     made = cluster((2, 1, 0))
     made.new_template()
-    made.sets[Role.UNIFIED].pods[0].state = State.DOWN
+    made.sets[Role.UNIFIED].pods[0] = Pod(0, State.DOWN, broken=True)
     plan = made.plan(only_down=True)[Role.UNIFIED]
     assert (plan.total, plan.replace) == (2, (0,))
 
 
+def test_what_somebody_else_writes_at_rest_replaces_nobody_by_itself() -> None:
+    """Eight of eight, none may be missing: a restart of the StatefulSet by hand."""
+    made = cluster((8, 1, 0))
+    made.execute(made.plan())
+    made.write_by_others()
+    for _ in range(8):
+        made.sets[Role.UNIFIED].control()
+    assert made.capacity() == 1
+    assert made.plan(paused=True)[Role.UNIFIED] == RolePlan(total=8, partition=8)
+    assert roll(made) >= 1
+
+
+def test_what_is_added_while_a_rollout_is_held_is_of_the_template_before() -> None:
+    for held in ({"paused": True}, {"only_down": True}):
+        made = cluster((4, 1, 0))
+        made.new_template()
+        made.sets[Role.UNIFIED].wanted = 8
+        for _ in range(3):
+            made.execute(made.plan(**held))
+            made.sets[Role.UNIFIED].control()
+            made.start_all()
+        assert {p.template for p in made.sets[Role.UNIFIED].pods.values()} == {0}, held
+
+
+@pytest.mark.parametrize("shape", [(4, 1, 0), (4, 0, 1), (4, 2, 1)])
+def test_what_is_added_to_a_template_that_does_not_come_up_is_of_the_one_before(shape: tuple[int, int, int]) -> None:
+    made = cluster(shape)
+    entry, most = made.sets[Role.UNIFIED], shape[1] + shape[2]
+    made.new_template()
+    for wanted in (4, 4, 4, 9, 9, 9, 12, 12, 12):
+        entry.wanted = wanted
+        made.execute(made.plan())
+        entry.control()
+        for pod in entry.pods.values():
+            pod.state = State.READY if pod.template == 0 else State.DOWN
+    assert entry.num_new <= most
+    assert sum(p.state is State.READY for p in entry.pods.values()) >= 12 - shape[2]
+    roll(made)
+
+
+def test_what_is_added_to_a_template_that_serves_is_of_it() -> None:
+    made = cluster((4, 1, 0))
+    entry = made.sets[Role.UNIFIED]
+    made.new_template()
+    for _ in range(2):
+        made.execute(made.plan())
+        entry.control()
+        made.start_all()
+    entry.wanted = 8
+    made.execute(made.plan())
+    entry.control()
+    assert {entry.pods[index].template for index in range(5, 8)} == {1}
+
+
+def test_a_template_that_cannot_be_made_any_more_does_not_hold_the_next_one() -> None:
+    """A quota refuses the replica of before, which is smaller now: the one that is missing is of the newest."""
+    made = cluster((4, 0, 1))
+    made.new_template()
+    del made.sets[Role.UNIFIED].pods[3]
+    assert made.plan()[Role.UNIFIED].partition == 3
+
+
 def test_a_surge_comes_only_while_something_that_serves_is_replaced() -> None:
     made = cluster((1, 1, 0))
-    assert made.plan()[Role.UNIFIED] == RolePlan(total=1, partition=0)
+    assert made.plan()[Role.UNIFIED] == RolePlan(total=1, partition=1)
     made.new_template()
     assert made.plan()[Role.UNIFIED] == RolePlan(total=2, partition=1)
     made.sets[Role.UNIFIED].pods[0].state = State.DOWN
@@ -384,7 +463,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
 
 EVENTS = (
     "start", "start", "start", "template", "crash", "evict", "blink", "scale", "nothing", "nothing", "trial", "weigh",
-    "promote", "roll back", "pause", "suspend",
+    "promote", "roll back", "pause", "suspend", "others",
 )  # fmt: skip
 
 
@@ -400,6 +479,7 @@ def happen(made: Cluster, event: str, data: st.DataObject) -> None:
     elif entry.pods:
         index = data.draw(st.sampled_from(sorted(entry.pods)))
         states = {"start": State.READY, "crash": State.DOWN, "blink": State.UNSURE}
+        entry.pods[index].broken = event == "crash"
         if event == "evict":
             del entry.pods[index]
         elif event in states:
@@ -442,6 +522,7 @@ _WISHES: dict[str, Callable[[Cluster, st.DataObject], None]] = {
     "weigh": ask_for_step,
     "promote": lambda made, _: made.weigh(None),
     "roll back": go_back,
+    "others": lambda made, _: None if made.is_trying else made.write_by_others(),
     "suspend": suspend,
 }
 

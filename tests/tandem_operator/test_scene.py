@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from operator_objects import blueprint, container, pod, settled, stateful_set
-from tandem_api.inferencemodel import RolloutStatus
+from tandem_api.inferencemodel import Condition, RolloutStatus
 from tandem_api.names import Role
 from tandem_operator.accelerators import count_gpus
 from tandem_operator.manifests import ChildKey, Manifest
@@ -153,3 +154,25 @@ def test_without_targets_or_while_suspended_there_is_nothing_to_decide() -> None
 def test_a_model_rolls_until_it_is_done(phase: Any, rolls: bool) -> None:
     assert is_rolling(RolloutStatus(phase=phase, revision=1, digest="", stable_revision=1)) is rolls
     assert is_rolling(None)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "waiting", "stalled", "forbids", "keeps"),
+    [
+        ({}, False, False, True, False),
+        ({}, True, False, False, False),
+        ({"paused": True}, False, False, False, True),
+        ({}, False, True, False, True),
+    ],
+)
+def test_only_what_is_in_motion_forbids_fewer_replicas(
+    rollout: dict[str, Any], waiting: bool, stalled: bool, forbids: bool, keeps: bool
+) -> None:
+    """A rollout that waits, is paused or is stuck may last for days. Sleep would end workers of the template before."""
+    plan = blueprint(prefill=MODE, decode={"replicas": 3}, slo=SLO, rollout=rollout)
+    found = [Condition(type="Stalled", status="True", reason="ImagePullFailed", message="")] if stalled else []
+    model = plan.model.model_copy(update={"status": plan.model.status.model_copy(update={"conditions": found})})
+    state = RolloutStatus(phase="Progressing", revision=2, digest="", stable_revision=2, waiting=waiting)
+    seen = set_scene(replace(plan, model=model), live(), state)
+    assert seen is not None
+    assert (seen.circumstances.rolling, seen.keeps_old) == (forbids, keeps)

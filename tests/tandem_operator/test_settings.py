@@ -62,7 +62,7 @@ def test_arguments_that_make_no_sense(wrong: str) -> None:
 
 def test_rollouts_at_a_time() -> None:
     plain = [*IMAGES, "--lease-namespace=ns"]
-    assert parse_settings(plain).max_concurrent_rollouts == 0
+    assert parse_settings(plain).max_concurrent_rollouts == 1
     assert parse_settings([*plain, "--max-concurrent-rollouts=3"]).max_concurrent_rollouts == 3
     with pytest.raises(SystemExit):
         parse_settings([*plain, "--max-concurrent-rollouts=-1"])

@@ -112,7 +112,7 @@ class ModelCache(Authored):
     persistent_volume_claim: ObjectName | None = None
     """A claim that the workers share: one of them downloads, the others wait and reuse. It must be ReadWriteMany, or
     ReadWriteOnce on a single node. Without it every pod downloads into a volume of its own."""
-    peers: bool = True
+    peers: bool = False
     """Workers get the model's files from each other, and from the hub what nobody has."""
 
 
@@ -903,6 +903,10 @@ class Rollout(Authored):
     """Run this revision of `model`, `engine`, `kv`, `prefill` and `decode` instead of what the object says of them;
     `replicas` and `servedName` are not part of it. `kubectl get controllerrevisions` lists those that are kept. It has
     no canary. Remove it to run what the object says."""
+    follow_image: bool | None = None
+    """Whether a model that names no image gets that of another release of the operator once that is installed, when its
+    turn comes. Without it workers and gateways keep the images that they have. Defaults to `images.follow` of the
+    chart, which is false."""
     revision_history_limit: Annotated[int, Field(ge=1, le=100)] = 10
     """Revisions that are kept, besides those in use."""
 
@@ -1256,6 +1260,15 @@ class ModelStatus(Wire):
     """Value of the annotation `tandem.dev/resolve-model` that `commit` answers."""
 
 
+class ImagesStatus(Wire):
+    """Images of a release that a model has which names none."""
+
+    worker: str | None = None
+    gateway: str | None = None
+    engine: str | None = None
+    """Kind of the engine that `worker` is of."""
+
+
 class CanaryFigures(Wire):
     """What gateways have counted of some workers since a step began."""
 
@@ -1371,6 +1384,9 @@ class InferenceModelStatus(Wire):
     """Revision that new worker pods get."""
     model: ModelStatus | None = None
     """The weights, by commit."""
+    images: ImagesStatus | None = None
+    """What stands in for images that the spec does not name. A release of the operator brings others, and they come
+    when `rollout.followImage` or the chart says so."""
     routing: GatewayRouting | None = None
     """What the gateways follow at present: the names they serve and where requests go."""
     rollout: RolloutStatus | None = None
@@ -1378,6 +1394,8 @@ class InferenceModelStatus(Wire):
     prefill: RoleStatus | None = None
     decode: RoleStatus | None = None
     gateway: RoleStatus | None = None
+    updated: str = ""
+    """`updated/present` replicas of the worker roles together, for the printer columns."""
     conditions: list[Condition] = Field(
         default_factory=list[Condition],
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
@@ -1393,6 +1411,7 @@ class ObjectMeta(Wire):
     uid: str = ""
     generation: int = 0
     deletion_timestamp: str | None = None
+    annotations: dict[str, str] = Field(default_factory=dict[str, str])
 
     @model_validator(mode="after")
     def _fits(self) -> ObjectMeta:

@@ -36,7 +36,7 @@ DType = Literal["Auto", "BFloat16", "Float16", "Float32"]
 class FileSharing(Wire):
     """How workers get the files of an `hf://` model from each other. It takes keys: without them nothing is shared."""
 
-    enabled: bool = True
+    enabled: bool = False
     port: int = WORKER_FILES_PORT
     peers: list[str] | None = None
     """Where other workers are: names or addresses, each with `:PORT` if it is another one. None: the headless Services
@@ -55,7 +55,8 @@ class ModelSource(Wire):
     cache_dir: str = MODEL_CACHE_PATH
     hub_endpoint: str | None = None
     """Base URL of the model hub that `hf://` names; None is the public one."""
-    sharing: FileSharing = Field(default_factory=FileSharing)
+    sharing: FileSharing | None = None
+    """None: nothing is shared."""
 
 
 class KVConfig(Wire):

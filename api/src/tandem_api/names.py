@@ -33,6 +33,8 @@ CONDITION_ADMITTED = f"{GROUP}/admitted"
 """Readiness gate of worker pods: the operator sets it once a gateway has admitted the pod. Gateways go by all else."""
 ANNOTATION_RETRY_CANARY = f"{GROUP}/retry-canary"
 """On an InferenceModel: any new value tries a revision again whose canary has failed."""
+ANNOTATION_RESTART = f"{GROUP}/restart"
+"""On an InferenceModel: any new value replaces the workers, as a rollout does. On their pod templates: that value."""
 MANAGED_BY_LABEL = "app.kubernetes.io/managed-by"
 MANAGED_BY = "tandem-operator"
 

@@ -86,6 +86,8 @@ def _printer_columns() -> list[Schema]:
         column("Reason", f"{ready}.reason"),
         column("Prefill", ".status.prefill.summary"),
         column("Decode", ".status.decode.summary"),
+        column("Updated", ".status.updated"),
+        column("Stalled", '.status.conditions[?(@.type=="Stalled")].reason'),
         column("URL", ".status.url"),
         column("Available", '.status.conditions[?(@.type=="Available")].status', priority=1),
         column("Model", ".spec.model.uri", priority=1),

@@ -11,13 +11,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..base import Status, constant_url
+from ..caches import Part, bound_cache, folder_part
 from ..commands import run, wait_until
 from ..errors import ClusterError
 from ..gobuild import Builder, check_go, find_tool
+from ..images.buildah import remove_interrupted
 from ..images.catalog import Image
+from ..leftovers import check_leftovers, list_leftovers
 from ..progress import say, step
 from ..settings import Settings
-from . import components, images, machine, teardown
+from . import components, images, machine, registry, teardown
 from .api import Api, connects, dns_answers, http_body
 from .components import Plan
 from .network import Addresses, Namespace, observe_routes, plan_addresses
@@ -109,7 +112,7 @@ class BinariesBackend:
 
     def _start(self, plan: Plan) -> None:
         self.state.mkdir(parents=True, exist_ok=True)
-        images.bound_registry(plan.registry_storage)
+        self._bound_registry()
         with step("prepared network, keys and configuration"):
             self.namespace.create(plan.addresses)
             machine.create_control_group(control_groups(), self.group)
@@ -168,6 +171,22 @@ class BinariesBackend:
         if not shutil.which("ip"):
             return  # without it, no cluster was ever started here
         self._remove()
+        registry.Leases(self.settings.cache).end(self.settings.id)
+        check_leftovers(self.leftovers)
+        bound_cache(self.settings.cache, self._cache_parts())
+
+    def leftovers(self, whole: Path | None = None) -> list[str]:
+        """What is still on this machine of the cluster, or of all that runs out of a folder, a line each."""
+        return list_leftovers(self.state, self.namespace, control_groups(), whole)
+
+    def _cache_parts(self) -> list[Part]:
+        """What of the cache can go, cheapest first. Another cluster's image store is not ours to remove."""
+        cache, parts = self.settings.cache, []
+        if not images.is_locked(cache):
+            parts.append(folder_part(cache / "containerd", "unpacked images", "unpacked again in half a minute"))
+        if not registry.Leases(cache).needed():
+            parts.append(folder_part(cache / "registry", "the registry's images", "pushed again in one to two minutes"))
+        return parts
 
     def _remove(self) -> None:
         teardown.remove_cluster(self.state, self.processes, control_groups(), self.group, self.namespace)
@@ -188,7 +207,17 @@ class BinariesBackend:
     # --- what runs in it ---
 
     def load(self, wanted: list[Image]) -> dict[str, str]:
-        return images.load(self.settings, self.builder.build("pull"), self._addresses(), wanted)
+        references = images.load(self.settings, self.builder.build("pull"), self._addresses(), wanted)
+        self._bound_registry()
+        return references
+
+    def _bound_registry(self) -> None:
+        leases = registry.Leases(self.settings.cache)
+        with leases.removing() as alone:
+            if alone:
+                remove_interrupted(self.settings.cache)
+        if told := registry.bound(self.settings.cache / "registry", leases, self.builder.build("registry")):
+            say(told)
 
     def add(self, image: Image, root: Path) -> str:
         """The kubelet pulls it when the first pod wants it."""

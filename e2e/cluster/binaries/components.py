@@ -109,6 +109,7 @@ def controller_manager(plan: Plan) -> list[str]:
         "--leader-elect=false",
         "--bind-address=127.0.0.1",
         "--node-monitor-period=1s",  # how soon a new node's taint goes
+        "--node-monitor-grace-period=25s",  # the kubelet renews its lease every 5 s
     ]
 
 
@@ -157,6 +158,7 @@ def kubelet_config(plan: Plan) -> dict[str, Any]:
         # On a full disk the kubelet would delete images that nothing can download again.
         "imageGCHighThresholdPercent": 100,
         "imageGCLowThresholdPercent": 99,
+        "nodeLeaseDurationSeconds": 20,  # a quarter of it is how often the lease is renewed
         "enforceNodeAllocatable": ["pods"],
         "volumePluginDir": str(plan.state / "kubelet-plugins"),
         "serializeImagePulls": False,

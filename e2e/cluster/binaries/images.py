@@ -6,7 +6,6 @@ import fcntl
 import hashlib
 import io
 import json
-import shutil
 import tarfile
 import tempfile
 import urllib.error
@@ -15,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..commands import run, succeeds, wait_until
+from ..disk import check_disk
 from ..errors import ClusterError
 from ..images.buildah import Buildah
 from ..images.catalog import Image
@@ -22,21 +22,20 @@ from ..progress import say, step
 from ..settings import Settings
 from .components import PAUSE_IMAGE, REGISTRY_HOST, REGISTRY_PORT, Plan
 from .network import Addresses
+from .registry import Leases, mark_used
 
 MANIFEST_TYPES = "application/vnd.oci.image.manifest.v1+json, application/vnd.docker.distribution.manifest.v2+json"
 NAMESPACE = "k8s.io"
-REGISTRY_LIMIT = 7 * 2**30
-"""Bytes; about three generations of the worker's dependencies."""
 
 
 def choose_containerd_root(cache: Path, state: Path) -> Path:
     """The cache's image store, or one of this cluster's own while another cluster uses the cache's."""
-    shared = cache / "containerd"
-    return state / "containerd-root" if _is_locked(shared / "io.containerd.metadata.v1.bolt" / "meta.db") else shared
+    return state / "containerd-root" if is_locked(cache) else cache / "containerd"
 
 
-def _is_locked(database: Path) -> bool:
-    """containerd holds an exclusive lock on its database as long as it runs."""
+def is_locked(cache: Path) -> bool:
+    """Whether a cluster uses the cache's image store: containerd holds a lock on its database as long as it runs."""
+    database = cache / "containerd" / "io.containerd.metadata.v1.bolt" / "meta.db"
     if not database.exists():
         return False
     with database.open("rb") as file:
@@ -112,6 +111,8 @@ def load(settings: Settings, puller: Path, addresses: Addresses, wanted: list[Im
     containerd holds these images and no older ones afterwards. Running containers keep their own snapshots.
     """
     references = {image.part: publish(settings, addresses, image) for image in wanted}
+    needed = {reference.removeprefix(f"{REGISTRY_HOST}/") for reference in [*references.values(), PAUSE_IMAGE]}
+    Leases(settings.cache).write(settings.id, settings.state, needed)
     socket = f"unix://{settings.state / 'containerd' / 'containerd.sock'}"
     pulled = run(puller, "-socket", socket, "-keep", PAUSE_IMAGE, *references.values(), timeout=1200)
     for reference, seconds in (line.split("\t") for line in pulled.splitlines()):
@@ -125,10 +126,15 @@ def publish(settings: Settings, addresses: Addresses, image: Image) -> str:
     registry = f"{addresses.node}:{REGISTRY_PORT}"
     buildah = Buildah(settings)
     tag = buildah.tag(image)
-    if not has_manifest(registry, image.name, tag):
-        buildah.build(image, tag)
-        with step(f"pushed {image.name}", quiet_below=0.5):
-            buildah.push(image, tag, registry, verify_tls=False)
+    leases = Leases(settings.cache)
+    with leases.pushing():
+        leases.write(settings.id, settings.state, leases.read(settings.id) | {f"{image.name}:{tag}"})
+        if not has_manifest(registry, image.name, tag):
+            check_disk(settings.cache, "warm")
+            buildah.build(image, tag)
+            with step(f"pushed {image.name}", quiet_below=0.5):
+                buildah.push(image, tag, registry, verify_tls=False)
+        mark_used(settings.cache / "registry", image.name, tag)
     return f"{REGISTRY_HOST}/{image.name}:{tag}"
 
 
@@ -144,9 +150,3 @@ def has_manifest(registry: str, name: str, tag: str) -> bool:
         raise ClusterError(f"the local registry answers {error.code} for {name}:{tag}") from error
     except OSError as error:
         raise ClusterError(f"the local registry does not answer at {registry}: {error}") from error
-
-
-def bound_registry(storage: Path) -> None:
-    """Empty a registry that has grown: it never forgets a layer, and the next `load` pushes what is current."""
-    if sum(file.stat().st_size for file in storage.rglob("*") if file.is_file()) > REGISTRY_LIMIT:
-        shutil.rmtree(storage)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 from ..commands import run
@@ -15,6 +16,17 @@ CA_IN_IMAGE = "/etc/ssl/certs/ca-certificates.crt"
 CA_ARGUMENTS = {"PIP_CERT": CA_IN_IMAGE, "SSL_CERT_FILE": CA_IN_IMAGE, "UV_SYSTEM_CERTS": "1"}
 UV_CACHE_IN_BUILD = "var/cache/uv"
 """Where the Dockerfiles mount uv's cache."""
+
+
+def remove_interrupted(cache: Path) -> None:
+    """Of builds and pushes that were killed: buildah leaves gigabytes in its temporary folder. None may run."""
+    for place in (cache / "buildah" / "tmp").glob("*"):
+        if place.name == "buildah-cache":
+            continue
+        if place.is_dir() and not place.is_symlink():
+            shutil.rmtree(place)
+        else:
+            place.unlink()
 
 
 class Buildah:
@@ -63,8 +75,8 @@ class Buildah:
 
     def push(self, image: Image, tag: str, registry: str, *, verify_tls: bool = True) -> None:
         self._buildah(
-            "push", "--compression-format", "zstd", f"--tls-verify={str(verify_tls).lower()}",
-            f"localhost/{image.name}:{tag}", f"docker://{registry}/{image.name}:{tag}",
+            "push", "--compression-format", "zstd", "--compression-level", "1",
+            f"--tls-verify={str(verify_tls).lower()}", f"localhost/{image.name}:{tag}", f"docker://{registry}/{image.name}:{tag}",
         )  # fmt: skip
 
     def _share_uv_cache(self) -> None:

@@ -164,7 +164,11 @@ def wants_turn(before: RolloutStatus | None, wish: Wish, fleet: Fleet) -> bool:
     is_asked = _is_asked(before, wish)
     if before.phase == "RolledBack" and not is_asked:
         return False
-    return before.phase in ("Preparing", "Canary") or fleet.num_old > 0 or (is_asked and wish.canary is not None)
+    if before.phase in ("Preparing", "Canary") or fleet.num_old > 0:
+        return True
+    # Nobody is outdated yet, and will be in a moment: the turn must not be given to another model in between.
+    is_written = before.phase == "Progressing" and before.complete_revision is not None and not fleet.is_current
+    return is_written or (is_asked and (wish.canary is not None or before.complete_revision is not None))
 
 
 def advance(

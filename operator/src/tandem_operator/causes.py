@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -201,7 +202,10 @@ def _container_problem(name: str, status: Manifest) -> Problem | None:
     if ended is None or status.get("started") or (ended.get("exitCode") == 0 and not waiting):
         return None
     ended = cast(Manifest, ended)
-    return _exit_problem(name, status, ended, looping=reason == "CrashLoopBackOff" or _ends_quickly(status, ended))
+    backs_off = reason == "CrashLoopBackOff"
+    if (killed := _kill_problem(name, status, ended, looping=backs_off)) is not None:
+        return killed
+    return _exit_problem(name, status, ended, looping=backs_off or _ends_quickly(status, ended))
 
 
 def _ends_quickly(status: Manifest, ended: Manifest) -> bool:
@@ -216,6 +220,46 @@ def _ends_quickly(status: Manifest, ended: Manifest) -> bool:
     return (status.get("restartCount") or 0) >= 2 and finished - began < _BACKOFF_RESET
 
 
+_SIGNALS = {
+    signal.SIGTERM: "somebody asked it to end: a probe that failed, a node that stops, or a person",
+    signal.SIGKILL: "its liveness probe failed or its time to end was over, its node ran out of memory, or a person did"
+    " it; kubectl get events says which",
+    signal.SIGSEGV: "native code read memory that is not its own: a driver or a library that does not fit the image",
+    signal.SIGBUS: "shared memory or a file that it had mapped is too short: more room in /dev/shm or on the disk",
+    signal.SIGILL: "its code has instructions that this processor does not know",
+    signal.SIGABRT: "native code gave up; the container's log says where",
+}
+"""What a container that ended by a signal has met."""
+
+
+def _kill_problem(name: str, status: Manifest, ended: Manifest, *, looping: bool) -> Problem | None:
+    """A container that was ended by a signal, unless it left a sentence or the node says what for. A person is needed
+    only when the kubelet backs off: who killed it may have had a reason, and it may serve again."""
+    number = ended.get("signal") or (ended.get("exitCode") or 0) - 128
+    if not 0 < number < signal.NSIG or ended.get("reason") == "OOMKilled":
+        return None
+    if _worker_message(str(ended.get("message") or "").strip()) is not None:
+        return None
+    try:
+        found = signal.Signals(number)
+    except ValueError:
+        return None
+    cause = f": {_SIGNALS[found]}" if found in _SIGNALS else ""
+    text = f"{name}: container {status.get('name')} was killed by {found.name}{cause}"
+    return Problem(reason="CrashLoopBackOff" if looping else "ContainerKilled", message=text, stalled=looping)
+
+
+def _last_words(text: str) -> str:
+    """The last line of a log, or what it says where it is a record of one."""
+    line = text.splitlines()[-1]
+    try:
+        record: Any = json.loads(line)
+    except ValueError:
+        return line
+    message = dig(record, "message")
+    return message if isinstance(message, str) else line
+
+
 def _exit_problem(name: str, status: Manifest, ended: Manifest, *, looping: bool) -> Problem:
     text = str(ended.get("message") or "").strip()
     if (said := _worker_message(text)) is not None:
@@ -227,7 +271,7 @@ def _exit_problem(name: str, status: Manifest, ended: Manifest, *, looping: bool
     if ended.get("reason") == "OOMKilled":
         sentence = f"{name}: container {container} needs more memory than its limit; raise resources.limits.memory"
         return Problem(reason=OUT_OF_MEMORY, message=sentence, stalled=looping)
-    last = f": {_short(text.splitlines()[-1])}" if text else ""
+    last = f": {_short(_last_words(text))}" if text else ""
     sentence = f"{name}: container {container} ended with code {ended.get('exitCode')}{last}"
     return Problem(reason="CrashLoopBackOff" if looping else "ContainerRestarting", message=sentence, stalled=looping)
 

@@ -19,7 +19,7 @@ from tandem_operator.inherit import config_name, keep_what_runs
 from tandem_operator.manifests import CONFIG_MAP, ChildKey, Manifest, annotations_of, child_key, dig
 from tandem_operator.observation import workload_key
 from tandem_operator.planner import Children
-from tandem_operator.rolling import is_new_template
+from tandem_operator.templates import is_new_template
 from tandem_operator.workloads import Blueprint, build_possible
 from tandem_operator.workloads.blueprint import digest
 from tandem_operator.workloads.configs import CONFIG_FILE

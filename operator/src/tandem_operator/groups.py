@@ -7,7 +7,7 @@ group of one is a pod.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from tandem_api import names
@@ -40,13 +40,13 @@ class Group:
         """It cannot be serving: a pod is missing, leaving or not up. A pod that was up and is unready for now is."""
         return not self.is_complete or any(is_leaving(pod) or not has_started(pod) for pod in self.pods)
 
-    def is_of(self, revision: str) -> bool:
-        """Every pod is there and made from this revision of its StatefulSet's template."""
-        return self.is_complete and not self.outdated(revision)
+    def is_of(self, revisions: Collection[str]) -> bool:
+        """Every pod is there and made from one of these revisions of its StatefulSet's template."""
+        return self.is_complete and not self.outdated(revisions)
 
-    def outdated(self, revision: str) -> list[Manifest]:
+    def outdated(self, revisions: Collection[str]) -> list[Manifest]:
         """Pods made from another revision that are not on their way out."""
-        return [pod for pod in self.pods if revision_of(pod) != revision and not is_leaving(pod)]
+        return [pod for pod in self.pods if revision_of(pod) not in revisions and not is_leaving(pod)]
 
 
 def group_size(labels: dict[str, str]) -> int:

@@ -15,14 +15,25 @@ from tandem_api import names
 from tandem_api.base import Wire
 from tandem_api.launch import GatewayConfig, WorkerConfig
 
-from tandem_operator.manifests import CONFIG_MAP, DEPLOYMENT, STATEFUL_SET, ChildKey, Manifest, child_key, dig, dig_list
+from tandem_operator.manifests import (
+    CONFIG_MAP,
+    DEPLOYMENT,
+    STATEFUL_SET,
+    ChildKey,
+    Manifest,
+    child_key,
+    dig,
+    dig_dict,
+    dig_list,
+)
 from tandem_operator.planner import Children
-from tandem_operator.rolling import is_new_template
+from tandem_operator.templates import is_asked_for
 from tandem_operator.workloads import build_possible
 from tandem_operator.workloads.blueprint import Blueprint, config_hash, sign
 from tandem_operator.workloads.configs import CONFIG_FILE
 from tandem_operator.workloads.pods import grace_seconds, template_grace_seconds
 
+_ANNOTATIONS = ("spec", "template", "metadata", "annotations")
 _GRACE = "terminationGracePeriodSeconds"
 _CONFIG_TYPES: dict[str, type[Wire]] = {STATEFUL_SET.name: WorkerConfig, DEPLOYMENT.name: GatewayConfig}
 _FOLLOWED_EVER = {STATEFUL_SET.name: frozenset({"drain_timeout_seconds"}), DEPLOYMENT.name: frozenset[str]()}
@@ -38,11 +49,11 @@ def keep_what_runs(blueprint: Blueprint, desired: Iterable[Manifest], live: Chil
         present = live.get(key)
         if key.kind not in _CONFIG_TYPES or present is None:
             continue
-        changed = _with_grace(blueprint, workload, present)
+        changed = _as_live(blueprint, workload, present)
         found = _as_it_runs(changed, present, children, live)
         if found is None:
             bare = _without_defaults(blueprint) if bare is None else bare
-            found = _as_it_runs(_with_grace(blueprint, bare[key], present), present, children, live)
+            found = _as_it_runs(_as_live(blueprint, bare[key], present), present, children, live)
         if found is None:
             children[key] = workload if changed is workload else sign(changed)
             continue
@@ -59,13 +70,30 @@ def _as_it_runs(
     """`workload`, and the ConfigMap that it keeps if it does, where this replaces no pod; else None."""
     kept = _kept_config(workload, present, children, live)
     inherits = sign(workload if kept is None else _with_config(workload, kept))
-    return None if is_new_template(inherits, present) else (inherits, kept)
+    return (inherits, kept) if is_asked_for(inherits, present) else None
 
 
 def _without_defaults(blueprint: Blueprint) -> dict[ChildKey, Manifest]:
     """Workloads as they are without what this release gives to pods that do not say."""
     built = build_possible(dataclasses.replace(blueprint, pod_defaults=False))
     return {child_key(child): child for child in built.children if child["kind"] in _CONFIG_TYPES}
+
+
+def _as_live(blueprint: Blueprint, workload: Manifest, present: Manifest) -> Manifest:
+    return _with_restart(blueprint, _with_grace(blueprint, workload, present), present)
+
+
+def _with_restart(blueprint: Blueprint, workload: Manifest, present: Manifest) -> Manifest:
+    """A wish to restart that is taken back restarts nobody, and one that comes while a revision is tried waits: what
+    the canary goes back to must be what it came from."""
+    rollout = blueprint.model.status.rollout
+    have, want = (dig(w, *_ANNOTATIONS, names.ANNOTATION_RESTART) for w in (present, workload))
+    if have == want or not (want is None or (rollout is not None and rollout.phase == "Canary")):
+        return workload
+    kept = {k: v for k, v in dig_dict(workload, *_ANNOTATIONS).items() if k != names.ANNOTATION_RESTART}
+    template = workload["spec"]["template"]
+    metadata = template["metadata"] | {"annotations": kept | ({} if have is None else {names.ANNOTATION_RESTART: have})}
+    return workload | {"spec": workload["spec"] | {"template": template | {"metadata": metadata}}}
 
 
 def _with_grace(blueprint: Blueprint, workload: Manifest, present: Manifest) -> Manifest:

@@ -6,16 +6,17 @@ Only pods that the model's own workloads control are looked at: labels alone say
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
 from tandem_api import names
 from tandem_api.inferencemodel import RoleStatus
 from tandem_api.names import Role
+from tandem_api.quantities import parse_duration
 
-from tandem_operator.causes import Problem, role_problem
-from tandem_operator.groups import Group, group_pods, group_size, is_leaving, is_ready, revision_of
+from tandem_operator.causes import Problem, pod_problem, role_problem
+from tandem_operator.groups import Group, group_pods, group_size, has_started, is_leaving, is_ready, revision_of
 from tandem_operator.manifests import (
     DEPLOYMENT,
     POD,
@@ -31,8 +32,11 @@ from tandem_operator.manifests import (
 from tandem_operator.planner import Children
 from tandem_operator.refusals import advice
 from tandem_operator.rollout import WHOLE, Replica, State
+from tandem_operator.templates import read_revisions
 from tandem_operator.workloads.blueprint import Blueprint, component_of
 
+WAITS_FOR_A_WISH = frozenset({"Suspended", "ScaledToZero", "RolloutPaused"})
+"""Reasons to be stalled that somebody asked for: nothing is wrong."""
 WAITS_FOR_GATES = "ReadinessGatesNotReady"
 """The kubelet's reason for pods whose containers are ready."""
 BLINK = timedelta(seconds=30)
@@ -111,13 +115,13 @@ def observe_role(
     else:
         spec = blueprint.worker_spec(role)
         desired, desired_pods = blueprint.replicas(spec.replicas), blueprint.num_pods(role)
-        revision = str(dig(workload, "status", "updateRevision"))
+        alike = read_revisions(workload).alike
         groups = group_pods(pods, spec.nodes_per_replica)
         builds = Counter(build_of(group) for group in groups if group.is_ready)
         paired = role is Role.DECODE
         served = _without_lone(blueprint, [group for group in groups if group.is_ready], live)
         partners = Counter(WHOLE if paired and is_whole(g) else build_of(g) for g in served)
-        counts = len(groups), builds.total(), sum(group.is_of(revision) for group in groups)
+        counts = len(groups), builds.total(), sum(group.is_of(alike) for group in groups)
     surging = max(desired_pods, dig(workload, "spec", "replicas") or 0) if desired_pods else 0
     if failure and problem is None and len(pods) < surging:
         text = f"{key}: {failure}{advice(failure)}"
@@ -125,10 +129,11 @@ def observe_role(
             text = f"{text}{_NO_ROOM}"
         problem = Problem(reason="PodsNotCreated", message=text, stalled=True)
     generation = dig(workload, "metadata", "generation")
+    before = None if _has_expired(blueprint, now) else _status_before(blueprint, role)
     return RoleState(
         role=role,
         desired=desired,
-        promised=_promise(desired, counts[1], _status_before(blueprint, role), is_added=_is_added(blueprint, role)),
+        promised=_promise(desired, counts[1], before, is_added=_is_added(blueprint, role)),
         replicas=counts[0],
         ready=counts[1],
         updated=counts[2],
@@ -149,6 +154,18 @@ def _is_added(blueprint: Blueprint, role: Role) -> bool:
     status = blueprint.model.status
     without = status.prefill is None or status.prefill.promised == 0
     return role is Role.PREFILL and without and status.decode is not None and bool(status.decode.promised)
+
+
+def _has_expired(blueprint: Blueprint, now: datetime | None) -> bool:
+    """Whether a role has had its time to grow: from then on what the spec asks for is promised."""
+    model = blueprint.model
+    stalled = next((c for c in model.status.conditions if c.type == "Stalled"), None)
+    if stalled is None or stalled.reason in WAITS_FOR_A_WISH:
+        return False
+    since = parse_time(stalled.last_transition_time)
+    deadline = timedelta(seconds=parse_duration(model.spec.rollout.progress_deadline))
+    is_over = now is not None and since is not None and now - since >= deadline
+    return stalled.reason == "ProgressDeadlineExceeded" or is_over
 
 
 def _promise(desired: int, ready: int, before: RoleStatus | None, *, is_added: bool) -> int:
@@ -189,16 +206,17 @@ def replica_failure(workload: Manifest) -> str | None:
     return None
 
 
-def observe_replicas(groups: Sequence[Group], *, revision: str, now: datetime) -> list[Replica]:
-    """Replicas as the planner of rollouts sees them."""
+def observe_replicas(groups: Sequence[Group], *, alike: Collection[str], now: datetime) -> list[Replica]:
+    """Replicas as the planner of rollouts sees them. `alike` are the revisions that count as the newest template."""
     return [
         Replica(
             index=group.index,
             build=build_of(group),
-            state=state_of(group, now=now),
-            is_outdated=bool(group.outdated(revision)),
+            state=state_of(group, alike=alike, now=now),
+            is_outdated=bool(group.outdated(alike)),
             is_leaving=all(is_leaving(pod) for pod in group.pods),
             is_whole=is_whole(group),
+            is_starting=_is_starting(group),
         )
         for group in groups
     ]
@@ -230,9 +248,18 @@ def prefill_groups(blueprint: Blueprint, live: Children) -> list[Group]:
     return group_pods(pods, group_size(labels_of(pods[0])) if pods else 1)
 
 
-def state_of(group: Group, *, now: datetime) -> State:
+def _is_starting(group: Group) -> bool:
+    """Whether what is not up may come up by itself: nothing has ended or been refused."""
+    restarts = (s.get("restartCount") or 0 for pod in group.pods for s in dig_list(pod, "status", "containerStatuses"))
+    problems = (pod_problem(pod) for pod in group.pods)
+    waits = any(not has_started(pod) for pod in group.pods) and not any(restarts)
+    return waits and not any(problem is not None and problem.stalled for problem in problems)
+
+
+def state_of(group: Group, *, alike: Collection[str], now: datetime) -> State:
     """Whether a replica serves. Pods of two templates do not form one."""
-    if group.is_broken or len({revision_of(pod) for pod in group.pods}) > 1:
+    templates = {None if (found := revision_of(pod)) in alike else found for pod in group.pods}
+    if group.is_broken or len(templates) > 1:
         return State.DOWN
     if group.is_ready:
         return State.READY

@@ -28,6 +28,7 @@ from tandem_operator.manifests import (
     labels_of,
 )
 from tandem_operator.matching import satisfies
+from tandem_operator.templates import as_answered
 from tandem_operator.workloads.blueprint import COMPONENT_LABEL, config_hash
 
 Children = Mapping[ChildKey, Manifest]
@@ -102,7 +103,7 @@ def plan_step(desired: Manifest, live: Manifest | None, *, owner_uid: str) -> St
         return Step.WAIT if earlier else Step.TAKEN
     if dig(live, "metadata", "deletionTimestamp") is not None:
         return Step.WAIT
-    return Step.KEEP if satisfies(live, desired) else Step.APPLY
+    return Step.KEEP if satisfies(live, as_answered(desired, live)) else Step.APPLY
 
 
 def own_workloads(live: Children, *, owner_uid: str) -> dict[ChildKey, Manifest]:

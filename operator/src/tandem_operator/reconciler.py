@@ -19,6 +19,7 @@ import aiohttp
 from tandem_api.inferencemodel import (
     CanaryFigures,
     Condition,
+    InferenceModel,
     InferenceModelStatus,
     RolloutStatus,
     ScalingStatus,
@@ -56,6 +57,7 @@ from tandem_operator.errors import (
 from tandem_operator.figures import Tally, take_differences
 from tandem_operator.fleet import FleetWatch
 from tandem_operator.hub import Hub
+from tandem_operator.images import ImagePlan, plan_images, with_images
 from tandem_operator.keeper import KeyKeeper, KeyLook
 from tandem_operator.kube.client import KubeClient, object_path
 from tandem_operator.kube.events import CreationEvents
@@ -95,10 +97,12 @@ from tandem_operator.status import (
     held_status,
     is_same_but_counts,
     is_same_memory,
+    known_conditions,
     refused_status,
     true_conditions,
     understood_condition,
 )
+from tandem_operator.templates import is_rewritten, template_condition, with_answer
 from tandem_operator.transitions import Happening, apply_happenings, status_happenings
 from tandem_operator.turns import Turns, is_stalled
 from tandem_operator.workloads import Blueprint, Built
@@ -226,14 +230,15 @@ class Reconciler:
         if replicas.moved:
             # An operator that stops in this moment must not decide anew.
             await self._write_status(key, raw, parse_status(raw).model_copy(update={"scaling": replicas.scaling}))
-        blueprint = Blueprint(model=model, release=self._release, left=replicas.left)
+        images = self._choose_images(key, model, owned)
+        blueprint = with_images(Blueprint(model=model, release=self._release, left=replicas.left), images)
         weights = self._name_weights(key, blueprint, raw, outcome)
         blueprint = dataclasses.replace(blueprint, commit=weights.commit)
         keys = await self._ensure_keys(blueprint, raw, outcome)
         if outcome.ending:
             return _RARELY  # the namespace's controller removes everything, this model too
         await self._check_certificate(blueprint, outcome)
-        course = await self._steer(key, blueprint, raw, outcome, known=weights.problem is None)
+        course = await self._steer(key, blueprint, raw, outcome, known=weights.problem is None, images=images)
         await self._execute(key, course, outcome, hold=not keys.usable or weights.problem is not None)
         if outcome.ending:
             return _RARELY
@@ -254,7 +259,14 @@ class Reconciler:
             scaling=scaling,
             trial=course.problem,
             weights=weights,
-            more=[*([] if admitted is None else [admitted]), *scaled, *understood_condition(reading.unknown)],
+            images=images.status,
+            more=[
+                *([] if admitted is None else [admitted]),
+                *scaled,
+                *template_condition(course.target.desired, ours),
+                *images.condition,
+                *understood_condition(reading.unknown),
+            ],
         )
         await self._pace.turn()
         status = with_traffic(status, course, ours, now=datetime.datetime.now(datetime.UTC))
@@ -272,7 +284,7 @@ class Reconciler:
             raise IncompleteError("; ".join(outcome.failed))
         again = [
             tell_after,
-            outcome.look_again or (_RARELY if moving else None),
+            outcome.look_again or (_RARELY if moving or images.waiting else None),
             keys.look_after_seconds,
             None if self._hub is None else self._hub.look_after(key),
             seconds_left(status.routing, now=datetime.datetime.now(datetime.UTC)),
@@ -301,6 +313,14 @@ class Reconciler:
         again = scaling is not None and (before.scaling is None or scaling.decided_at != before.scaling.decided_at)
         attained = None if outlook is None else outlook.attainment
         return scaling, [*found, *tell_attainment(attained, before.conditions, again=again)]
+
+    def _choose_images(self, key: ModelKey, model: InferenceModel, owned: Children) -> ImagePlan:
+        """Images of a model that names none. Those of a later release come when it is the model's turn."""
+        history = read_history(owned, owner_uid=model.metadata.uid)
+        images = plan_images(model, self._release, owned, history, may_follow=False)
+        if not images.waiting or not self._turns.ask(key, since=_now()):
+            return images
+        return plan_images(model, self._release, owned, history, may_follow=True)
 
     def _name_weights(self, key: ModelKey, blueprint: Blueprint, raw: Manifest, outcome: Outcome) -> CommitPlan:
         """Which commit workers load. The hub's answer, where there is none yet, causes another look."""
@@ -411,7 +431,14 @@ class Reconciler:
         }
 
     async def _steer(
-        self, key: ModelKey, blueprint: Blueprint, raw: Manifest, outcome: Outcome, *, known: bool
+        self,
+        key: ModelKey,
+        blueprint: Blueprint,
+        raw: Manifest,
+        outcome: Outcome,
+        *,
+        known: bool,
+        images: ImagePlan,
     ) -> Course:
         """Find out which revision the workers should have, and keep it before anything is made of it. `known`: so is
         the commit that they load."""
@@ -436,7 +463,7 @@ class Reconciler:
             seen = look_at(blueprint, history, ours, request=request, taken=taken, now=now, known=known)
         await self._pace.turn()
         added, fresh = self._count(key, seen.before, now=now.timestamp())
-        course = decide(seen, ours, may_roll=self._take_turn(key, seen), added=added, fresh=fresh, now=now)
+        course = decide(seen, ours, may_roll=self._take_turn(key, seen, images), added=added, fresh=fresh, now=now)
         await self._pace.turn()
         phases = {seen.before and seen.before.phase, course.state and course.state.phase}
         if seen.before is not None and "Canary" in phases and len(phases) > 1:
@@ -444,9 +471,10 @@ class Reconciler:
             await self._write_status(key, raw, parse_status(raw).model_copy(update={"rollout": course.state}))
         return course
 
-    def _take_turn(self, key: ModelKey, seen: Look) -> bool:
+    def _take_turn(self, key: ModelKey, seen: Look, images: ImagePlan) -> bool:
         if not seen.wants_turn:
-            self._turns.give_back(key)
+            if not images.waiting:
+                self._turns.give_back(key)
             return True
         is_waiting = seen.before is not None and seen.before.waiting
         return self._turns.ask(key, since=seen.before.since if seen.before is not None and is_waiting else _now())
@@ -570,8 +598,12 @@ class Reconciler:
         if key.kind == STATEFUL_SET.name and "replicas" not in manifest["spec"]:
             await self._hand_over(path, manifest)
         body = manifest | {"metadata": manifest["metadata"] | identity}
-        outcome.children[key] = await self._client.apply(path, body, force=True)
+        answer = await self._client.apply(path, body, force=True)
         metrics.WRITES.labels("apply", key.kind).inc()
+        if key.kind in WORKLOADS and is_rewritten(manifest, answer):
+            answer = await self._client.apply(path, with_answer(body, answer), force=True)
+            metrics.WRITES.labels("apply", key.kind).inc()
+        outcome.children[key] = answer
         outcome.applied.append(manifest)
 
     async def _claim(self, path: str, identity: Manifest) -> None:
@@ -619,7 +651,7 @@ class Reconciler:
     ) -> float | None:
         """Write the status if it says something new, and the Events that belong to it. Returns seconds after which to
         do so, where other counts can wait: pods that come up together are told together."""
-        metrics.note_conditions(key, true_conditions(status), {condition.type for condition in status.conditions})
+        metrics.note_conditions(key, true_conditions(status), known_conditions(status))
         before, uid = parse_status(raw), str(raw["metadata"]["uid"])
         wait, written = 0.0, self._statuses.get(key)
         if status != before and written is not None and is_same_but_counts(before, status):

@@ -1,8 +1,9 @@
 """Rollouts on StatefulSets: from live objects to the planner's view, and from its plan to manifests and pods to delete.
 
-Together with a new template goes a partition above all pods, so that nothing is replaced before the planner has seen
-what there is. Pods are deleted only once their StatefulSet's controller has seen the partition that lets them come back
-from the newest template.
+The partition is above all pods, also above those that may be added, but while replicas are replaced: whoever writes
+another template into a StatefulSet replaces nothing by it. It comes down together with a record of the revision that it
+is meant for (`templates`); one that is low without is not the operator's, and is raised before anything else. Pods are
+deleted only once their StatefulSet's controller has seen the partition that lets them come back from that template.
 """
 
 from __future__ import annotations
@@ -17,13 +18,25 @@ from tandem_operator.canary import Fleet, RoleFleet
 from tandem_operator.causes import role_problem
 from tandem_operator.groups import group_pods, is_leaving
 from tandem_operator.manifests import DEPLOYMENT, ChildKey, Manifest, annotations_of, child_key, dig, parse_time
-from tandem_operator.matching import satisfies
 from tandem_operator.observation import observe_replicas, pods_of, workload_key
 from tandem_operator.planner import Children, is_rolled_out
 from tandem_operator.rollout import Replica, RolePlan, RoleView, State, plan_rollout
-from tandem_operator.workloads.blueprint import TEMPLATE_HASH, Blueprint
+from tandem_operator.templates import (
+    ANSWER,
+    RELEASED,
+    REVISIONS,
+    is_answer,
+    is_new_template,
+    is_released,
+    read_revisions,
+    record_first,
+    record_revisions,
+)
+from tandem_operator.workloads.blueprint import Blueprint
 from tandem_operator.workloads.pods import ROOM_TO_DRAIN_SECONDS, grace_seconds
 
+ABOVE_ALL = 1_000_000
+"""The partition of a StatefulSet that replaces nothing: above every pod that anybody may add."""
 TROUBLE_AGE = timedelta(seconds=30)
 """A pod that is younger may be in a trouble that passes: a registry that does not answer at once."""
 
@@ -59,10 +72,15 @@ def plan_rolling(
         key = workload_key(blueprint, role)
         present = live.get(key)
         if present is None:
+            if key in by_key:
+                by_key[key] = record_first(_with_partition(by_key[key], ABOVE_ALL))
             continue
         view = _view(blueprint, role, key, live, now=now, limit=(limits or {}).get(role))
-        if not _is_seen(present) or (key in by_key and is_new_template(by_key[key], present)):
-            held[role] = _hold(view, is_new=key in by_key and is_new_template(by_key[key], present))
+        is_new = key in by_key and is_new_template(by_key[key], present)
+        if not _is_seen(present) or is_new:
+            held[role] = _hold(view, is_new=is_new)
+        elif _is_loose(blueprint, role, key, live):
+            held[role] = _hold(view, is_new=True)
         else:
             views[role] = view
     rollout = blueprint.model.spec.rollout
@@ -80,7 +98,7 @@ def plan_rolling(
     for role, plan in plans.items():
         key, size = workload_key(blueprint, role), blueprint.worker_spec(role).nodes_per_replica
         if key in by_key:
-            by_key[key] = _with_plan(by_key[key], plan, size=size)
+            by_key[key] = _with_plan(by_key[key], live[key], plan, size=size, seen=role in views)
         else:
             scale[key] = plan.total * size
         if role in views:
@@ -94,17 +112,37 @@ def _view(
     spec, workload = blueprint.worker_spec(role), live[key]
     size = spec.nodes_per_replica
     groups = group_pods(pods_of(key, live), size)
-    strategy = dig(workload, "spec", "updateStrategy")
-    partition = None if dig(strategy, "type") == "OnDelete" else dig(strategy, "rollingUpdate", "partition") or 0
+    revisions = read_revisions(workload)
+    total, partition = _groups(dig(workload, "spec", "replicas") or 0, size), _partition(workload)
+    if partition is not None:
+        partition = min(total, _groups(partition, size)) if is_released(workload) else total
     return RoleView(
         wanted=blueprint.replicas(spec.replicas),
-        total=_groups(dig(workload, "spec", "replicas") or 0, size),
-        partition=None if partition is None else _groups(partition, size),
-        replicas=observe_replicas(groups, revision=str(dig(workload, "status", "updateRevision")), now=now),
+        total=total,
+        partition=partition,
+        replicas=observe_replicas(groups, alike=revisions.alike, now=now),
         surge=blueprint.surge_of(role),
         unavailable=blueprint.unavailable_of(role, spec.replicas),
+        is_even=revisions.is_even,
         limit=limit,
     )
+
+
+def _partition(workload: Manifest) -> int | None:
+    """In pods; None where its controller replaces none."""
+    strategy = dig(workload, "spec", "updateStrategy")
+    return None if dig(strategy, "type") == "OnDelete" else dig(strategy, "rollingUpdate", "partition") or 0
+
+
+def _is_loose(blueprint: Blueprint, role: Role, key: ChildKey, live: Children) -> bool:
+    """Whether the controller may be replacing pods that the operator has not released: somebody else has written, or an
+    earlier release, whose partition came down to 0 for good."""
+    partition = _partition(live[key])
+    if partition is None or is_released(live[key]):
+        return False
+    newest, size = {read_revisions(live[key]).newest}, blueprint.worker_spec(role).nodes_per_replica
+    groups = group_pods(pods_of(key, live), size)
+    return any(group.outdated(newest) for group in groups if (group.index + 1) * size > partition)
 
 
 def observe_fleet(
@@ -131,7 +169,7 @@ def _role_fleet(
 ) -> RoleFleet:
     key = workload_key(blueprint, role)
     view = _view(blueprint, role, key, live, now=now)
-    newest, current = (dig(live[key], "status", name) for name in ("updateRevision", "currentRevision"))
+    revisions = read_revisions(live[key])
     groups = {g.index: g for g in group_pods(pods_of(key, live), blueprint.worker_spec(role).nodes_per_replica)}
     new = [r for r in view.replicas if not r.is_outdated and not r.is_leaving]
     old = [r for r in view.replicas if r.is_outdated]
@@ -150,7 +188,7 @@ def _role_fleet(
         old=len(old),
         old_up=sum(r.state is not State.DOWN for r in old),
         is_current=is_current,
-        keeps_old=current is not None and current != newest,
+        keeps_old=revisions.current is not None and not revisions.is_even,
         is_tried=is_tried,
         trouble=trouble if trouble is not None and trouble.stalled else None,
         new_workers=leaders(new),
@@ -171,48 +209,59 @@ def _is_seen(workload: Manifest) -> bool:
     return dig(workload, "status", "observedGeneration") == dig(workload, "metadata", "generation")
 
 
-def is_new_template(desired: Manifest, present: Manifest) -> bool:
-    """Whether applying it gives pods another template. A StatefulSet of an earlier release has no digest of it."""
-    signed = annotations_of(present).get(TEMPLATE_HASH)
-    if signed is not None and signed != annotations_of(desired).get(TEMPLATE_HASH):
-        return True
-    return not satisfies(dig(present, "spec", "template"), dig(desired, "spec", "template"))
-
-
 def _hold(view: RoleView, *, is_new: bool) -> RolePlan:
-    """Replace nothing; what is added is made from the newest template, unless that is on trial."""
+    """Replace nothing. What is added is made as the others were: nobody has seen what the newest template is worth."""
     if view.wanted == 0:
         return RolePlan(total=0, partition=0)
     total = max(view.total, view.wanted)
-    if view.limit is not None and (is_new or total > view.total):
-        return RolePlan(total=total, partition=total)
-    return RolePlan(total=total, partition=view.total if is_new else view.partition)
+    if is_new and not view.replicas and view.limit is None:
+        return RolePlan(total=total, partition=0)  # nothing serves that would be worth another one
+    return RolePlan(total=total, partition=total if is_new or total > view.total or view.is_even else view.partition)
 
 
-def _with_plan(workload: Manifest, plan: RolePlan, *, size: int) -> Manifest:
-    if plan.partition is None:
-        strategy: Manifest = {"type": "OnDelete"}
-    else:
-        strategy = {"type": "RollingUpdate", "rollingUpdate": {"partition": plan.partition * size}}
-    spec = workload["spec"] | {"updateStrategy": strategy}
-    if "replicas" in spec:  # else something else sets it
-        spec["replicas"] = plan.total * size
-    return workload | {"spec": spec}
+def _with_plan(workload: Manifest, present: Manifest, plan: RolePlan, *, size: int, seen: bool) -> Manifest:
+    """`workload` with a plan's count and partition, and the records of its template. `seen`: its controller has seen
+    the template, so that the revision is known whose partition comes down."""
+    annotations, records = annotations_of(workload), annotations_of(present)
+    records = {name: records[name] for name in (ANSWER, REVISIONS, RELEASED) if name in records}
+    if not is_answer(present):
+        records.pop(ANSWER, None)
+    revisions = read_revisions(present)
+    if seen:
+        records[REVISIONS] = record_revisions(present, revisions)
+    partition = None if plan.partition is None else plan.partition * size
+    if plan.partition is None or plan.partition >= plan.total:
+        partition = None if plan.partition is None else ABOVE_ALL
+        records.pop(RELEASED, None)
+    elif seen:
+        records[RELEASED] = revisions.newest
+    workload = _with_partition(workload, partition)
+    if "replicas" in workload["spec"]:  # else something else sets it
+        workload["spec"]["replicas"] = plan.total * size
+    return workload | {"metadata": workload["metadata"] | {"annotations": annotations | records}}
+
+
+def _with_partition(workload: Manifest, partition: int | None) -> Manifest:
+    strategy: Manifest = {"type": "OnDelete"}
+    if partition is not None:
+        strategy = {"type": "RollingUpdate", "rollingUpdate": {"partition": partition}}
+    return workload | {"spec": workload["spec"] | {"updateStrategy": strategy}}
 
 
 def _pods_to_delete(blueprint: Blueprint, role: Role, view: RoleView, plan: RolePlan, live: Children) -> list[ChildKey]:
     """Outdated pods of replicas that come back from the newest template: a controller alone replaces pod by pod and
     waits for each, but pods of two templates never form a replica, and pods of a mistake are never ready."""
     key = workload_key(blueprint, role)
-    revision = str(dig(live[key], "status", "updateRevision"))
-    allowed = [index for index in plan.replace if view.partition is None or index >= view.partition]
+    free = view.is_even or view.partition is None
+    allowed = [index for index in plan.replace if free or index >= (view.partition or 0)]
+    alike = read_revisions(live[key]).alike
     if not allowed:
         return []
     return [
         child_key(pod)
         for group in group_pods(pods_of(key, live), blueprint.worker_spec(role).nodes_per_replica)
         if group.index in allowed
-        for pod in group.outdated(revision)
+        for pod in group.outdated(alike)
     ]
 
 

@@ -10,8 +10,10 @@ builds whose shares do not add up: then one replica goes at a time, the one that
 A replica that was ready and may be serving though nobody can tell (its node is out of reach, or its readiness blinks)
 is *unsure*: a plan must keep the promises whether it serves or not. One that is *down* serves nobody and goes first.
 
-A StatefulSet's partition says which template a pod gets that is made anew: at and above it the newest. It only ever
-comes down to replicas that were released here. Where one below others goes first, the set is on `OnDelete` meanwhile.
+A StatefulSet's partition says which template a pod gets that is made anew: at and above it the newest. It stays above
+all replicas while nothing is to be replaced, and comes down only to replicas that were released here. Where one below
+others goes first, the set is on `OnDelete` meanwhile. What is added while the newest template has not shown that it
+serves is of the one before, but for as many replicas as may be missing or on top.
 """
 
 from __future__ import annotations
@@ -46,6 +48,8 @@ class Replica:
     """Made from another template than the newest."""
     is_leaving: bool = False
     """All of its pods are on their way out."""
+    is_starting: bool = False
+    """It is not up, and may come up by itself."""
     is_whole: bool = False
     """It computes prompts too, so it serves without a partner: from before `spec.prefill` was added."""
 
@@ -58,12 +62,15 @@ class RoleView:
     total: int
     """What its StatefulSet asks for at present, a surge included."""
     partition: int | None
-    """At and above this index pods are made from the newest template; None: all are, and no controller replaces any."""
+    """At and above this index pods are made from the newest template, and were released to be replaced by it; None: all
+    are made so, and no controller replaces any."""
     replicas: Sequence[Replica]
     surge: int
     """Replicas that there may be beyond the wanted ones while some are replaced."""
     unavailable: int
     """Wanted replicas that may be missing while some are replaced."""
+    is_even: bool = False
+    """Pods are made from the newest template, or from one that counts as the same, wherever the partition is."""
     limit: int | None = None
     """Replicas of the newest template that there may be; None: any number. With a limit the new ones are the last of
     the role, and its set is never on `OnDelete`: a lost replica of the older template comes back as it was."""
@@ -122,7 +129,7 @@ def _limited_partition(role: Role, view: RoleView, serving: _Serving, total: int
     for index in reversed(range(total)):
         found = by_index.get(index)
         if found is None or (found.is_outdated and index not in moving):
-            was_new = view.partition is None or index >= view.partition
+            was_new = view.partition is None or view.partition <= index < view.total
             if room <= 0 or (hold and not (found is None and was_new)):
                 break
             if found is not None and found.state is not State.DOWN:
@@ -139,14 +146,53 @@ def _plan_serving(roles: Mapping[Role, RoleView], *, paused: bool, only_down: bo
     released = {role: {replica.index for replica in _in_motion(view)} for role, view in roles.items()}
     if not paused:
         for role, view in roles.items():
-            released[role] |= {r.index for r in _outdated(view) if r.state is State.DOWN}
+            released[role] |= _down_to_release(view, only_down=only_down)
         if not only_down:
             _release_serving(roles, serving, released)
     totals = {
         role: _total(role, view, serving, may_surge=not paused and not only_down, paused=paused)
         for role, view in roles.items()
     }
-    return {role: _role_plan(view, released[role], totals[role], paused=paused) for role, view in roles.items()}
+    return {
+        role: _role_plan(view, released[role], totals[role], paused=paused, only_down=only_down)
+        for role, view in roles.items()
+    }
+
+
+def _down_to_release(view: RoleView, *, only_down: bool) -> set[int]:
+    """What serves nobody goes at once, but for what is coming up by itself while the newest template is not trusted."""
+    down = [r for r in _outdated(view) if r.state is State.DOWN]
+    starting = [r for r in down if r.is_starting and _keeps_old(view, only_down=only_down)]
+    kept = starting[_room(view, set(), only_down=only_down) :]
+    return {r.index for r in down if r not in kept}
+
+
+def _keeps_old(view: RoleView, *, only_down: bool) -> bool:
+    """Whether replicas that are added, or come back, are better of the older template: it serves, and the newest one
+    has not shown that it does, or its turn has not come."""
+    newest = [r for r in view.replicas if not r.is_outdated and not r.is_leaving]
+    up = sum(r.state is State.READY for r in newest)
+    is_proven = 0 < up >= len(newest) - up
+    return any(r.state is not State.DOWN for r in _outdated(view)) and (only_down or not is_proven)
+
+
+def _room(view: RoleView, released: set[int], *, only_down: bool) -> int:
+    """How many more replicas may be put on the newest template before it has shown that it serves."""
+    if only_down:
+        return 0
+    unproven = {r.index for r in view.replicas if not r.is_outdated and r.state is not State.READY}
+    return max(0, max(1, view.surge + view.unavailable) - len(unproven | released))
+
+
+def _coming_back(view: RoleView, released: set[int], total: int, *, only_down: bool) -> set[int]:
+    """Replicas of which no pod is there that are to be made from the older template."""
+    if not _keeps_old(view, only_down=only_down):
+        return set()
+    present = {replica.index for replica in view.replicas if not replica.is_leaving}
+    made_new = range(view.partition or 0, view.total)
+    missing = [index for index in reversed(range(total)) if index not in present and index not in made_new]
+    on_the_way = {index for index in made_new if index not in present}
+    return set(missing[_room(view, released | on_the_way, only_down=only_down) :])
 
 
 def _outdated(view: RoleView) -> list[Replica]:
@@ -246,15 +292,21 @@ def _needs_surge(view: RoleView) -> bool:
     return any(r.index < view.wanted and r.state is not State.DOWN and r not in moving for r in _outdated(view))
 
 
-def _role_plan(view: RoleView, released: set[int], total: int, *, paused: bool) -> RolePlan:
+def _role_plan(view: RoleView, released: set[int], total: int, *, paused: bool, only_down: bool) -> RolePlan:
     if paused:
-        return RolePlan(total=total, partition=view.partition)
+        holds = view.is_even or view.partition is None or total > view.total
+        return RolePlan(total=total, partition=total if holds else view.partition)
     outdated = {replica.index for replica in _outdated(view)}
-    kept = outdated - released
-    partition = max(kept, default=-1) + 1
-    if any(index < partition for index in released & outdated):
-        return RolePlan(total=total, partition=None, replace=tuple(sorted(released & outdated)))
-    return RolePlan(total=total, partition=partition, replace=tuple(sorted(released & outdated)))
+    going = released & outdated
+    if view.is_even:
+        return RolePlan(total=total, partition=total, replace=tuple(sorted(going)))
+    back = _coming_back(view, released, total, only_down=only_down)
+    partition = max((outdated - released) | back, default=-1) + 1
+    if back:
+        going = {index for index in going if index >= partition}  # a set that is on `OnDelete` makes all anew as newest
+    elif any(index < partition for index in going):
+        return RolePlan(total=total, partition=None, replace=tuple(sorted(going)))
+    return RolePlan(total=total, partition=partition, replace=tuple(sorted(going)))
 
 
 class _Serving:

@@ -44,6 +44,8 @@ class Scene:
     asleep: bool = False
     fewest: Mapping[Role, int] = field(default_factory=dict[Role, int])
     """Replicas that a model has when it wakes up."""
+    keeps_old: bool = False
+    """Workers of an older template serve that would not come back from sleep: a rollout is paused, or stuck."""
     priority: int = 0
     """Among the models of its namespace, for the namespace's GPU quota."""
     gpu_resource: str = ""
@@ -93,10 +95,11 @@ def set_scene(
         counts=counts,
         circumstances=Circumstances(
             followed=followed,
-            rolling=is_rolling(rollout),
+            rolling=is_rolling(rollout) and not is_resting(blueprint, rollout),
             steady={role: _steady(found) for role, found in groups.items()},
         ),
         dry_run=model.spec.autoscaling.dry_run,
+        keeps_old=is_rolling(rollout) and is_resting(blueprint, rollout) and not (rollout and rollout.waiting),
         idle_after=None if (rest := model.spec.scale_to_zero) is None else parse_duration(rest.idle_after),
         asleep=asleep,
         priority=model.spec.autoscaling.priority,
@@ -109,6 +112,13 @@ def set_scene(
 def is_rolling(state: RolloutStatus | None) -> bool:
     """Whether replicas are being replaced, or tried."""
     return state is None or state.phase not in ("Complete", "RolledBack")
+
+
+def is_resting(blueprint: Blueprint, state: RolloutStatus | None) -> bool:
+    """Whether a rollout that is not over moves nothing: it waits for its turn, is paused, or is stuck."""
+    model = blueprint.model
+    stalled = any(condition.type == "Stalled" for condition in model.status.conditions)
+    return model.spec.rollout.paused or stalled or (state is not None and state.waiting)
 
 
 def _scaling_spec(spec: InferenceModelSpec, *, ttft: Target, tpot: Target) -> ScalingSpec:

@@ -42,6 +42,8 @@ class Release:
     hub_endpoint: str | None = None
     """Base URL of the model hub; None is the public one."""
     network: NetworkSettings = field(default_factory=NetworkSettings)
+    follow_images: bool = False
+    """Whether models that name no image, and do not say, get those of this release in place of an earlier one's."""
     gateway_cluster_role: str = "tandem-gateway"
     """What gateways may ask of the API server; the chart makes it."""
     tracing: TracingConfig | None = None
@@ -85,7 +87,7 @@ class OperatorSettings:
     metrics_port: int = OPERATOR_METRICS_PORT
     workers: int = 8
     """Models reconciled at a time."""
-    max_concurrent_rollouts: int = 0
+    max_concurrent_rollouts: int = 1
     """Models whose workers are replaced at a time; 0: any number."""
     resync_seconds: float = 600.0
     """Every model is looked at this often even when nothing happens."""
@@ -107,6 +109,7 @@ def parse_settings(arguments: Sequence[str] | None = None) -> OperatorSettings:
             worker_image=given.worker_image,
             gateway_image=given.gateway_image,
             image_pull_policy=given.image_pull_policy,
+            follow_images=given.follow_images == "true",
             hub_endpoint=given.hub_endpoint,
             gateway_cluster_role=given.gateway_cluster_role,
             tracing=given.tracing_endpoint
@@ -133,6 +136,10 @@ def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tandem-operator", description="The Tandem operator.")
     parser.add_argument("--worker-image", required=True, help="image of workers that do not name one")
     parser.add_argument("--gateway-image", required=True, help="image of gateways that do not name one")
+    parser.add_argument(
+        "--follow-images", choices=["true", "false"], default="false",
+        help="give models that name no image, and do not say, those of this release in place of an earlier one's",
+    )  # fmt: skip
     parser.add_argument("--image-pull-policy", default="IfNotPresent", choices=["Always", "IfNotPresent", "Never"])
     parser.add_argument(
         "--hub-endpoint", type=_base_url, default=None, help="base URL of the model hub that hf:// names"
@@ -166,7 +173,7 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--health-port", type=int, default=OPERATOR_HEALTH_PORT)
     parser.add_argument("--metrics-port", type=int, default=OPERATOR_METRICS_PORT)
     parser.add_argument(
-        "--max-concurrent-rollouts", type=_count, default=0, metavar="MODELS",
+        "--max-concurrent-rollouts", type=_count, default=1, metavar="MODELS",
         help="models whose workers are replaced at a time; 0, the default: any number",
     )  # fmt: skip
     keys = parser.add_argument_group("keys of the models' pods")

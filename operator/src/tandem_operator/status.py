@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Literal
 
 from tandem_api import names
-from tandem_api.inferencemodel import Condition, InferenceModelStatus, RolloutStatus, ScalingStatus
+from tandem_api.inferencemodel import Condition, ImagesStatus, InferenceModelStatus, RolloutStatus, ScalingStatus
 from tandem_api.names import Role
 from tandem_api.quantities import parse_duration
 from tandem_api.version import VERSION
@@ -24,15 +24,12 @@ from tandem_operator.causes import Problem
 from tandem_operator.commits import CommitPlan
 from tandem_operator.errors import InvalidSpecError
 from tandem_operator.manifests import ChildKey, parse_time
-from tandem_operator.observation import RoleState, last_progress, observe_role
+from tandem_operator.observation import WAITS_FOR_A_WISH, RoleState, last_progress, observe_role
 from tandem_operator.planner import Children
 from tandem_operator.replicas import scaling_memory, scaling_to_keep
 from tandem_operator.rollout import capacity_of
 from tandem_operator.routing import plan_routing
 from tandem_operator.workloads.blueprint import Blueprint
-
-WAITS_FOR_A_WISH = frozenset({"Suspended", "ScaledToZero", "RolloutPaused"})
-"""Reasons to be stalled that somebody asked for: nothing is wrong."""
 
 _OVERDUE = "ProgressDeadlineExceeded"
 _ASLEEP, _WAKING = metrics.ASLEEP, "Waking"
@@ -57,6 +54,7 @@ def build_status(
     waiting: Sequence[str],
     now: str,
     weights: CommitPlan = _NO_WEIGHTS,
+    images: ImagesStatus | None = None,
     more: Sequence[Condition] = (),
     rollout: RolloutStatus | None = None,
     scaling: ScalingStatus | None = None,
@@ -85,12 +83,14 @@ def build_status(
         url=names.service_url(blueprint.name, model.metadata.namespace, tls=model.spec.gateway.tls is not None),
         revision=blueprint.revision,
         model=weights.status,
+        images=images,
         routing=plan_routing(blueprint, now=present),
         rollout=rollout,
         scaling=scaling,
         prefill=states[Role.PREFILL].to_status() if Role.PREFILL in states else None,
         decode=states[blueprint.decode_role].to_status(),
         gateway=gateway.to_status(),
+        updated=f"{sum(state.updated for state in workers)}/{sum(state.replicas for state in workers)}",
         conditions=stamp(conditions, model.status, generation=model.metadata.generation, now=now),
     )
 
@@ -132,7 +132,7 @@ def held_status(
     fresh = [c for c in seen.conditions if c.type not in _OF_THE_SPEC]
     told = {*(c.type for c in fresh), "Reconciling", UNDERSTOOD}
     kept = [c for c in previous.conditions if c.type not in told]
-    counts = {name: getattr(seen, name) for name in ("observed_generation", "prefill", "decode", "gateway")}
+    counts = {name: getattr(seen, name) for name in ("observed_generation", "prefill", "decode", "gateway", "updated")}
     return previous.model_copy(update=counts | {"conditions": [*fresh, *kept]})
 
 
@@ -173,7 +173,8 @@ def _memory(status: InferenceModelStatus) -> tuple[InferenceModelStatus, object]
     roles = {"prefill": status.prefill, "decode": status.decode, "gateway": status.gateway}
     promised = {name: None if role is None else role.promised for name, role in roles.items()}
     scaling = None if status.scaling is None else scaling_memory(status.scaling)
-    return status.model_copy(update=dict.fromkeys(roles) | {"conditions": [], "scaling": None}), (promised, scaling)
+    told: dict[str, object] = {"conditions": [], "scaling": None, "updated": ""}
+    return status.model_copy(update=dict.fromkeys(roles) | told), (promised, scaling)
 
 
 def true_conditions(status: InferenceModelStatus) -> set[str]:
@@ -183,6 +184,12 @@ def true_conditions(status: InferenceModelStatus) -> set[str]:
     asked_for = held.get("Stalled") in WAITS_FOR_A_WISH
     asleep = status.scaling is not None and status.scaling.asleep_since is not None and not asked_for
     return {*held, *([metrics.SUSPENDED] if asked_for else []), *([metrics.ASLEEP] if asleep else [])}
+
+
+def known_conditions(status: InferenceModelStatus) -> set[str]:
+    """Types of the conditions that have a figure. Of targets that nothing can be said about there is none: they are not
+    missed."""
+    return {each.type for each in status.conditions if (each.type, each.status) != ("SLOMet", "Unknown")}
 
 
 def stamp(

@@ -9,10 +9,11 @@ from typing import Literal
 from tandem_api.inferencemodel import Condition, InferenceModelStatus, ModelStatus, RolloutStatus
 
 from tandem_operator.manifests import ChildKey, Manifest, child_key, dig
+from tandem_operator.observation import WAITS_FOR_A_WISH
 from tandem_operator.planner import Children
 from tandem_operator.rotation import KeyStep
 from tandem_operator.scaling.words import rested_by, scaled_by
-from tandem_operator.status import UNDERSTOOD, WAITS_FOR_A_WISH
+from tandem_operator.status import UNDERSTOOD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

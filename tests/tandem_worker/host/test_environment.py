@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from tandem_worker.host.environment import (
+    dies_with_container,
     find_interface,
     observe_pod,
     observe_threads,
@@ -95,3 +96,36 @@ def test_the_descriptor_limit_is_raised_to_the_hard_one() -> None:
 )  # fmt: skip
 def test_interfaces_are_found_by_their_address(address: str, interface: str | None) -> None:
     assert find_interface(address) == interface
+
+
+_MOUNTS = """\
+22 1 0:20 / / rw,relatime shared:1 - overlay overlay rw,lowerdir=/a
+30 22 254:0 / /data rw,relatime - ext4 /dev/vda rw
+31 22 254:0 /var/lib/kubelet/pods/7e/volumes/kubernetes.io~empty-dir/models /models rw - ext4 /dev/vda rw
+32 31 0:50 / /models/claim rw,relatime - nfs4 server:/export rw
+33 22 0:51 / /dev/shm rw - tmpfs shm rw
+34 22 0:52 / /twice rw - tmpfs tmpfs rw
+35 22 254:0 / /twice rw - ext4 /dev/vda rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "dies"),
+    [
+        ("/", True),
+        ("/home/cache", True),
+        ("/data", False),
+        ("/data/cache", False),
+        ("/database", True),
+        ("/models", True),
+        ("/models/.prepared", True),
+        ("/models/claim/x", False),
+        ("/dev/shm/x", True),
+        ("/twice/x", False),
+    ],
+)
+def test_what_is_written_may_be_gone_with_the_container(path: str, dies: bool, tmp_path: Path) -> None:
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(_MOUNTS)
+    assert dies_with_container(Path(path), mounts) is dies
+    assert not dies_with_container(Path(path), tmp_path / "absent")

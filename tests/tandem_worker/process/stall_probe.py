@@ -1,10 +1,11 @@
 """Watches a worker from a process of its own: how long a stream pauses, how long `/healthz` takes.
 
-    python stall_probe.py PORT METRICS_PORT MODEL
+    python stall_probe.py PORT METRICS_PORT MODEL PROCESS
 
 Runs until its standard input ends, then prints JSON: `pauses`, `probes` and `late`, each a list of [when, seconds];
 `when` is the end of it on the monotonic clock, which all processes share. `late` is how much later than asked for a
-sleeping thread of this process was woken: what the machine did to everybody. Raw sockets, because a client library's
+sleeping thread of this process was woken, and how long threads of the worker waited for a core that others had: what
+the machine did to everybody. Raw sockets, because a client library's
 own pauses would be counted.
 """
 
@@ -15,9 +16,11 @@ import socket
 import sys
 import threading
 import time
+from pathlib import Path
 
 PROBE_SECONDS = 0.05
 TICK_SECONDS = 0.005
+SCHEDULE_SECONDS = 0.02
 _TIMEOUT = 120.0
 
 Samples = list[tuple[float, float]]
@@ -65,8 +68,29 @@ def watch_machine(ended: threading.Event, late: Samples) -> None:
             late.append((now, now - started - TICK_SECONDS))
 
 
+def read_waiting(process: int) -> dict[str, int]:
+    """Nanoseconds that each thread was ready to run and had no core, as the kernel counts them."""
+    found: dict[str, int] = {}
+    for thread in Path(f"/proc/{process}/task").iterdir():
+        try:
+            found[thread.name] = int((thread / "schedstat").read_text().split()[1])
+        except (FileNotFoundError, ProcessLookupError):  # the thread has ended
+            continue
+    return found
+
+
+def watch_worker(process: int, ended: threading.Event, late: Samples) -> None:
+    before = read_waiting(process)
+    while not ended.wait(SCHEDULE_SECONDS):
+        waiting = read_waiting(process)
+        seconds = 1e-9 * sum(waited - before.get(thread, 0) for thread, waited in waiting.items())
+        before = waiting
+        if seconds > TICK_SECONDS:
+            late.append((time.monotonic(), seconds))
+
+
 def main() -> None:
-    port, metrics_port, model = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    port, metrics_port, model, process = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
     ended = threading.Event()
     pauses: Samples = []
     probes: Samples = []
@@ -75,6 +99,7 @@ def main() -> None:
         threading.Thread(target=watch_stream, args=(port, model, ended, pauses)),
         threading.Thread(target=watch_health, args=(metrics_port, ended, probes)),
         threading.Thread(target=watch_machine, args=(ended, late)),
+        threading.Thread(target=watch_worker, args=(process, ended, late)),
     ]
     for thread in threads:
         thread.start()

@@ -101,14 +101,14 @@ def test_the_first_token_may_be_the_last(pair: SimpleNamespace, workers: SimpleN
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
 def test_other_apis_tell_what_prefill_workers_had_cached(pair: SimpleNamespace, path: str) -> None:
-    """And calls are made by a grammar where the template knows no tools."""
+    """And calls are made by a grammar where the template knows no tools; white space may be long."""
     text, schema = TEXT * 4, {"type": "object", "properties": {}, "additionalProperties": False}
     body: dict[str, Any]
     if path == "/v1/messages":
-        body = {"messages": [{"role": "user", "content": text}], "max_tokens": 99, "tool_choice": {"type": "any"},
+        body = {"messages": [{"role": "user", "content": text}], "max_tokens": 600, "tool_choice": {"type": "any"},
                 "tools": [{"name": "f", "input_schema": schema}]}  # fmt: skip
     else:
-        body = {"input": text, "max_output_tokens": 99, "tool_choice": "required", "parallel_tool_calls": False,
+        body = {"input": text, "max_output_tokens": 600, "tool_choice": "required", "parallel_tool_calls": False,
                 "tools": [{"type": "function", "name": "f", "parameters": schema}]}  # fmt: skip
     body["cache_salt"] = path  # else they share what is cached
     remote = prefills(pair.decode, "remote")

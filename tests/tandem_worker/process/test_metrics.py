@@ -23,7 +23,8 @@ from tandem_worker.transfer.contract import BandwidthMeter, CoveredTime, Transfe
 FACTS = WorkerFacts(model_name="smollm2", role=Role.DECODE, revision="r1", pod="smollm2-decode-0")
 ENGINE = EngineStats(
     running_requests=1, queued_requests=2, running_tokens=3, queued_prefill_tokens=4, kv_blocks_used=5,
-    kv_blocks_cached=6, kv_blocks_total=7, kv_block_size=16, kv_eviction_horizon=8.5, prefill_tokens_per_second=36.5,
+    kv_blocks_cached=6, kv_blocks_total=7, kv_blocks_touched=7, kv_block_size=16, kv_eviction_horizon=8.5,
+    prefill_tokens_per_second=36.5,
     decode_step_seconds=0.01, mixed_step_seconds=0.02, prompt_tokens_total=10, cached_tokens_total=11,
     generated_tokens_total=12,
     preemptions_recompute_total=13, preemptions_move_total=18, steps_total=14, prefills_local_total=15,
@@ -51,7 +52,9 @@ def sample(
 def text(**changes: object) -> str:
     requests = RequestMetrics()
     requests.record(status=200, seconds=1.0, first_token_seconds=0.2, num_generated=5, streamed=True)
-    return build_metrics_text(FACTS, sample(**changes), requests, {"weights": 1 << 30}, PreparationCounts(2, 5, 1))  # type: ignore[arg-type]
+    return build_metrics_text(
+        FACTS, sample(**changes), requests, {"weights": 1 << 30}, {"total": 2.0004}, PreparationCounts(2, 5, 1)  # type: ignore[arg-type]
+    )  # fmt: skip
 
 
 def total_of(histogram: Histogram) -> float:

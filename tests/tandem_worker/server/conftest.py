@@ -16,14 +16,15 @@ from tandem_api.launch import ModelSource, WorkerConfig
 from tandem_api.names import Role
 from tandem_worker.engine.errors import EngineStoppedError, RequestError
 from tandem_worker.engine.schedule.params import FinishReason, GenerationRequest, TokenDelta, TokenLogprob
+from tandem_worker.model.tokenization.tokenizer import Tokenizer, TokenizerSettings
 from tandem_worker.server.app import RequestOutcome, build_app
 from tandem_worker.server.deltas import DeltaHub
 from tandem_worker.server.served_model import end_tokens
 from tandem_worker.server.serving import RunningServer, serve
 from tandem_worker.server.structured.compiler import GrammarCompiler
 from tandem_worker.server.text.detokenizer import byte_level_alphabet
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
 
 MAX_LEN = 4096
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -49,33 +50,33 @@ TEMPLATE = """
 MERGES = ["Ġ t", "h e", "i n", "Ġt he", "P a", "r i", "Pa ri", "Pari s", "o n", "e r"]
 
 
-def byte_level_tokenizer(template: str = TEMPLATE, marks: Sequence[str] = MARKS) -> PreTrainedTokenizerFast:
+def byte_level_tokenizer(template: str = TEMPLATE, marks: Sequence[str] = MARKS) -> Tokenizer:
     """All bytes, a few merges, the marks of Qwen-style models."""
     pieces = [*byte_level_alphabet(), *(merge.replace(" ", "") for merge in MERGES)]
     vocab = {piece: index for index, piece in enumerate(pieces)}
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=[tuple(merge.split(" ")) for merge in MERGES]))
+    backend = Backend(models.BPE(vocab=vocab, merges=[tuple(merge.split(" ")) for merge in MERGES]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
     backend.add_tokens([AddedToken(token, special=False) for token in marks])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|im_end|>", bos_token="<|endoftext|>", chat_template=template
-    )
+    named = {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"}
+    return Tokenizer(backend, TokenizerSettings(special_tokens=named, chat_template=template))
 
 
-def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
+def byte_fallback_tokenizer() -> Tokenizer:
     """SentencePiece-style pieces, bytes for what they lack."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += ["▁", *"abcdefghijklmnopqrstuvwxyz.,", "▁t", "▁th", "▁the", "he", "in"]
     vocab = {piece: index for index, piece in enumerate(pieces)}
     merges = [("▁", "t"), ("▁t", "h"), ("▁th", "e"), ("h", "e"), ("i", "n")]
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
+    backend = Backend(models.BPE(vocab=vocab, merges=merges, byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     backend.decoder = decoders.Sequence([
         decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0),
     ])  # fmt: skip
     backend.add_special_tokens([AddedToken(token, special=True) for token in ("<unk>", "<s>", "</s>")])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", bos_token="<s>", unk_token="<unk>")
+    named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return Tokenizer(backend, TokenizerSettings(special_tokens=named))
 
 
 @dataclass
@@ -277,17 +278,17 @@ async def running_worker(
 
 
 @pytest.fixture(scope="session")
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer() -> Tokenizer:
     return byte_level_tokenizer()
 
 
 @pytest.fixture(scope="session")
-def fallback_tokenizer() -> PreTrainedTokenizerFast:
+def fallback_tokenizer() -> Tokenizer:
     return byte_fallback_tokenizer()
 
 
 @pytest.fixture
-async def worker(tokenizer: PreTrainedTokenizerFast) -> AsyncIterator[Worker]:
+async def worker(tokenizer: Tokenizer) -> AsyncIterator[Worker]:
     async with running_worker(tokenizer) as running:
         yield running
 
@@ -299,5 +300,5 @@ def start_worker() -> Callable[..., contextlib.AbstractAsyncContextManager[Worke
 
 
 @pytest.fixture
-def make_tokenizer() -> Callable[..., PreTrainedTokenizerFast]:
+def make_tokenizer() -> Callable[..., Tokenizer]:
     return byte_level_tokenizer

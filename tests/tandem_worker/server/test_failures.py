@@ -272,7 +272,7 @@ async def test_a_client_that_does_not_read_does_not_stop_others(worker: Any) -> 
 async def test_many_streams_at_once(worker: Any) -> None:
     worker.engine.script = lambda request, _choice: [
         *worker.tokenizer.encode(worker.tokenizer.decode(request.prompt_token_ids)),
-        worker.tokenizer.convert_tokens_to_ids("<|endoftext|>"),
+        worker.tokenizer.backend_tokenizer.token_to_id("<|endoftext|>"),
     ]
 
     async def one(index: int) -> bool:

@@ -40,7 +40,7 @@ ANSWER = "<|channel|>analysis<|message|>Sunny.<|end|><|start|>assistant<|channel
 @pytest.fixture
 async def worker(start_worker: Any, make_tokenizer: Any) -> Any:
     tokenizer = make_tokenizer(TEMPLATE, marks=())
-    tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
+    tokenizer.backend_tokenizer.add_special_tokens(SPECIAL)
     async with start_worker(tokenizer) as running:
         yield running
 

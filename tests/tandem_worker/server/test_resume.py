@@ -33,15 +33,15 @@ from tests.tandem_worker.server.conftest import byte_level_tokenizer, share_comp
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RESPONSES, BLOCKS = "/v1/responses", "/v1/messages"
 TOKENIZER = byte_level_tokenizer()
-THINK = TOKENIZER.convert_tokens_to_ids("<think>")
-THINK_END = TOKENIZER.convert_tokens_to_ids("</think>")
+THINK = TOKENIZER.backend_tokenizer.token_to_id("<think>")
+THINK_END = TOKENIZER.backend_tokenizer.token_to_id("</think>")
 IM_END = TOKENIZER.eos_token_id
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["one", "two"]}},
           "required": ["a", "b"], "additionalProperties": False}  # fmt: skip
 TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": {
     "type": "object", "properties": {"x": {"enum": ["sun", "moon"]}, "y": {"type": "boolean"}},
     "required": ["x", "y"], "additionalProperties": False}}}]  # fmt: skip
-LETTERS = dict.fromkeys(map(str, TOKENIZER.convert_tokens_to_ids(list("abc"))), 100.0)
+LETTERS = dict.fromkeys(map(str, map(TOKENIZER.backend_tokenizer.token_to_id, "abc")), 100.0)
 """Nothing else is said, so that stop strings are met."""
 TAGS = {"type": "structural_tag", "format": {"type": "sequence", "elements": [
     {"type": "tag", "begin": "<f>", "end": "</f>", "content": {"type": "json_schema", "json_schema": {
@@ -396,8 +396,12 @@ def same(first: bytes, second: bytes, *, heads: bool = True) -> None:
     assert one == other
 
 
+@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.full)])
 @pytest.mark.parametrize("kind", KINDS)
-async def test_every_cut_of_every_kind(pair: tuple[httpx.AsyncClient, httpx.AsyncClient], kind: str) -> None:
+async def test_every_cut_of_every_kind(
+    pair: tuple[httpx.AsyncClient, httpx.AsyncClient], kind: str, every: int
+) -> None:
+    """In the gate the first three cuts, and every seventh from one that differs from kind to kind."""
     first, second = pair
     request = KINDS[kind]
     undisturbed = await ask(second, request)
@@ -407,6 +411,8 @@ async def test_every_cut_of_every_kind(pair: tuple[httpx.AsyncClient, httpx.Asyn
     for cut in range(1, len(units)):
         if is_over(units[cut - 1][0]):
             break
+        if cut > 3 and (cut + len(kind)) % every:
+            continue
         marks = [mark for _, mark in units[:cut]]
         response = await resume(second, request, head, marks)
         assert response.status_code == 200, response.text
@@ -473,9 +479,12 @@ BEGINS = ("response.output_item.added", "content_block_start")
 async def test_logprobs_beyond_the_bound_are_repeated_nowhere(
     pair: tuple[httpx.AsyncClient, httpx.AsyncClient], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The journal has those that the end repeats, and none once it repeats none."""
-    monkeypatch.setattr("tandem_worker.server.responses.encoder.MAX_REPEATED_BYTES", 3000)
+    """The journal has those that the end repeats, and none once it repeats none. How many bytes they are depends on the
+    digits that a CPU's arithmetic gives, so the bound is what the first half of this answer's come to."""
     request = KINDS[kind]
+    told = [event["logprobs"] for event in read_named(await ask(pair[0], request)) if event["type"].endswith(".delta")]
+    half = sum(len(orjson.dumps(each)) - len("[]") for each in told[: len(told) // 2])
+    monkeypatch.setattr("tandem_worker.server.responses.encoder.MAX_REPEATED_BYTES", half)
     head, units = await record(pair[0], request)
     whole = b"".join(events for events, _ in units)
     marks = [mark for _, mark in units]
@@ -536,7 +545,7 @@ async def test_withheld_logprobs_travel_along(pair: tuple[httpx.AsyncClient, htt
 
 
 @given(data=st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_a_stream_may_move_again_and_again(data: st.DataObject) -> None:
     kind = data.draw(st.sampled_from(sorted(KINDS)))
     request = copy.deepcopy(KINDS[kind])

@@ -47,7 +47,7 @@ ANSWERS = st.tuples(
     st.lists(st.sampled_from([*PIECES, "日本", "stop", "st"]), min_size=1, max_size=5).map("".join),
 ).map("".join)
 CUTS = st.lists(st.integers(0, 400), max_size=20)
-VISIBLE = frozenset(TOKENIZER.convert_tokens_to_ids(["<think>", "</think>"]))
+VISIBLE = frozenset(map(TOKENIZER.backend_tokenizer.token_to_id, ["<think>", "</think>"]))
 Units = list[tuple[bytes, bytes]]
 
 

@@ -118,7 +118,7 @@ async def test_errors_name_the_fields_of_the_api_that_was_called(worker: Any) ->
 async def test_errors_of_a_template_name_the_items_that_they_come_from(start_worker: Any) -> None:
     """Messages of the chat have other numbers: instructions are one, and a call belongs to what was said before it."""
     tokenizer = byte_level_tokenizer(HARMONY_TEMPLATE, marks=())
-    tokenizer.add_special_tokens({"additional_special_tokens": HARMONY_SPECIAL})
+    tokenizer.backend_tokenizer.add_special_tokens(HARMONY_SPECIAL)
     calls = [{"type": "function_call", "call_id": each, "name": "f", "arguments": "{}"} for each in "ab"]
     blocks = [{"type": "tool_use", "id": each, "name": "f", "input": {}} for each in "ab"]
     async with start_worker(tokenizer) as worker:

@@ -9,6 +9,10 @@ A worker that cannot start leaves `{"reason", "message"}` in the termination mes
 
 from __future__ import annotations
 
+from tandem_worker.host.collector import hold_collector
+
+hold_collector()  # before anything else is imported
+
 import argparse
 import asyncio
 import logging

@@ -35,6 +35,8 @@ class Blueprint:
     readiness gate of workers. Earlier releases gave none of it, and what runs is left as it is (`inherit`)."""
     commit: str | None = None
     """Of an `hf://` repository, what workers load; None: each resolves `spec.model.revision` for itself."""
+    kept_image: str | None = None
+    """Of workers of a model that names none, where that is another one than the release's (`images`)."""
     left: frozenset[str] = frozenset()
     """Components whose number of replicas something else sets at present: `replicas` of `model` follows it, and no
     manifest says it."""
@@ -51,7 +53,7 @@ class Blueprint:
     def worker_image(self) -> str:
         engine = self.model.spec.engine
         foreign = FOREIGN_ENGINES.get(engine.kind)
-        return engine.image or (self.release.worker_image if foreign is None else foreign.image)
+        return engine.image or self.kept_image or (self.release.worker_image if foreign is None else foreign.image)
 
     @property
     def gateway_image(self) -> str:
@@ -184,7 +186,7 @@ def template_hash(template: Manifest) -> str:
 def shares_files(blueprint: Blueprint) -> bool:
     """Whether workers may get the model's files from each other. Where they do not download they have nothing to do."""
     cache = blueprint.model.spec.model.cache
-    return cache is None or cache.peers
+    return cache is not None and cache.peers
 
 
 def component_of(role: Role) -> str:

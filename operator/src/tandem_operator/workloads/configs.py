@@ -53,7 +53,7 @@ def worker_config(blueprint: Blueprint, role: Role) -> WorkerConfig:
             uri=spec.model.uri,
             revision=blueprint.weights_revision,
             hub_endpoint=blueprint.release.hub_endpoint,
-            sharing=FileSharing(enabled=shares_files(blueprint)),
+            sharing=FileSharing(enabled=True) if shares_files(blueprint) else None,
         ),
         device=spec.engine.device,
         dtype=spec.engine.dtype,

@@ -12,7 +12,7 @@ from tandem_api.quantities import parse_duration, parse_quantity
 
 from tandem_operator.manifests import Manifest
 from tandem_operator.overlay import overlay_template
-from tandem_operator.workloads.blueprint import Blueprint, component_of
+from tandem_operator.workloads.blueprint import Blueprint, component_of, digest
 from tandem_operator.workloads.placement import placement
 
 USER = 65532
@@ -20,6 +20,8 @@ GRACE_SECONDS = 15
 """Added to the drain timeout before a pod is killed: what the process needs to stop after it has drained."""
 ROOM_TO_DRAIN_SECONDS = 600
 """Pod templates leave at least this much, so that a longer `drain.timeout` needs no new pods."""
+_RESTART_MAX = 64
+"""Characters of a wish to restart that are kept as they are."""
 _CONFIG_FOLDER = names.CONFIG_PATH.rsplit("/", 1)[0]
 
 
@@ -44,14 +46,15 @@ def pod_template(
         labels[names.LABEL_NODES_PER_REPLICA] = str(blueprint.worker_spec(role).nodes_per_replica)
         if (kind := blueprint.model.spec.engine.kind) != "Tandem":
             labels[names.LABEL_ENGINE] = kind
+    annotations: Manifest = {
+        names.ANNOTATION_CONFIG_HASH: config["metadata"]["annotations"][names.ANNOTATION_CONFIG_HASH],
+        "kubectl.kubernetes.io/default-container": container["name"],
+    }
+    restart = blueprint.model.metadata.annotations.get(names.ANNOTATION_RESTART)
+    if restart and role is not Role.GATEWAY:
+        annotations[names.ANNOTATION_RESTART] = restart if len(restart) <= _RESTART_MAX else digest(restart)
     template: Manifest = {
-        "metadata": {
-            "labels": labels,
-            "annotations": {
-                names.ANNOTATION_CONFIG_HASH: config["metadata"]["annotations"][names.ANNOTATION_CONFIG_HASH],
-                "kubectl.kubernetes.io/default-container": container["name"],
-            },
-        },
+        "metadata": {"labels": labels, "annotations": annotations},
         "spec": {
             "enableServiceLinks": False,
             "securityContext": {

@@ -101,6 +101,10 @@ class Sharing(RuleBasedStateMachine):
                 assert self.content[block] == expected, "somebody else wrote into this block"
 
     @invariant()
+    def blocks_that_were_written_are_the_first_ones(self) -> None:
+        assert self.manager.num_touched == max(self.content, default=0) + 1
+
+    @invariant()
     def idle_children_are_evicted_before_their_parents(self) -> None:
         order = {self.content[block]: at for at, block in enumerate(self.manager.cache.idle_blocks())}
         for tokens, at in order.items():

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from tandem_worker.engine.execute.cuda_graphs import build_static_batch
 from tandem_worker.model.backends import native
 from tandem_worker.model.backends.contract import BackendName
+from tandem_worker.model.backends.native.packing import NativePacker
 from tandem_worker.model.backends.select import find_backend, select_backend
 from tandem_worker.model.contract import allocate_kv_cache
 from tandem_worker.model.load import load_model
@@ -211,6 +212,23 @@ def test_many_rows_take_the_other_products(
         run.add()
         logits.append(run.step({0: [3, 4, 5]}))
     assert logits_error(logits[1], logits[0]) < LIMIT
+
+
+@pytest.mark.skipif(native.find_obstacle() is not None, reason=str(native.find_obstacle()))
+def test_packed_by_onednn_the_kernels_compute_the_same(
+    save_random_model: Any, paged_sequences: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on CPUs with AMX, whose weights oneDNN packs."""
+    from tandem_worker.model.backends.native import layers
+
+    save_random_model(CONFIGS["llama"]())
+    runs = []
+    for packs in (True, False):
+        monkeypatch.setattr(layers, "_PACKS", packs)
+        monkeypatch.setattr(layers, "NATIVE", replace(layers.NATIVE, packer=NativePacker if packs else None))
+        model = load_model(tmp_path, device=torch.device("cpu"), dtype=torch.bfloat16, backend=BackendName.NATIVE)
+        runs.append(three_sequences(model, paged_sequences))
+    assert all(torch.equal(*(run.step(new) for run in runs)) for new in steps())
 
 
 def test_many_rows_are_left_to_amx_where_there_is_one() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from tandem_worker.model.contract import CausalLM
 from tandem_worker.model.load import load_model
+from tandem_worker.model.tokenization.template import render_chat
 from tandem_worker.model.tokenizer import load_tokenizer
 
 from e2e.model import find_model
@@ -27,28 +28,23 @@ def model(gguf: Path) -> CausalLM:
     return load_model(gguf, device=torch.device("cpu"), dtype=torch.float32)
 
 
-def generate(model: CausalLM, paged_sequences: Any, tokens: list[int], count: int, chunk: int) -> list[int]:
+def test_finds_the_answer_to_the_demo_question_likely(gguf: Path, model: CausalLM, paged_sequences: Any) -> None:
+    """What it likes best may differ with a CPU's arithmetic; that it likes the right words does not."""
+    tokenizer = load_tokenizer(gguf)
+    question = tokenizer.encode(render_chat(str(tokenizer.chat_template), QUESTION, add_generation_prompt=True))
     run = paged_sequences(model, block_size=16)
     run.add()
     logits = torch.empty(0)
-    for start in range(0, len(tokens), chunk):
-        logits = run.step({0: tokens[start : start + chunk]})
-    answer: list[int] = []
-    for _ in range(count):
-        answer.append(int(logits[0].argmax()))
-        logits = run.step({0: [answer[-1]]})
-    return answer
-
-
-def test_answers_the_demo_question(gguf: Path, model: CausalLM, paged_sequences: Any) -> None:
-    tokenizer = load_tokenizer(gguf)
-    tokens = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, return_dict=False)
-    answer = generate(model, paged_sequences, list(tokens), 8, chunk=13)
-    assert tokenizer.decode(answer, skip_special_tokens=True).strip() == "The capital of France is Paris."
+    for start in range(0, len(question), 13):
+        logits = run.step({0: question[start : start + 13]})
+    for token in tokenizer.encode("The capital of France is Paris."):
+        assert logits[0].log_softmax(-1)[token] > -2.5, tokenizer.decode([token])
+        logits = run.step({0: [token]})
 
 
 @pytest.mark.full
 @pytest.mark.timeout(300)
+@torch.inference_mode()
 def test_equals_transformers(
     gguf: Path, model: CausalLM, paged_sequences: Any, logits_error: Callable[[torch.Tensor, torch.Tensor], float]
 ) -> None:
@@ -58,11 +54,12 @@ def test_equals_transformers(
     generator = torch.Generator().manual_seed(1)
     for length, chunk in ((1, 8), (16, 16), (33, 16), (200, 64)):
         tokens = torch.randint(100, 40000, (length,), generator=generator).tolist()
-        expected = reference.generate(
-            torch.tensor([tokens]),
-            attention_mask=torch.ones(1, length),
-            max_new_tokens=24,
-            do_sample=False,
-            eos_token_id=None,
-        )
-        assert generate(model, paged_sequences, tokens, 24, chunk) == expected[0, length:].tolist()
+        after = torch.randint(100, 40000, (8,), generator=generator).tolist()
+        run = paged_sequences(model, block_size=16)
+        run.add()
+        got = torch.cat([run.step({0: tokens[start : start + chunk]}) for start in range(0, length, chunk)])
+        got = torch.cat([got, *(run.step({0: [token]}) for token in after)])
+        expected = reference(torch.tensor([tokens + after])).logits[0]
+        places = [min(start + chunk, length) - 1 for start in range(0, length, chunk)]
+        places += range(length, length + len(after))
+        assert logits_error(got, expected[places]) < 1e-3

@@ -22,12 +22,12 @@ def test_more_than_the_average_ends_when_the_credit_is_spent() -> None:
     sentences = [budget.spend(token, 2 * TOKEN_SECONDS) for token in range(100)]
     first = next(token for token, sentence in enumerate(sentences) if sentence is not None)
     assert abs(first - (CREDIT_SECONDS / TOKEN_SECONDS - 1)) <= 1
-    assert "5 ms per token" in (sentences[first] or "")
+    assert "50 ms per token" in (sentences[first] or "")
 
 
 def test_one_token_that_takes_too_long_ends_at_once() -> None:
     sentence = MaskBudget().spend(1000, 1.1 * STEP_SECONDS)
-    assert sentence == "one token took 110 ms, and at most 100 ms are allowed"
+    assert sentence == "one token took 1100 ms, and at most 1000 ms are allowed"
 
 
 def test_choices_share_one_budget() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import resource
 import signal
 import sys
@@ -15,17 +16,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 from llguidance import LLMatcher
 from tandem_worker.engine.errors import RequestError
 from tandem_worker.engine.schedule.params import Grammar
 from tandem_worker.host.isolation import keeper
 from tandem_worker.server.structured import compiler as compiling
-from tandem_worker.server.structured.compiler import MAX_CACHED, MAX_PENDING, REQUEST_SECONDS, GrammarCompiler
+from tandem_worker.server.structured.compiler import MAX_CACHED, MAX_PENDING, GrammarCompiler
 from tandem_worker.server.structured.errors import GrammarError, GrammarUnavailableError
 from tandem_worker.server.text.detokenizer import byte_level_alphabet
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from tests.effort import count_instructions
 
 sys.path.insert(0, str(Path(__file__).parent))
 from hostile import generate
@@ -69,7 +73,7 @@ def answer(compiler: GrammarCompiler, kind: str, grammar: Any, seed: int = 0) ->
     """Compile as a request does and write a few tokens. The refusal."""
     try:
         text = write(compiler, kind, grammar)
-        factory = compiler.compile_here(text, time.monotonic() + REQUEST_SECONDS)
+        factory = compiler.compile_here(text, time.monotonic() + 120)
         walk(factory.for_request().new(), random.Random(seed))
     except (GrammarError, RequestError) as error:
         return str(error)
@@ -93,13 +97,13 @@ def attack(compiler: GrammarCompiler, count: int, seed: int) -> None:
     before = resident_bytes()
     refused = 0
     for number, (kind, grammar) in enumerate(generate(count, seed)):
-        began, busy = time.monotonic(), time.process_time()
+        busy = time.process_time()
         refusal = answer(compiler, kind, grammar, number)
         busy = time.process_time() - busy
         refused += refusal is not None
-        # The proof is waited for at most that long; what remains is this process's own computing, machine noise aside.
-        assert busy < 0.6 + REQUEST_SECONDS - 1.0, (number, kind, refusal)
-        assert time.monotonic() - began < 2.0 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)), (number, refusal)
+        assert not re.search(r"\bm?s of computing|\d ms\b", refusal or ""), (number, kind, refusal)  # all is counted
+        # What the proof lets through is computed here again: twenty times what it takes.
+        assert busy < compiling.JOB_LIMITS.cpu_seconds, (number, kind, refusal)
     assert 0.2 * count < refused < 0.8 * count
     assert compiler.num_restarts == 0
     assert resident_bytes() - before < compiling.MAX_CACHED_BYTES
@@ -127,9 +131,9 @@ def test_a_chain_of_rules(compiler: GrammarCompiler) -> None:
 
 
 def test_a_large_regex(compiler: GrammarCompiler) -> None:
-    before, began = resident_bytes(), time.process_time()
-    assert "16 KiB" in (answer(compiler, "regex", "(a|b)*" * 1_000_000) or "")
-    assert time.process_time() - began < 0.5
+    before, refusals, regex = resident_bytes(), [], "(a|b)*" * 1_000_000
+    assert count_instructions(lambda: refusals.append(answer(compiler, "regex", regex))) < 1000
+    assert "16 KiB" in refusals[0]
     assert resident_bytes() - before < 32 << 20
 
 
@@ -164,6 +168,45 @@ def test_a_step_takes_no_longer_than_a_few_ordinary_ones(compiler: GrammarCompil
         return slowest
 
     assert worst(kind, grammar) < 0.02 + 10 * worst("schema", {})
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "integer", "multipleOf": 19_997},
+        {
+            "type": "object",
+            "properties": {f"p{step}": {"multipleOf": step} for step in range(1, 190)},
+        },
+        {"allOf": [{"type": "number", "multipleOf": 139}, {"type": "number", "multipleOf": 1.43}]},
+        {"type": "object", "patternProperties": {f"^a{number}x*$": {"type": "integer"} for number in range(141)}},
+        {
+            "type": "object",
+            "properties": {f"b{number}": {} for number in range(900)},
+            "patternProperties": {f"^a{number}x*$": {"type": "integer"} for number in range(20)},
+        },
+        {
+            "patternProperties": {f"^a{number}x*$": {"type": "integer"} for number in range(10)},
+            "anyOf": [{"properties": {f"b{number}": {"type": "string"}}} for number in range(100)],
+        },
+    ],
+)
+def test_what_the_counts_let_through_is_far_from_the_seconds(compiler: GrammarCompiler, schema: Any) -> None:
+    _, confined = compiler._prepare(None)
+    grammar = compiler.write_json_schema(schema)
+    compiler.limits.check_text(grammar)
+    proof = orjson.loads(confined.call_here("prove", grammar.encode(), seconds=120))
+    assert proof["refusal"] is None or "Too many items" in proof["refusal"]
+    assert proof["seconds"] < compiling.JOB_LIMITS.cpu_seconds / 2
+
+
+def test_waiting_too_long_is_nobodys_fault(compiler: GrammarCompiler) -> None:
+    compiler._prepare(None)
+    grammar, refused = compiler.write_json_schema({"const": "late"}), compiler.counts.refused
+    with pytest.raises(GrammarUnavailableError):
+        compiler.compile_here(grammar, time.monotonic())
+    assert compiler.counts.refused == refused
+    compiler.compile_here(grammar)
 
 
 def test_what_is_true_without_limits(compiler: GrammarCompiler) -> None:

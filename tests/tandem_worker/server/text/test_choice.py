@@ -16,7 +16,7 @@ from tests.tandem_worker.server.conftest import byte_level_tokenizer
 
 TABLE = TokenTable(byte_level_tokenizer())
 END = 0
-A, B, C = (byte_level_tokenizer().convert_tokens_to_ids(letter) for letter in "abc")
+A, B, C = (byte_level_tokenizer().backend_tokenizer.token_to_id(letter) for letter in "abc")
 
 
 def tell(token_ids: Sequence[int], *, ended: bool, stops: Sequence[str], every_logprob: bool) -> Update:

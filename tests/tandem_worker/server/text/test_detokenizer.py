@@ -64,8 +64,8 @@ def test_an_incomplete_character_waits_and_shows_at_the_end(tokenizer: Any) -> N
 
 def test_special_tokens_are_hidden_unless_wanted(tokenizer: Any) -> None:
     table = TokenTable(tokenizer)
-    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    call = tokenizer.convert_tokens_to_ids("<tool_call>")
+    end = tokenizer.backend_tokenizer.token_to_id("<|im_end|>")
+    call = tokenizer.backend_tokenizer.token_to_id("<tool_call>")
     assert "".join(stream(table, [end, call])) == "<tool_call>"
     assert "".join(stream(table, [end, call], visible=frozenset({end}))) == "<|im_end|><tool_call>"
 

@@ -24,6 +24,7 @@ class EngineStats:
     kv_blocks_used: int
     kv_blocks_cached: int
     kv_blocks_total: int
+    kv_blocks_touched: int
     kv_block_size: int
     kv_eviction_horizon: float
     prefill_tokens_per_second: float | None

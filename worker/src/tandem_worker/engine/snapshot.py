@@ -11,7 +11,9 @@ from tandem_worker.engine.runner import StepRunner
 from tandem_worker.engine.schedule.meter import WorkMeter
 
 _FIELDS = tuple(field.name for field in fields(EngineStats))
-_LARGEST = frozenset({"kv_eviction_horizon", "decode_step_seconds", "mixed_step_seconds", "steps_total"})
+_LARGEST = frozenset(
+    {"kv_eviction_horizon", "kv_blocks_touched", "decode_step_seconds", "mixed_step_seconds", "steps_total"}
+)
 """Of several lanes the largest figure counts, not the sum."""
 _SHARED = frozenset(
     {
@@ -42,6 +44,7 @@ def _describe(lane: StepRunner, work: WorkMeter, num_pending: int) -> EngineStat
         kv_blocks_used=blocks.num_held,
         kv_blocks_cached=blocks.cache.num_idle,
         kv_blocks_total=blocks.num_blocks,
+        kv_blocks_touched=blocks.num_touched,
         kv_block_size=blocks.block_size,
         kv_eviction_horizon=blocks.cache.horizon,
         prefill_tokens_per_second=work.velocity,

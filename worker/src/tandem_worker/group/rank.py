@@ -19,6 +19,7 @@ from tandem_worker.group.executor import RankExecutor, describe_rank
 from tandem_worker.group.pods.children import RankOrder
 from tandem_worker.group.topology import check_model, count_experts
 from tandem_worker.group.transport import open_follower_transport, rank_endpoint
+from tandem_worker.host.collector import release_collector
 from tandem_worker.host.environment import PodFacts
 from tandem_worker.host.runtime import Runtime
 from tandem_worker.model.config import ModelConfig
@@ -104,6 +105,7 @@ class FollowingRank:
             answer=member.answer,
         )
         executor = RankExecutor(model, kv_cache, context, GroupShape.of(config.group.parallelism), plan)
+        release_collector()
         enter("warming up")
         with torch.inference_mode():
             _compute_steps(member, executor, handle, on_ready)

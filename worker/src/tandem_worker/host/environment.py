@@ -77,6 +77,23 @@ def observe_threads(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     return plan_threads(len(os.sched_getaffinity(0)), cpu_max)
 
 
+def dies_with_container(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> bool:
+    """Whether what is written to `path` is gone with this pod or container, or is no disk at all: an emptyDir, the
+    container's own layer, memory. False where the system does not tell."""
+    try:
+        lines = mounts.read_text().splitlines()
+    except OSError:
+        return False
+    found, longest = False, -1
+    for line in lines:
+        left, _, right = line.partition(" - ")
+        root, point = left.split()[3:5]
+        if path.is_relative_to(point) and len(point) >= longest:  # a later mount of one place lies on top
+            found = right.split()[0] in {"overlay", "tmpfs"} or "/kubernetes.io~empty-dir/" in root
+            longest = len(point)
+    return found
+
+
 def raise_descriptor_limit() -> int:
     """Let this process, and those it starts, open as many files as the system allows. Returns how many.
 

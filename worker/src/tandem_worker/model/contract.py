@@ -6,9 +6,12 @@ sampling. Tokens of all sequences of a step stand one after another in one dimen
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
+
+from tandem_worker.host.zeroed import LARGE_PAGE, reserve_zeroed
 
 if TYPE_CHECKING:
     import torch
@@ -41,13 +44,7 @@ class KVCacheSpec:
     @property
     def bytes_per_block(self) -> int:
         """Bytes of one block over all layers of this rank."""
-        elements = 0
-        for layer in self.layers:
-            product = 1
-            for extent in layer.block_shape:
-                product *= extent
-            elements += product
-        return elements * self.dtype.itemsize
+        return sum(math.prod(layer.block_shape) for layer in self.layers) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,10 +106,23 @@ class CausalLM(Protocol):
 
 
 def allocate_kv_cache(spec: KVCacheSpec, num_blocks: int, device: torch.device) -> KVCache:
-    """Block space of `num_blocks` blocks, zeroed so that padding reads are finite."""
+    """Block space of `num_blocks` blocks, zero so that padding reads are finite. On a CPU blocks take memory when they
+    are first written; on a GPU all have it from here on."""
     import torch
 
-    layers = tuple(
-        torch.zeros((num_blocks, *layer.block_shape), dtype=spec.dtype, device=device) for layer in spec.layers
-    )
+    shapes = [(num_blocks, *layer.block_shape) for layer in spec.layers]
+    if device.type == "cpu":
+        layers = tuple(_reserve(shape, spec.dtype) for shape in shapes)
+    else:
+        layers = tuple(torch.zeros(shape, dtype=spec.dtype, device=device) for shape in shapes)
     return KVCache(spec=spec, num_blocks=num_blocks, layers=layers)
+
+
+def _reserve(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros that take their memory as they are written. Small ones share pages with others, and have theirs."""
+    import torch
+
+    count = math.prod(shape)
+    if count * dtype.itemsize < LARGE_PAGE:
+        return torch.zeros(shape, dtype=dtype)
+    return torch.frombuffer(reserve_zeroed(count * dtype.itemsize), dtype=dtype, count=count).view(shape)

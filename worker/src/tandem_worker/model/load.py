@@ -26,6 +26,7 @@ from tandem_worker.model.coverage import EMBEDDING, check_coverage, settle_outpu
 from tandem_worker.model.embedding import MODULES, read_embedding_spec
 from tandem_worker.model.families.registry import find_family
 from tandem_worker.model.gguf_keys import gguf_architecture, translate_metadata
+from tandem_worker.model.prepared.weights import PreparedWeights
 from tandem_worker.parallel.context import SINGLE, ParallelContext
 
 logger = logging.getLogger(__name__)
@@ -42,13 +43,31 @@ def load_model(
     context: ParallelContext = SINGLE,
     backend: BackendName | None = None,
     max_threads: int | None = None,
+    prepared: PreparedWeights | None = None,
 ) -> CausalLM:
     """Load this rank's share of the model at `path`: a folder with weights and `config.json`, or a GGUF file.
 
     `dtype` None chooses by `resolve_dtype`, `backend` None by device and element type. `max_threads` limits torch's
-    threads from here on. Raises StartupError with a reason and a sentence for everything that a person must
-    fix, ValueError for a `backend` that does not compute in `dtype`.
+    threads from here on. `prepared` hands out what an earlier start packed, or remembers it for `prepared.save()`;
+    its reading is over when this returns or raises. Raises StartupError with a reason and a sentence for everything
+    that a person must fix, ValueError for a `backend` that does not compute in `dtype`.
     """
+    try:
+        return _load(path, device, dtype, context, backend, max_threads, prepared)
+    finally:
+        if prepared is not None:
+            prepared.finish()
+
+
+def _load(
+    path: Path,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    context: ParallelContext,
+    backend: BackendName | None,
+    max_threads: int | None,
+    prepared: PreparedWeights | None,
+) -> CausalLM:
     if max_threads is not None:
         torch.set_num_threads(max_threads)
     config, source = open_checkpoint(path)
@@ -60,7 +79,15 @@ def load_model(
     with torch.inference_mode():
         config = settle_output_matrix(config, source, prefix)
         check_coverage(config, family, source, prefix)
-        loader = WeightLoader(source, dtype=chosen, device=device, keeps_packed=parts.keeps_packed, prefix=prefix)
+        loader = WeightLoader(
+            source,
+            dtype=chosen,
+            device=device,
+            keeps_packed=parts.keeps_packed,
+            prefix=prefix,
+            packer=None if parts.packer is None else parts.packer(),
+            prepared=prepared,
+        )
         model = family.load(config, Build(loader=loader, backend=parts, context=context))
     _log_backend(parts.name, chosen)
     if loader.forms:

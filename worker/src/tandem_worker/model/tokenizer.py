@@ -1,47 +1,31 @@
-"""The model's tokenizer, chat template included. Loads no weights."""
+"""The way to a model's tokenizer, chat template included. Loads no weights, and no torch."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tandem_worker.host.errors import StartupError
+from tandem_worker.model.tokenization.conversion import PreparedFiles, convert
+from tandem_worker.model.tokenization.folder import NAMES, read_folder
+from tandem_worker.model.tokenization.gguf import build_tokenizer, read_metadata
+from tandem_worker.model.tokenization.tokenizer import Tokenizer
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
+def load_tokenizer(path: Path, prepared: PreparedFiles | None = None) -> Tokenizer:
+    """The tokenizer of the model at `path` (a folder or a GGUF file).
 
-def leave_torch_out() -> None:
-    """Let transformers find no torch in this process, from now on. Others import it as before.
-
-    Its tokenizers do without. Where it finds torch it loads compilers, sharding and kernels along with the first
-    configuration: two seconds of computing and 150 MB in every worker, for nothing.
+    What only transformers can read it converts, in a process of its own; `prepared` keeps the result between starts.
+    Any thread. Raises StartupError when there is no tokenizer.
     """
-    from transformers.utils.import_utils import is_torch_available
-
-    torch = sys.modules.get("torch")
-    is_torch_available.cache_clear()
-    sys.modules["torch"] = None  # type: ignore[assignment] - "not installed", to whoever looks for it
     try:
-        is_torch_available()  # remembers what it found
-    finally:
-        del sys.modules["torch"]
-        if torch is not None:
-            sys.modules["torch"] = torch
-
-
-def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of the model at `path` (a folder or a GGUF file). Raises StartupError when there is none."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    gguf = _gguf_beside(path)
-    try:
-        if gguf is not None:  # AutoTokenizer reads the weights' header as well and takes ten times as long
-            folder, name = str(gguf.parent), gguf.name
-            return PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=name, local_files_only=True)
-        return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+        gguf = _gguf_beside(path)
+        if gguf is None:
+            return read_folder(path) or convert(path, None, 0, prepared)
+        metadata = read_metadata(gguf)
+        # Files beside it are asked first, in ways that transformers knows.
+        alone = not any((gguf.parent / name).exists() for name in NAMES)
+        return (build_tokenizer(metadata.values) if alone else None) or convert(path, gguf, metadata.size, prepared)
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise StartupError("TokenizerInvalid", f"The model's tokenizer cannot be loaded: {error}") from error
 
 

@@ -38,6 +38,16 @@ class ParallelContext:
         return self.tp_size * self.pp_size * self.ep_size
 
     @property
+    def share(self) -> str:
+        """What this rank holds of a model, told apart from every other rank's share of any grid."""
+        axes = (
+            ("tp", self.tp_rank, self.tp_size),
+            ("pp", self.pp_rank, self.pp_size),
+            ("ep", self.ep_rank, self.ep_size),
+        )
+        return " ".join(f"{name} {rank}/{size}" for name, rank, size in axes) + f" {self.layers}"
+
+    @property
     def is_first_stage(self) -> bool:
         """Whether this rank embeds tokens: it has the first layers of the pipeline."""
         return self.pp_rank == 0

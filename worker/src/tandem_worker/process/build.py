@@ -1,25 +1,27 @@
-"""Builds a worker from its configuration: model, engine, transport, HTTP application, in phases that are told.
+"""Builds a worker from its configuration: model, engine, transport, HTTP application, as a graph of steps.
 
 `build_worker` blocks for as long as downloading and loading take and runs on a thread of its own; the HTTP server
-answers probes meanwhile. Heavy imports are inside, so that the environment can be set before torch reads it.
+answers probes meanwhile. Heavy imports are inside the steps, so that the environment can be set before torch reads it
+and what needs no torch does not wait for it.
 """
 
 from __future__ import annotations
 
-import gc
 import logging
 import resource
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tandem_api.launch import WorkerConfig
 from tandem_api.names import Role
 
-from tandem_worker.host.devices import resolve_device, resolve_dtype
+from tandem_worker.host.collector import release_collector
 from tandem_worker.host.environment import PodFacts
 from tandem_worker.host.runtime import Runtime
-from tandem_worker.process.end_tokens import observe_end_tokens
+from tandem_worker.model.prepared.store import open_store
 from tandem_worker.process.figures import Figures, Refusals, open_gpu_reader
+from tandem_worker.process.graph import Step, run_steps
 from tandem_worker.process.memory import MemoryLedger
 from tandem_worker.process.progress import StartProgress, Switches
 from tandem_worker.process.warm_up import Ends, plan_warm_up, warm_up
@@ -27,12 +29,15 @@ from tandem_worker.process.worker import Worker
 from tandem_worker.server.deltas import DeltaHub
 
 if TYPE_CHECKING:
+    import torch
     from starlette.types import ASGIApp
 
     from tandem_worker.engine.core import EngineCore
     from tandem_worker.group.executor import GroupSeat
     from tandem_worker.group.pods.leading import LeadingPod
     from tandem_worker.model.contract import CausalLM
+    from tandem_worker.model.prepared.weights import PreparedWeights
+    from tandem_worker.model.sources.digest import ModelDigest
     from tandem_worker.server.structured.compiler import GrammarCompiler
     from tandem_worker.transfer.decode.client import TcpPrefillClient
     from tandem_worker.transfer.prefill.server import TcpPrefillServer
@@ -52,12 +57,16 @@ def build_worker(
     """`group`: the other ranks, where there are any, which this process leads. `refusals`: of ports, by their names.
 
     Raises StartupError with a reason for everything a person can mend, GroupLostError when another rank cannot go on.
+    What else was begun goes on then: whoever calls this ends the process.
     """
-    return _Start(config, pod, runtime, progress, switches, group).build(refusals or {})
+    start = _Start(config, pod, runtime, progress, switches, group, refusals or {})
+    built: Worker = run_steps(start.list_steps(), progress)["worker"]
+    start.settle(built)
+    return built
 
 
 class _Start:
-    """One start, in phases."""
+    """The steps of one start. What they have in common is known before; what one makes the others are given."""
 
     def __init__(
         self,
@@ -67,122 +76,250 @@ class _Start:
         progress: StartProgress,
         switches: Switches,
         group: LeadingPod | None,
+        refusals: Mapping[str, Refusals],
     ) -> None:
         self._config, self._pod, self._runtime = config, pod, runtime
-        self._enter, self._progress = progress.enter, progress
-        self._switches, self._group = switches, group
+        self._progress, self._switches, self._group, self._refusals = progress, switches, group, refusals
+        self._store = open_store(config.model.cache_dir)
 
-    def build(self, refusals: Mapping[str, Refusals]) -> Worker:
-        self._fetch()
-        model = self._load()
-        engine, client, hub = self._start_engine(model)
-        self._enter("starting the KV transport")
-        server = _connect_transport(engine, client, self._config, self._pod, self._runtime, self._digest, self._seat)
-        figures = Figures(
-            self._config,
-            self._pod,
-            engine,
-            transport=server or client,
-            grammars=self._grammars,
-            draining=lambda: self._switches.draining,
-            gpu=open_gpu_reader(self._device),
-            memory_bytes=self._memory.by_kind,
-            refusals=refusals,
-            spans=self._runtime.tracer.counts,
-            files=self._runtime.files,
-        )
-        app = self._build_app(model, engine, hub, figures)
-        _settle(self._progress)
-        _log_ready(self._config, model, engine, self._progress, self._memory)
-        return Worker(
-            config=self._config,
-            app=app,
-            figures=figures,
-            engine=engine,
-            hub=hub,
-            prefill_server=server,
-            prefill_client=client,
-            grammars=self._grammars,
-            group=self._group,
-        )
+    def list_steps(self) -> list[Step]:
+        """What a start consists of, and what each part needs."""
 
-    def _fetch(self) -> None:
+        def step(name: str, what: str, run: Callable[..., Any], *needs: str) -> Step:
+            return Step(name=name, what=what, run=run, needs=needs)
+
+        return [
+            step("fetch", "fetching the model", self._fetch),
+            step("libraries", "loading libraries", _import_libraries),
+            step("server", "loading the server", _import_server),
+            step("device", "opening the device", self._open_device, "libraries"),
+            step("hashing", "listing the model's files", _hash, "fetch"),
+            step("tokenizer", "loading the tokenizer", self._load_tokenizer, "fetch"),
+            step("digest", "hashing the model", _await_digest, "hashing"),
+            self._describe_seat(),
+            step("prepared", "looking for prepared weights", self._open_prepared, "digest", "seat"),
+            step("memory", "looking at the memory", _open_ledger, "device"),
+            step("weights", "loading weights", self._load_weights, "fetch", "device", "seat", "prepared", "memory"),
+            step("ends", "reading the end tokens", _observe_ends, "fetch", "tokenizer"),
+            step("grammars", "starting the grammar process", self._open_grammars, "tokenizer", "weights", "ends"),
+            step("client", "opening the KV client", self._open_client, "libraries"),
+            step("arena", "measuring activations", self._measure_arena, "weights", "memory"),
+            step(
+                *("engine", "allocating the KV cache", self._build_engine),
+                *("weights", "arena", "digest", "seat", "client", "ends", "memory"),
+            ),
+            step("warm_up", "warming up", _warm_up, "engine", "weights"),
+            step(
+                *("transport", "starting the KV transport", self._connect_transport),
+                *("engine", "client", "digest", "seat", "warm_up"),
+            ),
+            step(
+                *("worker", "building the application", self._build_worker),
+                *("engine", "weights", "tokenizer", "grammars", "ends", "client", "transport", "prepared", "memory"),
+                *("server", "warm_up"),
+            ),
+        ]
+
+    def settle(self, worker: Worker) -> None:
+        """Everything that stays is there."""
+        release_collector()
+        self._progress.be_ready()
+        _log_ready(worker, self._progress)
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def _fetch(self) -> Path:
         """The model's files, and the processes of the other ranks, which load from them."""
         from tandem_worker.model.sources.resolve import resolve_model
 
-        self._enter("fetching the model")
-        self._path = resolve_model(self._config.model, self._pod.token, self._runtime.files)
+        path = resolve_model(self._config.model, self._pod.token, self._runtime.files)
         if self._group is not None:
-            self._group.start(self._path)
+            self._group.start(path)
+        return path
 
-    def _load(self) -> CausalLM:
-        """Tokenizer, this rank's weights, grammars; the files are hashed meanwhile."""
-        self._enter("loading libraries")
+    def _open_device(self, _: None) -> torch.device:
+        from tandem_worker.host.devices import resolve_device
+
+        return resolve_device(self._config.device)
+
+    def _describe_seat(self) -> Step:
+        """Without other ranks it needs nothing: prepared weights are read then while torch is imported."""
+        if self._group is None:
+            return Step(name="seat", what="taking a seat alone", run=lambda: None)
+        return Step(name="seat", what="waiting for the group", run=self._take_seat, needs=("fetch", "device"))
+
+    def _take_seat(self, path: Path, device: torch.device) -> GroupSeat:
+        from tandem_worker.host.devices import resolve_dtype
+
+        assert self._group is not None
+        return self._group.form(path, device, resolve_dtype(self._config.dtype))
+
+    def _open_prepared(self, digest: str, seat: GroupSeat | None) -> PreparedWeights:
+        """What an earlier start made of these weights for this rank, being read from here on."""
+        from tandem_worker.model.prepared.weights import open_prepared_weights
+
+        share = None if seat is None else seat.context.share
+        facts = {"device": self._config.device, "dtype": self._config.dtype, "share": share}
+        return open_prepared_weights(self._store, digest, facts)
+
+    def _load_tokenizer(self, path: Path) -> Any:
+        from tandem_worker.model.tokenizer import load_tokenizer
+
+        return load_tokenizer(path, self._store)
+
+    def _load_weights(
+        self,
+        path: Path,
+        device: torch.device,
+        seat: GroupSeat | None,
+        prepared: PreparedWeights,
+        memory: MemoryLedger,
+    ) -> CausalLM:
+        """This rank's share."""
+        from tandem_worker.host.devices import resolve_dtype
         from tandem_worker.model.load import load_model
-        from tandem_worker.model.sources.digest import ModelDigest
-        from tandem_worker.model.tokenizer import leave_torch_out, load_tokenizer
+        from tandem_worker.model.weighing import count_weight_bytes
         from tandem_worker.parallel.context import SINGLE
 
-        config, path = self._config, self._path
-        device = self._device = resolve_device(config.device)
-        self._memory = MemoryLedger(on_gpu=device.type == "cuda")
-        hashing = ModelDigest(path)
-        self._enter("loading the tokenizer")
-        leave_torch_out()
-        self._tokenizer = load_tokenizer(path)
-        self._seat = None
-        if self._group is not None:
-            self._enter("waiting for the group")
-            self._seat = self._group.form(path, device, resolve_dtype(config.dtype))
-        self._enter("loading weights")
-        self._before = self._memory.observe()
-        context = SINGLE if self._seat is None else self._seat.context
-        model = load_model(path, device=device, dtype=resolve_dtype(config.dtype), context=context)
-        self._memory.by_kind["weights"] = max(0, self._memory.observe() - self._before)
-        self._end_tokens = observe_end_tokens(path, self._tokenizer)
-        self._grammars = _open_grammars(self._tokenizer, model, config, self._end_tokens)
-        self._enter("hashing the model")
-        self._digest = hashing.result()
+        context, dtype = SINGLE if seat is None else seat.context, resolve_dtype(self._config.dtype)
+        model = load_model(path, device=device, dtype=dtype, context=context, prepared=prepared)
+        memory.by_kind["weights"] = count_weight_bytes(model)
         return model
 
-    def _start_engine(self, model: CausalLM) -> tuple[EngineCore, TcpPrefillClient | None, DeltaHub]:
-        """Warm, and delivering to the hub."""
+    def _open_grammars(self, tokenizer: Any, model: CausalLM, ends: frozenset[int]) -> GrammarCompiler:
+        """Where answers are generated its process is there before the first request is."""
+        from tandem_worker.server.structured.compiler import GrammarCompiler
+
+        grammars = GrammarCompiler(tokenizer, model.vocab_size, ends)
+        if model.embedding is None and self._config.role is not Role.PREFILL:
+            grammars.start()
+        return grammars
+
+    def _open_client(self, _: None) -> TcpPrefillClient | None:
+        from tandem_worker.transfer.decode.client import TcpPrefillClient
+
+        if self._config.role is not Role.DECODE:
+            return None
+        return TcpPrefillClient(verify=self._config.kv.verify, ring=self._runtime.peers, vitals=self._runtime.vitals)
+
+    def _measure_arena(self, model: CausalLM, memory: MemoryLedger) -> int | None:
+        """Bytes for activations. In a group all ranks would have to compute at once, so it is not done there."""
+        from tandem_worker.engine.execute.arena import measure_arena
+
+        if self._group is not None:
+            return None
+        limits = self._config.scheduler
+        memory.by_kind["arena"] = measure_arena(
+            model,
+            max_batch_tokens=limits.max_batch_tokens,
+            max_rows=limits.max_running_requests,
+            block_size=self._config.kv.block_size,
+        )
+        return memory.by_kind["arena"]
+
+    def _build_engine(
+        self,
+        model: CausalLM,
+        arena: int | None,
+        digest: str,
+        seat: GroupSeat | None,
+        client: TcpPrefillClient | None,
+        end_tokens: frozenset[int],
+        memory: MemoryLedger,
+    ) -> tuple[EngineCore, Ends]:
         from tandem_worker.engine.build import build_engine
 
-        config, memory, ranks = self._config, self._memory, self._seat
-        arena = None if ranks is not None else _measure_arena(model, config, self._progress, memory)
-        self._enter("allocating the KV cache")
-        ends, client = Ends(), _open_client(config, self._runtime)
+        ends = Ends()
         engine = build_engine(
             model,
-            config,
+            self._config,
             ends.deliver,
             client,
-            eos_token_ids=self._end_tokens,
-            model_digest=self._digest,
-            cuda_graphs=self._pod.cuda_graphs and ranks is None,
+            eos_token_ids=end_tokens,
+            model_digest=digest,
+            cuda_graphs=self._pod.cuda_graphs and seat is None,
             arena_bytes=arena,
-            ranks=ranks,
+            ranks=seat,
             vitals=self._runtime.vitals,
         )
         cache = engine.kv_cache
         memory.by_kind["kv"] = cache.num_blocks * cache.spec.bytes_per_block
         memory.by_kind["graphs"] = engine.graph_bytes
-        memory.by_kind["other"] = memory.observe_other(self._before)
-        self._enter("warming up")
-        on_gpu = self._device.type == "cuda"
-        warm_up(engine, ends, plan_warm_up(engine.max_model_len, model.embedding, on_gpu=on_gpu))
-        engine.begin_measuring()
-        hub = DeltaHub()
-        engine.deliver_to(hub.deliver)
-        return engine, client, hub
+        return engine, ends
 
-    def _build_app(self, model: CausalLM, engine: EngineCore, hub: DeltaHub, figures: Figures) -> ASGIApp:
+    def _connect_transport(
+        self,
+        built: tuple[EngineCore, Ends],
+        client: TcpPrefillClient | None,
+        digest: str,
+        seat: GroupSeat | None,
+        _: None,
+    ) -> TcpPrefillServer | None:
+        return _connect_transport(built[0], client, self._config, self._pod, self._runtime, digest, seat)
+
+    def _build_worker(
+        self,
+        built: tuple[EngineCore, Ends],
+        model: CausalLM,
+        tokenizer: Any,
+        grammars: GrammarCompiler,
+        end_tokens: frozenset[int],
+        client: TcpPrefillClient | None,
+        server: TcpPrefillServer | None,
+        prepared: PreparedWeights,
+        memory: MemoryLedger,
+        *_: None,
+    ) -> Worker:
+        from tandem_worker.engine.execute.pages import BlockPages
+
+        engine, hub = built[0], DeltaHub()
+        engine.begin_measuring()
+        engine.deliver_to(hub.deliver)
+        memory.by_kind["other"] = memory.observe_other()
+        pages = BlockPages(engine.kv_cache, lambda: engine.stats().kv_blocks_touched)
+        figures = Figures(
+            self._config,
+            self._pod,
+            engine,
+            transport=server or client,
+            grammars=grammars,
+            draining=lambda: self._switches.draining,
+            gpu=open_gpu_reader(model.device),
+            memory_bytes=lambda: memory.by_kind | {"kv_resident": pages.resident_bytes},
+            start_seconds=self._progress.seconds,
+            refusals=self._refusals,
+            spans=self._runtime.tracer.counts,
+            files=self._runtime.files,
+        )
+        return Worker(
+            config=self._config,
+            app=self._build_app(model, engine, hub, figures, tokenizer, grammars, end_tokens),
+            figures=figures,
+            engine=engine,
+            pages=pages,
+            prepared=prepared,
+            hub=hub,
+            prefill_server=server,
+            prefill_client=client,
+            grammars=grammars,
+            group=self._group,
+        )
+
+    def _build_app(
+        self,
+        model: CausalLM,
+        engine: EngineCore,
+        hub: DeltaHub,
+        figures: Figures,
+        tokenizer: Any,
+        grammars: GrammarCompiler,
+        end_tokens: frozenset[int],
+    ) -> ASGIApp:
         from tandem_worker.server.app import build_app
 
         return build_app(
             engine,
-            self._tokenizer,
+            tokenizer,
             self._config,
             hub=hub,
             pod_name=self._pod.pod,
@@ -190,59 +327,53 @@ class _Start:
             draining=lambda: self._switches.draining,
             max_model_len=engine.max_model_len,
             vocab_size=model.vocab_size,
-            eos_token_ids=self._end_tokens,
+            eos_token_ids=end_tokens,
             embedding=model.embedding,
             observer=figures.observe_request,
             preparation=figures.preparation,
-            grammars=self._grammars,
+            grammars=grammars,
             tracer=self._runtime.tracer,
         )
 
 
-def _settle(progress: StartProgress) -> None:
-    """Everything that stays is there."""
-    # A full collection looks at every object there is, 0.3 s for those of the libraries alone, and all streams wait.
-    gc.collect()
-    gc.freeze()
-    # The collector looks at old objects again when a quarter as many have become old since: a quarter of what is left
-    # now, not of what has just been frozen. Ended connections are cycles that hold what they had read.
-    gc.collect()
-    progress.enter("ready")
+def _import_libraries() -> None:
+    """Torch and what is built on it: the longest step on a CPU, and one that holds the interpreter's lock."""
+    import tandem_worker.engine.build
+    import tandem_worker.engine.execute.arena
+    import tandem_worker.model.load  # noqa: F401
 
 
-def _open_grammars(
-    tokenizer: Any, model: CausalLM, config: WorkerConfig, end_tokens: frozenset[int]
-) -> GrammarCompiler:
-    """Where answers are generated its process is there before the first request is."""
-    from tandem_worker.server.structured.compiler import GrammarCompiler
-
-    grammars = GrammarCompiler(tokenizer, model.vocab_size, end_tokens)
-    if model.embedding is None and config.role is not Role.PREFILL:
-        grammars.start()
-    return grammars
+def _import_server() -> None:
+    """What answers requests and moves blocks, while others wait for files."""
+    import tandem_worker.server.app
+    import tandem_worker.server.structured.compiler  # noqa: F401
 
 
-def _open_client(config: WorkerConfig, runtime: Runtime) -> TcpPrefillClient | None:
-    from tandem_worker.transfer.decode.client import TcpPrefillClient
+def _hash(path: Path) -> ModelDigest:
+    """Hashing goes on, on threads of its own, beside reading: both read the same pages of the same files."""
+    from tandem_worker.model.sources.digest import ModelDigest
 
-    if config.role is not Role.DECODE:
-        return None
-    return TcpPrefillClient(verify=config.kv.verify, ring=runtime.peers, vitals=runtime.vitals)
+    return ModelDigest(path)
 
 
-def _measure_arena(model: CausalLM, config: WorkerConfig, progress: StartProgress, memory: MemoryLedger) -> int:
-    """Bytes for activations. In a group all ranks would have to compute at once, so it is not done there."""
-    from tandem_worker.engine.execute.arena import measure_arena
+def _await_digest(hashing: ModelDigest) -> str:
+    return hashing.result()
 
-    progress.enter("measuring activations")
-    limits = config.scheduler
-    memory.by_kind["arena"] = measure_arena(
-        model,
-        max_batch_tokens=limits.max_batch_tokens,
-        max_rows=limits.max_running_requests,
-        block_size=config.kv.block_size,
-    )
-    return memory.by_kind["arena"]
+
+def _open_ledger(device: torch.device) -> MemoryLedger:
+    return MemoryLedger(on_gpu=device.type == "cuda")
+
+
+def _observe_ends(path: Path, tokenizer: Any) -> frozenset[int]:
+    from tandem_worker.process.end_tokens import observe_end_tokens
+
+    return observe_end_tokens(path, tokenizer)
+
+
+def _warm_up(built: tuple[EngineCore, Ends], model: CausalLM) -> None:
+    engine, ends = built
+    on_gpu = model.device.type == "cuda"
+    warm_up(engine, ends, plan_warm_up(engine.max_model_len, model.embedding, on_gpu=on_gpu))
 
 
 def _connect_transport(
@@ -289,19 +420,19 @@ def _connect_transport(
     return start_server(server, config.kv.port)
 
 
-def _log_ready(
-    config: WorkerConfig, model: CausalLM, engine: EngineCore, progress: StartProgress, memory: MemoryLedger
-) -> None:
-    gib = {f"{kind}_gib": round(size / 2**30, 3) for kind, size in memory.by_kind.items()}
+def _log_ready(worker: Worker, progress: StartProgress) -> None:
+    engine, config = worker.engine, worker.config
+    gib = {f"{kind}_gib": round(size / 2**30, 3) for kind, size in worker.figures.memory_bytes().items()}
     logger.info(
         "serving %s",
         config.served_name,
         extra={
-            "device": str(model.device),
-            "dtype": str(model.dtype).removeprefix("torch."),
+            "device": str(engine.kv_cache.layers[0].device),
+            "dtype": str(engine.kv_cache.spec.dtype).removeprefix("torch."),
             "kv_blocks": engine.kv_cache.num_blocks,
             "max_model_len": engine.max_model_len,
             "memory": gib | {"peak_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 3)},
-            "seconds": progress.seconds | {"total": round(sum(progress.seconds.values()), 3)},
+            "seconds": {name: round(seconds, 3) for name, seconds in progress.seconds().items()},
+            "steps": progress.describe(),
         },
     )

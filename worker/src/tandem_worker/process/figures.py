@@ -46,14 +46,17 @@ class Figures:
         grammars: GrammarCompiler,
         draining: Callable[[], bool],
         gpu: GpuReader,
-        memory_bytes: Mapping[str, int],
+        memory_bytes: Callable[[], Mapping[str, int]],
+        start_seconds: Callable[[], Mapping[str, float]],
         refusals: Mapping[str, Refusals],
         spans: Mapping[str, int],
         files: FileExchange | None = None,
     ) -> None:
         self._facts = WorkerFacts(model_name=config.model_name, role=config.role, revision=config.revision, pod=pod.pod)
         self._engine, self._transport, self._draining, self._gpu = engine, transport, draining, gpu
-        self._memory_bytes, self._refusals = memory_bytes, refusals
+        self.memory_bytes = memory_bytes
+        """What the process's memory, or the device's, holds now."""
+        self._start_seconds, self._refusals = start_seconds, refusals
         self._grammars = grammars
         self._spans, self._files = spans, files
         self._requests = RequestMetrics()
@@ -63,7 +66,8 @@ class Figures:
         return build_telemetry(self._facts, self._sample())
 
     def metrics_text(self) -> str:
-        return build_metrics_text(self._facts, self._sample(), self._requests, self._memory_bytes, self.preparation)
+        sizes, start = self.memory_bytes(), self._start_seconds()
+        return build_metrics_text(self._facts, self._sample(), self._requests, sizes, start, self.preparation)
 
     def observe_request(self, outcome: RequestOutcome) -> None:
         """An answer that is sent in one piece ends as it begins."""

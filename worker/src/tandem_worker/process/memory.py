@@ -9,23 +9,15 @@ from pathlib import Path
 
 @dataclass(slots=True)
 class MemoryLedger:
-    """Bytes by what they hold: what the process, or on a GPU the device, grew by in each phase."""
+    """Bytes by what they hold. `kv` is reserved: on a CPU it takes memory as blocks are used."""
 
     on_gpu: bool
     by_kind: dict[str, int] = field(default_factory=dict)
 
-    def observe(self) -> int:
-        """Bytes held now: allocated by torch on the GPU, or resident memory of the process."""
-        if self.on_gpu:
-            import torch
-
-            return torch.cuda.memory_allocated()
-        return _resident_bytes()
-
-    def observe_other(self, before: int) -> int:
-        """What neither tensors nor graphs take: `before` loading, or on a GPU the driver's and the libraries' share."""
+    def observe_other(self) -> int:
+        """What is held and no other kind's: of the process, or on a GPU the driver's and the libraries' share."""
         if not self.on_gpu:
-            return before
+            return max(0, _resident_bytes() - self.by_kind.get("weights", 0))
         import torch
 
         free, total = torch.cuda.mem_get_info()

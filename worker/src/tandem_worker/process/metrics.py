@@ -91,6 +91,7 @@ def build_metrics_text(
     sample: WorkerSample,
     requests: RequestMetrics,
     memory_bytes: Mapping[str, int],
+    start_seconds: Mapping[str, float],
     preparation: PreparationCounts,
 ) -> str:
     """Prometheus text. What cannot be measured is left out."""
@@ -119,8 +120,14 @@ def build_metrics_text(
     _add_files(out, sample.files)
     out.gauges(
         Metric.WORKER_MEMORY_BYTES,
-        "Memory after start-up, by what it holds; `arena` is what activations take at their most.",
+        "Memory by what it holds; `arena` is what activations take at their most, `kv` what is reserved for blocks and "
+        "`kv_resident` what those that were used take of it.",
         [({"kind": kind}, size) for kind, size in memory_bytes.items()],
+    )
+    out.gauges(
+        Metric.WORKER_START_SECONDS,
+        "What each step of this process's start took; `total` from exec until it was ready. Steps run at once.",
+        [({"step": step}, round(seconds, 3)) for step, seconds in start_seconds.items()],
     )
     out.gauge(Metric.WORKER_DRAINING, "1 while the worker takes no new requests.", int(sample.draining))
     return out.text()

@@ -1,30 +1,104 @@
-"""How far a start has come."""
+"""How far a start has come, and what it took."""
 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+
+from tandem_worker.process.graph import Step
 
 logger = logging.getLogger(__name__)
 
+READY = "ready"
+
+
+@dataclass(slots=True, kw_only=True)
+class StepRecord:
+    """What one step took. Seconds since the process was started."""
+
+    began: float
+    ended: float | None = None
+    """None while it runs."""
+    cpu: float = 0.0
+    """Processor time of the step's own thread."""
+    waited_for: str | None = None
+    """The step whose end let this one begin; None: it waited for nothing."""
+
+    @property
+    def seconds(self) -> float:
+        """How long it took; 0 while it runs."""
+        return 0.0 if self.ended is None else self.ended - self.began
+
 
 class StartProgress:
-    """Which phase the start is in, and how long each one took. Written by the building thread, read by probes."""
+    """What the start is doing, and what each step took. Written by the building thread, read by probes and metrics."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, age: float = 0.0) -> None:
+        """`age`: seconds since the process was started (`observe_age`)."""
         self._clock = clock
+        self._started = clock() - age
+        self._running: dict[str, str] = {}
         self.phase = "starting"
-        self.seconds: dict[str, float] = {}
-        self._since = clock()
+        """What is being waited for, to go on from "it is still"."""
+        self.steps: dict[str, StepRecord] = {"process": StepRecord(began=0.0, ended=age)}
+        """In the order in which they began. `process` is what came before the first: interpreter, imports, ports."""
+        self.total: float | None = None
+        """Seconds from the process's start until it was ready; None until then."""
 
-    def enter(self, phase: str) -> None:
-        """End the present phase, note how many seconds it took, and begin this one."""
-        now = self._clock()
-        self.seconds[self.phase] = round(now - self._since, 3)
-        self.phase, self._since = phase, now
-        logger.info("%s", phase)
+    def begin(self, step: Step, waited_for: str | None) -> None:
+        """A step begins now."""
+        logger.info("%s", step.what)
+        self.steps[step.name] = StepRecord(began=self._now(), waited_for=waited_for)
+        self._running[step.name] = step.what
+        self._tell()
+
+    def end(self, step: Step, cpu_seconds: float) -> None:
+        """A step has ended, well or not."""
+        record = self.steps[step.name]
+        record.ended, record.cpu = self._now(), cpu_seconds
+        del self._running[step.name]
+        self._tell()
+
+    def be_ready(self) -> None:
+        """Nothing is waited for any more."""
+        self.total = self._now()
+        self.phase = READY
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds by step, and `total`, once it is ready."""
+        return {name: record.seconds for name, record in list(self.steps.items())} | {"total": self.total or 0.0}
+
+    def describe(self) -> dict[str, dict[str, float | str | None]]:
+        """For the log: of every step when it began and ended, its processor time and what it waited for."""
+        return {
+            name: {
+                "began": round(record.began, 3),
+                "ended": None if record.ended is None else round(record.ended, 3),
+                "cpu": round(record.cpu, 3),
+                "waited_for": record.waited_for,
+            }
+            for name, record in self.steps.items()
+        }
+
+    def _now(self) -> float:
+        return self._clock() - self._started
+
+    def _tell(self) -> None:
+        if self._running:
+            self.phase = ", ".join(self._running.values())
+
+
+def observe_age(stat: Path = Path("/proc/self/stat"), uptime: Path = Path("/proc/uptime")) -> float:
+    """Seconds since this process was started, exec included; 0 where the system does not tell."""
+    try:
+        began = int(stat.read_text().rsplit(")", 1)[1].split()[19]) / os.sysconf("SC_CLK_TCK")
+        return max(0.0, float(uptime.read_text().split()[0]) - began)
+    except (OSError, ValueError, IndexError):
+        return 0.0
 
 
 @dataclass(slots=True, kw_only=True)

@@ -24,7 +24,7 @@ from tandem_worker.host.errors import StartupError
 from tandem_worker.host.runtime import Runtime
 from tandem_worker.process.build import build_worker
 from tandem_worker.process.figures import Refusals
-from tandem_worker.process.progress import StartProgress, Switches
+from tandem_worker.process.progress import StartProgress, Switches, observe_age
 from tandem_worker.process.staging import StagedApp
 from tandem_worker.process.watchdog import StepWatchdog
 from tandem_worker.process.worker import Worker
@@ -66,7 +66,7 @@ class ServingProcess:
         self._pod = pod
         self._place = place
         self._runtime = runtime
-        self._progress = StartProgress()
+        self._progress = StartProgress(age=observe_age())
         self._switches = Switches()
         self._stop = asyncio.Event()
         self._lost: Loss | None = None
@@ -102,6 +102,7 @@ class ServingProcess:
             self._runtime.files.watch(lambda: not worker.idle)
         following = asyncio.create_task(self._follow(worker))
         self._switches.ready = True
+        worker.begin_background(self._runtime.vitals)
         await self._stop.wait()
         following.cancel()
         if link is not None:

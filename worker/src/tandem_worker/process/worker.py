@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tandem_api.launch import WorkerConfig
 
 from tandem_worker.engine.errors import GroupLostError
+from tandem_worker.host.environment import dies_with_container
 from tandem_worker.process.figures import Figures
 from tandem_worker.server.deltas import DeltaHub
 
@@ -17,7 +19,10 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from tandem_worker.engine.core import EngineCore
+    from tandem_worker.engine.execute.pages import BlockPages
     from tandem_worker.group.pods.leading import LeadingPod
+    from tandem_worker.host.vitals import Vitals
+    from tandem_worker.model.prepared.weights import PreparedWeights
     from tandem_worker.server.structured.compiler import GrammarCompiler
     from tandem_worker.transfer.decode.client import TcpPrefillClient
     from tandem_worker.transfer.prefill.server import TcpPrefillServer
@@ -32,6 +37,8 @@ class Worker:
     """The inference API."""
     figures: Figures
     engine: EngineCore
+    pages: BlockPages
+    prepared: PreparedWeights
     hub: DeltaHub
     prefill_server: TcpPrefillServer | None
     prefill_client: TcpPrefillClient | None
@@ -42,6 +49,12 @@ class Worker:
     def idle(self) -> bool:
         """Whether the engine has no request and nobody waits for an answer: there is nothing left to drain."""
         return self.engine.idle and self.hub.num_open == 0
+
+    def begin_background(self, vitals: Vitals) -> None:
+        """What nobody waits for: memory for blocks to come, and a copy of the weights where a next start finds it."""
+        self.pages.start(vitals)
+        if not dies_with_container(Path(self.config.model.cache_dir).absolute()):
+            vitals.start_thread("save-weights", self.prepared.save)
 
     def drain(self) -> None:
         """Take no new requests and no new orders of other workers; those inside go on."""
@@ -55,6 +68,7 @@ class Worker:
             self.prefill_server.close()
         if self.prefill_client is not None:
             self.prefill_client.close()
+        self.pages.stop()
         self.engine.stop(timeout=5.0)
         self.grammars.close()
         if self.group is not None:

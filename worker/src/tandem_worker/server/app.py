@@ -298,7 +298,7 @@ def describe_tokenizer(model: ServedModel) -> dict[str, object]:
     """What clients that render or score by themselves ask for, under the names of tokenizer_config.json."""
     tokenizer = model.tokenizer
     return {
-        "tokenizer_class": type(tokenizer).__name__,
+        "tokenizer_class": tokenizer.settings.class_name,
         "model_max_length": model.max_model_len,
         "vocab_size": model.vocab_size,
         "bos_token": tokenizer.bos_token,

@@ -23,11 +23,18 @@ class BlockManager:
         self.cache = PrefixCache(num_blocks)
         self._holders = array("i", bytes(4 * num_blocks))
         self._free = array("i", range(num_blocks - 1, 0, -1))
+        self._num_fresh = len(self._free)
+        """Blocks at the bottom of the free ones that were never given out: those that come back lie on top of them."""
 
     @property
     def num_available(self) -> int:
         """Blocks that `allocate` can hand out."""
         return len(self._free) + self.cache.num_idle
+
+    @property
+    def num_touched(self) -> int:
+        """Blocks that may have been written, block 0 included. The first so many: new ones are given out in order."""
+        return self.num_blocks + 1 - self._num_fresh
 
     @property
     def num_held(self) -> int:
@@ -81,6 +88,7 @@ class BlockManager:
             assert holders[block] == 0, f"block {block} is held"
             holders[block] = 1
             blocks.append(block)
+        self._num_fresh = min(self._num_fresh, len(free))
         return blocks
 
     def replace_shared(self, block: int) -> int:

@@ -198,7 +198,7 @@ class FileExchange:
 def plan_exchange(config: WorkerConfig, ring: Callable[[], KeyRing], vitals: Vitals) -> FileExchange | None:
     """This process's exchange; None where there is nothing to exchange, or a person does not want it."""
     sharing = config.model.sharing
-    if not sharing.enabled or not config.model.uri.startswith("hf://"):
+    if sharing is None or not sharing.enabled or not config.model.uri.startswith("hf://"):
         return None
     services = sharing.peers
     if services is None:

@@ -33,4 +33,4 @@ def load_lm_head(build: Build, shape: tuple[int, int], *, tied: torch.Tensor | N
     if build.context.tp_size > 1:
         share = -(-shape[0] // build.context.tp_size)
         weight = functional.pad(weight, (0, 0, 0, share - weight.shape[0]))
-    return LMHead(build.backend.head(weight), shape[0], build.context.tp)
+    return LMHead(build.backend.head(build.loader.lay_out("the output matrix", weight)), shape[0], build.context.tp)

@@ -9,6 +9,7 @@ from enum import StrEnum
 import torch
 
 from tandem_worker.model.attention import AttentionBackend
+from tandem_worker.model.checkpoint.stored import Packer
 from tandem_worker.model.layers.attention import SelfAttention
 from tandem_worker.model.layers.linear import HeadLinear, Linear
 from tandem_worker.model.layers.mlp import GatedMLP
@@ -46,3 +47,5 @@ class Backend:
     dtype: torch.dtype | None = None
     """The one element type it computes in; None: any."""
     layer: type[PreNormLayer] = PreNormLayer
+    packer: Callable[[], Packer] | None = None
+    """Makes matrices as they are multiplied from what the checkpoint stores; None: layers pack them."""

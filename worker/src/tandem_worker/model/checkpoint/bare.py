@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from tandem_worker.model.checkpoint.contract import Slice, WeightSource
+from tandem_worker.model.checkpoint.stored import Stored
 
 _ROOT = "model."
 
@@ -28,6 +29,9 @@ class BareSource:
 
     def dtype(self, name: str) -> torch.dtype:
         return self._source.dtype(name.removeprefix(_ROOT))
+
+    def stored(self, name: str) -> Stored | None:
+        return self._source.stored(name.removeprefix(_ROOT))
 
     def read(self, name: str, part: Slice | None = None) -> torch.Tensor:
         return self._source.read(name.removeprefix(_ROOT), part)

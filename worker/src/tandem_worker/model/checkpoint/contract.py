@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     import torch
 
+    from tandem_worker.model.checkpoint.stored import Stored
+
 
 @dataclass(frozen=True, slots=True)
 class Slice:
@@ -38,6 +40,10 @@ class WeightSource(Protocol):
 
     def dtype(self, name: str) -> torch.dtype:
         """Element type that `read` returns."""
+        ...
+
+    def stored(self, name: str) -> Stored | None:
+        """The tensor as it lies there, for kernels that widen it themselves; None where it is no matrix that does."""
         ...
 
     def read(self, name: str, part: Slice | None = None) -> torch.Tensor:

@@ -17,6 +17,7 @@ import torch
 
 from tandem_worker.host.errors import StartupError
 from tandem_worker.model.checkpoint.contract import Slice
+from tandem_worker.model.checkpoint.stored import Stored
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType, GGUFReader, ReaderTensor
@@ -94,6 +95,7 @@ class GGUFSource:
 
     def __init__(self, path: Path, reader: GGUFReader, metadata: dict[str, Any]) -> None:
         self._path = path
+        self._swapped = reader.byte_order != "I"
         architecture = metadata.get("general.architecture")
         self._permuted = architecture == "llama"
         self._num_heads = metadata.get(f"{architecture}.attention.head_count", 1)
@@ -119,6 +121,23 @@ class GGUFSource:
     def dtype(self, name: str) -> torch.dtype:
         types = {"F16": torch.float16, "BF16": torch.bfloat16}
         return types.get(self._tensors[name].tensor_type.name, torch.float32)
+
+    def stored(self, name: str) -> Stored | None:
+        shape, data = self.shape(name), self._tensors[name].data
+        if len(shape) != 2 or self._swapped or not data.flags.c_contiguous:
+            return None
+        heads = self._permuted_heads(name)
+        if heads and shape[0] % (2 * heads):
+            return None
+        return Stored(
+            address=data.ctypes.data,
+            kind=self._tensors[name].tensor_type.value,
+            rows=shape[0],
+            columns=shape[1],
+            num_bytes=data.nbytes,
+            half=shape[0] // heads // 2 if heads else 0,
+            owner=data,
+        )
 
     def read(self, name: str, part: Slice | None = None) -> torch.Tensor:
         tensor = self._tensors[name]

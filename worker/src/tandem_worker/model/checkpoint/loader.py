@@ -5,19 +5,24 @@ Each tensor is copied once, from the mapped file into its final place, so peak m
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from tandem_worker.host.errors import StartupError
 from tandem_worker.model.checkpoint.contract import Slice, WeightSource
 from tandem_worker.model.checkpoint.quantized import DequantizedSource
+from tandem_worker.model.checkpoint.stored import PackedWeight, Packer, StoredPart
+from tandem_worker.model.prepared.weights import PreparedWeights
 
 if TYPE_CHECKING:
     from tandem_worker.kernels.quantized import Weight
+
+Made = TypeVar("Made", torch.Tensor, torch.Tensor | None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +66,14 @@ class WeightLoader:
         device: torch.device,
         keeps_packed: bool,
         prefix: str = "",
+        packer: Packer | None = None,
+        prepared: PreparedWeights | None = None,
     ) -> None:
-        """`keeps_packed`: quantized matrices stay as they are where there is a form that kernels multiply."""
+        """`keeps_packed`: quantized matrices stay as they are where there is a form that kernels multiply.
+
+        `packer` makes matrices of bfloat16 on the CPU, where there are kernels for that; `prepared` has what it made at
+        an earlier start, or keeps it for the next.
+        """
         self.source = source
         self.dtype = dtype
         self.device = device
@@ -70,6 +81,8 @@ class WeightLoader:
         """Matrices of a quantized checkpoint by the form they are kept in."""
         self._keeps_packed = keeps_packed and isinstance(source, DequantizedSource)
         self._prefix = prefix
+        self._packer = packer
+        self._prepared = prepared if packer is not None else None
 
     def has(self, name: str) -> bool:
         """Whether the checkpoint has a tensor of this name."""
@@ -83,17 +96,32 @@ class WeightLoader:
 
     def stack(self, parts: Sequence[Part], *, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Tensors one after another along their first axis."""
-        shapes = [part.local_shape for part in parts]
-        rows = sum(shape[0] for shape in shapes)
-        result = torch.empty((rows, *shapes[0][1:]), dtype=dtype or self.dtype, device=self.device)
+        chosen = dtype or self.dtype
+        shape = _stacked_shape(parts)
+        return self._once(_key("plain", parts), shape, chosen, lambda: self._stack(parts, shape, chosen))
+
+    def _stack(self, parts: Sequence[Part], shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        stored = self._stored(parts)
+        if self._packer is not None and stored is not None and dtype == torch.bfloat16:
+            widened = self._packer.widen(stored)
+            if widened is not None:
+                return widened
+        result = torch.empty(shape, dtype=dtype, device=self.device)
         start = 0
-        for part, shape in zip(parts, shapes, strict=True):
-            result[start : start + shape[0]].copy_(self.read(part))
-            start += shape[0]
+        for part in parts:
+            rows = part.local_shape[0]
+            result[start : start + rows].copy_(self.read(part))
+            start += rows
         return result
 
-    def matrix(self, parts: Sequence[Part]) -> Weight:
+    def matrix(self, parts: Sequence[Part]) -> Weight | PackedWeight:
         """As `stack`, for a matrix that is only multiplied with: packed where backend and layout allow."""
+        packer, stored = self._packer, self._stored(parts)
+        if packer is not None and stored is not None:
+            shape = _stacked_shape(parts)
+            made = self._pack(_key("packed", parts), shape, lambda: packer.pack(stored))
+            if made is not None:
+                return made
         packed = None
         if self._keeps_packed:
             from tandem_worker.model.checkpoint.packing import concatenate
@@ -101,6 +129,47 @@ class WeightLoader:
             packed = concatenate([self.packed(part) for part in parts])
             self.forms["plain" if packed is None else type(packed).__name__] += 1
         return self.stack(parts) if packed is None else self.move(packed)
+
+    def lay_out(self, name: str, weight: torch.Tensor) -> torch.Tensor | PackedWeight:
+        """The matrix `weight` `[N, K]`, which belongs to `name`, for a product: packed where the backend does that."""
+        packer = self._packer
+        if packer is None:
+            return weight
+        made = self._pack(f"laid out {name}", tuple(weight.shape), lambda: packer.lay_out(weight))
+        return weight if made is None else made
+
+    def _stored(self, parts: Sequence[Part]) -> list[StoredPart] | None:
+        """Parts as they lie in the checkpoint, where kernels may take all of them from there."""
+        if self._packer is None or self.dtype != torch.bfloat16:
+            return None
+        found = [(self.source.stored(self._find(part)), part.piece) for part in parts]
+        return [StoredPart(stored, piece) for stored, piece in found if stored] if all(s for s, _ in found) else None
+
+    def _pack(self, key: str, shape: tuple[int, ...], make: Callable[[], torch.Tensor | None]) -> PackedWeight | None:
+        """What `make` packs, or the prepared copy of it; None where it cannot be packed."""
+        assert self._packer is not None
+        rows, columns = shape
+        elements = self._packer.packed_elements(rows, columns)
+        memory = None if elements is None else self._once(key, (elements,), torch.bfloat16, make)
+        return None if memory is None else PackedWeight((rows, columns), memory)
+
+    def _once(
+        self, key: str, shape: tuple[int, ...], dtype: torch.dtype, make: Callable[[], Made]
+    ) -> torch.Tensor | Made:
+        """The prepared copy of what `key` names, or what `make` does, which the next start may have a copy of."""
+        size = math.prod(shape) * dtype.itemsize
+        if self._prepared is None or not size:
+            return make()
+        key = f"{key} {dtype} {list(shape)}"
+        found = self._prepared.take(key, size)
+        if found is not None:
+            memory, start = found
+            return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape), offset=start).view(shape)
+        made = make()
+        if made is not None:
+            assert (made.is_contiguous(), made.nbytes) == (True, size)
+            self._prepared.put(key, made.data_ptr(), size, made)
+        return made
 
     def packed(self, part: Part) -> Weight | None:
         """A quantized matrix as kernels multiply it, `[N, K]`, in host memory; None where it has no such form.
@@ -144,3 +213,19 @@ class WeightLoader:
                 "config.json and weights belong to different models.",
             )
         return name
+
+
+def _stacked_shape(parts: Sequence[Part]) -> tuple[int, ...]:
+    shapes = [part.local_shape for part in parts]
+    return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+
+def _key(layout: str, parts: Sequence[Part]) -> str:
+    """Everything that decides what comes of `parts`, the checkpoint and the element type apart."""
+    return " ".join([layout, *(_describe(part) for part in parts)])
+
+
+def _describe(part: Part) -> str:
+    piece = part.piece
+    taken = "" if piece is None else f"[{piece.dim}:{piece.start}:{piece.stop}]"
+    return f"{part.name}{list(part.shape)}{taken}".replace(" ", "")

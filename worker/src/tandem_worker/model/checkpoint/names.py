@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from tandem_worker.model.checkpoint.contract import Slice, WeightSource
+from tandem_worker.model.checkpoint.stored import Stored
 
 
 class NameRecorder:
@@ -30,6 +31,10 @@ class NameRecorder:
 
     def dtype(self, name: str) -> torch.dtype:
         return self._source.dtype(name)
+
+    def stored(self, name: str) -> Stored | None:
+        del name  # there is no content
+        return None
 
     def read(self, name: str, part: Slice | None = None) -> torch.Tensor:
         self.taken.add(name)

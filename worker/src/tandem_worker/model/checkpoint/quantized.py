@@ -15,6 +15,7 @@ from tandem_worker.host.errors import StartupError
 from tandem_worker.model.checkpoint import unpacking
 from tandem_worker.model.checkpoint.contract import Slice, WeightSource
 from tandem_worker.model.checkpoint.schemes import check_scheme
+from tandem_worker.model.checkpoint.stored import Stored
 
 if TYPE_CHECKING:
     from tandem_worker.kernels.quantized import Weight
@@ -92,6 +93,10 @@ class DequantizedSource:
         if name in self._source and self._source.dtype(name) not in _FLOAT8:
             return self._source.dtype(name)
         return torch.float32
+
+    def stored(self, name: str) -> Stored | None:
+        plain = name in self._source and f"{name}_blocks" not in self._source
+        return self._source.stored(name) if plain and self._source.dtype(name) not in _FLOAT8 else None
 
     def read(self, name: str, part: Slice | None = None) -> torch.Tensor:
         if f"{name}_blocks" in self._source:

@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from tandem_worker.host.errors import StartupError
 from tandem_worker.model.checkpoint.contract import Slice
+from tandem_worker.model.checkpoint.stored import BF16, F16, F32, Stored
 
 _DTYPES = {
     "F64": torch.float64,
@@ -27,6 +28,7 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+_STORED = {torch.float32: F32, torch.float16: F16, torch.bfloat16: BF16}
 
 
 class SafetensorsSource:
@@ -53,6 +55,16 @@ class SafetensorsSource:
         if code not in _DTYPES:
             raise StartupError("WeightsUnsupported", f"Tensor {name} has element type {code}, which cannot be loaded.")
         return _DTYPES[code]
+
+    def stored(self, name: str) -> Stored | None:
+        kind = _STORED.get(self.dtype(name))
+        shape = self.shape(name)
+        if kind is None or len(shape) != 2:
+            return None
+        value = self._handles[name].get_tensor(name)
+        return Stored(
+            address=value.data_ptr(), kind=kind, rows=shape[0], columns=shape[1], num_bytes=value.nbytes, owner=value
+        )
 
     def read(self, name: str, part: Slice | None = None) -> torch.Tensor:
         handle = self._handles[name]

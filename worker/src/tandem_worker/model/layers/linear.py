@@ -15,6 +15,7 @@ from tandem_worker.parallel.collectives import Collective
 
 if TYPE_CHECKING:
     from tandem_worker.kernels.quantized import Weight
+    from tandem_worker.model.checkpoint.stored import PackedWeight
 
 _PACK_ROWS = 64  # the layout that oneDNN picks for this many rows is the fastest for other counts too
 
@@ -52,15 +53,20 @@ class Linear:
 
     __slots__ = ("bias", "in_features", "out_features", "packed", "reduce", "weight")
 
-    def __init__(self, weight: Weight, bias: torch.Tensor | None = None, *, reduce: Collective | None = None) -> None:
-        assert isinstance(weight, torch.Tensor), "this backend multiplies plain weights"
+    def __init__(
+        self, weight: Weight | PackedWeight, bias: torch.Tensor | None = None, *, reduce: Collective | None = None
+    ) -> None:
         self.out_features, self.in_features = weight.shape
         self.reduce = reduce
         self.bias = None if reduce is not None and reduce.rank else bias
+        self.packed = False
+        self.weight: torch.Tensor = self._lay_out(weight)
+
+    def _lay_out(self, weight: Weight | PackedWeight) -> torch.Tensor:
+        """What is multiplied; sets `packed` where oneDNN does that."""
+        assert isinstance(weight, torch.Tensor), "this backend multiplies plain weights"
         self.packed = can_pack(weight)
-        self.weight: torch.Tensor = (
-            torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS) if self.packed else weight
-        )
+        return torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS) if self.packed else weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """`[T, K]` to `[T, N]` of the same type, summed over ranks where they hold slices of K."""
@@ -98,7 +104,8 @@ class HeadLinear:
 
     __slots__ = ("weight", "wide")
 
-    def __init__(self, weight: torch.Tensor) -> None:
+    def __init__(self, weight: torch.Tensor | PackedWeight) -> None:
+        assert isinstance(weight, torch.Tensor), "this backend multiplies plain weights"
         on_cpu = weight.device.type == "cpu"
         self.wide = Linear(weight.float()) if on_cpu else None
         self.weight = None if on_cpu else weight

@@ -20,6 +20,7 @@ from tandem_worker.parallel.collectives import Collective
 
 if TYPE_CHECKING:
     from tandem_worker.kernels.quantized import Weight
+    from tandem_worker.model.checkpoint.stored import PackedWeight
     from tandem_worker.model.layers.step import Step
 
 
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
 class ExpertWeights:
     """One expert: gate rows before up rows, `[2 I, hidden]`, and down `[hidden, I]`."""
 
-    gate_up: Weight
-    down: Weight
+    gate_up: Weight | PackedWeight
+    down: Weight | PackedWeight
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
 

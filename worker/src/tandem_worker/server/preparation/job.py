@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import gc
 import io
-import os
 import pickle
 import sys
 from collections.abc import Callable, Mapping
@@ -36,9 +35,6 @@ def pack_setup(tokenizer: Any, rules: PromptRules, bound: LengthBound | None) ->
 
 def setup(payload: bytes) -> Mapping[str, Callable[[bytes], bytes]]:
     """In the isolated process, once: the functions that jobs are forked to run, by kind of request."""
-    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
-    # transformers does without; it would take longer to load, and more memory, than all else here.
-    sys.modules["torch"] = None  # type: ignore[assignment]
     tokenizer, rules, bound = pickle.loads(payload)
     prompter = Prompter(tokenizer, rules.tools)
     preparer = Preparer(prompter, rules, bound)

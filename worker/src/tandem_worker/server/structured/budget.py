@@ -1,15 +1,17 @@
-"""What a grammar may cost the engine thread, where all streams of the worker wait for it.
+"""What a grammar may cost the engine thread at most, where all streams of the worker wait for it.
 
-Time is that of the thread's own computing, so that a busy machine ends nobody's request.
+What a step may compute is counted by the library (`proving.parser_limits`), the same on every machine. These seconds
+are ten times what that comes to: they end what the library counts wrongly, and decide over no grammar that works on a
+faster machine. They are of the thread's own computing, so that a busy machine ends nobody's request.
 """
 
 from __future__ import annotations
 
-TOKEN_SECONDS = 0.005
+TOKEN_SECONDS = 0.05
 """Masks and tokens of one request, on average over its answer; all choices together."""
-CREDIT_SECONDS = 0.15
+CREDIT_SECONDS = 1.5
 """More than the average that a request may take: the first masks of a grammar find most of its states."""
-STEP_SECONDS = 0.1
+STEP_SECONDS = 1.0
 """One mask or token of one choice."""
 
 

@@ -40,15 +40,17 @@ LEAST_BYTES = 256 << 10
 """A compiled grammar counts as at least this much: what it shares with freed memory is not seen as growth."""
 MAX_PENDING = 32
 """Grammars that may wait to be compiled."""
-REQUEST_SECONDS = 1.4
-"""For all grammars that one request needs compiled."""
+REQUEST_SECONDS = 10.0
+"""For all grammars that one request needs compiled, waiting included. Who waits longer is told to try again."""
 START_SECONDS = 60.0
 JOB_LIMITS = Limits(
     memory_bytes=128 << 20,
     stack_bytes=512 << 10,  # a quarter of the least that a thread of the worker has, which compiles it again
-    cpu_seconds=0.4,
+    cpu_seconds=2.0,
     answer_bytes=1 << 20,
 )
+"""Seconds decide over no grammar that a client may send: what `limits` and the library's own limits let through takes a
+tenth of that on a slow machine. They end what hangs."""
 WHITESPACE = r"(\x20|\n\x20{0,40})?"
 """White space between the tokens of JSON: a space, or a line break with an indent. Bounded, so that a weak model
 cannot spend its whole answer on it."""
@@ -197,7 +199,9 @@ class GrammarCompiler:
             proof = orjson.loads(confined.call_here("prove", grammar.encode(errors="replace"), seconds=seconds))
         except LimitError as error:
             if error.limit == "deadline":
-                raise GrammarError("it takes too long to compile") from error
+                raise GrammarUnavailableError(
+                    f"a grammar was not compiled within {REQUEST_SECONDS:g} s: try again"
+                ) from error
             return _Outcome(None, f"compiling it {error}", 0)
         except FunctionError as error:
             return _Outcome(None, f"it cannot be compiled: {error}", 0)

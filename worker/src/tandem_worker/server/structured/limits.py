@@ -1,22 +1,27 @@
 """How large a grammar may be, looked at before anything parses it: one pass that ends at the first limit.
 
-What passes here may still be hard to compile; a process of its own finds out (see `proving`). These limits keep the
-cost of getting there small, and give a client a number to write against.
+What passes here may still be too complex for the library's limits; a process of its own finds out (see `proving`).
+These limits keep the cost of getting there small, bound what the library does not count (see `work`), and give a client
+a number to write against.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from tandem_worker.server.structured.errors import GrammarError
+from tandem_worker.server.structured.work import SchemaWork
 
 _RULE = re.compile(
     r"^[ \t]*[?!]*[A-Za-z_][A-Za-z0-9_]*(?:\.[-0-9]+)?(?:\{[^}\n]*\})?(?:\[[^\]\n]*\])?[ \t]*:", re.MULTILINE
 )
 _OPTIONS = re.compile(r"%llguidance\b[ \t]*([^\n]*)")
+_EMBEDDED = re.compile(r"%json\s*(?=\{)")
+_JSON = json.JSONDecoder()
 
 
 TEXT_BYTES = 512 * 1024
@@ -73,6 +78,11 @@ class GrammarLimits:
 
     def check_schema(self, schema: object) -> None:
         """Raises GrammarError. Costs no more than the limits allow, however large the schema is."""
+        work = SchemaWork()
+        self._look_at(schema, work)
+        work.check()
+
+    def _look_at(self, schema: object, work: SchemaWork) -> None:
         num_values = num_bytes = 0
         level: list[Any] = [schema]
         for depth in range(self.depth + 1):
@@ -83,6 +93,7 @@ class GrammarLimits:
                     num_values += len(value)
                     self._check_values(num_values)
                     num_bytes += sum(map(len, value))
+                    work.see(value)
                     below.extend(value.values())
                 elif isinstance(value, list):
                     self._check_values(num_values + len(value))
@@ -130,8 +141,20 @@ class GrammarLimits:
         self._check_bytes(size, self.text_bytes, "all of it together")
 
     def check_text(self, text: str) -> None:
-        """Check the size of a grammar as it is compiled. Raises GrammarError."""
+        """Check a grammar as it is compiled, with all schemas inside. Raises GrammarError."""
         self._check_bytes(len(text), self.text_bytes, "all of it together")
+        work, place, num_broken = SchemaWork(), 0, 0
+        while begin := _EMBEDDED.search(text, place):
+            place = begin.end()
+            try:
+                schema, place = _JSON.raw_decode(text, place)
+            except (ValueError, RecursionError):  # in quotes it may be; else the library says what is wrong
+                num_broken += 1
+                if num_broken > self.depth:
+                    raise GrammarError("it has too many '%json' that no JSON follows") from None
+                continue
+            self._look_at(schema, work)
+        work.check()
 
     def _check_values(self, count: int) -> None:
         if count > self.values:

@@ -1,7 +1,7 @@
 """From conversations and texts to token ids, by the model's own template and tokenizer.
 
-Templates come with models, or with requests where that is allowed, and run in transformers' sandbox. What a template
-refuses is the client's error.
+Templates come with models, or with requests where that is allowed, and run in a sandbox. What a template refuses is the
+client's error.
 
 Everything here computes where it is called: `preparation` decides in which thread or process that is.
 """
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 
 from tandem_worker.engine.errors import RequestError
+from tandem_worker.model.tokenization.template import choose_template, render_chat
 from tandem_worker.server.openai.chat_request import ChatRequest
 from tandem_worker.server.tools.generic import describe_tools, write_calls
 from tandem_worker.server.tools.harmony import CHANNEL
@@ -33,14 +34,15 @@ class Prompter:
     """Renders and tokenizes. One per process; any thread. `tools` is how functions get into prompts."""
 
     def __init__(self, tokenizer: Any, tools: ToolForm = "Auto") -> None:
-        self._tokenizer = tokenizer
-        self._own: dict[str, str] = {}
-        """Names the template where it is not the tokenizer's."""
+        self._templates: str | Mapping[str, str] | None = tokenizer.chat_template
+        self._special_tokens: Mapping[str, str] = tokenizer.special_tokens_map
+        self._own: str | None = None
+        """The template where it is not the tokenizer's."""
         self._backend = tokenizer.backend_tokenizer
         # A checkpoint's own settings would cut long texts in silence.
         self._backend.no_truncation()
         self._backend.no_padding()
-        self.template = _template_source(tokenizer)
+        self.template = _template_source(self._templates)
         self.takes_tools = "tools" in self.template
         self._object_arguments = self.takes_tools and self._probe_object_arguments()
         self._harmony = CHANNEL in self.template
@@ -48,7 +50,7 @@ class Prompter:
 
     def of(self, request: ChatRequest) -> Prompter:
         """The one that renders this request: with the template that it brings, if it does. Raises RequestError."""
-        if request.chat_template is None or self._own:
+        if request.chat_template is None or self._own is not None:
             return self
         if self._harmony:
             raise RequestError(
@@ -57,7 +59,7 @@ class Prompter:
                 code="unsupported_parameter",
             )
         found = copy.copy(self)
-        found.template, found._own = request.chat_template, {"chat_template": request.chat_template}
+        found.template = found._own = request.chat_template
         found._object_arguments = True  # of earlier calls, as vLLM hands them over
         return found
 
@@ -90,7 +92,7 @@ class Prompter:
         messages, tools = request.messages, request.tools.tools
         if tools and self._tools == "Off":
             raise _refuse_tools("Tools are off for this model: remove 'tools'.")
-        if not self._own and (self._tools == "Generic" or not self.takes_tools):
+        if self._own is None and (self._tools == "Generic" or not self.takes_tools):
             messages = self._without_tools(request)
             tools = ()
         if request.documents is not None and "documents" not in self.template:
@@ -108,7 +110,7 @@ class Prompter:
                 **self._kwargs(request),
             )
         except Exception as error:
-            own = bool(self._own)  # a client's program may raise anything
+            own = self._own is not None  # a client's program may raise anything
             if isinstance(error, MemoryError | RecursionError) or not (own or isinstance(error, _REFUSALS)):
                 raise
             name, param = ("'chat_template'", "chat_template") if own else ("The model's chat template", "messages")
@@ -139,7 +141,8 @@ class Prompter:
         return describe_tools(messages, request.tools.tools, required=required)
 
     def _apply(self, messages: list[dict[str, Any]], **kwargs: Any) -> str:
-        return self._tokenizer.apply_chat_template(messages, tokenize=False, **kwargs, **self._own)
+        template = choose_template(self._templates, self._own, tools=kwargs.get("tools") is not None)
+        return render_chat(template, messages, **{**self._special_tokens, **kwargs})
 
     def _prepare(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Raises RequestError for what the template would leave out in silence."""
@@ -239,9 +242,8 @@ def _to_harmony(message: dict[str, Any], path: str) -> None:
         message["thinking"] = thinking
 
 
-def _template_source(tokenizer: Any) -> str:
+def _template_source(templates: str | Mapping[str, str] | None) -> str:
     """Source of the chat template; the tool-use one where a tokenizer has several."""
-    template = getattr(tokenizer, "chat_template", None) or ""
-    if isinstance(template, dict):
-        template = template.get("tool_use") or template.get("default") or ""
-    return template
+    if isinstance(templates, Mapping):
+        return templates.get("tool_use") or templates.get("default") or ""
+    return templates or ""

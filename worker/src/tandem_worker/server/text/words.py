@@ -36,7 +36,7 @@ def bad_words(options: CommonOptions, model: ServedModel) -> BadWords | None:
 
 
 def _decode(model: ServedModel, tokens: list[int]) -> str:
-    return model.tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+    return model.tokenizer.backend_tokenizer.decode(tokens, skip_special_tokens=False)
 
 
 def _encode(model: ServedModel, text: str) -> list[int]:

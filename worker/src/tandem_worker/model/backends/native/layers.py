@@ -5,21 +5,25 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
-from tandem_worker.kernels.quantized import Weight
 from tandem_worker.model.backends import native
 from tandem_worker.model.backends.contract import BackendName
 from tandem_worker.model.backends.native.attention import NativeAttention
+from tandem_worker.model.backends.native.packing import NativePacker, lay_out
 from tandem_worker.model.backends.torch.layers import TORCH
+from tandem_worker.model.checkpoint.stored import PackedWeight
 from tandem_worker.model.layers.attention import Rotate, SelfAttention
 from tandem_worker.model.layers.linear import HeadLinear, Linear
 from tandem_worker.model.layers.mlp import GatedMLP
 from tandem_worker.model.layers.moe import Experts
 from tandem_worker.model.layers.norm import RMSNorm
 from tandem_worker.model.layers.step import Step
-from tandem_worker.parallel.collectives import Collective
+
+if TYPE_CHECKING:
+    from tandem_worker.kernels.quantized import Weight  # its package brings Triton, a fifth of a second
 
 
 def most_rows(capabilities: Mapping[str, bool]) -> int:
@@ -28,18 +32,30 @@ def most_rows(capabilities: Mapping[str, bool]) -> int:
 
 
 MAX_ROWS = most_rows(torch.cpu.get_capabilities())
+_PACKS = sys.maxsize == MAX_ROWS
+"""Whether weights are packed here; else oneDNN, which multiplies some of them, packs all of them."""
 
 
 class NativeLinear(Linear):
-    """A product that reads oneDNN's packed weight itself."""
+    """A product of packed weights; where oneDNN multiplies many rows, the packing is its own, read here for few."""
 
     __slots__ = ("address",)
 
-    def __init__(self, weight: Weight, bias: torch.Tensor | None = None, *, reduce: Collective | None = None) -> None:
-        super().__init__(weight, bias, reduce=reduce)
-        assert isinstance(weight, torch.Tensor)
-        self.address = native.packed_address(self.weight, weight) if self.packed else None
-        """None where the layout is another one."""
+    address: int | None
+    """None where the layout is another one."""
+
+    def _lay_out(self, weight: Weight | PackedWeight) -> torch.Tensor:
+        if isinstance(weight, PackedWeight):
+            self.address = weight.memory.data_ptr()
+            return weight.memory
+        assert isinstance(weight, torch.Tensor), "this backend multiplies plain weights"
+        own = lay_out(weight) if _PACKS else None
+        if own is not None:
+            self.address = own.data_ptr()
+            return own
+        placed = super()._lay_out(weight)
+        self.address = native.packed_address(placed, weight) if self.packed else None
+        return placed
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         if self.address is None or x.shape[0] > MAX_ROWS:
@@ -57,7 +73,7 @@ class NativeHead(HeadLinear):
 
     __slots__ = ("linear",)
 
-    def __init__(self, weight: torch.Tensor) -> None:
+    def __init__(self, weight: torch.Tensor | PackedWeight) -> None:
         linear = NativeLinear(weight)
         self.linear = None if linear.address is None else linear
         if self.linear is None:
@@ -123,4 +139,5 @@ NATIVE = replace(
     self_attention=NativeSelfAttention,
     mlp=NativeMLP,
     experts=NativeExperts,
+    packer=NativePacker if _PACKS else None,
 )

@@ -29,6 +29,9 @@ _SIGNATURES: dict[str, list[type]] = {
     ],
     "tandem_attention": [_Address],
     "tandem_use_threads": [_Index],
+    "tandem_format": [_Index, _Address],
+    "tandem_pack": [_Address, _Index, _Index, _Address],
+    "tandem_widen": [_Address, _Index, _Index, _Address],
 }
 
 
@@ -53,19 +56,20 @@ def find_obstacle() -> str | None:
     if not LIBRARY.exists():
         return f"{LIBRARY.name} is not built: `make setup` does it, or `make` in {LIBRARY.parent}."
     try:
-        _load()
+        load_library()
     except (OSError, AttributeError) as error:  # the latter: built from other sources
         return f"{LIBRARY.name} cannot be loaded: {error}."
     return None
 
 
 @lru_cache(maxsize=1)
-def _load() -> ctypes.CDLL:
-    """Raises OSError, and AttributeError when it lacks a kernel."""
+def load_library() -> ctypes.CDLL:
+    """The library with its kernels declared. Raises OSError, and AttributeError when it lacks a kernel."""
     library = ctypes.CDLL(str(LIBRARY))
     for name, arguments in _SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, None
+    library.tandem_format.restype = _Index
     library.tandem_use_threads(torch.get_num_threads())
     return library
 
@@ -76,7 +80,7 @@ def use_threads(count: int) -> None:
     They are the kernels' own: a region of OpenMP waits for all its threads, and on a core that other processes want
     too, one may be away for milliseconds.
     """
-    _load().tandem_use_threads(count)
+    load_library().tandem_use_threads(count)
 
 
 def packed_address(packed: torch.Tensor, weight: torch.Tensor) -> int | None:
@@ -121,11 +125,11 @@ def linear(
     out = x.new_empty(rows, out_features, dtype=dtype)
     if dtype == torch.float32:
         assert residual is None
-        _load().tandem_linear_float32(
+        load_library().tandem_linear_float32(
             weight, out_features, inner, x.data_ptr(), x.stride(0), rows, _at(bias), out.data_ptr()
         )
         return out
-    _load().tandem_linear(
+    load_library().tandem_linear(
         weight, out_features, inner, x.data_ptr(), x.stride(0), rows, _at(bias), _at(residual), out.data_ptr()
     )
     return out
@@ -135,7 +139,7 @@ def gate_up_silu(weight: int, width: int, x: torch.Tensor, bias: torch.Tensor | 
     """`silu(x Wg^T + bg) * (x Wu^T + bu)`, `[T, width]`; `width` is a multiple of `COLUMNS`, gate comes first."""
     rows, inner = x.shape
     out = x.new_empty(rows, width)
-    _load().tandem_gate_up_silu(weight, width, inner, x.data_ptr(), x.stride(0), rows, _at(bias), out.data_ptr())
+    load_library().tandem_gate_up_silu(weight, width, inner, x.data_ptr(), x.stride(0), rows, _at(bias), out.data_ptr())
     return out
 
 
@@ -143,7 +147,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.
     """`x / rms(x) * weight` for `[T, D]`."""
     rows, width = x.shape
     out = x.new_empty(rows, width)
-    _load().tandem_rms_norm(x.data_ptr(), x.stride(0), rows, width, _at(weight), eps, out.data_ptr())
+    load_library().tandem_rms_norm(x.data_ptr(), x.stride(0), rows, width, _at(weight), eps, out.data_ptr())
     return out
 
 
@@ -151,7 +155,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """`silu(gate) * up` for contiguous `[T, 2I]`, gate first."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, width)
-    _load().tandem_silu_mul(gate_up.data_ptr(), rows, width, out.data_ptr())
+    load_library().tandem_silu_mul(gate_up.data_ptr(), rows, width, out.data_ptr())
     return out
 
 
@@ -171,7 +175,7 @@ def place_heads(
     """
     _, _, num_kv_heads, block_size, width = kv_layer.shape
     query_norm, key_norm, eps = norms or (None, None, 0.0)
-    _load().tandem_place_heads(
+    load_library().tandem_place_heads(
         heads.data_ptr(),
         heads.shape[0],
         num_heads,
@@ -231,5 +235,5 @@ class AttentionStep:
         call = self._call
         call.q, call.q_stride, call.out, call.layer = q.data_ptr(), q.stride(0), out.data_ptr(), kv_layer.data_ptr()
         call.sinks = _at(sinks)
-        _load().tandem_attention(self._reference)
+        load_library().tandem_attention(self._reference)
         return out

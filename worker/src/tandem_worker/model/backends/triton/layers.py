@@ -16,6 +16,7 @@ from tandem_worker import kernels
 from tandem_worker.kernels.quantized import Weight, WeightStack
 from tandem_worker.model.backends.contract import Backend, BackendName
 from tandem_worker.model.backends.triton.attention import TritonAttention, TritonStepAttention
+from tandem_worker.model.checkpoint.stored import PackedWeight
 from tandem_worker.model.layers.attention import Rotate, SelfAttention
 from tandem_worker.model.layers.linear import HeadLinear, Linear, float32_product
 from tandem_worker.model.layers.mlp import GatedMLP
@@ -161,6 +162,8 @@ class TritonExperts(Experts):
         gate_up, down = WeightStack(num_local), WeightStack(num_local)
         gate_up_bias, down_bias = WeightStack(num_local), WeightStack(num_local)
         for weight in weights:
+            assert not isinstance(weight.gate_up, PackedWeight), "those are the CPU kernels'"
+            assert not isinstance(weight.down, PackedWeight), "those are the CPU kernels'"
             gate_up.append(weight.gate_up)
             down.append(weight.down)
             if weight.gate_up_bias is not None:

@@ -1,0 +1,186 @@
+"""Stands for kubelets and gateways: makes pods ready some time after they were made, and answers `/fleet`."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from datetime import UTC, datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from kubernetes import client
+from tandem_api import names
+from tandem_api.fleet import FLEET_PATH, WAITING_PATH
+
+from e2e.suite.fleet import Kubernetes, Object
+
+BAD = "bad"
+"""Pods with an image whose name begins so are never ready."""
+
+
+class Nodes:
+    """Works through all pods several times a second, in a thread, and remembers the fewest that were ready."""
+
+    def __init__(self, kubernetes: Kubernetes, *, load_seconds: float = 1.0) -> None:
+        self.load_seconds = load_seconds
+        self.pods: dict[tuple[str, str], Object] = {}
+        self._kubernetes = kubernetes
+        self._made: dict[str, float] = {}
+        self._gateways: dict[str, tuple[str, ThreadingHTTPServer]] = {}
+        self._lowest: Counter[tuple[str, str]] = Counter()
+        self._watched: set[tuple[str, str]] = set()
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Nodes:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._ends.set()
+        self._thread.join()
+        for _, server in self._gateways.values():
+            server.shutdown()
+            server.server_close()
+
+    def ready(self, namespace: str, workload: str) -> list[Object]:
+        """Pods of a StatefulSet that serve."""
+        return [p for p in self.of(namespace, workload) if _is_true(p, "Ready") and not _leaves(p)]
+
+    def of(self, namespace: str, workload: str) -> list[Object]:
+        prefix = f"{workload}-"
+        return [p for (space, name), p in list(self.pods.items()) if space == namespace and name.startswith(prefix)]
+
+    def lowest(self, namespace: str, workload: str, during: Callable[[], None]) -> int:
+        """The fewest ready pods of a StatefulSet while something is done."""
+        key = (namespace, workload)
+        self._lowest[key] = len(self.ready(namespace, workload))
+        self._watched.add(key)
+        try:
+            during()
+        finally:
+            self._watched.discard(key)
+        return self._lowest[key]
+
+    def _run(self) -> None:
+        while not self._ends.wait(0.1):
+            try:
+                items = self._kubernetes.request("GET", "/api/v1/pods")["items"]
+                self.pods = {(p["metadata"]["namespace"], p["metadata"]["name"]): p for p in items}
+                for namespace, workload in list(self._watched):
+                    found = len(self.ready(namespace, workload))
+                    self._lowest[namespace, workload] = min(found, self._lowest[namespace, workload])
+                for pod in items:
+                    self._treat(pod)
+            except client.ApiException:
+                continue  # it was changed or has gone meanwhile
+
+    def _treat(self, pod: Object) -> None:
+        metadata, now = pod["metadata"], time.monotonic()
+        path = f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}"
+        if _leaves(pod):
+            body = {"gracePeriodSeconds": 0, "preconditions": {"uid": metadata["uid"]}}
+            self._kubernetes.request("DELETE", path, body)
+            return
+        born = self._made.setdefault(metadata["uid"], now)
+        bad = any(container["image"].startswith(BAD) for container in pod["spec"]["containers"])
+        if bad or now - born < self.load_seconds:
+            return
+        gates = [gate["conditionType"] for gate in pod["spec"].get("readinessGates", [])]
+        ready = all(_is_true(pod, gate) for gate in gates)
+        if _is_true(pod, "ContainersReady") and _is_true(pod, "Ready") == ready:
+            return
+        self._kubernetes.request(
+            "PATCH", f"{path}/status", {"status": self._status(pod, ready)}, "application/strategic-merge-patch+json"
+        )
+
+    def _status(self, pod: Object, ready: bool) -> Object:
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        address = self._address(pod)
+        said = {"PodScheduled": True, "ContainersReady": True, "Ready": ready}
+        conditions = [
+            {"type": name, "status": str(holds), "lastTransitionTime": now} | ({} if holds else {"reason": _WAITS})
+            for name, holds in said.items()
+        ]
+        containers = [
+            {
+                "name": container["name"], "image": container["image"], "imageID": "x", "ready": True, "started": True,
+                "restartCount": 0, "state": {"running": {"startedAt": now}},
+            }
+            for container in pod["spec"]["containers"]
+        ]  # fmt: skip
+        return {
+            "phase": "Running", "podIP": address, "podIPs": [{"ip": address}], "conditions": conditions,
+            "containerStatuses": containers,
+        }  # fmt: skip
+
+    def _address(self, pod: Object) -> str:
+        """Each gateway has a loopback address of its own, and answers there."""
+        if _component(pod) != "gateway":
+            return "127.0.0.1"
+        uid = pod["metadata"]["uid"]
+        if uid not in self._gateways:
+            address = f"127.77.{len(self._gateways) // 250}.{len(self._gateways) % 250 + 1}"
+            server = ThreadingHTTPServer((address, names.GATEWAY_METRICS_PORT), self._handler(pod))
+            server.daemon_threads = True
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            self._gateways[uid] = address, server
+        return self._gateways[uid][0]
+
+    def _handler(self, gateway: Object) -> type[BaseHTTPRequestHandler]:
+        nodes, started = self, time.time()
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                if self.path == WAITING_PATH:
+                    nodes._ends.wait(5.0)
+                known = self.path in (FLEET_PATH, WAITING_PATH)
+                body = json.dumps(nodes._report(gateway, started)).encode() if known else b"{}"
+                self.send_response(200 if known else 404)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: Any) -> None:
+                """Nothing."""
+
+        return Handler
+
+    def _report(self, gateway: Object, started: float) -> Object:
+        metadata = gateway["metadata"]
+        model = metadata["labels"][names.LABEL_MODEL]
+        workers = [
+            {
+                "name": p["metadata"]["name"], "address": f"{p['status']['podIP']}:8000",
+                "role": p["metadata"]["labels"][names.LABEL_ROLE],
+                "revision": p["metadata"]["labels"].get(names.LABEL_REVISION, ""), "state": "Admitted",
+            }
+            for p in list(self.pods.values())
+            if p["metadata"]["namespace"] == metadata["namespace"]
+            and p["metadata"]["labels"].get(names.LABEL_MODEL) == model
+            and _component(p) in ("prefill", "decode")
+            and _is_true(p, "ContainersReady")
+        ]  # fmt: skip
+        return {"gateway": metadata["name"], "startedAt": started, "at": time.time(), "workers": workers}
+
+
+_WAITS = "ReadinessGatesNotReady"
+
+
+def _component(pod: Object) -> str | None:
+    return pod["metadata"].get("labels", {}).get("app.kubernetes.io/component")
+
+
+def _leaves(pod: Object) -> bool:
+    return "deletionTimestamp" in pod["metadata"]
+
+
+def _is_true(pod: Object, kind: str) -> bool:
+    conditions = pod.get("status", {}).get("conditions", [])
+    return any(each["type"] == kind and each["status"] == "True" for each in conditions)

@@ -1,0 +1,63 @@
+"""What the gate leaves to `make test-full`, and why: each is a sweep, or shows again what a cheaper test shows.
+
+Tests by the beginning of their name. `conftest.py` gives them the marker `full`; `docs/test_gate.py` fails for a line
+that no test has. Sweeps that were made for the full run carry the marker themselves. CPU seconds are of one core.
+"""
+
+from __future__ import annotations
+
+FULL: dict[str, str] = {
+    "tests/bench/test_autoscaling.py::test_a_ramp_is_attained_with_fewer_gpus_than_a_static_fleet":
+        "7 s: a figure of the benchmark; the planner's own tests and the replay's stay",
+    "tests/bench/test_autoscaling.py::test_replicas_that_do_both_attain_a_ramp_with_fewer_gpus_than_a_static_fleet":
+        "7 s: as the one above, for the other kind of fleet",
+    "tests/bench/gpu/test_parts.py::test_failing_tests_are_named_and_run_again_with_blocking_launches":
+        "3 s: a tool for machines with a GPU; its other parts stay",
+    "tests/bench/gpu/test_parts.py::test_tests_that_all_skip_themselves_are_wrong_on_a_gpu":
+        "3 s: as the one above",
+    "tests/bench/gpu/test_dry_run.py::test_variants_and_tools":
+        "3 s: as the one above",
+    "tests/tandem_gateway/test_unbroken_responses.py::test_responses_outlive_their_workers_and_are_kept_as_seen[Native]":
+        "5 s and its workers' 20: responses over HTTP and chats over native links stay",
+    "tests/tandem_operator/test_course.py::test_random_histories[1]":
+        "2 s: the smallest and the last shape of a fleet stay",
+    "tests/tandem_operator/test_course.py::test_random_histories[2]": "3 s: as the one above",
+    "tests/tandem_operator/test_course.py::test_random_histories[3]": "2 s: as the one above",
+    "tests/tandem_operator/test_course.py::test_random_histories[4]": "3 s: as the one above",
+    **{
+        "tests/tandem_operator/test_partners.py::test_a_role_that_is_added_or_removed_costs_no_more_than_the_promise"
+        f"[{budget}-{shape}]": "1 s each: every budget and every shape stays once, their product goes"
+        for budget, kept in (("0-VLLM", "1-1"), ("1-Tandem", "1-3"), ("2-VLLM", "2-4"), ("3-Tandem", "3-2"))
+        for shape in ("1-1", "1-3", "2-4", "3-2")
+        if shape != kept
+    },
+    "tests/tandem_sim/test_cli.py::test_it_finds_the_smallest_fleet_that_attains":
+        "4 s: the search is tested by itself in test_capacity.py",
+    "tests/tandem_sim/test_baselines.py::test_in_the_simulator_it_follows_a_jump_and_comes_back":
+        "2 s: a baseline of the benchmark",
+    "tests/tandem_worker/host/test_environment.py::test_compiled_products_take_bounded_memory":
+        "5 s: hundreds of shapes; that the bound is set is tested by itself",
+    "tests/tandem_worker/kernels/test_compiles_for_hopper.py::test_matrix_kernels[mla_decode_attention of one rank's":
+        "3 s: the same kernel for fewer heads",
+    "tests/tandem_worker/kernels/test_compiles_for_hopper.py::test_matrix_kernels[paged_decode_attention with window":
+        "1 s: the same kernel with options, which the interpreter runs",
+    "tests/tandem_worker/kernels/test_compiles_for_hopper.py::test_matrix_kernels[small_batch_linear of logits]":
+        "1 s: the same kernel for another shape",
+    "tests/tandem_worker/kernels/on_device/test_sampling.py::test_equals_are_ranked_by_id[1]":
+        "3 s in the interpreter: the same with another seed",
+    "tests/tandem_worker/kernels/on_device/test_sampling.py::test_draws_among_equals_reach_the_lowest_ids_alone[50-1.0":
+        "1 s in the interpreter: the other case stays",
+    "tests/tandem_worker/model/backends/test_backends_interpreted.py::test_models_agree_in_the_interpreter[qwen3_moe_int4":
+        "7 s: one model stays; each of its kernels is run by test_interpreter.py",
+    "tests/tandem_worker/process/test_telemetry.py::test_the_velocity_is_that_of_busy_time_and_survives_idle_time":
+        "20 s of a worker under load: the engine's own tests of its velocity stay",
+    "tests/tandem_worker/process/test_watchdog.py::test_a_step_timeout_of_zero_lets_steps_hang":
+        "6 s: a start from nothing for a limit that is switched off; a step that hangs and a slow one stay",
+    "tests/tandem_worker/server/test_request_templates.py::test_templates_hold_up_nobody_but_each_other[large]":
+        "6 s: small ones stay",
+}  # fmt: skip
+
+
+def reason_of(nodeid: str) -> str | None:
+    """Why a test is left to the full run; None where it is of the gate."""
+    return next((reason for name, reason in FULL.items() if nodeid.startswith(name)), None)

@@ -1,0 +1,70 @@
+"""Matrices as they lie in a checkpoint's file, for kernels that take them from there in one pass, and their results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from tandem_worker.model.checkpoint.contract import Slice
+
+F32, F16, BF16 = 0, 1, 30
+"""GGML's numbers of the plain types."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """A matrix `[rows, columns]` in a file that is mapped, or in memory."""
+
+    address: int
+    """Of the first row; the others follow without gaps."""
+    kind: int
+    """GGML's number of the type."""
+    rows: int
+    columns: int
+    num_bytes: int
+    half: int = 0
+    """Rows of half a head where both halves are stored interleaved, as in Llama's query and key projections."""
+    owner: object
+    """What the memory lives as long as."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPart:
+    """What is taken of a stored matrix; None for all."""
+
+    matrix: Stored
+    piece: Slice | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedWeight:
+    """A bfloat16 matrix in the layout that the CPU kernels multiply, `[N / 64][K / 2][64][2]`."""
+
+    shape: tuple[int, int]
+    """`(N, K)`."""
+    memory: torch.Tensor
+    """Flat; N is padded to a multiple of 64 with zeros."""
+
+
+class Packer(Protocol):
+    """Kernels that make matrices of a model from stored ones; None where they cannot, and another way must be gone."""
+
+    def pack(self, parts: Sequence[StoredPart]) -> torch.Tensor | None:
+        """Parts below each other, as the memory of a `PackedWeight`."""
+        ...
+
+    def widen(self, parts: Sequence[StoredPart]) -> torch.Tensor | None:
+        """Parts below each other, as plain bfloat16 rows `[N, K]`."""
+        ...
+
+    def lay_out(self, weight: torch.Tensor) -> torch.Tensor | None:
+        """A plain bfloat16 matrix `[N, K]`, as the memory of a `PackedWeight`."""
+        ...
+
+    def packed_elements(self, rows: int, columns: int) -> int | None:
+        """Elements of that memory; None where a matrix of this shape cannot be packed."""
+        ...
