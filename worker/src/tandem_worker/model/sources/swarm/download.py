@@ -124,6 +124,7 @@ class SharedDownload:
             with self._changed:
                 self._over = True
                 self._changed.notify_all()
+            self._parts.close()
 
     def _resume(self) -> Share:
         """What an earlier process has left. Raises OSError."""

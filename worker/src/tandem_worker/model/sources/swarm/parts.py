@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,6 +32,8 @@ class PartFiles:
         self._home.mkdir(exist_ok=True)
         self._fds: dict[int, tuple[int, int]] = {}
         """Descriptors of a file's bytes and of its sums."""
+        self._lock = threading.Lock()
+        self._writers, self._closed = 0, False
 
     def target(self, file: int) -> Path:
         """Where the file will be."""
@@ -55,7 +58,19 @@ class PartFiles:
                     yield index, known
 
     def write(self, index: int, data: memoryview | bytes | bytearray, digest: bytes) -> None:
-        """Raises OSError."""
+        """Nothing after `close`. Raises OSError."""
+        with self._lock:
+            if self._closed:
+                return
+            self._writers += 1
+        try:
+            self._write(index, data, digest)
+        finally:
+            with self._lock:
+                self._writers -= 1
+                self._close_unused()
+
+    def _write(self, index: int, data: memoryview | bytes | bytearray, digest: bytes) -> None:
         chunk = self._layout.chunk(index)
         fd, sums = self._fds[chunk.file]
         view, offset = memoryview(data), chunk.offset
@@ -65,11 +80,17 @@ class PartFiles:
         os.pwrite(sums, digest, (index - self._layout.chunks_of(chunk.file).start) * _SUM_BYTES)
 
     def close(self) -> None:
-        """Write no more."""
-        for pair in self._fds.values():
-            for fd in pair:
-                os.close(fd)
-        self._fds.clear()
+        """Write no more. Descriptors that a thread writes to are closed when it is done: their numbers may go to others."""
+        with self._lock:
+            self._closed = True
+            self._close_unused()
+
+    def _close_unused(self) -> None:
+        if self._closed and not self._writers:
+            for pair in self._fds.values():
+                for fd in pair:
+                    os.close(fd)
+            self._fds.clear()
 
     def _sums_path(self, file: int) -> Path:
         return self._home / f"{_name(self._layout, file)}.sums"
