@@ -23,6 +23,7 @@ MB = 1_000_000
 MODEL_BYTES = 16 * MB
 HUB_RATE = 6 * MB
 STARTER = """
+from xxhash import xxh3_128_digest
 import functools, json, logging, os, sys, threading, time
 from tandem_api.keys import KeyRing
 from tandem_api.launch import FileSharing, ModelSource
@@ -40,11 +41,12 @@ if vice:
         if vice == "stall":
             time.sleep(60)
         got = answer(self, share, index)
-        if not got.size or vice != "lie":
+        if not got.size or vice == "stall":
             return got
         data = bytearray(os.pread(got.fd, got.size, got.offset))
         data[len(data) // 2] ^= 1
-        return files.Answer(files.Header(source=self.id, sum=got.header.sum), bytes(data))
+        told = got.header.sum if vice == "lie" else xxh3_128_digest(data).hex()
+        return files.Answer(files.Header(source=self.id, sum=told), bytes(data))
     files.FileExchange._answer_chunk = spoil
 ring = KeyRing(primary="a", keys={"a": bytes.fromhex(key)})
 sharing = FileSharing(enabled=True, port=port, peers=peers)
@@ -161,8 +163,10 @@ def test_four_starters_ask_the_hub_for_little_more_than_one_model(fleet: Fleet) 
     assert all(received["peer"] > 0 for received in got)
 
 
-def test_a_source_that_lies_is_never_believed_and_is_dropped(fleet: Fleet) -> None:
-    fleet.start(0, "lie")
+@pytest.mark.parametrize("vice", ["lie", "forge"])
+def test_a_source_that_lies_is_never_believed_and_is_dropped(fleet: Fleet, vice: str) -> None:
+    """`forge`: the sums that it tells fit its wrong bytes; the file's digest does not."""
+    fleet.start(0, vice)
     fleet.finish(0)
     fleet.start(1)
     _, faults = fleet.finish(1)

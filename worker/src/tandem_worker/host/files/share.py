@@ -66,6 +66,7 @@ class Share:
 
     @property
     def in_flight(self) -> list[int]:
+        """What this process is getting from the hub, as much of it as one answer may name."""
         return sorted(self._in_flight)[:MAX_IN_FLIGHT]
 
     def news(self, since: int) -> tuple[int, list[tuple[int, bytes]]]:

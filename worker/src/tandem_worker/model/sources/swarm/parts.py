@@ -80,7 +80,7 @@ class PartFiles:
         os.pwrite(sums, digest, (index - self._layout.chunks_of(chunk.file).start) * _SUM_BYTES)
 
     def close(self) -> None:
-        """Write no more. Descriptors that a thread writes to are closed when it is done: their numbers may go to others."""
+        """Write no more. Descriptors are closed when no thread writes to them: their numbers may go to others."""
         with self._lock:
             self._closed = True
             self._close_unused()

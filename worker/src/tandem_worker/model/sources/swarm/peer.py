@@ -48,6 +48,7 @@ class PeerLink:
         self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def close(self) -> None:
+        """End the connection."""
         self._sock.close()
 
     def news(self) -> tuple[Header, list[tuple[int, bytes]]]:
