@@ -3,7 +3,8 @@
     python -m tests.shares [--make MAKE]
 
 A share is what a part may take on two idle cores with caches. Machines differ and caches may be cold, so a part fails
-beyond three times its share; `TANDEM_SHARE_FACTOR` is another factor, and 0 only tells. What each run took is kept in `.cache/gate.jsonl`.
+beyond three times its share; `TANDEM_SHARE_FACTOR` is another factor, and 0 only tells. What each run took is kept in
+`.cache/gate.jsonl`.
 """
 
 from __future__ import annotations

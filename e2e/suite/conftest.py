@@ -127,13 +127,11 @@ def say(record_property: Callable[[str, object], None]) -> Say:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    reports = [report for found in terminalreporter.stats.values() for report in found if hasattr(report, "nodeid")]
+    # What is deselected is told as tests, not as reports.
+    told = terminalreporter.stats.values()
+    reports = [report for found in told for report in found if isinstance(report, pytest.TestReport)]
     lines = [
-        text
-        for report in reports
-        if getattr(report, "when", "") == "call"
-        for name, text in report.user_properties
-        if name == _SAID
+        text for report in reports if report.when == "call" for name, text in report.user_properties if name == _SAID
     ]
     if terminalreporter.config.option.durations is not None:
         lines += _durations(reports)

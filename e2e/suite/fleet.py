@@ -6,6 +6,7 @@ Nothing here sleeps for a guessed time: `until` polls a condition and, when it n
 from __future__ import annotations
 
 import json
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ import httpx
 import openai
 from kubernetes import client, config
 from tandem_api.names import WORKER_METRICS_PORT
+
+from e2e.cluster.errors import CommandFailed
 
 Object = dict[str, Any]
 Say = Callable[[str], None]
@@ -214,7 +217,11 @@ class Fleet:
 
     def send_signal(self, pod: str, name: str) -> None:
         """To every process of a worker, in a pod whose containers share their processes."""
-        self.run_python(pod, "worker", _SIGNAL, name)
+        try:
+            self.run_python(pod, "worker", _SIGNAL, name)
+        except CommandFailed as error:
+            if name != "SIGKILL" or error.code != 128 + signal.SIGKILL:  # the container's end takes the sender along
+                raise
 
     def telemetry(self, pod: str) -> Object:
         """The worker's own figures, read through the API server so that it works on any cluster."""

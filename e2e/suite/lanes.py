@@ -22,14 +22,15 @@ from xdist.scheduler import LoadScopeScheduling
 
 SHARED = ("staged", "pair", "untouched", "main")
 """Fixtures of fleets that tests share; a test that has several belongs to the first."""
-SHARED_FILES = {"test_admission": "admission", "test_manifests": "admission"}
-"""Files whose tests are one group: they change the same policy, or are so short that a lane each would not pay."""
+SHARED_FILES = {"test_admission": "admission", "test_manifests": "admission", "test_other_writers": "other writers"}
+"""Files whose tests are one group: they change the same policy, are so short that a lane each would not pay, or have an
+API server of their own with its ports."""
 FIRST = (
     "main", "test_roles_follow_their_targets_apart", "staged", "untouched", "test_a_branch_that_moves", "pair",
     "test_a_canary_is_promoted_and_undone", "test_a_rename_under_load", "test_a_model_sleeps_and_wakes",
     "test_each_fault_is_named",
     "test_workers_that_do_both", "test_a_step_that_hangs", "test_prefill_is_added", "test_a_pair_is_replaced",
-    "test_a_secret_that_is_broken", "test_three_ranks",
+    "test_a_secret_that_is_broken", "test_three_ranks", "other writers",
 )  # fmt: skip
 LAST = ("admission", "test_chart", "test_dashboard")
 """Short ones, which even out the lanes' ends."""
@@ -89,5 +90,5 @@ class Scheduling(LoadScopeScheduling):
 
 def find_stale(names: Sequence[str]) -> list[str]:
     """Entries of the tables above that mean none of these tests, whose names are given without parameters."""
-    wanted = {*FIRST, *DISTURBING} - set(SHARED)
+    wanted = {*FIRST, *DISTURBING} - {*SHARED, *SHARED_FILES.values()}
     return sorted(entry for entry in wanted if not any(name.startswith(entry) for name in names))

@@ -180,7 +180,7 @@ def test_workers_that_do_both_follow_demand_as_far_as_the_quota_goes(fleet: Flee
                 assert "Limited by the namespace's GPU quota: 1 of 2" in told, told
                 return told
 
-            say(f"scaling within a quota: {until('the quota to limit it', is_limited, within=120, every=1.0)}")
+            say(f"scaling within a quota: {until('the quota to limit it', is_limited, within=240, every=1.0)}")
             assert count(fleet, "decode") == 1
             set_quota(fleet, 2)
             fleet.wait_role(MODEL, "unified", 2, within=120)

@@ -59,7 +59,16 @@ def test_following_waits_for_the_turn() -> None:
 
 def test_what_the_spec_names_is_nobody_elses_business() -> None:
     found = planned(model(engine={"image": "own:1"}, gateway={"image": "own:2"}))
-    assert (found.status, found.condition) == (None, [])
+    assert (found.status, found.condition) == (ImagesStatus(engine="Tandem"), [])
+
+
+def test_an_image_that_the_spec_no_longer_names_is_not_kept() -> None:
+    """A wrong image that is taken out of the spec again must not be found in what runs."""
+    named = planned(model(None, engine={"image": "wrong:1"}, gateway={"image": "wrong:2"}), RELEASE)
+    running = settled(blueprint(engine={"image": "wrong:1"}, gateway={"image": "wrong:2"}))
+    found = planned(model(named.status), RELEASE, live=running)
+    assert (found.worker, found.gateway, found.condition) == (RELEASE.worker_image, RELEASE.gateway_image, [])
+    assert found.status == ImagesStatus(worker=RELEASE.worker_image, gateway=RELEASE.gateway_image, engine="Tandem")
 
 
 def test_another_engine_gets_an_image_of_its_own() -> None:

@@ -28,7 +28,7 @@ class ImagePlan:
 
     worker: str
     gateway: str
-    status: ImagesStatus | None
+    status: ImagesStatus
     behind: tuple[str, ...] = ()
     """Images that the release would bring and the model does not have."""
     waiting: bool = False
@@ -62,13 +62,11 @@ def plan_images(
     behind = () if follows and may_follow else tuple(wanted.values())
     kept = {part: str(getattr(known, part)) for part in wanted} if behind else {}
     has = brought | kept
-    status = ImagesStatus(worker=has.get("worker"), gateway=has.get("gateway"))
-    if "worker" in has:
-        status = status.model_copy(update={"engine": spec.engine.kind})
+    status = ImagesStatus(worker=has.get("worker"), gateway=has.get("gateway"), engine=spec.engine.kind)
     return ImagePlan(
         worker=has.get("worker", release.worker_image),
         gateway=has.get("gateway", release.gateway_image),
-        status=status if has else None,
+        status=status,
         behind=behind,
         waiting=bool(behind) and follows,
     )
@@ -94,13 +92,14 @@ def _brought(model: InferenceModel, release: Release) -> dict[str, str]:
 
 def _known(model: InferenceModel, live: Children, history: History) -> ImagesStatus:
     """What the model has. Where its status does not say, because an earlier release made it or it has been lost, its
-    kept revisions do, or what runs."""
-    told = model.status.images or ImagesStatus()
-    kind = model.spec.engine.kind
-    worker = told.worker if told.engine == kind else None
-    worker = worker or _of_history(model.status.rollout, history, kind)
+    kept revisions do, or what runs. Where it says that there is none, the spec named an image until now: nobody asks
+    for that one any more."""
+    told, kind = model.status.images, model.spec.engine.kind
+    if told is not None:
+        return told if told.engine == kind else told.model_copy(update={"worker": None})
+    worker = _of_history(model.status.rollout, history, kind)
     worker = worker or _of_workload(live.get(_key(model, model_role(model))), "worker", kind=kind)
-    gateway = told.gateway or _of_workload(live.get(_key(model, Role.GATEWAY)), "gateway")
+    gateway = _of_workload(live.get(_key(model, Role.GATEWAY)), "gateway")
     return ImagesStatus(worker=worker, gateway=gateway, engine=kind)
 
 
