@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from tandem_api.keys import KEY_BYTES, KeyRing
-from tandem_api.launch import FileSharing, WorkerConfig
+from tandem_api.launch import FileSharing, ModelSource, WorkerConfig
 from tandem_worker.host.errors import AuthenticationError
 from tandem_worker.host.files.exchange import FileExchange, plan_exchange
 from tandem_worker.host.files.layout import Layout, SharedFile
@@ -90,9 +90,8 @@ def test_a_chunk_that_there_is_not_is_answered_with_nothing(source: FileExchange
 
 
 def test_by_default_nothing_is_exchanged() -> None:
-    config = WorkerConfig.model_validate(
-        {"modelName": "m", "role": "decode", "revision": "r", "model": {"uri": "hf://a/b"}}
-    )
+    model = ModelSource(uri="hf://a/b", revision="main")
+    config = WorkerConfig.model_construct(model_name="m", model=model)
     assert plan_exchange(config, ring, Vitals()) is None
-    model = config.model.model_copy(update={"sharing": FileSharing(enabled=True)})
-    assert plan_exchange(config.model_copy(update={"model": model}), ring, Vitals()) is not None
+    shared = model.model_copy(update={"sharing": FileSharing(enabled=True)})
+    assert plan_exchange(config.model_copy(update={"model": shared}), ring, Vitals()) is not None
