@@ -9,13 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tandem_api import names
 from tandem_api.keys import KEY_BYTES, KeyRing
 from tandem_api.launch import FileSharing, ModelSource, WorkerConfig
 from tandem_worker.host.errors import AuthenticationError
-from tandem_worker.host.files.exchange import FileExchange, plan_exchange
+from tandem_worker.host.files.exchange import FileExchange
 from tandem_worker.host.files.layout import Layout, SharedFile
 from tandem_worker.host.files.share import Share
 from tandem_worker.host.files.wire import LENGTH
+from tandem_worker.host.runtime import open_runtime
 from tandem_worker.host.vitals import Vitals
 from tandem_worker.model.sources.swarm.peer import PeerLink
 
@@ -89,9 +91,29 @@ def test_a_chunk_that_there_is_not_is_answered_with_nothing(source: FileExchange
     assert_serves(source)
 
 
-def test_by_default_nothing_is_exchanged() -> None:
-    model = ModelSource(uri="hf://a/b", revision="main")
-    config = WorkerConfig.model_construct(model_name="m", model=model)
-    assert plan_exchange(config, ring, Vitals()) is None
-    shared = model.model_copy(update={"sharing": FileSharing(enabled=True)})
-    assert plan_exchange(config.model_copy(update={"model": shared}), ring, Vitals()) is not None
+@pytest.mark.parametrize(
+    ("uri", "sharing", "with_keys", "shares"),
+    [
+        ("hf://a/b", None, True, False),
+        ("hf://a/b", FileSharing(), True, False),
+        ("hf://a/b", FileSharing(enabled=True), True, True),
+        ("pvc://claim/a", FileSharing(enabled=True), True, False),
+        ("hf://a/b", FileSharing(enabled=True), False, False),
+    ],
+)
+def test_files_are_exchanged_only_where_that_is_switched_on_and_there_are_keys(
+    uri: str,
+    sharing: FileSharing | None,
+    with_keys: bool,
+    shares: bool,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for name in (names.PEERS_KEY_FILE, names.API_KEY_FILE):
+        (tmp_path / name).write_text(ring().encode())
+    model = ModelSource(uri=uri, revision="main", sharing=sharing)
+    keys_path = str(tmp_path) if with_keys else None
+    config = WorkerConfig.model_construct(model_name="m", model=model, keys_path=keys_path, role="decode", revision="r")
+    assert (open_runtime(config, "127.0.0.1").files is not None) is shares
+    wanted = sharing is not None and sharing.enabled and not with_keys
+    assert ("without keys the model's files are not shared with other workers" in caplog.messages) is wanted

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tandem_api import names
 from tandem_api.keys import KeyFile, KeyRing, open_ring
@@ -13,8 +14,10 @@ from tandem_api.launch import WorkerConfig
 from tandem_api.tracing import Tracer
 
 from tandem_worker.host.errors import StartupError
-from tandem_worker.host.files.exchange import FileExchange, plan_exchange
 from tandem_worker.host.vitals import Vitals
+
+if TYPE_CHECKING:
+    from tandem_worker.host.files.exchange import FileExchange
 
 logger = logging.getLogger(__name__)
 
@@ -43,12 +46,23 @@ def open_runtime(config: WorkerConfig, host: str, tracer: Tracer | None = None) 
         logger.warning(
             "no keys are configured: whoever reaches this worker's ports is believed to be a gateway or a worker"
         )
+        if _shares_files(config):
+            logger.warning("without keys the model's files are not shared with other workers")
         return Runtime(host=host, peers=open_ring, api=open_ring, vitals=Vitals(), tracer=tracer)
     folder = Path(config.keys_path)
     peers, api = (_open_keys(folder / name) for name in (names.PEERS_KEY_FILE, names.API_KEY_FILE))
     vitals = Vitals()
-    files = plan_exchange(config, peers, vitals)
+    files = None
+    if _shares_files(config):  # else nothing of it is imported
+        from tandem_worker.host.files.exchange import plan_exchange
+
+        files = plan_exchange(config, peers, vitals)
     return Runtime(host=host, peers=peers, api=api, vitals=vitals, tracer=tracer, files=files)
+
+
+def _shares_files(config: WorkerConfig) -> bool:
+    sharing = config.model.sharing
+    return sharing is not None and sharing.enabled and config.model.uri.startswith("hf://")
 
 
 def _open_keys(path: Path) -> Ring:

@@ -11,7 +11,6 @@ from tandem_api.telemetry import WorkerTelemetry
 
 from tandem_worker.engine.contract import Engine
 from tandem_worker.host.environment import PodFacts
-from tandem_worker.host.files.exchange import FileExchange
 from tandem_worker.host.nvml import GpuReader
 from tandem_worker.process.metrics import WorkerFacts, WorkerSample, build_metrics_text, build_telemetry
 from tandem_worker.server.request_metrics import PreparationCounts, RequestMetrics
@@ -20,6 +19,7 @@ from tandem_worker.transfer.contract import TransferStats
 if TYPE_CHECKING:
     import torch
 
+    from tandem_worker.host.files.exchange import FileExchange
     from tandem_worker.server.app import RequestOutcome
     from tandem_worker.server.structured.compiler import GrammarCompiler
 

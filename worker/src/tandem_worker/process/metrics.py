@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from tandem_api.names import Role
 from tandem_api.telemetry import Metric, WorkerTelemetry
 
 from tandem_worker.engine.contract import EngineStats
-from tandem_worker.host.files.exchange import FileSample
 from tandem_worker.host.nvml import GpuSample
 from tandem_worker.process.families import Families
 from tandem_worker.server.request_metrics import PreparationCounts, RequestMetrics
 from tandem_worker.server.structured.counts import CompileCounts
 from tandem_worker.transfer.contract import TransferStats
+
+if TYPE_CHECKING:
+    from tandem_worker.host.files.exchange import FileSample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

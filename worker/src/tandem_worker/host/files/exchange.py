@@ -195,11 +195,10 @@ class FileExchange:
         return Answer(header, fd=found.fd, offset=found.offset, size=found.size)
 
 
-def plan_exchange(config: WorkerConfig, ring: Callable[[], KeyRing], vitals: Vitals) -> FileExchange | None:
-    """This process's exchange; None where there is nothing to exchange, or a person does not want it."""
+def plan_exchange(config: WorkerConfig, ring: Callable[[], KeyRing], vitals: Vitals) -> FileExchange:
+    """This process's exchange, as `config.model.sharing` describes it."""
     sharing = config.model.sharing
-    if sharing is None or not sharing.enabled or not config.model.uri.startswith("hf://"):
-        return None
+    assert sharing is not None
     services = sharing.peers
     if services is None:
         services = [names.workload_name(config.model_name, role) for role in (Role.PREFILL, Role.DECODE)]

@@ -105,6 +105,9 @@ class FileServer:
         if self._thread is not None:
             os.eventfd_write(self._wake, 1)
             self._thread.join(timeout=2.0)
+            if self._thread.is_alive():  # it still polls the descriptor
+                return
+        os.close(self._wake)
 
     def _admit(self, sock: socket.socket, name: str) -> None:
         self._new.put((sock, name))

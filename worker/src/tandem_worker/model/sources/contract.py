@@ -19,11 +19,12 @@ Reasons of the `StartupError`s that sources raise (they become conditions of the
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from tandem_api.launch import ModelSource
 
-from tandem_worker.host.files.exchange import FileExchange
+if TYPE_CHECKING:
+    from tandem_worker.host.files.exchange import FileExchange
 
 
 class WeightOrigin(Protocol):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from tandem_api.launch import ModelSource
 
 from tandem_worker.host.errors import StartupError
-from tandem_worker.host.files.exchange import FileExchange
+
+if TYPE_CHECKING:
+    from tandem_worker.host.files.exchange import FileExchange
 
 
 def resolve_file(source: ModelSource, token: str | None = None, exchange: FileExchange | None = None) -> Path:

@@ -26,16 +26,15 @@ from typing import TYPE_CHECKING, Any
 from tandem_api.launch import ModelSource
 
 from tandem_worker.host.errors import StartupError
-from tandem_worker.host.files.exchange import FileExchange
 from tandem_worker.model.checkpoint.files import is_inner_path
 from tandem_worker.model.sources import lease
 from tandem_worker.model.sources.digest import MANIFEST
 from tandem_worker.model.sources.selection import RepositoryFile, select_files
-from tandem_worker.model.sources.swarm import shared
-from tandem_worker.model.sources.swarm.hub import HubRanges
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
+
+    from tandem_worker.host.files.exchange import FileExchange
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +64,8 @@ def resolve_hub(source: ModelSource, token: str | None = None, exchange: FileExc
         if not _is_complete(folder):
             _download_once(api, repository, commit, folder, exchange)
         if exchange is not None:
+            from tandem_worker.model.sources.swarm import shared
+
             shared.offer_folder(exchange, folder, repository, commit)
         _remember(home, source.revision, commit)
     return folder
@@ -149,7 +150,10 @@ def _download(
             raise StartupError("HubUnreachable", f"Another worker took over the download of {repository}.")
 
     left, done = files, 0
-    if exchange is not None:
+    if exchange is not None:  # else nothing of it is imported
+        from tandem_worker.model.sources.swarm import shared
+        from tandem_worker.model.sources.swarm.hub import HubRanges
+
         left = shared.download(
             files, folder, exchange, HubRanges(api, repository, commit),
             verify=_verify, on_progress=progress.of_file(0), check=check,

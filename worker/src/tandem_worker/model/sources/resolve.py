@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tandem_api.launch import ModelSource
 
 from tandem_worker.host.errors import StartupError
-from tandem_worker.host.files.exchange import FileExchange
 from tandem_worker.model.sources.claim import resolve_claim
 from tandem_worker.model.sources.contract import WeightOrigin
 from tandem_worker.model.sources.file import resolve_file
 from tandem_worker.model.sources.huggingface import resolve_hub
+
+if TYPE_CHECKING:
+    from tandem_worker.host.files.exchange import FileExchange
 
 _ORIGINS: dict[str, WeightOrigin] = {"hf": resolve_hub, "pvc": resolve_claim, "file": resolve_file}
 

@@ -128,36 +128,23 @@ class SharedDownload:
 
     def _resume(self) -> Share:
         """What an earlier process has left. Raises OSError."""
-        paths: dict[int, Path] = {}
-        whole: list[int] = []
-        for file in range(len(self._layout.files)):
-            target = self._parts.target(file)
-            if target.is_file() and self._verify(file, target):
-                paths[file] = target
-                whole.append(file)
-            else:
-                paths[file] = self._parts.part(file)
-        share = Share(self._layout, paths)
-        now = time.monotonic()
-        for file in range(len(self._layout.files)):
-            if file in whole:
-                self._sealed.add(file)
-                found = [(index, self._sum_of(paths[file], index)) for index in self._layout.chunks_of(file)]
-            else:
-                found = list(self._parts.resume(file))
-            for index, digest in found:
+        files = range(len(self._layout.files))
+        self._sealed = {file for file in files if self._is_whole(file)}
+        paths = {file: (self._parts.target if file in self._sealed else self._parts.part)(file) for file in files}
+        share, now = Share(self._layout, paths), time.monotonic()
+        for file in files:
+            whole = file in self._sealed
+            for index, digest in self._parts.sums_of_target(file) if whole else self._parts.resume(file):
                 self._plan.done(index, digest, DISK, now)
                 share.add(index, digest)
                 self._present += self._layout.chunk(index).size
-            if file in whole:
+            if whole:
                 self._plan.seal(file)
         return share
 
-    def _sum_of(self, path: Path, index: int) -> bytes:
-        chunk = self._layout.chunk(index)
-        with path.open("rb") as source:
-            source.seek(chunk.offset)
-            return xxh3_128_digest(source.read(chunk.size))
+    def _is_whole(self, file: int) -> bool:
+        target = self._parts.target(file)
+        return target.is_file() and self._verify(file, target)
 
     # The caller's thread.
 

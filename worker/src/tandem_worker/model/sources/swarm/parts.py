@@ -39,6 +39,13 @@ class PartFiles:
         """Where the file will be."""
         return self._folder / self._layout.files[file].path
 
+    def sums_of_target(self, file: int) -> Iterator[tuple[int, bytes]]:
+        """Every chunk of a file that is complete, and its sum. Raises OSError."""
+        with self.target(file).open("rb") as source:
+            for index in self._layout.chunks_of(file):
+                source.seek(self._layout.chunk(index).offset)
+                yield index, xxh3_128_digest(source.read(self._layout.chunk(index).size))
+
     def part(self, file: int) -> Path:
         """Where it is until it is complete."""
         return self._home / f"{_name(self._layout, file)}.part"
