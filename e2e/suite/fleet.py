@@ -17,6 +17,7 @@ import httpx
 import openai
 from kubernetes import client, config
 from tandem_api.names import WORKER_METRICS_PORT
+from urllib3.exceptions import ProtocolError
 
 from e2e.cluster.errors import CommandFailed
 
@@ -73,7 +74,12 @@ class Kubernetes:
         method, url, headers, body, _ = self._client.param_serialize(
             method, path, header_params=headers, body=body, auth_settings=["BearerToken"]
         )
-        response = self._client.call_api(method, url, header_params=headers, body=body)
+        try:
+            response = self._client.call_api(method, url, header_params=headers, body=body)
+        except ProtocolError:  # the server ends connections that were idle for 90 s, some just when they are used again
+            if method == "POST":
+                raise
+            response = self._client.call_api(method, url, header_params=headers, body=body)
         text = response.read().decode()
         if not 200 <= response.status < 300:
             raise client.ApiException(status=response.status, reason=response.reason, body=text)
