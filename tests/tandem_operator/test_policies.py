@@ -37,8 +37,8 @@ NEIGHBOUR = Peer("neighbour", "n", (("tandem.dev/model", "other"), ("app.kuberne
 SCRAPER = Peer("scraper", "monitoring")
 MIRROR = Peer("mirror", "mirror")
 INTERNET = Peer("internet", None)
-HTTP, LINK, METRICS, KV, GROUP, EPHEMERAL = 8000, 8001, 9090, 7000, 6900, 40000
-PORTS = (22, 53, 80, 443, 6443, 6900, 7000, 7001, 7007, 8000, 8001, 8080, 8443, 9090, 32767, 32768, 60999, 61000)
+HTTP, LINK, METRICS, KV, GROUP, EPHEMERAL, FILES = 8000, 8001, 9090, 7000, 6900, 40000, 6800
+PORTS = (22, 53, 80, 443, 6443, 6800, 6900, 7000, 7001, 7007, 8000, 8001, 8080, 8443, 9090, 32767, 32768, 60999, 61000)
 
 
 def pods(plan: Blueprint) -> dict[str, Peer]:
@@ -135,6 +135,24 @@ def test_gateways_ask_decode_workers_and_decode_workers_prefill_workers() -> Non
     assert reachable(plan, inside["decode"], inside["prefill"]) == {KV}
     for pair in (("prefill", "decode"), ("decode", "decode"), ("prefill", "prefill"), ("decode", "gateway")):
         assert not reachable(plan, inside[pair[0]], inside[pair[1]]) - {8080}, pair
+
+
+def test_workers_reach_each_others_files_where_that_is_switched_on_and_nobody_else_does() -> None:
+    workers = ("prefill", "decode")
+    plan = split(model={"uri": "hf://a/b", "cache": {"peers": True}})
+    inside = pods(plan)
+    for name in workers:
+        assert all(FILES in reachable(plan, inside[name], inside[other]) for other in workers)
+        for source in (STRANGER, NEIGHBOUR, INTERNET, SCRAPER, inside["gateway"]):
+            assert FILES not in reachable(plan, source, inside[name])
+    for model in (
+        {"uri": "hf://a/b"},
+        {"uri": "hf://a/b", "cache": {"persistentVolumeClaim": "c"}},
+        {"uri": "pvc://models/x", "cache": {"peers": True}},
+    ):
+        other = split(model=model)
+        inside = pods(other)
+        assert all(FILES not in reachable(other, inside[name], inside[to]) for name in workers for to in workers)
 
 
 def test_native_links_open_one_more_port_of_workers_to_gateways() -> None:

@@ -109,9 +109,11 @@ class SecretKey(Authored):
 
 
 class ModelCache(Authored):
-    persistent_volume_claim: ObjectName
+    persistent_volume_claim: ObjectName | None = None
     """A claim that the workers share: one of them downloads, the others wait and reuse. It must be ReadWriteMany, or
-    ReadWriteOnce on a single node."""
+    ReadWriteOnce on a single node. Without it every pod downloads into a volume of its own."""
+    peers: bool = False
+    """Workers get the model's files from each other, and from the hub what nobody has."""
 
 
 def _hub_only(field: str, meaning: str, *, unset: str | None = None) -> Any:

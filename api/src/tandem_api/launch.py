@@ -17,6 +17,7 @@ from tandem_api.names import (
     GATEWAY_HTTPS_PORT,
     GATEWAY_METRICS_PORT,
     MODEL_CACHE_PATH,
+    WORKER_FILES_PORT,
     WORKER_GROUP_PORT,
     WORKER_HTTP_PORT,
     WORKER_KV_PORT,
@@ -32,6 +33,20 @@ ToolForm = Literal["Auto", "Template", "Generic", "Off"]
 DType = Literal["Auto", "BFloat16", "Float16", "Float32"]
 
 
+class FileSharing(Wire):
+    """How workers get the files of an `hf://` model from each other. It takes keys: without them nothing is shared."""
+
+    enabled: bool = False
+    port: int = WORKER_FILES_PORT
+    peers: list[str] | None = None
+    """Where other workers are: names or addresses, each with `:PORT` if it is another one. None: the headless Services
+    of the model's roles."""
+    busy_bytes_per_second: float = 32e6
+    """What a worker sends of its files, to all others together, while streams run on it."""
+    idle_bytes_per_second: float = 2e9
+    """The same while none runs."""
+
+
 class ModelSource(Wire):
     """Where the weights are."""
 
@@ -40,6 +55,8 @@ class ModelSource(Wire):
     cache_dir: str = MODEL_CACHE_PATH
     hub_endpoint: str | None = None
     """Base URL of the model hub that `hf://` names; None is the public one."""
+    sharing: FileSharing | None = None
+    """None: nothing is shared."""
 
 
 class KVConfig(Wire):

@@ -109,6 +109,8 @@ WORKER_KV_PORT = 7000
 """Of a pod's first rank; the others of the pod take the ports after it."""
 WORKER_GROUP_PORT = 6900
 """Where the ranks of a replica meet."""
+WORKER_FILES_PORT = 6800
+"""Where workers get the model's files from each other. Pods do not declare it: it is for nobody else."""
 GATEWAY_HTTP_PORT = 8080
 GATEWAY_HTTPS_PORT = 8443
 GATEWAY_METRICS_PORT = 9090

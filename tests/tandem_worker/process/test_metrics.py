@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tandem_api.names import Role
 from tandem_api.telemetry import Metric
 from tandem_worker.engine.contract import EngineStats
+from tandem_worker.host.files.exchange import FileSample
 from tandem_worker.host.nvml import NO_GPU, GpuSample
 from tandem_worker.process.families import Families
 from tandem_worker.process.metrics import WorkerFacts, WorkerSample, build_metrics_text, build_telemetry
@@ -44,6 +45,7 @@ def sample(
     return WorkerSample(
         at=40.5, draining=True, engine=ENGINE, gpu=gpu, transfer=transfer, grammars=GRAMMARS, grammar_restarts=35,
         spans=spans or {},
+        files=FileSample(received={"peer": 41, "hub": 42}, faults={"wrong": 43}, bytes_sent=44, limit=45.5),
     )  # fmt: skip
 
 

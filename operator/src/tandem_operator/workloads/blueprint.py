@@ -183,6 +183,12 @@ def template_hash(template: Manifest) -> str:
     return digest(template)[:16]
 
 
+def shares_files(blueprint: Blueprint) -> bool:
+    """Whether workers may get the model's files from each other. Where they do not download they have nothing to do."""
+    cache = blueprint.model.spec.model.cache
+    return cache is not None and cache.peers
+
+
 def component_of(role: Role) -> str:
     """Value of the component label; decode workers keep theirs when they also prefill."""
     return "decode" if role is Role.UNIFIED else role.value

@@ -16,6 +16,7 @@ from tandem_api.launch import (
     WORKER_READS_AGAIN,
     ClientTLS,
     CORSRules,
+    FileSharing,
     GatewayConfig,
     GatewayQueue,
     GatewayTimeouts,
@@ -32,7 +33,7 @@ from tandem_api.names import Role
 from tandem_api.quantities import parse_duration, parse_quantity
 
 from tandem_operator.manifests import CONFIG_MAP, Manifest
-from tandem_operator.workloads.blueprint import Blueprint, component_of
+from tandem_operator.workloads.blueprint import Blueprint, component_of, shares_files
 from tandem_operator.workloads.pods import drain_seconds
 
 CONFIG_FILE = names.CONFIG_PATH.rsplit("/", 1)[1]
@@ -49,7 +50,10 @@ def worker_config(blueprint: Blueprint, role: Role) -> WorkerConfig:
         role=role,
         revision=blueprint.revision_of(role),
         model=ModelSource(
-            uri=spec.model.uri, revision=blueprint.weights_revision, hub_endpoint=blueprint.release.hub_endpoint
+            uri=spec.model.uri,
+            revision=blueprint.weights_revision,
+            hub_endpoint=blueprint.release.hub_endpoint,
+            sharing=FileSharing(enabled=True) if shares_files(blueprint) else None,
         ),
         device=spec.engine.device,
         dtype=spec.engine.dtype,

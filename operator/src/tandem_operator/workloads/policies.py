@@ -13,7 +13,7 @@ from tandem_api import names
 from tandem_api.names import Role
 
 from tandem_operator.manifests import NETWORK_POLICY, Manifest
-from tandem_operator.workloads.blueprint import Blueprint, component_of
+from tandem_operator.workloads.blueprint import Blueprint, component_of, shares_files
 from tandem_operator.workloads.configs import tracing
 from tandem_operator.workloads.engines import is_foreign
 from tandem_operator.workloads.gateway import client_ports
@@ -52,6 +52,11 @@ def _build_worker_policy(blueprint: Blueprint, role: Role) -> Manifest:
         ingress.append(_from(blueprint, component_of(Role.DECODE), [_kv_ports(blueprint)]))
     elif role is Role.DECODE:
         egress.append(_to(blueprint, component_of(Role.PREFILL), [_kv_ports(blueprint)]))
+    if not foreign and blueprint.model.spec.model.uri.startswith("hf://") and shares_files(blueprint):
+        # Of both roles, while they start and when they serve: who has a part of the model's files gives it to others.
+        for other in blueprint.worker_roles:
+            ingress.append(_from(blueprint, component_of(other), [_tcp(names.WORKER_FILES_PORT)]))
+            egress.append(_to(blueprint, component_of(other), [_tcp(names.WORKER_FILES_PORT)]))
     if blueprint.worker_spec(role).nodes_per_replica > 1:
         # Ranks meet at the leader's group port and then connect to each other at ports that the kernel chooses.
         group = [_tcp(names.WORKER_GROUP_PORT), _tcp(*_EPHEMERAL_PORTS)]

@@ -132,7 +132,7 @@ class _Start:
         """The model's files, and the processes of the other ranks, which load from them."""
         from tandem_worker.model.sources.resolve import resolve_model
 
-        path = resolve_model(self._config.model, self._pod.token)
+        path = resolve_model(self._config.model, self._pod.token, self._runtime.files)
         if self._group is not None:
             self._group.start(path)
         return path
@@ -289,6 +289,7 @@ class _Start:
             start_seconds=self._progress.seconds,
             refusals=self._refusals,
             spans=self._runtime.tracer.counts,
+            files=self._runtime.files,
         )
         return Worker(
             config=self._config,

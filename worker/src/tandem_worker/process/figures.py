@@ -19,6 +19,7 @@ from tandem_worker.transfer.contract import TransferStats
 if TYPE_CHECKING:
     import torch
 
+    from tandem_worker.host.files.exchange import FileExchange
     from tandem_worker.server.app import RequestOutcome
     from tandem_worker.server.structured.compiler import GrammarCompiler
 
@@ -49,6 +50,7 @@ class Figures:
         start_seconds: Callable[[], Mapping[str, float]],
         refusals: Mapping[str, Refusals],
         spans: Mapping[str, int],
+        files: FileExchange | None = None,
     ) -> None:
         self._facts = WorkerFacts(model_name=config.model_name, role=config.role, revision=config.revision, pod=pod.pod)
         self._engine, self._transport, self._draining, self._gpu = engine, transport, draining, gpu
@@ -56,7 +58,7 @@ class Figures:
         """What the process's memory, or the device's, holds now."""
         self._start_seconds, self._refusals = start_seconds, refusals
         self._grammars = grammars
-        self._spans = spans
+        self._spans, self._files = spans, files
         self._requests = RequestMetrics()
         self.preparation = PreparationCounts()
 
@@ -89,6 +91,7 @@ class Figures:
             grammar_restarts=self._grammars.num_restarts,
             refusals={port: dict(count()) for port, count in self._refusals.items()},
             spans=dict(self._spans),
+            files=None if self._files is None else self._files.sample(),
         )
 
 

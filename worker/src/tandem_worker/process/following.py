@@ -78,6 +78,8 @@ class FollowerPod:
             problems=self._runtime.vitals.problems, waits_for=lambda: None if self._ready else self._phase
         )
         ports = await open_ports(self._config, self._runtime.host, api=api, status=status)
+        if self._runtime.files is not None:
+            self._runtime.files.open(self._runtime.host)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         await asyncio.to_thread(self._follower.run, self._enter, self._on_ready, self._place.ranks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from tandem_api.names import Role
 from tandem_api.telemetry import Metric, WorkerTelemetry
@@ -14,6 +15,9 @@ from tandem_worker.process.families import Families
 from tandem_worker.server.request_metrics import PreparationCounts, RequestMetrics
 from tandem_worker.server.structured.counts import CompileCounts
 from tandem_worker.transfer.contract import TransferStats
+
+if TYPE_CHECKING:
+    from tandem_worker.host.files.exchange import FileSample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +48,8 @@ class WorkerSample:
     """What each port did not let through, by the port's name and the reason."""
     spans: Mapping[str, int] = field(default_factory=dict[str, int])
     """Spans of traced requests, by what became of them; none where requests are not traced."""
+    files: FileSample | None = None
+    """None where the model's files are not exchanged with other workers."""
 
 
 def build_telemetry(facts: WorkerFacts, sample: WorkerSample) -> WorkerTelemetry:
@@ -114,6 +120,7 @@ def build_metrics_text(
             "Spans of traced requests, by what became of them.",
             [({"outcome": outcome}, count) for outcome, count in sorted(sample.spans.items())],
         )
+    _add_files(out, sample.files)
     out.gauges(
         Metric.WORKER_MEMORY_BYTES,
         "Memory by what it holds; `arena` is what activations take at their most, `kv` what is reserved for blocks and "
@@ -259,6 +266,29 @@ def _add_grammars(out: Families, sample: WorkerSample) -> None:
         Metric.WORKER_GRAMMAR_RESTARTS_TOTAL,
         "Times that the process which compiles grammars first had to be started again.",
         sample.grammar_restarts,
+    )
+
+
+def _add_files(out: Families, files: FileSample | None) -> None:
+    if files is None:
+        return
+    out.counters(
+        Metric.WORKER_MODEL_BYTES_TOTAL,
+        "Bytes of the model that this process got, by where they came from.",
+        [({"source": source}, count) for source, count in files.received.items()],
+    )
+    out.counter(
+        Metric.WORKER_MODEL_SENT_BYTES_TOTAL, "Bytes of the model that other workers got from here.", files.bytes_sent
+    )
+    out.gauge(
+        Metric.WORKER_MODEL_SEND_LIMIT_BYTES_PER_SECOND,
+        "How fast the model's files are sent at most: less while streams run.",
+        files.limit,
+    )
+    out.counters(
+        Metric.WORKER_MODEL_SOURCE_FAULTS_TOTAL,
+        "Workers that were left as sources, because their bytes were wrong, or they were slow or lost.",
+        [({"kind": kind}, count) for kind, count in files.faults.items()],
     )
 
 

@@ -83,14 +83,11 @@ class ServingProcess:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         link = await self._open_link(gate, status, ports)
+        if self._runtime.files is not None:
+            self._runtime.files.open(self._runtime.host)
         group = self._open_group()
         try:
-            refusals: dict[str, Refusals] = {"http": lambda: gate.refusals}
-            if link is not None:
-                refusals["link"] = lambda: link.refusals
-            if group is not None:
-                refusals["group"] = lambda: group.leader.refusals
-            worker = await self._build(group, refusals)
+            worker = await self._build(group, self._refusals(gate, link, group))
         except BaseException as error:
             if group is not None:
                 group.leader.lose(Loss(f"rank 0 cannot start: {error}", getattr(error, "reason", "GroupLost")))
@@ -101,6 +98,8 @@ class ServingProcess:
         await app.install(worker.app)
         status.figures = worker.figures
         self._watch_steps(worker, group)
+        if self._runtime.files is not None:
+            self._runtime.files.watch(lambda: not worker.idle)
         following = asyncio.create_task(self._follow(worker))
         self._switches.ready = True
         worker.begin_background(self._runtime.vitals)
@@ -119,9 +118,25 @@ class ServingProcess:
         await ports.close()
         if self._watchdog is not None:
             self._watchdog.stop()
-        await asyncio.to_thread(worker.close)
+        await asyncio.to_thread(self._close, worker)
         await asyncio.to_thread(self._runtime.tracer.close)
         logger.info("ended")
+
+    def _refusals(self, gate: TokenGate, link: LinkListener | None, group: LeadingPod | None) -> dict[str, Refusals]:
+        """Of every port that strangers may knock at, by its name."""
+        refusals: dict[str, Refusals] = {"http": lambda: gate.refusals}
+        if link is not None:
+            refusals["link"] = lambda: link.refusals
+        if self._runtime.files is not None:
+            refusals["files"] = self._runtime.files.refusals
+        if group is not None:
+            refusals["group"] = lambda: group.leader.refusals
+        return refusals
+
+    def _close(self, worker: Worker) -> None:
+        if self._runtime.files is not None:
+            self._runtime.files.close()
+        worker.close()
 
     async def _open_link(self, app: ASGIApp, status: StatusApp, ports: HttpPorts) -> LinkListener | None:
         """The native link, where it is switched on: the application that the HTTP port serves, for gateways.

@@ -77,7 +77,7 @@ class FollowingProcess:
 
         order, config = self._order, self._order.config
         enter("fetching the model")
-        path = resolve_model(config.model, self._pod.token)
+        path = resolve_model(config.model, self._pod.token, self._runtime.files)
         start_children(self._children, order, path, ranks)
         enter("loading libraries")
         from tandem_worker.group.rank import FollowingRank, check_checkpoint

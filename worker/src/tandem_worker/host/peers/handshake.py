@@ -37,6 +37,7 @@ class Purpose(StrEnum):
 
     KV = "kv"
     GROUP = "group"
+    FILES = "files"
 
 
 class Refusal(StrEnum):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from tandem_api import names
@@ -10,8 +11,17 @@ from tandem_api.launch import ModelSource
 
 from tandem_worker.host.errors import StartupError
 
+if TYPE_CHECKING:
+    from tandem_worker.host.files.exchange import FileExchange
 
-def resolve_claim(source: ModelSource, token: str | None = None, *, claims: str = names.MODEL_CLAIMS_PATH) -> Path:
+
+def resolve_claim(
+    source: ModelSource,
+    token: str | None = None,
+    exchange: FileExchange | None = None,
+    *,
+    claims: str = names.MODEL_CLAIMS_PATH,
+) -> Path:
     """`pvc://CLAIM/PATH`: the path inside the mounted claim. Raises StartupError ModelNotFound, UnsupportedModelURI."""
     claim, _, inside = unquote(source.uri.removeprefix("pvc://")).partition("/")
     root = Path(claims, claim)

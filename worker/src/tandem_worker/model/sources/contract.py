@@ -19,16 +19,21 @@ Reasons of the `StartupError`s that sources raise (they become conditions of the
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from tandem_api.launch import ModelSource
+
+if TYPE_CHECKING:
+    from tandem_worker.host.files.exchange import FileExchange
 
 
 class WeightOrigin(Protocol):
     """One URI scheme."""
 
-    def __call__(self, source: ModelSource, token: str | None) -> Path:
+    def __call__(self, source: ModelSource, token: str | None, exchange: FileExchange | None) -> Path:
         """Make the model available locally: a folder, or a GGUF file. Blocks; safe to be killed at any point.
+
+        What is downloaded comes from other workers too, and is offered to them, where there is an `exchange`.
 
         Raises StartupError with one of the reasons above.
         """

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from tandem_api.launch import ModelSource
 
 from tandem_worker.host.errors import StartupError
 
+if TYPE_CHECKING:
+    from tandem_worker.host.files.exchange import FileExchange
 
-def resolve_file(source: ModelSource, token: str | None = None) -> Path:
+
+def resolve_file(source: ModelSource, token: str | None = None, exchange: FileExchange | None = None) -> Path:
     """`file:///PATH` in the worker's container. Raises StartupError ModelNotFound, UnsupportedModelURI."""
     path = Path(unquote(source.uri.removeprefix("file://")))
     if not path.is_absolute():

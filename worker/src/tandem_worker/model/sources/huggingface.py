@@ -34,6 +34,8 @@ from tandem_worker.model.sources.selection import RepositoryFile, select_files
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
+    from tandem_worker.host.files.exchange import FileExchange
+
 logger = logging.getLogger(__name__)
 
 _COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
@@ -45,7 +47,7 @@ _MAX_ATTEMPTS = 2
 _LOG_SECONDS = 5.0
 
 
-def resolve_hub(source: ModelSource, token: str | None = None) -> Path:
+def resolve_hub(source: ModelSource, token: str | None = None, exchange: FileExchange | None = None) -> Path:
     """The folder of the revision's commit, complete and verified; downloaded unless it is there.
 
     Raises StartupError: ModelNotFound, RevisionNotFound, AccessDenied, NoWeights, HubUnreachable, HubAnswerInvalid,
@@ -60,7 +62,11 @@ def resolve_hub(source: ModelSource, token: str | None = None) -> Path:
         commit = _resolve_commit(api, repository, source.revision, home)
         folder = home / commit
         if not _is_complete(folder):
-            _download_once(api, repository, commit, folder)
+            _download_once(api, repository, commit, folder, exchange)
+        if exchange is not None:
+            from tandem_worker.model.sources.swarm import shared
+
+            shared.offer_folder(exchange, folder, repository, commit)
         _remember(home, source.revision, commit)
     return folder
 
@@ -112,7 +118,7 @@ def _remember(home: Path, revision: str, commit: str) -> None:
             _write_atomically(path, commit)
 
 
-def _download_once(api: HfApi, repository: str, commit: str, folder: Path) -> None:
+def _download_once(api: HfApi, repository: str, commit: str, folder: Path, exchange: FileExchange | None) -> None:
     """Download, or wait until another worker has."""
     folder.mkdir(parents=True, exist_ok=True)
     owner = f"{socket.gethostname()}/{os.getpid()}"
@@ -121,14 +127,16 @@ def _download_once(api: HfApi, repository: str, commit: str, folder: Path) -> No
         return
     try:
         started = time.monotonic()
-        total = _download(api, repository, commit, folder, held)
+        total = _download(api, repository, commit, folder, held, exchange)
         seconds = max(time.monotonic() - started, 1e-3)
         logger.info("downloaded %s: %.1f MB in %.1f s", repository, total / 1e6, seconds)
     finally:
         held.release()
 
 
-def _download(api: HfApi, repository: str, commit: str, folder: Path, held: lease.Lease) -> int:
+def _download(
+    api: HfApi, repository: str, commit: str, folder: Path, held: lease.Lease, exchange: FileExchange | None
+) -> int:
     files = select_files(_list_files(api, repository, commit), repository)
     for file in files:
         _check_file(file, repository, folder)
@@ -136,12 +144,25 @@ def _download(api: HfApi, repository: str, commit: str, folder: Path, held: leas
     _check_room(folder, files)
     logger.info("downloading %s at %s: %d files, %.1f MB", repository, commit[:12], len(files), total / 1e6)
     progress = _ProgressLog(repository, total)
-    done = 0
-    for file in files:
-        _fetch(api, repository, commit, folder, file, progress.of_file(done))
-        done += file.size
+
+    def check() -> None:
         if held.lost.is_set():
             raise StartupError("HubUnreachable", f"Another worker took over the download of {repository}.")
+
+    left, done = files, 0
+    if exchange is not None:  # else nothing of it is imported
+        from tandem_worker.model.sources.swarm import shared
+        from tandem_worker.model.sources.swarm.hub import HubRanges
+
+        left = shared.download(
+            files, folder, exchange, HubRanges(api, repository, commit),
+            verify=_verify, on_progress=progress.of_file(0), check=check,
+        )  # fmt: skip
+        done = total - sum(file.size for file in left)
+    for file in left:
+        _fetch(api, repository, commit, folder, file, progress.of_file(done))
+        done += file.size
+        check()
     digests = {file.path: file.sha256 or file.git_blob or str(file.size) for file in files}
     _write_atomically(folder / MANIFEST, json.dumps({"repository": repository, "commit": commit, "files": digests}))
     shutil.rmtree(folder / ".cache", ignore_errors=True)
@@ -186,7 +207,9 @@ def _shorten(value: object) -> str:
 
 
 def _check_room(folder: Path, files: list[RepositoryFile]) -> None:
-    present = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    found = [(path, path.stat()) for path in folder.rglob("*") if path.is_file()]
+    # Files in parts are as long as they will be from the beginning: what they have is what is allocated.
+    present = sum(min(s.st_size, 512 * s.st_blocks) if path.suffix == ".part" else s.st_size for path, s in found)
     missing = sum(file.size for file in files) - present
     free = shutil.disk_usage(folder).free
     if missing > free:

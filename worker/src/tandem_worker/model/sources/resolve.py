@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tandem_api.launch import ModelSource
 
@@ -12,13 +13,17 @@ from tandem_worker.model.sources.contract import WeightOrigin
 from tandem_worker.model.sources.file import resolve_file
 from tandem_worker.model.sources.huggingface import resolve_hub
 
+if TYPE_CHECKING:
+    from tandem_worker.host.files.exchange import FileExchange
+
 _ORIGINS: dict[str, WeightOrigin] = {"hf": resolve_hub, "pvc": resolve_claim, "file": resolve_file}
 
 
-def resolve_model(source: ModelSource, token: str | None = None) -> Path:
-    """The folder or file that `source` names, downloaded if need be. Raises StartupError."""
+def resolve_model(source: ModelSource, token: str | None = None, exchange: FileExchange | None = None) -> Path:
+    """The folder or file that `source` names, downloaded if need be, from other workers too where there is an
+    `exchange`. Raises StartupError."""
     scheme, separator, _ = source.uri.partition("://")
     if not separator or scheme not in _ORIGINS:
         known = ", ".join(f"{name}://" for name in _ORIGINS)
         raise StartupError("UnsupportedModelURI", f"The model URI {source.uri!r} must begin with one of {known}.")
-    return _ORIGINS[scheme](source, token)
+    return _ORIGINS[scheme](source, token, exchange)
