@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE  # importing torch without byte code costs ever
 
 .PHONY: help
 help: ## List the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  \033[1m%-16s\033[0m %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  \033[1m%-18s\033[0m %s\n", $$1, $$2}'
 
 .cache/tools/bin/uv: | .cache/tools/bin/pip
 	@echo "installing uv $(UV_VERSION) into .cache/tools"

@@ -143,7 +143,7 @@ What to do next:
     talk to it   kubectl port-forward svc/{MODEL} 8080:80 &
                  curl localhost:8080/v1/chat/completions -H 'content-type: application/json' \\
                    -d '{{"model": "{MODEL}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
-    watch it     kubectl get im,pods -w        kubectl describe im {MODEL}
+    watch it     kubectl get im -w             kubectl describe im {MODEL}
                  kubectl -n {NAMESPACE} logs deploy/tandem-operator -f
     scale it     kubectl patch im {MODEL} --type merge -p '{{"spec": {{"decode": {{"replicas": 2}}}}}}'
     remove it    kubectl delete im {MODEL}; helm -n {NAMESPACE} uninstall tandem; make cluster-down""")

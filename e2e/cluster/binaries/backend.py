@@ -64,7 +64,7 @@ class BinariesBackend:
 
     def up(self) -> None:
         machine.add_sbin_to_path()
-        machine.install_packages()
+        machine.install_packages(self.settings.install_packages)
         programs = {name: self.builder.build(name) for name in PROGRAMS}
         if self._runs_as_built(programs):
             say("the cluster is up already")
