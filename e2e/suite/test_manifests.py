@@ -14,20 +14,10 @@ from e2e.suite.fleet import Fleet
 
 ROOT = Path(__file__).resolve().parents[2]
 MALFORMED = sorted((ROOT / "e2e" / "manifests" / "malformed").glob("*.yaml"))
-EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 
 
 def create(fleet: Fleet, manifest: dict[str, Any]) -> None:
-    plural = {
-        "InferenceModel": "inferencemodels",
-        "PersistentVolumeClaim": "persistentvolumeclaims",
-        "ResourceQuota": "resourcequotas",
-        "HorizontalPodAutoscaler": "horizontalpodautoscalers",
-        "Deployment": "deployments",
-        "Service": "services",
-        "Secret": "secrets",
-    }
-    path = fleet.path(plural[manifest["kind"]])
+    path = fleet.path("inferencemodels")
     fleet.kubernetes.request("POST", f"{path}?dryRun=All&fieldValidation=Strict", manifest)
 
 
@@ -41,10 +31,3 @@ def test_malformed_manifests_are_refused_with_a_sentence(fleet: Fleet) -> None:
         message = refused.value.body.replace('\\"', '"')
         assert field in message, path.name
         assert says in message, path.name
-
-
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_examples_are_accepted(fleet: Fleet, path: Path) -> None:
-    for manifest in yaml.safe_load_all(path.read_text()):
-        if manifest["apiVersion"] != "keda.sh/v1alpha1":  # the cluster has no KEDA
-            create(fleet, manifest)
