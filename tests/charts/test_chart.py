@@ -254,7 +254,7 @@ def test_every_alert_says_what_and_how_bad() -> None:
     assert len({alert["alert"] for alert in alerts}) == len(alerts)
     for alert in alerts:
         assert alert["labels"]["severity"] in ("warning", "critical")
-        assert alert["annotations"].keys() == {"summary", "description"}
+        assert alert["annotations"].keys() == {"summary", "description", "runbook_url"}
         assert "{{" not in alert["expr"]
 
 
