@@ -1,10 +1,11 @@
-"""Every example is taken by an API server with strict validation, and by the operator.
+"""Every example is taken by an API server with strict validation, and by the operator; what is malformed is refused.
 
 On a real API server without nodes (`e2e.realapi`): what an example's pods then do is for the tests that have nodes.
 """
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,11 +22,13 @@ from e2e.suite.fleet import Fleet, Object, until
 EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))
 FOREIGN = {"keda.sh/v1alpha1": "KEDA's ScaledObject: its CRD is not on this machine"}
 FRAGMENTS = {"config-map.yaml": "values for another chart", "argocd-cm.yaml": "a part of Argo CD's own ConfigMap"}
+MODELS = "/apis/tandem.dev/v1alpha1/namespaces/{}/inferencemodels"
+QUERY = "?dryRun=All&fieldValidation=Strict"
 NOT_UNDERSTOOD = ("InvalidSpec", "SpecUnderstood")
 RESOURCES = {
     "Deployment": "/apis/apps/v1/namespaces/{}/deployments",
     "HorizontalPodAutoscaler": "/apis/autoscaling/v2/namespaces/{}/horizontalpodautoscalers",
-    "InferenceModel": "/apis/tandem.dev/v1alpha1/namespaces/{}/inferencemodels",
+    "InferenceModel": MODELS,
     "ConfigMap": "/api/v1/namespaces/{}/configmaps",
     "PersistentVolumeClaim": "/api/v1/namespaces/{}/persistentvolumeclaims",
     "ResourceQuota": "/api/v1/namespaces/{}/resourcequotas",
@@ -88,3 +91,19 @@ def test_a_field_that_is_not_there_is_refused(plane: ControlPlane) -> None:
     document["spec"]["decode"]["replica"] = 2
     with pytest.raises(client.ApiException, match=r"spec\.decode\.replica"):
         put(plane, "default", document)
+
+
+MALFORMED = sorted((ROOT / "e2e" / "manifests" / "malformed").glob("*.yaml"))
+
+
+def test_malformed_manifests_are_refused_with_a_sentence(plane: ControlPlane) -> None:
+    """Each file states the field and a part of the sentence."""
+    assert len(MALFORMED) >= 90
+    for path in MALFORMED:
+        text = path.read_text()
+        field, says = (re.search(rf"^# {key}: (.+)$", text, re.MULTILINE)[1] for key in ("field", "says"))  # type: ignore[index]
+        with pytest.raises(client.ApiException) as refused:
+            plane.kubernetes.request("POST", MODELS.format("default") + QUERY, yaml.safe_load(text))
+        message = refused.value.body.replace('\\"', '"')
+        assert field in message, f"{path.name}: {message}"
+        assert says in message, f"{path.name}: {message}"
