@@ -161,6 +161,11 @@ cluster: setup ## A real Kubernetes with Tandem's images loaded (kind, plain bin
 cluster-down: setup ## Stop the cluster; caches stay
 	@$(RUN) python -m e2e.cluster down
 
+.PHONY: release
+release: setup ## Images by digest and the chart into REGISTRY, CHANGELOG.md, SBOMs in dist/ (VERSION=0.2.0; GPU=no: a third the size)
+	@test -n "$(REGISTRY)" || { echo "make release REGISTRY=registry.example.com/team [VERSION=0.2.0] [GPU=no]" >&2; exit 2; }
+	@$(RUN) python -m e2e.release --registry $(REGISTRY) $(if $(VERSION),--version $(VERSION)) $(if $(filter no,$(GPU)),--cpu-only)
+
 .PHONY: generate
 generate: setup ## Regenerate CRD, chart copies and reference docs from the types in api/ and the model families
 	@$(RUN) python -m tandem_api.generate

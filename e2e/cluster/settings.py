@@ -41,8 +41,12 @@ class Settings:
     @property
     def has_gpu(self) -> bool:
         """Whether workers may meet a GPU: this machine has one, or the cluster is somebody else's."""
+        if self.gpu is not None:
+            return self.gpu
         return self.backend == "existing" or Path("/dev/nvidiactl").exists()
 
+    gpu: bool | None = None
+    """What a release says about its images; None: `has_gpu` looks."""
     install_packages: bool | None = None
     """TANDEM_INSTALL_PACKAGES: whether apt-get may install what the backend `binaries` lacks. None: whoever sits at the
     terminal is asked; where there is none, as in CI, it may."""

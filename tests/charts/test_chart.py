@@ -34,9 +34,9 @@ def of_kind(documents: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     return [document for document in documents if document["kind"] == kind]
 
 
-def render(*arguments: str) -> list[dict[str, Any]]:
+def render(*arguments: str, chart: Path = CHART) -> list[dict[str, Any]]:
     assert HELM is not None
-    command = [HELM, "template", "tandem", str(CHART), "--namespace", "ns", "--kube-version", "1.35.0", *arguments]
+    command = [HELM, "template", "tandem", str(chart), "--namespace", "ns", "--kube-version", "1.35.0", *arguments]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     return [document for document in yaml.safe_load_all(run.stdout) if document]
