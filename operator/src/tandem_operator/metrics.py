@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Set
 
 from prometheus_client import Counter, Gauge, Histogram
-
 from tandem_api.version import VERSION
 
 from tandem_operator.manifests import ModelKey
