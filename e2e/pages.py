@@ -87,6 +87,7 @@ API, TARGET, MODULE, HELM, SHOWN = "API server", "target", "module", "helm", "sh
 RULES: tuple[tuple[str, str, str], ...] = (
     (r"(\w+=\S+ )*make ", TARGET, ""),
     (r"python3? -m |\.venv/bin/python -m ", MODULE, ""),
+    (r"(docker|buildah|helm registry) login$", SHOWN, "wants the reader's password"),
     (r"helm (--wait|template|install$|uninstall$|upgrade$|upgrade --install --take-ownership$)", SHOWN,
      "names a command or a flag in a sentence"),
     (r"helm .*oci://", SHOWN, "of a released chart: tests/charts/test_release.py and e2e/suite/test_release.py run it"),

@@ -23,6 +23,7 @@ from e2e.release.chart import push_chart, write_chart
 from e2e.release.version import read_version, write_version
 
 PARTS = ("operator", "gateway", "worker")
+_FIRST = "api: the first release; README.md says what it does"
 
 
 def push_images(settings: Settings, registry: str, version: str, *, plain: bool) -> dict[str, str]:
@@ -58,7 +59,7 @@ def _uv() -> Path:
 
 
 def write_changelog(root: Path, version: str) -> None:
-    """Of a tree without a history, such as an unpacked archive, it says nothing new."""
+    """A tree without a history, such as an unpacked archive, keeps what it has."""
     git = ("git", "-C", root)
     if subprocess.run([*git, "rev-parse", "--git-dir"], capture_output=True, check=False).returncode:
         say("CHANGELOG.md stays: there is no history here")
@@ -67,9 +68,7 @@ def write_changelog(root: Path, version: str) -> None:
     text = file.read_text() if file.exists() else ""
     before = last_commit(text)
     commit = run(*git, "rev-parse", "--short=12", "HEAD").strip()
-    subjects = run(
-        *git, "log", "--no-merges", "--reverse", "--format=%s", *([f"{before}..HEAD"] if before else ["HEAD"])
-    )
+    subjects = run(*git, "log", "--no-merges", "--reverse", "--format=%s", f"{before}..HEAD") if before else _FIRST
     date = datetime.now(UTC).date().isoformat()
     file.write_text(add_section(text, version, date, commit, subjects.splitlines()))
 

@@ -1,7 +1,7 @@
 """A release out of a registry, by somebody who has no checkout: installed by two commands, and upgraded to the next.
 
-`e2e.release` makes two of this checkout, which differ in their version, and pushes them to the cluster's registry. Nodes
-know that by another name than this machine does, so charts are installed with `global.imageRegistry`.
+`e2e.release` makes two of this checkout, which differ in their version, and pushes them to the cluster's registry.
+Nodes know that by another name than this machine does, so charts are installed with `global.imageRegistry`.
 """
 
 from __future__ import annotations
