@@ -124,8 +124,8 @@ e2e-gitops: cluster ## Flux, kstatus and Argo CD's Lua beside the cluster (build
 	@$(RUN) pytest e2e/suite/test_gitops.py --timeout 900 --durations 5 -rA --show-capture=no --tb=short
 
 .PHONY: e2e-external
-e2e-external: cluster ## A HorizontalPodAutoscaler at work on workers' metrics (builds Prometheus and its adapter first: minutes)
-	@$(RUN) pytest e2e/suite/test_external.py --timeout 900 --durations 5 -rA --show-capture=no --tb=short
+e2e-external: cluster ## A HorizontalPodAutoscaler at work on workers' metrics, alerts in promtool (builds them first: minutes)
+	@$(RUN) pytest e2e/suite/test_external.py e2e/suite/test_alerts.py --timeout 900 --durations 5 -rA --show-capture=no --tb=short
 
 .PHONY: e2e-upgrade
 e2e-upgrade: cluster ## Upgrades of the operator under load, from two earlier releases and to a later one (builds them: minutes)
