@@ -48,6 +48,7 @@ from tandem_gateway.scheduling import (
     Worker,
     classify_status,
 )
+from tandem_gateway.scheduling.isolation import LONGEST_WAIT_SECONDS, Isolation
 from tandem_gateway.scheduling.queue import Slot, Ticket
 from tandem_gateway.sse import EventStream, EventTooLarge, build_failure, find_usage
 from tandem_gateway.tracing import ExchangeTrace
@@ -58,7 +59,7 @@ log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 3
 MAX_RESETS = 2
-"""Of the attempts may end in a reset: a request that kills its worker must not be handed to all of them."""
+"""Of the times that it is sent may end in a reset: a request that kills its worker must not be handed to all of them."""
 GRACE_SECONDS = 5.0
 """Where this gateway itself lacks what a connection needs, a request waits this long for it."""
 MAX_HELD_BYTES = 32 * 1024 * 1024
@@ -109,6 +110,7 @@ class Context(Protocol):
     timeouts: GatewayTimeouts
     budget: Budget
     queue: RequestQueue
+    isolation: Isolation
     draining: bool
     token_line: bytes
     """The header line that tells workers who asks; empty without keys."""
@@ -137,7 +139,7 @@ class Exchange:
 
     __slots__ = (
         "_arrived", "_call", "_connect_by", "_connection", "_context", "_continuation", "_deadline", "_excluded",
-        "_give_up_at", "_head", "_held", "_held_back_until", "_held_bytes", "_keep_alive_after", "_loop", "_phase",
+        "_give_up_at", "_head", "_held", "_held_back_until", "_held_bytes", "_isolate_by", "_keep_alive_after", "_loop", "_phase",
         "_reads", "_reads_seen", "_reservation", "_resets", "_slot", "_slow", "_stream", "_suspects", "_ticket",
         "_tokens_seen", "_unsent", "attempts", "bytes_out", "choice", "error", "first_byte_at", "inquiry",
         "queue_seconds", "recording", "request", "request_id", "started_at", "status", "trace", "usage",
@@ -184,6 +186,9 @@ class Exchange:
         self._connect_by = 0.0
         """When this gateway must have what a connection needs."""
         self._resets = 0
+        """Connections that ended under it without an answer: as many workers may have died of it."""
+        self._isolate_by = 0.0
+        """When it is sent to any worker although it may have killed one."""
         self._slow = False
         self._held_back_until = -HELD_SECONDS
         self._keep_alive_after = False
@@ -247,12 +252,21 @@ class Exchange:
         if self._phase == NEW and context.queue.line.size and context.queue.enabled:
             self._join_queue(now)  # others were here before
             return False
-        choice = context.scheduler.choose(demand, now, full or self._excluded)
+        kept_from = full or self._excluded
+        suspect = self._resets > 0 and not self.first_byte_at
+        if suspect:
+            apart = self._keep_apart(now)
+            kept_from = {*kept_from, *self._excluded, *apart}
+        choice = context.scheduler.choose(demand, now, kept_from)
         if continuation is not None and choice is not None and not _may_go_on(choice.decode.worker, continuation):
             choice = self._choose_to_go_on(continuation, now)
         if choice is None:
             if self._ticket is None:
                 # Everyone was tried: whoever comes back first from its back-off may try again.
+                if suspect and apart:
+                    self._phase = WAITING  # until one of those has no suspect any more
+                    self._deadline = self._isolate_by + GRACE_SECONDS
+                    return False
                 self._excluded = _NO_NAMES
                 if self.first_byte_at:
                     self._phase = WAITING
@@ -265,6 +279,8 @@ class Exchange:
         self.choice = choice
         self.attempts += 1
         self._reservation = reservation = context.scheduler.reserve(choice, demand, now)
+        if suspect:
+            context.isolation.add(choice.decode.worker.name, reservation, now)
         decisions = context.decisions
         if len(decisions) == KEPT:
             decisions[0][-1].offers = []  # its request may run for long
@@ -279,7 +295,7 @@ class Exchange:
         if choice.decode.worker.engine != "Tandem":
             order = Order(
                 method=request.method, path=request.path, headers=request.headers, body=request.body,
-                request_id=self.request_id, choice=choice,
+                request_id=self.request_id, choice=choice, fresh=suspect,
             )  # fmt: skip
             try:
                 self._call = context.engines[choice.decode.worker.engine].start(self, order)
@@ -290,8 +306,13 @@ class Exchange:
         journal = continuation.stream.build_prefix() if continuation is not None else b""
         keeps = demand.stream and not demand.local
         head = build_request_head(request, choice, self.request_id, context.token_line, len(journal) if keeps else None)
-        self._call = context.link(choice.decode).start(self, head, journal + request.body)
+        self._call = context.link(choice.decode).start(self, head, journal + request.body, fresh=suspect)
         return True
+
+    def _keep_apart(self, now: float) -> frozenset[str]:
+        """Workers that this request is not to be sent to, because another one is there that may kill its worker."""
+        self._isolate_by = self._isolate_by or now + LONGEST_WAIT_SECONDS
+        return self._context.isolation.names(now) if now < self._isolate_by else _NO_NAMES
 
     def _join_queue(self, now: float) -> None:
         """Nobody serves: wait for somebody."""
@@ -538,7 +559,7 @@ class Exchange:
             self._connection.transport.write(out)
 
     def on_upstream_end(self) -> None:
-        self._call = None
+        self._take_call()
         stream = self._stream
         if stream is None:
             self._complete()
@@ -550,7 +571,7 @@ class Exchange:
             self._recover(Outcome.DRAINING if moved else Outcome.RESET, detail, failed=None if moved else True)
 
     def on_upstream_failure(self, failure: Failure, detail: str) -> None:
-        self._call = None
+        self._take_call()
         if self._stream is not None and self._stream.done:
             self._end_stream(self._stream)
         elif failure is Failure.LOCAL:
@@ -809,8 +830,15 @@ class Exchange:
         assert self.choice is not None
         self.choice.decode.count_end(failed=failed)
 
-    def _drop_call(self) -> None:
+    def _take_call(self) -> Call | None:
+        """It is over, or is to be."""
         call, self._call = self._call, None
+        if call is not None and call.resent:
+            self._resets += 1
+        return call
+
+    def _drop_call(self) -> None:
+        call = self._take_call()
         if call is not None:
             call.cancel()
 

@@ -60,6 +60,7 @@ from tandem_gateway.scheduling import (
     describe_decision,
     predict,
 )
+from tandem_gateway.scheduling.isolation import Isolation
 from tandem_gateway.sse import find_cached
 from tandem_gateway.tracing import begin_trace
 from tandem_gateway.traffic import TrafficCounter
@@ -111,6 +112,7 @@ class Gateway:
         """A worker's last sample and its age in seconds."""
         self.telemetry_reads: Mapping[str, int] = {}
         self.queue = RequestQueue(config.queue, self.scheduler, self.metrics)
+        self.isolation = Isolation()
         self.access_log = access_log
         self.held: Held = list
         """Workers that discovery knows and that get no requests yet, as `GET /fleet` tells of them."""

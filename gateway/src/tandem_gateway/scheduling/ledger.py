@@ -67,6 +67,11 @@ class Reservation:
         self.patience = _UNKNOWN_SECONDS if expected is None else expected
         """Seconds that the first sign of its answer should take."""
 
+    @property
+    def owing(self) -> bool:
+        """It is under way, and its worker has shown nothing of its answer."""
+        return self._owing
+
     def first_token(self, now: float) -> None:
         """The prompt is computed: its prefill tokens are worked off."""
         if self._prefilling:
