@@ -8,7 +8,9 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
+from tandem_api.names import Role
 from tandem_gateway.exchange import MAX_RESETS
+from tandem_gateway.scheduling import Endpoint, Reservation, Worker
 from tandem_gateway.scheduling.isolation import Isolation
 
 from tests.tandem_gateway.worker_process import POISON
@@ -103,15 +105,13 @@ async def test_a_request_that_ends_its_worker_ends_no_more_than_two(
     assert not wrong
 
 
-class Suspect:
-    owing = True
-
-
 def test_a_worker_has_one_suspect_until_it_has_shown_something_or_outlived_it() -> None:
-    isolation, first, second = Isolation(), Suspect(), Suspect()
+    endpoint = Endpoint(Worker(name="d0", address="127.0.0.1:1", role=Role.DECODE, revision="r"))
+    first, second = (Reservation(endpoint, endpoint, prefill_tokens=1, decode_tokens=1, now=10.0) for _ in range(2))
+    isolation = Isolation()
     isolation.add("d0", first, 10.0)
     isolation.add("d1", second, 10.4)
     assert isolation.names(10.4) == {"d0", "d1"}
-    second.owing = False
+    second.release()
     assert isolation.names(10.45) == {"d0"}
     assert isolation.names(10.5) == frozenset()

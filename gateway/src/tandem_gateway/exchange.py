@@ -59,7 +59,7 @@ log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 3
 MAX_RESETS = 2
-"""Of the times that it is sent may end in a reset: a request that kills its worker must not be handed to all of them."""
+"""Of the times that it is sent may end in a reset: a request that kills its worker must not meet all of them."""
 GRACE_SECONDS = 5.0
 """Where this gateway itself lacks what a connection needs, a request waits this long for it."""
 MAX_HELD_BYTES = 32 * 1024 * 1024
@@ -139,9 +139,9 @@ class Exchange:
 
     __slots__ = (
         "_arrived", "_call", "_connect_by", "_connection", "_context", "_continuation", "_deadline", "_excluded",
-        "_give_up_at", "_head", "_held", "_held_back_until", "_held_bytes", "_isolate_by", "_keep_alive_after", "_loop", "_phase",
-        "_reads", "_reads_seen", "_reservation", "_resets", "_slot", "_slow", "_stream", "_suspects", "_ticket",
-        "_tokens_seen", "_unsent", "attempts", "bytes_out", "choice", "error", "first_byte_at", "inquiry",
+        "_give_up_at", "_head", "_held", "_held_back_until", "_held_bytes", "_isolate_by", "_keep_alive_after", "_loop",
+        "_phase", "_reads", "_reads_seen", "_reservation", "_resets", "_slot", "_slow", "_stream", "_suspects",
+        "_ticket", "_tokens_seen", "_unsent", "attempts", "bytes_out", "choice", "error", "first_byte_at", "inquiry",
         "queue_seconds", "recording", "request", "request_id", "started_at", "status", "trace", "usage",
     )  # fmt: skip
 
@@ -183,12 +183,11 @@ class Exchange:
         """Failed in a way that may be the request's fault: an answer from another worker tells."""
         self._give_up_at = 0.0
         """When it waits no longer for a worker."""
-        self._connect_by = 0.0
-        """When this gateway must have what a connection needs."""
+        self._connect_by = self._isolate_by = 0.0
+        """When this gateway must have what a connection needs; when it is sent to any worker, may it have killed
+        one."""
         self._resets = 0
         """Connections that ended under it without an answer: as many workers may have died of it."""
-        self._isolate_by = 0.0
-        """When it is sent to any worker although it may have killed one."""
         self._slow = False
         self._held_back_until = -HELD_SECONDS
         self._keep_alive_after = False
@@ -252,26 +251,15 @@ class Exchange:
         if self._phase == NEW and context.queue.line.size and context.queue.enabled:
             self._join_queue(now)  # others were here before
             return False
-        kept_from = full or self._excluded
         suspect = self._resets > 0 and not self.first_byte_at
-        if suspect:
-            apart = self._keep_apart(now)
-            kept_from = {*kept_from, *self._excluded, *apart}
+        apart = self._keep_apart(now) if suspect else _NO_NAMES
+        kept_from = {*full, *self._excluded, *apart} if apart else full or self._excluded
         choice = context.scheduler.choose(demand, now, kept_from)
         if continuation is not None and choice is not None and not _may_go_on(choice.decode.worker, continuation):
             choice = self._choose_to_go_on(continuation, now)
         if choice is None:
             if self._ticket is None:
-                # Everyone was tried: whoever comes back first from its back-off may try again.
-                if suspect and apart:
-                    self._phase = WAITING  # until one of those has no suspect any more
-                    self._deadline = self._isolate_by + GRACE_SECONDS
-                    return False
-                self._excluded = _NO_NAMES
-                if self.first_byte_at:
-                    self._phase = WAITING
-                else:
-                    self._join_queue(now)
+                self._wait_for_worker(now, apart)
             return False
         if self._ticket is not None:
             self._leave_queue("placed")
@@ -308,6 +296,18 @@ class Exchange:
         head = build_request_head(request, choice, self.request_id, context.token_line, len(journal) if keeps else None)
         self._call = context.link(choice.decode).start(self, head, journal + request.body, fresh=suspect)
         return True
+
+    def _wait_for_worker(self, now: float, apart: Collection[str]) -> None:
+        if apart:
+            self._phase = WAITING  # until one of those has no suspect any more
+            self._deadline = self._isolate_by + GRACE_SECONDS
+            return
+        # Everyone was tried: whoever comes back first from its back-off may try again.
+        self._excluded = _NO_NAMES
+        if self.first_byte_at:
+            self._phase = WAITING
+        else:
+            self._join_queue(now)
 
     def _keep_apart(self, now: float) -> frozenset[str]:
         """Workers that this request is not to be sent to, because another one is there that may kill its worker."""
