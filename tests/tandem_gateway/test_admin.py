@@ -59,3 +59,16 @@ async def test_a_gateway_is_ready_once_it_has_asked_for_what_it_follows(start_ga
     assert admin.answer(b"GET", "/readyz", from_here=True)[::2] == (503, b"the model has not been read yet\n")
     asked = True
     assert admin.answer(b"GET", "/readyz", from_here=True)[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("peer", "here"),
+    [
+        (("127.0.0.1", 5), True), (("::1", 5, 0, 0), True), (("::ffff:127.0.0.1", 5, 0, 0), True),
+        (("127.0.0.6", 5), False), (("::ffff:127.0.0.6", 5, 0, 0), False), (("127.1.2.3", 5), False),
+        (("10.0.0.1", 5), False), (("fe80::1%eth0", 5, 0, 2), False), (None, False),
+    ],
+)  # fmt: skip
+def test_who_comes_by_a_forwarded_port(peer, here: bool) -> None:
+    """Istio's proxy passes on what others send from 127.0.0.6."""
+    assert admin_module.is_loopback(peer) is here

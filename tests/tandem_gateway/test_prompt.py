@@ -14,11 +14,20 @@ from tandem_gateway.scheduling import Estimator
 USER = {"role": "user", "content": "hi"}
 
 
-def read(body: Any, path: str = CHAT, affinity: bytes | None = None) -> Inquiry:
+def read(
+    body: Any,
+    path: str = CHAT,
+    affinity: bytes | None = None,
+    *,
+    authorization: bytes | None = None,
+    min_priority: int = 0,
+) -> Inquiry:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {} if affinity is None else {b"x-session-affinity": affinity}
+    if authorization is not None:
+        headers[b"authorization"] = authorization
     request = Request(method=b"POST", path=path, headers=headers, http10=False, content_length=len(data), body=data)
-    return read_inquiry(request, served_names=["toy"], estimator=Estimator())
+    return read_inquiry(request, served_names=["toy"], estimator=Estimator(), min_priority=min_priority)
 
 
 @pytest.mark.parametrize(
@@ -51,6 +60,40 @@ def test_what_routing_needs_is_checked(path: str, body: Any, param: str | None, 
         read(body, path)
     assert caught.value.param == param
     assert caught.value.body()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, EMBEDDINGS])
+@pytest.mark.parametrize("value", [-1, -1000, -0.5, "-7", float(-(10**12))])
+def test_nobody_stands_ahead_of_others_unless_the_owner_allows_it(path: str, value: Any) -> None:
+    body = {"messages": [USER], "prompt": "hi", "input": "hi", "priority": value}
+    with pytest.raises(BadRequest, match="at least 0") as caught:
+        read(body, path)
+    assert caught.value.param == "priority"
+    assert read(body | {"priority": 5}, path).demand.prompt_tokens > 0
+    if float(value) >= -10:
+        read(body, path, min_priority=-10)
+    else:
+        with pytest.raises(BadRequest, match="at least -10"):
+            read(body, path, min_priority=-10)
+
+
+@pytest.mark.parametrize("value", ["soon", None, [], {}, 0, 3, True, "nan"])
+def test_priorities_that_are_none_are_the_worker_s_to_judge(value: Any) -> None:
+    read({"messages": [USER], "priority": value})
+
+
+def test_what_one_salt_or_tenant_asked_is_nothing_to_others() -> None:
+    body = {"messages": [{"role": "user", "content": "x" * 4096}], "user": "u"}
+    asked = [
+        read(body).demand,
+        read(body | {"cache_salt": "a"}).demand,
+        read(body | {"cache_salt": "b"}).demand,
+        read(body, authorization=b"Bearer a").demand,
+        read(body | {"cache_salt": "a"}, authorization=b"Bearer a").demand,
+    ]
+    assert len({entry for demand in asked for entry in demand.prefix}) == sum(len(demand.prefix) for demand in asked)
+    assert len({demand.affinity for demand in asked}) == len(asked)
+    assert read(body, authorization=b"Bearer a").demand.prefix == asked[3].prefix
 
 
 def test_nesting_beyond_reason_is_refused() -> None:

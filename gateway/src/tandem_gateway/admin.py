@@ -30,6 +30,7 @@ MAX_BODY_BYTES = 1024 * 1024
 DEBUG_ENDPOINTS, DEBUG_ROUTE, DEBUG_RESPONSES = "/debug/endpoints", "/debug/route", "/debug/responses"
 _DEBUG = (DEBUG_ENDPOINTS, DEBUG_ROUTE, DEBUG_RESPONSES)
 _SECONDS = 5.0
+_LOCAL = frozenset((ip_address("127.0.0.1"), ip_address("::1")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +153,10 @@ def _show(value: object) -> tuple[int, str, bytes]:
 
 
 def is_loopback(peer: Any) -> bool:
-    """Whether a socket's peer is on this machine. None is one that has gone already."""
+    """Whether a socket's peer has come as a forwarded port does. The rest of 127.0.0.0/8 is not: a service mesh's proxy
+    passes on what it gets for others from 127.0.0.6. None is one that has gone already."""
     if not peer:
         return False
     address = ip_address(peer[0].partition("%")[0])
     mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
-    return (mapped or address).is_loopback
+    return (mapped or address) in _LOCAL

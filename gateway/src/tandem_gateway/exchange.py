@@ -112,6 +112,8 @@ class Context(Protocol):
     queue: RequestQueue
     isolation: Isolation
     draining: bool
+    explains: bool
+    """Who asks is told where their request went."""
     token_line: bytes
     """The header line that tells workers who asks; empty without keys."""
     engines: dict[str, Engine]
@@ -737,7 +739,7 @@ class Exchange:
     def _end_stream(self, stream: EventStream) -> None:
         self._connection.transport.write(self._unsent if self.request.http10 else self._unsent + LAST_CHUNK)
         assert self._head is not None
-        self.usage = find_usage(stream.tail) or self._head.usage
+        self.usage = find_usage(stream.tail) or self._head.usage or stream.read_usage()
         failed = stream.failed
         if failed:
             self.error = "worker"
@@ -806,7 +808,7 @@ class Exchange:
 
     def _explain(self) -> None:
         """For who asks: where the request went, and what was expected of it there."""
-        if self.request.headers.get(_ROUTE) != b"explain":
+        if not self._context.explains or self.request.headers.get(_ROUTE) != b"explain":
             return
         assert self._head is not None
         assert self.choice is not None

@@ -94,6 +94,7 @@ class Gateway:
         self.timeouts = config.timeouts
         self.cors = CORSPolicy(config.cors) if config.cors is not None else None
         self.drain_timeout_seconds = config.drain_timeout_seconds
+        self.min_priority, self.explains = config.min_priority, config.explain
         self.max_body_bytes = config.max_body_bytes
         self.max_connections = config.max_connections
         self.budget = Budget(config.max_held_bytes)
@@ -160,6 +161,7 @@ class Gateway:
         self.cors = CORSPolicy(routing.cors) if routing.cors is not None else None
         self.queue.settings = routing.queue
         self.drain_timeout_seconds = routing.drain_timeout_seconds
+        self.min_priority, self.explains = routing.min_priority, routing.explain
         self.scheduler.apply_canary(routing.canary)
         self.tracer.follow(routing.tracing)
         self._follow_store(routing.response_store)
@@ -378,7 +380,9 @@ class Gateway:
         if request.method != method:
             raise NotRouted.wrong_method(request.method, request.path, method.decode())
         names, estimator = self.served_names, self.scheduler.estimator
-        inquiry = read_inquiry(request, served_names=names, estimator=estimator, fields=fields, said=said)
+        inquiry = read_inquiry(
+            request, served_names=names, estimator=estimator, fields=fields, said=said, min_priority=self.min_priority
+        )
         for engine in self.kinds.others:
             self.engines[engine].admit(request.path, request.body, inquiry)
         exchange = Exchange(self, connection, request, inquiry, request_id)
@@ -639,7 +643,9 @@ class Gateway:
             expanded = responses.expand(asked, body=request.body, max_bytes=self.max_body_bytes)
             fields, said = asked.question.fields, None if expanded is None else expanded.said
         names, estimator = self.served_names, self.scheduler.estimator
-        inquiry = read_inquiry(request, served_names=names, estimator=estimator, fields=fields, said=said)
+        inquiry = read_inquiry(
+            request, served_names=names, estimator=estimator, fields=fields, said=said, min_priority=self.min_priority
+        )
         waiting: dict[str, object] = {"waitingRequests": self.queue.line.size}
         choice = self.scheduler.preview(inquiry.demand, now)
         if choice is None:

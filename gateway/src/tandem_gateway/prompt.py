@@ -15,8 +15,9 @@ import orjson
 from tandem_gateway.errors import BadRequest, UnknownModel
 from tandem_gateway.http.request import Request
 from tandem_gateway.scheduling.demand import Demand, Estimator
-from tandem_gateway.scheduling.prefix import CHUNK_BYTES, build_chain
+from tandem_gateway.scheduling.prefix import CHUNK_BYTES, build_chain, build_parent
 from tandem_gateway.scheduling.ring import build_seed
+from tandem_gateway.scheduling.scheduler import SHORT_CHUNKS
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -70,12 +71,14 @@ def read_inquiry(
     estimator: Estimator,
     fields: dict[str, Any] | None = None,
     said: Said | None = None,
+    min_priority: int = -1000,
 ) -> Inquiry:
     """What a request asks for. The first of `served_names` is the one that a refusal tells. Where they are known
     already: the `fields` of its body, and what is `said` in a Responses request with all that it continues.
 
     Raises:
-        BadRequest: it is not a JSON object, or a parameter that routing needs is missing or of the wrong type.
+        BadRequest: it is not a JSON object, a parameter that routing needs is missing or of the wrong type, or its
+            `priority` is below `min_priority`.
         UnknownModel: it names another model.
     """
     path = request.path
@@ -100,16 +103,21 @@ def read_inquiry(
         prompt = root = b"".join(_canonical(fields[name], name) for name in _COMPARED if fields.get(name) is not None)
     else:
         prompt = root = b""
+    if "priority" in fields:
+        _check_priority(fields["priority"], min_priority)
     generates = path in GENERATES
     max_tokens = _read_max_tokens(fields) if generates else 1
     session = request.headers.get(b"x-session-affinity") or _read_session(fields) or root
+    salt: Any = fields.get("cache_salt")
+    parent = build_parent(salt.encode() if isinstance(salt, str) else b"", request.headers.get(b"authorization", b""))
     demand = Demand(
         prompt_tokens=_count_tokens(fields.get(_MAY_BE_TOKENS[path]), prompt, estimator)
         if path in _MAY_BE_TOKENS
         else estimator.prompt_tokens(len(prompt)),
         output_tokens=estimator.expected_output(max_tokens),
-        prefix=build_chain(prompt) if len(prompt) >= CHUNK_BYTES else [],
-        affinity=build_seed(session) if session else 0,
+        prefix=build_chain(prompt, parent) if len(prompt) >= CHUNK_BYTES else [],
+        affinity=build_seed(session, parent) if session else 0,
+        short=prompt if len(prompt) < SHORT_CHUNKS * CHUNK_BYTES else b"",
         local=not generates,
         stream=stream is True,
     )
@@ -297,6 +305,21 @@ def _read_max_tokens(fields: dict[str, Any]) -> int | None:
         if type(value) is int and value > 0:
             return value
     return None
+
+
+def _check_priority(value: Any, lowest: int) -> None:
+    """Refuse a place ahead of others. Engines read numbers in texts and fractions too."""
+    try:
+        asked = float(value) if isinstance(value, int | float | str) else 0.0
+    except (ValueError, OverflowError):  # the worker's to refuse
+        return
+    if asked < lowest:
+        raise BadRequest(
+            f"'priority' must be at least {lowest} here: a request may stand back, and ahead of others only where the "
+            "model's owner allows it",
+            param="priority",
+            code="invalid_value",
+        )
 
 
 def _count_tokens(given: Any, prompt: bytes, estimator: Estimator) -> int:
