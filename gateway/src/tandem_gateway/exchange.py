@@ -8,7 +8,7 @@ begun goes on at another worker where it can (`resume`).
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection
 from time import monotonic
 from typing import Protocol
@@ -25,9 +25,19 @@ from tandem_api.names import (
     HEADER_RESUME,
     HEADER_RETRY,
     HEADER_ROUTE,
+    RETRY_FULL,
+    Role,
 )
 
-from tandem_gateway.errors import GatewayFull, NoEndpoint, RequestError, UpstreamFailed, UpstreamTimeout
+from tandem_gateway.errors import (
+    GatewayFull,
+    NoEndpoint,
+    RequestError,
+    UpstreamFailed,
+    UpstreamTimeout,
+    WorkerFull,
+    retry_after,
+)
 from tandem_gateway.http.budget import FREE_BYTES, Budget
 from tandem_gateway.http.connection import ClientConnection
 from tandem_gateway.http.request import Request
@@ -70,6 +80,7 @@ SMALL_PART_BYTES = 1024
 """Parts of an answer below this size are held joined: two bytes in an object of their own take twenty times as much."""
 DEFAULT_MAX_TOKENS = 4096
 CLIENT_GONE = 499
+TOO_MANY = 429
 HELD_SECONDS = 5.0
 """A worker may end a connection that takes nothing from it. Where an answer breaks so soon after it was held back for a
 slow client, or while it is, the worker is not to blame."""
@@ -80,6 +91,7 @@ _QUEUE_SECONDS = HEADER_QUEUE_SECONDS.encode()
 _REQUEST_ID = HEADER_REQUEST_ID.encode()
 _RESUME = HEADER_RESUME.encode()
 _RETRY = HEADER_RETRY.encode()
+_RETRY_FULL = RETRY_FULL.encode()
 _ROUTE = HEADER_ROUTE.encode()
 _REQUEST_HEAD = b"%b %b HTTP/1.1\r\nhost: %b\r\n%b" + _REQUEST_ID + b": %b\r\ncontent-length: %d\r\n\r\n"
 _FORWARDED = (b"content-type", b"accept", b"traceparent", b"tracestate", HEADER_LENIENT.encode())
@@ -140,7 +152,8 @@ class Exchange:
     """Sink of its upstream calls and conversation of its client connection."""
 
     __slots__ = (
-        "_arrived", "_call", "_connect_by", "_connection", "_context", "_continuation", "_deadline", "_excluded",
+        "_arrived", "_call", "_connect_by", "_connection", "_context", "_continuation", "_deadline", "_displaced",
+        "_excluded",
         "_give_up_at", "_head", "_held", "_held_back_until", "_held_bytes", "_isolate_by", "_keep_alive_after", "_loop",
         "_phase", "_reads", "_reads_seen", "_reservation", "_resets", "_slot", "_slow", "_stream", "_suspects",
         "_ticket", "_tokens_seen", "_unsent", "attempts", "bytes_out", "choice", "error", "first_byte_at", "inquiry",
@@ -190,7 +203,8 @@ class Exchange:
         one."""
         self._resets = 0
         """Connections that ended under it without an answer: as many workers may have died of it."""
-        self._slow = False
+        self._slow = self._displaced = False
+        """The client is slow; somebody else has made room for it at a worker."""
         self._held_back_until = -HELD_SECONDS
         self._keep_alive_after = False
         self._unsent = b""
@@ -199,8 +213,7 @@ class Exchange:
         self._continuation: Continuation | None = None
         """Of a stream that has begun and can go on elsewhere."""
         self._held: list[bytes | bytearray] = []
-        self._held_bytes = 0
-        self._reads = self._reads_seen = self._tokens_seen = 0
+        self._held_bytes = self._reads = self._reads_seen = self._tokens_seen = 0
 
     @property
     def waiting(self) -> bool:
@@ -274,6 +287,7 @@ class Exchange:
         decisions = context.decisions
         if len(decisions) == KEPT:
             decisions[0][-1].offers = []  # its request may run for long
+        reservation.holder = self
         choice.expected, choice.work = reservation.expected, reservation.work
         decisions.append((self.request_id, now, self.attempts, self.queue_seconds, choice))
         self._phase = SENT
@@ -403,6 +417,8 @@ class Exchange:
         if (outcome is not _ANSWERED or self.first_byte_at) and not self._may_take(outcome, head):
             return
         self._take_answer(outcome, head)
+        if head.status == TOO_MANY:
+            _tell_when(head, self._context.queue.find_backlog())
         self._head = head
         self._reads += 1
         if self.queue_seconds:
@@ -431,9 +447,50 @@ class Exchange:
         elif outcome is not _ANSWERED and self._can_move():
             self._drop_call()
             self._recover(outcome, f"the worker answered {head.status}", failed=head.status >= 500)
-        else:
+        elif head.fields.get(_RETRY) != _RETRY_FULL or not self._displace():
             return True
         return False
+
+    def _displace(self) -> bool:
+        """The worker has as many requests waiting as it takes: let the newest of whoever has most there go instead of
+        this one, where that is somebody else with more than one more. False: this one is refused."""
+        choice = self.choice
+        assert choice is not None
+        endpoint, now = choice.decode, self._loop.time()
+        if self._displaced or self._phase != SENT:
+            return False
+        newest: dict[str, Exchange] = {}
+        counts: Counter[str] = Counter()
+        for reservation in endpoint.owing:
+            holder = reservation.holder
+            if isinstance(holder, Exchange) and holder.choice is not None and holder.choice.decode is endpoint:
+                counts[holder.source] += 1
+                newest[holder.source] = holder
+        source, most = counts.most_common(1)[0] if counts else ("", 0)
+        if source == self.source or most <= counts[self.source]:
+            return False
+        self._displaced = True
+        self._drop_call()
+        self._count_end(failed=False)
+        if self.trace is not None:
+            self.trace.attempt_ended(self, Outcome.BUSY.value, self.answered_status)
+        self._release()
+        others = (other.worker for other in self._context.scheduler.endpoints.values() if other is not endpoint)
+        self._excluded = frozenset(worker.name for worker in others if worker.role is not Role.PREFILL)
+        self._phase, self._deadline = WAITING, now + GRACE_SECONDS
+        newest[source].turn_away(
+            WorkerFull(
+                "as many requests wait at the worker as it takes, and most of them are of this client's address; try"
+                " again later",
+                self._context.queue.find_backlog(),
+            )
+        )
+        return True
+
+    @property
+    def source(self) -> str:
+        """Whose request it is, as far as an address tells."""
+        return self._connection.source
 
     def _can_move(self) -> bool:
         """Nothing of this answer has reached the client, and another worker is free to give a better one."""
@@ -885,6 +942,14 @@ class Exchange:
         decode_name = fields.get(_DECODE_WORKER) or self.choice.decode.worker.name.encode()
         prefill_name = fields.get(_PREFILL_WORKER) or prefill.worker.name.encode()
         return decode_name.decode("latin-1"), prefill_name.decode("latin-1")
+
+
+def _tell_when(head: ResponseHead, seconds: float | None) -> None:
+    """When to come back, by what this gateway knows of all that waits; else as the worker says."""
+    if seconds is not None or b"retry-after" not in head.fields:
+        ((name, value),) = retry_after(seconds)
+        head.headers = [field for field in head.headers if field[0] != b"retry-after"]
+        head.headers.append((name.lower().encode(), value.encode()))
 
 
 def _may_go_on(worker: Worker, continuation: Continuation) -> bool:

@@ -98,16 +98,14 @@ class ClientConnection(asyncio.Protocol):
         self.exchange: Conversation | None = None
         self.closed = False
         self.deadline = 0.0
-
-    @property
-    def source(self) -> str:
+        self.source = ""
         """Whom its client belongs to, as far as its address tells."""
-        return read_source(self.transport.get_extra_info("peername"))
 
     # asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
+        self.source = read_source(transport.get_extra_info("peername"))
         self.transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES, low=0)
         with contextlib.suppress(OSError):
             transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -22,7 +22,7 @@ class Reservation:
 
     __slots__ = (
         "_decode", "_decode_left", "_open", "_output", "_owing", "_prefill", "_prefill_tokens", "_prefilling",
-        "copy", "expected", "patience", "since", "work",
+        "copy", "expected", "holder", "patience", "since", "work",
     )  # fmt: skip
 
     def __init__(
@@ -44,6 +44,8 @@ class Reservation:
         self._prefilling = True
         self._owing = True
         self.since = now
+        self.holder: object = None
+        """Whose it is."""
         self.copy: Holding | None = None
         """What the decode endpoint holds of the prompt, in use until the request ends."""
         self.work = prefill_tokens + (prefill.backlog(now) if prefill.prefill_tokens else prefill.load)

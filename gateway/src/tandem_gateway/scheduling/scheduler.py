@@ -256,6 +256,15 @@ class Scheduler:
             endpoint.kv_tokens = kv_tokens
             self._size_index()
 
+    def find_backlog(self, waiting_tokens: int = 0) -> float | None:
+        """Seconds until the prompts are computed that wait at workers, and of so many tokens before them; None while no
+        worker's speed is known. O(workers)."""
+        speed = sum(endpoint.speed.value for endpoint in self.endpoints.values())
+        if not speed:
+            return None
+        waits = sum(endpoint.prefill_tokens + endpoint.others for endpoint in self.endpoints.values())
+        return (waiting_tokens + waits) / speed
+
     def miss(self, endpoint: Endpoint) -> None:
         """A worker has told nothing for a while: what was in its queue is not known any more."""
         endpoint.charge(0, 0, -endpoint.others)
