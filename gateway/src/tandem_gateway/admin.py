@@ -16,7 +16,8 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from tandem_api.fleet import FLEET_PATH, WAITING_PATH, WAITING_SECONDS
 from tandem_api.launch import GatewayTimeouts
 
-from tandem_gateway.errors import GatewayFull, RequestError
+from tandem_gateway.errors import RequestError
+from tandem_gateway.fairness import Sources
 from tandem_gateway.gateway import Gateway
 from tandem_gateway.http.budget import Budget
 from tandem_gateway.http.connection import ClientConnection
@@ -42,6 +43,8 @@ class _Question:
     held_bytes: int = 0
     delivering: bool = False
 
+    def stop(self, error: RequestError) -> None: ...
+
     def on_client_gone(self) -> None: ...
 
     def on_client_slow(self) -> None: ...
@@ -59,6 +62,7 @@ class Admin:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._connections: set[ClientConnection] = set()
+        self._sources: Sources[ClientConnection] = Sources()
         self._questions: dict[ClientConnection, tuple[_Question, Request]] = {}
         self.budget = Budget(4 * MAX_BODY_BYTES)
         self.discovered = False
@@ -108,12 +112,18 @@ class Admin:
     # connections
 
     def on_connect(self, connection: ClientConnection) -> None:
+        """There is always room for one more, which may be a probe: the one that has waited longest of whoever has most
+        goes for it. A probe is answered when it has asked, and so has gone by itself."""
         self._connections.add(connection)
+        self._sources.add(connection.source, connection)
         if len(self._connections) > MAX_CONNECTIONS:
-            connection.refuse(GatewayFull("too many connections to the metrics port"))
+            oldest = self._sources.oldest(self._sources.find_most())
+            self.on_disconnect(oldest)
+            oldest.transport.abort()
 
     def on_disconnect(self, connection: ClientConnection) -> None:
         self._connections.discard(connection)
+        self._sources.remove(connection.source, connection)
         self._questions.pop(connection, None)
 
     def on_request(self, connection: ClientConnection, request: Request) -> None:

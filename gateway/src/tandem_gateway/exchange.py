@@ -234,7 +234,8 @@ class Exchange:
         kept = self._continuation.held_bytes if self._continuation is not None else 0
         waits = self._call.held_bytes if self._call is not None else 0
         recorded = self.recording.held_bytes if self.recording is not None else 0
-        return len(self.request.body) + self._held_bytes + kept + waits + recorded
+        events = self._stream.held_bytes if self._stream is not None else 0
+        return len(self.request.body) + self._held_bytes + kept + waits + recorded + events
 
     @property
     def resumes(self) -> int:
@@ -384,8 +385,7 @@ class Exchange:
             self._account_for(self._continuation)
         if self._slow or self._phase == DELIVERING:
             # The worker is not to blame: it is the client that takes nothing.
-            self._connection.account()
-            if self._connection.is_stuck(now):
+            if not self._connection.account() or self._connection.is_stuck(now):
                 self._connection.transport.abort()
         elif now >= self._deadline:
             self._time_out()

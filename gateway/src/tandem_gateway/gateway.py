@@ -10,7 +10,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from itertools import count
+from itertools import count, islice
 from typing import Any
 from urllib.parse import unquote
 
@@ -26,6 +26,7 @@ from tandem_gateway.cors import CORSPolicy, is_preflight
 from tandem_gateway.credentials import Credentials
 from tandem_gateway.errors import GatewayFull, NotRouted, RequestError, ShuttingDown
 from tandem_gateway.exchange import Exchange
+from tandem_gateway.fairness import Sources
 from tandem_gateway.http.budget import FREE_BYTES, Budget
 from tandem_gateway.http.connection import ClientConnection
 from tandem_gateway.http.request import Request
@@ -77,6 +78,8 @@ UNAUTHORIZED_LOG_SECONDS = 10.0
 """A worker that does not take this gateway's key is named this often, however many requests it turns away."""
 REFUSED = frozenset((400, 404, 413, 422))
 """What a worker answers to a request that nobody is to compute."""
+LOOKED_AT = 64
+"""Of who has most connections, for one that nobody asks over."""
 REFUSALS = 64
 """Connections beyond the limit that are told so before they are closed."""
 _REQUEST_ID = re.compile(rb"[\w.:/+=-]{1,128}")
@@ -104,8 +107,7 @@ class Gateway:
         """Requests that wait for one of their own."""
         self.scheduler = Scheduler()
         self.engines = build_engines(self, worker_model=config.model_name)
-        self.kinds = Kinds()
-        self.draining = False
+        self.kinds, self.draining = Kinds(), False
         self.decisions: deque[Decision] = deque(maxlen=KEPT)
         self.metrics = Metrics()
         self.traffic = TrafficCounter()
@@ -123,7 +125,8 @@ class Gateway:
         """That clients are shown; None: they speak no TLS."""
         self.tracer = _build_tracer(config, tracing)
         self.exchanges: set[Exchange] = set()
-        self.connections: set[ClientConnection] = set()
+        self.connections, self.sources = set[ClientConnection](), Sources[ClientConnection]()
+        """All of them, and by whose they are."""
         self._credentials = Credentials(config.keys_path)
         self.token_line = self._credentials.line
         self._links: dict[int, Link] = {}
@@ -231,16 +234,26 @@ class Gateway:
 
     def on_connect(self, connection: ClientConnection) -> None:
         self.connections.add(connection)
+        self.sources.add(connection.source, connection)
         over = len(self.connections) - self.max_connections
-        if over > REFUSALS:
+        if over <= 0:
+            return
+        excess = self.sources.find_excess(connection.source)
+        if excess is not None:
+            newest = [*islice(self.sources.newest(excess), LOOKED_AT)]
+            leaving = next((other for other in newest if other.exchange is None), newest[0])
+            self.on_disconnect(leaving)
+            leaving.leave()
+        elif over > REFUSALS:
             connection.transport.abort()
-        elif over > 0:
+        else:
             connection.refuse(
                 GatewayFull(f"the gateway has as many connections as it may, {self.max_connections}; try again shortly")
             )
 
     def on_disconnect(self, connection: ClientConnection) -> None:
         self.connections.discard(connection)
+        self.sources.remove(connection.source, connection)
 
     def on_request(self, connection: ClientConnection, request: Request) -> None:
         given = request.headers.get(b"x-request-id")

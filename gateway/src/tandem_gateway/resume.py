@@ -15,7 +15,7 @@ from tandem_api.journal import MARK, MAX_JOURNAL_BYTES, MOVED, USAGE
 
 from tandem_gateway.http.budget import FREE_BYTES, Budget
 from tandem_gateway.scheduling import Outcome
-from tandem_gateway.sse import MAX_EVENT_BYTES, EventStream, EventTooLarge
+from tandem_gateway.sse import MAX_EVENT_BYTES, TAIL_BYTES, EventStream, EventTooLarge
 
 SECONDS = 30.0
 """A stream waits this long for somebody who takes it over: its client sees a pause."""
@@ -63,8 +63,12 @@ class JournaledStream(EventStream):
                 return data
         self.events += data.count(b"\n\n")
         self._previous = self._last
-        self._last = data
+        self._last = data if len(data) <= TAIL_BYTES else self._cut_tail(data)
         return data
+
+    @property
+    def held_bytes(self) -> int:
+        return len(self._partial) + super().held_bytes
 
     def _take_apart(self, data: bytes) -> bytes:
         data = self._partial + data

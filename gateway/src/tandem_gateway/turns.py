@@ -9,6 +9,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
+from tandem_gateway.errors import RequestError
 from tandem_gateway.http.connection import ClientConnection
 
 LARGE_BYTES = 256 * 1024
@@ -28,6 +29,10 @@ class Deferred:
         self.work = work
         self.drop = drop
         self.abort = abort
+
+    def stop(self, error: RequestError) -> None:
+        self.gone = True
+        self.abort()
 
     def on_client_gone(self) -> None:
         self.gone = True
