@@ -10,6 +10,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from itertools import count, islice
 from typing import Any
 from urllib.parse import unquote
@@ -265,16 +266,25 @@ class Gateway:
             if cors is not None and is_preflight(request):
                 self._answer_preflight(connection, request, request_id, cors)
             elif request.path in INFERENCE_PATHS:
-                if request.path != RESPONSES or self.responses is None:
-                    self._start_exchange(connection, request, request_id)
+                if len(request.body) <= LARGE_BYTES:
+                    self._infer(connection, request, request_id)
                 else:
-                    self._begin_stored(connection, request, request_id, self.responses)
+                    held = len(request.body)
+                    work = partial(self._infer, connection, request, request_id)
+                    self._defer(connection, request, request_id, work, held_bytes=held)
             elif request.path.startswith(f"{RESPONSES}/"):
                 self._answer_stored(connection, request, request_id)
             else:
                 self._tell(connection, request, request_id, self._answer(request))
         except RequestError as error:
             self._refuse(connection, request, request_id, error)
+
+    def _infer(self, connection: ClientConnection, request: Request, request_id: bytes) -> None:
+        """A request that a worker is to answer. Raises RequestError."""
+        if request.path != RESPONSES or self.responses is None:
+            self._start_exchange(connection, request, request_id)
+        else:
+            self._begin_stored(connection, request, request_id, self.responses)
 
     def _defer(
         self,

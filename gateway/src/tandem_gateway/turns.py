@@ -13,7 +13,7 @@ from tandem_gateway.errors import RequestError
 from tandem_gateway.http.connection import ClientConnection
 
 LARGE_BYTES = 256 * 1024
-"""What a request may have read and copied for it at once, besides its own bytes: below a millisecond's work."""
+"""What a request may have read and copied for it at once: a millisecond's work."""
 
 
 class Deferred:
