@@ -1,5 +1,6 @@
 """What routing reads of a body, and how it refuses what it cannot use."""
 
+import itertools
 import json
 from typing import Any
 
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tandem_gateway.errors import BadRequest, RequestError, UnknownModel
 from tandem_gateway.http.request import Request
-from tandem_gateway.prompt import CHAT, COMPLETIONS, EMBEDDINGS, Inquiry, read_inquiry
+from tandem_gateway.prompt import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, Inquiry, read_inquiry
 from tandem_gateway.scheduling import Estimator
 
 USER = {"role": "user", "content": "hi"}
@@ -195,3 +196,61 @@ def test_texts_that_are_compared_count_under_all_their_names() -> None:
         assert form.demand.prefix == forms[0].demand.prefix
         assert form.demand.output_tokens == 1
     assert read({"query": 5}, "/rerank").demand.prompt_tokens < 5  # the worker's to refuse
+
+
+TOOLS = [{"name": f"tool_{index}", "description": "d" * 400, "input_schema": {"type": "object"}} for index in range(8)]
+MARK = {"cache_control": {"type": "ephemeral"}}
+
+
+def ask_as_claude_code(turn: int, *, named: bool = True) -> dict[str, Any]:
+    """A turn of a conversation: a first line that is another in each, marks at the end of what is to be cached, and the
+    last message as blocks where it was a text before."""
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "please look into it " * 100}]
+    for index in range(turn):
+        call = {"type": "tool_use", "id": f"t{index}", "name": "tool_1", "input": {"path": f"file {index}"}}
+        result = {"type": "tool_result", "tool_use_id": f"t{index}", "content": [{"type": "text", "text": "y" * 3000}]}
+        said = [{"type": "text", "text": "I look."}, call]
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": [result]}]
+        messages.append({"role": "user", "content": f"go on {index}"})
+    last = dict(messages[-1])
+    if isinstance(last["content"], str):
+        last["content"] = [{"type": "text", "text": last["content"]}]
+    last["content"] = [*last["content"][:-1], last["content"][-1] | MARK]
+    system = [
+        {"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1.{turn}; cch={turn * 7919:05x};"},
+        {"type": "text", "text": "You are Claude Code. " * 200} | MARK,
+    ]
+    body = {"model": "toy", "max_tokens": 100, "system": system, "messages": [*messages[:-1], last]}
+    body["tools"] = [*TOOLS[:-1], TOOLS[-1] | (MARK if turn % 2 else {})]
+    return body | ({"metadata": {"user_id": "user_a_account__session_b"}} if named else {})
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_the_turns_of_claude_code_begin_alike_and_are_one_session(named: bool) -> None:
+    demands = [read(ask_as_claude_code(turn, named=named), MESSAGES).demand for turn in range(6)]
+    assert len({demand.affinity for demand in demands}) == 1
+    for one, next_one in itertools.pairwise(demands):
+        # All but the last chunk, which the end of a turn cuts.
+        assert one.prefix == next_one.prefix[: len(one.prefix)]
+        assert len(next_one.prefix) > len(one.prefix) > 5
+
+
+def test_another_user_id_is_another_session() -> None:
+    one = ask_as_claude_code(1)
+    other = one | {"metadata": {"user_id": "user_a_account__session_c"}}
+    assert read(one, MESSAGES).demand.affinity != read(other, MESSAGES).demand.affinity
+    assert read(one, MESSAGES).demand.prefix == read(other, MESSAGES).demand.prefix
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"system": 5}, {"system": [5, {"text": 5}, {"type": "text"}]},
+        {"tools": [5, {"cache_control": 1}]}, {"tools": 5},
+        {"metadata": 5}, {"metadata": {"user_id": 5}},
+        {"messages": [{"role": "user", "content": [5, {"type": "text"}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": [5, MARK]}]}]},
+    ],
+)  # fmt: skip
+def test_what_is_no_messages_request_is_the_worker_s_to_refuse(odd: dict[str, Any]) -> None:
+    assert read({"messages": [USER]} | odd, MESSAGES).demand.prompt_tokens > 0

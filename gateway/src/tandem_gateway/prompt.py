@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import orjson
+from tandem_api.messages import drop_billing_line
 
 from tandem_gateway.errors import BadRequest, UnknownModel
 from tandem_gateway.http.request import Request
@@ -34,6 +35,7 @@ COMPUTES = GENERATES | SCORES | {EMBEDDINGS}
 TOKENIZER_INFO = "/tokenizer_info"
 INFERENCE_PATHS = COMPUTES | frozenset((COUNT, "/tokenize", "/detokenize", TOKENIZER_INFO))
 _MAY_BE_TOKENS = {COMPLETIONS: "prompt", EMBEDDINGS: "input"}
+_TEXT = frozenset(("type", "text"))
 _Object = dict[str, Any]
 _List = list[Any]
 _COMPARED = ("query", "queries", "text_1", "data_1", "documents", "items", "text_2", "data_2")
@@ -93,8 +95,10 @@ def read_inquiry(
     stream = fields.get("stream")
     if stream is not None and not isinstance(stream, bool):
         raise BadRequest("'stream' must be true or false", param="stream", code="invalid_type")
-    if path in (CHAT, MESSAGES):
+    if path == CHAT:
         prompt, root = _read_messages(fields)
+    elif path == MESSAGES:
+        prompt, root = _read_messages(canonical_messages(fields))
     elif path == RESPONSES:
         prompt, root = _read_said(fields, said or write_said(fields))
     elif path == COMPLETIONS:
@@ -110,7 +114,7 @@ def read_inquiry(
         _check_priority(fields["priority"], min_priority)
     generates = path in GENERATES
     max_tokens = _read_max_tokens(fields) if generates else 1
-    session = request.headers.get(b"x-session-affinity") or _read_session(fields) or root
+    session = request.headers.get(b"x-session-affinity") or _read_session(fields, path) or root
     salt: Any = fields.get("cache_salt")
     parent = build_parent(salt.encode() if isinstance(salt, str) else b"", request.headers.get(b"authorization", b""))
     demand = Demand(
@@ -217,9 +221,70 @@ def _read_messages(fields: dict[str, Any]) -> tuple[bytes, bytes]:
         raise BadRequest("'messages' is required", param="messages", code="missing_required_parameter")
     if not isinstance(messages, list) or not messages:
         raise BadRequest("'messages' must be a list with at least one message", param="messages", code="invalid_type")
-    system: Any = fields.get("system")  # of a Messages request
-    first = [{"role": "system", "content": system}] if system else []
-    return _join(fields, [*first, *cast(list[Any], messages)])
+    return _join(fields, cast(list[Any], messages))
+
+
+def canonical_messages(fields: dict[str, Any]) -> dict[str, Any]:
+    """A Messages request without what is no part of its prompt, so that equal prompts are equal bytes: the system
+    prompt is a message as others are, texts are joined as the worker joins them, and marks for a cache are left out.
+    What is not as it should be stays, for the worker to refuse.
+    """
+    tools: Any = fields.get("tools")
+    messages: Any = fields.get("messages")
+    if isinstance(tools, list):
+        tools = [_drop_mark(tool) for tool in cast(_List, tools)]
+    if isinstance(messages, list) and messages:
+        messages = [_join_texts(message) for message in cast(_List, messages)]
+        system = drop_billing(fields).get("system")
+        if system:
+            messages.insert(0, _join_texts({"role": "system", "content": system}))
+    return {**fields, "tools": tools, "messages": messages}
+
+
+def _drop_mark(block: Any) -> Any:
+    """A tool, or a block of a message, and the blocks in a tool's result."""
+    if not isinstance(block, dict):
+        return block
+    block = cast(_Object, block)
+    inner: Any = block.get("content")
+    if isinstance(inner, list):
+        block = {**block, "content": [_drop_mark(each) for each in cast(_List, inner)]}
+    if "cache_control" in block:
+        block = {name: value for name, value in block.items() if name != "cache_control"}
+    return block
+
+
+def drop_billing(fields: dict[str, Any]) -> dict[str, Any]:
+    """The `system` of a Messages request without the line that differs in each, if it has one."""
+    system: Any = fields.get("system")
+    if isinstance(system, str):
+        return {"system": drop_billing_line(system)}
+    return {"system": [_drop_billing(block) for block in cast(_List, system)]} if isinstance(system, list) else {}
+
+
+def _drop_billing(given: Any) -> Any:
+    if not isinstance(given, dict):
+        return given
+    block = cast(_Object, given)
+    text: Any = block.get("text")
+    return {**block, "text": drop_billing_line(text)} if isinstance(text, str) else block
+
+
+def _join_texts(given: Any) -> Any:
+    """A message whose content is one text, where all of its blocks are texts."""
+    if not isinstance(given, dict):
+        return given
+    message = cast(_Object, given)
+    content: Any = message.get("content")
+    if not isinstance(content, list):
+        return message
+    blocks = [_drop_mark(block) for block in cast(_List, content)]
+    texts = [
+        block["text"]
+        for block in blocks
+        if isinstance(block, dict) and block.keys() == _TEXT and isinstance(block["text"], str)
+    ]
+    return {**message, "content": "".join(texts) if len(texts) == len(blocks) else blocks}
 
 
 def _read_said(fields: dict[str, Any], said: Said) -> tuple[bytes, bytes]:
@@ -360,8 +425,13 @@ def _count_tokens(given: Any, prompt: bytes, estimator: Estimator) -> int:
     return estimator.prompt_tokens(len(prompt))
 
 
-def _read_session(fields: dict[str, Any]) -> bytes | None:
+def _read_session(fields: dict[str, Any], path: str) -> bytes | None:
     """The client's name for the session, if it gives one."""
+    if path == MESSAGES:
+        metadata: Any = fields.get("metadata")
+        name: Any = cast(_Object, metadata).get("user_id") if isinstance(metadata, dict) else None
+        if isinstance(name, str) and name:
+            return name.encode()
     for name in ("prompt_cache_key", "user"):
         value: Any = fields.get(name)
         if isinstance(value, str) and value:

@@ -7,7 +7,7 @@ from typing import Any, cast
 import orjson
 
 from tandem_gateway.errors import BadRequest
-from tandem_gateway.prompt import CHAT, COMPLETIONS
+from tandem_gateway.prompt import CHAT, COMPLETIONS, MESSAGES, drop_billing
 from tandem_gateway.upstream.engines.contract import Fields
 
 STEERS = (
@@ -63,6 +63,8 @@ def build_request(fields: Fields, path: str, model: str) -> bytes:
     """
     sent = {name: value for name, value in fields.items() if name not in STEERS}
     sent["model"] = model
+    if path == MESSAGES:
+        sent |= drop_billing(sent)
     extra: Any = sent.get(_EXTRA)
     if isinstance(extra, dict):
         sent[_EXTRA] = {name: value for name, value in cast(Fields, extra).items() if name not in STEERS}
