@@ -618,13 +618,14 @@ class Exchange:
             self._connection.transport.write(out)
 
     def on_upstream_end(self) -> None:
-        self._take_call()
+        call, self._call = self._call, None
         stream = self._stream
         if stream is None:
             self._complete()
         elif stream.done or stream.failed:
             self._end_stream(stream)
         else:
+            self._resets += call is not None and call.resent
             moved = isinstance(stream, JournaledStream) and stream.moved
             detail = "the worker ended its stream before the answer was complete"
             self._recover(Outcome.DRAINING if moved else Outcome.RESET, detail, failed=None if moved else True)

@@ -267,7 +267,10 @@ class Gateway:
                 self._answer_preflight(connection, request, request_id, cors)
             elif request.path in INFERENCE_PATHS:
                 if len(request.body) <= LARGE_BYTES:
-                    self._infer(connection, request, request_id)
+                    if request.path != RESPONSES or self.responses is None:
+                        self._start_exchange(connection, request, request_id)
+                    else:
+                        self._begin_stored(connection, request, request_id, self.responses)
                 else:
                     held = len(request.body)
                     work = partial(self._infer, connection, request, request_id)

@@ -116,7 +116,8 @@ def read_inquiry(
     max_tokens = _read_max_tokens(fields) if generates else 1
     session = request.headers.get(b"x-session-affinity") or _read_session(fields, path) or root
     salt: Any = fields.get("cache_salt")
-    parent = build_parent(salt.encode() if isinstance(salt, str) else b"", request.headers.get(b"authorization", b""))
+    tenant = request.headers.get(b"authorization", b"")
+    parent = build_parent(salt.encode() if isinstance(salt, str) else b"", tenant) if salt or tenant else 0
     demand = Demand(
         prompt_tokens=_count_tokens(fields.get(_MAY_BE_TOKENS[path]), prompt, estimator)
         if path in _MAY_BE_TOKENS

@@ -171,7 +171,7 @@ def test_a_session_is_credited_with_what_its_prompt_begins_with_and_with_nothing
 
 def test_chains_of_other_salts_and_tenants_have_nothing_in_common() -> None:
     prompt = b"x" * 3 * CHUNK_BYTES
-    asks = [(b"", b""), (b"a", b""), (b"", b"a"), (b"a", b"b"), (b"ab", b""), (b"b", b"a")]
+    asks = [(b"a", b""), (b"", b"a"), (b"a", b"b"), (b"ab", b""), (b"b", b"a")]
     chains = [build_chain(prompt, build_parent(*ask)) for ask in asks]
     assert len({entry for chain in chains for entry in chain}) == 3 * len(asks)
-    assert chains[0] == build_chain(prompt)
+    assert not {entry for chain in chains for entry in chain} & set(build_chain(prompt))

@@ -61,7 +61,7 @@ _NO_SESSION: list[tuple[Endpoint, int]] = []
 
 def build_parent(salt: bytes, tenant: bytes) -> int:
     """What a chain begins with: nobody is told of, or routed by, what others with another salt or tenant have asked."""
-    return xxh3_64_intdigest(b"%d %b%b" % (len(salt), salt, tenant)) if salt or tenant else 0
+    return xxh3_64_intdigest(b"%d %b%b" % (len(salt), salt, tenant))
 
 
 def build_chain(prompt: bytes, parent: int = 0) -> list[int]:
