@@ -23,7 +23,7 @@ using Pair = __m512bh[4];
 inline __m512i bytes(const void* from) { return _mm512_loadu_si512(from); }
 
 template <bool cold>
-inline void decode(const Byte* group, __m512i values, Pair& columns) {
+[[gnu::always_inline]] inline void decode(const Byte* group, __m512i values, Pair& columns) {
     const __m512i first = bytes(group), second = bytes(group + 64), codes = bytes(group + 128);
     if constexpr (cold)
         for (int line = 0; line < 3; ++line)
@@ -37,7 +37,7 @@ inline void decode(const Byte* group, __m512i values, Pair& columns) {
 }
 
 // Puts in place what is written beside a pair; returns what follows it.
-inline const std::uint32_t* mend(Pair& columns, const std::uint32_t* beside) {
+[[gnu::always_inline]] inline const std::uint32_t* mend(Pair& columns, const std::uint32_t* beside) {
     alignas(64) bf16 pair[2 * kColumns];
     for (int v = 0; v < 4; ++v) _mm512_store_si512(pair + v * 2 * kLanes, (__m512i)columns[v]);
     std::uint32_t entry;
@@ -57,7 +57,7 @@ struct Split {
 
     // `take(pair, columns)` for each pair of a block, in order.
     template <bool cold, class Take>
-    inline void for_each_pair(Index block, Take take) const {
+    [[gnu::always_inline]] inline void for_each_pair(Index block, Take take) const {
         const __m512i values = bytes(reinterpret_cast<const SplitHead*>(memory)->values);
         const Byte* group = memory + places.groups + block * places.pairs * kGroup;
         const auto* flags = reinterpret_cast<const std::uint64_t*>(memory + places.flags) + block * places.words;
@@ -86,7 +86,7 @@ struct Split {
 };
 
 template <int R>
-inline void add(__m512 (&sums)[R][4], const bf16* rows, Index row_stride, Index pair, const Pair& columns) {
+[[gnu::always_inline]] inline void add(__m512 (&sums)[R][4], const bf16* rows, Index row_stride, Index pair, const Pair& columns) {
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r) {
         std::int32_t both;
@@ -97,7 +97,7 @@ inline void add(__m512 (&sums)[R][4], const bf16* rows, Index row_stride, Index 
     }
 }
 
-inline void keep(bf16* to, const Pair& columns) {
+[[gnu::always_inline]] inline void keep(bf16* to, const Pair& columns) {
     for (int v = 0; v < 4; ++v) _mm512_storeu_si512(to + v * 2 * kLanes, (__m512i)columns[v]);
 }
 
@@ -118,8 +118,10 @@ struct Decoding {
 
     Kept again() const { return {kept, 2 * split.places.pairs}; }
 
+    // Inline, or the sums are kept in memory.
     template <int R>
-    void multiply(__m512 (&sums)[R][4], const bf16* rows, Index row_stride, Index block, bool second) const {
+    [[gnu::always_inline]] inline void multiply(__m512 (&sums)[R][4], const bf16* rows, Index row_stride, Index block,
+                                                bool second) const {
         if (!kept) {
             split.for_each_pair<true>(block, [&](Index pair, const Pair& columns) __attribute__((always_inline)) {
                 add<R>(sums, rows, row_stride, pair, columns);
