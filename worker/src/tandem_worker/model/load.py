@@ -96,6 +96,12 @@ def _load(
         )
         model = family.load(config, Build(loader=loader, backend=parts, context=context))
     _log_backend(parts.name, chosen)
+    if loader.lossless.matrices:
+        kept = loader.lossless
+        logger.info(
+            "matrices are kept in 12 bits",
+            extra={"matrices": kept.matrices, "bits_per_weight": round(8 * kept.num_bytes / kept.weights, 3)},
+        )
     if loader.forms:
         logger.info("quantized weights", extra={"matrices": dict(loader.forms)})
     return model

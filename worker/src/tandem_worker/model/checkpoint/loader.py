@@ -55,6 +55,15 @@ def shard(dim: int, extent: int, rank: int, size: int, *, what: str) -> Slice | 
     return Slice(dim, rank * share, (rank + 1) * share)
 
 
+@dataclass(slots=True)
+class LosslessCount:
+    """What a packer of 12 bits a weight made, or a prepared copy had of it."""
+
+    matrices: int = 0
+    weights: int = 0
+    num_bytes: int = 0
+
+
 class WeightLoader:
     """Reads parts of a checkpoint into tensors of `dtype` on `device`."""
 
@@ -79,6 +88,7 @@ class WeightLoader:
         self.device = device
         self.forms: Counter[str] = Counter()
         """Matrices of a quantized checkpoint by the form they are kept in."""
+        self.lossless = LosslessCount()
         self._keeps_packed = keeps_packed and isinstance(source, DequantizedSource)
         self._prefix = prefix
         self._packer = packer
@@ -162,6 +172,10 @@ class WeightLoader:
             return None
         if self._packer.lossless:
             memory = self._once(f"lossless {key}", None, torch.uint8, make)
+            if memory is not None:
+                self.lossless.matrices += 1
+                self.lossless.weights += rows * columns
+                self.lossless.num_bytes += memory.nbytes
         else:
             memory = self._once(key, (elements,), torch.bfloat16, make)
         return None if memory is None else PackedWeight((rows, columns), memory)
