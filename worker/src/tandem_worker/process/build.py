@@ -247,7 +247,6 @@ class _Start:
         )
         cache = engine.kv_cache
         memory.by_kind["kv"] = cache.num_blocks * cache.spec.bytes_per_block
-        memory.by_kind["graphs"] = engine.graph_bytes
         return engine, ends
 
     def _connect_transport(
@@ -288,7 +287,7 @@ class _Start:
             grammars=grammars,
             draining=lambda: self._switches.draining,
             gpu=open_gpu_reader(model.device),
-            memory_bytes=lambda: memory.by_kind | {"kv_resident": pages.resident_bytes},
+            memory_bytes=lambda: memory.by_kind | {"kv_resident": pages.resident_bytes, "graphs": engine.graph_bytes},
             start_seconds=self._progress.seconds,
             refusals=self._refusals,
             spans=self._runtime.tracer.counts,
