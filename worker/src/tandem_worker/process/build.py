@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from tandem_worker.group.executor import GroupSeat
     from tandem_worker.group.pods.leading import LeadingPod
     from tandem_worker.model.contract import CausalLM
+    from tandem_worker.model.prepared.kernels import PreparedKernels
     from tandem_worker.model.prepared.weights import PreparedWeights
     from tandem_worker.model.sources.digest import ModelDigest
     from tandem_worker.server.structured.compiler import GrammarCompiler
@@ -81,6 +82,7 @@ class _Start:
         self._config, self._pod, self._runtime = config, pod, runtime
         self._progress, self._switches, self._group, self._refusals = progress, switches, group, refusals
         self._store = open_store(config.model.cache_dir)
+        self._kernels: PreparedKernels | None = None
 
     def list_steps(self) -> list[Step]:
         """What a start consists of, and what each part needs."""
@@ -140,7 +142,13 @@ class _Start:
     def _open_device(self, _: None) -> torch.device:
         from tandem_worker.host.devices import resolve_device
 
-        return resolve_device(self._config.device)
+        device = resolve_device(self._config.device)
+        if device.type == "cuda":
+            from tandem_worker.model.prepared.kernels import open_prepared_kernels
+
+            self._kernels = open_prepared_kernels(self._store)
+            self._kernels.restore()
+        return device
 
     def _describe_seat(self) -> Step:
         """Without other ranks it needs nothing: prepared weights are read then while torch is imported."""
@@ -300,6 +308,7 @@ class _Start:
             engine=engine,
             pages=pages,
             prepared=prepared,
+            kernels=self._kernels,
             hub=hub,
             prefill_server=server,
             prefill_client=client,
