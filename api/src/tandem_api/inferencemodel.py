@@ -746,6 +746,12 @@ class Gateway(Workload):
     response_store: ResponseStore | None = None
     """Keep what the Responses API answers (`store`), so that clients continue it by `previous_response_id`. Off where
     nothing is said. It is gone when the gateway restarts, and needs `replicas` of 1. Changing it restarts nothing."""
+    min_priority: Annotated[int, Field(ge=-1000, le=0)] = 0
+    """The lowest `priority` that clients may ask for. Lower ones run first, so by default a client can only stand back.
+    Changing it restarts nothing."""
+    explain_routes: bool = False
+    """Answer `x-tandem-route: explain` with the workers chosen and the prompt tokens that were believed to be cached,
+    which tells who asks what others have asked. Changing it restarts nothing."""
 
     @model_validator(mode="after")
     def _has_room_for_responses(self) -> Gateway:
