@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -98,10 +99,11 @@ class Source:
         writer.close()
         if b"data: [DONE]" not in whole:
             raise RuntimeError(f"the answer is incomplete: {whole[-500:]!r}")
-        return [later - earlier for earlier, later in zip(at, at[1:], strict=False)]
+        return [later - earlier for earlier, later in itertools.pairwise(at)]
 
     def _toggle(self) -> int:
-        assert self._reader.stdin is not None and self._reader.stdout is not None
+        assert self._reader.stdin is not None
+        assert self._reader.stdout is not None
         self._reader.stdin.write("\n")
         self._reader.stdin.flush()
         return int(self._reader.stdout.readline())

@@ -1,0 +1,140 @@
+"""Whether a model's claim is filled, and what to do until it is. Pure.
+
+One Job for each thing that workers would find in the claim. While it has not succeeded, no worker is made that would
+need it: a new model waits, and what serves goes on as it is. A Job that succeeded stays: it is what is known. One that
+failed stays too, until somebody deletes it, and a new one is made; or until something else is wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tandem_api.inferencemodel import Condition
+
+from tandem_operator.causes import Problem, pod_problem
+from tandem_operator.errors import InvalidOverlayError
+from tandem_operator.manifests import JOB, POD, ChildKey, Manifest, child_key, controller_of, dig, dig_list
+from tandem_operator.planner import Step, plan_step
+from tandem_operator.workloads import Blueprint
+from tandem_operator.workloads.prewarm import FETCH, PREPARE, RETRIES, build_prewarm_job, wants_prewarm
+
+CONDITION = "CachePrewarmed"
+PREWARMING = "Prewarming"
+"""Reason while the Job is at work."""
+_FAILED = "PrewarmFailed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrewarmPlan:
+    """What to do."""
+
+    make: Manifest | None = None
+    delete: tuple[ChildKey, ...] = ()
+    """Jobs that nobody waits for any more."""
+    jobs: frozenset[ChildKey] = frozenset()
+    """All of the model's, which are none of the children that follow from the spec: only this plan decides of them."""
+    hold: bool = False
+    """Nothing new is to start yet."""
+    problem: Problem | None = None
+    """What is waited for, or why that is in vain."""
+    condition: list[Condition] = field(default_factory=list[Condition])
+
+
+def plan_prewarm(blueprint: Blueprint, live: Mapping[ChildKey, Manifest]) -> PrewarmPlan:
+    """`blueprint` is what the spec asks for, with the commit that it means."""
+    spec, uid = blueprint.model.spec, blueprint.model.metadata.uid
+    ours = {key: job for key, job in live.items() if key.kind == JOB.name and _is_of(job, uid)}
+    if not wants_prewarm(blueprint):
+        return PrewarmPlan(delete=tuple(sorted(ours)), jobs=frozenset(ours))
+    if spec.suspend:  # nobody waits for it; what it has done stays known
+        return PrewarmPlan(jobs=frozenset(ours))
+    try:
+        job = build_prewarm_job(blueprint)
+    except InvalidOverlayError:
+        return PrewarmPlan(jobs=frozenset(ours))  # told with the StatefulSet, which cannot be made either
+    key = child_key(job)
+    others = tuple(sorted(ours.keys() - {key}))
+    found = live.get(key)
+    step = plan_step(job, found, owner_uid=uid)
+    if found is None or step in (Step.TAKEN, Step.WAIT):
+        state = Problem(reason=PREWARMING, message=f"Job {key.name} is about to fill the claim {_claim(blueprint)}")
+        make = job
+    else:
+        state, make = _judge(blueprint, found, live), None
+    # A revision that somebody goes back to has been served from this claim.
+    hold = state is not None and spec.rollout.revision is None
+    return PrewarmPlan(
+        make=make,
+        delete=others,
+        jobs=frozenset(ours),
+        hold=hold,
+        problem=state if hold else None,
+        condition=[_describe(blueprint, state)],
+    )
+
+
+def _is_of(job: Manifest, uid: str) -> bool:
+    return (controller_of(job) or {}).get("uid") == uid
+
+
+def _claim(blueprint: Blueprint) -> str:
+    cache = blueprint.model.spec.model.cache
+    assert cache is not None
+    return str(cache.persistent_volume_claim)
+
+
+def _describe(blueprint: Blueprint, state: Problem | None) -> Condition:
+    if state is None:
+        text = f"the claim {_claim(blueprint)} holds the model, verified and prepared"
+        return Condition(type=CONDITION, status="True", reason="Prewarmed", message=text)
+    return Condition(type=CONDITION, status="False", reason=state.reason, message=state.message)
+
+
+def _judge(blueprint: Blueprint, job: Manifest, live: Mapping[ChildKey, Manifest]) -> Problem | None:
+    """None once the Job has succeeded."""
+    name = str(dig(job, "metadata", "name"))
+    ended = {c.get("type"): c for c in dig_list(job, "status", "conditions") if c.get("status") == "True"}
+    if "Complete" in ended:
+        return None
+    pods = sorted(
+        (pod for key, pod in live.items() if key.kind == POD.name and _is_of(pod, str(dig(job, "metadata", "uid")))),
+        key=lambda pod: str(dig(pod, "metadata", "creationTimestamp")),
+    )
+    if "Failed" in ended:
+        return _failed(name, pods, ended["Failed"])
+    number = (dig(job, "status", "failed") or 0) + 1
+    text = f"Job {name} fills the claim {_claim(blueprint)}, attempt {number} of {RETRIES + 1}"
+    if pods and (trouble := pod_problem(pods[-1])) is not None:
+        waits = dig(pods[-1], "status", "phase") == "Failed"
+        reason = PREWARMING if waits else trouble.reason
+        ending = "; it is tried again" if waits else ""
+        # What keeps a pod from running needs a person at once; what a pod ended with is tried again first.
+        return Problem(
+            reason=reason, message=f"{text}: {trouble.message}{ending}", stalled=trouble.stalled and not waits
+        )
+    return Problem(reason=PREWARMING, message=f"{text}: {_progress(pods[-1]) if pods else 'its pod is being made'}")
+
+
+def _failed(name: str, pods: list[Manifest], condition: Manifest) -> Problem:
+    """The last pod's own words say more than the Job's."""
+    trouble = next((found for pod in reversed(pods) if (found := pod_problem(pod)) is not None), None)
+    why = str(condition.get("message") or condition.get("reason")) if trouble is None else trouble.message
+    text = (
+        f"Job {name} could not fill the cache: {why}. Workers wait for it, and those that serve go on: mend that and"
+        f" kubectl delete job {name}, which has it made anew; or remove spec.model.cache.prewarm"
+    )
+    from_worker = trouble is not None and trouble.from_worker
+    reason = trouble.reason if trouble is not None and from_worker else _FAILED
+    return Problem(reason=reason, message=text, stalled=True, from_worker=from_worker)
+
+
+def _progress(pod: Manifest) -> str:
+    """Which of its containers is at work, and since when."""
+    doing = {FETCH: "downloading and verifying", PREPARE: "preparing"}
+    statuses = [*dig_list(pod, "status", "initContainerStatuses"), *dig_list(pod, "status", "containerStatuses")]
+    for status in statuses:
+        if (since := dig(status, "state", "running", "startedAt")) is not None:
+            what = doing.get(str(status.get("name")), f"its container {status.get('name')} runs")
+            return f"{what} since {since}"
+    return "its pod is starting"
