@@ -14,10 +14,23 @@ from tandem_api.inferencemodel import Condition
 
 from tandem_operator.causes import Problem, pod_problem
 from tandem_operator.errors import InvalidOverlayError
-from tandem_operator.manifests import JOB, POD, ChildKey, Manifest, child_key, controller_of, dig, dig_list
+from tandem_operator.manifests import (
+    JOB,
+    NETWORK_POLICY,
+    POD,
+    ChildKey,
+    Manifest,
+    child_key,
+    controller_of,
+    dig,
+    dig_list,
+    labels_of,
+)
 from tandem_operator.planner import Step, plan_step
 from tandem_operator.workloads import Blueprint
-from tandem_operator.workloads.prewarm import FETCH, PREPARE, RETRIES, build_prewarm_job, wants_prewarm
+from tandem_operator.workloads.blueprint import COMPONENT_LABEL
+from tandem_operator.workloads.policies import build_prewarm_policy
+from tandem_operator.workloads.prewarm import COMPONENT, FETCH, PREPARE, RETRIES, build_prewarm_job, wants_prewarm
 
 CONDITION = "CachePrewarmed"
 PREWARMING = "Prewarming"
@@ -29,11 +42,12 @@ _FAILED = "PrewarmFailed"
 class PrewarmPlan:
     """What to do."""
 
-    make: Manifest | None = None
+    make: tuple[Manifest, ...] = ()
+    """In this order."""
     delete: tuple[ChildKey, ...] = ()
-    """Jobs that nobody waits for any more."""
-    jobs: frozenset[ChildKey] = frozenset()
-    """All of the model's, which are none of the children that follow from the spec: only this plan decides of them."""
+    """What nobody waits for any more."""
+    own: frozenset[ChildKey] = frozenset()
+    """What is there of all this. None of it is among the children that follow from the spec: only this plan decides."""
     hold: bool = False
     """Nothing new is to start yet."""
     problem: Problem | None = None
@@ -41,37 +55,51 @@ class PrewarmPlan:
     condition: list[Condition] = field(default_factory=list[Condition])
 
 
-def plan_prewarm(blueprint: Blueprint, live: Mapping[ChildKey, Manifest]) -> PrewarmPlan:
-    """`blueprint` is what the spec asks for, with the commit that it means."""
+def plan_prewarm(blueprint: Blueprint, live: Mapping[ChildKey, Manifest], *, known: bool = True) -> PrewarmPlan:
+    """`blueprint` is what the spec asks for. `known`: so is the commit that it means."""
     spec, uid = blueprint.model.spec, blueprint.model.metadata.uid
-    ours = {key: job for key, job in live.items() if key.kind == JOB.name and _is_of(job, uid)}
+    own = {key for key, child in live.items() if _is_part(key, child) and _is_of(child, uid)}
     if not wants_prewarm(blueprint):
-        return PrewarmPlan(delete=tuple(sorted(ours)), jobs=frozenset(ours))
-    if spec.suspend:  # nobody waits for it; what it has done stays known
-        return PrewarmPlan(jobs=frozenset(ours))
+        return PrewarmPlan(delete=tuple(sorted(own)), own=frozenset(own))
+    if spec.suspend or not known:  # nobody waits for it; what it has done stays known
+        return PrewarmPlan(own=frozenset(own))
     try:
-        job = build_prewarm_job(blueprint)
+        job, policy = build_prewarm_job(blueprint), build_prewarm_policy(blueprint)
     except InvalidOverlayError:
-        return PrewarmPlan(jobs=frozenset(ours))  # told with the StatefulSet, which cannot be made either
-    key = child_key(job)
-    others = tuple(sorted(ours.keys() - {key}))
-    found = live.get(key)
-    step = plan_step(job, found, owner_uid=uid)
-    if found is None or step in (Step.TAKEN, Step.WAIT):
-        state = Problem(reason=PREWARMING, message=f"Job {key.name} is about to fill the claim {_claim(blueprint)}")
-        make = job
-    else:
-        state, make = _judge(blueprint, found, live), None
+        return PrewarmPlan(own=frozenset(own))  # told with the StatefulSet, which cannot be made either
+    wanted = [job] if policy is None else [policy, job]
+    steps = {child_key(each): plan_step(each, live.get(child_key(each)), owner_uid=uid) for each in wanted}
+    # A Job is never changed.
+    make = [each for each in wanted if child_key(each) not in live]
+    make += [each for each in wanted if each is policy and each not in make and steps[child_key(each)] is Step.APPLY]
+    state = _obstacle(steps) or _judge(blueprint, job, live)
     # A revision that somebody goes back to has been served from this claim.
     hold = state is not None and spec.rollout.revision is None
     return PrewarmPlan(
-        make=make,
-        delete=others,
-        jobs=frozenset(ours),
+        make=tuple(make),
+        delete=tuple(sorted(own - steps.keys())),
+        own=frozenset(own),
         hold=hold,
         problem=state if hold else None,
         condition=[_describe(blueprint, state)],
     )
+
+
+def _is_part(key: ChildKey, child: Manifest) -> bool:
+    return key.kind == JOB.name or (
+        key.kind == NETWORK_POLICY.name and labels_of(child).get(COMPONENT_LABEL) == COMPONENT
+    )
+
+
+def _obstacle(steps: Mapping[ChildKey, Step]) -> Problem | None:
+    """An object that is in the way."""
+    for key, step in steps.items():
+        if step is Step.TAKEN:
+            text = f"{key} exists and belongs to somebody else: rename this model, or delete that object"
+            return Problem(reason="ChildNameTaken", message=text, stalled=True)
+        if step is Step.WAIT:
+            return Problem(reason=PREWARMING, message=f"waiting for the removal of an earlier object: {key}")
+    return None
 
 
 def _is_of(job: Manifest, uid: str) -> bool:
@@ -91,9 +119,11 @@ def _describe(blueprint: Blueprint, state: Problem | None) -> Condition:
     return Condition(type=CONDITION, status="False", reason=state.reason, message=state.message)
 
 
-def _judge(blueprint: Blueprint, job: Manifest, live: Mapping[ChildKey, Manifest]) -> Problem | None:
+def _judge(blueprint: Blueprint, desired: Manifest, live: Mapping[ChildKey, Manifest]) -> Problem | None:
     """None once the Job has succeeded."""
-    name = str(dig(job, "metadata", "name"))
+    name, job = str(dig(desired, "metadata", "name")), live.get(child_key(desired))
+    if job is None:
+        return Problem(reason=PREWARMING, message=f"Job {name} is about to fill the claim {_claim(blueprint)}")
     ended = {c.get("type"): c for c in dig_list(job, "status", "conditions") if c.get("status") == "True"}
     if "Complete" in ended:
         return None

@@ -66,7 +66,6 @@ from tandem_operator.kube.store import ChildStore
 from tandem_operator.manifests import (
     CONTROLLER_REVISION,
     INFERENCE_MODEL,
-    JOB,
     KIND_BY_NAME,
     POD,
     SECRET,
@@ -347,20 +346,18 @@ class Reconciler:
         return weights
 
     def _plan_prewarm(self, blueprint: Blueprint, weights: CommitPlan, outcome: Outcome) -> PrewarmPlan:
-        """What becomes of the claim. Which model it is to hold may not be known yet."""
-        if weights.problem is not None:
-            return PrewarmPlan(jobs=frozenset(key for key in outcome.before if key.kind == JOB.name))
-        plan = plan_prewarm(blueprint, outcome.before)
+        """What becomes of the claim."""
+        plan = plan_prewarm(blueprint, outcome.before, known=weights.problem is None)
         if plan.problem is not None:
             outcome.problems.append(plan.problem)
         return plan
 
     async def _fill_cache(self, key: ModelKey, prewarm: PrewarmPlan, outcome: Outcome, *, uid: str) -> None:
-        """Make the Job, when all that its pod needs is there, and delete those that nobody waits for."""
-        for job in prewarm.delete:
-            await self._delete(key, job, outcome, why="no longer wanted")
-        if prewarm.make is not None:
-            outcome.add(await self._make_apart(prewarm.make, outcome, uid=uid))
+        """Make the Job, when all that its pod needs is there, and delete what nobody waits for."""
+        for child in prewarm.delete:
+            await self._delete(key, child, outcome, why="no longer wanted")
+        for manifest in prewarm.make:
+            outcome.add(await self._make_apart(manifest, outcome, uid=uid))
 
     async def _ensure_keys(self, blueprint: Blueprint, raw: Manifest, outcome: Outcome) -> KeyLook:
         keys = KeyLook(usable=False)
@@ -555,7 +552,7 @@ class Reconciler:
             outcome.before,
             owner_uid=uid,
             hold_workloads=hold,
-            keep=frozenset(built.refused) | course.keep | prewarm.jobs,
+            keep=frozenset(built.refused) | course.keep | prewarm.own,
         )
         workloads = [manifest for manifest in plan.apply if manifest["kind"] in WORKLOADS]
         # Pods start when all they refer to is there.
