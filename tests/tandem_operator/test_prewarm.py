@@ -90,7 +90,7 @@ def test_a_new_model_waits_for_its_job() -> None:
         ),
         (
             {"failed": 1}, {"phase": "Failed", **said()},
-            PREWARMING, "There is none.; it is tried again", False,
+            PREWARMING, "its pod is being made; the attempt before: Pod m-prewarm-", False,
         ),
         (
             {"active": 1},
@@ -140,7 +140,8 @@ def test_the_newest_pod_counts() -> None:
     pods |= pod_of(job, number=0, made="2026-01-01T00:01:00Z", phase="Pending")
     problem = look(wanting(), job, pods).problem
     assert problem is not None
-    assert "its pod is starting" in problem.message
+    assert "attempt 2 of 5: its pod is starting; the attempt before: " in problem.message
+    assert problem.message.endswith("There is none.")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ failed stays too, until somebody deletes it, and a new one is made; or until som
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from tandem_api.inferencemodel import Condition
@@ -135,20 +135,24 @@ def _judge(blueprint: Blueprint, desired: Manifest, live: Mapping[ChildKey, Mani
         return _failed(name, pods, ended["Failed"])
     number = (dig(job, "status", "failed") or 0) + 1
     text = f"Job {name} fills the claim {_claim(blueprint)}, attempt {number} of {RETRIES + 1}"
-    if pods and (trouble := pod_problem(pods[-1])) is not None:
-        waits = dig(pods[-1], "status", "phase") == "Failed"
-        reason = PREWARMING if waits else trouble.reason
-        ending = "; it is tried again" if waits else ""
-        # What keeps a pod from running needs a person at once; what a pod ended with is tried again first.
-        return Problem(
-            reason=reason, message=f"{text}: {trouble.message}{ending}", stalled=trouble.stalled and not waits
-        )
-    return Problem(reason=PREWARMING, message=f"{text}: {_progress(pods[-1]) if pods else 'its pod is being made'}")
+    # What a pod ended with is tried again first; what keeps one from running may need a person at once.
+    present = [pod for pod in pods if dig(pod, "status", "phase") != "Failed"]
+    before = _last_trouble(pod for pod in pods if pod not in present)
+    ending = "" if before is None else f"; the attempt before: {before.message}"
+    if present and (trouble := pod_problem(present[-1])) is not None:
+        return Problem(reason=trouble.reason, message=f"{text}: {trouble.message}{ending}", stalled=trouble.stalled)
+    doing = _progress(present[-1]) if present else "its pod is being made"
+    return Problem(reason=PREWARMING, message=f"{text}: {doing}{ending}")
+
+
+def _last_trouble(pods: Iterable[Manifest]) -> Problem | None:
+    """What the last of them says that says anything."""
+    return next((found for pod in reversed(list(pods)) if (found := pod_problem(pod)) is not None), None)
 
 
 def _failed(name: str, pods: list[Manifest], condition: Manifest) -> Problem:
     """The last pod's own words say more than the Job's."""
-    trouble = next((found for pod in reversed(pods) if (found := pod_problem(pod)) is not None), None)
+    trouble = _last_trouble(pods)
     why = str(condition.get("message") or condition.get("reason")) if trouble is None else trouble.message
     text = (
         f"Job {name} could not fill the cache: {why}. Workers wait for it, and those that serve go on: mend that and"
