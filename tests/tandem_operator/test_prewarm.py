@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from tandem_operator.prewarm import CONDITION, PREWARMING, PrewarmPlan, plan_pre
 from tandem_operator.workloads import Blueprint
 from tandem_operator.workloads.policies import build_prewarm_policy
 from tandem_operator.workloads.prewarm import build_prewarm_job, prewarm_name
+from test_workloads import text_of
 
 CACHE = {"persistentVolumeClaim": "models", "prewarm": True}
 GPU = {"limits": {"cpu": 4, "memory": "8Gi", "nvidia.com/gpu": 1}}
@@ -212,6 +215,16 @@ def test_while_the_commit_is_not_known_nothing_is_decided() -> None:
     job = made(wanting(), active=1)
     plan = plan_prewarm(wanting(), {child_key(job): job}, known=False)
     assert plan == PrewarmPlan(own=frozenset({child_key(job)}))
+
+
+def test_golden() -> None:
+    """`UPDATE_GOLDEN=1 pytest ...` rewrites it; linters read it beside the children of models."""
+    path = Path(__file__).parent / "golden" / "prewarm.yaml"
+    resources = {"requests": {"cpu": "1", "memory": "2Gi"}, "limits": {"memory": "2Gi"}}
+    text = text_of(list(plan_prewarm(wanting(engine={"device": "CPU"}, decode={"resources": resources}), {}).make))
+    if os.environ.get("UPDATE_GOLDEN"):
+        path.write_text(text)
+    assert path.read_text() == text
 
 
 def test_its_pod_is_a_workers_without_what_serves() -> None:
