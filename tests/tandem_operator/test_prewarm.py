@@ -184,6 +184,7 @@ def test_a_job_of_somebody_else_is_left_alone() -> None:
         ({"drain": {"timeout": "90s"}}, False),
         ({"decode": {"replicas": 5}}, False),
         ({"engine": {"dtype": "Float32"}}, True),
+        ({"engine": {"weights": "Lossless"}}, True),
         ({"engine": {"image": "worker:2"}}, True),
         ({"model": {"uri": "hf://org/repo", "cache": CACHE | {"persistentVolumeClaim": "other"}}}, True),
         ({"model": {"uri": "hf://org/another", "cache": CACHE}}, True),

@@ -60,7 +60,8 @@ def prewarm_name(blueprint: Blueprint) -> str:
     spec, role = blueprint.model.spec, blueprint.decode_role
     assert spec.model.cache is not None
     parts = [spec.model.uri, blueprint.weights_revision, spec.model.cache.persistent_volume_claim]
-    parts += [blueprint.image_of(role), spec.engine.device, spec.engine.dtype, prepares_weights(blueprint)]
+    parts += [blueprint.image_of(role), spec.engine.device, spec.engine.dtype, spec.engine.weights]
+    parts += [prepares_weights(blueprint)]
     return f"{blueprint.name}-{COMPONENT}-{digest(parts)[:8]}"
 
 
