@@ -187,6 +187,10 @@ bench-start: setup ## From exec to the first token, step by step, with and witho
 soak-starts: setup ## 500 starts over one cache (BENCH="--starts N"), killed at random times, their copies damaged: nothing wrong
 	@$(RUN) python -m bench.start.kills $(BENCH)
 
+.PHONY: soak-swarm
+soak-swarm: setup ## 8 workers fetch a model at once from a hub at 20 MB/s, alone against together, then 20 of them are killed (BENCH="--kills N")
+	@$(RUN) python -m bench.start.swarm $(BENCH)
+
 .PHONY: soak-engine
 soak-engine: setup ## 10,000 random requests in a tiny block space: nothing leaks, nothing changes
 	@$(RUN) python -m bench.engine.soak

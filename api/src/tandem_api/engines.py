@@ -105,6 +105,11 @@ _ARGS = "is of Tandem's own engine: remove it, and say what you want in engine.a
 _BY_TANDEM = "needs the measurements of Tandem's own workers"
 _LIMITS = (
     _Limit(
+        ".model.cache.prewarm",
+        "is of Tandem's own workers, whose cache others do not read: remove it",
+        _unset("model.cache.prewarm", "false"),
+    ),
+    _Limit(
         ".engine.device",
         "must not be CPU with another engine's image, which is built for GPUs: write CUDA or Auto",
         "!has(self.engine.device) || self.engine.device != 'CPU'",
@@ -194,6 +199,7 @@ def find_refusal(spec: InferenceModelSpec) -> str | None:
     modes = {role.scaling.mode for role in workers}
     ranks = [role.parallelism for role in workers]
     broken = (
+        spec.model.cache is not None and spec.model.cache.prewarm,
         engine.device == "CPU",
         engine.max_batch_tokens != 2048,
         engine.max_running_requests != 256,

@@ -108,12 +108,39 @@ class SecretKey(Authored):
     """Key inside the Secret that holds the access token."""
 
 
+_NO_CLAIM = (
+    "fills a PersistentVolumeClaim before workers start, and a volume that ends with its pod cannot be filled"
+    " beforehand: name a claim in persistentVolumeClaim, or remove prewarm"
+)
+
+
 class ModelCache(Authored):
+    model_config = ConfigDict(
+        json_schema_extra={
+            RULES_KEY: [
+                rule(
+                    "!has(self.prewarm) || !self.prewarm || has(self.persistentVolumeClaim)",
+                    _NO_CLAIM,
+                    path=".prewarm",
+                )
+            ]
+        }
+    )
+
     persistent_volume_claim: ObjectName | None = None
     """A claim that the workers share: one of them downloads, the others wait and reuse. It must be ReadWriteMany, or
     ReadWriteOnce on a single node. Without it every pod downloads into a volume of its own."""
     peers: bool = False
     """Workers get the model's files from each other, and from the hub what nobody has."""
+    prewarm: bool = False
+    """A Job downloads, verifies and prepares the model in the claim before workers start, and before a new revision
+    rolls out."""
+
+    @model_validator(mode="after")
+    def _has_a_claim(self) -> ModelCache:
+        if self.prewarm and self.persistent_volume_claim is None:
+            raise ValueError(f"prewarm {_NO_CLAIM}")
+        return self
 
 
 def _hub_only(field: str, meaning: str, *, unset: str | None = None) -> Any:

@@ -76,6 +76,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 - apiGroups: [apps]
   resources: [controllerrevisions] # the revisions of models: they are made once and never changed
   verbs: [get, list, watch, create, delete]
+- apiGroups: [batch]
+  resources: [jobs] # that fill caches: they are made once and never changed
+  verbs: [get, list, watch, create, delete]
 - apiGroups: [""]
   resources: [configmaps, serviceaccounts, services]
   verbs: [get, list, watch, create, patch, delete]
