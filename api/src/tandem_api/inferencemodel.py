@@ -15,17 +15,18 @@ from tandem_api.engines import EngineKind, find_refusal, foreign_rules
 from tandem_api.launch import Device, DType, GatewayRouting, LinkKind, Parallelism, TLSVersion, ToolForm, WeightsForm
 from tandem_api.names import GROUP
 from tandem_api.quantities import DURATION_PATTERN, QUANTITY_PATTERN, parse_duration, parse_quantity
-from tandem_api.validation import RULES_KEY, Matches, Satisfies, check_collector, rule
+from tandem_api.validation import RULES_KEY, Lacks, Matches, Satisfies, check_collector, rule
 
 MODEL_NAME_MAX = 40
 """Child names append a role, an ordinal and a controller hash, and Pod labels end at 63 characters."""
-GPU_RESOURCE = "nvidia.com/gpu"
 RANKS_PER_POD_MAX = 64
 """Each rank listens at a KV port of its own, counted up from the first one."""
 
 HUB_URI = r"hf://[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9_.-]+"
 CLAIM_URI = r"pvc://[a-z0-9]([a-z0-9-]*[a-z0-9])?/[^ \t\r\n]*"
 FILE_URI = r"file:///[^ \t\r\n]+"
+PARENT_SEGMENT = r"/(\.|%2[eE]){2}(/|%2[fF]|$)"
+"""`..` between slashes, each character perhaps as its code."""
 
 ModelURI = Annotated[
     str,
@@ -33,6 +34,7 @@ ModelURI = Annotated[
         f"{HUB_URI}|{CLAIM_URI}|{FILE_URI}",
         "must be hf://ORGANIZATION/REPOSITORY, pvc://CLAIM/PATH or file:///PATH, without spaces",
     ),
+    Lacks(PARENT_SEGMENT, "must not have `..` in its path: write the path from the root, or from the claim's"),
     Field(max_length=1024),
 ]
 Revision = Annotated[
@@ -388,8 +390,14 @@ class RoleScaling(Authored):
 _SPREAD = "!has(self.parallelism) || "
 """The API server also judges the default of `spec.decode`, and does so before it has filled in the defaults inside."""
 _RANKS = "self.parallelism.tensor * self.parallelism.pipeline * self.parallelism.expert * self.parallelism.data"
-_GPUS = f"string(self.resources.limits['{GPU_RESOURCE}'])"
+_IS_GPU = "(k.endsWith('/gpu') || k.startsWith('nvidia.com/mig-'))"
+_GPUS = "string(self.resources.limits[k])"
 _NUM_GPUS = f"quantity({_GPUS}).asInteger()"
+_GPUS_SHOULD_BE = (
+    "'must be %d of each kind of GPU, one for each rank of a pod: tensor %d x pipeline %d x expert %d x data %d,"
+    f" divided by nodesPerReplica %d'.format([{_RANKS} / self.nodesPerReplica, self.parallelism.tensor,"
+    " self.parallelism.pipeline, self.parallelism.expert, self.parallelism.data, self.nodesPerReplica])"
+)
 _UNEVEN = "must divide the ranks, tensor x pipeline x expert x data, evenly: change it or spec.*.parallelism"
 _PODS_APART = (
     "of External needs nodesPerReplica to be 1, because what scales a StatefulSet counts pods: use SLO or Static"
@@ -411,12 +419,13 @@ class WorkerRole(Workload):
                 ),
                 rule(
                     f"{_SPREAD}!has(self.resources) || !has(self.resources.limits)"
-                    f" || !('{GPU_RESOURCE}' in self.resources.limits)"
+                    f" || self.resources.limits.all(k, !{_IS_GPU}"
                     f" || !isQuantity({_GPUS}) || quantity({_GPUS}).isInteger()"
-                    f" && ({_NUM_GPUS} == 0 || {_NUM_GPUS} * self.nodesPerReplica == {_RANKS})",
-                    f"must be one {GPU_RESOURCE} for each rank of a pod: tensor x pipeline x expert x data, divided by"
+                    f" && ({_NUM_GPUS} == 0 || {_NUM_GPUS} * self.nodesPerReplica == {_RANKS}))",
+                    "must be one GPU for each rank of a pod: tensor x pipeline x expert x data, divided by"
                     " nodesPerReplica",
                     path=".resources.limits",
+                    figures=_GPUS_SHOULD_BE,
                 ),
                 rule(
                     "!has(self.scaling) || !has(self.scaling.mode) || self.scaling.mode != 'External'"
