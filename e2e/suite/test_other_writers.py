@@ -288,6 +288,24 @@ def test_what_is_added_to_a_rollout_that_is_paused_or_stuck_is_of_the_template_b
     assert len(space.pods) == 8
 
 
+@pytest.mark.parametrize("held", ["paused", "stuck"])
+def test_a_rollout_that_is_held_comes_back_from_zero_as_it_was(space: Space, held: str) -> None:
+    """The controller of StatefulSets takes the newest template for the one of all pods where there is none."""
+    serve(space, 2, paused=held == "paused", maxSurge=1)
+    image = "worker:2" if held == "paused" else "bad:1"
+    space.patch("m", {"engine": {"image": image}, "rollout": {"progressDeadline": "3s"}})
+    until("the new template", lambda: image in str(space.workload["spec"]["template"]), within=10)
+    until("it to be held", lambda: space.condition("Stalled"), within=20)
+    space.patch("m", {"decode": {"replicas": 0}})
+    until("all workers to be gone", lambda: not space.pods, within=20)
+    time.sleep(1.0)
+    space.patch("m", {"decode": {"replicas": 3}})
+    until("three that serve", lambda: len(space.ready) == 3, within=20)
+    assert images(space) == {"worker:1"}
+    space.patch("m", {"engine": {"image": "worker:3"}, "rollout": {"paused": False}})
+    until("the next template", lambda: images(space, ready=False) == {"worker:3"} and space.settled(3), within=40)
+
+
 def images(space: Space, *, ready: bool = True) -> set[str]:
     found = space.ready if ready else space.nodes.of(space.namespace, DECODE)
     return {p["spec"]["containers"][0]["image"] for p in found}

@@ -90,7 +90,7 @@ from tandem_operator.rolling import Rolling, plan_hurry, plan_rolling
 from tandem_operator.routing import seconds_left
 from tandem_operator.scaler import Outlook, Scaler
 from tandem_operator.scaling.words import tell_attainment, tell_scaling
-from tandem_operator.scene import set_scene
+from tandem_operator.scene import is_resting, is_rolling, set_scene
 from tandem_operator.settings import Release
 from tandem_operator.status import (
     build_status,
@@ -523,6 +523,7 @@ class Reconciler:
             now=datetime.datetime.now(datetime.UTC),
             limits=course.limits,
             waiting=course.waiting,
+            resting=is_rolling(course.state) and is_resting(blueprint, course.state),
         )
         await self._pace.turn()
         hold = (hold or course.hold) and not blueprint.model.spec.suspend

@@ -295,7 +295,7 @@ def _decide_rest(model: _Model, heard: Sequence[Heard], silent: Mapping[str, str
         reports=tuple(heard),
         silent=silent,
         serves=scene.spec is not None and all(count.ready for count in scene.counts.values()),
-        rolling=scene.circumstances.rolling or scene.keeps_old,
+        rolling=scene.circumstances.rolling,
     )
     model.quiet_since = follow_quiet(model.quiet_since, sight)
     return decide_rest(scene.idle_after, sight, model.quiet_since)
