@@ -50,6 +50,36 @@ Quantity = Annotated[
     ),
     Field(max_length=32),
 ]
+Share = Annotated[
+    str,
+    BeforeValidator(lambda value: str(value) if type(value) is int else value),
+    Matches(
+        "0|[1-9][0-9]{0,2}|1000|(0|[1-9][0-9]?|100)%",
+        "must be a number of replicas up to 1000, or a percentage of them up to 100%, for example 2 or 25%",
+        int_or_string=True,
+    ),
+]
+"""Some of a role's replicas."""
+
+
+def is_none(share: str | None) -> bool:
+    """Whether a share is none, however many replicas there are."""
+    return share in ("0", "0%")
+
+
+def count_share(share: str, replicas: int, *, up: bool) -> int:
+    """How many of so many replicas a share is. Percentages are rounded up or down, as those of Deployments are."""
+    if not share.endswith("%"):
+        return int(share)
+    exact = int(share[:-1]) * replicas
+    return -(-exact // 100) if up else exact // 100
+
+
+def _is_some(field: str) -> str:
+    """A CEL expression: the share in this field is not none."""
+    return f"!string({field}).matches('^0%?$')"
+
+
 Duration = Annotated[
     str,
     Matches(DURATION_PATTERN, "must be a duration in hours, minutes and seconds, for example 30s or 1h30m"),
@@ -853,6 +883,8 @@ class Canary(Authored):
         return self
 
 
+_SURGE = "25%"
+"""Where nothing is said, as of Deployments."""
 _NO_BUDGET = "and maxUnavailable are both 0, so nothing could be replaced: raise one of them"
 _NO_CANARY = "needs the type RollingUpdate, because both revisions serve side by side: remove canary or type Recreate"
 _NO_ROOM = (
@@ -866,7 +898,8 @@ class Rollout(Authored):
         json_schema_extra={
             RULES_KEY: [
                 rule(
-                    "!has(self.maxSurge) || !has(self.maxUnavailable) || self.maxSurge > 0 || self.maxUnavailable > 0",
+                    "!has(self.maxSurge) || !has(self.maxUnavailable)"
+                    f" || {_is_some('self.maxSurge')} || {_is_some('self.maxUnavailable')}",
                     _NO_BUDGET,
                     path=".maxSurge",
                 ),
@@ -882,13 +915,14 @@ class Rollout(Authored):
     type: Literal["RollingUpdate", "Recreate"] = "RollingUpdate"
     """`RollingUpdate` replaces workers so that complete pairs of prefill and decode workers go on serving. `Recreate`
     replaces all at once, where there is room for no more than there is and an outage is no harm."""
-    max_surge: Annotated[int, Field(ge=0, le=1000)] | None = None
-    """Replicas of each role that there may be beyond its number while workers are replaced. Defaults to 1 for a role
-    that may not lose a replica, so for one with a single replica, or that has a single one and a canary, and else to
-    0."""
-    max_unavailable: Annotated[int, Field(ge=0, le=1000)] | None = None
-    """Replicas of each role that may be missing while workers are replaced. Defaults to 0 for a role with a single
-    replica, and else to 1."""
+    max_surge: Share | None = None
+    """Replicas of each role that there may be beyond its number while workers are replaced, as a number or a percentage
+    that is rounded up. Defaults to 25%; to 0 where `maxUnavailable` lets a replica go, but for a single replica with a
+    canary."""
+    max_unavailable: Share | None = None
+    """Replicas of each role that may be missing while workers are replaced, as a number or a percentage that is rounded
+    down. A node that is drained takes as many at a time, and one at least. Defaults to 0 for a role with a single
+    replica, and else to 1, so that a rollout goes on where nothing has room beside what there is."""
     paused: bool = False
     """Replace nothing for now. Scaling, suspension and configurations that need no restart are not held up."""
     progress_deadline: Duration = "1h"
@@ -912,7 +946,7 @@ class Rollout(Authored):
 
     @model_validator(mode="after")
     def _can_move(self) -> Rollout:
-        if self.max_surge == 0 and self.max_unavailable == 0:
+        if is_none(self.max_surge) and is_none(self.max_unavailable):
             raise ValueError(f"maxSurge {_NO_BUDGET}")
         if self.canary is not None and self.type == "Recreate":
             raise ValueError(f"canary {_NO_CANARY}")
@@ -923,17 +957,21 @@ class Rollout(Authored):
         if self.type == "Recreate":
             return 0
         if self.max_surge is not None:
-            return self.max_surge
+            return count_share(self.max_surge, replicas, up=True)
         is_tried_beside_itself = self.canary is not None and replicas == 1
-        return 1 if is_tried_beside_itself or self.unavailable_of(replicas) == 0 else 0
+        if self.max_unavailable is not None and self.unavailable_of(replicas) > 0 and not is_tried_beside_itself:
+            return 0
+        return max(1, count_share(_SURGE, replicas, up=True))
 
     def unavailable_of(self, replicas: int) -> int:
         """Replicas that a role of so many may lack while it is changed."""
         if self.type == "Recreate":
             return replicas
+        has_surge = not is_none(self.max_surge)
         if self.max_unavailable is not None:
-            return self.max_unavailable
-        return 0 if replicas == 1 and self.max_surge != 0 else 1
+            # Rounded down to nothing without a surge, nothing could be replaced.
+            return max(0 if has_surge else 1, count_share(self.max_unavailable, replicas, up=False))
+        return 0 if replicas == 1 and has_surge else 1
 
 
 class TTFTTarget(Authored):
@@ -1093,7 +1131,7 @@ class InferenceModelSpec(Authored):
                 ),
                 rule(
                     "!has(self.rollout) || !has(self.rollout.canary) || !has(self.rollout.maxSurge)"
-                    " || self.rollout.maxSurge > 0"
+                    f" || {_is_some('self.rollout.maxSurge')}"
                     f" || {_fewest('decode')} != 1 && (!has(self.prefill) || {_fewest('prefill')} != 1)",
                     _NO_ROOM,
                     path=".rollout",
@@ -1105,8 +1143,8 @@ class InferenceModelSpec(Authored):
                     path=".rollout.canary",
                 ),
                 rule(
-                    "!has(self.rollout) || !has(self.rollout.maxUnavailable) || self.rollout.maxUnavailable > 0"
-                    f" || !{_either('External')}",
+                    f"!has(self.rollout) || !has(self.rollout.maxUnavailable) || !{_either('External')}"
+                    f" || {_is_some('self.rollout.maxUnavailable')}",
                     _NO_LOSS,
                     path=".rollout.maxUnavailable",
                 ),
@@ -1167,12 +1205,15 @@ class InferenceModelSpec(Authored):
     """How pods leave."""
     rollout: Rollout = Field(default_factory=Rollout)
     """How workers are replaced when something changes that they read at start."""
+    managed_by: Annotated[str, Field(min_length=1, max_length=63)] | None = None
+    """Which operator serves this model, where there are several: the one whose chart has the same `managedBy`. Without
+    it that is one whose chart has none."""
     suspend: bool = False
     """Scale every pod of this model to zero and keep the object; set it back to resume."""
 
     @model_validator(mode="after")
     def _has_room(self) -> InferenceModelSpec:
-        no_room = self.rollout.max_surge == 0 and any(role.fewest == 1 for role in self.workers)
+        no_room = is_none(self.rollout.max_surge) and any(role.fewest == 1 for role in self.workers)
         if self.rollout.canary is not None and no_room:
             raise ValueError(f"rollout {_NO_ROOM}")
         return self
@@ -1184,7 +1225,7 @@ class InferenceModelSpec(Authored):
             raise ValueError(f"slo {_NO_SLO}")
         if self.rollout.canary is not None and "External" in modes:
             raise ValueError(f"rollout.canary {_NO_TRIAL}")
-        if self.rollout.max_unavailable == 0 and "External" in modes:
+        if is_none(self.rollout.max_unavailable) and "External" in modes:
             raise ValueError(f"rollout.maxUnavailable {_NO_LOSS}")
         if budget is not None and sum(role.fewest * role.num_gpus for role in self.workers) > budget:
             raise ValueError(f"autoscaling.gpuBudget {_TOO_SMALL}")
@@ -1375,9 +1416,20 @@ class Condition(Wire):
     last_transition_time: Annotated[str, Field(json_schema_extra={"format": "date-time"})] = ""
 
 
+class OperatorClaim(Wire):
+    """An operator that serves a model."""
+
+    lease: str
+    """NAMESPACE/NAME of its Lease."""
+    managed_by: str | None = None
+    """What the model's `managedBy` was: another one makes the claim void."""
+
+
 class InferenceModelStatus(Wire):
     observed_generation: int = -1
     """The `metadata.generation` that the rest of the status describes; -1 before the operator has seen the object."""
+    operator: OperatorClaim | None = None
+    """Which operator serves this model. Others leave it alone while its Lease is renewed."""
     url: str | None = None
     """Base URL of the OpenAI API inside the cluster."""
     revision: str | None = None

@@ -16,6 +16,7 @@ import kopf
 from tandem_api import names
 
 from tandem_operator import metrics, web
+from tandem_operator.claims import Claims
 from tandem_operator.errors import APIError, IncompleteError
 from tandem_operator.fleet import FleetWatch
 from tandem_operator.hub import Hub
@@ -93,6 +94,7 @@ class Operator:
             self._fleet,
             self._turns,
             self._scaler,
+            Claims(client, f"{settings.lease.namespace}/{settings.lease.name}", managed_by=settings.managed_by),
             unserved=self._unserved,
             pace=self._pace,
         )

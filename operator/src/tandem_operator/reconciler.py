@@ -24,7 +24,7 @@ from tandem_api.inferencemodel import (
     RolloutStatus,
     ScalingStatus,
 )
-from tandem_api.names import Role, keys_name
+from tandem_api.names import LABEL_MODEL, Role, keys_name
 
 from tandem_operator import metrics
 from tandem_operator.admission import (
@@ -35,6 +35,7 @@ from tandem_operator.admission import (
     plan_admissions,
 )
 from tandem_operator.causes import Problem, missing_certificate
+from tandem_operator.claims import LOOK_SECONDS, Claims
 from tandem_operator.commits import (
     CommitPlan,
     can_wait,
@@ -54,6 +55,7 @@ from tandem_operator.errors import (
     NamespaceEndingError,
     NotFoundError,
 )
+from tandem_operator.fights import Fights, last_writer, soonest
 from tandem_operator.figures import Tally, take_differences
 from tandem_operator.fleet import FleetWatch
 from tandem_operator.hub import Hub
@@ -106,12 +108,16 @@ from tandem_operator.templates import is_rewritten, template_condition, with_ans
 from tandem_operator.transitions import Happening, apply_happenings, status_happenings
 from tandem_operator.turns import Turns, is_stalled
 from tandem_operator.workloads import Blueprint, Built
+from tandem_operator.workloads.blueprint import digest
 from tandem_operator.workloads.keys import rotation_request
 
 _SOON, _OFTEN, _RARELY = 1.0, 5.0, 15.0
 """Seconds after which to look again at what no watch reports: a removal, a refusal, a deadline."""
 
 _STATUS_SECONDS = 1.0
+_STATUS = ChildKey(INFERENCE_MODEL.name, "status")
+_DELETED = "deleted"
+"""What is written of objects that are not wanted, and of the model itself, as `Fights` has it."""
 
 log = logging.getLogger(__name__)
 
@@ -124,6 +130,8 @@ class _Written:
     """By the monotonic clock."""
     version: str | None
     """The resourceVersion that came of it; None where the next look may decide otherwise for it."""
+    content: str
+    """Digest of the status as the API server keeps it."""
 
 
 @dataclass(slots=True)
@@ -142,6 +150,8 @@ class Outcome:
     """Requests that time may heal."""
     ending: bool = False
     """The namespace is being deleted."""
+    later: list[float] = field(default_factory=list[float])
+    """Seconds after which to write what somebody else writes too."""
 
     def add(self, part: Outcome) -> None:
         """Take over what came of a part of the plan."""
@@ -150,6 +160,7 @@ class Outcome:
         self.waiting += part.waiting
         self.applied += part.applied
         self.failed += part.failed
+        self.later += part.later
         self.ending |= part.ending
 
     @property
@@ -173,6 +184,7 @@ class Reconciler:
         fleet: FleetWatch | None = None,
         turns: Turns | None = None,
         scaler: Scaler | None = None,
+        claims: Claims | None = None,
         *,
         unserved: Callable[[], frozenset[str]] = frozenset,
         status_seconds: float = _STATUS_SECONDS,
@@ -195,6 +207,10 @@ class Reconciler:
         self._fleet = fleet or FleetWatch()
         self._turns = turns or Turns()
         self._scaler = scaler or Scaler(self._fleet)
+        self._claims = claims or Claims(client)
+        self._fights = Fights()
+        self._foreign: dict[ModelKey, str] = {}
+        """Of models whose status somebody else has written since it was written here: who."""
         self._tallies: dict[ModelKey, Tally] = {}
         """Of models with a canary: what gateways had counted when they were last asked."""
 
@@ -210,6 +226,8 @@ class Reconciler:
         if raw is None or dig(raw, "metadata", "deletionTimestamp") is not None:
             self.forget(key)
             return None  # the garbage collector removes the children
+        if await self._stands_off(key, raw):
+            return LOOK_SECONDS
         outcome = Outcome(before=await self._store.read(key), children={})
         outcome.children |= outcome.before
         try:
@@ -266,6 +284,7 @@ class Reconciler:
                 *template_condition(course.target.desired, ours),
                 *images.condition,
                 *understood_condition(reading.unknown),
+                *self._fights.condition(key),
             ],
         )
         await self._pace.turn()
@@ -284,6 +303,7 @@ class Reconciler:
             raise IncompleteError("; ".join(outcome.failed))
         again = [
             tell_after,
+            soonest(outcome.later),
             outcome.look_again or (_RARELY if moving or images.waiting else None),
             keys.look_after_seconds,
             None if self._hub is None else self._hub.look_after(key),
@@ -383,8 +403,31 @@ class Reconciler:
         self._fleet.forget(key)
         self._scaler.forget(key)
         self._turns.give_back(key)
+        self._fights.forget(key)
+        self._foreign.pop(key, None)
         self._tallies.pop(key, None)
         self._statuses.pop(key, None)
+        metrics.forget_model(key)
+
+    async def _stands_off(self, key: ModelKey, raw: Manifest) -> bool:
+        """Whether another operator serves this model: then it is left alone. Else notices who has written its status
+        since it was written here."""
+        other = await self._claims.find_other(raw)
+        is_news = self._claims.is_news(key, raw, other)
+        if other is None:
+            written = self._statuses.get(key)
+            if written is not None and written.content != _brief(raw.get("status")):
+                self._foreign[key] = last_writer(raw, subresource="status")
+            return False
+        self.forget(key)
+        if is_news and dig(raw, "spec", "managedBy") == self._claims.managed_by:
+            text = (
+                f"the operator of the Lease {self._claims.identity} leaves this model to {other}: two of them serve"
+                " this namespace. Let one serve others (watchNamespaces), or divide models up by spec.managedBy"
+            )
+            uid = str(raw["metadata"]["uid"])
+            await self._recorder.record(key, uid, Happening(kind="Warning", reason="ServedByAnother", message=text))
+        return True
 
     def has_written(self, key: ModelKey, version: str) -> bool:
         """Whether this version of the object is what came of the last status that was written: no reason to look."""
@@ -542,7 +585,12 @@ class Reconciler:
                 outcome.add(part)
         self._note(plan, outcome)
         for child in plan.delete:
+            if (wait := self._fights.wait(key, child, _DELETED)) > 0:
+                outcome.later.append(wait)
+                continue
+            writer = last_writer(outcome.before.get(child))
             await self._delete(key, child, outcome, why="no longer wanted")
+            self._fights.note(key, child, _DELETED, writer=writer)
         if not hold:
             for child, pods in _scaling(blueprint, built, rolling, ours):
                 async with _collecting(outcome, str(child), doing="scale"):
@@ -558,8 +606,18 @@ class Reconciler:
     async def _make_apart(self, manifest: Manifest, outcome: Outcome, *, uid: str) -> Outcome:
         """What came of one child: several are made at a time, and told in their order."""
         part = Outcome(before=outcome.before, children={})
-        async with _collecting(part, str(child_key(manifest))):
+        child, content = child_key(manifest), _brief(manifest)
+        model = ModelKey(manifest["metadata"]["namespace"], str(manifest["metadata"]["labels"][LABEL_MODEL]))
+        if (wait := self._fights.wait(model, child, content)) > 0:
+            part.later.append(wait)
+            return part
+        async with _collecting(part, str(child)):
+            writer = ""
+            if self._fights.is_contested(model, child):
+                writer = last_writer(await self._client.find(object_path(KIND_BY_NAME[child.kind], manifest)))
             await self._make(manifest, part, uid=uid)
+            if part.applied:
+                self._fights.note(model, child, content, writer=writer)
         return part
 
     async def _make(self, manifest: Manifest, outcome: Outcome, *, uid: str) -> None:
@@ -654,13 +712,20 @@ class Reconciler:
         do so, where other counts can wait: pods that come up together are told together."""
         metrics.note_conditions(key, true_conditions(status), known_conditions(status))
         before, uid = parse_status(raw), str(raw["metadata"]["uid"])
+        status = status.model_copy(update={"operator": self._claims.claim})
         wait, written = 0.0, self._statuses.get(key)
         if status != before and written is not None and is_same_but_counts(before, status):
             wait = written.at + self._status_seconds - time.monotonic()
+        foreign = self._foreign.get(key)
+        if status != before and foreign is not None:
+            wait = max(wait, self._fights.wait(key, _STATUS, _STATUS.name))
         if wait > 0:
             status = before
-        elif status != before and not await self._write_status(key, raw, status):
-            return None
+        elif status != before:
+            if not await self._write_status(key, raw, status):
+                return None
+            if self._foreign.pop(key, None) is not None:
+                self._fights.note(key, _STATUS, _STATUS.name, writer=foreign or "")
         told = (*happenings, *status_happenings(before, status))
         await asyncio.gather(*(self._recorder.record(key, uid, happening) for happening in told))
         return wait if wait > 0 else None
@@ -673,6 +738,9 @@ class Reconciler:
             "metadata": {"name": key.name, "namespace": key.namespace, "uid": str(raw["metadata"]["uid"])},
             "status": status.model_dump(by_alias=True, exclude_none=True),
         }
+        if status.operator is not None and status.operator != parse_status(raw).operator:
+            # A claim is one operator's: of two that make it at a time, one finds that the object has changed.
+            body["metadata"]["resourceVersion"] = str(raw["metadata"]["resourceVersion"])
         try:
             answer = await self._client.apply(
                 INFERENCE_MODEL.path(key.namespace, key.name, subresource="status"), body, force=True
@@ -683,7 +751,7 @@ class Reconciler:
         # tells of nothing else.
         is_known = is_same_memory(parse_status(raw), status) and _wish(answer) == _wish(raw)
         version = str(dig(answer, "metadata", "resourceVersion")) if is_known else None
-        self._statuses[key] = _Written(at=time.monotonic(), version=version)
+        self._statuses[key] = _Written(at=time.monotonic(), version=version, content=_brief(answer.get("status")))
         metrics.WRITES.labels("status", INFERENCE_MODEL.name).inc()
         return True
 
@@ -714,6 +782,10 @@ def _scaling(
 def _wish(raw: Manifest) -> tuple[object, ...]:
     """Equal where nobody has changed what a look goes by, but for the status."""
     return tuple(dig(raw, "metadata", each) for each in ("generation", "annotations", "labels", "deletionTimestamp"))
+
+
+def _brief(content: object) -> str:
+    return digest(content)[:16]
 
 
 def _now() -> str:
