@@ -108,7 +108,7 @@ def test_a_rollout_goes_on_though_the_api_server_writes_a_template_otherwise() -
 
 
 def test_one_by_one_from_the_last_and_only_once_the_controller_knows() -> None:
-    plan = blueprint(decode={"replicas": 3})
+    plan = blueprint(decode={"replicas": 3}, rollout={"maxSurge": 0})
     live = serving(plan)
     outdated(live, "m-decode-0", "m-decode-1", "m-decode-2")
     lowered(live, 3)
@@ -159,7 +159,7 @@ def test_recreate_takes_everything_at_once() -> None:
 
 
 def test_unready_workers_below_ready_ones_are_mended_first() -> None:
-    plan = blueprint(decode={"replicas": 3})
+    plan = blueprint(decode={"replicas": 3}, rollout={"maxSurge": 0})
     live = serving(plan)
     running = container(started=True, ready=False) | {
         "conditions": [{"type": "Ready", "status": "False", "lastTransitionTime": "2025-12-31T23:00:00Z"}]
@@ -199,7 +199,8 @@ def test_workers_that_wait_for_their_gate_may_be_serving_and_those_left_out_are_
 
 
 def test_groups_go_whole() -> None:
-    plan = blueprint(decode={"replicas": 2, "nodesPerReplica": 2, "parallelism": {"tensor": 2}})
+    group = {"replicas": 2, "nodesPerReplica": 2, "parallelism": {"tensor": 2}}
+    plan = blueprint(decode=group, rollout={"maxSurge": 0})
     live = serving(plan)
     outdated(live, *[f"m-decode-{number}" for number in range(4)])
     lowered(live, 4)
@@ -210,7 +211,7 @@ def test_groups_go_whole() -> None:
 
 
 def test_workers_that_serve_wait_for_the_gateways() -> None:
-    plan = blueprint(decode={"replicas": 2})
+    plan = blueprint(decode={"replicas": 2}, rollout={"maxSurge": 0})
     live = serving(plan)
     outdated(live, "m-decode-0", "m-decode-1")
     lowered(live, 2)
