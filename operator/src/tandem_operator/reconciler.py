@@ -505,7 +505,7 @@ class Reconciler:
             taken = seen.record["revision"]
             seen = look_at(blueprint, history, ours, request=request, taken=taken, now=now, known=known)
         await self._pace.turn()
-        added, fresh = self._count(key, seen.before, now=now.timestamp())
+        added, fresh = self._count(key, seen.before, now=time.monotonic())
         course = decide(seen, ours, may_roll=self._take_turn(key, seen, images), added=added, fresh=fresh, now=now)
         await self._pace.turn()
         phases = {seen.before and seen.before.phase, course.state and course.state.phase}
@@ -529,8 +529,8 @@ class Reconciler:
         if state is None or state.phase != "Canary":
             self._tallies.pop(key, None)
             return {}, False
-        reports = self._fleet.reports(key)
-        self._tallies[key], added = take_differences(self._tallies.get(key) or Tally(since=now), reports)
+        reports = self._fleet.heard(key)
+        self._tallies[key], added = take_differences(self._tallies.get(key) or Tally(since=now), reports, now=now)
         return added, bool(reports)
 
     async def _keep(self, key: ModelKey, record: Manifest, outcome: Outcome) -> bool:
