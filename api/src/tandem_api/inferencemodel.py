@@ -125,6 +125,8 @@ Hostname = Annotated[
 Selector = Annotated[dict[str, Annotated[str, Field(max_length=63)]], Field(max_length=32)]
 """Labels and their values."""
 Annotations = Annotated[dict[str, Annotated[str, Field(max_length=4096)]], Field(max_length=32)]
+_RESERVED = (f"{GROUP}/", "app.kubernetes.io/")
+_NOT_RESERVED = " && ".join(f"!k.startsWith('{prefix}')" for prefix in _RESERVED)
 
 
 class SecretKey(Authored):
@@ -303,9 +305,29 @@ class PodClaim(Authored):
     """A ResourceClaimTemplate, from which each pod gets a claim of its own."""
 
 
+def _unreserved(field: str) -> Any:
+    """A rule that a map of labels or annotations has none of the operator's."""
+    message = f"must not hold names of {' or '.join(_RESERVED)}, which the operator writes: use a domain of your own"
+    return rule(f"!has(self.{field}) || self.{field}.all(k, {_NOT_RESERVED})", message, path=f".{field}")
+
+
+class Metadata(Authored):
+    """Labels and annotations of people's own."""
+
+    model_config = ConfigDict(json_schema_extra={RULES_KEY: [_unreserved("labels"), _unreserved("annotations")]})
+
+    labels: Selector = Field(default_factory=dict)
+    """For example `kueue.x-k8s.io/queue-name`. A change replaces the pods, as a rollout does."""
+    annotations: Annotations = Field(default_factory=dict)
+    """The same of annotations."""
+
+
 class Workload(Authored):
     """What can be said of any group of pods."""
 
+    metadata: Metadata | None = None
+    """Added to the StatefulSet or Deployment of this role, to its pods and to its Service. It wins over
+    `spec.metadata`."""
     resources: Resources = Field(default_factory=Resources)
     """Requests and limits of the main container."""
     resource_claims: Annotated[list[PodClaim], Field(max_length=16)] = Field(default_factory=list[PodClaim])
@@ -557,16 +579,6 @@ class Queue(Authored):
     `10m` with `autoscaling.scaleToZero`, where the first request waits for a start."""
 
 
-_RESERVED = (f"{GROUP}/", "app.kubernetes.io/")
-_NOT_RESERVED = " && ".join(f"!k.startsWith('{prefix}')" for prefix in _RESERVED)
-
-
-def _unreserved(field: str) -> Any:
-    """A rule that a map of labels or annotations has none of the operator's."""
-    message = f"must not hold names of {' or '.join(_RESERVED)}, which the operator writes: use a domain of your own"
-    return rule(f"!has(self.{field}) || self.{field}.all(k, {_NOT_RESERVED})", message, path=f".{field}")
-
-
 class GatewayService(Authored):
     """The Service in front of the gateways."""
 
@@ -731,11 +743,23 @@ class ResponseStore(Authored):
     """How long each is kept after it was made. It goes earlier where others need its room."""
 
 
+class GatewayScaling(Authored):
+    mode: Literal["Static", "External"] = "Static"
+    """`Static`: `replicas` does. `External`: whoever scales the Deployment does, for example a HorizontalPodAutoscaler;
+    the operator then leaves its number alone, but for a suspension."""
+
+
 class Gateway(Workload):
     model_config = ConfigDict(
         json_schema_extra={
             RULES_KEY: [
                 rule("!has(self.responseStore) || self.replicas <= 1", _ONE_GATEWAY, path=".replicas"),
+                rule(
+                    "!has(self.responseStore) || !has(self.scaling) || !has(self.scaling.mode)"
+                    " || self.scaling.mode == 'Static'",
+                    _ONE_GATEWAY,
+                    path=".scaling.mode",
+                ),
                 rule(
                     "!has(self.responseStore) || !has(self.resources) || !has(self.resources.limits)"
                     " || !('memory' in self.resources.limits) || !isQuantity(string(self.resources.limits['memory']))"
@@ -757,7 +781,10 @@ class Gateway(Workload):
     http_route: HTTPRoute | None = None
     """Route of the Gateway API to the Service, where its CRDs are installed."""
     replicas: Annotated[int, Field(ge=0, le=100)] = 1
-    """Pods that take requests; any of them serves any client."""
+    """Pods that take requests; any of them serves any client. With `scaling.mode: External` a Deployment that is new,
+    or was suspended, begins with so many."""
+    scaling: GatewayScaling = Field(default_factory=GatewayScaling)
+    """Who decides how many there are."""
     image: Image | None = None
     """Gateway image. Defaults to the one of the operator's release."""
     timeouts: Timeouts = Field(default_factory=Timeouts)
@@ -782,6 +809,8 @@ class Gateway(Workload):
         store, memory = self.response_store, self.resources.limits.get("memory")
         if store is not None and self.replicas > 1:
             raise ValueError(f"replicas {_ONE_GATEWAY}")
+        if store is not None and self.scaling.mode != "Static":
+            raise ValueError(f"scaling.mode {_ONE_GATEWAY}")
         if store is not None and memory is not None and parse_quantity(memory) < 4 * parse_quantity(store.max_bytes):
             raise ValueError(f"responseStore.maxBytes {_STORE_TOO_LARGE}")
         return self
@@ -820,9 +849,18 @@ class Observability(Authored):
     nothing; workers follow within two minutes."""
 
 
+LONGEST_DRAIN = "1h"
+
+
 class Drain(Authored):
-    timeout: Duration = "60s"
-    """How long a pod that is being removed may finish what it runs."""
+    timeout: Annotated[
+        Duration,
+        Satisfies(
+            f"!self.matches('^([0-9]+[hms])+$') || duration(self) <= duration('{LONGEST_DRAIN}')",
+            f"must be at most {LONGEST_DRAIN}: a node that is drained, and a rollout, wait for as long",
+        ),
+    ] = "60s"
+    """How long a pod that is being removed may finish what it runs: an hour at most."""
 
 
 class CanaryStep(Authored):
@@ -1189,6 +1227,8 @@ class InferenceModelSpec(Authored):
 
     model: Model
     """What is served."""
+    metadata: Metadata | None = None
+    """Added to the StatefulSets, the Deployment, their pods and their Services."""
     prefill: WorkerRole | None = None
     """Workers that compute prompts. Leave it out for aggregated serving: decode workers then do both."""
     decode: WorkerRole = Field(default_factory=WorkerRole)

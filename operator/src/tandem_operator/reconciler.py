@@ -187,12 +187,14 @@ class Reconciler:
         claims: Claims | None = None,
         *,
         unserved: Callable[[], frozenset[str]] = frozenset,
+        on_gone: Callable[[ModelKey], None] = lambda key: None,
         status_seconds: float = _STATUS_SECONDS,
         pace: Pace | None = None,
     ) -> None:
-        """Without `hub`, or where its policy says so, workers resolve branches for themselves. `unserved` names the
-        kinds that the API server does not have just now. `status_seconds` is how long a status stays that has nothing
-        to say but other counts."""
+        """Without `hub`, or where its policy says so, workers resolve branches for themselves. `on_gone` is told of a
+        model that is not there any more, which a watch that was away does not tell. `unserved` names the kinds that the
+        API server does not have just now. `status_seconds` is how long a status stays that has nothing to say but other
+        counts."""
         self._client = client
         self._store = store
         self._release = release
@@ -200,6 +202,7 @@ class Reconciler:
         self._recorder = recorder
         self._creations = creations or CreationEvents()
         self._unserved = unserved
+        self._on_gone = on_gone
         self._status_seconds = status_seconds
         self._pace = pace or Pace()
         self._statuses: dict[ModelKey, _Written] = {}
@@ -225,6 +228,8 @@ class Reconciler:
         raw = await self._client.find(path)
         if raw is None or dig(raw, "metadata", "deletionTimestamp") is not None:
             self.forget(key)
+            if raw is None:
+                self._on_gone(key)
             return None  # the garbage collector removes the children
         if await self._stands_off(key, raw):
             return LOOK_SECONDS
@@ -293,11 +298,8 @@ class Reconciler:
         happenings = apply_happenings(outcome.applied, outcome.before)
         happenings = happenings if keys.happening is None else [keys.happening, *happenings]
         moving = any(condition.type in ("Reconciling", "Stalled") for condition in status.conditions)
-        asleep = scaling is not None and scaling.asleep_since is not None and not blueprint.model.spec.suspend
-        self._scaler.follow(key, set_scene(blueprint, ours, course.state, asleep=asleep))
         hurry = moving or is_admission_open(blueprint, ours) or (admitted is not None and admitted.status == "False")
-        hurry = hurry or (self._scaler.follows(key) and not asleep)
-        self._fleet.follow(key, gateway_addresses(blueprint, ours), hurry=hurry, asleep=asleep)
+        self._follow(key, blueprint, ours, course.state, scaling=scaling, hurry=hurry)
         tell_after = await self._report(key, raw, status, happenings)
         if outcome.failed:
             raise IncompleteError("; ".join(outcome.failed))
@@ -311,6 +313,22 @@ class Reconciler:
             _OFTEN if course.state is not None and course.state.phase == "Canary" else None,
         ]
         return min((seconds for seconds in again if seconds is not None), default=None)
+
+    def _follow(
+        self,
+        key: ModelKey,
+        blueprint: Blueprint,
+        ours: Children,
+        state: RolloutStatus | None,
+        *,
+        scaling: ScalingStatus | None,
+        hurry: bool,
+    ) -> None:
+        """Tell those who decide and measure how this model was seen."""
+        asleep = scaling is not None and scaling.asleep_since is not None and not blueprint.model.spec.suspend
+        self._scaler.follow(key, set_scene(blueprint, ours, state, asleep=asleep))
+        hurry = hurry or (self._scaler.follows(key) and not asleep)
+        self._fleet.follow(key, gateway_addresses(blueprint, ours), hurry=hurry, asleep=asleep)
 
     def _tell_scaling(
         self, blueprint: Blueprint, scaling: ScalingStatus | None, outlook: Outlook | None
@@ -654,7 +672,7 @@ class Reconciler:
             await self._claim(path, identity)
         if (patch := plan_clearing(manifest, live)) is not None:
             await self._client.merge(path, patch)
-        if key.kind == STATEFUL_SET.name and "replicas" not in manifest["spec"]:
+        if key.kind in WORKLOADS and "replicas" not in manifest["spec"]:
             await self._hand_over(path, manifest)
         body = manifest | {"metadata": manifest["metadata"] | identity}
         answer = await self._client.apply(path, body, force=True)
