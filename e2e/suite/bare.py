@@ -89,7 +89,8 @@ def made_space(plane: ControlPlane, nodes: Nodes) -> Iterator[Space]:
     plane.kubernetes.request("POST", "/api/v1/namespaces", {"metadata": {"name": name}})
     made = Space(plane, plane.kubernetes, name, nodes)
     yield made
-    plane.kubernetes.request("DELETE", made.path("inferencemodels", "m"))
+    if made.find("inferencemodels"):
+        plane.kubernetes.request("DELETE", made.path("inferencemodels", "m"))
     plane.kubernetes.request("DELETE", f"/api/v1/namespaces/{name}")
 
 

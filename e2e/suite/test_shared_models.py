@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from kubernetes import client
 
 from e2e.realapi import ControlPlane
 from e2e.suite.bare import MERGE, Space, serve, stays
@@ -135,3 +136,77 @@ def test_a_tool_that_insists_is_named_and_not_fought_for_ever(plane: ControlPlan
         theirs = end()
     ours = count_writes(plane) - counted - theirs
     assert ours <= 25, (ours, theirs)
+
+
+def test_an_autoscaler_of_gateways_is_left_alone(plane: ControlPlane, space: Space) -> None:
+    serve(space, 1)
+    path = space.path("deployments", "m")
+
+    def scale(count: int) -> None:
+        plane.kubernetes.request("PATCH", f"{path}/scale?fieldManager=hpa", {"spec": {"replicas": count}}, MERGE)
+
+    def count() -> int:
+        return plane.kubernetes.request("GET", path)["spec"]["replicas"]
+
+    space.patch("m", {"gateway": {"replicas": 2, "scaling": {"mode": "External"}}})
+    time.sleep(2.0)
+    assert count() == 1, "a change of the mode moves nothing"
+    for wanted in (4, 3):
+        scale(wanted)
+        until("the status", lambda wanted=wanted: space.model["status"]["gateway"]["replicas"] == wanted, within=20)
+        space.patch("m", {"gateway": {"queue": {"max": wanted}}})  # a look that applies
+        until("it to be settled", lambda: space.settled(1), within=30)
+        assert count() == wanted
+    space.patch("m", {"suspend": True})
+    until("it to be suspended", lambda: count() == 0, within=20)
+    space.patch("m", {"suspend": False})
+    until("as many as the spec says", lambda: count() == 2, within=20)
+    space.patch("m", {"gateway": {"replicas": 1, "scaling": {"mode": "Static"}}})
+    until("the spec to be followed", lambda: count() == 1, within=20)
+
+
+def test_a_child_whose_label_is_changed_is_made_again(plane: ControlPlane, space: Space) -> None:
+    """What was there belongs to nobody then, and has the name: it is told until it is gone."""
+    serve(space, 1)
+    path = space.path("services", "m-decode")
+    for label in ("stranger", None):
+        plane.kubernetes.request("PATCH", path, {"metadata": {"labels": {"tandem.dev/model": label}}}, MERGE)
+
+        def is_back() -> bool:
+            return space.get("services", "m-decode")["metadata"]["labels"].get("tandem.dev/model") == "m"
+
+        until("the label to be put right", is_back, within=20)
+
+
+def test_labels_of_a_role_and_shares_of_a_rollout_reach_the_cluster(space: Space) -> None:
+    serve(space, 4, maxSurge="50%", maxUnavailable="25%")
+    assert space.get("poddisruptionbudgets", "m-decode")["spec"]["maxUnavailable"] == 1
+    queue = {"kueue.x-k8s.io/queue-name": "gpus"}
+    before = space.workers
+    space.patch("m", {"decode": {"metadata": {"labels": queue}}})
+    until("all of them to have it", lambda: space.settled(4) and not set(before.values()) & set(space.workers.values()),
+          within=60)  # fmt: skip
+    for kind, name in (("statefulsets", "m-decode"), ("services", "m-decode"), ("pods", "m-decode-3")):
+        assert space.get(kind, name)["metadata"]["labels"].items() >= queue.items()
+    assert "kueue.x-k8s.io/queue-name" not in space.get("deployments", "m")["metadata"]["labels"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ({"drain": {"timeout": "61m"}}, "must be at most 1h"),
+        ({"rollout": {"maxSurge": "101%"}}, "must be a number of replicas up to 1000"),
+        ({"rollout": {"maxSurge": "0%", "maxUnavailable": 0}}, "and maxUnavailable are both 0"),
+        ({"metadata": {"labels": {"tandem.dev/model": "x"}}}, "must not hold names of tandem.dev/"),
+        (
+            {"gateway": {"scaling": {"mode": "External"}, "responseStore": {"maxBytes": "1Mi"}}},
+            "must not be more than 1",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_by_the_api_server(space: Space, spec: Object, said: str) -> None:
+    kind = {"apiVersion": "tandem.dev/v1alpha1", "kind": "InferenceModel"}
+    told = {"model": {"uri": "hf://org/repo"}} | spec
+    with pytest.raises(client.ApiException) as refused:
+        space.apply(kind | {"metadata": {"name": "m", "namespace": space.namespace}, "spec": told})
+    assert said in str(refused.value.body)
