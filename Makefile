@@ -180,6 +180,10 @@ format: setup ## Format and fix what can be fixed
 bench-engine: setup ## The engine against transformers, and its control logic's cost
 	@$(RUN) python -m bench.engine
 
+.PHONY: bench-lossless
+bench-lossless: setup ## Weights in 12 bits against plain ones: products, and the whole worker over HTTP (two idle cores)
+	@$(RUN) python -m bench.lossless $(BENCH)
+
 .PHONY: bench-start
 bench-start: setup ## From exec to the first token, step by step, with and without prepared copies (two idle cores; BENCH="--against CHECKOUT")
 	@$(RUN) python -m bench.start $(BENCH)
@@ -187,6 +191,10 @@ bench-start: setup ## From exec to the first token, step by step, with and witho
 .PHONY: soak-starts
 soak-starts: setup ## 500 starts over one cache (BENCH="--starts N"), killed at random times, their copies damaged: nothing wrong
 	@$(RUN) python -m bench.start.kills $(BENCH)
+
+.PHONY: soak-swarm
+soak-swarm: setup ## 8 workers fetch a model at once from a hub at 20 MB/s, alone against together, then 20 of them are killed (BENCH="--kills N")
+	@$(RUN) python -m bench.start.swarm $(BENCH)
 
 .PHONY: soak-engine
 soak-engine: setup ## 10,000 random requests in a tiny block space: nothing leaks, nothing changes

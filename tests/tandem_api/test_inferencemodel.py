@@ -112,11 +112,18 @@ def test_axes_are_bounded(axis: str, count: int) -> None:
     ("rollout", "replicas", "surge", "unavailable"),
     [
         ({}, 1, 1, 0),
-        ({}, 4, 0, 1),
+        ({}, 4, 1, 1),
+        ({}, 32, 8, 1),
         ({"maxSurge": 0}, 1, 0, 1),
         ({"maxSurge": 2}, 4, 2, 1),
         ({"maxUnavailable": 0}, 4, 1, 0),
+        ({"maxUnavailable": 0}, 30, 8, 0),
         ({"maxUnavailable": 1}, 1, 0, 1),
+        ({"maxUnavailable": "25%"}, 8, 0, 2),
+        ({"maxUnavailable": "25%"}, 3, 1, 0),
+        ({"maxUnavailable": "25%", "maxSurge": 0}, 3, 0, 1),
+        ({"maxSurge": "10%", "maxUnavailable": "0%"}, 32, 4, 0),
+        ({"maxSurge": "50%", "maxUnavailable": "100%"}, 3, 2, 3),
         ({"type": "Recreate", "maxSurge": 3}, 4, 0, 4),
     ],
 )
@@ -131,6 +138,12 @@ STEPS = [{"weight": 10, "duration": "5m"}, {"weight": 50, "duration": "10m"}]
 def test_a_single_replica_is_tried_beside_itself() -> None:
     rollout = parse(rollout={"maxUnavailable": 1, "canary": {"steps": STEPS}}).spec.rollout
     assert (rollout.surge_of(1), rollout.surge_of(4)) == (1, 0)
+
+
+@pytest.mark.parametrize("share", [-1, 1001, "101%", "2.5%", "half", "", "%", "01%", True, 2.0])
+def test_shares_that_cannot_be_are_refused(share: Any) -> None:
+    with pytest.raises(ValidationError, match=r"rollout.maxSurge|Input should be"):
+        parse(rollout={"maxSurge": share})
 
 
 @pytest.mark.parametrize(
@@ -162,7 +175,7 @@ def test_a_canary() -> None:
 
 def test_a_rollout_that_could_replace_nothing_is_refused() -> None:
     with pytest.raises(ValidationError, match="maxSurge and maxUnavailable are both 0"):
-        parse(rollout={"maxSurge": 0, "maxUnavailable": 0})
+        parse(rollout={"maxSurge": 0, "maxUnavailable": "0%"})
 
 
 @pytest.mark.parametrize(
@@ -333,6 +346,7 @@ ELSEWHERE = [{"kind": "VLLM"}, {"kind": "SGLang"}]
         ({"engine": {"freeFormGrammars": True}}, "engine.freeFormGrammars is of Tandem's own engine"),
         ({"engine": {"requestChatTemplates": True}}, "engine.requestChatTemplates is of Tandem's own engine"),
         ({"engine": {"tools": "Off"}}, "engine.tools is of Tandem's own engine"),
+        ({"engine": {"weights": "Plain"}}, "engine.weights is of Tandem's own engine"),
         ({"engine": {"device": "CPU"}}, "engine.device must not be CPU"),
         ({"engine": {"args": ["--served-model-name=x"]}}, "engine.args has an argument that the operator writes"),
         ({"engine": {"args": ["--port", "1"]}}, "engine.args has an argument that the operator writes"),

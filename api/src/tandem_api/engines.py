@@ -105,6 +105,11 @@ _ARGS = "is of Tandem's own engine: remove it, and say what you want in engine.a
 _BY_TANDEM = "needs the measurements of Tandem's own workers"
 _LIMITS = (
     _Limit(
+        ".model.cache.prewarm",
+        "is of Tandem's own workers, whose cache others do not read: remove it",
+        _unset("model.cache.prewarm", "false"),
+    ),
+    _Limit(
         ".engine.device",
         "must not be CPU with another engine's image, which is built for GPUs: write CUDA or Auto",
         "!has(self.engine.device) || self.engine.device != 'CPU'",
@@ -115,6 +120,7 @@ _LIMITS = (
     _Limit(".engine.freeFormGrammars", _ARGS, _unset("engine.freeFormGrammars", "false")),
     _Limit(".engine.requestChatTemplates", _ARGS, _unset("engine.requestChatTemplates", "false")),
     _Limit(".engine.tools", _ARGS, _unset("engine.tools", "'Auto'")),
+    _Limit(".engine.weights", _ARGS, _unset("engine.weights", "'Auto'")),
     _Limit(".kv.memory", _ARGS, "!has(self.kv) || !has(self.kv.memory)"),
     _Limit(
         ".kv.transport",
@@ -204,6 +210,7 @@ def find_refusal(spec: InferenceModelSpec) -> str | None:
     modes = {role.scaling.mode for role in workers}
     ranks = [role.parallelism for role in workers]
     broken = (
+        spec.model.cache is not None and spec.model.cache.prewarm,
         engine.device == "CPU",
         engine.max_batch_tokens != 2048,
         engine.max_running_requests != 256,
@@ -211,6 +218,7 @@ def find_refusal(spec: InferenceModelSpec) -> str | None:
         engine.free_form_grammars,
         engine.request_chat_templates,
         engine.tools != "Auto",
+        engine.weights != "Auto",
         kv.memory is not None,
         kv.transport != "Auto",
         not kv.verify,

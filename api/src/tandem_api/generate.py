@@ -114,7 +114,7 @@ def _type(field: Schema) -> str:
     if "items" in field:
         return f"list of {_type(field['items'])}"
     if field.get("x-kubernetes-int-or-string"):
-        return "quantity"
+        return "quantity" if "quantity" in str(field.get(RULES_KEY)) else "integer or percentage"
     bounds = [
         f"≥ {field['minimum']}" if "minimum" in field else "",
         f"≤ {field['maximum']}" if "maximum" in field else "",

@@ -96,6 +96,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 - apiGroups: [apps]
   resources: [controllerrevisions] # the revisions of models: they are made once and never changed
   verbs: [get, list, watch, create, delete]
+- apiGroups: [batch]
+  resources: [jobs] # that fill caches: they are made once and never changed
+  verbs: [get, list, watch, create, delete]
 - apiGroups: [""]
   resources: [configmaps, serviceaccounts, services]
   verbs: [get, list, watch, create, patch, delete]
@@ -130,6 +133,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 - apiGroups: [""]
   resources: [pods/status] # the readiness gate of workers, once a gateway has admitted them
   verbs: [patch]
+- apiGroups: [coordination.k8s.io]
+  resources: [leases] # of another operator that has claimed a model: whether that one is there
+  verbs: [get]
 - apiGroups: [""]
   resources: [events] # its own, and those that say why a StatefulSet cannot create pods
   verbs: [get, list, watch, create, update]
