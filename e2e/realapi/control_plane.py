@@ -22,7 +22,7 @@ from e2e.suite.fleet import Kubernetes, until
 
 _CONTROLLERS = (
     "statefulset", "deployment", "replicaset", "garbage-collector-controller", "serviceaccount-controller",
-    "namespace-controller", "disruption-controller", "resourcequota-controller",
+    "namespace-controller", "disruption-controller", "resourcequota-controller", "job-controller",
 )  # fmt: skip
 _POLICIES = (
     "--feature-gates=MutatingAdmissionPolicy=true",

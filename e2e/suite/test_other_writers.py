@@ -27,7 +27,7 @@ from e2e.suite.bare import (
     serve,
     stays,
 )
-from e2e.suite.fleet import until
+from e2e.suite.fleet import Object, until
 
 _METADATA = "/spec/template/metadata/annotations/example.com~1scanned"
 _CONTAINER = "/spec/template/spec/containers"
@@ -219,6 +219,53 @@ def test_a_rollout_that_is_held_comes_back_from_zero_as_it_was(space: Space, hel
     assert images(space) == {"worker:1"}
     space.patch("m", {"engine": {"image": "worker:3"}, "rollout": {"paused": False}})
     until("the next template", lambda: images(space, ready=False) == {"worker:3"} and space.settled(3), within=40)
+
+
+def test_workers_wait_for_the_job_that_fills_their_claim(space: Space) -> None:
+    """With the real controller of Jobs: a pod that fails is followed by another, one that succeeds lets workers go."""
+
+    def jobs() -> dict[str, Object]:
+        return {j["metadata"]["name"]: j for j in space.find("jobs")}
+
+    def end(phase: str, code: int, number: int) -> None:
+        """What a kubelet says of the newest pod."""
+
+        def its_pod() -> Object:
+            prefix = "".join(jobs()) or "no job"
+            found = [p for p in space.nodes.of(space.namespace, prefix) if p["status"].get("phase") == "Running"]
+            assert len(found) == 1, found
+            return found[0]
+
+        pod = until(f"pod {number} of the job", its_pod, within=40)
+        told = {"exitCode": code, "message": '{"reason": "DiskFull", "message": "The disk is full."}'}
+        ended = {"name": "worker", "state": {"running": None, "terminated": told}, "ready": False, "started": False}
+        path = f"{space.path('pods', pod['metadata']['name'])}/status"
+        conditions = [{"type": kind, "status": "False"} for kind in ("Ready", "ContainersReady")]
+        body = {"status": {"phase": phase, "containerStatuses": [ended], "conditions": conditions}}
+        space.kubernetes.request("PATCH", path, body, "application/strategic-merge-patch+json")
+
+    model = {"uri": "hf://org/repo", "cache": {"persistentVolumeClaim": "models", "prewarm": True}}
+    make(space, {"model": model, "decode": {"replicas": 1}, "engine": {"image": "worker:1"}})
+    end("Failed", 1, 1)
+
+    def is_told() -> bool:
+        assert "The disk is full." in (space.told("CachePrewarmed") or {})["message"]
+        return True
+
+    until("the failure to be told", is_told, within=20)
+    assert not space.workers
+    end("Succeeded", 0, 2)
+    space.wait_settled(1)
+    before, (first,) = space.workers, jobs()
+    space.patch("m", {"engine": {"image": "worker:2"}, "decode": {"replicas": 2}})
+    until("another job", lambda: len(jobs()) == 1 and first not in jobs(), within=20)
+    until("two workers", lambda: len(space.ready) == 2, within=20)
+    assert images(space) == {"worker:1"}, "what serves is scaled, and not replaced"
+    end("Succeeded", 0, 1)
+    rolled(space, before, 2)()
+    space.patch("m", {"model": {"cache": {"prewarm": None}}})
+    until("no job", lambda: not jobs(), within=20)
+    space.wait_settled(2)
 
 
 def test_an_upgrade_replaces_nobody_and_is_followed_one_model_at_a_time(plane: ControlPlane, nodes: Nodes) -> None:

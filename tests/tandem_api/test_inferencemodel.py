@@ -36,14 +36,33 @@ def test_unknown_fields_are_refused() -> None:
         parse(autoscale=True)
 
 
-@pytest.mark.parametrize("uri", ["hf://a/b", "pvc://claim/", "pvc://claim/a/b", "file:///models/x.gguf"])
+@pytest.mark.parametrize(
+    "uri", ["hf://a/b", "pvc://claim/", "pvc://claim/a/b", "file:///models/x.gguf", "file:///a/..b/.c/d.."]
+)
 def test_good_uris(uri: str) -> None:
     assert parse(model={"uri": uri}).spec.model.uri == uri
 
 
-@pytest.mark.parametrize("uri", ["a/b", "hf://a", "https://a/b", "file://models", "pvc://A/b", "hf://a/b\n", ""])
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "a/b",
+        "hf://a",
+        "https://a/b",
+        "file://models",
+        "pvc://A/b",
+        "hf://a/b\n",
+        "",
+    ],
+)
 def test_bad_uris_say_what_to_write(uri: str) -> None:
     with pytest.raises(ValidationError, match="must be hf://ORGANIZATION/REPOSITORY"):
+        parse(model={"uri": uri})
+
+
+@pytest.mark.parametrize("uri", ["file:///../../etc", "pvc://a/b/..", "file:///a/%2E./b", "pvc://a/..%2Fb"])
+def test_paths_do_not_climb(uri: str) -> None:
+    with pytest.raises(ValidationError, match=r"must not have `\.\.` in its path"):
         parse(model={"uri": uri})
 
 
@@ -334,6 +353,9 @@ ELSEWHERE = [{"kind": "VLLM"}, {"kind": "SGLang"}]
         ({"engine": {"args": ["--api_key=x"]}}, "engine.args has an argument that the operator writes"),
         ({"engine": {"args": ["--port=1\n"]}}, "engine.args has an argument that the operator writes"),
         ({"engine": {"args": ["--seed=1", "-tp", "2"]}}, "engine.args has an argument that the operator writes"),
+        ({"engine": {"args": ["0.9"]}}, r"engine.args\[0\] is '0.9', which has a value without the argument's name"),
+        ({"engine": {"args": ["-1"]}}, r"engine.args\[0\] is '-1', which has a value"),
+        ({"engine": {"args": ["--seed", "1", "--x=2", "3"]}}, r"engine.args\[3\] is '3', which has a value"),
         ({"engine": {"args": ["--dtype.x=1"]}}, "engine.args has an argument that the operator writes"),
         ({"kv": {"memory": "2Gi"}}, "kv.memory is of Tandem's own engine"),
         ({"kv": {"transport": "TCP"}}, "kv.transport is of Tandem's own engine"),

@@ -15,17 +15,18 @@ from tandem_api.engines import EngineKind, find_refusal, foreign_rules
 from tandem_api.launch import Device, DType, GatewayRouting, LinkKind, Parallelism, TLSVersion, ToolForm, WeightsForm
 from tandem_api.names import GROUP
 from tandem_api.quantities import DURATION_PATTERN, QUANTITY_PATTERN, parse_duration, parse_quantity
-from tandem_api.validation import RULES_KEY, Matches, Satisfies, check_collector, rule
+from tandem_api.validation import RULES_KEY, Lacks, Matches, Satisfies, check_collector, rule
 
 MODEL_NAME_MAX = 40
 """Child names append a role, an ordinal and a controller hash, and Pod labels end at 63 characters."""
-GPU_RESOURCE = "nvidia.com/gpu"
 RANKS_PER_POD_MAX = 64
 """Each rank listens at a KV port of its own, counted up from the first one."""
 
 HUB_URI = r"hf://[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9_.-]+"
 CLAIM_URI = r"pvc://[a-z0-9]([a-z0-9-]*[a-z0-9])?/[^ \t\r\n]*"
 FILE_URI = r"file:///[^ \t\r\n]+"
+PARENT_SEGMENT = r"/(\.|%2[eE]){2}(/|%2[fF]|$)"
+"""`..` between slashes, each character perhaps as its code."""
 
 ModelURI = Annotated[
     str,
@@ -33,6 +34,7 @@ ModelURI = Annotated[
         f"{HUB_URI}|{CLAIM_URI}|{FILE_URI}",
         "must be hf://ORGANIZATION/REPOSITORY, pvc://CLAIM/PATH or file:///PATH, without spaces",
     ),
+    Lacks(PARENT_SEGMENT, "must not have `..` in its path: write the path from the root, or from the claim's"),
     Field(max_length=1024),
 ]
 Revision = Annotated[
@@ -140,12 +142,39 @@ class SecretKey(Authored):
     """Key inside the Secret that holds the access token."""
 
 
+_NO_CLAIM = (
+    "fills a PersistentVolumeClaim before workers start, and a volume that ends with its pod cannot be filled"
+    " beforehand: name a claim in persistentVolumeClaim, or remove prewarm"
+)
+
+
 class ModelCache(Authored):
+    model_config = ConfigDict(
+        json_schema_extra={
+            RULES_KEY: [
+                rule(
+                    "!has(self.prewarm) || !self.prewarm || has(self.persistentVolumeClaim)",
+                    _NO_CLAIM,
+                    path=".prewarm",
+                )
+            ]
+        }
+    )
+
     persistent_volume_claim: ObjectName | None = None
     """A claim that the workers share: one of them downloads, the others wait and reuse. It must be ReadWriteMany, or
     ReadWriteOnce on a single node. Without it every pod downloads into a volume of its own."""
     peers: bool = False
     """Workers get the model's files from each other, and from the hub what nobody has."""
+    prewarm: bool = False
+    """A Job downloads, verifies and prepares the model in the claim before workers start, and before a new revision
+    rolls out."""
+
+    @model_validator(mode="after")
+    def _has_a_claim(self) -> ModelCache:
+        if self.prewarm and self.persistent_volume_claim is None:
+            raise ValueError(f"prewarm {_NO_CLAIM}")
+        return self
 
 
 def _hub_only(field: str, meaning: str, *, unset: str | None = None) -> Any:
@@ -413,8 +442,14 @@ class RoleScaling(Authored):
 _SPREAD = "!has(self.parallelism) || "
 """The API server also judges the default of `spec.decode`, and does so before it has filled in the defaults inside."""
 _RANKS = "self.parallelism.tensor * self.parallelism.pipeline * self.parallelism.expert * self.parallelism.data"
-_GPUS = f"string(self.resources.limits['{GPU_RESOURCE}'])"
+_IS_GPU = "(k.endsWith('/gpu') || k.startsWith('nvidia.com/mig-'))"
+_GPUS = "string(self.resources.limits[k])"
 _NUM_GPUS = f"quantity({_GPUS}).asInteger()"
+_GPUS_SHOULD_BE = (
+    "'must be %d of each kind of GPU, one for each rank of a pod: tensor %d x pipeline %d x expert %d x data %d,"
+    f" divided by nodesPerReplica %d'.format([{_RANKS} / self.nodesPerReplica, self.parallelism.tensor,"
+    " self.parallelism.pipeline, self.parallelism.expert, self.parallelism.data, self.nodesPerReplica])"
+)
 _UNEVEN = "must divide the ranks, tensor x pipeline x expert x data, evenly: change it or spec.*.parallelism"
 _PODS_APART = (
     "of External needs nodesPerReplica to be 1, because what scales a StatefulSet counts pods: use SLO or Static"
@@ -436,12 +471,13 @@ class WorkerRole(Workload):
                 ),
                 rule(
                     f"{_SPREAD}!has(self.resources) || !has(self.resources.limits)"
-                    f" || !('{GPU_RESOURCE}' in self.resources.limits)"
+                    f" || self.resources.limits.all(k, !{_IS_GPU}"
                     f" || !isQuantity({_GPUS}) || quantity({_GPUS}).isInteger()"
-                    f" && ({_NUM_GPUS} == 0 || {_NUM_GPUS} * self.nodesPerReplica == {_RANKS})",
-                    f"must be one {GPU_RESOURCE} for each rank of a pod: tensor x pipeline x expert x data, divided by"
+                    f" && ({_NUM_GPUS} == 0 || {_NUM_GPUS} * self.nodesPerReplica == {_RANKS}))",
+                    "must be one GPU for each rank of a pod: tensor x pipeline x expert x data, divided by"
                     " nodesPerReplica",
                     path=".resources.limits",
+                    figures=_GPUS_SHOULD_BE,
                 ),
                 rule(
                     "!has(self.scaling) || !has(self.scaling.mode) || self.scaling.mode != 'External'"
@@ -517,9 +553,9 @@ class Engine(Authored):
     dtype: DType = "Auto"
     """`Auto` is the checkpoint's type on a GPU, and BFloat16 on a CPU that has instructions for it (else Float32)."""
     weights: WeightsForm = "Auto"
-    """`Lossless` keeps bfloat16 matrices in 12 bits a weight and multiplies them so: the same answers to the last bit, a
-    quarter less memory. It takes a CPU with AVX-512 VBMI and bfloat16; elsewhere a worker says why and does not start.
-    `Plain` keeps 16 bits. `Auto` is `Plain`."""
+    """`Lossless` keeps bfloat16 matrices in 12 bits a weight and multiplies them so: the same answers to the last bit,
+    a quarter less memory. It takes a CPU with AVX-512 VBMI and bfloat16; elsewhere a worker says why and does not
+    start. `Plain` keeps 16 bits. `Auto` is `Plain`."""
     max_model_len: Annotated[int, Field(ge=16, le=10_485_760)] | None = None
     """Prompt plus output tokens of one request. Defaults to what the model supports."""
     max_batch_tokens: Annotated[int, Field(ge=16, le=1_048_576)] = 2048
@@ -803,6 +839,12 @@ class Gateway(Workload):
     response_store: ResponseStore | None = None
     """Keep what the Responses API answers (`store`), so that clients continue it by `previous_response_id`. Off where
     nothing is said. It is gone when the gateway restarts, and needs `replicas` of 1. Changing it restarts nothing."""
+    min_priority: Annotated[int, Field(ge=-1000, le=0)] = 0
+    """The lowest `priority` that clients may ask for. Lower ones run first, so by default a client can only stand back.
+    Changing it restarts nothing."""
+    explain_routes: bool = False
+    """Answer `x-tandem-route: explain` with the workers chosen and the prompt tokens that were believed to be cached,
+    which tells who asks what others have asked. Changing it restarts nothing."""
 
     @model_validator(mode="after")
     def _has_room_for_responses(self) -> Gateway:

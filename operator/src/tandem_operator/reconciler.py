@@ -84,6 +84,7 @@ from tandem_operator.observation import workload_key
 from tandem_operator.pace import Pace
 from tandem_operator.parsing import parse_status, read_model, read_past
 from tandem_operator.planner import Children, Plan, Step, own_workloads, plan_children, plan_clearing, plan_step
+from tandem_operator.prewarm import PrewarmPlan, plan_prewarm
 from tandem_operator.recorder import EventRecorder
 from tandem_operator.refusals import refusal, unserved_problem
 from tandem_operator.replicas import settle_replicas
@@ -261,8 +262,11 @@ class Reconciler:
         if outcome.ending:
             return _RARELY  # the namespace's controller removes everything, this model too
         await self._check_certificate(blueprint, outcome)
-        course = await self._steer(key, blueprint, raw, outcome, known=weights.problem is None, images=images)
-        await self._execute(key, course, outcome, hold=not keys.usable or weights.problem is not None)
+        prewarm = self._plan_prewarm(blueprint, weights, outcome)
+        course = await self._steer(
+            key, blueprint, raw, outcome, known=weights.problem is None and not prewarm.hold, images=images
+        )
+        await self._execute(key, course, outcome, prewarm, hold=not keys.usable or weights.problem is not None)
         if outcome.ending:
             return _RARELY
         await self._pace.turn()  # a look at a thousand pods is long
@@ -288,6 +292,7 @@ class Reconciler:
                 *scaled,
                 *template_condition(course.target.desired, ours),
                 *images.condition,
+                *prewarm.condition,
                 *understood_condition(reading.unknown),
                 *self._fights.condition(key),
             ],
@@ -377,6 +382,20 @@ class Reconciler:
         if weights.problem is not None:
             outcome.problems.append(weights.problem)
         return weights
+
+    def _plan_prewarm(self, blueprint: Blueprint, weights: CommitPlan, outcome: Outcome) -> PrewarmPlan:
+        """What becomes of the claim."""
+        plan = plan_prewarm(blueprint, outcome.before, known=weights.problem is None)
+        if plan.problem is not None:
+            outcome.problems.append(plan.problem)
+        return plan
+
+    async def _fill_cache(self, key: ModelKey, prewarm: PrewarmPlan, outcome: Outcome, *, uid: str) -> None:
+        """Make the Job, when all that its pod needs is there, and delete what nobody waits for."""
+        for child in prewarm.delete:
+            await self._delete(key, child, outcome, why="no longer wanted")
+        for manifest in prewarm.make:
+            outcome.add(await self._make_apart(manifest, outcome, uid=uid))
 
     async def _ensure_keys(self, blueprint: Blueprint, raw: Manifest, outcome: Outcome) -> KeyLook:
         keys = KeyLook(usable=False)
@@ -565,7 +584,9 @@ class Reconciler:
             metrics.WRITES.labels("create", CONTROLLER_REVISION.name).inc()
         return True
 
-    async def _execute(self, key: ModelKey, course: Course, outcome: Outcome, *, hold: bool) -> None:
+    async def _execute(
+        self, key: ModelKey, course: Course, outcome: Outcome, prewarm: PrewarmPlan, *, hold: bool
+    ) -> None:
         """Do all that can be done. What fails is collected, and nothing else waits for it.
 
         `hold`: pods made now would find no keys, or keys that are about to go, or no model: what runs is better left
@@ -593,7 +614,7 @@ class Reconciler:
             outcome.before,
             owner_uid=uid,
             hold_workloads=hold,
-            keep=frozenset(built.refused) | course.keep,
+            keep=frozenset(built.refused) | course.keep | prewarm.own,
         )
         workloads = [manifest for manifest in plan.apply if manifest["kind"] in WORKLOADS]
         # Pods start when all they refer to is there.
@@ -619,6 +640,7 @@ class Reconciler:
             async with _collecting(outcome, str(pod), doing="end"):
                 path = KIND_BY_NAME[pod.kind].path(key.namespace, pod.name)
                 await self._client.delete(path, uid=dig(ours[pod], "metadata", "uid"), grace_seconds=seconds)
+        await self._fill_cache(key, prewarm, outcome, uid=uid)
         outcome.failures = self._creation_failures(outcome)
 
     async def _make_apart(self, manifest: Manifest, outcome: Outcome, *, uid: str) -> Outcome:

@@ -21,6 +21,7 @@ from tandem_operator.groups import is_ready
 from tandem_operator.kube.ownership import updates
 from tandem_operator.manifests import (
     DEPLOYMENT,
+    JOB,
     POD,
     STATEFUL_SET,
     ChildKey,
@@ -41,7 +42,7 @@ _POD_METADATA = (
 )  # fmt: skip
 _LEFT_OUT = ("managedFields", "resourceVersion")
 """Of every kind: what is not read, and would make news of every change."""
-_WITH_STATUS = (STATEFUL_SET, DEPLOYMENT, POD)
+_WITH_STATUS = (STATEFUL_SET, DEPLOYMENT, JOB, POD)
 _POD_SPEC = ("readinessGates", "nodeName")
 _POD_STATUS = (
     "phase",

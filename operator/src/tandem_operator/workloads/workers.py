@@ -112,7 +112,7 @@ def _container(blueprint: Blueprint, role: Role, mounts: list[Manifest]) -> Mani
     container: Manifest = {
         "name": "worker",
         "image": blueprint.worker_image,
-        "env": [*_token_env(blueprint), *thread_env(workload.resources, processes=workload.ranks_per_pod)],
+        "env": [*token_env(blueprint), *thread_env(workload.resources, processes=workload.ranks_per_pod)],
         "ports": [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in _ports(blueprint, role)],
         "startupProbe": http_probe("/readyz", "metrics", period=1, failures=_LOADING_SECONDS),
         "readinessProbe": http_probe("/readyz", "metrics", period=2, failures=2),
@@ -125,8 +125,8 @@ def _container(blueprint: Blueprint, role: Role, mounts: list[Manifest]) -> Mani
     return container
 
 
-def _token_env(blueprint: Blueprint) -> list[Manifest]:
-    """The Secret is not optional: a missing one holds the pod back and shows in the model's conditions."""
+def token_env(blueprint: Blueprint) -> list[Manifest]:
+    """The hub's token. Its Secret is not optional: a missing one holds the pod back and shows in the conditions."""
     secret = blueprint.model.spec.model.secret_ref
     if secret is None:
         return []
@@ -135,7 +135,7 @@ def _token_env(blueprint: Blueprint) -> list[Manifest]:
 
 def _volumes(blueprint: Blueprint, workload: WorkerRole) -> tuple[list[Manifest], list[Manifest]]:
     """Volumes and mounts: the keys, what the model's source needs, and memory that the ranks of a pod share."""
-    volumes, mounts = _model_volumes(blueprint, workload)
+    volumes, mounts = model_volumes(blueprint, workload)
     if not is_foreign(blueprint):  # which could prove nothing with them
         volumes, mounts = [keys_volume(blueprint, KEY_FILES), *volumes], [keys_mount(), *mounts]
     size = workload.shared_memory_size_limit
@@ -146,7 +146,7 @@ def _volumes(blueprint: Blueprint, workload: WorkerRole) -> tuple[list[Manifest]
     return volumes, mounts
 
 
-def _model_volumes(blueprint: Blueprint, workload: WorkerRole) -> tuple[list[Manifest], list[Manifest]]:
+def model_volumes(blueprint: Blueprint, workload: WorkerRole) -> tuple[list[Manifest], list[Manifest]]:
     """Volumes and mounts that the model's source needs."""
     source = blueprint.model.spec.model
     scheme, _, rest = source.uri.partition("://")

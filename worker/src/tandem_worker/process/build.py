@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from tandem_worker.group.executor import GroupSeat
     from tandem_worker.group.pods.leading import LeadingPod
     from tandem_worker.model.contract import CausalLM
+    from tandem_worker.model.prepared.kernels import PreparedKernels
     from tandem_worker.model.prepared.weights import PreparedWeights
     from tandem_worker.model.sources.digest import ModelDigest
     from tandem_worker.server.structured.compiler import GrammarCompiler
@@ -65,6 +66,11 @@ def build_worker(
     return built
 
 
+def list_start_steps(config: WorkerConfig, pod: PodFacts, runtime: Runtime, progress: StartProgress) -> list[Step]:
+    """The steps of a start of one rank, for whoever wants what some of them leave behind."""
+    return _Start(config, pod, runtime, progress, Switches(), None, {}).list_steps()
+
+
 class _Start:
     """The steps of one start. What they have in common is known before; what one makes the others are given."""
 
@@ -81,6 +87,7 @@ class _Start:
         self._config, self._pod, self._runtime = config, pod, runtime
         self._progress, self._switches, self._group, self._refusals = progress, switches, group, refusals
         self._store = open_store(config.model.cache_dir)
+        self._kernels: PreparedKernels | None = None
 
     def list_steps(self) -> list[Step]:
         """What a start consists of, and what each part needs."""
@@ -140,7 +147,13 @@ class _Start:
     def _open_device(self, _: None) -> torch.device:
         from tandem_worker.host.devices import resolve_device
 
-        return resolve_device(self._config.device)
+        device = resolve_device(self._config.device)
+        if device.type == "cuda":
+            from tandem_worker.model.prepared.kernels import open_prepared_kernels
+
+            self._kernels = open_prepared_kernels(self._store)
+            self._kernels.restore()
+        return device
 
     def _describe_seat(self) -> Step:
         """Without other ranks it needs nothing: prepared weights are read then while torch is imported."""
@@ -247,7 +260,6 @@ class _Start:
         )
         cache = engine.kv_cache
         memory.by_kind["kv"] = cache.num_blocks * cache.spec.bytes_per_block
-        memory.by_kind["graphs"] = engine.graph_bytes
         return engine, ends
 
     def _connect_transport(
@@ -288,7 +300,7 @@ class _Start:
             grammars=grammars,
             draining=lambda: self._switches.draining,
             gpu=open_gpu_reader(model.device),
-            memory_bytes=lambda: memory.by_kind | {"kv_resident": pages.resident_bytes},
+            memory_bytes=lambda: memory.by_kind | {"kv_resident": pages.resident_bytes, "graphs": engine.graph_bytes},
             start_seconds=self._progress.seconds,
             refusals=self._refusals,
             spans=self._runtime.tracer.counts,
@@ -301,6 +313,7 @@ class _Start:
             engine=engine,
             pages=pages,
             prepared=prepared,
+            kernels=self._kernels,
             hub=hub,
             prefill_server=server,
             prefill_client=client,
