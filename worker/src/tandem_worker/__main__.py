@@ -36,6 +36,7 @@ from tandem_worker.host.environment import (
 )
 from tandem_worker.host.errors import StartupError
 from tandem_worker.host.logging import configure_logging
+from tandem_worker.host.postponed import postpone_imports
 
 logger = logging.getLogger("tandem_worker")
 
@@ -48,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parse(arguments)
     pod = observe_pod(os.environ)
     configure_logging(pod.log_level, {"pod": pod.pod})
+    postpone_imports(os.environ)
     try:
         if options.follow:
             from tandem_worker.group.pods.following import run_child

@@ -22,15 +22,19 @@ def build_workers(blueprint: Blueprint, role: Role) -> list[Manifest]:
 
 
 def build_disruption_budget(blueprint: Blueprint, role: Role) -> Manifest:
-    """One pod at a time: a node can always be drained, and never takes the whole role with it.
+    """As many pods at a time as a rollout may take replicas, and one at least: a node can always be drained, and never
+    takes the whole role with it.
 
-    Of groups too, one *pod*: it makes its whole group unready, which uses the budget up until that group serves again.
+    Of groups too, *pods*: one makes its whole group unready, which uses the budget up until that group serves again.
     A budget of as many pods as a group has would let a drain break that many groups. What is not ready may go without
     asking: it serves nobody, and must not keep a node from being drained.
     """
-    component = component_of(role)
+    component, rollout = component_of(role), blueprint.model.spec.rollout
+    allowed = 1
+    if role is not Role.GATEWAY and rollout.type != "Recreate":
+        allowed = max(1, blueprint.unavailable_of(role, blueprint.worker_spec(role).replicas))
     spec = {
-        "maxUnavailable": 1,
+        "maxUnavailable": allowed,
         "unhealthyPodEvictionPolicy": "AlwaysAllow",
         "selector": {"matchLabels": blueprint.selector(component)},
     }
