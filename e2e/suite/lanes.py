@@ -23,17 +23,9 @@ from xdist.scheduler import LoadScopeScheduling
 SHARED = ("staged", "pair", "untouched", "main")
 """Fixtures of fleets that tests share; a test that has several belongs to the first."""
 SHARED_FILES = {
-<<<<<<< HEAD
-    "test_admission": "admission", "test_other_writers": "other writers",
+    "test_admission": "admission", "test_other_writers": "other writers", "test_shared_models": "other writers",
     "test_examples": "examples", "test_commands": "commands",
 }  # fmt: skip
-=======
-    "test_admission": "admission",
-    "test_manifests": "admission",
-    "test_other_writers": "other writers",
-    "test_shared_models": "other writers",
-}
->>>>>>> claims
 """Files whose tests are one group: they change the same policy, are so short that a lane each would not pay, or have an
 API server of their own with its ports."""
 FIRST = (

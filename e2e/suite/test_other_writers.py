@@ -13,7 +13,7 @@ import pytest
 
 from e2e.realapi import ControlPlane, Nodes
 from e2e.suite.bare import DECODE, Space, images, made_space, policy, restarted_at, rolled, serve, stays
-from e2e.suite.fleet import until
+from e2e.suite.fleet import Object, until
 
 _METADATA = "/spec/template/metadata/annotations/example.com~1scanned"
 _CONTAINER = "/spec/template/spec/containers"
