@@ -183,14 +183,14 @@ def test_workers_wait_for_the_job_that_fills_their_claim(space: Space) -> None:
     end("Failed", 1, 1)
 
     def is_told() -> bool:
-        assert "The disk is full." in (space.condition("CachePrewarmed") or {})["message"]
+        assert "The disk is full." in (space.told("CachePrewarmed") or {})["message"]
         return True
 
     until("the failure to be told", is_told, within=20)
-    assert not space.pods
+    assert not space.workers
     end("Succeeded", 0, 2)
     space.wait_settled(1)
-    before, (first,) = space.pods, jobs()
+    before, (first,) = space.workers, jobs()
     space.patch("m", {"engine": {"image": "worker:2"}, "decode": {"replicas": 2}})
     until("another job", lambda: len(jobs()) == 1 and first not in jobs(), within=20)
     until("two workers", lambda: len(space.ready) == 2, within=20)
