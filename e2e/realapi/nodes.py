@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -30,6 +32,7 @@ class Nodes:
         self._kubernetes = kubernetes
         self._made: dict[str, float] = {}
         self._gateways: dict[str, tuple[str, ThreadingHTTPServer]] = {}
+        self._tried = 0
         self._lowest: Counter[tuple[str, str]] = Counter()
         self._watched: set[tuple[str, str]] = set()
         self._ends = threading.Event()
@@ -56,14 +59,19 @@ class Nodes:
 
     def lowest(self, namespace: str, workload: str, during: Callable[[], None]) -> int:
         """The fewest ready pods of a StatefulSet while something is done."""
-        key = (namespace, workload)
-        self._lowest[key] = len(self.ready(namespace, workload))
-        self._watched.add(key)
+        return self.lowest_of(namespace, [workload], during)[workload]
+
+    def lowest_of(self, namespace: str, workloads: Iterable[str], during: Callable[[], None]) -> dict[str, int]:
+        """The fewest ready pods of each StatefulSet while something is done."""
+        keys = {(namespace, workload) for workload in workloads}
+        for key in keys:
+            self._lowest[key] = len(self.ready(*key))
+        self._watched |= keys
         try:
             during()
         finally:
-            self._watched.discard(key)
-        return self._lowest[key]
+            self._watched -= keys
+        return {workload: self._lowest[namespace, workload] for _, workload in keys}
 
     def _run(self) -> None:
         while not self._ends.wait(0.1):
@@ -84,6 +92,8 @@ class Nodes:
         if _leaves(pod):
             body = {"gracePeriodSeconds": 0, "preconditions": {"uid": metadata["uid"]}}
             self._kubernetes.request("DELETE", path, body)
+            return
+        if pod["status"].get("phase") in ("Succeeded", "Failed"):
             return
         born = self._made.setdefault(metadata["uid"], now)
         bad = any(container["image"].startswith(BAD) for container in pod["spec"]["containers"])
@@ -123,12 +133,22 @@ class Nodes:
             return "127.0.0.1"
         uid = pod["metadata"]["uid"]
         if uid not in self._gateways:
-            address = f"127.77.{len(self._gateways) // 250}.{len(self._gateways) % 250 + 1}"
-            server = ThreadingHTTPServer((address, names.GATEWAY_METRICS_PORT), self._handler(pod))
+            address, server = self._bind(self._handler(pod))
             server.daemon_threads = True
             threading.Thread(target=server.serve_forever, daemon=True).start()
             self._gateways[uid] = address, server
         return self._gateways[uid][0]
+
+    def _bind(self, handler: type[BaseHTTPRequestHandler]) -> tuple[str, ThreadingHTTPServer]:
+        """A server at an address that nobody has: other runs on this machine have some."""
+        for number in itertools.count(self._tried):
+            self._tried, address = number + 1, f"127.77.{number // 250 % 250}.{number % 250 + 1}"
+            try:
+                return address, ThreadingHTTPServer((address, names.GATEWAY_METRICS_PORT), handler)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+        raise AssertionError("unreachable")
 
     def _handler(self, gateway: Object) -> type[BaseHTTPRequestHandler]:
         nodes, started = self, time.time()

@@ -164,8 +164,8 @@ class Gateways(FleetWatch):
 
     said: Sequence[FleetReport] = ()
 
-    def reports(self, key: ModelKey) -> Sequence[FleetReport]:
-        return self.said or super().reports(key)
+    def heard(self, key: ModelKey) -> Sequence[tuple[FleetReport, float]]:
+        return [(report, 0.0) for report in self.said] or super().heard(key)
 
 
 class Operator:
@@ -188,6 +188,8 @@ class Operator:
         self.unserved: frozenset[str] = frozenset()
         recorder = EventRecorder(client, instance="test")
         self.turns = Turns()
+        self.gone: list[ModelKey] = []
+        """Models that were found to be deleted."""
         self.late: set[str] = set()
         """Paths of what the cache does not have yet."""
         self.fleet = self.gateways = Gateways(port=int(server.url.rpartition(":")[2]), seconds=(0.05, 0.05))
@@ -203,6 +205,7 @@ class Operator:
             self.turns,
             scaler,
             unserved=lambda: self.unserved,
+            on_gone=self.gone.append,
             status_seconds=status_seconds,
         )
 
@@ -1165,3 +1168,69 @@ async def test_a_value_that_only_a_later_release_knows_holds_all_and_what_serves
     await operator.look()
     assert "Stalled" not in server.conditions
     assert DECODE in server.written
+
+
+async def test_a_model_that_vanished_unseen_leaves_no_figures(server: ObjectServer, operator: Operator) -> None:
+    """A watch that was away does not tell of a deletion; the look at a child that goes with it does."""
+    await operator.look()
+    labels = {"namespace": "n", "model": "m", "type": "Ready"}
+    assert REGISTRY.get_sample_value("tandem_operator_model_condition", labels) == 0
+    assert operator.gone == []
+    del server.kept[MODEL]
+    await operator.look()
+    assert operator.gone == [KEY]
+    assert REGISTRY.get_sample_value("tandem_operator_model_condition", labels) is None
+
+
+PREWARMED = {"uri": "hf://org/repo", "cache": {"persistentVolumeClaim": "models", "prewarm": True}}
+
+
+def jobs_of(server: ObjectServer) -> list[str]:
+    return [path for path in server.kept if "/jobs/" in path]
+
+
+async def test_a_new_model_and_a_new_revision_wait_for_the_job_that_fills_the_claim(
+    server: ObjectServer, operator: Operator
+) -> None:
+    server.change(model=PREWARMED)
+    await operator.look()
+    (job,) = jobs_of(server)
+    assert DECODE not in server.kept
+    assert server.conditions["Reconciling"]["reason"] == "Prewarming"
+    await operator.look()
+    assert job not in server.written, "a Job is made once"
+    server.kept[job]["status"] = {"conditions": [{"type": "Complete", "status": "True"}]}
+    await operator.look()
+    assert server.conditions["CachePrewarmed"]["status"] == "True"
+    template = copy.deepcopy(server.kept[DECODE]["spec"]["template"])
+    server.settle()
+    server.change(model=PREWARMED | {"revision": "v2"}, decode={"replicas": 3})
+    await operator.look()
+    assert server.kept[DECODE]["spec"]["template"] == template, "what serves goes on as it is"
+    assert server.kept[DECODE]["spec"]["replicas"] == 3, "it is scaled all the same"
+    assert server.deleted == [job]
+    operator.forget(server.kept.pop(job))
+    (second,) = jobs_of(server)
+    server.kept[second]["status"] = {"conditions": [{"type": "Complete", "status": "True"}]}
+    await operator.look()
+    assert server.kept[DECODE]["spec"]["template"] != template
+    server.change(model=PREWARMED | {"revision": "v2", "cache": {"persistentVolumeClaim": "models"}})
+    await operator.look()
+    assert server.deleted[1:] == [second, "/apis/networking.k8s.io/v1/namespaces/n/networkpolicies/m-prewarm"]
+    assert "CachePrewarmed" not in server.conditions
+
+
+async def test_a_job_that_failed_stalls_the_model_and_is_made_anew_once_it_is_deleted(
+    server: ObjectServer, operator: Operator
+) -> None:
+    server.change(model=PREWARMED)
+    await operator.look()
+    (job,) = jobs_of(server)
+    server.kept[job]["status"] = {"conditions": [{"type": "Failed", "status": "True", "message": "too often"}]}
+    await operator.look()
+    assert server.conditions["Stalled"]["reason"] == "PrewarmFailed"
+    assert DECODE not in server.kept
+    operator.forget(server.kept.pop(job))
+    await operator.look()
+    assert jobs_of(server) == [job]
+    assert "Stalled" not in server.conditions
