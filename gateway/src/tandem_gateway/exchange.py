@@ -805,7 +805,9 @@ class Exchange:
     def _end_stream(self, stream: EventStream) -> None:
         self._connection.transport.write(self._unsent if self.request.http10 else self._unsent + LAST_CHUNK)
         assert self._head is not None
-        self.usage = find_usage(stream.tail) or self._head.usage or stream.read_usage()
+        self.usage = find_usage(stream.tail) or self._head.usage
+        if self.usage is None and isinstance(stream, JournaledStream):
+            self.usage = stream.read_usage()
         failed = stream.failed
         if failed:
             self.error = "worker"
