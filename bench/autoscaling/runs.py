@@ -81,8 +81,10 @@ REFERENCES: dict[str, Build] = {
 }
 
 
-def build_planner(scenario: Workload, tuning: Tuning | None = None, *, shared: bool = False) -> Autoscaler:
-    return Autoscaler(scenario.spec(tuning, shared=shared))
+def build_planner(
+    scenario: Workload, tuning: Tuning | None = None, *, shared: bool = False, queue_seconds: float = float("inf")
+) -> Autoscaler:
+    return Autoscaler(scenario.spec(tuning, shared=shared, queue_seconds=queue_seconds))
 
 
 def run(
@@ -98,6 +100,7 @@ def run(
 
 
 def measure(seen: Replay, shape: Shape, seconds: float) -> Row:
+    answered = np.isfinite(seen.ttft)
     late_first = seen.ttft > TTFT.seconds + TTFT.seconds_per_token * seen.prompt
     return {
         "attainment": round(seen.attainment, 4),
@@ -107,8 +110,9 @@ def measure(seen: Replay, shape: Shape, seconds: float) -> Row:
         "slow_answers": round(float((seen.token_seconds > TPOT.seconds).mean()), 4),
         "late": int((~seen.attained).sum()),
         "requests": len(seen.at),
-        "ttft_p90": round(float(np.percentile(seen.ttft, 90)), 3),
-        "token_ms_p90": round(1000 * float(np.percentile(seen.token_seconds, 90)), 2),
+        "turned_away": int((~answered).sum()),
+        "ttft_p90": round(float(np.percentile(seen.ttft[answered], 90)), 3),
+        "token_ms_p90": round(1000 * float(np.percentile(seen.token_seconds[answered], 90)), 2),
         "cpu_seconds": round(seconds, 2),
     }
 
@@ -130,7 +134,7 @@ def find_static_shared(case: Case, attainment: float) -> tuple[str, Row]:
     return f"static {start}", rows[start]
 
 
-def find_static(case: Case, attainment: float) -> tuple[str, Row]:
+def find_static(case: Case, attainment: float, **changes: object) -> tuple[str, Row]:
     """The smallest fleet, in steps of a tenth of what the peak needs, that attains so much."""
     arrivals = case.arrivals()
     intensity = Intensity(case.scenario, arrivals, chunk=case.chunk)
@@ -140,7 +144,7 @@ def find_static(case: Case, attainment: float) -> tuple[str, Row]:
     replicas = peak
     for share in (0.7, 0.8, 0.9, 1.0, 1.15, 1.3, 1.5):
         replicas = {role: max(1, round(share * count)) for role, count in peak.items()}
-        row, _ = run(case, None, replicas)
+        row, _ = run(case, None, replicas, **changes)
         if float(row["attainment"]) >= attainment:
             break
     return f"static {'+'.join(str(count) for count in replicas.values())}", row

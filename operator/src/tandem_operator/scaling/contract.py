@@ -63,6 +63,8 @@ class Tuning:
     trend: bool = True
     jump: bool = True
     backlog: bool = True
+    bursts: bool = True
+    """Nothing is ordered for bursts that are over before it comes."""
     joint: bool = True
     """Decode is sized for what prefill will send while prefill has a backlog."""
 
@@ -82,6 +84,10 @@ class ScalingSpec:
     min_ratio: float = 0.0
     """Prefill replicas per decode replica."""
     max_ratio: float = float("inf")
+    queue_seconds: float = float("inf")
+    """After which a request that waits in a gateway is turned away."""
+    first_token_seconds: float = float("inf")
+    """After which one that waits for its first token elsewhere is given up."""
     behavior: Behavior = field(default_factory=Behavior)
     tuning: Tuning = field(default_factory=Tuning)
 
@@ -114,6 +120,8 @@ class RoleState:
     queued_requests: int = 0
     queued_tokens: int = 0
     """Uncached prompt tokens not yet computed, those that gateways hold included."""
+    waiting_tokens: int = 0
+    """Those that gateways hold."""
     running_requests: int = 0
     kv_tokens_used: int = 0
     kv_tokens_total: int = 0

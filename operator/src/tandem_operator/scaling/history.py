@@ -68,15 +68,15 @@ class History:
         """The most replicas that were necessary at any time since then."""
         return max((needs.get(role, 0) for at, needs in self.needs if at >= since), default=0)
 
-    def warming_since(self, role: Role) -> float | None:
-        """Since when replicas of this role have been on their way, without a pause."""
-        since = None
+    def waited(self, role: Role) -> float:
+        """For how many seconds replicas of this role have been on their way, without a pause; 0 where none is."""
+        since = end = self.snapshots[-1].at if self.snapshots else 0.0
         for snapshot in reversed(self.snapshots):
             state = snapshot.roles.get(role)
             if state is None or not state.warming:
                 break
             since = snapshot.at
-        return since
+        return end - since
 
     def mean_ready(self, role: Role, seconds: float) -> float:
         """Replicas that were ready, in the mean over the last so many seconds."""

@@ -199,7 +199,8 @@ def _with_waiting(state: RoleState, traffic: Sequence[Traffic]) -> RoleState:
     return replace(
         state,
         queued_requests=state.queued_requests + sum(one.waiting_requests for one in traffic),
-        queued_tokens=state.queued_tokens + sum(one.waiting_tokens for one in traffic),
+        queued_tokens=state.queued_tokens + (held := sum(one.waiting_tokens for one in traffic)),
+        waiting_tokens=held,
     )
 
 

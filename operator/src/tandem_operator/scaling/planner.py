@@ -8,21 +8,19 @@ their way count as coming and never as capacity: the backlog until they are ther
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from math import ceil, inf
+from math import inf
 
 from tandem_api.names import Role
 
+from tandem_operator.scaling.backlog import count_clearing, foresee_backlog
 from tandem_operator.scaling.contract import SHARE_SECONDS, Decision, RoleDecision, RoleState, ScalingSpec, Snapshot
 from tandem_operator.scaling.history import History
 from tandem_operator.scaling.joint import TRANSFER, Wish, bound, count_links, limit_budget, limit_ratio, limit_transfer
-from tandem_operator.scaling.rates import LONG_SECONDS, Rate, estimate_rate
+from tandem_operator.scaling.load import FEWEST_REQUESTS, Load, learn_start, read_load
+from tandem_operator.scaling.rates import LONG_SECONDS
 from tandem_operator.scaling.shared import SharedDemand, SharedReplica, size_shared
 from tandem_operator.scaling.sizing import (
-    MOST_REPLICAS,
-    Answers,
     DecodeRoom,
-    Prompts,
     StepModel,
     count_resident,
     find_room,
@@ -33,25 +31,12 @@ from tandem_operator.scaling.sizing import (
 
 DOWN_DEVIATIONS = 1.0
 """Standard deviations that scaling down adds to those of scaling up."""
-DRAIN_SECONDS = 20.0
-"""In which a backlog is worked off once all replicas are there."""
-FEWEST_REQUESTS = 20
-"""Below which the last minutes tell nothing about requests."""
+CANCEL_SHARE = 0.25
+"""Of a start, for which replicas on their way are kept that nothing asks for any more."""
 BACKLOG = "backlog"
 NOTHING_MEASURED = "NothingMeasured"
 _NAMED = 3
 """Replicas that a sentence names."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """What arrives, and what it is like."""
-
-    requests: Rate
-    tokens: Rate
-    """Uncached prompt tokens."""
-    prompts: Prompts
-    answers: Answers
 
 
 def plan(spec: ScalingSpec, fleet: Snapshot | None, history: History, now: float) -> Decision:
@@ -76,8 +61,8 @@ def plan(spec: ScalingSpec, fleet: Snapshot | None, history: History, now: float
         return _plan_shared(spec, fleet, history, load, _build_shared(fleet, history, steps, velocity), now)
     room = find_room(steps, _kv_tokens_each(fleet), spec.tpot)
     prefill, decode = fleet.roles[Role.PREFILL], fleet.roles[Role.DECODE]
-    up = _size(spec, fleet, history, load, velocity, room, now, deviations=z, ahead=True)
-    down = _size(spec, fleet, history, load, velocity, room, now, deviations=z + DOWN_DEVIATIONS, ahead=False)
+    up = _size(spec, fleet, history, load, velocity, room, deviations=z, ahead=True)
+    down = _size(spec, fleet, history, load, velocity, room, deviations=z + DOWN_DEVIATIONS, ahead=False)
     wishes, needs = _keep(spec, fleet, history, load, up, down, now)
     wishes = limit_transfer(
         wishes,
@@ -97,7 +82,7 @@ def plan(spec: ScalingSpec, fleet: Snapshot | None, history: History, now: float
         "kv_share": round(decode.kv_tokens_used / max(1, decode.kv_tokens_total), 3),
     }
     roles = _decide(wishes, fleet, required={role: wish.replicas for role, wish in up.items()})
-    sentence = _explain(roles, inputs) + _say_odd(fleet)
+    sentence = _explain(roles, inputs) + _say_passing(load) + _say_odd(fleet)
     return Decision(at=now, roles=roles, inputs=inputs, sentence=sentence, needs=needs)
 
 
@@ -113,6 +98,8 @@ def _keep(
     for role, wish in up.items():
         present = fleet.roles[role].replicas
         floor = max(needs[role], history.most_needed(role, since))
+        if (state := fleet.roles[role]).warming:
+            floor = min(floor, _keep_coming(spec, state, history, role, needs[role], now))
         if wish.replicas > present:
             wishes[role] = wish
         elif floor < present:
@@ -123,6 +110,18 @@ def _keep(
     return wishes, needs
 
 
+def _keep_coming(
+    spec: ScalingSpec, state: RoleState, history: History, role: Role, needed: int, now: float
+) -> int:  # fmt: skip
+    """Replicas below which none goes that is still on its way. It has done nothing yet, so that the window is not for
+    it; yet who orders it again waits for a whole start: it goes once most of what comes has not been needed for a
+    quarter of that."""
+    start = learn_start(state, spec, history.waited(role))
+    patience = max(spec.behavior.falling_seconds, CANCEL_SHARE * start)
+    kept = max(needed, history.most_needed(role, now - patience), state.ready)
+    return kept if 2 * (kept - state.ready) <= state.replicas - state.ready else state.replicas
+
+
 def _plan_shared(
     spec: ScalingSpec, fleet: Snapshot, history: History, load: Load, replica: SharedReplica, now: float
 ) -> Decision:
@@ -130,8 +129,8 @@ def _plan_shared(
     state = fleet.roles[Role.DECODE]
     z = spec.tuning.deviations
     speed = _prompt_speed(state, load, replica)
-    up = _size_shared(spec, fleet, history, load, replica, speed, now, deviations=z, ahead=True)
-    down = _size_shared(spec, fleet, history, load, replica, speed, now, deviations=z + DOWN_DEVIATIONS, ahead=False)
+    up = _size_shared(spec, fleet, history, load, replica, speed, deviations=z, ahead=True)
+    down = _size_shared(spec, fleet, history, load, replica, speed, deviations=z + DOWN_DEVIATIONS, ahead=False)
     wishes, needs = _keep(spec, fleet, history, load, up, down, now)
     inputs = _tell_demand(load) | {
         "prompt_tokens_per_second_per_replica": round(speed, 1),
@@ -144,7 +143,7 @@ def _plan_shared(
         "kv_share": round(state.kv_tokens_used / max(1, state.kv_tokens_total), 3),
     }
     roles = _decide(_within_limits(wishes, spec), fleet, required={role: wish.replicas for role, wish in up.items()})
-    sentence = _explain_shared(roles, inputs) + _say_odd(fleet)
+    sentence = _explain_shared(roles, inputs) + _say_passing(load) + _say_odd(fleet)
     return Decision(at=now, roles=roles, inputs=inputs, sentence=sentence, needs=needs)
 
 
@@ -175,7 +174,7 @@ def _prompt_speed(state: RoleState, load: Load, replica: SharedReplica) -> float
 
 
 def _size_shared(
-    spec: ScalingSpec, fleet: Snapshot, history: History, load: Load, replica: SharedReplica, speed: float, now: float,
+    spec: ScalingSpec, fleet: Snapshot, history: History, load: Load, replica: SharedReplica, speed: float,
     *, deviations: float, ahead: bool,
 ) -> dict[Role, Wish]:  # fmt: skip
     """What demand asks for, with so many standard deviations of it on top. `speed`: of a replica's prompts now."""
@@ -186,14 +185,15 @@ def _size_shared(
         prompts=load.prompts,
         answers=load.answers,
         deviations=deviations,
-        held=float(state.kv_tokens_used),
+        held=0.0 if ahead and load.passing else float(state.kv_tokens_used),
     )
     count, limit = size_shared(demand, replica, spec.ttft, spec.tpot)
     wish = Wish(replicas=count, limit=limit)
     if spec.tuning.backlog:
-        backlog = foresee_backlog(spec, state, load, speed, history.warming_since(Role.DECODE), now)
-        clearing = min(MOST_REPLICAS, ceil((load.tokens.now + backlog / DRAIN_SECONDS) / speed))
-        if backlog > 0 and clearing > count:
+        waited = history.waited(Role.DECODE)
+        backlog = foresee_backlog(spec, state, load, speed, waited)
+        clearing = count_clearing(spec, state, load, speed, backlog, waited, enough=count)
+        if clearing > count:
             wish = Wish(replicas=clearing, limit=BACKLOG)
     return {Role.DECODE: wish}
 
@@ -206,62 +206,8 @@ def _tell_demand(load: Load) -> dict[str, float]:
     }
 
 
-def read_load(spec: ScalingSpec, history: History) -> Load | None:
-    """Rates and lengths from the counters of the last minutes."""
-    snapshots = history.lately()
-    if len(snapshots) < 2:
-        return None
-    last = snapshots[-1]
-    begin = next((one for one in reversed(snapshots) if last.at - one.at >= 2 * LONG_SECONDS), snapshots[0])
-    old, new = begin.counters, last.counters
-    assert old is not None
-    assert new is not None
-    requests, prompts = new.requests - old.requests, new.prompt_tokens - old.prompt_tokens
-    finished, computed = new.finished - old.finished, new.computed_prompt_tokens - old.computed_prompt_tokens
-    if requests < FEWEST_REQUESTS or finished < FEWEST_REQUESTS or not computed or not prompts:
-        return None
-    share = (new.computed_tokens - old.computed_tokens) / computed
-    mean = prompts / requests
-    squares = (new.prompt_squares - old.prompt_squares) / requests
-    output = (new.output_tokens - old.output_tokens) / finished
-    lead = learn_start(last.roles[spec.prompt_role], spec) + 5.0
-    passed = last.at - begin.at
-    points = [(one.at, one.counters) for one in snapshots if one.counters is not None]
-    rate = estimate_rate([(at, float(c.requests)) for at, c in points], requests / passed, lead, spec.tuning)
-    tokens = estimate_rate(
-        [(at, float(c.prompt_tokens)) for at, c in points],
-        squares * requests / passed,
-        lead,
-        replace(spec.tuning, jump=False),
-    )
-    if rate is None or tokens is None:
-        return None
-    if rate.jumped:  # told by the number of requests: a few long prompts at once are no jump
-        deviation = tokens.deviation * rate.now / max(1e-9, requests / passed)
-        tokens = Rate(now=rate.now * mean, ahead=rate.ahead * mean, deviation=deviation, jumped=True)
-    return Load(
-        requests=rate,
-        tokens=Rate(
-            now=tokens.now * share,
-            ahead=tokens.ahead * share,
-            deviation=tokens.deviation * share,
-            jumped=tokens.jumped,
-            falls=tokens.falls,
-        ),
-        prompts=Prompts(tokens=mean, uncached=mean * share, squares=squares * share * share),
-        answers=Answers(
-            context=mean + output / 2, output=output, variation=max(0.0, squares / mean**2 - 1)
-        ),
-    )  # fmt: skip
-
-
-def learn_start(state: RoleState, spec: ScalingSpec) -> float:
-    """Seconds that a replica ordered now will take: the mean of those seen last."""
-    return sum(state.starts) / len(state.starts) if state.starts else spec.behavior.start_seconds
-
-
 def _size(
-    spec: ScalingSpec, fleet: Snapshot, history: History, load: Load, velocity: float, room: DecodeRoom, now: float,
+    spec: ScalingSpec, fleet: Snapshot, history: History, load: Load, velocity: float, room: DecodeRoom,
     *, deviations: float, ahead: bool,
 ) -> dict[Role, Wish]:  # fmt: skip
     """What demand asks of each role, with so many standard deviations of it on top."""
@@ -270,9 +216,10 @@ def _size(
     wish = Wish(replicas=size_prefill(rate, load.prompts, velocity, spec.ttft), limit="TTFT target")
     backlog = 0.0
     if spec.tuning.backlog:
-        backlog = foresee_backlog(spec, prefill, load, velocity, history.warming_since(Role.PREFILL), now)
-        clearing = min(MOST_REPLICAS, ceil((load.tokens.now + backlog / DRAIN_SECONDS) / velocity))
-        if backlog > 0 and clearing > wish.replicas:
+        waited = history.waited(Role.PREFILL)
+        backlog = foresee_backlog(spec, prefill, load, velocity, waited)
+        clearing = count_clearing(spec, prefill, load, velocity, backlog, waited, enough=wish.replicas)
+        if clearing > wish.replicas:
             wish = Wish(replicas=clearing, limit=BACKLOG)
     requests = (load.requests.ahead if ahead else load.requests.now) + deviations * load.requests.deviation
     limit = room.limit
@@ -282,7 +229,7 @@ def _size(
         if outflow > requests:
             requests, limit = outflow, "prefill's outflow"
     resident = count_resident(requests, load.answers, room, deviations)
-    if decode.kv_tokens_used > resident:
+    if decode.kv_tokens_used > resident and not (ahead and load.passing):
         resident = float(decode.kv_tokens_used)
     needed = size_decode(resident, room)
     links = count_links(decode.transfer_share, history.mean_ready(Role.DECODE, SHARE_SECONDS))
@@ -296,24 +243,6 @@ def _plan_computing(wish: Wish, load: Load, velocity: float, *, deviations: floa
     if wish.limit == BACKLOG:
         return wish.replicas
     return min(wish.replicas, (load.tokens.ahead + deviations * load.tokens.deviation) / velocity)
-
-
-def foresee_backlog(
-    spec: ScalingSpec, state: RoleState, load: Load, velocity: float, warming_since: float | None, now: float
-) -> float:
-    """Uncached tokens that will be late by the time at which a replica ordered now is ready; 0 where none will.
-
-    Until those on their way are there the ready ones work alone, then all of them.
-    """
-    slack = max(0.0, spec.ttft.limit(load.prompts.tokens) - load.prompts.uncached / velocity)
-    ready, coming = state.ready * velocity, state.replicas * velocity
-    late = max(0.0, state.queued_tokens - 0.5 * slack * ready)
-    start = learn_start(state, spec)
-    waited = 0.0 if warming_since is None else now - warming_since
-    remaining = max(0.0, start - waited) if state.warming else 0.0
-    rate = load.tokens.now
-    late = max(0.0, late + (rate - ready) * remaining)
-    return max(0.0, late + (rate - coming) * (start - remaining))
 
 
 def _read_steps(fleet: Snapshot, history: History) -> StepModel | None:
@@ -418,6 +347,16 @@ def _say_roles(roles: Mapping[Role, RoleDecision]) -> str:
         else:
             parts.append(f"{role.value} {one.observed} → {one.replicas} ({one.limit}; demand asks for {one.required})")
     return "; ".join(parts)
+
+
+def _say_passing(load: Load) -> str:
+    """What nothing is ordered for, and what would serve it."""
+    if load.passing is None:
+        return ""
+    return (
+        f" Left out: bursts that come and go within {load.passing.longest:.0f} s, sooner than a new replica would be "
+        "of use; a higher scaling.min serves them."
+    )
 
 
 def _say_odd(fleet: Snapshot) -> str:

@@ -23,6 +23,8 @@ STEADY_DEVIATIONS = 3.0
 TREND_SECONDS = 240.0
 JUMP_SECONDS = (10.0, 20.0, 40.0)
 """Windows in which a jump is looked for: a large one shows at once, a small one a little later."""
+JUMP_WATCHED = 0.1
+"""Of a start, for which a jump is watched at least: a replica that was ordered by mistake costs all of it."""
 JUMP_DEVIATIONS = 4.0
 HALF_DEVIATIONS = 0.5
 """Either half of the window shows the jump: what came at one moment and is over is none."""
@@ -37,6 +39,8 @@ JUMP_SHARE = 1.3
 PRIOR_PAIRS = 4
 """Pairs of windows, as unequal as chance makes them, that the measured ones are weighed against."""
 TREND_DEVIATIONS = 3.0
+STEP_LEAD_SECONDS = 120.0
+"""A step that is taken for a trend is dear where replicas are ordered for longer ahead than this: both are compared."""
 FALL_DEVIATIONS = 4.0
 FALL_SHARE = 0.35
 """Of the mean, in `TREND_SECONDS`: replicas go sooner only where demand falls for good."""
@@ -70,7 +74,7 @@ def estimate_rate(points: Sequence[Point], diffusion: float, lead: float, tuning
     if mean is None:
         return None
     covered = max(1.0, min(LONG_SECONDS, end - points[0][0]))
-    jump = find_jump(points) if tuning.jump else None
+    jump = find_jump(points, JUMP_WATCHED * lead) if tuning.jump else None
     if jump is not None:
         rate = jump.rate + JUMP_AHEAD * jump.growth
         deviation = sqrt(diffusion * rate / max(mean, 1e-9) / jump.seconds)
@@ -80,13 +84,13 @@ def estimate_rate(points: Sequence[Point], diffusion: float, lead: float, tuning
     if tuning.trend:
         slope, middle, centre = _fit(points, TREND_SECONDS)
         noise = sqrt(12 * diffusion / TREND_SECONDS**3)
-        if abs(slope) > TREND_DEVIATIONS * noise:
+        if abs(slope) > TREND_DEVIATIONS * noise and not (slope > 0 and lead > STEP_LEAD_SECONDS and _steps(points)):
             trends = True
             recent, _, _ = _fit(points, TREND_SECONDS / 2)
             slope = min(slope, max(0.0, recent)) if slope > 0 else max(slope, min(0.0, recent))
             now = max(0.0, middle + slope * (end - centre)) if slope else mean
             falls = slope * TREND_SECONDS < -FALL_SHARE * middle and -slope > FALL_DEVIATIONS * noise
-            ahead = now + max(0.0, slope) * lead
+            ahead = now + max(0.0, slope) * min(lead, TREND_SECONDS)  # no further than it has been seen
     if tuning.steady and not trends:
         now, covered = _widen(points, mean, diffusion)
         ahead = now
@@ -136,8 +140,8 @@ class Jump:
     """In which it was seen."""
 
 
-def find_jump(points: Sequence[Point]) -> Jump | None:
-    """The highest rate of a short window that chance does not explain.
+def find_jump(points: Sequence[Point], least: float = 0.0) -> Jump | None:
+    """The highest rate of a short window that chance does not explain, of those of `least` seconds, or of the longest.
 
     Square roots of counts have the deviation 1/2 whatever the mean is, if arrivals are a Poisson process (Anscombe's
     transformation); where counts were more unequal than that so far, as much more is asked of a jump.
@@ -145,6 +149,8 @@ def find_jump(points: Sequence[Point]) -> Jump | None:
     times = [at for at, _ in points]
     end, found = times[-1], None
     for seconds in JUMP_SECONDS:
+        if seconds < min(least, JUMP_SECONDS[-1]):
+            continue
         first, middle = bisect_right(times, end - seconds) - 1, bisect_left(times, end - seconds / 2)
         if first < 1 or times[first] - times[0] < LONG_SECONDS / 2 or not times[first] < times[middle] < end:
             continue
@@ -195,16 +201,36 @@ def _count(begin: Point, end: Point) -> tuple[float, float]:
     return end[1] - begin[1], end[0] - begin[0]
 
 
+def _steps(points: Sequence[Point]) -> bool:
+    """Whether one step explains the rates of the trend's time better than a straight line does."""
+    rows = _rows(points, TREND_SECONDS)
+    weight = sum(width for *_, width in rows)
+    middle = sum(rate * width for _, rate, width in rows) / weight
+    slope, _, centre = _fit(points, TREND_SECONDS)
+    line = slope**2 * sum(width * (at - centre) ** 2 for at, _, width in rows)
+    best = passed = above = 0.0
+    for _, rate, width in rows[:-1]:
+        passed, above = passed + width, above + width * (rate - middle)
+        best = max(best, above**2 * weight / (passed * (weight - passed)))
+    return best > line
+
+
+def _rows(points: Sequence[Point], seconds: float) -> list[tuple[float, float, float]]:
+    """Middle, rate and width between neighbouring points of the last so many seconds."""
+    end = points[-1][0]
+    return [
+        ((begin + until) / 2, (after - before) / (until - begin), until - begin)
+        for (begin, before), (until, after) in pairwise(points)
+        if begin >= end - seconds and until > begin
+    ]
+
+
 def _fit(points: Sequence[Point], seconds: float) -> tuple[float, float, float]:
     """Least squares over the rates between neighbouring points: slope, rate in the middle, and when that is.
 
     The slope is 0 where they cover less than half of `seconds`.
     """
-    end = points[-1][0]
-    rows: list[tuple[float, float, float]] = []
-    for (begin, before), (until, after) in pairwise(points):
-        if begin >= end - seconds and until > begin:
-            rows.append(((begin + until) / 2, (after - before) / (until - begin), until - begin))
+    end, rows = points[-1][0], _rows(points, seconds)
     weight = sum(width for *_, width in rows)
     if weight < seconds / 2:
         return 0.0, 0.0, end
