@@ -134,7 +134,7 @@ def find_static_shared(case: Case, attainment: float) -> tuple[str, Row]:
     return f"static {start}", rows[start]
 
 
-def find_static(case: Case, attainment: float, **changes: object) -> tuple[str, Row]:
+def find_static(case: Case, attainment: float) -> tuple[str, Row]:
     """The smallest fleet, in steps of a tenth of what the peak needs, that attains so much."""
     arrivals = case.arrivals()
     intensity = Intensity(case.scenario, arrivals, chunk=case.chunk)
@@ -144,7 +144,7 @@ def find_static(case: Case, attainment: float, **changes: object) -> tuple[str, 
     replicas = peak
     for share in (0.7, 0.8, 0.9, 1.0, 1.15, 1.3, 1.5):
         replicas = {role: max(1, round(share * count)) for role, count in peak.items()}
-        row, _ = run(case, None, replicas, **changes)
+        row, _ = run(case, None, replicas)
         if float(row["attainment"]) >= attainment:
             break
     return f"static {'+'.join(str(count) for count in replicas.values())}", row

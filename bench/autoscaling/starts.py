@@ -11,13 +11,15 @@ from tandem_sim.result import Replay
 from tandem_sim.shapes import Shape, build_bursts, build_ramp, build_spike, build_step
 from tandem_sim.workload import Intensity
 
-from bench.autoscaling.runs import BASELINES, Case, Row, build_planner, find_static, run
+from bench.autoscaling.runs import BASELINES, Case, Row, build_planner, run
 from bench.autoscaling.scenario import load_scenarios
 
 Files = tuple[Path | None, Path | None]
 QUEUE_SECONDS = 30.0
 """What `gateway.queue.ttl` is where nothing is said."""
 LOAD = 1.0
+"""Of the trace's own pace."""
+STARTS = (15.0, 45.0, 180.0, 300.0, 600.0)
 SHAPES: Mapping[str, Shape] = {
     "ramp": build_ramp(),
     "spike": build_spike(),
@@ -38,9 +40,6 @@ VARIANTS: Mapping[str, Tuning] = {
 def run_start(files: Files, trace: str, shape: str, start_up: float, policy: str) -> Row:
     """One policy on one shape, with starts of so many seconds."""
     case = Case(scenario=load_scenarios(*files)[trace], shape=SHAPES[shape], load=LOAD, start_up=start_up)
-    if policy == "static":
-        name, row = find_static(case, 0.9, queue_seconds=QUEUE_SECONDS)
-        return {"policy": name, **row}
     tuning = VARIANTS.get(policy)
     build = (
         BASELINES[policy]
