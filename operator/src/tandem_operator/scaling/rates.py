@@ -21,6 +21,8 @@ STEADY_SECONDS = (240.0, 480.0, 900.0)
 """Over which it is taken while they say the same as the shorter ones."""
 STEADY_DEVIATIONS = 3.0
 TREND_SECONDS = 240.0
+LONGEST_TREND_SECONDS = 600.0
+"""Where a start takes longer than `TREND_SECONDS`, a trend is looked for over as long, up to this."""
 JUMP_SECONDS = (10.0, 20.0, 40.0)
 """Windows in which a jump is looked for: a large one shows at once, a small one a little later."""
 JUMP_WATCHED = 0.1
@@ -74,27 +76,56 @@ def estimate_rate(points: Sequence[Point], diffusion: float, lead: float, tuning
     if mean is None:
         return None
     covered = max(1.0, min(LONG_SECONDS, end - points[0][0]))
+    calm = _follow(points, mean, covered, diffusion, lead, tuning)
     jump = find_jump(points, JUMP_WATCHED * lead) if tuning.jump else None
-    if jump is not None:
-        rate = jump.rate + JUMP_AHEAD * jump.growth
-        deviation = sqrt(diffusion * rate / max(mean, 1e-9) / jump.seconds)
-        return Rate(now=rate, ahead=rate, deviation=deviation, jumped=True)
-    now = ahead = mean
-    falls = trends = False
+    if jump is None:
+        return calm
+    rate = jump.rate + JUMP_AHEAD * jump.growth
+    deviation = sqrt(diffusion * rate / max(mean, 1e-9) / jump.seconds)
+    ahead = max(rate, calm.ahead) if lead > STEP_LEAD_SECONDS else rate
+    return Rate(now=rate, ahead=ahead, deviation=deviation, jumped=True)
+
+
+def _follow(
+    points: Sequence[Point], mean: float, covered: float, diffusion: float, lead: float, tuning: Tuning
+) -> Rate:  # fmt: skip
+    """Where nothing jumps: along the longest trend that there is, and no further ahead than it has been seen; else the
+    mean."""
+    end = points[-1][0]
+    found = None
     if tuning.trend:
-        slope, middle, centre = _fit(points, TREND_SECONDS)
-        noise = sqrt(12 * diffusion / TREND_SECONDS**3)
-        if abs(slope) > TREND_DEVIATIONS * noise and not (slope > 0 and lead > STEP_LEAD_SECONDS and _steps(points)):
-            trends = True
-            recent, _, _ = _fit(points, TREND_SECONDS / 2)
-            slope = min(slope, max(0.0, recent)) if slope > 0 else max(slope, min(0.0, recent))
-            now = max(0.0, middle + slope * (end - centre)) if slope else mean
-            falls = slope * TREND_SECONDS < -FALL_SHARE * middle and -slope > FALL_DEVIATIONS * noise
-            ahead = now + max(0.0, slope) * min(lead, TREND_SECONDS)  # no further than it has been seen
-    if tuning.steady and not trends:
-        now, covered = _widen(points, mean, diffusion)
-        ahead = now
-    return Rate(now=now, ahead=ahead, deviation=sqrt(diffusion / covered), jumped=False, falls=falls)
+        longest = min(max(TREND_SECONDS, lead), LONGEST_TREND_SECONDS)
+        windows = sorted({TREND_SECONDS, longest}, reverse=True)
+        found = next((one for seconds in windows if (one := _find_trend(points, diffusion, lead, seconds))), None)
+    if found is not None:
+        slope, middle, centre, seconds = found
+        now = max(0.0, middle + slope * (end - centre)) if slope else mean
+        strong = -slope > FALL_DEVIATIONS * _noise(diffusion, seconds)
+        falls = strong and slope * seconds < -FALL_SHARE * middle
+        ahead = now + max(0.0, slope) * min(lead, seconds)
+        return Rate(now=now, ahead=ahead, deviation=sqrt(diffusion / covered), jumped=False, falls=falls)
+    if tuning.steady:
+        mean, covered = _widen(points, mean, diffusion)
+    return Rate(now=mean, ahead=mean, deviation=sqrt(diffusion / covered), jumped=False)
+
+
+def _find_trend(
+    points: Sequence[Point], diffusion: float, lead: float, seconds: float
+) -> tuple[float, float, float, float] | None:
+    """Slope, the rate in the middle, when that was, and `seconds`; None where chance explains it, or a step."""
+    slope, middle, centre = _fit(points, seconds)
+    if abs(slope) <= TREND_DEVIATIONS * _noise(diffusion, seconds):
+        return None
+    if slope > 0 and lead > STEP_LEAD_SECONDS and _is_step(points, seconds):
+        return None
+    recent, _, _ = _fit(points, seconds / 2)
+    slope = min(slope, max(0.0, recent)) if slope > 0 else max(slope, min(0.0, recent))
+    return slope, middle, centre, seconds
+
+
+def _noise(diffusion: float, seconds: float) -> float:
+    """Standard deviation of a slope over so long."""
+    return sqrt(12 * diffusion / seconds**3)
 
 
 def _widen(points: Sequence[Point], mean: float, diffusion: float) -> tuple[float, float]:
@@ -201,12 +232,12 @@ def _count(begin: Point, end: Point) -> tuple[float, float]:
     return end[1] - begin[1], end[0] - begin[0]
 
 
-def _steps(points: Sequence[Point]) -> bool:
-    """Whether one step explains the rates of the trend's time better than a straight line does."""
-    rows = _rows(points, TREND_SECONDS)
+def _is_step(points: Sequence[Point], seconds: float) -> bool:
+    """Whether one step explains the rates of the last so many seconds better than a straight line does."""
+    rows = _rows(points, seconds)
     weight = sum(width for *_, width in rows)
     middle = sum(rate * width for _, rate, width in rows) / weight
-    slope, _, centre = _fit(points, TREND_SECONDS)
+    slope, _, centre = _fit(points, seconds)
     line = slope**2 * sum(width * (at - centre) ** 2 for at, _, width in rows)
     best = passed = above = 0.0
     for _, rate, width in rows[:-1]:
