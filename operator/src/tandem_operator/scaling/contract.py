@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from tandem_api.names import Role
 
+from tandem_operator.scaling.gpus import NO_GPUS, Gpus
+
 COMPONENTS = {"prefill": Role.PREFILL, "decode": Role.DECODE}
 """Worker roles by the name of their field in the spec. Workers that do both have the field `decode`."""
 SHARE_SECONDS = 60.0
@@ -141,6 +143,7 @@ class RoleState:
     """Of the bandwidth of the busiest link for keys and values."""
     starts: tuple[float, ...] = ()
     """Seconds that replicas took to become ready, the newest last."""
+    gpus: Gpus = NO_GPUS
     odd: tuple[str, ...] = ()
     """Replicas whose velocity or steps are so unlike those of most others that they are left out of these."""
 

@@ -78,6 +78,19 @@ class History:
             since = snapshot.at
         return end - since
 
+    def most_held(self, role: Role) -> float:
+        """Tokens of context that a replica which decodes has held at most."""
+        states = (one.roles[role] for one in self.snapshots if role in one.roles)
+        return max((state.kv_tokens_used / max(1, state.decoding or state.ready) for state in states), default=0.0)
+
+    def link_share(self, role: Role, seconds: float) -> float | None:
+        """Of what NVLinks of the busiest GPU carry, in the mean over the last so many seconds. None: nobody tells."""
+        end = self.snapshots[-1].at if self.snapshots else 0.0
+        lately = takewhile(lambda one: end - one.at < seconds, reversed(self.snapshots))
+        shares = [one.roles[role].gpus.link_share for one in lately if role in one.roles]
+        known = [share for share in shares if share is not None]
+        return sum(known) / len(known) if known else None
+
     def mean_ready(self, role: Role, seconds: float) -> float:
         """Replicas that were ready, in the mean over the last so many seconds."""
         end = self.snapshots[-1].at if self.snapshots else 0.0

@@ -18,6 +18,7 @@ from tandem_api.names import Role
 from tandem_api.telemetry import WorkerTelemetry
 
 from tandem_operator.scaling.contract import Counters, RoleState, Snapshot
+from tandem_operator.scaling.gpus import read_gpus
 from tandem_operator.scaling.peers import agree
 from tandem_operator.scaling.shares import Shares
 
@@ -190,6 +191,7 @@ def _role_state(count: RoleCount, samples: Sequence[WorkerTelemetry]) -> RoleSta
         mixed_step_seconds=mixed.value,
         decoding=len(decoding),
         starts=count.starts,
+        gpus=read_gpus(samples),
         odd=tuple(sorted(velocity.odd | step.odd | mixed.odd)),
     )
 

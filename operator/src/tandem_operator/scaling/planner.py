@@ -15,13 +15,33 @@ from tandem_api.names import Role
 from tandem_operator.scaling.backlog import count_clearing, foresee_backlog
 from tandem_operator.scaling.contract import SHARE_SECONDS, Decision, RoleDecision, RoleState, ScalingSpec, Snapshot
 from tandem_operator.scaling.history import History
-from tandem_operator.scaling.joint import TRANSFER, Wish, bound, count_links, limit_budget, limit_ratio, limit_transfer
+from tandem_operator.scaling.joint import (
+    Wish,
+    bound,
+    count_links,
+    limit_budget,
+    limit_ratio,
+    limit_transfer,
+)
 from tandem_operator.scaling.load import FEWEST_REQUESTS, Load, learn_start, read_load
 from tandem_operator.scaling.rates import LONG_SECONDS
+from tandem_operator.scaling.sentences import (
+    busiest_link,
+    explain,
+    explain_shared,
+    say_gpus,
+    say_odd,
+    say_passing,
+    say_roles,
+    tell_demand,
+    tell_gpus,
+)
 from tandem_operator.scaling.shared import SharedDemand, SharedReplica, size_shared
 from tandem_operator.scaling.sizing import (
+    KV_MARGIN,
     DecodeRoom,
     StepModel,
+    bound_room,
     count_resident,
     find_room,
     fit_steps,
@@ -35,8 +55,6 @@ CANCEL_SHARE = 0.25
 """Of a start, for which replicas on their way are kept that nothing asks for any more."""
 BACKLOG = "backlog"
 NOTHING_MEASURED = "NothingMeasured"
-_NAMED = 3
-"""Replicas that a sentence names."""
 
 
 def plan(spec: ScalingSpec, fleet: Snapshot | None, history: History, now: float) -> Decision:
@@ -59,30 +77,35 @@ def plan(spec: ScalingSpec, fleet: Snapshot | None, history: History, now: float
     z = spec.tuning.deviations
     if spec.prompt_role is Role.DECODE:
         return _plan_shared(spec, fleet, history, load, _build_shared(fleet, history, steps, velocity), now)
-    room = find_room(steps, _kv_tokens_each(fleet), spec.tpot)
     prefill, decode = fleet.roles[Role.PREFILL], fleet.roles[Role.DECODE]
+    room = find_room(steps, _kv_tokens_each(fleet), spec.tpot)
+    if decode.gpus.is_full:
+        room = bound_room(room, steps, history.most_held(Role.DECODE))
+    share, link = busiest_link(decode, history)
     up = _size(spec, fleet, history, load, velocity, room, deviations=z, ahead=True)
     down = _size(spec, fleet, history, load, velocity, room, deviations=z + DOWN_DEVIATIONS, ahead=False)
     wishes, needs = _keep(spec, fleet, history, load, up, down, now)
     wishes = limit_transfer(
         wishes,
-        share=decode.transfer_share,
+        share=share,
+        limit=link,
         computing=history.mean_ready(Role.PREFILL, SHARE_SECONDS) * (1.0 if prefill.busy is None else prefill.busy),
         planned=_plan_computing(wishes[Role.PREFILL], load, velocity, deviations=z),
         present=prefill.replicas,
         decodes=history.mean_ready(Role.DECODE, SHARE_SECONDS),
     )
     wishes = _within_limits(wishes, spec)
-    inputs = _tell_demand(load) | {
+    inputs = tell_demand(load) | {
         "prefill_tokens_per_second": round(velocity, 1),
         "queued_tokens": float(prefill.queued_tokens),
         "requests_per_second": round(load.requests.now, 3),
         "output_tokens": round(load.answers.output, 1),
         "decode_tokens_per_second": round(room.tokens_per_second(load.answers.context), 1),
         "kv_share": round(decode.kv_tokens_used / max(1, decode.kv_tokens_total), 3),
+        **tell_gpus(decode, history),
     }
     roles = _decide(wishes, fleet, required={role: wish.replicas for role, wish in up.items()})
-    sentence = _explain(roles, inputs) + _say_passing(load) + _say_odd(fleet)
+    sentence = explain(roles, inputs) + say_passing(load) + say_gpus(fleet, history) + say_odd(fleet)
     return Decision(at=now, roles=roles, inputs=inputs, sentence=sentence, needs=needs)
 
 
@@ -132,7 +155,7 @@ def _plan_shared(
     up = _size_shared(spec, fleet, history, load, replica, speed, deviations=z, ahead=True)
     down = _size_shared(spec, fleet, history, load, replica, speed, deviations=z + DOWN_DEVIATIONS, ahead=False)
     wishes, needs = _keep(spec, fleet, history, load, up, down, now)
-    inputs = _tell_demand(load) | {
+    inputs = tell_demand(load) | {
         "prompt_tokens_per_second_per_replica": round(speed, 1),
         "queued_tokens": float(state.queued_tokens),
         "requests_per_second": round(load.requests.now, 3),
@@ -143,7 +166,7 @@ def _plan_shared(
         "kv_share": round(state.kv_tokens_used / max(1, state.kv_tokens_total), 3),
     }
     roles = _decide(_within_limits(wishes, spec), fleet, required={role: wish.replicas for role, wish in up.items()})
-    sentence = _explain_shared(roles, inputs) + _say_passing(load) + _say_odd(fleet)
+    sentence = explain_shared(roles, inputs) + say_passing(load) + say_gpus(fleet, history) + say_odd(fleet)
     return Decision(at=now, roles=roles, inputs=inputs, sentence=sentence, needs=needs)
 
 
@@ -153,11 +176,13 @@ def _build_shared(fleet: Snapshot, history: History, steps: StepModel, velocity:
         for snapshot in history.lately()
         if (one := snapshot.roles.get(Role.DECODE)) is not None and one.mixed_step_seconds is not None and one.ready
     ]
+    held = history.most_held(Role.DECODE) / KV_MARGIN
+    full = fleet.roles[Role.DECODE].gpus.is_full and held > 0
     return SharedReplica(
         steps=steps,
         extra=max(0.0, sum(longer) / len(longer)) if longer else inf,
         velocity=velocity,
-        kv_tokens=_kv_tokens_each(fleet),
+        kv_tokens=_kv_tokens_each(fleet) if not full else min(_kv_tokens_each(fleet), held),
     )
 
 
@@ -198,14 +223,6 @@ def _size_shared(
     return {Role.DECODE: wish}
 
 
-def _tell_demand(load: Load) -> dict[str, float]:
-    return {
-        "prompt_tokens_per_second": round(load.tokens.now, 1),
-        "prompt_tokens_per_second_ahead": round(load.tokens.ahead, 1),
-        "deviation": round(load.tokens.deviation, 1),
-    }
-
-
 def _size(
     spec: ScalingSpec, fleet: Snapshot, history: History, load: Load, velocity: float, room: DecodeRoom,
     *, deviations: float, ahead: bool,
@@ -232,9 +249,10 @@ def _size(
     if decode.kv_tokens_used > resident and not (ahead and load.passing):
         resident = float(decode.kv_tokens_used)
     needed = size_decode(resident, room)
-    links = count_links(decode.transfer_share, history.mean_ready(Role.DECODE, SHARE_SECONDS))
+    share, link = busiest_link(decode, history)
+    links = count_links(share, history.mean_ready(Role.DECODE, SHARE_SECONDS))
     if links > needed:
-        needed, limit = links, TRANSFER
+        needed, limit = links, link
     return {Role.PREFILL: wish, Role.DECODE: Wish(replicas=needed, limit=limit)}
 
 
@@ -291,7 +309,7 @@ def _plan_idle(spec: ScalingSpec, fleet: Snapshot, history: History, now: float)
         count = min(present, max(need, history.most_needed(role, since)))
         wishes[role] = Wish(replicas=count, limit="stabilization" if count > need else "idle")
     roles = _decide(_within_limits(wishes, spec), fleet, required=needs)
-    sentence = f"{_say_roles(roles)}. Fewer than {FEWEST_REQUESTS} requests have come in {2 * LONG_SECONDS:.0f} s."
+    sentence = f"{say_roles(roles)}. Fewer than {FEWEST_REQUESTS} requests have come in {2 * LONG_SECONDS:.0f} s."
     return Decision(at=now, roles=roles, sentence=sentence, needs=needs)
 
 
@@ -337,58 +355,3 @@ def _hold(spec: ScalingSpec, fleet: Snapshot | None, now: float, reason: str, te
         if role in spec.roles
     }
     return Decision(at=now, roles=roles, held=text, reason=reason, sentence=f"Nothing moves: {text}.")
-
-
-def _say_roles(roles: Mapping[Role, RoleDecision]) -> str:
-    parts: list[str] = []
-    for role, one in sorted(roles.items(), key=lambda item: item[0].value, reverse=True):
-        if one.replicas == one.observed:
-            parts.append(f"{role.value} stays at {one.observed} ({one.limit}; demand asks for {one.required})")
-        else:
-            parts.append(f"{role.value} {one.observed} → {one.replicas} ({one.limit}; demand asks for {one.required})")
-    return "; ".join(parts)
-
-
-def _say_passing(load: Load) -> str:
-    """What nothing is ordered for, and what would serve it."""
-    if load.passing is None:
-        return ""
-    return (
-        f" Left out: bursts that come and go within {load.passing.longest:.0f} s, sooner than a new replica would be "
-        "of use; a higher scaling.min serves them."
-    )
-
-
-def _say_odd(fleet: Snapshot) -> str:
-    """Whose figures were not believed, for people."""
-    odd = [name for state in fleet.roles.values() for name in state.odd]
-    if not odd:
-        return ""
-    more = f" and {len(odd) - _NAMED} more" if len(odd) > _NAMED else ""
-    return f" Left out, as most others say something else: the speed that {', '.join(odd[:_NAMED])}{more} told."
-
-
-def _explain(roles: dict[Role, RoleDecision], inputs: dict[str, float]) -> str:
-    """For people."""
-    return (
-        f"{_say_roles(roles)}. {inputs['prompt_tokens_per_second']:.0f} prompt tokens/s arrive uncached, "
-        f"{inputs['prompt_tokens_per_second_ahead']:.0f} when a new replica is ready, "
-        f"{inputs['prefill_tokens_per_second']:.0f} per prefill replica, {inputs['queued_tokens']:.0f} queued; "
-        f"{inputs['requests_per_second']:.2f} requests/s of {inputs['output_tokens']:.0f} output tokens, "
-        f"{inputs['decode_tokens_per_second']:.0f} tokens/s per decode replica, "
-        f"KV {100 * inputs['kv_share']:.0f}% used."
-    )
-
-
-def _explain_shared(roles: dict[Role, RoleDecision], inputs: dict[str, float]) -> str:
-    """For people, of replicas that do both."""
-    mixed = 1000 * inputs["mixed_step_seconds"]
-    return (
-        f"{_say_roles(roles)}. {inputs['prompt_tokens_per_second']:.0f} prompt tokens/s arrive uncached, "
-        f"{inputs['prompt_tokens_per_second_ahead']:.0f} when a new replica is ready, "
-        f"{inputs['prompt_tokens_per_second_per_replica']:.0f} per replica beside its answers, "
-        f"{inputs['queued_tokens']:.0f} queued; {inputs['requests_per_second']:.2f} requests/s of "
-        f"{inputs['output_tokens']:.0f} output tokens; prompts take {100 * inputs['prompt_share']:.0f}% of the time, "
-        f"in steps of {f'{mixed:.0f} ms' if mixed else 'unmeasured length'} instead of "
-        f"{1000 * inputs['decode_step_seconds']:.0f} ms, KV {100 * inputs['kv_share']:.0f}% used."
-    )

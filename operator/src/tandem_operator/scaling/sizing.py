@@ -142,6 +142,13 @@ def find_room(model: StepModel, kv_tokens: float, target: Target) -> DecodeRoom:
     return DecodeRoom(context=context, step=model.base + model.slope * context, limit=limit)
 
 
+def bound_room(room: DecodeRoom, model: StepModel, held: float) -> DecodeRoom:
+    """Where the GPUs' memory is full: no more than a replica has held at most, since nobody knows that more fits."""
+    if held <= 0 or held >= room.context:
+        return room
+    return DecodeRoom(context=held, step=model.base + model.slope * held, limit="VRAM")
+
+
 def count_resident(rate: float, answers: Answers, room: DecodeRoom, deviations: float) -> float:
     """Tokens of context that so many requests per second hold together: Little's law, and `deviations` more.
 

@@ -311,7 +311,8 @@ def test_before_the_group_is_complete_members_are_silent(make_scene: Callable[[i
         (MessageKind.PLAN, b"", "it sent PLAN, which is not expected now"),
         (MessageKind.CALL, b"", "cut off"),
         (MessageKind.CALL, encode_call(1, Operation.ADD, [b"k", b"x"]), "only numbers"),
-        (MessageKind.HEARTBEAT, b"{}", "not a list of problems"),
+        (MessageKind.HEARTBEAT, b"[]", "not an object of problems and gpu"),
+        (MessageKind.HEARTBEAT, b'{"gpu": {}, "problems": 1}', "not a list of problems"),
     ],
 )
 def test_a_member_gone_mad_ends_its_group_with_a_reason(
