@@ -39,6 +39,7 @@ from tandem_operator.scaling.sentences import (
 from tandem_operator.scaling.shared import SharedDemand, SharedReplica, size_shared
 from tandem_operator.scaling.sizing import (
     KV_MARGIN,
+    VRAM,
     DecodeRoom,
     StepModel,
     bound_room,
@@ -86,7 +87,7 @@ def plan(spec: ScalingSpec, fleet: Snapshot | None, history: History, now: float
     down = _size(spec, fleet, history, load, velocity, room, deviations=z + DOWN_DEVIATIONS, ahead=False)
     wishes, needs = _keep(spec, fleet, history, load, up, down, now)
     wishes = limit_transfer(
-        wishes,
+        bound(wishes, spec),  # links of decode replicas that there may not be take nothing in
         share=share,
         limit=link,
         computing=history.mean_ready(Role.PREFILL, SHARE_SECONDS) * (1.0 if prefill.busy is None else prefill.busy),
@@ -245,7 +246,8 @@ def _size(
         outflow = min(wish.replicas, own.max) * velocity / max(1.0, load.prompts.uncached)
         if outflow > requests:
             requests, limit = outflow, "prefill's outflow"
-    resident = count_resident(requests, load.answers, room, deviations)
+    # What a replica held at most has its deviation in it.
+    resident = count_resident(requests, load.answers, room, 0.0 if room.limit == VRAM else deviations)
     if decode.kv_tokens_used > resident and not (ahead and load.passing):
         resident = float(decode.kv_tokens_used)
     needed = size_decode(resident, room)

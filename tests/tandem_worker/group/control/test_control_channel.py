@@ -18,6 +18,7 @@ from tandem_worker.group.control.link import MAX_PAYLOAD, ControlLink, LinkClose
 from tandem_worker.group.control.member import GroupMember
 from tandem_worker.group.control.table import Operation, encode_call
 from tandem_worker.host.errors import AuthenticationError
+from tandem_worker.host.nvml import GpuSample
 from tandem_worker.host.peers.dial import dial
 from tandem_worker.host.peers.door import Door
 from tandem_worker.host.peers.handshake import Purpose
@@ -363,11 +364,13 @@ def test_what_is_wrong_with_a_rank_shows_at_its_leader(
     monkeypatch.setattr("tandem_worker.group.control.link.HEARTBEAT_SECONDS", 0.05)
     scene = make_scene(2)
     vitals, causes = Vitals(), queue.SimpleQueue()
+    vitals.read_gpu = lambda: GpuSample(vram_used_bytes=5, slowed=True)
     member = make_member(1, causes, vitals=vitals)
     threading.Thread(target=member.meet, args=("127.0.0.1", scene.port), daemon=True).start()
     scene.form()
     vitals.set("kv port 7001", "is gone")
     eventually(lambda: scene.vitals.problems() == ["rank 1 in pod m-1: kv port 7001: is gone"])
+    assert scene.leader.gpus == {1: GpuSample(vram_used_bytes=5, slowed=True)}
     vitals.clear("kv port 7001")
     eventually(lambda: scene.vitals.problems() == [])
 
