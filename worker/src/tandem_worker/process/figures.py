@@ -92,5 +92,6 @@ class Figures:
             refusals={port: dict(count()) for port, count in self._refusals.items()},
             spans=dict(self._spans),
             others=dict(self._others()),
+            graphs_pending=self._engine.graphs_pending,
             files=None if self._files is None else self._files.sample(),
         )
