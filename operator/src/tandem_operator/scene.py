@@ -135,6 +135,8 @@ def _scaling_spec(spec: InferenceModelSpec, *, ttft: Target, tpot: Target) -> Sc
         tpot=tpot,
         gpu_budget=scaling.gpu_budget,
         min_ratio=scaling.role_ratio.min,
+        queue_seconds=parse_duration(spec.queue_ttl),
+        first_token_seconds=parse_duration(spec.gateway.timeouts.first_token),
         max_ratio=float("inf") if scaling.role_ratio.max is None else scaling.role_ratio.max,
         behavior=Behavior(scale_down_seconds=patience, falling_seconds=min(FALLING_SECONDS, patience)),
     )

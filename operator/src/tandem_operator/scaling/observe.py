@@ -18,6 +18,7 @@ from tandem_api.names import Role
 from tandem_api.telemetry import WorkerTelemetry
 
 from tandem_operator.scaling.contract import Counters, RoleState, Snapshot
+from tandem_operator.scaling.gpus import read_gpus
 from tandem_operator.scaling.peers import agree
 from tandem_operator.scaling.shares import Shares
 
@@ -191,6 +192,7 @@ def _role_state(count: RoleCount, samples: Sequence[WorkerTelemetry]) -> RoleSta
         mixed_step_seconds=mixed.value,
         decoding=len(decoding),
         starts=count.starts,
+        gpus=read_gpus(samples),
         odd=tuple(sorted(velocity.odd | step.odd | mixed.odd)),
     )
 
@@ -200,7 +202,8 @@ def _with_waiting(state: RoleState, traffic: Sequence[Traffic]) -> RoleState:
     return replace(
         state,
         queued_requests=state.queued_requests + sum(one.waiting_requests for one in traffic),
-        queued_tokens=state.queued_tokens + sum(one.waiting_tokens for one in traffic),
+        queued_tokens=state.queued_tokens + (held := sum(one.waiting_tokens for one in traffic)),
+        waiting_tokens=held,
     )
 
 

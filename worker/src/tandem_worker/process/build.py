@@ -18,9 +18,10 @@ from tandem_api.names import Role
 
 from tandem_worker.host.collector import release_collector
 from tandem_worker.host.environment import PodFacts
+from tandem_worker.host.nvml import open_gpu_reader
 from tandem_worker.host.runtime import Runtime
 from tandem_worker.model.prepared.store import open_store
-from tandem_worker.process.figures import Figures, Refusals, open_gpu_reader
+from tandem_worker.process.figures import Figures, Refusals
 from tandem_worker.process.graph import Step, run_steps
 from tandem_worker.process.memory import MemoryLedger
 from tandem_worker.process.progress import StartProgress, Switches
@@ -305,6 +306,7 @@ class _Start:
             refusals=self._refusals,
             spans=self._runtime.tracer.counts,
             files=self._runtime.files,
+            others=lambda: {} if self._group is None else self._group.leader.gpus,
         )
         return Worker(
             config=self._config,

@@ -11,14 +11,12 @@ from tandem_api.telemetry import WorkerTelemetry
 
 from tandem_worker.engine.contract import Engine
 from tandem_worker.host.environment import PodFacts
-from tandem_worker.host.nvml import GpuReader
+from tandem_worker.host.nvml import GpuReader, GpuSample
 from tandem_worker.process.metrics import WorkerFacts, WorkerSample, build_metrics_text, build_telemetry
 from tandem_worker.server.request_metrics import PreparationCounts, RequestMetrics
 from tandem_worker.transfer.contract import TransferStats
 
 if TYPE_CHECKING:
-    import torch
-
     from tandem_worker.host.files.exchange import FileExchange
     from tandem_worker.server.app import RequestOutcome
     from tandem_worker.server.structured.compiler import GrammarCompiler
@@ -51,14 +49,16 @@ class Figures:
         refusals: Mapping[str, Refusals],
         spans: Mapping[str, int],
         files: FileExchange | None = None,
+        others: Callable[[], Mapping[int, GpuSample]] = dict,
     ) -> None:
+        """`others`: what the GPUs of the group's other ranks told last."""
         self._facts = WorkerFacts(model_name=config.model_name, role=config.role, revision=config.revision, pod=pod.pod)
         self._engine, self._transport, self._draining, self._gpu = engine, transport, draining, gpu
         self.memory_bytes = memory_bytes
         """What the process's memory, or the device's, holds now."""
         self._start_seconds, self._refusals = start_seconds, refusals
         self._grammars = grammars
-        self._spans, self._files = spans, files
+        self._spans, self._files, self._others = spans, files, others
         self._requests = RequestMetrics()
         self.preparation = PreparationCounts()
 
@@ -91,15 +91,7 @@ class Figures:
             grammar_restarts=self._grammars.num_restarts,
             refusals={port: dict(count()) for port, count in self._refusals.items()},
             spans=dict(self._spans),
+            others=dict(self._others()),
             graphs_pending=self._engine.graphs_pending,
             files=None if self._files is None else self._files.sample(),
         )
-
-
-def open_gpu_reader(device: torch.device) -> GpuReader:
-    """Reads the figures of the GPU that `device` is, whatever its number is to NVML; of none on a CPU."""
-    if device.type != "cuda":
-        return GpuReader(None)
-    import torch
-
-    return GpuReader(f"GPU-{torch.cuda.get_device_properties(device).uuid}")

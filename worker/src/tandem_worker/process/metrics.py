@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tandem_api.names import Role
-from tandem_api.telemetry import Metric, WorkerTelemetry
+from tandem_api.telemetry import Metric, RankTelemetry, WorkerTelemetry
 
 from tandem_worker.engine.contract import EngineStats
-from tandem_worker.host.nvml import GpuSample
+from tandem_worker.host.nvml import NO_GPU, GpuSample
 from tandem_worker.process.families import Families
 from tandem_worker.server.request_metrics import PreparationCounts, RequestMetrics
 from tandem_worker.server.structured.counts import CompileCounts
@@ -41,6 +41,8 @@ class WorkerSample:
     gpu: GpuSample
     transfer: TransferStats | None
     """None where the role has no transport."""
+    others: Mapping[int, GpuSample] = field(default_factory=dict[int, GpuSample])
+    """What the GPUs of the group's other ranks told last."""
     grammars: CompileCounts
     grammar_restarts: int
     """Times that the process which compiles grammars first was started again."""
@@ -85,6 +87,13 @@ def build_telemetry(facts: WorkerFacts, sample: WorkerSample) -> WorkerTelemetry
         vram_total_bytes=gpu.vram_total_bytes,
         nvlink_tx_bytes_per_second=gpu.nvlink_tx_bytes_per_second,
         nvlink_rx_bytes_per_second=gpu.nvlink_rx_bytes_per_second,
+        ranks=[
+            RankTelemetry(
+                rank=rank, **{name: getattr(one, name) for name in RankTelemetry.model_fields if name != "rank"}
+            )
+            for rank, one in sorted({**sample.others, 0: gpu}.items())
+            if one != NO_GPU
+        ],
         kv_transfer_bytes_per_second=None if transfer is None else transfer.bytes_per_second,
         kv_transfer_bytes_total=None if transfer is None else transfer.bytes_sent + transfer.bytes_received,
         kv_transfer_seconds_total=None if transfer is None else transfer.seconds_receiving,
