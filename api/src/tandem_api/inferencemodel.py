@@ -1345,6 +1345,26 @@ class RoleScalingStatus(Wire):
     number was another one a moment ago."""
 
 
+class StartFigures(Wire):
+    """What the last starts of a role took."""
+
+    median_seconds: float
+    p90_seconds: float
+    """Nine of ten took no longer."""
+    count: int
+    """How many these were: 20 at most."""
+
+
+class StartStatus(Wire):
+    """What it takes until a replica serves, as workers measured it, from the creation of the pod."""
+
+    prefill: StartFigures | None = None
+    decode: StartFigures | None = None
+    prefill_wake: StartFigures | None = None
+    """Of workers on standby, from the order to wake up."""
+    decode_wake: StartFigures | None = None
+
+
 class ScalingStatus(Wire):
     """Scaling of the roles that have another mode than `Static`. What does not change in substance is told again every
     half a minute at most."""
@@ -1357,6 +1377,8 @@ class ScalingStatus(Wire):
     """When the message was written."""
     last_scale_time: Annotated[str, Field(json_schema_extra={"format": "date-time"})] | None = None
     """When a role was last given another number of replicas."""
+    start: StartStatus | None = None
+    """What starts of the last replicas took."""
     asleep_since: Annotated[str, Field(json_schema_extra={"format": "date-time"})] | None = None
     """When the model was scaled to zero because nobody used it; absent while it is awake."""
 

@@ -308,6 +308,8 @@ class Reconciler:
                 conditions=before.conditions,
                 now=datetime.datetime.now(datetime.UTC),
             )
+            if outlook is not None:
+                scaling = scaling.model_copy(update={"start": outlook.starts.tell(scaling.start)})
         if spec.slo is None or spec.suspend:
             return scaling, found
         again = scaling is not None and (before.scaling is None or scaling.decided_at != before.scaling.decided_at)

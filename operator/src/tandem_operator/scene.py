@@ -15,14 +15,12 @@ from tandem_operator.manifests import Manifest, dig, dig_list, parse_time
 from tandem_operator.observation import pods_of, workload_key
 from tandem_operator.planner import Children
 from tandem_operator.scaling.contract import COMPONENTS, Behavior, RoleSpec, ScalingSpec, Target
-from tandem_operator.scaling.observe import RoleCount
+from tandem_operator.scaling.observe import LONGEST_START, PodStart, RoleCount
 from tandem_operator.scaling.temper import Circumstances
 from tandem_operator.workloads.blueprint import Blueprint, component_of
 
 FALLING_SECONDS = 60.0
-_LONGEST_START = 6 * 3600.0
-"""A pod that became ready later than this after it was made was ready before."""
-_STARTS = 5
+_STARTS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,8 +165,20 @@ def _count(blueprint: Blueprint, role: Role, groups: list[Group]) -> RoleCount:
         replicas=blueprint.replicas(blueprint.worker_spec(role).replicas),
         present=len(groups),
         leaders=frozenset(pod["metadata"]["name"] for pod in ready),
-        starts=tuple(seconds for pod in newest if (seconds := _start_seconds(pod)) is not None),
+        starts={
+            pod["metadata"]["name"]: PodStart(before=_seconds_before(pod), whole=_start_seconds(pod)) for pod in newest
+        },
     )
+
+
+def _seconds_before(pod: Manifest) -> float:
+    """From creation until the container ran that runs now; 0 where one ended in between: it began when that did."""
+    statuses = dig_list(pod, "status", "containerStatuses")
+    if any(status.get("restartCount") for status in statuses):
+        return 0.0
+    made = parse_time(dig(pod, "metadata", "creationTimestamp"))
+    began = [time for status in statuses if (time := parse_time(dig(status, "state", "running", "startedAt")))]
+    return 0.0 if made is None or not began else max(0.0, (max(began) - made).total_seconds())
 
 
 def _start_seconds(pod: Manifest) -> float | None:
@@ -181,7 +191,8 @@ def _start_seconds(pod: Manifest) -> float | None:
     if made is None or since is None:
         return None
     seconds = (since - made).total_seconds()
-    return seconds if 0 < seconds <= _LONGEST_START else None
+    # One that became ready later was ready before.
+    return seconds if 0 < seconds <= LONGEST_START else None
 
 
 def _steady(groups: list[Group]) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import resource
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -130,9 +131,13 @@ class _Start:
 
     def _fetch(self) -> Path:
         """The model's files, and the processes of the other ranks, which load from them."""
+        from tandem_worker.model.sources.digest import has_come_since
         from tandem_worker.model.sources.resolve import resolve_model
 
+        began = time.time()
         path = resolve_model(self._config.model, self._pod.token, self._runtime.files)
+        if has_come_since(path, began):
+            self._progress.origin = "downloaded"
         if self._group is not None:
             self._group.start(path)
         return path
@@ -184,6 +189,8 @@ class _Start:
         context, dtype = SINGLE if seat is None else seat.context, resolve_dtype(self._config.dtype)
         model = load_model(path, device=device, dtype=dtype, context=context, prepared=prepared)
         memory.by_kind["weights"] = count_weight_bytes(model)
+        if prepared.is_whole and self._progress.origin == "files":
+            self._progress.origin = "prepared"
         return model
 
     def _open_grammars(self, tokenizer: Any, model: CausalLM, ends: frozenset[int]) -> GrammarCompiler:
@@ -286,7 +293,7 @@ class _Start:
             draining=lambda: self._switches.draining,
             gpu=open_gpu_reader(model.device),
             memory_bytes=lambda: memory.by_kind | {"kv_resident": pages.resident_bytes},
-            start_seconds=self._progress.seconds,
+            start=self._progress,
             refusals=self._refusals,
             spans=self._runtime.tracer.counts,
             files=self._runtime.files,

@@ -34,6 +34,15 @@ class StepRecord:
         return 0.0 if self.ended is None else self.ended - self.began
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartFigure:
+    """What a start took, for those who plan by it."""
+
+    seconds: float
+    origin: str
+    """What it started from: see `WorkerTelemetry.start_from`."""
+
+
 class StartProgress:
     """What the start is doing, and what each step took. Written by the building thread, read by probes and metrics."""
 
@@ -48,6 +57,8 @@ class StartProgress:
         """In the order in which they began. `process` is what came before the first: interpreter, imports, ports."""
         self.total: float | None = None
         """Seconds from the process's start until it was ready; None until then."""
+        self.origin = "files"
+        """What it starts from, as far as it has come."""
 
     def begin(self, step: Step, waited_for: str | None) -> None:
         """A step begins now."""
@@ -71,6 +82,10 @@ class StartProgress:
     def seconds(self) -> dict[str, float]:
         """Seconds by step, and `total`, once it is ready."""
         return {name: record.seconds for name, record in list(self.steps.items())} | {"total": self.total or 0.0}
+
+    def figure(self) -> StartFigure | None:
+        """The whole start in one figure; None until it is ready."""
+        return None if self.total is None else StartFigure(seconds=round(self.total, 3), origin=self.origin)
 
     def describe(self) -> dict[str, dict[str, float | str | None]]:
         """For the log: of every step when it began and ended, its processor time and what it waited for."""
