@@ -120,6 +120,8 @@ class Gateway:
         """That clients are shown; None: they speak no TLS."""
         self.tracer = _build_tracer(config, tracing)
         self.exchanges: set[Exchange] = set()
+        self.on_busy: Callable[[], None] = lambda: None
+        """Called when a request is under way where none was."""
         self.connections: set[ClientConnection] = set()
         self._credentials = Credentials(config.keys_path)
         self.token_line = self._credentials.line
@@ -388,6 +390,7 @@ class Gateway:
         connection.exchange = exchange
         if recording is not None:
             connection.account()
+        is_first = not self.exchanges
         self.exchanges.add(exchange)
         self.metrics.in_flight += 1
         if request.path in COMPUTES:
@@ -399,6 +402,8 @@ class Gateway:
                 traffic.prompt_tokens += tokens
                 traffic.prompt_squares += tokens * tokens
         exchange.dispatch()
+        if is_first:
+            self.on_busy()
 
     def _answer(self, request: Request) -> object:
         """What the gateway knows by itself."""

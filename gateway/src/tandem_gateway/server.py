@@ -25,6 +25,7 @@ from tandem_gateway.probation import Probation
 from tandem_gateway.scheduling import Worker
 from tandem_gateway.settings import Settings
 from tandem_gateway.telemetry import AT_ONCE, MAX_KEPT, TelemetryPoller
+from tandem_gateway.waker import Waker
 
 log = logging.getLogger(__name__)
 BACKLOG = 1024
@@ -170,13 +171,27 @@ class Server:
         if settings.workers:
             return [self._apply_fixed(list(settings.workers))]
         server, config = ApiServer.in_cluster(), settings.config
-        pods = PodWatcher(server, namespace=config.namespace, model=config.model_name, apply=self.probation.take)
+        queue = self.gateway.queue
+        waker = Waker(
+            waits=lambda: queue.settings.wakes and queue.line.size > 0,
+            token_line=lambda: self.gateway.token_line,
+            connect_seconds=config.timeouts.connect_seconds,
+        )
+        pods = PodWatcher(
+            server,
+            namespace=config.namespace,
+            model=config.model_name,
+            apply=self.probation.take,
+            tell_sleepers=waker.take,
+        )
+        waker.on_awake = pods.admit
+        queue.on_join = waker.poke
         routing = RoutingWatcher(
             server, namespace=config.namespace, model=config.model_name, apply=self.gateway.apply_routing
         )
         self.admin.knows_routing = lambda: routing.asked
         self._spawn(self.probation.run())
-        return [pods.run(), routing.run()]
+        return [pods.run(), routing.run(), waker.run()]
 
     async def _apply_fixed(self, workers: list[Worker]) -> None:
         self.apply_workers(workers)

@@ -229,9 +229,10 @@ class FleetWatch:
                 async with session.get(self._url(gateway, WAITING_PATH), allow_redirects=False) as response:
                     if response.status == 200:
                         gateway.report = parse_report(await _read(response), gateway=name)
-                        gateway.heard_at, pause = self._clock(), _PAUSE_SECONDS
+                        gateway.heard_at, pause = self._clock(), 0.0
                         traffic = gateway.report.traffic
                         if traffic is not None and (traffic.waiting_requests or traffic.idle_seconds == 0):
+                            pause = _PAUSE_SECONDS  # it would answer at once again
                             self._on_request(key)
             except (TimeoutError, aiohttp.ClientError, ValueError) as failure:
                 log.debug(

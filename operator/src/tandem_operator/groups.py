@@ -88,6 +88,19 @@ def is_ready(pod: Manifest) -> bool:
     return False
 
 
+def is_up(pod: Manifest) -> bool:
+    """Every container is ready, whatever readiness gates say."""
+    return any(
+        condition.get("type") == "ContainersReady" and condition.get("status") == "True"
+        for condition in dig_list(pod, "status", "conditions")
+    )
+
+
+def is_on_standby(pod: Manifest) -> bool:
+    """Of a worker that is to be: it has started as far as it is to."""
+    return has_started(pod) and not is_up(pod) and not is_leaving(pod)
+
+
 def has_started(pod: Manifest) -> bool:
     """Every container runs and has passed its startup probe."""
     statuses = dig_list(pod, "status", "containerStatuses")

@@ -84,7 +84,7 @@ from tandem_operator.parsing import parse_status, read_model, read_past
 from tandem_operator.planner import Children, Plan, Step, own_workloads, plan_children, plan_clearing, plan_step
 from tandem_operator.recorder import EventRecorder
 from tandem_operator.refusals import refusal, unserved_problem
-from tandem_operator.replicas import settle_replicas
+from tandem_operator.replicas import Replicas, settle_replicas
 from tandem_operator.revisions import highest_number, kept_content, read_history, revision_name
 from tandem_operator.rolling import Rolling, plan_hurry, plan_rolling
 from tandem_operator.routing import seconds_left
@@ -231,7 +231,7 @@ class Reconciler:
             # An operator that stops in this moment must not decide anew.
             await self._write_status(key, raw, parse_status(raw).model_copy(update={"scaling": replicas.scaling}))
         images = self._choose_images(key, model, owned)
-        blueprint = with_images(Blueprint(model=model, release=self._release, left=replicas.left), images)
+        blueprint = with_images(self._draw(replicas), images)
         weights = self._name_weights(key, blueprint, raw, outcome)
         blueprint = dataclasses.replace(blueprint, commit=weights.commit)
         keys = await self._ensure_keys(blueprint, raw, outcome)
@@ -276,7 +276,11 @@ class Reconciler:
         moving = any(condition.type in ("Reconciling", "Stalled") for condition in status.conditions)
         asleep = scaling is not None and scaling.asleep_since is not None and not blueprint.model.spec.suspend
         self._scaler.follow(key, set_scene(blueprint, ours, course.state, asleep=asleep))
-        hurry = moving or is_admission_open(blueprint, ours) or (admitted is not None and admitted.status == "False")
+        hurry = (
+            moving
+            or (not asleep and is_admission_open(blueprint, ours))
+            or (admitted is not None and admitted.status == "False")
+        )
         hurry = hurry or (self._scaler.follows(key) and not asleep)
         self._fleet.follow(key, gateway_addresses(blueprint, ours), hurry=hurry, asleep=asleep)
         tell_after = await self._report(key, raw, status, happenings)
@@ -380,6 +384,11 @@ class Reconciler:
             outcome.problems.append(Problem(reason=found.reason, message=found.message))
         return found
 
+    def _draw(self, replicas: Replicas) -> Blueprint:
+        return Blueprint(
+            model=replicas.model, release=self._release, left=replicas.left, asleep_since=replicas.asleep_since
+        )
+
     def forget(self, key: ModelKey) -> None:
         """The model is gone."""
         self._fleet.forget(key)
@@ -413,7 +422,7 @@ class Reconciler:
             status = refused_status(problem, parse_status(raw), generation=generation, now=now, suspended=suspended)
         else:
             settled = settle_replicas(model, ours, {}, now=_now())
-            blueprint = Blueprint(model=settled.model, release=self._release, left=settled.left)
+            blueprint = self._draw(settled)
             self._fleet.follow(key, gateway_addresses(blueprint, ours), hurry=is_admission_open(blueprint, ours))
             admitted = await self._admit(key, blueprint, ours, outcome)
             failures, more = self._creation_failures(outcome), [] if admitted is None else [admitted]

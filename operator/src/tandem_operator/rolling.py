@@ -9,7 +9,7 @@ deleted only once their StatefulSet's controller has seen the partition that let
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
 from tandem_api.names import Role
@@ -103,7 +103,8 @@ def plan_rolling(
             scale[key] = plan.total * size
         if role in views:
             replace += _pods_to_delete(blueprint, role, views[role], plan, live)
-    return Rolling(desired=list(by_key.values()), scale=scale, replace=tuple(sorted(replace)))
+            replace += _pods_to_rest(blueprint, role, live)
+    return Rolling(desired=list(by_key.values()), scale=scale, replace=tuple(sorted(set(replace))))
 
 
 def _view(
@@ -124,6 +125,7 @@ def _view(
         surge=blueprint.surge_of(role),
         unavailable=blueprint.unavailable_of(role, spec.replicas),
         is_even=revisions.is_even,
+        standby=blueprint.standby,
         limit=limit,
     )
 
@@ -169,6 +171,8 @@ def _role_fleet(
 ) -> RoleFleet:
     key = workload_key(blueprint, role)
     view = _view(blueprint, role, key, live, now=now)
+    if blueprint.standby:
+        view = replace(view, replicas=())  # they serve nobody
     revisions = read_revisions(live[key])
     groups = {g.index: g for g in group_pods(pods_of(key, live), blueprint.worker_spec(role).nodes_per_replica)}
     new = [r for r in view.replicas if not r.is_outdated and not r.is_leaving]
@@ -212,7 +216,7 @@ def _is_seen(workload: Manifest) -> bool:
 def _hold(view: RoleView, *, is_new: bool) -> RolePlan:
     """Replace nothing. What is added is made as the others were: nobody has seen what the newest template is worth."""
     if view.wanted == 0:
-        return RolePlan(total=0, partition=0)
+        return RolePlan(total=view.standby, partition=view.standby)
     total = max(view.total, view.wanted)
     if is_new and not view.replicas and view.limit is None:
         return RolePlan(total=total, partition=0)  # nothing serves that would be worth another one
@@ -262,6 +266,22 @@ def _pods_to_delete(blueprint: Blueprint, role: Role, view: RoleView, plan: Role
         for group in group_pods(pods_of(key, live), blueprint.worker_spec(role).nodes_per_replica)
         if group.index in allowed
         for pod in group.outdated(alike)
+    ]
+
+
+def _pods_to_rest(blueprint: Blueprint, role: Role, live: Children) -> list[ChildKey]:
+    """Pods of a model that fell asleep that have served and are to be on standby: they come back so."""
+    since = parse_time(blueprint.asleep_since)
+    if since is None or not blueprint.standby:
+        return []
+    return [
+        child_key(pod)
+        for group in group_pods(pods_of(workload_key(blueprint, role), live), 1)
+        for pod in group.pods
+        if group.index < blueprint.standby
+        and not is_leaving(pod)
+        and (made := parse_time(dig(pod, "metadata", "creationTimestamp"))) is not None
+        and made <= since
     ]
 
 

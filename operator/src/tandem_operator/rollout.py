@@ -71,6 +71,8 @@ class RoleView:
     """Wanted replicas that may be missing while some are replaced."""
     is_even: bool = False
     """Pods are made from the newest template, or from one that counts as the same, wherever the partition is."""
+    standby: int = 0
+    """Replicas that are to be there and serve nobody, of a role that is to have none else."""
     limit: int | None = None
     """Replicas of the newest template that there may be; None: any number. With a limit the new ones are the last of
     the role, and its set is never on `OnDelete`: a lost replica of the older template comes back as it was."""
@@ -95,10 +97,16 @@ def plan_rollout(
     roles: Mapping[Role, RoleView], *, paused: bool = False, only_down: bool = False
 ) -> dict[Role, RolePlan]:
     """One step of a rollout. With `only_down` nothing that serves is replaced, and nothing is put on trial."""
-    idle = {role: RolePlan(total=0, partition=0) for role, view in roles.items() if view.wanted == 0}
+    idle = {role: _plan_idle(view) for role, view in roles.items() if view.wanted == 0}
     left = {role: view for role, view in roles.items() if role not in idle}
     plan = _plan_limited if any(view.limit is not None for view in left.values()) else _plan_serving
     return idle | plan(left, paused=paused, only_down=only_down)
+
+
+def _plan_idle(view: RoleView) -> RolePlan:
+    """Of a role that serves nobody, so that nothing has to be spared, and a pause protects nothing."""
+    outdated = tuple(sorted(replica.index for replica in _outdated(view) if replica.index < view.standby))
+    return RolePlan(total=view.standby, partition=view.standby if view.is_even else 0, replace=outdated)
 
 
 def _plan_limited(roles: Mapping[Role, RoleView], *, paused: bool, only_down: bool) -> dict[Role, RolePlan]:

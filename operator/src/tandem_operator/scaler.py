@@ -306,6 +306,7 @@ def _decide_rest(model: _Model, heard: Sequence[Heard], silent: Mapping[str, str
     sight = Sight(
         at=now,
         asleep=scene.asleep,
+        woken=scene.woken,
         reports=tuple(heard),
         silent=silent,
         serves=scene.spec is not None and all(count.ready for count in scene.counts.values()),

@@ -10,7 +10,7 @@ from tandem_api.names import Role
 from tandem_api.quantities import parse_duration
 
 from tandem_operator.accelerators import count_gpus
-from tandem_operator.groups import Group, group_pods
+from tandem_operator.groups import Group, group_pods, is_leaving, is_up
 from tandem_operator.manifests import Manifest, dig, dig_list, parse_time
 from tandem_operator.observation import pods_of, workload_key
 from tandem_operator.planner import Children
@@ -40,6 +40,8 @@ class Scene:
     idle_after: float | None = None
     """Seconds without a request after which the model sleeps; None: it does not."""
     asleep: bool = False
+    woken: bool = False
+    """A worker of it serves all the same: a gateway has woken one that was on standby."""
     fewest: Mapping[Role, int] = field(default_factory=dict[Role, int])
     """Replicas that a model has when it wakes up."""
     keeps_old: bool = False
@@ -100,11 +102,18 @@ def set_scene(
         keeps_old=is_rolling(rollout) and is_resting(blueprint, rollout) and not (rollout and rollout.waiting),
         idle_after=None if (rest := model.spec.scale_to_zero) is None else parse_duration(rest.idle_after),
         asleep=asleep,
+        woken=asleep and any(_is_woken(pod, blueprint) for found in groups.values() for g in found for pod in g.pods),
         priority=model.spec.autoscaling.priority,
         gpu_resource=resource,
         gpus=gpus,
         fewest={role: blueprint.worker_spec(own).scaling.min for role, own in planned.items()},
     )
+
+
+def _is_woken(pod: Manifest, blueprint: Blueprint) -> bool:
+    """Whether a pod serves that came after the model fell asleep; those from before are on their way out."""
+    made, since = parse_time(dig(pod, "metadata", "creationTimestamp")), parse_time(blueprint.asleep_since)
+    return made is not None and since is not None and made > since and is_up(pod) and not is_leaving(pod)
 
 
 def is_rolling(state: RolloutStatus | None) -> bool:

@@ -42,7 +42,7 @@ _LONGEST = 4000
 """Characters of a condition's message: each of some twelve conditions may have as many."""
 State = Literal["True", "False", "Unknown"]
 _NO_WEIGHTS = CommitPlan()
-_SLEEPS = "no worker runs because nobody uses the model; the next request waits in a gateway and wakes it"
+_SLEEPS = "no worker serves because nobody uses the model; the next request waits in a gateway and wakes it"
 
 
 def build_status(
@@ -257,7 +257,7 @@ def _summary(
         why = stalled or next(iter(troubles), None) or moving or lacking
         ready = _condition("Ready", "False", why.reason, why.message)
     elif asleep:
-        ready = _condition("Ready", "True", _ASLEEP, f"{_SLEEPS}: {counts}")
+        ready = _condition("Ready", "True", _ASLEEP, f"{_SLEEPS}: {counts}{_tell_standby(states)}")
     else:
         ready = _condition("Ready", "True", "AllReplicasReady" if settled else "Serving", counts)
     available = _available(states, counts)
@@ -272,6 +272,12 @@ def _summary(
         if moving is None
         else [*conditions, _condition("Reconciling", "True", moving.reason, moving.message)]
     )
+
+
+def _tell_standby(states: Mapping[Role, RoleState]) -> str:
+    """How many workers are on standby; nothing where none is to be."""
+    told = [f"{state.component} {state.standby}/{state.resting}" for state in states.values() if state.resting]
+    return f"; on standby: {', '.join(told)}" if told else ""
 
 
 def _wakes(blueprint: Blueprint, states: Mapping[Role, RoleState]) -> bool:
@@ -312,7 +318,8 @@ def _moving(
         text = f"waiting for the removal of an earlier object: {', '.join(waiting)}"
         return Problem(reason="WaitingForRemoval", message=text)
     if zero is not None or (asleep and not troubles and trial is None):
-        return Problem(reason=_ASLEEP if zero is None else zero.reason, message=f"pods are leaving: {counts}")
+        text = f"pods are leaving, or go on standby: {counts}{_tell_standby(states)}"
+        return Problem(reason=_ASLEEP if zero is None else zero.reason, message=text)
     return next(iter(troubles), None) or trial or Problem(reason="Progressing", message=counts)
 
 

@@ -25,6 +25,7 @@ from tandem_worker.process.figures import Figures, Refusals, open_gpu_reader
 from tandem_worker.process.graph import Step, run_steps
 from tandem_worker.process.memory import MemoryLedger
 from tandem_worker.process.progress import StartProgress, Switches
+from tandem_worker.process.standby import Standby
 from tandem_worker.process.warm_up import Ends, plan_warm_up, warm_up
 from tandem_worker.process.worker import Worker
 from tandem_worker.server.deltas import DeltaHub
@@ -54,13 +55,15 @@ def build_worker(
     switches: Switches,
     group: LeadingPod | None = None,
     refusals: Mapping[str, Refusals] | None = None,
+    standby: Standby | None = None,
 ) -> Worker:
     """`group`: the other ranks, where there are any, which this process leads. `refusals`: of ports, by their names.
+    `standby`: where the start waits for an order; None: it does not.
 
     Raises StartupError with a reason for everything a person can mend, GroupLostError when another rank cannot go on.
     What else was begun goes on then: whoever calls this ends the process.
     """
-    start = _Start(config, pod, runtime, progress, switches, group, refusals or {})
+    start = _Start(config, pod, runtime, progress, switches, group, refusals or {}, standby)
     built: Worker = run_steps(start.list_steps(), progress)["worker"]
     start.settle(built)
     return built
@@ -78,7 +81,9 @@ class _Start:
         switches: Switches,
         group: LeadingPod | None,
         refusals: Mapping[str, Refusals],
+        standby: Standby | None = None,
     ) -> None:
+        self._standby = standby
         self._config, self._pod, self._runtime = config, pod, runtime
         self._progress, self._switches, self._group, self._refusals = progress, switches, group, refusals
         self._store = open_store(config.model.cache_dir)
@@ -98,7 +103,8 @@ class _Start:
             step("tokenizer", "loading the tokenizer", self._load_tokenizer, "fetch"),
             step("digest", "hashing the model", _await_digest, "hashing"),
             self._describe_seat(),
-            step("prepared", "looking for prepared weights", self._open_prepared, "digest", "seat"),
+            *self._describe_standby(),
+            step("prepared", "looking for prepared weights", self._open_prepared, "digest", "seat", *self._gate),
             step("memory", "looking at the memory", _open_ledger, "device"),
             step("weights", "loading weights", self._load_weights, "fetch", "device", "seat", "prepared", "memory"),
             step("ends", "reading the end tokens", _observe_ends, "fetch", "tokenizer"),
@@ -147,6 +153,18 @@ class _Start:
 
         return resolve_device(self._config.device)
 
+    @property
+    def _gate(self) -> tuple[str, ...]:
+        """What a step needs that takes memory of the model's size."""
+        return () if self._standby is None else ("standby",)
+
+    def _describe_standby(self) -> list[Step]:
+        """After everything that an order need not wait for."""
+        if self._standby is None:
+            return []
+        needs = ("libraries", "server", "device", "digest", "ends", "memory", "client")
+        return [Step(name="standby", what="on standby until a request comes", run=self._standby.wait, needs=needs)]
+
     def _describe_seat(self) -> Step:
         """Without other ranks it needs nothing: prepared weights are read then while torch is imported."""
         if self._group is None:
@@ -159,7 +177,7 @@ class _Start:
         assert self._group is not None
         return self._group.form(path, device, resolve_dtype(self._config.dtype))
 
-    def _open_prepared(self, digest: str, seat: GroupSeat | None) -> PreparedWeights:
+    def _open_prepared(self, digest: str, seat: GroupSeat | None, *_: None) -> PreparedWeights:
         """What an earlier start made of these weights for this rank, being read from here on."""
         from tandem_worker.model.prepared.weights import open_prepared_weights
 

@@ -1,0 +1,158 @@
+"""A worker on standby: what it holds, what wakes it, and that it serves at once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from starlette.types import Message
+from tandem_worker.process import standby as module
+from tandem_worker.process.progress import StartProgress, Switches
+from tandem_worker.process.staging import StagedApp
+from tandem_worker.process.standby import Standby, WakeDoor
+
+MIB = 1 << 20
+
+
+class Scene:
+    """A start that has come to the place where it waits."""
+
+    def __init__(self, *, is_ordered: Callable[[], bool] = lambda: True) -> None:
+        self.now = 10.0
+        self.progress = StartProgress(lambda: self.now)
+        self.woken = 0
+        self.standby = Standby(self.progress, is_ordered, self._count)
+        self.switches = Switches()
+        self.door = WakeDoor(StagedApp(lambda: self.progress.phase), self.standby, self.switches)
+        self.step = threading.Thread(target=self.standby.wait, daemon=True)
+
+    def _count(self) -> None:
+        self.woken += 1
+
+    def reach(self) -> None:
+        self.step.start()
+        until = time.monotonic() + 10
+        while not self.standby.reached:
+            assert time.monotonic() < until
+            time.sleep(0.001)
+
+    def client(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(transport=httpx.ASGITransport(self.door), base_url="http://worker")
+
+    def serve(self) -> None:
+        self.progress.be_ready()
+        self.switches.ready = True
+        self.door.open()
+
+
+async def test_an_order_is_answered_once_requests_are_taken() -> None:
+    scene = Scene()
+    scene.now += 2
+    scene.reach()
+    scene.now += 3600
+    async with scene.client() as http:
+        orders = [asyncio.create_task(http.post("/wake")) for _ in range(3)]
+        await asyncio.to_thread(scene.step.join, 10)
+        assert not any(order.done() for order in orders), "it loads"
+        scene.now += 0.75
+        scene.serve()
+        assert {(await order).status_code for order in orders} == {200}
+        assert (await http.post("/wake")).status_code == 200, "it may be asked again"
+        assert (await http.get("/wake")).status_code == 405
+        scene.switches.draining = True
+        late = await http.post("/wake")
+        assert (late.status_code, late.headers["x-tandem-retry"]) == (503, "1")
+    assert scene.woken == 1
+    found = scene.progress.figure()
+    assert found is not None
+    assert (found.seconds, found.origin) == (0.75, "standby")
+    seconds = scene.progress.seconds()
+    assert (seconds["total"], seconds["wake"]) == (2.75, 0.75), "the hour does not count"
+
+
+async def test_who_asks_and_leaves_holds_nothing() -> None:
+    scene = Scene()
+
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        raise AssertionError(message)
+
+    await scene.door({"type": "http", "method": "POST", "path": "/wake"}, receive, send)
+    await asyncio.sleep(0.01)  # in which what was cancelled ends
+    assert not [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    scene.standby.wait()
+    assert not scene.standby.reached, "its order holds, and came before there was anything to wait for"
+
+
+def test_an_order_that_is_lost_is_in_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOOK_SECONDS", 0.01)
+    ordered = [True]
+    scene = Scene(is_ordered=lambda: ordered[0])
+    scene.reach()
+    scene.step.join(0.1)
+    assert scene.step.is_alive()
+    ordered[0] = False
+    scene.step.join(10)
+    assert not scene.step.is_alive()
+
+
+def resident(worker: Any) -> float:
+    """MiB."""
+    text = Path(f"/proc/{worker.process.pid}/status").read_text()
+    return int(text.split("VmRSS:")[1].split()[0]) / 1024
+
+
+@pytest.mark.timeout(200)
+def test_a_standby_wakes_and_serves(workers: SimpleNamespace, tiny_model: Path, tmp_path: Path) -> None:
+    """As a process: probes, the door, the first token; and an end within a second while it waits."""
+    with workers.run(tmp_path, "unified", tiny_model, standby=True) as worker:
+        workers.eventually(lambda: is_resting(worker), 150, "the worker is on standby")
+        assert worker.get("/readyz").text == "on standby until a request comes\n"
+        assert worker.get("/healthz").status_code == 200
+        refused = httpx.post(worker.url + "/v1/completions", json={"model": "tiny", "prompt": "early"})
+        assert (refused.status_code, refused.headers["x-tandem-retry"]) == (503, "1")
+        assert not worker.logged("loading weights")
+        began = time.monotonic()
+        assert httpx.post(worker.url + "/wake", timeout=60).status_code == 200
+        assert worker.complete("hello", max_tokens=1)["usage"]["completion_tokens"] == 1
+        print(f"from the order to the first token: {time.monotonic() - began:.2f} s")
+        assert worker.get("/readyz").status_code == worker.get("/startz").status_code == 200
+        told = worker.get("/telemetry").json()
+        assert told["startFrom"] == "standby"
+        assert worker.metric("tandem_worker_start_seconds", step="wake") == told["startSeconds"]
+    again = tmp_path / "again"
+    again.mkdir()
+    with workers.run(again, "unified", tiny_model, standby=True) as worker:
+        workers.eventually(lambda: is_resting(worker), 150, "the worker is on standby")
+        (config,) = again.glob("*.json")
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"standby": False}))
+        workers.await_ready(worker)
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"standby": True}))
+        assert worker.complete("hello", max_tokens=1)["usage"]["completion_tokens"] == 1
+
+
+@pytest.mark.timeout(200)
+def test_sigterm_ends_a_standby_at_once(workers: SimpleNamespace, tiny_model: Path, tmp_path: Path) -> None:
+    with workers.run(tmp_path, "decode", tiny_model, standby=True) as worker:
+        workers.eventually(lambda: is_resting(worker), 150, "the worker is on standby")
+        worker.process.send_signal(signal.SIGTERM)
+        assert worker.process.wait(1) == 0
+
+
+def is_resting(worker: Any) -> bool:
+    assert worker.process.poll() is None, worker.log.read_text()
+    try:
+        return worker.get("/startz").status_code == 200
+    except httpx.TransportError:
+        return False
