@@ -1,5 +1,5 @@
-"""A model that nobody uses has no worker; the first request, or many at once, wait in the gateway, wake it and are
-answered."""
+"""A model that nobody uses has no worker, or some on standby; the first request, or many at once, wait in the gateway,
+wake it and are answered."""
 
 from __future__ import annotations
 
@@ -33,12 +33,14 @@ def reason(fleet: Fleet, kind: str) -> str:
     return "" if found is None else f"{found['status']} {found['reason']}"
 
 
-def wait_asleep(fleet: Fleet, *, within: float) -> None:
-    """No worker pod is left, the gateway is, and the status says so to people and to programs."""
+def wait_asleep(fleet: Fleet, *, within: float, standby: int = 0) -> None:
+    """No worker pod is left but those on standby, the gateway is, and the status says so to people and to programs."""
 
     def probe() -> bool:
-        assert not fleet.pods(MODEL, "prefill")
-        assert not fleet.pods(MODEL, "decode")
+        for role in ("prefill", "decode"):
+            assert len(fleet.pods(MODEL, role)) == standby
+            if standby:
+                assert fleet.get("inferencemodels", MODEL)["status"][role]["standby"] == standby
         told = {kind: reason(fleet, kind) for kind in ("Ready", "Available", "Reconciling", "Stalled", "ScalingActive")}
         assert told == {
             "Ready": "True ScaledToZero", "Available": "True ScaledToZero", "Reconciling": "", "Stalled": "",
@@ -47,14 +49,12 @@ def wait_asleep(fleet: Fleet, *, within: float) -> None:
         return True
 
     until("the model to sleep", probe, within=within, every=1.0)
-    assert [fleet.get("statefulsets", f"{MODEL}-{role}")["spec"]["replicas"] for role in ("prefill", "decode")] == [
-        0,
-        0,
-    ]
+    counts = [fleet.get("statefulsets", f"{MODEL}-{role}")["spec"]["replicas"] for role in ("prefill", "decode")]
+    assert counts == [standby, standby]
     assert fleet.get("inferencemodels", MODEL)["status"]["scaling"]["asleepSince"]
 
 
-@pytest.mark.timeout(480)
+@pytest.mark.timeout(600)
 def test_a_model_sleeps_and_wakes_for_requests(fleet: Fleet, say: Say) -> None:
     """Asleep after its time; woken by one request, and, with a gateway that has just started, by twenty at once."""
     manifest = smollm2(MODEL, slo=LOOSE, autoscaling={"scaleToZero": {"idleAfter": IDLE_AFTER}})
@@ -87,10 +87,45 @@ def test_a_model_sleeps_and_wakes_for_requests(fleet: Fleet, say: Say) -> None:
         waits = [seconds_waited(answer) for answer in clients.map(lambda number: ask(url, number), range(CLIENTS))]
         say(f"scale to zero: {CLIENTS} requests at once waited {min(waits):.1f} to {max(waits):.1f} s")
         assert "x-tandem-queue-seconds" not in ask(url, CLIENTS).headers
+        wait_asleep(fleet, within=120)
+        fleet.patch(MODEL, {"autoscaling": {"scaleToZero": {"idleAfter": IDLE_AFTER, "standby": {"replicas": 1}}}})
+        wait_asleep(fleet, within=120, standby=1)
+        for _ in range(2):
+            wake_standby(fleet, url, say)
+            wait_asleep(fleet, within=150, standby=1)
     events = [e for e in fleet.find("events") if e["involvedObject"]["name"] == MODEL]
     told = {e["reason"]: e["message"] for e in events}
     assert "so the model sleeps" in told["FellAsleep"]
     assert "so the model wakes up" in told["WokeUp"]
+
+
+def wake_standby(fleet: Fleet, url: str, say: Say) -> None:
+    """One request, which those on standby answer: no pod is made."""
+    before = uids(fleet)
+    held = fleet.run_python(f"{MODEL}-decode-0", "worker", RESIDENT)
+    waited = seconds_waited(ask(url, CLIENTS + 1))
+    say(f"scale to zero: with one standby of each role, {held.strip()} MiB each, a request waited {waited:.2f} s")
+    assert waited < 10, "seconds, on a machine that other tests share"
+    until("both roles to be woken", lambda: woken(fleet), within=20)
+    fleet.wait_ready(MODEL)
+    assert uids(fleet) == before
+    until("its wake to be measured", lambda: wakes(fleet), within=20)
+
+
+def wakes(fleet: Fleet) -> Object:
+    return fleet.get("inferencemodels", MODEL)["status"]["scaling"]["start"]["decodeWake"]
+
+
+def uids(fleet: Fleet) -> dict[str, str]:
+    found = [pod for role in ("prefill", "decode") for pod in fleet.pods(MODEL, role)]
+    return {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in found}
+
+
+RESIDENT = """
+import pathlib
+status = pathlib.Path("/proc/1/status").read_text()
+print(int(status.split("VmRSS:")[1].split()[0]) // 1024)
+"""
 
 
 def woken(fleet: Fleet) -> bool:
