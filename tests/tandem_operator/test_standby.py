@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from api_double import serving
 from kubernetes.aio.client import ApiClient, Configuration
-from operator_objects import blueprint, container, raw_model
+from operator_objects import blueprint, container, pod, raw_model
 from tandem_api.launch import WorkerConfig
-from tandem_api.names import Role
+from tandem_operator.groups import is_on_standby
 from tandem_operator.kube.client import KubeClient
 from tandem_operator.manifests import Manifest, dig
 from tandem_operator.rollout import Replica, RolePlan, RoleView, State, plan_rollout
@@ -20,7 +20,7 @@ from tandem_operator.workloads import build_children
 from test_kstatus import kstatus
 from test_reconciler import DECODE, GATEWAY, MODEL
 from test_replicas import PREFILL, OwningServer, look, scaling
-from test_scaler import SLO, D, P
+from test_scaler import SLO, D
 from test_sleeping import IDLE_AFTER, Sleeper
 
 PODS = "/api/v1/namespaces/n/pods"
@@ -290,8 +290,37 @@ def test_pods_have_started_once_they_are_on_standby_and_gateways_reach_them() ->
             for port in rule["ports"]
         ]
         assert (8000 in ports) is opened
-    config = json.loads(
-        next(m for (kind, name), m in with_standby.items() if name.startswith("m-decode-"))["data"]["config.json"]
-    )
-    assert "standby" not in config, "it is awake"
-    assert Role.PREFILL is P
+    text = next(m for (kind, name), m in with_standby.items() if kind == "ConfigMap" and name.startswith("m-decode-"))
+    assert "standby" not in json.loads(text["data"]["config.json"]), "it is awake"
+
+
+async def test_what_a_worker_that_starts_is_doing_is_told(resting: Resting) -> None:
+    """By the gateways, of the pods that are there."""
+    server = resting.server
+    await resting.rest()
+    await resting.request()
+    for name, address in (("m-decode-0", "10.0.0.7"), ("m-prefill-0", "10.0.0.8")):
+        server.kept[f"{PODS}/{name}"]["status"]["podIP"] = address
+    said = [("m-decode-0", "10.0.0.7", "loading weights"), ("m-prefill-0", "10.9.9.9", "another pod of that name")]
+    resting.operator.fleet.starting = {name: (address, words) for name, address, words in said}
+    await look(server, resting.operator, times=1)
+    message = server.conditions["Reconciling"]["message"]
+    assert message.endswith("; m-decode-0 is still loading weights"), message
+
+
+@pytest.mark.parametrize(
+    ("fields", "since", "rests"),
+    [
+        ({"started": True, "ready": False}, "2026-01-01T00:00:01Z", True),
+        ({"started": True, "ready": False}, "2026-01-01T00:01:00Z", False),
+        ({"started": False, "ready": False}, "2026-01-01T00:00:01Z", False),
+        ({"started": True, "ready": True}, "2026-01-01T00:01:00Z", False),
+    ],
+)
+def test_one_that_was_ready_is_on_standby_no_more(fields: Manifest, since: str, rests: bool) -> None:
+    """But unready, which is told."""
+    state = "True" if fields["ready"] else "False"
+    conditions = [{"type": t, "status": state, "lastTransitionTime": since} for t in ("Ready", "ContainersReady")]
+    running = {"state": {"running": {"startedAt": "2026-01-01T00:00:02Z"}}}
+    made = pod("m-decode-0", conditions=conditions, **container(**fields, **running))
+    assert is_on_standby(made) is rests

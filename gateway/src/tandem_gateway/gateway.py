@@ -14,7 +14,7 @@ from itertools import count
 from typing import Any
 from urllib.parse import unquote
 
-from tandem_api.fleet import FleetReport, WorkerReport
+from tandem_api.fleet import FleetReport, StartingReport, WorkerReport
 from tandem_api.launch import GatewayConfig, GatewayRouting, StoreLimits, TracingConfig
 from tandem_api.logs import format_time
 from tandem_api.names import Role
@@ -114,6 +114,8 @@ class Gateway:
         self.access_log = access_log
         self.held: Held = list
         """Workers that discovery knows and that get no requests yet, as `GET /fleet` tells of them."""
+        self.starting: Callable[[], list[StartingReport]] = list
+        """Workers that are not ready, and what they wait for."""
         self.facts: Callable[[], dict[str, object]] = dict
         """What a worker has told about the model."""
         self.certificate: Certificate | None = None
@@ -126,10 +128,8 @@ class Gateway:
         self._credentials = Credentials(config.keys_path)
         self.token_line = self._credentials.line
         self._links: dict[int, Link] = {}
-        self.native = NativeLinks(token=lambda: self._credentials.token) if config.link == "Native" else None
+        self.native = self._build_native() if config.link == "Native" else None
         """None: workers are asked over HTTP."""
-        if self.native is not None:
-            self.native.on_drain = self._on_drain
         self._complained_at: dict[str, float] = {}
         """When a worker that does not take the key was last named."""
         self._request_ids = _RequestIds()
@@ -163,6 +163,11 @@ class Gateway:
         self.scheduler.apply_canary(routing.canary)
         self.tracer.follow(routing.tracing)
         self._follow_store(routing.response_store)
+
+    def _build_native(self) -> NativeLinks:
+        native = NativeLinks(token=lambda: self._credentials.token)
+        native.on_drain = self._on_drain
+        return native
 
     def _build_store(self, limits: StoreLimits | None) -> Responses | None:
         return None if limits is None else Responses(limits, self.budget, clock=time.monotonic)
@@ -660,6 +665,7 @@ class Gateway:
             served_names=list(self.served_names),
             canary_percent=None if canary is None else canary.percent,
             workers=[*map(self._report_on, self.scheduler.endpoints.values()), *self.held()],
+            starting=self.starting(),
             traffic=self.traffic.report(
                 waiting_requests=self.queue.line.size,
                 waiting_tokens=self.queue.line.tokens,

@@ -24,8 +24,9 @@ from tandem_gateway.model_card import ModelCard
 from tandem_gateway.probation import Probation
 from tandem_gateway.scheduling import Worker
 from tandem_gateway.settings import Settings
+from tandem_gateway.starting import StartWatch
 from tandem_gateway.telemetry import AT_ONCE, MAX_KEPT, TelemetryPoller
-from tandem_gateway.waker import Waker
+from tandem_gateway.waker import Sleeper, Waker
 
 log = logging.getLogger(__name__)
 BACKLOG = 1024
@@ -177,12 +178,19 @@ class Server:
             token_line=lambda: self.gateway.token_line,
             connect_seconds=config.timeouts.connect_seconds,
         )
+        starts = StartWatch(connect_seconds=config.timeouts.connect_seconds)
+        self.gateway.starting = starts.reports
+
+        def tell_sleepers(sleepers: list[Sleeper]) -> None:
+            waker.take(sleepers)
+            starts.take(sleepers)
+
         pods = PodWatcher(
             server,
             namespace=config.namespace,
             model=config.model_name,
             apply=self.probation.take,
-            tell_sleepers=waker.take,
+            tell_sleepers=tell_sleepers,
         )
         waker.on_awake = pods.admit
         queue.on_join = waker.poke
@@ -191,7 +199,7 @@ class Server:
         )
         self.admin.knows_routing = lambda: routing.asked
         self._spawn(self.probation.run())
-        return [pods.run(), routing.run(), waker.run()]
+        return [pods.run(), routing.run(), waker.run(), starts.run()]
 
     async def _apply_fixed(self, workers: list[Worker]) -> None:
         self.apply_workers(workers)

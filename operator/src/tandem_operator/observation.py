@@ -123,8 +123,8 @@ def observe_role(
     workload = live.get(key, {})
     pods = pods_of(key, live)
     resting = 0 if role is Role.GATEWAY else blueprint.standby
-    standby = [pod for pod in pods if resting and is_on_standby(pod)]
-    problem = role_problem([pod for pod in pods if pod not in standby], now=now)
+    loaded = [pod for pod in pods if blueprint.model.spec.standby and is_on_standby(pod)]
+    problem = role_problem([pod for pod in pods if pod not in loaded], now=now)
     failure = failures.get(key) or replica_failure(workload)
     builds: Mapping[str, int] = {}
     partners: Mapping[str, int] = {}
@@ -161,7 +161,7 @@ def observe_role(
         builds=builds,
         partners=partners,
         resting=resting,
-        standby=len(standby),
+        standby=len(loaded) if resting else 0,
     )
 
 

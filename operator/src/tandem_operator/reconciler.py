@@ -260,6 +260,7 @@ class Reconciler:
             trial=course.problem,
             weights=weights,
             images=images.status,
+            starting=self._fleet.view(key).starting,
             more=[
                 *([] if admitted is None else [admitted]),
                 *scaled,
