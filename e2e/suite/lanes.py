@@ -22,7 +22,10 @@ from xdist.scheduler import LoadScopeScheduling
 
 SHARED = ("staged", "pair", "untouched", "main")
 """Fixtures of fleets that tests share; a test that has several belongs to the first."""
-SHARED_FILES = {"test_admission": "admission", "test_manifests": "admission", "test_other_writers": "other writers"}
+SHARED_FILES = {
+    "test_admission": "admission", "test_manifests": "admission", "test_other_writers": "other writers",
+    "test_standby": "other writers",
+}  # fmt: skip
 """Files whose tests are one group: they change the same policy, are so short that a lane each would not pay, or have an
 API server of their own with its ports."""
 FIRST = (

@@ -52,6 +52,7 @@ class Server:
             served_name=settings.config.served_name,
             token_line=lambda: self.gateway.token_line,
             connect_seconds=settings.config.timeouts.connect_seconds,
+            is_urgent=lambda: self.gateway.queue.line.size > 0,
         )
         self.gateway.held = self.probation.reports
         self.card = ModelCard(

@@ -16,7 +16,7 @@ from tandem_api.names import Role
 
 from tandem_operator.canary import Fleet, RoleFleet
 from tandem_operator.causes import role_problem
-from tandem_operator.groups import group_pods, is_leaving
+from tandem_operator.groups import group_pods, is_leaving, is_up
 from tandem_operator.manifests import DEPLOYMENT, ChildKey, Manifest, annotations_of, child_key, dig, parse_time
 from tandem_operator.observation import observe_replicas, pods_of, workload_key
 from tandem_operator.planner import Children, is_rolled_out
@@ -270,7 +270,8 @@ def _pods_to_delete(blueprint: Blueprint, role: Role, view: RoleView, plan: Role
 
 
 def _pods_to_rest(blueprint: Blueprint, role: Role, live: Children) -> list[ChildKey]:
-    """Pods of a model that fell asleep that have served and are to be on standby: they come back so."""
+    """Pods of a model that fell asleep that serve and are to be on standby: they come back so. Times are of two clocks,
+    so what does not serve is left alone: it may be what has come back."""
     since = parse_time(blueprint.asleep_since)
     if since is None or not blueprint.standby:
         return []
@@ -279,6 +280,7 @@ def _pods_to_rest(blueprint: Blueprint, role: Role, live: Children) -> list[Chil
         for group in group_pods(pods_of(workload_key(blueprint, role), live), 1)
         for pod in group.pods
         if group.index < blueprint.standby
+        and is_up(pod)
         and not is_leaving(pod)
         and (made := parse_time(dig(pod, "metadata", "creationTimestamp"))) is not None
         and made <= since

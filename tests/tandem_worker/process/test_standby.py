@@ -131,6 +131,9 @@ def test_a_standby_wakes_and_serves(workers: SimpleNamespace, tiny_model: Path, 
         told = worker.get("/telemetry").json()
         assert told["startFrom"] == "standby"
         assert worker.metric("tandem_worker_start_seconds", step="wake") == told["startSeconds"]
+        json_schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "integer"}}}
+        answer = worker.complete("a number: ", max_tokens=4, response_format=json_schema)
+        assert answer["choices"][0]["text"].strip("-").isdigit(), "grammars come as they are needed"
     again = tmp_path / "again"
     again.mkdir()
     with workers.run(again, "unified", tiny_model, standby=True) as worker:

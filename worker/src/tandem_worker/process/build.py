@@ -24,7 +24,7 @@ from tandem_worker.model.prepared.store import open_store
 from tandem_worker.process.figures import Figures, Refusals, open_gpu_reader
 from tandem_worker.process.graph import Step, run_steps
 from tandem_worker.process.memory import MemoryLedger
-from tandem_worker.process.progress import StartProgress, Switches
+from tandem_worker.process.progress import STANDBY, StartProgress, Switches
 from tandem_worker.process.standby import Standby
 from tandem_worker.process.warm_up import Ends, plan_warm_up, warm_up
 from tandem_worker.process.worker import Worker
@@ -212,13 +212,21 @@ class _Start:
         return model
 
     def _open_grammars(self, tokenizer: Any, model: CausalLM, ends: frozenset[int]) -> GrammarCompiler:
-        """Where answers are generated its process is there before the first request is."""
+        """Where answers are generated its process is there before the first request is, but not of one that was woken:
+        somebody waits, for an answer without a grammar more likely than not."""
         from tandem_worker.server.structured.compiler import GrammarCompiler
 
         grammars = GrammarCompiler(tokenizer, model.vocab_size, ends)
-        if model.embedding is None and self._config.role is not Role.PREFILL:
+        if self._generates(model) and not self._is_woken:
             grammars.start()
         return grammars
+
+    def _generates(self, model: CausalLM) -> bool:
+        return model.embedding is None and self._config.role is not Role.PREFILL
+
+    @property
+    def _is_woken(self) -> bool:
+        return self._progress.origin == STANDBY
 
     def _open_client(self, _: None) -> TcpPrefillClient | None:
         from tandem_worker.transfer.decode.client import TcpPrefillClient
@@ -228,10 +236,11 @@ class _Start:
         return TcpPrefillClient(verify=self._config.kv.verify, ring=self._runtime.peers, vitals=self._runtime.vitals)
 
     def _measure_arena(self, model: CausalLM, memory: MemoryLedger) -> int | None:
-        """Bytes for activations. In a group all ranks would have to compute at once, so it is not done there."""
+        """Bytes for activations. In a group all ranks would have to compute at once, so it is not done there; on a CPU
+        nothing is sized by it, so a worker that was woken, for which somebody waits, does without."""
         from tandem_worker.engine.execute.arena import measure_arena
 
-        if self._group is not None:
+        if self._group is not None or (self._is_woken and model.device.type == "cpu"):
             return None
         limits = self._config.scheduler
         memory.by_kind["arena"] = measure_arena(
@@ -327,6 +336,7 @@ class _Start:
             prefill_server=server,
             prefill_client=client,
             grammars=grammars,
+            grammars_later=self._is_woken and self._generates(model),
             group=self._group,
         )
 

@@ -13,7 +13,7 @@ from tandem_worker.process.graph import Step
 
 logger = logging.getLogger(__name__)
 
-READY = "ready"
+READY, STANDBY = "ready", "standby"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -87,7 +87,7 @@ class StartProgress:
 
     def wake(self) -> None:
         """It goes on."""
-        self._woken, self.origin = self._now(), "standby"
+        self._woken, self.origin = self._now(), STANDBY
 
     def seconds(self) -> dict[str, float]:
         """Seconds by step, `total`, once it is ready, and `wake`: what it took of that after standby."""
