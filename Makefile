@@ -175,6 +175,10 @@ format: setup ## Format and fix what can be fixed
 bench-engine: setup ## The engine against transformers, and its control logic's cost
 	@$(RUN) python -m bench.engine
 
+.PHONY: bench-lossless
+bench-lossless: setup ## Weights in 12 bits against plain ones: products, and the whole worker over HTTP (two idle cores)
+	@$(RUN) python -m bench.lossless $(BENCH)
+
 .PHONY: bench-start
 bench-start: setup ## From exec to the first token, step by step, with and without prepared copies (two idle cores; BENCH="--against CHECKOUT")
 	@$(RUN) python -m bench.start $(BENCH)

@@ -31,6 +31,8 @@ Device = Literal["Auto", "CUDA", "CPU"]
 ToolForm = Literal["Auto", "Template", "Generic", "Off"]
 """How functions get into a prompt and calls out of an answer: see `spec.engine.tools`."""
 DType = Literal["Auto", "BFloat16", "Float16", "Float32"]
+WeightsForm = Literal["Auto", "Plain", "Lossless"]
+"""How matrices are kept in memory: see `spec.engine.weights`."""
 
 
 class FileSharing(Wire):
@@ -160,6 +162,7 @@ class WorkerConfig(Wire):
     model: ModelSource
     device: Device = "Auto"
     dtype: DType = "Auto"
+    weights: WeightsForm = "Auto"
     max_model_len: int | None = None
     """Prompt plus output tokens of one request; None is what the model supports and the block space holds."""
     kv: KVConfig = Field(default_factory=KVConfig)

@@ -57,6 +57,7 @@ def worker_config(blueprint: Blueprint, role: Role) -> WorkerConfig:
         ),
         device=spec.engine.device,
         dtype=spec.engine.dtype,
+        weights=spec.engine.weights,
         max_model_len=spec.engine.max_model_len,
         kv=KVConfig(memory_bytes=memory, verify=spec.kv.verify),
         scheduler=SchedulerConfig(

@@ -183,6 +183,8 @@ class _Start:
 
         share = None if seat is None else seat.context.share
         facts = {"device": self._config.device, "dtype": self._config.dtype, "share": share}
+        if self._config.weights == "Lossless":
+            facts["weights"] = self._config.weights
         return open_prepared_weights(self._store, digest, facts)
 
     def _load_tokenizer(self, path: Path) -> Any:
@@ -205,7 +207,8 @@ class _Start:
         from tandem_worker.parallel.context import SINGLE
 
         context, dtype = SINGLE if seat is None else seat.context, resolve_dtype(self._config.dtype)
-        model = load_model(path, device=device, dtype=dtype, context=context, prepared=prepared)
+        weights = self._config.weights
+        model = load_model(path, device=device, dtype=dtype, context=context, prepared=prepared, weights=weights)
         memory.by_kind["weights"] = count_weight_bytes(model)
         if prepared.is_whole and self._progress.origin == "files":
             self._progress.origin = "prepared"
