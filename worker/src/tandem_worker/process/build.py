@@ -162,8 +162,13 @@ class _Start:
         """After everything that an order need not wait for."""
         if self._standby is None:
             return []
-        needs = ("libraries", "server", "device", "digest", "ends", "memory", "client")
-        return [Step(name="standby", what="on standby until a request comes", run=self._standby.wait, needs=needs)]
+        needs = ("fetch", "device", "server", "digest", "ends", "memory", "client")
+        return [Step(name="standby", what="on standby until a request comes", run=self._rest, needs=needs)]
+
+    def _rest(self, path: Path, device: torch.device, *_: object) -> None:
+        assert self._standby is not None
+        _rehearse(path, device)
+        self._standby.wait()
 
     def _describe_seat(self) -> Step:
         """Without other ranks it needs nothing: prepared weights are read then while torch is imported."""
@@ -385,6 +390,22 @@ def _import_server() -> None:
     """What answers requests and moves blocks, while others wait for files."""
     import tandem_worker.server.app
     import tandem_worker.server.structured.compiler  # noqa: F401
+
+
+def _rehearse(path: Path, device: torch.device) -> None:
+    """Import what the rest of a start of this model imports, and say what is wrong with it before it is asked for. Its
+    weights are opened, not read. Raises StartupError."""
+    import tandem_worker.engine.execute.pages
+    import tandem_worker.group.transport
+    import tandem_worker.model.weighing
+    import tandem_worker.transfer.prefill.server  # noqa: F401
+    from tandem_worker.model.backends.select import find_backend, select_backend
+    from tandem_worker.model.families.registry import find_family
+    from tandem_worker.model.load import open_checkpoint, resolve_dtype
+
+    config, _ = open_checkpoint(path)
+    find_family(config.architecture)
+    find_backend(select_backend(device, resolve_dtype(device, config.dtype)))
 
 
 def _hash(path: Path) -> ModelDigest:

@@ -49,7 +49,7 @@ class Standby:
             logger.info("woken", extra={"why": why})
             self._order.set()
 
-    def wait(self, *_: object) -> None:
+    def wait(self) -> None:
         """Until there is an order."""
         if self._order.is_set():
             return
