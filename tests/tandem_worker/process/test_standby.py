@@ -15,6 +15,10 @@ from typing import Any
 import httpx
 import pytest
 from starlette.types import Message
+from tandem_api.launch import GatewayConfig, GatewayQueue
+from tandem_gateway.discovery.kube import ApiServer
+from tandem_gateway.server import Server
+from tandem_gateway.settings import Settings
 from tandem_worker.process import standby as module
 from tandem_worker.process.progress import StartProgress, Switches
 from tandem_worker.process.staging import StagedApp
@@ -159,3 +163,76 @@ def is_resting(worker: Any) -> bool:
         return worker.get("/startz").status_code == 200
     except httpx.TransportError:
         return False
+
+
+class Pods:
+    """An API server that has some pods and never anything new: nobody looks at their probes."""
+
+    def __init__(self, *pods: dict[str, Any]) -> None:
+        self._list = {"metadata": {"resourceVersion": "1"}, "items": list(pods)}
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        target = (await reader.readuntil(b"\r\n\r\n")).split()[1].decode()
+        if "watch" in target:
+            writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+            await reader.read()
+        else:
+            body = json.dumps(self._list if "/pods" in target else {"metadata": {}, "items": []}).encode()
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        writer.close()
+
+
+def describe_pod(worker: Any, role: str) -> dict[str, Any]:
+    """A pod that has started and is not ready."""
+    ports = {"http": worker.url, "metrics": worker.metrics_url, "kv": worker.kv}
+    listed = [{"name": name, "containerPort": int(at.rpartition(":")[2])} for name, at in ports.items()]
+    labels = {"tandem.dev/model": "tiny", "tandem.dev/role": role, "tandem.dev/revision": "r1"}
+    return {
+        "metadata": {"name": f"tiny-{role}-0", "uid": f"uid-{role}", "resourceVersion": "1", "labels": labels},
+        "spec": {"containers": [{"name": "worker", "ports": listed}]},
+        "status": {"podIP": "127.0.0.1", "conditions": [], "containerStatuses": [{"started": True, "ready": False}]},
+    }
+
+
+async def ask_through_gateway(pods: Pods, monkeypatch: pytest.MonkeyPatch) -> httpx.Response:
+    """The answer to the first request of a model whose workers are all on standby, without operator and kubelet."""
+    api = await asyncio.start_server(pods.serve, "127.0.0.1", 0)
+    where = ApiServer(host="127.0.0.1", port=api.sockets[0].getsockname()[1], ca=None, token=None)
+    monkeypatch.setattr(ApiServer, "in_cluster", lambda: where)
+    config = GatewayConfig(
+        model_name="tiny", served_name="tiny", namespace="n", disaggregated=True, http_port=0, metrics_port=0,
+        queue=GatewayQueue(wakes=True),
+    )  # fmt: skip
+    gateway = Server(
+        Settings(
+            config=config, host="127.0.0.1", workers=(), workers_file=None, lame_duck_seconds=0.0, log_level="info",
+            access_log=False,
+        )
+    )  # fmt: skip
+    await gateway.start()
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.http_port}", timeout=120, verify=False) as http:
+        body = {"model": "tiny", "prompt": "hello " * 20, "max_tokens": 1}
+        answer = await http.post("/v1/completions", json=body)
+    await gateway.stop()
+    api.close()
+    return answer
+
+
+@pytest.mark.timeout(240)
+def test_a_request_wakes_both_roles_through_the_gateway(
+    workers: SimpleNamespace, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And is answered before anybody has looked at a probe."""
+    run = workers.run
+    with (
+        run(tmp_path, "prefill", tiny_model, standby=True) as one,
+        run(tmp_path, "decode", tiny_model, standby=True) as other,
+    ):
+        for worker in (one, other):
+            workers.eventually(lambda worker=worker: is_resting(worker), 150, "the worker is on standby")
+        pods = Pods(describe_pod(one, "prefill"), describe_pod(other, "decode"))
+        answer = asyncio.run(ask_through_gateway(pods, monkeypatch))
+        assert answer.status_code == 200, answer.text
+        print(f"from the request to its answer: {answer.headers['x-tandem-queue-seconds']} s of waiting")
+        assert answer.headers["x-tandem-decode-worker"] == "decode-0"
+        workers.eventually(lambda: one.get("/readyz").status_code == 200, 30, "the prefill worker was woken, too")
