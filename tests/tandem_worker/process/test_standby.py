@@ -215,6 +215,7 @@ async def ask_through_gateway(pods: Pods, monkeypatch: pytest.MonkeyPatch) -> ht
         answer = await http.post("/v1/completions", json=body)
     await gateway.stop()
     api.close()
+    await asyncio.sleep(0.1)  # in which what was closed ends
     return answer
 
 
