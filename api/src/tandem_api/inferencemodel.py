@@ -465,9 +465,9 @@ class Engine(Authored):
     dtype: DType = "Auto"
     """`Auto` is the checkpoint's type on a GPU, and BFloat16 on a CPU that has instructions for it (else Float32)."""
     weights: WeightsForm = "Auto"
-    """`Lossless` keeps bfloat16 matrices in 12 bits a weight and multiplies them so: the same answers to the last bit, a
-    quarter less memory. It takes a CPU with AVX-512 VBMI and bfloat16; elsewhere a worker says why and does not start.
-    `Plain` keeps 16 bits. `Auto` is `Plain`."""
+    """`Lossless` keeps bfloat16 matrices in 12 bits a weight and multiplies them so: the same answers to the last bit,
+    a quarter less memory. It takes a CPU with AVX-512 VBMI and bfloat16; elsewhere a worker says why and does not
+    start. `Plain` keeps 16 bits. `Auto` is `Plain`."""
     max_model_len: Annotated[int, Field(ge=16, le=10_485_760)] | None = None
     """Prompt plus output tokens of one request. Defaults to what the model supports."""
     max_batch_tokens: Annotated[int, Field(ge=16, le=1_048_576)] = 2048

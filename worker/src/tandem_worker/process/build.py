@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from tandem_worker.group.executor import GroupSeat
     from tandem_worker.group.pods.leading import LeadingPod
     from tandem_worker.model.contract import CausalLM
+    from tandem_worker.model.prepared.kernels import PreparedKernels
     from tandem_worker.model.prepared.weights import PreparedWeights
     from tandem_worker.model.sources.digest import ModelDigest
     from tandem_worker.server.structured.compiler import GrammarCompiler
@@ -87,6 +88,7 @@ class _Start:
         self._config, self._pod, self._runtime = config, pod, runtime
         self._progress, self._switches, self._group, self._refusals = progress, switches, group, refusals
         self._store = open_store(config.model.cache_dir)
+        self._kernels: PreparedKernels | None = None
 
     def list_steps(self) -> list[Step]:
         """What a start consists of, and what each part needs."""
@@ -151,7 +153,13 @@ class _Start:
     def _open_device(self, _: None) -> torch.device:
         from tandem_worker.host.devices import resolve_device
 
-        return resolve_device(self._config.device)
+        device = resolve_device(self._config.device)
+        if device.type == "cuda":
+            from tandem_worker.model.prepared.kernels import open_prepared_kernels
+
+            self._kernels = open_prepared_kernels(self._store)
+            self._kernels.restore()
+        return device
 
     @property
     def _gate(self) -> tuple[str, ...]:
@@ -286,7 +294,6 @@ class _Start:
         )
         cache = engine.kv_cache
         memory.by_kind["kv"] = cache.num_blocks * cache.spec.bytes_per_block
-        memory.by_kind["graphs"] = engine.graph_bytes
         return engine, ends
 
     def _connect_transport(
@@ -327,7 +334,7 @@ class _Start:
             grammars=grammars,
             draining=lambda: self._switches.draining,
             gpu=open_gpu_reader(model.device),
-            memory_bytes=lambda: memory.by_kind | {"kv_resident": pages.resident_bytes},
+            memory_bytes=lambda: memory.by_kind | {"kv_resident": pages.resident_bytes, "graphs": engine.graph_bytes},
             start=self._progress,
             refusals=self._refusals,
             spans=self._runtime.tracer.counts,
@@ -340,6 +347,7 @@ class _Start:
             engine=engine,
             pages=pages,
             prepared=prepared,
+            kernels=self._kernels,
             hub=hub,
             prefill_server=server,
             prefill_client=client,

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tandem_worker.engine.execute.pages import BlockPages
     from tandem_worker.group.pods.leading import LeadingPod
     from tandem_worker.host.vitals import Vitals
+    from tandem_worker.model.prepared.kernels import PreparedKernels
     from tandem_worker.model.prepared.weights import PreparedWeights
     from tandem_worker.server.structured.compiler import GrammarCompiler
     from tandem_worker.transfer.decode.client import TcpPrefillClient
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 _GRAMMARS_SECONDS = 2.0
 """In which the request that woke the worker has its first token."""
+_MOST_RECORDING_SECONDS = 600.0
+"""After which kernels are kept though batch sizes are still to be recorded; what these compile is kept next time."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,6 +47,8 @@ class Worker:
     engine: EngineCore
     pages: BlockPages
     prepared: PreparedWeights
+    kernels: PreparedKernels | None
+    """None where there is no GPU."""
     hub: DeltaHub
     prefill_server: TcpPrefillServer | None
     prefill_client: TcpPrefillClient | None
@@ -64,7 +69,17 @@ class Worker:
         if self.grammars_later:
             vitals.start_thread("start-grammars", self._start_grammars)
         if not dies_with_container(Path(self.config.model.cache_dir).absolute()):
-            vitals.start_thread("save-weights", self.prepared.save)
+            vitals.start_thread("save-prepared", self._save_prepared)
+
+    def _save_prepared(self) -> None:
+        """What the next start need not make again. Kernels are all there once every batch size is recorded."""
+        self.prepared.save()
+        if self.kernels is None:
+            return
+        deadline = time.monotonic() + _MOST_RECORDING_SECONDS
+        while self.engine.graphs_pending and time.monotonic() < deadline:
+            time.sleep(1.0)
+        self.kernels.save()
 
     def _start_grammars(self) -> None:
         time.sleep(_GRAMMARS_SECONDS)
