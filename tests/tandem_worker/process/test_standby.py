@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import signal
 import threading
 import time
@@ -19,6 +20,7 @@ from tandem_api.launch import GatewayConfig, GatewayQueue
 from tandem_gateway.discovery.kube import ApiServer
 from tandem_gateway.server import Server
 from tandem_gateway.settings import Settings
+from tandem_worker.process import serving
 from tandem_worker.process import standby as module
 from tandem_worker.process.progress import StartProgress, Switches
 from tandem_worker.process.staging import StagedApp
@@ -237,3 +239,34 @@ def test_a_request_wakes_both_roles_through_the_gateway(
         print(f"from the request to its answer: {answer.headers['x-tandem-queue-seconds']} s of waiting")
         assert answer.headers["x-tandem-decode-worker"] == "decode-0"
         workers.eventually(lambda: one.get("/readyz").status_code == 200, 30, "the prefill worker was woken, too")
+
+
+@pytest.mark.parametrize("ready", [False, True])
+def test_a_wake_that_hangs_ends_the_process(monkeypatch: pytest.MonkeyPatch, ready: bool) -> None:
+    """With a reason and a sentence; one that is over is left alone."""
+    ended: list[tuple[object, ...]] = []
+    monkeypatch.setattr(serving, "end_process", lambda *told: ended.append(told))
+    process = SimpleNamespace(
+        _switches=Switches(ready=ready), _progress=SimpleNamespace(phase="loading weights"), _pod="pod"
+    )
+    serving.ServingProcess._end_late_wake(process)  # type: ignore[arg-type]
+    text = "The worker was woken 900 s ago and is still loading weights."
+    assert ended == ([] if ready else [("pod", "WakeTimedOut", text)])
+
+
+@pytest.mark.full
+@pytest.mark.timeout(200)
+def test_a_standby_whose_weights_are_gone_ends_with_the_reason(
+    workers: SimpleNamespace, tiny_model: Path, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    with workers.run(tmp_path, "decode", model, standby=True) as worker:
+        workers.eventually(lambda: is_resting(worker), 150, "the worker is on standby")
+        for weights in model.glob("*.safetensors"):
+            weights.unlink()
+        answer = httpx.post(worker.url + "/wake", timeout=60)
+        assert answer.status_code == 503, (answer.status_code, answer.text, worker.log.read_text()[-3000:])
+        assert worker.process.wait(10) == 1
+    (termination,) = tmp_path.glob("*.termination")
+    assert json.loads(termination.read_text())["reason"] == "WeightsNotFound"

@@ -95,6 +95,7 @@ class ServingProcess:
         try:
             worker = await self._build(group, self._refusals(gate, link, group))
         except BaseException as error:
+            door.fail()
             if group is not None:
                 group.leader.lose(Loss(f"rank 0 cannot start: {error}", getattr(error, "reason", "GroupLost")))
             if link is not None:

@@ -69,11 +69,18 @@ class WakeDoor:
 
     def __init__(self, app: ASGIApp, standby: Standby, switches: Switches) -> None:
         self._app, self._standby, self._switches = app, standby, switches
-        self._serving = asyncio.Event()
+        self._known = asyncio.Event()
+        """Whether requests will be taken."""
+        self._failed = False
 
     def open(self) -> None:
         """Requests are taken from now on. On the event loop."""
-        self._serving.set()
+        self._known.set()
+
+    def fail(self) -> None:
+        """None will be: nobody is to wait. On the event loop."""
+        self._failed = True
+        self._known.set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] != WAKE_PATH:
@@ -86,16 +93,16 @@ class WakeDoor:
 
     async def _wake(self, receive: Receive, send: Send) -> None:
         self._standby.wake("it was asked to")
-        serving = asyncio.ensure_future(self._serving.wait())
+        known = asyncio.ensure_future(self._known.wait())
         gone = asyncio.ensure_future(_await_end(receive))
         try:
-            await asyncio.wait({serving, gone}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({known, gone}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            serving.cancel()
+            known.cancel()
             gone.cancel()
-        if not self._serving.is_set():
+        if not self._known.is_set():
             return  # whoever asked has left
-        if self._switches.draining:
+        if self._failed or self._switches.draining:
             body = error_body("This worker is stopping.", kind="overloaded_error")
             await send_json(send, body, status=503, headers={HEADER_RETRY: RETRY_WORKER})
             return
