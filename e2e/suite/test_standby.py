@@ -15,8 +15,8 @@ import pytest
 from kubernetes.client import ApiException
 
 from e2e.realapi import ControlPlane, Nodes, start
+from e2e.suite.bare import Space, made_space
 from e2e.suite.fleet import Object, until
-from e2e.suite.test_other_writers import Space, made_space
 
 KIND = {"apiVersion": "tandem.dev/v1alpha1", "kind": "InferenceModel"}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -37,6 +38,8 @@ class Standbys(OwningServer):
     def __init__(self) -> None:
         super().__init__()
         self.made = 0
+        self.current = "new"
+        """The revision that StatefulSets were at before the newest, until all pods are of that."""
 
     def settle(self) -> None:
         for path in self.deleted:
@@ -44,6 +47,12 @@ class Standbys(OwningServer):
                 self.kept.pop(path, None)
         self.deleted = [path for path in self.deleted if not path.startswith(PODS)]
         super(OwningServer, self).settle()
+        revisions = {
+            p["metadata"]["labels"]["controller-revision-hash"] for n, p in self.kept.items() if n.startswith(PODS)
+        }
+        for path in (DECODE, PREFILL):
+            if path in self.kept and "old" in revisions:
+                self.kept[path]["status"]["currentRevision"] = self.current
         for path in (DECODE, PREFILL):
             if path not in self.kept:
                 continue
@@ -181,19 +190,22 @@ async def test_an_operator_that_begins_anew_leaves_them_on_standby(resting: Rest
 
 @pytest.mark.parametrize("paused", [False, True])
 async def test_a_new_template_replaces_them(resting: Resting, paused: bool) -> None:
-    """Also while rollouts are paused: nobody is served by them."""
+    """Unless rollouts are paused: those that wake are as they were."""
     server = resting.server
     await resting.rest()
     at_rest = dict(server.uids)
     resting.change(engine={"image": "w:2"}, rollout={"paused": paused})
     for path in (PREFILL, DECODE):
         server.kept[f"{PODS}/{path.rpartition('/')[2]}-0"]["metadata"]["labels"]["controller-revision-hash"] = "old"
+    server.current = "old"
     await look(server, resting.operator, times=6)
     assert resting.replicas == (1, 1)
-    assert not set(server.uids.values()) & set(at_rest.values())
+    assert set(server.uids.values()).isdisjoint(at_rest.values()) is not paused
     assert server.kept[MODEL]["status"]["decode"]["standby"] == 1
-    assert resting.conditions("Ready", "Available", "Stalled", "Reconciling") == ASLEEP
-    assert kstatus(server.kept[MODEL]) == "Current"
+    assert resting.conditions("Ready", "Available", "Stalled") == ASLEEP[:3]
+    assert resting.conditions("Reconciling") == (["True ScaledToZero"] if paused else [""])
+    if not paused:
+        assert kstatus(server.kept[MODEL]) == "Current"
 
 
 async def test_a_suspension_takes_them_away_and_gives_them_back(resting: Resting) -> None:
@@ -256,14 +268,13 @@ def replica(index: int, *, outdated: bool = False, leaving: bool = False) -> Rep
         (1, [replica(0), replica(1, outdated=True)], False, RolePlan(total=1, partition=0)),
     ],
 )
-@pytest.mark.parametrize("paused", [False, True])
-def test_plans_of_those_who_serve_nobody(
-    standby: int, replicas: list[Replica], even: bool, plan: RolePlan, paused: bool
-) -> None:
+def test_plans_of_those_who_serve_nobody(standby: int, replicas: list[Replica], even: bool, plan: RolePlan) -> None:
     view = RoleView(
         wanted=0, total=5, partition=0, replicas=replicas, surge=1, unavailable=0, is_even=even, standby=standby
     )
-    assert plan_rollout({D: view}, paused=paused) == {D: plan}
+    assert plan_rollout({D: view}) == {D: plan}
+    held = RolePlan(total=standby, partition=standby or None)
+    assert plan_rollout({D: replace(view, is_withheld=True)}) == {D: plan if even else held}
 
 
 def manifests(**spec: Any) -> dict[tuple[str, str], Manifest]:

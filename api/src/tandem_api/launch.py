@@ -300,12 +300,16 @@ class GatewayConfig(Wire):
     """None: unless the environment says so, requests are not traced."""
     response_store: StoreLimits | None = None
     """None: no response is kept."""
+    min_priority: int = 0
+    """The lowest `priority` that a request may have: lower ones run first."""
+    explain: bool = False
+    """Clients that ask are told where their request went, and what was expected to be cached there."""
 
 
 GATEWAY_FOLLOWS = frozenset(
     {
         "cors", "disaggregated", "served_name", "timeouts", "queue", "drain_timeout_seconds", "tracing",
-        "response_store",
+        "response_store", "min_priority", "explain",
     }
 )  # fmt: skip
 """Fields of `GatewayConfig` that a running gateway follows, by `GatewayRouting` or by what it finds: a change restarts
@@ -337,3 +341,5 @@ class GatewayRouting(Wire):
     cors: CORSRules | None = None
     tracing: TracingConfig | None = None
     response_store: StoreLimits | None = None
+    min_priority: int = 0
+    explain: bool = False

@@ -273,7 +273,7 @@ def _is_starting(group: Group) -> bool:
     """Whether what is not up may come up by itself: nothing has ended or been refused."""
     restarts = (s.get("restartCount") or 0 for pod in group.pods for s in dig_list(pod, "status", "containerStatuses"))
     problems = (pod_problem(pod) for pod in group.pods)
-    waits = any(not has_started(pod) for pod in group.pods) and not any(restarts)
+    waits = any(not has_started(pod) or is_on_standby(pod) for pod in group.pods) and not any(restarts)
     return waits and not any(problem is not None and problem.stalled for problem in problems)
 
 

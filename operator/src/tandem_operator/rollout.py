@@ -73,6 +73,8 @@ class RoleView:
     """Pods are made from the newest template, or from one that counts as the same, wherever the partition is."""
     standby: int = 0
     """Replicas that are to be there and serve nobody, of a role that is to have none else."""
+    is_withheld: bool = False
+    """All replicas went while a rollout was held: they come back from the older template before it goes on."""
     limit: int | None = None
     """Replicas of the newest template that there may be; None: any number. With a limit the new ones are the last of
     the role, and its set is never on `OnDelete`: a lost replica of the older template comes back as it was."""
@@ -104,7 +106,11 @@ def plan_rollout(
 
 
 def _plan_idle(view: RoleView) -> RolePlan:
-    """Of a role that serves nobody, so that nothing has to be spared, and a pause protects nothing."""
+    """A role that serves nobody, so that nothing has to be spared. Where a rollout is held, those on standby stay, and
+    come back, as they were; without any, a controller takes the newest template for the one that all have as soon as
+    there is none, but for a set that is on `OnDelete`."""
+    if view.is_withheld and not view.is_even:
+        return RolePlan(total=view.standby, partition=view.standby or None)
     outdated = tuple(sorted(replica.index for replica in _outdated(view) if replica.index < view.standby))
     return RolePlan(total=view.standby, partition=view.standby if view.is_even else 0, replace=outdated)
 
@@ -181,12 +187,13 @@ def _keeps_old(view: RoleView, *, only_down: bool) -> bool:
     newest = [r for r in view.replicas if not r.is_outdated and not r.is_leaving]
     up = sum(r.state is State.READY for r in newest)
     is_proven = 0 < up >= len(newest) - up
-    return any(r.state is not State.DOWN for r in _outdated(view)) and (only_down or not is_proven)
+    serves = view.is_withheld or any(r.state is not State.DOWN for r in _outdated(view))
+    return serves and (only_down or not is_proven)
 
 
 def _room(view: RoleView, released: set[int], *, only_down: bool) -> int:
     """How many more replicas may be put on the newest template before it has shown that it serves."""
-    if only_down:
+    if only_down or view.is_withheld:
         return 0
     unproven = {r.index for r in view.replicas if not r.is_outdated and r.state is not State.READY}
     return max(0, max(1, view.surge + view.unavailable) - len(unproven | released))

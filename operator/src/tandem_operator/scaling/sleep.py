@@ -36,7 +36,7 @@ class Sight:
     woken: bool = False
     """Of a model that sleeps a worker serves: one that was on standby, and that a gateway has woken."""
     rolling: bool = False
-    """Replicas are being replaced, or tried; or older ones serve that nobody could make again."""
+    """Replicas are being replaced, or tried. A rollout that waits, is paused or is stuck moves nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

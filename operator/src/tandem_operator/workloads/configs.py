@@ -99,6 +99,8 @@ def gateway_config(blueprint: Blueprint) -> GatewayConfig:
         tls=_client_tls(blueprint),
         tracing=tracing(blueprint),
         response_store=gateway_store(blueprint),
+        min_priority=spec.gateway.min_priority,
+        explain=spec.gateway.explain_routes,
     )
 
 

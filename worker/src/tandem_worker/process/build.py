@@ -70,6 +70,11 @@ def build_worker(
     return built
 
 
+def list_start_steps(config: WorkerConfig, pod: PodFacts, runtime: Runtime, progress: StartProgress) -> list[Step]:
+    """The steps of a start of one rank, for whoever wants what some of them leave behind."""
+    return _Start(config, pod, runtime, progress, Switches(), None, {}).list_steps()
+
+
 class _Start:
     """The steps of one start. What they have in common is known before; what one makes the others are given."""
 

@@ -83,11 +83,9 @@ class ServingProcess:
         app = StagedApp(lambda: self._progress.phase)
         door = WakeDoor(app, self._standby, self._switches)
         gate = TokenGate(door, self._runtime.api)
-        rests = lambda: self._standby.reached and not self._switches.draining  # noqa: E731
-        status = StatusApp(problems=self._runtime.vitals.problems, waits_for=self._waits_for, rests=rests)
+        status = StatusApp(problems=self._runtime.vitals.problems, waits_for=self._waits_for, rests=self._rests)
         ports = await open_ports(self._config, self._runtime.host, api=gate, status=status)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+        self._handle_signals(starting=True)
         link = await self._open_link(gate, status, ports)
         if self._runtime.files is not None:
             self._runtime.files.open(self._runtime.host)
@@ -102,6 +100,7 @@ class ServingProcess:
                 await link.stop()
             await ports.close()
             raise
+        self._handle_signals(starting=False)
         await app.install(worker.app)
         status.figures = worker.figures
         self._watch_steps(worker, group)
@@ -165,6 +164,9 @@ class ServingProcess:
             await ports.close()
             raise
         return listener
+
+    def _rests(self) -> bool:
+        return self._standby.reached and not self._switches.draining
 
     def _waits_for(self) -> str | None:
         if self._switches.draining:
@@ -265,6 +267,13 @@ class ServingProcess:
         """Another pod of the group must end. That ends the group, so finish what is running."""
         if self._switches.ready and not self._switches.draining:
             self._on_signal()
+
+    def _handle_signals(self, *, starting: bool) -> None:
+        """SIGTERM ends a process that starts by itself: Python hears nothing while a library that is loaded holds the
+        interpreter's lock, which takes seconds from a slow disk. The kernel keeps it from process 1 alone."""
+        numbers = [signal.SIGINT] if starting and os.getpid() != 1 else [signal.SIGINT, signal.SIGTERM]
+        for number in numbers:
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
 
     def _on_signal(self) -> None:
         if not self._switches.ready or self._switches.draining:
