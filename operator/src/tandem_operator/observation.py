@@ -227,8 +227,11 @@ def replica_failure(workload: Manifest) -> str | None:
     return None
 
 
-def observe_replicas(groups: Sequence[Group], *, alike: Collection[str], now: datetime) -> list[Replica]:
-    """Replicas as the planner of rollouts sees them. `alike` are the revisions that count as the newest template."""
+def observe_replicas(
+    groups: Sequence[Group], *, alike: Collection[str], now: datetime, rests: bool = False
+) -> list[Replica]:
+    """Replicas as the planner of rollouts sees them. `alike` are the revisions that count as the newest template;
+    `rests`: some may be on standby, and wake up."""
     return [
         Replica(
             index=group.index,
@@ -237,7 +240,7 @@ def observe_replicas(groups: Sequence[Group], *, alike: Collection[str], now: da
             is_outdated=bool(group.outdated(alike)),
             is_leaving=all(is_leaving(pod) for pod in group.pods),
             is_whole=is_whole(group),
-            is_starting=_is_starting(group),
+            is_starting=_is_starting(group, rests=rests),
         )
         for group in groups
     ]
@@ -269,11 +272,11 @@ def prefill_groups(blueprint: Blueprint, live: Children) -> list[Group]:
     return group_pods(pods, group_size(labels_of(pods[0])) if pods else 1)
 
 
-def _is_starting(group: Group) -> bool:
+def _is_starting(group: Group, *, rests: bool) -> bool:
     """Whether what is not up may come up by itself: nothing has ended or been refused."""
     restarts = (s.get("restartCount") or 0 for pod in group.pods for s in dig_list(pod, "status", "containerStatuses"))
     problems = (pod_problem(pod) for pod in group.pods)
-    waits = any(not has_started(pod) or is_on_standby(pod) for pod in group.pods) and not any(restarts)
+    waits = any(not has_started(pod) or (rests and is_on_standby(pod)) for pod in group.pods) and not any(restarts)
     return waits and not any(problem is not None and problem.stalled for problem in problems)
 
 

@@ -129,7 +129,7 @@ def _view(
         wanted=blueprint.replicas(spec.replicas),
         total=total,
         partition=partition,
-        replicas=observe_replicas(groups, alike=revisions.alike, now=now),
+        replicas=observe_replicas(groups, alike=revisions.alike, now=now, rests=blueprint.model.spec.standby > 0),
         surge=blueprint.surge_of(role),
         unavailable=blueprint.unavailable_of(role, spec.replicas),
         is_even=revisions.is_even,
