@@ -20,6 +20,7 @@ from tandem_worker.model.layers.linear import HeadLinear, Linear
 from tandem_worker.model.layers.mlp import GatedMLP
 from tandem_worker.model.layers.moe import Experts
 from tandem_worker.model.layers.norm import RMSNorm
+from tandem_worker.model.layers.routers import Route, Router, Routing
 from tandem_worker.model.layers.step import Step
 
 if TYPE_CHECKING:
@@ -79,10 +80,12 @@ class NativeHead(HeadLinear):
         if self.linear is None:
             super().__init__(weight)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Float32 sums of the products, `[T, N]`; a `bias` `[N]` only where `linear` is the kernel's."""
         if self.linear is None or self.linear.address is None:
+            assert bias is None
             return super().__call__(x)
-        return native.linear(self.linear.address, self.linear.out_features, x, None, dtype=torch.float32)
+        return native.linear(self.linear.address, self.linear.out_features, x, bias, dtype=torch.float32)
 
 
 class NativeRMSNorm(RMSNorm):
@@ -124,6 +127,20 @@ class NativeSelfAttention(SelfAttention):
         return self.out.add_to(step.attention.attend(heads[:, : spec.num_heads], kv, kv_layer, spec), residual)
 
 
+def build_route(router: Router) -> Route:
+    """Routing by `router`, its scores float32 sums of the kernel: torch's depend on how many rows there are."""
+    if router.weight.dtype != torch.bfloat16:
+        return router
+    scores = NativeHead(router.weight)
+    if scores.linear is None or (router.bias is not None and router.bias.dtype != torch.bfloat16):
+        return router
+
+    def route(x: torch.Tensor, live: torch.Tensor | None) -> Routing:
+        return router.choose(scores(x, router.bias)).only(live)
+
+    return route
+
+
 class NativeExperts(Experts):
     linear = NativeLinear
 
@@ -139,5 +156,6 @@ NATIVE = replace(
     self_attention=NativeSelfAttention,
     mlp=NativeMLP,
     experts=NativeExperts,
+    route=build_route,
     packer=NativePacker if _PACKS else None,
 )
