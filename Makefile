@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE  # importing torch without byte code costs ever
 
 .PHONY: help
 help: ## List the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  \033[1m%-16s\033[0m %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  \033[1m%-18s\033[0m %s\n", $$1, $$2}'
 
 .cache/tools/bin/uv: | .cache/tools/bin/pip
 	@echo "installing uv $(UV_VERSION) into .cache/tools"
@@ -124,8 +124,8 @@ e2e-gitops: cluster ## Flux, kstatus and Argo CD's Lua beside the cluster (build
 	@$(RUN) pytest e2e/suite/test_gitops.py --timeout 900 --durations 5 -rA --show-capture=no --tb=short
 
 .PHONY: e2e-external
-e2e-external: cluster ## A HorizontalPodAutoscaler at work on workers' metrics (builds Prometheus and its adapter first: minutes)
-	@$(RUN) pytest e2e/suite/test_external.py --timeout 900 --durations 5 -rA --show-capture=no --tb=short
+e2e-external: cluster ## A HorizontalPodAutoscaler at work on workers' metrics, alerts in promtool (builds them first: minutes)
+	@$(RUN) pytest e2e/suite/test_external.py e2e/suite/test_alerts.py --timeout 900 --durations 5 -rA --show-capture=no --tb=short
 
 .PHONY: e2e-upgrade
 e2e-upgrade: cluster ## Upgrades of the operator under load, from two earlier releases and to a later one (builds them: minutes)
@@ -161,6 +161,11 @@ cluster: setup ## A real Kubernetes with Tandem's images loaded (kind, plain bin
 cluster-down: setup ## Stop the cluster; caches stay
 	@$(RUN) python -m e2e.cluster down
 
+.PHONY: release
+release: setup ## Images by digest and the chart into REGISTRY, CHANGELOG.md, SBOMs in dist/ (VERSION=0.2.0; GPU=no: a third the size)
+	@test -n "$(REGISTRY)" || { echo "make release REGISTRY=registry.example.com/team [VERSION=0.2.0] [GPU=no]" >&2; exit 2; }
+	@$(RUN) python -m e2e.release --registry $(REGISTRY) $(if $(VERSION),--version $(VERSION)) $(if $(filter no,$(GPU)),--cpu-only)
+
 .PHONY: generate
 generate: setup ## Regenerate CRD, chart copies and reference docs from the types in api/ and the model families
 	@$(RUN) python -m tandem_api.generate
@@ -175,6 +180,10 @@ format: setup ## Format and fix what can be fixed
 bench-engine: setup ## The engine against transformers, and its control logic's cost
 	@$(RUN) python -m bench.engine
 
+.PHONY: bench-lossless
+bench-lossless: setup ## Weights in 12 bits against plain ones: products, and the whole worker over HTTP (two idle cores)
+	@$(RUN) python -m bench.lossless $(BENCH)
+
 .PHONY: bench-start
 bench-start: setup ## From exec to the first token, step by step, with and without prepared copies (two idle cores; BENCH="--against CHECKOUT")
 	@$(RUN) python -m bench.start $(BENCH)
@@ -182,6 +191,10 @@ bench-start: setup ## From exec to the first token, step by step, with and witho
 .PHONY: soak-starts
 soak-starts: setup ## 500 starts over one cache (BENCH="--starts N"), killed at random times, their copies damaged: nothing wrong
 	@$(RUN) python -m bench.start.kills $(BENCH)
+
+.PHONY: soak-swarm
+soak-swarm: setup ## 8 workers fetch a model at once from a hub at 20 MB/s, alone against together, then 20 of them are killed (BENCH="--kills N")
+	@$(RUN) python -m bench.start.swarm $(BENCH)
 
 .PHONY: soak-engine
 soak-engine: setup ## 10,000 random requests in a tiny block space: nothing leaks, nothing changes

@@ -61,7 +61,7 @@ def main() -> int:
     with cluster.service_url("default", MODEL, 80) as url:
         answer = chat(url.rstrip("/"))
     steps.done()
-    print_next(cluster)
+    print(describe_next(str(cluster.kubeconfig)))
     print(f"\nmake demo: {time.monotonic() - steps.started:.1f} s in all")
     if "Paris" not in answer:
         print("the answer does not contain Paris", file=sys.stderr)
@@ -136,17 +136,18 @@ def stream_turn(api: openai.OpenAI, messages: list[Any]) -> str:
     return text
 
 
-def print_next(cluster: Any) -> None:
-    print(f"""
+def describe_next(kubeconfig: str) -> str:
+    """What to type now."""
+    return f"""
 What to do next:
-    export KUBECONFIG={cluster.kubeconfig}
+    export KUBECONFIG={kubeconfig}
     talk to it   kubectl port-forward svc/{MODEL} 8080:80 &
                  curl localhost:8080/v1/chat/completions -H 'content-type: application/json' \\
                    -d '{{"model": "{MODEL}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
-    watch it     kubectl get im,pods -w        kubectl describe im {MODEL}
+    watch it     kubectl get im -w             kubectl describe im {MODEL}
                  kubectl -n {NAMESPACE} logs deploy/tandem-operator -f
     scale it     kubectl patch im {MODEL} --type merge -p '{{"spec": {{"decode": {{"replicas": 2}}}}}}'
-    remove it    kubectl delete im {MODEL}; helm -n {NAMESPACE} uninstall tandem; make cluster-down""")
+    remove it    kubectl delete im {MODEL}; helm -n {NAMESPACE} uninstall tandem; make cluster-down"""
 
 
 if __name__ == "__main__":

@@ -42,10 +42,17 @@ def free_port() -> int:
 
 @contextmanager
 def worker(
-    role: str, model: Path, dtype: str, threads: int, tree: Path | None = None, *, native: bool = True
+    role: str,
+    model: Path,
+    dtype: str,
+    threads: int,
+    tree: Path | None = None,
+    *,
+    native: bool = True,
+    weights: str = "Auto",
 ) -> Iterator[Worker]:
     """A ready worker process on loopback; ended with SIGTERM. `tree`: a checkout whose code it runs instead. Without
-    `native` torch computes what the CPU kernels would."""
+    `native` torch computes what the CPU kernels would; `weights` is `spec.engine.weights`."""
     port, metrics_port, kv_port = free_port(), free_port(), free_port()
     document = {
         "modelName": "bench",
@@ -60,6 +67,8 @@ def worker(
         "metricsPort": metrics_port,
         "drainTimeoutSeconds": 1,
     }
+    if weights != "Auto":
+        document["weights"] = weights
     if tree is not None and "WORKER_METRICS_PORT" not in (tree / "api/src/tandem_api/launch.py").read_text():
         metrics_port = port  # versions whose probes are answered at the port of the API
         del document["metricsPort"]

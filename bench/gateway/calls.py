@@ -51,8 +51,8 @@ class Transport:
     def write(self, _: bytes) -> None:
         self._on_write()
 
-    def get_extra_info(self, _: str) -> Socket:
-        return self._socket
+    def get_extra_info(self, name: str) -> Socket | None:
+        return self._socket if name == "socket" else None
 
     def set_write_buffer_limits(self, **_: int) -> None: ...
 

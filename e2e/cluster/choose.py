@@ -10,10 +10,13 @@ from .settings import Settings
 NAMES = ("kind", "binaries", "existing")
 
 
-def choose_name(asked: str | None, *, docker: bool) -> str:
-    """The asked-for backend, else kind where a Docker engine answers, else binaries. Raises ClusterError for a typo."""
+def choose_name(asked: str | None, *, docker: bool, kubeconfig: bool = False) -> str:
+    """The asked-for backend, else the cluster of KUBECONFIG, else kind where a Docker engine answers, else binaries.
+
+    Raises ClusterError for a typo.
+    """
     if asked is None:
-        return "kind" if docker else "binaries"
+        return "existing" if kubeconfig else "kind" if docker else "binaries"
     if asked not in NAMES:
         raise ClusterError(f"TANDEM_CLUSTER is `{asked}`; it can be {', '.join(NAMES)}")
     return asked
@@ -21,7 +24,9 @@ def choose_name(asked: str | None, *, docker: bool) -> str:
 
 def choose_backend(settings: Settings) -> Backend:
     """A cluster that is up keeps its backend; the environment decides about a new one."""
-    name = choose_name(settings.backend, docker=settings.backend is None and docker_answers())
+    theirs = settings.kubeconfig is not None and not settings.is_own(settings.kubeconfig)
+    asks = settings.backend is None and not theirs
+    name = choose_name(settings.backend, docker=asks and docker_answers(), kubeconfig=theirs)
     if name == "kind":
         from .kind import KindBackend
 

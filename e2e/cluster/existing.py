@@ -31,8 +31,19 @@ class ExistingBackend:
         return self.settings.kubeconfig
 
     def check(self) -> None:
+        """Before anything is built: what the user has to say stands at the beginning, not after minutes."""
         if not self.kubeconfig.is_file():
             raise ClusterError(f"KUBECONFIG names {self.kubeconfig}, which is not a file")
+        self._registry()
+
+    def _registry(self) -> str:
+        if self.settings.registry is None:
+            raise ClusterError(
+                f"KUBECONFIG chooses the cluster of {self.kubeconfig}, whose nodes need Tandem's images: set "
+                "TANDEM_REGISTRY to a registry that you push to and they pull from, e.g. registry.example.com/team. "
+                "For a cluster on this machine instead, unset KUBECONFIG, or set TANDEM_CLUSTER to kind or binaries"
+            )
+        return self.settings.registry
 
     def _answers(self) -> bool:
         kubectl = find_tool("kubectl", self.builder)
@@ -52,12 +63,7 @@ class ExistingBackend:
         return {image.part: self.add(image, self.settings.root) for image in images}
 
     def add(self, image: Image, root: Path) -> str:
-        registry = self.settings.registry
-        if registry is None:
-            raise ClusterError(
-                "set TANDEM_REGISTRY to a registry that you can push to and the cluster's nodes pull from, "
-                "e.g. registry.example.com/team"
-            )
+        registry = self._registry()
         plain, name = registry.startswith("http://"), registry.removeprefix("http://").rstrip("/")
         builder = choose_builder(replace(self.settings, root=root))
         tag = builder.tag(image)

@@ -75,6 +75,12 @@ PROGRAMS = {
             package="github.com/prometheus/prometheus/cmd/prometheus",
             tags="remove_all_sd,enable_kubernetes_sd",  # of the ways to find targets, those of clouds are left out
         ),
+        Program(
+            name="promtool",
+            module="prometheus",
+            package="github.com/prometheus/prometheus/cmd/promtool",
+            tags="remove_all_sd",
+        ),
         Program(name="kubeconform", module="lint", package="github.com/yannh/kubeconform/cmd/kubeconform"),
         Program(name="kube-score", module="lint", package="github.com/zegl/kube-score/cmd/kube-score"),
     )

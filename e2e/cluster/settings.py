@@ -22,7 +22,7 @@ class Settings:
     backend: str | None
     """TANDEM_CLUSTER: the backend asked for; None chooses."""
     kubeconfig: Path | None
-    """KUBECONFIG, for the backend `existing`."""
+    """KUBECONFIG: it chooses the backend `existing`."""
     registry: str | None
     """TANDEM_REGISTRY: where the backend `existing` pushes images, e.g. `registry.example.com/team`; with `http://` in
     front of it one that has no TLS."""
@@ -41,7 +41,19 @@ class Settings:
     @property
     def has_gpu(self) -> bool:
         """Whether workers may meet a GPU: this machine has one, or the cluster is somebody else's."""
+        if self.gpu is not None:
+            return self.gpu
         return self.backend == "existing" or Path("/dev/nvidiactl").exists()
+
+    gpu: bool | None = None
+    """What a release says about its images; None: `has_gpu` looks."""
+    install_packages: bool | None = None
+    """TANDEM_INSTALL_PACKAGES: whether apt-get may install what the backend `binaries` lacks. None: whoever sits at the
+    terminal is asked; where there is none, as in CI, it may."""
+
+    def is_own(self, kubeconfig: Path) -> bool:
+        """Whether this checkout's cluster wrote the file: what `make demo` says to export chooses nothing."""
+        return kubeconfig.expanduser().resolve().is_relative_to(self.state.resolve())
 
     @property
     def go_modules(self) -> Path:
@@ -76,7 +88,12 @@ def read_settings(environ: Mapping[str, str] = os.environ, root: Path = ROOT) ->
         base_image=given("TANDEM_BASE_IMAGE"),
         node_image=given("TANDEM_NODE_IMAGE"),
         ca_bundle=find_ca_bundle(environ),
+        install_packages=_read_consent(given("TANDEM_INSTALL_PACKAGES")),
     )
+
+
+def _read_consent(text: str | None) -> bool | None:
+    return None if text is None else text.lower() in {"yes", "true", "1"}
 
 
 def find_ca_bundle(environ: Mapping[str, str]) -> Path | None:

@@ -22,7 +22,7 @@ from e2e.suite.fleet import Kubernetes, until
 
 _CONTROLLERS = (
     "statefulset", "deployment", "replicaset", "garbage-collector-controller", "serviceaccount-controller",
-    "namespace-controller", "disruption-controller", "resourcequota-controller",
+    "namespace-controller", "disruption-controller", "resourcequota-controller", "job-controller",
 )  # fmt: skip
 _POLICIES = (
     "--feature-gates=MutatingAdmissionPolicy=true",
@@ -60,11 +60,12 @@ class ControlPlane:
         self.operators.append(process)
         return process
 
-    def stop_operators(self) -> None:
+    def stop_operators(self, *, but: subprocess.Popen[bytes] | None = None) -> None:
         """Each gives its lease back."""
         for process in self.operators:
-            _end(process)
-        self.operators.clear()
+            if process is not but:
+                _end(process)
+        self.operators = [process for process in self.operators if process is but]
 
 
 def free_port() -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
 import threading
 import time
@@ -30,6 +32,7 @@ class Nodes:
         self._kubernetes = kubernetes
         self._made: dict[str, float] = {}
         self._gateways: dict[str, tuple[str, ThreadingHTTPServer]] = {}
+        self._tried = 0
         self._lowest: Counter[tuple[str, str]] = Counter()
         self._watched: set[tuple[str, str]] = set()
         self._ends = threading.Event()
@@ -85,6 +88,8 @@ class Nodes:
             body = {"gracePeriodSeconds": 0, "preconditions": {"uid": metadata["uid"]}}
             self._kubernetes.request("DELETE", path, body)
             return
+        if pod["status"].get("phase") in ("Succeeded", "Failed"):
+            return
         born = self._made.setdefault(metadata["uid"], now)
         bad = any(container["image"].startswith(BAD) for container in pod["spec"]["containers"])
         if bad or now - born < self.load_seconds:
@@ -123,12 +128,22 @@ class Nodes:
             return "127.0.0.1"
         uid = pod["metadata"]["uid"]
         if uid not in self._gateways:
-            address = f"127.77.{len(self._gateways) // 250}.{len(self._gateways) % 250 + 1}"
-            server = ThreadingHTTPServer((address, names.GATEWAY_METRICS_PORT), self._handler(pod))
+            address, server = self._bind(self._handler(pod))
             server.daemon_threads = True
             threading.Thread(target=server.serve_forever, daemon=True).start()
             self._gateways[uid] = address, server
         return self._gateways[uid][0]
+
+    def _bind(self, handler: type[BaseHTTPRequestHandler]) -> tuple[str, ThreadingHTTPServer]:
+        """A server at an address that nobody has: other runs on this machine have some."""
+        for number in itertools.count(self._tried):
+            self._tried, address = number + 1, f"127.77.{number // 250 % 250}.{number % 250 + 1}"
+            try:
+                return address, ThreadingHTTPServer((address, names.GATEWAY_METRICS_PORT), handler)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+        raise AssertionError("unreachable")
 
     def _handler(self, gateway: Object) -> type[BaseHTTPRequestHandler]:
         nodes, started = self, time.time()

@@ -22,8 +22,11 @@ from e2e.cluster.disk import check_disk
 from e2e.cluster.errors import ClusterError
 from e2e.install import install_chart
 from e2e.suite import lanes
+from e2e.suite.bare import nodes, plane, space
 from e2e.suite.fleet import WAITED, Fleet, Kubernetes, Say, smollm2
 
+__all__ = ["nodes", "plane", "space"]
+"""Fixtures of other files."""
 ARTIFACTS = Path(__file__).resolve().parent.parent / "artifacts"
 _SAID, _TOOK, _GROUPS = "said", "waited", "groups"
 _FAILURE_CHARACTERS = 4000

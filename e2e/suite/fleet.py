@@ -90,6 +90,7 @@ class Kubernetes:
 
 
 PATHS = {
+    "jobs": "/apis/batch/v1",
     "inferencemodels": "/apis/tandem.dev/v1alpha1",
     "statefulsets": "/apis/apps/v1",
     "deployments": "/apis/apps/v1",

@@ -6,167 +6,14 @@ On a real API server with the real StatefulSet controller, without nodes (`e2e.r
 from __future__ import annotations
 
 import time
-import uuid
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from contextlib import ExitStack
 
 import pytest
 
-from e2e.realapi import ControlPlane, Nodes, start
-from e2e.suite.fleet import Fleet, Object, until
-
-DECODE = "m-decode"
-LOAD_SECONDS = 0.5
-
-
-@pytest.fixture(scope="module")
-def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
-    with start(Path(tmp_path_factory.mktemp("plane"))) as made:
-        made.start_operator()
-        yield made
-
-
-@pytest.fixture(scope="module")
-def nodes(plane: ControlPlane) -> Iterator[Nodes]:
-    with Nodes(plane.kubernetes, load_seconds=LOAD_SECONDS) as made:
-        yield made
-
-
-@dataclass(frozen=True)
-class Space(Fleet):
-    """A namespace without nodes."""
-
-    nodes: Nodes
-
-    @property
-    def model(self) -> Object:
-        return self.get("inferencemodels", "m")
-
-    @property
-    def workload(self) -> Object:
-        return self.get("statefulsets", DECODE)
-
-    @property
-    def ready(self) -> list[Object]:
-        return self.nodes.ready(self.namespace, DECODE)
-
-    @property
-    def pods(self) -> dict[str, str]:
-        return {p["metadata"]["name"]: p["metadata"]["uid"] for p in self.nodes.of(self.namespace, DECODE)}
-
-    def condition(self, kind: str) -> Object | None:
-        return next((c for c in self.model["status"].get("conditions", []) if c["type"] == kind), None)
-
-    def annotate(self, name: str, text: str | None) -> None:
-        body = {"metadata": {"annotations": {name: text}}}
-        self.kubernetes.request("PATCH", self.path("inferencemodels", "m"), body, MERGE)
-
-    def write_template(self, template: Object) -> None:
-        """As `kubectl rollout restart` and `kubectl patch` do."""
-        body = {"spec": {"template": template}}
-        path = self.path("statefulsets", DECODE)
-        self.kubernetes.request("PATCH", path, body, "application/strategic-merge-patch+json")
-
-    def settled(self, replicas: int) -> bool:
-        rollout = self.model["status"]["rollout"]
-        assert rollout["phase"] == "Complete", rollout
-        assert len(self.ready) == len(self.pods) == replicas, (len(self.ready), len(self.pods))
-        assert self.workload["spec"]["replicas"] == replicas
-        assert self.condition("Reconciling") is None, self.condition("Reconciling")
-        return True
-
-    def wait_settled(self, replicas: int, *, within: float = 60) -> None:
-        until("the workers to be settled", lambda: self.settled(replicas), within=within)
-
-
-MERGE = "application/merge-patch+json"
-PROMISE = {"maxSurge": 3, "maxUnavailable": 0}
-
-
-@contextmanager
-def made_space(plane: ControlPlane, nodes: Nodes) -> Iterator[Space]:
-    name = f"others-{uuid.uuid4().hex[:6]}"
-    plane.kubernetes.request("POST", "/api/v1/namespaces", {"metadata": {"name": name}})
-    made = Space(plane, plane.kubernetes, name, nodes)
-    yield made
-    plane.kubernetes.request("DELETE", made.path("inferencemodels", "m"))
-    plane.kubernetes.request("DELETE", f"/api/v1/namespaces/{name}")
-
-
-@pytest.fixture
-def space(plane: ControlPlane, nodes: Nodes) -> Iterator[Space]:
-    with made_space(plane, nodes) as made:
-        yield made
-
-
-def serve(space: Space, replicas: int, *, image: str | None = "worker:1", **rollout: Any) -> dict[str, str]:
-    """A model whose workers are all ready. Returns their uids."""
-    spec = {
-        "model": {"uri": "hf://org/repo"},
-        "decode": {"replicas": replicas},
-        "engine": {} if image is None else {"image": image},
-        "rollout": PROMISE | rollout,
-    }
-    kind = {"apiVersion": "tandem.dev/v1alpha1", "kind": "InferenceModel"}
-    space.apply(kind | {"metadata": {"name": "m", "namespace": space.namespace}, "spec": spec})
-    space.wait_settled(replicas)
-    return space.pods
-
-
-def stays(space: Space, before: dict[str, str], *, seconds: float = 2.0) -> None:
-    """Nobody is taken away for as long as a rollout would have needed to begin."""
-    ends = time.monotonic() + seconds
-    while time.monotonic() < ends:
-        now = space.pods
-        assert {name: now.get(name) for name in before} == before
-        time.sleep(0.2)
-
-
-def rolled(space: Space, before: dict[str, str], replicas: int) -> Callable[[], None]:
-    def wait() -> None:
-        def all_new() -> bool:
-            kept = set(before.values()) & set(space.pods.values())
-            assert not kept, f"{len(kept)} of before"
-            return space.settled(replicas)
-
-        until("all workers to be new", all_new, within=90)
-
-    return wait
-
-
-def restarted_at(text: str) -> Object:
-    return {"metadata": {"annotations": {"kubectl.kubernetes.io/restartedAt": text}}}
-
-
-def policy(plane: ControlPlane, namespace: str, patch: str) -> Callable[[], None]:
-    """A policy that applies a JSON patch to every StatefulSet that is written in a namespace. Returns its end."""
-    name, base = f"rewrite-{namespace}", "/apis/admissionregistration.k8s.io/v1beta1"
-    version = {"apiVersion": "admissionregistration.k8s.io/v1beta1"}
-    rules = [{"apiGroups": ["apps"], "apiVersions": ["v1"], "operations": ["CREATE", "UPDATE"],
-              "resources": ["statefulsets"]}]  # fmt: skip
-    spec = {
-        "failurePolicy": "Fail", "reinvocationPolicy": "Never", "matchConstraints": {"resourceRules": rules},
-        "mutations": [{"patchType": "JSONPatch", "jsonPatch": {"expression": patch}}],
-    }  # fmt: skip
-    selector = {"matchLabels": {"kubernetes.io/metadata.name": namespace}}
-    bound = {"policyName": name, "matchResources": {"namespaceSelector": selector}}
-    for plural, kind, body in (
-        ("mutatingadmissionpolicies", "MutatingAdmissionPolicy", spec),
-        ("mutatingadmissionpolicybindings", "MutatingAdmissionPolicyBinding", bound),
-    ):
-        made = version | {"kind": kind, "metadata": {"name": name}, "spec": body}
-        plane.kubernetes.request("POST", f"{base}/{plural}", made)
-
-    def end() -> None:
-        for plural in ("mutatingadmissionpolicybindings", "mutatingadmissionpolicies"):
-            plane.kubernetes.request("DELETE", f"{base}/{plural}/{name}")
-
-    return end
-
+from e2e.realapi import ControlPlane, Nodes
+from e2e.suite.bare import DECODE, Space, images, made_space, policy, restarted_at, rolled, serve, stays
+from e2e.suite.fleet import until
 
 _METADATA = "/spec/template/metadata/annotations/example.com~1scanned"
 _CONTAINER = "/spec/template/spec/containers"
@@ -228,19 +75,19 @@ def test_a_restart_by_annotation_keeps_the_promise(space: Space, nodes: Nodes) -
     before = serve(space, 4)
 
     def restart() -> None:
-        space.annotate("tandem.dev/restart", "1")
+        space.mark("tandem.dev/restart", "1")
         rolled(space, before, 4)()
 
     assert nodes.lowest(space.namespace, DECODE, restart) >= 4
-    again = space.pods
-    space.annotate("tandem.dev/restart", None)
+    again = space.workers
+    space.mark("tandem.dev/restart", None)
     stays(space, again)
 
 
 def test_what_somebody_adds_to_a_template_is_named_and_replaces_nobody(space: Space) -> None:
     before = serve(space, 3)
     space.write_template({"metadata": {"annotations": {"example.com/note": "x"}}})
-    found = until("the condition", lambda: space.condition("TemplateMutated"), within=10)
+    found = until("the condition", lambda: space.told("TemplateMutated"), within=10)
     assert "metadata.annotations[example.com/note] is added" in found["message"]
     stays(space, before)
     space.settled(3)
@@ -262,9 +109,9 @@ def under_policy(space: Space, name: str) -> None:
         space.patch("m", {"decode": {"replicas": 3}})
         space.wait_settled(3)
         stays(space, before, seconds=1.5)
-        found = until("the condition", lambda: space.condition("TemplateMutated"), within=10)
+        found = until("the condition", lambda: space.told("TemplateMutated"), within=10)
         assert POLICIES[name][2] in found["message"], name
-        three = space.pods
+        three = space.workers
         space.patch("m", {"engine": {"maxBatchTokens": 64}})
         assert space.nodes.lowest(space.namespace, DECODE, rolled(space, three, 3)) >= 3, name
         space.patch("m", {"decode": {"replicas": 1}})
@@ -285,12 +132,74 @@ def test_what_is_added_to_a_rollout_that_is_paused_or_stuck_is_of_the_template_b
     space.patch("m", {"decode": {"replicas": 7}})
     until("seven that serve", lambda: len(space.ready) == 7, within=30)
     assert images(space) == {"worker:1"}
-    assert len(space.pods) == 8
+    assert len(space.workers) == 8
 
 
-def images(space: Space, *, ready: bool = True) -> set[str]:
-    found = space.ready if ready else space.nodes.of(space.namespace, DECODE)
-    return {p["spec"]["containers"][0]["image"] for p in found}
+@pytest.mark.parametrize("held", ["paused", "stuck"])
+def test_a_rollout_that_is_held_comes_back_from_zero_as_it_was(space: Space, held: str) -> None:
+    """The controller of StatefulSets takes the newest template for the one of all pods where there is none."""
+    serve(space, 2, paused=held == "paused", maxSurge=1)
+    image = "worker:2" if held == "paused" else "bad:1"
+    space.patch("m", {"engine": {"image": image}, "rollout": {"progressDeadline": "3s"}})
+    until("the new template", lambda: image in str(space.workload["spec"]["template"]), within=10)
+    until("it to be held", lambda: space.told("Stalled"), within=20)
+    space.patch("m", {"decode": {"replicas": 0}})
+    until("all workers to be gone", lambda: not space.workers, within=20)
+    time.sleep(1.0)
+    space.patch("m", {"decode": {"replicas": 3}})
+    until("three that serve", lambda: len(space.ready) == 3, within=20)
+    assert images(space) == {"worker:1"}
+    space.patch("m", {"engine": {"image": "worker:3"}, "rollout": {"paused": False}})
+    until("the next template", lambda: images(space, ready=False) == {"worker:3"} and space.settled(3), within=40)
+
+
+def test_workers_wait_for_the_job_that_fills_their_claim(space: Space) -> None:
+    """With the real controller of Jobs: a pod that fails is followed by another, one that succeeds lets workers go."""
+
+    def jobs() -> dict[str, Object]:
+        return {j["metadata"]["name"]: j for j in space.find("jobs")}
+
+    def end(phase: str, code: int, number: int) -> None:
+        """What a kubelet says of the newest pod."""
+
+        def its_pod() -> Object:
+            prefix = "".join(jobs()) or "no job"
+            found = [p for p in space.nodes.of(space.namespace, prefix) if p["status"].get("phase") == "Running"]
+            assert len(found) == 1, found
+            return found[0]
+
+        pod = until(f"pod {number} of the job", its_pod, within=40)
+        told = {"exitCode": code, "message": '{"reason": "DiskFull", "message": "The disk is full."}'}
+        ended = {"name": "worker", "state": {"running": None, "terminated": told}, "ready": False, "started": False}
+        path = f"{space.path('pods', pod['metadata']['name'])}/status"
+        conditions = [{"type": kind, "status": "False"} for kind in ("Ready", "ContainersReady")]
+        body = {"status": {"phase": phase, "containerStatuses": [ended], "conditions": conditions}}
+        space.kubernetes.request("PATCH", path, body, "application/strategic-merge-patch+json")
+
+    model = {"uri": "hf://org/repo", "cache": {"persistentVolumeClaim": "models", "prewarm": True}}
+    kind = {"apiVersion": "tandem.dev/v1alpha1", "kind": "InferenceModel"}
+    spec = {"model": model, "decode": {"replicas": 1}, "engine": {"image": "worker:1"}}
+    space.apply(kind | {"metadata": {"name": "m", "namespace": space.namespace}, "spec": spec})
+    end("Failed", 1, 1)
+
+    def is_told() -> bool:
+        assert "The disk is full." in (space.condition("CachePrewarmed") or {})["message"]
+        return True
+
+    until("the failure to be told", is_told, within=20)
+    assert not space.pods
+    end("Succeeded", 0, 2)
+    space.wait_settled(1)
+    before, (first,) = space.pods, jobs()
+    space.patch("m", {"engine": {"image": "worker:2"}, "decode": {"replicas": 2}})
+    until("another job", lambda: len(jobs()) == 1 and first not in jobs(), within=20)
+    until("two workers", lambda: len(space.ready) == 2, within=20)
+    assert images(space) == {"worker:1"}, "what serves is scaled, and not replaced"
+    end("Succeeded", 0, 1)
+    rolled(space, before, 2)()
+    space.patch("m", {"model": {"cache": {"prewarm": None}}})
+    until("no job", lambda: not jobs(), within=20)
+    space.wait_settled(2)
 
 
 def test_an_upgrade_replaces_nobody_and_is_followed_one_model_at_a_time(plane: ControlPlane, nodes: Nodes) -> None:
@@ -301,7 +210,7 @@ def test_an_upgrade_replaces_nobody_and_is_followed_one_model_at_a_time(plane: C
         plane.stop_operators()
         plane.start_operator("--worker-image=worker:2")
         for space in spaces:
-            found = until("the condition", lambda space=space: space.condition("ImagesCurrent"), within=20)
+            found = until("the condition", lambda space=space: space.told("ImagesCurrent"), within=20)
             assert (found["reason"], "worker:2" in found["message"]) == ("NewerRelease", True)
         for space, before in zip(spaces, made, strict=True):
             stays(space, before, seconds=0.5)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from e2e.suite.fleet import Fleet, smollm2
+from e2e.suite.fleet import Fleet, smollm2, until
 
 CLAIM: dict[str, Any] = {
     "apiVersion": "v1",
@@ -30,3 +30,22 @@ def test_shared_cache_is_downloaded_once(fleet: Fleet) -> None:
     ]
     downloads = [log for log in logs if '"message":"downloading ' in log]
     assert len(downloads) == 1, f"{len(downloads)} of 2 workers downloaded"
+
+
+@pytest.mark.timeout(400)
+def test_a_claim_is_filled_before_workers_start(fleet: Fleet) -> None:
+    """Nobody downloads but the Job, and the worker that comes after it finds its weights prepared."""
+    fleet.apply(CLAIM)
+    manifest = smollm2("warmed", prefill=None, decode=1)
+    manifest["spec"]["engine"]["dtype"] = "BFloat16"
+    manifest["spec"]["model"]["cache"] = {"persistentVolumeClaim": "models", "prewarm": True}
+    fleet.apply(manifest)
+    fleet.wait_ready("warmed")
+    told = {c["type"]: c for c in fleet.get("inferencemodels", "warmed")["status"]["conditions"]}["CachePrewarmed"]
+    assert (told["status"], told["reason"]) == ("True", "Prewarmed"), told
+    (pod,) = fleet.pods("warmed", "unified")
+    log = fleet.cluster.kubectl("-n", fleet.namespace, "logs", pod["metadata"]["name"], "-c", "worker")
+    assert '"message":"downloading ' not in log
+    assert "prepared weights are kept" not in log, "the Job has kept them"
+    fleet.patch("warmed", {"model": {"cache": {"prewarm": None}}})
+    until("the Job to go", lambda: not fleet.find("jobs"), within=30)

@@ -7,12 +7,14 @@ import os
 import re
 import shutil
 import subprocess
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 import yaml
+from tandem_api.version import VERSION
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "charts" / "tandem"
@@ -32,9 +34,9 @@ def of_kind(documents: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     return [document for document in documents if document["kind"] == kind]
 
 
-def render(*arguments: str) -> list[dict[str, Any]]:
+def render(*arguments: str, chart: Path = CHART) -> list[dict[str, Any]]:
     assert HELM is not None
-    command = [HELM, "template", "tandem", str(CHART), "--namespace", "ns", "--kube-version", "1.35.0", *arguments]
+    command = [HELM, "template", "tandem", str(chart), "--namespace", "ns", "--kube-version", "1.35.0", *arguments]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     return [document for document in yaml.safe_load_all(run.stdout) if document]
@@ -42,7 +44,7 @@ def render(*arguments: str) -> list[dict[str, Any]]:
 
 def test_the_default_values_are_valid_and_every_one_is_declared() -> None:
     jsonschema.validate(values(), schema())
-    assert values().keys() == schema()["properties"].keys() - {"global"}
+    assert values().keys() == schema()["properties"].keys()
 
 
 @pytest.mark.parametrize(
@@ -96,7 +98,7 @@ def test_lint() -> None:
 @needs_helm
 def test_the_crd_outlives_the_release() -> None:
     (crd,) = [d for d in render() if d["kind"] == "CustomResourceDefinition"]
-    assert crd["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
+    assert crd["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep", "tandem.dev/version": VERSION}
     assert not [d for d in render("--set", "crds.install=false") if d["kind"] == "CustomResourceDefinition"]
 
 
@@ -252,7 +254,7 @@ def test_every_alert_says_what_and_how_bad() -> None:
     assert len({alert["alert"] for alert in alerts}) == len(alerts)
     for alert in alerts:
         assert alert["labels"]["severity"] in ("warning", "critical")
-        assert alert["annotations"].keys() == {"summary", "description"}
+        assert alert["annotations"].keys() == {"summary", "description", "runbook_url"}
         assert "{{" not in alert["expr"]
 
 
@@ -329,3 +331,58 @@ def test_the_operators_pod_takes_what_is_added() -> None:
     own = [{"maxSkew": 1, "topologyKey": "rack", "whenUnsatisfiable": "DoNotSchedule"}]
     (deployment,) = of_kind(render("--set-json", f"topologySpreadConstraints={json.dumps(own)}"), "Deployment")
     assert deployment["spec"]["template"]["spec"]["topologySpreadConstraints"] == own
+
+
+GROUPS = [group for group, content in values().items() if isinstance(content, dict)]
+INNER = [
+    f"{group}.{key}"
+    for group, content in values().items()
+    if isinstance(content, dict) and group not in {"resources", "metrics"}  # whoever removes a limit means it
+    for key in content
+] + [f"metrics.{part}.{key}" for part, content in values()["metrics"].items() for key in content]
+
+
+@needs_helm
+@pytest.mark.parametrize("missing", [*([each] for each in GROUPS), [*values()], INNER], ids=lambda found: found[0])
+def test_values_of_an_earlier_release_may_lack_anything(missing: list[str], tmp_path: Path) -> None:
+    """`helm upgrade --reuse-values` has the earlier chart's values alone. A key that is null is one that is absent."""
+    kinds = ("PodMonitor", "PrometheusRule")
+    types = [f"--api-versions=monitoring.coreos.com/v1/{kind}" for kind in kinds]
+    without: dict[str, Any] = {}
+    for each in missing:
+        *groups, key = each.split(".")
+        reduce(lambda inner, group: inner.setdefault(group, {}), groups, without)[key] = None
+    file = tmp_path / "values.yaml"
+    file.write_text(yaml.safe_dump(without))
+    assert render(*types, "--values", str(file)) == render(*types)
+
+
+@needs_helm
+def test_what_users_leave_out_stays_left_out() -> None:
+    (deployment,) = of_kind(render("--set", "resources.limits=null"), "Deployment")
+    assert "limits" not in deployment["spec"]["template"]["spec"]["containers"][0]["resources"]
+    (deployment,) = of_kind(
+        render("--set", "crds.install=false,networkPolicies.enabled=false,replicas=0"), "Deployment"
+    )
+    assert deployment["spec"]["replicas"] == 0
+    assert not of_kind(render("--set", "crds.install=false"), "CustomResourceDefinition")
+
+
+def list_images(*arguments: str) -> list[str]:
+    (deployment,) = of_kind(render(*arguments), "Deployment")
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    told = [each.partition("=")[2] for each in container["args"] if re.match(r"--(worker|gateway)-image=", each)]
+    return [container["image"], *told]
+
+
+@needs_helm
+@pytest.mark.parametrize(
+    ("registry", "place"),
+    [("", "ghcr.io/tandem-dev"), ("registry.example.com", "registry.example.com/tandem-dev"),
+     ("registry:5000/mirror/", "registry:5000/mirror/tandem-dev")],
+)  # fmt: skip
+def test_one_value_moves_all_images_to_another_registry(registry: str, place: str) -> None:
+    wanted = [f"{place}/tandem-{part}:{VERSION}" for part in ("operator", "worker", "gateway")]
+    assert list_images("--set", f"global.imageRegistry={registry}") == wanted
+    named = list_images("--set", f"global.imageRegistry={registry},images.gateway=own/gateway:1")
+    assert named == [*wanted[:2], "own/gateway:1"]

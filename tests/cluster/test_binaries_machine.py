@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from e2e.cluster.binaries.machine import CAP_SYS_RESOURCE, parse_capability, parse_control_groups
+from e2e.cluster.binaries.machine import CAP_SYS_RESOURCE, ask_consent, parse_capability, parse_control_groups
 from e2e.cluster.binaries.teardown import is_shim, parse_mounts_below
 from e2e.cluster.errors import ClusterError
 
@@ -52,3 +52,30 @@ def test_only_the_own_containerds_shims_count() -> None:
     assert not is_shim([*arguments[:-1], "/run/containerd/containerd.sock"], socket)
     assert not is_shim(["grep", "/state/containerd.sock"], socket)
     assert not is_shim([], socket)
+
+
+@pytest.mark.parametrize(
+    ("consent", "answer", "asked", "goes_on"),
+    [(None, "y", True, True), (None, "Yes ", True, True), (None, "", True, False), (None, "n", True, False),
+     (True, "n", False, True), (False, "y", False, False), (None, None, False, True)],
+)  # fmt: skip
+def test_packages_are_installed_after_a_question(
+    consent: bool | None, answer: str | None, asked: bool, goes_on: bool
+) -> None:
+    """No answer: there is no terminal."""
+    questions: list[str] = []
+
+    def reply(question: str) -> str:
+        questions.append(question)
+        assert answer is not None
+        return answer
+
+    said = None
+    try:
+        ask_consent(["buildah", "socat"], consent, None if answer is None else reply)
+    except ClusterError as error:
+        said = str(error)
+    assert bool(questions) is asked
+    assert all("buildah socat" in each for each in questions)
+    assert goes_on == (said is None)
+    assert said is None or "apt-get install --no-install-recommends buildah socat" in said

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import yaml
 
-from e2e.cluster import mirror
+from e2e.cluster import choose, mirror
 from e2e.cluster.artifacts import list_containers
 from e2e.cluster.binaries.api import is_node_ready
-from e2e.cluster.choose import choose_name
+from e2e.cluster.choose import choose_backend, choose_name
 from e2e.cluster.connection import recorded_settings
 from e2e.cluster.disk import judge
 from e2e.cluster.errors import ClusterError, CommandFailed
+from e2e.cluster.existing import ExistingBackend
 from e2e.cluster.images.base_image import parse_mirror
 from e2e.cluster.kind import build_config
 from e2e.cluster.settings import find_ca_bundle, read_settings
@@ -28,6 +29,33 @@ from e2e.cluster.storage import POOL_SIZE, plan_pool, volume_names
 )
 def test_the_backend_is_the_asked_one_or_what_the_machine_can(asked: str | None, docker: bool, name: str) -> None:
     assert choose_name(asked, docker=docker) == name
+
+
+@pytest.mark.parametrize(
+    ("environment", "name"),
+    [
+        ({"KUBECONFIG": "/home/me/.kube/config"}, "existing"),
+        ({"KUBECONFIG": "/home/me/.kube/config", "TANDEM_CLUSTER": "binaries"}, "binaries"),
+        ({"KUBECONFIG": "CHECKOUT/.cache/cluster/pki/admin.kubeconfig", "TANDEM_CLUSTER": ""}, "binaries"),
+        ({}, "binaries"),
+    ],
+)  # fmt: skip
+def test_kubeconfig_alone_chooses_the_users_cluster(
+    environment: dict[str, str], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the demo of this checkout says to export is no cluster of the user's."""
+    monkeypatch.setattr(choose, "docker_answers", lambda: False)
+    environment = {key: value.replace("CHECKOUT", str(tmp_path)) for key, value in environment.items()}
+    assert choose_backend(read_settings(environment, tmp_path)).name == name
+
+
+def test_without_a_registry_the_users_cluster_is_refused_before_anything_is_built(tmp_path: Path) -> None:
+    access = tmp_path / "config"
+    access.touch()
+    backend = ExistingBackend(read_settings({"KUBECONFIG": str(access)}, tmp_path))
+    with pytest.raises(ClusterError, match=r"TANDEM_REGISTRY to a registry .* unset KUBECONFIG"):
+        backend.check()
+    ExistingBackend(read_settings({"KUBECONFIG": str(access), "TANDEM_REGISTRY": "r"}, tmp_path)).check()
 
 
 def test_a_misspelled_backend_is_answered_with_the_choices() -> None:

@@ -36,14 +36,33 @@ def test_unknown_fields_are_refused() -> None:
         parse(autoscale=True)
 
 
-@pytest.mark.parametrize("uri", ["hf://a/b", "pvc://claim/", "pvc://claim/a/b", "file:///models/x.gguf"])
+@pytest.mark.parametrize(
+    "uri", ["hf://a/b", "pvc://claim/", "pvc://claim/a/b", "file:///models/x.gguf", "file:///a/..b/.c/d.."]
+)
 def test_good_uris(uri: str) -> None:
     assert parse(model={"uri": uri}).spec.model.uri == uri
 
 
-@pytest.mark.parametrize("uri", ["a/b", "hf://a", "https://a/b", "file://models", "pvc://A/b", "hf://a/b\n", ""])
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "a/b",
+        "hf://a",
+        "https://a/b",
+        "file://models",
+        "pvc://A/b",
+        "hf://a/b\n",
+        "",
+    ],
+)
 def test_bad_uris_say_what_to_write(uri: str) -> None:
     with pytest.raises(ValidationError, match="must be hf://ORGANIZATION/REPOSITORY"):
+        parse(model={"uri": uri})
+
+
+@pytest.mark.parametrize("uri", ["file:///../../etc", "pvc://a/b/..", "file:///a/%2E./b", "pvc://a/..%2Fb"])
+def test_paths_do_not_climb(uri: str) -> None:
+    with pytest.raises(ValidationError, match=r"must not have `\.\.` in its path"):
         parse(model={"uri": uri})
 
 
@@ -93,11 +112,18 @@ def test_axes_are_bounded(axis: str, count: int) -> None:
     ("rollout", "replicas", "surge", "unavailable"),
     [
         ({}, 1, 1, 0),
-        ({}, 4, 0, 1),
+        ({}, 4, 1, 1),
+        ({}, 32, 8, 1),
         ({"maxSurge": 0}, 1, 0, 1),
         ({"maxSurge": 2}, 4, 2, 1),
         ({"maxUnavailable": 0}, 4, 1, 0),
+        ({"maxUnavailable": 0}, 30, 8, 0),
         ({"maxUnavailable": 1}, 1, 0, 1),
+        ({"maxUnavailable": "25%"}, 8, 0, 2),
+        ({"maxUnavailable": "25%"}, 3, 1, 0),
+        ({"maxUnavailable": "25%", "maxSurge": 0}, 3, 0, 1),
+        ({"maxSurge": "10%", "maxUnavailable": "0%"}, 32, 4, 0),
+        ({"maxSurge": "50%", "maxUnavailable": "100%"}, 3, 2, 3),
         ({"type": "Recreate", "maxSurge": 3}, 4, 0, 4),
     ],
 )
@@ -112,6 +138,12 @@ STEPS = [{"weight": 10, "duration": "5m"}, {"weight": 50, "duration": "10m"}]
 def test_a_single_replica_is_tried_beside_itself() -> None:
     rollout = parse(rollout={"maxUnavailable": 1, "canary": {"steps": STEPS}}).spec.rollout
     assert (rollout.surge_of(1), rollout.surge_of(4)) == (1, 0)
+
+
+@pytest.mark.parametrize("share", [-1, 1001, "101%", "2.5%", "half", "", "%", "01%", True, 2.0])
+def test_shares_that_cannot_be_are_refused(share: Any) -> None:
+    with pytest.raises(ValidationError, match=r"rollout.maxSurge|Input should be"):
+        parse(rollout={"maxSurge": share})
 
 
 @pytest.mark.parametrize(
@@ -143,7 +175,7 @@ def test_a_canary() -> None:
 
 def test_a_rollout_that_could_replace_nothing_is_refused() -> None:
     with pytest.raises(ValidationError, match="maxSurge and maxUnavailable are both 0"):
-        parse(rollout={"maxSurge": 0, "maxUnavailable": 0})
+        parse(rollout={"maxSurge": 0, "maxUnavailable": "0%"})
 
 
 @pytest.mark.parametrize(
@@ -314,12 +346,16 @@ ELSEWHERE = [{"kind": "VLLM"}, {"kind": "SGLang"}]
         ({"engine": {"freeFormGrammars": True}}, "engine.freeFormGrammars is of Tandem's own engine"),
         ({"engine": {"requestChatTemplates": True}}, "engine.requestChatTemplates is of Tandem's own engine"),
         ({"engine": {"tools": "Off"}}, "engine.tools is of Tandem's own engine"),
+        ({"engine": {"weights": "Plain"}}, "engine.weights is of Tandem's own engine"),
         ({"engine": {"device": "CPU"}}, "engine.device must not be CPU"),
         ({"engine": {"args": ["--served-model-name=x"]}}, "engine.args has an argument that the operator writes"),
         ({"engine": {"args": ["--port", "1"]}}, "engine.args has an argument that the operator writes"),
         ({"engine": {"args": ["--api_key=x"]}}, "engine.args has an argument that the operator writes"),
         ({"engine": {"args": ["--port=1\n"]}}, "engine.args has an argument that the operator writes"),
         ({"engine": {"args": ["--seed=1", "-tp", "2"]}}, "engine.args has an argument that the operator writes"),
+        ({"engine": {"args": ["0.9"]}}, r"engine.args\[0\] is '0.9', which has a value without the argument's name"),
+        ({"engine": {"args": ["-1"]}}, r"engine.args\[0\] is '-1', which has a value"),
+        ({"engine": {"args": ["--seed", "1", "--x=2", "3"]}}, r"engine.args\[3\] is '3', which has a value"),
         ({"engine": {"args": ["--dtype.x=1"]}}, "engine.args has an argument that the operator writes"),
         ({"kv": {"memory": "2Gi"}}, "kv.memory is of Tandem's own engine"),
         ({"kv": {"transport": "TCP"}}, "kv.transport is of Tandem's own engine"),

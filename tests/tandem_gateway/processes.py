@@ -92,9 +92,9 @@ async def launch_worker() -> AsyncIterator[Callable]:
     """Starts a worker that is a process, and returns it with its port."""
     started: list[asyncio.subprocess.Process] = []
 
-    async def start() -> tuple[asyncio.subprocess.Process, int]:
+    async def start(*arguments: str) -> tuple[asyncio.subprocess.Process, int]:
         script = Path(__file__).with_name("worker_process.py")
-        process = await asyncio.create_subprocess_exec(sys.executable, str(script), stdout=subprocess.PIPE)
+        process = await asyncio.create_subprocess_exec(sys.executable, str(script), *arguments, stdout=subprocess.PIPE)
         started.append(process)
         assert process.stdout is not None
         async with asyncio.timeout(20):

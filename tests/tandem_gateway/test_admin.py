@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from tandem_gateway import admin as admin_module
 
@@ -45,10 +47,29 @@ async def test_a_scraper_may_keep_its_connection(start_gateway, start_worker, co
 async def test_connections_are_limited(start_gateway, start_worker, connect, until, monkeypatch) -> None:
     monkeypatch.setattr(admin_module, "MAX_CONNECTIONS", 2)
     running = await start_gateway(await start_worker())
-    for _ in range(2):
-        await connect(running.server.metrics_port)
+    idle = [await connect(running.server.metrics_port) for _ in range(2)]
     await until(lambda: len(running.server.admin._connections) == 2)
-    assert (await ask(connect, running.server.metrics_port, b"")).startswith(b"HTTP/1.1 503")
+    probe = b"GET /healthz HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+    assert (await ask(connect, running.server.metrics_port, probe)).startswith(b"HTTP/1.1 200"), "a probe has room"
+    assert not await idle[0][0].read(), "and the oldest of who has most makes it"
+    await until(lambda: len(running.server.admin._connections) <= 2)
+
+
+async def test_probes_are_answered_while_one_address_takes_all_connections(
+    start_gateway, start_worker, connect, until
+) -> None:
+    running = await start_gateway(await start_worker())
+    port = running.server.metrics_port
+    idle = [await connect(port) for _ in range(2 * admin_module.MAX_CONNECTIONS)]
+    await until(lambda: len(running.server.admin._connections) == admin_module.MAX_CONNECTIONS)
+    probe = b"GET /readyz HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=("127.0.0.2", 0))
+    idle += [await connect(port) for _ in range(admin_module.MAX_CONNECTIONS)]
+    writer.write(probe)
+    assert (await reader.read()).startswith(b"HTTP/1.1 200"), "of the other address none went"
+    writer.close()
+    for _ in range(20):
+        assert (await ask(connect, port, probe)).startswith(b"HTTP/1.1 200")
 
 
 async def test_a_gateway_is_ready_once_it_has_asked_for_what_it_follows(start_gateway, start_worker) -> None:
@@ -59,3 +80,16 @@ async def test_a_gateway_is_ready_once_it_has_asked_for_what_it_follows(start_ga
     assert admin.answer(b"GET", "/readyz", from_here=True)[::2] == (503, b"the model has not been read yet\n")
     asked = True
     assert admin.answer(b"GET", "/readyz", from_here=True)[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("peer", "here"),
+    [
+        (("127.0.0.1", 5), True), (("::1", 5, 0, 0), True), (("::ffff:127.0.0.1", 5, 0, 0), True),
+        (("127.0.0.6", 5), False), (("::ffff:127.0.0.6", 5, 0, 0), False), (("127.1.2.3", 5), False),
+        (("10.0.0.1", 5), False), (("fe80::1%eth0", 5, 0, 2), False), (None, False),
+    ],
+)  # fmt: skip
+def test_who_comes_by_a_forwarded_port(peer, here: bool) -> None:
+    """Istio's proxy passes on what others send from 127.0.0.6."""
+    assert admin_module.is_loopback(peer) is here

@@ -93,7 +93,7 @@ async def test_where_a_conversation_would_go_on(start_gateway, start_worker) -> 
     """By all that it continues, of whoever asks; and nothing counts as used by that."""
     running = await start_gateway(
         await start_worker("d1", default=answer_responses), await start_worker("d2", default=answer_responses),
-        response_store=StoreLimits(max_bytes=4 << 20, ttl_seconds=600),
+        response_store=StoreLimits(max_bytes=4 << 20, ttl_seconds=600), explain=True,
     )  # fmt: skip
     store = running.gateway.responses.store
     key = {"authorization": "Bearer mine"}

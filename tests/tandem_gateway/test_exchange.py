@@ -6,7 +6,7 @@ import asyncio
 import json
 
 import pytest
-from tandem_api.launch import GatewayQueue
+from tandem_api.launch import GatewayQueue, GatewayRouting
 from tandem_api.names import Role
 from tandem_gateway import exchange as exchange_module
 
@@ -375,7 +375,7 @@ async def test_chaos(start_gateway, start_worker, fault, chat) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_who_asks_is_told_where_the_request_went(start_gateway, start_worker, chat, stream: bool) -> None:
     decode, prefill = await start_worker("d1"), await start_worker("p1", role=Role.PREFILL)
-    running = await start_gateway(decode, prefill)
+    running = await start_gateway(decode, prefill, explain=True)
 
     async def explain(headers: str) -> list[bytes]:
         reader, writer = await running.connect()
@@ -393,3 +393,5 @@ async def test_who_asks_is_told_where_the_request_went(start_gateway, start_work
         endpoint.speed.observe(10, 0.05)
     (line,) = await explain("x-tandem-route: explain\r\n")
     assert 20 <= int(line.split(b"ttft_ms=")[1]) <= 60
+    running.gateway.apply_routing(GatewayRouting(served_names=["toy"]))
+    assert await explain("x-tandem-route: explain\r\n") == [], "the owner allows it no more"

@@ -1,5 +1,6 @@
 """What routing reads of a body, and how it refuses what it cannot use."""
 
+import itertools
 import json
 from typing import Any
 
@@ -8,17 +9,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tandem_gateway.errors import BadRequest, RequestError, UnknownModel
 from tandem_gateway.http.request import Request
-from tandem_gateway.prompt import CHAT, COMPLETIONS, EMBEDDINGS, Inquiry, read_inquiry
+from tandem_gateway.prompt import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, Inquiry, read_inquiry
 from tandem_gateway.scheduling import Estimator
 
 USER = {"role": "user", "content": "hi"}
 
 
-def read(body: Any, path: str = CHAT, affinity: bytes | None = None) -> Inquiry:
+def read(
+    body: Any,
+    path: str = CHAT,
+    affinity: bytes | None = None,
+    *,
+    authorization: bytes | None = None,
+    min_priority: int = 0,
+) -> Inquiry:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {} if affinity is None else {b"x-session-affinity": affinity}
+    if authorization is not None:
+        headers[b"authorization"] = authorization
     request = Request(method=b"POST", path=path, headers=headers, http10=False, content_length=len(data), body=data)
-    return read_inquiry(request, served_names=["toy"], estimator=Estimator())
+    return read_inquiry(request, served_names=["toy"], estimator=Estimator(), min_priority=min_priority)
 
 
 @pytest.mark.parametrize(
@@ -51,6 +61,40 @@ def test_what_routing_needs_is_checked(path: str, body: Any, param: str | None, 
         read(body, path)
     assert caught.value.param == param
     assert caught.value.body()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, EMBEDDINGS])
+@pytest.mark.parametrize("value", [-1, -1000, -0.5, "-7", float(-(10**12))])
+def test_nobody_stands_ahead_of_others_unless_the_owner_allows_it(path: str, value: Any) -> None:
+    body = {"messages": [USER], "prompt": "hi", "input": "hi", "priority": value}
+    with pytest.raises(BadRequest, match="at least 0") as caught:
+        read(body, path)
+    assert caught.value.param == "priority"
+    assert read(body | {"priority": 5}, path).demand.prompt_tokens > 0
+    if float(value) >= -10:
+        read(body, path, min_priority=-10)
+    else:
+        with pytest.raises(BadRequest, match="at least -10"):
+            read(body, path, min_priority=-10)
+
+
+@pytest.mark.parametrize("value", ["soon", None, [], {}, 0, 3, True, "nan"])
+def test_priorities_that_are_none_are_the_worker_s_to_judge(value: Any) -> None:
+    read({"messages": [USER], "priority": value})
+
+
+def test_what_one_salt_or_tenant_asked_is_nothing_to_others() -> None:
+    body = {"messages": [{"role": "user", "content": "x" * 4096}], "user": "u"}
+    asked = [
+        read(body).demand,
+        read(body | {"cache_salt": "a"}).demand,
+        read(body | {"cache_salt": "b"}).demand,
+        read(body, authorization=b"Bearer a").demand,
+        read(body | {"cache_salt": "a"}, authorization=b"Bearer a").demand,
+    ]
+    assert len({entry for demand in asked for entry in demand.prefix}) == sum(len(demand.prefix) for demand in asked)
+    assert len({demand.affinity for demand in asked}) == len(asked)
+    assert read(body, authorization=b"Bearer a").demand.prefix == asked[3].prefix
 
 
 def test_nesting_beyond_reason_is_refused() -> None:
@@ -152,3 +196,61 @@ def test_texts_that_are_compared_count_under_all_their_names() -> None:
         assert form.demand.prefix == forms[0].demand.prefix
         assert form.demand.output_tokens == 1
     assert read({"query": 5}, "/rerank").demand.prompt_tokens < 5  # the worker's to refuse
+
+
+TOOLS = [{"name": f"tool_{index}", "description": "d" * 400, "input_schema": {"type": "object"}} for index in range(8)]
+MARK = {"cache_control": {"type": "ephemeral"}}
+
+
+def ask_as_claude_code(turn: int, *, named: bool = True) -> dict[str, Any]:
+    """A turn of a conversation: a first line that is another in each, marks at the end of what is to be cached, and the
+    last message as blocks where it was a text before."""
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "please look into it " * 100}]
+    for index in range(turn):
+        call = {"type": "tool_use", "id": f"t{index}", "name": "tool_1", "input": {"path": f"file {index}"}}
+        result = {"type": "tool_result", "tool_use_id": f"t{index}", "content": [{"type": "text", "text": "y" * 3000}]}
+        said = [{"type": "text", "text": "I look."}, call]
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": [result]}]
+        messages.append({"role": "user", "content": f"go on {index}"})
+    last = dict(messages[-1])
+    if isinstance(last["content"], str):
+        last["content"] = [{"type": "text", "text": last["content"]}]
+    last["content"] = [*last["content"][:-1], last["content"][-1] | MARK]
+    system = [
+        {"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1.{turn}; cch={turn * 7919:05x};"},
+        {"type": "text", "text": "You are Claude Code. " * 200} | MARK,
+    ]
+    body = {"model": "toy", "max_tokens": 100, "system": system, "messages": [*messages[:-1], last]}
+    body["tools"] = [*TOOLS[:-1], TOOLS[-1] | (MARK if turn % 2 else {})]
+    return body | ({"metadata": {"user_id": "user_a_account__session_b"}} if named else {})
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_the_turns_of_claude_code_begin_alike_and_are_one_session(named: bool) -> None:
+    demands = [read(ask_as_claude_code(turn, named=named), MESSAGES).demand for turn in range(6)]
+    assert len({demand.affinity for demand in demands}) == 1
+    for one, next_one in itertools.pairwise(demands):
+        # All but the last chunk, which the end of a turn cuts.
+        assert one.prefix == next_one.prefix[: len(one.prefix)]
+        assert len(next_one.prefix) > len(one.prefix) > 5
+
+
+def test_another_user_id_is_another_session() -> None:
+    one = ask_as_claude_code(1)
+    other = one | {"metadata": {"user_id": "user_a_account__session_c"}}
+    assert read(one, MESSAGES).demand.affinity != read(other, MESSAGES).demand.affinity
+    assert read(one, MESSAGES).demand.prefix == read(other, MESSAGES).demand.prefix
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"system": 5}, {"system": [5, {"text": 5}, {"type": "text"}]},
+        {"tools": [5, {"cache_control": 1}]}, {"tools": 5},
+        {"metadata": 5}, {"metadata": {"user_id": 5}},
+        {"messages": [{"role": "user", "content": [5, {"type": "text"}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": [5, MARK]}]}]},
+    ],
+)  # fmt: skip
+def test_what_is_no_messages_request_is_the_worker_s_to_refuse(odd: dict[str, Any]) -> None:
+    assert read({"messages": [USER]} | odd, MESSAGES).demand.prompt_tokens > 0

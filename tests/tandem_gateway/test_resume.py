@@ -9,8 +9,9 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tandem_api.journal import COMMIT, MAX_JOURNAL_BYTES, MOVED
+from tandem_api.journal import COMMIT, MAX_JOURNAL_BYTES, MOVED, USAGE
 from tandem_api.launch import TracingConfig
+from tandem_gateway.access_log import AccessLog
 from tandem_gateway.http.budget import Budget
 from tandem_gateway.resume import MAX_DEATHS, MAX_STALLS, SECONDS, Continuation, JournaledStream, may_keep
 from tandem_gateway.sse import EventTooLarge
@@ -25,7 +26,7 @@ UNITS = [
     (b'event: a\ndata: {"type":"a","text":"\\n: e 0 1"}\n\nevent: b\ndata: {}\n\n', b": e 0 5 17\n"),
     (b"", b": b 1 0\n"),
     (b'data: {"a":"' + b"x" * 300 + b'"}\n\n', b": t 1 7 [[0,7,-0.5,[]]]\n"),
-    (b"data: [DONE]\n\n", COMMIT),
+    (b"data: [DONE]\n\n", USAGE + b"900 800 70\n"),
 ]
 
 
@@ -60,6 +61,51 @@ def test_what_is_passed_on_and_what_is_kept_agree_wherever_the_worker_dies(end: 
     assert stream.build_prefix() == HEAD + b"\n" + b"".join(mark for _, mark in UNITS[:complete])
     stream.restart()
     assert stream.feed(b"data: {}\n\n: t 0 9\n") == b"data: {}\n\n"
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize(
+    ("last", "told"),
+    [
+        (USAGE + b"900 800 70\n", (900, 800, 70)),
+        (USAGE + b"900 800\n", None), (USAGE + b"900 -1 70\n", None), (USAGE + b"a b c\n", None), (COMMIT, None),
+    ],
+)  # fmt: skip
+def test_the_last_mark_tells_the_usage_that_the_client_did_not_ask_for(keeps: bool, last: bytes, told) -> None:
+    stream = JournaledStream(HEAD)
+    assert stream.read_usage() is None
+    stream.feed(b"data: {}\n\n: t 0 9\n")
+    if not keeps:
+        stream.stop_keeping()
+    assert stream.feed(b"data: [DONE]\n\n" + last) == b"data: [DONE]\n\n"
+    usage = stream.read_usage()
+    found = usage and (
+        usage["prompt_tokens"],
+        usage["prompt_tokens_details"]["cached_tokens"],
+        usage["completion_tokens"],
+    )
+    assert found == told
+
+
+async def test_streams_that_tell_no_usage_are_counted_and_learned_from(start_gateway, start_worker, chat) -> None:
+    async def stream(worker, request, writer) -> None:
+        text = b'data: {"choices":[]}\n\n' * 4 + b": t 0 1\n" + b"data: [DONE]\n\n" + USAGE + b"4000 3000 70\n"
+        writer.write(
+            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nx-tandem-resume: {}\r\n"
+            b"transfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(text), text)
+        )
+
+    running = await start_gateway(await start_worker(default=stream))
+    lines: list[bytes] = []
+    running.gateway.access_log = AccessLog(lines.append)
+    answer = await running.raw(chat(stream=True, headers="connection: close\r\n", user="x" * 64))
+    assert USAGE not in answer
+    running.gateway.access_log.flush()
+    (line,) = map(json.loads, lines)
+    assert [line[name] for name in ("prompt_tokens", "cached_tokens", "completion_tokens")] == [4000, 3000, 70]
+    report = running.gateway.traffic.report()
+    assert (report.computed_prompt_tokens, report.computed_tokens, report.output_tokens) == (4000, 1000, 70)
+    assert running.gateway.scheduler.estimator.output_tokens != 128
 
 
 def test_a_worker_that_hands_its_stream_on_leaves_no_trace_in_the_journal() -> None:

@@ -1,9 +1,16 @@
-"""A worker as a process: it repeats each prompt, so that nobody can get another one's answer unnoticed."""
+"""A worker as a process: it repeats each prompt, so that nobody can get another one's answer unnoticed.
+
+A prompt with `POISON` in it ends the process as a fault of a kernel does. An argument is the port to listen on.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
+import sys
+
+POISON = "the prompt that ends its worker"
 
 
 async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -13,7 +20,9 @@ async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
         except (asyncio.IncompleteReadError, ConnectionError):
             break
         length = int(head.split("content-length: ")[1].split("\r\n")[0])
-        request = json.loads(await reader.readexactly(length))
+        request = json.loads(await reader.readexactly(length) or b"{}")
+        if POISON in str(request.get("prompt")):
+            os._exit(1)
         await asyncio.sleep(0.02)
         text = json.dumps({"choices": [{"index": 0, "text": request.get("prompt")}]}).encode()
         writer.write(
@@ -23,9 +32,10 @@ async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 async def main() -> None:
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    server = await asyncio.start_server(serve, "127.0.0.1", int(sys.argv[1]) if len(sys.argv) > 1 else 0)
     print(server.sockets[0].getsockname()[1], flush=True)
     await server.serve_forever()
 
 
-asyncio.run(main())
+if __name__ == "__main__":
+    asyncio.run(main())

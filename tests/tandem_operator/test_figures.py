@@ -30,7 +30,7 @@ def report(requests: int, failures: int = 0, *, gateway: str = "g", started: flo
 def counted(*looks: list[FleetReport], since: float = 50.0) -> list[tuple[int, int]]:
     tally, found = Tally(since=since), list[tuple[int, int]]()
     for reports in looks:
-        tally, added = take_differences(tally, reports)
+        tally, added = take_differences(tally, [(each, 0.0) for each in reports], now=100.0)
         figures = added.get("w", CanaryFigures())
         found.append((figures.requests, figures.failures))
     return found
@@ -45,6 +45,16 @@ def test_a_worker_and_a_gateway_that_come_later_count_from_the_beginning() -> No
     both = report(9).model_copy(update={"workers": [*other.workers, *report(9).workers]})
     assert counted([other], [both]) == [(0, 0), (9, 0)]
     assert counted([report(4, started=60.0)]) == [(4, 0)]
+
+
+@pytest.mark.parametrize("ahead", [-3600.0, 0.0, 3600.0])
+def test_a_clock_that_is_an_hour_off_makes_no_old_requests_new(ahead: float) -> None:
+    old, new = (
+        report(n, gateway=g, started=ahead + 100 - lived).model_copy(update={"at": ahead + 100})
+        for n, g, lived in ((700, "old", 1800), (3, "new", 20))
+    )
+    _, added = take_differences(Tally(since=7.0), [(old, 2.0), (new, 2.0)], now=57.0)
+    assert added["w"].requests == 3
 
 
 def test_a_gateway_or_a_worker_that_restarts_counts_anew() -> None:
@@ -63,8 +73,8 @@ def test_the_same_reports_twice_add_nothing() -> None:
 
 
 def test_prefills_are_counted_apart() -> None:
-    tally, _ = take_differences(Tally(since=0.0), [report(1, role=Role.PREFILL)])
-    _, added = take_differences(tally, [report(5, 2, role=Role.PREFILL)])
+    tally, _ = take_differences(Tally(since=0.0), [(report(1, role=Role.PREFILL), 0.0)], now=100.0)
+    _, added = take_differences(tally, [(report(5, 2, role=Role.PREFILL), 0.0)], now=100.0)
     assert added["w"] == CanaryFigures(prefill_requests=4, prefill_failures=2)
 
 
@@ -132,7 +142,7 @@ def test_times_to_the_first_token(
 @pytest.mark.parametrize("number", [1, len(TTFT_BOUNDS), len(TTFT_BOUNDS) + 7])
 def test_times_in_buckets_of_another_release_are_no_times(number: int) -> None:
     counts = [0] * (number - 1) + [100]
-    _, added = take_differences(Tally(since=0.0), [report(100, started=1.0, ttftCounts=counts)])
+    _, added = take_differences(Tally(since=0.0), [(report(100, started=1.0, ttftCounts=counts), 0.0)], now=100.0)
     assert added["w"] == CanaryFigures(requests=100)
     for limit in ({"duration": "1s"}, {"factor": 1.5}):
         for mine, others in ((counts, buckets(b2=100)), (buckets(b2=100), counts)):
@@ -154,6 +164,6 @@ def test_differences_add_up_to_what_was_counted(steps: list[tuple[int, int]]) ->
     tally, total, so_far = Tally(since=0.0), CanaryFigures(), [0, 0]
     for requests, failures in steps:
         so_far = [so_far[0] + requests + failures, so_far[1] + failures]
-        tally, added = take_differences(tally, [report(*so_far)])
+        tally, added = take_differences(tally, [(report(*so_far), 0.0)], now=100.0)
         total = add_figures(added.get("w"), total)
     assert [total.requests, total.failures] == so_far

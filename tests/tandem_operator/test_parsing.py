@@ -84,7 +84,7 @@ def test_what_else_is_said_beside_a_value_that_cannot_be_read() -> None:
     found = read_past(raw)
     assert found is not None
     assert (found.spec.engine.image, found.spec.engine.device) == ("w:1", "Auto")
-    assert (found.spec.decode.replicas, found.spec.rollout.max_unavailable) == (3, 1)
+    assert (found.spec.decode.replicas, found.spec.rollout.max_unavailable) == (3, "1")
 
 
 @pytest.mark.parametrize(

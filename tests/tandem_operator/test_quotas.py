@@ -183,7 +183,7 @@ class Namespace:
         self.most = 0
         now = self.loads[LOW]
         self.scaler = Scaler(
-            Loads(self.loads), clock=lambda: now.now, wall=lambda: now.now,
+            Loads(self.loads), clock=lambda: now.now,
             budget=lambda pool: Budget(gpus=self.gpus, problem=self.problem) if pool.namespace == "n" else Budget(),
         )  # fmt: skip
         self.follow()

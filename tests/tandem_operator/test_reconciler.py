@@ -1165,3 +1165,57 @@ async def test_a_value_that_only_a_later_release_knows_holds_all_and_what_serves
     await operator.look()
     assert "Stalled" not in server.conditions
     assert DECODE in server.written
+
+
+PREWARMED = {"uri": "hf://org/repo", "cache": {"persistentVolumeClaim": "models", "prewarm": True}}
+
+
+def jobs_of(server: ObjectServer) -> list[str]:
+    return [path for path in server.kept if "/jobs/" in path]
+
+
+async def test_a_new_model_and_a_new_revision_wait_for_the_job_that_fills_the_claim(
+    server: ObjectServer, operator: Operator
+) -> None:
+    server.change(model=PREWARMED)
+    await operator.look()
+    (job,) = jobs_of(server)
+    assert DECODE not in server.kept
+    assert server.conditions["Reconciling"]["reason"] == "Prewarming"
+    await operator.look()
+    assert job not in server.written, "a Job is made once"
+    server.kept[job]["status"] = {"conditions": [{"type": "Complete", "status": "True"}]}
+    await operator.look()
+    assert server.conditions["CachePrewarmed"]["status"] == "True"
+    template = copy.deepcopy(server.kept[DECODE]["spec"]["template"])
+    server.settle()
+    server.change(model=PREWARMED | {"revision": "v2"}, decode={"replicas": 3})
+    await operator.look()
+    assert server.kept[DECODE]["spec"]["template"] == template, "what serves goes on as it is"
+    assert server.kept[DECODE]["spec"]["replicas"] == 3, "it is scaled all the same"
+    assert server.deleted == [job]
+    operator.forget(server.kept.pop(job))
+    (second,) = jobs_of(server)
+    server.kept[second]["status"] = {"conditions": [{"type": "Complete", "status": "True"}]}
+    await operator.look()
+    assert server.kept[DECODE]["spec"]["template"] != template
+    server.change(model=PREWARMED | {"revision": "v2", "cache": {"persistentVolumeClaim": "models"}})
+    await operator.look()
+    assert server.deleted[1:] == [second, "/apis/networking.k8s.io/v1/namespaces/n/networkpolicies/m-prewarm"]
+    assert "CachePrewarmed" not in server.conditions
+
+
+async def test_a_job_that_failed_stalls_the_model_and_is_made_anew_once_it_is_deleted(
+    server: ObjectServer, operator: Operator
+) -> None:
+    server.change(model=PREWARMED)
+    await operator.look()
+    (job,) = jobs_of(server)
+    server.kept[job]["status"] = {"conditions": [{"type": "Failed", "status": "True", "message": "too often"}]}
+    await operator.look()
+    assert server.conditions["Stalled"]["reason"] == "PrewarmFailed"
+    assert DECODE not in server.kept
+    operator.forget(server.kept.pop(job))
+    await operator.look()
+    assert jobs_of(server) == [job]
+    assert "Stalled" not in server.conditions

@@ -10,7 +10,7 @@ from operator_objects import READY, UID, blueprint, children, container, pod
 from tandem_operator.manifests import ChildKey, Manifest
 from tandem_operator.planner import own_workloads
 from tandem_operator.rolling import ABOVE_ALL, Rolling, plan_hurry, plan_rolling
-from tandem_operator.templates import RELEASED
+from tandem_operator.templates import RELEASED, WITHHELD
 from tandem_operator.workloads import Blueprint, build_children
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -108,7 +108,7 @@ def test_a_rollout_goes_on_though_the_api_server_writes_a_template_otherwise() -
 
 
 def test_one_by_one_from_the_last_and_only_once_the_controller_knows() -> None:
-    plan = blueprint(decode={"replicas": 3})
+    plan = blueprint(decode={"replicas": 3}, rollout={"maxSurge": 0})
     live = serving(plan)
     outdated(live, "m-decode-0", "m-decode-1", "m-decode-2")
     lowered(live, 3)
@@ -159,7 +159,7 @@ def test_recreate_takes_everything_at_once() -> None:
 
 
 def test_unready_workers_below_ready_ones_are_mended_first() -> None:
-    plan = blueprint(decode={"replicas": 3})
+    plan = blueprint(decode={"replicas": 3}, rollout={"maxSurge": 0})
     live = serving(plan)
     running = container(started=True, ready=False) | {
         "conditions": [{"type": "Ready", "status": "False", "lastTransitionTime": "2025-12-31T23:00:00Z"}]
@@ -199,7 +199,8 @@ def test_workers_that_wait_for_their_gate_may_be_serving_and_those_left_out_are_
 
 
 def test_groups_go_whole() -> None:
-    plan = blueprint(decode={"replicas": 2, "nodesPerReplica": 2, "parallelism": {"tensor": 2}})
+    group = {"replicas": 2, "nodesPerReplica": 2, "parallelism": {"tensor": 2}}
+    plan = blueprint(decode=group, rollout={"maxSurge": 0})
     live = serving(plan)
     outdated(live, *[f"m-decode-{number}" for number in range(4)])
     lowered(live, 4)
@@ -210,7 +211,7 @@ def test_groups_go_whole() -> None:
 
 
 def test_workers_that_serve_wait_for_the_gateways() -> None:
-    plan = blueprint(decode={"replicas": 2})
+    plan = blueprint(decode={"replicas": 2}, rollout={"maxSurge": 0})
     live = serving(plan)
     outdated(live, "m-decode-0", "m-decode-1")
     lowered(live, 2)
@@ -256,3 +257,37 @@ def test_pods_on_their_way_out_get_what_the_spec_says() -> None:
     assert plan_hurry(blueprint(drain={"timeout": "20s"}), live) == []
     leaving["deletionGracePeriodSeconds"] = 30  # of a podTemplate
     assert plan_hurry(blueprint(drain={"timeout": "90s"}), live) == []
+
+
+def strategy(found: Rolling) -> str:
+    (workload,) = [c for c in found.desired if c["kind"] == "StatefulSet"]
+    return workload["spec"]["updateStrategy"]["type"]
+
+
+def test_what_is_held_when_all_replicas_go_comes_back_as_it_was() -> None:
+    """A controller forgets the older template where there is no pod, but for a set that is on `OnDelete`."""
+    awake, asleep = blueprint(decode={"replicas": 2}), blueprint(decode={"replicas": 0})
+    live = serving(awake)
+    live[DECODE]["status"]["currentRevision"] = "old"
+    outdated(live, "m-decode-0", "m-decode-1")
+    lowered(live, 2)
+    gone = {key: child for key, child in live.items() if key.kind != "Pod"}
+    desired, own = build_children(asleep), own_workloads(live, owner_uid=UID)
+    assert strategy(plan_rolling(asleep, desired, own, now=NOW)) == "RollingUpdate", "what is in motion goes on"
+    found = plan_rolling(asleep, desired, own, now=NOW, resting=True)
+    (workload,) = [c for c in found.desired if c["kind"] == "StatefulSet"]
+    live[DECODE]["spec"] = workload["spec"]
+    live[DECODE]["metadata"]["annotations"] = workload["metadata"]["annotations"]
+    assert (strategy(found), live[DECODE]["metadata"]["annotations"][WITHHELD]) == ("OnDelete", "new")
+    gone[DECODE] = live[DECODE]
+    assert strategy(rolled(asleep, gone)) == "OnDelete", "nothing but the record tells that it was stuck"
+    assert told(rolled(awake, gone)) == (2, ABOVE_ALL)
+    live[DECODE]["spec"] |= {"replicas": 2}
+    lowered(live, ABOVE_ALL)
+    starting = container(started=False, ready=False) | {
+        "conditions": [{"type": "Ready", "status": "False", "lastTransitionTime": "2025-12-31T23:00:00Z"}]
+    }
+    outdated(live, "m-decode-0", "m-decode-1", **starting)
+    assert told(rolled(awake, live)) == (2, ABOVE_ALL), "they are let up before one is replaced"
+    live[DECODE]["status"]["updateRevision"] = "newer"
+    assert told(rolled(awake, live))[1] == 0, "what was held was another template"

@@ -8,10 +8,12 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from operator_objects import blueprint
 from tandem_api.names import Role
 from tandem_operator.canary import RoleFleet, replicas_for
 from tandem_operator.rollout import Replica, RolePlan, RoleView, State, capacity_of, plan_rollout
@@ -220,6 +222,50 @@ def test_pairs_never_fall_below_the_promise(shapes: list[tuple[int, int, int]], 
     made = cluster(*shapes)
     made.new_template()
     assert roll(made) >= floor
+
+
+def load_times(made: Cluster) -> tuple[int, Fraction]:
+    """How often all that starts has to load, one after another, and the lowest capacity on the way. What the operator
+    and the controllers do takes no time beside it."""
+    made.new_template()
+    lowest = made.capacity()
+    for loads in range(100):
+        for _ in range(100):
+            before = repr(made)
+            made.execute(made.plan())
+            lowest = min(lowest, made.capacity())
+            for entry in made.sets.values():
+                entry.control()
+            lowest = min(lowest, made.capacity())
+            if repr(made) == before:
+                break
+        if made.is_done:
+            return loads, lowest
+        made.start_all()
+    raise AssertionError(f"it does not end: {made}")
+
+
+@pytest.mark.parametrize(
+    ("said", "most", "floor"),
+    [
+        ({}, 8, Fraction(7, 8)),
+        ({"maxUnavailable": 0}, 8, Fraction(1)),
+        ({"maxUnavailable": "25%"}, 8, Fraction(3, 4)),
+        ({"maxSurge": "50%", "maxUnavailable": 0}, 4, Fraction(1)),
+        ({"maxSurge": "100%", "maxUnavailable": 0}, 2, Fraction(1)),
+    ],
+)
+@pytest.mark.parametrize("shape", [(8, 32), (2, 4), (1, 1)])
+def test_a_rollout_takes_few_load_times(
+    said: dict[str, Any], most: int, floor: Fraction, shape: tuple[int, int]
+) -> None:
+    """Without shares, one replica at a time, 8 prefill and 32 decode workers took 38."""
+    rollout = blueprint(rollout=said).model.spec.rollout
+    made = cluster(*((count, rollout.surge_of(count), rollout.unavailable_of(count)) for count in shape))
+    floor = min(floor, *(Fraction(n - rollout.unavailable_of(n), n) for n in shape))
+    loads, lowest = load_times(made)
+    assert lowest >= floor
+    assert loads <= most
 
 
 def test_a_mending_template_reaches_workers_that_run_but_are_not_ready() -> None:

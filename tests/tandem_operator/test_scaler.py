@@ -119,7 +119,7 @@ class Following:
 
     def begin(self) -> None:
         """A process that starts."""
-        self.scaler = Scaler(self.load, self.looks.append, clock=lambda: self.load.now, wall=lambda: self.load.now)
+        self.scaler = Scaler(self.load, self.looks.append, clock=lambda: self.load.now)
         self.follow()
 
     def follow(self) -> None:
@@ -357,7 +357,7 @@ class Cluster:
 
     def start(self) -> None:
         """An operator begins."""
-        self.scaler = Scaler(self.load, clock=lambda: self.load.now, wall=lambda: self.load.now)
+        self.scaler = Scaler(self.load, clock=lambda: self.load.now)
         self.operator = Operator(self.server, self.client, release=RELEASE, scaler=self.scaler)
 
     async def run(self, seconds: float, rate: float) -> None:

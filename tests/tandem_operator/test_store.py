@@ -134,3 +134,25 @@ def test_how_pods_ended_that_nobody_makes_again_is_forgotten() -> None:
     evict("m-decode-1")
     store.retain(STATEFUL_SET, "n", [])
     assert not remembers("m-decode-1")
+
+
+def test_a_child_whose_label_names_another_model_leaves_the_first_one() -> None:
+    store, other = ChildStore(), ModelKey("n", "other")
+    store.put(CONFIG_MAP, pod("a"))
+    store.put(CONFIG_MAP, pod("b"))
+    moved = pod("a")
+    moved["metadata"]["labels"] = moved["metadata"]["labels"] | {"tandem.dev/model": "other"}
+    assert store.put(CONFIG_MAP, moved) == Kept(other, is_news=True, left=M)
+    assert (list(store.children(M)), list(store.children(other))) == (
+        [ChildKey("ConfigMap", "b")],
+        [ChildKey("ConfigMap", "a")],
+    )
+    assert store.put(CONFIG_MAP, moved) == Kept(other, is_news=False)
+
+
+def test_a_child_that_has_lost_its_label_leaves_its_model() -> None:
+    store, bare = ChildStore(), pod("a")
+    store.put(CONFIG_MAP, pod("a"))
+    del bare["metadata"]["labels"]["tandem.dev/model"]
+    assert store.remove(CONFIG_MAP, bare) == M
+    assert store.models() == set()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from tandem_api.names import Role
-from tandem_api.validation import rule
+from tandem_api.validation import cel_string, rule
 
 if TYPE_CHECKING:
     from tandem_api.inferencemodel import InferenceModelSpec
@@ -105,6 +105,11 @@ _ARGS = "is of Tandem's own engine: remove it, and say what you want in engine.a
 _BY_TANDEM = "needs the measurements of Tandem's own workers"
 _LIMITS = (
     _Limit(
+        ".model.cache.prewarm",
+        "is of Tandem's own workers, whose cache others do not read: remove it",
+        _unset("model.cache.prewarm", "false"),
+    ),
+    _Limit(
         ".engine.device",
         "must not be CPU with another engine's image, which is built for GPUs: write CUDA or Auto",
         "!has(self.engine.device) || self.engine.device != 'CPU'",
@@ -116,6 +121,7 @@ _LIMITS = (
     _Limit(".engine.requestChatTemplates", _ARGS, _unset("engine.requestChatTemplates", "false")),
     _Limit(".engine.tools", _ARGS, _unset("engine.tools", "'Auto'")),
     _Limit(".engine.generationSettings", _ARGS, _unset("engine.generationSettings", "'Model'")),
+    _Limit(".engine.weights", _ARGS, _unset("engine.weights", "'Auto'")),
     _Limit(".kv.memory", _ARGS, "!has(self.kv) || !has(self.kv.memory)"),
     _Limit(
         ".kv.transport",
@@ -163,6 +169,9 @@ _LIMITS = (
 _OWN = (
     "has an argument that the operator writes itself: remove it, and use the field of the spec for it where it has one"
 )
+_NAMELESS = "has a value without the argument's name in front of it: write --NAME=VALUE"
+_BARE = r"[^-]|-[0-9.]"
+_WHOLE = r"-[^=]*="
 _FOREIGN = "has(self.engine) && has(self.engine.kind) && self.engine.kind != 'Tandem'"
 _NO_ARGS = "are for the kinds VLLM and SGLang: remove them, Tandem's own engine has fields"
 
@@ -174,6 +183,14 @@ def foreign_rules() -> list[Any]:
         rule(f"{_FOREIGN} || !has(self.engine) || !has(self.engine.args) || size(self.engine.args) == 0", _NO_ARGS,
              path=".engine.args")
     )  # fmt: skip
+    rules.append(
+        rule(
+            "!has(self.engine) || !has(self.engine.args) || size(self.engine.args) == 0"
+            f" || !self.engine.args[0].matches({cel_string(f'^({_BARE})')})",
+            _NAMELESS,
+            path=".engine.args",
+        )
+    )
     for kind, engine in FOREIGN_ENGINES.items():
         rules.append(
             rule(
@@ -194,6 +211,7 @@ def find_refusal(spec: InferenceModelSpec) -> str | None:
     modes = {role.scaling.mode for role in workers}
     ranks = [role.parallelism for role in workers]
     broken = (
+        spec.model.cache is not None and spec.model.cache.prewarm,
         engine.device == "CPU",
         engine.max_batch_tokens != 2048,
         engine.max_running_requests != 256,
@@ -202,6 +220,7 @@ def find_refusal(spec: InferenceModelSpec) -> str | None:
         engine.request_chat_templates,
         engine.tools != "Auto",
         engine.generation_settings != "Model",
+        engine.weights != "Auto",
         kv.memory is not None,
         kv.transport != "Auto",
         not kv.verify,
@@ -218,4 +237,7 @@ def find_refusal(spec: InferenceModelSpec) -> str | None:
     own = re.compile(FOREIGN_ENGINES[engine.kind].own_pattern)
     if any(map(own.match, engine.args)):
         return f"engine.args {_OWN}"
+    for number, (before, each) in enumerate(zip(["-=", *engine.args], engine.args, strict=False)):
+        if re.match(_BARE, each) and re.match(_WHOLE, before):
+            return f"engine.args[{number}] is {each!r:.80}, which {_NAMELESS}"
     return None

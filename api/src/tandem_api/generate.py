@@ -14,11 +14,18 @@ from typing import Any
 import yaml
 
 from tandem_api.inferencemodel import MODEL_NAME_MAX
+from tandem_api.names import GROUP
 from tandem_api.schema import Schema, custom_resource_definition
 from tandem_api.validation import RULES_KEY
+from tandem_api.version import VERSION
 
 ROOT = Path(__file__).resolve().parents[3]
 HEADER = "# Generated from api/src/tandem_api/inferencemodel.py by `make generate`. Do not edit.\n"
+DEFAULTS = "# Generated from values.yaml by `make generate`, for templates to read. Do not edit.\n"
+COMPLETE = '{{- include "tandem.complete" . }}'
+"""How every template of the chart begins: what an earlier release's values lack is added to them."""
+RELEASE = f"{GROUP}/version"
+"""Annotation of the CRD."""
 
 
 class _Dumper(yaml.SafeDumper):
@@ -31,16 +38,20 @@ class _Dumper(yaml.SafeDumper):
 def generated_files() -> dict[str, str]:
     """Path in the repository → text of every generated file."""
     definition = custom_resource_definition()
-    text = _yaml(definition)
-    kept = definition | {
-        "metadata": definition["metadata"] | {"annotations": {"helm.sh/resource-policy": "keep"}},
-    }
-    chart = f"{{{{- if .Values.crds.install }}}}\n{_yaml(kept)}{{{{- end }}}}\n"
+    text = _yaml(_annotated(definition, {RELEASE: VERSION}))
+    kept = _annotated(definition, {"helm.sh/resource-policy": "keep", RELEASE: VERSION})
+    chart = f"{COMPLETE}\n{{{{- if .Values.crds.install }}}}\n{_yaml(kept)}{{{{- end }}}}\n"
+    values = yaml.safe_load((ROOT / "charts/tandem/values.yaml").read_text())
     return {
         "crds/tandem.dev_inferencemodels.yaml": HEADER + text,
         "charts/tandem/templates/crd-inferencemodels.yaml": HEADER + chart,
+        "charts/tandem/defaults.yaml": DEFAULTS + _yaml(values),
         "docs/inferencemodel.md": _reference(definition),
     }
+
+
+def _annotated(definition: Schema, annotations: dict[str, str]) -> Schema:
+    return definition | {"metadata": definition["metadata"] | {"annotations": annotations}}
 
 
 def _yaml(value: Any) -> str:
@@ -103,7 +114,7 @@ def _type(field: Schema) -> str:
     if "items" in field:
         return f"list of {_type(field['items'])}"
     if field.get("x-kubernetes-int-or-string"):
-        return "quantity"
+        return "quantity" if "quantity" in str(field.get(RULES_KEY)) else "integer or percentage"
     bounds = [
         f"≥ {field['minimum']}" if "minimum" in field else "",
         f"≤ {field['maximum']}" if "maximum" in field else "",

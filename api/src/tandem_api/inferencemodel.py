@@ -21,20 +21,22 @@ from tandem_api.launch import (
     Parallelism,
     TLSVersion,
     ToolForm,
+    WeightsForm,
 )
 from tandem_api.names import GROUP
 from tandem_api.quantities import DURATION_PATTERN, QUANTITY_PATTERN, parse_duration, parse_quantity
-from tandem_api.validation import RULES_KEY, Matches, Satisfies, check_collector, rule
+from tandem_api.validation import RULES_KEY, Lacks, Matches, Satisfies, check_collector, rule
 
 MODEL_NAME_MAX = 40
 """Child names append a role, an ordinal and a controller hash, and Pod labels end at 63 characters."""
-GPU_RESOURCE = "nvidia.com/gpu"
 RANKS_PER_POD_MAX = 64
 """Each rank listens at a KV port of its own, counted up from the first one."""
 
 HUB_URI = r"hf://[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9_.-]+"
 CLAIM_URI = r"pvc://[a-z0-9]([a-z0-9-]*[a-z0-9])?/[^ \t\r\n]*"
 FILE_URI = r"file:///[^ \t\r\n]+"
+PARENT_SEGMENT = r"/(\.|%2[eE]){2}(/|%2[fF]|$)"
+"""`..` between slashes, each character perhaps as its code."""
 
 ModelURI = Annotated[
     str,
@@ -42,6 +44,7 @@ ModelURI = Annotated[
         f"{HUB_URI}|{CLAIM_URI}|{FILE_URI}",
         "must be hf://ORGANIZATION/REPOSITORY, pvc://CLAIM/PATH or file:///PATH, without spaces",
     ),
+    Lacks(PARENT_SEGMENT, "must not have `..` in its path: write the path from the root, or from the claim's"),
     Field(max_length=1024),
 ]
 Revision = Annotated[
@@ -59,6 +62,36 @@ Quantity = Annotated[
     ),
     Field(max_length=32),
 ]
+Share = Annotated[
+    str,
+    BeforeValidator(lambda value: str(value) if type(value) is int else value),
+    Matches(
+        "0|[1-9][0-9]{0,2}|1000|(0|[1-9][0-9]?|100)%",
+        "must be a number of replicas up to 1000, or a percentage of them up to 100%, for example 2 or 25%",
+        int_or_string=True,
+    ),
+]
+"""Some of a role's replicas."""
+
+
+def is_none(share: str | None) -> bool:
+    """Whether a share is none, however many replicas there are."""
+    return share in ("0", "0%")
+
+
+def count_share(share: str, replicas: int, *, up: bool) -> int:
+    """How many of so many replicas a share is. Percentages are rounded up or down, as those of Deployments are."""
+    if not share.endswith("%"):
+        return int(share)
+    exact = int(share[:-1]) * replicas
+    return -(-exact // 100) if up else exact // 100
+
+
+def _is_some(field: str) -> str:
+    """A CEL expression: the share in this field is not none."""
+    return f"!string({field}).matches('^0%?$')"
+
+
 Duration = Annotated[
     str,
     Matches(DURATION_PATTERN, "must be a duration in hours, minutes and seconds, for example 30s or 1h30m"),
@@ -104,6 +137,8 @@ Hostname = Annotated[
 Selector = Annotated[dict[str, Annotated[str, Field(max_length=63)]], Field(max_length=32)]
 """Labels and their values."""
 Annotations = Annotated[dict[str, Annotated[str, Field(max_length=4096)]], Field(max_length=32)]
+_RESERVED = (f"{GROUP}/", "app.kubernetes.io/")
+_NOT_RESERVED = " && ".join(f"!k.startsWith('{prefix}')" for prefix in _RESERVED)
 
 
 class SecretKey(Authored):
@@ -117,12 +152,39 @@ class SecretKey(Authored):
     """Key inside the Secret that holds the access token."""
 
 
+_NO_CLAIM = (
+    "fills a PersistentVolumeClaim before workers start, and a volume that ends with its pod cannot be filled"
+    " beforehand: name a claim in persistentVolumeClaim, or remove prewarm"
+)
+
+
 class ModelCache(Authored):
+    model_config = ConfigDict(
+        json_schema_extra={
+            RULES_KEY: [
+                rule(
+                    "!has(self.prewarm) || !self.prewarm || has(self.persistentVolumeClaim)",
+                    _NO_CLAIM,
+                    path=".prewarm",
+                )
+            ]
+        }
+    )
+
     persistent_volume_claim: ObjectName | None = None
     """A claim that the workers share: one of them downloads, the others wait and reuse. It must be ReadWriteMany, or
     ReadWriteOnce on a single node. Without it every pod downloads into a volume of its own."""
     peers: bool = False
     """Workers get the model's files from each other, and from the hub what nobody has."""
+    prewarm: bool = False
+    """A Job downloads, verifies and prepares the model in the claim before workers start, and before a new revision
+    rolls out."""
+
+    @model_validator(mode="after")
+    def _has_a_claim(self) -> ModelCache:
+        if self.prewarm and self.persistent_volume_claim is None:
+            raise ValueError(f"prewarm {_NO_CLAIM}")
+        return self
 
 
 def _hub_only(field: str, meaning: str, *, unset: str | None = None) -> Any:
@@ -282,9 +344,29 @@ class PodClaim(Authored):
     """A ResourceClaimTemplate, from which each pod gets a claim of its own."""
 
 
+def _unreserved(field: str) -> Any:
+    """A rule that a map of labels or annotations has none of the operator's."""
+    message = f"must not hold names of {' or '.join(_RESERVED)}, which the operator writes: use a domain of your own"
+    return rule(f"!has(self.{field}) || self.{field}.all(k, {_NOT_RESERVED})", message, path=f".{field}")
+
+
+class Metadata(Authored):
+    """Labels and annotations of people's own."""
+
+    model_config = ConfigDict(json_schema_extra={RULES_KEY: [_unreserved("labels"), _unreserved("annotations")]})
+
+    labels: Selector = Field(default_factory=dict)
+    """For example `kueue.x-k8s.io/queue-name`. A change replaces the pods, as a rollout does."""
+    annotations: Annotations = Field(default_factory=dict)
+    """The same of annotations."""
+
+
 class Workload(Authored):
     """What can be said of any group of pods."""
 
+    metadata: Metadata | None = None
+    """Added to the StatefulSet or Deployment of this role, to its pods and to its Service. It wins over
+    `spec.metadata`."""
     resources: Resources = Field(default_factory=Resources)
     """Requests and limits of the main container."""
     resource_claims: Annotated[list[PodClaim], Field(max_length=16)] = Field(default_factory=list[PodClaim])
@@ -370,8 +452,14 @@ class RoleScaling(Authored):
 _SPREAD = "!has(self.parallelism) || "
 """The API server also judges the default of `spec.decode`, and does so before it has filled in the defaults inside."""
 _RANKS = "self.parallelism.tensor * self.parallelism.pipeline * self.parallelism.expert * self.parallelism.data"
-_GPUS = f"string(self.resources.limits['{GPU_RESOURCE}'])"
+_IS_GPU = "(k.endsWith('/gpu') || k.startsWith('nvidia.com/mig-'))"
+_GPUS = "string(self.resources.limits[k])"
 _NUM_GPUS = f"quantity({_GPUS}).asInteger()"
+_GPUS_SHOULD_BE = (
+    "'must be %d of each kind of GPU, one for each rank of a pod: tensor %d x pipeline %d x expert %d x data %d,"
+    f" divided by nodesPerReplica %d'.format([{_RANKS} / self.nodesPerReplica, self.parallelism.tensor,"
+    " self.parallelism.pipeline, self.parallelism.expert, self.parallelism.data, self.nodesPerReplica])"
+)
 _UNEVEN = "must divide the ranks, tensor x pipeline x expert x data, evenly: change it or spec.*.parallelism"
 _PODS_APART = (
     "of External needs nodesPerReplica to be 1, because what scales a StatefulSet counts pods: use SLO or Static"
@@ -393,12 +481,13 @@ class WorkerRole(Workload):
                 ),
                 rule(
                     f"{_SPREAD}!has(self.resources) || !has(self.resources.limits)"
-                    f" || !('{GPU_RESOURCE}' in self.resources.limits)"
+                    f" || self.resources.limits.all(k, !{_IS_GPU}"
                     f" || !isQuantity({_GPUS}) || quantity({_GPUS}).isInteger()"
-                    f" && ({_NUM_GPUS} == 0 || {_NUM_GPUS} * self.nodesPerReplica == {_RANKS})",
-                    f"must be one {GPU_RESOURCE} for each rank of a pod: tensor x pipeline x expert x data, divided by"
+                    f" && ({_NUM_GPUS} == 0 || {_NUM_GPUS} * self.nodesPerReplica == {_RANKS}))",
+                    "must be one GPU for each rank of a pod: tensor x pipeline x expert x data, divided by"
                     " nodesPerReplica",
                     path=".resources.limits",
+                    figures=_GPUS_SHOULD_BE,
                 ),
                 rule(
                     "!has(self.scaling) || !has(self.scaling.mode) || self.scaling.mode != 'External'"
@@ -473,6 +562,10 @@ class Engine(Authored):
     """`Auto` uses CUDA when the container sees a GPU."""
     dtype: DType = "Auto"
     """`Auto` is the checkpoint's type on a GPU, and BFloat16 on a CPU that has instructions for it (else Float32)."""
+    weights: WeightsForm = "Auto"
+    """`Lossless` keeps bfloat16 matrices in 12 bits a weight and multiplies them so: the same answers to the last bit,
+    a quarter less memory. It takes a CPU with AVX-512 VBMI and bfloat16; elsewhere a worker says why and does not
+    start. `Plain` keeps 16 bits. `Auto` is `Plain`."""
     max_model_len: Annotated[int, Field(ge=16, le=10_485_760)] | None = None
     """Prompt plus output tokens of one request. Defaults to what the model supports."""
     max_batch_tokens: Annotated[int, Field(ge=16, le=1_048_576)] = 2048
@@ -534,16 +627,6 @@ class Queue(Authored):
     ttl: Duration | None = None
     """How long a request may wait for a worker before it is answered 503. `0s`: nobody waits. Defaults to `30s`, and to
     `10m` with `autoscaling.scaleToZero`, where the first request waits for a start."""
-
-
-_RESERVED = (f"{GROUP}/", "app.kubernetes.io/")
-_NOT_RESERVED = " && ".join(f"!k.startsWith('{prefix}')" for prefix in _RESERVED)
-
-
-def _unreserved(field: str) -> Any:
-    """A rule that a map of labels or annotations has none of the operator's."""
-    message = f"must not hold names of {' or '.join(_RESERVED)}, which the operator writes: use a domain of your own"
-    return rule(f"!has(self.{field}) || self.{field}.all(k, {_NOT_RESERVED})", message, path=f".{field}")
 
 
 class GatewayService(Authored):
@@ -710,11 +793,23 @@ class ResponseStore(Authored):
     """How long each is kept after it was made. It goes earlier where others need its room."""
 
 
+class GatewayScaling(Authored):
+    mode: Literal["Static", "External"] = "Static"
+    """`Static`: `replicas` does. `External`: whoever scales the Deployment does, for example a HorizontalPodAutoscaler;
+    the operator then leaves its number alone, but for a suspension."""
+
+
 class Gateway(Workload):
     model_config = ConfigDict(
         json_schema_extra={
             RULES_KEY: [
                 rule("!has(self.responseStore) || self.replicas <= 1", _ONE_GATEWAY, path=".replicas"),
+                rule(
+                    "!has(self.responseStore) || !has(self.scaling) || !has(self.scaling.mode)"
+                    " || self.scaling.mode == 'Static'",
+                    _ONE_GATEWAY,
+                    path=".scaling.mode",
+                ),
                 rule(
                     "!has(self.responseStore) || !has(self.resources) || !has(self.resources.limits)"
                     " || !('memory' in self.resources.limits) || !isQuantity(string(self.resources.limits['memory']))"
@@ -736,7 +831,10 @@ class Gateway(Workload):
     http_route: HTTPRoute | None = None
     """Route of the Gateway API to the Service, where its CRDs are installed."""
     replicas: Annotated[int, Field(ge=0, le=100)] = 1
-    """Pods that take requests; any of them serves any client."""
+    """Pods that take requests; any of them serves any client. With `scaling.mode: External` a Deployment that is new,
+    or was suspended, begins with so many."""
+    scaling: GatewayScaling = Field(default_factory=GatewayScaling)
+    """Who decides how many there are."""
     image: Image | None = None
     """Gateway image. Defaults to the one of the operator's release."""
     timeouts: Timeouts = Field(default_factory=Timeouts)
@@ -755,12 +853,20 @@ class Gateway(Workload):
     response_store: ResponseStore | None = None
     """Keep what the Responses API answers (`store`), so that clients continue it by `previous_response_id`. Off where
     nothing is said. It is gone when the gateway restarts, and needs `replicas` of 1. Changing it restarts nothing."""
+    min_priority: Annotated[int, Field(ge=-1000, le=0)] = 0
+    """The lowest `priority` that clients may ask for. Lower ones run first, so by default a client can only stand back.
+    Changing it restarts nothing."""
+    explain_routes: bool = False
+    """Answer `x-tandem-route: explain` with the workers chosen and the prompt tokens that were believed to be cached,
+    which tells who asks what others have asked. Changing it restarts nothing."""
 
     @model_validator(mode="after")
     def _has_room_for_responses(self) -> Gateway:
         store, memory = self.response_store, self.resources.limits.get("memory")
         if store is not None and self.replicas > 1:
             raise ValueError(f"replicas {_ONE_GATEWAY}")
+        if store is not None and self.scaling.mode != "Static":
+            raise ValueError(f"scaling.mode {_ONE_GATEWAY}")
         if store is not None and memory is not None and parse_quantity(memory) < 4 * parse_quantity(store.max_bytes):
             raise ValueError(f"responseStore.maxBytes {_STORE_TOO_LARGE}")
         return self
@@ -799,9 +905,18 @@ class Observability(Authored):
     nothing; workers follow within two minutes."""
 
 
+LONGEST_DRAIN = "1h"
+
+
 class Drain(Authored):
-    timeout: Duration = "60s"
-    """How long a pod that is being removed may finish what it runs."""
+    timeout: Annotated[
+        Duration,
+        Satisfies(
+            f"!self.matches('^([0-9]+[hms])+$') || duration(self) <= duration('{LONGEST_DRAIN}')",
+            f"must be at most {LONGEST_DRAIN}: a node that is drained, and a rollout, wait for as long",
+        ),
+    ] = "60s"
+    """How long a pod that is being removed may finish what it runs: an hour at most."""
 
 
 class CanaryStep(Authored):
@@ -866,6 +981,8 @@ class Canary(Authored):
         return self
 
 
+_SURGE = "25%"
+"""Where nothing is said, as of Deployments."""
 _NO_BUDGET = "and maxUnavailable are both 0, so nothing could be replaced: raise one of them"
 _NO_CANARY = "needs the type RollingUpdate, because both revisions serve side by side: remove canary or type Recreate"
 _NO_ROOM = (
@@ -879,7 +996,8 @@ class Rollout(Authored):
         json_schema_extra={
             RULES_KEY: [
                 rule(
-                    "!has(self.maxSurge) || !has(self.maxUnavailable) || self.maxSurge > 0 || self.maxUnavailable > 0",
+                    "!has(self.maxSurge) || !has(self.maxUnavailable)"
+                    f" || {_is_some('self.maxSurge')} || {_is_some('self.maxUnavailable')}",
                     _NO_BUDGET,
                     path=".maxSurge",
                 ),
@@ -895,13 +1013,14 @@ class Rollout(Authored):
     type: Literal["RollingUpdate", "Recreate"] = "RollingUpdate"
     """`RollingUpdate` replaces workers so that complete pairs of prefill and decode workers go on serving. `Recreate`
     replaces all at once, where there is room for no more than there is and an outage is no harm."""
-    max_surge: Annotated[int, Field(ge=0, le=1000)] | None = None
-    """Replicas of each role that there may be beyond its number while workers are replaced. Defaults to 1 for a role
-    that may not lose a replica, so for one with a single replica, or that has a single one and a canary, and else to
-    0."""
-    max_unavailable: Annotated[int, Field(ge=0, le=1000)] | None = None
-    """Replicas of each role that may be missing while workers are replaced. Defaults to 0 for a role with a single
-    replica, and else to 1."""
+    max_surge: Share | None = None
+    """Replicas of each role that there may be beyond its number while workers are replaced, as a number or a percentage
+    that is rounded up. Defaults to 25%; to 0 where `maxUnavailable` lets a replica go, but for a single replica with a
+    canary."""
+    max_unavailable: Share | None = None
+    """Replicas of each role that may be missing while workers are replaced, as a number or a percentage that is rounded
+    down. A node that is drained takes as many at a time, and one at least. Defaults to 0 for a role with a single
+    replica, and else to 1, so that a rollout goes on where nothing has room beside what there is."""
     paused: bool = False
     """Replace nothing for now. Scaling, suspension and configurations that need no restart are not held up."""
     progress_deadline: Duration = "1h"
@@ -925,7 +1044,7 @@ class Rollout(Authored):
 
     @model_validator(mode="after")
     def _can_move(self) -> Rollout:
-        if self.max_surge == 0 and self.max_unavailable == 0:
+        if is_none(self.max_surge) and is_none(self.max_unavailable):
             raise ValueError(f"maxSurge {_NO_BUDGET}")
         if self.canary is not None and self.type == "Recreate":
             raise ValueError(f"canary {_NO_CANARY}")
@@ -936,17 +1055,21 @@ class Rollout(Authored):
         if self.type == "Recreate":
             return 0
         if self.max_surge is not None:
-            return self.max_surge
+            return count_share(self.max_surge, replicas, up=True)
         is_tried_beside_itself = self.canary is not None and replicas == 1
-        return 1 if is_tried_beside_itself or self.unavailable_of(replicas) == 0 else 0
+        if self.max_unavailable is not None and self.unavailable_of(replicas) > 0 and not is_tried_beside_itself:
+            return 0
+        return max(1, count_share(_SURGE, replicas, up=True))
 
     def unavailable_of(self, replicas: int) -> int:
         """Replicas that a role of so many may lack while it is changed."""
         if self.type == "Recreate":
             return replicas
+        has_surge = not is_none(self.max_surge)
         if self.max_unavailable is not None:
-            return self.max_unavailable
-        return 0 if replicas == 1 and self.max_surge != 0 else 1
+            # Rounded down to nothing without a surge, nothing could be replaced.
+            return max(0 if has_surge else 1, count_share(self.max_unavailable, replicas, up=False))
+        return 0 if replicas == 1 and has_surge else 1
 
 
 class TTFTTarget(Authored):
@@ -1106,7 +1229,7 @@ class InferenceModelSpec(Authored):
                 ),
                 rule(
                     "!has(self.rollout) || !has(self.rollout.canary) || !has(self.rollout.maxSurge)"
-                    " || self.rollout.maxSurge > 0"
+                    f" || {_is_some('self.rollout.maxSurge')}"
                     f" || {_fewest('decode')} != 1 && (!has(self.prefill) || {_fewest('prefill')} != 1)",
                     _NO_ROOM,
                     path=".rollout",
@@ -1118,8 +1241,8 @@ class InferenceModelSpec(Authored):
                     path=".rollout.canary",
                 ),
                 rule(
-                    "!has(self.rollout) || !has(self.rollout.maxUnavailable) || self.rollout.maxUnavailable > 0"
-                    f" || !{_either('External')}",
+                    f"!has(self.rollout) || !has(self.rollout.maxUnavailable) || !{_either('External')}"
+                    f" || {_is_some('self.rollout.maxUnavailable')}",
                     _NO_LOSS,
                     path=".rollout.maxUnavailable",
                 ),
@@ -1160,6 +1283,8 @@ class InferenceModelSpec(Authored):
 
     model: Model
     """What is served."""
+    metadata: Metadata | None = None
+    """Added to the StatefulSets, the Deployment, their pods and their Services."""
     prefill: WorkerRole | None = None
     """Workers that compute prompts. Leave it out for aggregated serving: decode workers then do both."""
     decode: WorkerRole = Field(default_factory=WorkerRole)
@@ -1180,12 +1305,15 @@ class InferenceModelSpec(Authored):
     """How pods leave."""
     rollout: Rollout = Field(default_factory=Rollout)
     """How workers are replaced when something changes that they read at start."""
+    managed_by: Annotated[str, Field(min_length=1, max_length=63)] | None = None
+    """Which operator serves this model, where there are several: the one whose chart has the same `managedBy`. Without
+    it that is one whose chart has none."""
     suspend: bool = False
     """Scale every pod of this model to zero and keep the object; set it back to resume."""
 
     @model_validator(mode="after")
     def _has_room(self) -> InferenceModelSpec:
-        no_room = self.rollout.max_surge == 0 and any(role.fewest == 1 for role in self.workers)
+        no_room = is_none(self.rollout.max_surge) and any(role.fewest == 1 for role in self.workers)
         if self.rollout.canary is not None and no_room:
             raise ValueError(f"rollout {_NO_ROOM}")
         return self
@@ -1197,7 +1325,7 @@ class InferenceModelSpec(Authored):
             raise ValueError(f"slo {_NO_SLO}")
         if self.rollout.canary is not None and "External" in modes:
             raise ValueError(f"rollout.canary {_NO_TRIAL}")
-        if self.rollout.max_unavailable == 0 and "External" in modes:
+        if is_none(self.rollout.max_unavailable) and "External" in modes:
             raise ValueError(f"rollout.maxUnavailable {_NO_LOSS}")
         if budget is not None and sum(role.fewest * role.num_gpus for role in self.workers) > budget:
             raise ValueError(f"autoscaling.gpuBudget {_TOO_SMALL}")
@@ -1388,9 +1516,20 @@ class Condition(Wire):
     last_transition_time: Annotated[str, Field(json_schema_extra={"format": "date-time"})] = ""
 
 
+class OperatorClaim(Wire):
+    """An operator that serves a model."""
+
+    lease: str
+    """NAMESPACE/NAME of its Lease."""
+    managed_by: str | None = None
+    """What the model's `managedBy` was: another one makes the claim void."""
+
+
 class InferenceModelStatus(Wire):
     observed_generation: int = -1
     """The `metadata.generation` that the rest of the status describes; -1 before the operator has seen the object."""
+    operator: OperatorClaim | None = None
+    """Which operator serves this model. Others leave it alone while its Lease is renewed."""
     url: str | None = None
     """Base URL of the OpenAI API inside the cluster."""
     revision: str | None = None

@@ -15,7 +15,10 @@ from __future__ import annotations
 MARK = b": "
 """What a line of the journal begins with. The events' own lines begin with `data:`, and hold no line feed."""
 COMMIT = b": \n"
-"""Commits and tells nothing: after the end of an answer."""
+"""Commits and tells nothing: after an error."""
+USAGE = b": u "
+"""After the end of an answer, with its prompt tokens, those of them that were cached, and its tokens, in decimals. For
+the gateway, whether or not the client is told its usage."""
 MOVED = b": moved\n"
 """The last line: this worker stops, and the stream is to go on at another one. Not part of the journal."""
 MAX_JOURNAL_BYTES = 1 << 20

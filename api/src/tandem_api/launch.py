@@ -33,6 +33,8 @@ ToolForm = Literal["Auto", "Template", "Generic", "Off"]
 GenerationSettings = Literal["Model", "Off"]
 """What stands below the sampling fields of requests: see `spec.engine.generationSettings`."""
 DType = Literal["Auto", "BFloat16", "Float16", "Float32"]
+WeightsForm = Literal["Auto", "Plain", "Lossless"]
+"""How matrices are kept in memory: see `spec.engine.weights`."""
 
 
 class FileSharing(Wire):
@@ -162,6 +164,7 @@ class WorkerConfig(Wire):
     model: ModelSource
     device: Device = "Auto"
     dtype: DType = "Auto"
+    weights: WeightsForm = "Auto"
     max_model_len: int | None = None
     """Prompt plus output tokens of one request; None is what the model supports and the block space holds."""
     kv: KVConfig = Field(default_factory=KVConfig)
@@ -298,12 +301,16 @@ class GatewayConfig(Wire):
     """None: unless the environment says so, requests are not traced."""
     response_store: StoreLimits | None = None
     """None: no response is kept."""
+    min_priority: int = 0
+    """The lowest `priority` that a request may have: lower ones run first."""
+    explain: bool = False
+    """Clients that ask are told where their request went, and what was expected to be cached there."""
 
 
 GATEWAY_FOLLOWS = frozenset(
     {
         "cors", "disaggregated", "served_name", "timeouts", "queue", "drain_timeout_seconds", "tracing",
-        "response_store",
+        "response_store", "min_priority", "explain",
     }
 )  # fmt: skip
 """Fields of `GatewayConfig` that a running gateway follows, by `GatewayRouting` or by what it finds: a change restarts
@@ -335,3 +342,5 @@ class GatewayRouting(Wire):
     cors: CORSRules | None = None
     tracing: TracingConfig | None = None
     response_store: StoreLimits | None = None
+    min_priority: int = 0
+    explain: bool = False

@@ -67,10 +67,12 @@ HEADER_IGNORED = "x-tandem-ignored"
 
 HEADER_RETRY = "x-tandem-retry"
 """Response of a worker, on a 503 or 429: nothing was done for this request, another worker may take it. It says one of
-the next two.
+the next three.
 """
 RETRY_WORKER = "1"
 """This worker takes no requests: it is loading, stopping or not the one to ask."""
+RETRY_FULL = "full"
+"""As many requests wait at this worker as may."""
 RETRY_REQUEST = "request"
 """This worker cannot take this request now, but others."""
 

@@ -122,6 +122,7 @@ class Metric:
     WORKER_MODEL_SOURCE_FAULTS_TOTAL = "tandem_worker_model_source_faults_total"
     """Label `kind`: what was wrong with the worker that was left."""
     WORKER_START_SECONDS = "tandem_worker_start_seconds"
+    WORKER_GRAPHS_PENDING = "tandem_worker_graphs_pending"
     """Label `step`: the steps of `tandem_worker.process.build`, `process` before them, and `total`."""
     WORKER_DRAINING = "tandem_worker_draining"
     WORKER_GRAMMARS_TOTAL = "tandem_worker_grammars_total"

@@ -22,9 +22,12 @@ def cel_string(text: str) -> str:
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
-def rule(expression: str, message: str, *, path: str | None = None) -> Any:
-    """One CEL rule. `path` is relative to where the rule stands, for example `.revision`."""
+def rule(expression: str, message: str, *, path: str | None = None, figures: str | None = None) -> Any:
+    """One CEL rule. `path` is relative to where the rule stands, for example `.revision`. `figures` is a CEL expression
+    for a message with the numbers at hand, which the API server shows instead."""
     entry = {"rule": expression, "message": message}
+    if figures is not None:
+        entry["messageExpression"] = figures
     if path is not None:
         entry["fieldPath"] = path
     return entry
@@ -77,6 +80,28 @@ class Matches:
 
     def _check(self, value: str) -> str:
         if not re.fullmatch(self.pattern, value, re.ASCII):
+            raise ValueError(self.message)
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class Lacks:
+    """No part of the string matches `pattern`, which uses only what Python and RE2 read alike."""
+
+    pattern: str
+    message: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        result = handler(schema)
+        entry = rule(f"!self.matches({cel_string(self.pattern)})", self.message)
+        result[RULES_KEY] = [*result.get(RULES_KEY, []), entry]
+        return result
+
+    def _check(self, value: str) -> str:
+        if re.search(self.pattern, value, re.ASCII):
             raise ValueError(self.message)
         return value
 

@@ -1,3 +1,18 @@
+{{/* Adds to the values what an earlier chart's lack: `helm upgrade --reuse-values` brings those alone. Every template begins
+with it. Of what users name the entries of themselves (labels, limits, selectors) nothing is added. */}}
+{{- define "tandem.complete" -}}
+{{- include "tandem.fill" (dict "values" .Values "defaults" (fromYaml (.Files.Get "defaults.yaml"))) -}}
+{{- end }}
+
+{{- define "tandem.fill" -}}
+{{- range $key, $default := .defaults -}}
+{{- if not (hasKey $.values $key) -}}{{- $_ := set $.values $key $default -}}
+{{- else if and (kindIs "map" $default) (kindIs "map" (index $.values $key)) (not (has $key (list "resources" "labels"))) -}}
+{{- include "tandem.fill" (dict "values" (index $.values $key) "defaults" $default) -}}
+{{- end -}}
+{{- end -}}
+{{- end }}
+
 {{- define "tandem.name" -}}
 {{- .Release.Name | trunc 50 | trimSuffix "-" -}}
 {{- end }}
@@ -20,9 +35,14 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end }}
 
-{{/* Full image reference of a part: (dict "root" $ "part" "worker") */}}
+{{/* Full image reference of a part: (dict "root" $ "part" "worker"). A released chart has its own images as annotations. */}}
 {{- define "tandem.image" -}}
-{{- index .root.Values.images .part | default (printf "ghcr.io/tandem-dev/tandem-%s:%s" .part .root.Chart.AppVersion) -}}
+{{- $published := printf "ghcr.io/tandem-dev/tandem-%s:%s" .part .root.Chart.AppVersion -}}
+{{- $image := index (.root.Chart.Annotations | default dict) (printf "tandem.dev/%s-image" .part) | default $published -}}
+{{- with (.root.Values.global | default dict).imageRegistry -}}
+{{- $image = printf "%s/%s" (trimSuffix "/" .) (regexReplaceAll "^[^/]*[.:][^/]*/|^localhost/" $image "") -}}
+{{- end -}}
+{{- index .root.Values.images .part | default $image -}}
 {{- end }}
 
 {{/* Which network policies models get, as the operator is told. */}}
@@ -76,6 +96,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 - apiGroups: [apps]
   resources: [controllerrevisions] # the revisions of models: they are made once and never changed
   verbs: [get, list, watch, create, delete]
+- apiGroups: [batch]
+  resources: [jobs] # that fill caches: they are made once and never changed
+  verbs: [get, list, watch, create, delete]
 - apiGroups: [""]
   resources: [configmaps, serviceaccounts, services]
   verbs: [get, list, watch, create, patch, delete]
@@ -110,6 +133,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 - apiGroups: [""]
   resources: [pods/status] # the readiness gate of workers, once a gateway has admitted them
   verbs: [patch]
+- apiGroups: [coordination.k8s.io]
+  resources: [leases] # of another operator that has claimed a model: whether that one is there
+  verbs: [get]
 - apiGroups: [""]
   resources: [events] # its own, and those that say why a StatefulSet cannot create pods
   verbs: [get, list, watch, create, update]

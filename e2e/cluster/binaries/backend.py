@@ -22,7 +22,7 @@ from ..progress import say, step
 from ..settings import Settings
 from . import components, images, machine, registry, teardown
 from .api import Api, connects, dns_answers, http_body
-from .components import Plan
+from .components import REGISTRY_HOST, REGISTRY_PORT, Plan
 from .network import Addresses, Namespace, observe_routes, plan_addresses
 from .pki import NODE, write_pki
 from .processes import Processes
@@ -64,7 +64,7 @@ class BinariesBackend:
 
     def up(self) -> None:
         machine.add_sbin_to_path()
-        machine.install_packages()
+        machine.install_packages(self.settings.install_packages)
         programs = {name: self.builder.build(name) for name in PROGRAMS}
         if self._runs_as_built(programs):
             say("the cluster is up already")
@@ -228,6 +228,15 @@ class BinariesBackend:
         if plan is None:
             raise ClusterError("no cluster is up; start it with `python -m e2e.cluster up`")
         return Addresses(slot=plan["slot"])
+
+    @property
+    def registry_address(self) -> str:
+        """The local registry as this machine reaches it; nodes call it `registry_name`."""
+        return f"{self._addresses().node}:{REGISTRY_PORT}"
+
+    @property
+    def registry_name(self) -> str:
+        return REGISTRY_HOST
 
     def service_url(self, namespace: str, service: str, port: int) -> AbstractContextManager[str]:
         address = run(

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,11 +98,26 @@ def check_machine() -> None:
         raise ClusterError(f"install these programs (Debian's package names): {' '.join(missing_packages())}")
 
 
-def install_packages() -> None:
-    """Install what is missing with apt-get. Services that packages would start stay off."""
+def ask_consent(missing: Sequence[str], consent: bool | None, ask: Callable[[str], str] | None) -> None:
+    """Raise ClusterError where nobody wants these packages. `ask` is None where nobody sits at a terminal."""
+    names = " ".join(missing)
+    if consent is None and ask is not None:
+        question = f"  this needs Debian packages that are not installed: {names}\n  install them with apt-get? [y/N] "
+        consent = ask(question).strip().lower() in {"y", "yes"}
+    if consent is False:
+        raise ClusterError(
+            f"nothing was installed. Type `apt-get install --no-install-recommends {names}` yourself, start a Docker "
+            "engine (kind is used then), or set KUBECONFIG and TANDEM_REGISTRY to use a cluster that you have"
+        )
+
+
+def install_packages(consent: bool | None) -> None:
+    """Install what is missing with apt-get, after a question where somebody can answer. Services that packages would
+    start stay off. Raises ClusterError where the answer is no."""
     missing = missing_packages()
     if not missing:
         return
+    ask_consent(missing, consent, input if sys.stdin.isatty() else None)
     say(f"installing Debian packages: {' '.join(missing)}")
     with step("installed packages"), tempfile.TemporaryDirectory() as folder:
         env = {"DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
 from ..commands import run
@@ -74,10 +75,15 @@ class Buildah:
         self._remove_older(image, tag)
 
     def push(self, image: Image, tag: str, registry: str, *, verify_tls: bool = True) -> None:
-        self._buildah(
-            "push", "--compression-format", "zstd", "--compression-level", "1",
-            f"--tls-verify={str(verify_tls).lower()}", f"localhost/{image.name}:{tag}", f"docker://{registry}/{image.name}:{tag}",
-        )  # fmt: skip
+        self.publish(image, tag, f"{registry}/{image.name}:{tag}", verify_tls=verify_tls)
+
+    def publish(self, image: Image, tag: str, reference: str, *, verify_tls: bool = True) -> str:
+        with tempfile.NamedTemporaryFile("r") as digest:
+            self._buildah(
+                "push", "--compression-format", "zstd", "--compression-level", "1", "--digestfile", digest.name,
+                f"--tls-verify={str(verify_tls).lower()}", f"localhost/{image.name}:{tag}", f"docker://{reference}",
+            )  # fmt: skip
+            return Path(digest.name).read_text().strip()
 
     def _share_uv_cache(self) -> None:
         """Let the Dockerfiles' cache mount be this machine's uv cache: what is here already is not downloaded again.

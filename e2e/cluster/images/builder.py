@@ -24,6 +24,10 @@ class ImageBuilder(Protocol):
         """Push to `<registry>/tandem-<part>:<tag>`; layers that the registry has do not travel."""
         ...
 
+    def publish(self, image: Image, tag: str, reference: str, *, verify_tls: bool = True) -> str:
+        """Push what was built under the tag to `reference`. The digest of its manifest there."""
+        ...
+
 
 def docker_answers() -> bool:
     """A `docker` on the PATH may be a client without an engine."""

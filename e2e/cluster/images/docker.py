@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
 from ..commands import run
+from ..errors import ClusterError
 from ..progress import say, step
 from ..settings import Settings
 from .catalog import Image, accelerator_arguments, build_arguments, content_tag
@@ -32,3 +35,11 @@ class Docker:
         reference = f"{registry}/{image.name}:{tag}"
         run("docker", "tag", f"{image.name}:{tag}", reference)
         run("docker", "push", reference)
+
+    def publish(self, image: Image, tag: str, reference: str, *, verify_tls: bool = True) -> str:
+        run("docker", "tag", f"{image.name}:{tag}", reference)
+        told = run("docker", "push", reference)
+        found = re.search(r"digest: (sha256:[0-9a-f]{64})", told)
+        if found is None:
+            raise ClusterError(f"docker pushed {reference} and named no digest: {told[-200:]}")
+        return found[1]

@@ -16,7 +16,8 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from tandem_api.fleet import FLEET_PATH, WAITING_PATH, WAITING_SECONDS
 from tandem_api.launch import GatewayTimeouts
 
-from tandem_gateway.errors import GatewayFull, RequestError
+from tandem_gateway.errors import RequestError
+from tandem_gateway.fairness import Sources
 from tandem_gateway.gateway import Gateway
 from tandem_gateway.http.budget import Budget
 from tandem_gateway.http.connection import ClientConnection
@@ -30,6 +31,7 @@ MAX_BODY_BYTES = 1024 * 1024
 DEBUG_ENDPOINTS, DEBUG_ROUTE, DEBUG_RESPONSES = "/debug/endpoints", "/debug/route", "/debug/responses"
 _DEBUG = (DEBUG_ENDPOINTS, DEBUG_ROUTE, DEBUG_RESPONSES)
 _SECONDS = 5.0
+_LOCAL = frozenset((ip_address("127.0.0.1"), ip_address("::1")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,8 @@ class _Question:
     """When it is answered whatever there is."""
     held_bytes: int = 0
     delivering: bool = False
+
+    def stop(self, error: RequestError) -> None: ...
 
     def on_client_gone(self) -> None: ...
 
@@ -58,6 +62,7 @@ class Admin:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._connections: set[ClientConnection] = set()
+        self._sources: Sources[ClientConnection] = Sources()
         self._questions: dict[ClientConnection, tuple[_Question, Request]] = {}
         self.budget = Budget(4 * MAX_BODY_BYTES)
         self.discovered = False
@@ -107,12 +112,18 @@ class Admin:
     # connections
 
     def on_connect(self, connection: ClientConnection) -> None:
+        """There is always room for one more, which may be a probe: the one that has waited longest of whoever has most
+        goes for it. A probe is answered when it has asked, and so has gone by itself."""
         self._connections.add(connection)
+        self._sources.add(connection.source, connection)
         if len(self._connections) > MAX_CONNECTIONS:
-            connection.refuse(GatewayFull("too many connections to the metrics port"))
+            oldest = self._sources.oldest(self._sources.find_most())
+            self.on_disconnect(oldest)
+            oldest.transport.abort()
 
     def on_disconnect(self, connection: ClientConnection) -> None:
         self._connections.discard(connection)
+        self._sources.remove(connection.source, connection)
         self._questions.pop(connection, None)
 
     def on_request(self, connection: ClientConnection, request: Request) -> None:
@@ -152,9 +163,10 @@ def _show(value: object) -> tuple[int, str, bytes]:
 
 
 def is_loopback(peer: Any) -> bool:
-    """Whether a socket's peer is on this machine. None is one that has gone already."""
+    """Whether a socket's peer has come as a forwarded port does. The rest of 127.0.0.0/8 is not: a service mesh's proxy
+    passes on what it gets for others from 127.0.0.6. None is one that has gone already."""
     if not peer:
         return False
     address = ip_address(peer[0].partition("%")[0])
     mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
-    return (mapped or address).is_loopback
+    return (mapped or address) in _LOCAL

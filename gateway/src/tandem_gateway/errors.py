@@ -10,6 +10,7 @@ GatewayError
     ├── NotRouted          404 or 405: no such path or method
     ├── NoEndpoint         503: no worker of a role is there
     ├── QueueFull          503: nor is there, and as many requests wait for one as may
+    │   └── WorkerFull     429: as many wait at the worker as may, and most of them are of who asks
     ├── UpstreamFailed     502: workers failed and the retries are used up, or a stream broke
     ├── UpstreamTimeout    504: a worker was silent for too long
     ├── ShuttingDown       503: this gateway is going away
@@ -18,11 +19,20 @@ GatewayError
 
 from __future__ import annotations
 
+from math import ceil
 from typing import Any
 
 from tandem_api.openai import ErrorType, error_body
 
-RETRY_AFTER = (("Retry-After", "5"),)
+USUAL_SECONDS = 5.0
+"""To come back after, where nothing tells how long what waits will take."""
+_LONGEST_SECONDS = 60.0
+
+
+def retry_after(seconds: float | None = None) -> tuple[tuple[str, str], ...]:
+    """The header field that says when to come back: in whole seconds, at least one. None: nobody knows."""
+    seconds = min(_LONGEST_SECONDS, max(1.0, ceil(USUAL_SECONDS if seconds is None else seconds)))
+    return (("Retry-After", f"{seconds:.0f}"),)
 
 
 class GatewayError(Exception):
@@ -115,12 +125,18 @@ class NoEndpoint(RequestError):
     kind: ErrorType = "overloaded_error"
     code = "no_endpoint"
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message, headers=RETRY_AFTER)
+    def __init__(self, message: str, seconds: float | None = None) -> None:
+        """`seconds` that what waits will take, where that is known."""
+        super().__init__(message, headers=retry_after(seconds))
 
 
 class QueueFull(NoEndpoint):
     code = "queue_full"
+
+
+class WorkerFull(QueueFull):
+    status = 429
+    kind: ErrorType = "rate_limit_error"
 
 
 class UpstreamFailed(RequestError):
@@ -141,7 +157,7 @@ class ShuttingDown(RequestError):
     code = "shutting_down"
 
     def __init__(self, message: str) -> None:
-        super().__init__(message, headers=RETRY_AFTER)
+        super().__init__(message, headers=retry_after())
 
 
 class GatewayFull(RequestError):
@@ -152,4 +168,4 @@ class GatewayFull(RequestError):
     code = "gateway_full"
 
     def __init__(self, message: str) -> None:
-        super().__init__(message, headers=RETRY_AFTER)
+        super().__init__(message, headers=retry_after())

@@ -8,7 +8,7 @@ begun goes on at another worker where it can (`resume`).
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection
 from time import monotonic
 from typing import Protocol
@@ -25,9 +25,19 @@ from tandem_api.names import (
     HEADER_RESUME,
     HEADER_RETRY,
     HEADER_ROUTE,
+    RETRY_FULL,
+    Role,
 )
 
-from tandem_gateway.errors import GatewayFull, NoEndpoint, RequestError, UpstreamFailed, UpstreamTimeout
+from tandem_gateway.errors import (
+    GatewayFull,
+    NoEndpoint,
+    RequestError,
+    UpstreamFailed,
+    UpstreamTimeout,
+    WorkerFull,
+    retry_after,
+)
 from tandem_gateway.http.budget import FREE_BYTES, Budget
 from tandem_gateway.http.connection import ClientConnection
 from tandem_gateway.http.request import Request
@@ -48,6 +58,7 @@ from tandem_gateway.scheduling import (
     Worker,
     classify_status,
 )
+from tandem_gateway.scheduling.isolation import LONGEST_WAIT_SECONDS, Isolation
 from tandem_gateway.scheduling.queue import Slot, Ticket
 from tandem_gateway.sse import EventStream, EventTooLarge, build_failure, find_usage
 from tandem_gateway.tracing import ExchangeTrace
@@ -58,7 +69,7 @@ log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 3
 MAX_RESETS = 2
-"""Of the attempts may end in a reset: a request that kills its worker must not be handed to all of them."""
+"""Of the times that it is sent may end in a reset: a request that kills its worker must not meet all of them."""
 GRACE_SECONDS = 5.0
 """Where this gateway itself lacks what a connection needs, a request waits this long for it."""
 MAX_HELD_BYTES = 32 * 1024 * 1024
@@ -69,6 +80,7 @@ SMALL_PART_BYTES = 1024
 """Parts of an answer below this size are held joined: two bytes in an object of their own take twenty times as much."""
 DEFAULT_MAX_TOKENS = 4096
 CLIENT_GONE = 499
+TOO_MANY = 429
 HELD_SECONDS = 5.0
 """A worker may end a connection that takes nothing from it. Where an answer breaks so soon after it was held back for a
 slow client, or while it is, the worker is not to blame."""
@@ -79,6 +91,7 @@ _QUEUE_SECONDS = HEADER_QUEUE_SECONDS.encode()
 _REQUEST_ID = HEADER_REQUEST_ID.encode()
 _RESUME = HEADER_RESUME.encode()
 _RETRY = HEADER_RETRY.encode()
+_RETRY_FULL = RETRY_FULL.encode()
 _ROUTE = HEADER_ROUTE.encode()
 _REQUEST_HEAD = b"%b %b HTTP/1.1\r\nhost: %b\r\n%b" + _REQUEST_ID + b": %b\r\ncontent-length: %d\r\n\r\n"
 _FORWARDED = (b"content-type", b"accept", b"traceparent", b"tracestate", HEADER_LENIENT.encode())
@@ -109,7 +122,10 @@ class Context(Protocol):
     timeouts: GatewayTimeouts
     budget: Budget
     queue: RequestQueue
+    isolation: Isolation
     draining: bool
+    explains: bool
+    """Who asks is told where their request went."""
     token_line: bytes
     """The header line that tells workers who asks; empty without keys."""
     engines: dict[str, Engine]
@@ -136,10 +152,11 @@ class Exchange:
     """Sink of its upstream calls and conversation of its client connection."""
 
     __slots__ = (
-        "_arrived", "_call", "_connect_by", "_connection", "_context", "_continuation", "_deadline", "_excluded",
-        "_give_up_at", "_head", "_held", "_held_back_until", "_held_bytes", "_keep_alive_after", "_loop", "_phase",
-        "_reads", "_reads_seen", "_reservation", "_resets", "_slot", "_slow", "_stream", "_suspects", "_ticket",
-        "_tokens_seen", "_unsent", "attempts", "bytes_out", "choice", "error", "first_byte_at", "inquiry",
+        "_arrived", "_call", "_connect_by", "_connection", "_context", "_continuation", "_deadline", "_displaced",
+        "_excluded",
+        "_give_up_at", "_head", "_held", "_held_back_until", "_held_bytes", "_isolate_by", "_keep_alive_after", "_loop",
+        "_phase", "_reads", "_reads_seen", "_reservation", "_resets", "_slot", "_slow", "_stream", "_suspects",
+        "_ticket", "_tokens_seen", "_unsent", "attempts", "bytes_out", "choice", "error", "first_byte_at", "inquiry",
         "queue_seconds", "recording", "request", "request_id", "started_at", "status", "trace", "usage",
     )  # fmt: skip
 
@@ -181,10 +198,13 @@ class Exchange:
         """Failed in a way that may be the request's fault: an answer from another worker tells."""
         self._give_up_at = 0.0
         """When it waits no longer for a worker."""
-        self._connect_by = 0.0
-        """When this gateway must have what a connection needs."""
+        self._connect_by = self._isolate_by = 0.0
+        """When this gateway must have what a connection needs; when it is sent to any worker, may it have killed
+        one."""
         self._resets = 0
-        self._slow = False
+        """Connections that ended under it without an answer: as many workers may have died of it."""
+        self._slow = self._displaced = False
+        """The client is slow; somebody else has made room for it at a worker."""
         self._held_back_until = -HELD_SECONDS
         self._keep_alive_after = False
         self._unsent = b""
@@ -193,8 +213,7 @@ class Exchange:
         self._continuation: Continuation | None = None
         """Of a stream that has begun and can go on elsewhere."""
         self._held: list[bytes | bytearray] = []
-        self._held_bytes = 0
-        self._reads = self._reads_seen = self._tokens_seen = 0
+        self._held_bytes = self._reads = self._reads_seen = self._tokens_seen = 0
 
     @property
     def waiting(self) -> bool:
@@ -215,7 +234,8 @@ class Exchange:
         kept = self._continuation.held_bytes if self._continuation is not None else 0
         waits = self._call.held_bytes if self._call is not None else 0
         recorded = self.recording.held_bytes if self.recording is not None else 0
-        return len(self.request.body) + self._held_bytes + kept + waits + recorded
+        events = self._stream.held_bytes if self._stream is not None else 0
+        return len(self.request.body) + self._held_bytes + kept + waits + recorded + events
 
     @property
     def resumes(self) -> int:
@@ -247,17 +267,15 @@ class Exchange:
         if self._phase == NEW and context.queue.line.size and context.queue.enabled:
             self._join_queue(now)  # others were here before
             return False
-        choice = context.scheduler.choose(demand, now, full or self._excluded)
+        suspect = self._resets > 0 and not self.first_byte_at
+        apart = self._keep_apart(now) if suspect else _NO_NAMES
+        kept_from = {*full, *self._excluded, *apart} if apart else full or self._excluded
+        choice = context.scheduler.choose(demand, now, kept_from)
         if continuation is not None and choice is not None and not _may_go_on(choice.decode.worker, continuation):
             choice = self._choose_to_go_on(continuation, now)
         if choice is None:
             if self._ticket is None:
-                # Everyone was tried: whoever comes back first from its back-off may try again.
-                self._excluded = _NO_NAMES
-                if self.first_byte_at:
-                    self._phase = WAITING
-                else:
-                    self._join_queue(now)
+                self._wait_for_worker(now, apart)
             return False
         if self._ticket is not None:
             self._leave_queue("placed")
@@ -265,9 +283,12 @@ class Exchange:
         self.choice = choice
         self.attempts += 1
         self._reservation = reservation = context.scheduler.reserve(choice, demand, now)
+        if suspect:
+            context.isolation.add(choice.decode.worker.name, reservation, now)
         decisions = context.decisions
         if len(decisions) == KEPT:
             decisions[0][-1].offers = []  # its request may run for long
+        reservation.holder = self
         choice.expected, choice.work = reservation.expected, reservation.work
         decisions.append((self.request_id, now, self.attempts, self.queue_seconds, choice))
         self._phase = SENT
@@ -279,7 +300,7 @@ class Exchange:
         if choice.decode.worker.engine != "Tandem":
             order = Order(
                 method=request.method, path=request.path, headers=request.headers, body=request.body,
-                request_id=self.request_id, choice=choice,
+                request_id=self.request_id, choice=choice, fresh=suspect,
             )  # fmt: skip
             try:
                 self._call = context.engines[choice.decode.worker.engine].start(self, order)
@@ -290,8 +311,25 @@ class Exchange:
         journal = continuation.stream.build_prefix() if continuation is not None else b""
         keeps = demand.stream and not demand.local
         head = build_request_head(request, choice, self.request_id, context.token_line, len(journal) if keeps else None)
-        self._call = context.link(choice.decode).start(self, head, journal + request.body)
+        self._call = context.link(choice.decode).start(self, head, journal + request.body, fresh=suspect)
         return True
+
+    def _wait_for_worker(self, now: float, apart: Collection[str]) -> None:
+        if apart:
+            self._phase = WAITING  # until one of those has no suspect any more
+            self._deadline = self._isolate_by + GRACE_SECONDS
+            return
+        # Everyone was tried: whoever comes back first from its back-off may try again.
+        self._excluded = _NO_NAMES
+        if self.first_byte_at:
+            self._phase = WAITING
+        else:
+            self._join_queue(now)
+
+    def _keep_apart(self, now: float) -> frozenset[str]:
+        """Workers that this request is not to be sent to, because another one is there that may kill its worker."""
+        self._isolate_by = self._isolate_by or now + LONGEST_WAIT_SECONDS
+        return self._context.isolation.names(now) if now < self._isolate_by else _NO_NAMES
 
     def _join_queue(self, now: float) -> None:
         """Nobody serves: wait for somebody."""
@@ -347,8 +385,7 @@ class Exchange:
             self._account_for(self._continuation)
         if self._slow or self._phase == DELIVERING:
             # The worker is not to blame: it is the client that takes nothing.
-            self._connection.account()
-            if self._connection.is_stuck(now):
+            if not self._connection.account() or self._connection.is_stuck(now):
                 self._connection.transport.abort()
         elif now >= self._deadline:
             self._time_out()
@@ -380,6 +417,8 @@ class Exchange:
         if (outcome is not _ANSWERED or self.first_byte_at) and not self._may_take(outcome, head):
             return
         self._take_answer(outcome, head)
+        if head.status == TOO_MANY:
+            _tell_when(head, self._context.queue.find_backlog())
         self._head = head
         self._reads += 1
         if self.queue_seconds:
@@ -408,9 +447,50 @@ class Exchange:
         elif outcome is not _ANSWERED and self._can_move():
             self._drop_call()
             self._recover(outcome, f"the worker answered {head.status}", failed=head.status >= 500)
-        else:
+        elif head.fields.get(_RETRY) != _RETRY_FULL or not self._displace():
             return True
         return False
+
+    def _displace(self) -> bool:
+        """The worker has as many requests waiting as it takes: let the newest of whoever has most there go instead of
+        this one, where that is somebody else with more than one more. False: this one is refused."""
+        choice = self.choice
+        assert choice is not None
+        endpoint, now = choice.decode, self._loop.time()
+        if self._displaced or self._phase != SENT:
+            return False
+        newest: dict[str, Exchange] = {}
+        counts: Counter[str] = Counter()
+        for reservation in endpoint.owing:
+            holder = reservation.holder
+            if isinstance(holder, Exchange) and holder.choice is not None and holder.choice.decode is endpoint:
+                counts[holder.source] += 1
+                newest[holder.source] = holder
+        source, most = counts.most_common(1)[0] if counts else ("", 0)
+        if source == self.source or most <= counts[self.source]:
+            return False
+        self._displaced = True
+        self._drop_call()
+        self._count_end(failed=False)
+        if self.trace is not None:
+            self.trace.attempt_ended(self, Outcome.BUSY.value, self.answered_status)
+        self._release()
+        others = (other.worker for other in self._context.scheduler.endpoints.values() if other is not endpoint)
+        self._excluded = frozenset(worker.name for worker in others if worker.role is not Role.PREFILL)
+        self._phase, self._deadline = WAITING, now + GRACE_SECONDS
+        newest[source].turn_away(
+            WorkerFull(
+                "as many requests wait at the worker as it takes, and most of them are of this client's address; try"
+                " again later",
+                self._context.queue.find_backlog(),
+            )
+        )
+        return True
+
+    @property
+    def source(self) -> str:
+        """Whose request it is, as far as an address tells."""
+        return self._connection.source
 
     def _can_move(self) -> bool:
         """Nothing of this answer has reached the client, and another worker is free to give a better one."""
@@ -538,19 +618,20 @@ class Exchange:
             self._connection.transport.write(out)
 
     def on_upstream_end(self) -> None:
-        self._call = None
+        call, self._call = self._call, None
         stream = self._stream
         if stream is None:
             self._complete()
         elif stream.done or stream.failed:
             self._end_stream(stream)
         else:
+            self._resets += call is not None and call.resent
             moved = isinstance(stream, JournaledStream) and stream.moved
             detail = "the worker ended its stream before the answer was complete"
             self._recover(Outcome.DRAINING if moved else Outcome.RESET, detail, failed=None if moved else True)
 
     def on_upstream_failure(self, failure: Failure, detail: str) -> None:
-        self._call = None
+        self._take_call()
         if self._stream is not None and self._stream.done:
             self._end_stream(self._stream)
         elif failure is Failure.LOCAL:
@@ -716,7 +797,7 @@ class Exchange:
     def _end_stream(self, stream: EventStream) -> None:
         self._connection.transport.write(self._unsent if self.request.http10 else self._unsent + LAST_CHUNK)
         assert self._head is not None
-        self.usage = find_usage(stream.tail) or self._head.usage
+        self.usage = find_usage(stream.tail) or self._head.usage or stream.read_usage()
         failed = stream.failed
         if failed:
             self.error = "worker"
@@ -785,7 +866,7 @@ class Exchange:
 
     def _explain(self) -> None:
         """For who asks: where the request went, and what was expected of it there."""
-        if self.request.headers.get(_ROUTE) != b"explain":
+        if not self._context.explains or self.request.headers.get(_ROUTE) != b"explain":
             return
         assert self._head is not None
         assert self.choice is not None
@@ -809,8 +890,15 @@ class Exchange:
         assert self.choice is not None
         self.choice.decode.count_end(failed=failed)
 
-    def _drop_call(self) -> None:
+    def _take_call(self) -> Call | None:
+        """It is over, or is to be."""
         call, self._call = self._call, None
+        if call is not None and call.resent:
+            self._resets += 1
+        return call
+
+    def _drop_call(self) -> None:
+        call = self._take_call()
         if call is not None:
             call.cancel()
 
@@ -855,6 +943,14 @@ class Exchange:
         decode_name = fields.get(_DECODE_WORKER) or self.choice.decode.worker.name.encode()
         prefill_name = fields.get(_PREFILL_WORKER) or prefill.worker.name.encode()
         return decode_name.decode("latin-1"), prefill_name.decode("latin-1")
+
+
+def _tell_when(head: ResponseHead, seconds: float | None) -> None:
+    """When to come back, by what this gateway knows of all that waits; else as the worker says."""
+    if seconds is not None or b"retry-after" not in head.fields:
+        ((name, value),) = retry_after(seconds)
+        head.headers = [field for field in head.headers if field[0] != b"retry-after"]
+        head.headers.append((name.lower().encode(), value.encode()))
 
 
 def _may_go_on(worker: Worker, continuation: Continuation) -> bool:

@@ -10,7 +10,8 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from itertools import count
+from functools import partial
+from itertools import count, islice
 from typing import Any
 from urllib.parse import unquote
 
@@ -26,6 +27,7 @@ from tandem_gateway.cors import CORSPolicy, is_preflight
 from tandem_gateway.credentials import Credentials
 from tandem_gateway.errors import GatewayFull, NotRouted, RequestError, ShuttingDown
 from tandem_gateway.exchange import Exchange
+from tandem_gateway.fairness import Sources
 from tandem_gateway.http.budget import FREE_BYTES, Budget
 from tandem_gateway.http.connection import ClientConnection
 from tandem_gateway.http.request import Request
@@ -60,6 +62,7 @@ from tandem_gateway.scheduling import (
     describe_decision,
     predict,
 )
+from tandem_gateway.scheduling.isolation import Isolation
 from tandem_gateway.sse import find_cached
 from tandem_gateway.tracing import begin_trace
 from tandem_gateway.traffic import TrafficCounter
@@ -76,6 +79,8 @@ UNAUTHORIZED_LOG_SECONDS = 10.0
 """A worker that does not take this gateway's key is named this often, however many requests it turns away."""
 REFUSED = frozenset((400, 404, 413, 422))
 """What a worker answers to a request that nobody is to compute."""
+LOOKED_AT = 64
+"""Of who has most connections, for one that nobody asks over."""
 REFUSALS = 64
 """Connections beyond the limit that are told so before they are closed."""
 _REQUEST_ID = re.compile(rb"[\w.:/+=-]{1,128}")
@@ -93,6 +98,7 @@ class Gateway:
         self.timeouts = config.timeouts
         self.cors = CORSPolicy(config.cors) if config.cors is not None else None
         self.drain_timeout_seconds = config.drain_timeout_seconds
+        self.min_priority, self.explains = config.min_priority, config.explain
         self.max_body_bytes = config.max_body_bytes
         self.max_connections = config.max_connections
         self.budget = Budget(config.max_held_bytes)
@@ -102,8 +108,7 @@ class Gateway:
         """Requests that wait for one of their own."""
         self.scheduler = Scheduler()
         self.engines = build_engines(self, worker_model=config.model_name)
-        self.kinds = Kinds()
-        self.draining = False
+        self.kinds, self.draining = Kinds(), False
         self.decisions: deque[Decision] = deque(maxlen=KEPT)
         self.metrics = Metrics()
         self.traffic = TrafficCounter()
@@ -111,6 +116,7 @@ class Gateway:
         """A worker's last sample and its age in seconds."""
         self.telemetry_reads: Mapping[str, int] = {}
         self.queue = RequestQueue(config.queue, self.scheduler, self.metrics)
+        self.isolation = Isolation()
         self.access_log = access_log
         self.held: Held = list
         """Workers that discovery knows and that get no requests yet, as `GET /fleet` tells of them."""
@@ -120,7 +126,8 @@ class Gateway:
         """That clients are shown; None: they speak no TLS."""
         self.tracer = _build_tracer(config, tracing)
         self.exchanges: set[Exchange] = set()
-        self.connections: set[ClientConnection] = set()
+        self.connections, self.sources = set[ClientConnection](), Sources[ClientConnection]()
+        """All of them, and by whose they are."""
         self._credentials = Credentials(config.keys_path)
         self.token_line = self._credentials.line
         self._links: dict[int, Link] = {}
@@ -158,6 +165,7 @@ class Gateway:
         self.cors = CORSPolicy(routing.cors) if routing.cors is not None else None
         self.queue.settings = routing.queue
         self.drain_timeout_seconds = routing.drain_timeout_seconds
+        self.min_priority, self.explains = routing.min_priority, routing.explain
         self.scheduler.apply_canary(routing.canary)
         self.tracer.follow(routing.tracing)
         self._follow_store(routing.response_store)
@@ -227,16 +235,26 @@ class Gateway:
 
     def on_connect(self, connection: ClientConnection) -> None:
         self.connections.add(connection)
+        self.sources.add(connection.source, connection)
         over = len(self.connections) - self.max_connections
-        if over > REFUSALS:
+        if over <= 0:
+            return
+        excess = self.sources.find_excess(connection.source)
+        if excess is not None:
+            newest = [*islice(self.sources.newest(excess), LOOKED_AT)]
+            leaving = next((other for other in newest if other.exchange is None), newest[0])
+            self.on_disconnect(leaving)
+            leaving.leave()
+        elif over > REFUSALS:
             connection.transport.abort()
-        elif over > 0:
+        else:
             connection.refuse(
                 GatewayFull(f"the gateway has as many connections as it may, {self.max_connections}; try again shortly")
             )
 
     def on_disconnect(self, connection: ClientConnection) -> None:
         self.connections.discard(connection)
+        self.sources.remove(connection.source, connection)
 
     def on_request(self, connection: ClientConnection, request: Request) -> None:
         given = request.headers.get(b"x-request-id")
@@ -248,16 +266,28 @@ class Gateway:
             if cors is not None and is_preflight(request):
                 self._answer_preflight(connection, request, request_id, cors)
             elif request.path in INFERENCE_PATHS:
-                if request.path != RESPONSES or self.responses is None:
-                    self._start_exchange(connection, request, request_id)
+                if len(request.body) <= LARGE_BYTES:
+                    if request.path != RESPONSES or self.responses is None:
+                        self._start_exchange(connection, request, request_id)
+                    else:
+                        self._begin_stored(connection, request, request_id, self.responses)
                 else:
-                    self._begin_stored(connection, request, request_id, self.responses)
+                    held = len(request.body)
+                    work = partial(self._infer, connection, request, request_id)
+                    self._defer(connection, request, request_id, work, held_bytes=held)
             elif request.path.startswith(f"{RESPONSES}/"):
                 self._answer_stored(connection, request, request_id)
             else:
                 self._tell(connection, request, request_id, self._answer(request))
         except RequestError as error:
             self._refuse(connection, request, request_id, error)
+
+    def _infer(self, connection: ClientConnection, request: Request, request_id: bytes) -> None:
+        """A request that a worker is to answer. Raises RequestError."""
+        if request.path != RESPONSES or self.responses is None:
+            self._start_exchange(connection, request, request_id)
+        else:
+            self._begin_stored(connection, request, request_id, self.responses)
 
     def _defer(
         self,
@@ -376,7 +406,9 @@ class Gateway:
         if request.method != method:
             raise NotRouted.wrong_method(request.method, request.path, method.decode())
         names, estimator = self.served_names, self.scheduler.estimator
-        inquiry = read_inquiry(request, served_names=names, estimator=estimator, fields=fields, said=said)
+        inquiry = read_inquiry(
+            request, served_names=names, estimator=estimator, fields=fields, said=said, min_priority=self.min_priority
+        )
         for engine in self.kinds.others:
             self.engines[engine].admit(request.path, request.body, inquiry)
         exchange = Exchange(self, connection, request, inquiry, request_id)
@@ -637,7 +669,9 @@ class Gateway:
             expanded = responses.expand(asked, body=request.body, max_bytes=self.max_body_bytes)
             fields, said = asked.question.fields, None if expanded is None else expanded.said
         names, estimator = self.served_names, self.scheduler.estimator
-        inquiry = read_inquiry(request, served_names=names, estimator=estimator, fields=fields, said=said)
+        inquiry = read_inquiry(
+            request, served_names=names, estimator=estimator, fields=fields, said=said, min_priority=self.min_priority
+        )
         waiting: dict[str, object] = {"waitingRequests": self.queue.line.size}
         choice = self.scheduler.preview(inquiry.demand, now)
         if choice is None:

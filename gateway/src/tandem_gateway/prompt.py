@@ -6,17 +6,20 @@ out.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import orjson
+from tandem_api.messages import drop_billing_line
 
 from tandem_gateway.errors import BadRequest, UnknownModel
 from tandem_gateway.http.request import Request
 from tandem_gateway.scheduling.demand import Demand, Estimator
-from tandem_gateway.scheduling.prefix import CHUNK_BYTES, build_chain
+from tandem_gateway.scheduling.prefix import CHUNK_BYTES, build_chain, build_parent
 from tandem_gateway.scheduling.ring import build_seed
+from tandem_gateway.scheduling.scheduler import SHORT_CHUNKS
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -32,13 +35,16 @@ COMPUTES = GENERATES | SCORES | {EMBEDDINGS}
 TOKENIZER_INFO = "/tokenizer_info"
 INFERENCE_PATHS = COMPUTES | frozenset((COUNT, "/tokenize", "/detokenize", TOKENIZER_INFO))
 _MAY_BE_TOKENS = {COMPLETIONS: "prompt", EMBEDDINGS: "input"}
+_TEXT = frozenset(("type", "text"))
 _Object = dict[str, Any]
 _List = list[Any]
 _COMPARED = ("query", "queries", "text_1", "data_1", "documents", "items", "text_2", "data_2")
 """Texts of a request to compare them, under all their names."""
 _MAX_TOKENS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 MAX_NODES = 100_000
-"""Objects, lists and strings of a body, names included. Each costs many times its bytes to read; numbers do not."""
+"""Objects, lists and strings of a body, names included. Each costs many times its bytes to read."""
+MAX_VALUES = 1_000_000
+"""Of all kinds, numbers too: so many take some 30 ms to read, and a prompt given as tokens has fewer."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,12 +76,14 @@ def read_inquiry(
     estimator: Estimator,
     fields: dict[str, Any] | None = None,
     said: Said | None = None,
+    min_priority: int = -1000,
 ) -> Inquiry:
     """What a request asks for. The first of `served_names` is the one that a refusal tells. Where they are known
     already: the `fields` of its body, and what is `said` in a Responses request with all that it continues.
 
     Raises:
-        BadRequest: it is not a JSON object, or a parameter that routing needs is missing or of the wrong type.
+        BadRequest: it is not a JSON object, a parameter that routing needs is missing or of the wrong type, or its
+            `priority` is below `min_priority`.
         UnknownModel: it names another model.
     """
     path = request.path
@@ -87,8 +95,10 @@ def read_inquiry(
     stream = fields.get("stream")
     if stream is not None and not isinstance(stream, bool):
         raise BadRequest("'stream' must be true or false", param="stream", code="invalid_type")
-    if path in (CHAT, MESSAGES):
+    if path == CHAT:
         prompt, root = _read_messages(fields)
+    elif path == MESSAGES:
+        prompt, root = _read_messages(canonical_messages(fields))
     elif path == RESPONSES:
         prompt, root = _read_said(fields, said or write_said(fields))
     elif path == COMPLETIONS:
@@ -100,16 +110,22 @@ def read_inquiry(
         prompt = root = b"".join(_canonical(fields[name], name) for name in _COMPARED if fields.get(name) is not None)
     else:
         prompt = root = b""
+    if "priority" in fields:
+        _check_priority(fields["priority"], min_priority)
     generates = path in GENERATES
     max_tokens = _read_max_tokens(fields) if generates else 1
-    session = request.headers.get(b"x-session-affinity") or _read_session(fields) or root
+    session = request.headers.get(b"x-session-affinity") or _read_session(fields, path) or root
+    salt: Any = fields.get("cache_salt")
+    tenant = request.headers.get(b"authorization", b"")
+    parent = build_parent(salt.encode() if isinstance(salt, str) else b"", tenant) if salt or tenant else 0
     demand = Demand(
         prompt_tokens=_count_tokens(fields.get(_MAY_BE_TOKENS[path]), prompt, estimator)
         if path in _MAY_BE_TOKENS
         else estimator.prompt_tokens(len(prompt)),
         output_tokens=estimator.expected_output(max_tokens),
-        prefix=build_chain(prompt) if len(prompt) >= CHUNK_BYTES else [],
-        affinity=build_seed(session) if session else 0,
+        prefix=build_chain(prompt, parent) if len(prompt) >= CHUNK_BYTES else [],
+        affinity=build_seed(session, parent) if session else 0,
+        short=prompt if len(prompt) < SHORT_CHUNKS * CHUNK_BYTES else b"",
         local=not generates,
         stream=stream is True,
     )
@@ -141,6 +157,12 @@ def read_object(body: bytes) -> dict[str, Any]:
 
 def check_nodes(body: bytes) -> None:
     """Raises BadRequest: it has too many parts."""
+    if body.count(b",") >= MAX_VALUES and _drop_strings(body).count(b",") >= MAX_VALUES:
+        raise BadRequest(
+            f"the request body consists of too many parts; at most {MAX_VALUES} values are read",
+            status=413,
+            code="too_many_parts",
+        )
     if count_nodes(body) > MAX_NODES:
         raise BadRequest(
             f"the request body consists of too many parts; at most {MAX_NODES} objects, lists and strings are read",
@@ -160,12 +182,22 @@ def count_nodes(body: bytes) -> int:
     reading it."""
     if bound_nodes(body) <= MAX_NODES:
         return 0
-    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    plain = _drop_escapes(body)
     strings = plain.count(b'"') // 2
     if strings > MAX_NODES:
         return strings
     outside = b"".join(plain.split(b'"')[::2])
     return strings + outside.count(b"{") + outside.count(b"[")
+
+
+def _drop_escapes(body: bytes) -> bytes:
+    return body.replace(b"\\\\", b"").replace(b'\\"', b"")
+
+
+def _drop_strings(body: bytes) -> bytes:
+    """What is outside of strings; of a text with more strings than may be, all of it."""
+    plain = _drop_escapes(body)
+    return plain if plain.count(b'"') // 2 > MAX_NODES else b"".join(plain.split(b'"')[::2])
 
 
 def _check_model(model: Any, served_names: Sequence[str]) -> None:
@@ -190,9 +222,70 @@ def _read_messages(fields: dict[str, Any]) -> tuple[bytes, bytes]:
         raise BadRequest("'messages' is required", param="messages", code="missing_required_parameter")
     if not isinstance(messages, list) or not messages:
         raise BadRequest("'messages' must be a list with at least one message", param="messages", code="invalid_type")
-    system: Any = fields.get("system")  # of a Messages request
-    first = [{"role": "system", "content": system}] if system else []
-    return _join(fields, [*first, *cast(list[Any], messages)])
+    return _join(fields, cast(list[Any], messages))
+
+
+def canonical_messages(fields: dict[str, Any]) -> dict[str, Any]:
+    """A Messages request without what is no part of its prompt, so that equal prompts are equal bytes: the system
+    prompt is a message as others are, texts are joined as the worker joins them, and marks for a cache are left out.
+    What is not as it should be stays, for the worker to refuse.
+    """
+    tools: Any = fields.get("tools")
+    messages: Any = fields.get("messages")
+    if isinstance(tools, list):
+        tools = [_drop_mark(tool) for tool in cast(_List, tools)]
+    if isinstance(messages, list) and messages:
+        messages = [_join_texts(message) for message in cast(_List, messages)]
+        system = drop_billing(fields).get("system")
+        if system:
+            messages.insert(0, _join_texts({"role": "system", "content": system}))
+    return {**fields, "tools": tools, "messages": messages}
+
+
+def _drop_mark(block: Any) -> Any:
+    """A tool, or a block of a message, and the blocks in a tool's result."""
+    if not isinstance(block, dict):
+        return block
+    block = cast(_Object, block)
+    inner: Any = block.get("content")
+    if isinstance(inner, list):
+        block = {**block, "content": [_drop_mark(each) for each in cast(_List, inner)]}
+    if "cache_control" in block:
+        block = {name: value for name, value in block.items() if name != "cache_control"}
+    return block
+
+
+def drop_billing(fields: dict[str, Any]) -> dict[str, Any]:
+    """The `system` of a Messages request without the line that differs in each, if it has one."""
+    system: Any = fields.get("system")
+    if isinstance(system, str):
+        return {"system": drop_billing_line(system)}
+    return {"system": [_drop_billing(block) for block in cast(_List, system)]} if isinstance(system, list) else {}
+
+
+def _drop_billing(given: Any) -> Any:
+    if not isinstance(given, dict):
+        return given
+    block = cast(_Object, given)
+    text: Any = block.get("text")
+    return {**block, "text": drop_billing_line(text)} if isinstance(text, str) else block
+
+
+def _join_texts(given: Any) -> Any:
+    """A message whose content is one text, where all of its blocks are texts."""
+    if not isinstance(given, dict):
+        return given
+    message = cast(_Object, given)
+    content: Any = message.get("content")
+    if not isinstance(content, list):
+        return message
+    blocks = [_drop_mark(block) for block in cast(_List, content)]
+    texts = [
+        block["text"]
+        for block in blocks
+        if isinstance(block, dict) and block.keys() == _TEXT and isinstance(block["text"], str)
+    ]
+    return {**message, "content": "".join(texts) if len(texts) == len(blocks) else blocks}
 
 
 def _read_said(fields: dict[str, Any], said: Said) -> tuple[bytes, bytes]:
@@ -279,8 +372,19 @@ def _read_prompt(fields: dict[str, Any], name: str) -> bytes:
     if isinstance(prompt, str):
         return prompt.encode()
     if isinstance(prompt, list) and prompt:
-        return _canonical(cast(_List, prompt), name)
+        return _pack_tokens(cast(_List, prompt)) or _canonical(cast(_List, prompt), name)
     raise BadRequest(f"'{name}' must be a string or a list", param=name, code="invalid_type")
+
+
+def _pack_tokens(prompt: list[Any]) -> bytes:
+    """A prompt given as tokens, four bytes each: writing out a million numbers would take as long as reading them.
+    Nothing where it is anything else."""
+    if type(prompt[0]) is not int:
+        return b""
+    try:
+        return array("I", prompt).tobytes()
+    except (TypeError, OverflowError):
+        return b""
 
 
 def _canonical(value: object, param: str) -> bytes:
@@ -299,6 +403,21 @@ def _read_max_tokens(fields: dict[str, Any]) -> int | None:
     return None
 
 
+def _check_priority(value: Any, lowest: int) -> None:
+    """Refuse a place ahead of others. Engines read numbers in texts and fractions too."""
+    try:
+        asked = float(value) if isinstance(value, int | float | str) else 0.0
+    except (ValueError, OverflowError):  # the worker's to refuse
+        return
+    if asked < lowest:
+        raise BadRequest(
+            f"'priority' must be at least {lowest} here: a request may stand back, and ahead of others only where the "
+            "model's owner allows it",
+            param="priority",
+            code="invalid_value",
+        )
+
+
 def _count_tokens(given: Any, prompt: bytes, estimator: Estimator) -> int:
     """Tokens of a prompt that may be `given` as tokens."""
     tokens = cast(_List, given) if isinstance(given, list) else []
@@ -307,8 +426,13 @@ def _count_tokens(given: Any, prompt: bytes, estimator: Estimator) -> int:
     return estimator.prompt_tokens(len(prompt))
 
 
-def _read_session(fields: dict[str, Any]) -> bytes | None:
+def _read_session(fields: dict[str, Any], path: str) -> bytes | None:
     """The client's name for the session, if it gives one."""
+    if path == MESSAGES:
+        metadata: Any = fields.get("metadata")
+        name: Any = cast(_Object, metadata).get("user_id") if isinstance(metadata, dict) else None
+        if isinstance(name, str) and name:
+            return name.encode()
     for name in ("prompt_cache_key", "user"):
         value: Any = fields.get(name)
         if isinstance(value, str) and value:

@@ -66,21 +66,27 @@ class RequestQueue:
         if full and excess is None:
             self._metrics.queue_waits["full"] += 1
             raise QueueFull(
-                f"{self.line.size} requests wait for a worker of this model already, as many as may; try again shortly"
+                f"{self.line.size} requests wait for a worker of this model already, as many as may; try again shortly",
+                self.find_backlog(),
             )
         ticket = self.line.add(waiter, find_due(arrived, tokens, settings.ttft_target), tokens, now, source)
         if excess is not None and excess.item is not None:
             # Afterwards: what its client asks next must not find a free place.
             excess.item.turn_away(
                 QueueFull(
-                    "as many requests wait as may, and most of them are of this client's address; try again shortly"
+                    "as many requests wait as may, and most of them are of this client's address; try again shortly",
+                    self.find_backlog(),
                 )
             )
         return ticket
 
     def refuse(self) -> NoEndpoint:
         """What a request is told that waits no longer."""
-        return NoEndpoint(f"{self.explain()}; try again shortly")
+        return NoEndpoint(f"{self.explain()}; try again shortly", self.find_backlog())
+
+    def find_backlog(self) -> float | None:
+        """Seconds that what waits here and at workers will take them."""
+        return self._scheduler.find_backlog(self.line.tokens)
 
     def explain(self) -> str:
         """Why nobody serves."""

@@ -9,11 +9,13 @@ Pure: no sockets, no clock. Who moves what, and when, is `exchange`'s.
 
 from __future__ import annotations
 
-from tandem_api.journal import MARK, MAX_JOURNAL_BYTES, MOVED
+from typing import Any
+
+from tandem_api.journal import MARK, MAX_JOURNAL_BYTES, MOVED, USAGE
 
 from tandem_gateway.http.budget import FREE_BYTES, Budget
 from tandem_gateway.scheduling import Outcome
-from tandem_gateway.sse import MAX_EVENT_BYTES, EventStream, EventTooLarge
+from tandem_gateway.sse import MAX_EVENT_BYTES, TAIL_BYTES, EventStream, EventTooLarge
 
 SECONDS = 30.0
 """A stream waits this long for somebody who takes it over: its client sees a pause."""
@@ -25,6 +27,7 @@ FATAL = frozenset(outcome.value for outcome in (Outcome.RESET, Outcome.TIMEOUT, 
 """Reasons that may be the stream's own fault."""
 _LINE = b"\n" + MARK
 _GROWN_BYTES = 16 * 1024
+_USAGE_FIELDS = 3
 
 
 class JournaledStream(EventStream):
@@ -60,8 +63,12 @@ class JournaledStream(EventStream):
                 return data
         self.events += data.count(b"\n\n")
         self._previous = self._last
-        self._last = data
+        self._last = data if len(data) <= TAIL_BYTES else self._cut_tail(data)
         return data
+
+    @property
+    def held_bytes(self) -> int:
+        return len(self._partial) + super().held_bytes
 
     def _take_apart(self, data: bytes) -> bytes:
         data = self._partial + data
@@ -102,6 +109,15 @@ class JournaledStream(EventStream):
         self._searched = 0
         self.stop_keeping()
         return events
+
+    def read_usage(self) -> dict[str, Any] | None:
+        line = self.journal[self.journal.rfind(b"\n", 0, -1) + 1 :]
+        counts = line[len(USAGE) :].split() if line.startswith(USAGE) else []
+        if len(counts) != _USAGE_FIELDS or not all(count.isdigit() for count in counts):
+            return None
+        prompt, cached, output = map(int, counts)
+        details = {"cached_tokens": cached}
+        return {"prompt_tokens": prompt, "completion_tokens": output, "prompt_tokens_details": details}
 
     @property
     def moved(self) -> bool:

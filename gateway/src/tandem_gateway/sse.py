@@ -21,13 +21,18 @@ class EventTooLarge(Exception):
     """A single event exceeds MAX_EVENT_BYTES: this is not a token stream."""
 
 
+TAIL_BYTES = 8 * 1024
+"""Kept of the last two reads, for what an answer says in its end."""
+_USAGE = re.compile(rb'"usage": ?(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})')
+
+
 class EventStream:
     """Splits what arrives into whole events. O(1) per chunk in the common case of whole events in one read.
 
     Invariant: everything returned by `feed` ends at an event border, so an error event can follow at any time.
     """
 
-    __slots__ = ("_held", "_last", "_previous", "events")
+    __slots__ = ("_ends", "_fails", "_held", "_last", "_previous", "events")
 
     def __init__(self) -> None:
         self.events: int = 0
@@ -35,6 +40,8 @@ class EventStream:
         # Two reads are enough to find the end of the stream and the usage before it.
         self._previous: bytes = b""
         self._last: bytes = b""
+        self._ends = self._fails = False
+        """An event that ends the answer, or says that it failed, began before what is kept of the last read."""
 
     def feed(self, data: bytes) -> bytes:
         """Bytes to pass on now, possibly none.
@@ -48,8 +55,19 @@ class EventStream:
                 return data
         self.events += data.count(b"\n\n")
         self._previous = self._last
-        self._last = data
+        self._last = data if len(data) <= TAIL_BYTES else self._cut_tail(data)
         return data
+
+    def _cut_tail(self, data: bytes) -> bytes:
+        """What is kept of a large read."""
+        self._ends = _LAST_EVENT.search(data) is not None
+        self._fails = _FAILURE.search(data) is not None
+        return data[-TAIL_BYTES:]
+
+    @property
+    def held_bytes(self) -> int:
+        """Not passed on yet, or kept."""
+        return len(self._held) + len(self._previous) + len(self._last)
 
     def _cut(self, data: bytes) -> bytes:
         held = self._held
@@ -68,15 +86,19 @@ class EventStream:
     def tail(self) -> bytes:
         return self._previous + self._last
 
+    def read_usage(self) -> dict[str, Any] | None:
+        """What the worker has told this gateway alone."""
+        return None
+
     @property
     def done(self) -> bool:
         """The stream said that it is complete."""
-        return self._last.rstrip().endswith(DONE) or _LAST_EVENT.search(self._last) is not None
+        return self._last.rstrip().endswith(DONE) or _LAST_EVENT.search(self._last) is not None or self._ends
 
     @property
     def failed(self) -> bool:
         """The worker itself ended the stream with an error event."""
-        return _FAILURE.search(self._last) is not None
+        return _FAILURE.search(self._last) is not None or self._fails
 
 
 def tells_failure(events: bytes) -> bool:
@@ -94,7 +116,7 @@ def find_usage(tail: bytes) -> dict[str, Any] | None:
         try:
             parsed: Any = orjson.loads(event[event.index(b"{") :])
         except ValueError:
-            continue
+            parsed = _read_cut(event)
         if not isinstance(parsed, dict):
             continue
         whole: Any = cast(dict[str, Any], parsed).get("response", parsed)
@@ -102,6 +124,15 @@ def find_usage(tail: bytes) -> dict[str, Any] | None:
         if isinstance(usage, dict):
             return _rename(cast(dict[str, Any], usage))
     return None
+
+
+def _read_cut(event: bytes) -> dict[str, Any] | None:
+    """The usage in an event of which the beginning is missing."""
+    found = _USAGE.findall(event)
+    try:
+        return {"usage": orjson.loads(found[-1])} if found else None
+    except ValueError:
+        return None
 
 
 def find_cached(usage: Mapping[str, object]) -> int | None:

@@ -9,10 +9,11 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
+from tandem_gateway.errors import RequestError
 from tandem_gateway.http.connection import ClientConnection
 
 LARGE_BYTES = 256 * 1024
-"""What a request may have read and copied for it at once, besides its own bytes: below a millisecond's work."""
+"""What a request may have read and copied for it at once: a millisecond's work."""
 
 
 class Deferred:
@@ -28,6 +29,10 @@ class Deferred:
         self.work = work
         self.drop = drop
         self.abort = abort
+
+    def stop(self, error: RequestError) -> None:
+        self.gone = True
+        self.abort()
 
     def on_client_gone(self) -> None:
         self.gone = True

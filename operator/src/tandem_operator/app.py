@@ -16,6 +16,7 @@ import kopf
 from tandem_api import names
 
 from tandem_operator import metrics, web
+from tandem_operator.claims import Claims
 from tandem_operator.errors import APIError, IncompleteError
 from tandem_operator.fleet import FleetWatch
 from tandem_operator.hub import Hub
@@ -93,7 +94,9 @@ class Operator:
             self._fleet,
             self._turns,
             self._scaler,
+            Claims(client, f"{settings.lease.namespace}/{settings.lease.name}", managed_by=settings.managed_by),
             unserved=self._unserved,
+            on_gone=self._on_missing,
             pace=self._pace,
         )
         self._models: set[ModelKey] = set()
@@ -235,16 +238,26 @@ class Operator:
         assert namespace is not None  # InferenceModels are namespaced
         key = ModelKey(namespace, name)
         if type == "DELETED":
-            self._models.discard(key)
+            self._on_gone(key)
             self._queue.forget(key)
-            metrics.forget_model(key)
-            self._hub.forget(key)
             self._reconciler.forget(key)
         else:
             self._models.add(key)
             if not self._reconciler.has_written(key, str(meta.get("resourceVersion"))):
                 self._queue.add(key)
         metrics.MODELS.set(len(self._models))
+
+    def _on_gone(self, key: ModelKey) -> None:
+        """A model is not there any more."""
+        self._models.discard(key)
+        metrics.forget_model(key)
+        self._hub.forget(key)
+        metrics.MODELS.set(len(self._models))
+
+    def _on_missing(self, key: ModelKey) -> None:
+        """A look has not found a model: its deletion was missed, unless one of that name was made since."""
+        if not self._queue.is_due(key):
+            self._on_gone(key)
 
     def _on_child(self, key: ModelKey) -> None:
         self._queue.add_later(key, _CHILDREN_SECONDS)

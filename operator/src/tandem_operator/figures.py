@@ -26,24 +26,28 @@ class Tally:
     """What was counted so far, to take differences from."""
 
     since: float
-    """Unix seconds from which on everything counts."""
+    """From when on everything counts, by the clock of `take_differences`."""
     last: Mapping[Counter, CanaryFigures] = field(default_factory=dict[Counter, CanaryFigures])
 
 
-def take_differences(tally: Tally, reports: Iterable[FleetReport]) -> tuple[Tally, dict[str, CanaryFigures]]:
-    """What has been added since the last time, by worker, and the tally to go on with."""
+def take_differences(
+    tally: Tally, reports: Iterable[tuple[FleetReport, float]], *, now: float
+) -> tuple[Tally, dict[str, CanaryFigures]]:
+    """What has been added since the last time, by worker, and the tally to go on with. With each report comes how many
+    seconds ago it was read. How old a gateway is tells it by its own clock, right or not."""
     last, added = dict(tally.last), dict[str, CanaryFigures]()
     watched = {(gateway, started) for gateway, started, _, _ in last}
-    for report in reports:
+    for report, age in reports:
+        lived = age + report.at - report.started_at
         # Of a gateway that was there before and was not looked at, the first report is where counting begins.
-        counts_whole = (report.gateway, report.started_at) in watched or report.started_at >= tally.since
+        counts_whole = (report.gateway, report.started_at) in watched or lived <= now - tally.since
         for worker in report.workers:
             counter = (report.gateway, report.started_at, worker.name, worker.address)
-            now, before = _figures_of(worker), last.get(counter)
-            last[counter] = now
+            told, before = _figures_of(worker), last.get(counter)
+            last[counter] = told
             if before is None and not counts_whole:
                 continue
-            more = now if before is None else _minus(now, before)
+            more = told if before is None else _minus(told, before)
             added[worker.name] = add_figures(added.get(worker.name), more)
     return Tally(since=tally.since, last=last), added
 

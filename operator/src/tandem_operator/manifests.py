@@ -41,6 +41,7 @@ SERVICE = Kind("v1", "Service", "services")
 POD_DISRUPTION_BUDGET = Kind("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets")
 STATEFUL_SET = Kind("apps/v1", "StatefulSet", "statefulsets")
 DEPLOYMENT = Kind("apps/v1", "Deployment", "deployments")
+JOB = Kind("batch/v1", "Job", "jobs")
 WORKLOADS = (STATEFUL_SET.name, DEPLOYMENT.name)
 """Kinds that make pods."""
 HTTP_ROUTE = Kind("gateway.networking.k8s.io/v1", "HTTPRoute", "httproutes")
@@ -63,6 +64,7 @@ FORMER_KINDS = (ROLE,)
 WATCHED_KINDS = (
     *(kind for kind in CHILD_KINDS if kind not in OPTIONAL_KINDS),
     *FORMER_KINDS,
+    JOB,
     POD,
     CONTROLLER_REVISION,
 )

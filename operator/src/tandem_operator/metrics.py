@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Set
 
 from prometheus_client import Counter, Gauge, Histogram
+from tandem_api.version import VERSION
 
 from tandem_operator.manifests import ModelKey
 
@@ -17,6 +18,8 @@ FLEET_REPORTS = Counter(
 )
 REQUESTS = Counter("tandem_operator_requests", "Requests to the API server, watches included.", ["method"])
 QUEUE_DEPTH = Gauge("tandem_operator_queue_depth", "Models that wait to be looked at.")
+INFO = Gauge("tandem_operator_info", "1, with the release as a label.", ["version"])
+INFO.labels(VERSION).set(1)
 LEADER = Gauge("tandem_operator_leader", "1 on the replica that holds the lease.")
 MODELS = Gauge("tandem_operator_models", "InferenceModels that are known.")
 WATCH_FAILURES = Counter("tandem_operator_watch_failures", "Watches that ended too soon or by an error.", ["kind"])

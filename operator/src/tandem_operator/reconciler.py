@@ -24,7 +24,7 @@ from tandem_api.inferencemodel import (
     RolloutStatus,
     ScalingStatus,
 )
-from tandem_api.names import Role, keys_name
+from tandem_api.names import LABEL_MODEL, Role, keys_name
 
 from tandem_operator import metrics
 from tandem_operator.admission import (
@@ -35,6 +35,7 @@ from tandem_operator.admission import (
     plan_admissions,
 )
 from tandem_operator.causes import Problem, missing_certificate
+from tandem_operator.claims import LOOK_SECONDS, Claims
 from tandem_operator.commits import (
     CommitPlan,
     can_wait,
@@ -54,6 +55,7 @@ from tandem_operator.errors import (
     NamespaceEndingError,
     NotFoundError,
 )
+from tandem_operator.fights import Fights, last_writer, soonest
 from tandem_operator.figures import Tally, take_differences
 from tandem_operator.fleet import FleetWatch
 from tandem_operator.hub import Hub
@@ -82,6 +84,7 @@ from tandem_operator.observation import workload_key
 from tandem_operator.pace import Pace
 from tandem_operator.parsing import parse_status, read_model, read_past
 from tandem_operator.planner import Children, Plan, Step, own_workloads, plan_children, plan_clearing, plan_step
+from tandem_operator.prewarm import PrewarmPlan, plan_prewarm
 from tandem_operator.recorder import EventRecorder
 from tandem_operator.refusals import refusal, unserved_problem
 from tandem_operator.replicas import settle_replicas
@@ -90,7 +93,7 @@ from tandem_operator.rolling import Rolling, plan_hurry, plan_rolling
 from tandem_operator.routing import seconds_left
 from tandem_operator.scaler import Outlook, Scaler
 from tandem_operator.scaling.words import tell_attainment, tell_scaling
-from tandem_operator.scene import set_scene
+from tandem_operator.scene import is_resting, is_rolling, set_scene
 from tandem_operator.settings import Release
 from tandem_operator.status import (
     build_status,
@@ -106,12 +109,16 @@ from tandem_operator.templates import is_rewritten, template_condition, with_ans
 from tandem_operator.transitions import Happening, apply_happenings, status_happenings
 from tandem_operator.turns import Turns, is_stalled
 from tandem_operator.workloads import Blueprint, Built
+from tandem_operator.workloads.blueprint import digest
 from tandem_operator.workloads.keys import rotation_request
 
 _SOON, _OFTEN, _RARELY = 1.0, 5.0, 15.0
 """Seconds after which to look again at what no watch reports: a removal, a refusal, a deadline."""
 
 _STATUS_SECONDS = 1.0
+_STATUS = ChildKey(INFERENCE_MODEL.name, "status")
+_DELETED = "deleted"
+"""What is written of objects that are not wanted, and of the model itself, as `Fights` has it."""
 
 log = logging.getLogger(__name__)
 
@@ -124,6 +131,8 @@ class _Written:
     """By the monotonic clock."""
     version: str | None
     """The resourceVersion that came of it; None where the next look may decide otherwise for it."""
+    content: str
+    """Digest of the status as the API server keeps it."""
 
 
 @dataclass(slots=True)
@@ -142,6 +151,8 @@ class Outcome:
     """Requests that time may heal."""
     ending: bool = False
     """The namespace is being deleted."""
+    later: list[float] = field(default_factory=list[float])
+    """Seconds after which to write what somebody else writes too."""
 
     def add(self, part: Outcome) -> None:
         """Take over what came of a part of the plan."""
@@ -150,6 +161,7 @@ class Outcome:
         self.waiting += part.waiting
         self.applied += part.applied
         self.failed += part.failed
+        self.later += part.later
         self.ending |= part.ending
 
     @property
@@ -173,14 +185,17 @@ class Reconciler:
         fleet: FleetWatch | None = None,
         turns: Turns | None = None,
         scaler: Scaler | None = None,
+        claims: Claims | None = None,
         *,
         unserved: Callable[[], frozenset[str]] = frozenset,
+        on_gone: Callable[[ModelKey], None] = lambda key: None,
         status_seconds: float = _STATUS_SECONDS,
         pace: Pace | None = None,
     ) -> None:
-        """Without `hub`, or where its policy says so, workers resolve branches for themselves. `unserved` names the
-        kinds that the API server does not have just now. `status_seconds` is how long a status stays that has nothing
-        to say but other counts."""
+        """Without `hub`, or where its policy says so, workers resolve branches for themselves. `on_gone` is told of a
+        model that is not there any more, which a watch that was away does not tell. `unserved` names the kinds that the
+        API server does not have just now. `status_seconds` is how long a status stays that has nothing to say but other
+        counts."""
         self._client = client
         self._store = store
         self._release = release
@@ -188,6 +203,7 @@ class Reconciler:
         self._recorder = recorder
         self._creations = creations or CreationEvents()
         self._unserved = unserved
+        self._on_gone = on_gone
         self._status_seconds = status_seconds
         self._pace = pace or Pace()
         self._statuses: dict[ModelKey, _Written] = {}
@@ -195,6 +211,10 @@ class Reconciler:
         self._fleet = fleet or FleetWatch()
         self._turns = turns or Turns()
         self._scaler = scaler or Scaler(self._fleet)
+        self._claims = claims or Claims(client)
+        self._fights = Fights()
+        self._foreign: dict[ModelKey, str] = {}
+        """Of models whose status somebody else has written since it was written here: who."""
         self._tallies: dict[ModelKey, Tally] = {}
         """Of models with a canary: what gateways had counted when they were last asked."""
 
@@ -209,7 +229,11 @@ class Reconciler:
         raw = await self._client.find(path)
         if raw is None or dig(raw, "metadata", "deletionTimestamp") is not None:
             self.forget(key)
+            if raw is None:
+                self._on_gone(key)
             return None  # the garbage collector removes the children
+        if await self._stands_off(key, raw):
+            return LOOK_SECONDS
         outcome = Outcome(before=await self._store.read(key), children={})
         outcome.children |= outcome.before
         try:
@@ -238,8 +262,11 @@ class Reconciler:
         if outcome.ending:
             return _RARELY  # the namespace's controller removes everything, this model too
         await self._check_certificate(blueprint, outcome)
-        course = await self._steer(key, blueprint, raw, outcome, known=weights.problem is None, images=images)
-        await self._execute(key, course, outcome, hold=not keys.usable or weights.problem is not None)
+        prewarm = self._plan_prewarm(blueprint, weights, outcome)
+        course = await self._steer(
+            key, blueprint, raw, outcome, known=weights.problem is None and not prewarm.hold, images=images
+        )
+        await self._execute(key, course, outcome, prewarm, hold=not keys.usable or weights.problem is not None)
         if outcome.ending:
             return _RARELY
         await self._pace.turn()  # a look at a thousand pods is long
@@ -265,7 +292,9 @@ class Reconciler:
                 *scaled,
                 *template_condition(course.target.desired, ours),
                 *images.condition,
+                *prewarm.condition,
                 *understood_condition(reading.unknown),
+                *self._fights.condition(key),
             ],
         )
         await self._pace.turn()
@@ -274,16 +303,14 @@ class Reconciler:
         happenings = apply_happenings(outcome.applied, outcome.before)
         happenings = happenings if keys.happening is None else [keys.happening, *happenings]
         moving = any(condition.type in ("Reconciling", "Stalled") for condition in status.conditions)
-        asleep = scaling is not None and scaling.asleep_since is not None and not blueprint.model.spec.suspend
-        self._scaler.follow(key, set_scene(blueprint, ours, course.state, asleep=asleep))
         hurry = moving or is_admission_open(blueprint, ours) or (admitted is not None and admitted.status == "False")
-        hurry = hurry or (self._scaler.follows(key) and not asleep)
-        self._fleet.follow(key, gateway_addresses(blueprint, ours), hurry=hurry, asleep=asleep)
+        self._follow(key, blueprint, ours, course.state, scaling=scaling, hurry=hurry)
         tell_after = await self._report(key, raw, status, happenings)
         if outcome.failed:
             raise IncompleteError("; ".join(outcome.failed))
         again = [
             tell_after,
+            soonest(outcome.later),
             outcome.look_again or (_RARELY if moving or images.waiting else None),
             keys.look_after_seconds,
             None if self._hub is None else self._hub.look_after(key),
@@ -291,6 +318,22 @@ class Reconciler:
             _OFTEN if course.state is not None and course.state.phase == "Canary" else None,
         ]
         return min((seconds for seconds in again if seconds is not None), default=None)
+
+    def _follow(
+        self,
+        key: ModelKey,
+        blueprint: Blueprint,
+        ours: Children,
+        state: RolloutStatus | None,
+        *,
+        scaling: ScalingStatus | None,
+        hurry: bool,
+    ) -> None:
+        """Tell those who decide and measure how this model was seen."""
+        asleep = scaling is not None and scaling.asleep_since is not None and not blueprint.model.spec.suspend
+        self._scaler.follow(key, set_scene(blueprint, ours, state, asleep=asleep))
+        hurry = hurry or (self._scaler.follows(key) and not asleep)
+        self._fleet.follow(key, gateway_addresses(blueprint, ours), hurry=hurry, asleep=asleep)
 
     def _tell_scaling(
         self, blueprint: Blueprint, scaling: ScalingStatus | None, outlook: Outlook | None
@@ -340,6 +383,20 @@ class Reconciler:
             outcome.problems.append(weights.problem)
         return weights
 
+    def _plan_prewarm(self, blueprint: Blueprint, weights: CommitPlan, outcome: Outcome) -> PrewarmPlan:
+        """What becomes of the claim."""
+        plan = plan_prewarm(blueprint, outcome.before, known=weights.problem is None)
+        if plan.problem is not None:
+            outcome.problems.append(plan.problem)
+        return plan
+
+    async def _fill_cache(self, key: ModelKey, prewarm: PrewarmPlan, outcome: Outcome, *, uid: str) -> None:
+        """Make the Job, when all that its pod needs is there, and delete what nobody waits for."""
+        for child in prewarm.delete:
+            await self._delete(key, child, outcome, why="no longer wanted")
+        for manifest in prewarm.make:
+            outcome.add(await self._make_apart(manifest, outcome, uid=uid))
+
     async def _ensure_keys(self, blueprint: Blueprint, raw: Manifest, outcome: Outcome) -> KeyLook:
         keys = KeyLook(usable=False)
         async with _collecting(outcome, f"Secret {keys_name(blueprint.name)}"):
@@ -383,8 +440,31 @@ class Reconciler:
         self._fleet.forget(key)
         self._scaler.forget(key)
         self._turns.give_back(key)
+        self._fights.forget(key)
+        self._foreign.pop(key, None)
         self._tallies.pop(key, None)
         self._statuses.pop(key, None)
+        metrics.forget_model(key)
+
+    async def _stands_off(self, key: ModelKey, raw: Manifest) -> bool:
+        """Whether another operator serves this model: then it is left alone. Else notices who has written its status
+        since it was written here."""
+        other = await self._claims.find_other(raw)
+        is_news = self._claims.is_news(key, raw, other)
+        if other is None:
+            written = self._statuses.get(key)
+            if written is not None and written.content != _brief(raw.get("status")):
+                self._foreign[key] = last_writer(raw, subresource="status")
+            return False
+        self.forget(key)
+        if is_news and dig(raw, "spec", "managedBy") == self._claims.managed_by:
+            text = (
+                f"the operator of the Lease {self._claims.identity} leaves this model to {other}: two of them serve"
+                " this namespace. Let one serve others (watchNamespaces), or divide models up by spec.managedBy"
+            )
+            uid = str(raw["metadata"]["uid"])
+            await self._recorder.record(key, uid, Happening(kind="Warning", reason="ServedByAnother", message=text))
+        return True
 
     def has_written(self, key: ModelKey, version: str) -> bool:
         """Whether this version of the object is what came of the last status that was written: no reason to look."""
@@ -462,7 +542,7 @@ class Reconciler:
             taken = seen.record["revision"]
             seen = look_at(blueprint, history, ours, request=request, taken=taken, now=now, known=known)
         await self._pace.turn()
-        added, fresh = self._count(key, seen.before, now=now.timestamp())
+        added, fresh = self._count(key, seen.before, now=time.monotonic())
         course = decide(seen, ours, may_roll=self._take_turn(key, seen, images), added=added, fresh=fresh, now=now)
         await self._pace.turn()
         phases = {seen.before and seen.before.phase, course.state and course.state.phase}
@@ -486,8 +566,8 @@ class Reconciler:
         if state is None or state.phase != "Canary":
             self._tallies.pop(key, None)
             return {}, False
-        reports = self._fleet.reports(key)
-        self._tallies[key], added = take_differences(self._tallies.get(key) or Tally(since=now), reports)
+        reports = self._fleet.heard(key)
+        self._tallies[key], added = take_differences(self._tallies.get(key) or Tally(since=now), reports, now=now)
         return added, bool(reports)
 
     async def _keep(self, key: ModelKey, record: Manifest, outcome: Outcome) -> bool:
@@ -504,7 +584,9 @@ class Reconciler:
             metrics.WRITES.labels("create", CONTROLLER_REVISION.name).inc()
         return True
 
-    async def _execute(self, key: ModelKey, course: Course, outcome: Outcome, *, hold: bool) -> None:
+    async def _execute(
+        self, key: ModelKey, course: Course, outcome: Outcome, prewarm: PrewarmPlan, *, hold: bool
+    ) -> None:
         """Do all that can be done. What fails is collected, and nothing else waits for it.
 
         `hold`: pods made now would find no keys, or keys that are about to go, or no model: what runs is better left
@@ -523,6 +605,7 @@ class Reconciler:
             now=datetime.datetime.now(datetime.UTC),
             limits=course.limits,
             waiting=course.waiting,
+            resting=is_rolling(course.state) and is_resting(blueprint, course.state),
         )
         await self._pace.turn()
         hold = (hold or course.hold) and not blueprint.model.spec.suspend
@@ -531,7 +614,7 @@ class Reconciler:
             outcome.before,
             owner_uid=uid,
             hold_workloads=hold,
-            keep=frozenset(built.refused) | course.keep,
+            keep=frozenset(built.refused) | course.keep | prewarm.own,
         )
         workloads = [manifest for manifest in plan.apply if manifest["kind"] in WORKLOADS]
         # Pods start when all they refer to is there.
@@ -541,7 +624,12 @@ class Reconciler:
                 outcome.add(part)
         self._note(plan, outcome)
         for child in plan.delete:
+            if (wait := self._fights.wait(key, child, _DELETED)) > 0:
+                outcome.later.append(wait)
+                continue
+            writer = last_writer(outcome.before.get(child))
             await self._delete(key, child, outcome, why="no longer wanted")
+            self._fights.note(key, child, _DELETED, writer=writer)
         if not hold:
             for child, pods in _scaling(blueprint, built, rolling, ours):
                 async with _collecting(outcome, str(child), doing="scale"):
@@ -552,13 +640,24 @@ class Reconciler:
             async with _collecting(outcome, str(pod), doing="end"):
                 path = KIND_BY_NAME[pod.kind].path(key.namespace, pod.name)
                 await self._client.delete(path, uid=dig(ours[pod], "metadata", "uid"), grace_seconds=seconds)
+        await self._fill_cache(key, prewarm, outcome, uid=uid)
         outcome.failures = self._creation_failures(outcome)
 
     async def _make_apart(self, manifest: Manifest, outcome: Outcome, *, uid: str) -> Outcome:
         """What came of one child: several are made at a time, and told in their order."""
         part = Outcome(before=outcome.before, children={})
-        async with _collecting(part, str(child_key(manifest))):
+        child, content = child_key(manifest), _brief(manifest)
+        model = ModelKey(manifest["metadata"]["namespace"], str(manifest["metadata"]["labels"][LABEL_MODEL]))
+        if (wait := self._fights.wait(model, child, content)) > 0:
+            part.later.append(wait)
+            return part
+        async with _collecting(part, str(child)):
+            writer = ""
+            if self._fights.is_contested(model, child):
+                writer = last_writer(await self._client.find(object_path(KIND_BY_NAME[child.kind], manifest)))
             await self._make(manifest, part, uid=uid)
+            if part.applied:
+                self._fights.note(model, child, content, writer=writer)
         return part
 
     async def _make(self, manifest: Manifest, outcome: Outcome, *, uid: str) -> None:
@@ -595,7 +694,7 @@ class Reconciler:
             await self._claim(path, identity)
         if (patch := plan_clearing(manifest, live)) is not None:
             await self._client.merge(path, patch)
-        if key.kind == STATEFUL_SET.name and "replicas" not in manifest["spec"]:
+        if key.kind in WORKLOADS and "replicas" not in manifest["spec"]:
             await self._hand_over(path, manifest)
         body = manifest | {"metadata": manifest["metadata"] | identity}
         answer = await self._client.apply(path, body, force=True)
@@ -653,13 +752,20 @@ class Reconciler:
         do so, where other counts can wait: pods that come up together are told together."""
         metrics.note_conditions(key, true_conditions(status), known_conditions(status))
         before, uid = parse_status(raw), str(raw["metadata"]["uid"])
+        status = status.model_copy(update={"operator": self._claims.claim})
         wait, written = 0.0, self._statuses.get(key)
         if status != before and written is not None and is_same_but_counts(before, status):
             wait = written.at + self._status_seconds - time.monotonic()
+        foreign = self._foreign.get(key)
+        if status != before and foreign is not None:
+            wait = max(wait, self._fights.wait(key, _STATUS, _STATUS.name))
         if wait > 0:
             status = before
-        elif status != before and not await self._write_status(key, raw, status):
-            return None
+        elif status != before:
+            if not await self._write_status(key, raw, status):
+                return None
+            if self._foreign.pop(key, None) is not None:
+                self._fights.note(key, _STATUS, _STATUS.name, writer=foreign or "")
         told = (*happenings, *status_happenings(before, status))
         await asyncio.gather(*(self._recorder.record(key, uid, happening) for happening in told))
         return wait if wait > 0 else None
@@ -672,6 +778,9 @@ class Reconciler:
             "metadata": {"name": key.name, "namespace": key.namespace, "uid": str(raw["metadata"]["uid"])},
             "status": status.model_dump(by_alias=True, exclude_none=True),
         }
+        if status.operator is not None and status.operator != parse_status(raw).operator:
+            # A claim is one operator's: of two that make it at a time, one finds that the object has changed.
+            body["metadata"]["resourceVersion"] = str(raw["metadata"]["resourceVersion"])
         try:
             answer = await self._client.apply(
                 INFERENCE_MODEL.path(key.namespace, key.name, subresource="status"), body, force=True
@@ -682,7 +791,7 @@ class Reconciler:
         # tells of nothing else.
         is_known = is_same_memory(parse_status(raw), status) and _wish(answer) == _wish(raw)
         version = str(dig(answer, "metadata", "resourceVersion")) if is_known else None
-        self._statuses[key] = _Written(at=time.monotonic(), version=version)
+        self._statuses[key] = _Written(at=time.monotonic(), version=version, content=_brief(answer.get("status")))
         metrics.WRITES.labels("status", INFERENCE_MODEL.name).inc()
         return True
 
@@ -713,6 +822,10 @@ def _scaling(
 def _wish(raw: Manifest) -> tuple[object, ...]:
     """Equal where nobody has changed what a look goes by, but for the status."""
     return tuple(dig(raw, "metadata", each) for each in ("generation", "annotations", "labels", "deletionTimestamp"))
+
+
+def _brief(content: object) -> str:
+    return digest(content)[:16]
 
 
 def _now() -> str:

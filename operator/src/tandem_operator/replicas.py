@@ -25,7 +25,7 @@ from tandem_api.inferencemodel import (
 )
 from tandem_api.names import Role
 
-from tandem_operator.manifests import STATEFUL_SET, ChildKey, dig
+from tandem_operator.manifests import DEPLOYMENT, STATEFUL_SET, ChildKey, dig
 from tandem_operator.planner import Children
 from tandem_operator.scaling.contract import COMPONENTS
 
@@ -57,11 +57,11 @@ def settle_replicas(
 ) -> Replicas:
     """The numbers in force. `live` has the model's own workloads, `wishes` is what was decided lately, and `rest`
     whether the model should sleep, where that was."""
+    model, left = _follow_gateways(model, live)
     before = model.status.scaling or ScalingStatus()
     asleep = _sleeps(model, before, rest)
     told: dict[str, RoleScalingStatus | None] = dict.fromkeys(COMPONENTS)
     specs: dict[str, WorkerRole] = {}
-    left: set[str] = set()
     for component, role in COMPONENTS.items():
         spec: WorkerRole | None = getattr(model.spec, component)
         if spec is None or spec.scaling.mode == "Static":
@@ -78,7 +78,7 @@ def settle_replicas(
         told[component] = found
         specs[component] = spec.model_copy(update={"replicas": found.desired})
     if not specs:
-        return Replicas(model=model, left=frozenset(), scaling=None, moved=False)
+        return Replicas(model=model, left=frozenset(left), scaling=None, moved=False)
     moved = any(
         found.desired != was.desired
         for found, was in ((told[component], getattr(before, component)) for component in COMPONENTS)
@@ -92,6 +92,17 @@ def settle_replicas(
         scaling=before.model_copy(update=update),
         moved=moved,
     )
+
+
+def _follow_gateways(model: InferenceModel, live: Children) -> tuple[InferenceModel, set[str]]:
+    """The model with as many gateways as something else has set, where it may, and whether they are left to it. None at
+    all are those of a suspension: they come back as many as the spec says."""
+    gateway = model.spec.gateway
+    present = dig(live.get(ChildKey(DEPLOYMENT.name, model.metadata.name)), "spec", "replicas")
+    if gateway.scaling.mode != "External" or model.spec.suspend or not present:
+        return model, set()
+    spec = model.spec.model_copy(update={"gateway": gateway.model_copy(update={"replicas": present})})
+    return model.model_copy(update={"spec": spec}), {Role.GATEWAY.value}
 
 
 def _sleeps(model: InferenceModel, before: ScalingStatus, rest: bool | None) -> bool:

@@ -8,6 +8,7 @@ deleted only once their StatefulSet's controller has seen the partition that let
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -25,6 +26,8 @@ from tandem_operator.templates import (
     ANSWER,
     RELEASED,
     REVISIONS,
+    WITHHELD,
+    Revisions,
     is_answer,
     is_new_template,
     is_released,
@@ -59,12 +62,15 @@ def plan_rolling(
     now: datetime,
     limits: Mapping[Role, int] | None = None,
     waiting: bool = False,
+    resting: bool = False,
 ) -> Rolling:
     """`desired` with strategies and counts for this moment of a rollout. During a canary there may be as many replicas
-    of the newest template as `limits` says. What waits for its turn replaces nothing that serves.
+    of the newest template as `limits` says. What waits for its turn replaces nothing that serves. A rollout that is
+    `resting`, for it waits, is paused or stuck, stays so where all replicas go now: they come back as they were.
 
     A StatefulSet that is not desired, because its template cannot be made, is looked at as it is and not changed.
     """
+    rollout = blueprint.model.spec.rollout
     views: dict[Role, RoleView] = {}
     held: dict[Role, RolePlan] = {}
     by_key = {child_key(child): child for child in desired}
@@ -76,6 +82,8 @@ def plan_rolling(
                 by_key[key] = record_first(_with_partition(by_key[key], ABOVE_ALL))
             continue
         view = _view(blueprint, role, key, live, now=now, limit=(limits or {}).get(role))
+        if rollout.paused or (resting and view.total):
+            view = dataclasses.replace(view, is_withheld=view.is_withheld or view.wanted == 0)
         is_new = key in by_key and is_new_template(by_key[key], present)
         if not _is_seen(present) or is_new:
             held[role] = _hold(view, is_new=is_new)
@@ -83,7 +91,6 @@ def plan_rolling(
             held[role] = _hold(view, is_new=True)
         else:
             views[role] = view
-    rollout = blueprint.model.spec.rollout
     gateways = [child for key, child in live.items() if key.kind == DEPLOYMENT.name]
     # Gateways know how to ask the workers of the release before theirs, and not what those of the next one want.
     only_down = waiting or not all(map(is_rolled_out, gateways))
@@ -98,7 +105,7 @@ def plan_rolling(
     for role, plan in plans.items():
         key, size = workload_key(blueprint, role), blueprint.worker_spec(role).nodes_per_replica
         if key in by_key:
-            by_key[key] = _with_plan(by_key[key], live[key], plan, size=size, seen=role in views)
+            by_key[key] = _with_plan(by_key[key], live[key], plan, size=size, view=views.get(role))
         else:
             scale[key] = plan.total * size
         if role in views:
@@ -116,7 +123,7 @@ def _view(
     total, partition = _groups(dig(workload, "spec", "replicas") or 0, size), _partition(workload)
     if partition is not None:
         partition = min(total, _groups(partition, size)) if is_released(workload) else total
-    return RoleView(
+    view = RoleView(
         wanted=blueprint.replicas(spec.replicas),
         total=total,
         partition=partition,
@@ -126,6 +133,14 @@ def _view(
         is_even=revisions.is_even,
         limit=limit,
     )
+    return dataclasses.replace(view, is_withheld=_is_withheld(view, workload, revisions))
+
+
+def _is_withheld(view: RoleView, workload: Manifest, revisions: Revisions) -> bool:
+    if revisions.is_even or annotations_of(workload).get(WITHHELD) != revisions.newest:
+        return False
+    ready = sum(replica.state is State.READY and not replica.is_leaving for replica in view.replicas)
+    return view.wanted == 0 or ready < view.wanted - view.unavailable
 
 
 def _partition(workload: Manifest) -> int | None:
@@ -212,28 +227,31 @@ def _is_seen(workload: Manifest) -> bool:
 def _hold(view: RoleView, *, is_new: bool) -> RolePlan:
     """Replace nothing. What is added is made as the others were: nobody has seen what the newest template is worth."""
     if view.wanted == 0:
-        return RolePlan(total=0, partition=0)
+        keeps = view.is_withheld and (is_new or view.total > 0 or view.partition is None)
+        return RolePlan(total=0, partition=None if keeps else 0)
     total = max(view.total, view.wanted)
     if is_new and not view.replicas and view.limit is None:
         return RolePlan(total=total, partition=0)  # nothing serves that would be worth another one
     return RolePlan(total=total, partition=total if is_new or total > view.total or view.is_even else view.partition)
 
 
-def _with_plan(workload: Manifest, present: Manifest, plan: RolePlan, *, size: int, seen: bool) -> Manifest:
-    """`workload` with a plan's count and partition, and the records of its template. `seen`: its controller has seen
-    the template, so that the revision is known whose partition comes down."""
+def _with_plan(workload: Manifest, present: Manifest, plan: RolePlan, *, size: int, view: RoleView | None) -> Manifest:
+    """`workload` with a plan's count and partition, and the records of its template. There is a `view` where its
+    controller has seen the template, so that the revision is known whose partition comes down."""
     annotations, records = annotations_of(workload), annotations_of(present)
-    records = {name: records[name] for name in (ANSWER, REVISIONS, RELEASED) if name in records}
+    records = {name: records[name] for name in (ANSWER, REVISIONS, RELEASED, WITHHELD) if name in records}
     if not is_answer(present):
         records.pop(ANSWER, None)
     revisions = read_revisions(present)
-    if seen:
+    if view is not None:
         records[REVISIONS] = record_revisions(present, revisions)
+        records.pop(WITHHELD, None)
+        records |= {WITHHELD: revisions.newest} if view.is_withheld and not view.is_even else {}
     partition = None if plan.partition is None else plan.partition * size
     if plan.partition is None or plan.partition >= plan.total:
         partition = None if plan.partition is None else ABOVE_ALL
         records.pop(RELEASED, None)
-    elif seen:
+    elif view is not None:
         records[RELEASED] = revisions.newest
     workload = _with_partition(workload, partition)
     if "replicas" in workload["spec"]:  # else something else sets it

@@ -71,6 +71,8 @@ class RoleView:
     """Wanted replicas that may be missing while some are replaced."""
     is_even: bool = False
     """Pods are made from the newest template, or from one that counts as the same, wherever the partition is."""
+    is_withheld: bool = False
+    """All replicas went while a rollout was held: they come back from the older template before it goes on."""
     limit: int | None = None
     """Replicas of the newest template that there may be; None: any number. With a limit the new ones are the last of
     the role, and its set is never on `OnDelete`: a lost replica of the older template comes back as it was."""
@@ -95,10 +97,16 @@ def plan_rollout(
     roles: Mapping[Role, RoleView], *, paused: bool = False, only_down: bool = False
 ) -> dict[Role, RolePlan]:
     """One step of a rollout. With `only_down` nothing that serves is replaced, and nothing is put on trial."""
-    idle = {role: RolePlan(total=0, partition=0) for role, view in roles.items() if view.wanted == 0}
+    idle = {role: _plan_idle(view) for role, view in roles.items() if view.wanted == 0}
     left = {role: view for role, view in roles.items() if role not in idle}
     plan = _plan_limited if any(view.limit is not None for view in left.values()) else _plan_serving
     return idle | plan(left, paused=paused, only_down=only_down)
+
+
+def _plan_idle(view: RoleView) -> RolePlan:
+    """A role without replicas. A controller takes the newest template for the one that all have as soon as there is
+    none, but for a set that is on `OnDelete`."""
+    return RolePlan(total=0, partition=None if view.is_withheld and not view.is_even else 0)
 
 
 def _plan_limited(roles: Mapping[Role, RoleView], *, paused: bool, only_down: bool) -> dict[Role, RolePlan]:
@@ -173,12 +181,13 @@ def _keeps_old(view: RoleView, *, only_down: bool) -> bool:
     newest = [r for r in view.replicas if not r.is_outdated and not r.is_leaving]
     up = sum(r.state is State.READY for r in newest)
     is_proven = 0 < up >= len(newest) - up
-    return any(r.state is not State.DOWN for r in _outdated(view)) and (only_down or not is_proven)
+    serves = view.is_withheld or any(r.state is not State.DOWN for r in _outdated(view))
+    return serves and (only_down or not is_proven)
 
 
 def _room(view: RoleView, released: set[int], *, only_down: bool) -> int:
     """How many more replicas may be put on the newest template before it has shown that it serves."""
-    if only_down:
+    if only_down or view.is_withheld:
         return 0
     unproven = {r.index for r in view.replicas if not r.is_outdated and r.state is not State.READY}
     return max(0, max(1, view.surge + view.unavailable) - len(unproven | released))

@@ -42,6 +42,8 @@ def plan_routing(blueprint: Blueprint, *, now: datetime, canary: CanaryTraffic |
         cors=gateway_cors(blueprint),
         tracing=tracing(blueprint),
         response_store=gateway_store(blueprint),
+        min_priority=blueprint.model.spec.gateway.min_priority,
+        explain=blueprint.model.spec.gateway.explain_routes,
     )
 
 

@@ -93,7 +93,6 @@ class Scaler:
         on_change: Callable[[ModelKey], None] = lambda key: None,
         *,
         clock: Callable[[], float] = time.monotonic,
-        wall: Callable[[], float] = time.time,
         pace: Pace | None = None,
         budget: Callable[[Pool], Budget] = lambda pool: NO_BUDGET,
     ) -> None:
@@ -101,7 +100,6 @@ class Scaler:
         self._fleet = fleet
         self._on_change = on_change
         self._clock = clock
-        self._wall = wall
         self._pace = pace or Pace()
         self._budget = budget
         self._models: dict[ModelKey, _Model] = {}
@@ -124,7 +122,7 @@ class Scaler:
             return
         model = self._models.get(key)
         if model is None:
-            model = _Model(scene=scene, totals=Totals(since=self._wall()), history=History())
+            model = _Model(scene=scene, totals=Totals(since=self._clock()), history=History())
             self._models[key] = model
             metrics.SCALED_MODELS.set(len(self._models))
         elif scene.circumstances.followed == model.scene.circumstances.followed:
@@ -180,7 +178,7 @@ class Scaler:
     def _decide(self, key: ModelKey, model: _Model) -> None:
         now, scene = self._clock(), model.scene
         heard = [Heard(report=report, age=age) for report, age in self._fleet.heard(key)]
-        model.totals = add_up(model.totals, heard)
+        model.totals = add_up(model.totals, heard, now=now)
         model.shares = take_shares(model.shares, heard, now=now)
         snapshot = take_snapshot(heard, scene.counts, model.totals, model.shares, now=now)
         silent = _silent(self._fleet.view(key))
@@ -295,7 +293,7 @@ def _decide_rest(model: _Model, heard: Sequence[Heard], silent: Mapping[str, str
         reports=tuple(heard),
         silent=silent,
         serves=scene.spec is not None and all(count.ready for count in scene.counts.values()),
-        rolling=scene.circumstances.rolling or scene.keeps_old,
+        rolling=scene.circumstances.rolling,
     )
     model.quiet_since = follow_quiet(model.quiet_since, sight)
     return decide_rest(scene.idle_after, sight, model.quiet_since)

@@ -44,8 +44,6 @@ class Scene:
     asleep: bool = False
     fewest: Mapping[Role, int] = field(default_factory=dict[Role, int])
     """Replicas that a model has when it wakes up."""
-    keeps_old: bool = False
-    """Workers of an older template serve that would not come back from sleep: a rollout is paused, or stuck."""
     priority: int = 0
     """Among the models of its namespace, for the namespace's GPU quota."""
     gpu_resource: str = ""
@@ -99,7 +97,6 @@ def set_scene(
             steady={role: _steady(found) for role, found in groups.items()},
         ),
         dry_run=model.spec.autoscaling.dry_run,
-        keeps_old=is_rolling(rollout) and is_resting(blueprint, rollout) and not (rollout and rollout.waiting),
         idle_after=None if (rest := model.spec.scale_to_zero) is None else parse_duration(rest.idle_after),
         asleep=asleep,
         priority=model.spec.autoscaling.priority,

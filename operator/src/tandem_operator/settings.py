@@ -82,6 +82,8 @@ class OperatorSettings:
     hub: HubPolicy = field(default_factory=HubPolicy)
     namespaces: tuple[str, ...] = ()
     """Namespaces to serve; empty means all."""
+    managed_by: str | None = None
+    """Serve models that say the same alone; None: those that say nothing."""
     log_level: str = "info"
     health_port: int = OPERATOR_HEALTH_PORT
     metrics_port: int = OPERATOR_METRICS_PORT
@@ -125,6 +127,7 @@ def parse_settings(arguments: Sequence[str] | None = None) -> OperatorSettings:
         keys=KeyPolicy(settle_seconds=given.keys_settle_seconds, rotate_after_seconds=given.keys_rotate_after),
         hub=HubPolicy(resolve=given.hub_resolve == "true", poll_seconds=given.hub_poll_seconds),
         namespaces=tuple(dict.fromkeys(given.namespace)),
+        managed_by=given.managed_by or None,
         log_level=given.log_level,
         health_port=given.health_port,
         metrics_port=given.metrics_port,
@@ -164,6 +167,10 @@ def _build_parser() -> argparse.ArgumentParser:
         help="how many of their requests are traced whose clients do not say it themselves",
     )  # fmt: skip
     parser.add_argument("--namespace", action="append", default=[], help="serve this namespace only; may be repeated")
+    parser.add_argument(
+        "--managed-by", default="", metavar="NAME",
+        help="serve models alone whose spec.managedBy is this; default: those that have none",
+    )  # fmt: skip
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     parser.add_argument("--lease-name", default="tandem-operator")
     parser.add_argument(

@@ -26,6 +26,7 @@ from tandem_operator.errors import InvalidSpecError
 from tandem_operator.manifests import ChildKey, parse_time
 from tandem_operator.observation import WAITS_FOR_A_WISH, RoleState, last_progress, observe_role
 from tandem_operator.planner import Children
+from tandem_operator.prewarm import PREWARMING
 from tandem_operator.replicas import scaling_memory, scaling_to_keep
 from tandem_operator.rollout import capacity_of
 from tandem_operator.routing import plan_routing
@@ -33,8 +34,8 @@ from tandem_operator.workloads.blueprint import Blueprint
 
 _OVERDUE = "ProgressDeadlineExceeded"
 _ASLEEP, _WAKING = metrics.ASLEEP, "Waking"
-_NOT_OVERDUE = frozenset({"Suspended", _ASLEEP, WAITING_FOR_TURN, "Canary"})
-"""What takes as long as it takes; a canary has a deadline of its own."""
+_NOT_OVERDUE = frozenset({"Suspended", _ASLEEP, WAITING_FOR_TURN, "Canary", PREWARMING})
+"""What takes as long as it takes; a canary has a deadline of its own, and a Job an end."""
 INVALID_SPEC = InvalidSpecError.reason
 _NOT_FOLLOWED = frozenset({"RevisionNotFound", "RevisionUnreadable", INVALID_SPEC})
 """The spec is not followed before somebody acts. To be told before what ails pods: the spec may be what heals them."""

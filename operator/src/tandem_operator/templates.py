@@ -28,6 +28,9 @@ from tandem_operator.workloads.blueprint import TEMPLATE_HASH, digest
 ANSWER = f"{GROUP}/template-answer"
 REVISIONS = f"{GROUP}/template-revisions"
 RELEASED = f"{GROUP}/released-revision"
+WITHHELD = f"{GROUP}/withheld-revision"
+"""On a StatefulSet that was given no pods while a rollout was held: the newest revision. Until as many serve again as
+are promised, they come back from the one before."""
 _FIRST = "*"
 """Among `REVISIONS`: the one that the StatefulSet was made with, which nobody knows before it is made."""
 FOREIGN_RESTART = "kubectl.kubernetes.io/restartedAt"

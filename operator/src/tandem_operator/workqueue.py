@@ -59,6 +59,10 @@ class WorkQueue:
         self._working.add(key)
         return key
 
+    def is_due(self, key: ModelKey) -> bool:
+        """Whether a key is due, or will be once it is handed back."""
+        return key in self._due or key in self._again
+
     def done(self, key: ModelKey, *, failed: bool = False) -> None:
         """Hand a key back. A failed one is due again after an exponentially growing, jittered delay."""
         self._working.discard(key)

@@ -104,7 +104,9 @@ async def test_a_place_of_blocks_too_deep_to_be_sent_on(start_pair, monkeypatch)
 @ENGINES
 @PREFILLS
 @pytest.mark.parametrize("body", ['{"vllm_xargs": {"%s": "x"}}', '{"vllm_xargs": {"%s": "x"}, "%s": null}'])
-@pytest.mark.parametrize("name", ["kv_transfer_params", "kv_tr\\u0061nsfer_params", "bootstrap_host"])
+@pytest.mark.parametrize(
+    "name", ["kv_transfer_params", "kv_tr\\u0061nsfer_params", "bootstrap_host", "rid", "session_params", "r\\u0069d"]
+)
 async def test_engines_are_not_steered_through_a_field_of_fields(start_pair, kind, prefills, body, name) -> None:
     running = await start_pair(kind, prefills=prefills)
     fields = body.replace("%s", name)[1:]

@@ -165,10 +165,10 @@ async def test_half_sent_bodies_count(start_gateway, until) -> None:
     writers = []
     for _ in range(2):
         _, writer = await running.connect()
-        writer.write(head + b"x" * 450_000)
+        writer.write(head + b"x" * 350_000)
         writers.append(writer)
-    await until(lambda: running.gateway.budget.used >= 900_000)
-    assert (await running.raw(head + b"x" * 450_000)).startswith(b"HTTP/1.1 503")
+    await until(lambda: running.gateway.budget.used >= 700_000)
+    assert (await running.raw(head + b"x" * 350_000)).startswith(b"HTTP/1.1 503")
     for writer in writers:
         writer.transport.abort()
     await until(lambda: running.gateway.budget.used == 0)

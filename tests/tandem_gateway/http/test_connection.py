@@ -271,6 +271,17 @@ async def test_an_upgrade_offer_is_declined_by_answering_plainly(start_gateway, 
     assert [status for status, _, _ in split(await running.raw(data + CLOSE))] == [200, 200]
 
 
+@pytest.mark.parametrize("connection", ["Upgrade, close", "close, upgrade", "CLOSE\r\nconnection: upgrade"])
+async def test_who_offers_an_upgrade_and_asks_to_close_is_answered_and_closed(
+    start_gateway, start_worker, chat, connection: str
+) -> None:
+    running = await start_gateway(await start_worker())
+    reader, writer = await running.connect()
+    writer.write(chat(headers=f"connection: {connection}\r\nupgrade: h2c\r\n"))
+    async with asyncio.timeout(5):
+        assert b"\r\nconnection: close\r\n" in await reader.read()
+
+
 async def test_many_upgrade_offers_in_one_read_are_no_recursion(start_gateway, start_worker) -> None:
     running = await start_gateway(await start_worker())
     offer = MODELS.replace(b"\r\n\r\n", b"\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n")

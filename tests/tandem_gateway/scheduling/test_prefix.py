@@ -15,6 +15,7 @@ from tandem_gateway.scheduling.prefix import (
     MIN_ENTRIES,
     PrefixIndex,
     build_chain,
+    build_parent,
 )
 
 from tests.tandem_gateway.scheduling.fleet import make_chain, make_endpoint
@@ -154,7 +155,23 @@ def test_an_entry_costs_at_most_a_hundred_bytes(workers: list[Endpoint]) -> None
 def test_short_sessions_are_remembered_within_a_bound(workers: list[Endpoint]) -> None:
     index = PrefixIndex()
     for session in range(MAX_SESSIONS + 10):
-        index.record_session(session, (workers[session % 4],), 50, 0.0)
-    assert index.match_session(0) == []
-    assert index.match_session(MAX_SESSIONS) == [(workers[MAX_SESSIONS % 4], 50)]
+        index.record_session(session, (workers[session % 4],), 50, 0.0, b"hi")
+    assert index.match_session(0, b"hi") == []
+    assert index.match_session(MAX_SESSIONS, b"hi") == [(workers[MAX_SESSIONS % 4], 50)]
     assert len(index._young_sessions) + len(index._old_sessions) <= MAX_SESSIONS
+
+
+def test_a_session_is_credited_with_what_its_prompt_begins_with_and_with_nothing_under_its_name_alone() -> None:
+    index, worker = PrefixIndex(), make_endpoint("w")
+    index.record_session(7, (worker,), 50, 0.0, b"what is a fox?")
+    assert index.match_session(7, b"what is a fox? And a hen?") == [(worker, 50)]
+    for other in (b"", b"what is a", b"what is a fix?", b"who are you, and what is a fox?"):
+        assert index.match_session(7, other) == []
+
+
+def test_chains_of_other_salts_and_tenants_have_nothing_in_common() -> None:
+    prompt = b"x" * 3 * CHUNK_BYTES
+    asks = [(b"a", b""), (b"", b"a"), (b"a", b"b"), (b"ab", b""), (b"b", b"a")]
+    chains = [build_chain(prompt, build_parent(*ask)) for ask in asks]
+    assert len({entry for chain in chains for entry in chain}) == 3 * len(asks)
+    assert not {entry for chain in chains for entry in chain} & set(build_chain(prompt))

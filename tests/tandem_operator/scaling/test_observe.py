@@ -170,7 +170,7 @@ def test_of_several_samples_the_freshest_counts_and_stale_ones_do_not() -> None:
 @pytest.mark.parametrize("traffic", [{"none": True}, {"prompt_squares": float("inf")}])
 def test_a_gateway_that_does_not_tell_leaves_demand_unknown(traffic: dict[str, Any]) -> None:
     both = [heard("a", requests=5), heard("b", **traffic)]
-    seen = take_snapshot(both, {}, add_up(Totals(since=0.0), both), now=0.0)
+    seen = take_snapshot(both, {}, add_up(Totals(since=0.0), both, now=0.0), now=0.0)
     assert seen is not None
     assert seen.counters is None
     assert take_snapshot([], {}, Totals(since=0.0), now=0.0) is None
@@ -179,10 +179,22 @@ def test_a_gateway_that_does_not_tell_leaves_demand_unknown(traffic: dict[str, A
 def test_of_a_gateway_that_was_there_before_only_what_is_new_counts() -> None:
     totals = Totals(since=1000.0)
     for requests in (700, 705):
-        totals = add_up(totals, [heard("old", worker("d-0", D, ttft=[requests] * BUCKETS), requests=requests)])
+        totals = add_up(
+            totals, [heard("old", worker("d-0", D, ttft=[requests] * BUCKETS), requests=requests)], now=500.0
+        )
     assert (totals.counters.requests, sum(totals.ttft_counts)) == (5, 5 * BUCKETS)
-    totals = add_up(totals, [heard("new", started=1001.0, requests=3)])
+    totals = add_up(totals, [heard("new", started=1001.0, requests=3)], now=500.0)
     assert totals.counters.requests == 8
+
+
+@pytest.mark.parametrize("ahead", [-3600.0, 0.0, 3600.0])
+def test_a_clock_that_is_an_hour_off_makes_no_old_requests_new(ahead: float) -> None:
+    """The operator began to look 50 s ago, by a clock that has nothing to do with those of gateways."""
+    old, new = (
+        Heard(report=FleetReport(gateway=name, started_at=ahead + 9000 - lived, at=ahead + 9000, traffic=told), age=2.0)
+        for name, lived, told in (("old", 1800, Traffic(requests=700)), ("new", 30, Traffic(requests=3)))
+    )
+    assert add_up(Totals(since=7.0), [old, new], now=57.0).counters.requests == 3
 
 
 def test_the_share_that_is_cached_is_known_where_no_answer_tells_its_usage() -> None:
@@ -190,7 +202,7 @@ def test_the_share_that_is_cached_is_known_where_no_answer_tells_its_usage() -> 
     for total, cached in ((1000, 900), (1400, 1000), (20, 5), (120, 30)):
         told = worker("d-0", D, prompt_tokens_total=total, cached_prompt_tokens_total=cached)
         prefill = worker("p-0", P, prompt_tokens_total=9 * total, cached_prompt_tokens_total=0)
-        totals = add_up(totals, [heard("a", told, prefill), heard("b", told)])
+        totals = add_up(totals, [heard("a", told, prefill), heard("b", told)], now=0.0)
     counters = totals.counters
     assert (counters.computed_prompt_tokens, counters.computed_tokens) == (400 + 100, 300 + 75)
 
@@ -208,12 +220,12 @@ def test_totals_only_grow_and_miss_nothing_whatever_becomes_of_gateways(seed: in
             case 0:
                 live[name] = (float(step + 1), 0)
             case 1 if name in live:
-                totals = add_up(totals, [heard(name, started=live[name][0], requests=live[name][1])])
+                totals = add_up(totals, [heard(name, started=live[name][0], requests=live[name][1])], now=0.0)
                 del live[name]
             case _ if name in live:
                 more = chance.randrange(20)
                 live[name], truth = (live[name][0], live[name][1] + more), truth + more
-                totals = add_up(totals, [heard(name, started=live[name][0], requests=live[name][1])])
+                totals = add_up(totals, [heard(name, started=live[name][0], requests=live[name][1])], now=0.0)
             case _:
                 pass
         assert all(getattr(totals.counters, f.name) >= getattr(before, f.name) for f in fields(Counters))
@@ -320,7 +332,7 @@ def test_no_figure_that_the_types_let_through_stops_the_planner(told: list[Any])
             odd_prefill, odd_decode, odd_traffic = told[step % len(told)]
             prefill, decode, traffic = ordinary | odd_prefill, ordinary | odd_decode, traffic | odd_traffic
         seen = [heard("g", worker("p-0", **prefill), worker("d-0", D, **decode), **traffic)]
-        totals = add_up(totals, seen)
+        totals = add_up(totals, seen, now=0.0)
         snapshot = take_snapshot(seen, counts(prefill=["p-0"], decode=["d-0"]), totals, now=at)
         assert snapshot is not None
         history = history.observe(snapshot)

@@ -117,3 +117,11 @@ def test_files_are_exchanged_only_where_that_is_switched_on_and_there_are_keys(
     assert (open_runtime(config, "127.0.0.1").files is not None) is shares
     wanted = sharing is not None and sharing.enabled and not with_keys
     assert ("without keys the model's files are not shared with other workers" in caplog.messages) is wanted
+
+
+def test_the_rate_follows_a_stream_that_begins_at_once(source: FileExchange) -> None:
+    busy = False
+    source.watch(lambda: busy)
+    assert source.limit == FileSharing().idle_bytes_per_second
+    busy = True
+    assert source.limit == source.sample().limit == FileSharing().busy_bytes_per_second

@@ -117,6 +117,9 @@ class Forker:
 def main() -> None:
     """In the process to fork from; returns in the forked ones, which then are the program."""
     orders = socket.socket(fileno=int(sys.argv[1]))
+    from tandem_worker.host.postponed import postpone_imports
+
+    postpone_imports(os.environ)
     import torch  # noqa: F401
     from tandem_worker.engine import build  # noqa: F401
     from tandem_worker.model import load  # noqa: F401

@@ -10,12 +10,16 @@ from types import SimpleNamespace
 import httpx
 
 MOST = {
-    "torch": 802, "tandem_worker": 316, "numpy": 86, "triton": 73, "cuda": 53, "pydantic": 46, "uvicorn": 27,
+    "torch": 690, "tandem_worker": 287, "numpy": 86, "cuda": 53, "pydantic": 46, "uvicorn": 27,
     "jinja2": 22, "prometheus_client": 20, "starlette": 17, "tokenizers": 15, "tandem_api": 14, "click": 13,
 }  # fmt: skip
 """Modules by package. One that is not here may have `OTHERS`."""
 OTHERS = 10
-NEVER = ("transformers", "torch._dynamo", "torch._inductor", "sympy", "openai", "pytest", "hypothesis")
+NEVER = (
+    "triton",  # on a CPU
+    *("transformers", "torch._dynamo", "torch._inductor", "torch._refs", "torch._decomp", "torch.masked._ops"),
+    *("torch.distributions.normal", "torch.utils.data.dataloader", "sympy", "openai", "pytest", "hypothesis"),
+)
 
 
 TELLER = """

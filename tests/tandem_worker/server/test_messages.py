@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from tandem_worker.server.messages.request import translate
 
 PATH = "/v1/messages"
 TOOL = {
@@ -200,3 +201,26 @@ async def test_a_stream_that_breaks_off(worker: Any) -> None:
     assert events[-1]["type"] == "error"
     assert events[-1]["error"]["type"] == "api_error"
     assert events[-1]["error"]["message"] == "The GPU is gone."
+
+
+@pytest.mark.parametrize(
+    "system", ["{}You are a fox.", [{"type": "text", "text": "{}"}, {"type": "text", "text": "You are a fox."}]]
+)
+def test_the_line_that_claude_code_puts_first_is_no_part_of_the_prompt(system: Any) -> None:
+    """It differs in each request: nothing after it would ever be found in a cache."""
+
+    def render(first: str) -> list[dict[str, Any]]:
+        given = json.loads(json.dumps(system).replace("{}", json.dumps(first)[1:-1]))
+        return translate({"model": "tiny", "max_tokens": 5, "system": given, "messages": HI})[0]["messages"]
+
+    wanted = render("")
+    assert render("x-anthropic-billing-header: cc_version=2.1.3; cch=00a1f;\n") == wanted
+    assert render("x-anthropic-billing-header: cc_version=2.1.4; cch=ffff0;\n\n") == wanted
+    for kept in ("Note: x-anthropic-billing-header: a\n", "\nx-anthropic-billing-header: a\n", "x-anthropic: a\n"):
+        assert render(kept)[0]["content"] == kept + "You are a fox."
+    asked = {
+        "model": "tiny",
+        "max_tokens": 5,
+        "messages": [{"role": "user", "content": "x-anthropic-billing-header: a"}],
+    }
+    assert translate(asked)[0]["messages"] == asked["messages"], "what a user writes stays"

@@ -16,7 +16,7 @@ import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tandem_api.journal import COMMIT, MARK, MOVED
+from tandem_api.journal import COMMIT, MARK, MOVED, USAGE
 from tandem_api.launch import KVConfig, ModelSource, SchedulerConfig, WorkerConfig
 from tandem_api.names import HEADER_RESUME, Role
 from tandem_gateway.resume import JournaledStream
@@ -655,7 +655,7 @@ async def test_a_worker_that_stops_hands_its_streams_on(pair: tuple[httpx.AsyncC
         await stopping
         assert response.content.endswith(MOVED)
         units = cut_units(response.content)
-        assert COMMIT not in [mark for _, mark in units]
+        assert not any(mark == COMMIT or mark.startswith(USAGE) for _, mark in units)
         stopping = asyncio.create_task(stop())
         plain = await client.post(path, json=body)
         await stopping
@@ -663,3 +663,6 @@ async def test_a_worker_that_stops_hands_its_streams_on(pair: tuple[httpx.AsyncC
     rest = await resume(pair[1], (path, body), response.headers[HEADER_RESUME], [mark for _, mark in units[:-1]])
     whole = b"".join(events for events, _ in [*units, *cut_units(rest.content)])
     same(await ask(pair[0], (path, body)), whole, heads=False)
+    *_, (_, last) = cut_units(rest.content)
+    assert last.startswith(USAGE)
+    assert last.endswith(b" 1500\n"), "with the tokens of the worker that stopped"

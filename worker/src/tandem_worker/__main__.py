@@ -1,9 +1,10 @@
 """`tandem-worker`: one worker process, from its configuration to its orderly end.
 
-    tandem-worker [--config FILE] [--host ADDRESS]
+    tandem-worker [--config FILE] [--host ADDRESS] [--prewarm files|weights]
 
 In a pod the configuration is mounted; on a developer's machine `--config` names any file with the same JSON. SIGTERM
 drains: no new requests, those inside finish within `drainTimeoutSeconds`. A second one ends the process at once.
+With `--prewarm` it fills the cache for others and ends, with status 0 when all is there.
 A worker that cannot start leaves `{"reason", "message"}` in the termination message and exits with status 1.
 """
 
@@ -35,6 +36,7 @@ from tandem_worker.host.environment import (
 )
 from tandem_worker.host.errors import StartupError
 from tandem_worker.host.logging import configure_logging
+from tandem_worker.host.postponed import postpone_imports
 
 logger = logging.getLogger("tandem_worker")
 
@@ -47,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parse(arguments)
     pod = observe_pod(os.environ)
     configure_logging(pod.log_level, {"pod": pod.pod})
+    postpone_imports(os.environ)
     try:
         if options.follow:
             from tandem_worker.group.pods.following import run_child
@@ -54,6 +57,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             run_child(pod)
         host = options.host or ("::" if ":" in pod.pod_ip else "0.0.0.0")
         config = _configure(options.config, pod, host)
+        if options.prewarm:
+            from tandem_worker.process.prewarm import prewarm
+
+            return prewarm(config, pod, options.prewarm)
         _run(config, pod, host, options.config)
     except StartupError as error:
         end_process(pod, error.reason, str(error))
@@ -66,6 +73,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tandem-worker", description="The Tandem inference worker.")
     parser.add_argument("--config", type=Path, default=Path(names.CONFIG_PATH), help="launch configuration (JSON)")
     parser.add_argument("--host", default=None, help="address of every port (default: all)")
+    parser.add_argument("--prewarm", choices=("files", "weights"), help="fill the cache for later starts, and end")
     # A worker starts the processes of its other ranks itself, and orders them on their standard input.
     parser.add_argument("--follow", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)

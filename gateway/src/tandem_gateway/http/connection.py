@@ -19,7 +19,7 @@ from typing import Protocol, cast
 from tandem_api.launch import GatewayTimeouts
 
 from tandem_gateway.errors import BadRequest, GatewayFull, RequestError
-from tandem_gateway.http.budget import FREE_BYTES, Budget, Share
+from tandem_gateway.http.budget import UNCOUNTED_BYTES, Budget, Share
 from tandem_gateway.http.reader import BODY, HEADER, IDLE, REFUSED, RequestReader
 from tandem_gateway.http.request import MAX_HEADER_BYTES, Request
 from tandem_gateway.http.response import CONTINUE
@@ -32,6 +32,8 @@ LINGER_BYTES = 64 * 1024 * 1024
 """After an error that ends the connection, input is read and dropped up to here: closing with unread input would reset
 the connection and take the error with it."""
 WRITE_BUFFER_BYTES = 64 * 1024
+SOCKET_BYTES = 128 * 1024
+"""The kernel keeps so much for a client that does not read, and counts it to the pod."""
 SLICE_BYTES = 16 * 1024
 """Read at a time: the smallest requests are a few hundred to a slice."""
 TURN_COST = 64
@@ -65,6 +67,10 @@ class Conversation(Protocol):
         """Kept in memory for it."""
         ...
 
+    def stop(self, error: RequestError) -> None:
+        """End it."""
+        ...
+
     @property
     def delivering(self) -> bool:
         """Its answer is complete, and on its way."""
@@ -86,7 +92,7 @@ class ClientConnection(asyncio.Protocol):
         self._handler = handler
         self.loop = asyncio.get_running_loop()
         self._reader = RequestReader(handler.max_body_bytes)
-        self._share = Share(handler.budget)
+        self._share = Share(handler.budget, self)
         self._unread = bytearray()
         self._steps = 0
         self._scheduled = self._paused = self._ending = self._half_closed = False
@@ -98,19 +104,19 @@ class ClientConnection(asyncio.Protocol):
         self.exchange: Conversation | None = None
         self.closed = False
         self.deadline = 0.0
-
-    @property
-    def source(self) -> str:
+        self.source = ""
         """Whom its client belongs to, as far as its address tells."""
-        return read_source(self.transport.get_extra_info("peername"))
 
     # asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
+        self.source = read_source(transport.get_extra_info("peername"))
         self.transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES, low=0)
         with contextlib.suppress(OSError):
-            transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock = transport.get_extra_info("socket")
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES // 2)  # the kernel takes twice as much
         self.deadline = self.loop.time() + self._handler.timeouts.header_seconds
         self._handler.on_connect(self)
 
@@ -302,7 +308,7 @@ class ClientConnection(asyncio.Protocol):
                 self.deadline = self.loop.time() + timeouts.header_seconds
             elif reader.phase == BODY:
                 self.deadline = self.loop.time() + timeouts.body_seconds
-        if (self._share.charged or len(data) + reader.body_bytes > FREE_BYTES) and not self.account():
+        if (self._share.charged or len(data) + reader.body_bytes > UNCOUNTED_BYTES) and not self.account():
             reader.ready.clear()
             reader.refuse(GatewayFull("the gateway holds as many bytes as it may; try again shortly"))
             self.account()
@@ -313,7 +319,28 @@ class ClientConnection(asyncio.Protocol):
         held = len(self._unread) + self._reader.body_bytes
         for request in self._reader.ready:
             held += len(request.body)
-        return self._share.hold(held + (self.unsent if exchange is None else exchange.held_bytes))
+        if self.blocked or exchange is None:
+            unsent = self.unsent
+            held += unsent + (SOCKET_BYTES if unsent else 0)
+        return self._share.hold(held if exchange is None else held + exchange.held_bytes)
+
+    def leave(self) -> None:
+        """Another client needs the connection, whose address has fewer."""
+        if self.exchange is None:
+            self.transport.abort()
+            return
+        self.exchange.stop(GatewayFull("the gateway has as many connections as it may, and most of this address"))
+        self._end()
+
+    def give_up(self) -> None:
+        """Another client needs the room of what is held for this one, whose address holds most."""
+        error = GatewayFull("the gateway holds as many bytes as it may, and most of them for this client's address")
+        if self.exchange is not None:
+            self.exchange.stop(error)
+        else:
+            self.refuse(error)
+        if self.unsent > WRITE_BUFFER_BYTES:
+            self.transport.abort()
 
     def _throttle(self) -> None:
         """Between requests: leave in the socket what would only be kept here."""

@@ -121,7 +121,8 @@ class RequestReader:
         if request.method == b"CONNECT":
             self.refuse(BadRequest("this is not a proxy"))
             return b""
-        head = build_plain_head(request, b"".join(self._url))
+        closes = any(name.lower() == b"connection" and b"close" in value.lower() for name, value in self._fields)
+        head = build_plain_head(request, b"".join(self._url), closes=closes)
         self._parser = httptools.HttpRequestParser(self)
         return head
 

@@ -114,11 +114,11 @@ def read_path(url: bytes) -> str:
     return url.partition(b"?")[0].decode("latin-1")
 
 
-def build_plain_head(request: Request, url: bytes) -> bytes:
+def build_plain_head(request: Request, url: bytes, *, closes: bool) -> bytes:
     """The header again, with what the gateway uses of it and nothing else."""
     lines = [request.method + b" " + url + b" HTTP/1.1\r\n"]
     lines += [b"%b: %b\r\n" % item for item in request.headers.items() if item[0] != b"expect"]
-    return b"".join(lines) + b"\r\n"
+    return b"".join(lines) + (b"connection: close\r\n\r\n" if closes else b"\r\n")
 
 
 def header_too_large() -> RequestError:

@@ -25,6 +25,8 @@ class Demand:
     """Hash chain over the prompt's bytes, one entry per full chunk."""
     affinity: int
     """Seed for the ring; equal for the turns of one session. 0: nothing names the session, its prefix must."""
+    short: bytes = b""
+    """A prompt that is too short for chunks; of others nothing."""
     local: bool = False
     """Nothing is decoded: the worker that answers computes the prompt itself."""
     stream: bool = True

@@ -103,6 +103,11 @@ class Wait(Protocol):
         """Seconds that its first sign should take."""
         ...
 
+    @property
+    def holder(self) -> object:
+        """Whose it is."""
+        ...
+
 
 class Endpoint:
     """A worker with its load and health as seen from this gateway."""

@@ -22,7 +22,7 @@ class Reservation:
 
     __slots__ = (
         "_decode", "_decode_left", "_open", "_output", "_owing", "_prefill", "_prefill_tokens", "_prefilling",
-        "copy", "expected", "patience", "since", "work",
+        "copy", "expected", "holder", "patience", "since", "work",
     )  # fmt: skip
 
     def __init__(
@@ -44,6 +44,8 @@ class Reservation:
         self._prefilling = True
         self._owing = True
         self.since = now
+        self.holder: object = None
+        """Whose it is."""
         self.copy: Holding | None = None
         """What the decode endpoint holds of the prompt, in use until the request ends."""
         self.work = prefill_tokens + (prefill.backlog(now) if prefill.prefill_tokens else prefill.load)
@@ -66,6 +68,11 @@ class Reservation:
             expected = max(expected or 0.0, _UNKNOWN_SECONDS)
         self.patience = _UNKNOWN_SECONDS if expected is None else expected
         """Seconds that the first sign of its answer should take."""
+
+    @property
+    def owing(self) -> bool:
+        """It is under way, and its worker has shown nothing of its answer."""
+        return self._owing
 
     def first_token(self, now: float) -> None:
         """The prompt is computed: its prefill tokens are worked off."""

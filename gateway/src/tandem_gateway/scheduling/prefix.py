@@ -1,8 +1,9 @@
 """Which endpoint has probably cached which prompt prefix, without tokenizing.
 
 A prompt's bytes are cut into chunks of fixed size and hashed as a chain (xxh3, each chunk seeded with its parent's
-hash), so that equal entries mean equal prefixes. Equal bytes tokenize equally except around a chunk's border, which is
-why this is an estimate that decides *where* a request goes and never *what* is computed.
+hash, the first with that of tenant and salt), so that equal entries mean equal prefixes. Equal bytes tokenize equally
+except around a chunk's border, which is why this is an estimate that decides *where* a request goes and never *what* is
+computed.
 
 Invariants: who holds an entry holds all entries above it, because workers evict leaves first; so only the deepest ones
 are looked at, and a shallow entry need not name everybody. Where an entry is known, so are all above it: recording
@@ -58,12 +59,16 @@ Holders = tuple[Holding, ...]
 _NO_SESSION: list[tuple[Endpoint, int]] = []
 
 
-def build_chain(prompt: bytes) -> list[int]:
+def build_parent(salt: bytes, tenant: bytes) -> int:
+    """What a chain begins with: nobody is told of, or routed by, what others with another salt or tenant have asked."""
+    return xxh3_64_intdigest(b"%d %b%b" % (len(salt), salt, tenant))
+
+
+def build_chain(prompt: bytes, parent: int = 0) -> list[int]:
     """Hashes of the prompt's full chunks, first chunk first. O(len(prompt))."""
     chain: list[int] = []
     if len(prompt) < CHUNK_BYTES:
         return chain
-    parent = 0
     for start, end in pairwise(range(0, len(prompt) + 1, CHUNK_BYTES)):
         parent = xxh3_64_intdigest(prompt[start:end], parent)
         chain.append(parent)
@@ -90,9 +95,10 @@ class PrefixIndex:
         self._shared: set[int] = set()
         """Entries after which many prompts parted, and at what depths there are any, deepest first."""
         self._shared_depths: list[int] = []
-        self._young_sessions: dict[int, tuple[Holders, int]] = {}
-        self._old_sessions: dict[int, tuple[Holders, int]] = {}
-        """Who holds a short session, and how many tokens it has; two generations, as above."""
+        self._young_sessions: dict[int, tuple[Holders, int, int, int]] = {}
+        self._old_sessions: dict[int, tuple[Holders, int, int, int]] = {}
+        """Who holds a short session, how many tokens it has, and length and hash of its last prompt; two generations,
+        as above."""
 
     def __len__(self) -> int:
         return len(self._young) + len(self._old)
@@ -168,26 +174,31 @@ class PrefixIndex:
             young[entry] = after
         return news[-1]
 
-    def match_session(self, seed: int) -> list[tuple[Endpoint, int]]:
-        """Who holds how many tokens of a session whose prompts are too short for chunks."""
-        sessions = self._young_sessions.get(seed) or self._old_sessions.get(seed)
-        if sessions is None:
+    def match_session(self, seed: int, prompt: bytes) -> list[tuple[Endpoint, int]]:
+        """Who holds how many tokens of a prompt that is too short for chunks: those of its session's last one, where it
+        begins with that. A name alone says nothing: many clients may have the same."""
+        session = self._young_sessions.get(seed) or self._old_sessions.get(seed)
+        if session is None:
             return _NO_SESSION
-        holders, tokens = sessions
+        holders, tokens, length, digest = session
+        if len(prompt) < length or xxh3_64_intdigest(prompt[:length]) != digest:
+            return _NO_SESSION
         found: list[tuple[Endpoint, int]] = []
         for holding in holders:
             if holding.alive():
                 found.append((holding.endpoint, tokens))  # noqa: PERF401
         return found
 
-    def record_session(self, seed: int, endpoints: tuple[Endpoint, ...], tokens: int, now: float) -> Holding:
+    def record_session(
+        self, seed: int, endpoints: tuple[Endpoint, ...], tokens: int, now: float, prompt: bytes
+    ) -> Holding:
         """The same for a session whose prompts are too short for chunks."""
         if len(self._young_sessions) >= MAX_SESSIONS // 2:
             self._old_sessions, self._young_sessions = self._young_sessions, {}
         holders = (Holding(endpoints[0], now),)
         if len(endpoints) > 1:
             holders += (Holding(endpoints[1], now),)
-        self._young_sessions[seed] = holders, tokens
+        self._young_sessions[seed] = holders, tokens, len(prompt), xxh3_64_intdigest(prompt)
         return holders[-1]
 
     def count_shared(self, chain: list[int]) -> int:

@@ -35,7 +35,7 @@ SLOW_LATENCY = 0.25
 DESERTIONS = 3
 """Clients that waited for long enough and left, after which a worker counts as silent as if they still waited."""
 SHORT_CHUNKS = 2
-"""Prompts of fewer chunks leave no trace in the index: their session is remembered instead."""
+"""Prompts of fewer chunks leave no trace in the index: the last one of their session is remembered instead."""
 LONG_PROMPT = 4096
 """Uncached tokens that a decode worker would rather not compute itself."""
 RETRY_SHARE = 0.3
@@ -163,7 +163,7 @@ class Scheduler:
             seed = seed or chain[min(depth, len(chain) - 1)]
             cached = self.index.match(chain, depth, tokens)
         if len(chain) < SHORT_CHUNKS and seed:
-            for endpoint, tokens in self.index.match_session(seed):
+            for endpoint, tokens in self.index.match_session(seed, demand.short):
                 cached[endpoint] = max(tokens, cached.get(endpoint, 0))
         canary = False
         if self.canary is not None:
@@ -231,7 +231,8 @@ class Scheduler:
         if chain:
             reservation.copy = self.index.record(chain, both, now)
         if len(chain) < SHORT_CHUNKS and demand.affinity:
-            reservation.copy = self.index.record_session(demand.affinity, both, demand.prompt_tokens, now)
+            copy = self.index.record_session(demand.affinity, both, demand.prompt_tokens, now, demand.short)
+            reservation.copy = copy
 
     def observe(
         self,
@@ -254,6 +255,15 @@ class Scheduler:
         if kv_tokens and kv_tokens != endpoint.kv_tokens:
             endpoint.kv_tokens = kv_tokens
             self._size_index()
+
+    def find_backlog(self, waiting_tokens: int = 0) -> float | None:
+        """Seconds until the prompts are computed that wait at workers, and of so many tokens before them; None while no
+        worker's speed is known. O(workers)."""
+        speed = sum(endpoint.speed.value for endpoint in self.endpoints.values())
+        if not speed:
+            return None
+        waits = sum(endpoint.prefill_tokens + endpoint.others for endpoint in self.endpoints.values())
+        return (waiting_tokens + waits) / speed
 
     def miss(self, endpoint: Endpoint) -> None:
         """A worker has told nothing for a while: what was in its queue is not known any more."""

@@ -64,6 +64,11 @@ class Call(Protocol):
         """Of the answer, kept because the client is slow."""
         ...
 
+    @property
+    def resent(self) -> bool:
+        """The worker was sent the request twice: the first time the connection ended without a word."""
+        ...
+
     def cancel(self) -> None:
         """Give up: the worker learns at once. No callback follows."""
         ...
@@ -78,8 +83,9 @@ class Call(Protocol):
 class Link(Protocol):
     """Carries calls to one worker."""
 
-    def start(self, sink: Sink, head: bytes, body: bytes) -> Call:
-        """Send a request. `head` is a complete HTTP/1.1 header including the blank line."""
+    def start(self, sink: Sink, head: bytes, body: bytes, *, fresh: bool = False) -> Call:
+        """Send a request. `head` is a complete HTTP/1.1 header including the blank line. `fresh`: it is sent at most
+        once, and over no connection of which cannot be told whether it is the request that ends it."""
         ...
 
     def reap(self, now: float) -> None:

@@ -4,7 +4,8 @@ A connection returns to the pool only after a complete answer that allows reuse 
 end closes it. Cancelling a call closes its connection, which is how a worker learns that the client went away.
 
 An idle connection may close under a request. One that does says that the others are dead, too: the pool is discarded,
-and the request is sent once more, over a fresh connection. Nothing of that is visible to the exchange.
+and the request is sent once more, over a fresh connection. It may also be the request that ended the worker: one that
+cannot be sent again then has failed by a reset, and `resent` tells that two sends may have been fatal.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from tandem_gateway.upstream.http1_connection import WorkerConnection
 
 IDLE_SECONDS = 15.0
 MAX_IDLE = 256
+RESTART_SECONDS = 0.05
+"""Before a request is sent again: a process that dies closes its connections before its listener, which accepts in
+between what nobody will read, and which then cannot be told from a second death."""
 _OURS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL))
 """What connecting fails with when it is this process, or its machine, that lacks something."""
 
@@ -46,9 +50,9 @@ class Http1Link:
         self._closed = False
         self._dials: set[asyncio.Task[None]] = set()
 
-    def start(self, sink: Sink, head: bytes, body: bytes) -> Http1Call:
+    def start(self, sink: Sink, head: bytes, body: bytes, *, fresh: bool = False) -> Http1Call:
         call = Http1Call(self, sink, head, body)
-        if self._idle:
+        if self._idle and not fresh:
             connection = self._idle.pop()
             if connection.is_quiet():
                 connection.carry(call, reused=True)
@@ -59,32 +63,38 @@ class Http1Link:
         return call
 
     def restart(self, call: Http1Call) -> None:
-        """The idle connection that got this call was dead."""
+        """The idle connection that got this call was dead, or is since."""
+        call.restarted = True
         self.discard()
         self._on_stale()
-        self._start_dial(call)
+        self._start_dial(call, RESTART_SECONDS)
 
-    def _start_dial(self, call: Http1Call) -> None:
+    def _start_dial(self, call: Http1Call, after: float = 0.0) -> None:
         # The set keeps the task alive: the event loop holds only a weak reference.
-        task = asyncio.get_running_loop().create_task(self._dial(call))
+        task = asyncio.get_running_loop().create_task(self._dial(call, after))
         self._dials.add(task)
         task.add_done_callback(self._dials.discard)
 
-    async def _dial(self, call: Http1Call) -> None:
+    async def _dial(self, call: Http1Call, after: float) -> None:
         loop = asyncio.get_running_loop()
+        if after:
+            await asyncio.sleep(after)
+            if call.sink is None:
+                return
         try:
             async with asyncio.timeout(self._connect_seconds):
                 _, connection = await loop.create_connection(lambda: WorkerConnection(self), self.host, self.port)
         except TimeoutError:
-            call.fail(Failure.CONNECT, f"no connection within {self._connect_seconds:g} s")
+            call.fail_to_connect(Failure.CONNECT, f"no connection within {self._connect_seconds:g} s")
             return
         except OSError as error:
             failure = Failure.LOCAL if error.errno in _OURS else Failure.CONNECT
-            call.fail(failure, error.strerror or str(error))
+            call.fail_to_connect(failure, error.strerror or str(error))
             return
         if call.sink is None:
             connection.abort()
             return
+        call.resent = call.restarted
         connection.carry(call, reused=False)
 
     def release(self, connection: WorkerConnection, now: float) -> None:
@@ -116,7 +126,7 @@ class Http1Link:
 class Http1Call:
     """One request on one connection. `sink` is None once the call has ended."""
 
-    __slots__ = ("_link", "body", "connection", "head", "paused", "sink")
+    __slots__ = ("_link", "body", "connection", "head", "paused", "resent", "restarted", "sink")
 
     def __init__(self, link: Http1Link, sink: Sink, head: bytes, body: bytes) -> None:
         self._link = link
@@ -125,6 +135,10 @@ class Http1Call:
         self.body = body
         self.connection: WorkerConnection | None = None
         self.paused = False
+        self.restarted = False
+        """The idle connection that it was sent over ended without a word."""
+        self.resent = False
+        """And it was sent over another."""
 
     @property
     def held_bytes(self) -> int:
@@ -146,6 +160,13 @@ class Http1Call:
         self.forget_request()
         if sink is not None:
             sink.on_upstream_failure(failure, detail)
+
+    def fail_to_connect(self, failure: Failure, detail: str) -> None:
+        if self.restarted:
+            # It was sent once: who accepts nobody any more may have died of it.
+            self.fail(Failure.RESET, f"the worker closed the connection and could not be reached again: {detail}")
+        else:
+            self.fail(failure, detail)
 
     def restart(self) -> None:
         if self.sink is not None:

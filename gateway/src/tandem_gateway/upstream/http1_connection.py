@@ -19,6 +19,8 @@ from tandem_gateway.upstream.base import Failure, ResponseHead, Sink
 WRITE_JOIN_BYTES = 64 * 1024
 """Head and body up to this size leave in one write; copying larger ones would cost more than a second one."""
 MAX_HEAD_BYTES = 64 * 1024
+RECEIVE_BYTES = 64 * 1024
+"""Of an answer in the kernel, which takes twice as much: a hundred times what a step of the engine writes."""
 KEEPALIVE_SECONDS = 5
 UNANSWERED_SECONDS = 15.0
 """A machine that acknowledges nothing for this long has gone: neither what was sent to it, nor a look whether it is
@@ -116,7 +118,7 @@ class WorkerConnection(asyncio.Protocol):
         self.transport = cast(asyncio.Transport, transport)
         sock = transport.get_extra_info("socket")
         self._poll.register(sock.fileno(), select.POLLIN)
-        watch_peer(sock)
+        watch_peer(sock, bounded=True)
 
     def data_received(self, data: bytes) -> None:
         call = self._call
@@ -219,14 +221,17 @@ class WorkerConnection(asyncio.Protocol):
         self._reusable = self._parser.should_keep_alive()  # the parser forgets it when it returns
 
 
-def watch_peer(sock: socket.socket) -> None:
-    """Let the kernel notice a machine that has gone; small writes leave at once."""
+def watch_peer(sock: socket.socket, *, bounded: bool = False) -> None:
+    """Let the kernel notice a machine that has gone; small writes leave at once. `bounded`: it carries one answer, and
+    is to hold little of it for a client that does not read."""
     with contextlib.suppress(OSError):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_SECONDS)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_SECONDS)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNANSWERED_SECONDS * 1000))
+        if bounded:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BYTES)
 
 
 def _say(error: Exception) -> str:

@@ -87,9 +87,9 @@ class NativeLink:
         """How long the worker took for its last sign of life."""
         return None if self._connection is None else self._connection.ping_seconds
 
-    def start(self, sink: Sink, head: bytes, body: bytes) -> Call:
+    def start(self, sink: Sink, head: bytes, body: bytes, *, fresh: bool = False) -> Call:
         if self.refused is not None or len(head) > link.MAX_PAYLOAD:
-            return self._http.start(sink, head, body)
+            return self._http.start(sink, head, body, fresh=fresh)
         connection = self._connection
         if connection is None or connection.worn:
             waiting = _Waiting(self._waiting, sink, head, body)
@@ -275,6 +275,10 @@ class _Waiting:
     @property
     def held_bytes(self) -> int:
         return 0 if self.call is None else self.call.held_bytes
+
+    @property
+    def resent(self) -> bool:
+        return self.call is not None and self.call.resent
 
     def cancel(self) -> None:
         self.sink = None

@@ -87,6 +87,10 @@ class NativeCall:
     def held_bytes(self) -> int:
         return len(self._held)
 
+    @property
+    def resent(self) -> bool:
+        return False
+
     def cancel(self) -> None:
         self.sink = None
         self.head = self.body = b""

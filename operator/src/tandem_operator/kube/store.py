@@ -21,6 +21,7 @@ from tandem_operator.groups import is_ready
 from tandem_operator.kube.ownership import updates
 from tandem_operator.manifests import (
     DEPLOYMENT,
+    JOB,
     POD,
     STATEFUL_SET,
     ChildKey,
@@ -41,7 +42,7 @@ _POD_METADATA = (
 )  # fmt: skip
 _LEFT_OUT = ("managedFields", "resourceVersion")
 """Of every kind: what is not read, and would make news of every change."""
-_WITH_STATUS = (STATEFUL_SET, DEPLOYMENT, POD)
+_WITH_STATUS = (STATEFUL_SET, DEPLOYMENT, JOB, POD)
 _POD_SPEC = ("readinessGates", "nodeName")
 _POD_STATUS = (
     "phase",
@@ -63,6 +64,8 @@ class Kept:
     """The one that it is about."""
     is_news: bool
     """It says something that was not known, of what is kept."""
+    left: ModelKey | None = None
+    """The one that it was about before: its label was changed."""
 
 
 class ChildStore:
@@ -71,6 +74,8 @@ class ChildStore:
     def __init__(self, pace: Pace | None = None) -> None:
         self._pace = pace or Pace()
         self._models: defaultdict[ModelKey, dict[ChildKey, bytes]] = defaultdict(dict)
+        self._owners: dict[tuple[str, ChildKey], ModelKey] = {}
+        """Models by namespace and child: labels change."""
         self._ends: defaultdict[ModelKey, dict[str, Manifest]] = defaultdict(dict)
         """How pods of StatefulSets ended that their nodes ended, by name, until one of that name is ready, or wanted no
         longer."""
@@ -91,22 +96,29 @@ class ChildStore:
 
     def put(self, kind: Kind, manifest: Manifest) -> Kept | None:
         """Keep a child; None for an object without a model."""
+        key = ChildKey(kind.name, manifest["metadata"]["name"])
         if (model := model_of(manifest)) is None:
             return None
+        before = self._owners.get((model.namespace, key))
+        left = before if before != model else None
+        if left is not None:
+            self._forget(left, key)
         if kind == POD:
             manifest = self._with_end_before(model, manifest)
         elif kind == STATEFUL_SET:
             self._forget_ends(model, manifest, replicas=dig(manifest, "spec", "replicas") or 0)
-        key, packed = ChildKey(kind.name, manifest["metadata"]["name"]), _pack(kind, manifest)
+        packed = _pack(kind, manifest)
         known = self._models[model].get(key)
         self._models[model][key] = packed
-        return Kept(model, is_news=known != packed)
+        self._owners[model.namespace, key] = model
+        return Kept(model, is_news=known != packed, left=left)
 
     def remove(self, kind: Kind, manifest: Manifest) -> ModelKey | None:
-        """Forget a child. Returns its model."""
-        if (model := model_of(manifest)) is None:
-            return None
-        self._forget(model, ChildKey(kind.name, manifest["metadata"]["name"]))
+        """Forget a child, whatever its labels say by now. Returns its model."""
+        key = ChildKey(kind.name, manifest["metadata"]["name"])
+        model = self._owners.get((manifest["metadata"]["namespace"], key)) or model_of(manifest)
+        if model is not None:
+            self._forget(model, key)
         return model
 
     def retain(self, kind: Kind, namespace: str | None, present: Iterable[tuple[ModelKey, str]]) -> set[ModelKey]:
@@ -129,6 +141,7 @@ class ChildStore:
     def _forget(self, model: ModelKey, key: ChildKey) -> None:
         children = self._models.get(model, {})
         packed = children.pop(key, None)
+        self._owners.pop((model.namespace, key), None)
         if packed is not None and key.kind == STATEFUL_SET.name:
             self._forget_ends(model, json.loads(zlib.decompress(packed)), replicas=0)
         if not children:

@@ -123,6 +123,7 @@ class Watcher:
                     if (kept := self._store.put(self._kind, item)) is not None:
                         present.add((kept.model, item["metadata"]["name"]))
                         changed |= {kept.model} if kept.is_news else set()
+                        changed |= set() if kept.left is None else {kept.left}
             changed |= self._store.retain(self._kind, self._namespace, present)
             self.synced.set()
         finally:  # for the next list, what this one brought before it broke off is no news
@@ -150,5 +151,7 @@ class Watcher:
             else:
                 kept = self._store.put(self._kind, item)
                 model = kept.model if kept is not None and kept.is_news else None
+                if kept is not None and kept.left is not None:
+                    self._on_change(kept.left)
             if model is not None:
                 self._on_change(model)

@@ -72,7 +72,7 @@ class Totals:
     """What all gateways have counted since the beginning."""
 
     since: float
-    """Unix seconds: of a gateway that started earlier, the first report is where counting begins."""
+    """By the clock of `add_up`: of a gateway that is older, the first report is where counting begins."""
     counters: Counters = _NO_TRAFFIC
     ttft_counts: tuple[int, ...] = ()
     """Streams by seconds to the first token, in the buckets of the gateways' reports."""
@@ -86,15 +86,16 @@ class Totals:
     """Prompt tokens of each worker, and what of them was cached, as it said last."""
 
 
-def add_up(totals: Totals, heard: Iterable[Heard]) -> Totals:
-    """The totals with what these reports add."""
+def add_up(totals: Totals, heard: Iterable[Heard], *, now: float) -> Totals:
+    """The totals with what these reports add. How old a gateway is tells it by its own clock, right or not."""
     heard = list(heard)
     prompts, more_prompts = _add_prompts(totals.prompts, heard)
     counters, ttft = _plus(totals.counters, more_prompts), totals.ttft_counts
     traffic, times = dict(totals.traffic), dict(totals.times)
-    for report in (one.report for one in heard):
+    for one in heard:
+        report, lived = one.report, one.age + one.report.at - one.report.started_at
         started: Started = (report.gateway, report.started_at)
-        counts_whole = started in traffic or report.started_at >= totals.since
+        counts_whole = started in traffic or lived <= now - totals.since
         if (said := _read_traffic(report.traffic)) is not None:
             before = traffic.pop(started, None)
             traffic[started] = said

@@ -34,7 +34,7 @@ class Sight:
     serves: bool = True
     """Of every role a replica is ready."""
     rolling: bool = False
-    """Replicas are being replaced, or tried; or older ones serve that nobody could make again."""
+    """Replicas are being replaced, or tried. A rollout that waits, is paused or is stuck moves nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

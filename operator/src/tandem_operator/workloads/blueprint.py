@@ -12,7 +12,17 @@ from tandem_api.engines import FOREIGN_ENGINES
 from tandem_api.inferencemodel import InferenceModel, WorkerRole
 from tandem_api.names import Role
 
-from tandem_operator.manifests import CHILD_KINDS, Kind, Manifest, annotations_of, dig, dig_list
+from tandem_operator.manifests import (
+    CHILD_KINDS,
+    DEPLOYMENT,
+    SERVICE,
+    STATEFUL_SET,
+    Kind,
+    Manifest,
+    annotations_of,
+    dig,
+    dig_list,
+)
 from tandem_operator.settings import Release
 
 COMPONENT_LABEL = "app.kubernetes.io/component"
@@ -20,6 +30,7 @@ HISTORY = "history"
 """Component of the ControllerRevisions that keep a model's revisions; StatefulSets have revisions of their own."""
 TEMPLATE_HASH = f"{names.GROUP}/template-hash"
 """On workloads: digest of the pod template that the operator last applied."""
+_DECORATED = (STATEFUL_SET.name, DEPLOYMENT.name, SERVICE.name)
 _DIGESTS = (names.ANNOTATION_SPEC_HASH, TEMPLATE_HASH)
 _ORDER = {kind.name: position for position, kind in enumerate(CHILD_KINDS)}
 
@@ -150,6 +161,10 @@ class Blueprint:
             "labels": self.labels(component, role),
             "ownerReferences": [self._owner()],
         }
+        if kind.name in _DECORATED and role is not None:
+            wanted = people_metadata(self, role)
+            metadata["labels"] = wanted["labels"] | metadata["labels"]
+            metadata |= {"annotations": wanted["annotations"]} if wanted["annotations"] else {}
         return sign({"apiVersion": kind.api_version, "kind": kind.name, "metadata": metadata, **body})
 
     def _owner(self) -> Manifest:
@@ -165,6 +180,18 @@ class Blueprint:
     @staticmethod
     def creation_order(manifest: Manifest) -> tuple[int, str]:
         return _ORDER[manifest["kind"]], manifest["metadata"]["name"]
+
+
+def people_metadata(blueprint: Blueprint, role: Role) -> dict[str, dict[str, str]]:
+    """Labels and annotations that people want on the workload of a role, its pods and its Service."""
+    spec = blueprint.model.spec
+    parts = (spec.metadata, (spec.gateway if role is Role.GATEWAY else blueprint.worker_spec(role)).metadata)
+    found: dict[str, dict[str, str]] = {"labels": {}, "annotations": {}}
+    for part in parts:
+        if part is not None:
+            found["labels"] |= part.labels
+            found["annotations"] |= part.annotations
+    return found
 
 
 def sign(manifest: Manifest) -> Manifest:

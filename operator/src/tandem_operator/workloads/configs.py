@@ -57,6 +57,7 @@ def worker_config(blueprint: Blueprint, role: Role) -> WorkerConfig:
         ),
         device=spec.engine.device,
         dtype=spec.engine.dtype,
+        weights=spec.engine.weights,
         max_model_len=spec.engine.max_model_len,
         kv=KVConfig(memory_bytes=memory, verify=spec.kv.verify),
         scheduler=SchedulerConfig(
@@ -98,6 +99,8 @@ def gateway_config(blueprint: Blueprint) -> GatewayConfig:
         tls=_client_tls(blueprint),
         tracing=tracing(blueprint),
         response_store=gateway_store(blueprint),
+        min_priority=spec.gateway.min_priority,
+        explain=spec.gateway.explain_routes,
     )
 
 

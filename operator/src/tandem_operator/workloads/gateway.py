@@ -146,7 +146,7 @@ def build_deployment(blueprint: Blueprint, config: Manifest) -> Manifest:
         path="spec.gateway",
     )
     spec = {
-        "replicas": blueprint.replicas(workload.replicas),
+        **({} if _COMPONENT in blueprint.left else {"replicas": blueprint.replicas(workload.replicas)}),
         "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
         "revisionHistoryLimit": 3,
         "selector": {"matchLabels": blueprint.selector(_COMPONENT)},

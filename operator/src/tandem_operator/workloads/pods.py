@@ -6,13 +6,14 @@ import math
 from typing import Any
 
 from tandem_api import names
-from tandem_api.inferencemodel import Resources, Workload
+from tandem_api.inferencemodel import LONGEST_DRAIN, Resources, Workload
 from tandem_api.names import Role
 from tandem_api.quantities import parse_duration, parse_quantity
 
+from tandem_operator.errors import InvalidOverlayError
 from tandem_operator.manifests import Manifest
 from tandem_operator.overlay import overlay_template
-from tandem_operator.workloads.blueprint import Blueprint, component_of, digest
+from tandem_operator.workloads.blueprint import Blueprint, component_of, digest, people_metadata
 from tandem_operator.workloads.placement import placement
 
 USER = 65532
@@ -53,8 +54,9 @@ def pod_template(
     restart = blueprint.model.metadata.annotations.get(names.ANNOTATION_RESTART)
     if restart and role is not Role.GATEWAY:
         annotations[names.ANNOTATION_RESTART] = restart if len(restart) <= _RESTART_MAX else digest(restart)
+    wanted = people_metadata(blueprint, role)
     template: Manifest = {
-        "metadata": {"labels": labels, "annotations": annotations},
+        "metadata": {"labels": wanted["labels"] | labels, "annotations": wanted["annotations"] | annotations},
         "spec": {
             "enableServiceLinks": False,
             "securityContext": {
@@ -79,7 +81,44 @@ def pod_template(
     if workload.pod_template is None:
         return template
     overlay = workload.pod_template.model_dump(by_alias=True, exclude_none=True)
-    return overlay_template(template, overlay, path=f"{path}.podTemplate")
+    merged = overlay_template(template, overlay, path=f"{path}.podTemplate")
+    return _confined(merged, container["name"], path=f"{path}.podTemplate")
+
+
+_CONFINED_POD: Manifest = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+_CONFINED: Manifest = {
+    "allowPrivilegeEscalation": False,
+    "readOnlyRootFilesystem": True,
+    "capabilities": {"drop": ["ALL"]},
+}
+
+
+def _confined(template: Manifest, name: str, *, path: str) -> Manifest:
+    """`template` with what an overlay has left out of the confinement of the pod and of its main container. What it
+    says itself stays: whether it may is judged by policies.
+
+    Raises:
+        InvalidOverlayError: the main container is gone.
+    """
+    spec = template["spec"]
+    containers: list[Manifest] = spec.get("containers") or []
+    if not any(container.get("name") == name for container in containers):
+        raise InvalidOverlayError(f"{path}.spec.containers must keep {name}: it is what the pod is for")
+    confined: list[Manifest] = [
+        container | {"securityContext": _completed(container.get("securityContext"), _CONFINED)}
+        if container.get("name") == name
+        else container
+        for container in containers
+    ]
+    return template | {
+        "spec": spec
+        | {"containers": confined, "securityContext": _completed(spec.get("securityContext"), _CONFINED_POD)}
+    }
+
+
+def _completed(said: Manifest | None, usual: Manifest) -> Manifest:
+    found = said or {}
+    return found | {key: value for key, value in usual.items() if key not in found}
 
 
 def _hardened(container: Manifest, blueprint: Blueprint, workload: Workload) -> Manifest:
@@ -94,11 +133,7 @@ def _hardened(container: Manifest, blueprint: Blueprint, workload: Workload) -> 
             {"name": "tmp", "mountPath": "/tmp"},
             *container["volumeMounts"],
         ],
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "readOnlyRootFilesystem": True,
-            "capabilities": {"drop": ["ALL"]},
-        },
+        "securityContext": _CONFINED,
     }
 
 
@@ -132,7 +167,8 @@ def thread_env(resources: Resources, *, processes: int = 1) -> list[Manifest]:
 
 
 def drain_seconds(blueprint: Blueprint) -> float:
-    return parse_duration(blueprint.model.spec.drain.timeout)
+    """Stored objects may be older than the bound."""
+    return min(parse_duration(blueprint.model.spec.drain.timeout), parse_duration(LONGEST_DRAIN))
 
 
 def grace_seconds(blueprint: Blueprint) -> int:

@@ -17,6 +17,7 @@ from tandem_operator.workloads.blueprint import Blueprint, component_of, shares_
 from tandem_operator.workloads.configs import tracing
 from tandem_operator.workloads.engines import is_foreign
 from tandem_operator.workloads.gateway import client_ports
+from tandem_operator.workloads.prewarm import COMPONENT
 
 METRICS_NAMESPACE_LABEL = f"{names.GROUP}/metrics"
 """Pods of a namespace labelled so (value `allowed`) may reach the metrics ports."""
@@ -66,6 +67,15 @@ def _build_worker_policy(blueprint: Blueprint, role: Role) -> Manifest:
     return _build_policy(blueprint, role, ingress=ingress, egress=egress)
 
 
+def build_prewarm_policy(blueprint: Blueprint) -> Manifest | None:
+    """Of pods that fill the cache: they reach the hub, and nobody reaches them. None where policies are off."""
+    if not blueprint.release.network.enabled:
+        return None
+    name = f"{blueprint.name}-{COMPONENT}"
+    egress = [_DNS_RULE, *_hub_rules(blueprint)]
+    return _build(blueprint, name, COMPONENT, None, ingress=[], egress=egress)
+
+
 def _build_gateway_policy(blueprint: Blueprint) -> Manifest:
     api_server = {"ports": [_tcp(port) for port in blueprint.release.network.api_server_ports]}
     workers = [_to(blueprint, component_of(role), _gateway_ports(blueprint, role)) for role in blueprint.worker_roles]
@@ -86,7 +96,19 @@ def _build_gateway_policy(blueprint: Blueprint) -> Manifest:
 
 
 def _build_policy(blueprint: Blueprint, role: Role, *, ingress: list[Manifest], egress: list[Manifest]) -> Manifest:
-    component = component_of(role)
+    name = names.workload_name(blueprint.name, role)
+    return _build(blueprint, name, component_of(role), role, ingress=ingress, egress=egress)
+
+
+def _build(
+    blueprint: Blueprint,
+    name: str,
+    component: str,
+    role: Role | None,
+    *,
+    ingress: list[Manifest],
+    egress: list[Manifest],
+) -> Manifest:
     spec: Manifest = {
         "podSelector": {"matchLabels": blueprint.selector(component)},
         "policyTypes": ["Ingress"],
@@ -94,7 +116,6 @@ def _build_policy(blueprint: Blueprint, role: Role, *, ingress: list[Manifest], 
     }
     if blueprint.release.network.egress:
         spec |= {"policyTypes": ["Ingress", "Egress"], "egress": egress}
-    name = names.workload_name(blueprint.name, role)
     return blueprint.child(NETWORK_POLICY, name, {"spec": spec}, component=component, role=role)
 
 

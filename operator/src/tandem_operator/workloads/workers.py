@@ -22,15 +22,19 @@ def build_workers(blueprint: Blueprint, role: Role) -> list[Manifest]:
 
 
 def build_disruption_budget(blueprint: Blueprint, role: Role) -> Manifest:
-    """One pod at a time: a node can always be drained, and never takes the whole role with it.
+    """As many pods at a time as a rollout may take replicas, and one at least: a node can always be drained, and never
+    takes the whole role with it.
 
-    Of groups too, one *pod*: it makes its whole group unready, which uses the budget up until that group serves again.
+    Of groups too, *pods*: one makes its whole group unready, which uses the budget up until that group serves again.
     A budget of as many pods as a group has would let a drain break that many groups. What is not ready may go without
     asking: it serves nobody, and must not keep a node from being drained.
     """
-    component = component_of(role)
+    component, rollout = component_of(role), blueprint.model.spec.rollout
+    allowed = 1
+    if role is not Role.GATEWAY and rollout.type != "Recreate":
+        allowed = max(1, blueprint.unavailable_of(role, blueprint.worker_spec(role).replicas))
     spec = {
-        "maxUnavailable": 1,
+        "maxUnavailable": allowed,
         "unhealthyPodEvictionPolicy": "AlwaysAllow",
         "selector": {"matchLabels": blueprint.selector(component)},
     }
@@ -108,7 +112,7 @@ def _container(blueprint: Blueprint, role: Role, mounts: list[Manifest]) -> Mani
     container: Manifest = {
         "name": "worker",
         "image": blueprint.worker_image,
-        "env": [*_token_env(blueprint), *thread_env(workload.resources, processes=workload.ranks_per_pod)],
+        "env": [*token_env(blueprint), *thread_env(workload.resources, processes=workload.ranks_per_pod)],
         "ports": [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in _ports(blueprint, role)],
         "startupProbe": http_probe("/readyz", "metrics", period=1, failures=_LOADING_SECONDS),
         "readinessProbe": http_probe("/readyz", "metrics", period=2, failures=2),
@@ -121,8 +125,8 @@ def _container(blueprint: Blueprint, role: Role, mounts: list[Manifest]) -> Mani
     return container
 
 
-def _token_env(blueprint: Blueprint) -> list[Manifest]:
-    """The Secret is not optional: a missing one holds the pod back and shows in the model's conditions."""
+def token_env(blueprint: Blueprint) -> list[Manifest]:
+    """The hub's token. Its Secret is not optional: a missing one holds the pod back and shows in the conditions."""
     secret = blueprint.model.spec.model.secret_ref
     if secret is None:
         return []
@@ -131,7 +135,7 @@ def _token_env(blueprint: Blueprint) -> list[Manifest]:
 
 def _volumes(blueprint: Blueprint, workload: WorkerRole) -> tuple[list[Manifest], list[Manifest]]:
     """Volumes and mounts: the keys, what the model's source needs, and memory that the ranks of a pod share."""
-    volumes, mounts = _model_volumes(blueprint, workload)
+    volumes, mounts = model_volumes(blueprint, workload)
     if not is_foreign(blueprint):  # which could prove nothing with them
         volumes, mounts = [keys_volume(blueprint, KEY_FILES), *volumes], [keys_mount(), *mounts]
     size = workload.shared_memory_size_limit
@@ -142,7 +146,7 @@ def _volumes(blueprint: Blueprint, workload: WorkerRole) -> tuple[list[Manifest]
     return volumes, mounts
 
 
-def _model_volumes(blueprint: Blueprint, workload: WorkerRole) -> tuple[list[Manifest], list[Manifest]]:
+def model_volumes(blueprint: Blueprint, workload: WorkerRole) -> tuple[list[Manifest], list[Manifest]]:
     """Volumes and mounts that the model's source needs."""
     source = blueprint.model.spec.model
     scheme, _, rest = source.uri.partition("://")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -63,6 +65,74 @@ def test_decodes_from_recordings_give_the_same_tokens(make_rig: MakeRig) -> None
     for index, prompt in enumerate(prompts):
         assert rig.out.tokens(f"r{index}") == greedy_answer(prompt, 5 + index)
     assert recorder.num_replays > 20
+
+
+def test_sizes_that_a_start_leaves_are_recorded_between_steps(make_rig: MakeRig) -> None:
+    """Beside live streams, whose blocks the recordings must not touch though the fixed tensors still name them; tokens
+    are what they are without."""
+    rig = make_rig(PaddedModel(), num_blocks=60, scheduler={"max_running_requests": 12})
+    engine, executor, recorder = rig.engine, rig.engine._executor, CallAgain()
+    executor.record_graphs(recorder, num_now=1)
+    assert engine.graphs_pending == len(plan_batch_sizes(12)) - 1
+    recorded_beside_streams = 0
+
+    class Eager(CallAgain):
+        def record(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+            nonlocal recorded_beside_streams
+            recorded_beside_streams += not engine.idle
+            return recorder.record(run)
+
+    assert executor._graphs is not None
+    executor._graphs._recorder = Eager()
+    rng = random.Random(4)
+    prompts = [tuple(rng.randrange(64) for _ in range(rng.randint(1, 40))) for _ in range(25)]
+    for index, prompt in enumerate(prompts):
+        engine._next_recording = 0.0
+        rig.submit(f"r{index}", prompt, 5 + index)
+    rig.wait()
+    for index, prompt in enumerate(prompts):
+        assert rig.out.tokens(f"r{index}") == greedy_answer(prompt, 5 + index)
+    assert recorded_beside_streams
+    deadline = time.monotonic() + 10
+    while engine.graphs_pending and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert engine.graphs_pending == 0
+
+
+def test_what_earlier_steps_left_is_padding_while_more_is_recorded() -> None:
+    model, written = PaddedModel(), []
+    cache = allocate_kv_cache(model.kv_cache_spec(4), 8, torch.device("cpu"))
+    graphs = DecodeGraphs(model, cache, max_blocks=4, batch_sizes=[1, 2, 4], recorder=CallAgain(), num_later=1)
+    assert graphs.pending == [4]
+    graphs._inputs.slot_mapping.fill_(9)  # as a step of many left it
+
+    class Watching(CallAgain):
+        def record(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+            written.extend(graphs._inputs.slot_mapping.tolist())
+            return super().record(run)
+
+    graphs._recorder = Watching()
+    assert graphs.record_next() == 4
+    assert written == [0, 0, 0, 0]
+    assert graphs.pending == []
+
+
+def test_without_memory_for_more_recordings_the_engine_goes_on(make_rig: MakeRig, caplog: Any) -> None:
+    class Full(CallAgain):
+        def record(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+            if self.num_replays:
+                raise torch.OutOfMemoryError("no memory is left")
+            return super().record(run)
+
+    rig = make_rig(PaddedModel(), num_blocks=60, scheduler={"max_running_requests": 4})
+    recorder = Full()
+    rig.engine._executor.record_graphs(recorder, num_now=1)
+    recorder.num_replays = 1
+    rig.submit("r", (1, 2, 3), 12)
+    rig.wait()
+    assert rig.out.tokens("r") == greedy_answer((1, 2, 3), 12)
+    assert rig.engine.graphs_pending == 0
+    assert "stay unrecorded: no memory is left" in caplog.text
 
 
 def test_recordings_share_one_tensor_of_logits() -> None:

@@ -12,7 +12,7 @@ from tandem_worker.engine.sample.host_sampler import choose_tokens, compute_logp
 from tandem_worker.engine.sample.state import SamplingState
 from tandem_worker.engine.schedule.params import SamplingParams, TokenLogprob
 from tandem_worker.engine.schedule.request import Request, Sequence
-from tandem_worker.kernels.philox import draw_uniform
+from tandem_worker.host.philox import draw_uniform
 
 VOCAB = 600
 """More than the sampler's candidates: both its paths are reached."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from tandem_worker import kernels
+from tandem_worker.host.philox import philox4x32
 from tandem_worker.kernels import reference, sampling
-from tandem_worker.kernels.philox import philox4x32
 
 
 @pytest.fixture(autouse=True)

@@ -29,6 +29,8 @@ def test_file(model: Path) -> None:
     [
         ("file:///absent", "ModelNotFound"),
         ("file://relative", "UnsupportedModelURI"),
+        ("file:///../../etc", "UnsupportedModelURI"),
+        ("file:///tmp/%2e%2e/etc", "UnsupportedModelURI"),
         ("pvc://weights/x", "ModelNotFound"),
         ("s3://bucket/x", "UnsupportedModelURI"),
         ("model", "UnsupportedModelURI"),

@@ -53,9 +53,10 @@ def build_engine(
     meanwhile, and the ranks of a group are told tokens that the host knows.
 
     The model serves this engine alone: it may keep scratch space between calls. `cuda_graphs` records decode steps on a
-    GPU. `arena_bytes` is what activations take (`arena.measure_arena`), None where that is not measured.
-    A prefill client that needs the engine's `kv_cache` may be set afterwards, as `engine.prefill_client`. With
-    `ranks`, this process is rank 0, `model` is its share, and the others have loaded theirs or soon will.
+    GPU: that of one sequence at once, the others between steps. `arena_bytes` is what activations take
+    (`arena.measure_arena`), None where that is not measured. A prefill client that needs the engine's `kv_cache` may be
+    set afterwards, as `engine.prefill_client`. With `ranks`, this process is rank 0, `model` is its share, and the
+    others have loaded theirs or soon will.
     """
     block_size = config.kv.block_size
     num_blocks = 0 if ranks is None else ranks.agree_num_blocks(model, config, model_digest)
@@ -83,7 +84,7 @@ def build_engine(
     if runs_ahead is None:
         runs_ahead = model.device.type == "cuda" and ranks is None
     if records:
-        executor.record_graphs()
+        executor.record_graphs(num_now=1)
     engine = EngineCore(
         schedulers=schedulers,
         executor=executor,

@@ -193,6 +193,11 @@ class Engine(PrefillEngine, DecodeEngine, Protocol):
         ...
 
     @property
+    def graphs_pending(self) -> int:
+        """Batch sizes of decode steps that are still to be recorded."""
+        ...
+
+    @property
     def failure(self) -> BaseException | None:
         """What killed the step loop; None while it is alive."""
         ...

@@ -42,6 +42,9 @@ from tandem_worker.model.contract import KVCache
 
 logger = logging.getLogger(__name__)
 
+_BETWEEN_RECORDINGS, _RECORDING_SHARE = 1.0, 20
+"""Beside streams the next decode step is recorded after so many seconds, and so many times what the last one took."""
+
 
 class EngineCore:
     """Implements `engine.contract.Engine`. The thread starts with the first command, or with `start`."""
@@ -99,6 +102,7 @@ class EngineCore:
         self.thread: threading.Thread | None = None
         self.turn_began = 0.0
         """By the monotonic clock, when the present turn of the step loop began; 0 while there is nothing to do."""
+        self._next_recording = 0.0
         self._stats = build_stats(self._runner.lanes, self._runner.work, num_pending=0)
 
     # -- any thread ----------------------------------------------------------------------------------------------
@@ -107,6 +111,11 @@ class EngineCore:
     def graph_bytes(self) -> int:
         """Device memory that recordings of decode steps take; 0 without them."""
         return self._executor.graph_bytes
+
+    @property
+    def graphs_pending(self) -> int:
+        """Batch sizes of decode steps that are still to be recorded: until then they run unrecorded."""
+        return self._executor.graphs_pending
 
     @property
     def kv_cache(self) -> KVCache:
@@ -330,6 +339,21 @@ class EngineCore:
                 self._flush()  # the first token of a prompt that another worker computed waits for no step
             busy = self._runner.step()
             self._flush()
+            if self._executor.graphs_pending:
+                busy = self._record_graph(busy) or busy
+
+    def _record_graph(self, busy: bool) -> bool:
+        """Record one batch size that the start left for later, if it is time; whether it did.
+
+        At once where there is nothing else to do. Beside streams, so that they wait for it one part in twenty at most.
+        """
+        began = time.monotonic()
+        if busy and began < self._next_recording:
+            return False
+        self._executor.record_next_graph()
+        ended = time.monotonic()
+        self._next_recording = ended + max(_BETWEEN_RECORDINGS, _RECORDING_SHARE * (ended - began))
+        return True
 
     def _wait(self, busy: bool) -> bool:
         """Sleep until there is something to do. False: stop."""

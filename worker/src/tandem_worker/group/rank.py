@@ -81,7 +81,9 @@ class FollowingRank:
         enter("waiting for the group")
         context = self._join(member.meet(self.order.leader_host, self.order.leader_port))
         enter("loading weights")
-        model = load_model(self.path, device=self.device, dtype=self.dtype, context=context)
+        model = load_model(
+            self.path, device=self.device, dtype=self.dtype, context=context, weights=self.order.config.weights
+        )
         endpoint = rank_endpoint(config, self.pod, self.order.local_rank)
         enter("hashing the model")
         digest = self.hashing.result()

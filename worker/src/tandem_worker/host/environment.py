@@ -13,6 +13,7 @@ import os
 import resource
 import socket
 import struct
+import tempfile
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,7 +167,8 @@ def prepare_environment(
         "HF_HOME": str(Path(cache_dir, ".huggingface")),
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        "TRITON_CACHE_DIR": str(Path(cache_dir, ".triton")),
+        # The container's own: what others wrote is put there verified (`model/prepared/kernels.py`).
+        "TRITON_CACHE_DIR": str(Path(tempfile.gettempdir(), f"tandem-kernels-{os.getuid()}")),
     }
     if interface is not None:
         defaults["GLOO_SOCKET_IFNAME"] = interface

@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 
 from tandem_worker.host.errors import StartupError
+from tandem_worker.host.postponed import load_shape_functions
 from tandem_worker.model.assembly.build import Build
 from tandem_worker.model.backends.torch.layers import TORCH
 from tandem_worker.model.checkpoint.contract import WeightSource
@@ -48,7 +49,12 @@ def check_coverage(config: ModelConfig, family: Family, source: WeightSource, pr
         keeps_packed=False,
         prefix=prefix,
     )
-    family.load(config, Build(loader=loader, backend=TORCH, context=SINGLE))
+    build = Build(loader=loader, backend=TORCH, context=SINGLE)
+    try:
+        family.load(config, build)
+    except NotImplementedError:
+        load_shape_functions()  # what serving does not need, and a layer that computes with its weights may
+        family.load(config, build)
     unused = find_unused(config, family, source, recorder.taken, prefix)
     if not unused:
         return

@@ -7,11 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from tandem_api.launch import WeightsForm
 
 from tandem_worker.host.errors import StartupError
 from tandem_worker.model.assembly.build import Build
 from tandem_worker.model.backends import native
-from tandem_worker.model.backends.contract import BackendName
+from tandem_worker.model.backends.contract import Backend, BackendName
 from tandem_worker.model.backends.select import find_backend, select_backend
 from tandem_worker.model.checkpoint.bare import BareSource
 from tandem_worker.model.checkpoint.contract import WeightSource
@@ -20,6 +21,7 @@ from tandem_worker.model.checkpoint.gguf import GGUFSource, gguf_metadata, open_
 from tandem_worker.model.checkpoint.loader import WeightLoader
 from tandem_worker.model.checkpoint.quantized import dequantize_source
 from tandem_worker.model.checkpoint.safetensors import SafetensorsSource
+from tandem_worker.model.checkpoint.stored import Packer
 from tandem_worker.model.config import CONFIG_FILE, ModelConfig, parse_config, read_architecture, read_raw_config
 from tandem_worker.model.contract import CausalLM
 from tandem_worker.model.coverage import EMBEDDING, check_coverage, settle_output_matrix
@@ -44,16 +46,18 @@ def load_model(
     backend: BackendName | None = None,
     max_threads: int | None = None,
     prepared: PreparedWeights | None = None,
+    weights: WeightsForm = "Auto",
 ) -> CausalLM:
     """Load this rank's share of the model at `path`: a folder with weights and `config.json`, or a GGUF file.
 
     `dtype` None chooses by `resolve_dtype`, `backend` None by device and element type. `max_threads` limits torch's
     threads from here on. `prepared` hands out what an earlier start packed, or remembers it for `prepared.save()`;
-    its reading is over when this returns or raises. Raises StartupError with a reason and a sentence for everything
+    its reading is over when this returns or raises. `weights` says whether matrices take 12 bits a weight, bit for bit.
+    Raises StartupError with a reason and a sentence for everything
     that a person must fix, ValueError for a `backend` that does not compute in `dtype`.
     """
     try:
-        return _load(path, device, dtype, context, backend, max_threads, prepared)
+        return _load(path, device, dtype, context, backend, max_threads, prepared, weights)
     finally:
         if prepared is not None:
             prepared.finish()
@@ -67,6 +71,7 @@ def _load(
     backend: BackendName | None,
     max_threads: int | None,
     prepared: PreparedWeights | None,
+    weights: WeightsForm,
 ) -> CausalLM:
     if max_threads is not None:
         torch.set_num_threads(max_threads)
@@ -76,6 +81,7 @@ def _load(
     parts = find_backend(backend or select_backend(device, chosen))
     if parts.dtype not in {None, chosen}:
         raise ValueError(f"the {parts.name} backend computes in {parts.dtype}, not in {chosen}")
+    packer = choose_packer(parts, weights)
     with torch.inference_mode():
         config = settle_output_matrix(config, source, prefix)
         check_coverage(config, family, source, prefix)
@@ -85,14 +91,37 @@ def _load(
             device=device,
             keeps_packed=parts.keeps_packed,
             prefix=prefix,
-            packer=None if parts.packer is None else parts.packer(),
+            packer=packer,
             prepared=prepared,
         )
         model = family.load(config, Build(loader=loader, backend=parts, context=context))
     _log_backend(parts.name, chosen)
+    if loader.lossless.matrices:
+        kept = loader.lossless
+        logger.info(
+            "matrices are kept in 12 bits",
+            extra={"matrices": kept.matrices, "bits_per_weight": round(8 * kept.num_bytes / kept.weights, 3)},
+        )
     if loader.forms:
         logger.info("quantized weights", extra={"matrices": dict(loader.forms)})
     return model
+
+
+def choose_packer(backend: Backend, weights: WeightsForm) -> Packer | None:
+    """What makes a model's matrices. Raises StartupError where `Lossless` is asked for and cannot be had."""
+    if weights == "Lossless":
+        lossless = backend.lossless
+        why = (
+            "Only the CPU kernels multiply them so far, in bfloat16." if lossless is None else lossless.find_obstacle()
+        )
+        if lossless is None or why is not None:
+            raise StartupError(
+                "WeightsFormUnsupported",
+                f"Weights cannot be kept in 12 bits here, as engine.weights: Lossless asks: {why} "
+                "Choose engine.weights: Auto or Plain.",
+            )
+        return lossless.packer()
+    return None if backend.packer is None else backend.packer()
 
 
 def _log_backend(name: BackendName, dtype: torch.dtype) -> None:

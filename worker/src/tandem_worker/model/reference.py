@@ -31,6 +31,7 @@ read, or known to change nothing, or the model is refused:
 | `ConfigInvalid` | a value is missing, is not what its key needs, or contradicts another | repair `config.json`, or download it again |
 | `WeightsUnsupported` | `quantization_config` names a method or a setting by which weights cannot be read | choose a checkpoint that is quantized in another way |
 | `UnusedWeights` | the checkpoint holds tensors that the model is not computed with; the message names some | compare `config.json` with the published one (a flag such as `attention_bias` may be missing); else the model is a variant that is not supported |
+| `WeightsFormUnsupported` | `engine.weights: Lossless` where no kernel multiplies such weights | choose `Auto` or `Plain`, or a node whose CPU has AVX-512 VBMI ([kernels](kernels.md#weights-in-12-bits)) |
 | `WeightsIncomplete` | a tensor is missing | download the model again |
 
 Nothing turns these refusals off. They come before any weight is read, on every rank alike. To look at a checkpoint

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from tandem_worker.group.executor import GroupSeat
     from tandem_worker.group.pods.leading import LeadingPod
     from tandem_worker.model.contract import CausalLM
+    from tandem_worker.model.prepared.kernels import PreparedKernels
     from tandem_worker.model.prepared.weights import PreparedWeights
     from tandem_worker.model.sources.digest import ModelDigest
     from tandem_worker.process.generation import Generation
@@ -66,6 +67,11 @@ def build_worker(
     return built
 
 
+def list_start_steps(config: WorkerConfig, pod: PodFacts, runtime: Runtime, progress: StartProgress) -> list[Step]:
+    """The steps of a start of one rank, for whoever wants what some of them leave behind."""
+    return _Start(config, pod, runtime, progress, Switches(), None, {}).list_steps()
+
+
 class _Start:
     """The steps of one start. What they have in common is known before; what one makes the others are given."""
 
@@ -82,6 +88,7 @@ class _Start:
         self._config, self._pod, self._runtime = config, pod, runtime
         self._progress, self._switches, self._group, self._refusals = progress, switches, group, refusals
         self._store = open_store(config.model.cache_dir)
+        self._kernels: PreparedKernels | None = None
 
     def list_steps(self) -> list[Step]:
         """What a start consists of, and what each part needs."""
@@ -141,7 +148,13 @@ class _Start:
     def _open_device(self, _: None) -> torch.device:
         from tandem_worker.host.devices import resolve_device
 
-        return resolve_device(self._config.device)
+        device = resolve_device(self._config.device)
+        if device.type == "cuda":
+            from tandem_worker.model.prepared.kernels import open_prepared_kernels
+
+            self._kernels = open_prepared_kernels(self._store)
+            self._kernels.restore()
+        return device
 
     def _describe_seat(self) -> Step:
         """Without other ranks it needs nothing: prepared weights are read then while torch is imported."""
@@ -161,6 +174,8 @@ class _Start:
 
         share = None if seat is None else seat.context.share
         facts = {"device": self._config.device, "dtype": self._config.dtype, "share": share}
+        if self._config.weights == "Lossless":
+            facts["weights"] = self._config.weights
         return open_prepared_weights(self._store, digest, facts)
 
     def _load_tokenizer(self, path: Path) -> Any:
@@ -183,7 +198,8 @@ class _Start:
         from tandem_worker.parallel.context import SINGLE
 
         context, dtype = SINGLE if seat is None else seat.context, resolve_dtype(self._config.dtype)
-        model = load_model(path, device=device, dtype=dtype, context=context, prepared=prepared)
+        weights = self._config.weights
+        model = load_model(path, device=device, dtype=dtype, context=context, prepared=prepared, weights=weights)
         memory.by_kind["weights"] = count_weight_bytes(model)
         return model
 
@@ -250,7 +266,6 @@ class _Start:
         )
         cache = engine.kv_cache
         memory.by_kind["kv"] = cache.num_blocks * cache.spec.bytes_per_block
-        memory.by_kind["graphs"] = engine.graph_bytes
         return engine, ends
 
     def _connect_transport(
@@ -291,7 +306,7 @@ class _Start:
             grammars=grammars,
             draining=lambda: self._switches.draining,
             gpu=open_gpu_reader(model.device),
-            memory_bytes=lambda: memory.by_kind | {"kv_resident": pages.resident_bytes},
+            memory_bytes=lambda: memory.by_kind | {"kv_resident": pages.resident_bytes, "graphs": engine.graph_bytes},
             start_seconds=self._progress.seconds,
             refusals=self._refusals,
             spans=self._runtime.tracer.counts,
@@ -304,6 +319,7 @@ class _Start:
             engine=engine,
             pages=pages,
             prepared=prepared,
+            kernels=self._kernels,
             hub=hub,
             prefill_server=server,
             prefill_client=client,

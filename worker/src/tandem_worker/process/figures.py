@@ -91,6 +91,7 @@ class Figures:
             grammar_restarts=self._grammars.num_restarts,
             refusals={port: dict(count()) for port, count in self._refusals.items()},
             spans=dict(self._spans),
+            graphs_pending=self._engine.graphs_pending,
             files=None if self._files is None else self._files.sample(),
         )
 

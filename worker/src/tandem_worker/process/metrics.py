@@ -48,6 +48,8 @@ class WorkerSample:
     """What each port did not let through, by the port's name and the reason."""
     spans: Mapping[str, int] = field(default_factory=dict[str, int])
     """Spans of traced requests, by what became of them; none where requests are not traced."""
+    graphs_pending: int = 0
+    """Batch sizes of decode steps that are still to be recorded."""
     files: FileSample | None = None
     """None where the model's files are not exchanged with other workers."""
 
@@ -131,6 +133,11 @@ def build_metrics_text(
         Metric.WORKER_START_SECONDS,
         "What each step of this process's start took; `total` from exec until it was ready. Steps run at once.",
         [({"step": step}, round(seconds, 3)) for step, seconds in start_seconds.items()],
+    )
+    out.gauge(
+        Metric.WORKER_GRAPHS_PENDING,
+        "Batch sizes of decode steps that are still to be recorded, between steps; until then they run unrecorded.",
+        sample.graphs_pending,
     )
     out.gauge(Metric.WORKER_DRAINING, "1 while the worker takes no new requests.", int(sample.draining))
     return out.text()

@@ -80,8 +80,7 @@ class ServingProcess:
         gate = TokenGate(app, self._runtime.api)
         status = StatusApp(problems=self._runtime.vitals.problems, waits_for=self._waits_for)
         ports = await open_ports(self._config, self._runtime.host, api=gate, status=status)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+        self._handle_signals(starting=True)
         link = await self._open_link(gate, status, ports)
         if self._runtime.files is not None:
             self._runtime.files.open(self._runtime.host)
@@ -95,6 +94,7 @@ class ServingProcess:
                 await link.stop()
             await ports.close()
             raise
+        self._handle_signals(starting=False)
         await app.install(worker.app)
         status.figures = worker.figures
         self._watch_steps(worker, group)
@@ -247,6 +247,13 @@ class ServingProcess:
         """Another pod of the group must end. That ends the group, so finish what is running."""
         if self._switches.ready and not self._switches.draining:
             self._on_signal()
+
+    def _handle_signals(self, *, starting: bool) -> None:
+        """SIGTERM ends a process that starts by itself: Python hears nothing while a library that is loaded holds the
+        interpreter's lock, which takes seconds from a slow disk. The kernel keeps it from process 1 alone."""
+        numbers = [signal.SIGINT] if starting and os.getpid() != 1 else [signal.SIGINT, signal.SIGTERM]
+        for number in numbers:
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
 
     def _on_signal(self) -> None:
         if not self._switches.ready or self._switches.draining:

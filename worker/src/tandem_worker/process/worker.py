@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,10 +23,15 @@ if TYPE_CHECKING:
     from tandem_worker.engine.execute.pages import BlockPages
     from tandem_worker.group.pods.leading import LeadingPod
     from tandem_worker.host.vitals import Vitals
+    from tandem_worker.model.prepared.kernels import PreparedKernels
     from tandem_worker.model.prepared.weights import PreparedWeights
     from tandem_worker.server.structured.compiler import GrammarCompiler
     from tandem_worker.transfer.decode.client import TcpPrefillClient
     from tandem_worker.transfer.prefill.server import TcpPrefillServer
+
+
+_MOST_RECORDING_SECONDS = 600.0
+"""After which kernels are kept though batch sizes are still to be recorded; what these compile is kept next time."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,6 +45,8 @@ class Worker:
     engine: EngineCore
     pages: BlockPages
     prepared: PreparedWeights
+    kernels: PreparedKernels | None
+    """None where there is no GPU."""
     hub: DeltaHub
     prefill_server: TcpPrefillServer | None
     prefill_client: TcpPrefillClient | None
@@ -54,7 +62,17 @@ class Worker:
         """What nobody waits for: memory for blocks to come, and a copy of the weights where a next start finds it."""
         self.pages.start(vitals)
         if not dies_with_container(Path(self.config.model.cache_dir).absolute()):
-            vitals.start_thread("save-weights", self.prepared.save)
+            vitals.start_thread("save-prepared", self._save_prepared)
+
+    def _save_prepared(self) -> None:
+        """What the next start need not make again. Kernels are all there once every batch size is recorded."""
+        self.prepared.save()
+        if self.kernels is None:
+            return
+        deadline = time.monotonic() + _MOST_RECORDING_SECONDS
+        while self.engine.graphs_pending and time.monotonic() < deadline:
+            time.sleep(1.0)
+        self.kernels.save()
 
     def drain(self) -> None:
         """Take no new requests and no new orders of other workers; those inside go on."""

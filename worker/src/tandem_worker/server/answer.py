@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from starlette.types import Receive, Send
 from tandem_api import names
-from tandem_api.journal import COMMIT, MOVED
+from tandem_api.journal import COMMIT, MOVED, USAGE
 
 from tandem_worker.engine.contract import Engine
 from tandem_worker.engine.errors import RequestError
@@ -120,6 +120,11 @@ class Progress:
         )
 
 
+def tell_usage(usage: Usage) -> bytes:
+    """The last line of a journal."""
+    return b"%b%d %d %d\n" % (USAGE, usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
+
+
 def raise_failure(delta: TokenDelta) -> None:
     """Raises ServiceError when the engine gave up, RequestError where that is the request's fault."""
     if isinstance(delta.error, RequestError):
@@ -206,7 +211,7 @@ class Answerer:
                 return
         if plan.include_usage:
             events += plan.encoder.usage(progress.usage())
-        events += plan.encoder.done if journal is None else plan.encoder.done + COMMIT
+        events += plan.encoder.done if journal is None else plan.encoder.done + tell_usage(progress.usage())
         await send({"type": "http.response.body", "body": events})
 
 

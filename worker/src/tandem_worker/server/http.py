@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 from starlette.types import Scope, Send
 from tandem_api import names
-from tandem_api.names import HEADER_RETRY, RETRY_REQUEST, RETRY_WORKER
+from tandem_api.names import HEADER_RETRY, RETRY_FULL, RETRY_REQUEST, RETRY_WORKER
 from tandem_api.openai import ErrorType, error_body
 
 from tandem_worker.engine.errors import EngineStoppedError, RequestError
@@ -138,6 +138,8 @@ def describe_error(error: Exception) -> tuple[int, dict[str, Any], Headers]:
             extra = {"retry-after": "1"} if error.status == 429 else {}
             if error.code == TOO_MANY_LARGE_REQUESTS:
                 extra[HEADER_RETRY] = RETRY_REQUEST
+            elif error.code == "queue_full":
+                extra[HEADER_RETRY] = RETRY_FULL
             param = None if error.param is None else _clip(error.param)
             return error.status, error_body(_clip(str(error)), kind=kind, param=param, code=error.code), extra
         case EngineStoppedError():

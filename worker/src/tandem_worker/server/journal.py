@@ -4,6 +4,7 @@
     : b POSITION CACHED            the answers to this prompt began; so many of its tokens had been cached
     : t CHOICE IDS [WAITING]       the choice has these tokens more; logprobs that are withheld now
     : f CHOICE TOKENS REASONING    it has ended, and had so many
+    : u PROMPT CACHED TOKENS       the answer has ended, with this usage
     :                              nothing
 
 A line commits all events since the line before it, so that what a client has seen is always what the lines say: what a

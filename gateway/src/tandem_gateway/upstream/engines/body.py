@@ -7,14 +7,15 @@ from typing import Any, cast
 import orjson
 
 from tandem_gateway.errors import BadRequest
-from tandem_gateway.prompt import CHAT, COMPLETIONS
+from tandem_gateway.prompt import CHAT, COMPLETIONS, MESSAGES, drop_billing
 from tandem_gateway.upstream.engines.contract import Fields
 
 STEERS = (
     "kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key",
-    "data_parallel_rank", "routed_dp_rank", "disagg_prefill_dp_rank", "decode_tp_size",
+    "data_parallel_rank", "routed_dp_rank", "disagg_prefill_dp_rank", "decode_tp_size", "rid", "session_params",
 )  # fmt: skip
-"""With these a request tells a worker which machine to connect to: never a client's to say."""
+"""With these a request tells a worker which machine to connect to, or whose state to go on with: never a client's to
+say."""
 _COUNTS = ("n", "best_of")
 _EXTRA = "vllm_xargs"
 """What is in it vLLM takes for its own arguments, `kv_transfer_params` too."""
@@ -33,7 +34,7 @@ def read_fields(body: bytes) -> Fields:
 
 def refuse_steering(body: bytes) -> None:
     """Raises BadRequest where a client names other machines. Costs a search in bytes where it does not."""
-    if not any(name.encode() in body for name in STEERS):
+    if not any(b'"%b"' % name.encode() in body for name in STEERS):
         return
     fields = read_fields(body)
     extra: Any = fields.get(_EXTRA)
@@ -62,6 +63,8 @@ def build_request(fields: Fields, path: str, model: str) -> bytes:
     """
     sent = {name: value for name, value in fields.items() if name not in STEERS}
     sent["model"] = model
+    if path == MESSAGES:
+        sent |= drop_billing(sent)
     extra: Any = sent.get(_EXTRA)
     if isinstance(extra, dict):
         sent[_EXTRA] = {name: value for name, value in cast(Fields, extra).items() if name not in STEERS}

@@ -95,6 +95,7 @@ class ForeignCall:
         self._body = build_request(fields, order.path, worker_model) if order.body else b""
         """For workers; empty once one answers, for then it is not sent again."""
         self._call: Call | None = None
+        self._resent = False
         self._head: ResponseHead | None = None
         self._events: EventStream | None = None
         self._loop = asyncio.get_running_loop()
@@ -152,7 +153,7 @@ class ForeignCall:
             if name in order.headers:
                 more += name + b": " + order.headers[name] + b"\r\n"
         head = _HEAD % (order.method, order.path.encode(), endpoint.host, more, self._id, len(body))
-        return self._host.link(endpoint).start(sink, head, body)
+        return self._host.link(endpoint).start(sink, head, body, fresh=order.fresh)
 
     def _stop_waiting(self) -> None:
         timer, self._patience = self._patience, None
@@ -181,6 +182,10 @@ class ForeignCall:
     @property
     def held_bytes(self) -> int:
         return 0 if self._call is None else self._call.held_bytes
+
+    @property
+    def resent(self) -> bool:
+        return self._resent or (self._call is not None and self._call.resent)
 
     def cancel(self) -> None:
         self.end()
@@ -238,7 +243,7 @@ class ForeignCall:
             sink.on_upstream_end()
 
     def on_upstream_failure(self, failure: Failure, detail: str) -> None:
-        self._call = None
+        self._resent, self._call = self.resent, None
         self.fail(failure, detail)
 
 

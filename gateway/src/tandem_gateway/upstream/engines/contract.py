@@ -31,6 +31,8 @@ class Order:
     request_id: bytes
     choice: Choice
     """Its prefill endpoints that fail are taken out of it, so that it tells in the end who did the work."""
+    fresh: bool = False
+    """As for `Link.start`."""
 
 
 @dataclass(frozen=True, slots=True)

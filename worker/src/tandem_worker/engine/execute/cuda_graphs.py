@@ -4,11 +4,15 @@ A recording reads and writes fixed tensors. A step copies its inputs into them, 
 large enough, and takes the first rows of its logits. Rows beyond the batch are padding: one token at position 0 that
 is written to block 0 and read from there. A model may be recorded when its forward pass on the device depends on
 tensors alone, not on the batch's host-side lengths; those say the maximum while recording, so grids cover any step.
+
+A start waits for the sizes that its first requests need; the others are recorded between steps. A recording computes
+its step twice before, on the same fixed tensors: they are made padding first, or what an earlier step left in them
+would be written to blocks that hold something else by now.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -47,7 +51,8 @@ class CudaRecorder:
                 run()
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+        # What other threads do on the device meanwhile, moving blocks for peers for one, is none of the recording's.
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
             result = run()
         self._pool = self._pool or graph.pool()
         return graph.replay, result
@@ -81,23 +86,43 @@ class DecodeGraphs:
         max_blocks: int,
         batch_sizes: Sequence[int],
         recorder: Recorder,
+        num_later: int = 0,
     ) -> None:
-        """Records every size, largest first so that smaller ones fit into its memory. Under inference mode.
+        """Records the sizes, largest first so that smaller ones fit into its memory; the `num_later` largest of them
+        are left to `record_next`. Under inference mode.
 
         All read the same tensors and leave their logits in the same one: block tables and logits of each would hold
         hundreds of MB for good.
         """
-        self._sizes = sorted(batch_sizes)
+        ordered = sorted(batch_sizes)
+        num_now = len(ordered) - num_later
+        self.pending: list[int] = ordered[num_now:]
+        """Sizes that are still to be recorded, in the reverse of their order."""
+        self._sizes: list[int] = []
         self._recordings: dict[int, _Recording] = {}
-        largest = self._sizes[-1]
-        inputs = build_static_batch(largest, max_blocks, kv_cache.spec.block_size, model.device)
-        shared = torch.empty((largest, model.vocab_size), dtype=torch.float32, device=model.device)
-        for size in reversed(self._sizes):
-            batch, out = _first_rows(inputs, size), shared[:size]
-            replay, logits = recorder.record(
-                lambda batch=batch, out=out: out.copy_(model.forward(batch, kv_cache), non_blocking=True)
-            )
-            self._recordings[size] = _Recording(batch, replay, logits)
+        self._model, self._kv_cache, self._recorder = model, kv_cache, recorder
+        largest = ordered[-1]
+        self._inputs = build_static_batch(largest, max_blocks, kv_cache.spec.block_size, model.device)
+        self._logits = torch.empty((largest, model.vocab_size), dtype=torch.float32, device=model.device)
+        for size in reversed(ordered[:num_now]):
+            self._record(size)
+
+    def record_next(self) -> int:
+        """Record one of the pending sizes, and say which; under inference mode. Even if it fails it pends no more.
+
+        Raises what recording raises: for want of memory torch.OutOfMemoryError.
+        """
+        size = self.pending.pop()
+        self._record(size)
+        return size
+
+    def _record(self, size: int) -> None:
+        model, kv_cache = self._model, self._kv_cache
+        batch, out = _first_rows(self._inputs, size), self._logits[:size]
+        _clear(self._inputs, 0)
+        replay, logits = self._recorder.record(lambda: out.copy_(model.forward(batch, kv_cache), non_blocking=True))
+        self._recordings[size] = _Recording(batch, replay, logits)
+        insort(self._sizes, size)
 
     def run(self, batch: ForwardBatch) -> torch.Tensor | None:
         """Logits of a decode step, valid until the next call; None when no recording fits."""
@@ -151,8 +176,14 @@ def _fill(static: ForwardBatch, batch: ForwardBatch, count: int) -> None:
         (static.slot_mapping, batch.slot_mapping),
     ):
         target[:count].copy_(source, non_blocking=True)
-        target[count:].zero_()
     static.context_lens[:count].copy_(batch.context_lens, non_blocking=True)
-    static.context_lens[count:].fill_(1)
     static.block_tables[:count, : batch.block_tables.shape[1]].copy_(batch.block_tables, non_blocking=True)
-    static.block_tables[count:, :1].zero_()
+    _clear(static, count)
+
+
+def _clear(static: ForwardBatch, first: int) -> None:
+    """Make padding of the sequences from `first` on."""
+    for target in (static.token_ids, static.positions, static.slot_mapping):
+        target[first:].zero_()
+    static.context_lens[first:].fill_(1)
+    static.block_tables[first:, :1].zero_()

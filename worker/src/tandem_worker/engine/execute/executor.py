@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import numpy as np
@@ -49,6 +50,8 @@ class ModelExecutor:
             max_rows=max_rows, max_blocks=self._max_blocks, block_size=block_size, device=model.device
         )
         self._graphs: DecodeGraphs | None = None
+        self._recorder: Recorder | None = None
+        self._graph_seconds = 0.0
         self.host_store: HostStore | None = None
         self.seconds_per_moved_block = 0.0
         """To the host and back."""
@@ -63,21 +66,62 @@ class ModelExecutor:
         """Layers that have KV on this rank."""
         return len(self.kv_cache.layers)
 
-    def record_graphs(self, recorder: Recorder | None = None) -> None:
-        """From now on decode steps replay recordings. The model must allow it (see `cuda_graphs`)."""
-        sizes, began = plan_batch_sizes(self._max_rows), time.perf_counter()
+    def record_graphs(self, recorder: Recorder | None = None, *, num_now: int | None = None) -> None:
+        """From now on decode steps replay recordings. The model must allow it (see `cuda_graphs`).
+
+        The `num_now` smallest batch sizes are recorded at once, None being all; the others by `record_next_graph`.
+        """
+        sizes = plan_batch_sizes(self._max_rows)
         recorder = recorder or CudaRecorder(self.model.device)
-        before = recorder.memory_bytes()
-        with torch.inference_mode():
+        num_later = 0 if num_now is None else max(0, len(sizes) - num_now)
+        with self._recording(recorder), torch.inference_mode():
             self._graphs = DecodeGraphs(
-                self.model, self.kv_cache, max_blocks=self._max_blocks, batch_sizes=sizes, recorder=recorder
+                self.model,
+                self.kv_cache,
+                max_blocks=self._max_blocks,
+                batch_sizes=sizes,
+                recorder=recorder,
+                num_later=num_later,
             )
-        self.graph_bytes = max(0, recorder.memory_bytes() - before)
-        logger.info(
+        self._recorder = recorder
+        self._log_recorded(sizes[: len(sizes) - num_later])
+
+    @property
+    def graphs_pending(self) -> int:
+        """Batch sizes that are still to be recorded."""
+        return 0 if self._graphs is None else len(self._graphs.pending)
+
+    def record_next_graph(self) -> None:
+        """Record one batch size more. Where that fails the rest is left: such steps go on without a recording."""
+        graphs, recorder = self._graphs, self._recorder
+        assert graphs is not None
+        assert recorder is not None
+        size = graphs.pending[-1]
+        try:
+            with self._recording(recorder), torch.inference_mode():
+                graphs.record_next()
+        except RuntimeError as error:  # torch's errors of the device are of this kind, want of memory too
+            left = [size, *graphs.pending]
+            graphs.pending.clear()
+            logger.warning("decode steps of %s sequences stay unrecorded: %s", left, error)
+            return
+        self._log_recorded([size])
+
+    @contextmanager
+    def _recording(self, recorder: Recorder) -> Iterator[None]:
+        """Counts time and memory of what is recorded."""
+        before, began = recorder.memory_bytes(), time.perf_counter()
+        yield
+        self.graph_bytes += max(0, recorder.memory_bytes() - before)
+        self._graph_seconds += time.perf_counter() - began
+
+    def _log_recorded(self, sizes: list[int]) -> None:
+        logger.log(
+            logging.DEBUG if self.graphs_pending else logging.INFO,
             "decode steps are recorded",
             extra={
                 "batch_sizes": sizes,
-                "seconds": round(time.perf_counter() - began, 3),
+                "seconds": round(self._graph_seconds, 3),
                 "gib": round(self.graph_bytes / 2**30, 3),
             },
         )

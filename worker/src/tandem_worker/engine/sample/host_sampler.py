@@ -21,7 +21,7 @@ from tandem_worker.engine.sample.contract import LEAST_TEMPERATURE, NO_TOKEN
 from tandem_worker.engine.sample.state import SamplingState
 from tandem_worker.engine.schedule.params import TokenLogprob
 from tandem_worker.engine.schedule.request import Sequence
-from tandem_worker.kernels.philox import draw_uniform
+from tandem_worker.host.philox import draw_uniform
 
 _NUM_CANDIDATES = 256
 """Likeliest tokens that top-k and top-p look at before they sort the whole vocabulary."""

@@ -70,7 +70,6 @@ class FileExchange:
         """Peers that were new when they were heard of. Grows only."""
         self._lock = threading.Lock()
         self._is_busy: Callable[[], bool] = lambda: False
-        self._busy, self._looked_at = False, 0.0
         self.port = sharing.port
 
     def open(self, host: str) -> None:
@@ -108,16 +107,13 @@ class FileExchange:
         return self._share is not None and self._share.layout.fingerprint == layout.fingerprint
 
     def watch(self, is_busy: Callable[[], bool]) -> None:
-        """Whether streams run here, in which case files are sent at the lower rate."""
+        """Whether streams run here, in which case files are sent at the lower rate. It is asked before every piece."""
         self._is_busy = is_busy
 
     @property
     def limit(self) -> float:
         """Bytes per second that are sent now, to all starters together."""
-        now = time.monotonic()
-        if now - self._looked_at > 0.1:
-            self._busy, self._looked_at = self._is_busy(), now
-        return self._sharing.busy_bytes_per_second if self._busy else self._sharing.idle_bytes_per_second
+        return self._sharing.busy_bytes_per_second if self._is_busy() else self._sharing.idle_bytes_per_second
 
     def sample(self) -> FileSample:
         """What was counted so far, and the limit now."""

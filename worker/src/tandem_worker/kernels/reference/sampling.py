@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tandem_worker.kernels.philox import draw_uniform
+from tandem_worker.host.philox import draw_uniform
 
 NO_TOKEN = -1
 EQUALS_SLACK = 1e-3

@@ -7,6 +7,7 @@ from torch.nn import functional
 
 from tandem_worker.model.assembly.build import Build
 from tandem_worker.model.checkpoint.contract import Slice
+from tandem_worker.model.checkpoint.stored import PackedWeight
 from tandem_worker.model.layers.embedding import Embedding, LMHead
 from tandem_worker.parallel.context import ParallelContext
 
@@ -23,11 +24,17 @@ def vocabulary_share(vocab_size: int, context: ParallelContext) -> Slice | None:
 def load_embedding(build: Build, name: str, shape: tuple[int, int]) -> Embedding:
     """The table `shape` = `[vocab_size, hidden]`, or this rank's rows of it."""
     piece = vocabulary_share(shape[0], build.context)
+    lossless = build.backend.lossless
+    packed = build.loader.lossless_rows(name, shape) if piece is None and lossless is not None else None
+    if packed is not None and lossless is not None:
+        return lossless.embedding(packed)
     return Embedding(build.loader.load(name, shape, piece), 0 if piece is None else piece.start, build.context.tp)
 
 
-def load_lm_head(build: Build, shape: tuple[int, int], *, tied: torch.Tensor | None) -> LMHead:
+def load_lm_head(build: Build, shape: tuple[int, int], *, tied: torch.Tensor | PackedWeight | None) -> LMHead:
     """The output projection: its own matrix, or the embedding's when tied."""
+    if isinstance(tied, PackedWeight):
+        return LMHead(build.backend.head(tied), shape[0], build.context.tp)
     rows = vocabulary_share(shape[0], build.context)
     weight = tied if tied is not None else build.loader.load("lm_head.weight", shape, rows)
     if build.context.tp_size > 1:

@@ -9,8 +9,9 @@ from enum import StrEnum
 import torch
 
 from tandem_worker.model.attention import AttentionBackend
-from tandem_worker.model.checkpoint.stored import Packer
+from tandem_worker.model.checkpoint.stored import PackedWeight, Packer
 from tandem_worker.model.layers.attention import SelfAttention
+from tandem_worker.model.layers.embedding import Embedding
 from tandem_worker.model.layers.linear import HeadLinear, Linear
 from tandem_worker.model.layers.mlp import GatedMLP
 from tandem_worker.model.layers.moe import Experts
@@ -24,6 +25,16 @@ class BackendName(StrEnum):
     TORCH = "torch"
     NATIVE = "native"
     TRITON = "triton"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lossless:
+    """How a backend keeps bfloat16 weights in 12 bits, bit for bit."""
+
+    packer: Callable[[], Packer]
+    embedding: Callable[[PackedWeight], Embedding]
+    find_obstacle: Callable[[], str | None]
+    """Why it cannot be done here, as a sentence; None when it can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,3 +68,5 @@ class Backend:
     layer: type[PreNormLayer] = PreNormLayer
     packer: Callable[[], Packer] | None = None
     """Makes matrices as they are multiplied from what the checkpoint stores; None: layers pack them."""
+    lossless: Lossless | None = None
+    """None: it multiplies no such form."""

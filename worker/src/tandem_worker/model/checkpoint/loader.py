@@ -55,6 +55,15 @@ def shard(dim: int, extent: int, rank: int, size: int, *, what: str) -> Slice | 
     return Slice(dim, rank * share, (rank + 1) * share)
 
 
+@dataclass(slots=True)
+class LosslessCount:
+    """What a packer of 12 bits a weight made, or a prepared copy had of it."""
+
+    matrices: int = 0
+    weights: int = 0
+    num_bytes: int = 0
+
+
 class WeightLoader:
     """Reads parts of a checkpoint into tensors of `dtype` on `device`."""
 
@@ -79,6 +88,7 @@ class WeightLoader:
         self.device = device
         self.forms: Counter[str] = Counter()
         """Matrices of a quantized checkpoint by the form they are kept in."""
+        self.lossless = LosslessCount()
         self._keeps_packed = keeps_packed and isinstance(source, DequantizedSource)
         self._prefix = prefix
         self._packer = packer
@@ -138,6 +148,14 @@ class WeightLoader:
         made = self._pack(f"laid out {name}", tuple(weight.shape), lambda: packer.lay_out(weight))
         return weight if made is None else made
 
+    def lossless_rows(self, name: str, shape: tuple[int, int]) -> PackedWeight | None:
+        """A matrix of which rows are looked up, as the backend keeps it in 12 bits a weight; None where it does not."""
+        packer, parts = self._packer, [Part(name=name, shape=shape)]
+        stored = self._stored(parts)
+        if packer is None or not packer.lossless or stored is None:
+            return None
+        return self._pack(_key("packed", parts), shape, lambda: packer.pack(stored))
+
     def _stored(self, parts: Sequence[Part]) -> list[StoredPart] | None:
         """Parts as they lie in the checkpoint, where kernels may take all of them from there."""
         if self._packer is None or self.dtype != torch.bfloat16:
@@ -150,25 +168,39 @@ class WeightLoader:
         assert self._packer is not None
         rows, columns = shape
         elements = self._packer.packed_elements(rows, columns)
-        memory = None if elements is None else self._once(key, (elements,), torch.bfloat16, make)
+        if elements is None:
+            return None
+        if self._packer.lossless:
+            memory = self._once(f"lossless {key}", None, torch.uint8, make)
+            if memory is not None:
+                self.lossless.matrices += 1
+                self.lossless.weights += rows * columns
+                self.lossless.num_bytes += memory.nbytes
+        else:
+            memory = self._once(key, (elements,), torch.bfloat16, make)
         return None if memory is None else PackedWeight((rows, columns), memory)
 
     def _once(
-        self, key: str, shape: tuple[int, ...], dtype: torch.dtype, make: Callable[[], Made]
+        self, key: str, shape: tuple[int, ...] | None, dtype: torch.dtype, make: Callable[[], Made]
     ) -> torch.Tensor | Made:
-        """The prepared copy of what `key` names, or what `make` does, which the next start may have a copy of."""
-        size = math.prod(shape) * dtype.itemsize
-        if self._prepared is None or not size:
+        """The prepared copy of what `key` names, or what `make` does, which the next start may have a copy of.
+
+        `shape` None: flat, as long as it is.
+        """
+        size = None if shape is None else math.prod(shape) * dtype.itemsize
+        if self._prepared is None or size == 0:
             return make()
-        key = f"{key} {dtype} {list(shape)}"
+        key = f"{key} {dtype} {list(shape or ())}"
         found = self._prepared.take(key, size)
         if found is not None:
-            memory, start = found
-            return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape), offset=start).view(shape)
+            memory, start, size = found
+            whole = torch.frombuffer(memory, dtype=dtype, count=size // dtype.itemsize, offset=start)
+            return whole if shape is None else whole.view(shape)
         made = make()
         if made is not None:
-            assert (made.is_contiguous(), made.nbytes) == (True, size)
-            self._prepared.put(key, made.data_ptr(), size, made)
+            assert made.is_contiguous()
+            assert size in {None, made.nbytes}
+            self._prepared.put(key, made.data_ptr(), made.nbytes, made)
         return made
 
     def packed(self, part: Part) -> Weight | None:

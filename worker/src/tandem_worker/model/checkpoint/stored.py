@@ -42,16 +42,20 @@ class StoredPart:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedWeight:
-    """A bfloat16 matrix in the layout that the CPU kernels multiply, `[N / 64][K / 2][64][2]`."""
+    """A bfloat16 matrix as the CPU kernels multiply it: `[N / 64][K / 2][64][2]`, or the same in 12 bits a weight."""
 
     shape: tuple[int, int]
     """`(N, K)`."""
     memory: torch.Tensor
-    """Flat; N is padded to a multiple of 64 with zeros."""
+    """Flat. bfloat16, N padded to a multiple of 64 with zeros; or uint8, as `split.h` of the CPU kernels describes."""
 
 
 class Packer(Protocol):
     """Kernels that make matrices of a model from stored ones; None where they cannot, and another way must be gone."""
+
+    lossless: bool
+    """Whether matrices for products take 12 bits a weight where that is smaller: bytes, of a number that follows from
+    the values."""
 
     def pack(self, parts: Sequence[StoredPart]) -> torch.Tensor | None:
         """Parts below each other, as the memory of a `PackedWeight`."""
@@ -66,5 +70,5 @@ class Packer(Protocol):
         ...
 
     def packed_elements(self, rows: int, columns: int) -> int | None:
-        """Elements of that memory; None where a matrix of this shape cannot be packed."""
+        """Elements of the bfloat16 layout; None where a matrix of this shape cannot be packed."""
         ...

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from tandem_worker.model.checkpoint.stored import PackedWeight
 from tandem_worker.model.layers.linear import HeadLinear
 from tandem_worker.parallel.collectives import Collective
 
@@ -12,13 +13,14 @@ from tandem_worker.parallel.collectives import Collective
 class Embedding:
     """Rows of a table. Each rank holds a run of rows; others' tokens contribute zero to the sum over ranks."""
 
-    def __init__(self, table: torch.Tensor, first_row: int, reduce: Collective | None) -> None:
+    def __init__(self, table: torch.Tensor | PackedWeight, first_row: int, reduce: Collective | None) -> None:
         self.table = table
         self._first_row = first_row
         self._reduce = reduce
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         """`[T]` to `[T, hidden]`."""
+        assert isinstance(self.table, torch.Tensor), "a backend with packed tables looks up rows itself"
         if self._reduce is None:
             return functional.embedding(token_ids, self.table)
         local = token_ids - self._first_row

@@ -93,21 +93,22 @@ class PreparedWeights:
         """Whether there is a copy of which everything so far was right."""
         return self._reading is not None
 
-    def take(self, key: str, size: int) -> tuple[mmap.mmap, int] | None:
-        """The `size` bytes of the tensor that is asked for next, as a map and where in it they begin; they may be read
-        for as long as the map is kept. None where the copy has no such tensor: it is to be loaded, and then `put`."""
+    def take(self, key: str, size: int | None) -> tuple[mmap.mmap, int, int] | None:
+        """The tensor that is asked for next, of `size` bytes, or of as many as it has: a map, where in it the tensor
+        begins, and its bytes. They may be read for as long as the map is kept. None where the copy has no such tensor:
+        it is to be loaded, and then `put`."""
         reading = self._reading
         if reading is None:
             return None
         try:
-            start = self._find(reading, key, size)
+            start, size = self._find(reading, key, size)
             reading.wait(start, start + size)
         except (DamagedError, OSError) as error:
             self._store.discard(reading.entry, error)
             self.finish()
             return None
         self._tensors.append(_Tensor(key, address_of(reading.memory) + start, size, reading.memory))
-        return reading.memory, start
+        return reading.memory, start, size
 
     def put(self, key: str, address: int, size: int, owner: object) -> None:
         """A tensor that was loaded: `size` bytes at `address`, which stay the same for as long as `owner` lives."""
@@ -136,14 +137,15 @@ class PreparedWeights:
         thread.join()
         return saved == [True]
 
-    def _find(self, reading: Reading, key: str, size: int) -> int:
-        """Where the tensor begins that is handed out next, if it is that of `key`. Raises DamagedError."""
+    def _find(self, reading: Reading, key: str, size: int | None) -> tuple[int, int]:
+        """Beginning and bytes of the tensor that is handed out next, if it is that of `key`. Raises DamagedError."""
         if self._list is None:
             self._list = _read_list(reading)
         number = len(self._tensors)
-        if number >= len(self._list) or self._list[number][0] != key or self._list[number][2] != size:
+        found, start, count = self._list[number] if number < len(self._list) else ("", 0, 0)
+        if found != key or (size is not None and count != size):
             raise DamagedError(f"its tensor {number} is not the one that is asked for, {key}")
-        return self._list[number][1]
+        return start, count
 
     def _write(self, tensors: list[_Tensor]) -> bool:
         with contextlib.suppress(OSError):

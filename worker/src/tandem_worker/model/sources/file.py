@@ -19,6 +19,10 @@ def resolve_file(source: ModelSource, token: str | None = None, exchange: FileEx
     path = Path(unquote(source.uri.removeprefix("file://")))
     if not path.is_absolute():
         raise StartupError("UnsupportedModelURI", f"{source.uri!r} must name an absolute path: file:///PATH.")
+    if ".." in path.parts:
+        raise StartupError(
+            "UnsupportedModelURI", f"{source.uri!r} must not have '..' in its path: write it from the root."
+        )
     if not path.exists():
         raise StartupError("ModelNotFound", f"There is no {path} in the worker's container.")
     return path

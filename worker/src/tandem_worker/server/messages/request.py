@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
+
+from tandem_api.messages import drop_billing_line
 
 from tandem_worker.server.openai.fields import Fields, refuse, write_json, wrong_type
 from tandem_worker.server.openai.messages import MAX_MESSAGES
@@ -32,7 +35,7 @@ def translate(
     """
     fields = Fields(body, lenient=lenient)
     chat = {key: value for key in _SAME if (value := fields.take(key)) is not None}
-    system = _blocks(fields, "system")
+    system = _blocks(fields, "system", drop_billing_line)
     messages, origins = _messages(fields)
     if system:
         messages.insert(0, {"role": "system", "content": system})
@@ -216,12 +219,12 @@ def _answer(message: Fields) -> dict[str, Any]:
     return {**answer, "content": "".join(texts)}
 
 
-def _blocks(fields: Fields, key: str) -> str:
-    """A string, or the joined texts of blocks; empty when absent."""
+def _blocks(fields: Fields, key: str, read: Callable[[str], str] = str) -> str:
+    """A string, or the joined texts of blocks, each as `read` has it; empty when absent."""
     value = fields.take(key)
     if value is None or isinstance(value, str):
-        return value or ""
-    return "".join(_text(block, block.required_string("type")) for block in _each(value, fields.name(key)))
+        return read(value or "")
+    return "".join(read(_text(block, block.required_string("type"))) for block in _each(value, fields.name(key)))
 
 
 def _each(value: Any, path: str) -> list[Fields]:

@@ -7,6 +7,7 @@
 from tandem_worker.model.backends.native.library import COLUMNS as COLUMNS
 from tandem_worker.model.backends.native.library import LANES as LANES
 from tandem_worker.model.backends.native.library import AttentionStep as AttentionStep
+from tandem_worker.model.backends.native.library import find_lossless_obstacle as find_lossless_obstacle
 from tandem_worker.model.backends.native.library import find_obstacle as find_obstacle
 from tandem_worker.model.backends.native.library import gate_up_silu as gate_up_silu
 from tandem_worker.model.backends.native.library import linear as linear

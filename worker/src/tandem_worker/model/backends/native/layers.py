@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from tandem_worker.model.backends import native
-from tandem_worker.model.backends.contract import BackendName
+from tandem_worker.model.backends.contract import BackendName, Lossless
+from tandem_worker.model.backends.native import library
 from tandem_worker.model.backends.native.attention import NativeAttention
-from tandem_worker.model.backends.native.packing import NativePacker, lay_out
+from tandem_worker.model.backends.native.packing import LosslessPacker, NativePacker, lay_out
 from tandem_worker.model.backends.torch.layers import TORCH
 from tandem_worker.model.checkpoint.stored import PackedWeight
 from tandem_worker.model.layers.attention import Rotate, SelfAttention
+from tandem_worker.model.layers.embedding import Embedding
 from tandem_worker.model.layers.linear import HeadLinear, Linear
 from tandem_worker.model.layers.mlp import GatedMLP
 from tandem_worker.model.layers.moe import Experts
@@ -40,14 +42,20 @@ _PACKS = sys.maxsize == MAX_ROWS
 class NativeLinear(Linear):
     """A product of packed weights; where oneDNN multiplies many rows, the packing is its own, read here for few."""
 
-    __slots__ = ("address",)
+    __slots__ = ("address", "is_split")
 
     address: int | None
     """None where the layout is another one."""
+    is_split: bool
+    """Whether it is in 12 bits a weight."""
 
     def _lay_out(self, weight: Weight | PackedWeight) -> torch.Tensor:
+        self.is_split = False
         if isinstance(weight, PackedWeight):
             self.address = weight.memory.data_ptr()
+            if weight.memory.dtype == torch.uint8:
+                self.is_split = library.is_split(weight.memory)
+                self.address += 0 if self.is_split else library.HEAD
             return weight.memory
         assert isinstance(weight, torch.Tensor), "this backend multiplies plain weights"
         own = lay_out(weight) if _PACKS else None
@@ -61,12 +69,12 @@ class NativeLinear(Linear):
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         if self.address is None or x.shape[0] > MAX_ROWS:
             return super()._product(x)
-        return native.linear(self.address, self.out_features, x, self.bias)
+        return native.linear(self.address, self.out_features, x, self.bias, is_split=self.is_split)
 
     def add_partial(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         if self.address is None or x.shape[0] > MAX_ROWS:
             return super().add_partial(x, residual)
-        return native.linear(self.address, self.out_features, x, self.bias, residual)
+        return native.linear(self.address, self.out_features, x, self.bias, residual, is_split=self.is_split)
 
 
 class NativeHead(HeadLinear):
@@ -85,7 +93,19 @@ class NativeHead(HeadLinear):
         if self.linear is None or self.linear.address is None:
             assert bias is None
             return super().__call__(x)
-        return native.linear(self.linear.address, self.linear.out_features, x, bias, dtype=torch.float32)
+        address, is_split = self.linear.address, self.linear.is_split
+        return native.linear(address, self.linear.out_features, x, bias, dtype=torch.float32, is_split=is_split)
+
+
+class NativeEmbedding(Embedding):
+    """Rows of a matrix in 12 bits a weight, which the head may multiply too."""
+
+    def __init__(self, weight: PackedWeight) -> None:
+        super().__init__(weight, 0, None)
+        self._weight = weight
+
+    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return library.split_rows(self._weight.memory, *self._weight.shape, token_ids)
 
 
 class NativeRMSNorm(RMSNorm):
@@ -106,7 +126,7 @@ class NativeMLP(GatedMLP):
         width = gate_up.out_features // 2
         if gate_up.address is None or width % native.COLUMNS or x.shape[0] > MAX_ROWS:
             return native.silu_mul(gate_up(x))
-        return native.gate_up_silu(gate_up.address, width, x, gate_up.bias)
+        return native.gate_up_silu(gate_up.address, width, x, gate_up.bias, is_split=gate_up.is_split)
 
 
 class NativeSelfAttention(SelfAttention):
@@ -158,4 +178,5 @@ NATIVE = replace(
     experts=NativeExperts,
     route=build_route,
     packer=NativePacker if _PACKS else None,
+    lossless=Lossless(packer=LosslessPacker, embedding=NativeEmbedding, find_obstacle=native.find_lossless_obstacle),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
@@ -21,6 +22,13 @@ _SIGNATURES: dict[str, list[type]] = {
     "tandem_linear": [_Address, _Index, _Index, _Address, _Index, _Index, _Address, _Address, _Address],
     "tandem_linear_float32": [_Address, _Index, _Index, _Address, _Index, _Index, _Address, _Address],
     "tandem_gate_up_silu": [_Address, _Index, _Index, _Address, _Index, _Index, _Address, _Address],
+    "tandem_split_linear": [_Address, _Index, _Index, _Address, _Index, _Index, _Address, _Address, _Address],
+    "tandem_split_linear_float32": [_Address, _Index, _Index, _Address, _Index, _Index, _Address, _Address],
+    "tandem_split_gate_up_silu": [_Address, _Index, _Index, _Address, _Index, _Index, _Address, _Address],
+    "tandem_split_size": [_Address, _Index, _Index, _Address],
+    "tandem_split_pack": [_Address, _Index, _Index, _Address, _Address],
+    "tandem_split_unpack": [_Address, _Index, _Index, _Address],
+    "tandem_split_rows": [_Address, _Index, _Index, _Address, _Index, _Address],
     "tandem_rms_norm": [_Address, _Index, _Index, _Index, _Address, _Float, _Address],
     "tandem_silu_mul": [_Address, _Index, _Index, _Address],
     "tandem_place_heads": [
@@ -63,13 +71,27 @@ def find_obstacle() -> str | None:
 
 
 @lru_cache(maxsize=1)
+def find_lossless_obstacle() -> str | None:
+    """Why weights cannot be kept in 12 bits here, as a sentence; None when they can."""
+    obstacle = find_obstacle()
+    if obstacle is not None:
+        return obstacle
+    capabilities = torch.cpu.get_capabilities()
+    if not capabilities.get("avx512_vbmi", False):
+        return "This CPU does not permute bytes in AVX-512 registers (VBMI)."
+    if capabilities.get("amx_bf16", False):
+        return "On a CPU with AMX oneDNN multiplies the matrices, in a layout of its own."
+    return None
+
+
+@lru_cache(maxsize=1)
 def load_library() -> ctypes.CDLL:
     """The library with its kernels declared. Raises OSError, and AttributeError when it lacks a kernel."""
     library = ctypes.CDLL(str(LIBRARY))
     for name, arguments in _SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, None
-    library.tandem_format.restype = _Index
+    library.tandem_format.restype = library.tandem_split_size.restype = _Index
     library.tandem_use_threads(torch.get_num_threads())
     return library
 
@@ -116,30 +138,34 @@ def linear(
     residual: torch.Tensor | None = None,
     *,
     dtype: torch.dtype = torch.bfloat16,
+    is_split: bool = False,
 ) -> torch.Tensor:
     """`x W^T + bias + residual`, `[T, N]`, for x `[T, K]` and a `packed_address`. `residual` is contiguous.
 
-    In float32, where there is no residual, the sums are not rounded.
+    In float32, where there is no residual, the sums are not rounded. With `is_split` the weight is one of `split`.
     """
     rows, inner = x.shape
+    library = load_library()
     out = x.new_empty(rows, out_features, dtype=dtype)
     if dtype == torch.float32:
         assert residual is None
-        load_library().tandem_linear_float32(
-            weight, out_features, inner, x.data_ptr(), x.stride(0), rows, _at(bias), out.data_ptr()
-        )
+        product = library.tandem_split_linear_float32 if is_split else library.tandem_linear_float32
+        product(weight, out_features, inner, x.data_ptr(), x.stride(0), rows, _at(bias), out.data_ptr())
         return out
-    load_library().tandem_linear(
-        weight, out_features, inner, x.data_ptr(), x.stride(0), rows, _at(bias), _at(residual), out.data_ptr()
-    )
+    product = library.tandem_split_linear if is_split else library.tandem_linear
+    product(weight, out_features, inner, x.data_ptr(), x.stride(0), rows, _at(bias), _at(residual), out.data_ptr())
     return out
 
 
-def gate_up_silu(weight: int, width: int, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def gate_up_silu(
+    weight: int, width: int, x: torch.Tensor, bias: torch.Tensor | None, *, is_split: bool = False
+) -> torch.Tensor:
     """`silu(x Wg^T + bg) * (x Wu^T + bu)`, `[T, width]`; `width` is a multiple of `COLUMNS`, gate comes first."""
     rows, inner = x.shape
     out = x.new_empty(rows, width)
-    load_library().tandem_gate_up_silu(weight, width, inner, x.data_ptr(), x.stride(0), rows, _at(bias), out.data_ptr())
+    library = load_library()
+    product = library.tandem_split_gate_up_silu if is_split else library.tandem_gate_up_silu
+    product(weight, width, inner, x.data_ptr(), x.stride(0), rows, _at(bias), out.data_ptr())
     return out
 
 
@@ -237,3 +263,60 @@ class AttentionStep:
         call.sinks = _at(sinks)
         load_library().tandem_attention(self._reference)
         return out
+
+
+class _SplitHead(ctypes.Structure):
+    """`SplitHead` of split.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("magic", "is_split", "size", "num_beside")),
+        ("unused", ctypes.c_uint8 * 32),
+        ("values", ctypes.c_uint8 * 64),
+    )
+
+
+HEAD = ctypes.sizeof(_SplitHead)
+
+
+def split(packed: torch.Tensor, rows: int, columns: int, memory: Callable[[int], torch.Tensor]) -> torch.Tensor:
+    """The packed matrix of `rows` x `columns` in 12 bits a weight, bit for bit, as uint8 that `memory` gives.
+
+    Behind its head it stays bfloat16 where it would not get smaller by a fifth.
+    """
+    head, kernels = _SplitHead(), load_library()
+    size = kernels.tandem_split_size(packed.data_ptr(), rows, columns, ctypes.addressof(head))
+    if size:
+        made = memory(size)
+        kernels.tandem_split_pack(packed.data_ptr(), rows, columns, ctypes.addressof(head), made.data_ptr())
+        return made
+    head.is_split, head.size = 0, HEAD + packed.nbytes
+    made = memory(head.size)
+    made[:HEAD] = torch.frombuffer(head, dtype=torch.uint8)
+    made[HEAD:] = packed.view(torch.uint8)
+    return made
+
+
+def is_split(memory: torch.Tensor) -> bool:
+    """Whether memory that `split` made has 12 bits a weight; else the packed matrix begins `HEAD` bytes on."""
+    return bool(_SplitHead.from_address(memory.data_ptr()).is_split)
+
+
+def unsplit(memory: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """What `split` was given, flat."""
+    blocks = -(-rows // COLUMNS)
+    if not is_split(memory):
+        return memory[HEAD:].view(torch.bfloat16)
+    packed = torch.empty(blocks * COLUMNS * columns, dtype=torch.bfloat16)
+    load_library().tandem_split_unpack(memory.data_ptr(), rows, columns, packed.data_ptr())
+    return packed
+
+
+def split_rows(memory: torch.Tensor, rows: int, columns: int, ids: torch.Tensor) -> torch.Tensor:
+    """Rows `ids` int64 `[T]`, each below `rows`, of a matrix that `split` made: plain, `[T, columns]`."""
+    if not is_split(memory):
+        blocks = memory[HEAD:].view(torch.bfloat16).view(-1, columns // 2, COLUMNS, 2)
+        return blocks[ids // COLUMNS, :, ids % COLUMNS].reshape(-1, columns)
+    ids = ids.contiguous()
+    out = torch.empty(ids.shape[0], columns, dtype=torch.bfloat16)
+    load_library().tandem_split_rows(memory.data_ptr(), rows, columns, ids.data_ptr(), ids.shape[0], out.data_ptr())
+    return out

@@ -33,6 +33,8 @@ def block_of(kind: int) -> tuple[int, int] | None:
 class NativePacker:
     """Satisfies `Packer`. Results of one packer lie side by side in memory."""
 
+    lossless = False
+
     def __init__(self) -> None:
         self._arena = Arena()
 
@@ -66,6 +68,32 @@ class NativePacker:
     def _memory(self, elements: int) -> torch.Tensor:
         whole, start = self._arena.take(2 * elements)
         return torch.frombuffer(whole, dtype=torch.bfloat16, count=elements, offset=start)
+
+
+class LosslessPacker(NativePacker):
+    """Satisfies `Packer`: the same layout, then kept in 12 bits a weight."""
+
+    lossless = True
+
+    def pack(self, parts: Sequence[StoredPart]) -> torch.Tensor | None:
+        described = _describe(parts)
+        elements = None if described is None else packed_elements(described.rows, described.columns)
+        if described is None or elements is None:
+            return None
+        packed = torch.empty(elements, dtype=torch.bfloat16)
+        described.call(library.load_library().tandem_pack, packed)
+        return self._split(packed, described.rows, described.columns)
+
+    def lay_out(self, weight: torch.Tensor) -> torch.Tensor | None:
+        packed = lay_out(weight)
+        return None if packed is None else self._split(packed, *weight.shape)
+
+    def _split(self, packed: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+        def memory(size: int) -> torch.Tensor:
+            whole, start = self._arena.take(size)
+            return torch.frombuffer(whole, dtype=torch.uint8, count=size, offset=start)
+
+        return library.split(packed, rows, columns, memory)
 
 
 def packed_elements(rows: int, columns: int) -> int | None:
