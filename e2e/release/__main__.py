@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -110,6 +111,7 @@ def main() -> int:
     )
     given = parser.parse_args()
     try:
+        os.environ.setdefault("UV", str(_uv()))  # image builds share its cache
         settings = replace(read_settings(), root=given.root.resolve(), gpu=not given.cpu_only)
         release(settings, given.registry, given.version or read_version(settings.root))
     except ClusterError as error:

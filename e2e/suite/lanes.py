@@ -23,17 +23,9 @@ from xdist.scheduler import LoadScopeScheduling
 SHARED = ("staged", "pair", "untouched", "main")
 """Fixtures of fleets that tests share; a test that has several belongs to the first."""
 SHARED_FILES = {
-<<<<<<< HEAD
-    "test_admission": "admission", "test_other_writers": "other writers",
-    "test_examples": "examples", "test_commands": "commands",
+    "test_admission": "admission", "test_other_writers": "other writers", "test_shared_models": "other writers",
+    "test_examples": "examples", "test_commands": "commands", "test_charts": "charts",
 }  # fmt: skip
-=======
-    "test_admission": "admission",
-    "test_manifests": "admission",
-    "test_other_writers": "other writers",
-    "test_shared_models": "other writers",
-}
->>>>>>> claims
 """Files whose tests are one group: they change the same policy, are so short that a lane each would not pay, or have an
 API server of their own with its ports."""
 FIRST = (
@@ -43,7 +35,7 @@ FIRST = (
     "test_workers_that_do_both", "test_a_step_that_hangs", "test_prefill_is_added", "test_a_pair_is_replaced",
     "test_a_secret_that_is_broken", "test_three_ranks", "other writers",
 )  # fmt: skip
-LAST = ("commands", "examples", "admission", "test_chart", "test_dashboard")
+LAST = ("commands", "charts", "examples", "admission", "test_chart", "test_dashboard")
 """Short ones, which even out the lanes' ends."""
 DISTURBING = (
     "test_scaling_under_load", "test_keys_rotate", "test_drift_is_corrected", "test_responses_are_kept",

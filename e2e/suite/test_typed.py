@@ -45,7 +45,8 @@ class Typist:
         line = re.sub(r"^kubectl ", f"kubectl -n {self._fleet.namespace} ", line) if " -n " not in line else line
         follows = line.endswith(" -f")
         done = subprocess.run(
-            ["timeout", "10", "bash", "-c", line], cwd=ROOT, env=self._environment, capture_output=True, text=True,
+            ["timeout", "5" if follows else "100", "bash", "-c", line], cwd=ROOT, env=self._environment,
+            capture_output=True, text=True,
             check=False,
         )  # fmt: skip
         assert done.returncode in ({124} if follows else {0}), f"{line}\n{done.stdout}{done.stderr}"
@@ -56,13 +57,14 @@ class Typist:
         """The local port, which is any: others use this machine too."""
         command = ["kubectl", "-n", self._fleet.namespace, "port-forward", target, f":{port}"]
         process = subprocess.Popen(command, env=self._environment, stdout=subprocess.PIPE, text=True)
-        try:
+        with process:  # closes what it prints to
             assert process.stdout is not None
-            said = process.stdout.readline()
-            yield re.search(r"127\.0\.0\.1:(\d+)", said)[1]  # type: ignore[index]
-        finally:
-            process.kill()
-            process.wait()
+            try:
+                found = re.search(r"127\.0\.0\.1:(\d+)", process.stdout.readline())
+                assert found is not None, command
+                yield found[1]
+            finally:
+                process.kill()
 
 
 @pytest.mark.parametrize("command", TYPED, ids=lambda command: re.sub(r"[^\w./=-]+", "_", str(command))[:100])

@@ -118,7 +118,9 @@ def test_roles_carry_the_rules_of_parallelism_and_the_defaults_that_these_read()
 
 def test_the_gateway_carries_the_rules_of_its_replicas_and_its_store() -> None:
     gateway = root()["properties"]["spec"]["properties"]["gateway"]
-    assert [entry["fieldPath"] for entry in gateway[RULES_KEY]] == [".replicas", ".responseStore.maxBytes"]
+    assert [entry["fieldPath"] for entry in gateway[RULES_KEY]] == [
+        ".replicas", ".scaling.mode", ".responseStore.maxBytes"
+    ]  # fmt: skip
 
 
 def test_an_object_without_a_status_has_not_been_observed() -> None:
