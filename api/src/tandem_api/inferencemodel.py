@@ -12,7 +12,17 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_v
 
 from tandem_api.base import Authored, Wire
 from tandem_api.engines import EngineKind, find_refusal, foreign_rules
-from tandem_api.launch import Device, DType, GatewayRouting, LinkKind, Parallelism, TLSVersion, ToolForm, WeightsForm
+from tandem_api.launch import (
+    Device,
+    DType,
+    GatewayRouting,
+    GenerationSettings,
+    LinkKind,
+    Parallelism,
+    TLSVersion,
+    ToolForm,
+    WeightsForm,
+)
 from tandem_api.names import GROUP
 from tandem_api.quantities import DURATION_PATTERN, QUANTITY_PATTERN, parse_duration, parse_quantity
 from tandem_api.validation import RULES_KEY, Lacks, Matches, Satisfies, check_collector, rule
@@ -577,6 +587,10 @@ class Engine(Authored):
     template. `Generic` describes functions in the system message, with calls as JSON, whatever the template has.
     `Auto` is the model's own way where it has one; else only calls that a client requires are made, in the generic
     form. `Off` refuses requests with tools."""
+    generation_settings: GenerationSettings = "Model"
+    """What stands for the sampling fields that a request leaves out. `Model` is what the model's makers wrote into its
+    `generation_config.json` (`temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty`), `Off` is what the API
+    says: a temperature of 1 and nothing else. Tokens that end an answer count either way."""
 
 
 class KV(Authored):

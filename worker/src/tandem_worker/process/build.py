@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from tandem_worker.model.prepared.kernels import PreparedKernels
     from tandem_worker.model.prepared.weights import PreparedWeights
     from tandem_worker.model.sources.digest import ModelDigest
+    from tandem_worker.process.generation import Generation
     from tandem_worker.server.structured.compiler import GrammarCompiler
     from tandem_worker.transfer.decode.client import TcpPrefillClient
     from tandem_worker.transfer.prefill.server import TcpPrefillServer
@@ -115,7 +116,7 @@ class _Start:
             step("prepared", "looking for prepared weights", self._open_prepared, "digest", "seat", *self._gate),
             step("memory", "looking at the memory", _open_ledger, "device"),
             step("weights", "loading weights", self._load_weights, "fetch", "device", "seat", "prepared", "memory"),
-            step("ends", "reading the end tokens", _observe_ends, "fetch", "tokenizer"),
+            step("ends", "reading the generation settings", self._observe_generation, "fetch", "tokenizer"),
             step("grammars", "starting the grammar process", self._open_grammars, "tokenizer", "weights", "ends"),
             step("client", "opening the KV client", self._open_client, "libraries"),
             step("arena", "measuring activations", self._measure_arena, "weights", "memory"),
@@ -233,12 +234,12 @@ class _Start:
             self._progress.origin = "prepared"
         return model
 
-    def _open_grammars(self, tokenizer: Any, model: CausalLM, ends: frozenset[int]) -> GrammarCompiler:
+    def _open_grammars(self, tokenizer: Any, model: CausalLM, generation: Generation) -> GrammarCompiler:
         """Where answers are generated its process is there before the first request is, but not of one that was woken:
         somebody waits, for an answer without a grammar more likely than not."""
         from tandem_worker.server.structured.compiler import GrammarCompiler
 
-        grammars = GrammarCompiler(tokenizer, model.vocab_size, ends)
+        grammars = GrammarCompiler(tokenizer, model.vocab_size, generation.end_tokens)
         if self._generates(model) and not self._is_woken:
             grammars.start()
         return grammars
@@ -249,6 +250,11 @@ class _Start:
     @property
     def _is_woken(self) -> bool:
         return self._progress.origin == STANDBY
+
+    def _observe_generation(self, path: Path, tokenizer: Any) -> Generation:
+        from tandem_worker.process.generation import observe_generation
+
+        return observe_generation(path, tokenizer, self._config.generation_settings)
 
     def _open_client(self, _: None) -> TcpPrefillClient | None:
         from tandem_worker.transfer.decode.client import TcpPrefillClient
@@ -280,7 +286,7 @@ class _Start:
         digest: str,
         seat: GroupSeat | None,
         client: TcpPrefillClient | None,
-        end_tokens: frozenset[int],
+        generation: Generation,
         memory: MemoryLedger,
     ) -> tuple[EngineCore, Ends]:
         from tandem_worker.engine.build import build_engine
@@ -291,7 +297,7 @@ class _Start:
             self._config,
             ends.deliver,
             client,
-            eos_token_ids=end_tokens,
+            eos_token_ids=generation.end_tokens,
             model_digest=digest,
             cuda_graphs=self._pod.cuda_graphs and seat is None,
             arena_bytes=arena,
@@ -318,7 +324,7 @@ class _Start:
         model: CausalLM,
         tokenizer: Any,
         grammars: GrammarCompiler,
-        end_tokens: frozenset[int],
+        generation: Generation,
         client: TcpPrefillClient | None,
         server: TcpPrefillServer | None,
         prepared: PreparedWeights,
@@ -349,7 +355,7 @@ class _Start:
         )
         return Worker(
             config=self._config,
-            app=self._build_app(model, engine, hub, figures, tokenizer, grammars, end_tokens),
+            app=self._build_app(model, engine, hub, figures, tokenizer, grammars, generation),
             figures=figures,
             engine=engine,
             pages=pages,
@@ -371,7 +377,7 @@ class _Start:
         figures: Figures,
         tokenizer: Any,
         grammars: GrammarCompiler,
-        end_tokens: frozenset[int],
+        generation: Generation,
     ) -> ASGIApp:
         from tandem_worker.server.app import build_app
 
@@ -385,11 +391,12 @@ class _Start:
             draining=lambda: self._switches.draining,
             max_model_len=engine.max_model_len,
             vocab_size=model.vocab_size,
-            eos_token_ids=end_tokens,
+            eos_token_ids=generation.end_tokens,
             embedding=model.embedding,
             observer=figures.observe_request,
             preparation=figures.preparation,
             grammars=grammars,
+            sampling=generation.sampling,
             tracer=self._runtime.tracer,
         )
 
@@ -436,12 +443,6 @@ def _await_digest(hashing: ModelDigest) -> str:
 
 def _open_ledger(device: torch.device) -> MemoryLedger:
     return MemoryLedger(on_gpu=device.type == "cuda")
-
-
-def _observe_ends(path: Path, tokenizer: Any) -> frozenset[int]:
-    from tandem_worker.process.end_tokens import observe_end_tokens
-
-    return observe_end_tokens(path, tokenizer)
 
 
 def _warm_up(built: tuple[EngineCore, Ends], model: CausalLM) -> None:
