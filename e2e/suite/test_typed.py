@@ -20,6 +20,7 @@ from e2e.suite.fleet import Fleet
 
 ELSEWHERE = (
     (r"8443|jaeger|smollm2-traced", "of an example that the shared fleet is not"),
+    (r"…", "a name that is not written out"),
     (r"--previous", "of a container that has ended"),
     (r"qwen3-decode-0 -- sh", "curl in another engine's image"),
     (r"previous_response_id|/rerank|\$TOKEN", "of an answer, a model or a key that the reader has"),
