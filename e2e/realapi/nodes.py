@@ -8,7 +8,7 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -59,14 +59,19 @@ class Nodes:
 
     def lowest(self, namespace: str, workload: str, during: Callable[[], None]) -> int:
         """The fewest ready pods of a StatefulSet while something is done."""
-        key = (namespace, workload)
-        self._lowest[key] = len(self.ready(namespace, workload))
-        self._watched.add(key)
+        return self.lowest_of(namespace, [workload], during)[workload]
+
+    def lowest_of(self, namespace: str, workloads: Iterable[str], during: Callable[[], None]) -> dict[str, int]:
+        """The fewest ready pods of each StatefulSet while something is done."""
+        keys = {(namespace, workload) for workload in workloads}
+        for key in keys:
+            self._lowest[key] = len(self.ready(*key))
+        self._watched |= keys
         try:
             during()
         finally:
-            self._watched.discard(key)
-        return self._lowest[key]
+            self._watched -= keys
+        return {workload: self._lowest[namespace, workload] for _, workload in keys}
 
     def _run(self) -> None:
         while not self._ends.wait(0.1):

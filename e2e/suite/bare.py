@@ -61,10 +61,10 @@ class Space(Fleet):
         body = {"metadata": {"annotations": {name: text}}}
         self.kubernetes.request("PATCH", self.path("inferencemodels", "m"), body, MERGE)
 
-    def write_template(self, template: Object) -> None:
+    def write_template(self, template: Object, workload: str = DECODE) -> None:
         """As `kubectl rollout restart` and `kubectl patch` do."""
         body = {"spec": {"template": template}}
-        path = self.path("statefulsets", DECODE)
+        path = self.path("statefulsets", workload)
         self.kubernetes.request("PATCH", path, body, "application/strategic-merge-patch+json")
 
     def settled(self, replicas: int) -> bool:
@@ -100,16 +100,21 @@ def space(plane: ControlPlane, nodes: Nodes) -> Iterator[Space]:
         yield made
 
 
+def make(space: Space, spec: Object) -> None:
+    """The model, as a person applies it."""
+    kind = {"apiVersion": "tandem.dev/v1alpha1", "kind": "InferenceModel"}
+    metadata = {"name": "m", "namespace": space.namespace}
+    space.apply(kind | {"metadata": metadata, "spec": {"model": {"uri": "hf://org/repo"}} | spec})
+
+
 def serve(space: Space, replicas: int, *, image: str | None = "worker:1", **rollout: Any) -> dict[str, str]:
     """A model whose workers are all ready. Returns their uids."""
     spec = {
-        "model": {"uri": "hf://org/repo"},
         "decode": {"replicas": replicas},
         "engine": {} if image is None else {"image": image},
         "rollout": PROMISE | rollout,
     }
-    kind = {"apiVersion": "tandem.dev/v1alpha1", "kind": "InferenceModel"}
-    space.apply(kind | {"metadata": {"name": "m", "namespace": space.namespace}, "spec": spec})
+    make(space, spec)
     space.wait_settled(replicas)
     return space.workers
 

@@ -6,13 +6,27 @@ On a real API server with the real StatefulSet controller, without nodes (`e2e.r
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 
 from e2e.realapi import ControlPlane, Nodes
-from e2e.suite.bare import DECODE, Space, images, made_space, policy, restarted_at, rolled, serve, stays
+from e2e.suite.bare import (
+    DECODE,
+    LOAD_SECONDS,
+    Space,
+    images,
+    made_space,
+    make,
+    policy,
+    restarted_at,
+    rolled,
+    serve,
+    stays,
+)
 from e2e.suite.fleet import Object, until
 
 _METADATA = "/spec/template/metadata/annotations/example.com~1scanned"
@@ -82,6 +96,60 @@ def test_a_restart_by_annotation_keeps_the_promise(space: Space, nodes: Nodes) -
     again = space.workers
     space.mark("tandem.dev/restart", None)
     stays(space, again)
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "1+1": {"prefill": {"replicas": 1}, "decode": {"replicas": 1}},
+    "2+4": {"prefill": {"replicas": 2}, "decode": {"replicas": 4}},
+    "groups": {"decode": {"replicas": 2, "nodesPerReplica": 2, "parallelism": {"tensor": 2}}},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_restarts_of_any_shape_keep_the_promise(space: Space, nodes: Nodes, shape: str) -> None:
+    """By `kubectl rollout restart` of each StatefulSet, and by the model's annotation."""
+    spec = SHAPES[shape]
+    pods = {f"m-{role}": own["replicas"] * own.get("nodesPerReplica", 1) for role, own in spec.items()}
+    make(space, {"engine": {"image": "worker:1"}, "rollout": {"maxUnavailable": 0}} | spec)
+
+    def uids() -> set[str]:
+        return {p["metadata"]["uid"] for workload in pods for p in nodes.of(space.namespace, workload)}
+
+    def all_ready() -> bool:
+        ready = {workload: len(nodes.ready(space.namespace, workload)) for workload in pods}
+        assert ready == pods, ready
+        assert space.model["status"]["rollout"]["phase"] == "Complete"
+        return sum(pods.values()) == len(uids())
+
+    until("all to be ready", all_ready, within=60)
+    for restart in (
+        lambda: [space.write_template(restarted_at("one"), workload) for workload in pods],
+        lambda: space.mark("tandem.dev/restart", "1"),
+    ):
+        before = uids()
+
+        def wait(before: set[str] = before, restart: Callable[[], object] = restart) -> None:
+            restart()
+            until("all to be new", lambda: not before & uids() and all_ready(), within=90)
+
+        assert nodes.lowest_of(space.namespace, pods, wait) == pods
+
+
+@pytest.mark.full
+def test_forty_workers_roll_in_few_load_times(space: Space, nodes: Nodes) -> None:
+    """One at a time they took 38."""
+    make(space, {"engine": {"image": "worker:1"}, "prefill": {"replicas": 8}, "decode": {"replicas": 32}})
+    until("all to be ready", lambda: len(space.ready) == 32 and space.model["status"]["updated"] == "40/40", within=120)
+    until("it to be settled", lambda: space.model["status"]["rollout"]["phase"] == "Complete", within=30)
+    before, nodes.load_seconds = set(space.workers.values()), 10.0
+    began = time.monotonic()
+    try:
+        space.mark("tandem.dev/restart", "1")
+        until("all to be new", lambda: not before & set(space.workers.values()), within=300)
+        until("it to be settled", lambda: space.model["status"]["rollout"]["phase"] == "Complete", within=300)
+    finally:
+        nodes.load_seconds = LOAD_SECONDS
+    assert time.monotonic() - began <= 8 * 10.0
 
 
 def test_what_somebody_adds_to_a_template_is_named_and_replaces_nobody(space: Space) -> None:
@@ -177,20 +245,18 @@ def test_workers_wait_for_the_job_that_fills_their_claim(space: Space) -> None:
         space.kubernetes.request("PATCH", path, body, "application/strategic-merge-patch+json")
 
     model = {"uri": "hf://org/repo", "cache": {"persistentVolumeClaim": "models", "prewarm": True}}
-    kind = {"apiVersion": "tandem.dev/v1alpha1", "kind": "InferenceModel"}
-    spec = {"model": model, "decode": {"replicas": 1}, "engine": {"image": "worker:1"}}
-    space.apply(kind | {"metadata": {"name": "m", "namespace": space.namespace}, "spec": spec})
+    make(space, {"model": model, "decode": {"replicas": 1}, "engine": {"image": "worker:1"}})
     end("Failed", 1, 1)
 
     def is_told() -> bool:
-        assert "The disk is full." in (space.condition("CachePrewarmed") or {})["message"]
+        assert "The disk is full." in (space.told("CachePrewarmed") or {})["message"]
         return True
 
     until("the failure to be told", is_told, within=20)
-    assert not space.pods
+    assert not space.workers
     end("Succeeded", 0, 2)
     space.wait_settled(1)
-    before, (first,) = space.pods, jobs()
+    before, (first,) = space.workers, jobs()
     space.patch("m", {"engine": {"image": "worker:2"}, "decode": {"replicas": 2}})
     until("another job", lambda: len(jobs()) == 1 and first not in jobs(), within=20)
     until("two workers", lambda: len(space.ready) == 2, within=20)
@@ -229,7 +295,7 @@ def test_an_upgrade_replaces_nobody_and_is_followed_one_model_at_a_time(plane: C
     plane.start_operator()
 
 
-MODELS = 4
+MODELS = 8
 
 
 def is_moving(space: Space) -> bool:

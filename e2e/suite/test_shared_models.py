@@ -15,7 +15,7 @@ import pytest
 from kubernetes import client
 
 from e2e.realapi import ControlPlane
-from e2e.suite.bare import MERGE, Space, serve, stays
+from e2e.suite.bare import MERGE, Space, make, serve, stays
 from e2e.suite.fleet import Object, until
 
 OTHER = ("--lease-name=other", "--worker-image=worker:9", "--follow-images=true")
@@ -78,9 +78,7 @@ def test_of_two_operators_one_serves_a_model_and_the_other_takes_over_when_it_ha
 
 
 def test_a_model_is_served_by_the_operator_that_it_names(plane: ControlPlane, space: Space) -> None:
-    spec = {"model": {"uri": "hf://org/repo"}, "engine": {"image": "worker:1"}, "managedBy": "blue"}
-    kind = {"apiVersion": "tandem.dev/v1alpha1", "kind": "InferenceModel"}
-    space.apply(kind | {"metadata": {"name": "m", "namespace": space.namespace}, "spec": spec})
+    make(space, {"engine": {"image": "worker:1"}, "managedBy": "blue"})
     time.sleep(2.0)
     assert "operator" not in space.model.get("status", {})
     blue = plane.start_operator("--lease-name=blue", "--managed-by=blue")
@@ -205,8 +203,6 @@ def test_labels_of_a_role_and_shares_of_a_rollout_reach_the_cluster(space: Space
     ],
 )
 def test_what_cannot_be_is_refused_by_the_api_server(space: Space, spec: Object, said: str) -> None:
-    kind = {"apiVersion": "tandem.dev/v1alpha1", "kind": "InferenceModel"}
-    told = {"model": {"uri": "hf://org/repo"}} | spec
     with pytest.raises(client.ApiException) as refused:
-        space.apply(kind | {"metadata": {"name": "m", "namespace": space.namespace}, "spec": told})
+        make(space, spec)
     assert said in str(refused.value.body)

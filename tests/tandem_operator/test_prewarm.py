@@ -93,7 +93,7 @@ def test_a_new_model_waits_for_its_job() -> None:
         ),
         (
             {"failed": 1}, {"phase": "Failed", **said()},
-            PREWARMING, "its pod is being made; the attempt before: Pod m-prewarm-", False,
+            PREWARMING, "that); the attempt before: Pod m-prewarm-", False,
         ),
         (
             {"active": 1},

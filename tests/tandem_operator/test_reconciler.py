@@ -164,8 +164,8 @@ class Gateways(FleetWatch):
 
     said: Sequence[FleetReport] = ()
 
-    def reports(self, key: ModelKey) -> Sequence[FleetReport]:
-        return self.said or super().reports(key)
+    def heard(self, key: ModelKey) -> Sequence[tuple[FleetReport, float]]:
+        return [(report, 0.0) for report in self.said] or super().heard(key)
 
 
 class Operator:
@@ -188,6 +188,8 @@ class Operator:
         self.unserved: frozenset[str] = frozenset()
         recorder = EventRecorder(client, instance="test")
         self.turns = Turns()
+        self.gone: list[ModelKey] = []
+        """Models that were found to be deleted."""
         self.late: set[str] = set()
         """Paths of what the cache does not have yet."""
         self.fleet = self.gateways = Gateways(port=int(server.url.rpartition(":")[2]), seconds=(0.05, 0.05))
@@ -203,6 +205,7 @@ class Operator:
             self.turns,
             scaler,
             unserved=lambda: self.unserved,
+            on_gone=self.gone.append,
             status_seconds=status_seconds,
         )
 
@@ -1165,6 +1168,18 @@ async def test_a_value_that_only_a_later_release_knows_holds_all_and_what_serves
     await operator.look()
     assert "Stalled" not in server.conditions
     assert DECODE in server.written
+
+
+async def test_a_model_that_vanished_unseen_leaves_no_figures(server: ObjectServer, operator: Operator) -> None:
+    """A watch that was away does not tell of a deletion; the look at a child that goes with it does."""
+    await operator.look()
+    labels = {"namespace": "n", "model": "m", "type": "Ready"}
+    assert REGISTRY.get_sample_value("tandem_operator_model_condition", labels) == 0
+    assert operator.gone == []
+    del server.kept[MODEL]
+    await operator.look()
+    assert operator.gone == [KEY]
+    assert REGISTRY.get_sample_value("tandem_operator_model_condition", labels) is None
 
 
 PREWARMED = {"uri": "hf://org/repo", "cache": {"persistentVolumeClaim": "models", "prewarm": True}}

@@ -22,7 +22,7 @@ FREE = 3
 _FIRST_SECONDS, _LONGEST_SECONDS = 5.0, 300.0
 _OVER_SECONDS = 2 * _LONGEST_SECONDS
 """Without a change by somebody else for so long, a fight is over."""
-_REMEMBERED = 4
+_REMEMBERED = 12
 """Things that are written of one object in turn: a rollout writes several."""
 _NAMED = 5
 

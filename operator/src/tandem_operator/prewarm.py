@@ -141,7 +141,8 @@ def _judge(blueprint: Blueprint, desired: Manifest, live: Mapping[ChildKey, Mani
     ending = "" if before is None else f"; the attempt before: {before.message}"
     if present and (trouble := pod_problem(present[-1])) is not None:
         return Problem(reason=trouble.reason, message=f"{text}: {trouble.message}{ending}", stalled=trouble.stalled)
-    doing = _progress(present[-1]) if present else "its pod is being made"
+    waits = f"its pod is being made (kubectl describe job {name} says what may keep it from that)"
+    doing = _progress(present[-1]) if present else waits
     return Problem(reason=PREWARMING, message=f"{text}: {doing}{ending}")
 
 

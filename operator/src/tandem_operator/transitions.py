@@ -8,6 +8,7 @@ from typing import Literal
 
 from tandem_api.inferencemodel import Condition, InferenceModelStatus, ModelStatus, RolloutStatus
 
+from tandem_operator.fights import CONTESTED
 from tandem_operator.manifests import ChildKey, Manifest, child_key, dig
 from tandem_operator.observation import WAITS_FOR_A_WISH
 from tandem_operator.planner import Children
@@ -40,6 +41,9 @@ def status_happenings(before: InferenceModelStatus, after: InferenceModelStatus)
         events.append(Happening(kind="Warning", reason=unread.reason, message=unread.message))
     if unread is None and unread_before is not None and stalled is None:
         events.append(Happening(reason=UNDERSTOOD, message="this operator knows every field of the spec"))
+    if (contested := new.get(CONTESTED)) is not None and CONTESTED not in old:
+        # Who writes the status too takes the condition away, and leaves this.
+        events.append(Happening(kind="Warning", reason=CONTESTED, message=contested.message))
     for kind, reason in (("ModelReady", "ModelLoaded"), ("Ready", "Ready")):
         if _is_true(new.get(kind)) and not _is_true(old.get(kind)):
             events.append(Happening(reason=reason, message=new[kind].message))
