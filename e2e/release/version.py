@@ -1,7 +1,7 @@
 """Writes another version into every file that has the release's.
 
-Not into `pyproject.toml` and `uv.lock`: nobody installs the packages by themselves, and images are built from these files,
-so that each release would bring its gigabytes of dependencies anew although they are the same.
+Not into `pyproject.toml` and `uv.lock`: nobody installs the packages by themselves, and images are built from these
+files, so that each release would bring its gigabytes of dependencies anew although they are the same.
 """
 
 from __future__ import annotations
