@@ -32,11 +32,20 @@ from bench.autoscaling.runs import (
     run,
 )
 from bench.autoscaling.scenario import TPOT, TTFT, load_scenarios
+from bench.autoscaling.starts import (
+    SHAPES,
+    STARTS,
+    VARIANTS,
+    find_dominators,
+    run_start,
+)
 from bench.autoscaling.studies import ABLATIONS, SPLITS, run_ablation, run_ceiling, run_overload, run_speed, run_split
 
 Files = tuple[Path | None, Path | None]
-SECTIONS = ("ramps", "spikes", "shared", "ablation", "overload", "split", "speed")
+SECTIONS = ("ramps", "spikes", "starts", "shared", "ablation", "overload", "split", "speed")
 Result = TypeVar("Result")
+SPIKE_SECONDS = 270.0
+"""No replica serves a spike that takes longer to start."""
 GOOD = 0.96
 """The attainment below which a static fleet is no comparison."""
 SHARED = {"conversation": 256, "azure": 2048}
@@ -61,7 +70,9 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--loads", type=_numbers, default=[1.0, 2.0, 4.0], metavar="N,N", help="of the trace's own pace"
     )
-    parser.add_argument("--starts", type=_numbers, default=[15.0, 45.0, 180.0], metavar="N,N", help="start-up seconds")
+    parser.add_argument("--starts", type=_numbers, default=list(STARTS), metavar="N,N", help="start-up seconds")
+    parser.add_argument("--shapes", type=lambda text: text.split(","), default=list(SHAPES), metavar="SHAPE,..",
+                        help=f"of the section starts: of {', '.join(SHAPES)}")  # fmt: skip
     parser.add_argument("--only", type=lambda text: text.split(","), default=list(SECTIONS), metavar="SECTION,..",
                         help=f"of {', '.join(SECTIONS)}")  # fmt: skip
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the section split there, as .png and .svg")
@@ -164,10 +175,23 @@ def _compare_spikes(share: Share, files: Files, options: argparse.Namespace) -> 
     cells: dict[str, object] = {}
     names = ["planner", "ceiling", "static", *(name for name in BASELINES if name.startswith(("HPA", "token")))]
     for trace in ("conversation", "azure"):
-        for start_up in options.starts:
+        for start_up in [start for start in options.starts if start <= SPIKE_SECONDS]:
             rows = share(run_spike, [(files, trace, start_up, name) for name in names])
             cells[f"{trace}, start-up {start_up:g} s"] = rows
             _print(f"spike, {trace}, start-up {start_up:g} s", rows)
+    return cells
+
+
+def _compare_starts(share: Share, files: Files, options: argparse.Namespace) -> dict[str, object]:
+    cells: dict[str, object] = {}
+    for trace in ("conversation", "azure"):
+        for shape in options.shapes:
+            for start_up in options.starts:
+                rows = share(run_start, [(files, trace, shape, start_up, name) for name in (*VARIANTS, *BASELINES)])
+                name, better = f"{trace}, {shape}, start-up {start_up:g} s", find_dominators(rows)
+                cells[name] = {"better_and_cheaper": better, "of_peak": rows[0]["of_peak"], "rows": rows}
+                _print(name, rows)
+                print(f"  better and cheaper than the planner: {', '.join(better) or 'none'}", flush=True)
     return cells
 
 

@@ -81,8 +81,10 @@ REFERENCES: dict[str, Build] = {
 }
 
 
-def build_planner(scenario: Workload, tuning: Tuning | None = None, *, shared: bool = False) -> Autoscaler:
-    return Autoscaler(scenario.spec(tuning, shared=shared))
+def build_planner(
+    scenario: Workload, tuning: Tuning | None = None, *, shared: bool = False, queue_seconds: float = float("inf")
+) -> Autoscaler:
+    return Autoscaler(scenario.spec(tuning, shared=shared, queue_seconds=queue_seconds))
 
 
 def run(
@@ -98,6 +100,7 @@ def run(
 
 
 def measure(seen: Replay, shape: Shape, seconds: float) -> Row:
+    answered = np.isfinite(seen.ttft)
     late_first = seen.ttft > TTFT.seconds + TTFT.seconds_per_token * seen.prompt
     return {
         "attainment": round(seen.attainment, 4),
@@ -107,8 +110,9 @@ def measure(seen: Replay, shape: Shape, seconds: float) -> Row:
         "slow_answers": round(float((seen.token_seconds > TPOT.seconds).mean()), 4),
         "late": int((~seen.attained).sum()),
         "requests": len(seen.at),
-        "ttft_p90": round(float(np.percentile(seen.ttft, 90)), 3),
-        "token_ms_p90": round(1000 * float(np.percentile(seen.token_seconds, 90)), 2),
+        "turned_away": int((~answered).sum()),
+        "ttft_p90": round(float(np.percentile(seen.ttft[answered], 90)), 3),
+        "token_ms_p90": round(1000 * float(np.percentile(seen.token_seconds[answered], 90)), 2),
         "cpu_seconds": round(seconds, 2),
     }
 

@@ -291,7 +291,7 @@ def test_a_queue_whose_last_one_left_by_itself_leaves_no_windows_to_the_next_one
 
 async def test_bodies_that_wait_are_bounded_in_bytes_and_small_ones_fit_always(start_gateway, chat, until) -> None:
     running = await start_gateway(max_held_bytes=1_000_000, queue=GatewayQueue(ttl_seconds=20))
-    big = chat(messages=[{"role": "user", "content": "x" * 300_000}])
+    big = chat(messages=[{"role": "user", "content": "x" * 240_000}])
     writers = []
     for number in range(3):
         _, writer = await running.connect()

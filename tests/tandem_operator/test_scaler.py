@@ -23,7 +23,7 @@ from tandem_operator.kube.client import KubeClient
 from tandem_operator.manifests import ModelKey
 from tandem_operator.scaler import PERIOD_SECONDS, Scaler
 from tandem_operator.scaling.contract import Behavior, RoleSpec, ScalingSpec, Target
-from tandem_operator.scaling.observe import RoleCount
+from tandem_operator.scaling.observe import PodStart, RoleCount
 from tandem_operator.scaling.temper import Circumstances
 from tandem_operator.scene import Scene
 from test_reconciler import DECODE, KEY, MODEL, Operator
@@ -52,6 +52,8 @@ class Load(FleetWatch):
         self.seconds: dict[str, float] = {}
         """In which each worker's link took some in, or it computed prompts."""
         self.silent: dict[str, str] = {}
+        self.gateways = 1
+        """Requests come to all of them alike."""
         self.lies: dict[str, dict[str, Any]] = {}
         """Figures that a worker tells, by pod."""
         self.broken: object = None
@@ -67,23 +69,28 @@ class Load(FleetWatch):
                 name = f"m-{role.value}-{number}"
                 self.seconds[name] = self.seconds.get(name, 0.0) + share * seconds
 
+    def silence(self, count: int) -> None:
+        """So many gateways do not report any more."""
+        self.silent = {f"g-{number}": "it answers 500" for number in range(count)}
+
     def heard(self, key: ModelKey) -> Sequence[tuple[FleetReport, float]]:
         if key.name == "garbage":
             return [(self.broken, 0.0)]  # type: ignore[list-item]
-        return [(self.report(), self.age)]
+        names = [f"g-{number}" for number in range(self.gateways)]
+        return [(self.report(name), self.age) for name in names if name not in self.silent]
 
     def view(self, key: ModelKey) -> FleetView:
         return FleetView(silent=self.silent)
 
-    def report(self) -> FleetReport:
-        count = int(self.requests)
+    def report(self, gateway: str = "g-0") -> FleetReport:
+        count = int(self.requests / self.gateways)
         traffic = Traffic(
             requests=count, prompt_tokens=1000 * count, prompt_squares=1.2e6 * count,
             computed_prompt_tokens=1000 * count, computed_tokens=1000 * count, finished=count,
             output_tokens=100 * count,
         )  # fmt: skip
         workers = [self.worker(role, number) for role in self.workers for number in range(self.workers[role])]
-        return FleetReport(gateway="g", started_at=2000.0, at=0.0, workers=workers, traffic=traffic)
+        return FleetReport(gateway=gateway, started_at=2000.0, at=0.0, workers=workers, traffic=traffic)
 
     def worker(self, role: Role, number: int) -> WorkerReport:
         name, held = f"m-{role.value}-{number}", 1050 * max(1.0, self.rate / self.workers[D])
@@ -126,7 +133,9 @@ class Following:
         self.load.workers = dict(self.counts)
         counts = {
             role: RoleCount(
-                replicas=count, leaders=frozenset(f"m-{role.value}-{n}" for n in range(count)), starts=(20.0,)
+                replicas=count,
+                leaders=frozenset(f"m-{role.value}-{n}" for n in range(count)),
+                starts={f"m-{role.value}-0": PodStart(before=0.0, whole=20.0)},
             )
             for role, count in self.counts.items()
         }
@@ -233,25 +242,71 @@ async def test_never_below_min_or_above_max_and_always_the_same(
     assert runs[0] == runs[1]
 
 
-@pytest.mark.parametrize(
-    ("trouble", "reason"),
-    [({"age": 31.0}, "TelemetryStale"), ({"silent": {"g2": "it answers 500"}}, "NoTelemetry")],
-)
-async def test_nothing_moves_on_what_is_old_or_partial(trouble: dict[str, Any], reason: str) -> None:
+async def test_nothing_moves_on_what_is_old() -> None:
     following = Following(Load(), counts={P: 4, D: 4})
     await following.run(600, 3.5)
     before = dict(following.counts)
-    for name, value in trouble.items():
-        setattr(following.load, name, value)
+    following.load.age = 31.0
     await following.run(900, 30.0)
-    assert (following.counts, following.reason) == (before, reason)
+    assert (following.counts, following.reason) == (before, "TelemetryStale")
     await following.run(900, 0.0)
     assert following.counts == before
-    following.load.age, following.load.silent = 0.0, {}
+    following.load.age = 0.0
     await following.run(55, 0.5)
     assert following.counts == before, "what was needed meanwhile is not known"
     await following.run(300, 0.5)
     assert following.counts[P] < before[P]
+
+
+@pytest.mark.parametrize("others", [1, 7])
+async def test_while_a_gateway_is_silent_the_others_may_add_replicas_and_none_goes(others: int) -> None:
+    load = Load()
+    load.gateways = 1 + others
+    following = Following(load, counts={P: 3, D: 3})
+    await following.run(600, 2.0)
+    before = dict(following.counts)
+    load.silence(1)
+    await following.run(300, 2.0)
+    assert following.counts == before, "what the others tell is less than all there is"
+    assert following.reason == "DemandPartlyKnown"
+    outlook = following.scaler.outlook(KEY, 0)
+    assert outlook is not None
+    assert outlook.decision is not None
+    assert "g-0: it answers 500" in outlook.decision.sentence
+    assert {one.limit for one in outlook.decision.roles.values()} <= {"telemetry", "TTFT target", "TPOT target"}
+    await following.run(300, 5.0 * (1 + others) / others)
+    grown = dict(following.counts)
+    assert grown[P] == 6, "five times the load at the others alone is more than three carry"
+    await following.run(400, 0.1)
+    assert following.counts == grown
+    load.silence(0)
+    await following.run(55, 0.1)
+    assert following.counts == grown, "what was needed meanwhile is not known"
+    assert following.reason != "DemandPartlyKnown"
+    await following.run(300, 0.5)
+    assert following.counts[P] < grown[P]
+
+
+async def test_what_a_gateway_counted_while_it_was_silent_is_no_jump_when_it_is_back() -> None:
+    load = Load()
+    load.gateways = 2
+    following = Following(load, counts={P: 3, D: 3})
+    await following.run(600, 2.0)
+    before = dict(following.counts)
+    load.silence(1)
+    await following.run(100, 2.0)
+    load.silence(0)
+    await following.run(100, 2.0)
+    assert following.counts == before
+
+
+async def test_nothing_moves_where_every_gateway_is_silent_or_the_others_do_not_count() -> None:
+    following = Following(Load(), counts={P: 3, D: 3})
+    await following.run(600, 2.0)
+    before = dict(following.counts)
+    following.load.silence(1)
+    await following.run(300, 9.0)
+    assert (following.counts, following.reason) == (before, "NoTelemetry")
 
 
 async def test_a_process_that_starts_anew_takes_nothing_away_before_it_has_watched() -> None:

@@ -195,10 +195,13 @@ class WorkerConfig(Wire):
     """Prompts are computed in the order in which they are due by it, for their uncached tokens; None: as they came."""
     tracing: TracingConfig | None = None
     """None: unless the environment says so, spans are recorded of no request."""
+    standby: bool = False
+    """The start stops before it takes memory for weights and blocks, and goes on once this is false, or a gateway asks
+    it to."""
 
 
 WORKER_READS_AGAIN = frozenset(
-    {"drain_timeout_seconds", "served_name", "step_timeout_seconds", "tracing", "ttft_target"}
+    {"drain_timeout_seconds", "served_name", "standby", "step_timeout_seconds", "tracing", "ttft_target"}
 )
 """Fields of `WorkerConfig` that a running worker reads when it needs them, or leaves to the gateways that show it a
 key, as it does with the served name: a change restarts nothing."""

@@ -15,6 +15,26 @@ Amount = Annotated[FiniteFloat, Field(ge=0, le=MOST)]
 Count = Annotated[int, Field(ge=0, le=MOST)]
 
 
+class RankTelemetry(Wire):
+    """The GPU of one rank of a worker. What it does not tell is absent."""
+
+    rank: Count
+    vram_used_bytes: Count | None = None
+    vram_total_bytes: Count | None = None
+    nvlink_tx_bytes_per_second: Amount | None = None
+    nvlink_rx_bytes_per_second: Amount | None = None
+    nvlink_bytes_per_second_limit: Count | None = None
+    """That all links of the GPU carry one way."""
+    active: Amount | None = None
+    """Share of the time in which a kernel ran on it."""
+    slowed: bool | None = None
+    """Heat or power lowers its clocks."""
+    ecc_uncorrected: Count | None = None
+    """Memory errors that were not corrected, since the driver started."""
+    xid: Count | None = None
+    """The last critical error since the process started, by NVIDIA's number."""
+
+
 class WorkerTelemetry(Wire):
     """One sample. Figures that the machine cannot measure are absent (None), never zero.
 
@@ -63,10 +83,17 @@ class WorkerTelemetry(Wire):
     mixed_step_seconds: Amount | None = None
     """Of the last steps that computed prompts and decoded, one token of each answer among them. Absent until the first
     one, and while no request runs."""
+    start_seconds: Amount | None = None
+    """What its start took: from exec until it was ready, and of one that was on standby from the order to wake up."""
+    start_from: Annotated[str, Field(max_length=64)] | None = None
+    """What it started from: `downloaded`, where the model's files came during the start, `files`, `prepared`, where
+    weights came from a copy that an earlier start had made, or `standby`."""
     vram_used_bytes: Count | None = None
     vram_total_bytes: Count | None = None
     nvlink_tx_bytes_per_second: Amount | None = None
     nvlink_rx_bytes_per_second: Amount | None = None
+    ranks: Annotated[list[RankTelemetry], Field(max_length=4096)] = Field(default_factory=list[RankTelemetry])
+    """GPUs of all ranks that tell of theirs; empty on a CPU. The figures before are those of the first rank."""
     kv_transfer_bytes_per_second: Amount | None = None
     """While bytes move."""
     kv_transfer_bytes_total: Count | None = None

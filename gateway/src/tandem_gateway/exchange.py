@@ -311,8 +311,16 @@ class Exchange:
         journal = continuation.stream.build_prefix() if continuation is not None else b""
         keeps = demand.stream and not demand.local
         head = build_request_head(request, choice, self.request_id, context.token_line, len(journal) if keeps else None)
-        self._call = context.link(choice.decode).start(self, head, journal + request.body, fresh=suspect)
+        self._call = context.link(choice.decode).start(
+            self, head, journal + request.body, fresh=suspect, elsewhere=self._can_go_elsewhere
+        )
         return True
+
+    def _can_go_elsewhere(self) -> bool:
+        """Another worker is there for a request of which nobody can tell whether it ended the one that had it."""
+        assert self.choice is not None
+        excluded = self._excluded | {self.choice.decode.worker.name}
+        return self._context.scheduler.choose(self.inquiry.demand, self._loop.time(), excluded) is not None
 
     def _wait_for_worker(self, now: float, apart: Collection[str]) -> None:
         if apart:
@@ -636,7 +644,7 @@ class Exchange:
             self._end_stream(self._stream)
         elif failure is Failure.LOCAL:
             self._wait(detail)
-        elif failure is Failure.HELPER:
+        elif failure in (Failure.HELPER, Failure.STALE):
             self._recover(Outcome.RESET, detail, failed=None, blame=False)
         else:
             # A worker may end what nobody takes from it.
@@ -797,7 +805,9 @@ class Exchange:
     def _end_stream(self, stream: EventStream) -> None:
         self._connection.transport.write(self._unsent if self.request.http10 else self._unsent + LAST_CHUNK)
         assert self._head is not None
-        self.usage = find_usage(stream.tail) or self._head.usage or stream.read_usage()
+        self.usage = find_usage(stream.tail) or self._head.usage
+        if self.usage is None and isinstance(stream, JournaledStream):
+            self.usage = stream.read_usage()
         failed = stream.failed
         if failed:
             self.error = "worker"

@@ -111,6 +111,7 @@ class JournaledStream(EventStream):
         return events
 
     def read_usage(self) -> dict[str, Any] | None:
+        """What the worker has told this gateway alone, in the last mark."""
         line = self.journal[self.journal.rfind(b"\n", 0, -1) + 1 :]
         counts = line[len(USAGE) :].split() if line.startswith(USAGE) else []
         if len(counts) != _USAGE_FIELDS or not all(count.isdigit() for count in counts):

@@ -86,10 +86,6 @@ class EventStream:
     def tail(self) -> bytes:
         return self._previous + self._last
 
-    def read_usage(self) -> dict[str, Any] | None:
-        """What the worker has told this gateway alone."""
-        return None
-
     @property
     def done(self) -> bool:
         """The stream said that it is complete."""

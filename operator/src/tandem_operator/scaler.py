@@ -27,13 +27,22 @@ from tandem_operator.quotas import NO_BUDGET, Budget, Pool
 from tandem_operator.replicas import Wish
 from tandem_operator.scaling.contract import Decision, RoleDecision, ScalingSpec, Snapshot
 from tandem_operator.scaling.history import History
-from tandem_operator.scaling.observe import STALE_SECONDS, Heard, Totals, add_up, take_shares, take_snapshot
+from tandem_operator.scaling.observe import (
+    STALE_SECONDS,
+    Heard,
+    Totals,
+    add_up,
+    take_shares,
+    take_snapshot,
+    take_starts,
+)
 from tandem_operator.scaling.planner import plan
 from tandem_operator.scaling.quota import Claim, allot
 from tandem_operator.scaling.shares import Shares
 from tandem_operator.scaling.sleep import ASLEEP, SLEEP_LIMIT, WAKE_LIMIT, Rest, Sight, decide_rest, follow_quiet
 from tandem_operator.scaling.slo import WINDOW_SECONDS, Attainment, judge, measure
-from tandem_operator.scaling.temper import temper
+from tandem_operator.scaling.starts import Starts
+from tandem_operator.scaling.temper import only_grow, temper
 from tandem_operator.scaling.words import TOLD_AGAIN_SECONDS
 from tandem_operator.scene import Scene
 
@@ -59,6 +68,8 @@ class Outlook:
     """What is to be followed; empty in a dry run, and once it is too old."""
     asleep: bool | None = None
     """Whether the model is to sleep; None: as it does."""
+    starts: Starts = field(default_factory=Starts)
+    """What starts took."""
 
 
 @dataclass(slots=True)
@@ -66,7 +77,10 @@ class _Model:
     scene: Scene
     totals: Totals
     history: History
+    part: History | None = None
+    """What is known of demand while some gateways do not report: the others' part."""
     shares: Shares = field(default_factory=Shares)
+    starts: Starts = field(default_factory=Starts)
     window: deque[tuple[Snapshot, tuple[int, ...]]] = field(
         default_factory=deque[tuple[Snapshot, tuple[int, ...]]]
     )  # fmt: skip
@@ -180,10 +194,14 @@ class Scaler:
         heard = [Heard(report=report, age=age) for report, age in self._fleet.heard(key)]
         model.totals = add_up(model.totals, heard, now=now)
         model.shares = take_shares(model.shares, heard, now=now)
-        snapshot = take_snapshot(heard, scene.counts, model.totals, model.shares, now=now)
+        model.starts = take_starts(model.starts, heard, scene.counts)
+        snapshot = take_snapshot(heard, scene.counts, model.totals, model.shares, model.starts, now=now)
         silent = _silent(self._fleet.view(key))
-        if snapshot is not None and not silent:
-            model.history = model.history.observe(snapshot)
+        if snapshot is not None and silent:
+            # What the silent ones count meanwhile comes at once when they are back: it is no demand of that moment.
+            model.part = (model.part or model.history).observe(snapshot)
+        elif snapshot is not None:
+            model.part, model.history = None, model.history.observe(snapshot)
             model.window.append((snapshot, model.totals.ttft_counts))
         while model.window and model.window[0][0].at < now - WINDOW_SECONDS:
             model.window.popleft()
@@ -197,7 +215,7 @@ class Scaler:
                 model.claim = _claim(key, scene, None)
             decision = told or self._plan(key, model, snapshot, silent, now)
             model.history = model.history.record(decision)
-            if not decision.held:
+            if not decision.held and not silent:
                 model.active_at = now
             _count(key, decision, dry_run=scene.dry_run, turns=rest.asleep != scene.asleep)
         attainment = judge(scene.ttft, scene.tpot, measure(model.window))
@@ -206,7 +224,8 @@ class Scaler:
         asleep = None if rest is None or rest.asleep == scene.asleep or _is_dry(scene, rest) else rest.asleep
         wishes = {} if decision is None or scene.dry_run or asleep is not None else _wishes(decision)
         model.outlook = Outlook(
-            generation=scene.generation, decision=decision, attainment=attainment, wishes=wishes, asleep=asleep
+            generation=scene.generation, decision=decision, attainment=attainment, wishes=wishes, asleep=asleep,
+            starts=model.starts,
         )  # fmt: skip
         model.decided_at = now
         said, figures = _substance(decision, attainment), _figures(decision)
@@ -236,17 +255,21 @@ class Scaler:
         model.claim = _claim(key, scene, None)
         if scene.spec is None:
             return _held(now, "CannotBeSized", scene.problem)
-        if silent:
-            named = "; ".join(f"{name}: {silent[name]}" for name in sorted(silent)[:_NAMED])
-            return _held(now, "NoTelemetry", f"{len(silent)} gateways do not report, so demand is not known: {named}")
-        decision = plan(scene.spec, snapshot, model.history, now)
-        if decision.held or not scene.gpu_resource:
-            return temper(scene.spec, decision, scene.circumstances)
-        model.claim = _claim(key, scene, decision)
-        spec, said = self._limit(key, model, scene.spec, decision)
-        if spec is not scene.spec:
-            decision = plan(spec, snapshot, model.history, now)
-        return temper(spec, replace(decision, sentence=f"{decision.sentence}{said}"), scene.circumstances)
+        if silent and (snapshot is None or snapshot.counters is None):
+            return _held(now, "NoTelemetry", f"{_name_silent(silent)}, so demand is not known")
+        history = model.part if silent and model.part is not None else model.history
+        decision, spec = plan(scene.spec, snapshot, history, now), scene.spec
+        if not decision.held and scene.gpu_resource:
+            model.claim = _claim(key, scene, decision)
+            spec, said = self._limit(key, model, spec, decision)
+            if spec is not scene.spec:
+                decision = plan(spec, snapshot, history, now)
+            decision = replace(decision, sentence=f"{decision.sentence}{said}")
+        decision = temper(spec, decision, scene.circumstances)
+        if not silent:
+            return decision
+        why = "demand is at least what the others tell, so replicas may come and none goes"
+        return only_grow(decision, f"{_name_silent(silent)}: {why}.")
 
     def _limit(self, key: ModelKey, model: _Model, spec: ScalingSpec, decision: Decision) -> tuple[ScalingSpec, str]:
         """The spec within what the namespace's GPU quota leaves this model, and a sentence about it. `decision`: what
@@ -290,6 +313,7 @@ def _decide_rest(model: _Model, heard: Sequence[Heard], silent: Mapping[str, str
     sight = Sight(
         at=now,
         asleep=scene.asleep,
+        woken=scene.woken,
         reports=tuple(heard),
         silent=silent,
         serves=scene.spec is not None and all(count.ready for count in scene.counts.values()),
@@ -357,6 +381,11 @@ def _tell_rest(scene: Scene, rest: Rest, now: float) -> Decision | None:
 def _silent(view: FleetView) -> dict[str, str]:
     """Gateways that take requests and do not say how many."""
     return {**view.silent, **dict.fromkeys(view.unable, "its release has no reports")}
+
+
+def _name_silent(silent: Mapping[str, str]) -> str:
+    named = "; ".join(f"{name}: {silent[name]}" for name in sorted(silent)[:_NAMED])
+    return f"{len(silent)} of the gateways do not report ({named})"
 
 
 def _held(now: float, reason: str, text: str) -> Decision:

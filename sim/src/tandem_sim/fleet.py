@@ -37,6 +37,7 @@ class RolePool:
         """Asked for, the oldest first: warming and ready."""
         self.draining: list[AnyWorker] = []
         self.past: list[AnyWorker] = []
+        self._earlier = random.Random(~seed)
         self.starts: list[float] = []
         """Seconds that replicas took, in the order in which they became ready."""
         self.orders: list[tuple[float, int]] = []
@@ -68,6 +69,10 @@ class RolePool:
         worker.state = "ready"
         if now > worker.ordered_at:
             self.starts.append(now - worker.ordered_at)
+
+    def recall_starts(self, count: int) -> None:
+        """Those that are there at the beginning have started before, and pods tell how long that took."""
+        self.starts += [self._start_up.draw(self._earlier) for _ in range(count)]
 
     def replace(self, worker: AnyWorker, now: float) -> AnyWorker:
         """A replica is lost; another one takes its place after a start-up."""

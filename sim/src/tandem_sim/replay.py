@@ -16,7 +16,7 @@ from tandem_sim.result import Replay
 from tandem_sim.routing import Router
 from tandem_sim.telemetry import Telemetry
 from tandem_sim.traces import Arrival
-from tandem_sim.workers import DecodeWorker, Flight, PrefillWorker, demote
+from tandem_sim.workers import NEVER, DecodeWorker, Flight, PrefillWorker, demote
 
 GATEWAY_SECONDS = 0.002
 """From a request's arrival to its worker, and back."""
@@ -64,6 +64,8 @@ class Setting:
     """Prompts are computed by their deadlines, late ones behind; else in the order in which they come."""
     hold_seconds: float | None = 1.0
     """The gateway keeps a request while every prefill worker has more work than this; None: it keeps none."""
+    queue_seconds: float = NEVER
+    """A request that the gateway has kept for so long is turned away (`gateway.queue.ttl`)."""
     local_tokens: int = 0
     """Prompts of at most so many tokens are computed by their decode worker while prefill workers are behind
     (convertible decoders)."""
@@ -71,7 +73,7 @@ class Setting:
     seed: int = 1
 
 
-_ARRIVE, _READY, _WORKER, _JOIN, _DECIDE, _FAIL = range(6)
+_READY, _WORKER, _JOIN, _DECIDE, _FAIL, _EXPIRE = range(6)
 
 
 class Simulation:
@@ -97,8 +99,8 @@ class Simulation:
         self.pools[Role.DECODE] = RolePool(self._build_decode, "decode", setting.start_up, setting.seed + 1)
         self.telemetry = Telemetry(self.pools)
         self.waiting: list[tuple[float, int, Flight]] = []
-        """Requests that the gateway keeps, by deadline or arrival."""
-        self.held_tokens = 0
+        """Requests that the gateway keeps, by deadline or arrival, and some that it has turned away since."""
+        self.held = self.held_tokens = 0
         self._arrivals = arrivals
         self._events: list[tuple[float, int, int, object, int]] = []
         self._order = 0
@@ -111,6 +113,7 @@ class Simulation:
         for role, pool in self.pools.items():
             for worker in pool.set_replicas(setting.replicas[role], 0.0, warm=True)[0]:
                 pool.admit(worker, 0.0)
+            pool.recall_starts(setting.replicas[role])
         self._apply()
         for failure in setting.failures:
             self._plan(failure.at, _FAIL, failure)
@@ -162,13 +165,16 @@ class Simulation:
                 self.pools[subject.role].admit(subject, self.now)
                 self._apply()
                 self._drain_waiting()
+        elif kind == _EXPIRE:
+            assert isinstance(subject, Flight)
+            self._expire(subject)
         else:
             assert isinstance(subject, Failure)
             self._fail(subject)
 
     def _schedule(self, worker: AnyWorker) -> None:
         at = worker.next_event()
-        if at < float("inf"):
+        if at < NEVER:
             self._plan(max(at, self.now), _WORKER, worker, worker.version)
 
     def _work(self, worker: AnyWorker) -> None:
@@ -190,7 +196,7 @@ class Simulation:
                 self._schedule(worker)
             self._update_closed(worker)
         self._retire_drained(worker)
-        if self.waiting:
+        if self.held:
             self._drain_waiting()
 
     def _send(self, worker: PrefillWorker, flight: Flight) -> float:
@@ -212,7 +218,7 @@ class Simulation:
         if decode.state == "gone":  # lost while another worker computed the prompt
             self._restart(flight)
             return
-        if flight.first == float("inf"):
+        if flight.first == NEVER:
             flight.first = self.now
         self.router.first_token(flight, self.now)
         decode.join(flight, self.now)
@@ -231,19 +237,42 @@ class Simulation:
     # the gateway
 
     def _offer(self, flight: Flight) -> None:
-        if (self.waiting and self.setting.hold_seconds is not None) or not self._dispatch(flight):
+        if (self.held and self.setting.hold_seconds is not None) or not self._dispatch(flight):
             self._hold(flight)
 
     def _hold(self, flight: Flight) -> None:
         self._order += 1
+        self.held += 1
         self.held_tokens += flight.prompt
         heappush(self.waiting, (flight.due if self.setting.deadlines else flight.arrived, self._order, flight))
+        if self.setting.queue_seconds < NEVER:
+            flight.held_until = self.now + self.setting.queue_seconds
+            self._plan(flight.held_until, _EXPIRE, flight)
+
+    def _expire(self, flight: Flight) -> None:
+        """Nobody took it in time: its client is told so."""
+        if flight.held_until > self.now:
+            return
+        self._let_go(flight)
+        if not self.held:
+            self.waiting.clear()
+        flight.end = self.now
+        self.done.append(flight)
+        self._open -= 1
+
+    def _let_go(self, flight: Flight) -> None:
+        flight.held_until = NEVER
+        self.held -= 1
+        self.held_tokens -= flight.prompt
 
     def _drain_waiting(self) -> None:
         waiting = self.waiting
         rate = self._prefill_seconds
         while waiting:
             flight = waiting[0][2]
+            if flight.end < NEVER:
+                heappop(waiting)
+                continue
             if self.setting.deadlines and demote(flight, self.now + rate * flight.prompt):
                 heappop(waiting)
                 self._order += 1
@@ -252,7 +281,7 @@ class Simulation:
             if not self._dispatch(flight):
                 return
             heappop(waiting)
-            self.held_tokens -= flight.prompt
+            self._let_go(flight)
 
     @property
     def _prefill_seconds(self) -> float:
@@ -313,7 +342,7 @@ class Simulation:
     def _decide(self) -> None:
         policy = self.policy
         assert policy is not None
-        snapshot = self.telemetry.observe(self.now, self.held_tokens, len(self.waiting))
+        snapshot = self.telemetry.observe(self.now, self.held_tokens, self.held)
         wanted = policy.decide(self.now, snapshot)
         changed = False
         for role, count in (wanted or {}).items():

@@ -35,6 +35,7 @@ class Replay:
     at: NDArray[np.float64]
     """Seconds of arrival."""
     ttft: NDArray[np.float64]
+    """Infinite for those that the gateway turned away."""
     token_seconds: NDArray[np.float64]
     """Mean per output token after the first."""
     attained: NDArray[np.bool_]
@@ -51,7 +52,7 @@ class Replay:
         done.sort(key=lambda flight: flight.index)
         at = np.array([flight.arrived for flight in done])
         ttft = np.array([flight.first - flight.arrived for flight in done])
-        seconds = np.array([flight.end - flight.first for flight in done])
+        seconds = np.array([flight.end - flight.first if flight.first <= flight.end else 0.0 for flight in done])
         steps = np.array([flight.output - 1 for flight in done])
         token = np.where(steps > 0, seconds / np.maximum(1, steps), 0.0)
         prompt = np.array([flight.prompt for flight in done], dtype=np.int64)

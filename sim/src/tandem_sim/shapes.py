@@ -50,6 +50,25 @@ def build_spike(
     return Shape(points=tuple(zip(times, (1.0, 1.0, peak, peak, 1.0, 1.0), strict=True)))
 
 
+def build_step(*, peak: float = 5.0, warm: float = 300.0, rise: float = 30.0, hold: float = 1800.0) -> Shape:
+    """From 1 to `peak` within `rise` seconds, and there to the end."""
+    times = np.cumsum([0.0, warm, rise, hold]).tolist()
+    return Shape(points=tuple(zip(times, (1.0, 1.0, peak, peak), strict=True)))
+
+
+def build_bursts(
+    *, peak: float = 5.0, every: float = 600.0, last: float = 120.0, edge: float = 10.0, count: int = 6
+) -> Shape:
+    """From 1 to `peak` for `last` seconds, `count` times, one every so many; `edge` seconds up, and down."""
+    times = [0.0]
+    for burst in range(count):
+        begin = (burst + 1) * every - last
+        times += [begin - edge, begin, begin + last - edge, begin + last]
+    times.append(count * every + every - last)
+    values = (1.0, *(1.0, peak, peak, 1.0) * count, 1.0)
+    return Shape(points=tuple(zip(times, values, strict=True)))
+
+
 def build_diurnal(*, peak: float = 4.0, day: float = 7200.0, days: int = 1) -> Shape:
     """A cosine between 1 and `peak`, a day being so many seconds."""
     points = tuple(

@@ -100,6 +100,7 @@ class Telemetry:
             warming=len(pool.members) - len(ready),
             queued_requests=held_requests + sum(len(worker) for worker in workers),
             queued_tokens=held_tokens + sum(worker.queued_tokens for worker in workers),
+            waiting_tokens=held_tokens,
             running_requests=sum(worker.current is not None for worker in workers),
             busy=busy / passed / len(ready) if ready else None,
             tokens_per_second=self._tokens / self._seconds if self._seconds > 1.0 else None,
@@ -150,6 +151,7 @@ class Telemetry:
             state,
             queued_requests=held_requests,
             queued_tokens=state.queued_tokens + held_tokens,
+            waiting_tokens=held_tokens,
             tokens_per_second=self._tokens / self._seconds if self._seconds > 1.0 else None,
             mixed_step_seconds=self._mixed_seconds / self._mixed_steps if self._mixed_steps > 1.0 else None,
         )

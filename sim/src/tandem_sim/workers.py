@@ -25,8 +25,8 @@ class Flight:
     """A request on its way through the fleet."""
 
     __slots__ = (
-        "arrived", "blocks", "choice", "chunks_end", "decode", "demand", "demoted", "due", "end", "first", "hit",
-        "index", "left", "output", "prefill", "prompt", "reservation", "restarts", "session", "uncached", "work",
+        "arrived", "blocks", "choice", "chunks_end", "decode", "demand", "demoted", "due", "end", "first", "held_until",
+        "hit", "index", "left", "output", "prefill", "prompt", "reservation", "restarts", "session", "uncached", "work",
     )  # fmt: skip
 
     def __init__(
@@ -46,6 +46,8 @@ class Flight:
         self.left = 0.0
         """Tokens of its prompt that are left, where a decode worker computes it."""
         self.first = self.end = NEVER
+        self.held_until = NEVER
+        """When the gateway turns it away, while it keeps it."""
         self.demoted = False
         self.restarts = 0
         """Times that it began again because a worker was lost."""

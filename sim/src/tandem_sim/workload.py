@@ -42,12 +42,14 @@ class Workload:
     ttft: Target
     tpot: Target
 
-    def spec(self, tuning: Tuning | None = None, *, shared: bool = False) -> ScalingSpec:
+    def spec(
+        self, tuning: Tuning | None = None, *, shared: bool = False, queue_seconds: float = float("inf")
+    ) -> ScalingSpec:
         """`shared`: of replicas that do both."""
         bounds = RoleSpec(max=MOST, gpus=self.profile.gpus)
         return ScalingSpec(
             roles={D: bounds} if shared else {P: bounds, D: bounds},
-            ttft=self.ttft, tpot=self.tpot, tuning=tuning or Tuning(),
+            ttft=self.ttft, tpot=self.tpot, tuning=tuning or Tuning(), queue_seconds=queue_seconds,
         )  # fmt: skip
 
     @property

@@ -22,6 +22,8 @@ class Failure(Enum):
     """This process could not even try, for want of descriptors or ports: says nothing about the worker."""
     RESET = "reset"
     """The connection ended before the answer did."""
+    STALE = "stale"
+    """A connection that had been idle ended under it: by itself, or because the worker died of it."""
     PROTOCOL = "protocol"
     """The worker sent something that is not HTTP."""
     HELPER = "helper"
@@ -83,9 +85,18 @@ class Call(Protocol):
 class Link(Protocol):
     """Carries calls to one worker."""
 
-    def start(self, sink: Sink, head: bytes, body: bytes, *, fresh: bool = False) -> Call:
+    def start(
+        self,
+        sink: Sink,
+        head: bytes,
+        body: bytes,
+        *,
+        fresh: bool = False,
+        elsewhere: Callable[[], bool] | None = None,
+    ) -> Call:
         """Send a request. `head` is a complete HTTP/1.1 header including the blank line. `fresh`: it is sent at most
-        once, and over no connection of which cannot be told whether it is the request that ends it."""
+        once, and over no connection of which cannot be told whether it is the request that ends it. `elsewhere`:
+        whether another worker can have it; then it is not sent to this one twice, but fails as STALE."""
         ...
 
     def reap(self, now: float) -> None:

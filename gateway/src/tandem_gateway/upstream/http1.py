@@ -4,8 +4,9 @@ A connection returns to the pool only after a complete answer that allows reuse 
 end closes it. Cancelling a call closes its connection, which is how a worker learns that the client went away.
 
 An idle connection may close under a request. One that does says that the others are dead, too: the pool is discarded,
-and the request is sent once more, over a fresh connection. It may also be the request that ended the worker: one that
-cannot be sent again then has failed by a reset, and `resent` tells that two sends may have been fatal.
+and the request goes to another worker, or where there is none is sent once more, over a fresh connection. It may also
+be the request that ended the worker: one that cannot be sent again then has failed by a reset, and `resent` tells that
+two sends may have been fatal.
 """
 
 from __future__ import annotations
@@ -50,8 +51,17 @@ class Http1Link:
         self._closed = False
         self._dials: set[asyncio.Task[None]] = set()
 
-    def start(self, sink: Sink, head: bytes, body: bytes, *, fresh: bool = False) -> Http1Call:
+    def start(
+        self,
+        sink: Sink,
+        head: bytes,
+        body: bytes,
+        *,
+        fresh: bool = False,
+        elsewhere: Callable[[], bool] | None = None,
+    ) -> Http1Call:
         call = Http1Call(self, sink, head, body)
+        call.elsewhere = elsewhere
         if self._idle and not fresh:
             connection = self._idle.pop()
             if connection.is_quiet():
@@ -126,7 +136,7 @@ class Http1Link:
 class Http1Call:
     """One request on one connection. `sink` is None once the call has ended."""
 
-    __slots__ = ("_link", "body", "connection", "head", "paused", "resent", "restarted", "sink")
+    __slots__ = ("_link", "body", "connection", "elsewhere", "head", "paused", "resent", "restarted", "sink")
 
     def __init__(self, link: Http1Link, sink: Sink, head: bytes, body: bytes) -> None:
         self._link = link
@@ -135,6 +145,7 @@ class Http1Call:
         self.body = body
         self.connection: WorkerConnection | None = None
         self.paused = False
+        self.elsewhere: Callable[[], bool] | None = None
         self.restarted = False
         """The idle connection that it was sent over ended without a word."""
         self.resent = False
@@ -169,8 +180,13 @@ class Http1Call:
             self.fail(failure, detail)
 
     def restart(self) -> None:
-        if self.sink is not None:
-            self.connection = None
+        if self.sink is None:
+            return
+        self.connection = None
+        if self.elsewhere is not None and self.elsewhere():
+            self._link.discard()
+            self.fail(Failure.STALE, "an idle connection to the worker ended")
+        else:
             self._link.restart(self)
 
     def pause_reading(self) -> None:

@@ -87,9 +87,17 @@ class NativeLink:
         """How long the worker took for its last sign of life."""
         return None if self._connection is None else self._connection.ping_seconds
 
-    def start(self, sink: Sink, head: bytes, body: bytes, *, fresh: bool = False) -> Call:
+    def start(
+        self,
+        sink: Sink,
+        head: bytes,
+        body: bytes,
+        *,
+        fresh: bool = False,
+        elsewhere: Callable[[], bool] | None = None,
+    ) -> Call:
         if self.refused is not None or len(head) > link.MAX_PAYLOAD:
-            return self._http.start(sink, head, body, fresh=fresh)
+            return self._http.start(sink, head, body, fresh=fresh, elsewhere=elsewhere)
         connection = self._connection
         if connection is None or connection.worn:
             waiting = _Waiting(self._waiting, sink, head, body)

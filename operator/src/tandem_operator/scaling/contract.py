@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from tandem_api.names import Role
 
+from tandem_operator.scaling.gpus import NO_GPUS, Gpus
+
 COMPONENTS = {"prefill": Role.PREFILL, "decode": Role.DECODE}
 """Worker roles by the name of their field in the spec. Workers that do both have the field `decode`."""
 SHARE_SECONDS = 60.0
@@ -63,6 +65,8 @@ class Tuning:
     trend: bool = True
     jump: bool = True
     backlog: bool = True
+    bursts: bool = True
+    """Nothing is ordered for bursts that are over before it comes."""
     joint: bool = True
     """Decode is sized for what prefill will send while prefill has a backlog."""
 
@@ -82,6 +86,10 @@ class ScalingSpec:
     min_ratio: float = 0.0
     """Prefill replicas per decode replica."""
     max_ratio: float = float("inf")
+    queue_seconds: float = float("inf")
+    """After which a request that waits in a gateway is turned away."""
+    first_token_seconds: float = float("inf")
+    """After which one that waits for its first token elsewhere is given up."""
     behavior: Behavior = field(default_factory=Behavior)
     tuning: Tuning = field(default_factory=Tuning)
 
@@ -114,6 +122,8 @@ class RoleState:
     queued_requests: int = 0
     queued_tokens: int = 0
     """Uncached prompt tokens not yet computed, those that gateways hold included."""
+    waiting_tokens: int = 0
+    """Those that gateways hold."""
     running_requests: int = 0
     kv_tokens_used: int = 0
     kv_tokens_total: int = 0
@@ -133,6 +143,7 @@ class RoleState:
     """Of the bandwidth of the busiest link for keys and values."""
     starts: tuple[float, ...] = ()
     """Seconds that replicas took to become ready, the newest last."""
+    gpus: Gpus = NO_GPUS
     odd: tuple[str, ...] = ()
     """Replicas whose velocity or steps are so unlike those of most others that they are left out of these."""
 

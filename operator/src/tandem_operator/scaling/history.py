@@ -68,15 +68,28 @@ class History:
         """The most replicas that were necessary at any time since then."""
         return max((needs.get(role, 0) for at, needs in self.needs if at >= since), default=0)
 
-    def warming_since(self, role: Role) -> float | None:
-        """Since when replicas of this role have been on their way, without a pause."""
-        since = None
+    def waited(self, role: Role) -> float:
+        """For how many seconds replicas of this role have been on their way, without a pause; 0 where none is."""
+        since = end = self.snapshots[-1].at if self.snapshots else 0.0
         for snapshot in reversed(self.snapshots):
             state = snapshot.roles.get(role)
             if state is None or not state.warming:
                 break
             since = snapshot.at
-        return since
+        return end - since
+
+    def most_held(self, role: Role) -> float:
+        """Tokens of context that a replica which decodes has held at most."""
+        states = (one.roles[role] for one in self.snapshots if role in one.roles)
+        return max((state.kv_tokens_used / max(1, state.decoding or state.ready) for state in states), default=0.0)
+
+    def link_share(self, role: Role, seconds: float) -> float | None:
+        """Of what NVLinks of the busiest GPU carry, in the mean over the last so many seconds. None: nobody tells."""
+        end = self.snapshots[-1].at if self.snapshots else 0.0
+        lately = takewhile(lambda one: end - one.at < seconds, reversed(self.snapshots))
+        shares = [one.roles[role].gpus.link_share for one in lately if role in one.roles]
+        known = [share for share in shares if share is not None]
+        return sum(known) / len(known) if known else None
 
     def mean_ready(self, role: Role, seconds: float) -> float:
         """Replicas that were ready, in the mean over the last so many seconds."""

@@ -14,6 +14,7 @@ from tandem_operator.scaling.sizing import MOST_REPLICAS
 SATURATED = 0.9
 """Share of a link's bandwidth above which more of the other role is of no use."""
 TRANSFER = "KV transfer"
+NVLINK = "NVLink"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,12 +46,19 @@ def count_links(share: float | None, decodes: float) -> int:
 
 
 def limit_transfer(
-    wishes: Mapping[Role, Wish], *, share: float | None, computing: float, planned: float, present: int, decodes: float
+    wishes: Mapping[Role, Wish],
+    *,
+    share: float | None,
+    computing: float,
+    planned: float,
+    present: int,
+    decodes: float,
+    limit: str = TRANSFER,
 ) -> dict[Role, Wish]:
     """No more prefill replicas than decode replicas' links take in, where those are full; the `present` ones stay.
 
     `share` is that of the busiest link while `computing` prefill replicas, without a pause, fed `decodes`; `planned` of
-    them are to. More decode replicas bring more links.
+    them are to. More decode replicas bring more links. `limit` is the name of what is full.
     """
     result = dict(wishes)
     if share is None or share < SATURATED or not decodes or computing <= 0:
@@ -60,10 +68,10 @@ def limit_transfer(
     if planned > taken:
         useful = max(present, floor(prefill * taken / planned))
         if prefill > useful:
-            result[Role.PREFILL] = Wish(replicas=useful, limit=TRANSFER)
+            result[Role.PREFILL] = Wish(replicas=useful, limit=limit)
         links = ceil(min(MOST_REPLICAS, share * decodes * planned / computing / SATURATED))
         if links > decode:
-            result[Role.DECODE] = Wish(replicas=links, limit=TRANSFER)
+            result[Role.DECODE] = Wish(replicas=links, limit=limit)
     return result
 
 

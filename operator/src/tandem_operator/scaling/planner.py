@@ -8,22 +8,41 @@ their way count as coming and never as capacity: the backlog until they are ther
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from math import ceil, inf
+from math import inf
 
 from tandem_api.names import Role
 
+from tandem_operator.scaling.backlog import count_clearing, foresee_backlog
 from tandem_operator.scaling.contract import SHARE_SECONDS, Decision, RoleDecision, RoleState, ScalingSpec, Snapshot
 from tandem_operator.scaling.history import History
-from tandem_operator.scaling.joint import TRANSFER, Wish, bound, count_links, limit_budget, limit_ratio, limit_transfer
-from tandem_operator.scaling.rates import LONG_SECONDS, Rate, estimate_rate
+from tandem_operator.scaling.joint import (
+    Wish,
+    bound,
+    count_links,
+    limit_budget,
+    limit_ratio,
+    limit_transfer,
+)
+from tandem_operator.scaling.load import FEWEST_REQUESTS, Load, learn_start, read_load
+from tandem_operator.scaling.rates import LONG_SECONDS
+from tandem_operator.scaling.sentences import (
+    busiest_link,
+    explain,
+    explain_shared,
+    say_gpus,
+    say_odd,
+    say_passing,
+    say_roles,
+    tell_demand,
+    tell_gpus,
+)
 from tandem_operator.scaling.shared import SharedDemand, SharedReplica, size_shared
 from tandem_operator.scaling.sizing import (
-    MOST_REPLICAS,
-    Answers,
+    KV_MARGIN,
+    VRAM,
     DecodeRoom,
-    Prompts,
     StepModel,
+    bound_room,
     count_resident,
     find_room,
     fit_steps,
@@ -33,25 +52,10 @@ from tandem_operator.scaling.sizing import (
 
 DOWN_DEVIATIONS = 1.0
 """Standard deviations that scaling down adds to those of scaling up."""
-DRAIN_SECONDS = 20.0
-"""In which a backlog is worked off once all replicas are there."""
-FEWEST_REQUESTS = 20
-"""Below which the last minutes tell nothing about requests."""
+CANCEL_SHARE = 0.25
+"""Of a start, for which replicas on their way are kept that nothing asks for any more."""
 BACKLOG = "backlog"
 NOTHING_MEASURED = "NothingMeasured"
-_NAMED = 3
-"""Replicas that a sentence names."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """What arrives, and what it is like."""
-
-    requests: Rate
-    tokens: Rate
-    """Uncached prompt tokens."""
-    prompts: Prompts
-    answers: Answers
 
 
 def plan(spec: ScalingSpec, fleet: Snapshot | None, history: History, now: float) -> Decision:
@@ -74,30 +78,35 @@ def plan(spec: ScalingSpec, fleet: Snapshot | None, history: History, now: float
     z = spec.tuning.deviations
     if spec.prompt_role is Role.DECODE:
         return _plan_shared(spec, fleet, history, load, _build_shared(fleet, history, steps, velocity), now)
-    room = find_room(steps, _kv_tokens_each(fleet), spec.tpot)
     prefill, decode = fleet.roles[Role.PREFILL], fleet.roles[Role.DECODE]
-    up = _size(spec, fleet, history, load, velocity, room, now, deviations=z, ahead=True)
-    down = _size(spec, fleet, history, load, velocity, room, now, deviations=z + DOWN_DEVIATIONS, ahead=False)
+    room = find_room(steps, _kv_tokens_each(fleet), spec.tpot)
+    if decode.gpus.is_full:
+        room = bound_room(room, steps, history.most_held(Role.DECODE))
+    share, link = busiest_link(decode, history)
+    up = _size(spec, fleet, history, load, velocity, room, deviations=z, ahead=True)
+    down = _size(spec, fleet, history, load, velocity, room, deviations=z + DOWN_DEVIATIONS, ahead=False)
     wishes, needs = _keep(spec, fleet, history, load, up, down, now)
     wishes = limit_transfer(
-        wishes,
-        share=decode.transfer_share,
+        bound(wishes, spec),  # links of decode replicas that there may not be take nothing in
+        share=share,
+        limit=link,
         computing=history.mean_ready(Role.PREFILL, SHARE_SECONDS) * (1.0 if prefill.busy is None else prefill.busy),
         planned=_plan_computing(wishes[Role.PREFILL], load, velocity, deviations=z),
         present=prefill.replicas,
         decodes=history.mean_ready(Role.DECODE, SHARE_SECONDS),
     )
     wishes = _within_limits(wishes, spec)
-    inputs = _tell_demand(load) | {
+    inputs = tell_demand(load) | {
         "prefill_tokens_per_second": round(velocity, 1),
         "queued_tokens": float(prefill.queued_tokens),
         "requests_per_second": round(load.requests.now, 3),
         "output_tokens": round(load.answers.output, 1),
         "decode_tokens_per_second": round(room.tokens_per_second(load.answers.context), 1),
         "kv_share": round(decode.kv_tokens_used / max(1, decode.kv_tokens_total), 3),
+        **tell_gpus(decode, history),
     }
     roles = _decide(wishes, fleet, required={role: wish.replicas for role, wish in up.items()})
-    sentence = _explain(roles, inputs) + _say_odd(fleet)
+    sentence = explain(roles, inputs) + say_passing(load) + say_gpus(fleet, history) + say_odd(fleet)
     return Decision(at=now, roles=roles, inputs=inputs, sentence=sentence, needs=needs)
 
 
@@ -113,6 +122,8 @@ def _keep(
     for role, wish in up.items():
         present = fleet.roles[role].replicas
         floor = max(needs[role], history.most_needed(role, since))
+        if (state := fleet.roles[role]).warming:
+            floor = min(floor, _keep_coming(spec, state, history, role, needs[role], now))
         if wish.replicas > present:
             wishes[role] = wish
         elif floor < present:
@@ -123,6 +134,18 @@ def _keep(
     return wishes, needs
 
 
+def _keep_coming(
+    spec: ScalingSpec, state: RoleState, history: History, role: Role, needed: int, now: float
+) -> int:  # fmt: skip
+    """Replicas below which none goes that is still on its way. It has done nothing yet, so that the window is not for
+    it; yet who orders it again waits for a whole start: it goes once most of what comes has not been needed for a
+    quarter of that."""
+    start = learn_start(state, spec, history.waited(role))
+    patience = max(spec.behavior.falling_seconds, CANCEL_SHARE * start)
+    kept = max(needed, history.most_needed(role, now - patience), state.ready)
+    return kept if 2 * (kept - state.ready) <= state.replicas - state.ready else state.replicas
+
+
 def _plan_shared(
     spec: ScalingSpec, fleet: Snapshot, history: History, load: Load, replica: SharedReplica, now: float
 ) -> Decision:
@@ -130,10 +153,10 @@ def _plan_shared(
     state = fleet.roles[Role.DECODE]
     z = spec.tuning.deviations
     speed = _prompt_speed(state, load, replica)
-    up = _size_shared(spec, fleet, history, load, replica, speed, now, deviations=z, ahead=True)
-    down = _size_shared(spec, fleet, history, load, replica, speed, now, deviations=z + DOWN_DEVIATIONS, ahead=False)
+    up = _size_shared(spec, fleet, history, load, replica, speed, deviations=z, ahead=True)
+    down = _size_shared(spec, fleet, history, load, replica, speed, deviations=z + DOWN_DEVIATIONS, ahead=False)
     wishes, needs = _keep(spec, fleet, history, load, up, down, now)
-    inputs = _tell_demand(load) | {
+    inputs = tell_demand(load) | {
         "prompt_tokens_per_second_per_replica": round(speed, 1),
         "queued_tokens": float(state.queued_tokens),
         "requests_per_second": round(load.requests.now, 3),
@@ -144,7 +167,7 @@ def _plan_shared(
         "kv_share": round(state.kv_tokens_used / max(1, state.kv_tokens_total), 3),
     }
     roles = _decide(_within_limits(wishes, spec), fleet, required={role: wish.replicas for role, wish in up.items()})
-    sentence = _explain_shared(roles, inputs) + _say_odd(fleet)
+    sentence = explain_shared(roles, inputs) + say_passing(load) + say_gpus(fleet, history) + say_odd(fleet)
     return Decision(at=now, roles=roles, inputs=inputs, sentence=sentence, needs=needs)
 
 
@@ -154,11 +177,13 @@ def _build_shared(fleet: Snapshot, history: History, steps: StepModel, velocity:
         for snapshot in history.lately()
         if (one := snapshot.roles.get(Role.DECODE)) is not None and one.mixed_step_seconds is not None and one.ready
     ]
+    held = history.most_held(Role.DECODE) / KV_MARGIN
+    full = fleet.roles[Role.DECODE].gpus.is_full and held > 0
     return SharedReplica(
         steps=steps,
         extra=max(0.0, sum(longer) / len(longer)) if longer else inf,
         velocity=velocity,
-        kv_tokens=_kv_tokens_each(fleet),
+        kv_tokens=_kv_tokens_each(fleet) if not full else min(_kv_tokens_each(fleet), held),
     )
 
 
@@ -175,7 +200,7 @@ def _prompt_speed(state: RoleState, load: Load, replica: SharedReplica) -> float
 
 
 def _size_shared(
-    spec: ScalingSpec, fleet: Snapshot, history: History, load: Load, replica: SharedReplica, speed: float, now: float,
+    spec: ScalingSpec, fleet: Snapshot, history: History, load: Load, replica: SharedReplica, speed: float,
     *, deviations: float, ahead: bool,
 ) -> dict[Role, Wish]:  # fmt: skip
     """What demand asks for, with so many standard deviations of it on top. `speed`: of a replica's prompts now."""
@@ -186,82 +211,21 @@ def _size_shared(
         prompts=load.prompts,
         answers=load.answers,
         deviations=deviations,
-        held=float(state.kv_tokens_used),
+        held=0.0 if ahead and load.passing else float(state.kv_tokens_used),
     )
     count, limit = size_shared(demand, replica, spec.ttft, spec.tpot)
     wish = Wish(replicas=count, limit=limit)
     if spec.tuning.backlog:
-        backlog = foresee_backlog(spec, state, load, speed, history.warming_since(Role.DECODE), now)
-        clearing = min(MOST_REPLICAS, ceil((load.tokens.now + backlog / DRAIN_SECONDS) / speed))
-        if backlog > 0 and clearing > count:
+        waited = history.waited(Role.DECODE)
+        backlog = foresee_backlog(spec, state, load, speed, waited)
+        clearing = count_clearing(spec, state, load, speed, backlog, waited, enough=count)
+        if clearing > count:
             wish = Wish(replicas=clearing, limit=BACKLOG)
     return {Role.DECODE: wish}
 
 
-def _tell_demand(load: Load) -> dict[str, float]:
-    return {
-        "prompt_tokens_per_second": round(load.tokens.now, 1),
-        "prompt_tokens_per_second_ahead": round(load.tokens.ahead, 1),
-        "deviation": round(load.tokens.deviation, 1),
-    }
-
-
-def read_load(spec: ScalingSpec, history: History) -> Load | None:
-    """Rates and lengths from the counters of the last minutes."""
-    snapshots = history.lately()
-    if len(snapshots) < 2:
-        return None
-    last = snapshots[-1]
-    begin = next((one for one in reversed(snapshots) if last.at - one.at >= 2 * LONG_SECONDS), snapshots[0])
-    old, new = begin.counters, last.counters
-    assert old is not None
-    assert new is not None
-    requests, prompts = new.requests - old.requests, new.prompt_tokens - old.prompt_tokens
-    finished, computed = new.finished - old.finished, new.computed_prompt_tokens - old.computed_prompt_tokens
-    if requests < FEWEST_REQUESTS or finished < FEWEST_REQUESTS or not computed or not prompts:
-        return None
-    share = (new.computed_tokens - old.computed_tokens) / computed
-    mean = prompts / requests
-    squares = (new.prompt_squares - old.prompt_squares) / requests
-    output = (new.output_tokens - old.output_tokens) / finished
-    lead = learn_start(last.roles[spec.prompt_role], spec) + 5.0
-    passed = last.at - begin.at
-    points = [(one.at, one.counters) for one in snapshots if one.counters is not None]
-    rate = estimate_rate([(at, float(c.requests)) for at, c in points], requests / passed, lead, spec.tuning)
-    tokens = estimate_rate(
-        [(at, float(c.prompt_tokens)) for at, c in points],
-        squares * requests / passed,
-        lead,
-        replace(spec.tuning, jump=False),
-    )
-    if rate is None or tokens is None:
-        return None
-    if rate.jumped:  # told by the number of requests: a few long prompts at once are no jump
-        deviation = tokens.deviation * rate.now / max(1e-9, requests / passed)
-        tokens = Rate(now=rate.now * mean, ahead=rate.ahead * mean, deviation=deviation, jumped=True)
-    return Load(
-        requests=rate,
-        tokens=Rate(
-            now=tokens.now * share,
-            ahead=tokens.ahead * share,
-            deviation=tokens.deviation * share,
-            jumped=tokens.jumped,
-            falls=tokens.falls,
-        ),
-        prompts=Prompts(tokens=mean, uncached=mean * share, squares=squares * share * share),
-        answers=Answers(
-            context=mean + output / 2, output=output, variation=max(0.0, squares / mean**2 - 1)
-        ),
-    )  # fmt: skip
-
-
-def learn_start(state: RoleState, spec: ScalingSpec) -> float:
-    """Seconds that a replica ordered now will take: the mean of those seen last."""
-    return sum(state.starts) / len(state.starts) if state.starts else spec.behavior.start_seconds
-
-
 def _size(
-    spec: ScalingSpec, fleet: Snapshot, history: History, load: Load, velocity: float, room: DecodeRoom, now: float,
+    spec: ScalingSpec, fleet: Snapshot, history: History, load: Load, velocity: float, room: DecodeRoom,
     *, deviations: float, ahead: bool,
 ) -> dict[Role, Wish]:  # fmt: skip
     """What demand asks of each role, with so many standard deviations of it on top."""
@@ -270,9 +234,10 @@ def _size(
     wish = Wish(replicas=size_prefill(rate, load.prompts, velocity, spec.ttft), limit="TTFT target")
     backlog = 0.0
     if spec.tuning.backlog:
-        backlog = foresee_backlog(spec, prefill, load, velocity, history.warming_since(Role.PREFILL), now)
-        clearing = min(MOST_REPLICAS, ceil((load.tokens.now + backlog / DRAIN_SECONDS) / velocity))
-        if backlog > 0 and clearing > wish.replicas:
+        waited = history.waited(Role.PREFILL)
+        backlog = foresee_backlog(spec, prefill, load, velocity, waited)
+        clearing = count_clearing(spec, prefill, load, velocity, backlog, waited, enough=wish.replicas)
+        if clearing > wish.replicas:
             wish = Wish(replicas=clearing, limit=BACKLOG)
     requests = (load.requests.ahead if ahead else load.requests.now) + deviations * load.requests.deviation
     limit = room.limit
@@ -281,13 +246,15 @@ def _size(
         outflow = min(wish.replicas, own.max) * velocity / max(1.0, load.prompts.uncached)
         if outflow > requests:
             requests, limit = outflow, "prefill's outflow"
-    resident = count_resident(requests, load.answers, room, deviations)
-    if decode.kv_tokens_used > resident:
+    # What a replica held at most has its deviation in it.
+    resident = count_resident(requests, load.answers, room, 0.0 if room.limit == VRAM else deviations)
+    if decode.kv_tokens_used > resident and not (ahead and load.passing):
         resident = float(decode.kv_tokens_used)
     needed = size_decode(resident, room)
-    links = count_links(decode.transfer_share, history.mean_ready(Role.DECODE, SHARE_SECONDS))
+    share, link = busiest_link(decode, history)
+    links = count_links(share, history.mean_ready(Role.DECODE, SHARE_SECONDS))
     if links > needed:
-        needed, limit = links, TRANSFER
+        needed, limit = links, link
     return {Role.PREFILL: wish, Role.DECODE: Wish(replicas=needed, limit=limit)}
 
 
@@ -296,24 +263,6 @@ def _plan_computing(wish: Wish, load: Load, velocity: float, *, deviations: floa
     if wish.limit == BACKLOG:
         return wish.replicas
     return min(wish.replicas, (load.tokens.ahead + deviations * load.tokens.deviation) / velocity)
-
-
-def foresee_backlog(
-    spec: ScalingSpec, state: RoleState, load: Load, velocity: float, warming_since: float | None, now: float
-) -> float:
-    """Uncached tokens that will be late by the time at which a replica ordered now is ready; 0 where none will.
-
-    Until those on their way are there the ready ones work alone, then all of them.
-    """
-    slack = max(0.0, spec.ttft.limit(load.prompts.tokens) - load.prompts.uncached / velocity)
-    ready, coming = state.ready * velocity, state.replicas * velocity
-    late = max(0.0, state.queued_tokens - 0.5 * slack * ready)
-    start = learn_start(state, spec)
-    waited = 0.0 if warming_since is None else now - warming_since
-    remaining = max(0.0, start - waited) if state.warming else 0.0
-    rate = load.tokens.now
-    late = max(0.0, late + (rate - ready) * remaining)
-    return max(0.0, late + (rate - coming) * (start - remaining))
 
 
 def _read_steps(fleet: Snapshot, history: History) -> StepModel | None:
@@ -362,7 +311,7 @@ def _plan_idle(spec: ScalingSpec, fleet: Snapshot, history: History, now: float)
         count = min(present, max(need, history.most_needed(role, since)))
         wishes[role] = Wish(replicas=count, limit="stabilization" if count > need else "idle")
     roles = _decide(_within_limits(wishes, spec), fleet, required=needs)
-    sentence = f"{_say_roles(roles)}. Fewer than {FEWEST_REQUESTS} requests have come in {2 * LONG_SECONDS:.0f} s."
+    sentence = f"{say_roles(roles)}. Fewer than {FEWEST_REQUESTS} requests have come in {2 * LONG_SECONDS:.0f} s."
     return Decision(at=now, roles=roles, sentence=sentence, needs=needs)
 
 
@@ -408,48 +357,3 @@ def _hold(spec: ScalingSpec, fleet: Snapshot | None, now: float, reason: str, te
         if role in spec.roles
     }
     return Decision(at=now, roles=roles, held=text, reason=reason, sentence=f"Nothing moves: {text}.")
-
-
-def _say_roles(roles: Mapping[Role, RoleDecision]) -> str:
-    parts: list[str] = []
-    for role, one in sorted(roles.items(), key=lambda item: item[0].value, reverse=True):
-        if one.replicas == one.observed:
-            parts.append(f"{role.value} stays at {one.observed} ({one.limit}; demand asks for {one.required})")
-        else:
-            parts.append(f"{role.value} {one.observed} → {one.replicas} ({one.limit}; demand asks for {one.required})")
-    return "; ".join(parts)
-
-
-def _say_odd(fleet: Snapshot) -> str:
-    """Whose figures were not believed, for people."""
-    odd = [name for state in fleet.roles.values() for name in state.odd]
-    if not odd:
-        return ""
-    more = f" and {len(odd) - _NAMED} more" if len(odd) > _NAMED else ""
-    return f" Left out, as most others say something else: the speed that {', '.join(odd[:_NAMED])}{more} told."
-
-
-def _explain(roles: dict[Role, RoleDecision], inputs: dict[str, float]) -> str:
-    """For people."""
-    return (
-        f"{_say_roles(roles)}. {inputs['prompt_tokens_per_second']:.0f} prompt tokens/s arrive uncached, "
-        f"{inputs['prompt_tokens_per_second_ahead']:.0f} when a new replica is ready, "
-        f"{inputs['prefill_tokens_per_second']:.0f} per prefill replica, {inputs['queued_tokens']:.0f} queued; "
-        f"{inputs['requests_per_second']:.2f} requests/s of {inputs['output_tokens']:.0f} output tokens, "
-        f"{inputs['decode_tokens_per_second']:.0f} tokens/s per decode replica, "
-        f"KV {100 * inputs['kv_share']:.0f}% used."
-    )
-
-
-def _explain_shared(roles: dict[Role, RoleDecision], inputs: dict[str, float]) -> str:
-    """For people, of replicas that do both."""
-    mixed = 1000 * inputs["mixed_step_seconds"]
-    return (
-        f"{_say_roles(roles)}. {inputs['prompt_tokens_per_second']:.0f} prompt tokens/s arrive uncached, "
-        f"{inputs['prompt_tokens_per_second_ahead']:.0f} when a new replica is ready, "
-        f"{inputs['prompt_tokens_per_second_per_replica']:.0f} per replica beside its answers, "
-        f"{inputs['queued_tokens']:.0f} queued; {inputs['requests_per_second']:.2f} requests/s of "
-        f"{inputs['output_tokens']:.0f} output tokens; prompts take {100 * inputs['prompt_share']:.0f}% of the time, "
-        f"in steps of {f'{mixed:.0f} ms' if mixed else 'unmeasured length'} instead of "
-        f"{1000 * inputs['decode_step_seconds']:.0f} ms, KV {100 * inputs['kv_share']:.0f}% used."
-    )

@@ -21,8 +21,12 @@ STEADY_SECONDS = (240.0, 480.0, 900.0)
 """Over which it is taken while they say the same as the shorter ones."""
 STEADY_DEVIATIONS = 3.0
 TREND_SECONDS = 240.0
+LONGEST_TREND_SECONDS = 600.0
+"""Where a start takes longer than `TREND_SECONDS`, a trend is looked for over as long, up to this."""
 JUMP_SECONDS = (10.0, 20.0, 40.0)
 """Windows in which a jump is looked for: a large one shows at once, a small one a little later."""
+JUMP_WATCHED = 0.1
+"""Of a start, for which a jump is watched at least: a replica that was ordered by mistake costs all of it."""
 JUMP_DEVIATIONS = 4.0
 HALF_DEVIATIONS = 0.5
 """Either half of the window shows the jump: what came at one moment and is over is none."""
@@ -37,6 +41,8 @@ JUMP_SHARE = 1.3
 PRIOR_PAIRS = 4
 """Pairs of windows, as unequal as chance makes them, that the measured ones are weighed against."""
 TREND_DEVIATIONS = 3.0
+STEP_LEAD_SECONDS = 120.0
+"""A step that is taken for a trend is dear where replicas are ordered for longer ahead than this: both are compared."""
 FALL_DEVIATIONS = 4.0
 FALL_SHARE = 0.35
 """Of the mean, in `TREND_SECONDS`: replicas go sooner only where demand falls for good."""
@@ -70,27 +76,56 @@ def estimate_rate(points: Sequence[Point], diffusion: float, lead: float, tuning
     if mean is None:
         return None
     covered = max(1.0, min(LONG_SECONDS, end - points[0][0]))
-    jump = find_jump(points) if tuning.jump else None
-    if jump is not None:
-        rate = jump.rate + JUMP_AHEAD * jump.growth
-        deviation = sqrt(diffusion * rate / max(mean, 1e-9) / jump.seconds)
-        return Rate(now=rate, ahead=rate, deviation=deviation, jumped=True)
-    now = ahead = mean
-    falls = trends = False
+    calm = _follow(points, mean, covered, diffusion, lead, tuning)
+    jump = find_jump(points, JUMP_WATCHED * lead) if tuning.jump else None
+    if jump is None:
+        return calm
+    rate = jump.rate + JUMP_AHEAD * jump.growth
+    deviation = sqrt(diffusion * rate / max(mean, 1e-9) / jump.seconds)
+    ahead = max(rate, calm.ahead) if lead > STEP_LEAD_SECONDS else rate
+    return Rate(now=rate, ahead=ahead, deviation=deviation, jumped=True)
+
+
+def _follow(
+    points: Sequence[Point], mean: float, covered: float, diffusion: float, lead: float, tuning: Tuning
+) -> Rate:  # fmt: skip
+    """Where nothing jumps: along the longest trend that there is, and no further ahead than it has been seen; else the
+    mean."""
+    end = points[-1][0]
+    found = None
     if tuning.trend:
-        slope, middle, centre = _fit(points, TREND_SECONDS)
-        noise = sqrt(12 * diffusion / TREND_SECONDS**3)
-        if abs(slope) > TREND_DEVIATIONS * noise:
-            trends = True
-            recent, _, _ = _fit(points, TREND_SECONDS / 2)
-            slope = min(slope, max(0.0, recent)) if slope > 0 else max(slope, min(0.0, recent))
-            now = max(0.0, middle + slope * (end - centre)) if slope else mean
-            falls = slope * TREND_SECONDS < -FALL_SHARE * middle and -slope > FALL_DEVIATIONS * noise
-            ahead = now + max(0.0, slope) * lead
-    if tuning.steady and not trends:
-        now, covered = _widen(points, mean, diffusion)
-        ahead = now
-    return Rate(now=now, ahead=ahead, deviation=sqrt(diffusion / covered), jumped=False, falls=falls)
+        longest = min(max(TREND_SECONDS, lead), LONGEST_TREND_SECONDS)
+        windows = sorted({TREND_SECONDS, longest}, reverse=True)
+        found = next((one for seconds in windows if (one := _find_trend(points, diffusion, lead, seconds))), None)
+    if found is not None:
+        slope, middle, centre, seconds = found
+        now = max(0.0, middle + slope * (end - centre)) if slope else mean
+        strong = -slope > FALL_DEVIATIONS * _noise(diffusion, seconds)
+        falls = strong and slope * seconds < -FALL_SHARE * middle
+        ahead = now + max(0.0, slope) * min(lead, seconds)
+        return Rate(now=now, ahead=ahead, deviation=sqrt(diffusion / covered), jumped=False, falls=falls)
+    if tuning.steady:
+        mean, covered = _widen(points, mean, diffusion)
+    return Rate(now=mean, ahead=mean, deviation=sqrt(diffusion / covered), jumped=False)
+
+
+def _find_trend(
+    points: Sequence[Point], diffusion: float, lead: float, seconds: float
+) -> tuple[float, float, float, float] | None:
+    """Slope, the rate in the middle, when that was, and `seconds`; None where chance explains it, or a step."""
+    slope, middle, centre = _fit(points, seconds)
+    if abs(slope) <= TREND_DEVIATIONS * _noise(diffusion, seconds):
+        return None
+    if slope > 0 and lead > STEP_LEAD_SECONDS and _is_step(points, seconds):
+        return None
+    recent, _, _ = _fit(points, seconds / 2)
+    slope = min(slope, max(0.0, recent)) if slope > 0 else max(slope, min(0.0, recent))
+    return slope, middle, centre, seconds
+
+
+def _noise(diffusion: float, seconds: float) -> float:
+    """Standard deviation of a slope over so long."""
+    return sqrt(12 * diffusion / seconds**3)
 
 
 def _widen(points: Sequence[Point], mean: float, diffusion: float) -> tuple[float, float]:
@@ -136,8 +171,8 @@ class Jump:
     """In which it was seen."""
 
 
-def find_jump(points: Sequence[Point]) -> Jump | None:
-    """The highest rate of a short window that chance does not explain.
+def find_jump(points: Sequence[Point], least: float = 0.0) -> Jump | None:
+    """The highest rate of a short window that chance does not explain, of those of `least` seconds, or of the longest.
 
     Square roots of counts have the deviation 1/2 whatever the mean is, if arrivals are a Poisson process (Anscombe's
     transformation); where counts were more unequal than that so far, as much more is asked of a jump.
@@ -145,6 +180,8 @@ def find_jump(points: Sequence[Point]) -> Jump | None:
     times = [at for at, _ in points]
     end, found = times[-1], None
     for seconds in JUMP_SECONDS:
+        if seconds < min(least, JUMP_SECONDS[-1]):
+            continue
         first, middle = bisect_right(times, end - seconds) - 1, bisect_left(times, end - seconds / 2)
         if first < 1 or times[first] - times[0] < LONG_SECONDS / 2 or not times[first] < times[middle] < end:
             continue
@@ -195,16 +232,36 @@ def _count(begin: Point, end: Point) -> tuple[float, float]:
     return end[1] - begin[1], end[0] - begin[0]
 
 
+def _is_step(points: Sequence[Point], seconds: float) -> bool:
+    """Whether one step explains the rates of the last so many seconds better than a straight line does."""
+    rows = _rows(points, seconds)
+    weight = sum(width for *_, width in rows)
+    middle = sum(rate * width for _, rate, width in rows) / weight
+    slope, _, centre = _fit(points, seconds)
+    line = slope**2 * sum(width * (at - centre) ** 2 for at, _, width in rows)
+    best = passed = above = 0.0
+    for _, rate, width in rows[:-1]:
+        passed, above = passed + width, above + width * (rate - middle)
+        best = max(best, above**2 * weight / (passed * (weight - passed)))
+    return best > line
+
+
+def _rows(points: Sequence[Point], seconds: float) -> list[tuple[float, float, float]]:
+    """Middle, rate and width between neighbouring points of the last so many seconds."""
+    end = points[-1][0]
+    return [
+        ((begin + until) / 2, (after - before) / (until - begin), until - begin)
+        for (begin, before), (until, after) in pairwise(points)
+        if begin >= end - seconds and until > begin
+    ]
+
+
 def _fit(points: Sequence[Point], seconds: float) -> tuple[float, float, float]:
     """Least squares over the rates between neighbouring points: slope, rate in the middle, and when that is.
 
     The slope is 0 where they cover less than half of `seconds`.
     """
-    end = points[-1][0]
-    rows: list[tuple[float, float, float]] = []
-    for (begin, before), (until, after) in pairwise(points):
-        if begin >= end - seconds and until > begin:
-            rows.append(((begin + until) / 2, (after - before) / (until - begin), until - begin))
+    end, rows = points[-1][0], _rows(points, seconds)
     weight = sum(width for *_, width in rows)
     if weight < seconds / 2:
         return 0.0, 0.0, end

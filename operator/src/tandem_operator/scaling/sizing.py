@@ -13,6 +13,7 @@ TPOT_MARGIN = 0.85
 KV_MARGIN = 0.85
 """Of a replica's blocks: above it requests begin to wait for memory."""
 MOST_REPLICAS = 4096
+VRAM = "VRAM"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +141,13 @@ def find_room(model: StepModel, kv_tokens: float, target: Target) -> DecodeRoom:
     limit = "TPOT target" if room <= memory else "KV blocks"
     context = max(0.02 * memory, min(room, memory))
     return DecodeRoom(context=context, step=model.base + model.slope * context, limit=limit)
+
+
+def bound_room(room: DecodeRoom, model: StepModel, held: float) -> DecodeRoom:
+    """Where the GPUs' memory is full: no more than a replica has held at most, since nobody knows that more fits."""
+    if held <= 0 or held >= room.context:
+        return room
+    return DecodeRoom(context=held, step=model.base + model.slope * held, limit=VRAM)
 
 
 def count_resident(rate: float, answers: Answers, room: DecodeRoom, deviations: float) -> float:

@@ -14,6 +14,8 @@ from tandem_api.names import Role
 from tandem_operator.scaling.contract import Decision, RoleDecision, ScalingSpec
 
 ROLLOUT, UNREADY = "rollout", "readiness"
+PARTLY_KNOWN = "DemandPartlyKnown"
+TELEMETRY = "telemetry"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +45,20 @@ def temper(spec: ScalingSpec, decision: Decision, circumstances: Circumstances) 
             for role, one in roles.items()
         }
     return replace(decision, roles=_only(roles, circumstances.followed))
+
+
+def only_grow(decision: Decision, why: str) -> Decision:
+    """The decision of who knows a part of demand: that is the least there is, so it adds and takes nothing away, and
+    what it finds necessary is not to be remembered as all that was. `why` tells what is not known, in a sentence."""
+    if decision.held:
+        return replace(decision, sentence=f"{decision.sentence} {why}")
+    roles = {
+        role: one if one.replicas >= one.observed else replace(one, replicas=one.observed, limit=TELEMETRY)
+        for role, one in decision.roles.items()
+    }
+    return replace(
+        decision, roles=roles, reason=PARTLY_KNOWN, sentence=f"{why} {decision.sentence}", needs={}
+    )  # fmt: skip
 
 
 def _only(roles: Mapping[Role, RoleDecision], followed: frozenset[Role]) -> dict[Role, RoleDecision]:

@@ -16,6 +16,7 @@ from tandem_api.names import Role
 from tandem_operator.scaling.contract import COMPONENTS, Decision, RoleDecision
 from tandem_operator.scaling.sleep import WAKE_LIMIT
 from tandem_operator.scaling.slo import Attainment
+from tandem_operator.scaling.temper import PARTLY_KNOWN
 
 ACTIVE, SLO_MET = "ScalingActive", "SLOMet"
 TOLD_AGAIN_SECONDS = 30.0
@@ -112,7 +113,7 @@ def _judge(
         return None
     if decision.held:
         return "False", decision.reason, decision.sentence
-    if dry_run and not decision.reason:
+    if dry_run and decision.reason in ("", PARTLY_KNOWN):
         return "False", "DryRun", f"spec.autoscaling.dryRun is true, so nothing moves: {decision.sentence}"
     return "True", decision.reason or "DemandFollowed", decision.sentence
 

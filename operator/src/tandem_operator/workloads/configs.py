@@ -77,6 +77,7 @@ def worker_config(blueprint: Blueprint, role: Role) -> WorkerConfig:
         drain_timeout_seconds=drain_seconds(blueprint),
         ttft_target=_ttft_deadline(blueprint),
         tracing=tracing(blueprint),
+        standby=blueprint.standby > 0,
         step_timeout_seconds=None if spec.engine.step_timeout is None else parse_duration(spec.engine.step_timeout),
     )
 

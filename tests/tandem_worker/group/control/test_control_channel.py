@@ -18,6 +18,7 @@ from tandem_worker.group.control.link import MAX_PAYLOAD, ControlLink, LinkClose
 from tandem_worker.group.control.member import GroupMember
 from tandem_worker.group.control.table import Operation, encode_call
 from tandem_worker.host.errors import AuthenticationError
+from tandem_worker.host.nvml import GpuSample
 from tandem_worker.host.peers.dial import dial
 from tandem_worker.host.peers.door import Door
 from tandem_worker.host.peers.handshake import Purpose
@@ -311,7 +312,8 @@ def test_before_the_group_is_complete_members_are_silent(make_scene: Callable[[i
         (MessageKind.PLAN, b"", "it sent PLAN, which is not expected now"),
         (MessageKind.CALL, b"", "cut off"),
         (MessageKind.CALL, encode_call(1, Operation.ADD, [b"k", b"x"]), "only numbers"),
-        (MessageKind.HEARTBEAT, b"{}", "not a list of problems"),
+        (MessageKind.HEARTBEAT, b"[]", "not an object of problems and gpu"),
+        (MessageKind.HEARTBEAT, b'{"gpu": {}, "problems": 1}', "not a list of problems"),
     ],
 )
 def test_a_member_gone_mad_ends_its_group_with_a_reason(
@@ -362,11 +364,13 @@ def test_what_is_wrong_with_a_rank_shows_at_its_leader(
     monkeypatch.setattr("tandem_worker.group.control.link.HEARTBEAT_SECONDS", 0.05)
     scene = make_scene(2)
     vitals, causes = Vitals(), queue.SimpleQueue()
+    vitals.read_gpu = lambda: GpuSample(vram_used_bytes=5, slowed=True)
     member = make_member(1, causes, vitals=vitals)
     threading.Thread(target=member.meet, args=("127.0.0.1", scene.port), daemon=True).start()
     scene.form()
     vitals.set("kv port 7001", "is gone")
     eventually(lambda: scene.vitals.problems() == ["rank 1 in pod m-1: kv port 7001: is gone"])
+    assert scene.leader.gpus == {1: GpuSample(vram_used_bytes=5, slowed=True)}
     vitals.clear("kv port 7001")
     eventually(lambda: scene.vitals.problems() == [])
 

@@ -21,6 +21,7 @@ from tandem_worker.group.topology import check_model, count_experts
 from tandem_worker.group.transport import open_follower_transport, rank_endpoint
 from tandem_worker.host.collector import release_collector
 from tandem_worker.host.environment import PodFacts
+from tandem_worker.host.nvml import open_gpu_reader
 from tandem_worker.host.runtime import Runtime
 from tandem_worker.model.config import ModelConfig
 from tandem_worker.model.contract import allocate_kv_cache
@@ -80,6 +81,7 @@ class FollowingRank:
         member, config = self.member, self.order.config
         enter("waiting for the group")
         context = self._join(member.meet(self.order.leader_host, self.order.leader_port))
+        self.runtime.vitals.read_gpu = open_gpu_reader(self.device).sample
         enter("loading weights")
         model = load_model(
             self.path, device=self.device, dtype=self.dtype, context=context, weights=self.order.config.weights

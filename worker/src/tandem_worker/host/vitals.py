@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tandem_worker.host.errors import ThreadStartError
+from tandem_worker.host.nvml import NO_GPU, GpuSample
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,8 @@ class Vitals:
         self._problems: dict[str, str] = {}
         self._noted: dict[str, tuple[float, str]] = {}
         """When it happened, and what, by source."""
+        self.read_gpu: Callable[[], GpuSample] = lambda: NO_GPU
+        """What this process's GPU tells."""
 
     def problems(self) -> list[str]:
         """Sentences; empty while all is well. Asks the system for a descriptor and a thread, to see if it has any."""

@@ -11,14 +11,13 @@ from tandem_api.telemetry import WorkerTelemetry
 
 from tandem_worker.engine.contract import Engine
 from tandem_worker.host.environment import PodFacts
-from tandem_worker.host.nvml import GpuReader
+from tandem_worker.host.nvml import GpuReader, GpuSample
 from tandem_worker.process.metrics import WorkerFacts, WorkerSample, build_metrics_text, build_telemetry
+from tandem_worker.process.progress import StartProgress
 from tandem_worker.server.request_metrics import PreparationCounts, RequestMetrics
 from tandem_worker.transfer.contract import TransferStats
 
 if TYPE_CHECKING:
-    import torch
-
     from tandem_worker.host.files.exchange import FileExchange
     from tandem_worker.server.app import RequestOutcome
     from tandem_worker.server.structured.compiler import GrammarCompiler
@@ -47,18 +46,20 @@ class Figures:
         draining: Callable[[], bool],
         gpu: GpuReader,
         memory_bytes: Callable[[], Mapping[str, int]],
-        start_seconds: Callable[[], Mapping[str, float]],
+        start: StartProgress,
         refusals: Mapping[str, Refusals],
         spans: Mapping[str, int],
         files: FileExchange | None = None,
+        others: Callable[[], Mapping[int, GpuSample]] = dict,
     ) -> None:
+        """`others`: what the GPUs of the group's other ranks told last."""
         self._facts = WorkerFacts(model_name=config.model_name, role=config.role, revision=config.revision, pod=pod.pod)
         self._engine, self._transport, self._draining, self._gpu = engine, transport, draining, gpu
         self.memory_bytes = memory_bytes
         """What the process's memory, or the device's, holds now."""
-        self._start_seconds, self._refusals = start_seconds, refusals
+        self._start, self._refusals = start, refusals
         self._grammars = grammars
-        self._spans, self._files = spans, files
+        self._spans, self._files, self._others = spans, files, others
         self._requests = RequestMetrics()
         self.preparation = PreparationCounts()
 
@@ -66,7 +67,7 @@ class Figures:
         return build_telemetry(self._facts, self._sample())
 
     def metrics_text(self) -> str:
-        sizes, start = self.memory_bytes(), self._start_seconds()
+        sizes, start = self.memory_bytes(), self._start.seconds()
         return build_metrics_text(self._facts, self._sample(), self._requests, sizes, start, self.preparation)
 
     def observe_request(self, outcome: RequestOutcome) -> None:
@@ -91,15 +92,8 @@ class Figures:
             grammar_restarts=self._grammars.num_restarts,
             refusals={port: dict(count()) for port, count in self._refusals.items()},
             spans=dict(self._spans),
+            others=dict(self._others()),
             graphs_pending=self._engine.graphs_pending,
             files=None if self._files is None else self._files.sample(),
+            start=self._start.figure(),
         )
-
-
-def open_gpu_reader(device: torch.device) -> GpuReader:
-    """Reads the figures of the GPU that `device` is, whatever its number is to NVML; of none on a CPU."""
-    if device.type != "cuda":
-        return GpuReader(None)
-    import torch
-
-    return GpuReader(f"GPU-{torch.cuda.get_device_properties(device).uuid}")

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tandem_api.names import Role
-from tandem_api.telemetry import Metric, WorkerTelemetry
+from tandem_api.telemetry import Metric, RankTelemetry, WorkerTelemetry
 
 from tandem_worker.engine.contract import EngineStats
-from tandem_worker.host.nvml import GpuSample
+from tandem_worker.host.nvml import NO_GPU, GpuSample
 from tandem_worker.process.families import Families
+from tandem_worker.process.progress import StartFigure
 from tandem_worker.server.request_metrics import PreparationCounts, RequestMetrics
 from tandem_worker.server.structured.counts import CompileCounts
 from tandem_worker.transfer.contract import TransferStats
@@ -41,6 +42,8 @@ class WorkerSample:
     gpu: GpuSample
     transfer: TransferStats | None
     """None where the role has no transport."""
+    others: Mapping[int, GpuSample] = field(default_factory=dict[int, GpuSample])
+    """What the GPUs of the group's other ranks told last."""
     grammars: CompileCounts
     grammar_restarts: int
     """Times that the process which compiles grammars first was started again."""
@@ -52,6 +55,8 @@ class WorkerSample:
     """Batch sizes of decode steps that are still to be recorded."""
     files: FileSample | None = None
     """None where the model's files are not exchanged with other workers."""
+    start: StartFigure | None = None
+    """None where it is not known."""
 
 
 def build_telemetry(facts: WorkerFacts, sample: WorkerSample) -> WorkerTelemetry:
@@ -81,10 +86,19 @@ def build_telemetry(facts: WorkerFacts, sample: WorkerSample) -> WorkerTelemetry
         cached_prompt_tokens_total=engine.cached_tokens_total,
         decode_step_seconds=engine.decode_step_seconds if engine.running_requests else None,
         mixed_step_seconds=engine.mixed_step_seconds if engine.running_requests else None,
+        start_seconds=None if sample.start is None else sample.start.seconds,
+        start_from=None if sample.start is None else sample.start.origin,
         vram_used_bytes=gpu.vram_used_bytes,
         vram_total_bytes=gpu.vram_total_bytes,
         nvlink_tx_bytes_per_second=gpu.nvlink_tx_bytes_per_second,
         nvlink_rx_bytes_per_second=gpu.nvlink_rx_bytes_per_second,
+        ranks=[
+            RankTelemetry(
+                rank=rank, **{name: getattr(one, name) for name in RankTelemetry.model_fields if name != "rank"}
+            )
+            for rank, one in sorted({**sample.others, 0: gpu}.items())
+            if one != NO_GPU
+        ],
         kv_transfer_bytes_per_second=None if transfer is None else transfer.bytes_per_second,
         kv_transfer_bytes_total=None if transfer is None else transfer.bytes_sent + transfer.bytes_received,
         kv_transfer_seconds_total=None if transfer is None else transfer.seconds_receiving,

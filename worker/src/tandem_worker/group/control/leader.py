@@ -34,11 +34,12 @@ from tandem_worker.group.control.link import (
     Loss,
     MessageKind,
     encode_object,
+    parse_beat,
     parse_object,
-    parse_problems,
 )
 from tandem_worker.group.control.table import Operation, Table, TableError, decode_call, encode_result
 from tandem_worker.host.errors import ThreadStartError
+from tandem_worker.host.nvml import GpuSample
 from tandem_worker.host.peers.door import Door
 from tandem_worker.host.peers.handshake import Purpose
 from tandem_worker.host.vitals import Vitals
@@ -90,6 +91,8 @@ class GroupLeader:
         self._on_leaving = on_leaving
         self.on_answer: Callable[[bytes], None] | None = None
         """Takes what followers say about transfers, on threads of the group."""
+        self.gpus: dict[int, GpuSample] = {}
+        """What the followers' GPUs told last."""
         self._members: dict[int, _Member] = {}
         self._changed = threading.Condition()
         self._formed = self._over = False
@@ -245,7 +248,7 @@ class GroupLeader:
 
     def _listen_to(self, member: _Member) -> None:
         source = f"{member}"
-        member.link.on_heartbeat = lambda payload: self._note_problems(source, payload)
+        member.link.on_heartbeat = lambda payload: self._note_beat(member.rank, source, payload)
         try:
             while True:
                 self._heed(member, *member.link.receive(lambda kind: self._formed and kind in _SPOKEN_BY_MEMBERS))
@@ -280,9 +283,9 @@ class GroupLeader:
             loss = Loss.parse(payload)
             self.lose(loss._replace(message=f"{member} failed: {loss.message}"))
 
-    def _note_problems(self, source: str, payload: bytes) -> None:
-        """What is wrong with a process that has no probes of its own shows in this one's."""
-        problems = parse_problems(payload)
+    def _note_beat(self, rank: int, source: str, payload: bytes) -> None:
+        """What is wrong with a process that has no probes of its own shows in this one's, as its GPU does."""
+        problems, self.gpus[rank] = parse_beat(payload)
         if problems:
             self._vitals.set(source, "; ".join(problems))
         else:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from tandem_worker.host.nvml import GpuSample, pack, unpack
 from tandem_worker.host.vitals import Vitals
 
 HEARTBEAT_SECONDS = 2.0
@@ -198,7 +199,7 @@ class ControlLink:
     def _beat(self, vitals: Vitals) -> None:
         with contextlib.suppress(LinkClosedError):  # whoever receives notices the end
             while not self._closed.wait(HEARTBEAT_SECONDS):
-                self.send(MessageKind.HEARTBEAT, encode_problems(vitals.problems()))
+                self.send(MessageKind.HEARTBEAT, encode_beat(vitals.problems(), vitals.read_gpu()))
 
     def hurry(self, seconds: float) -> None:
         """From now on nothing waits longer than this."""
@@ -213,20 +214,25 @@ class ControlLink:
         self._socket.close()
 
 
-def encode_problems(problems: Sequence[str]) -> bytes:
-    """The payload of a heartbeat: a JSON list of at most 16 problems, each cut to 500 characters."""
-    return orjson.dumps([problem[:_PROBLEM_CHARACTERS] for problem in problems[:_PROBLEMS_TOLD]])
+def encode_beat(problems: Sequence[str], gpu: GpuSample) -> bytes:
+    """The payload of a heartbeat: a JSON object of at most 16 problems, each cut to 500 characters, and of what the
+    sender's GPU tells."""
+    told = [problem[:_PROBLEM_CHARACTERS] for problem in problems[:_PROBLEMS_TOLD]]
+    return orjson.dumps({"problems": told, "gpu": pack(gpu)})
 
 
-def parse_problems(payload: bytes) -> list[str]:
+def parse_beat(payload: bytes) -> tuple[list[str], GpuSample]:
     """Raises LinkClosedError."""
     try:
-        problems = orjson.loads(payload)
+        content = orjson.loads(payload)
     except orjson.JSONDecodeError as error:
         raise LinkClosedError(f"its heartbeat is not JSON: {error}") from error
+    if not isinstance(content, dict) or not isinstance(content.get("gpu"), dict):
+        raise LinkClosedError("its heartbeat is not an object of problems and gpu")
+    problems = content.get("problems")
     if not isinstance(problems, list) or not all(isinstance(problem, str) for problem in problems):
         raise LinkClosedError("its heartbeat is not a list of problems")
-    return problems
+    return problems, unpack(content["gpu"])
 
 
 def encode_object(content: Mapping[str, Any]) -> bytes:
