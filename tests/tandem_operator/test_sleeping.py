@@ -53,8 +53,8 @@ class Gateway(Load):
     def heard(self, key: ModelKey) -> Sequence[tuple[FleetReport, float]]:
         return [] if self.silent else super().heard(key)
 
-    def report(self) -> FleetReport:
-        report = super().report()
+    def report(self, gateway: str = "g-0") -> FleetReport:
+        report = super().report(gateway)
         assert report.traffic is not None
         idle = 0.0 if self.waiting else self.now - self.used_at
         workers = report.workers

@@ -150,7 +150,7 @@ def decide(case: str, rate: float, *, decodes: int = 3, spec: ScalingSpec = SPEC
             ],
         )  # fmt: skip
         heard = [Heard(report=FleetReport.model_validate_json(report.to_json()), age=0.0)]
-        totals = add_up(totals, heard)
+        totals = add_up(totals, heard, now=clock[0])
         shares = take_shares(shares, heard, now=clock[0])
         snapshot = take_snapshot(heard, counts, totals, shares, now=clock[0])
         assert snapshot is not None
