@@ -103,7 +103,7 @@ def measure(num_running: int, steps: int) -> dict[str, float]:
             step = clock.call("begin", runner.begin_step)
             clock.call("launch", runner.launch_step, step)
             clock.call("finish", runner.finish_step, step)
-            clock.call("stats", lambda: build_stats([runner], num_pending=0))
+            clock.call("stats", lambda: build_stats([runner], runner.work, num_pending=0))
             deltas, runner.deltas = runner.deltas, []
             clock.call("deliver", hub._spread, deltas)
             for inbox in inboxes:

@@ -45,9 +45,11 @@ def run(tree: Path, model: Path, cache: Path) -> Start:
                 raise RuntimeError(f"the worker did not answer:\n{log.read_text()[-3000:]}")
             time.sleep(0.01)
         first = time.monotonic() - began
-        cpu = _cpu_seconds(process.pid)
+        cpu = read_cpu_seconds(process.pid)
         time.sleep(1.0)
-        return Start(first_token=first, cpu=cpu, resident_bytes=_resident_bytes(process.pid), steps=_read_steps(log))
+        return Start(
+            first_token=first, cpu=cpu, resident_bytes=read_resident_bytes(process.pid), steps=_read_steps(log)
+        )
 
 
 def describe(model: Path, cache: Path, port: int) -> dict[str, object]:
@@ -102,12 +104,14 @@ def ask(port: int, num_tokens: int = 1) -> bytes:
     return answer.partition(b"\r\n\r\n")[2] if answer.startswith(b"HTTP/1.1 200") else b""
 
 
-def _cpu_seconds(pid: int) -> float:
+def read_cpu_seconds(pid: int) -> float:
+    """Processor time of a process until now."""
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def _resident_bytes(pid: int) -> int:
+def read_resident_bytes(pid: int) -> int:
+    """Of a process's memory, what is in the machine's."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
 
 

@@ -1,4 +1,8 @@
-"""Stands for kubelets and gateways: makes pods ready some time after they were made, and answers `/fleet`."""
+"""Stands for kubelets and gateways: makes pods ready some time after they were made, and answers `/fleet`.
+
+Pods whose launch configuration says standby start and do not get ready before a request waits, which gateways wake them
+for.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -30,7 +35,11 @@ class Nodes:
         self.load_seconds = load_seconds
         self.pods: dict[tuple[str, str], Object] = {}
         self._kubernetes = kubernetes
+        self.waiting: set[str] = set()
+        """Namespaces in whose gateways a request waits."""
+        self._used: dict[str, float] = {}
         self._made: dict[str, float] = {}
+        self._resting: dict[str, bool] = {}
         self._gateways: dict[str, tuple[str, ThreadingHTTPServer]] = {}
         self._tried = 0
         self._lowest: Counter[tuple[str, str]] = Counter()
@@ -48,6 +57,10 @@ class Nodes:
         for _, server in self._gateways.values():
             server.shutdown()
             server.server_close()
+
+    def ask(self, namespace: str) -> None:
+        """A request comes to the gateways of a namespace, and waits until a worker is ready."""
+        self.waiting.add(namespace)
 
     def ready(self, namespace: str, workload: str) -> list[Object]:
         """Pods of a StatefulSet that serve."""
@@ -99,26 +112,44 @@ class Nodes:
         bad = any(container["image"].startswith(BAD) for container in pod["spec"]["containers"])
         if bad or now - born < self.load_seconds:
             return
+        if self._rests(pod) and metadata["namespace"] not in self.waiting:
+            if not _has_started(pod):
+                self._say(path, self._status(pod, ready=False, rests=True))
+            return
+        self._resting[metadata["uid"]] = False
         gates = [gate["conditionType"] for gate in pod["spec"].get("readinessGates", [])]
         ready = all(_is_true(pod, gate) for gate in gates)
         if _is_true(pod, "ContainersReady") and _is_true(pod, "Ready") == ready:
             return
-        self._kubernetes.request(
-            "PATCH", f"{path}/status", {"status": self._status(pod, ready)}, "application/strategic-merge-patch+json"
-        )
+        self._say(path, self._status(pod, ready=ready))
 
-    def _status(self, pod: Object, ready: bool) -> Object:
+    def _say(self, path: str, status: Object) -> None:
+        body = {"status": status}
+        self._kubernetes.request("PATCH", f"{path}/status", body, "application/strategic-merge-patch+json")
+
+    def _rests(self, pod: Object) -> bool:
+        """Whether it is on standby: by the launch configuration that it was started with, until it is woken."""
+        uid, space = pod["metadata"]["uid"], pod["metadata"]["namespace"]
+        if uid not in self._resting:
+            volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
+            found = volumes.get("config", {}).get("configMap", {}).get("name")
+            path = f"/api/v1/namespaces/{space}/configmaps/{found}"
+            text = "{}" if found is None else self._kubernetes.request("GET", path)["data"]["config.json"]
+            self._resting[uid] = bool(json.loads(text).get("standby"))
+        return self._resting[uid]
+
+    def _status(self, pod: Object, *, ready: bool, rests: bool = False) -> Object:
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         address = self._address(pod)
-        said = {"PodScheduled": True, "ContainersReady": True, "Ready": ready}
+        said = {"PodScheduled": True, "ContainersReady": not rests, "Ready": ready}
         conditions = [
             {"type": name, "status": str(holds), "lastTransitionTime": now} | ({} if holds else {"reason": _WAITS})
             for name, holds in said.items()
         ]
         containers = [
             {
-                "name": container["name"], "image": container["image"], "imageID": "x", "ready": True, "started": True,
-                "restartCount": 0, "state": {"running": {"startedAt": now}},
+                "name": container["name"], "image": container["image"], "imageID": "x", "ready": not rests,
+                "started": True, "restartCount": 0, "state": {"running": {"startedAt": now}},
             }
             for container in pod["spec"]["containers"]
         ]  # fmt: skip
@@ -158,14 +189,17 @@ class Nodes:
 
             def do_GET(self) -> None:
                 if self.path == WAITING_PATH:
-                    nodes._ends.wait(5.0)
+                    ends = time.monotonic() + 5.0
+                    while not nodes._ends.wait(0.05) and not nodes._waits(gateway) and time.monotonic() < ends:
+                        pass
                 known = self.path in (FLEET_PATH, WAITING_PATH)
                 body = json.dumps(nodes._report(gateway, started)).encode() if known else b"{}"
                 self.send_response(200 if known else 404)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
-                self.wfile.write(body)
+                with suppress(BrokenPipeError):  # who asked has left
+                    self.wfile.write(body)
 
             def log_message(self, format: str, *args: Any) -> None:
                 """Nothing."""
@@ -187,7 +221,19 @@ class Nodes:
             and _component(p) in ("prefill", "decode")
             and _is_true(p, "ContainersReady")
         ]  # fmt: skip
-        return {"gateway": metadata["name"], "startedAt": started, "at": time.time(), "workers": workers}
+        space = metadata["namespace"]
+        if any(worker["role"] != "prefill" for worker in workers):
+            self.waiting.discard(space)  # it is answered
+        waits = self._waits(gateway)
+        if waits:
+            self._used[space] = time.time()
+        idle = time.time() - max(started, self._used.get(space, 0.0))
+        traffic = {"waitingRequests": int(waits), "idleSeconds": 0.0 if waits else idle}
+        told = {"gateway": metadata["name"], "startedAt": started, "at": time.time(), "workers": workers}
+        return told | {"traffic": traffic}
+
+    def _waits(self, gateway: Object) -> bool:
+        return gateway["metadata"]["namespace"] in self.waiting
 
 
 _WAITS = "ReadinessGatesNotReady"
@@ -195,6 +241,10 @@ _WAITS = "ReadinessGatesNotReady"
 
 def _component(pod: Object) -> str | None:
     return pod["metadata"].get("labels", {}).get("app.kubernetes.io/component")
+
+
+def _has_started(pod: Object) -> bool:
+    return any(status.get("started") for status in pod.get("status", {}).get("containerStatuses", []))
 
 
 def _leaves(pod: Object) -> bool:

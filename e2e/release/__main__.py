@@ -84,7 +84,7 @@ def release(settings: Settings, registry: str, version: str) -> None:
     images = push_images(settings, name, version, plain=plain)
     with tempfile.TemporaryDirectory() as folder:
         chart = write_chart(root / "charts" / "tandem", Path(folder) / "tandem", version, images)
-        address = push_chart(find_tool("helm", _builder(settings)), chart, name, out, plain=plain)
+        address = push_chart(find_tool("helm", _builder()), chart, name, out, plain=plain)
     write_changelog(root, version)
     sboms = write_sboms(root, out, version)
     (out / f"release-{version}.json").write_text(json.dumps({"chart": address, "images": images}, indent=1))
@@ -97,7 +97,9 @@ def release(settings: Settings, registry: str, version: str) -> None:
     )
 
 
-def _builder(settings: Settings) -> Builder:
+def _builder() -> Builder:
+    """Of this checkout's programs, whichever tree is released."""
+    settings = read_settings()
     return Builder(settings.go_modules, settings.cache)
 
 

@@ -1,4 +1,8 @@
-"""Writes another version into every file that has it."""
+"""Writes another version into every file that has the release's.
+
+Not into `pyproject.toml` and `uv.lock`: nobody installs the packages by themselves, and images are built from these
+files, so that each release would bring its gigabytes of dependencies anew although they are the same.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,6 @@ _PLACES = (
     ("charts/tandem/Chart.yaml", r"(?m)^(appVersion: )\S+"),
     ("crds/tandem.dev_inferencemodels.yaml", r"(?m)^(    tandem\.dev/version: )\S+"),
     ("charts/tandem/templates/crd-inferencemodels.yaml", r"(?m)^(    tandem\.dev/version: )\S+"),
-    ("uv.lock", r'(?m)^(name = "tandem-\w+"\nversion = ")[^"]+'),
 )
 SEMVER = r"\d+\.\d+\.\d+(-[0-9A-Za-z-]+(\.[0-9A-Za-z-]+)*)?"
 
@@ -31,9 +34,8 @@ def write_version(root: Path, version: str) -> list[str]:
     """The files that were changed. Raises ClusterError for what is no version, or where a place has none."""
     if not re.fullmatch(SEMVER, version):
         raise ClusterError(f"VERSION is {version!r}: write three numbers, as in 0.2.0 or 0.2.0-rc.1")
-    projects = [(str(file.relative_to(root)), r'(?m)^(version = ")[^"]+') for file in root.glob("*/pyproject.toml")]
     changed: list[str] = []
-    for name, pattern in (*_PLACES, *sorted(projects)):
+    for name, pattern in _PLACES:
         file = root / name
         text = file.read_text()
         written, count = re.subn(pattern, rf"\g<1>{version}", text)

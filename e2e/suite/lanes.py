@@ -25,6 +25,7 @@ SHARED = ("staged", "pair", "untouched", "main")
 SHARED_FILES = {
     "test_admission": "admission", "test_other_writers": "other writers", "test_shared_models": "other writers",
     "test_examples": "examples", "test_commands": "commands", "test_charts": "charts",
+    "test_standby": "other writers",
 }  # fmt: skip
 """Files whose tests are one group: they change the same policy, are so short that a lane each would not pay, or have an
 API server of their own with its ports."""

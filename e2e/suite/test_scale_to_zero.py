@@ -1,8 +1,9 @@
-"""A model that nobody uses has no worker; the first request, or many at once, wait in the gateway, wake it and are
-answered."""
+"""A model that nobody uses has no worker, or some on standby; the first request, or many at once, wait in the gateway,
+wake it and are answered."""
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -33,12 +34,14 @@ def reason(fleet: Fleet, kind: str) -> str:
     return "" if found is None else f"{found['status']} {found['reason']}"
 
 
-def wait_asleep(fleet: Fleet, *, within: float) -> None:
-    """No worker pod is left, the gateway is, and the status says so to people and to programs."""
+def wait_asleep(fleet: Fleet, *, within: float, standby: int = 0) -> None:
+    """No worker pod is left but those on standby, the gateway is, and the status says so to people and to programs."""
 
     def probe() -> bool:
-        assert not fleet.pods(MODEL, "prefill")
-        assert not fleet.pods(MODEL, "decode")
+        for role in ("prefill", "decode"):
+            assert len(fleet.pods(MODEL, role)) == standby
+            if standby:
+                assert fleet.get("inferencemodels", MODEL)["status"][role]["standby"] == standby
         told = {kind: reason(fleet, kind) for kind in ("Ready", "Available", "Reconciling", "Stalled", "ScalingActive")}
         assert told == {
             "Ready": "True ScaledToZero", "Available": "True ScaledToZero", "Reconciling": "", "Stalled": "",
@@ -47,14 +50,12 @@ def wait_asleep(fleet: Fleet, *, within: float) -> None:
         return True
 
     until("the model to sleep", probe, within=within, every=1.0)
-    assert [fleet.get("statefulsets", f"{MODEL}-{role}")["spec"]["replicas"] for role in ("prefill", "decode")] == [
-        0,
-        0,
-    ]
+    counts = [fleet.get("statefulsets", f"{MODEL}-{role}")["spec"]["replicas"] for role in ("prefill", "decode")]
+    assert counts == [standby, standby]
     assert fleet.get("inferencemodels", MODEL)["status"]["scaling"]["asleepSince"]
 
 
-@pytest.mark.timeout(480)
+@pytest.mark.timeout(600)
 def test_a_model_sleeps_and_wakes_for_requests(fleet: Fleet, say: Say) -> None:
     """Asleep after its time; woken by one request, and, with a gateway that has just started, by twenty at once."""
     manifest = smollm2(MODEL, slo=LOOSE, autoscaling={"scaleToZero": {"idleAfter": IDLE_AFTER}})
@@ -70,12 +71,13 @@ def test_a_model_sleeps_and_wakes_for_requests(fleet: Fleet, say: Say) -> None:
         wait_asleep(fleet, within=90)
         for path in ("/v1/models", "/health"):
             assert httpx.get(url + path, timeout=30).status_code == 200, path
-        first = clients.submit(ask, url, 1)
-        until("both roles to be woken", lambda: woken(fleet), within=10)
+        began, first = time.monotonic(), clients.submit(ask, url, 1)
+        until("both roles to be woken", lambda: woken(fleet), within=10, every=0.02)
+        say(f"scale to zero: both roles got replicas {time.monotonic() - began:.2f} s after the first request")
         assert reason(fleet, "Stalled") == ""
-        waited = seconds_waited(first.result())
-        assert waited > 1
-        say(f"scale to zero: the first request waited {waited:.1f} s")
+        cold = seconds_waited(first.result())
+        assert cold > 1
+        say(f"scale to zero: the first request waited {cold:.1f} s")
 
         wait_asleep(fleet, within=120)
         (gateway,) = fleet.pods(MODEL, "gateway")
@@ -87,10 +89,46 @@ def test_a_model_sleeps_and_wakes_for_requests(fleet: Fleet, say: Say) -> None:
         waits = [seconds_waited(answer) for answer in clients.map(lambda number: ask(url, number), range(CLIENTS))]
         say(f"scale to zero: {CLIENTS} requests at once waited {min(waits):.1f} to {max(waits):.1f} s")
         assert "x-tandem-queue-seconds" not in ask(url, CLIENTS).headers
+        wait_asleep(fleet, within=120)
+        fleet.patch(MODEL, {"autoscaling": {"scaleToZero": {"idleAfter": IDLE_AFTER, "standby": {"replicas": 1}}}})
+        wait_asleep(fleet, within=120, standby=1)
+        for _ in range(2):
+            wake_standby(fleet, url, say, at_most=cold)
+            wait_asleep(fleet, within=150, standby=1)
     events = [e for e in fleet.find("events") if e["involvedObject"]["name"] == MODEL]
     told = {e["reason"]: e["message"] for e in events}
     assert "so the model sleeps" in told["FellAsleep"]
     assert "so the model wakes up" in told["WokeUp"]
+
+
+def wake_standby(fleet: Fleet, url: str, say: Say, *, at_most: float) -> None:
+    """One request, which those on standby answer: no pod is made, and it waits less long than for one."""
+    before = uids(fleet)
+    held = fleet.run_python(f"{MODEL}-decode-0", "worker", RESIDENT)
+    waited = seconds_waited(ask(url, CLIENTS + 1))
+    say(f"scale to zero: with one standby of each role, {held.split()[0]} MiB each, a request waited {waited:.2f} s")
+    assert waited < at_most, "seconds, on a machine that other tests share"
+    until("both roles to be woken", lambda: woken(fleet), within=20)
+    fleet.wait_ready(MODEL)
+    assert uids(fleet) == before
+    until("its wake to be measured", lambda: wakes(fleet), within=20)
+
+
+def wakes(fleet: Fleet) -> Object:
+    return fleet.get("inferencemodels", MODEL)["status"]["scaling"]["start"]["decodeWake"]
+
+
+def uids(fleet: Fleet) -> dict[str, str]:
+    found = [pod for role in ("prefill", "decode") for pod in fleet.pods(MODEL, role)]
+    return {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in found}
+
+
+RESIDENT = """
+import pathlib
+for status in pathlib.Path("/proc").glob("[0-9]*/status"):
+    if b"tandem_worker" in (status.parent / "cmdline").read_bytes():
+        print(int(status.read_text().split("VmRSS:")[1].split()[0]) // 1024)
+"""
 
 
 def woken(fleet: Fleet) -> bool:

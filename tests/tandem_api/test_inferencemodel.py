@@ -254,6 +254,10 @@ def test_scaling_to_zero() -> None:
     fixed = parse(**ASLEEP, prefill={"replicas": 2}, gateway={"queue": {"max": 0}}).spec
     assert (fixed.scale_to_zero, fixed.queue_ttl) == (None, "30s"), "not looked at in the mode Static"
     assert parse().spec.queue_ttl == "30s"
+    more = {"min": 2, "max": 4, "mode": "SLO"}
+    resting = {"autoscaling": {"scaleToZero": {"standby": {"replicas": 2}}}, "slo": SLO_TARGETS}
+    assert parse(**resting, prefill={"scaling": more}, decode={"scaling": more}).spec.standby == 2
+    assert parse(**resting).spec.standby == spec.standby == 0, "not looked at in the mode Static, and none by default"
 
 
 @pytest.mark.parametrize(
@@ -266,6 +270,19 @@ def test_scaling_to_zero() -> None:
         (BOTH_SLO | {"gateway": {"queue": {"max": 0}}}, "queue.max must let the first request wait for a start"),
         (BOTH_SLO | {"gateway": {"queue": {"ttl": "0s"}}}, "queue.ttl must let the first request wait .* 1m or more"),
         (BOTH_SLO | {"gateway": {"queue": {"ttl": "30s"}}}, "queue.ttl must let the first request wait"),
+        (
+            BOTH_SLO | {"autoscaling": {"scaleToZero": {"standby": {"replicas": 2}}}},
+            "autoscaling.scaleToZero.standby.replicas must be at most scaling.min of every worker role",
+        ),
+        (
+            BOTH_SLO
+            | {
+                "autoscaling": {"scaleToZero": {"standby": {}}},
+                "decode": SLO_MODE | {"parallelism": {"tensor": 2}},
+            },
+            "autoscaling.scaleToZero.standby needs workers of one rank",
+        ),
+        ({"autoscaling": {"scaleToZero": {"standby": {"replicas": 0}}}}, "greater than or equal to 1"),
         ({"autoscaling": {"scaleToZero": {"idleAfter": "soon"}}}, "must be a duration"),
         ({"autoscaling": {"scaleToZero": {"idle": "5m"}}}, "idle"),
     ],

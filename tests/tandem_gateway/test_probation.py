@@ -36,12 +36,14 @@ def answers(status: int = 200, used: str | None = None) -> Callable[..., Any]:
 class Trial:
     def __init__(self) -> None:
         self.applied: list[list[str]] = []
+        self.urgent = False
         self.probation = Probation(
             lambda workers: self.applied.append([worker.name for worker in workers]),
             served_name="toy",
             token_line=lambda: b"x-tandem-token: secret\r\n",
             connect_seconds=1.0,
             backoff=(0.02,),
+            is_urgent=lambda: self.urgent,
         )
         self.probation.take([])
 
@@ -127,6 +129,19 @@ async def test_the_last_one_serves_though_no_block_reaches_it(trial: Trial, deco
     good = await decode("d1", answers(used="p"))
     trial.probation.take([PREFILL, bad.worker, good.worker])
     await until(lambda: trial.passed == ["p", "d1"])
+
+
+async def test_while_requests_wait_the_only_one_serves_before_it_is_probed(
+    trial: Trial, decode: Any, fault: Any
+) -> None:
+    trial.urgent = True
+    first = await decode("d0", fault.hang)
+    trial.probation.take([PREFILL, first.worker])
+    assert trial.passed == ["p", "d0"]
+    await until(lambda: first.received)
+    second = await decode("d1", fault.hang)
+    trial.probation.take([PREFILL, first.worker, second.worker])
+    assert trial.passed == ["p", "d0"], "the other one is not the only one"
 
 
 async def test_without_a_prefill_worker_of_its_build_nobody_waits_and_is_asked_when_one_comes(

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tandem_gateway import sse
 from tandem_gateway.prompt import CHAT, MESSAGES, RESPONSES
+from tandem_gateway.resume import JournaledStream
 from tandem_gateway.sse import EventStream, EventTooLarge, build_failure, find_usage
 
 EVENTS = [
@@ -115,3 +116,30 @@ def test_failures_are_written_as_the_clients_of_each_api_read_them() -> None:
         {"type": "error", **body},
         ["", ""],
     )
+
+
+@pytest.mark.parametrize("build", [EventStream, lambda: JournaledStream(b"{}")], ids=["plain", "journaled"])
+def test_of_large_reads_kilobytes_are_kept_and_their_end_is_known(build) -> None:
+    """A fast worker's reads are 256 KiB: two of them for each slow reader were half a megabyte."""
+    events = b'data: {"choices":[{"delta":{"content":"' + b"x" * 200 + b'"}}]}\n\n'
+    stream = build()
+    for _ in range(2):
+        stream.feed(events * 1000 + b": t 0 1\n" * (build is not EventStream))
+    assert len(stream.tail) <= 16 * 1024
+    assert not stream.done
+    answer = b'event: response.completed\ndata: {"response":{"output":"%b","usage":{"input_tokens":7,' % (
+        b"y" * 100_000
+    )
+    answer += b'"input_tokens_details":{"cached_tokens":5},"output_tokens":3}}}\n\n'
+    stream.feed(answer + b": u 7 5 3\n" * (build is not EventStream))
+    assert len(stream.tail) <= 16 * 1024
+    assert stream.done
+    assert not stream.failed
+    usage = find_usage(stream.tail)
+    assert usage is not None
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (7, 3)
+    failed = build()
+    failed.feed(
+        b'event: response.failed\ndata: {"x":"%b"}\n\n' % (b"y" * 100_000) + b": \n" * (build is not EventStream)
+    )
+    assert failed.failed

@@ -16,7 +16,7 @@ from tandem_operator.kube.client import KubeClient
 from tandem_operator.manifests import ModelKey
 from tandem_operator.quotas import Budget, Limit, Pool, QuotaWatch, find_budget, read_limits
 from tandem_operator.scaler import PERIOD_SECONDS, Scaler
-from tandem_operator.scaling.observe import RoleCount
+from tandem_operator.scaling.observe import PodStart, RoleCount
 from tandem_operator.scaling.temper import Circumstances
 from tandem_operator.scene import Scene
 from test_scaler import SPEC, D, Load, P
@@ -194,7 +194,9 @@ class Namespace:
             present = {role: max(count, self.before[key][role]) for role, count in self.counts[key].items()}
             counts = {
                 role: RoleCount(
-                    replicas=count, leaders=frozenset(f"m-{role.value}-{n}" for n in range(count)), starts=(20.0,),
+                    replicas=count,
+                    leaders=frozenset(f"m-{role.value}-{n}" for n in range(count)),
+                    starts={f"m-{role.value}-0": PodStart(before=0.0, whole=20.0)},
                     present=present[role],
                 )
                 for role, count in self.counts[key].items()

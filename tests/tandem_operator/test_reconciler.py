@@ -8,7 +8,7 @@ import base64
 import copy
 import dataclasses
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from time import time as clock
 from typing import Any
@@ -163,6 +163,10 @@ class Gateways(FleetWatch):
     """What gateways say: what a test has them say, else what they answer."""
 
     said: Sequence[FleetReport] = ()
+    starting: Mapping[str, tuple[str, str]] = {}
+
+    def view(self, key: ModelKey) -> FleetView:
+        return dataclasses.replace(super().view(key), starting=self.starting) if self.starting else super().view(key)
 
     def heard(self, key: ModelKey) -> Sequence[tuple[FleetReport, float]]:
         return [(report, 0.0) for report in self.said] or super().heard(key)

@@ -23,7 +23,7 @@ from tandem_operator.kube.client import KubeClient
 from tandem_operator.manifests import ModelKey
 from tandem_operator.scaler import PERIOD_SECONDS, Scaler
 from tandem_operator.scaling.contract import Behavior, RoleSpec, ScalingSpec, Target
-from tandem_operator.scaling.observe import RoleCount
+from tandem_operator.scaling.observe import PodStart, RoleCount
 from tandem_operator.scaling.temper import Circumstances
 from tandem_operator.scene import Scene
 from test_reconciler import DECODE, KEY, MODEL, Operator
@@ -133,7 +133,9 @@ class Following:
         self.load.workers = dict(self.counts)
         counts = {
             role: RoleCount(
-                replicas=count, leaders=frozenset(f"m-{role.value}-{n}" for n in range(count)), starts=(20.0,)
+                replicas=count,
+                leaders=frozenset(f"m-{role.value}-{n}" for n in range(count)),
+                starts={f"m-{role.value}-0": PodStart(before=0.0, whole=20.0)},
             )
             for role, count in self.counts.items()
         }

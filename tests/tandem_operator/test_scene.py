@@ -11,6 +11,7 @@ from tandem_api.inferencemodel import Condition, RolloutStatus
 from tandem_api.names import Role
 from tandem_operator.accelerators import count_gpus
 from tandem_operator.manifests import ChildKey, Manifest
+from tandem_operator.scaling.observe import PodStart
 from tandem_operator.scene import Scene, is_rolling, set_scene
 
 P, D = Role.PREFILL, Role.DECODE
@@ -18,14 +19,14 @@ SLO = {"ttft": {"percentile": 90, "seconds": 1, "secondsPerThousandTokens": 2}, 
 MODE = {"scaling": {"mode": "SLO", "max": 4}}
 
 
-def worker(number: int, *, ready: bool = True, took: int = 20, restarts: int = 0) -> Manifest:
+def worker(number: int, *, ready: bool = True, took: int = 20, restarts: int = 0, **told: Any) -> Manifest:
     """A decode pod, made a minute after the one before it."""
     state = "True" if ready else "False"
     since = f"2026-01-01T00:{number + took // 60:02}:{took % 60:02}Z"
     return pod(
         f"m-decode-{number}", metadata={"creationTimestamp": f"2026-01-01T00:{number:02}:00Z"},
         conditions=[{"type": "Ready", "status": state, "lastTransitionTime": since}],
-        **container(started=True, restartCount=restarts),
+        **container(started=True, restartCount=restarts, **told),
     )  # fmt: skip
 
 
@@ -43,8 +44,20 @@ def test_ready_replicas_are_counted_and_start_up_is_learned() -> None:
     found = scene(worker(0), worker(1, took=50), worker(2, took=40, restarts=1), worker(3, ready=False))
     assert found is not None
     count = found.counts[D]
-    assert (count.replicas, count.ready, count.starts) == (3, 3, (20.0, 50.0))
+    assert (count.replicas, count.ready) == (3, 3)
+    assert count.starts == {
+        "m-decode-0": PodStart(before=0.0, whole=20.0),
+        "m-decode-1": PodStart(before=0.0, whole=50.0),
+        "m-decode-2": PodStart(before=0.0),
+    }
     assert count.leaders == {"m-decode-0", "m-decode-1", "m-decode-2"}
+
+
+def test_what_came_before_a_container_is_no_part_of_its_own_start() -> None:
+    started = {"state": {"running": {"startedAt": "2026-01-01T00:00:07Z"}}}
+    found = scene(worker(0, **started), worker(1, restarts=1, **started))
+    assert found is not None
+    assert [start.before for start in found.counts[D].starts.values()] == [7.0, 0.0]
 
 
 @pytest.mark.parametrize(("ready", "steady"), [([0, 1, 2], 3), ([0, 2], 1), ([1, 2], 0), ([], 0)])

@@ -120,6 +120,7 @@ _LIMITS = (
     _Limit(".engine.freeFormGrammars", _ARGS, _unset("engine.freeFormGrammars", "false")),
     _Limit(".engine.requestChatTemplates", _ARGS, _unset("engine.requestChatTemplates", "false")),
     _Limit(".engine.tools", _ARGS, _unset("engine.tools", "'Auto'")),
+    _Limit(".engine.generationSettings", _ARGS, _unset("engine.generationSettings", "'Model'")),
     _Limit(".engine.weights", _ARGS, _unset("engine.weights", "'Auto'")),
     _Limit(".kv.memory", _ARGS, "!has(self.kv) || !has(self.kv.memory)"),
     _Limit(
@@ -218,6 +219,7 @@ def find_refusal(spec: InferenceModelSpec) -> str | None:
         engine.free_form_grammars,
         engine.request_chat_templates,
         engine.tools != "Auto",
+        engine.generation_settings != "Model",
         engine.weights != "Auto",
         kv.memory is not None,
         kv.transport != "Auto",

@@ -50,6 +50,16 @@ class WorkerReport(Wire):
     """Seconds since that sample was read."""
 
 
+class StartingReport(Wire):
+    """A worker that is not ready."""
+
+    name: _Text
+    """The pod."""
+    address: _Text
+    waits_for: _Text
+    """What it says that it is doing: `loading weights`."""
+
+
 class Traffic(Wire):
     """Requests that one gateway has taken since it started, and those that wait in it now. Totals only grow."""
 
@@ -92,5 +102,9 @@ class FleetReport(Wire):
     workers: Annotated[list[WorkerReport], Field(max_length=MOST_WORKERS), FailFast()] = Field(
         default_factory=list[WorkerReport]
     )
+    starting: Annotated[list[StartingReport], Field(max_length=MOST_WORKERS), FailFast()] = Field(
+        default_factory=list[StartingReport]
+    )
+    """Workers that are not ready and tell what they wait for."""
     traffic: Traffic | None = None
     """Absent from gateways of a release that does not count it."""

@@ -12,7 +12,17 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_v
 
 from tandem_api.base import Authored, Wire
 from tandem_api.engines import EngineKind, find_refusal, foreign_rules
-from tandem_api.launch import Device, DType, GatewayRouting, LinkKind, Parallelism, TLSVersion, ToolForm, WeightsForm
+from tandem_api.launch import (
+    Device,
+    DType,
+    GatewayRouting,
+    GenerationSettings,
+    LinkKind,
+    Parallelism,
+    TLSVersion,
+    ToolForm,
+    WeightsForm,
+)
 from tandem_api.names import GROUP
 from tandem_api.quantities import DURATION_PATTERN, QUANTITY_PATTERN, parse_duration, parse_quantity
 from tandem_api.validation import RULES_KEY, Lacks, Matches, Satisfies, check_collector, rule
@@ -577,6 +587,10 @@ class Engine(Authored):
     template. `Generic` describes functions in the system message, with calls as JSON, whatever the template has.
     `Auto` is the model's own way where it has one; else only calls that a client requires are made, in the generic
     form. `Off` refuses requests with tools."""
+    generation_settings: GenerationSettings = "Model"
+    """What stands for the sampling fields that a request leaves out. `Model` is what the model's makers wrote into its
+    `generation_config.json` (`temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty`), `Off` is what the API
+    says: a temperature of 1 and nothing else. Tokens that end an answer count either way."""
 
 
 class KV(Authored):
@@ -1120,6 +1134,13 @@ class ScalingBehavior(Authored):
     at most."""
 
 
+class Standby(Authored):
+    """Workers that stay while a model sleeps: libraries are loaded, no weights and no blocks."""
+
+    replicas: Annotated[int, Field(ge=1, le=1000)] = 1
+    """Of each role; at most its `scaling.min`, which is what it has when the model wakes."""
+
+
 class ScaleToZero(Authored):
     """No worker runs while nobody asks anything; gateways stay, and hold what comes until a worker is there."""
 
@@ -1129,6 +1150,9 @@ class ScaleToZero(Authored):
     ] = "15m"
     """Both roles go to zero replicas when no gateway has had a request for so long. The next request wakes the model:
     each role gets its `scaling.min`."""
+    standby: Standby | None = None
+    """Pods that stay meanwhile, with their nodes' resources, and serve as soon as they have read the weights. None stay
+    where it is left out."""
 
 
 class Autoscaling(Authored):
@@ -1169,6 +1193,13 @@ _NOBODY_WAITS = (
     "must let the first request wait for a start while autoscaling.scaleToZero is set: write {}, or remove it"
 )
 _NO_WAKER = "must not be 0 while autoscaling.scaleToZero is set, because gateways hold the request that wakes the model"
+_IDLE_STANDBY = (
+    "must be at most scaling.min of every worker role, because that many wake: lower it, or raise scaling.min"
+)
+_LONE_STANDBY = (
+    "needs workers of one rank, because the ranks of a group meet while they load: leave standby out, or leave"
+    " parallelism at 1"
+)
 _TOO_SMALL = "is less than what the fewest replicas of both roles take: raise it, or lower scaling.min or replicas"
 
 
@@ -1182,6 +1213,7 @@ def _either(mode: str) -> str:
     return f"({_has_mode('prefill', mode)} || {_has_mode('decode', mode)})"
 
 
+_AXES = ("tensor", "pipeline", "expert", "data")
 SHORTEST_TTL = "1m"
 """Of requests that may wait for a start."""
 _SAYS_QUEUE = "!has(self.gateway) || !has(self.gateway.queue) || !has(self.gateway.queue."
@@ -1194,13 +1226,26 @@ def _fewest(role: str) -> str:
 
 
 def _fewest_gpus(role: str) -> str:
-    axes = " * ".join(f"self.{role}.parallelism.{axis}" for axis in ("tensor", "pipeline", "expert", "data"))
+    axes = " * ".join(f"self.{role}.parallelism.{axis}" for axis in _AXES)
     return f"{_fewest(role)} * {axes}"
 
 
 _BATCH_RANKS = " && ".join(
     f"self.{role}.parallelism.{axis} == 1" for role in ("prefill", "decode") for axis in ("expert", "data")
 )
+
+
+_RESTS = "has(self.autoscaling) && has(self.autoscaling.scaleToZero) && has(self.autoscaling.scaleToZero.standby)"
+_STANDBY_PATH = ".autoscaling.scaleToZero.standby"
+
+
+def _rests_less(role: str) -> str:
+    return f"(!{_has_mode(role, 'SLO')} || self{_STANDBY_PATH}.replicas <= self.{role}.scaling.min)"
+
+
+def _is_lone(role: str) -> str:
+    lone = " && ".join(f"self.{role}.parallelism.{axis} == 1" for axis in _AXES)
+    return f"(!has(self.prefill) || {lone})" if role == "prefill" else lone
 
 
 class InferenceModelSpec(Authored):
@@ -1261,6 +1306,16 @@ class InferenceModelSpec(Authored):
                     f" || duration(self.gateway.queue.ttl) >= duration('{SHORTEST_TTL}')",
                     _NOBODY_WAITS.format(f"{SHORTEST_TTL} or more"),
                     path=".gateway.queue.ttl",
+                ),
+                rule(
+                    f"!({_RESTS}) || {_rests_less('decode')} && {_rests_less('prefill')}",
+                    _IDLE_STANDBY,
+                    path=f"{_STANDBY_PATH}.replicas",
+                ),
+                rule(
+                    f"!({_RESTS}) || {_is_lone('decode')} && {_is_lone('prefill')}",
+                    _LONE_STANDBY,
+                    path=_STANDBY_PATH,
                 ),
                 *foreign_rules(),
             ]
@@ -1325,6 +1380,17 @@ class InferenceModelSpec(Authored):
         return self
 
     @model_validator(mode="after")
+    def _can_rest(self) -> InferenceModelSpec:
+        standby = None if self.autoscaling.scale_to_zero is None else self.autoscaling.scale_to_zero.standby
+        if standby is None:
+            return self
+        if any(role.scaling.mode == "SLO" and standby.replicas > role.scaling.min for role in self.workers):
+            raise ValueError(f"autoscaling.scaleToZero.standby.replicas {_IDLE_STANDBY}")
+        if any(role.num_gpus > 1 for role in self.workers):
+            raise ValueError(f"autoscaling.scaleToZero.standby {_LONE_STANDBY}")
+        return self
+
+    @model_validator(mode="after")
     def _can_sleep(self) -> InferenceModelSpec:
         modes, queue = {role.scaling.mode for role in self.workers}, self.gateway.queue
         if self.autoscaling.scale_to_zero is None or modes == {"Static"}:
@@ -1346,6 +1412,12 @@ class InferenceModelSpec(Authored):
         return self.autoscaling.scale_to_zero if modes == {"SLO"} else None
 
     @property
+    def standby(self) -> int:
+        """Replicas of each role that stay while the model sleeps."""
+        rest = self.scale_to_zero
+        return 0 if rest is None or rest.standby is None else rest.standby.replicas
+
+    @property
     def queue_ttl(self) -> str:
         """How long a request may wait in a gateway."""
         return self.gateway.queue.ttl or ("30s" if self.scale_to_zero is None else "10m")
@@ -1365,6 +1437,8 @@ class RoleStatus(Wire):
     """Replicas of which every pod is ready."""
     updated: int = 0
     """Replicas of which every pod is of the newest template."""
+    standby: int | None = None
+    """Replicas on standby, of a model that sleeps: all is loaded but weights."""
     promised: int | None = None
     """Replicas that `Ready` promises: those the spec asks for, once they have all been there. While a role grows it is
     the number from before."""
@@ -1472,6 +1546,26 @@ class RoleScalingStatus(Wire):
     number was another one a moment ago."""
 
 
+class StartFigures(Wire):
+    """What the last starts of a role took."""
+
+    median_seconds: float
+    p90_seconds: float
+    """Nine of ten took no longer."""
+    count: int
+    """How many these were: 20 at most."""
+
+
+class StartStatus(Wire):
+    """What it takes until a replica serves, as workers measured it, from the creation of the pod."""
+
+    prefill: StartFigures | None = None
+    decode: StartFigures | None = None
+    prefill_wake: StartFigures | None = None
+    """Of workers on standby, from the order to wake up."""
+    decode_wake: StartFigures | None = None
+
+
 class ScalingStatus(Wire):
     """Scaling of the roles that have another mode than `Static`. What does not change in substance is told again every
     half a minute at most."""
@@ -1484,6 +1578,8 @@ class ScalingStatus(Wire):
     """When the message was written."""
     last_scale_time: Annotated[str, Field(json_schema_extra={"format": "date-time"})] | None = None
     """When a role was last given another number of replicas."""
+    start: StartStatus | None = None
+    """What starts of the last replicas took."""
     asleep_since: Annotated[str, Field(json_schema_extra={"format": "date-time"})] | None = None
     """When the model was scaled to zero because nobody used it; absent while it is awake."""
 

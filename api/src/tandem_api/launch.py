@@ -30,6 +30,8 @@ MAX_HELD_BYTES = 512 * 1024 * 1024
 Device = Literal["Auto", "CUDA", "CPU"]
 ToolForm = Literal["Auto", "Template", "Generic", "Off"]
 """How functions get into a prompt and calls out of an answer: see `spec.engine.tools`."""
+GenerationSettings = Literal["Model", "Off"]
+"""What stands below the sampling fields of requests: see `spec.engine.generationSettings`."""
 DType = Literal["Auto", "BFloat16", "Float16", "Float32"]
 WeightsForm = Literal["Auto", "Plain", "Lossless"]
 """How matrices are kept in memory: see `spec.engine.weights`."""
@@ -182,6 +184,8 @@ class WorkerConfig(Wire):
     request_chat_templates: bool = False
     """Clients may send chat templates."""
     tools: ToolForm = "Auto"
+    generation_settings: GenerationSettings = "Model"
+    """Whether the sampling settings of the model's `generation_config.json` stand for what a request does not say."""
     drain_timeout_seconds: float = 60.0
     """How long running requests may finish after SIGTERM."""
     step_timeout_seconds: float | None = None
@@ -191,10 +195,13 @@ class WorkerConfig(Wire):
     """Prompts are computed in the order in which they are due by it, for their uncached tokens; None: as they came."""
     tracing: TracingConfig | None = None
     """None: unless the environment says so, spans are recorded of no request."""
+    standby: bool = False
+    """The start stops before it takes memory for weights and blocks, and goes on once this is false, or a gateway asks
+    it to."""
 
 
 WORKER_READS_AGAIN = frozenset(
-    {"drain_timeout_seconds", "served_name", "step_timeout_seconds", "tracing", "ttft_target"}
+    {"drain_timeout_seconds", "served_name", "standby", "step_timeout_seconds", "tracing", "ttft_target"}
 )
 """Fields of `WorkerConfig` that a running worker reads when it needs them, or leaves to the gateways that show it a
 key, as it does with the served name: a change restarts nothing."""

@@ -40,6 +40,8 @@ MANAGED_BY = "tandem-operator"
 
 REASON_STEP_HUNG = "StepHung"
 """Reason in the termination message of a worker that ended because a step of its engine did not."""
+REASON_WAKE_TIMED_OUT = "WakeTimedOut"
+"""Of a worker that was on standby and did not come to serve in time."""
 REASON_GROUP_INCOMPLETE = "GroupIncomplete"
 REASON_GROUP_LOST = "GroupLost"
 """Reasons in the termination message of a worker that ended because a rank of its group did not come, or is gone: where
@@ -82,6 +84,12 @@ Response: what a journal begins with. See `tandem_api.journal`."""
 
 HEADER_TOKEN = "x-tandem-token"
 """Gateway to worker: `keys.bearer_token`. Without it a worker that has keys answers 401."""
+
+WAKE_PATH = "/wake"
+"""At a worker's inference port: a gateway asks it to take requests, and is answered once it does. One on standby goes
+on with its start."""
+STARTED_PATH = "/startz"
+"""At a worker's metrics port: 200 once it has started, to serve or to be on standby."""
 
 KEYS_PATH = "/etc/tandem/keys"
 """Folder of the pod's keys: the mounted Secret."""

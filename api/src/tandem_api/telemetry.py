@@ -83,6 +83,11 @@ class WorkerTelemetry(Wire):
     mixed_step_seconds: Amount | None = None
     """Of the last steps that computed prompts and decoded, one token of each answer among them. Absent until the first
     one, and while no request runs."""
+    start_seconds: Amount | None = None
+    """What its start took: from exec until it was ready, and of one that was on standby from the order to wake up."""
+    start_from: Annotated[str, Field(max_length=64)] | None = None
+    """What it started from: `downloaded`, where the model's files came during the start, `files`, `prepared`, where
+    weights came from a copy that an earlier start had made, or `standby`."""
     vram_used_bytes: Count | None = None
     vram_total_bytes: Count | None = None
     nvlink_tx_bytes_per_second: Amount | None = None

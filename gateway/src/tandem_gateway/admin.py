@@ -61,6 +61,7 @@ class Admin:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
+        gateway.on_busy = self._answer_questions
         self._connections: set[ClientConnection] = set()
         self._sources: Sources[ClientConnection] = Sources()
         self._questions: dict[ClientConnection, tuple[_Question, Request]] = {}
@@ -145,9 +146,15 @@ class Admin:
     def on_refused(self, connection: ClientConnection, error: RequestError) -> None:
         connection.write(build_plain(error.status, "text/plain", f"{error.message}\n".encode(), keep_alive=False))
 
+    def _answer_questions(self) -> None:
+        """A request is under way."""
+        for connection, (_, request) in tuple(self._questions.items()):
+            del self._questions[connection]
+            self._answer(connection, request)
+
     def tick(self, now: float) -> None:
         for connection, (question, request) in tuple(self._questions.items()):
-            if self._gateway.exchanges or now >= question.until:
+            if now >= question.until:
                 del self._questions[connection]
                 self._answer(connection, request)
         for connection in tuple(self._connections):

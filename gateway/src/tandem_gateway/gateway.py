@@ -15,7 +15,7 @@ from itertools import count, islice
 from typing import Any
 from urllib.parse import unquote
 
-from tandem_api.fleet import FleetReport, WorkerReport
+from tandem_api.fleet import FleetReport, StartingReport, WorkerReport
 from tandem_api.launch import GatewayConfig, GatewayRouting, StoreLimits, TracingConfig
 from tandem_api.logs import format_time
 from tandem_api.names import Role
@@ -120,25 +120,25 @@ class Gateway:
         self.access_log = access_log
         self.held: Held = list
         """Workers that discovery knows and that get no requests yet, as `GET /fleet` tells of them."""
+        self.starting: Callable[[], list[StartingReport]] = list
+        """Workers that are not ready, and what they wait for."""
         self.facts: Callable[[], dict[str, object]] = dict
         """What a worker has told about the model."""
         self.certificate: Certificate | None = None
         """That clients are shown; None: they speak no TLS."""
         self.tracer = _build_tracer(config, tracing)
         self.exchanges: set[Exchange] = set()
+        self.on_busy: Callable[[], None] = lambda: None
+        """Called when a request is under way where none was."""
         self.connections, self.sources = set[ClientConnection](), Sources[ClientConnection]()
         """All of them, and by whose they are."""
         self._credentials = Credentials(config.keys_path)
         self.token_line = self._credentials.line
-        self._links: dict[int, Link] = {}
-        self.native = NativeLinks(token=lambda: self._credentials.token) if config.link == "Native" else None
+        self.native = self._build_native() if config.link == "Native" else None
         """None: workers are asked over HTTP."""
-        if self.native is not None:
-            self.native.on_drain = self._on_drain
-        self._complained_at: dict[str, float] = {}
+        self._links, self._complained_at = dict[int, Link](), dict[str, float]()
         """When a worker that does not take the key was last named."""
-        self._request_ids = _RequestIds()
-        self._started_at = time.time()
+        self._request_ids, self._started_at = _RequestIds(), time.time()
         self._idle_since = time.monotonic()
         """When the last exchange ended."""
 
@@ -169,6 +169,11 @@ class Gateway:
         self.scheduler.apply_canary(routing.canary)
         self.tracer.follow(routing.tracing)
         self._follow_store(routing.response_store)
+
+    def _build_native(self) -> NativeLinks:
+        native = NativeLinks(token=lambda: self._credentials.token)
+        native.on_drain = self._on_drain
+        return native
 
     def _build_store(self, limits: StoreLimits | None) -> Responses | None:
         return None if limits is None else Responses(limits, self.budget, clock=time.monotonic)
@@ -420,6 +425,7 @@ class Gateway:
         connection.exchange = exchange
         if recording is not None:
             connection.account()
+        is_first = not self.exchanges
         self.exchanges.add(exchange)
         self.metrics.in_flight += 1
         if request.path in COMPUTES:
@@ -431,6 +437,8 @@ class Gateway:
                 traffic.prompt_tokens += tokens
                 traffic.prompt_squares += tokens * tokens
         exchange.dispatch()
+        if is_first:
+            self.on_busy()
 
     def _answer(self, request: Request) -> object:
         """What the gateway knows by itself."""
@@ -689,6 +697,7 @@ class Gateway:
             served_names=list(self.served_names),
             canary_percent=None if canary is None else canary.percent,
             workers=[*map(self._report_on, self.scheduler.endpoints.values()), *self.held()],
+            starting=self.starting(),
             traffic=self.traffic.report(
                 waiting_requests=self.queue.line.size,
                 waiting_tokens=self.queue.line.tokens,

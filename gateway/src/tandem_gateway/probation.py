@@ -74,12 +74,15 @@ class Probation:
         token_line: Callable[[], bytes],
         connect_seconds: float,
         backoff: tuple[float, ...] = BACKOFF_SECONDS,
+        is_urgent: Callable[[], bool] = lambda: False,
     ) -> None:
+        """`is_urgent`: whether requests wait for a worker."""
         self._apply = apply
         self._served_name = served_name
         self._token_line = token_line
         self._connect_seconds = connect_seconds
         self._backoff = backoff
+        self._is_urgent = is_urgent
         self._trials: dict[tuple[str, str], _Trial] = {}
         self._workers: list[Worker] | None = None
         self._passed: list[Worker] | None = None
@@ -141,8 +144,9 @@ class Probation:
     def _pass_on(self) -> None:
         held = [trial for trial in self._trials.values() if not trial.is_trusted and self._peers(trial.worker)]
         if held and len(held) == len(self._trials):
-            # Nobody else decodes. Who was not asked yet will be in a moment; who failed is better than nobody.
-            held = [trial for trial in held if not trial.failures]
+            # Nobody else decodes. Who was not asked yet will be in a moment; who failed is better than nobody, and
+            # while requests wait everybody is: without blocks from others it computes prompts itself.
+            held = [] if self._is_urgent() else [trial for trial in held if not trial.failures]
         names = {trial.worker.name for trial in held}
         for trial in self._trials.values():
             trial.served = trial.served or trial.worker.name not in names

@@ -6,7 +6,7 @@ all bodies, which holds a body from when it is read until its answer begins, whe
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 from tandem_api.launch import GatewayQueue
@@ -39,6 +39,8 @@ class RequestQueue:
     def __init__(self, settings: GatewayQueue, scheduler: Scheduler, metrics: Metrics) -> None:
         self.settings = settings
         """A change holds for who comes to wait from then on."""
+        self.on_join: Callable[[], None] = lambda: None
+        """Called when a request has come to wait."""
         self.line: DeadlineQueue[Waiter] = DeadlineQueue()
         self._ramp = Ramp()
         self._scheduler = scheduler
@@ -78,6 +80,7 @@ class RequestQueue:
                     self.find_backlog(),
                 )
             )
+        self.on_join()
         return ticket
 
     def refuse(self) -> NoEndpoint:

@@ -24,7 +24,9 @@ from tandem_gateway.model_card import ModelCard
 from tandem_gateway.probation import Probation
 from tandem_gateway.scheduling import Worker
 from tandem_gateway.settings import Settings
+from tandem_gateway.starting import StartWatch
 from tandem_gateway.telemetry import AT_ONCE, MAX_KEPT, TelemetryPoller
+from tandem_gateway.waker import Sleeper, Waker
 
 log = logging.getLogger(__name__)
 BACKLOG = 1024
@@ -50,6 +52,7 @@ class Server:
             served_name=settings.config.served_name,
             token_line=lambda: self.gateway.token_line,
             connect_seconds=settings.config.timeouts.connect_seconds,
+            is_urgent=lambda: self.gateway.queue.line.size > 0,
         )
         self.gateway.held = self.probation.reports
         self.card = ModelCard(
@@ -170,13 +173,34 @@ class Server:
         if settings.workers:
             return [self._apply_fixed(list(settings.workers))]
         server, config = ApiServer.in_cluster(), settings.config
-        pods = PodWatcher(server, namespace=config.namespace, model=config.model_name, apply=self.probation.take)
+        queue = self.gateway.queue
+        waker = Waker(
+            waits=lambda: queue.settings.wakes and queue.line.size > 0,
+            token_line=lambda: self.gateway.token_line,
+            connect_seconds=config.timeouts.connect_seconds,
+        )
+        starts = StartWatch(connect_seconds=config.timeouts.connect_seconds)
+        self.gateway.starting = starts.reports
+
+        def tell_sleepers(sleepers: list[Sleeper]) -> None:
+            waker.take(sleepers)
+            starts.take(sleepers)
+
+        pods = PodWatcher(
+            server,
+            namespace=config.namespace,
+            model=config.model_name,
+            apply=self.probation.take,
+            tell_sleepers=tell_sleepers,
+        )
+        waker.on_awake = pods.admit
+        queue.on_join = waker.poke
         routing = RoutingWatcher(
             server, namespace=config.namespace, model=config.model_name, apply=self.gateway.apply_routing
         )
         self.admin.knows_routing = lambda: routing.asked
         self._spawn(self.probation.run())
-        return [pods.run(), routing.run()]
+        return [pods.run(), routing.run(), waker.run(), starts.run()]
 
     async def _apply_fixed(self, workers: list[Worker]) -> None:
         self.apply_workers(workers)

@@ -14,7 +14,7 @@ from tandem_api.inferencemodel import Condition
 from tandem_api.names import CONDITION_ADMITTED, Role
 
 from tandem_operator.fleet import REJECTED_SECONDS, FleetView
-from tandem_operator.groups import Group, group_pods, is_leaving, is_ready
+from tandem_operator.groups import Group, group_pods, is_leaving, is_ready, is_up
 from tandem_operator.manifests import POD, ChildKey, Manifest, ModelKey, child_key, dig, dig_list
 from tandem_operator.observation import pods_of, workload_key
 from tandem_operator.partners import partner_groups
@@ -89,7 +89,7 @@ def _decide(blueprint: Blueprint, group: Group, view: FleetView) -> tuple[Litera
         return "True", "NoGateway", "this model has no gateway that could admit it"
     standing = view.standings.get(leader["metadata"]["name"])
     if standing is None or standing.host != dig(leader, "status", "podIP"):
-        if view.unable and not view.reporting and group.is_complete and all(_is_up(pod) for pod in group.pods):
+        if view.unable and not view.reporting and group.is_complete and all(is_up(pod) for pod in group.pods):
             return (
                 "True",
                 "GatewayCannotReport",
@@ -133,7 +133,7 @@ def admission_condition(
     out = [
         (group.pods[0]["metadata"]["name"], standing)
         for group in _groups(blueprint, live)
-        if group.is_complete and all(_is_up(pod) for pod in group.pods)
+        if group.is_complete and all(is_up(pod) for pod in group.pods)
         and ((standing := _standing(group, view)) is None or not standing[0])
     ]  # fmt: skip
     if out:
@@ -179,13 +179,6 @@ def gate_of(pod: Manifest) -> Mapping[str, object]:
     """The gate's condition; empty where it was never set."""
     conditions = dig_list(pod, "status", "conditions")
     return next((condition for condition in conditions if condition.get("type") == CONDITION_ADMITTED), Manifest())
-
-
-def _is_up(pod: Manifest) -> bool:
-    return any(
-        condition.get("type") == "ContainersReady" and condition.get("status") == "True"
-        for condition in dig_list(pod, "status", "conditions")
-    )
 
 
 def _condition(status: Literal["True", "False", "Unknown"], reason: str, message: str) -> Condition:

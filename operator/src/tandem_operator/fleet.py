@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import aiohttp
 from pydantic import ValidationError
-from tandem_api.fleet import FLEET_PATH, WAITING_PATH, WAITING_SECONDS, FleetReport, WorkerReport
+from tandem_api.fleet import FLEET_PATH, WAITING_PATH, WAITING_SECONDS, FleetReport, StartingReport, WorkerReport
 from tandem_api.names import GATEWAY_METRICS_PORT
 
 from tandem_operator import metrics
@@ -65,6 +65,8 @@ class FleetView:
     """Gateways of a release that has no reports."""
     silent: Mapping[str, str] = field(default_factory=dict[str, str])
     """Gateways without a fresh report, and why."""
+    starting: Mapping[str, tuple[str, str]] = field(default_factory=dict[str, tuple[str, str]])
+    """Workers that are not ready, by the name of the pod: its address, and what it says that it is doing."""
     asked: bool = False
     """Every gateway has been asked at least once: what is not known now is not known for a reason."""
 
@@ -173,6 +175,7 @@ class FleetWatch:
                 for name, gateway in model.gateways.items()
                 if name not in fresh and not gateway.unable
             },
+            starting={one.name: (_host(one), one.waits_for) for report in self.reports(key) for one in report.starting},
             asked=all(gateway.asked for gateway in model.gateways.values()),
         )
 
@@ -229,9 +232,10 @@ class FleetWatch:
                 async with session.get(self._url(gateway, WAITING_PATH), allow_redirects=False) as response:
                     if response.status == 200:
                         gateway.report = parse_report(await _read(response), gateway=name)
-                        gateway.heard_at, pause = self._clock(), _PAUSE_SECONDS
+                        gateway.heard_at, pause = self._clock(), 0.0
                         traffic = gateway.report.traffic
                         if traffic is not None and (traffic.waiting_requests or traffic.idle_seconds == 0):
+                            pause = _PAUSE_SECONDS  # it would answer at once again
                             self._on_request(key)
             except (TimeoutError, aiohttp.ClientError, ValueError) as failure:
                 log.debug(
@@ -273,6 +277,7 @@ class FleetWatch:
             view.reporting,
             view.unable,
             dict(view.silent),
+            dict(view.starting),
             view.asked,
         )
         if told != model.told:
@@ -367,5 +372,5 @@ def _merge(reports: Sequence[FleetReport]) -> dict[str, Standing]:
     return found
 
 
-def _host(worker: WorkerReport) -> str:
+def _host(worker: WorkerReport | StartingReport) -> str:
     return worker.address.rpartition(":")[0].strip("[]")

@@ -16,7 +16,16 @@ from tandem_api.names import Role
 from tandem_api.quantities import parse_duration
 
 from tandem_operator.causes import Problem, pod_problem, role_problem
-from tandem_operator.groups import Group, group_pods, group_size, has_started, is_leaving, is_ready, revision_of
+from tandem_operator.groups import (
+    Group,
+    group_pods,
+    group_size,
+    has_started,
+    is_leaving,
+    is_on_standby,
+    is_ready,
+    revision_of,
+)
 from tandem_operator.manifests import (
     DEPLOYMENT,
     POD,
@@ -69,8 +78,15 @@ class RoleState:
     """The same, with those that need no partner under `WHOLE`, and without those that serve nobody for want of one: see
     `capacity_of`."""
 
+    resting: int = 0
+    """Replicas that are to be on standby, of a model that sleeps."""
+    standby: int = 0
+    """Those that are."""
+
     @property
     def settled(self) -> bool:
+        if self.resting:
+            return self.observed and self.replicas == self.standby == self.updated == self.resting
         return self.observed and self.replicas == self.ready == self.updated == self.desired
 
     @property
@@ -86,6 +102,7 @@ class RoleState:
             replicas=self.replicas,
             ready=self.ready,
             updated=self.updated,
+            standby=self.standby if self.resting else None,
             promised=self.promised,
             summary=self.summary,
         )
@@ -105,7 +122,9 @@ def observe_role(
     key = workload_key(blueprint, role)
     workload = live.get(key, {})
     pods = pods_of(key, live)
-    problem = role_problem(pods, now=now)
+    resting = 0 if role is Role.GATEWAY else blueprint.standby
+    loaded = [pod for pod in pods if blueprint.model.spec.standby and is_on_standby(pod)]
+    problem = role_problem([pod for pod in pods if pod not in loaded], now=now)
     failure = failures.get(key) or replica_failure(workload)
     builds: Mapping[str, int] = {}
     partners: Mapping[str, int] = {}
@@ -114,7 +133,7 @@ def observe_role(
         counts = tuple(dig(workload, "status", name) or 0 for name in ("replicas", "readyReplicas", "updatedReplicas"))
     else:
         spec = blueprint.worker_spec(role)
-        desired, desired_pods = blueprint.replicas(spec.replicas), blueprint.num_pods(role)
+        desired, desired_pods = blueprint.replicas(spec.replicas), blueprint.num_pods(role) or resting
         alike = read_revisions(workload).alike
         groups = group_pods(pods, spec.nodes_per_replica)
         builds = Counter(build_of(group) for group in groups if group.is_ready)
@@ -141,6 +160,8 @@ def observe_role(
         problem=problem,
         builds=builds,
         partners=partners,
+        resting=resting,
+        standby=len(loaded) if resting else 0,
     )
 
 
@@ -206,8 +227,11 @@ def replica_failure(workload: Manifest) -> str | None:
     return None
 
 
-def observe_replicas(groups: Sequence[Group], *, alike: Collection[str], now: datetime) -> list[Replica]:
-    """Replicas as the planner of rollouts sees them. `alike` are the revisions that count as the newest template."""
+def observe_replicas(
+    groups: Sequence[Group], *, alike: Collection[str], now: datetime, rests: bool = False
+) -> list[Replica]:
+    """Replicas as the planner of rollouts sees them. `alike` are the revisions that count as the newest template;
+    `rests`: some may be on standby, and wake up."""
     return [
         Replica(
             index=group.index,
@@ -216,7 +240,7 @@ def observe_replicas(groups: Sequence[Group], *, alike: Collection[str], now: da
             is_outdated=bool(group.outdated(alike)),
             is_leaving=all(is_leaving(pod) for pod in group.pods),
             is_whole=is_whole(group),
-            is_starting=_is_starting(group),
+            is_starting=_is_starting(group, rests=rests),
         )
         for group in groups
     ]
@@ -248,11 +272,11 @@ def prefill_groups(blueprint: Blueprint, live: Children) -> list[Group]:
     return group_pods(pods, group_size(labels_of(pods[0])) if pods else 1)
 
 
-def _is_starting(group: Group) -> bool:
+def _is_starting(group: Group, *, rests: bool) -> bool:
     """Whether what is not up may come up by itself: nothing has ended or been refused."""
     restarts = (s.get("restartCount") or 0 for pod in group.pods for s in dig_list(pod, "status", "containerStatuses"))
     problems = (pod_problem(pod) for pod in group.pods)
-    waits = any(not has_started(pod) for pod in group.pods) and not any(restarts)
+    waits = any(not has_started(pod) or (rests and is_on_standby(pod)) for pod in group.pods) and not any(restarts)
     return waits and not any(problem is not None and problem.stalled for problem in problems)
 
 

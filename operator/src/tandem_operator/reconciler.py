@@ -87,7 +87,7 @@ from tandem_operator.planner import Children, Plan, Step, own_workloads, plan_ch
 from tandem_operator.prewarm import PrewarmPlan, plan_prewarm
 from tandem_operator.recorder import EventRecorder
 from tandem_operator.refusals import refusal, unserved_problem
-from tandem_operator.replicas import settle_replicas
+from tandem_operator.replicas import Replicas, settle_replicas
 from tandem_operator.revisions import highest_number, kept_content, read_history, revision_name
 from tandem_operator.rolling import Rolling, plan_hurry, plan_rolling
 from tandem_operator.routing import seconds_left
@@ -255,7 +255,7 @@ class Reconciler:
             # An operator that stops in this moment must not decide anew.
             await self._write_status(key, raw, parse_status(raw).model_copy(update={"scaling": replicas.scaling}))
         images = self._choose_images(key, model, owned)
-        blueprint = with_images(Blueprint(model=model, release=self._release, left=replicas.left), images)
+        blueprint = with_images(self._draw(replicas), images)
         weights = self._name_weights(key, blueprint, raw, outcome)
         blueprint = dataclasses.replace(blueprint, commit=weights.commit)
         keys = await self._ensure_keys(blueprint, raw, outcome)
@@ -287,6 +287,7 @@ class Reconciler:
             trial=course.problem,
             weights=weights,
             images=images.status,
+            starting=self._fleet.view(key).starting,
             more=[
                 *([] if admitted is None else [admitted]),
                 *scaled,
@@ -303,7 +304,7 @@ class Reconciler:
         happenings = apply_happenings(outcome.applied, outcome.before)
         happenings = happenings if keys.happening is None else [keys.happening, *happenings]
         moving = any(condition.type in ("Reconciling", "Stalled") for condition in status.conditions)
-        hurry = moving or is_admission_open(blueprint, ours) or (admitted is not None and admitted.status == "False")
+        hurry = moving or (admitted is not None and admitted.status == "False")
         self._follow(key, blueprint, ours, course.state, scaling=scaling, hurry=hurry)
         tell_after = await self._report(key, raw, status, happenings)
         if outcome.failed:
@@ -332,7 +333,7 @@ class Reconciler:
         """Tell those who decide and measure how this model was seen."""
         asleep = scaling is not None and scaling.asleep_since is not None and not blueprint.model.spec.suspend
         self._scaler.follow(key, set_scene(blueprint, ours, state, asleep=asleep))
-        hurry = hurry or (self._scaler.follows(key) and not asleep)
+        hurry = hurry or (not asleep and (self._scaler.follows(key) or is_admission_open(blueprint, ours)))
         self._fleet.follow(key, gateway_addresses(blueprint, ours), hurry=hurry, asleep=asleep)
 
     def _tell_scaling(
@@ -351,6 +352,8 @@ class Reconciler:
                 conditions=before.conditions,
                 now=datetime.datetime.now(datetime.UTC),
             )
+            if outlook is not None:
+                scaling = scaling.model_copy(update={"start": outlook.starts.tell(scaling.start)})
         if spec.slo is None or spec.suspend:
             return scaling, found
         again = scaling is not None and (before.scaling is None or scaling.decided_at != before.scaling.decided_at)
@@ -435,6 +438,11 @@ class Reconciler:
             outcome.problems.append(Problem(reason=found.reason, message=found.message))
         return found
 
+    def _draw(self, replicas: Replicas) -> Blueprint:
+        return Blueprint(
+            model=replicas.model, release=self._release, left=replicas.left, asleep_since=replicas.asleep_since
+        )
+
     def forget(self, key: ModelKey) -> None:
         """The model is gone."""
         self._fleet.forget(key)
@@ -491,7 +499,7 @@ class Reconciler:
             status = refused_status(problem, parse_status(raw), generation=generation, now=now, suspended=suspended)
         else:
             settled = settle_replicas(model, ours, {}, now=_now())
-            blueprint = Blueprint(model=settled.model, release=self._release, left=settled.left)
+            blueprint = self._draw(settled)
             self._fleet.follow(key, gateway_addresses(blueprint, ours), hurry=is_admission_open(blueprint, ours))
             admitted = await self._admit(key, blueprint, ours, outcome)
             failures, more = self._creation_failures(outcome), [] if admitted is None else [admitted]

@@ -51,6 +51,11 @@ class Replicas:
     moved: bool
     """A number was decided anew: it is to be kept before anything is made of it."""
 
+    @property
+    def asleep_since(self) -> str | None:
+        """None of a model that is awake."""
+        return None if self.scaling is None else self.scaling.asleep_since
+
 
 def settle_replicas(
     model: InferenceModel, live: Children, wishes: Mapping[Role, Wish], *, now: str, rest: bool | None = None

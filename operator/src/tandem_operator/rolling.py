@@ -17,7 +17,7 @@ from tandem_api.names import Role
 
 from tandem_operator.canary import Fleet, RoleFleet
 from tandem_operator.causes import role_problem
-from tandem_operator.groups import group_pods, is_leaving
+from tandem_operator.groups import group_pods, is_leaving, is_up
 from tandem_operator.manifests import DEPLOYMENT, ChildKey, Manifest, annotations_of, child_key, dig, parse_time
 from tandem_operator.observation import observe_replicas, pods_of, workload_key
 from tandem_operator.planner import Children, is_rolled_out
@@ -82,7 +82,8 @@ def plan_rolling(
                 by_key[key] = record_first(_with_partition(by_key[key], ABOVE_ALL))
             continue
         view = _view(blueprint, role, key, live, now=now, limit=(limits or {}).get(role))
-        if rollout.paused or (resting and view.total):
+        serves = any(replica.state is State.READY for replica in view.replicas) if view.standby else view.total > 0
+        if rollout.paused or (resting and serves):
             view = dataclasses.replace(view, is_withheld=view.is_withheld or view.wanted == 0)
         is_new = key in by_key and is_new_template(by_key[key], present)
         if not _is_seen(present) or is_new:
@@ -110,7 +111,8 @@ def plan_rolling(
             scale[key] = plan.total * size
         if role in views:
             replace += _pods_to_delete(blueprint, role, views[role], plan, live)
-    return Rolling(desired=list(by_key.values()), scale=scale, replace=tuple(sorted(replace)))
+            replace += _pods_to_rest(blueprint, role, live)
+    return Rolling(desired=list(by_key.values()), scale=scale, replace=tuple(sorted(set(replace))))
 
 
 def _view(
@@ -127,10 +129,11 @@ def _view(
         wanted=blueprint.replicas(spec.replicas),
         total=total,
         partition=partition,
-        replicas=observe_replicas(groups, alike=revisions.alike, now=now),
+        replicas=observe_replicas(groups, alike=revisions.alike, now=now, rests=blueprint.model.spec.standby > 0),
         surge=blueprint.surge_of(role),
         unavailable=blueprint.unavailable_of(role, spec.replicas),
         is_even=revisions.is_even,
+        standby=blueprint.standby,
         limit=limit,
     )
     return dataclasses.replace(view, is_withheld=_is_withheld(view, workload, revisions))
@@ -184,6 +187,8 @@ def _role_fleet(
 ) -> RoleFleet:
     key = workload_key(blueprint, role)
     view = _view(blueprint, role, key, live, now=now)
+    if blueprint.standby:
+        view = dataclasses.replace(view, replicas=())  # they serve nobody
     revisions = read_revisions(live[key])
     groups = {g.index: g for g in group_pods(pods_of(key, live), blueprint.worker_spec(role).nodes_per_replica)}
     new = [r for r in view.replicas if not r.is_outdated and not r.is_leaving]
@@ -227,6 +232,8 @@ def _is_seen(workload: Manifest) -> bool:
 def _hold(view: RoleView, *, is_new: bool) -> RolePlan:
     """Replace nothing. What is added is made as the others were: nobody has seen what the newest template is worth."""
     if view.wanted == 0:
+        if view.standby:
+            return RolePlan(total=view.standby, partition=view.standby)
         keeps = view.is_withheld and (is_new or view.total > 0 or view.partition is None)
         return RolePlan(total=0, partition=None if keeps else 0)
     total = max(view.total, view.wanted)
@@ -280,6 +287,24 @@ def _pods_to_delete(blueprint: Blueprint, role: Role, view: RoleView, plan: Role
         for group in group_pods(pods_of(key, live), blueprint.worker_spec(role).nodes_per_replica)
         if group.index in allowed
         for pod in group.outdated(alike)
+    ]
+
+
+def _pods_to_rest(blueprint: Blueprint, role: Role, live: Children) -> list[ChildKey]:
+    """Pods of a model that fell asleep that serve and are to be on standby: they come back so. Times are of two clocks,
+    so what does not serve is left alone: it may be what has come back."""
+    since = parse_time(blueprint.asleep_since)
+    if since is None or not blueprint.standby:
+        return []
+    return [
+        child_key(pod)
+        for group in group_pods(pods_of(workload_key(blueprint, role), live), 1)
+        for pod in group.pods
+        if group.index < blueprint.standby
+        and is_up(pod)
+        and not is_leaving(pod)
+        and (made := parse_time(dig(pod, "metadata", "creationTimestamp"))) is not None
+        and made <= since
     ]
 
 

@@ -71,6 +71,8 @@ class RoleView:
     """Wanted replicas that may be missing while some are replaced."""
     is_even: bool = False
     """Pods are made from the newest template, or from one that counts as the same, wherever the partition is."""
+    standby: int = 0
+    """Replicas that are to be there and serve nobody, of a role that is to have none else."""
     is_withheld: bool = False
     """All replicas went while a rollout was held: they come back from the older template before it goes on."""
     limit: int | None = None
@@ -104,9 +106,13 @@ def plan_rollout(
 
 
 def _plan_idle(view: RoleView) -> RolePlan:
-    """A role without replicas. A controller takes the newest template for the one that all have as soon as there is
-    none, but for a set that is on `OnDelete`."""
-    return RolePlan(total=0, partition=None if view.is_withheld and not view.is_even else 0)
+    """A role that serves nobody, so that nothing has to be spared. Where a rollout is held, those on standby stay, and
+    come back, as they were; without any, a controller takes the newest template for the one that all have as soon as
+    there is none, but for a set that is on `OnDelete`."""
+    if view.is_withheld and not view.is_even:
+        return RolePlan(total=view.standby, partition=view.standby or None)
+    outdated = tuple(sorted(replica.index for replica in _outdated(view) if replica.index < view.standby))
+    return RolePlan(total=view.standby, partition=view.standby if view.is_even else 0, replace=outdated)
 
 
 def _plan_limited(roles: Mapping[Role, RoleView], *, paused: bool, only_down: bool) -> dict[Role, RolePlan]:

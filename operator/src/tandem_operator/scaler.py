@@ -27,12 +27,21 @@ from tandem_operator.quotas import NO_BUDGET, Budget, Pool
 from tandem_operator.replicas import Wish
 from tandem_operator.scaling.contract import Decision, RoleDecision, ScalingSpec, Snapshot
 from tandem_operator.scaling.history import History
-from tandem_operator.scaling.observe import STALE_SECONDS, Heard, Totals, add_up, take_shares, take_snapshot
+from tandem_operator.scaling.observe import (
+    STALE_SECONDS,
+    Heard,
+    Totals,
+    add_up,
+    take_shares,
+    take_snapshot,
+    take_starts,
+)
 from tandem_operator.scaling.planner import plan
 from tandem_operator.scaling.quota import Claim, allot
 from tandem_operator.scaling.shares import Shares
 from tandem_operator.scaling.sleep import ASLEEP, SLEEP_LIMIT, WAKE_LIMIT, Rest, Sight, decide_rest, follow_quiet
 from tandem_operator.scaling.slo import WINDOW_SECONDS, Attainment, judge, measure
+from tandem_operator.scaling.starts import Starts
 from tandem_operator.scaling.temper import only_grow, temper
 from tandem_operator.scaling.words import TOLD_AGAIN_SECONDS
 from tandem_operator.scene import Scene
@@ -59,6 +68,8 @@ class Outlook:
     """What is to be followed; empty in a dry run, and once it is too old."""
     asleep: bool | None = None
     """Whether the model is to sleep; None: as it does."""
+    starts: Starts = field(default_factory=Starts)
+    """What starts took."""
 
 
 @dataclass(slots=True)
@@ -69,6 +80,7 @@ class _Model:
     part: History | None = None
     """What is known of demand while some gateways do not report: the others' part."""
     shares: Shares = field(default_factory=Shares)
+    starts: Starts = field(default_factory=Starts)
     window: deque[tuple[Snapshot, tuple[int, ...]]] = field(
         default_factory=deque[tuple[Snapshot, tuple[int, ...]]]
     )  # fmt: skip
@@ -182,7 +194,8 @@ class Scaler:
         heard = [Heard(report=report, age=age) for report, age in self._fleet.heard(key)]
         model.totals = add_up(model.totals, heard, now=now)
         model.shares = take_shares(model.shares, heard, now=now)
-        snapshot = take_snapshot(heard, scene.counts, model.totals, model.shares, now=now)
+        model.starts = take_starts(model.starts, heard, scene.counts)
+        snapshot = take_snapshot(heard, scene.counts, model.totals, model.shares, model.starts, now=now)
         silent = _silent(self._fleet.view(key))
         if snapshot is not None and silent:
             # What the silent ones count meanwhile comes at once when they are back: it is no demand of that moment.
@@ -211,7 +224,8 @@ class Scaler:
         asleep = None if rest is None or rest.asleep == scene.asleep or _is_dry(scene, rest) else rest.asleep
         wishes = {} if decision is None or scene.dry_run or asleep is not None else _wishes(decision)
         model.outlook = Outlook(
-            generation=scene.generation, decision=decision, attainment=attainment, wishes=wishes, asleep=asleep
+            generation=scene.generation, decision=decision, attainment=attainment, wishes=wishes, asleep=asleep,
+            starts=model.starts,
         )  # fmt: skip
         model.decided_at = now
         said, figures = _substance(decision, attainment), _figures(decision)
@@ -299,6 +313,7 @@ def _decide_rest(model: _Model, heard: Sequence[Heard], silent: Mapping[str, str
     sight = Sight(
         at=now,
         asleep=scene.asleep,
+        woken=scene.woken,
         reports=tuple(heard),
         silent=silent,
         serves=scene.spec is not None and all(count.ready for count in scene.counts.values()),

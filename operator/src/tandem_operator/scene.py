@@ -10,19 +10,17 @@ from tandem_api.names import Role
 from tandem_api.quantities import parse_duration
 
 from tandem_operator.accelerators import count_gpus
-from tandem_operator.groups import Group, group_pods
+from tandem_operator.groups import Group, group_pods, is_leaving, is_up
 from tandem_operator.manifests import Manifest, dig, dig_list, parse_time
 from tandem_operator.observation import pods_of, workload_key
 from tandem_operator.planner import Children
 from tandem_operator.scaling.contract import COMPONENTS, Behavior, RoleSpec, ScalingSpec, Target
-from tandem_operator.scaling.observe import RoleCount
+from tandem_operator.scaling.observe import LONGEST_START, PodStart, RoleCount
 from tandem_operator.scaling.temper import Circumstances
 from tandem_operator.workloads.blueprint import Blueprint, component_of
 
 FALLING_SECONDS = 60.0
-_LONGEST_START = 6 * 3600.0
-"""A pod that became ready later than this after it was made was ready before."""
-_STARTS = 5
+_STARTS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +40,8 @@ class Scene:
     idle_after: float | None = None
     """Seconds without a request after which the model sleeps; None: it does not."""
     asleep: bool = False
+    woken: bool = False
+    """A worker of it serves all the same: a gateway has woken one that was on standby."""
     fewest: Mapping[Role, int] = field(default_factory=dict[Role, int])
     """Replicas that a model has when it wakes up."""
     priority: int = 0
@@ -99,11 +99,18 @@ def set_scene(
         dry_run=model.spec.autoscaling.dry_run,
         idle_after=None if (rest := model.spec.scale_to_zero) is None else parse_duration(rest.idle_after),
         asleep=asleep,
+        woken=asleep and any(_is_woken(pod, blueprint) for found in groups.values() for g in found for pod in g.pods),
         priority=model.spec.autoscaling.priority,
         gpu_resource=resource,
         gpus=gpus,
         fewest={role: blueprint.worker_spec(own).scaling.min for role, own in planned.items()},
     )
+
+
+def _is_woken(pod: Manifest, blueprint: Blueprint) -> bool:
+    """Whether a pod serves that came after the model fell asleep; those from before are on their way out."""
+    made, since = parse_time(dig(pod, "metadata", "creationTimestamp")), parse_time(blueprint.asleep_since)
+    return made is not None and since is not None and made > since and is_up(pod) and not is_leaving(pod)
 
 
 def is_rolling(state: RolloutStatus | None) -> bool:
@@ -166,8 +173,20 @@ def _count(blueprint: Blueprint, role: Role, groups: list[Group]) -> RoleCount:
         replicas=blueprint.replicas(blueprint.worker_spec(role).replicas),
         present=len(groups),
         leaders=frozenset(pod["metadata"]["name"] for pod in ready),
-        starts=tuple(seconds for pod in newest if (seconds := _start_seconds(pod)) is not None),
+        starts={
+            pod["metadata"]["name"]: PodStart(before=_seconds_before(pod), whole=_start_seconds(pod)) for pod in newest
+        },
     )
+
+
+def _seconds_before(pod: Manifest) -> float:
+    """From creation until the container ran that runs now; 0 where one ended in between: it began when that did."""
+    statuses = dig_list(pod, "status", "containerStatuses")
+    if any(status.get("restartCount") for status in statuses):
+        return 0.0
+    made = parse_time(dig(pod, "metadata", "creationTimestamp"))
+    began = [time for status in statuses if (time := parse_time(dig(status, "state", "running", "startedAt")))]
+    return 0.0 if made is None or not began else max(0.0, (max(began) - made).total_seconds())
 
 
 def _start_seconds(pod: Manifest) -> float | None:
@@ -180,7 +199,8 @@ def _start_seconds(pod: Manifest) -> float | None:
     if made is None or since is None:
         return None
     seconds = (since - made).total_seconds()
-    return seconds if 0 < seconds <= _LONGEST_START else None
+    # One that became ready later was ready before.
+    return seconds if 0 < seconds <= LONGEST_START else None
 
 
 def _steady(groups: list[Group]) -> int:

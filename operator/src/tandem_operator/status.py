@@ -23,8 +23,9 @@ from tandem_operator.canary import WAITING_FOR_TURN
 from tandem_operator.causes import Problem
 from tandem_operator.commits import CommitPlan
 from tandem_operator.errors import InvalidSpecError
-from tandem_operator.manifests import ChildKey, parse_time
-from tandem_operator.observation import WAITS_FOR_A_WISH, RoleState, last_progress, observe_role
+from tandem_operator.groups import is_up
+from tandem_operator.manifests import ChildKey, dig, parse_time
+from tandem_operator.observation import WAITS_FOR_A_WISH, RoleState, last_progress, observe_role, pods_of, workload_key
 from tandem_operator.planner import Children
 from tandem_operator.prewarm import PREWARMING
 from tandem_operator.replicas import scaling_memory, scaling_to_keep
@@ -41,9 +42,11 @@ _NOT_FOLLOWED = frozenset({"RevisionNotFound", "RevisionUnreadable", INVALID_SPE
 """The spec is not followed before somebody acts. To be told before what ails pods: the spec may be what heals them."""
 _LONGEST = 4000
 """Characters of a condition's message: each of some twelve conditions may have as many."""
+_NAMED_STARTS = 3
+"""Workers that are not ready of which a message says what they are doing."""
 State = Literal["True", "False", "Unknown"]
 _NO_WEIGHTS = CommitPlan()
-_SLEEPS = "no worker runs because nobody uses the model; the next request waits in a gateway and wakes it"
+_SLEEPS = "no worker serves because nobody uses the model; the next request waits in a gateway and wakes it"
 
 
 def build_status(
@@ -60,9 +63,11 @@ def build_status(
     rollout: RolloutStatus | None = None,
     scaling: ScalingStatus | None = None,
     trial: Problem | None = None,
+    starting: Mapping[str, tuple[str, str]] | None = None,
 ) -> InferenceModelStatus:
     """The whole status. `problems` are those of planning and applying, `waiting` what has to vanish first, `trial` what
-    a canary, or the wait for a turn, has to say, `more` conditions of other parts."""
+    a canary, or the wait for a turn, has to say, `more` conditions of other parts, `starting` what workers that are not
+    ready are doing, by pod, with its address."""
     model = blueprint.model
     roles, present = (*blueprint.worker_roles, Role.GATEWAY), parse_time(now)
     states = {role: observe_role(blueprint, role, live, failures, now=present) for role in roles}
@@ -70,8 +75,9 @@ def build_status(
     asleep = scaling is not None and scaling.asleep_since is not None and not model.spec.suspend
     if asleep and trial is not None and not trial.stalled:
         trial = None  # a canary begins when there is somebody to try it with
+    doing = _tell_starting(blueprint, live, starting or {})
     conditions = _summary(
-        blueprint, states, live, problems=problems, waiting=waiting, trial=trial, now=now, asleep=asleep
+        blueprint, states, live, problems=problems, waiting=waiting, trial=trial, now=now, asleep=asleep, doing=doing
     )
     conditions += _resolved_condition(weights)
     conditions.append(_model_condition(blueprint, workers, weights.problem))
@@ -230,8 +236,9 @@ def _summary(
     trial: Problem | None,
     now: str,
     asleep: bool = False,
+    doing: str = "",
 ) -> list[Condition]:
-    """Ready, Available, and Stalled or Reconciling where they hold."""
+    """Ready, Available, and Stalled or Reconciling where they hold. `doing`: what workers are that are not ready."""
     counts = ", ".join(f"{state.component} {state.summary}" for state in states.values())
     zero = None if asleep else _zero(blueprint, states)
     refused = next((problem for problem in problems if problem.stalled), None)
@@ -248,7 +255,7 @@ def _summary(
         stalled = dataclasses.replace(lacking, stalled=True)  # nothing is at work that could change it
     moving: Problem | None = None
     if stalled is None and (trial is not None or not settled):
-        moving = _moving(waiting, troubles, zero, states, trial, asleep=asleep)
+        moving = _moving(waiting, troubles, zero, states, trial, asleep=asleep, doing=doing)
         stalled = _paused(blueprint, states, counts) or _overdue(blueprint, live, moving, now=now)
     if (blocked := refused or zero) is not None:
         ready = _condition("Ready", "False", blocked.reason, blocked.message)
@@ -258,7 +265,7 @@ def _summary(
         why = stalled or next(iter(troubles), None) or moving or lacking
         ready = _condition("Ready", "False", why.reason, why.message)
     elif asleep:
-        ready = _condition("Ready", "True", _ASLEEP, f"{_SLEEPS}: {counts}")
+        ready = _condition("Ready", "True", _ASLEEP, f"{_SLEEPS}: {counts}{_tell_standby(states)}")
     else:
         ready = _condition("Ready", "True", "AllReplicasReady" if settled else "Serving", counts)
     available = _available(states, counts)
@@ -273,6 +280,24 @@ def _summary(
         if moving is None
         else [*conditions, _condition("Reconciling", "True", moving.reason, moving.message)]
     )
+
+
+def _tell_starting(blueprint: Blueprint, live: Children, starting: Mapping[str, tuple[str, str]]) -> str:
+    """What pods say that they are doing, as far as these are the pods that are there."""
+    told: list[str] = []
+    for role in blueprint.worker_roles:
+        for pod in pods_of(workload_key(blueprint, role), live):
+            address, waits_for = starting.get(pod["metadata"]["name"], ("", ""))
+            if address and address == dig(pod, "status", "podIP") and not is_up(pod):
+                told.append(f"{pod['metadata']['name']} is still {waits_for}")
+    rest = f", and {len(told) - _NAMED_STARTS} more" if len(told) > _NAMED_STARTS else ""
+    return f"; {', '.join(sorted(told)[:_NAMED_STARTS])}{rest}" if told else ""
+
+
+def _tell_standby(states: Mapping[Role, RoleState]) -> str:
+    """How many workers are on standby; nothing where none is to be."""
+    told = [f"{state.component} {state.standby}/{state.resting}" for state in states.values() if state.resting]
+    return f"; on standby: {', '.join(told)}" if told else ""
 
 
 def _wakes(blueprint: Blueprint, states: Mapping[Role, RoleState]) -> bool:
@@ -303,6 +328,7 @@ def _moving(
     trial: Problem | None,
     *,
     asleep: bool,
+    doing: str = "",
 ) -> Problem:
     """What is at work, where nobody is needed."""
     counts = ", ".join(
@@ -313,8 +339,9 @@ def _moving(
         text = f"waiting for the removal of an earlier object: {', '.join(waiting)}"
         return Problem(reason="WaitingForRemoval", message=text)
     if zero is not None or (asleep and not troubles and trial is None):
-        return Problem(reason=_ASLEEP if zero is None else zero.reason, message=f"pods are leaving: {counts}")
-    return next(iter(troubles), None) or trial or Problem(reason="Progressing", message=counts)
+        text = f"pods are leaving, or go on standby: {counts}{_tell_standby(states)}"
+        return Problem(reason=_ASLEEP if zero is None else zero.reason, message=text)
+    return next(iter(troubles), None) or trial or Problem(reason="Progressing", message=f"{counts}{doing}")
 
 
 def _paused(blueprint: Blueprint, states: Mapping[Role, RoleState], counts: str) -> Problem | None:

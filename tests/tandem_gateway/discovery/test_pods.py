@@ -10,10 +10,12 @@ import pytest
 from discovery_pods import make_pod
 from discovery_server import FakeApiServer
 from tandem_api.names import LABEL_MODEL
+from tandem_gateway.discovery import pods as module
 from tandem_gateway.discovery.kube import ApiServer
 from tandem_gateway.discovery.pods import PodWatcher
 from tandem_gateway.errors import ConfigError
 from tandem_gateway.scheduling import Worker
+from tandem_gateway.waker import Sleeper
 
 
 class Watch:
@@ -23,10 +25,20 @@ class Watch:
         self.reports: list[list[str]] = []
         self.token = token
         server = ApiServer(host="127.0.0.1", port=api.port, ca=None, token=token)
-        watcher = PodWatcher(
-            server, namespace="ns", model="toy", apply=self._apply, silence_seconds=0.4, backoff_first=0.02
+        self.sleepers: list[Sleeper] = []
+        self.watcher = PodWatcher(
+            server,
+            namespace="ns",
+            model="toy",
+            apply=self._apply,
+            tell_sleepers=self._tell,
+            silence_seconds=0.4,
+            backoff_first=0.02,
         )
-        self.task = asyncio.create_task(watcher.run())
+        self.task = asyncio.create_task(self.watcher.run())
+
+    def _tell(self, sleepers: list[Sleeper]) -> None:
+        self.sleepers = sleepers
 
     def _apply(self, workers: list[Worker]) -> None:
         self.reports.append(sorted(f"{worker.name}@{worker.address}" for worker in workers))
@@ -159,3 +171,52 @@ def test_outside_a_cluster_the_error_says_what_to_do(monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     with pytest.raises(ConfigError, match="--worker"):
         ApiServer.in_cluster()
+
+
+def resting(name: str, *, ended: int = 0, **changes: object) -> dict[str, object]:
+    """A pod that has started and is not ready."""
+    pod = make_pod(name, status_conditions=[], **changes)  # type: ignore[arg-type]
+    pod["metadata"]["uid"] = f"uid-{name}"
+    pod["status"]["containerStatuses"] = [{"name": "worker", "started": True, "restartCount": ended}]
+    return pod
+
+
+async def find_sleeper(api: FakeApiServer, watch: Watch) -> Sleeper:
+    """The pod b, which has started."""
+    await watch.until_names("a")
+    api.events.put_nowait({"type": "MODIFIED", "object": resting("b")})
+    await watch.until(lambda: [one.pod for one in watch.sleepers] == ["uid-b/0"])
+    return watch.sleepers[0]
+
+
+async def test_a_worker_that_says_that_it_serves_is_one_before_kubernetes_knows(
+    api: FakeApiServer, watch: Watch
+) -> None:
+    watch.watcher.admit(await find_sleeper(api, watch))
+    await watch.until_names("a", "b")
+    api.events.put_nowait({"type": "MODIFIED", "object": make_pod("b", version="12")})
+    await watch.until(lambda: watch.sleepers == [])
+    await watch.until_names("a", "b")
+    api.events.put_nowait({"type": "MODIFIED", "object": resting("b")})
+    await watch.until_names("a")
+
+
+@pytest.mark.parametrize(("kind", "ended"), [("DELETED", 0), ("MODIFIED", 1)])
+async def test_a_worker_that_serves_no_more_is_none(api: FakeApiServer, watch: Watch, kind: str, ended: int) -> None:
+    """Its pod is gone, or its container has ended."""
+    sleeper = await find_sleeper(api, watch)
+    watch.watcher.admit(sleeper)
+    await watch.until_names("a", "b")
+    api.events.put_nowait({"type": kind, "object": resting("b", ended=ended)})
+    await watch.until_names("a")
+    watch.watcher.admit(sleeper)
+    assert [name.split("@")[0] for name in watch.reports[-1]] == ["a"], "it speaks of another process"
+
+
+async def test_one_that_never_gets_ready_is_dismissed(
+    api: FakeApiServer, watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "ADMITTED_SECONDS", 0.1)
+    watch.watcher.admit(await find_sleeper(api, watch))
+    await watch.until_names("a", "b")
+    await watch.until_names("a")

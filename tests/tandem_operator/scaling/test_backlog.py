@@ -44,8 +44,10 @@ def make_state(start: float, *, queued: int = 0, held: int | None = None, ready:
         (45.0, 500_000, None, 4e4, 0),  # turned away by then
         (45.0, 500_000, 0, 4e4, 500_000 - 0.95 * 4e4),  # at workers they wait for `timeouts.firstToken`
         (600.0, 500_000, 0, 4e4, 0),
-        (180.0, 0, None, 1e5, 30 * 6e4),  # what comes in the last 30 s, less what is computed
-        (600.0, 9_000_000, None, 1e5, 30 * 6e4),
+        (60.0, 0, None, 1e5, 30 * 6e4),  # what comes in the last 30 s, less what is computed
+        (60.0, 9_000_000, None, 1e5, 30 * 6e4),
+        (180.0, 9_000_000, None, 1e5, 0),  # working it off in 72 s serves nobody who waits for 30
+        (180.0, 9_000_000, 0, 1e5, 9_000_000 - 0.95 * 4e4 + 180 * 6e4),
         (180.0, 9_000_000, None, 3e4, 0),
     ],
 )

@@ -204,7 +204,17 @@ def test_scales_of_wide_groups_are_loaded_once(compiled_launches):
     assert kernel.ptx.count("ld.global") <= 16
 
 
-VARYING = {"num_rows", "num_pairs", "num_sequences", "num_splits", "num_entries", "max_blocks", "stride_table"}
+VARYING = {
+    "num_rows",
+    "num_pairs",
+    "num_sequences",
+    "num_splits",
+    "fewest_tiles",
+    "max_splits",
+    "num_entries",
+    "max_blocks",
+    "stride_table",
+}
 """Integers that change from step to step."""
 
 

@@ -27,6 +27,8 @@ from tests.tandem_worker.process.forking import Forked, Forker
 
 START_SECONDS = 150
 MODEL = "tiny"
+TOP_P = 0.97
+"""What the model's makers recommend."""
 
 
 _given: set[int] = set()
@@ -112,6 +114,7 @@ def build_model(folder: Path) -> Path:
         initializer_range=0.3, tie_word_embeddings=False,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 0, "top_p": TOP_P}))
     return folder
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tandem_worker.process.graph import Step, check_steps, run_steps
-from tandem_worker.process.progress import StartProgress
+from tandem_worker.process.progress import StartFigure, StartProgress
 
 
 def step(name: str, *needs: str, run: Callable[..., Any] = lambda *_: None) -> Step:
@@ -113,6 +113,7 @@ def test_progress_tells_what_runs_and_what_it_took() -> None:
     progress = StartProgress(lambda: now[0], age=1.5)
     fetch, load = step("fetch"), step("load", "fetch")
     assert progress.phase == "starting"
+    assert progress.figure() is None
     assert progress.seconds() == {"process": 1.5, "total": 0.0}
     progress.begin(fetch, None)
     progress.begin(step("beside"), None)
@@ -127,6 +128,7 @@ def test_progress_tells_what_runs_and_what_it_took() -> None:
         progress.end(one, 0.5)
     progress.be_ready()
     assert progress.phase == "ready"
+    assert progress.figure() == StartFigure(seconds=6.5, origin="files")
     assert progress.seconds() == {"process": 1.5, "fetch": 2.0, "beside": 5.0, "load": 3.0, "total": 6.5}
     told = progress.describe()
     assert told["load"] == {"began": 3.5, "ended": 6.5, "cpu": 0.5, "waited_for": "fetch"}

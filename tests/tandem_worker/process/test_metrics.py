@@ -16,6 +16,7 @@ from tandem_worker.host.files.exchange import FileSample
 from tandem_worker.host.nvml import NO_GPU, GpuSample
 from tandem_worker.process.families import Families
 from tandem_worker.process.metrics import WorkerFacts, WorkerSample, build_metrics_text, build_telemetry
+from tandem_worker.process.progress import StartFigure
 from tandem_worker.server.request_metrics import PreparationCounts, RequestMetrics
 from tandem_worker.server.structured.counts import CompileCounts
 from tandem_worker.transfer.contract import BandwidthMeter, CoveredTime, TransferStats
@@ -43,7 +44,8 @@ def sample(
     gpu: GpuSample = GPU, transfer: TransferStats | None = None, spans: dict[str, int] | None = None
 ) -> WorkerSample:
     return WorkerSample(
-        at=40.5, draining=True, engine=ENGINE, gpu=gpu, transfer=transfer, grammars=GRAMMARS, grammar_restarts=35,
+        at=40.5, draining=True, start=StartFigure(seconds=2.5, origin="prepared"),
+        engine=ENGINE, gpu=gpu, transfer=transfer, grammars=GRAMMARS, grammar_restarts=35,
         spans=spans or {},
         files=FileSample(received={"peer": 41, "hub": 42}, faults={"wrong": 43}, bytes_sent=44, limit=45.5),
     )  # fmt: skip
@@ -131,6 +133,7 @@ def test_telemetry_has_the_same_figures() -> None:
     assert (telemetry.kv_blocks_used, telemetry.kv_eviction_horizon, telemetry.draining) == (5, 8.5, True)
     assert (telemetry.vram_used_bytes, telemetry.nvlink_rx_bytes_per_second) == (20, 25.0)
     assert telemetry.kv_transfer_bytes_per_second == 3e9
+    assert (telemetry.start_seconds, telemetry.start_from) == (2.5, "prepared")
     assert build_telemetry(FACTS, sample(gpu=NO_GPU)).vram_used_bytes is None
 
 

@@ -75,6 +75,10 @@ def test_a_target_for_first_tokens_is_followed(workers: SimpleNamespace, tiny_mo
         workers.await_ready(worker)
         (config,) = tmp_path.glob("unified-*.json")
         text = config.read_text()
+        response = httpx.post(
+            worker.url + "/v1/responses", json={"model": "tiny", "input": "x", "max_output_tokens": 4}
+        )
+        assert response.json()["top_p"] == 0.97, "the model's own, where a request does not say"
         for target in ({"seconds": 0.5, "secondsPerToken": 0.001}, None):
             config.write_text(json.dumps(json.loads(text) | ({"ttftTarget": target} if target else {})))
             told = '"target":"{' if target else '"target":null'

@@ -105,6 +105,7 @@ def _run(config: WorkerConfig, pod: PodFacts, host: str, path: Path) -> None:
     from tandem_worker.host.runtime import open_runtime
     from tandem_worker.process.configuration import (
         read_drain_seconds,
+        read_standby,
         read_step_seconds,
         read_tracing,
         read_ttft_target,
@@ -128,6 +129,7 @@ def _run(config: WorkerConfig, pod: PodFacts, host: str, path: Path) -> None:
             step_seconds=lambda: read_step_seconds(path, config),
             ttft_target=lambda: read_ttft_target(path, config),
             tracing=lambda: read_tracing(path, config),
+            standby=lambda: read_standby(path, config),
         )
     else:
         from tandem_worker.process.following import FollowerPod

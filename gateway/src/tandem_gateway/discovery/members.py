@@ -29,6 +29,7 @@ from tandem_api.names import (
 )
 
 from tandem_gateway.scheduling import Worker
+from tandem_gateway.waker import Sleeper
 
 log = logging.getLogger(__name__)
 _ROLES = {Role.PREFILL.value: Role.PREFILL, Role.DECODE.value: Role.DECODE, Role.UNIFIED.value: Role.UNIFIED}
@@ -58,14 +59,31 @@ class Member:
 
 def read_member(pod: Pod) -> Member | None:
     """What a Pod is; None while it is nothing: not ready, being deleted, without address, role or place."""
+    return _read(pod) if _is_up(pod) else None
+
+
+def read_sleeper(pod: Pod) -> Sleeper | None:
+    """The worker that a Pod is which takes no requests yet, and may be asked to; None of all others. Pods of a group
+    serve once all of them do: nobody is asked for them."""
+    if _is_up(pod):
+        return None
+    member = _read(pod)
+    if member is None or member.replica is not None or member.worker.engine != "Tandem":
+        return None
+    status: dict[str, Any] = pod.get("status") or {}
+    containers: list[dict[str, Any]] = status.get("containerStatuses") or []
+    ended = sum(int(container.get("restartCount") or 0) for container in containers)
+    return Sleeper(worker=member.worker, pod=f"{pod['metadata'].get('uid', '')}/{ended}")
+
+
+def _read(pod: Pod) -> Member | None:
+    """The same of one that is not ready."""
     meta: dict[str, Any] = pod.get("metadata") or {}
     status: dict[str, Any] = pod.get("status") or {}
     labels: dict[str, str] = meta.get("labels") or {}
     role = _ROLES.get(labels.get(LABEL_ROLE, ""))
     address = status.get("podIP")
     if role is None or not address or meta.get("deletionTimestamp"):
-        return None
-    if not _is_up(pod):
         return None
     kind = labels.get(LABEL_ENGINE, "Tandem")
     engine = ENGINES.get(kind)

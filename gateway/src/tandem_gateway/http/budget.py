@@ -1,6 +1,7 @@
 """One sum over all connections: what clients and their answers make the gateway hold, and whose it is.
 
-No source, which is a client's address, may have all: the last quarter is for others. Where there is no room, the newest
+No source, which is a client's address, may have all: the last quarter is for others, the last eighth where it is small
+connections that want it. Where there is no room, the newest
 connection of whoever holds most gives up what it holds, unless that is who wants more.
 """
 
@@ -44,9 +45,10 @@ class Budget:
     def has_room(self, share: Share) -> bool:
         """Whether what is held now is within what may be, by all and by the source of `share`."""
         limit = self.limit
+        eighth, own = limit // 8, self.sources.used(share.holder.source)
         if share.charged > FREE_BYTES:
-            return self.used <= limit - limit // 8 and self.sources.used(share.holder.source) <= limit - limit // 4
-        return self.used <= limit
+            return self.used <= limit - eighth and own <= limit - 2 * eighth
+        return self.used <= limit and own <= limit - eighth
 
     def make_room(self, share: Share) -> bool:
         """Let others give up what they hold for `share`. False: it has none."""

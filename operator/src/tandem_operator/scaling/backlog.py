@@ -28,9 +28,9 @@ def foresee_backlog(
 
     Until those on their way, for `waited` seconds so far, are there the ready ones work alone, then all of them.
     """
-    if load.bursting:
-        return 0.0
     start, rate = learn_start(state, spec, waited), load.tokens.now
+    if load.bursting or _drain_seconds(start) > _lasts(spec, state):
+        return 0.0  # who waits has left before a backlog is worked off
     remaining = max(0.0, start - waited) if state.warming else 0.0
     since = max(0.0, start - _lasts(spec, state))
     ready, coming = state.ready * velocity, state.replicas * velocity
@@ -48,9 +48,13 @@ def count_clearing(
     """Replicas that compute what arrives, for which `enough` would do, and work off the backlog in time."""
     if backlog <= 0:
         return 0
-    drain = max(DRAIN_SECONDS, DRAIN_SHARE * learn_start(state, spec, waited))
+    drain = _drain_seconds(learn_start(state, spec, waited))
     clearing = ceil((load.tokens.now + backlog / drain) / velocity)
     return min(MOST_REPLICAS, clearing, ceil(MOST_SHARE * enough))
+
+
+def _drain_seconds(start: float) -> float:
+    return max(DRAIN_SECONDS, DRAIN_SHARE * start)
 
 
 def _lasts(spec: ScalingSpec, state: RoleState) -> float:

@@ -21,9 +21,12 @@ from tandem_operator.scaling.contract import Counters, RoleState, Snapshot
 from tandem_operator.scaling.gpus import read_gpus
 from tandem_operator.scaling.peers import agree
 from tandem_operator.scaling.shares import Shares
+from tandem_operator.scaling.starts import STANDBY, Starts
 
 STALE_SECONDS = 30.0
 """An older sample of a worker says nothing."""
+LONGEST_START = 6 * 3600.0
+"""Seconds: nothing starts longer."""
 _BLOCK_TOKENS = KVConfig().block_size
 """Of a worker that does not say."""
 _MOST_SQUARES = 1e30
@@ -34,6 +37,7 @@ _NO_TRAFFIC = Counters(
     output_tokens=0,
 )  # fmt: skip
 _NO_SHARES = Shares()
+_NO_STARTS = Starts()
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -51,6 +55,16 @@ class Heard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PodStart:
+    """How a pod came up, as Kubernetes tells it."""
+
+    before: float
+    """Seconds from its creation until its container ran: to be placed, and to get the image and volumes."""
+    whole: float | None = None
+    """Seconds from its creation until it was Ready; None where a container ended in between, or it was ready before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RoleCount:
     """What there is of a role, counted in replicas."""
 
@@ -60,8 +74,8 @@ class RoleCount:
     """Those of which pods are there, on their way out or not."""
     leaders: frozenset[str] = frozenset()
     """Pods that lead the ready replicas."""
-    starts: tuple[float, ...] = ()
-    """Seconds from creation to Ready of the newest ready replicas, the newest last."""
+    starts: Mapping[str, PodStart] = field(default_factory=dict[str, "PodStart"])
+    """What is known of the starts of ready replicas, by the pods that lead them."""
 
     @property
     def ready(self) -> int:
@@ -147,8 +161,29 @@ def take_shares(shares: Shares, heard: Sequence[Heard], *, now: float) -> Shares
     return shares.observe({name: (now - age, sample) for name, (age, sample) in _samples(heard).items()})
 
 
+def take_starts(starts: Starts, heard: Sequence[Heard], counts: Mapping[Role, RoleCount]) -> Starts:
+    """What starts took, with those of the workers that are ready now."""
+    samples = _samples(heard)
+    for role, count in counts.items():
+        for pod in sorted(count.leaders):
+            known, sample = count.starts.get(pod), samples[pod][1] if pod in samples else None
+            if sample is not None and sample.start_seconds is not None and sample.start_seconds <= LONGEST_START:
+                wakes = sample.start_from == STANDBY
+                before = 0.0 if wakes or known is None else known.before
+                starts = starts.observe(role, pod, before + sample.start_seconds, own=True, wakes=wakes)
+            elif known is not None and known.whole is not None:
+                starts = starts.observe(role, pod, known.whole, own=False)
+    return starts
+
+
 def take_snapshot(
-    heard: Sequence[Heard], counts: Mapping[Role, RoleCount], totals: Totals, shares: Shares = _NO_SHARES, *, now: float
+    heard: Sequence[Heard],
+    counts: Mapping[Role, RoleCount],
+    totals: Totals,
+    shares: Shares = _NO_SHARES,
+    starts: Starts = _NO_STARTS,
+    *,
+    now: float,
 ) -> Snapshot | None:
     """The fleet as it was when the oldest of these reports was read. None without a report."""
     if not heard:
@@ -160,6 +195,7 @@ def take_snapshot(
         found = [samples[name][1] for name in sorted(count.leaders) if name in samples]
         state = replace(
             _role_state(count, found),
+            starts=starts.seconds(role),
             busy=shares.busy(count.leaders),
             transfer_share=None if role is Role.PREFILL else shares.receiving(count.leaders),
         )
@@ -191,7 +227,6 @@ def _role_state(count: RoleCount, samples: Sequence[WorkerTelemetry]) -> RoleSta
         mean_step_seconds=step.mean,
         mixed_step_seconds=mixed.value,
         decoding=len(decoding),
-        starts=count.starts,
         gpus=read_gpus(samples),
         odd=tuple(sorted(velocity.odd | step.odd | mixed.odd)),
     )

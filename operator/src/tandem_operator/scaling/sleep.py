@@ -33,6 +33,8 @@ class Sight:
     """Gateways that take requests and do not report, and why."""
     serves: bool = True
     """Of every role a replica is ready."""
+    woken: bool = False
+    """Of a model that sleeps a worker serves: one that was on standby, and that a gateway has woken."""
     rolling: bool = False
     """Replicas are being replaced, or tried. A rollout that waits, is paused or is stuck moves nothing."""
 
@@ -84,6 +86,8 @@ def _stay_or_wake(idle_after: float | None, sight: Sight) -> Rest:
         return Rest(asleep=False, sentence=f"{waiting} requests wait in gateways, so the model wakes up.")
     if any(_is_used(one) for one in sight.reports):
         return Rest(asleep=False, sentence="A request is under way, so the model wakes up.")
+    if sight.woken:
+        return Rest(asleep=False, sentence="A worker that was on standby serves, so the model wakes up.")
     if sight.silent:
         named = "; ".join(f"{name}: {sight.silent[name]}" for name in sorted(sight.silent)[:_NAMED])
         text = f"the model sleeps, and {len(sight.silent)} gateways do not say whether requests wait: {named}"

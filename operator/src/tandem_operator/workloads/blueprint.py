@@ -52,9 +52,17 @@ class Blueprint:
     """Components whose number of replicas something else sets at present: `replicas` of `model` follows it, and no
     manifest says it."""
 
+    asleep_since: str | None = None
+    """Since when the model sleeps; None: it is awake."""
+
     @property
     def name(self) -> str:
         return self.model.metadata.name
+
+    @property
+    def standby(self) -> int:
+        """Replicas of each worker role, of one pod each, that are to be on standby now."""
+        return 0 if self.asleep_since is None else self.replicas(self.model.spec.standby)
 
     @property
     def weights_revision(self) -> str:

@@ -71,11 +71,13 @@ def worker_config(blueprint: Blueprint, role: Role) -> WorkerConfig:
         free_form_grammars=spec.engine.free_form_grammars,
         request_chat_templates=spec.engine.request_chat_templates,
         tools=spec.engine.tools,
+        generation_settings=spec.engine.generation_settings,
         link_port=names.WORKER_LINK_PORT if blueprint.native_link else None,
         keys_path=names.KEYS_PATH if spec.engine.kind == "Tandem" else None,
         drain_timeout_seconds=drain_seconds(blueprint),
         ttft_target=_ttft_deadline(blueprint),
         tracing=tracing(blueprint),
+        standby=blueprint.standby > 0,
         step_timeout_seconds=None if spec.engine.step_timeout is None else parse_duration(spec.engine.step_timeout),
     )
 

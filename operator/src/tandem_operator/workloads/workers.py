@@ -95,7 +95,7 @@ def build_stateful_set(blueprint: Blueprint, role: Role, config: Manifest) -> Ma
         path=f"spec.{component}",
     )
     spec = {
-        **({} if component in blueprint.left else {"replicas": blueprint.num_pods(role)}),
+        **({} if component in blueprint.left else {"replicas": blueprint.num_pods(role) or blueprint.standby}),
         "serviceName": name,
         "podManagementPolicy": "Parallel",
         # Of a new StatefulSet. Later the partition says which pods are made from the newest template (`rolling`).
@@ -114,7 +114,7 @@ def _container(blueprint: Blueprint, role: Role, mounts: list[Manifest]) -> Mani
         "image": blueprint.worker_image,
         "env": [*token_env(blueprint), *thread_env(workload.resources, processes=workload.ranks_per_pod)],
         "ports": [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in _ports(blueprint, role)],
-        "startupProbe": http_probe("/readyz", "metrics", period=1, failures=_LOADING_SECONDS),
+        "startupProbe": http_probe(_started_path(blueprint), "metrics", period=1, failures=_LOADING_SECONDS),
         "readinessProbe": http_probe("/readyz", "metrics", period=2, failures=2),
         "livenessProbe": http_probe("/healthz", "metrics", period=10, failures=6),
         "volumeMounts": mounts,
@@ -123,6 +123,11 @@ def _container(blueprint: Blueprint, role: Role, mounts: list[Manifest]) -> Mani
         env = [*container["env"], *foreign_env(blueprint, role)]
         container |= {"env": env, **foreign_container(blueprint, role)}
     return container
+
+
+def _started_path(blueprint: Blueprint) -> str:
+    """A worker that may be on standby has started by then: it is looked at for whether it lives, and never serves."""
+    return names.STARTED_PATH if blueprint.model.spec.standby else "/readyz"
 
 
 def token_env(blueprint: Blueprint) -> list[Manifest]:

@@ -95,3 +95,10 @@ def test_linear_refuses_what_it_would_misread(randn):
         kernels.small_batch_linear(randn(2, 64), quantize_int4(randn(8, 64), 8))
     with pytest.raises(ValueError, match="even number of rows"):
         kernels.gate_up_silu(randn(2, 64), randn(7, 64))
+
+
+def test_splits_follow_the_weight_alone(randn, half_dtype):
+    """One row and 32 are summed in the same pieces."""
+    x, weight = randn(32, 2048, dtype=half_dtype), randn(40, 2048, dtype=half_dtype)
+    together = kernels.small_batch_linear(x, weight)
+    assert all(torch.equal(kernels.small_batch_linear(x[i : i + 1], weight)[0], together[i]) for i in range(0, 32, 5))

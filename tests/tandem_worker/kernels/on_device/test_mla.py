@@ -22,6 +22,20 @@ def test_mla_decode(randn, wide, assert_matches, device, half_dtype, num_splits,
     assert not actual[2].any()
 
 
+def test_mla_decodes_have_the_same_bits_in_every_batch(randn, device, half_dtype):
+    cache = randn(80, 16, 32 + 16, dtype=half_dtype)
+    tables = torch.randperm(78, generator=torch.Generator().manual_seed(1))[:76].view(2, 38).int().to(device)
+    lens = torch.tensor([600, 257], dtype=torch.int32, device=device)
+    q = randn(2, 2, 48, dtype=half_dtype)
+    together = kernels.mla_decode_attention(q, cache, tables, lens, latent_dim=32, scale=0.1)
+    for row, blocks in enumerate((38, 17)):
+        own = tables[row : row + 1, :blocks].contiguous()
+        alone = kernels.mla_decode_attention(
+            q[row : row + 1], cache, own, lens[row : row + 1], latent_dim=32, scale=0.1
+        )
+        assert torch.equal(alone[0], together[row])
+
+
 def test_absorbed_equals_expanded(randn, assert_matches, device):
     """Both forms compute the same attention: the product of query and key up-projection may be taken on either side."""
     length, heads, nope, rope, latent = 9, 2, 32, 16, 32

@@ -45,6 +45,22 @@ def test_decode_attention(paged, randn, wide, assert_matches, half_dtype, num_sp
     assert not actual[2].any(), "a padding row is zero"
 
 
+@pytest.mark.parametrize("options", [{}, {"sinks": True}, {"window": 300}], ids=str)
+def test_a_row_has_the_same_bits_in_every_batch_and_table(paged, randn, half_dtype, options):
+    """Beside others, alone, and with the wider block table of a recording."""
+    lengths = [600, 3, 256, 257]
+    cache, tables, lens = paged(lengths, 1, 32, half_dtype)
+    q = randn(4, 2, 32, dtype=half_dtype)
+    options = {"scale": 0.2, **options, "sinks": randn(2) if options.get("sinks") else None}
+    together = kernels.paged_decode_attention(q, cache, tables, lens, **options)
+    wider = torch.cat((tables, torch.zeros_like(tables)), dim=1)
+    assert torch.equal(kernels.paged_decode_attention(q, cache, wider, lens, **options), together)
+    for row, length in enumerate(lengths):
+        own = tables[row : row + 1, : -(-length // BLOCK_SIZE)].contiguous()
+        alone = kernels.paged_decode_attention(q[row : row + 1], cache, own, lens[row : row + 1], **options)
+        assert torch.equal(alone[0], together[row]), f"{length} keys"
+
+
 @pytest.mark.parametrize(("heads", "head_dim", "block_size"), [((9, 3), 64, 16), ((4, 4), 80, 32), ((16, 1), 128, 8)])
 def test_decode_attention_shapes(paged, randn, wide, assert_matches, dtype, heads, head_dim, block_size):
     cache, tables, lens = paged([37, 9], heads[1], head_dim, dtype, block_size)

@@ -136,8 +136,11 @@ LIMIT = 1e-4
 
 
 def steps() -> list[dict[int, Sequence[int]]]:
-    """Whole prompts and chunks, a chunk end inside a block beside a decode, then decodes alone."""
-    tokens = torch.randint(3, 41, (3, 24), generator=torch.Generator().manual_seed(5)).tolist()
+    """Whole prompts and chunks, a chunk end inside a block beside a decode, then decodes alone.
+
+    No choice of an expert hangs on a rounding with these tokens: another expert is an error of a tenth and more.
+    """
+    tokens = torch.randint(3, 41, (3, 24), generator=torch.Generator().manual_seed(4)).tolist()
     return [
         {0: tokens[0][:1], 1: tokens[1][:9]},
         {0: tokens[0][1:2], 1: tokens[1][9:14], 2: tokens[2][:6]},

@@ -1,8 +1,9 @@
 """Decode attention over paged KV with grouped query heads: one query per sequence, the context split over the device.
 
 Bound by memory: every key and value is read once. The heads of a group share one tile of queries, so a key is read
-once per KV head and not once per query head. Flash-Decoding's split over the context fills the device at any batch
-size. The grid follows from shapes only, so a captured CUDA graph serves all lengths that fit its block table.
+once per KV head and not once per query head. Flash-Decoding's split over the context gives a lone sequence several
+programs. The grid follows from shapes only, so a captured CUDA graph serves all lengths that fit its block table; where
+a context is cut follows from its length alone, so a row has the same bits in every batch.
 """
 
 # Kernel bodies are Triton's language in Python's syntax, which its annotations do not describe:
@@ -20,16 +21,16 @@ from .attention_checks import LOG2E, cdiv, check_paged_inputs, first_visible, on
 from .checks import require_shape, result_like
 from .dispatch import FUSED_MATH, with_twin
 from .reference.attention import paged_decode_attention_reference
-from .split_merge import merge_splits, plan_num_splits
+from .split_merge import merge_splits, plan_splits, tiles_of_split
 
 
-@triton.jit(do_not_specialize=["num_splits", "stride_table"])
+@triton.jit(do_not_specialize=["num_splits", "fewest_tiles", "max_splits", "stride_table"])
 def _paged_decode_attention_kernel(
-    q_ptr, cache_ptr, tables_ptr, lens_ptr, sinks_ptr, out_ptr, partial_ptr, lse_ptr,
-    scale_log2, group, num_q_heads, head_dim, block_size, num_splits,
+    q_ptr, cache_ptr, tables_ptr, lens_ptr, out_ptr, partial_ptr, lse_ptr,
+    scale_log2, group, num_q_heads, head_dim, block_size, num_splits, fewest_tiles, max_splits,
     stride_q_row, stride_q_head, stride_block, stride_kv, stride_kv_head, stride_slot, stride_table,
     stride_out_row, stride_out_head,
-    WINDOW: tl.constexpr, CHUNK: tl.constexpr, HAS_SINKS: tl.constexpr, SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(0)
@@ -43,7 +44,7 @@ def _paged_decode_attention_kernel(
     first = first_visible(tl.maximum(context - 1, 0), WINDOW, CHUNK)
     first_tile = first // BLOCK_N
     num_tiles = cdiv(context, BLOCK_N) - first_tile
-    tiles_per_split = cdiv(num_tiles, num_splits)
+    tiles_per_split = tiles_of_split(num_tiles, fewest_tiles, max_splits)
     start = first_tile + split * tiles_per_split
     end = tl.minimum(start + tiles_per_split, first_tile + num_tiles)
 
@@ -74,12 +75,6 @@ def _paged_decode_attention_kernel(
         parts = accumulated / divisor[:, None]
         tl.store(partial_ptr + slot[:, None] * head_dim + dims[None, :], parts, mask=valid & (total > 0.0)[:, None])
     else:
-        if HAS_SINKS:
-            sink = tl.load(sinks_ptr + heads, mask=members < group, other=0.0).to(tl.float32) * 1.4426950408889634
-            maximum_with_sink = tl.maximum(maximum, sink)
-            decay = tl.exp2(maximum - maximum_with_sink)
-            accumulated = accumulated * decay[:, None]
-            total = total * decay + tl.exp2(sink - maximum_with_sink)
         y = accumulated / tl.where(total > 0.0, total, 1.0)[:, None]
         out_ptrs = out_ptr + row * stride_out_row + heads[:, None] * stride_out_head + dims[None, :]
         tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=valid)
@@ -111,7 +106,7 @@ def paged_decode_attention(
     q `[B, Hq, D]` bf16, fp16 or fp32; kv_cache `[N, 2, Hk, S, D]` of q's dtype, any strides with D contiguous;
     block_tables `[B, M]` int32; context_lens `[B]` int32 or int64, 0 for padding rows, which come back as zeros; scale
     usually D ** -0.5; `window` counts the keys a query sees, its own included; `chunk` is Llama 4's chunk length; sinks
-    `[Hq]` are gpt-oss's extra logits. -> `[B, Hq, D]`. `num_splits` overrides the plan made from shapes.
+    `[Hq]` are gpt-oss's extra logits. -> `[B, Hq, D]`. `num_splits` divides every context among so many.
     Raises `ValueError` for shapes, strides and ranges, `TypeError` for dtypes and devices.
     Method: FlashAttention-2 (Dao, 2023) with Flash-Decoding's split over the context.
     """
@@ -125,20 +120,20 @@ def paged_decode_attention(
     block_n = _keys_per_tile(block_d, q.element_size())
     longest = min(block_tables.shape[1] * kv_cache.shape[3], window or 1 << 62, chunk or 1 << 62)
     num_kv_heads = num_q_heads // group
-    if num_splits is None:
-        num_splits = plan_num_splits(num_rows * num_kv_heads, triton.cdiv(longest, block_n) + 1, q.device)
+    num_splits, *cuts = plan_splits(triton.cdiv(longest, block_n) + 1, block_n, num_splits)
+    split = num_splits > 1 or sinks is not None  # sinks join where pieces meet
     partial, lse = out, out
-    if num_splits > 1:
+    if split:
         partial = torch.empty((num_rows, num_q_heads, num_splits, head_dim), dtype=torch.float32, device=q.device)
         lse = torch.empty((num_rows, num_q_heads, num_splits), dtype=torch.float32, device=q.device)
     _paged_decode_attention_kernel[(num_kv_heads, num_splits, num_rows)](
-        q, kv_cache, block_tables, context_lens, q if sinks is None else sinks, out, partial, lse,
-        scale * LOG2E, group, num_q_heads, head_dim, kv_cache.shape[3], num_splits,
+        q, kv_cache, block_tables, context_lens, out, partial, lse,
+        scale * LOG2E, group, num_q_heads, head_dim, kv_cache.shape[3], num_splits, *cuts,
         q.stride(0), q.stride(1), *kv_cache.stride()[:4], block_tables.stride(0), out.stride(0), out.stride(1),
-        WINDOW=window or 0, CHUNK=chunk or 0, HAS_SINKS=sinks is not None, SPLIT=num_splits > 1,
+        WINDOW=window or 0, CHUNK=chunk or 0, SPLIT=split,
         BLOCK_G=max(16, triton.next_power_of_2(group)), BLOCK_N=block_n, BLOCK_D=block_d,
         num_warps=4, num_stages=5, **FUSED_MATH,
     )  # fmt: skip
-    if num_splits > 1:
+    if split:
         merge_splits(partial, lse, sinks, out)
     return out

@@ -2,7 +2,8 @@
 
 Decode multiplies 1 to 64 rows with every weight of the model. Each weight tile goes from device memory to the tensor
 cores once and is widened there, so four-bit weights take a quarter of the time of 16-bit ones. Where the output is too
-narrow to occupy the device, K is split; the pieces are summed in a fixed order, so results do not vary between runs.
+narrow to occupy the device, K is split, by the weight's shape alone; the pieces are summed in a fixed order, so a row's
+result varies neither between runs nor, up to 32 rows, with their number.
 Large batches belong to cuBLAS.
 """
 
@@ -158,11 +159,12 @@ def small_batch_linear(
     if num_rows == 0:
         return out
     tile = block_shape(num_rows, x.element_size())
-    programs = triton.cdiv(num_outputs, tile["BLOCK_N"]) * triton.cdiv(num_rows, tile["BLOCK_M"])
-    k_tiles = triton.cdiv(num_columns, tile["BLOCK_K"])
+    few = block_shape(1, x.element_size())  # the splits of one row are those of all
+    k_tiles = triton.cdiv(num_columns, few["BLOCK_K"])
     if num_splits is None:
+        programs = triton.cdiv(num_outputs, few["BLOCK_N"])
         num_splits = max(1, min(_MAX_SPLITS, k_tiles // 2, 2 * num_multiprocessors(x.device) // programs))
-    columns_per_split = triton.cdiv(k_tiles, num_splits) * tile["BLOCK_K"]
+    columns_per_split = triton.cdiv(k_tiles, num_splits) * few["BLOCK_K"]
     num_splits = triton.cdiv(num_columns, columns_per_split)
     partial = out
     if num_splits > 1:

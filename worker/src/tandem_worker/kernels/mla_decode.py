@@ -21,13 +21,13 @@ from .attention_checks import LOG2E, cdiv, check_sequences, online_softmax
 from .checks import FLOATS, require_dtype, require_rows, require_same_device, require_shape, result_like
 from .dispatch import FUSED_MATH, with_twin
 from .reference.mla import mla_decode_attention_reference
-from .split_merge import merge_splits, plan_num_splits
+from .split_merge import merge_splits, plan_splits, tiles_of_split
 
 
-@triton.jit(do_not_specialize=["num_splits", "stride_table"])
+@triton.jit(do_not_specialize=["num_splits", "fewest_tiles", "max_splits", "stride_table"])
 def _mla_decode_attention_kernel(
     q_ptr, cache_ptr, tables_ptr, lens_ptr, out_ptr, partial_ptr, lse_ptr,
-    scale_log2, num_heads, block_size, num_splits,
+    scale_log2, num_heads, block_size, num_splits, fewest_tiles, max_splits,
     stride_q_row, stride_q_head, stride_block, stride_slot, stride_table, stride_out_row, stride_out_head,
     SPLIT: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -40,7 +40,7 @@ def _mla_decode_attention_kernel(
     valid = heads < num_heads
     context = tl.load(lens_ptr + row).to(tl.int32)
     num_tiles = cdiv(context, BLOCK_N)
-    tiles_per_split = cdiv(num_tiles, num_splits)
+    tiles_per_split = tiles_of_split(num_tiles, fewest_tiles, max_splits)
     start = split * tiles_per_split
     end = tl.minimum(start + tiles_per_split, num_tiles)
 
@@ -124,16 +124,15 @@ def mla_decode_attention(
         return out
     tile = _tile_shape(num_heads, q.element_size())
     head_tiles = triton.cdiv(num_heads, tile["BLOCK_H"])
-    if num_splits is None:
-        max_tiles = triton.cdiv(block_tables.shape[1] * latent_cache.shape[1], tile["BLOCK_N"])
-        num_splits = plan_num_splits(num_rows * head_tiles, max_tiles, q.device)
+    max_tiles = triton.cdiv(block_tables.shape[1] * latent_cache.shape[1], tile["BLOCK_N"])
+    num_splits, *cuts = plan_splits(max_tiles, tile["BLOCK_N"], num_splits)
     partial, lse = out, out
     if num_splits > 1:
         partial = torch.empty((num_rows, num_heads, num_splits, latent_dim), dtype=torch.float32, device=q.device)
         lse = torch.empty((num_rows, num_heads, num_splits), dtype=torch.float32, device=q.device)
     _mla_decode_attention_kernel[(num_rows * head_tiles, num_splits)](
         q, latent_cache, block_tables, context_lens, out, partial, lse,
-        scale * LOG2E, num_heads, latent_cache.shape[1], num_splits,
+        scale * LOG2E, num_heads, latent_cache.shape[1], num_splits, *cuts,
         q.stride(0), q.stride(1), latent_cache.stride(0), latent_cache.stride(1), block_tables.stride(0),
         out.stride(0), out.stride(1), SPLIT=num_splits > 1, LATENT=latent_dim, ROPE=rope_dim, **tile, **FUSED_MATH,
     )  # fmt: skip

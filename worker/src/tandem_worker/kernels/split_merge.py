@@ -1,4 +1,7 @@
-"""Split-KV: how many pieces a decode step's context is cut into, and how the pieces' results meet again.
+"""Split-KV: where a decode step's contexts are cut into pieces, and how the pieces' results meet again.
+
+A row's cuts follow from its context alone, and pieces meet in their order, eight at a time: neither the rows beside it
+nor the width of a recording's block table change a bit of its result.
 
 Flash-Decoding (Dao et al., 2023): each split leaves its normalized output and the log-sum-exp of its scores; the sum of
 outputs weighted by exp(lse - max) is the attention over all. Base 2 throughout.
@@ -19,8 +22,9 @@ import triton.language as tl
 
 from .dispatch import FUSED_MATH
 
-_MAX_SPLITS = 128
-_WAVES = 2  # programs per multiprocessor to aim for: hides the tail of uneven sequences
+_MAX_SPLITS = 32  # also what bounds the memory of partial results
+_SPLIT_KEYS = 256  # at least: below, writing and reading a partial result costs a tenth of reading its keys
+_MERGED_TOGETHER = 8  # all at once would not fit the registers
 _INTERPRETED_SMS = 4  # the interpreter has no multiprocessors; a few splits exercise the merge
 
 
@@ -36,19 +40,28 @@ def num_multiprocessors(device: torch.device) -> int:
     return _num_multiprocessors(torch.cuda.current_device() if device.index is None else device.index)
 
 
-def plan_num_splits(programs_per_split: int, max_tiles: int, device: torch.device) -> int:
-    """Splits that fill the device, from shapes alone: the grid of a captured graph must not depend on lengths.
+def plan_splits(max_tiles: int, keys_per_tile: int, num_splits: int | None) -> tuple[int, int, int]:
+    """The grid's splits, the fewest tiles of a split, and the splits among which a longer context is divided.
 
-    `programs_per_split` programs run for each split, a sequence has at most `max_tiles` tiles of keys.
+    From shapes alone, as a captured graph needs it: a sequence has at most `max_tiles` tiles of `keys_per_tile` keys.
+    `num_splits` divides every context among so many.
     """
-    wanted = triton.cdiv(_WAVES * num_multiprocessors(device), max(1, programs_per_split))
-    return max(1, min(wanted, max_tiles, _MAX_SPLITS))
+    if num_splits is not None:
+        return num_splits, 1, num_splits
+    fewest = max(1, _SPLIT_KEYS // keys_per_tile)
+    return max(1, min(triton.cdiv(max_tiles, fewest), _MAX_SPLITS)), fewest, _MAX_SPLITS
+
+
+@triton.jit
+def tiles_of_split(num_tiles, fewest_tiles, max_splits):
+    """How many tiles a split of a context of `num_tiles` has."""
+    return tl.maximum(fewest_tiles, (num_tiles + max_splits - 1) // max_splits)
 
 
 @triton.jit(do_not_specialize=["num_splits"])
 def _merge_splits_kernel(
     partial_ptr, lse_ptr, sinks_ptr, out_ptr, num_heads, head_dim, num_splits, stride_out_row, stride_out_head,
-    HAS_SINKS: tl.constexpr, BLOCK_SPLITS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_SINKS: tl.constexpr, BLOCK_SPLITS: tl.constexpr, TOGETHER: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -61,18 +74,18 @@ def _merge_splits_kernel(
         sink = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
         maximum = tl.maximum(maximum, sink)
     shift = tl.where(maximum == float("-inf"), 0.0, maximum)
-    weights = tl.exp2(lse - shift)
-    total = tl.sum(weights, axis=0)
+    total = tl.full([], 0.0, tl.float32)
     if HAS_SINKS:
         total += tl.exp2(sink - shift)
     merged = tl.zeros((BLOCK_D,), tl.float32)
-    for start in range(0, num_splits, CHUNK):  # a few splits at a time: all at once would not fit the registers
-        chunk = start + tl.arange(0, CHUNK)
+    for start in range(0, num_splits, TOGETHER):
+        chunk = start + tl.arange(0, TOGETHER)
         weight = tl.exp2(tl.load(lse_ptr + first + chunk, mask=chunk < num_splits, other=float("-inf")) - shift)
         # A split without keys never wrote its part: it must not even be read, whatever lies there may be NaN.
         mask = (weight > 0.0)[:, None] & (dims < head_dim)[None, :]
         parts = tl.load(partial_ptr + (first + chunk)[:, None] * head_dim + dims[None, :], mask=mask, other=0.0)
         merged += tl.sum(parts * weight[:, None], axis=0)
+        total += tl.sum(weight, axis=0)
     merged = merged / tl.where(total > 0.0, total, 1.0)
     out_ptrs = out_ptr + row * stride_out_row + head * stride_out_head + dims
     tl.store(out_ptrs, merged.to(out_ptr.dtype.element_ty), mask=dims < head_dim)
@@ -84,6 +97,6 @@ def merge_splits(partial: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor |
     _merge_splits_kernel[(num_rows, num_heads)](
         partial, lse, lse if sinks is None else sinks, out, num_heads, head_dim, num_splits, out.stride(0),
         out.stride(1), HAS_SINKS=sinks is not None, BLOCK_SPLITS=triton.next_power_of_2(num_splits),
-        CHUNK=min(8, triton.next_power_of_2(num_splits)), BLOCK_D=triton.next_power_of_2(head_dim),
+        TOGETHER=_MERGED_TOGETHER, BLOCK_D=triton.next_power_of_2(head_dim),
         num_warps=4, **FUSED_MATH,
     )  # fmt: skip

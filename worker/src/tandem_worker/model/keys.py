@@ -29,7 +29,7 @@ _EXECUTION = "chooses among implementations of the same computation"
 _GROUPS: dict[str, str] = {
     _BOOKKEEPING: "_name_or_path name_or_path _commit_hash transformers_version auto_map model_type architectures "
     "tokenizer_class prefix task_specific_params unsloth_version unsloth_fixed transformers.js_config",
-    _GENERATION: "bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id use_cache "
+    _GENERATION: "bos_token_id pad_token_id sep_token_id decoder_start_token_id use_cache "
     "cache_implementation assistant_confidence_threshold assistant_lookbehind bad_words_ids begin_suppress_tokens "
     "diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size encoder_repetition_penalty "
     "epsilon_cutoff eta_cutoff exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id "
@@ -44,6 +44,7 @@ _GROUPS: dict[str, str] = {
     _EXECUTION: "_attn_implementation attn_implementation _attn_implementation_autoset _attn_implementation_internal "
     "experts_implementation _experts_implementation _experts_implementation_internal _flash_attn_2_enabled "
     "chunk_size_feed_forward pretraining_tp use_bfloat16 tf_legacy_loss use_flash_attention",
+    "ends answers where `generation_config.json` names no such token": "eos_token_id",
     "the families here are decoders whatever it says": "is_decoder",
 }
 COMMON_IGNORES: Final[Mapping[str, str]] = {key: reason for reason, keys in _GROUPS.items() for key in keys.split()}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import resource
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,8 @@ from tandem_worker.model.prepared.store import open_store
 from tandem_worker.process.figures import Figures, Refusals
 from tandem_worker.process.graph import Step, run_steps
 from tandem_worker.process.memory import MemoryLedger
-from tandem_worker.process.progress import StartProgress, Switches
+from tandem_worker.process.progress import STANDBY, StartProgress, Switches
+from tandem_worker.process.standby import Standby
 from tandem_worker.process.warm_up import Ends, plan_warm_up, warm_up
 from tandem_worker.process.worker import Worker
 from tandem_worker.server.deltas import DeltaHub
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from tandem_worker.model.prepared.kernels import PreparedKernels
     from tandem_worker.model.prepared.weights import PreparedWeights
     from tandem_worker.model.sources.digest import ModelDigest
+    from tandem_worker.process.generation import Generation
     from tandem_worker.server.structured.compiler import GrammarCompiler
     from tandem_worker.transfer.decode.client import TcpPrefillClient
     from tandem_worker.transfer.prefill.server import TcpPrefillServer
@@ -55,13 +58,15 @@ def build_worker(
     switches: Switches,
     group: LeadingPod | None = None,
     refusals: Mapping[str, Refusals] | None = None,
+    standby: Standby | None = None,
 ) -> Worker:
     """`group`: the other ranks, where there are any, which this process leads. `refusals`: of ports, by their names.
+    `standby`: where the start waits for an order; None: it does not.
 
     Raises StartupError with a reason for everything a person can mend, GroupLostError when another rank cannot go on.
     What else was begun goes on then: whoever calls this ends the process.
     """
-    start = _Start(config, pod, runtime, progress, switches, group, refusals or {})
+    start = _Start(config, pod, runtime, progress, switches, group, refusals or {}, standby)
     built: Worker = run_steps(start.list_steps(), progress)["worker"]
     start.settle(built)
     return built
@@ -84,7 +89,9 @@ class _Start:
         switches: Switches,
         group: LeadingPod | None,
         refusals: Mapping[str, Refusals],
+        standby: Standby | None = None,
     ) -> None:
+        self._standby = standby
         self._config, self._pod, self._runtime = config, pod, runtime
         self._progress, self._switches, self._group, self._refusals = progress, switches, group, refusals
         self._store = open_store(config.model.cache_dir)
@@ -105,10 +112,11 @@ class _Start:
             step("tokenizer", "loading the tokenizer", self._load_tokenizer, "fetch"),
             step("digest", "hashing the model", _await_digest, "hashing"),
             self._describe_seat(),
-            step("prepared", "looking for prepared weights", self._open_prepared, "digest", "seat"),
+            *self._describe_standby(),
+            step("prepared", "looking for prepared weights", self._open_prepared, "digest", "seat", *self._gate),
             step("memory", "looking at the memory", _open_ledger, "device"),
             step("weights", "loading weights", self._load_weights, "fetch", "device", "seat", "prepared", "memory"),
-            step("ends", "reading the end tokens", _observe_ends, "fetch", "tokenizer"),
+            step("ends", "reading the generation settings", self._observe_generation, "fetch", "tokenizer"),
             step("grammars", "starting the grammar process", self._open_grammars, "tokenizer", "weights", "ends"),
             step("client", "opening the KV client", self._open_client, "libraries"),
             step("arena", "measuring activations", self._measure_arena, "weights", "memory"),
@@ -138,9 +146,13 @@ class _Start:
 
     def _fetch(self) -> Path:
         """The model's files, and the processes of the other ranks, which load from them."""
+        from tandem_worker.model.sources.digest import has_come_since
         from tandem_worker.model.sources.resolve import resolve_model
 
+        began = time.time()
         path = resolve_model(self._config.model, self._pod.token, self._runtime.files)
+        if has_come_since(path, began):
+            self._progress.origin = "downloaded"
         if self._group is not None:
             self._group.start(path)
         return path
@@ -156,6 +168,23 @@ class _Start:
             self._kernels.restore()
         return device
 
+    @property
+    def _gate(self) -> tuple[str, ...]:
+        """What a step needs that takes memory of the model's size."""
+        return () if self._standby is None else ("standby",)
+
+    def _describe_standby(self) -> list[Step]:
+        """After everything that an order need not wait for."""
+        if self._standby is None:
+            return []
+        needs = ("fetch", "device", "server", "digest", "ends", "memory", "client")
+        return [Step(name="standby", what="on standby until a request comes", run=self._rest, needs=needs)]
+
+    def _rest(self, path: Path, device: torch.device, *_: object) -> None:
+        assert self._standby is not None
+        _rehearse(path, device)
+        self._standby.wait()
+
     def _describe_seat(self) -> Step:
         """Without other ranks it needs nothing: prepared weights are read then while torch is imported."""
         if self._group is None:
@@ -168,7 +197,7 @@ class _Start:
         assert self._group is not None
         return self._group.form(path, device, resolve_dtype(self._config.dtype))
 
-    def _open_prepared(self, digest: str, seat: GroupSeat | None) -> PreparedWeights:
+    def _open_prepared(self, digest: str, seat: GroupSeat | None, *_: None) -> PreparedWeights:
         """What an earlier start made of these weights for this rank, being read from here on."""
         from tandem_worker.model.prepared.weights import open_prepared_weights
 
@@ -201,16 +230,31 @@ class _Start:
         weights = self._config.weights
         model = load_model(path, device=device, dtype=dtype, context=context, prepared=prepared, weights=weights)
         memory.by_kind["weights"] = count_weight_bytes(model)
+        if prepared.is_whole and self._progress.origin == "files":
+            self._progress.origin = "prepared"
         return model
 
-    def _open_grammars(self, tokenizer: Any, model: CausalLM, ends: frozenset[int]) -> GrammarCompiler:
-        """Where answers are generated its process is there before the first request is."""
+    def _open_grammars(self, tokenizer: Any, model: CausalLM, generation: Generation) -> GrammarCompiler:
+        """Where answers are generated its process is there before the first request is, but not of one that was woken:
+        somebody waits, for an answer without a grammar more likely than not."""
         from tandem_worker.server.structured.compiler import GrammarCompiler
 
-        grammars = GrammarCompiler(tokenizer, model.vocab_size, ends)
-        if model.embedding is None and self._config.role is not Role.PREFILL:
+        grammars = GrammarCompiler(tokenizer, model.vocab_size, generation.end_tokens)
+        if self._generates(model) and not self._is_woken:
             grammars.start()
         return grammars
+
+    def _generates(self, model: CausalLM) -> bool:
+        return model.embedding is None and self._config.role is not Role.PREFILL
+
+    @property
+    def _is_woken(self) -> bool:
+        return self._progress.origin == STANDBY
+
+    def _observe_generation(self, path: Path, tokenizer: Any) -> Generation:
+        from tandem_worker.process.generation import observe_generation
+
+        return observe_generation(path, tokenizer, self._config.generation_settings)
 
     def _open_client(self, _: None) -> TcpPrefillClient | None:
         from tandem_worker.transfer.decode.client import TcpPrefillClient
@@ -220,10 +264,11 @@ class _Start:
         return TcpPrefillClient(verify=self._config.kv.verify, ring=self._runtime.peers, vitals=self._runtime.vitals)
 
     def _measure_arena(self, model: CausalLM, memory: MemoryLedger) -> int | None:
-        """Bytes for activations. In a group all ranks would have to compute at once, so it is not done there."""
+        """Bytes for activations. In a group all ranks would have to compute at once, so it is not done there; on a CPU
+        nothing is sized by it, so a worker that was woken, for which somebody waits, does without."""
         from tandem_worker.engine.execute.arena import measure_arena
 
-        if self._group is not None:
+        if self._group is not None or (self._is_woken and model.device.type == "cpu"):
             return None
         limits = self._config.scheduler
         memory.by_kind["arena"] = measure_arena(
@@ -241,7 +286,7 @@ class _Start:
         digest: str,
         seat: GroupSeat | None,
         client: TcpPrefillClient | None,
-        end_tokens: frozenset[int],
+        generation: Generation,
         memory: MemoryLedger,
     ) -> tuple[EngineCore, Ends]:
         from tandem_worker.engine.build import build_engine
@@ -252,7 +297,7 @@ class _Start:
             self._config,
             ends.deliver,
             client,
-            eos_token_ids=end_tokens,
+            eos_token_ids=generation.end_tokens,
             model_digest=digest,
             cuda_graphs=self._pod.cuda_graphs and seat is None,
             arena_bytes=arena,
@@ -279,7 +324,7 @@ class _Start:
         model: CausalLM,
         tokenizer: Any,
         grammars: GrammarCompiler,
-        end_tokens: frozenset[int],
+        generation: Generation,
         client: TcpPrefillClient | None,
         server: TcpPrefillServer | None,
         prepared: PreparedWeights,
@@ -302,7 +347,7 @@ class _Start:
             draining=lambda: self._switches.draining,
             gpu=open_gpu_reader(model.device),
             memory_bytes=lambda: memory.by_kind | {"kv_resident": pages.resident_bytes, "graphs": engine.graph_bytes},
-            start_seconds=self._progress.seconds,
+            start=self._progress,
             refusals=self._refusals,
             spans=self._runtime.tracer.counts,
             files=self._runtime.files,
@@ -310,7 +355,7 @@ class _Start:
         )
         return Worker(
             config=self._config,
-            app=self._build_app(model, engine, hub, figures, tokenizer, grammars, end_tokens),
+            app=self._build_app(model, engine, hub, figures, tokenizer, grammars, generation),
             figures=figures,
             engine=engine,
             pages=pages,
@@ -320,6 +365,7 @@ class _Start:
             prefill_server=server,
             prefill_client=client,
             grammars=grammars,
+            grammars_later=self._is_woken and self._generates(model),
             group=self._group,
         )
 
@@ -331,7 +377,7 @@ class _Start:
         figures: Figures,
         tokenizer: Any,
         grammars: GrammarCompiler,
-        end_tokens: frozenset[int],
+        generation: Generation,
     ) -> ASGIApp:
         from tandem_worker.server.app import build_app
 
@@ -345,11 +391,12 @@ class _Start:
             draining=lambda: self._switches.draining,
             max_model_len=engine.max_model_len,
             vocab_size=model.vocab_size,
-            eos_token_ids=end_tokens,
+            eos_token_ids=generation.end_tokens,
             embedding=model.embedding,
             observer=figures.observe_request,
             preparation=figures.preparation,
             grammars=grammars,
+            sampling=generation.sampling,
             tracer=self._runtime.tracer,
         )
 
@@ -367,6 +414,22 @@ def _import_server() -> None:
     import tandem_worker.server.structured.compiler  # noqa: F401
 
 
+def _rehearse(path: Path, device: torch.device) -> None:
+    """Import what the rest of a start of this model imports, and say what is wrong with it before it is asked for. Its
+    weights are opened, not read. Raises StartupError."""
+    import tandem_worker.engine.execute.pages
+    import tandem_worker.group.transport
+    import tandem_worker.model.weighing
+    import tandem_worker.transfer.prefill.server  # noqa: F401
+    from tandem_worker.model.backends.select import find_backend, select_backend
+    from tandem_worker.model.families.registry import find_family
+    from tandem_worker.model.load import open_checkpoint, resolve_dtype
+
+    config, _ = open_checkpoint(path)
+    find_family(config.architecture)
+    find_backend(select_backend(device, resolve_dtype(device, config.dtype)))
+
+
 def _hash(path: Path) -> ModelDigest:
     """Hashing goes on, on threads of its own, beside reading: both read the same pages of the same files."""
     from tandem_worker.model.sources.digest import ModelDigest
@@ -380,12 +443,6 @@ def _await_digest(hashing: ModelDigest) -> str:
 
 def _open_ledger(device: torch.device) -> MemoryLedger:
     return MemoryLedger(on_gpu=device.type == "cuda")
-
-
-def _observe_ends(path: Path, tokenizer: Any) -> frozenset[int]:
-    from tandem_worker.process.end_tokens import observe_end_tokens
-
-    return observe_end_tokens(path, tokenizer)
 
 
 def _warm_up(built: tuple[EngineCore, Ends], model: CausalLM) -> None:

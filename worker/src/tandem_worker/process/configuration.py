@@ -39,6 +39,11 @@ def read_tracing(path: Path, config: WorkerConfig) -> TracingConfig | None:
     return _read_again(path, config, "requests are traced").tracing
 
 
+def read_standby(path: Path, config: WorkerConfig) -> bool:
+    """Whether to be on standby, as it is written now (see `WorkerConfig.standby`)."""
+    return _read_again(path, config, "on standby").standby
+
+
 def read_drain_seconds(path: Path, config: WorkerConfig) -> float:
     """How long to drain, as it is written now: it may have changed since the start, and restarts nobody."""
     return _read_again(path, config, "draining").drain_timeout_seconds

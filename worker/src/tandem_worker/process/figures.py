@@ -13,6 +13,7 @@ from tandem_worker.engine.contract import Engine
 from tandem_worker.host.environment import PodFacts
 from tandem_worker.host.nvml import GpuReader, GpuSample
 from tandem_worker.process.metrics import WorkerFacts, WorkerSample, build_metrics_text, build_telemetry
+from tandem_worker.process.progress import StartProgress
 from tandem_worker.server.request_metrics import PreparationCounts, RequestMetrics
 from tandem_worker.transfer.contract import TransferStats
 
@@ -45,7 +46,7 @@ class Figures:
         draining: Callable[[], bool],
         gpu: GpuReader,
         memory_bytes: Callable[[], Mapping[str, int]],
-        start_seconds: Callable[[], Mapping[str, float]],
+        start: StartProgress,
         refusals: Mapping[str, Refusals],
         spans: Mapping[str, int],
         files: FileExchange | None = None,
@@ -56,7 +57,7 @@ class Figures:
         self._engine, self._transport, self._draining, self._gpu = engine, transport, draining, gpu
         self.memory_bytes = memory_bytes
         """What the process's memory, or the device's, holds now."""
-        self._start_seconds, self._refusals = start_seconds, refusals
+        self._start, self._refusals = start, refusals
         self._grammars = grammars
         self._spans, self._files, self._others = spans, files, others
         self._requests = RequestMetrics()
@@ -66,7 +67,7 @@ class Figures:
         return build_telemetry(self._facts, self._sample())
 
     def metrics_text(self) -> str:
-        sizes, start = self.memory_bytes(), self._start_seconds()
+        sizes, start = self.memory_bytes(), self._start.seconds()
         return build_metrics_text(self._facts, self._sample(), self._requests, sizes, start, self.preparation)
 
     def observe_request(self, outcome: RequestOutcome) -> None:
@@ -94,4 +95,5 @@ class Figures:
             others=dict(self._others()),
             graphs_pending=self._engine.graphs_pending,
             files=None if self._files is None else self._files.sample(),
+            start=self._start.figure(),
         )

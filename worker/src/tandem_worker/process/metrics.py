@@ -12,6 +12,7 @@ from tandem_api.telemetry import Metric, RankTelemetry, WorkerTelemetry
 from tandem_worker.engine.contract import EngineStats
 from tandem_worker.host.nvml import NO_GPU, GpuSample
 from tandem_worker.process.families import Families
+from tandem_worker.process.progress import StartFigure
 from tandem_worker.server.request_metrics import PreparationCounts, RequestMetrics
 from tandem_worker.server.structured.counts import CompileCounts
 from tandem_worker.transfer.contract import TransferStats
@@ -54,6 +55,8 @@ class WorkerSample:
     """Batch sizes of decode steps that are still to be recorded."""
     files: FileSample | None = None
     """None where the model's files are not exchanged with other workers."""
+    start: StartFigure | None = None
+    """None where it is not known."""
 
 
 def build_telemetry(facts: WorkerFacts, sample: WorkerSample) -> WorkerTelemetry:
@@ -83,6 +86,8 @@ def build_telemetry(facts: WorkerFacts, sample: WorkerSample) -> WorkerTelemetry
         cached_prompt_tokens_total=engine.cached_tokens_total,
         decode_step_seconds=engine.decode_step_seconds if engine.running_requests else None,
         mixed_step_seconds=engine.mixed_step_seconds if engine.running_requests else None,
+        start_seconds=None if sample.start is None else sample.start.seconds,
+        start_from=None if sample.start is None else sample.start.origin,
         vram_used_bytes=gpu.vram_used_bytes,
         vram_total_bytes=gpu.vram_total_bytes,
         nvlink_tx_bytes_per_second=gpu.nvlink_tx_bytes_per_second,

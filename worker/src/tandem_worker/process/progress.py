@@ -13,7 +13,7 @@ from tandem_worker.process.graph import Step
 
 logger = logging.getLogger(__name__)
 
-READY = "ready"
+READY, STANDBY = "ready", "standby"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,6 +34,15 @@ class StepRecord:
         return 0.0 if self.ended is None else self.ended - self.began
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartFigure:
+    """What a start took, for those who plan by it."""
+
+    seconds: float
+    origin: str
+    """What it started from: see `WorkerTelemetry.start_from`."""
+
+
 class StartProgress:
     """What the start is doing, and what each step took. Written by the building thread, read by probes and metrics."""
 
@@ -47,7 +56,11 @@ class StartProgress:
         self.steps: dict[str, StepRecord] = {"process": StepRecord(began=0.0, ended=age)}
         """In the order in which they began. `process` is what came before the first: interpreter, imports, ports."""
         self.total: float | None = None
-        """Seconds from the process's start until it was ready; None until then."""
+        """Seconds from the process's start until it was ready, without those on standby; None until then."""
+        self.origin = "files"
+        """What it starts from, as far as it has come."""
+        self._rested: float | None = None
+        self._woken: float | None = None
 
     def begin(self, step: Step, waited_for: str | None) -> None:
         """A step begins now."""
@@ -65,12 +78,28 @@ class StartProgress:
 
     def be_ready(self) -> None:
         """Nothing is waited for any more."""
-        self.total = self._now()
+        self.total = self._now() - self._waited
         self.phase = READY
 
+    def rest(self) -> None:
+        """It is on standby from now on."""
+        self._rested = self._now()
+
+    def wake(self) -> None:
+        """It goes on."""
+        self._woken, self.origin = self._now(), STANDBY
+
     def seconds(self) -> dict[str, float]:
-        """Seconds by step, and `total`, once it is ready."""
-        return {name: record.seconds for name, record in list(self.steps.items())} | {"total": self.total or 0.0}
+        """Seconds by step, `total`, once it is ready, and `wake`: what it took of that after standby."""
+        found = {name: record.seconds for name, record in list(self.steps.items())} | {"total": self.total or 0.0}
+        return found if self._woken is None else found | {"wake": self._since_wake or 0.0}
+
+    def figure(self) -> StartFigure | None:
+        """The whole start in one figure; None until it is ready."""
+        if self.total is None:
+            return None
+        seconds = self.total if self._since_wake is None else self._since_wake
+        return StartFigure(seconds=round(seconds, 3), origin=self.origin)
 
     def describe(self) -> dict[str, dict[str, float | str | None]]:
         """For the log: of every step when it began and ended, its processor time and what it waited for."""
@@ -83,6 +112,17 @@ class StartProgress:
             }
             for name, record in self.steps.items()
         }
+
+    @property
+    def _waited(self) -> float:
+        return 0.0 if self._rested is None or self._woken is None else self._woken - self._rested
+
+    @property
+    def _since_wake(self) -> float | None:
+        """From the order until it was ready."""
+        if self._woken is None or self._rested is None or self.total is None:
+            return None
+        return self.total - self._rested
 
     def _now(self) -> float:
         return self._clock() - self._started

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from starlette.types import ASGIApp
 from tandem_api.launch import TracingConfig, TTFTDeadline, WorkerConfig
-from tandem_api.names import REASON_STEP_HUNG
+from tandem_api.names import REASON_STEP_HUNG, REASON_WAKE_TIMED_OUT
 
 from tandem_worker.engine.errors import GroupLostError
 from tandem_worker.group.control.link import Loss
@@ -26,6 +26,7 @@ from tandem_worker.process.build import build_worker
 from tandem_worker.process.figures import Refusals
 from tandem_worker.process.progress import StartProgress, Switches, observe_age
 from tandem_worker.process.staging import StagedApp
+from tandem_worker.process.standby import WAKE_SECONDS, Standby, WakeDoor
 from tandem_worker.process.watchdog import StepWatchdog
 from tandem_worker.process.worker import Worker
 from tandem_worker.server.gate import TokenGate
@@ -56,6 +57,7 @@ class ServingProcess:
         step_seconds: Callable[[], float | None],
         ttft_target: Callable[[], TTFTDeadline | None],
         tracing: Callable[[], TracingConfig | None],
+        standby: Callable[[], bool] = lambda: False,
     ) -> None:
         self._drain_seconds = drain_seconds
         self._step_seconds = step_seconds
@@ -68,6 +70,7 @@ class ServingProcess:
         self._runtime = runtime
         self._progress = StartProgress(age=observe_age())
         self._switches = Switches()
+        self._standby = Standby(self._progress, standby, self._limit_wake)
         self._stop = asyncio.Event()
         self._lost: Loss | None = None
 
@@ -76,9 +79,11 @@ class ServingProcess:
 
         Raises what opening the ports or building the worker raises. When the group is lost it ends the process instead.
         """
+        self._loop = asyncio.get_running_loop()
         app = StagedApp(lambda: self._progress.phase)
-        gate = TokenGate(app, self._runtime.api)
-        status = StatusApp(problems=self._runtime.vitals.problems, waits_for=self._waits_for)
+        door = WakeDoor(app, self._standby, self._switches)
+        gate = TokenGate(door, self._runtime.api)
+        status = StatusApp(problems=self._runtime.vitals.problems, waits_for=self._waits_for, rests=self._rests)
         ports = await open_ports(self._config, self._runtime.host, api=gate, status=status)
         self._handle_signals(starting=True)
         link = await self._open_link(gate, status, ports)
@@ -88,6 +93,7 @@ class ServingProcess:
         try:
             worker = await self._build(group, self._refusals(gate, link, group))
         except BaseException as error:
+            door.fail()
             if group is not None:
                 group.leader.lose(Loss(f"rank 0 cannot start: {error}", getattr(error, "reason", "GroupLost")))
             if link is not None:
@@ -102,6 +108,7 @@ class ServingProcess:
             self._runtime.files.watch(lambda: not worker.idle)
         following = asyncio.create_task(self._follow(worker))
         self._switches.ready = True
+        door.open()
         worker.begin_background(self._runtime.vitals)
         await self._stop.wait()
         following.cancel()
@@ -158,6 +165,9 @@ class ServingProcess:
             raise
         return listener
 
+    def _rests(self) -> bool:
+        return self._standby.reached and not self._switches.draining
+
     def _waits_for(self) -> str | None:
         if self._switches.draining:
             return "draining"
@@ -193,6 +203,15 @@ class ServingProcess:
         self._watchdog = StepWatchdog(worker.engine, configured=self._step_seconds, on_hung=on_hung)
         self._watchdog.start(self._runtime.vitals)
 
+    def _limit_wake(self) -> None:
+        """On the thread of the step that waited."""
+        self._loop.call_soon_threadsafe(self._loop.call_later, WAKE_SECONDS, self._end_late_wake)
+
+    def _end_late_wake(self) -> None:
+        if not self._switches.ready:
+            text = f"The worker was woken {WAKE_SECONDS:g} s ago and is still {self._progress.phase}."
+            end_process(self._pod, REASON_WAKE_TIMED_OUT, text)
+
     async def _build(self, group: LeadingPod | None, refusals: dict[str, Refusals]) -> Worker:
         """Raises StartupError; GroupLostError without waiting for a step that a lost rank will never take part in."""
         # The thread must end: libgomp counts the helpers of every thread that ever computed, and as soon as it counts
@@ -209,6 +228,7 @@ class ServingProcess:
             self._switches,
             group,
             refusals,
+            self._standby if self._config.standby and group is None else None,
         )
         builder.shutdown(wait=False)
         stopped = asyncio.ensure_future(self._stop.wait())

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from tandem_worker.transfer.prefill.server import TcpPrefillServer
 
 
+_GRAMMARS_SECONDS = 2.0
+"""In which the request that woke the worker has its first token."""
 _MOST_RECORDING_SECONDS = 600.0
 """After which kernels are kept though batch sizes are still to be recorded; what these compile is kept next time."""
 
@@ -51,6 +53,8 @@ class Worker:
     prefill_server: TcpPrefillServer | None
     prefill_client: TcpPrefillClient | None
     grammars: GrammarCompiler
+    grammars_later: bool = False
+    """The process that compiles grammars is not started yet, and is to be once nobody waits for the first answer."""
     group: LeadingPod | None = None
 
     @property
@@ -59,8 +63,11 @@ class Worker:
         return self.engine.idle and self.hub.num_open == 0
 
     def begin_background(self, vitals: Vitals) -> None:
-        """What nobody waits for: memory for blocks to come, and a copy of the weights where a next start finds it."""
+        """What nobody waits for: memory for blocks to come, a copy of the weights where a next start finds it, and what
+        a worker that was woken has left for later."""
         self.pages.start(vitals)
+        if self.grammars_later:
+            vitals.start_thread("start-grammars", self._start_grammars)
         if not dies_with_container(Path(self.config.model.cache_dir).absolute()):
             vitals.start_thread("save-prepared", self._save_prepared)
 
@@ -73,6 +80,11 @@ class Worker:
         while self.engine.graphs_pending and time.monotonic() < deadline:
             time.sleep(1.0)
         self.kernels.save()
+
+    def _start_grammars(self) -> None:
+        time.sleep(_GRAMMARS_SECONDS)
+        with contextlib.suppress(RuntimeError):  # it is closed by now
+            self.grammars.start()
 
     def drain(self) -> None:
         """Take no new requests and no new orders of other workers; those inside go on."""

@@ -32,6 +32,7 @@ from tandem_worker.server.http import ServiceError, describe_error, header, requ
 from tandem_worker.server.journal import StreamHead, take_journal, wants_journal
 from tandem_worker.server.messages.encoder import MessagesEncoder, to_error
 from tandem_worker.server.messages.request import RENAMED as RENAMED_MESSAGES
+from tandem_worker.server.openai.defaults import API_DEFAULTS, SamplingDefaults
 from tandem_worker.server.openai.renaming import renamed_errors
 from tandem_worker.server.planning import plan_chat, plan_completion
 from tandem_worker.server.preparation.preparing import PreparedChat
@@ -86,6 +87,7 @@ def build_app(
     observer: RequestObserver | None = None,
     preparation: PreparationCounts | None = None,
     grammars: GrammarCompiler | None = None,
+    sampling: SamplingDefaults = API_DEFAULTS,
     tracer: Tracer | None = None,
 ) -> ASGIApp:
     """The ASGI application. `hub.deliver` must be the engine's delivery function.
@@ -94,7 +96,8 @@ def build_app(
     the tokenizer are asked. `tool_format` names a format of tool calls where detection would be wrong. `embedding`
     is given for an embedding model. With `preparation`, which then counts, the process for large requests is started
     now and not with the first of them (but not in prefill workers, which get none as a rule). `grammars` is a compiler
-    that the caller closes; without it the application has its own. Raises ValueError when no context length is known.
+    that the caller closes; without it the application has its own. `sampling` stands below what requests say. Raises
+    ValueError when no context length is known.
     """
     model = ServedModel(
         tokenizer,
@@ -105,6 +108,7 @@ def build_app(
         tool_format=tool_format,
         embedding=embedding,
         grammars=grammars,
+        sampling=sampling,
     )
     if preparation is not None:
         model.preparation.counts = preparation

@@ -10,6 +10,7 @@ from tandem_api.launch import WorkerConfig
 
 from tandem_worker.engine.errors import RequestError
 from tandem_worker.model.pooling import EmbeddingSpec
+from tandem_worker.server.openai.defaults import API_DEFAULTS, SamplingDefaults
 from tandem_worker.server.preparation.fitting import observe_bound
 from tandem_worker.server.preparation.job import pack_setup
 from tandem_worker.server.preparation.placing import Preparation
@@ -49,6 +50,7 @@ class ServedModel:
         tool_format: str | None = None,
         embedding: EmbeddingSpec | None = None,
         grammars: GrammarCompiler | None = None,
+        sampling: SamplingDefaults = API_DEFAULTS,
     ) -> None:
         self.name = config.served_name
         """As it was at start. Answers carry the name that the request gave: names change while workers run."""
@@ -89,6 +91,7 @@ class ServedModel:
             start_token=start if start is not None else min(self.eos_token_ids, default=0),
             embedding_size=None if embedding is None else embedding.size,
             grammar_limits=self.grammars.limits,
+            sampling=sampling,
         )
         bound = observe_bound(tokenizer.backend_tokenizer)
         self.preparation = Preparation(

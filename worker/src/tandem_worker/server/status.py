@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from starlette.types import Receive, Scope, Send
+from tandem_api.names import STARTED_PATH
 from tandem_api.telemetry import WorkerTelemetry
 
 from tandem_worker.server.http import send_bytes
@@ -27,12 +28,20 @@ class FigureSource(Protocol):
 
 
 class StatusApp:
-    """`/healthz`, `/readyz`, `/metrics`, `/telemetry`; nothing else."""
+    """`/healthz`, `/readyz`, `/startz`, `/metrics`, `/telemetry`; nothing else."""
 
-    def __init__(self, *, problems: Callable[[], list[str]], waits_for: Callable[[], str | None]) -> None:
-        """`problems` are sentences that make the process unhealthy; `waits_for` is None when it takes requests."""
+    def __init__(
+        self,
+        *,
+        problems: Callable[[], list[str]],
+        waits_for: Callable[[], str | None],
+        rests: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`problems` are sentences that make the process unhealthy; `waits_for` is None when it takes requests; `rests`
+        is true when it has started as far as it is to for now."""
         self._problems = problems
         self._waits_for = waits_for
+        self._rests = rests
         self.figures: FigureSource | None = None
         """Set when the worker is built. Processes that follow in a group have none."""
 
@@ -48,11 +57,12 @@ class StatusApp:
         if path == "/healthz":
             problems = self._problems()
             await send_text(send, 500 if problems else 200, "\n".join(problems) or "ok")
-        elif path == "/readyz":
-            reason = self._waits_for() or "\n".join(self._problems())
+        elif path in {"/readyz", STARTED_PATH}:
+            started = path == STARTED_PATH and self._rests()
+            reason = None if started else self._waits_for() or "\n".join(self._problems())
             await send_text(send, 503 if reason else 200, reason or "ok")
         elif path not in {"/metrics", "/telemetry"}:
-            await send_text(send, 404, "There are /healthz, /readyz, /metrics and /telemetry here.")
+            await send_text(send, 404, "There are /healthz, /readyz, /startz, /metrics and /telemetry here.")
         elif self.figures is None:
             await send_text(send, 503, "There are no figures of this process (yet).")
         elif path == "/metrics":

@@ -39,7 +39,15 @@ class Lossless:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """The classes that layers are made of."""
+    """The classes that layers are made of.
+
+    *Exact rows.* A row's logits have the same bits whether it is decoded, part of a chunk of any size, or computed
+    again after a preemption or a move, alone or beside others, on one thread or several: a row is computed from itself
+    and the keys that it sees, in an order that follows from its position alone. So a stream that moves goes on with
+    the tokens that it would have had. NATIVE keeps this, but for latents (MLA) and, where oneDNN has AMX, beyond
+    `most_rows`. TRITON keeps it for decoded rows, up to 32 in a product. TORCH does not: its products take other paths
+    for other numbers of rows. docs/kernels.md has the table.
+    """
 
     name: BackendName
     keeps_packed: bool

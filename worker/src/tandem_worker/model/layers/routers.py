@@ -37,6 +37,10 @@ class Router(ABC):
     """Chooses `top_k` experts for each row of `[T, hidden]`."""
 
     top_k: int
+    weight: torch.Tensor
+    """`[num_experts, hidden]`."""
+    bias: torch.Tensor | None = None
+    """`[num_experts]`, added to the scores; not the one that takes part in the choice alone."""
 
     @abstractmethod
     def logits(self, x: torch.Tensor) -> torch.Tensor:
@@ -59,12 +63,12 @@ class SoftmaxRouter(Router):
     """Top k of a softmax over all experts, optionally normalized to sum 1 (Qwen3-MoE)."""
 
     def __init__(self, weight: torch.Tensor, top_k: int, *, normalize: bool) -> None:
-        self._weight = weight
+        self.weight = weight
         self.top_k = top_k
         self._normalize = normalize
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self._weight.t()
+        return x @ self.weight.t()
 
     def choose(self, logits: torch.Tensor) -> Routing:
         weights, experts = torch.softmax(logits, dim=-1, dtype=torch.float32).topk(self.top_k, dim=-1)
@@ -93,7 +97,7 @@ class GroupedSigmoidRouter(Router):
     ) -> None:
         if bias.shape[0] % num_groups:
             raise StartupError("ConfigInvalid", f"{bias.shape[0]} experts do not divide into n_group = {num_groups}.")
-        self._weight = weight.float()
+        self.weight = weight.float()
         self._bias = bias.float()
         self.top_k = top_k
         self._num_groups = num_groups
@@ -102,7 +106,7 @@ class GroupedSigmoidRouter(Router):
         self._scale = scale
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        return x.float() @ self._weight.t()
+        return x.float() @ self.weight.t()
 
     def choose(self, logits: torch.Tensor) -> Routing:
         scores = torch.sigmoid(logits)
@@ -131,12 +135,13 @@ class ChosenSoftmaxRouter(Router):
     """Top k of the logits, then a softmax over these alone (gpt-oss)."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor, top_k: int) -> None:
-        self._weight = weight
-        self._bias = bias
+        self.weight = weight
+        self.bias = bias
         self.top_k = top_k
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.addmm(self._bias, x, self._weight.t())
+        assert self.bias is not None
+        return torch.addmm(self.bias, x, self.weight.t())
 
     def choose(self, logits: torch.Tensor) -> Routing:
         chosen, experts = logits.topk(self.top_k, dim=-1)
@@ -150,15 +155,16 @@ class SigmoidRouter(Router):
     """Top k of the logits, each weighted by its own sigmoid (Llama 4)."""
 
     def __init__(self, weight: torch.Tensor, top_k: int) -> None:
-        self._weight = weight
+        self.weight = weight
         self.top_k = top_k
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self._weight.t()
+        return x @ self.weight.t()
 
     def choose(self, logits: torch.Tensor) -> Routing:
-        chosen, experts = logits.topk(self.top_k, dim=-1)
-        return Routing(experts, chosen.float().sigmoid())
+        experts = logits.topk(self.top_k, dim=-1).indices
+        # Of whole rows: torch rounds the last few numbers of a tensor, those beyond its registers, otherwise.
+        return Routing(experts, logits.float().sigmoid().gather(1, experts))
 
     def rule(self) -> dict[str, Any]:
         return {"scoring": "sigmoid", "renormalize": False}

@@ -93,6 +93,11 @@ class PreparedWeights:
         """Whether there is a copy of which everything so far was right."""
         return self._reading is not None
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all that was handed out came from a copy."""
+        return bool(self._tensors) and not self._missed
+
     def take(self, key: str, size: int | None) -> tuple[mmap.mmap, int, int] | None:
         """The tensor that is asked for next, of `size` bytes, or of as many as it has: a map, where in it the tensor
         begins, and its bytes. They may be read for as long as the map is kept. None where the copy has no such tensor:

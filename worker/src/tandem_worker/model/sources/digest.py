@@ -42,6 +42,14 @@ _UNREAD = frozenset(
 """Suffixes of weights in forms that are never loaded, and of what is for people."""
 
 
+def has_come_since(path: Path, since: float) -> bool:
+    """Whether the download in the folder `path` was completed after `since`, in Unix seconds; False where none was."""
+    try:
+        return (path / MANIFEST).stat().st_mtime >= since
+    except OSError:
+        return False
+
+
 class ModelDigest:
     """The digest of the model at `path`, a folder or a file: hashing begins at once, on daemon threads.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from tandem_worker.server.openai.defaults import API_DEFAULTS, SamplingDefaults
 from tandem_worker.server.openai.fields import Fields, refuse
 from tandem_worker.server.openai.messages import parse_messages
 from tandem_worker.server.openai.options import CommonOptions, parse_common
@@ -49,7 +50,9 @@ class ChatRequest:
     """Of the tokenizer, beside those that the template writes."""
 
 
-def parse_chat(body: object, vocab_size: int, *, lenient: bool = False) -> ChatRequest:
+def parse_chat(
+    body: object, vocab_size: int, *, sampling: SamplingDefaults = API_DEFAULTS, lenient: bool = False
+) -> ChatRequest:
     """The body of a chat request, every field checked. Raises RequestError naming the field."""
     fields = Fields(body, lenient=lenient)
     model = fields.string("model")
@@ -84,7 +87,7 @@ def parse_chat(body: object, vocab_size: int, *, lenient: bool = False) -> ChatR
         chat_template=fields.string("chat_template", max_length=MAX_TEMPLATE_LENGTH, allow_empty=False),
         documents=fields.array("documents") or None,
         add_special_tokens=fields.boolean("add_special_tokens"),
-        common=parse_common(fields, vocab_size),
+        common=parse_common(fields, vocab_size, sampling),
     )
     answer = request.response_format
     if answer.definition and tools.mode != "none":

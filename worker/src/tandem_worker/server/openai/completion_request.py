@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from tandem_worker.server.openai.defaults import API_DEFAULTS, SamplingDefaults
 from tandem_worker.server.openai.fields import Fields, check_integer, refuse, wrong_type
 from tandem_worker.server.openai.options import CommonOptions, parse_common
 from tandem_worker.server.openai.other_servers import refuse_other_servers
@@ -32,7 +33,9 @@ class CompletionRequest:
     """Of the tokenizer, to prompts that are text."""
 
 
-def parse_completion(body: object, vocab_size: int, *, lenient: bool = False) -> CompletionRequest:
+def parse_completion(
+    body: object, vocab_size: int, *, sampling: SamplingDefaults = API_DEFAULTS, lenient: bool = False
+) -> CompletionRequest:
     """Raises RequestError."""
     fields = Fields(body, lenient=lenient)
     model = fields.string("model")
@@ -45,7 +48,7 @@ def parse_completion(body: object, vocab_size: int, *, lenient: bool = False) ->
             "'max_tokens' of 0 generates nothing; it is only allowed with 'echo'.",
             "integer_below_min_value",
         )
-    common = parse_common(fields, vocab_size)
+    common = parse_common(fields, vocab_size, sampling)
     best_of = fields.integer("best_of", minimum=1, maximum=20)
     if best_of is not None and best_of != common.n:
         refuse(

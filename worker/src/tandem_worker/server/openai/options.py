@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from tandem_worker.engine.errors import RequestError
 from tandem_worker.engine.schedule.params import GrammarFactory, SamplingParams
+from tandem_worker.server.openai.defaults import API_DEFAULTS, LIMITS, SamplingDefaults
 from tandem_worker.server.openai.fields import Fields, check_integer, check_number, check_text, refuse, wrong_type
 from tandem_worker.server.text.patterns import PatternError, compile_patterns
 
@@ -83,8 +84,8 @@ class CommonOptions:
     """Fields that a lenient client's request had in vain."""
 
 
-def parse_common(fields: Fields, vocab_size: int) -> CommonOptions:
-    """Take the shared options out of `fields`. Raises RequestError."""
+def parse_common(fields: Fields, vocab_size: int, defaults: SamplingDefaults = API_DEFAULTS) -> CommonOptions:
+    """Take the shared options out of `fields`; `defaults` stand for what is absent or null. Raises RequestError."""
     names_tier = fields.given("service_tier")
     take_metadata(fields)
     stream = fields.boolean("stream")
@@ -96,13 +97,13 @@ def parse_common(fields: Fields, vocab_size: int) -> CommonOptions:
     fields.boolean("spaces_between_special_tokens")
     return CommonOptions(
         n=fields.integer("n", minimum=1, maximum=MAX_CHOICES) or 1,
-        temperature=_default(fields.number("temperature", minimum=0.0, maximum=2.0), 1.0),
-        top_p=_default(fields.number("top_p", minimum=0.0, maximum=1.0), 1.0),
-        top_k=_top_k(fields),
-        min_p=fields.number("min_p", minimum=0.0, maximum=1.0) or 0.0,
+        temperature=_number(fields, "temperature", defaults.temperature),
+        top_p=_number(fields, "top_p", defaults.top_p),
+        top_k=_top_k(fields, defaults.top_k),
+        min_p=_number(fields, "min_p", defaults.min_p),
         presence_penalty=fields.number("presence_penalty", minimum=-2.0, maximum=2.0) or 0.0,
         frequency_penalty=fields.number("frequency_penalty", minimum=-2.0, maximum=2.0) or 0.0,
-        repetition_penalty=_default(fields.number("repetition_penalty", minimum=0.01, maximum=10.0), 1.0),
+        repetition_penalty=_number(fields, "repetition_penalty", defaults.repetition_penalty),
         logit_bias=logit_bias,
         text_bias=text_bias,
         seed=secrets.randbits(63) if seed is None else seed,
@@ -202,13 +203,15 @@ def to_sampling(
     )
 
 
-def _default(value: float | None, default: float) -> float:
+def _number(fields: Fields, key: str, default: float) -> float:
+    lowest, highest = LIMITS[key]
+    value = fields.number(key, minimum=lowest, maximum=highest)
     return default if value is None else value
 
 
-def _top_k(fields: Fields) -> int:
+def _top_k(fields: Fields, default: int) -> int:
     value = fields.integer("top_k", minimum=-1)
-    return 0 if value is None or value == -1 else min(value, _ALL_TOKENS)
+    return default if value is None else 0 if value == -1 else min(value, _ALL_TOKENS)
 
 
 def _texts(fields: Fields, key: str, most: int) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from tandem_worker.engine.errors import ContextLengthError, RequestError
 from tandem_worker.server.messages import request as messages
 from tandem_worker.server.openai.chat_request import ChatRequest, parse_chat
 from tandem_worker.server.openai.completion_request import CompletionRequest, Prompt, check_token_ids, parse_completion
+from tandem_worker.server.openai.defaults import API_DEFAULTS, SamplingDefaults
 from tandem_worker.server.openai.embedding_request import EmbeddingRequest, parse_embedding
 from tandem_worker.server.openai.fields import Fields, refuse, wrong_type
 from tandem_worker.server.openai.output_format import ResponseFormat
@@ -59,6 +60,11 @@ class PromptRules:
     embedding_size: int | None
     """None: the model generates text."""
     grammar_limits: GrammarLimits
+    sampling: SamplingDefaults = API_DEFAULTS
+
+    def parse_chat(self, body: object, *, lenient: bool) -> ChatRequest:
+        """Raises RequestError."""
+        return parse_chat(body, self.vocab_size, sampling=self.sampling, lenient=lenient)
 
     def check_name(self, name: str) -> None:
         """Raises RequestError (404, `model_not_found`) when another model than this one is asked for.
@@ -269,7 +275,7 @@ class Preparer:
 
     def _chat(self, body: Any, lenient: bool) -> Draft:
         rules = self._rules
-        request = self._settle_chat(parse_chat(body, rules.vocab_size, lenient=lenient), lenient=lenient)
+        request = self._settle_chat(rules.parse_chat(body, lenient=lenient), lenient=lenient)
         text = self._prompter.render(request)
         most = rules.cut(request.common.truncate_prompt, request.max_tokens)
         limit = _Limit(rules, request.max_tokens, lenient=lenient, name=request.max_tokens_param)
@@ -286,7 +292,7 @@ class Preparer:
         return Draft([Text(text, request.add_special_tokens, check)], finish)
 
     def _responses(self, body: Any, lenient: bool) -> Draft:
-        chat, echo, places = responses.translate(body)
+        chat, echo, places = responses.translate(body, self._rules.sampling)
         with renamed_errors((), places):
             draft = self._chat(chat, lenient)
 
@@ -335,7 +341,7 @@ class Preparer:
 
     def _completion(self, body: Any, lenient: bool) -> Draft:
         rules = self._rules
-        request = parse_completion(body, rules.vocab_size, lenient=lenient)
+        request = parse_completion(body, rules.vocab_size, sampling=rules.sampling, lenient=lenient)
         request = dataclasses.replace(request, model=rules.name if request.model is None else request.model)
         rules.check_name(request.model or "")
         rules.check_answer_schema(request.response_format)
@@ -411,7 +417,7 @@ class Preparer:
             spelled = Fields({"return_token_strs": body.get("return_token_strs")}).boolean("return_token_strs")
             # The same parser as for a chat: what is counted here is what a chat would be charged.
             body = {key: value for key, value in body.items() if key != "return_token_strs"}
-            chat = self._settle_chat(parse_chat(body, rules.vocab_size, lenient=lenient), lenient=lenient)
+            chat = self._settle_chat(rules.parse_chat(body, lenient=lenient), lenient=lenient)
             text, special, path = self._prompter.render(chat), chat.add_special_tokens, "messages"
         else:
             fields = Fields(body)

@@ -12,6 +12,7 @@ from typing import Any
 
 import orjson
 
+from tandem_worker.server.openai.defaults import API_DEFAULTS, SamplingDefaults
 from tandem_worker.server.openai.fields import Fields, refuse, write_json, wrong_type
 from tandem_worker.server.openai.messages import MAX_MESSAGES, join_parts
 from tandem_worker.server.openai.options import STORE_ADVICE
@@ -44,9 +45,9 @@ MAX_ECHO_BYTES = 2 * 1024 * 1024
 """Of what an answer repeats of its request, as JSON: three events of a stream have it."""
 
 
-def translate(body: object) -> tuple[dict[str, Any], bytes, Places]:
-    """The body of the chat, an object in JSON with the fields that answers repeat, and where the messages of the chat
-    come from. Raises RequestError."""
+def translate(body: object, sampling: SamplingDefaults = API_DEFAULTS) -> tuple[dict[str, Any], bytes, Places]:
+    """The body of the chat, an object in JSON with the fields that answers repeat, `sampling` where the request leaves
+    them out, and where the messages of the chat come from. Raises RequestError."""
     fields = Fields(body)
     chat = {key: value for key in _SAME if (value := fields.take(key)) is not None}
     instructions = fields.string("instructions")
@@ -68,6 +69,7 @@ def translate(body: object) -> tuple[dict[str, Any], bytes, Places]:
     top_logprobs = _take_logprobs(fields, chat)
     _refuse_unsupported(fields)
     fields.finish()
+    temperature, top_p = chat.get("temperature"), chat.get("top_p")
     echo: dict[str, Any] = {
         "background": False,
         "instructions": instructions,
@@ -81,13 +83,13 @@ def translate(body: object) -> tuple[dict[str, Any], bytes, Places]:
         "safety_identifier": chat.get("safety_identifier"),
         "service_tier": "default",
         "store": False,
-        "temperature": chat.get("temperature", 1.0),
+        "temperature": sampling.temperature if temperature is None else temperature,
         "text": text,
         "tool_choice": "auto" if choice is None else choice,
         "tools": [{"parameters": None, "strict": False, "description": None} | dict(tool) for tool in tools
                   if isinstance(tool, dict)],
         "top_logprobs": top_logprobs,
-        "top_p": chat.get("top_p", 1.0),
+        "top_p": sampling.top_p if top_p is None else top_p,
         "truncation": "disabled",
         "user": chat.get("user"),
     }  # fmt: skip

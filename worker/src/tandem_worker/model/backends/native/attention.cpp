@@ -2,7 +2,12 @@
 //
 // The query heads that share a KV head, of several neighbouring queries, are the rows of a tile. 128 keys at a time are
 // packed as the product wants them, which costs little beside what the rows do with them.
+//
+// A row's bits follow from its query and the keys that it sees, never from the tile or the step that it came in: keys
+// are summed in segments between fixed positions, each from nothing, and folded into the row's result in their order.
+// So it does not matter whether one thread takes all segments of a tile or several take one each.
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <vector>
 
@@ -13,7 +18,8 @@ namespace {
 
 constexpr Index kKeys = 128;        // keys attended together
 constexpr Index kTileRows = 192;     // rows of a tile, unless one query has more heads
-constexpr Index kSplitKeys = 1024;   // a lone query's keys are split from so many on: it has no other parallelism
+constexpr Index kSegment = 512;      // keys that are summed together, a multiple of kKeys: changing it changes bits
+constexpr Index kSplitRows = 64;     // tiles of so few rows leave segments to several threads
 constexpr float kHidden = -std::numeric_limits<float>::infinity();
 
 }  // namespace
@@ -41,13 +47,12 @@ struct Item {
     Index query, num_queries;  // among the T tokens
     Index position;            // of the first query
     Index first, last;
-    Index partial;  // place of its partial result; -1: the result is whole
-    bool sinks;
+    Index partial;  // place of the segment's sums; -1: all segments of the tile are here
 };
 
-// Partial results of one query and KV head, to be merged.
+// A tile whose segments were summed apart.
 struct Merge {
-    Index query, kv_head;
+    Item tile;
     Index partial, count;
 };
 
@@ -60,16 +65,18 @@ Index first_visible(const Attention& a, Index position) {
 
 Index down(Index position) { return position / kKeys * kKeys; }
 
+Index segment_end(Index position) { return position / kSegment * kSegment + kSegment; }
+
 struct Plan {
     std::vector<Item> items;
     std::vector<Merge> merges;
-    Index partials = 0;
+    Index partials = 0;  // rows of sums that segments leave
 
     void build(const Attention& a) {
         items.clear();
         merges.clear();
         partials = 0;
-        const Index per_tile = std::max<Index>(1, kTileRows / (a.num_heads / a.num_kv_heads));
+        const Index group = a.num_heads / a.num_kv_heads, per_tile = std::max<Index>(1, kTileRows / group);
         for (Index b = 0; b < a.num_sequences; ++b) {
             const Index start = a.query_start[b], queries = a.query_start[b + 1] - start;
             const Index before = a.context_lens[b] - queries;
@@ -79,26 +86,47 @@ struct Plan {
                 done -= count;
                 const Index position = before + done, first = down(first_visible(a, position));
                 for (Index h = 0; h < a.num_kv_heads; ++h)
-                    add({b, h, start + done, count, position, first, position + count, -1, true}, queries == 1);
+                    add({b, h, start + done, count, position, first, position + count, -1}, count * group);
             }
         }
     }
 
-    void add(const Item& whole, bool may_split) {
-        const Index splits = may_split ? (whole.last - whole.first + kSplitKeys - 1) / kSplitKeys : 1;
-        if (splits <= 1) {
-            items.push_back(whole);
+    void add(const Item& tile, Index rows) {
+        if (rows > kSplitRows || segment_end(tile.first) >= tile.last) {
+            items.push_back(tile);
             return;
         }
-        merges.push_back({whole.query, whole.kv_head, partials, splits});
-        for (Index s = 0; s < splits; ++s) {
-            Item item = whole;
-            item.first = whole.first + s * kSplitKeys;
-            item.last = std::min(whole.last, item.first + kSplitKeys);
-            item.partial = partials++;
-            item.sinks = s == 0;
+        Merge merge{tile, partials, 0};
+        for (Index key = tile.first; key < tile.last; key = segment_end(key), partials += rows, ++merge.count) {
+            Item item = tile;
+            item.first = key;
+            item.last = std::min(tile.last, segment_end(key));
+            item.partial = partials;
             items.push_back(item);
         }
+        merges.push_back(merge);
+    }
+};
+
+// Of one row and the keys that it has seen: the greatest score, the sum of shares, and that of values by shares.
+struct Sums {
+    float* greatest;
+    float* weight;
+    float* values;  // [width]
+};
+
+// Those of the rows of a tile.
+struct RowSums {
+    float *greatest, *weight, *values;  // [rows], [rows], [rows, width]
+
+    static Index size(Index rows, Index width) { return rows * (width + 2); }
+    static RowSums at(float* memory, Index rows) { return {memory, memory + rows, memory + 2 * rows}; }
+    Sums row(Index r, Index width) const { return {greatest + r, weight + r, values + r * width}; }
+
+    void clear(Index rows, Index width) const {
+        std::fill_n(greatest, rows, kHidden);
+        std::fill_n(weight, rows, 0.0f);
+        std::fill_n(values, rows * width, 0.0f);
     }
 };
 
@@ -106,25 +134,30 @@ struct Plan {
 struct Scratch {
     std::vector<float> floats;
     std::vector<bf16> halves;
-    float *scores, *sums, *greatest, *weight, *shrink;
+    float *scores, *shrink;
+    RowSums segment, result;
     bf16 *queries, *shares, *keys, *values;
 
     void reserve(Index rows, Index width) {
-        const Index numbers = rows * (kKeys + width + 3);
+        const Index numbers = rows * (kKeys + 1) + 2 * RowSums::size(rows, width);
         const Index elements = rows * (width + kKeys) + 2 * kKeys * width + kLanes;
         if (Index(floats.size()) < numbers) floats.resize(numbers);
         if (Index(halves.size()) < elements) halves.resize(elements);
         scores = floats.data();
-        sums = scores + rows * kKeys;
-        greatest = sums + rows * width;
-        weight = greatest + rows;
-        shrink = weight + rows;
+        shrink = scores + rows * kKeys;
+        segment = RowSums::at(shrink + rows, rows);
+        result = RowSums::at(shrink + rows + RowSums::size(rows, width), rows);
         queries = halves.data();
         shares = queries + rows * width;
         keys = shares + rows * kKeys;
         values = keys + kKeys * width;
     }
 };
+
+Scratch& scratch() {
+    static thread_local Scratch mine;
+    return mine;
+}
 
 // 16 x 16 numbers of 32 bits: rows become columns.
 void transpose(__m512i (&m)[16]) {
@@ -224,10 +257,12 @@ void product_of(Index count, Index columns, const bf16* rows, Index row_stride, 
     }
 }
 
+float power(float x) { return _mm512_cvtss_f32(exp2(_mm512_set1_ps(x))); }
+
 // Takes one row's scores of `count` further keys, a multiple of 16, into its softmax: their shares as bfloat16, and the
 // factor by which what was summed before shrinks.
-void take_in(const float* scores, Index count, float scale, Index visible_from, Index visible_to, float& greatest,
-             float& weight, float& shrink, bf16* shares) {
+void take_in(const float* scores, Index count, float scale, Index visible_from, Index visible_to, Sums& sums,
+             float& shrink, bf16* shares) {
     __m512 s[kKeys / kLanes];
     __m512 top = _mm512_set1_ps(kHidden);
     const Index vectors = count / kLanes;
@@ -237,39 +272,70 @@ void take_in(const float* scores, Index count, float scale, Index visible_from, 
                                   _mm512_set1_ps(scale));
         top = _mm512_max_ps(top, s[v]);
     }
-    const float now = std::max(greatest, _mm512_reduce_max_ps(top));
+    const float now = std::max(*sums.greatest, _mm512_reduce_max_ps(top));
     if (now == kHidden) {  // nothing is visible yet
         shrink = 1.0f;
         std::memset(shares, 0, count * sizeof(bf16));
         return;
     }
-    __m512 sum = _mm512_setzero_ps();
+    __m512 sum = _mm512_setzero_ps();  // hidden keys add zeros to it, however many there are
     for (Index v = 0; v < vectors; ++v) {
         const __m512 share = exp2(_mm512_sub_ps(s[v], _mm512_set1_ps(now)));
         sum = _mm512_add_ps(sum, share);
         store(shares + v * kLanes, share);
     }
-    shrink = _mm512_cvtss_f32(exp2(_mm512_set1_ps(greatest - now)));
-    weight = weight * shrink + _mm512_reduce_add_ps(sum);
-    greatest = now;
+    shrink = power(*sums.greatest - now);
+    *sums.weight = std::fma(*sums.weight, shrink, _mm512_reduce_add_ps(sum));
+    *sums.greatest = now;
 }
 
-void attend(const Attention& a, const Item& item, Scratch& mine, float* partials) {
-    const Index group = a.num_heads / a.num_kv_heads, rows = item.num_queries * group, width = a.width;
-    mine.reserve(rows, width);
-    for (Index r = 0; r < rows; ++r) {
-        const Index head = item.kv_head * group + r % group;
-        std::memcpy(mine.queries + r * width, a.q + (item.query + r / group) * a.q_stride + head * width,
-                    width * sizeof(bf16));
-        const bool sink = a.sinks && item.sinks;
-        mine.greatest[r] = sink ? a.sinks[head] * kLog2E : kHidden;
-        mine.weight[r] = sink ? 1.0f : 0.0f;
+// Takes a segment into what came before it. One that the row sees nothing of changes no bit.
+__attribute__((noinline)) void fold(const Sums& segment, Sums result, Index width) {
+    if (*segment.greatest == kHidden) return;
+    const float now = std::max(*result.greatest, *segment.greatest);
+    const float before = power(*result.greatest - now), added = power(*segment.greatest - now);
+    *result.weight = std::fma(*result.weight, before, *segment.weight * added);
+    *result.greatest = now;
+    const __m512 old = _mm512_set1_ps(before), factor = _mm512_set1_ps(added);
+    for (Index i = 0; i < width; i += kLanes) {
+        const __m512 part = _mm512_mul_ps(_mm512_loadu_ps(segment.values + i), factor);
+        _mm512_storeu_ps(result.values + i, _mm512_fmadd_ps(_mm512_loadu_ps(result.values + i), old, part));
     }
-    std::memset(mine.sums, 0, rows * width * sizeof(float));
+}
+
+Index head_of(const Attention& a, const Item& tile, Index row) {
+    const Index group = a.num_heads / a.num_kv_heads;
+    return tile.kv_head * group + row % group;
+}
+
+// A row's result before its first segment: its sink, if it has one.
+void begin(const Attention& a, const Item& tile, Index rows, const RowSums& result) {
+    result.clear(rows, a.width);
+    if (!a.sinks) return;
+    for (Index r = 0; r < rows; ++r) {
+        result.greatest[r] = a.sinks[head_of(a, tile, r)] * kLog2E;
+        result.weight[r] = 1.0f;
+    }
+}
+
+__attribute__((noinline)) void finish(const Attention& a, const Item& tile, Index rows, const RowSums& result) {
+    const Index group = a.num_heads / a.num_kv_heads;
+    for (Index r = 0; r < rows; ++r) {
+        bf16* to = a.out + ((tile.query + r / group) * a.num_heads + head_of(a, tile, r)) * a.width;
+        const __m512 factor = _mm512_set1_ps(1.0f / result.weight[r]);
+        for (Index i = 0; i < a.width; i += kLanes)
+            store(to + i, _mm512_mul_ps(_mm512_loadu_ps(result.values + r * a.width + i), factor));
+    }
+}
+
+// Sums of the keys from `first` to `last`, of one segment.
+void sum_keys(const Attention& a, const Item& item, Index first, Index last, Scratch& mine, const RowSums& sums) {
+    const Index group = a.num_heads / a.num_kv_heads, rows = item.num_queries * group, width = a.width;
     const std::int32_t* table = a.tables + item.sequence * a.table_width;
     const Index plane = a.block_size * width, block = 2 * a.num_kv_heads * plane;
-    for (Index key = item.first; key < item.last; key += kKeys) {
-        const Index count = std::min(kKeys, item.last - key);
+    sums.clear(rows, width);
+    for (Index key = first; key < last; key += kKeys) {
+        const Index count = std::min(kKeys, last - key);
         const bf16 *key_rows[kKeys] = {}, *value_rows[kKeys] = {};
         for (Index i = 0; i < count; ++i) {
             const Index at = key + i;
@@ -282,43 +348,42 @@ void attend(const Attention& a, const Item& item, Scratch& mine, float* partials
         product_of(rows, padded, mine.queries, width, mine.keys, 2 * kKeys, width / 2, nullptr, mine.scores, kKeys);
         for (Index r = 0; r < rows; ++r) {
             const Index position = item.position + r / group;
+            Sums row = sums.row(r, width);
             take_in(mine.scores + r * kKeys, padded, a.scale * kLog2E, first_visible(a, position) - key,
-                    std::min(count, position + 1 - key), mine.greatest[r], mine.weight[r], mine.shrink[r],
-                    mine.shares + r * kKeys);
+                    std::min(count, position + 1 - key), row, mine.shrink[r], mine.shares + r * kKeys);
         }
-        product_of(rows, width, mine.shares, kKeys, mine.values, 2 * width, padded / 2, mine.shrink, mine.sums, width);
-    }
-    for (Index r = 0; r < rows; ++r) {
-        const float* sums = mine.sums + r * width;
-        if (item.partial >= 0) {
-            float* to = partials + (item.partial * group + r) * (width + 2);
-            to[0] = mine.greatest[r];
-            to[1] = mine.weight[r];
-            std::memcpy(to + 2, sums, width * sizeof(float));
-            continue;
-        }
-        bf16* to = a.out + ((item.query + r / group) * a.num_heads + item.kv_head * group + r % group) * width;
-        const __m512 factor = _mm512_set1_ps(1.0f / mine.weight[r]);
-        for (Index i = 0; i < width; i += kLanes) store(to + i, _mm512_mul_ps(_mm512_loadu_ps(sums + i), factor));
+        product_of(rows, width, mine.shares, kKeys, mine.values, 2 * width, padded / 2, mine.shrink, sums.values, width);
     }
 }
 
-void merge(const Attention& a, const Merge& m, const float* partials) {
-    const Index group = a.num_heads / a.num_kv_heads, length = a.width + 2;
-    for (Index r = 0; r < group; ++r) {
-        const auto part = [&](Index s) { return partials + ((m.partial + s) * group + r) * length; };
-        float greatest = kHidden, weight = 0;
-        for (Index s = 0; s < m.count; ++s) greatest = std::max(greatest, part(s)[0]);
-        const auto factor = [&](Index s) { return _mm512_cvtss_f32(exp2(_mm512_set1_ps(part(s)[0] - greatest))); };
-        for (Index s = 0; s < m.count; ++s) weight += part(s)[1] * factor(s);
-        bf16* to = a.out + (m.query * a.num_heads + m.kv_head * group + r) * a.width;
-        for (Index i = 0; i < a.width; i += kLanes) {
-            __m512 sum = _mm512_setzero_ps();
-            for (Index s = 0; s < m.count; ++s)
-                sum = _mm512_fmadd_ps(_mm512_set1_ps(factor(s)), _mm512_loadu_ps(part(s) + 2 + i), sum);
-            store(to + i, _mm512_div_ps(sum, _mm512_set1_ps(weight)));
-        }
+void attend(const Attention& a, const Item& item, Scratch& mine, float* partials) {
+    const Index group = a.num_heads / a.num_kv_heads, rows = item.num_queries * group, width = a.width;
+    mine.reserve(rows, width);
+    for (Index r = 0; r < rows; ++r)
+        std::memcpy(mine.queries + r * width,
+                    a.q + (item.query + r / group) * a.q_stride + head_of(a, item, r) * width, width * sizeof(bf16));
+    if (item.partial >= 0) {
+        sum_keys(a, item, item.first, item.last, mine,
+                 RowSums::at(partials + RowSums::size(item.partial, width), rows));
+        return;
     }
+    begin(a, item, rows, mine.result);
+    for (Index key = item.first; key < item.last; key = segment_end(key)) {
+        sum_keys(a, item, key, std::min(item.last, segment_end(key)), mine, mine.segment);
+        for (Index r = 0; r < rows; ++r) fold(mine.segment.row(r, width), mine.result.row(r, width), width);
+    }
+    finish(a, item, rows, mine.result);
+}
+
+void merge(const Attention& a, const Merge& m, Scratch& mine, float* partials) {
+    const Index rows = m.tile.num_queries * (a.num_heads / a.num_kv_heads), width = a.width;
+    mine.reserve(rows, width);
+    begin(a, m.tile, rows, mine.result);
+    for (Index s = 0; s < m.count; ++s) {
+        const RowSums segment = RowSums::at(partials + RowSums::size(m.partial + s * rows, width), rows);
+        for (Index r = 0; r < rows; ++r) fold(segment.row(r, width), mine.result.row(r, width), width);
+    }
+    finish(a, m.tile, rows, mine.result);
 }
 
 }  // namespace
@@ -332,14 +397,11 @@ TANDEM_EXPORT void tandem_attention(const Attention* attention) {
     static thread_local Plan plan;
     static thread_local std::vector<float> partial_results;
     plan.build(a);
-    const Index group = a.num_heads / a.num_kv_heads, needed = plan.partials * group * (a.width + 2);
+    const Index needed = RowSums::size(plan.partials, a.width);
     if (Index(partial_results.size()) < needed) partial_results.resize(needed);
     float* partials = partial_results.data();
     const std::vector<Item>& items = plan.items;
     const std::vector<Merge>& merges = plan.merges;
-    for_each_item(Index(items.size()), [&](Index i) {
-        static thread_local Scratch mine;
-        attend(a, items[i], mine, partials);
-    });
-    for_each_item(Index(merges.size()), [&](Index i) { merge(a, merges[i], partials); });
+    for_each_item(Index(items.size()), [&](Index i) { attend(a, items[i], scratch(), partials); });
+    for_each_item(Index(merges.size()), [&](Index i) { merge(a, merges[i], scratch(), partials); });
 }

@@ -22,6 +22,7 @@ from tandem_worker.model.layers.linear import HeadLinear, Linear
 from tandem_worker.model.layers.mlp import GatedMLP
 from tandem_worker.model.layers.moe import Experts
 from tandem_worker.model.layers.norm import RMSNorm
+from tandem_worker.model.layers.routers import Route, Router, Routing
 from tandem_worker.model.layers.step import Step
 
 if TYPE_CHECKING:
@@ -87,11 +88,13 @@ class NativeHead(HeadLinear):
         if self.linear is None:
             super().__init__(weight)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Float32 sums of the products, `[T, N]`; a `bias` `[N]` only where `linear` is the kernel's."""
         if self.linear is None or self.linear.address is None:
+            assert bias is None
             return super().__call__(x)
         address, is_split = self.linear.address, self.linear.is_split
-        return native.linear(address, self.linear.out_features, x, None, dtype=torch.float32, is_split=is_split)
+        return native.linear(address, self.linear.out_features, x, bias, dtype=torch.float32, is_split=is_split)
 
 
 class NativeEmbedding(Embedding):
@@ -144,6 +147,20 @@ class NativeSelfAttention(SelfAttention):
         return self.out.add_to(step.attention.attend(heads[:, : spec.num_heads], kv, kv_layer, spec), residual)
 
 
+def build_route(router: Router) -> Route:
+    """Routing by `router`, its scores float32 sums of the kernel: torch's depend on how many rows there are."""
+    if router.weight.dtype != torch.bfloat16:
+        return router
+    scores = NativeHead(router.weight)
+    if scores.linear is None or (router.bias is not None and router.bias.dtype != torch.bfloat16):
+        return router
+
+    def route(x: torch.Tensor, live: torch.Tensor | None) -> Routing:
+        return router.choose(scores(x, router.bias)).only(live)
+
+    return route
+
+
 class NativeExperts(Experts):
     linear = NativeLinear
 
@@ -159,6 +176,7 @@ NATIVE = replace(
     self_attention=NativeSelfAttention,
     mlp=NativeMLP,
     experts=NativeExperts,
+    route=build_route,
     packer=NativePacker if _PACKS else None,
     lossless=Lossless(packer=LosslessPacker, embedding=NativeEmbedding, find_obstacle=native.find_lossless_obstacle),
 )
