@@ -2,8 +2,8 @@
 
     python -m bench.start.kills [--starts 500] [--seed 1]
 
-Most starts are killed (SIGKILL) somewhere between exec and a few seconds after they are ready, when they write their
-prepared copy; every tenth is left alone, answers the same prompt, and must say what the first one said. Before half of
+Most starts are killed (SIGKILL) somewhere between exec and the end of their writing of a prepared copy; every tenth is
+left alone until a copy is there, answers the same prompt, and must say what the first one said. Before half of
 them a byte of what lies in the cache is changed, or a file is cut short. In the end only whole copies may be left,
 and no more of them than one start makes. The last line is one JSON object.
 """
@@ -37,9 +37,17 @@ def answer(model: Path, cache: Path) -> bytes:
             if process.poll() is not None or time.monotonic() - began > LIMIT_SECONDS:
                 raise RuntimeError(f"a start failed:\n{log.read_text()[-3000:]}")
             time.sleep(0.02)
-        time.sleep(2.0)  # it writes its copy
+        while not whole_copies(cache):
+            if time.monotonic() - began > LIMIT_SECONDS:
+                raise RuntimeError(f"a start keeps no copy:\n{log.read_text()[-3000:]}")
+            time.sleep(0.1)
         choice = json.loads(told)["choices"][0]
         return json.dumps([choice["text"], choice["finish_reason"]]).encode()
+
+
+def whole_copies(cache: Path) -> list[Path]:
+    """Prepared copies that are not under way."""
+    return [file for file in Path(cache, ".prepared").glob("*") if file.name.startswith("weights")]
 
 
 def kill(model: Path, cache: Path, seconds: float) -> None:
