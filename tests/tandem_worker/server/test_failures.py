@@ -123,7 +123,7 @@ async def test_full_queue(worker: Any) -> None:
 
 def test_who_refuses_large_requests_alone_says_so() -> None:
     """A gateway leaves out who answers 429 to everything, for a while."""
-    for code, expected in (("queue_full", None), ("too_many_large_requests", "request")):
+    for code, expected in (("queue_full", "full"), ("too_many_large_requests", "request")):
         status, _, headers = describe_error(RequestError("no", status=429, code=code))
         assert (status, headers.get("x-tandem-retry")) == (429, expected)
 
