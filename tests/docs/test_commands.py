@@ -60,7 +60,9 @@ def test_targets_and_modules_are_there() -> None:
 
 def test_make_help_hides_nothing() -> None:
     described = set(re.findall(r"^([^\s.:%]+):.*##", MAKEFILE, flags=re.MULTILINE))
-    shown = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    shown = subprocess.run(
+        ["make", "--no-print-directory", "help"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     assert {line.split()[0] for line in re.sub(r"\x1b\[\d*m", "", shown).splitlines()} == described
     assert {"e2e", "e2e-full", "e2e-upgrade"} <= described
 
