@@ -61,7 +61,6 @@ class Admin:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        gateway.on_busy = self._answer_questions
         self._connections: set[ClientConnection] = set()
         self._sources: Sources[ClientConnection] = Sources()
         self._questions: dict[ClientConnection, tuple[_Question, Request]] = {}
@@ -131,6 +130,7 @@ class Admin:
         if request.path == WAITING_PATH and request.method == b"GET" and not self._gateway.exchanges:
             connection.exchange = question = _Question(connection.loop.time() + WAITING_SECONDS)
             self._questions[connection] = question, request
+            self._gateway.on_busy = self._answer_questions
             return
         self._answer(connection, request)
 

@@ -128,8 +128,8 @@ class Gateway:
         """That clients are shown; None: they speak no TLS."""
         self.tracer = _build_tracer(config, tracing)
         self.exchanges: set[Exchange] = set()
-        self.on_busy: Callable[[], None] = lambda: None
-        """Called when a request is under way where none was."""
+        self.on_busy: Callable[[], None] | None = None
+        """Called once, when a request is under way where none was; for who asked to be told."""
         self.connections, self.sources = set[ClientConnection](), Sources[ClientConnection]()
         """All of them, and by whose they are."""
         self._credentials = Credentials(config.keys_path)
@@ -437,8 +437,9 @@ class Gateway:
                 traffic.prompt_tokens += tokens
                 traffic.prompt_squares += tokens * tokens
         exchange.dispatch()
-        if is_first:
-            self.on_busy()
+        if is_first and self.on_busy is not None:
+            on_busy, self.on_busy = self.on_busy, None
+            on_busy()
 
     def _answer(self, request: Request) -> object:
         """What the gateway knows by itself."""

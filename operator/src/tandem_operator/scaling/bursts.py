@@ -11,6 +11,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from math import sqrt
 
+from tandem_operator.scaling.rates import Point
+
 BIN_SECONDS = 20.0
 """Over which requests are counted: a burst's beginning and end are known to about so much."""
 CALM_SECONDS = 120.0
@@ -30,9 +32,6 @@ OVERDUE = 1.5
 """A burst that has lasted so many times as long as the longest of the last ones is none like them."""
 WORTH = 0.25
 """Of a start: a replica that would serve a burst for less is not worth it."""
-
-Point = tuple[float, float]
-"""A time and the requests up to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
