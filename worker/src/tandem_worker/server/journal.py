@@ -238,7 +238,7 @@ def _read_line(resume: Resume, line: bytes) -> None:
             raise ValueError("a line does not begin with a mark")
         return
     match line[len(MARK) :].split(b" "):
-        case [b""]:
+        case [b""] | [b"u", _, _, _]:
             pass
         case [b"b", position, cached, *check]:
             resume.cached[int(position)] = int(cached)
