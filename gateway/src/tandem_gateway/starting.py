@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 from tandem_api.fleet import LONGEST_TEXT, StartingReport
 
-from tandem_gateway.upstream.base import Call, Failure, ResponseHead
-from tandem_gateway.upstream.http1 import Http1Link
+from tandem_gateway.upstream.asking import Asker
+from tandem_gateway.upstream.base import Failure
 from tandem_gateway.waker import Sleeper
 
 PERIOD_SECONDS = 2.0
@@ -58,44 +58,23 @@ class StartWatch:
             self.take(())
 
 
-class _Question:
-    """To one worker. Satisfies `upstream.base.Sink`."""
+class _Question(Asker):
+    """To one worker."""
 
     def __init__(self, sleeper: Sleeper, connect_seconds: float) -> None:
-        self.said = ""
         address = sleeper.worker.status_address
-        self._link = Http1Link(address, connect_seconds=connect_seconds, on_stale=lambda: None)
+        super().__init__(address, connect_seconds=connect_seconds, most_bytes=LONGEST_TEXT)
+        self.said = ""
         self._head = f"GET /readyz HTTP/1.1\r\nhost: {address}\r\n\r\n".encode()
-        self._call: Call | None = None
-        self._status = 0
-        self._body = b""
 
     def ask(self) -> None:
-        self._cancel()
-        self._status, self._body = 0, b""
-        self._call = self._link.start(self, self._head, b"")
+        self.send(self._head)
 
-    def stop(self) -> None:
-        self._cancel()
-        self._link.close()
+    def on_answer(self, status: int, body: bytes) -> None:
+        line = body.decode("utf-8", "replace").partition("\n")[0]
+        self.said = line if status == 503 and line.isprintable() else ""
 
-    def _cancel(self) -> None:
-        call, self._call = self._call, None
-        if call is not None:
-            call.cancel()
+    def on_too_large(self) -> None: ...
 
-    def on_upstream_head(self, head: ResponseHead) -> None:
-        self._status = head.status
-
-    def on_upstream_body(self, data: bytes, *, final: bool) -> None:
-        self._body += data
-        if len(self._body) > LONGEST_TEXT:
-            self._cancel()
-
-    def on_upstream_end(self) -> None:
-        self._call = None
-        line = self._body.decode("utf-8", "replace").partition("\n")[0]
-        self.said = line if self._status == 503 and line.isprintable() else ""
-
-    def on_upstream_failure(self, failure: Failure, detail: str) -> None:
-        self._call, self.said = None, ""
+    def on_failure(self, failure: Failure) -> None:
+        self.said = ""

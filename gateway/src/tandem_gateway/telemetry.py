@@ -19,8 +19,8 @@ from pydantic import ValidationError
 from tandem_api.telemetry import WorkerTelemetry
 
 from tandem_gateway.scheduling import Worker
-from tandem_gateway.upstream.base import Call, Failure, ResponseHead
-from tandem_gateway.upstream.http1 import Http1Link
+from tandem_gateway.upstream.asking import Asker
+from tandem_gateway.upstream.base import Failure
 
 PERIOD_SECONDS = 1.0
 """Between two reads of a worker, unless there are many."""
@@ -173,14 +173,14 @@ class TelemetryPoller:
         target.stop()
 
 
-class _Target:
-    """One worker. Satisfies `upstream.base.Sink` for the read that is under way."""
+class _Target(Asker):
+    """One worker."""
 
     def __init__(self, owner: TelemetryPoller, worker: Worker, serial: int, connect_seconds: float) -> None:
+        address = worker.status_address or worker.address
+        super().__init__(address, connect_seconds=connect_seconds, most_bytes=MAX_BYTES)
         self.worker = worker
         self.serial = serial
-        address = worker.status_address or worker.address
-        self.link = Http1Link(address, connect_seconds=connect_seconds, on_stale=lambda: None)
         self.sample: WorkerTelemetry | None = None
         self.read_at = 0.0
         self.due = 0.0
@@ -193,16 +193,11 @@ class _Target:
         self.gone = False
         self._owner = owner
         self._head = f"GET /telemetry HTTP/1.1\r\nhost: {worker.status_address}\r\n\r\n".encode()
-        self._call: Call | None = None
-        self._status = 0
-        self._body = bytearray()
 
     def read(self, deadline: float) -> None:
         """Ask it. Ends in one call of `TelemetryPoller.on_end`."""
         self.deadline = deadline
-        self._status = 0
-        self._body.clear()
-        self._call = self.link.start(self, self._head, b"")
+        self.send(self._head)
 
     def take_pushed(self, sample: bytes, now: float) -> None:
         try:
@@ -215,40 +210,22 @@ class _Target:
 
     def fail(self, reason: str) -> None:
         """Give the read up."""
-        self._cancel()
+        self.give_up()
         self._owner.on_end(self, reason)
 
-    def stop(self) -> None:
-        """It is asked no more."""
-        self._cancel()
-        self.link.close()
-
-    def _cancel(self) -> None:
-        call, self._call = self._call, None
-        if call is not None:
-            call.cancel()
-
-    def on_upstream_head(self, head: ResponseHead) -> None:
-        self._status = head.status
-
-    def on_upstream_body(self, data: bytes, *, final: bool) -> None:
-        if len(self._body) + len(data) > MAX_BYTES:
-            self.fail("size")
-        else:
-            self._body += data
-
-    def on_upstream_end(self) -> None:
-        self._call = None
-        if self._status != 200:
+    def on_answer(self, status: int, body: bytes) -> None:
+        if status != 200:
             self._owner.on_end(self, "status")
             return
         try:
-            self.sample = WorkerTelemetry.model_validate_json(bytes(self._body))
+            self.sample = WorkerTelemetry.model_validate_json(body)
         except ValidationError:
             self._owner.on_end(self, "garbage")
         else:
             self._owner.on_end(self, _OK)
 
-    def on_upstream_failure(self, failure: Failure, detail: str) -> None:
-        self._call = None
+    def on_too_large(self) -> None:
+        self._owner.on_end(self, "size")
+
+    def on_failure(self, failure: Failure) -> None:
         self._owner.on_end(self, _REASONS[failure])

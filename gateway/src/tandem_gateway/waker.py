@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from tandem_api.names import WAKE_PATH
 
 from tandem_gateway.scheduling import Worker
-from tandem_gateway.upstream.base import Call, Failure, ResponseHead
-from tandem_gateway.upstream.http1 import Http1Link
+from tandem_gateway.upstream.asking import Asker
+from tandem_gateway.upstream.base import Failure
 
 TICK_SECONDS = 0.05
 """Between two looks at whom to ask, while requests wait."""
@@ -99,61 +99,47 @@ class Waker:
             self.on_awake(order.sleeper)
 
 
-class _Order:
-    """To one worker. Satisfies `upstream.base.Sink`."""
+class _Order(Asker):
+    """To one worker."""
 
     def __init__(self, owner: Waker, sleeper: Sleeper) -> None:
+        address = sleeper.worker.address
+        super().__init__(address, connect_seconds=owner.connect_seconds, most_bytes=0)
         self.sleeper = sleeper
         self._owner = owner
-        address = sleeper.worker.address
-        self._link = Http1Link(address, connect_seconds=owner.connect_seconds, on_stale=lambda: None)
         self._head = f"POST {WAKE_PATH} HTTP/1.1\r\nhost: {address}\r\ncontent-length: 0\r\n".encode()
-        self._call: Call | None = None
-        self._status = 0
         self._failures = 0
         self._due = 0.0
         self._until = 0.0
         self._over = False
         """It serves, or knows no such order."""
 
-    @property
-    def is_open(self) -> bool:
-        return self._call is not None
-
     def is_due(self, now: float) -> bool:
-        return self._call is None and not self._over and now >= self._due
+        return not self.is_open and not self._over and now >= self._due
 
     def give(self, now: float) -> None:
-        self._status, self._until = 0, now + ANSWER_SECONDS
-        self._call = self._link.start(self, self._head + self._owner.token_line() + b"\r\n", b"")
+        self._until = now + ANSWER_SECONDS
+        self.send(self._head + self._owner.token_line() + b"\r\n")
 
     def check(self, now: float) -> None:
         """Give up one that is not answered."""
-        if self._call is not None and now >= self._until:
-            call, self._call = self._call, None
-            call.cancel()
+        if self.is_open and now >= self._until:
+            self.give_up()
 
     def stop(self) -> None:
         self._over = True
-        call, self._call = self._call, None
-        if call is not None:
-            call.cancel()
-        self._link.close()
+        super().stop()
 
-    def on_upstream_head(self, head: ResponseHead) -> None:
-        self._status = head.status
+    def on_upstream_body(self, data: bytes, *, final: bool) -> None:
+        """What it says beyond the status is nothing to anybody."""
 
-    def on_upstream_body(self, data: bytes, *, final: bool) -> None: ...
-
-    def on_upstream_end(self) -> None:
-        self._call = None
-        self._over = self._status in (200, _UNKNOWN)
+    def on_answer(self, status: int, body: bytes) -> None:
+        self._over = status in (200, _UNKNOWN)
         if not self._over:
             self._put_off()
-        self._owner.on_end(self, served=self._status == 200)
+        self._owner.on_end(self, served=status == 200)
 
-    def on_upstream_failure(self, failure: Failure, detail: str) -> None:
-        self._call = None
+    def on_failure(self, failure: Failure) -> None:
         self._put_off()
 
     def _put_off(self) -> None:
