@@ -7,6 +7,7 @@ from torch.nn import functional
 
 from tandem_worker.model.assembly.build import Build
 from tandem_worker.model.checkpoint.contract import Slice
+from tandem_worker.model.checkpoint.loader import Part
 from tandem_worker.model.checkpoint.stored import PackedWeight
 from tandem_worker.model.layers.embedding import Embedding, LMHead
 from tandem_worker.parallel.context import ParallelContext
@@ -25,9 +26,12 @@ def load_embedding(build: Build, name: str, shape: tuple[int, int]) -> Embedding
     """The table `shape` = `[vocab_size, hidden]`, or this rank's rows of it."""
     piece = vocabulary_share(shape[0], build.context)
     lossless = build.backend.lossless
-    packed = build.loader.lossless_rows(name, shape) if piece is None and lossless is not None else None
-    if packed is not None and lossless is not None:
-        return lossless.embedding(packed)
+    if lossless is not None and build.loader.is_lossless and piece is None:
+        weight = build.loader.matrix([Part(name=name, shape=shape)])
+        if isinstance(weight, PackedWeight):
+            return lossless.embedding(weight)
+        assert isinstance(weight, torch.Tensor), "this backend multiplies no other form"
+        return Embedding(weight, 0, build.context.tp)
     return Embedding(build.loader.load(name, shape, piece), 0 if piece is None else piece.start, build.context.tp)
 
 

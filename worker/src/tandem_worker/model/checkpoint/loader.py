@@ -94,6 +94,11 @@ class WeightLoader:
         self._packer = packer
         self._prepared = prepared if packer is not None else None
 
+    @property
+    def is_lossless(self) -> bool:
+        """Whether matrices take 12 bits a weight where they can."""
+        return self._packer is not None and self._packer.lossless
+
     def has(self, name: str) -> bool:
         """Whether the checkpoint has a tensor of this name."""
         return self._prefix + name in self.source
@@ -148,14 +153,6 @@ class WeightLoader:
         made = self._pack(f"laid out {name}", tuple(weight.shape), lambda: packer.lay_out(weight))
         return weight if made is None else made
 
-    def lossless_rows(self, name: str, shape: tuple[int, int]) -> PackedWeight | None:
-        """A matrix of which rows are looked up, as the backend keeps it in 12 bits a weight; None where it does not."""
-        packer, parts = self._packer, [Part(name=name, shape=shape)]
-        stored = self._stored(parts)
-        if packer is None or not packer.lossless or stored is None:
-            return None
-        return self._pack(_key("packed", parts), shape, lambda: packer.pack(stored))
-
     def _stored(self, parts: Sequence[Part]) -> list[StoredPart] | None:
         """Parts as they lie in the checkpoint, where kernels may take all of them from there."""
         if self._packer is None or self.dtype != torch.bfloat16:
@@ -170,7 +167,7 @@ class WeightLoader:
         elements = self._packer.packed_elements(rows, columns)
         if elements is None:
             return None
-        if self._packer.lossless:
+        if self.is_lossless:
             memory = self._once(f"lossless {key}", None, torch.uint8, make)
             if memory is not None:
                 self.lossless.matrices += 1
