@@ -57,6 +57,21 @@ def test_a_rollout_is_no_fight_and_a_fight_ends() -> None:
     assert (fights.wait(MODEL, SET, "ours"), fights.condition(MODEL)) == (0.0, [])
 
 
+def test_what_the_operator_itself_wants_now_one_way_and_now_the_other_is_no_fight() -> None:
+    """A model that sleeps and wakes, replicas that follow a load: each is another wish than the one before."""
+    clock = Clock()
+    fights = Fights(clock)
+    for step in range(50):
+        wish = f"{2 + step % 2} replicas"
+        assert fights.wait(MODEL, SET, wish) == 0
+        fights.note(MODEL, SET, wish)
+        assert not fights.is_contested(MODEL, SET)
+        clock.now += 60
+    assert fights.condition(MODEL) == []
+    fight(fights, clock, seconds=60)
+    assert fights.condition(MODEL), "the same again and again is one"
+
+
 def entry(manager: str, second: int, subresource: str = "") -> Manifest:
     return {"manager": manager, "time": f"2026-01-01T00:00:{second:02}Z", "subresource": subresource}
 

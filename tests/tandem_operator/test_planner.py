@@ -8,6 +8,7 @@ from operator_objects import UID, blueprint, children, pod
 from tandem_operator.manifests import ChildKey, Manifest, child_key
 from tandem_operator.planner import Step, plan_children, plan_clearing, plan_step
 from tandem_operator.settings import NetworkSettings, Release
+from tandem_operator.templates import WITHHELD
 from tandem_operator.workloads import build_children
 
 specs = st.fixed_dictionaries(
@@ -99,6 +100,10 @@ def test_a_configuration_stays_while_a_pod_may_start_from_it() -> None:
     assert not pruned(), "its container may restart"
     del live[ChildKey("Pod", "m-decode-0")]
     assert pruned()
+    records = live[workload]["metadata"]["annotations"]
+    live[workload]["metadata"]["annotations"] = records | {WITHHELD: "new"}
+    live[workload]["status"] = {"observedGeneration": 2, "replicas": 0}
+    assert not pruned(), "asleep in a rollout that is held: pods come back from the old template"
 
 
 def test_what_the_api_server_filled_in_goes_before_a_strategy_that_does_not_admit_it() -> None:

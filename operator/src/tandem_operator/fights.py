@@ -1,7 +1,8 @@
 """Keeps the operator from fighting for ever with something else that writes the same objects.
 
 What somebody changes is put right at once. Where that has to be done again and again, the same thing of the same
-object, each time comes later than the one before, and the object is told to be contested.
+object with nothing else written of it in between, each time comes later than the one before, and the object is told to
+be contested. What is wanted anew is written at once: replicas that go to and fro are no fight.
 """
 
 from __future__ import annotations
@@ -22,14 +23,13 @@ FREE = 3
 _FIRST_SECONDS, _LONGEST_SECONDS = 5.0, 300.0
 _OVER_SECONDS = 2 * _LONGEST_SECONDS
 """Without a change by somebody else for so long, a fight is over."""
-_REMEMBERED = 12
-"""Things that are written of one object in turn: a rollout writes several."""
 _NAMED = 5
 
 
 @dataclass(slots=True)
 class _Object:
-    written: tuple[str, ...] = ()
+    written: str = ""
+    """The last thing."""
     repeats: int = 0
     last: float = 0.0
     writer: str = ""
@@ -45,7 +45,7 @@ class Fights:
     def wait(self, model: ModelKey, child: ChildKey, content: str) -> float:
         """Seconds until this may be written of a child; 0: now."""
         found = self._find(model, child)
-        if found is None or content not in found.written or found.repeats < FREE:
+        if found is None or content != found.written or found.repeats < FREE:
             return 0.0
         pause = min(_LONGEST_SECONDS, _FIRST_SECONDS * 2 ** (found.repeats - FREE))
         return max(0.0, found.last + pause - self._clock())
@@ -58,11 +58,11 @@ class Fights:
         """This was written. `writer` is who had written something else, as far as that is known."""
         found = self._find(model, child) or _Object()
         self._models.setdefault(model, {})[child] = found
-        if content in found.written:
+        if content == found.written:
             found.repeats += 1
             found.writer = writer or found.writer
         else:
-            found.written = (*found.written, content)[-_REMEMBERED:]
+            found.written, found.repeats = content, 0
         found.last = self._clock()
 
     def forget(self, model: ModelKey) -> None:

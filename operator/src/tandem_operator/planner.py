@@ -28,7 +28,7 @@ from tandem_operator.manifests import (
     labels_of,
 )
 from tandem_operator.matching import satisfies
-from tandem_operator.templates import as_answered
+from tandem_operator.templates import as_answered, is_withheld
 from tandem_operator.workloads.blueprint import COMPONENT_LABEL, config_hash
 
 Children = Mapping[ChildKey, Manifest]
@@ -156,8 +156,9 @@ def _surplus(
 
 
 def is_rolled_out(workload: Manifest) -> bool:
-    """Whether every pod that its controller makes from now on is of the newest template."""
+    """Whether every pod that its controller makes from now on is of the newest template. Where a rollout is held, they
+    come back from the older one, and may all be gone meanwhile."""
     status: Manifest = workload.get("status") or {}
-    if status.get("observedGeneration") != dig(workload, "metadata", "generation"):
+    if status.get("observedGeneration") != dig(workload, "metadata", "generation") or is_withheld(workload):
         return False
     return (status.get("updatedReplicas") or 0) == (status.get("replicas") or 0)

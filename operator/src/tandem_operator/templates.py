@@ -57,6 +57,11 @@ class Revisions:
         return self.current in self.alike
 
 
+def is_withheld(workload: Manifest) -> bool:
+    """Whether its pods are to come back from the template before the newest: all went while a rollout was held."""
+    return WITHHELD in annotations_of(workload)
+
+
 def is_new_template(desired: Manifest, present: Manifest) -> bool:
     """Whether applying it gives pods another template. A StatefulSet of an earlier release has no digest of it."""
     if not _is_signed_alike(desired, present, unsigned=True):
