@@ -40,6 +40,7 @@ class Nodes:
         self._used: dict[str, float] = {}
         self._made: dict[str, float] = {}
         self._resting: dict[str, bool] = {}
+        self._workers: dict[str, int] = {}
         self._gateways: dict[str, tuple[str, ThreadingHTTPServer]] = {}
         self._tried = 0
         self._lowest: Counter[tuple[str, str]] = Counter()
@@ -159,10 +160,12 @@ class Nodes:
         }  # fmt: skip
 
     def _address(self, pod: Object) -> str:
-        """Each gateway has a loopback address of its own, and answers there."""
-        if _component(pod) != "gateway":
-            return "127.0.0.1"
+        """Each pod has an address of its own, so that one is not taken for another that had its name. Gateways have
+        loopback addresses, and answer there."""
         uid = pod["metadata"]["uid"]
+        if _component(pod) != "gateway":
+            number = self._workers.setdefault(uid, len(self._workers))
+            return f"192.0.2.{number % 250 + 1}"
         if uid not in self._gateways:
             address, server = self._bind(self._handler(pod))
             server.daemon_threads = True
