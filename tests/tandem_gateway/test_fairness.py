@@ -10,6 +10,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 from tandem_gateway.fairness import Sources
+from tandem_gateway.http import connection as connection_module
 from tandem_gateway.http.budget import FREE_BYTES, UNCOUNTED_BYTES, Budget, Share
 
 HOG, OTHER = "127.0.0.1", "127.0.0.2"
@@ -116,6 +117,36 @@ async def test_one_address_takes_no_connection_from_others(start_gateway, start_
     assert await read_status(held[0][0]) == 200
     for _, writer in (*held, *others, (late_reader, late)):
         writer.transport.abort()
+
+
+async def test_who_has_to_leave_counts_until_it_has_gone(
+    start_gateway, start_worker, chat, fault, until, monkeypatch
+) -> None:
+    """A client that is asked to leave over a request under way need not close its side: it is closed for it."""
+    monkeypatch.setattr(connection_module, "LINGER_SECONDS", 0.3)
+    worker = await start_worker(behaviours=[fault.hang] * 20)
+    running = await start_gateway(worker, max_connections=4)
+    gateway, seen, held = running.gateway, set(), []
+
+    def busy() -> int:
+        return sum(connection.exchange is not None for connection in gateway.connections)
+
+    for _ in range(3):
+        more = [await connect_from(HOG, running.port) for _ in range(4 - busy())]
+        for _, writer in more:
+            writer.write(chat())
+        held += more
+        await until(lambda: busy() == 4)
+        seen |= gateway.connections
+        others = [await connect_from(OTHER, running.port) for _ in range(2)]
+        await until(lambda: sum(connection.source == OTHER for connection in gateway.connections) == 2)
+        assert {connection for connection in seen if not connection.closed} <= gateway.connections, "all are counted"
+        for _, writer in others:
+            writer.transport.abort()
+        await until(lambda: len(gateway.connections) == busy() == 2)
+    for _, writer in held:
+        writer.transport.abort()
+    await until(lambda: not gateway.connections and not worker.answering)
 
 
 async def test_one_address_takes_no_bytes_from_others(start_gateway, start_worker, chat, until) -> None:

@@ -245,13 +245,16 @@ class Gateway:
         if over <= 0:
             return
         excess = self.sources.find_excess(connection.source)
-        if excess is not None:
+        if over > REFUSALS:
+            connection.transport.abort()
+        elif excess is not None:
             newest = [*islice(self.sources.newest(excess), LOOKED_AT)]
             leaving = next((other for other in newest if other.exchange is None), newest[0])
-            self.on_disconnect(leaving)
+            if leaving.exchange is None:
+                self.on_disconnect(leaving)
+            else:  # it is told first, and counts until it has gone
+                self.sources.remove(leaving.source, leaving)
             leaving.leave()
-        elif over > REFUSALS:
-            connection.transport.abort()
         else:
             connection.refuse(
                 GatewayFull(f"the gateway has as many connections as it may, {self.max_connections}; try again shortly")

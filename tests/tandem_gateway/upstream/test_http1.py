@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import errno
 import json
 import os
 import resource
@@ -13,6 +14,8 @@ import socket
 import pytest
 from tandem_gateway import exchange as exchange_module
 from tandem_gateway.upstream import http1_connection
+from tandem_gateway.upstream.base import Failure
+from tandem_gateway.upstream.http1 import Http1Call, Http1Link
 
 
 def answer_of(text: str) -> bytes:
@@ -269,3 +272,28 @@ async def test_a_lack_of_descriptors_is_not_the_workers_fault(start_gateway, sta
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert b"200 OK" in await reader.readuntil(b"\r\n")
     assert running.gateway.metrics.retries["refused"] == 0
+
+
+@pytest.mark.parametrize("again", [False, True])
+async def test_nor_is_it_where_a_request_is_sent_again(monkeypatch, again: bool) -> None:
+    """The idle connection that had it was dead, and now there is no descriptor for another."""
+    failures: list[Failure] = []
+
+    class Asking:
+        def on_upstream_failure(self, failure: Failure, detail: str) -> None:
+            failures.append(failure)
+
+    async def refuse(*args: object, **options: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", refuse)
+    link = Http1Link("127.0.0.1:1", connect_seconds=1, on_stale=lambda: None)
+    call = Http1Call(link, Asking(), b"", b"")
+    if again:
+        link.restart(call)
+    else:
+        link._start_dial(call)
+    async with asyncio.timeout(5):
+        while not failures:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert failures == [Failure.LOCAL]

@@ -173,7 +173,7 @@ class Http1Call:
             sink.on_upstream_failure(failure, detail)
 
     def fail_to_connect(self, failure: Failure, detail: str) -> None:
-        if self.restarted:
+        if self.restarted and failure is not Failure.LOCAL:
             # It was sent once: who accepts nobody any more may have died of it.
             self.fail(Failure.RESET, f"the worker closed the connection and could not be reached again: {detail}")
         else:

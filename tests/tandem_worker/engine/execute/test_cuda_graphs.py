@@ -117,11 +117,16 @@ def test_what_earlier_steps_left_is_padding_while_more_is_recorded() -> None:
     assert graphs.pending == []
 
 
-def test_without_memory_for_more_recordings_the_engine_goes_on(make_rig: MakeRig, caplog: Any) -> None:
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, OSError, Exception], ids=["memory", "disk", "compiler"])
+def test_without_memory_for_more_recordings_the_engine_goes_on(
+    make_rig: MakeRig, caplog: Any, error: type[Exception]
+) -> None:
+    """Nor does a full disk, or a compiler that gives up, end what runs."""
+
     class Full(CallAgain):
         def record(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
             if self.num_replays:
-                raise torch.OutOfMemoryError("no memory is left")
+                raise error("no memory is left")
             return super().record(run)
 
     rig = make_rig(PaddedModel(), num_blocks=60, scheduler={"max_running_requests": 4})

@@ -115,6 +115,14 @@ def test_only_new_kernels_are_written_again(tmp_path: Path, store: PreparedStore
     assert PreparedKernels(store, tmp_path / "three", FACTS).restore() == 4
 
 
+def test_what_a_full_disk_cut_short_is_kept_by_nobody(tmp_path: Path, store: PreparedStore) -> None:
+    fill(tmp_path / "one", ("AAAA/k.cubin", "AAAA/.tandem-0123456789abcdef"))
+    kernels = PreparedKernels(store, tmp_path / "one", FACTS)
+    assert kernels.save()
+    assert PreparedKernels(store, tmp_path / "two", FACTS).restore() == 1
+    assert [path.name for path in (tmp_path / "two" / "AAAA").iterdir()] == ["k.cubin"]
+
+
 def test_an_archive_that_would_write_elsewhere_is_refused(
     tmp_path: Path, store: PreparedStore, caplog: pytest.LogCaptureFixture
 ) -> None:

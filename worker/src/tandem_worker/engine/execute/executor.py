@@ -100,10 +100,10 @@ class ModelExecutor:
         try:
             with self._recording(recorder), torch.inference_mode():
                 graphs.record_next()
-        except RuntimeError as error:  # torch's errors of the device are of this kind, want of memory too
+        except Exception as error:  # of the device, a compiler, a full disk: none of it is worth the streams that run
             left = [size, *graphs.pending]
             graphs.pending.clear()
-            logger.warning("decode steps of %s sequences stay unrecorded: %s", left, error)
+            logger.warning("decode steps of %s sequences stay unrecorded: %s (%s)", left, error, type(error).__name__)
             return
         self._log_recorded([size])
 

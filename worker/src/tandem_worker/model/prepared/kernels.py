@@ -113,7 +113,8 @@ class PreparedKernels:
             return
         for file in sorted(self._folder.glob("*/*")):
             place = file.relative_to(self._folder).as_posix()
-            if _PLACE.fullmatch(place) and not file.is_symlink() and file.is_file():
+            is_whole = not file.name.startswith(_UNFINISHED) and not file.is_symlink() and file.is_file()
+            if is_whole and _PLACE.fullmatch(place):
                 yield place, file
 
     def _unpack(self, payload: bytes) -> Iterator[str]:
@@ -126,7 +127,10 @@ class PreparedKernels:
                 target = self._folder / entry.name
                 target.parent.mkdir(parents=True, exist_ok=True)
                 unfinished = target.with_name(f"{_UNFINISHED}{secrets.token_hex(8)}")
-                unfinished.write_bytes(content.read())
-                unfinished.chmod(0o755)  # launchers are libraries
-                os.replace(unfinished, target)
+                try:
+                    unfinished.write_bytes(content.read())
+                    unfinished.chmod(0o755)  # launchers are libraries
+                    os.replace(unfinished, target)
+                finally:
+                    unfinished.unlink(missing_ok=True)
                 yield entry.name
