@@ -11,7 +11,7 @@ import pytest
 from tandem_api.names import Role
 from tandem_gateway.exchange import MAX_RESETS
 from tandem_gateway.scheduling import Endpoint, Reservation, Worker
-from tandem_gateway.scheduling.isolation import Isolation
+from tandem_gateway.scheduling.isolation import DYING_SECONDS, PROVEN_SECONDS, Isolation
 
 from tests.tandem_gateway.worker_process import POISON
 
@@ -111,7 +111,17 @@ def test_a_worker_has_one_suspect_until_it_has_shown_something_or_outlived_it() 
     isolation = Isolation()
     isolation.add("d0", first, 10.0)
     isolation.add("d1", second, 10.4)
-    assert isolation.names(10.4) == {"d0", "d1"}
+    assert isolation.find_occupied(10.4) == isolation.find_closed(10.4) == {"d0", "d1"}
     second.release()
-    assert isolation.names(10.45) == {"d0"}
-    assert isolation.names(10.5) == frozenset()
+    assert isolation.find_closed(10.45) == {"d0"}
+    assert isolation.find_closed(10.0 + PROVEN_SECONDS) == frozenset()
+    assert isolation.find_occupied(13.0) == {"d0"}  # another worker is better, as long as there is one
+    first.release()
+    assert isolation.find_occupied(13.0) == frozenset()
+
+
+def test_a_worker_that_has_just_died_gets_no_suspect() -> None:
+    isolation = Isolation()
+    isolation.report_death("d0", 10.0)
+    assert isolation.find_occupied(10.1) == isolation.find_closed(10.1) == {"d0"}
+    assert isolation.find_occupied(10.0 + DYING_SECONDS) == frozenset()

@@ -268,9 +268,11 @@ class Exchange:
             self._join_queue(now)  # others were here before
             return False
         suspect = self._resets > 0 and not self.first_byte_at
-        apart = self._keep_apart(now) if suspect else _NO_NAMES
-        kept_from = {*full, *self._excluded, *apart} if apart else full or self._excluded
-        choice = context.scheduler.choose(demand, now, kept_from)
+        apart = _NO_NAMES
+        if suspect:
+            choice, apart = self._choose_apart(full, now)
+        else:
+            choice = context.scheduler.choose(demand, now, full or self._excluded)
         if continuation is not None and choice is not None and not _may_go_on(choice.decode.worker, continuation):
             choice = self._choose_to_go_on(continuation, now)
         if choice is None:
@@ -334,10 +336,17 @@ class Exchange:
         else:
             self._join_queue(now)
 
-    def _keep_apart(self, now: float) -> frozenset[str]:
-        """Workers that this request is not to be sent to, because another one is there that may kill its worker."""
+    def _choose_apart(self, full: Collection[str], now: float) -> tuple[Choice | None, frozenset[str]]:
+        """A worker without another request that may kill it, and those that this one is kept from meanwhile."""
         self._isolate_by = self._isolate_by or now + LONGEST_WAIT_SECONDS
-        return self._context.isolation.names(now) if now < self._isolate_by else _NO_NAMES
+        scheduler, isolation, demand = self._context.scheduler, self._context.isolation, self.inquiry.demand
+        kept_from = {*full, *self._excluded}
+        occupied = isolation.find_occupied(now)
+        choice = scheduler.choose(demand, now, kept_from | occupied)
+        if choice is not None or not occupied:
+            return choice, occupied
+        closed = isolation.find_closed(now) if now < self._isolate_by else _NO_NAMES
+        return scheduler.choose(demand, now, kept_from | closed), closed
 
     def _join_queue(self, now: float) -> None:
         """Nobody serves: wait for somebody."""
@@ -517,6 +526,8 @@ class Exchange:
             self._count_end(failed=failed)
         if self.trace is not None:
             self.trace.attempt_ended(self, outcome.value, self.answered_status)
+        if outcome is Outcome.RESET and self.choice is not None:
+            self._context.isolation.report_death(self.choice.decode.worker.name, self._loop.time())
         if blame:
             self._blame(outcome)
         if not self._begun:

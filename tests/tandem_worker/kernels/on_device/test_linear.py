@@ -97,8 +97,18 @@ def test_linear_refuses_what_it_would_misread(randn):
         kernels.gate_up_silu(randn(2, 64), randn(7, 64))
 
 
-def test_splits_follow_the_weight_alone(randn, half_dtype):
-    """One row and 32 are summed in the same pieces."""
-    x, weight = randn(32, 2048, dtype=half_dtype), randn(40, 2048, dtype=half_dtype)
-    together = kernels.small_batch_linear(x, weight)
-    assert all(torch.equal(kernels.small_batch_linear(x[i : i + 1], weight)[0], together[i]) for i in range(0, 32, 5))
+def test_splits_follow_the_weight_alone(half_dtype, device, generator):
+    """One row and 32 are summed in the same pieces. Products of 256 columns have one of three magnitudes: sums of one are
+    exact in any order, as the interpreter's depends on the processor, and sums of all are not."""
+    magnitudes = 2 ** (6 * (torch.arange(2048) // 256 % 3))
+    x = torch.randint(-1, 2, (32, 2048), generator=generator) * magnitudes
+    weight = torch.randint(-8, 9, (40, 2048), generator=generator) * magnitudes
+    x, weight = x.to(device, half_dtype), weight.to(device, half_dtype)
+
+    def multiply(rows: torch.Tensor, num_splits: int | None = None) -> torch.Tensor:
+        out = torch.empty(len(rows), 40, dtype=torch.float32, device=device)
+        return kernels.small_batch_linear(rows, weight, num_splits=num_splits, out=out)
+
+    together = multiply(x)
+    assert all(torch.equal(multiply(x[i : i + 1])[0], together[i]) for i in range(0, 32, 5))
+    assert len({tuple(multiply(x, num_splits).flatten().tolist()) for num_splits in (1, 2, 3)}) == 3
