@@ -111,6 +111,8 @@ DELIVERING = 4
 OVER = 5
 _ANSWERED = Outcome.ANSWERED
 _NO_NAMES: frozenset[str] = frozenset()
+_BROKEN = frozenset({Failure.RESET, Failure.STALE})
+"""A connection to the worker ended: it may have died."""
 
 
 class Context(Protocol):
@@ -526,8 +528,6 @@ class Exchange:
             self._count_end(failed=failed)
         if self.trace is not None:
             self.trace.attempt_ended(self, outcome.value, self.answered_status)
-        if outcome is Outcome.RESET and self.choice is not None:
-            self._context.isolation.report_death(self.choice.decode.worker.name, self._loop.time())
         if blame:
             self._blame(outcome)
         if not self._begun:
@@ -651,6 +651,9 @@ class Exchange:
 
     def on_upstream_failure(self, failure: Failure, detail: str) -> None:
         self._take_call()
+        if failure in _BROKEN:
+            assert self.choice is not None
+            self._context.isolation.report_death(self.choice.decode.worker.name, self._loop.time())
         if self._stream is not None and self._stream.done:
             self._end_stream(self._stream)
         elif failure is Failure.LOCAL:
