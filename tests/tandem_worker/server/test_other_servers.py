@@ -94,7 +94,11 @@ async def test_refused_in_chats(worker: Any) -> None:
         assert (await refusal(worker, CHAT, **fields))["param"] == param
 
 
-TAGS = {"structures": [{"begin": "<f>", "schema": {"type": "integer"}, "end": "</f>"}], "triggers": ["<f"]}
+def tagged(end: str, schema: Any) -> dict[str, Any]:
+    return {"structures": [{"begin": "<f>", "schema": schema, "end": end}], "triggers": ["<f"]}
+
+
+TAGS = tagged("</f>", {"type": "integer"})
 NESTED: Any = {"type": "string"}
 for _ in range(120):
     NESTED = {"type": "array", "items": NESTED}
@@ -128,12 +132,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"structural_tag": TAGS, "min_tokens": 2}, "min_tokens"),
     ({"structural_tag": TAGS, "bad_words": ["a"]}, "bad_words"),
     ({"structural_tag": TAGS, "ignore_eos": True}, "ignore_eos"),
-    ({"structural_tag": {"format": {"type": "regex", "pattern": "("}}}, "structural_tag"),
-    ({"structural_tag": {"format": {"type": "const_string", "value": "a<|im_end|>"}}}, "structural_tag"),
-    ({"structural_tag": {"format": {"type": "json_schema", "json_schema": {"not": {}}}}}, "structural_tag"),
-    ({"structural_tag": {"format": {"type": "json_schema", "json_schema": {"enum": [*range(30_000)]}}}},
-     "structural_tag"),
-    ({"structural_tag": {"format": {"type": "json_schema", "json_schema": NESTED}}}, "structural_tag"),
+    ({"structural_tag": {"format": {"type": "regex", "pattern": "("}}}, "structural_tag.format.type"),
+    ({"structural_tag": tagged("<|im_end|>", {})}, "structural_tag"),
+    ({"structural_tag": tagged("</f>", {"not": {}})}, "structural_tag"),
+    ({"structural_tag": tagged("</f>", {"enum": [*range(30_000)]})}, "structural_tag"),
+    ({"structural_tag": tagged("</f>", NESTED)}, "structural_tag"),
     ({"logit_bias": {"": 1}}, "logit_bias"), ({"logit_bias": {"01": 1}}, "logit_bias"),
     ({"logit_bias": {"-1": 1}}, "logit_bias"), ({"logit_bias": {"x" * 65: 1}}, "logit_bias"),
     ({"logit_bias": {"one two three": 1}}, "logit_bias"), ({"logit_bias": {"a": 101}}, "logit_bias.a"),

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from tandem_worker.engine.errors import RequestError
 from tandem_worker.server.openai.fields import Fields, check_text, read_json, refuse, wrong_type
-from tandem_worker.server.openai.structural_tags import Format, parse_structural_tag
+from tandem_worker.server.openai.structural_tags import StructuralTag, parse_structural_tag
 
 MAX_ALTERNATIVES = 1024
 """Of `guided_choice`."""
@@ -29,7 +29,7 @@ class ResponseFormat:
     kind: Literal["text", "json_object", "json_schema", "regex", "lark", "gbnf", "structural_tag"] = "text"
     schema: dict[str, Any] | None = None
     """With `json_schema`; an absent one allows any JSON value. Of a structural tag, all that was given."""
-    tags: Format | None = None
+    tags: tuple[StructuralTag, ...] | None = None
     """Of a structural tag."""
     definition: str = ""
     """The text of a regex, or of a grammar in Lark or GBNF."""

@@ -22,7 +22,7 @@ from tandem_worker.server.structured.compiler import REQUEST_SECONDS, GrammarCom
 from tandem_worker.server.structured.errors import GrammarError, GrammarUnavailableError
 from tandem_worker.server.structured.grammar import AfterReasoningFactory, TokenGrammarFactory
 from tandem_worker.server.structured.limits import check_types
-from tandem_worker.server.structured.tags import write_structural_tag
+from tandem_worker.server.structured.tags import write_structural_tags
 from tandem_worker.server.text import reasoning
 from tandem_worker.server.text.output import TextParser
 from tandem_worker.server.text.words import bad_words
@@ -183,7 +183,7 @@ def _write_free(answer: ResponseFormat, model: ServedModel, grammars: GrammarCom
     match answer.kind:
         case "structural_tag":
             assert answer.tags is not None
-            return write_structural_tag(answer.tags, grammars.limits, model.special_texts)
+            return write_structural_tags(answer.tags, model.special_texts)
         case "regex":
             return grammars.write_regex(answer.definition)
         case "lark":
