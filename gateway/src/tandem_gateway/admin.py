@@ -97,7 +97,7 @@ class Admin:
         return 404, "text/plain", f"try {paths}\n".encode()
 
     def _preview(self, request: Request) -> tuple[int, str, bytes]:
-        """Where the gateway would send this request, by its body; nothing is sent."""
+        """Tell where the gateway would send this request, by its body; nothing is sent."""
         try:
             found = self._gateway.preview(replace(request, path=guess_path(request.body)))
         except RequestError as error:

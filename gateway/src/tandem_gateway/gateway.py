@@ -80,7 +80,7 @@ UNAUTHORIZED_LOG_SECONDS = 10.0
 REFUSED = frozenset((400, 404, 413, 422))
 """What a worker answers to a request that nobody is to compute."""
 LOOKED_AT = 64
-"""Of who has most connections, for one that nobody asks over."""
+"""Connections looked at, of who has most, for one that nobody asks over."""
 REFUSALS = 64
 """Connections beyond the limit that are told so before they are closed."""
 _REQUEST_ID = re.compile(rb"[\w.:/+=-]{1,128}")
@@ -125,7 +125,7 @@ class Gateway:
         self.facts: Callable[[], dict[str, object]] = dict
         """What a worker has told about the model."""
         self.certificate: Certificate | None = None
-        """That clients are shown; None: they speak no TLS."""
+        """What clients are shown; None: they speak no TLS."""
         self.tracer = _build_tracer(config, tracing)
         self.exchanges: set[Exchange] = set()
         self.on_busy: Callable[[], None] | None = None

@@ -19,7 +19,7 @@ from tandem_gateway.upstream.native import NativeLink
 
 STATES = ("native", "connecting", "http_unannounced", "http_version")
 SAMPLES_PER_SECOND = 400
-"""Of all workers together: of more than a hundred each tells about itself more seldom."""
+"""From all workers together: of more than a hundred each tells about itself more seldom."""
 
 
 class NativeLinks:

@@ -34,7 +34,7 @@ class Waiter(Protocol):
 
 
 class RequestQueue:
-    """Of one gateway."""
+    """The queue of one gateway."""
 
     def __init__(self, settings: GatewayQueue, scheduler: Scheduler, metrics: Metrics) -> None:
         self.settings = settings

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 BACKLOG = 1024
 LAST_WORDS_TICKS = 10
 OTHER_DESCRIPTORS = 64 + MAX_KEPT + AT_ONCE
-"""Of the process itself: listeners, discovery, logs, probes, and reads of workers' telemetry."""
+"""Descriptors of the process itself: listeners, discovery, logs, probes, and reads of workers' telemetry."""
 
 
 class Server:

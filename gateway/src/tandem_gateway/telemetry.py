@@ -34,7 +34,7 @@ ANSWER_SECONDS = 2.0
 KEEP_SECONDS = 60.0
 """An older sample is none."""
 MAX_BYTES = 16 * 1024
-"""Of an answer. A sample takes about one."""
+"""Bytes of an answer. A sample takes about one."""
 LONGEST_PAUSE = 10.0
 """Between reads of a worker that does not answer, unless all are asked more seldom."""
 MISSED_AFTER = 3

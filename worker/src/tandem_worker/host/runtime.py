@@ -34,7 +34,7 @@ class Runtime:
     """Keys that requests show, as they are now."""
     vitals: Vitals
     tracer: Tracer = field(default_factory=lambda: Tracer("tandem-worker", {}))
-    """Of this process's requests; by default none are traced."""
+    """Traces this process's requests; by default none are traced."""
     files: FileExchange | None = None
     """The model's files, from and for other workers; None where they are not exchanged."""
 

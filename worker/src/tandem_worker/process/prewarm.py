@@ -30,7 +30,7 @@ _STEPS: dict[Part, frozenset[str]] = {
         {"fetch", "tokenizer", "libraries", "device", "hashing", "digest", "seat", "prepared", "memory", "weights"}
     ),
 }
-"""Of a start's steps, those that each part takes."""
+"""Those of a start's steps that each part takes."""
 
 
 def prewarm(config: WorkerConfig, pod: PodFacts, part: Part) -> None:

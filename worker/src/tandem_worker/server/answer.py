@@ -45,7 +45,7 @@ class Plan:
     score_only: bool = False
     """Nothing is generated: the answer is complete with the first delta."""
     journal: Journal | None = None
-    """Of a stream: tells in marks between its events how another worker can go on."""
+    """For a stream: tells in marks between its events how another worker can go on."""
     begun: Mapping[int, int] = field(default_factory=dict[int, int])
     """Cached tokens of the requests (by position) whose events began elsewhere."""
 

@@ -18,7 +18,7 @@ from tandem_worker.server.pacing import Steps, pace
 from tandem_worker.server.text.choice import REPLAY_TOKENS, Choice
 
 _SLICE_LINES = 128
-"""Of events that are written once more, without their tokens and logprobs."""
+"""Lines of events that are written once more, without their tokens and logprobs."""
 
 
 def open_journal(plan: Plan) -> Journal:

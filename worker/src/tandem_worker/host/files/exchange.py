@@ -60,7 +60,7 @@ class FileExchange:
         self._sharing, self._services = sharing, tuple(services)
         self.ring, self._vitals = ring, vitals
         self.id = secrets.token_hex(8)
-        """Of this process, so that it knows itself among its peers."""
+        """Id of this process, so that it knows itself among its peers."""
         self.received, self.faults = Counter({"peer": 0, "hub": 0}), Counter({"wrong": 0, "slow": 0, "lost": 0})
         """As in `FileSample`; whoever downloads counts."""
         self._share: Share | None = None
@@ -143,7 +143,7 @@ class FileExchange:
             return found | set(self._heard)
 
     def hear(self, peers: Iterable[str]) -> None:
-        """Of others, as a peer told them: `ADDRESS PORT`."""
+        """Take note of others, as a peer told them: `ADDRESS PORT`."""
         for text in peers:
             host, _, port = text.partition(" ")
             if port.isdigit() and 0 < int(port) < 1 << 16:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 _MIN_CHUNK = 1 << 20
 _MAX_CHUNK = 8 << 20
 _CHUNKS_WANTED = 256
-"""Of a small model, so that several starters have something to do."""
+"""Chunks of a small model, so that several starters have something to do."""
 _GROUPS_WANTED = 128
 _MAX_GROUP = 8
 """64 MiB at most in one request: its round trips are few, and what dies with a connection is little."""
@@ -51,7 +51,7 @@ class Layout:
         self.num_chunks = self._first[-1]
         self.fingerprint = self._fingerprint(repository, commit)
         self.groups = tuple(self._groups())
-        """Of each group its chunks' numbers."""
+        """The chunks' numbers of each group."""
 
     def chunk(self, index: int) -> Chunk:
         """Raises IndexError when there is no such chunk."""

@@ -90,7 +90,7 @@ class FileServer:
         self._closed = False
         self._thread: threading.Thread | None = None
         self.bytes_sent = 0
-        """Of files. Grows only; read by metrics."""
+        """Bytes of files. Grows only; read by metrics."""
         self.door = Door(listener, ring=ring, purpose=Purpose.FILES, admit=self._admit, vitals=vitals)
 
     def start(self) -> None:

@@ -16,7 +16,7 @@ from tandem_worker.host.files.wire import GONE, MAX_IN_FLIGHT, UNKNOWN
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """Where a chunk lies, and the XXH3-128 of its bytes when they were last known to be right."""
+    """The place of a chunk, and the XXH3-128 of its bytes when they were last known to be right."""
 
     fd: int
     offset: int

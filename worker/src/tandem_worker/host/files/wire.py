@@ -41,7 +41,7 @@ class Question(BaseModel):
     layout: Fingerprint
     asker: Identity
     port: Port | None = None
-    """Where the asker itself serves."""
+    """The port where the asker itself serves."""
     since: int = Field(default=0, ge=0)
     """`version` of the last news."""
     chunk: int = Field(default=0, ge=0, lt=MAX_CHUNKS)
@@ -63,7 +63,7 @@ class Header(BaseModel):
     peers: list[Annotated[str, Field(max_length=64)]] = Field(default=[], max_length=MAX_PEERS)
     """`ADDRESS PORT` of others that it has heard of."""
     sum: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")] = UNKNOWN.hex()
-    """Of the chunk."""
+    """Checksum of the chunk."""
 
 
 M = TypeVar("M", bound=BaseModel)

@@ -72,7 +72,7 @@ def _prepare(setup: str, payload: bytes) -> Mapping[str, Function]:
 
 
 def _give_way(niceness: int) -> None:
-    """Where the container runs out of memory this process is the one to go."""
+    """Let this process be the one to go where the container runs out of memory."""
     os.nice(niceness)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # Not every sandbox has the file; the worker is then as likely to go as its child.

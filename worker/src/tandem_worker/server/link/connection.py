@@ -88,7 +88,7 @@ class GatewayLink(asyncio.Protocol):
         self.name = ""
         """The gateway's."""
         self._token: str | None = None
-        """That it has shown."""
+        """The one that it has shown."""
         self.withdrawn_at: float | None = None
         """When its key had ceased to be good."""
         self.telemetry_seconds = link.TELEMETRY_SECONDS

@@ -28,7 +28,7 @@ def to_error(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class MessagesEncoder:
-    """Of one answer; its blocks come in order, so there is a state."""
+    """Writes one answer; its blocks come in order, so there is a state."""
 
     done = b""
     """The last event says by itself that it is the last."""

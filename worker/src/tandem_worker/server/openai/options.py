@@ -259,7 +259,7 @@ def _bad_words(fields: Fields) -> tuple[str, ...]:
 
 
 def _logit_bias(fields: Fields, vocab_size: int) -> tuple[dict[int, float], dict[str, float]]:
-    """By token id, and those that are named by a text."""
+    """Biases by token id, and those that are named by a text."""
     value = fields.raw_object("logit_bias") or {}
     if len(value) > MAX_LOGIT_BIAS:
         refuse("logit_bias", f"At most {MAX_LOGIT_BIAS} biases are supported.", "object_above_max_properties")

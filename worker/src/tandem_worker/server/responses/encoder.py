@@ -21,7 +21,7 @@ from tandem_worker.server.text.ids import derive_id
 from tandem_worker.server.text.output import ToolDelta, Update, Usage, split_tools
 
 MAX_REPEATED_BYTES = 1024 * 1024
-"""Of logprobs that a stream repeats. Each takes a kilobyte and more, and four events repeat all there are."""
+"""Bytes of logprobs that a stream repeats. Each takes a kilobyte and more, and four events repeat all there are."""
 Kind = Literal["message", "reasoning", "function_call"]
 _PREFIX: Mapping[Kind, str] = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
 _DELTA: Mapping[Kind, str] = {
@@ -69,7 +69,7 @@ class _Item:
 
 
 class ResponsesEncoder:
-    """Of one answer; its parts come in order, so there is a state."""
+    """Writes one answer; its parts come in order, so there is a state."""
 
     done = b""
     """The last event says by itself that it is the last."""
@@ -87,7 +87,7 @@ class ResponsesEncoder:
         self._streams = True
         self._repeated_bytes = 0
         self._untold: list[TokenLogprob] = []
-        """Of tokens whose text is still to come."""
+        """Logprobs of tokens whose text is still to come."""
         self.repeated_logprobs: Sequence[TokenLogprob] | None = ()
 
     # -- streams -------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ def held_back(text: str, marks: Sequence[str]) -> int:
 
 @lru_cache(maxsize=256)
 def _borders(stop: str) -> tuple[int, ...]:
-    """Of each beginning of `stop`, by its length less one: how much of its end is a shorter beginning."""
+    """For each beginning of `stop`, by its length less one: how much of its end is a shorter beginning."""
     borders = [0]
     for character in stop[1:]:
         length = borders[-1]

@@ -40,7 +40,7 @@ _PAUSE_SECONDS = (1.0, 4.0, 15.0)
 _CHUNK_SECONDS = 10.0
 """A chunk may take this long from a peer, or four times what it takes from the hub."""
 _PATIENCE_SECONDS = 10.0
-"""Where what peers have would take longer than this from them, the hub helps."""
+"""The hub helps where what peers have would take longer than this from them."""
 _RATE_SECONDS = 3.0
 _HUB_FAILURES = 6
 _HUB_FAILED_SECONDS = 10.0
@@ -92,7 +92,7 @@ class SharedDownload:
         self._not_before: dict[Address, float] = {}
         self._banned: set[Address] = set()
         self._own: set[Address] = set()
-        """Where this process itself answers."""
+        """Addresses at which this process itself answers."""
         self._progressed = time.monotonic()
         self._started = time.monotonic()
         self.received: dict[str, int] = {"peer": 0, "hub": 0}
