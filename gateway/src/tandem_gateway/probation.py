@@ -39,9 +39,6 @@ _TEXT_BYTES = 256
 tokenizer."""
 _PREFILL_WORKER = HEADER_PREFILL_WORKER.encode()
 
-Held = Callable[[], list[WorkerReport]]
-"""Those that are held back, now."""
-
 log = logging.getLogger(__name__)
 
 
