@@ -34,7 +34,7 @@ REFUSED = b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\nconnection: close\r
 PATIENCE_SECONDS = 8.0
 
 
-class Handler:
+class PlainHandler:
     """Answers everything with two bytes."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class Handler:
 
 async def serve(way: str, folder: str) -> None:
     """Print the port, then for each line of input memory, clients, and the longest turn since the line before."""
-    loop, handler = asyncio.get_running_loop(), Handler()
+    loop, handler = asyncio.get_running_loop(), PlainHandler()
     certificate, longest = Certificate(folder, min_version="TLS1.2"), 0.0
     if way == "own":
         server = await loop.create_server(protocol_factory(handler, certificate), "127.0.0.1", 0, backlog=4096)

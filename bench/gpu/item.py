@@ -15,7 +15,7 @@ Figures = dict[str, Any]
 """What an item found, for JSON."""
 
 
-class Status(StrEnum):
+class ItemStatus(StrEnum):
     PASSED = "passed"
     FAILED = "failed"
     """It ran, and what it found is wrong."""
@@ -32,7 +32,7 @@ class Status(StrEnum):
     """The time of its stage was over."""
 
 
-GOOD = (Status.PASSED, Status.ABSENT)
+GOOD = (ItemStatus.PASSED, ItemStatus.ABSENT)
 
 
 class WrongError(Exception):

@@ -70,7 +70,7 @@ class StreamHead:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class ToldLine:
     """What one line says of an update whose events are to be written once more."""
 
     end: int
@@ -86,7 +86,7 @@ class ChoiceRecord:
 
     token_ids: list[int] = field(default_factory=list[int])
     waiting: tuple[Withheld, ...] = ()
-    told: list[Told] = field(default_factory=list[Told])
+    told: list[ToldLine] = field(default_factory=list[ToldLine])
     """What its client was told, where the encoder has a state."""
     ended: tuple[int, int] | None = None
     """Tokens, and those of them that were reasoning."""
@@ -247,7 +247,7 @@ def _read_line(resume: Resume, line: bytes) -> None:
             record = _read_ids(resume, index, ids)
             withheld, told = map(orjson.loads, logprobs) if logprobs else ((), ())
             record.told.append(
-                Told(
+                ToldLine(
                     end=len(record.token_ids),
                     check=None if check == b"-" else int(check),
                     waiting=tuple(map(_read_withheld, withheld)),

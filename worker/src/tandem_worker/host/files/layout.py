@@ -30,7 +30,7 @@ class SharedFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class FileChunk:
     index: int
     file: int
     offset: int
@@ -53,13 +53,13 @@ class Layout:
         self.groups = tuple(self._groups())
         """The chunks' numbers of each group."""
 
-    def chunk(self, index: int) -> Chunk:
+    def chunk(self, index: int) -> FileChunk:
         """Raises IndexError when there is no such chunk."""
         if not 0 <= index < self.num_chunks:
             raise IndexError(index)
         file = bisect.bisect_right(self._first, index) - 1
         offset = (index - self._first[file]) * self.chunk_bytes
-        return Chunk(index, file, offset, min(self.chunk_bytes, self.files[file].size - offset))
+        return FileChunk(index, file, offset, min(self.chunk_bytes, self.files[file].size - offset))
 
     def chunks_of(self, file: int) -> range:
         """The numbers of a file's chunks; an empty file has none."""

@@ -24,7 +24,7 @@ class Offered:
     sum: bytes
 
 
-class Share:
+class SharedFiles:
     """Any thread. Descriptors stay open for the life of the process, and so outlive a file's renaming."""
 
     def __init__(self, layout: Layout, paths: Mapping[int, Path]) -> None:

@@ -22,9 +22,9 @@ from tandem_worker.server.text.output import ToolDelta, Update, Usage, split_too
 
 MAX_REPEATED_BYTES = 1024 * 1024
 """Bytes of logprobs that a stream repeats. Each takes a kilobyte and more, and four events repeat all there are."""
-Kind = Literal["message", "reasoning", "function_call"]
-_PREFIX: Mapping[Kind, str] = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
-_DELTA: Mapping[Kind, str] = {
+ItemKind = Literal["message", "reasoning", "function_call"]
+_PREFIX: Mapping[ItemKind, str] = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
+_DELTA: Mapping[ItemKind, str] = {
     "message": "response.output_text",
     "reasoning": "response.reasoning_text",
     "function_call": "response.function_call_arguments",
@@ -34,8 +34,8 @@ _DELTA: Mapping[Kind, str] = {
 class _Item:
     """One item of the output while it is written."""
 
-    def __init__(self, answer_id: str, kind: Kind, index: int, tool: ToolDelta | None = None) -> None:
-        self.kind: Kind = kind
+    def __init__(self, answer_id: str, kind: ItemKind, index: int, tool: ToolDelta | None = None) -> None:
+        self.kind: ItemKind = kind
         self.id = derive_id(_PREFIX[kind], answer_id, f"item {index}", size=16)
         self.index = index
         self.tool = tool
@@ -148,13 +148,13 @@ class ResponsesEncoder:
     def _status(self) -> str:
         return "incomplete" if self._finish == "length" else "completed"
 
-    def _enter(self, kind: Kind) -> bytes:
+    def _enter(self, kind: ItemKind) -> bytes:
         """Events that are due before text of this kind."""
         if self._open is not None and self._open.kind == kind:
             return b""
         return self._close("completed") + self._begin(kind, None)
 
-    def _begin(self, kind: Kind, tool: ToolDelta | None) -> bytes:
+    def _begin(self, kind: ItemKind, tool: ToolDelta | None) -> bytes:
         item = self._open = _Item(self.head.id, kind, len(self._closed), tool)
         fields = {"output_index": item.index, "item": item.to_json("in_progress")}
         added = self._event("response.output_item.added", fields)

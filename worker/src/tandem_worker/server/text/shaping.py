@@ -30,7 +30,7 @@ from tandem_worker.server.tools.formats import GENERIC_FORMAT, ToolFormat, build
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class AnswerShape:
     grammar: GrammarFactory | None
     new_parser: Callable[[], TextParser | None]
     visible: frozenset[int]
@@ -58,7 +58,7 @@ def _named_tokens(options: CommonOptions, model: ServedModel) -> GrammarFactory 
     return AllowedTokens(options.allowed_token_ids, model.vocab_size)
 
 
-async def shape_answer(request: ChatRequest, model: ServedModel, prompt: str) -> Shape:
+async def shape_answer(request: ChatRequest, model: ServedModel, prompt: str) -> AnswerShape:
     """`prompt` is the end of the rendered conversation, from the last message's header on. Raises RequestError."""
     tool_format = _tool_format(request, model)
     inside = model.reasons and prompt.rstrip().endswith(reasoning.BEGIN)
@@ -94,7 +94,7 @@ async def shape_answer(request: ChatRequest, model: ServedModel, prompt: str) ->
                 code="unsupported_parameter",
             )
         visible |= model.table.special_ids
-    return Shape(grammar=grammar, new_parser=new_parser, visible=visible)
+    return AnswerShape(grammar=grammar, new_parser=new_parser, visible=visible)
 
 
 def _tool_format(request: ChatRequest, model: ServedModel) -> ToolFormat | None:
