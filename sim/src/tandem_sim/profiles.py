@@ -68,7 +68,6 @@ class WorkerProfile:
     """Rate of the connection over which it sends or receives keys and values."""
     first_token_seconds: float = 0.0
     """From the end of computing a prompt to its first token, beside the link's time: nobody is busy with it."""
-    max_sequences: int = 256
     chunk_tokens: int = 2048
     """Tokens in one step, where a worker computes prompts beside decodes."""
     chunk_overhead_tokens: float = 0.0

@@ -15,8 +15,6 @@ from tandem_operator.scaling.contract import Target
 from tandem_sim.fleet import RolePool
 from tandem_sim.workers import Flight
 
-REVERSAL_SECONDS = 600.0
-
 
 class Targets(Protocol):
     """The targets of a setting."""

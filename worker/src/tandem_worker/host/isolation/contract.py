@@ -13,15 +13,13 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 
 from tandem_worker.host.errors import WorkerError
 
 Function = Callable[[bytes], bytes]
-Setup = Callable[[bytes], Mapping[str, Function]]
-"""Runs once in the process that all jobs are forked from: loads what they need, and must leave no thread running."""
 
 _HEAD = struct.Struct("<BQ")
 _SMALL_BYTES = 4096
