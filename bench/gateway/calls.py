@@ -22,13 +22,13 @@ from tandem_gateway.server import Server
 from tandem_gateway.settings import parse_settings
 from tandem_gateway.upstream.http1_connection import WorkerConnection
 
-from bench.gateway.load import Shape
+from bench.gateway.load import RequestShape
 from bench.gateway.stub import CHUNK, END, HEAD
 
 WARM_UP = 600
 COUNTED = 100
 BATCHES, BATCH = 200, 32
-REQUESTS = [Shape(1, 0, 200).build(number) for number in range(512)]
+REQUESTS = [RequestShape(1, 0, 200).build(number) for number in range(512)]
 
 
 class Socket:

@@ -32,7 +32,7 @@ from tandem_gateway.scheduling import Worker
 from tandem_gateway.server import Server
 from tandem_gateway.settings import Settings
 
-from bench.gateway.fuzz_cases import NAME, STRANGER, Step, make_name, plan_answer, plan_client, read_responses
+from bench.gateway.fuzz_cases import NAME, STRANGER, FuzzStep, make_name, plan_answer, plan_client, read_responses
 
 STALL_SECONDS = 0.1
 """Of processor time, so that what the machine does elsewhere hardly counts."""
@@ -104,7 +104,7 @@ class FuzzedWorker(asyncio.Protocol):
         if self._task is not None:
             self._task.cancel()
 
-    async def _answer(self, steps: list[Step]) -> None:
+    async def _answer(self, steps: list[FuzzStep]) -> None:
         for step in steps:
             if isinstance(step, bytes):
                 self._transport.write(step)

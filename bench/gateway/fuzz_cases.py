@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from itertools import pairwise
 
-Step = bytes | float | str
+FuzzStep = bytes | float | str
 """Send, wait, or end with "close" or "reset"."""
 NAME = re.compile(rb"name-[0-9a-f]{12}")
 
@@ -49,13 +49,13 @@ def damage(rng: random.Random, data: bytes) -> bytes:
     return data
 
 
-def split(rng: random.Random, data: bytes) -> list[Step]:
+def split(rng: random.Random, data: bytes) -> list[FuzzStep]:
     """The same bytes in pieces, now and then with pauses."""
     if rng.random() < 0.4 or len(data) < 2:
         return [data]
     count = min(len(data) - 1, rng.choice((1, 2, 5, 40)))
     cuts = [0, *sorted(rng.sample(range(1, len(data)), count)), len(data)]
-    steps: list[Step] = []
+    steps: list[FuzzStep] = []
     for start, end in pairwise(cuts):
         steps.append(data[start:end])
         if rng.random() < 0.3:
@@ -68,7 +68,7 @@ def split(rng: random.Random, data: bytes) -> list[Step]:
 
 @dataclass
 class ClientPlan:
-    steps: list[Step]
+    steps: list[FuzzStep]
     reads_late: bool
     patience: float
     pause: float
@@ -128,7 +128,7 @@ def _fields(rng: random.Random) -> bytes:
 # --- workers --------------------------------------------------------------------------------------------------------
 
 
-def plan_answer(rng: random.Random, name: bytes, *, stream: bool) -> list[Step]:
+def plan_answer(rng: random.Random, name: bytes, *, stream: bool) -> list[FuzzStep]:
     kind = rng.randrange(16)
     if kind == 0:
         return [rng.choice((0.0, 0.05, 1.0)), rng.choice(("close", "reset"))]

@@ -14,7 +14,7 @@ SAMPLE = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class RequestShape:
     """What a request asks for."""
 
     tokens: int
@@ -41,7 +41,7 @@ class Shape:
 
 
 @dataclass(slots=True)
-class Counts:
+class LoadCounts:
     """What the clients have seen since the last `clear`."""
 
     requests: int = 0
@@ -61,7 +61,7 @@ class Counts:
 class Client(asyncio.Protocol):
     """One connection that sends a request whenever it is told to."""
 
-    def __init__(self, counts: Counts, on_answered: Callable[[Client], None]) -> None:
+    def __init__(self, counts: LoadCounts, on_answered: Callable[[Client], None]) -> None:
         self.counts = counts
         self.on_answered = on_answered
         self.closing = False
@@ -102,9 +102,9 @@ class Client(asyncio.Protocol):
 class Load:
     """Clients of one target."""
 
-    def __init__(self, port: int, shape: Shape) -> None:
+    def __init__(self, port: int, shape: RequestShape) -> None:
         self.port = port
-        self.counts = Counts()
+        self.counts = LoadCounts()
         self.clients: list[Client] = []
         self._requests = [shape.build(number) for number in range(SAMPLE)]
         self._number = 0

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import uvloop
 
-from bench.gateway.load import Load, Shape
+from bench.gateway.load import Load, RequestShape
 from bench.gateway.peers import PEERS, Engines, Peer
 
 STUB = Path(__file__).with_name("stub.py")
@@ -57,21 +57,21 @@ class Closed:
     """So many requests in flight at all times: CPU per request or chunk."""
 
     in_flight: int
-    shape: Shape
+    shape: RequestShape
     unit: str
     """What CPU is counted per: 1k requests or 1M chunks."""
 
 
 CLOSED = {
-    "req": Closed(16, Shape(1, 0, 200), "1k requests"),
-    "paced": Closed(32, Shape(100, 10_000, 200), "1M chunks"),
-    "steps": Closed(32, Shape(100, 10_000, 200, steps=True), "1M chunks"),
-    "long": Closed(8, Shape(1, 0, 32_000), "1k requests"),
+    "req": Closed(16, RequestShape(1, 0, 200), "1k requests"),
+    "paced": Closed(32, RequestShape(100, 10_000, 200), "1M chunks"),
+    "steps": Closed(32, RequestShape(100, 10_000, 200, steps=True), "1M chunks"),
+    "long": Closed(8, RequestShape(1, 0, 32_000), "1k requests"),
 }
 HALF, SLOW = "half", "slow"
 SLOW_STREAMS, SLOW_SHARE = 2_000, 10
-SLOW_SHAPE = Shape(60, 1_000_000, 200)
-UNREAD_SHAPE = Shape(10_000, 0, 200)
+SLOW_SHAPE = RequestShape(60, 1_000_000, 200)
+UNREAD_SHAPE = RequestShape(10_000, 0, 200)
 """2 MB at once."""
 
 
@@ -310,7 +310,7 @@ async def wait_for(target: Target) -> None:
     Raises:
         SystemExit: it did not in time.
     """
-    request = Shape(1, 0, 10).build(0)
+    request = RequestShape(1, 0, 10).build(0)
     end = time.monotonic() + START_SECONDS
     while time.monotonic() < end:
         try:

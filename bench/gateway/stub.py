@@ -32,7 +32,7 @@ ABOUT = {
 """What other routers ask before they send anything, by a part of the path."""
 
 
-class Engine(asyncio.Protocol):
+class StubEngine(asyncio.Protocol):
     def __init__(self, *, prefill: bool = False) -> None:
         self.buffer = bytearray()
         self.prefill = prefill
@@ -156,7 +156,7 @@ async def main(kind: str, port: int, target: int | None) -> None:
         listener = LinkListener(answer, open_ring, name=f"engine-{port}", telemetry=lambda: None)
         await listener.start("127.0.0.1", target)
     loop = asyncio.get_running_loop()
-    factory = {"engine": Engine, "prefill": lambda: Engine(prefill=True), "relay": lambda: Relay(target)}[kind]
+    factory = {"engine": StubEngine, "prefill": lambda: StubEngine(prefill=True), "relay": lambda: Relay(target)}[kind]
     server = await loop.create_server(factory, "127.0.0.1", port)
     await server.serve_forever()
 

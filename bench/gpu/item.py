@@ -6,7 +6,7 @@ it starts another one behind the item that was under way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -15,7 +15,7 @@ Figures = dict[str, Any]
 """What an item found, for JSON."""
 
 
-class Status(StrEnum):
+class ItemStatus(StrEnum):
     PASSED = "passed"
     FAILED = "failed"
     """It ran, and what it found is wrong."""
@@ -32,7 +32,7 @@ class Status(StrEnum):
     """The time of its stage was over."""
 
 
-GOOD = (Status.PASSED, Status.ABSENT)
+GOOD = (ItemStatus.PASSED, ItemStatus.ABSENT)
 
 
 class WrongError(Exception):
@@ -76,9 +76,6 @@ class Setting:
     def place(self) -> str:
         """As torch names the device that a worker computes on."""
         return "cuda:0" if self.device == "cuda" else self.device
-
-
-Lane = Callable[[Setting], Iterator[Item]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

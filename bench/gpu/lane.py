@@ -19,7 +19,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TextIO
 
-from bench.gpu.item import GOOD, AbsentError, Item, Setting, Status, WrongError
+from bench.gpu.item import GOOD, AbsentError, Item, ItemStatus, Setting, WrongError
 
 LOST = 75
 """Exit code of a lane whose device is lost: what it would run next could not be believed."""
@@ -89,18 +89,18 @@ def run_item(item: Item, results: Mapping[str, Any]) -> dict[str, Any]:
     """Status, seconds, figures and why; never raises."""
     missing = [name for name in item.needs if results.get(name, {}).get("status") not in GOOD]
     if missing:
-        return {"status": Status.SKIPPED, "why": f"has not passed: {', '.join(missing[:3])}"}
+        return {"status": ItemStatus.SKIPPED, "why": f"has not passed: {', '.join(missing[:3])}"}
     began = time.monotonic()
     outcome: dict[str, Any]
     try:
-        outcome = {"status": Status.PASSED, "figures": item.run()}
+        outcome = {"status": ItemStatus.PASSED, "figures": item.run()}
     except WrongError as error:
-        outcome = {"status": Status.FAILED, "why": str(error)[:_SHOWN], "figures": error.figures}
+        outcome = {"status": ItemStatus.FAILED, "why": str(error)[:_SHOWN], "figures": error.figures}
     except AbsentError as error:
-        outcome = {"status": Status.ABSENT, "why": str(error)}
+        outcome = {"status": ItemStatus.ABSENT, "why": str(error)}
     except Exception as error:  # whatever it is belongs into the results, and the next item gets its turn
         lines = "".join(traceback.format_exception(error))
-        outcome = {"status": Status.ERROR, "why": lines[-_SHOWN:], "lost": is_device_lost(error)}
+        outcome = {"status": ItemStatus.ERROR, "why": lines[-_SHOWN:], "lost": is_device_lost(error)}
     return outcome | {"seconds": round(time.monotonic() - began, 3)}
 
 

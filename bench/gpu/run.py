@@ -19,7 +19,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from bench.gpu.item import Phase, Setting, Stage, Status
+from bench.gpu.item import ItemStatus, Phase, Setting, Stage
 from bench.gpu.lane import LOST
 from bench.gpu.meter import Meter
 
@@ -98,9 +98,9 @@ class LaneProcess:
         if not self.done:
             self._kill()
             left = self._items[self._next :] if self._items else [self.lane]
-            status = {"status": Status.NOT_RUN, "why": "the time was over"}
+            status = {"status": ItemStatus.NOT_RUN, "why": "the time was over"}
             if self._current is not None:
-                ended.append(self._ending({"status": Status.TIMEOUT, "why": "the time was over"}))
+                ended.append(self._ending({"status": ItemStatus.TIMEOUT, "why": "the time was over"}))
                 left = left[1:]
             ended += [{"name": name, **status} for name in left]
         self.done = True
@@ -133,12 +133,18 @@ class LaneProcess:
     def _overdue(self) -> dict[str, Any] | None:
         if self._current is None:
             if not self._items and time.time() - self._started > _START_SECONDS:
-                return {"name": self.lane, "status": Status.TIMEOUT, "why": f"did not start in {_START_SECONDS:g} s"}
+                return {
+                    "name": self.lane,
+                    "status": ItemStatus.TIMEOUT,
+                    "why": f"did not start in {_START_SECONDS:g} s",
+                }
             return None
         limit = self._current["limit"]
         if time.time() - self._current["at"] <= limit:
             return None
-        return self._ending({"status": Status.TIMEOUT, "why": f"took longer than {limit:g} s\n{self._tail()}".strip()})
+        return self._ending(
+            {"status": ItemStatus.TIMEOUT, "why": f"took longer than {limit:g} s\n{self._tail()}".strip()}
+        )
 
     def _bury(self, code: int) -> list[dict[str, Any]]:
         """What died with the process."""
@@ -146,11 +152,11 @@ class LaneProcess:
             return []  # the item that lost the device has ended with its error
         why = f"its process ended with {code}\n{self._tail()}"
         if self._current is not None:
-            ending = self._ending({"status": Status.DIED, "why": why})
+            ending = self._ending({"status": ItemStatus.DIED, "why": why})
             self._next += 1
             return [ending]
         left, self._next = self._items[self._next :], len(self._items)
-        return [{"name": name, "status": Status.DIED, "why": why} for name in left or [self.lane]]
+        return [{"name": name, "status": ItemStatus.DIED, "why": why} for name in left or [self.lane]]
 
     def _ending(self, outcome: Mapping[str, Any]) -> dict[str, Any]:
         assert self._current is not None
@@ -230,7 +236,7 @@ def run_phase(
                 if lane.done:
                     running.remove(lane)
             if time.monotonic() >= ends and not running:
-                note([{"name": lane, "status": Status.NOT_RUN, "why": "the time was over"} for lane in waiting])
+                note([{"name": lane, "status": ItemStatus.NOT_RUN, "why": "the time was over"} for lane in waiting])
                 return
             time.sleep(_POLL)
     finally:

@@ -14,7 +14,7 @@ from typing import Any
 
 from e2e.cluster.binaries import components, machine
 from e2e.cluster.binaries.api import Api
-from e2e.cluster.binaries.components import Plan
+from e2e.cluster.binaries.components import ClusterPlan
 from e2e.cluster.binaries.network import Namespace, observe_routes, plan_addresses
 from e2e.cluster.binaries.pki import write_pki
 from e2e.cluster.binaries.processes import Processes
@@ -123,7 +123,7 @@ class ControlPlane:
         self.down()
         programs = {name: self.builder.build(name) for name in PROGRAMS}
         self.state.mkdir(parents=True)
-        plan = Plan(
+        plan = ClusterPlan(
             state=self.state,
             addresses=plan_addresses(self.namespace.name.rpartition("-")[2], observe_routes()),
             programs=programs,

@@ -15,7 +15,7 @@ import threading
 from dataclasses import dataclass
 
 from tandem_api.keys import KeyRing
-from tandem_worker.host.files.wire import LENGTH, Question, decode_header, encode, read_exact
+from tandem_worker.host.files.wire import LENGTH, PeerQuestion, decode_header, encode, read_exact
 from tandem_worker.host.peers.dial import dial
 from tandem_worker.host.peers.handshake import Purpose
 
@@ -52,7 +52,7 @@ class Reader(threading.Thread):
 
     def _ask(self, sock: socket.socket) -> int:
         self._next = (self._next + 1) % self._facts.num_chunks
-        question = Question(kind="chunk", layout=self._facts.layout, asker="0" * 16, chunk=self._next)
+        question = PeerQuestion(kind="chunk", layout=self._facts.layout, asker="0" * 16, chunk=self._next)
         sock.sendall(encode(question))
         (size,) = LENGTH.unpack(_read(sock, LENGTH.size))
         header = decode_header(_read(sock, size))

@@ -18,9 +18,9 @@ from pathlib import Path
 from tandem_api.keys import KeyRing
 from tandem_api.launch import FileSharing, ModelSource
 from tandem_worker.host.files.exchange import FileExchange
-from tandem_worker.host.files.server import Answer
-from tandem_worker.host.files.share import Share
-from tandem_worker.host.files.wire import Header
+from tandem_worker.host.files.server import FileAnswer
+from tandem_worker.host.files.share import SharedFiles
+from tandem_worker.host.files.wire import ReplyHeader
 from tandem_worker.host.vitals import Vitals
 from tandem_worker.model.sources import lease
 from tandem_worker.model.sources.resolve import resolve_model
@@ -68,7 +68,9 @@ def main(facts: Facts) -> None:
     threading.Event().wait()
 
 
-def _spoil(self: FileExchange, answer: functools.partial[Answer], vice: str, share: Share, index: int) -> Answer:
+def _spoil(
+    self: FileExchange, answer: functools.partial[FileAnswer], vice: str, share: SharedFiles, index: int
+) -> FileAnswer:
     if vice == "stall":
         time.sleep(60)
     got = answer(self, share, index)
@@ -77,7 +79,7 @@ def _spoil(self: FileExchange, answer: functools.partial[Answer], vice: str, sha
     data = bytearray(os.pread(got.fd, got.size, got.offset))
     data[len(data) // 2] ^= 1
     told = got.header.sum if vice == "lie" else xxh3_128_digest(data).hex()
-    return Answer(Header(source=self.id, sum=told), bytes(data))
+    return FileAnswer(ReplyHeader(source=self.id, sum=told), bytes(data))
 
 
 def content_of(path: str) -> Path:

@@ -19,7 +19,7 @@ from typing import Any
 from tandem_api.keys import KEY_BYTES
 
 from bench.start.starter import CONTENT, REPOSITORY, Facts, content_of
-from e2e.mirror.server import Handler, MirrorServer
+from e2e.mirror.server import HubHandler, MirrorServer
 
 MB = 1_000_000
 _PIECE = 64 << 10
@@ -59,7 +59,7 @@ class SlowHub(MirrorServer):
         self.server_close()
 
 
-class _SlowHandler(Handler):
+class _SlowHandler(HubHandler):
     server: Any
 
     def setup(self) -> None:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from . import mirror, storage
-from .base import Backend
+from .base import ClusterBackend
 from .binaries.backend import BinariesBackend
 from .choose import choose_backend
 from .commands import run
@@ -25,10 +25,10 @@ from .images.catalog import IMAGES
 from .kind import VOLUMES_ON_NODE
 from .leftovers import check_leftovers
 from .progress import say
-from .settings import Settings, read_settings
+from .settings import ClusterSettings, read_settings
 
 
-def up(settings: Settings, backend: Backend) -> None:
+def up(settings: ClusterSettings, backend: ClusterBackend) -> None:
     backend.check()
     check_disk(settings.cache, "warm" if is_warm(settings.cache) else "cold")
     settings.state.mkdir(parents=True, exist_ok=True)
@@ -39,7 +39,7 @@ def up(settings: Settings, backend: Backend) -> None:
     say(f"Kubernetes ({backend.name}): export KUBECONFIG={backend.kubeconfig}")
 
 
-def load(settings: Settings, backend: Backend) -> None:
+def load(settings: ClusterSettings, backend: ClusterBackend) -> None:
     check_disk(settings.cache, "warm" if is_warm(settings.cache) else "images")
     references = backend.load(IMAGES)
     settings.images_file.write_text(json.dumps(references, indent=1))
@@ -51,12 +51,12 @@ def load(settings: Settings, backend: Backend) -> None:
         say(f"{part:9} {reference}")
 
 
-def make_kubectl(settings: Settings, backend: Backend) -> storage.Kubectl:
+def make_kubectl(settings: ClusterSettings, backend: ClusterBackend) -> storage.Kubectl:
     program = find_tool("kubectl", Builder(settings.go_modules, settings.cache))
     return partial(run, program, "--kubeconfig", backend.kubeconfig)
 
 
-def replenish_storage(settings: Settings, backend: Backend) -> None:
+def replenish_storage(settings: ClusterSettings, backend: ClusterBackend) -> None:
     """The volume pool, where the node's folders are this machine's."""
     if backend.name == "existing":
         return
@@ -65,27 +65,27 @@ def replenish_storage(settings: Settings, backend: Backend) -> None:
     storage.replenish(make_kubectl(settings, backend), folder, on_node)
 
 
-def down(settings: Settings, backend: Backend) -> None:
+def down(settings: ClusterSettings, backend: ClusterBackend) -> None:
     backend.down()
     shutil.rmtree(settings.state, ignore_errors=True)
     say("the cluster is stopped; caches stay")
 
 
-def leftovers(settings: Settings, backend: Backend) -> None:
+def leftovers(settings: ClusterSettings, backend: ClusterBackend) -> None:
     """Of a whole run of the gate, `down` included: whatever still runs or is mounted out of the checkout."""
     if isinstance(backend, BinariesBackend):
         check_leftovers(lambda: backend.leftovers(settings.root))
     say("nothing is left on the machine")
 
 
-def status(settings: Settings, backend: Backend) -> None:
+def status(settings: ClusterSettings, backend: ClusterBackend) -> None:
     found = backend.status()
     say(f"{backend.name}: {'running' if found.running else 'not running'} ({found.detail})")
     if not found.running:
         sys.exit(1)
 
 
-def env(settings: Settings, backend: Backend) -> None:
+def env(settings: ClusterSettings, backend: ClusterBackend) -> None:
     print(f"export KUBECONFIG={backend.kubeconfig}")
 
 
@@ -101,7 +101,7 @@ HELP = {
 
 
 @contextmanager
-def exclusive(settings: Settings) -> Iterator[None]:
+def exclusive(settings: ClusterSettings) -> Iterator[None]:
     """One command at a time for one checkout: two would undo each other's work."""
     settings.state.parent.mkdir(parents=True, exist_ok=True)
     with (settings.state.parent / "cluster.lock").open("w") as file:

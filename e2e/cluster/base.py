@@ -16,13 +16,13 @@ from .images.catalog import Image
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Status:
+class ClusterStatus:
     running: bool
     detail: str
     """One line for a person."""
 
 
-class Backend(Protocol):
+class ClusterBackend(Protocol):
     """`kind`, `binaries` or `existing`."""
 
     name: str
@@ -44,7 +44,7 @@ class Backend(Protocol):
         """Stop what `up` started, and nothing else. Caches stay."""
         ...
 
-    def status(self) -> Status: ...
+    def status(self) -> ClusterStatus: ...
 
     def load(self, images: list[Image]) -> dict[str, str]:
         """Build what is not built, hand it to the cluster's nodes, and return the reference of each part's image."""

@@ -18,7 +18,7 @@ LIMIT = 10 * 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class CachedPart:
     """Something in the cache that can be made again."""
 
     name: str
@@ -53,7 +53,7 @@ def measure(folder: Path) -> int:
     return total
 
 
-def bound(whole: Callable[[], int], parts: Sequence[Part], limit: int = LIMIT) -> list[str]:
+def bound(whole: Callable[[], int], parts: Sequence[CachedPart], limit: int = LIMIT) -> list[str]:
     """Remove parts in their order until the whole is within its limit. What was done, a line each."""
     told: list[str] = []
     size = whole()
@@ -74,11 +74,11 @@ def _gib(size: int) -> str:
     return f"{size / 2**30:.1f} GiB"
 
 
-def folder_part(folder: Path, name: str, costs: str) -> Part:
-    return Part(name=name, size=lambda: measure(folder), remove=lambda: shutil.rmtree(folder), costs=costs)
+def folder_part(folder: Path, name: str, costs: str) -> CachedPart:
+    return CachedPart(name=name, size=lambda: measure(folder), remove=lambda: shutil.rmtree(folder), costs=costs)
 
 
-def bound_cache(cache: Path, parts: Sequence[Part]) -> None:
+def bound_cache(cache: Path, parts: Sequence[CachedPart]) -> None:
     """Of one cache folder, and say what went."""
     for line in bound(lambda: measure(cache), parts):
         say(line)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from .base import Backend
+from .base import ClusterBackend
 from .errors import ClusterError
 from .images.builder import docker_answers
-from .settings import Settings
+from .settings import ClusterSettings
 
 NAMES = ("kind", "binaries", "existing")
 
@@ -22,7 +22,7 @@ def choose_name(asked: str | None, *, docker: bool, kubeconfig: bool = False) ->
     return asked
 
 
-def choose_backend(settings: Settings) -> Backend:
+def choose_backend(settings: ClusterSettings) -> ClusterBackend:
     """A cluster that is up keeps its backend; the environment decides about a new one."""
     theirs = settings.kubeconfig is not None and not settings.is_own(settings.kubeconfig)
     asks = settings.backend is None and not theirs

@@ -10,18 +10,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from . import artifacts
-from .base import Backend
+from .base import ClusterBackend
 from .choose import choose_backend
 from .commands import run
 from .errors import ClusterError
-from .settings import Settings, read_settings
+from .settings import ClusterSettings, read_settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """A running cluster with Tandem's images."""
 
-    backend: Backend
+    backend: ClusterBackend
     kubeconfig: Path
     kubectl_path: Path
     helm: Path
@@ -41,7 +41,7 @@ class Cluster:
         artifacts.dump(self.kubectl, self.backend.logs(), folder)
 
 
-def write_record(settings: Settings, backend: Backend, kubectl: Path, helm: Path) -> None:
+def write_record(settings: ClusterSettings, backend: ClusterBackend, kubectl: Path, helm: Path) -> None:
     record = {
         "backend": backend.name,
         "kubeconfig": str(backend.kubeconfig.resolve()),
@@ -52,7 +52,7 @@ def write_record(settings: Settings, backend: Backend, kubectl: Path, helm: Path
     settings.record_file.write_text(json.dumps(record, indent=1))
 
 
-def recorded_settings(settings: Settings) -> Settings:
+def recorded_settings(settings: ClusterSettings) -> ClusterSettings:
     """Settings with the backend and kubeconfig that `up` used, so that later commands need no environment variables.
 
     Raises ClusterError when TANDEM_CLUSTER asks for another backend than the one that is up.
@@ -73,7 +73,7 @@ def recorded_settings(settings: Settings) -> Settings:
     )
 
 
-def connect(settings: Settings | None = None) -> Cluster:
+def connect(settings: ClusterSettings | None = None) -> Cluster:
     """The cluster that `up` and `load` prepared. Raises ClusterError when either is missing."""
     settings = recorded_settings(settings or read_settings())
     for file, command in ((settings.record_file, "up"), (settings.images_file, "load")):

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
-from .base import Status
+from .base import ClusterStatus
 from .commands import succeeds
 from .errors import ClusterError
 from .gobuild import Builder, find_tool
@@ -14,13 +14,13 @@ from .images.builder import choose_builder
 from .images.catalog import Image
 from .portforward import reach
 from .progress import step
-from .settings import Settings
+from .settings import ClusterSettings
 
 
 class ExistingBackend:
     name = "existing"
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: ClusterSettings) -> None:
         self.settings = settings
         self.builder = Builder(settings.go_modules, settings.cache)
 
@@ -56,8 +56,8 @@ class ExistingBackend:
     def down(self) -> None:
         """Nothing was started."""
 
-    def status(self) -> Status:
-        return Status(running=self._answers(), detail=f"the cluster of {self.kubeconfig}")
+    def status(self) -> ClusterStatus:
+        return ClusterStatus(running=self._answers(), detail=f"the cluster of {self.kubeconfig}")
 
     def load(self, images: list[Image]) -> dict[str, str]:
         return {image.part: self.add(image, self.settings.root) for image in images}

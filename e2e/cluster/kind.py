@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
-from .base import Status
+from .base import ClusterStatus
 from .commands import run, succeeds
 from .errors import ClusterError
 from .gobuild import Builder, find_tool
@@ -16,7 +16,7 @@ from .images.catalog import Image
 from .images.docker import Docker
 from .portforward import reach
 from .progress import step
-from .settings import Settings
+from .settings import ClusterSettings
 
 VOLUMES_ON_NODE = "/var/lib/tandem-volumes"
 KUBELET = {
@@ -33,7 +33,7 @@ soon."""
 class KindBackend:
     name = "kind"
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: ClusterSettings) -> None:
         self.settings = settings
         self.cluster = f"tandem-{settings.id}"
         self.builder = Builder(settings.go_modules, settings.cache)
@@ -77,9 +77,9 @@ class KindBackend:
         if docker_answers():
             self._kind("delete", "cluster", "--name", self.cluster)
 
-    def status(self) -> Status:
+    def status(self) -> ClusterStatus:
         running = self.cluster in self._kind("get", "clusters").split()
-        return Status(running=running, detail=f"kind cluster {self.cluster}")
+        return ClusterStatus(running=running, detail=f"kind cluster {self.cluster}")
 
     def load(self, images: list[Image]) -> dict[str, str]:
         return {image.part: self.add(image, self.settings.root) for image in images}

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class ClusterSettings:
     root: Path
     """The repository."""
     cache: Path
@@ -69,7 +69,7 @@ class Settings:
         return self.state / "cluster.json"
 
 
-def read_settings(environ: Mapping[str, str] = os.environ, root: Path = ROOT) -> Settings:
+def read_settings(environ: Mapping[str, str] = os.environ, root: Path = ROOT) -> ClusterSettings:
     """Settings from environment variables. An empty variable counts as unset."""
 
     def given(name: str) -> str | None:
@@ -78,7 +78,7 @@ def read_settings(environ: Mapping[str, str] = os.environ, root: Path = ROOT) ->
     own = root / ".cache"
     cache = given("TANDEM_CACHE")
     kubeconfig = given("KUBECONFIG")
-    return Settings(
+    return ClusterSettings(
         root=root,
         cache=Path(cache).expanduser().resolve() if cache else own,
         state=own / "cluster",

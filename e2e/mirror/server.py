@@ -35,7 +35,7 @@ FILE = re.compile(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 RANGE = re.compile(r"bytes=(\d+)-(\d*)")
 
 
-class Refusal(Exception):
+class HubError(Exception):
     """An answer that is an error: status, the code that huggingface_hub maps to an exception, a sentence."""
 
     def __init__(self, status: HTTPStatus, code: str, message: str) -> None:
@@ -71,9 +71,9 @@ class Repositories:
     def move(self, repository: str) -> str:
         """The branch is a new commit from now on."""
         if ".." in Path(repository).parts or not (self.root / repository).is_dir():
-            raise Refusal(HTTPStatus.NOT_FOUND, "RepoNotFound", "Repository not found")
+            raise HubError(HTTPStatus.NOT_FOUND, "RepoNotFound", "Repository not found")
         if self._moves[repository] == MOST_MOVES:
-            raise Refusal(HTTPStatus.CONFLICT, "TooManyMoves", f"a branch moves {MOST_MOVES} times at most")
+            raise HubError(HTTPStatus.CONFLICT, "TooManyMoves", f"a branch moves {MOST_MOVES} times at most")
         self._moves[repository] += 1
         return self.branch(repository)
 
@@ -87,14 +87,14 @@ class Repositories:
         """The commit that `revision` names. Raises Refusal as the public hub would."""
         folder = self.root / repository
         if ".." in folder.parts or not folder.is_dir():
-            raise Refusal(HTTPStatus.NOT_FOUND, "RepoNotFound", "Repository not found")
+            raise HubError(HTTPStatus.NOT_FOUND, "RepoNotFound", "Repository not found")
         secret = folder / ".private"
         if secret.exists() and authorization != f"Bearer {secret.read_text().strip()}":
-            raise Refusal(HTTPStatus.UNAUTHORIZED, "RepoNotFound", "Invalid username or password.")
+            raise HubError(HTTPStatus.UNAUTHORIZED, "RepoNotFound", "Invalid username or password.")
         if revision in self.commits(repository):
             return revision
         if revision is not None and revision not in REVISIONS:
-            raise Refusal(HTTPStatus.NOT_FOUND, "RevisionNotFound", f"Invalid rev id: {revision}")
+            raise HubError(HTTPStatus.NOT_FOUND, "RevisionNotFound", f"Invalid rev id: {revision}")
         return self.branch(repository)
 
     def is_corrupt(self, repository: str) -> bool:
@@ -103,11 +103,11 @@ class Repositories:
     def find(self, repository: str, name: str) -> Path:
         path = self.root / repository / name
         if ".." in path.parts or not path.is_file() or path.name in MARKERS:
-            raise Refusal(HTTPStatus.NOT_FOUND, "EntryNotFound", "Entry not found")
+            raise HubError(HTTPStatus.NOT_FOUND, "EntryNotFound", "Entry not found")
         return path
 
 
-class Handler(BaseHTTPRequestHandler):
+class HubHandler(BaseHTTPRequestHandler):
     """One request. `repositories`, `drop_after` and `dropped` belong to the server object."""
 
     server: MirrorServer
@@ -129,7 +129,7 @@ class Handler(BaseHTTPRequestHandler):
                 self._move(path)
             else:
                 self._route(path, body=body)
-        except Refusal as refusal:
+        except HubError as refusal:
             self._json({"error": str(refusal)}, refusal.status, {"X-Error-Code": refusal.code}, body=body)
         except (BrokenPipeError, ConnectionResetError):
             self.close_connection = True  # the client went away: nobody is left to tell
@@ -149,11 +149,11 @@ class Handler(BaseHTTPRequestHandler):
             corrupt = repositories.is_corrupt(match[1])
             self._file(repositories.find(match[1], match[3]), commit, body=body, corrupt=corrupt)
         else:
-            raise Refusal(HTTPStatus.NOT_FOUND, "EntryNotFound", "Not found")
+            raise HubError(HTTPStatus.NOT_FOUND, "EntryNotFound", "Not found")
 
     def _move(self, path: str) -> None:
         if (match := MOVE.fullmatch(path)) is None:
-            raise Refusal(HTTPStatus.NOT_FOUND, "EntryNotFound", "Not found")
+            raise HubError(HTTPStatus.NOT_FOUND, "EntryNotFound", "Not found")
         self._json({"sha": self.server.repositories.move(match[1])}, body=True)
 
     def _allowed(self, repository: str, revision: str | None) -> str:
@@ -248,7 +248,7 @@ class MirrorServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, address: tuple[str, int], root: Path, drop_after: int | None = None) -> None:
-        super().__init__(address, Handler)
+        super().__init__(address, HubHandler)
         self.repositories = Repositories(root)
         self.drop_after = drop_after
         self.dropped: set[Path] = set()

@@ -18,7 +18,7 @@ from e2e.cluster.gobuild import Builder, find_tool
 from e2e.cluster.images.builder import choose_builder
 from e2e.cluster.images.catalog import IMAGES
 from e2e.cluster.progress import say, step
-from e2e.cluster.settings import ROOT, Settings, read_settings
+from e2e.cluster.settings import ROOT, ClusterSettings, read_settings
 from e2e.release.changelog import add_section, last_commit
 from e2e.release.chart import push_chart, write_chart
 from e2e.release.version import read_version, write_version
@@ -27,7 +27,7 @@ PARTS = ("operator", "gateway", "worker")
 _FIRST = "api: the first release; README.md says what it does"
 
 
-def push_images(settings: Settings, registry: str, version: str, *, plain: bool) -> dict[str, str]:
+def push_images(settings: ClusterSettings, registry: str, version: str, *, plain: bool) -> dict[str, str]:
     """References by part: name, version and digest."""
     builder = choose_builder(settings)
     pushed: dict[str, str] = {}
@@ -74,7 +74,7 @@ def write_changelog(root: Path, version: str) -> None:
     file.write_text(add_section(text, version, date, commit, subjects.splitlines()))
 
 
-def release(settings: Settings, registry: str, version: str) -> None:
+def release(settings: ClusterSettings, registry: str, version: str) -> None:
     plain, name = registry.startswith("http://"), registry.removeprefix("http://").removeprefix("https://").rstrip("/")
     root = settings.root
     if changed := write_version(root, version):

@@ -26,7 +26,7 @@ from kubernetes import client
 
 from e2e.cluster import Cluster, connect
 from e2e.install import ROOT, install_chart
-from e2e.rollouts.cases import SHAPES, TITLES, Case, Kind, Shape, manifest, missing_cases, plan_cases
+from e2e.rollouts.cases import SHAPES, TITLES, ChangeKind, FleetShape, RolloutCase, manifest, missing_cases, plan_cases
 from e2e.rollouts.changes import CHANGES, Site
 from e2e.rollouts.evidence import Evidence
 from e2e.rollouts.images import both_names
@@ -58,7 +58,7 @@ class Soak:
         self.expected: dict[str, Expected] = {}
         """What the first model answered before anything was changed. All shapes compute the same."""
 
-    def set_up(self, shape: Shape) -> Site:
+    def set_up(self, shape: FleetShape) -> Site:
         """The model of this shape: the one that is there, or another one."""
         if self.site is not None and self.site.shape == shape:
             return self.site
@@ -85,7 +85,7 @@ class Soak:
         self.kubernetes.request("DELETE", f"/api/v1/namespaces/{fleet.namespace}")
         until("the pods of the last shape to be gone", lambda: not fleet.find("pods"), within=120)
 
-    def run(self, case: Case, commit: str) -> Row:
+    def run(self, case: RolloutCase, commit: str) -> Row:
         """One rollout. A change that does not do what it should is a row with an error, after evidence was gathered."""
         site = self.set_up(SHAPES[case.shape])
         evidence = Evidence(site.shape.wanted)
@@ -155,7 +155,9 @@ def parse(arguments: Sequence[str]) -> Any:
     parser.add_argument(
         "--shapes", default=",".join(SHAPES), help="prefill+decode workers; `group` has replicas of two pods"
     )
-    parser.add_argument("--kinds", default=",".join(Kind), help=", ".join(f"{k.value}: {t}" for k, t in TITLES.items()))
+    parser.add_argument(
+        "--kinds", default=",".join(ChangeKind), help=", ".join(f"{k.value}: {t}" for k, t in TITLES.items())
+    )
     parser.add_argument("--minutes", type=float, help="begin no rollout after so long")
     parser.add_argument("--record", type=Path, default=RECORD, help="folder of rollouts.json, rollouts.md and logs")
     parser.add_argument("--clients", type=int, default=CLIENTS, help="that ask at the same time")
@@ -165,7 +167,7 @@ def parse(arguments: Sequence[str]) -> Any:
     return parser.parse_args(arguments)
 
 
-def carry_out(options: Any, cases: Sequence[Case], rows: list[Row]) -> None:
+def carry_out(options: Any, cases: Sequence[RolloutCase], rows: list[Row]) -> None:
     cluster = connect()
     install_chart(cluster)
     soak = Soak(cluster, options.record, clients=options.clients, pause=options.pause)
@@ -194,7 +196,7 @@ def main() -> int:
     options = parse(sys.argv[1:])
     signal.signal(signal.SIGTERM, end)
     shapes = choose(options.shapes, list(SHAPES), "shape")
-    kinds = [Kind(word) for word in choose(options.kinds, list(Kind), "kind")]
+    kinds = [ChangeKind(word) for word in choose(options.kinds, list(ChangeKind), "kind")]
     rows = read(options.record)
     if options.again:
         rows = [row for row in rows if row.is_good]

@@ -15,7 +15,7 @@ SPACE = {"memory": "128Mi"}
 """Of each rank: nearly 3,000 tokens even where it holds every head of every layer."""
 
 
-class Kind(StrEnum):
+class ChangeKind(StrEnum):
     """What is changed, or what happens in the middle of a change."""
 
     IMAGE = "image"
@@ -29,19 +29,19 @@ class Kind(StrEnum):
 
 
 TITLES = {
-    Kind.IMAGE: "image",
-    Kind.COMMIT: "model commit",
-    Kind.PARALLELISM: "parallelism",
-    Kind.SETTING: "engine setting",
-    Kind.ROLLBACK: "rolled back midway",
-    Kind.KILLED: "operator killed midway",
-    Kind.PAUSED: "paused and resumed",
-    Kind.CANARY: "canary that fails",
+    ChangeKind.IMAGE: "image",
+    ChangeKind.COMMIT: "model commit",
+    ChangeKind.PARALLELISM: "parallelism",
+    ChangeKind.SETTING: "engine setting",
+    ChangeKind.ROLLBACK: "rolled back midway",
+    ChangeKind.KILLED: "operator killed midway",
+    ChangeKind.PAUSED: "paused and resumed",
+    ChangeKind.CANARY: "canary that fails",
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class FleetShape:
     """Replicas of both roles; `nodes` pods for each replica of the decode role."""
 
     name: str
@@ -64,17 +64,20 @@ class Shape:
         return {"prefill": self.prefill, "decode": self.decode * self.nodes}
 
 
-SHAPES = {shape.name: shape for shape in (Shape("1+1", 1, 1), Shape("2+4", 2, 4), Shape("group", 1, 1, nodes=2))}
+SHAPES = {
+    shape.name: shape
+    for shape in (FleetShape("1+1", 1, 1), FleetShape("2+4", 2, 4), FleetShape("group", 1, 1, nodes=2))
+}
 
 
-def widths(shape: Shape) -> tuple[str, int, int]:
+def widths(shape: FleetShape) -> tuple[str, int, int]:
     """The role whose pipeline another parallelism changes, and its two lengths: as few processes as show it."""
     if shape.nodes > 1:
         return "decode", shape.nodes, 2 * shape.nodes
     return ("prefill" if shape.decode > 1 else "decode"), 1, 2
 
 
-def manifest(shape: Shape, name: str, image: str) -> Object:
+def manifest(shape: FleetShape, name: str, image: str) -> Object:
     """The model before anything is changed. It names its image: only so can another one be named."""
     made = smollm2(name, prefill=shape.prefill, decode=shape.decode, kv=SPACE)
     spec = made["spec"]
@@ -88,24 +91,24 @@ def manifest(shape: Shape, name: str, image: str) -> Object:
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class RolloutCase:
     """One rollout. `number` counts from 1."""
 
     number: int
     shape: str
-    kind: Kind
+    kind: ChangeKind
 
 
-def plan_cases(count: int, shapes: Sequence[str], kinds: Sequence[Kind]) -> list[Case]:
+def plan_cases(count: int, shapes: Sequence[str], kinds: Sequence[ChangeKind]) -> list[RolloutCase]:
     """All kinds of one shape, then of the next one, and again from the beginning."""
-    pairs: Iterator[tuple[str, Kind]] = cycle(product(shapes, kinds))
-    return [Case(number, shape, kind) for number, (shape, kind) in enumerate(islice(pairs, count), start=1)]
+    pairs: Iterator[tuple[str, ChangeKind]] = cycle(product(shapes, kinds))
+    return [RolloutCase(number, shape, kind) for number, (shape, kind) in enumerate(islice(pairs, count), start=1)]
 
 
-def missing_cases(cases: Sequence[Case], done: Sequence[tuple[str, str]]) -> list[Case]:
+def missing_cases(cases: Sequence[RolloutCase], done: Sequence[tuple[str, str]]) -> list[RolloutCase]:
     """Those that are not among the shapes and kinds of earlier runs; each of these stands for one case."""
     left = list(done)
-    found: list[Case] = []
+    found: list[RolloutCase] = []
     for case in cases:
         key = (case.shape, case.kind.value)
         if key in left:

@@ -10,7 +10,7 @@ from kubernetes import client
 from tandem_api.names import LABEL_ROLE
 
 from e2e.install import NAMESPACE
-from e2e.rollouts.cases import REPOSITORY, Kind, Shape, widths
+from e2e.rollouts.cases import REPOSITORY, ChangeKind, FleetShape, widths
 from e2e.suite.fleet import Fleet, Object, is_ready, until
 
 MIRROR = "/api/v1/namespaces/tandem-mirror/services/mirror:80/proxy"
@@ -31,7 +31,7 @@ class Site:
 
     fleet: Fleet
     model: str
-    shape: Shape
+    shape: FleetShape
     images: tuple[str, str]
     """Two names of one image: for the operator two builds, for the clients the same answers."""
     notes: list[str] = field(default_factory=list[str])
@@ -175,13 +175,13 @@ def fail_canary(site: Site) -> None:
         )
 
 
-CHANGES: dict[Kind, Callable[[Site], None]] = {
-    Kind.IMAGE: change_image,
-    Kind.COMMIT: change_commit,
-    Kind.PARALLELISM: change_parallelism,
-    Kind.SETTING: change_setting,
-    Kind.ROLLBACK: roll_back_midway,
-    Kind.KILLED: kill_operator_midway,
-    Kind.PAUSED: pause_midway,
-    Kind.CANARY: fail_canary,
+CHANGES: dict[ChangeKind, Callable[[Site], None]] = {
+    ChangeKind.IMAGE: change_image,
+    ChangeKind.COMMIT: change_commit,
+    ChangeKind.PARALLELISM: change_parallelism,
+    ChangeKind.SETTING: change_setting,
+    ChangeKind.ROLLBACK: roll_back_midway,
+    ChangeKind.KILLED: kill_operator_midway,
+    ChangeKind.PAUSED: pause_midway,
+    ChangeKind.CANARY: fail_canary,
 }

@@ -15,7 +15,7 @@ from typing import Literal
 from tandem_api.names import LABEL_NODES_PER_REPLICA, LABEL_REVISION, LABEL_ROLE
 
 from e2e.suite.fleet import Object, is_ready
-from e2e.suite.load import Outcome
+from e2e.suite.load import LoadOutcome
 
 SLACK = 1.0
 """Seconds by which an event may be seen late."""
@@ -119,7 +119,7 @@ class Evidence:
             if since <= end:
                 yield since, until, level
 
-    def meeting(self, outcome: Outcome) -> Meeting:
+    def meeting(self, outcome: LoadOutcome) -> Meeting:
         """Whether blocks went between builds for a request: by the pods that its answer names, and those that had these
         names between its start and its first token. `unsure` where a name had two builds in that time, or none."""
         decode, prefill = outcome.decode_worker, outcome.prefill_worker

@@ -12,7 +12,7 @@ from typing import Any
 import openai
 
 from e2e.rollouts.tables import Expected
-from e2e.suite.load import Outcome, stream_once, varied_prompts
+from e2e.suite.load import LoadOutcome, stream_once, varied_prompts
 
 MAX_TOKENS = 24
 LIMIT = 150.0
@@ -71,7 +71,7 @@ class Clients:
     def __init__(self, url: str, model: str, expected: dict[str, Expected], *, count: int, pause: float) -> None:
         self.url, self.model, self.expected = url, model, expected
         self.count, self.pause = count, pause
-        self.asked: list[tuple[Outcome, Expected]] = []
+        self.asked: list[tuple[LoadOutcome, Expected]] = []
         self._stop = threading.Event()
         self._numbers = itertools.count()
         self._failure: BaseException | None = None

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, fields
 from fractions import Fraction
 from typing import Any, Literal
 
-from e2e.rollouts.cases import SHAPES, TITLES, Case, Kind
+from e2e.rollouts.cases import SHAPES, TITLES, ChangeKind, RolloutCase
 from e2e.rollouts.evidence import Evidence, Meeting
-from e2e.suite.load import Outcome
+from e2e.suite.load import LoadOutcome
 
 Verdict = Literal["good", "failed", "broken", "wrong", "right"]
 HEAD = (
@@ -29,7 +29,7 @@ class Expected:
     completion_tokens: int
 
 
-def judge(outcome: Outcome, expected: Expected) -> Verdict:
+def judge(outcome: LoadOutcome, expected: Expected) -> Verdict:
     """`failed`: no answer began. `broken`: one began and did not end. `wrong`: it is another one."""
     if not outcome.complete:
         return "failed" if outcome.first_token_seconds is None else "broken"
@@ -74,8 +74,8 @@ class Row:
 
 
 def make_row(
-    case: Case,
-    asked: Sequence[tuple[Outcome, Expected]],
+    case: RolloutCase,
+    asked: Sequence[tuple[LoadOutcome, Expected]],
     evidence: Evidence,
     span: tuple[float, float],
     *,
@@ -128,7 +128,7 @@ def table(rows: Sequence[Row]) -> str:
     """Markdown: a line for each kind and shape, and their sum."""
     groups = [
         (TITLES[kind], shape, [row for row in rows if (row.kind, row.shape) == (kind.value, shape)])
-        for kind in Kind
+        for kind in ChangeKind
         for shape in SHAPES
     ]
     lines = [_line(title, shape, found) for title, shape, found in groups if found]

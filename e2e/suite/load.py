@@ -12,7 +12,7 @@ from tandem_api.names import HEADER_DECODE_WORKER, HEADER_PREFILL_WORKER
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class LoadOutcome:
     """How one request ended: either `finish_reason` and tokens, or `error`. `hung` means neither came in time."""
 
     text: str
@@ -34,7 +34,7 @@ class Outcome:
 
 async def stream_once(
     api: openai.AsyncOpenAI, model: str, prompt: str, max_tokens: int, limit: float, cache_salt: str | None = None
-) -> Outcome:
+) -> LoadOutcome:
     """One streamed chat, ended by its finish reason, an error, or the limit in seconds.
 
     With a `cache_salt` of its own nothing of the prompt is found in a cache.
@@ -69,18 +69,18 @@ async def stream_once(
     except openai.APIError as failure:
         error = f"{type(failure).__name__}: {failure}"
     seconds = time.monotonic() - started
-    return Outcome(text, finish, tokens, error, seconds, first, started, hung, decode, prefill)
+    return LoadOutcome(text, finish, tokens, error, seconds, first, started, hung, decode, prefill)
 
 
 async def run_load(
     base_url: str, model: str, prompts: Sequence[str], *, concurrency: int, max_tokens: int, limit: float = 120
-) -> list[Outcome]:
+) -> list[LoadOutcome]:
     """Send every prompt once, `concurrency` at a time; the outcomes in the order of the prompts."""
     gate = asyncio.Semaphore(concurrency)
 
     async with openai.AsyncOpenAI(base_url=f"{base_url}/v1", api_key="unused", max_retries=0, timeout=limit) as api:
 
-        async def one(prompt: str) -> Outcome:
+        async def one(prompt: str) -> LoadOutcome:
             async with gate:
                 return await stream_once(api, model, prompt, max_tokens, limit)
 

@@ -13,7 +13,7 @@ import pytest
 
 from e2e.suite.conftest import make_namespace
 from e2e.suite.fleet import Fleet, Kubernetes, Object, Say, smollm2, until
-from e2e.suite.load import Outcome, run_load, varied_prompts
+from e2e.suite.load import LoadOutcome, run_load, varied_prompts
 
 MODEL = "tried"
 STEPS = {"steps": [{"weight": 25, "duration": "5s"}, {"weight": 60, "duration": "5s"}]}
@@ -52,7 +52,7 @@ def serve(fleet: Fleet, canary: dict[str, Any], **more: Any) -> None:
 
 def under_load(fleet: Fleet, say: Say, what: Callable[[], Any]) -> None:
     """Do `what` while clients ask; none of them may be failed."""
-    outcomes: list[Outcome] = []
+    outcomes: list[LoadOutcome] = []
     with fleet.url(MODEL) as url, ThreadPoolExecutor(1) as beside:
         started = time.monotonic()
         done = beside.submit(what)

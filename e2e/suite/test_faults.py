@@ -13,7 +13,7 @@ import pytest
 
 from e2e.suite.conftest import make_namespace
 from e2e.suite.fleet import Fleet, Kubernetes, Say, smollm2, until
-from e2e.suite.load import Outcome, run_load, stream_once, varied_prompts
+from e2e.suite.load import LoadOutcome, run_load, stream_once, varied_prompts
 
 SHARED_PROCESSES = {"spec": {"shareProcessNamespace": True}}
 """Process 1 cannot be killed from inside its own namespace; with a shared one the worker is not process 1."""
@@ -39,7 +39,7 @@ def pair(tandem: Any, kubernetes: Kubernetes) -> Iterator[Fleet]:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("role", ["decode", "prefill"])
 def test_kill_under_load(pair: Fleet, role: str, say: Say) -> None:
-    outcomes: list[Outcome] = []
+    outcomes: list[LoadOutcome] = []
     with pair.url("pair") as url:
 
         def load() -> None:
@@ -81,10 +81,10 @@ def test_kill_under_load(pair: Fleet, role: str, say: Say) -> None:
 def test_streams_outlive_their_decode_pod(pair: Fleet, how: str, say: Say) -> None:
     """Half of the streams lose their worker: each goes on at the other one, and says what it said without that."""
     prompts = varied_prompts(16)
-    outcomes: list[Outcome] = []
+    outcomes: list[LoadOutcome] = []
     with pair.url("pair") as url:
 
-        def stream() -> list[Outcome]:
+        def stream() -> list[LoadOutcome]:
             return asyncio.run(run_load(url, "pair", prompts, concurrency=16, max_tokens=120, limit=120))
 
         undisturbed = stream()
@@ -112,7 +112,7 @@ def test_streams_outlive_their_decode_pod(pair: Fleet, how: str, say: Say) -> No
     pair.wait_blocks_free("pair", within=10)
 
 
-async def one_request(url: str, limit: float) -> Outcome:
+async def one_request(url: str, limit: float) -> LoadOutcome:
     import openai
 
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0) as api:

@@ -14,7 +14,7 @@ import pytest
 from e2e.suite import test_answers
 from e2e.suite.conftest import make_namespace
 from e2e.suite.fleet import Fleet, Kubernetes, Object, is_ready, smollm2, until
-from e2e.suite.load import Outcome, stream_once
+from e2e.suite.load import LoadOutcome, stream_once
 from e2e.suite.test_answers import NEW_TOKENS, WORDS, assert_same
 from e2e.suite.test_faults import SHARED_PROCESSES, restarts
 
@@ -60,7 +60,7 @@ def assert_greedy(fleet: Fleet, model: str, oracle: tuple[Any, Any]) -> None:
             assert_same(list((response.choices[0].model_extra or {})["token_ids"]), oracle, prompt)
 
 
-async def ask_once(url: str) -> Outcome:
+async def ask_once(url: str) -> LoadOutcome:
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0) as api:
         return await stream_once(api, MODEL, "Are you there? Answer with one word.", 4, 20)
 

@@ -18,7 +18,7 @@ from tandem_api.keys import KeyRing, bearer_token, parse_key_ring
 
 from e2e.install import NAMESPACE, settle_seconds
 from e2e.suite.fleet import Fleet, Object, Say, leads, smollm2, until
-from e2e.suite.load import Outcome, run_load, varied_prompts
+from e2e.suite.load import LoadOutcome, run_load, varied_prompts
 
 COMPLETIONS = "/v1/completions"
 FILES = (names.PEERS_KEY_FILE, names.API_KEY_FILE)
@@ -222,7 +222,7 @@ class Load:
         self._url, self._model = url, model
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run)
-        self.outcomes: list[Outcome] = []
+        self.outcomes: list[LoadOutcome] = []
         self.failure: Exception | None = None
 
     def __enter__(self) -> Load:

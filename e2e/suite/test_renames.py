@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from e2e.suite.fleet import Fleet, Say, smollm2, until
-from e2e.suite.load import Outcome, run_load, varied_prompts
+from e2e.suite.load import LoadOutcome, run_load, varied_prompts
 
 MOVING = "tandem-e2e/moving-smollm2"
 MIRROR = "/api/v1/namespaces/tandem-mirror/services/mirror:80/proxy"
@@ -27,7 +27,7 @@ def lives(fleet: Fleet, model: str) -> dict[str, tuple[str, int]]:
     }
 
 
-async def load_both(url: str, names: list[str]) -> list[Outcome]:
+async def load_both(url: str, names: list[str]) -> list[LoadOutcome]:
     """A few streams for each name, at the same time."""
     parts = (run_load(url, name, varied_prompts(8), concurrency=4, max_tokens=16) for name in names)
     return [outcome for part in await asyncio.gather(*parts) for outcome in part]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from e2e.suite.fleet import Fleet, Say, smollm2
-from e2e.suite.load import Outcome, run_load, varied_prompts
+from e2e.suite.load import LoadOutcome, run_load, varied_prompts
 
 MODEL = "rolling"
 
@@ -34,7 +34,7 @@ def test_a_pair_is_replaced_beside_itself_without_a_failed_request(
     fleet.apply(smollm2(MODEL))
     fleet.wait_ready(MODEL)
     before = workers(fleet)
-    outcomes: list[Outcome] = []
+    outcomes: list[LoadOutcome] = []
     with fleet.url(MODEL) as url, ThreadPoolExecutor(1) as walk:
         started = time.monotonic()
         rolled = walk.submit(roll, fleet, engine)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from e2e.suite.fleet import Fleet, Object, Say, smollm2, until
-from e2e.suite.load import Outcome, run_load, varied_prompts
+from e2e.suite.load import LoadOutcome, run_load, varied_prompts
 
 
 @pytest.mark.timeout(420)
@@ -69,7 +69,7 @@ def long_prompts(number: int) -> list[str]:
 def load(fleet: Fleet, say: Say, *, concurrency: int, pause: float = 0.0) -> Iterator[None]:
     """Clients that ask as long as the block takes, with a pause of so many seconds after two requests of each; none of
     them may be failed."""
-    outcomes: list[Outcome] = []
+    outcomes: list[LoadOutcome] = []
     ended = Event()
 
     def ask(url: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from e2e.suite.fleet import Fleet, Say, is_ready, smollm2
-from e2e.suite.load import Outcome, run_load, varied_prompts
+from e2e.suite.load import LoadOutcome, run_load, varied_prompts
 
 MODEL = "shaped"
 
@@ -40,7 +40,7 @@ def test_prefill_is_added_and_removed_without_a_failed_request(fleet: Fleet, say
     prefill = manifest["spec"].pop("prefill")
     fleet.apply(manifest)
     fleet.wait_ready(MODEL)
-    outcomes: list[Outcome] = []
+    outcomes: list[LoadOutcome] = []
     with fleet.url(MODEL) as url, ThreadPoolExecutor(1) as walk:
         for wanted, end in (
             (prefill, {"prefill": 1, "decode": 1, "unified": 0}),

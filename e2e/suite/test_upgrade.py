@@ -28,7 +28,7 @@ from e2e.releases import (
 )
 from e2e.suite.conftest import make_namespace
 from e2e.suite.fleet import Fleet, Kubernetes, Object, Say, smollm2, until
-from e2e.suite.load import Outcome, run_load, varied_prompts
+from e2e.suite.load import LoadOutcome, run_load, varied_prompts
 from e2e.suite.test_renames import lives
 
 pytestmark = pytest.mark.upgrade
@@ -103,12 +103,12 @@ def upgrade(fleet: Fleet, release: Release, deadline: str) -> None:
     fleet.wait_ready(MODEL, within=600)
 
 
-def under_load(fleet: Fleet, what: Callable[[], None]) -> list[tuple[Outcome, Outcome]]:
+def under_load(fleet: Fleet, what: Callable[[], None]) -> list[tuple[LoadOutcome, LoadOutcome]]:
     """Each stream that was asked for while `what` was done, beside what it says undisturbed."""
-    pairs: list[tuple[Outcome, Outcome]] = []
+    pairs: list[tuple[LoadOutcome, LoadOutcome]] = []
     with fleet.url(MODEL) as url, ThreadPoolExecutor(1) as beside:
 
-        def ask() -> list[Outcome]:
+        def ask() -> list[LoadOutcome]:
             return asyncio.run(run_load(url, MODEL, PROMPTS, concurrency=CLIENTS, max_tokens=MAX_TOKENS))
 
         undisturbed = ask()
@@ -121,7 +121,7 @@ def under_load(fleet: Fleet, what: Callable[[], None]) -> list[tuple[Outcome, Ou
     return pairs
 
 
-def different(pairs: list[tuple[Outcome, Outcome]]) -> list[tuple[Outcome, Outcome]]:
+def different(pairs: list[tuple[LoadOutcome, LoadOutcome]]) -> list[tuple[LoadOutcome, LoadOutcome]]:
     """Streams that ended, and say something else."""
     return [
         (one, other)

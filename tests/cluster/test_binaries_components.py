@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from e2e.cluster.binaries.backend import PROGRAMS, plan_key
-from e2e.cluster.binaries.components import REGISTRY_HOST, Plan, commands, files
+from e2e.cluster.binaries.components import REGISTRY_HOST, ClusterPlan, commands, files
 from e2e.cluster.binaries.network import Addresses
 from e2e.cluster.binaries.pki import plan_certificates
 
 
 @pytest.fixture
-def plan() -> Plan:
-    return Plan(
+def plan() -> ClusterPlan:
+    return ClusterPlan(
         state=Path("/state"),
         addresses=Addresses(slot=3),
         programs={name: Path("/bin") / name for name in (*PROGRAMS, "containerd")},
@@ -30,13 +30,13 @@ def plan() -> Plan:
     )
 
 
-def test_every_component_starts_its_own_program(plan: Plan) -> None:
+def test_every_component_starts_its_own_program(plan: ClusterPlan) -> None:
     assert {name: command[0] for name, command in commands(plan).items()} == {
         name: f"/bin/{name}" for name in (*PROGRAMS, "containerd") if name not in {"pause", "pull"}
     }
 
 
-def test_json_files_are_json_and_toml_files_toml(plan: Plan) -> None:
+def test_json_files_are_json_and_toml_files_toml(plan: ClusterPlan) -> None:
     for path, text in files(plan).items():
         if path.suffix in {".json", ".conflist"}:
             json.loads(text)
@@ -45,13 +45,13 @@ def test_json_files_are_json_and_toml_files_toml(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("allowed", [True, False])
-def test_oom_scores_are_left_alone_without_the_capability(plan: Plan, allowed: bool) -> None:
+def test_oom_scores_are_left_alone_without_the_capability(plan: ClusterPlan, allowed: bool) -> None:
     config = files(replace(plan, can_lower_oom_score=allowed))[Path("/state/containerd/config.toml")]
     cri = tomllib.loads(config)["plugins"]["io.containerd.grpc.v1.cri"]
     assert cri["restrict_oom_score_adj"] is not allowed
 
 
-def test_only_the_local_registry_is_reached(plan: Plan) -> None:
+def test_only_the_local_registry_is_reached(plan: ClusterPlan) -> None:
     folder = Path("/state/containerd/certs.d")
     hosts = {path.parent.name: tomllib.loads(text) for path, text in files(plan).items() if folder in path.parents}
     assert hosts[REGISTRY_HOST]["server"] == "http://10.88.3.2:5000"
@@ -59,14 +59,14 @@ def test_only_the_local_registry_is_reached(plan: Plan) -> None:
     assert set(hosts) == {REGISTRY_HOST, "_default"}
 
 
-def test_the_kubelet_keeps_to_its_own_control_group(plan: Plan) -> None:
+def test_the_kubelet_keeps_to_its_own_control_group(plan: ClusterPlan) -> None:
     config = json.loads(files(plan)[Path("/state/kubelet.json")])
     assert config["cgroupRoot"] == "/tandem-abc"
     assert config["failCgroupV1"] is False
 
 
 @pytest.mark.parametrize("change", [{"addresses": Addresses(slot=4)}, {"snapshotter": "native"}])
-def test_the_key_changes_with_the_plan(plan: Plan, change: dict[str, object]) -> None:
+def test_the_key_changes_with_the_plan(plan: ClusterPlan, change: dict[str, object]) -> None:
     assert plan_key(replace(plan, **change)) != plan_key(plan)
 
 
@@ -78,7 +78,7 @@ def test_the_api_server_is_known_by_every_address_clients_use() -> None:
     )
 
 
-def test_servers_behind_the_api_server_believe_it_alone(plan: Plan) -> None:
+def test_servers_behind_the_api_server_believe_it_alone(plan: ClusterPlan) -> None:
     """Whoever the authority of `--requestheader-client-ca-file` has signed may speak as anybody."""
     flags = dict(flag.split("=", 1) for flag in commands(plan)["kube-apiserver"][1:] if "=" in flag)
     authority = Path(flags["--requestheader-client-ca-file"]).stem

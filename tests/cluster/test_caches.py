@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from e2e.cluster.caches import Part, bound, folder_part, measure
+from e2e.cluster.caches import CachedPart, bound, folder_part, measure
 from e2e.cluster.images.buildah import remove_interrupted
 
 
-def parts(sizes: dict[str, int]) -> list[Part]:
+def parts(sizes: dict[str, int]) -> list[CachedPart]:
     return [
-        Part(name=name, size=lambda n=name: sizes[n], remove=lambda n=name: sizes.update({n: 0}), costs="a minute")
+        CachedPart(
+            name=name, size=lambda n=name: sizes[n], remove=lambda n=name: sizes.update({n: 0}), costs="a minute"
+        )
         for name in sizes
     ]
 

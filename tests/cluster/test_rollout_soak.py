@@ -12,15 +12,15 @@ import pytest
 from tandem_api.inferencemodel import InferenceModelSpec
 from tandem_api.names import LABEL_NODES_PER_REPLICA, LABEL_REVISION, LABEL_ROLE
 
-from e2e.rollouts.cases import SHAPES, Case, Kind, manifest, missing_cases, plan_cases, widths
+from e2e.rollouts.cases import SHAPES, ChangeKind, RolloutCase, manifest, missing_cases, plan_cases, widths
 from e2e.rollouts.evidence import Evidence
 from e2e.rollouts.images import other_name
 from e2e.rollouts.streams import MARGIN, is_clear
 from e2e.rollouts.tables import Expected, Row, judge, make_row, read_rows, summary, table, write_rows
-from e2e.suite.load import Outcome
+from e2e.suite.load import LoadOutcome
 
 EXPECTED = Expected("blue", "length", 32)
-RIGHT = Outcome("blue", "length", 32, None, 2.0, 1.0, 100.0, False, "m-decode-0", "m-prefill-0")
+RIGHT = LoadOutcome("blue", "length", 32, None, 2.0, 1.0, 100.0, False, "m-decode-0", "m-prefill-0")
 
 
 def pod(name: str, build: str, *, ready: bool = True, nodes: int = 1, uid: str = "", going: bool = False) -> Any:
@@ -113,7 +113,7 @@ def test_what_became_of_a_stream(change: dict[str, Any], verdict: str) -> None:
 def row(**more: Any) -> Row:
     evidence = pair({"prefill": 1, "decode": 1}, pod("m-prefill-0", "a"), pod("m-decode-0", "a"))
     made = make_row(
-        Case(1, "1+1", Kind.IMAGE), [(RIGHT, EXPECTED)], evidence, (5.0, 95.0),
+        RolloutCase(1, "1+1", ChangeKind.IMAGE), [(RIGHT, EXPECTED)], evidence, (5.0, 95.0),
         refused=0, error=None, commit="abc", at="2026-01-01T00:00:00Z",
     )  # fmt: skip
     return replace(made, **more)
@@ -150,9 +150,9 @@ def test_what_is_recorded_is_read_again_and_runs_do_what_is_missing() -> None:
     assert read_rows(json.loads(json.dumps(write_rows(rows)))) == rows
     with pytest.raises(TypeError, match="colour"):
         read_rows([{"colour": 1}])
-    cases = plan_cases(50, list(SHAPES), list(Kind))
-    assert [(case.shape, case.kind) for case in cases[7:9]] == [("1+1", Kind.CANARY), ("2+4", Kind.IMAGE)]
-    assert len({(case.shape, case.kind) for case in cases}) == len(SHAPES) * len(Kind)
+    cases = plan_cases(50, list(SHAPES), list(ChangeKind))
+    assert [(case.shape, case.kind) for case in cases[7:9]] == [("1+1", ChangeKind.CANARY), ("2+4", ChangeKind.IMAGE)]
+    assert len({(case.shape, case.kind) for case in cases}) == len(SHAPES) * len(ChangeKind)
     left = missing_cases(cases, [(r.shape, r.kind) for r in [*rows, rows[0]]])
     assert len(left) == 47
     assert [case.number for case in left[:2]] == [2, 3]

@@ -277,7 +277,7 @@ def test_a_queue_whose_last_one_left_by_itself_leaves_no_windows_to_the_next_one
         def turn_away(self, error: Exception) -> None:
             raise error
 
-    queue = RequestQueue(GatewayQueue(), Scheduler(), Metrics())
+    queue = RequestQueue(GatewayQueue(), Scheduler(), Metrics(), on_join=lambda: None)
     worker = Endpoint(Worker(name="a", address="h:1", role=Role.DECODE, revision="r"))
     ticket = queue.join(Waits(), arrived=0.0, tokens=1, now=0.0)
     for _ in range(100):

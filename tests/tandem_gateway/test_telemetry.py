@@ -146,7 +146,7 @@ async def poller(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[TelemetryPoll
     monkeypatch.setattr(telemetry, "ANSWER_SECONDS", 0.4)
     monkeypatch.setattr(telemetry, "TICK_SECONDS", 0.01)
     monkeypatch.setattr(telemetry, "LONGEST_PAUSE", 0.1)
-    made = TelemetryPoller(connect_seconds=1.0, period=0.05)
+    made = TelemetryPoller(connect_seconds=1.0, period=0.05, on_sample=lambda *_: None)
     task = asyncio.create_task(made.run())
     yield made
     assert not task.done(), task
@@ -293,10 +293,10 @@ async def test_connections_to_many_workers_are_not_kept(poller, open_port, monke
 
 async def test_without_a_period_or_a_port_nobody_is_asked(open_port) -> None:
     port = await open_port()
-    off = TelemetryPoller(connect_seconds=1.0, period=0)
+    off = TelemetryPoller(connect_seconds=1.0, period=0, on_sample=lambda *_: None)
     off.take([port.worker()])
     assert not off._targets
-    on = TelemetryPoller(connect_seconds=1.0)
+    on = TelemetryPoller(connect_seconds=1.0, on_sample=lambda *_: None)
     on.take([replace(port.worker(), status_address="")])
     assert not on._targets
     assert on.sample(port.worker()) is None
@@ -308,7 +308,7 @@ def test_reads_are_spread_over_the_period(count: int, period: float) -> None:
     MAX_PER_SECOND over a period."""
 
     async def due() -> list[float]:
-        poller = TelemetryPoller(connect_seconds=1.0, period=period)
+        poller = TelemetryPoller(connect_seconds=1.0, period=period, on_sample=lambda *_: None)
         now = asyncio.get_running_loop().time()
         worker = StatusPort(port=1).worker()
         poller.take([replace(worker, name=f"p-{index}") for index in range(count)])

@@ -54,8 +54,12 @@ class Scene:
     def __init__(self) -> None:
         self.waiting = False
         self.awake: list[Sleeper] = []
-        self.waker = Waker(waits=lambda: self.waiting, token_line=lambda: b"x-tandem-token: t\r\n", connect_seconds=1.0)
-        self.waker.on_awake = self.awake.append
+        self.waker = Waker(
+            waits=lambda: self.waiting,
+            token_line=lambda: b"x-tandem-token: t\r\n",
+            connect_seconds=1.0,
+            on_awake=self.awake.append,
+        )
         self.worker = Worked()
 
     def sleeper(self, pod: str = "u/0", name: str = "m-decode-0") -> Sleeper:

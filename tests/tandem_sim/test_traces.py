@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tandem_sim.cache import PrefixCache
-from tandem_sim.shapes import Shape, build_constant, build_diurnal, build_ramp, build_spike, play
+from tandem_sim.shapes import Shape, build_constant, build_ramp, build_spike, play
 from tandem_sim.synthetic import MAKERS, make_conversations, make_requests
 from tandem_sim.synthetic import write as write_trace
 from tandem_sim.traces import Arrival, TraceError, find_rounding, read, spread
@@ -108,7 +108,7 @@ def test_rounded_arrivals_are_spread_over_what_they_were_rounded_to() -> None:
     assert len({arrival.at for arrival in moved}) == 1000
 
 
-@pytest.mark.parametrize("shape", [build_ramp(), build_spike(), build_diurnal(day=1800), build_constant(900)])
+@pytest.mark.parametrize("shape", [build_ramp(), build_spike(), build_constant(900)])
 def test_a_shape_sets_the_pace(shape: Shape) -> None:
     recording = make_requests(rate=5.0, seconds=600)
     rate = len(recording) / 600

@@ -29,7 +29,7 @@ class ForeignEngine:
     image: str
     """Published, of one release."""
     kv_port: int
-    """Where a worker is asked for blocks: vLLM's NIXL side channel, SGLang's bootstrap server."""
+    """The port where a worker is asked for blocks: vLLM's NIXL side channel, SGLang's bootstrap server."""
     keep_alive_seconds: float
     """After so long the engine's HTTP server closes a connection that nothing was asked over."""
     own_arguments: tuple[str, ...]

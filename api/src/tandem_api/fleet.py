@@ -17,7 +17,7 @@ WAITING_SECONDS = 20.0
 TTFT_BOUNDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0)
 """Upper bounds, in seconds, of the buckets of `WorkerReport.ttft_counts`; a last one has none."""
 MOST_WORKERS = 10_000
-"""Of one report. Who reads it stops at the first worker beyond, and at the first that cannot be read."""
+"""Workers of one report. Who reads it stops at the first worker beyond, and at the first that cannot be read."""
 LONGEST_TEXT = 1000
 _Text = Annotated[str, Field(max_length=LONGEST_TEXT)]
 """Names of Kubernetes and addresses are shorter."""
@@ -39,8 +39,8 @@ class WorkerReport(Wire):
     """Attempts at it that have ended, whether or not another worker made good for them; but for those that clients gave
     up, and those that it declined because it is loading or stopping."""
     failures: Count = 0
-    """Of those: no connection, 401, 5xx, connections that broke, timeouts, streams that ended in an error. Of prefill
-    workers: prompts that they were named for and did not compute."""
+    """Those that failed: no connection, 401, 5xx, connections that broke, timeouts, streams that ended in an error. Of
+    prefill workers: prompts that they were named for and did not compute."""
     ttft_counts: Annotated[list[Count], Field(max_length=64), FailFast()] = Field(default_factory=list[int])
     """Streams by the seconds from sending the request to the first token, by `TTFT_BOUNDS`, each bucket by itself.
     Answers in one piece do not tell. Empty for prefill workers."""
@@ -66,17 +66,17 @@ class Traffic(Wire):
     requests: Count = 0
     """Arrived. One that is sent to another worker after a failure counts once."""
     prompt_tokens: Count = 0
-    """Of those; estimated from bytes when they arrive."""
+    """Tokens of their prompts; estimated from bytes when they arrive."""
     prompt_squares: NonNegativeFloat = 0.0
     """Sum of the squares of their prompt tokens: tells how unequal they are."""
     computed_prompt_tokens: Count = 0
     """Prompt tokens of answers whose usage is known, cached ones included."""
     computed_tokens: Count = 0
-    """Of those, what was not cached."""
+    """Those of them that were not cached."""
     finished: Count = 0
     """Answers that ended well."""
     output_tokens: Count = 0
-    """Of those."""
+    """Tokens of these answers."""
     waiting_requests: Count = 0
     """Now, for a worker to appear."""
     waiting_tokens: Count = 0

@@ -125,7 +125,7 @@ PartName = Annotated[
     Matches(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", "must be lower-case letters, digits and '-', for example gpus"),
     Field(max_length=63),
 ]
-"""Of something inside an object."""
+"""The name of something inside an object."""
 Hostname = Annotated[
     str,
     Matches(
@@ -211,8 +211,8 @@ class Model(Authored):
     )
 
     uri: ModelURI
-    """Where the weights are: `hf://ORG/REPOSITORY`, `pvc://CLAIM/path`, or `file:///path/in/container`. The folder
-    holds safetensors files with a `config.json`, or a GGUF file."""
+    """Place of the weights: `hf://ORG/REPOSITORY`, `pvc://CLAIM/path`, or `file:///path/in/container`. The folder holds
+    safetensors files with a `config.json`, or a GGUF file."""
     revision: Revision = "main"
     """Branch, tag or commit of an `hf://` repository. The operator asks once which commit a branch or tag is, and all
     workers load that one: see `status.model`."""
@@ -230,7 +230,7 @@ class Model(Authored):
     secret_ref: SecretKey | None = None
     """Access token for a private `hf://` repository."""
     cache: ModelCache | None = None
-    """Where downloads are kept. Without it every pod downloads into a volume of its own."""
+    """Volume in which downloads are kept. Without it every pod downloads into a volume of its own."""
 
 
 class ContainerClaim(Authored):
@@ -305,7 +305,7 @@ class TopologySpreadConstraint(Authored):
     topology_key: LabelKey
     """Label of nodes; nodes with the same value count as one place."""
     max_skew: Annotated[int, Field(ge=1, le=1000)] = 1
-    """By how many pods places may differ."""
+    """Pods by which places may differ."""
     when_unsatisfiable: Literal["ScheduleAnyway", "DoNotSchedule"] = "ScheduleAnyway"
     label_selector: PreserveUnknown | None = None
     """Which pods count. Defaults to those of this role of this model."""
@@ -680,9 +680,9 @@ class ParentReference(Authored):
     port: Annotated[int, Field(ge=1, le=65535)] | None = None
     """Port of its listeners. Defaults to all."""
     group: Annotated[str, Field(max_length=253)] | None = None
-    """Of a parent that is not a Gateway."""
+    """The API group of a parent that is not a Gateway."""
     kind: Annotated[str, Field(min_length=1, max_length=63)] | None = None
-    """Of a parent that is not a Gateway."""
+    """The kind of a parent that is not a Gateway."""
 
 
 class HTTPRoute(Authored):
@@ -982,7 +982,7 @@ class Canary(Authored):
 
 
 _SURGE = "25%"
-"""Where nothing is said, as of Deployments."""
+"""The default, as Deployments have it."""
 _NO_BUDGET = "and maxUnavailable are both 0, so nothing could be replaced: raise one of them"
 _NO_CANARY = "needs the type RollingUpdate, because both revisions serve side by side: remove canary or type Recreate"
 _NO_ROOM = (
@@ -1138,7 +1138,7 @@ class Standby(Authored):
     """Workers that stay while a model sleeps: libraries are loaded, no weights and no blocks."""
 
     replicas: Annotated[int, Field(ge=1, le=1000)] = 1
-    """Of each role; at most its `scaling.min`, which is what it has when the model wakes."""
+    """Pods of each role; at most its `scaling.min`, which is what it has when the model wakes."""
 
 
 class ScaleToZero(Authored):
@@ -1215,7 +1215,7 @@ def _either(mode: str) -> str:
 
 _AXES = ("tensor", "pipeline", "expert", "data")
 SHORTEST_TTL = "1m"
-"""Of requests that may wait for a start."""
+"""For requests that may wait for a start."""
 _SAYS_QUEUE = "!has(self.gateway) || !has(self.gateway.queue) || !has(self.gateway.queue."
 _SLEEPS = f"(has(self.autoscaling) && has(self.autoscaling.scaleToZero) && {_either('SLO')})"
 
@@ -1496,9 +1496,9 @@ class CanaryStatus(Wire):
     ready: bool = False
     """The step's workers are ready, so its time counts."""
     figures: CanaryFigures | None = None
-    """Of its workers, in this step."""
+    """What its workers did, in this step."""
     stable_figures: CanaryFigures | None = None
-    """Of the other workers, in this step."""
+    """What the other workers did, in this step."""
     reason: str | None = None
     """Why it failed, in one CamelCase word."""
     message: str | None = None
@@ -1514,7 +1514,7 @@ class RolloutStatus(Wire):
     revision: int
     """Number of the revision that is wanted."""
     digest: str
-    """Of that revision's content."""
+    """Hash of that revision's content."""
     stable_revision: int
     """Number of the revision that all workers but those of a canary have or are being given."""
     complete_revision: int | None = None
@@ -1562,7 +1562,7 @@ class StartStatus(Wire):
     prefill: StartFigures | None = None
     decode: StartFigures | None = None
     prefill_wake: StartFigures | None = None
-    """Of workers on standby, from the order to wake up."""
+    """Starts of workers on standby, from the order to wake up."""
     decode_wake: StartFigures | None = None
 
 
@@ -1664,7 +1664,7 @@ ROOT_RULES = [
         "metadata.name becomes the name of a Service: use lower-case letters, digits and '-', beginning with a letter",
     ),
 ]
-"""Of the whole object: CEL sees only `metadata.name` and `metadata.generateName` of the metadata."""
+"""Rules about the whole object: CEL sees only `metadata.name` and `metadata.generateName` of the metadata."""
 
 
 class InferenceModel(Wire):

@@ -48,7 +48,7 @@ class KeyRing:
 
 
 OPEN_RING = KeyRing(primary="none", keys={"none": b""})
-"""Where no keys are configured: whoever speaks the protocol is believed, and nobody with keys believes it."""
+"""Stands for no keys at all: whoever speaks the protocol is believed, and nobody with keys believes it."""
 
 
 def parse_key_ring(text: str | bytes) -> KeyRing:

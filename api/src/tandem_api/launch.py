@@ -43,8 +43,8 @@ class FileSharing(Wire):
     enabled: bool = False
     port: int = WORKER_FILES_PORT
     peers: list[str] | None = None
-    """Where other workers are: names or addresses, each with `:PORT` if it is another one. None: the headless Services
-    of the model's roles."""
+    """The places of other workers: names or addresses, each with `:PORT` if it is another one. None: the headless
+    Services of the model's roles."""
     busy_bytes_per_second: float = 32e6
     """What a worker sends of its files, to all others together, while streams run on it."""
     idle_bytes_per_second: float = 2e9
@@ -52,7 +52,7 @@ class FileSharing(Wire):
 
 
 class ModelSource(Wire):
-    """Where the weights are."""
+    """The place of the weights."""
 
     uri: str
     revision: str = "main"
@@ -74,7 +74,7 @@ class KVConfig(Wire):
     """Tokens per block."""
     transport: Literal["TCP"] = "TCP"
     port: int = WORKER_KV_PORT
-    """Of the pod's first rank; the others follow it, one port each."""
+    """Port of the pod's first rank; the others follow it, one port each."""
     verify: bool = True
     """Checksum every block that is received."""
 
@@ -137,16 +137,16 @@ class SchedulerConfig(Wire):
 
 
 class TracingConfig(Wire):
-    """Where the spans of requests go."""
+    """The collector that takes the spans of requests."""
 
     endpoint: Annotated[str, AfterValidator(check_collector)]
     """Base URL of a collector that takes OTLP over HTTP; one with a path is taken as it is."""
     sampling_percent: float = 100.0
-    """Of the requests whose clients have not decided it themselves, those that are traced. The gateways decide."""
+    """Share that is traced of the requests whose clients have not decided it themselves. The gateways decide."""
 
     @property
     def traces_url(self) -> str:
-        """Where spans are posted to."""
+        """The URL that spans are posted to."""
         parts = urlsplit(self.endpoint)
         return self.endpoint if parts.path.strip("/") else parts._replace(path="/v1/traces").geturl()
 
@@ -265,7 +265,7 @@ class GatewayQueue(Wire):
 
 
 class StoreLimits(Wire):
-    """Of the responses that a gateway keeps for `previous_response_id`."""
+    """Bounds of the responses that a gateway keeps for `previous_response_id`."""
 
     max_bytes: int
     """In memory, all together; a gateway uses at most half of `max_held_bytes`, of which they are a part."""
@@ -290,7 +290,7 @@ class GatewayConfig(Wire):
     max_held_bytes: int = MAX_HELD_BYTES
     """Request bodies, and answers in one piece, that may be in memory at once."""
     max_connections: int = 8192
-    """Of clients, at once; fewer where the process may not have two descriptors for each."""
+    """Connections of clients, at once; fewer where the process may not have two descriptors for each."""
     timeouts: GatewayTimeouts = Field(default_factory=GatewayTimeouts)
     queue: GatewayQueue = Field(default_factory=GatewayQueue)
     drain_timeout_seconds: float = 60.0

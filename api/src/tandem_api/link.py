@@ -81,7 +81,7 @@ _NAMES = {
 }  # fmt: skip
 
 Rule = tuple[int, int, bool]
-"""Of a kind of frame: the least and the most bytes of payload, and whether it belongs to a stream."""
+"""What a kind of frame may be: the least and the most bytes of payload, and whether it belongs to a stream."""
 Frame = tuple[int, int, bytes]
 """One of the kinds above, the stream, the payload."""
 
@@ -145,7 +145,7 @@ class Hello(Wire):
     telemetry_seconds: float = Field(default=TELEMETRY_SECONDS, ge=TELEMETRY_SECONDS, le=3600, allow_inf_nan=False)
     """A gateway's wish: the time between two samples."""
     name: str = Field(default="", max_length=253)
-    """Of the pod that greets."""
+    """The name of the pod that greets."""
     max_streams: int = Field(default=1, ge=1, le=MAX_STREAM)
     """A worker's: requests that it takes over this link at a time."""
 

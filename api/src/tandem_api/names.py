@@ -41,7 +41,7 @@ MANAGED_BY = "tandem-operator"
 REASON_STEP_HUNG = "StepHung"
 """Reason in the termination message of a worker that ended because a step of its engine did not."""
 REASON_WAKE_TIMED_OUT = "WakeTimedOut"
-"""Of a worker that was on standby and did not come to serve in time."""
+"""Reason in the termination message of a worker that was on standby and did not come to serve in time."""
 REASON_GROUP_INCOMPLETE = "GroupIncomplete"
 REASON_GROUP_LOST = "GroupLost"
 """Reasons in the termination message of a worker that ended because a rank of its group did not come, or is gone: where
@@ -102,9 +102,9 @@ TLS_PATH = "/etc/tandem/tls"
 """Folder of the gateway's certificate and key, `tls.crt` and `tls.key`: the mounted Secret that the model names."""
 
 CONFIG_PATH = "/etc/tandem/config.json"
-"""Where a pod finds its launch configuration."""
+"""File in which a pod finds its launch configuration."""
 MODEL_CACHE_PATH = "/var/cache/tandem"
-"""Where a worker pod keeps downloaded models: a shared claim or an emptyDir."""
+"""Folder where a worker pod keeps downloaded models: a shared claim or an emptyDir."""
 MODEL_CLAIMS_PATH = "/mnt/models"
 """Parent folder of the claims that `pvc://CLAIM/path` model URIs name."""
 TERMINATION_MESSAGE_PATH = "/dev/termination-log"
@@ -116,11 +116,11 @@ WORKER_METRICS_PORT = 9090
 WORKER_LINK_PORT = 8001
 """The native link of gateways, where it is switched on."""
 WORKER_KV_PORT = 7000
-"""Of a pod's first rank; the others of the pod take the ports after it."""
+"""Port of a pod's first rank; the others of the pod take the ports after it."""
 WORKER_GROUP_PORT = 6900
-"""Where the ranks of a replica meet."""
+"""Port where the ranks of a replica meet."""
 WORKER_FILES_PORT = 6800
-"""Where workers get the model's files from each other. Pods do not declare it: it is for nobody else."""
+"""Port where workers get the model's files from each other. Pods do not declare it: it is for nobody else."""
 GATEWAY_HTTP_PORT = 8080
 GATEWAY_HTTPS_PORT = 8443
 GATEWAY_METRICS_PORT = 9090

@@ -24,7 +24,7 @@ class RankTelemetry(Wire):
     nvlink_tx_bytes_per_second: Amount | None = None
     nvlink_rx_bytes_per_second: Amount | None = None
     nvlink_bytes_per_second_limit: Count | None = None
-    """That all links of the GPU carry one way."""
+    """What all links of the GPU carry one way."""
     active: Amount | None = None
     """Share of the time in which a kernel ran on it."""
     slowed: bool | None = None
@@ -68,21 +68,21 @@ class WorkerTelemetry(Wire):
     """Seconds in which the engine computed, of steps that have ended. Its growth over a time, divided by that time, is
     the share in which the worker was busy."""
     prefill_seconds_total: Amount | None = None
-    """Of those, what prompts took. A step that also decodes counts by its share of tokens."""
+    """The part of those that prompts took. A step that also decodes counts by its share of tokens."""
     computed_prompt_tokens_total: Count | None = None
     """Prompt tokens computed here: not the cached ones; those that a preemption had lost again."""
     prompt_tokens_total: Count | None = None
     """Tokens of the prompts that are complete, whoever computed them."""
     cached_prompt_tokens_total: Count | None = None
-    """Of those, what neither this worker nor its prefill worker had to compute."""
+    """Those of them that neither this worker nor its prefill worker had to compute."""
     prefill_tokens_per_second: Amount | None = None
     """Prompt tokens computed per second of computing prompts, over the last minute or so of such seconds: idle time
     neither lowers nor ages it. Absent until one such second."""
     decode_step_seconds: Amount | None = None
-    """Of the last steps that only decoded. Absent while no request runs."""
+    """Mean of the last steps that only decoded. Absent while no request runs."""
     mixed_step_seconds: Amount | None = None
-    """Of the last steps that computed prompts and decoded, one token of each answer among them. Absent until the first
-    one, and while no request runs."""
+    """Mean of the last steps that computed prompts and decoded, one token of each answer among them. Absent until the
+    first one, and while no request runs."""
     start_seconds: Amount | None = None
     """What its start took: from exec until it was ready, and of one that was on standby from the order to wake up."""
     start_from: Annotated[str, Field(max_length=64)] | None = None
@@ -97,7 +97,7 @@ class WorkerTelemetry(Wire):
     kv_transfer_bytes_per_second: Amount | None = None
     """While bytes move."""
     kv_transfer_bytes_total: Count | None = None
-    """Of keys and values, sent and received."""
+    """Bytes of keys and values, sent and received."""
     kv_transfer_seconds_total: Amount | None = None
     """Seconds in which blocks were arriving, from however many workers at a time: the link's busy time. Absent where
     none are received."""

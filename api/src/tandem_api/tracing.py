@@ -28,7 +28,8 @@ MAX_QUEUED = 4096
 MAX_BATCH = 512
 BATCH_SECONDS = 1.0
 MAX_SHARE = 0.25
-"""Of a core that exporting takes: clients that have all of their requests traced take no more from the others."""
+"""Share of a core that exporting may take: clients that have all of their requests traced take no more from the
+others."""
 CLOSE_SECONDS = 2.0
 """What the spans of the last requests may take at the end of a process."""
 

@@ -10,8 +10,8 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
-from ..base import Status, constant_url
-from ..caches import Part, bound_cache, folder_part
+from ..base import ClusterStatus, constant_url
+from ..caches import CachedPart, bound_cache, folder_part
 from ..commands import run, wait_until
 from ..errors import ClusterError
 from ..gobuild import Builder, check_go, find_tool
@@ -19,10 +19,10 @@ from ..images.buildah import remove_interrupted
 from ..images.catalog import Image
 from ..leftovers import check_leftovers, list_leftovers
 from ..progress import say, step
-from ..settings import Settings
+from ..settings import ClusterSettings
 from . import components, images, machine, registry, teardown
 from .api import Api, connects, dns_answers, http_body
-from .components import REGISTRY_HOST, REGISTRY_PORT, Plan
+from .components import REGISTRY_HOST, REGISTRY_PORT, ClusterPlan
 from .network import Addresses, Namespace, observe_routes, plan_addresses
 from .pki import NODE, write_pki
 from .processes import Processes
@@ -40,7 +40,7 @@ _ROUTE_LIMIT = 30
 class BinariesBackend:
     name = "binaries"
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: ClusterSettings) -> None:
         self.settings = settings
         self.state = settings.state
         self.builder = Builder(settings.go_modules, settings.cache)
@@ -94,11 +94,11 @@ class BinariesBackend:
 
     def _plan(
         self, programs: dict[str, Path], addresses: Addresses | None = None, containerd_root: Path | None = None
-    ) -> Plan:
+    ) -> ClusterPlan:
         cni_plugins, containerd = machine.find_cni_plugins(), shutil.which("containerd")
         assert cni_plugins is not None
         assert containerd is not None
-        return Plan(
+        return ClusterPlan(
             state=self.state,
             addresses=addresses or plan_addresses(self.settings.id, observe_routes()),
             programs={**programs, "containerd": Path(containerd)},
@@ -110,7 +110,7 @@ class BinariesBackend:
             cgroup_root=f"/{self.group}",
         )
 
-    def _start(self, plan: Plan) -> None:
+    def _start(self, plan: ClusterPlan) -> None:
         self.state.mkdir(parents=True, exist_ok=True)
         self._bound_registry()
         with step("prepared network, keys and configuration"):
@@ -156,7 +156,7 @@ class BinariesBackend:
         kubectl = find_tool("kubectl", self.builder)
         run(kubectl, "--kubeconfig", self.kubeconfig, "apply", "-f", "-", stdin=json.dumps(items))
 
-    def _wait_for_network(self, plan: Plan) -> None:
+    def _wait_for_network(self, plan: ClusterPlan) -> None:
         addresses = plan.addresses
         wait_until(lambda: connects(addresses.api_service, 443), "the ClusterIP of `kubernetes`", 30)
         dns_name = "kubernetes.default.svc.cluster.local"
@@ -179,7 +179,7 @@ class BinariesBackend:
         """What is still on this machine of the cluster, or of all that runs out of a folder, a line each."""
         return list_leftovers(self.state, self.namespace, control_groups(), whole)
 
-    def _cache_parts(self) -> list[Part]:
+    def _cache_parts(self) -> list[CachedPart]:
         """What of the cache can go, cheapest first. Another cluster's image store is not ours to remove."""
         cache, parts = self.settings.cache, []
         if not images.is_locked(cache):
@@ -191,18 +191,18 @@ class BinariesBackend:
     def _remove(self) -> None:
         teardown.remove_cluster(self.state, self.processes, control_groups(), self.group, self.namespace)
 
-    def status(self) -> Status:
+    def status(self) -> ClusterStatus:
         records = self.processes.read()
         if not records:
-            return Status(running=False, detail="not started")
+            return ClusterStatus(running=False, detail="not started")
         if dead := self.processes.dead():
-            return Status(running=False, detail=f"ended: {', '.join(dead)}; `up` starts the cluster anew")
+            return ClusterStatus(running=False, detail=f"ended: {', '.join(dead)}; `up` starts the cluster anew")
         plan = self._read_plan()
         if plan is None:
-            return Status(running=False, detail="an earlier `up` did not finish")
+            return ClusterStatus(running=False, detail="an earlier `up` did not finish")
         node = Addresses(slot=plan["slot"]).node
         ready = Api(self.state / "pki", node).node_is_ready(NODE)
-        return Status(running=ready, detail=f"{len(records)} processes, API server on https://{node}:6443")
+        return ClusterStatus(running=ready, detail=f"{len(records)} processes, API server on https://{node}:6443")
 
     # --- what runs in it ---
 
@@ -264,7 +264,7 @@ def control_groups() -> machine.ControlGroups:
     return machine.parse_control_groups(Path("/proc/mounts").read_text())
 
 
-def plan_key(plan: Plan) -> str:
+def plan_key(plan: ClusterPlan) -> str:
     """Changes when any command line or file would."""
     content = repr((components.commands(plan), sorted(components.files(plan).items()), os.getuid()))
     return hashlib.sha256(content.encode()).hexdigest()[:16]

@@ -1,7 +1,7 @@
 """What runs in a cluster of plain binaries: command lines and configuration files, as data.
 
-Everything here is a function of `Plan`, so that a changed plan is noticed (`up` then starts anew) and tests need no
-machine.
+Everything here is a function of `ClusterPlan`, so that a changed plan is noticed (`up` then starts anew) and tests need
+no machine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DNS_USER = "system:coredns"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class ClusterPlan:
     state: Path
     addresses: Addresses
     programs: Mapping[str, Path]
@@ -49,7 +49,7 @@ class Plan:
         return f"{self.addresses.node}:{REGISTRY_PORT}"
 
 
-def etcd(plan: Plan) -> list[str]:
+def etcd(plan: ClusterPlan) -> list[str]:
     url, peer = "http://127.0.0.1:2379", "http://127.0.0.1:2380"
     return [
         f"--data-dir={plan.state / 'etcd'}",
@@ -63,7 +63,7 @@ def etcd(plan: Plan) -> list[str]:
     ]
 
 
-def apiserver(plan: Plan) -> list[str]:
+def apiserver(plan: ClusterPlan) -> list[str]:
     pki, node = plan.pki, plan.addresses.node
     return [
         "--etcd-servers=http://127.0.0.1:2379",
@@ -95,7 +95,7 @@ def apiserver(plan: Plan) -> list[str]:
     ]
 
 
-def controller_manager(plan: Plan) -> list[str]:
+def controller_manager(plan: ClusterPlan) -> list[str]:
     return [
         f"--kubeconfig={plan.pki}/controller-manager.kubeconfig",
         f"--cluster-cidr={plan.addresses.pods}",
@@ -113,11 +113,11 @@ def controller_manager(plan: Plan) -> list[str]:
     ]
 
 
-def scheduler(plan: Plan) -> list[str]:
+def scheduler(plan: ClusterPlan) -> list[str]:
     return [f"--kubeconfig={plan.pki}/scheduler.kubeconfig", "--leader-elect=false", "--bind-address=127.0.0.1"]
 
 
-def kubelet(plan: Plan) -> list[str]:
+def kubelet(plan: ClusterPlan) -> list[str]:
     return [
         f"--config={plan.state}/kubelet.json",
         f"--kubeconfig={plan.pki}/kubelet.kubeconfig",
@@ -127,7 +127,7 @@ def kubelet(plan: Plan) -> list[str]:
     ]
 
 
-def kubelet_config(plan: Plan) -> dict[str, Any]:
+def kubelet_config(plan: ClusterPlan) -> dict[str, Any]:
     pki = plan.pki
     return {
         "apiVersion": "kubelet.config.k8s.io/v1beta1",
@@ -166,7 +166,7 @@ def kubelet_config(plan: Plan) -> dict[str, Any]:
     }
 
 
-def proxy_config(plan: Plan) -> dict[str, Any]:
+def proxy_config(plan: ClusterPlan) -> dict[str, Any]:
     return {
         "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
         "kind": "KubeProxyConfiguration",
@@ -181,7 +181,7 @@ def proxy_config(plan: Plan) -> dict[str, Any]:
     }
 
 
-def containerd_config(plan: Plan) -> str:
+def containerd_config(plan: ClusterPlan) -> str:
     """TOML, version 2: containerd 1.6 reads it, containerd 2 migrates it."""
     folder = plan.state / "containerd"
     return f"""version = 2
@@ -204,7 +204,7 @@ state = "{folder}/state"
 """
 
 
-def cni_config(plan: Plan) -> dict[str, Any]:
+def cni_config(plan: ClusterPlan) -> dict[str, Any]:
     bridge = {
         "type": "bridge",
         "bridge": "cni0",
@@ -222,7 +222,7 @@ def cni_config(plan: Plan) -> dict[str, Any]:
     return {"cniVersion": "0.4.0", "name": "tandem", "plugins": [bridge, ports]}
 
 
-def corefile(plan: Plan) -> str:
+def corefile(plan: ClusterPlan) -> str:
     """The cluster's names, and NXDOMAIN for all others: there is nobody to ask."""
     return f"""cluster.local:53 {{
   bind {plan.addresses.node}
@@ -260,7 +260,7 @@ def dns_permissions() -> list[dict[str, Any]]:
     return [role, binding]
 
 
-def registry_config(plan: Plan) -> dict[str, Any]:
+def registry_config(plan: ClusterPlan) -> dict[str, Any]:
     return {
         "version": 0.1,
         "log": {"level": "warn", "accesslog": {"disabled": True}},
@@ -277,7 +277,7 @@ def registry_hosts(address: str) -> str:
 """
 
 
-def files(plan: Plan) -> dict[Path, str]:
+def files(plan: ClusterPlan) -> dict[Path, str]:
     """Every configuration file, by path."""
     folder = plan.state / "containerd"
     return {
@@ -294,7 +294,7 @@ def files(plan: Plan) -> dict[Path, str]:
     }
 
 
-def commands(plan: Plan) -> dict[str, list[str]]:
+def commands(plan: ClusterPlan) -> dict[str, list[str]]:
     """Command lines by component, program first, in the order of start."""
     arguments = {
         "etcd": etcd(plan),

@@ -19,8 +19,8 @@ from ..errors import ClusterError
 from ..images.buildah import Buildah
 from ..images.catalog import Image
 from ..progress import say, step
-from ..settings import Settings
-from .components import PAUSE_IMAGE, REGISTRY_HOST, REGISTRY_PORT, Plan
+from ..settings import ClusterSettings
+from .components import PAUSE_IMAGE, REGISTRY_HOST, REGISTRY_PORT, ClusterPlan
 from .network import Addresses
 from .registry import Leases, mark_used
 
@@ -52,7 +52,7 @@ def ctr(state: Path, *arguments: str | Path, timeout: float | None = 60) -> str:
     return run("ctr", "--address", socket, "--namespace", NAMESPACE, *arguments, timeout=timeout)
 
 
-def prepare_containerd(plan: Plan, restart: Callable[[], None]) -> None:
+def prepare_containerd(plan: ClusterPlan, restart: Callable[[], None]) -> None:
     """Wait for containerd, remove containers of an earlier cluster from its store, and give it the pause image."""
     _wait_for_containerd(plan)
     if stale := ctr(plan.state, "containers", "list", "-q").split():
@@ -66,13 +66,13 @@ def prepare_containerd(plan: Plan, restart: Callable[[], None]) -> None:
             ctr(plan.state, "images", "import", "--snapshotter", plan.snapshotter, archive)
 
 
-def push_pause(plan: Plan) -> None:
+def push_pause(plan: ClusterPlan) -> None:
     """Let the registry have the pause image: a kubelet that runs out of disk deletes even that, and pulls it again."""
     hosts = plan.state / "containerd" / "certs.d"
     ctr(plan.state, "images", "push", "--hosts-dir", hosts, PAUSE_IMAGE)
 
 
-def _wait_for_containerd(plan: Plan) -> None:
+def _wait_for_containerd(plan: ClusterPlan) -> None:
     wait_until(lambda: succeeds("ctr", "--address", plan.containerd_socket, "version"), "containerd's socket", 30)
 
 
@@ -105,7 +105,7 @@ def write_single_program_image(archive: Path, reference: str, program: Path) -> 
             tar.addfile(entry, io.BytesIO(body))
 
 
-def load(settings: Settings, puller: Path, addresses: Addresses, wanted: list[Image]) -> dict[str, str]:
+def load(settings: ClusterSettings, puller: Path, addresses: Addresses, wanted: list[Image]) -> dict[str, str]:
     """Build, push and pull every image that is not where it should be; returns references by part.
 
     containerd holds these images and no older ones afterwards. Running containers keep their own snapshots.
@@ -121,7 +121,7 @@ def load(settings: Settings, puller: Path, addresses: Addresses, wanted: list[Im
     return references
 
 
-def publish(settings: Settings, addresses: Addresses, image: Image) -> str:
+def publish(settings: ClusterSettings, addresses: Addresses, image: Image) -> str:
     """Build an image from `settings.root` and push it to the local registry, unless that has it. Its reference."""
     registry = f"{addresses.node}:{REGISTRY_PORT}"
     buildah = Buildah(settings)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..commands import run
 from ..progress import say, step
-from ..settings import Settings
+from ..settings import ClusterSettings
 from . import base_image
 from .catalog import Image, accelerator_arguments, build_arguments, content_tag
 
@@ -33,7 +33,7 @@ def remove_interrupted(cache: Path) -> None:
 class Buildah:
     """Storage lies in the cache folder, apart from any other of this machine."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: ClusterSettings) -> None:
         self.settings = settings
         self.folder = settings.cache / "buildah"
         self._base = settings.base_image

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from ..commands import succeeds
 from ..errors import ClusterError
-from ..settings import Settings
+from ..settings import ClusterSettings
 from .catalog import Image
 
 
@@ -34,7 +34,7 @@ def docker_answers() -> bool:
     return shutil.which("docker") is not None and succeeds("docker", "info")
 
 
-def choose_builder(settings: Settings) -> ImageBuilder:
+def choose_builder(settings: ClusterSettings) -> ImageBuilder:
     """Docker where its engine answers, else buildah. Raises ClusterError when neither is there."""
     from .buildah import Buildah
     from .docker import Docker

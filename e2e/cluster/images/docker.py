@@ -7,12 +7,12 @@ import re
 from ..commands import run
 from ..errors import ClusterError
 from ..progress import say, step
-from ..settings import Settings
+from ..settings import ClusterSettings
 from .catalog import Image, accelerator_arguments, build_arguments, content_tag
 
 
 class Docker:
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: ClusterSettings) -> None:
         self.settings = settings
         base = {"BASE_IMAGE": settings.base_image} if settings.base_image else {}
         self._arguments = base | accelerator_arguments(gpu=settings.has_gpu)

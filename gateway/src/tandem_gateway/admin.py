@@ -59,19 +59,19 @@ class Admin:
     timeouts = GatewayTimeouts(header_seconds=_SECONDS, body_seconds=_SECONDS, idle_seconds=_SECONDS)
     max_body_bytes = MAX_BODY_BYTES
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, *, knows_routing: Callable[[], bool]) -> None:
+        """`knows_routing`: whether what the gateway follows of its model has been asked for once."""
         self._gateway = gateway
+        self._knows_routing = knows_routing
         self._connections: set[ClientConnection] = set()
         self._sources: Sources[ClientConnection] = Sources()
         self._questions: dict[ClientConnection, tuple[_Question, Request]] = {}
         self.budget = Budget(4 * MAX_BODY_BYTES)
         self.discovered = False
-        self.knows_routing: Callable[[], bool] = lambda: True
-        """Whether what the gateway follows of its model has been asked for once."""
 
     @property
     def ready(self) -> bool:
-        return self.discovered and self.knows_routing() and not self._gateway.draining
+        return self.discovered and self._knows_routing() and not self._gateway.draining
 
     def answer(self, method: bytes, path: str, *, from_here: bool) -> tuple[int, str, bytes]:
         """Status, content type and body. `from_here`: it came over the loopback interface."""
@@ -97,7 +97,7 @@ class Admin:
         return 404, "text/plain", f"try {paths}\n".encode()
 
     def _preview(self, request: Request) -> tuple[int, str, bytes]:
-        """Where the gateway would send this request, by its body; nothing is sent."""
+        """Tell where the gateway would send this request, by its body; nothing is sent."""
         try:
             found = self._gateway.preview(replace(request, path=guess_path(request.body)))
         except RequestError as error:

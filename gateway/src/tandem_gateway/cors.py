@@ -50,14 +50,15 @@ class CORSPolicy:
         self._max_age = int(rules.max_age_seconds)
 
     def fields(self, origin: bytes | None) -> bytes:
-        """Of an answer to a request of a page of `origin`."""
+        """Header fields of an answer to a request of a page of `origin`."""
         allowed = self._allow(origin)
         if not allowed:
             return _VARY
         return allowed + _EXPOSED
 
     def answer_preflight(self, request: Request) -> bytes:
-        """Of the answer to a preflight, which has no body. The browser compares method and headers with it.
+        """Header fields of the answer to a preflight, which has no body. The browser compares method and headers with
+        it.
 
         Raises:
             BadRequest: 403, the origin may not.

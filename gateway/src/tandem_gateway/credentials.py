@@ -37,7 +37,7 @@ class Credentials:
 
     @property
     def key_name(self) -> str | None:
-        """Of the key in use."""
+        """Name of the key in use."""
         return None if self._ring is None else self._ring.primary
 
     def refresh(self) -> None:

@@ -69,9 +69,10 @@ log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 3
 MAX_RESETS = 2
-"""Of the times that it is sent may end in a reset: a request that kills its worker must not meet all of them."""
+"""So many of the times that it is sent may end in a reset: a request that kills its worker must not meet all of
+them."""
 GRACE_SECONDS = 5.0
-"""Where this gateway itself lacks what a connection needs, a request waits this long for it."""
+"""A request waits this long for what a connection needs where this gateway itself lacks it."""
 MAX_HELD_BYTES = 32 * 1024 * 1024
 """An answer in one piece up to this size is held until it is complete, so that a broken one can still be retried."""
 SLOWEST_TOKENS_PER_SECOND = 4
@@ -174,7 +175,7 @@ class Exchange:
         self.started_at = monotonic()
         self._arrived = self._deadline = self._loop.time()
         self.first_byte_at = 0.0
-        """Of a stream. When the first token of an answer in one piece was there, only its worker knows."""
+        """Set for streams alone. When the first token of an answer in one piece was there, only its worker knows."""
         self.status = 0
         self.bytes_out = 0
         self.attempts = 0
@@ -182,16 +183,16 @@ class Exchange:
         self.usage: dict[str, object] | None = None
         self.error: str | None = None
         self.queue_seconds = 0.0
-        """That it waited for a worker, so far."""
+        """Time that it waited for a worker, so far."""
         self.trace: ExchangeTrace | None = None
         """None: its spans are not recorded."""
         self.recording: Recording | None = None
         """None: its answer is nothing to a store of responses."""
         self._phase = NEW
         self._ticket: Ticket[Waiter] | None = None
-        """Of the queue that it waits in."""
+        """Its place in the queue that it waits in."""
         self._slot: Slot | None = None
-        """Where it went from there."""
+        """Its place at the endpoint that the queue sent it to."""
         self._call: Call | None = None
         self._reservation: Reservation | None = None
         self._excluded = _NO_NAMES
@@ -213,7 +214,7 @@ class Exchange:
         self._head: ResponseHead | None = None
         self._stream: EventStream | None = None
         self._continuation: Continuation | None = None
-        """Of a stream that has begun and can go on elsewhere."""
+        """The journal of a stream that has begun and can go on elsewhere."""
         self._held: list[bytes | bytearray] = []
         self._held_bytes = self._reads = self._reads_seen = self._tokens_seen = 0
 
@@ -508,7 +509,7 @@ class Exchange:
 
     @property
     def source(self) -> str:
-        """Whose request it is, as far as an address tells."""
+        """The client whose request it is, as far as an address tells."""
         return self._connection.source
 
     def _can_move(self) -> bool:

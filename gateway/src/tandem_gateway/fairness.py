@@ -16,7 +16,7 @@ class Sources(Generic[T]):
 
     def __init__(self) -> None:
         self._things: dict[str, dict[T, None]] = {}
-        """Of each source, the newest last."""
+        """The things of each source, the newest last."""
         self._used: dict[str, int] = {}
 
     def used(self, source: str) -> int:

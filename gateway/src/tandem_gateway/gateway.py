@@ -9,13 +9,13 @@ import re
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import count, islice
 from typing import Any
 from urllib.parse import unquote
 
-from tandem_api.fleet import FleetReport, StartingReport, WorkerReport
+from tandem_api.fleet import FleetReport, WorkerReport
 from tandem_api.launch import GatewayConfig, GatewayRouting, StoreLimits, TracingConfig
 from tandem_api.logs import format_time
 from tandem_api.names import Role
@@ -37,7 +37,6 @@ from tandem_gateway.links import NativeLinks
 from tandem_gateway.links import describe as describe_link
 from tandem_gateway.metrics import Metrics
 from tandem_gateway.own_answers import OWN_PATHS, answer_own
-from tandem_gateway.probation import Held
 from tandem_gateway.prompt import (
     COMPUTES,
     INFERENCE_PATHS,
@@ -64,6 +63,7 @@ from tandem_gateway.scheduling import (
 )
 from tandem_gateway.scheduling.isolation import Isolation
 from tandem_gateway.sse import find_cached
+from tandem_gateway.surroundings import Surroundings
 from tandem_gateway.tracing import begin_trace
 from tandem_gateway.traffic import TrafficCounter
 from tandem_gateway.turns import LARGE_BYTES, Turns
@@ -80,7 +80,7 @@ UNAUTHORIZED_LOG_SECONDS = 10.0
 REFUSED = frozenset((400, 404, 413, 422))
 """What a worker answers to a request that nobody is to compute."""
 LOOKED_AT = 64
-"""Of who has most connections, for one that nobody asks over."""
+"""Connections looked at, of who has most, for one that nobody asks over."""
 REFUSALS = 64
 """Connections beyond the limit that are told so before they are closed."""
 _REQUEST_ID = re.compile(rb"[\w.:/+=-]{1,128}")
@@ -89,9 +89,19 @@ log = logging.getLogger(__name__)
 
 class Gateway:
     def __init__(
-        self, config: GatewayConfig, access_log: AccessLog | None = None, tracing: TracingConfig | None = None
+        self,
+        config: GatewayConfig,
+        surroundings: Surroundings,
+        *,
+        access_log: AccessLog | None = None,
+        tracing: TracingConfig | None = None,
+        certificate: Certificate | None = None,
     ) -> None:
-        """`tracing` holds while nothing else is configured. Raises ConfigError where the keys cannot be read."""
+        """`tracing` holds while nothing else is configured. Without a `certificate` clients speak no TLS.
+
+        Raises:
+            ConfigError: the keys cannot be read.
+        """
         self.config = config
         self.served_names: tuple[str, ...] = (config.served_name,)
         """Names that clients may pass as `model`, the present one first."""
@@ -112,20 +122,11 @@ class Gateway:
         self.decisions: deque[Decision] = deque(maxlen=KEPT)
         self.metrics = Metrics()
         self.traffic = TrafficCounter()
-        self.telemetry: Callable[[Worker], tuple[WorkerTelemetry, float] | None] = lambda _: None
-        """A worker's last sample and its age in seconds."""
-        self.telemetry_reads: Mapping[str, int] = {}
-        self.queue = RequestQueue(config.queue, self.scheduler, self.metrics)
+        self._surroundings = surroundings
+        self.queue = RequestQueue(config.queue, self.scheduler, self.metrics, on_join=surroundings.on_waiting)
         self.isolation = Isolation()
         self.access_log = access_log
-        self.held: Held = list
-        """Workers that discovery knows and that get no requests yet, as `GET /fleet` tells of them."""
-        self.starting: Callable[[], list[StartingReport]] = list
-        """Workers that are not ready, and what they wait for."""
-        self.facts: Callable[[], dict[str, object]] = dict
-        """What a worker has told about the model."""
-        self.certificate: Certificate | None = None
-        """That clients are shown; None: they speak no TLS."""
+        self.certificate = certificate
         self.tracer = _build_tracer(config, tracing)
         self.exchanges: set[Exchange] = set()
         self.on_busy: Callable[[], None] | None = None
@@ -171,9 +172,11 @@ class Gateway:
         self._follow_store(routing.response_store)
 
     def _build_native(self) -> NativeLinks:
-        native = NativeLinks(token=lambda: self._credentials.token)
-        native.on_drain = self._on_drain
-        return native
+        return NativeLinks(
+            token=lambda: self._credentials.token,
+            on_sample=self._surroundings.on_pushed_sample,
+            on_drain=self._on_drain,
+        )
 
     def _build_store(self, limits: StoreLimits | None) -> Responses | None:
         return None if limits is None else Responses(limits, self.budget, clock=time.monotonic)
@@ -466,7 +469,8 @@ class Gateway:
         return self._describe(name)
 
     def _describe(self, name: str) -> dict[str, object]:
-        return {"id": name, "object": "model", "created": int(self._started_at), "owned_by": "tandem"} | self.facts()
+        told = self._surroundings.describe_model()
+        return {"id": name, "object": "model", "created": int(self._started_at), "owned_by": "tandem", **told}
 
     def on_exchange_end(self, exchange: Exchange) -> None:
         now = time.monotonic()  # the loop's own clock counts whole milliseconds
@@ -623,7 +627,7 @@ class Gateway:
             failures={outcome.value: count for outcome, count in self.scheduler.failures.items()},
             ejections={outcome.value: count for outcome, count in self.scheduler.ejections.items()},
             canary=self.scheduler.canary_requests,
-            telemetry=self.telemetry_reads,
+            telemetry=self._surroundings.telemetry_reads,
             spans=self.tracer.counts,
             more=[
                 *(() if self.certificate is None else self.certificate.families()),
@@ -700,8 +704,8 @@ class Gateway:
             at=time.time(),
             served_names=list(self.served_names),
             canary_percent=None if canary is None else canary.percent,
-            workers=[*map(self._report_on, self.scheduler.endpoints.values()), *self.held()],
-            starting=self.starting(),
+            workers=[*map(self._report_on, self.scheduler.endpoints.values()), *self._surroundings.report_held()],
+            starting=self._surroundings.report_starting(),
             traffic=self.traffic.report(
                 waiting_requests=self.queue.line.size,
                 waiting_tokens=self.queue.line.tokens,
@@ -712,7 +716,7 @@ class Gateway:
     def _report_on(self, endpoint: Endpoint) -> WorkerReport:
         worker, reason = endpoint.worker, endpoint.health.reason
         admitted = endpoint.level >= 0
-        telemetry, age = self.telemetry(worker) or (None, None)
+        telemetry, age = self._surroundings.find_sample(worker) or (None, None)
         return WorkerReport(
             name=worker.name,
             address=worker.address,

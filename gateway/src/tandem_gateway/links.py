@@ -19,19 +19,23 @@ from tandem_gateway.upstream.native import NativeLink
 
 STATES = ("native", "connecting", "http_unannounced", "http_version")
 SAMPLES_PER_SECOND = 400
-"""Of all workers together: of more than a hundred each tells about itself more seldom."""
+"""From all workers together: of more than a hundred each tells about itself more seldom."""
 
 
 class NativeLinks:
     """Opens them, and hears what comes over them. Owned by one event loop."""
 
-    def __init__(self, *, token: Callable[[], str | None]) -> None:
-        """`token`: what to show a worker now."""
+    def __init__(
+        self,
+        *,
+        token: Callable[[], str | None],
+        on_sample: Callable[[Worker, bytes], None],
+        on_drain: Callable[[Worker], None],
+    ) -> None:
+        """`token`: what to show a worker now. `on_sample` is called with the JSON of a worker's sample, `on_drain` when
+        a worker takes no new requests."""
         self._token = token
-        self.on_sample: Callable[[Worker, bytes], None] = lambda worker, sample: None
-        """Called with the JSON of a worker's sample."""
-        self.on_drain: Callable[[Worker], None] = lambda worker: None
-        """Called when a worker takes no new requests."""
+        self._on_sample, self._on_drain = on_sample, on_drain
         self.ends: Counter[str] = Counter()
         """Links that ended or did not come about, by why."""
         self._workers = 0
@@ -71,10 +75,10 @@ class NativeLinks:
     # of links
 
     def on_link_sample(self, worker: Worker, payload: bytes) -> None:
-        self.on_sample(worker, payload)
+        self._on_sample(worker, payload)
 
     def on_link_drain(self, worker: Worker) -> None:
-        self.on_drain(worker)
+        self._on_drain(worker)
 
     def on_link_end(self, worker: Worker, code: str) -> None:
         self.ends[code] += 1

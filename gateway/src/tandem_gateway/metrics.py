@@ -23,7 +23,7 @@ BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 
 """Seconds. From a cached prompt on a fast GPU to a long answer on a CPU."""
 
 RATIOS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
-"""Of what was predicted to what came: 0.8 to 1.25 is right within a fifth or a quarter."""
+"""Buckets for the ratio of what was predicted to what came: 0.8 to 1.25 is right within a fifth or a quarter."""
 
 _CLIENT_GONE = 499
 _NONE: Mapping[str, int] = {}
@@ -46,9 +46,9 @@ class Histogram:
 class Metrics:
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, int]] = Counter()
-        """By path and status. 499 is a client that went away before its answer was complete."""
+        """Counts by path and status. 499 is a client that went away before its answer was complete."""
         self.retries: Counter[str] = Counter()
-        """By what made the retry necessary."""
+        """Counts by what made the retry necessary."""
         self.resumes: Counter[str] = Counter()
         """Streams that went on at another worker, by why."""
         self.failed_resumes: Counter[str] = Counter()

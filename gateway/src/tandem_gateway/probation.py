@@ -35,11 +35,9 @@ PATIENCE = 3
 _FIRST = -1000
 """Priority of probes: a queue says nothing about the way of the blocks."""
 _TEXT_BYTES = 256
-"""Of hexadecimal digits: more tokens than decode workers compute themselves, whatever the tokenizer."""
+"""Bytes of hexadecimal digits in a probe's prompt: more tokens than decode workers compute themselves, whatever the
+tokenizer."""
 _PREFILL_WORKER = HEADER_PREFILL_WORKER.encode()
-
-Held = Callable[[], list[WorkerReport]]
-"""Those that are held back, now."""
 
 log = logging.getLogger(__name__)
 

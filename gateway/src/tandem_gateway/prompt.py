@@ -44,7 +44,7 @@ _MAX_TOKENS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 MAX_NODES = 100_000
 """Objects, lists and strings of a body, names included. Each costs many times its bytes to read."""
 MAX_VALUES = 1_000_000
-"""Of all kinds, numbers too: so many take some 30 ms to read, and a prompt given as tokens has fewer."""
+"""Values of all kinds, numbers too: so many take some 30 ms to read, and a prompt given as tokens has fewer."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -133,7 +133,7 @@ def read_inquiry(
 
 
 def guess_path(body: bytes) -> str:
-    """Where a request with this body is meant to go, by what it asks.
+    """Tell where a request with this body is meant to go, by what it asks.
 
     Raises:
         BadRequest: it is not a JSON object.

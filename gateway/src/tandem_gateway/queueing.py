@@ -34,17 +34,19 @@ class Waiter(Protocol):
 
 
 class RequestQueue:
-    """Of one gateway."""
+    """The queue of one gateway."""
 
-    def __init__(self, settings: GatewayQueue, scheduler: Scheduler, metrics: Metrics) -> None:
+    def __init__(
+        self, settings: GatewayQueue, scheduler: Scheduler, metrics: Metrics, *, on_join: Callable[[], None]
+    ) -> None:
+        """`on_join`: called when a request has come to wait."""
         self.settings = settings
         """A change holds for who comes to wait from then on."""
-        self.on_join: Callable[[], None] = lambda: None
-        """Called when a request has come to wait."""
         self.line: DeadlineQueue[Waiter] = DeadlineQueue()
         self._ramp = Ramp()
         self._scheduler = scheduler
         self._metrics = metrics
+        self._on_join = on_join
 
     @property
     def enabled(self) -> bool:
@@ -80,7 +82,7 @@ class RequestQueue:
                     self.find_backlog(),
                 )
             )
-        self.on_join()
+        self._on_join()
         return ticket
 
     def refuse(self) -> NoEndpoint:

@@ -163,9 +163,9 @@ class Continuation:
         self.moves = 0
         """Times that another worker took it over."""
         self.reason = ""
-        """Of the move under way."""
+        """Why the stream moves now."""
         self.deadline = 0.0
-        """Of the move under way."""
+        """When the move under way has to be over."""
         self._events_seen = 0
         self._stalls = 0
         self._deaths = 0

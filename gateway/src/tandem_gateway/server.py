@@ -7,8 +7,11 @@ import contextlib
 import logging
 import resource
 import signal
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from typing import Any
+
+from tandem_api.fleet import StartingReport, WorkerReport
+from tandem_api.telemetry import WorkerTelemetry
 
 from tandem_gateway.access_log import AccessLog
 from tandem_gateway.admin import Admin
@@ -32,7 +35,7 @@ log = logging.getLogger(__name__)
 BACKLOG = 1024
 LAST_WORDS_TICKS = 10
 OTHER_DESCRIPTORS = 64 + MAX_KEPT + AT_ONCE
-"""Of the process itself: listeners, discovery, logs, probes, and reads of workers' telemetry."""
+"""Descriptors of the process itself: listeners, discovery, logs, probes, and reads of workers' telemetry."""
 
 
 class Server:
@@ -43,10 +46,15 @@ class Server:
         self._settings = settings
         self._lines = LineWriter(1, "access-log") if settings.access_log else None
         access_log = AccessLog(self._lines.write) if self._lines else None
-        self.gateway = Gateway(settings.config, access_log, settings.tracing)
         tls = settings.config.tls
-        self.gateway.certificate = tls and Certificate(tls.path, min_version=tls.min_version)
-        self.admin = Admin(self.gateway)
+        self.gateway = Gateway(
+            settings.config,
+            self,
+            access_log=access_log,
+            tracing=settings.tracing,
+            certificate=tls and Certificate(tls.path, min_version=tls.min_version),
+        )
+        self.admin = Admin(self.gateway, knows_routing=lambda: self._routing is None or self._routing.asked)
         self.probation = Probation(
             self.apply_workers,
             served_name=settings.config.served_name,
@@ -54,19 +62,18 @@ class Server:
             connect_seconds=settings.config.timeouts.connect_seconds,
             is_urgent=lambda: self.gateway.queue.line.size > 0,
         )
-        self.gateway.held = self.probation.reports
         self.card = ModelCard(
             token_line=lambda: self.gateway.token_line, connect_seconds=settings.config.timeouts.connect_seconds
         )
-        self.gateway.facts = lambda: self.card.facts
         self.telemetry = TelemetryPoller(
-            connect_seconds=settings.config.timeouts.connect_seconds, period=settings.telemetry_seconds
+            connect_seconds=settings.config.timeouts.connect_seconds,
+            period=settings.telemetry_seconds,
+            on_sample=self.gateway.take_sample,
         )
-        self.telemetry.on_sample = self.gateway.take_sample
-        self.gateway.telemetry = self.telemetry.sample
-        if self.gateway.native is not None:
-            self.gateway.native.on_sample = self.telemetry.push
-        self.gateway.telemetry_reads = self.telemetry.reads
+        self._waker: Waker | None = None
+        self._starts: StartWatch | None = None
+        self._routing: RoutingWatcher | None = None
+        """None, like the two before it, where workers are not discovered in Kubernetes."""
         self.http_port = self.https_port = 0
         """0 where clients are not served so."""
         self.metrics_port = 0
@@ -159,6 +166,33 @@ class Server:
             self._lines.close()
         log.info("stopped", extra={"cut_off": left})
 
+    # what the gateway asks of the process
+
+    @property
+    def telemetry_reads(self) -> Mapping[str, int]:
+        return self.telemetry.reads
+
+    def find_sample(self, worker: Worker) -> tuple[WorkerTelemetry, float] | None:
+        return self.telemetry.sample(worker)
+
+    def report_held(self) -> list[WorkerReport]:
+        return self.probation.reports()
+
+    def report_starting(self) -> list[StartingReport]:
+        return [] if self._starts is None else self._starts.reports()
+
+    def describe_model(self) -> Mapping[str, object]:
+        return self.card.facts
+
+    def on_pushed_sample(self, worker: Worker, sample: bytes) -> None:
+        self.telemetry.push(worker, sample)
+
+    def on_waiting(self) -> None:
+        if self._waker is not None:
+            self._waker.poke()
+
+    # discovery
+
     def apply_workers(self, workers: list[Worker]) -> None:
         self.admin.discovered = True
         self.gateway.apply_workers(workers)
@@ -174,13 +208,7 @@ class Server:
             return [self._apply_fixed(list(settings.workers))]
         server, config = ApiServer.in_cluster(), settings.config
         queue = self.gateway.queue
-        waker = Waker(
-            waits=lambda: queue.settings.wakes and queue.line.size > 0,
-            token_line=lambda: self.gateway.token_line,
-            connect_seconds=config.timeouts.connect_seconds,
-        )
-        starts = StartWatch(connect_seconds=config.timeouts.connect_seconds)
-        self.gateway.starting = starts.reports
+        starts = self._starts = StartWatch(connect_seconds=config.timeouts.connect_seconds)
 
         def tell_sleepers(sleepers: list[Sleeper]) -> None:
             waker.take(sleepers)
@@ -193,12 +221,15 @@ class Server:
             apply=self.probation.take,
             tell_sleepers=tell_sleepers,
         )
-        waker.on_awake = pods.admit
-        queue.on_join = waker.poke
-        routing = RoutingWatcher(
+        waker = self._waker = Waker(
+            waits=lambda: queue.settings.wakes and queue.line.size > 0,
+            token_line=lambda: self.gateway.token_line,
+            connect_seconds=config.timeouts.connect_seconds,
+            on_awake=pods.admit,
+        )
+        routing = self._routing = RoutingWatcher(
             server, namespace=config.namespace, model=config.model_name, apply=self.gateway.apply_routing
         )
-        self.admin.knows_routing = lambda: routing.asked
         self._spawn(self.probation.run())
         return [pods.run(), routing.run(), waker.run(), starts.run()]
 

@@ -34,7 +34,7 @@ ANSWER_SECONDS = 2.0
 KEEP_SECONDS = 60.0
 """An older sample is none."""
 MAX_BYTES = 16 * 1024
-"""Of an answer. A sample takes about one."""
+"""Bytes of an answer. A sample takes about one."""
 LONGEST_PAUSE = 10.0
 """Between reads of a worker that does not answer, unless all are asked more seldom."""
 MISSED_AFTER = 3
@@ -56,11 +56,17 @@ log = logging.getLogger(__name__)
 class TelemetryPoller:
     """Owned by one event loop. `take` is discovery's. With a `period` of 0 nothing is read."""
 
-    def __init__(self, *, connect_seconds: float, period: float = PERIOD_SECONDS) -> None:
+    def __init__(
+        self,
+        *,
+        connect_seconds: float,
+        period: float = PERIOD_SECONDS,
+        on_sample: Callable[[Worker, WorkerTelemetry | None], None],
+    ) -> None:
+        """`on_sample`: called with each new sample of a worker, and with None when it has missed several."""
         self.reads: Counter[str] = Counter()
         """Reads that have ended, by how: `ok`, or the reason why there was no sample."""
-        self.on_sample: Callable[[Worker, WorkerTelemetry | None], None] = lambda worker, sample: None
-        """Called with each new sample of a worker, and with None when it has missed several."""
+        self._on_sample = on_sample
         self._connect_seconds = connect_seconds
         self._period = period
         self._targets: dict[Worker, _Target] = {}
@@ -141,7 +147,7 @@ class TelemetryPoller:
         if result == _PUSHED:
             target.failures = 0
             target.read_at = now
-            self.on_sample(target.worker, target.sample)
+            self._on_sample(target.worker, target.sample)
 
     def on_end(self, target: _Target, result: str) -> None:
         """A read has ended."""
@@ -151,11 +157,11 @@ class TelemetryPoller:
         if result == _OK:
             target.failures = 0
             target.read_at = asyncio.get_running_loop().time()
-            self.on_sample(target.worker, target.sample)
+            self._on_sample(target.worker, target.sample)
         else:
             target.failures += 1
             if target.failures == MISSED_AFTER:
-                self.on_sample(target.worker, None)
+                self._on_sample(target.worker, None)
             if target.failures == COMPLAIN_AFTER:
                 log.warning(
                     "a worker's telemetry cannot be read",

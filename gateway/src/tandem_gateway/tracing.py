@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 PROVIDER = "tandem"
 TRACE_PARENT = b"traceparent"
 MAX_SPANS = 64
-"""Of one request: one that is refused again and again until its time is over has no more."""
+"""Spans of one request: one that is refused again and again until its time is over has no more."""
 _TRACE_STATE = b"tracestate"
 
 

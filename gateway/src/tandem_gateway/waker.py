@@ -49,10 +49,10 @@ class Waker:
         waits: Callable[[], bool],
         token_line: Callable[[], bytes],
         connect_seconds: float,
+        on_awake: Callable[[Sleeper], None],
     ) -> None:
-        """`waits`: whether somebody waits for one to be asked."""
-        self.on_awake: Callable[[Sleeper], None] = lambda sleeper: None
-        """Called with a worker that serves."""
+        """`waits`: whether somebody waits for one to be asked. `on_awake`: called with a worker that serves."""
+        self._on_awake = on_awake
         self._waits = waits
         self.token_line = token_line
         self.connect_seconds = connect_seconds
@@ -96,7 +96,7 @@ class Waker:
         """An order has been answered, or not."""
         if served and self._orders.get(order.sleeper) is order:
             log.info("a worker serves", extra={"worker": order.sleeper.worker.name})
-            self.on_awake(order.sleeper)
+            self._on_awake(order.sleeper)
 
 
 class _Order(Asker):

@@ -34,9 +34,9 @@ class Velocity:
     decode: float
     """Output tokens per second within the target for a token."""
     sequences: float
-    """Of a decode replica within that target."""
+    """Sequences of a decode replica within that target."""
     kv_share: float
-    """Of its memory that they take."""
+    """Share of its memory that they take."""
 
 
 class Window:

@@ -51,7 +51,7 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """Of one replay. Seconds, and the share of requests within both targets."""
+    """What came of one replay: seconds, and the share of requests within both targets."""
 
     requests: int
     attainment: float

@@ -22,7 +22,7 @@ class Rate:
     """The best of each kind at one rate."""
 
     load: float
-    """Of the trace's own pace."""
+    """Multiple of the trace's own pace."""
     requests_per_second: float
     apart: Trial
     """Prefill and decode."""

@@ -15,7 +15,7 @@ class StartUp:
 
     seconds: float = 45.0
     spread: float = 0.15
-    """Of `seconds`, to either side."""
+    """Share of `seconds`, to either side."""
 
     def draw(self, chance: random.Random) -> float:
         return self.seconds * (1 + self.spread * (chance.random() + chance.random() - 1))
@@ -97,7 +97,7 @@ class RolePool:
         return [worker for worker in self.members if worker.state == "ready"]
 
     def gpu_seconds(self, until: float) -> float:
-        """Of every replica from its order to its end, start-up and drain included."""
+        """Time of every replica from its order to its end, start-up and drain included."""
         return sum(
             (min(worker.gone_at, until) - worker.ordered_at) * worker.profile.gpus
             for worker in (*self.past, *self.draining, *self.members)

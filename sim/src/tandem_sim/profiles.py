@@ -54,7 +54,7 @@ class WorkerProfile:
     source: str
     gpus: int = 1
     prefill_seconds: float = 0.0
-    """Of every prompt, however short."""
+    """Taken by every prompt, however short."""
     prefill_token_seconds: float
     prefill_pair_seconds: float = 0.0
     step_seconds: float
@@ -63,12 +63,11 @@ class WorkerProfile:
     kv_tokens: int
     """Tokens whose keys and values fit into it."""
     kv_bytes: int = 0
-    """Of one token."""
+    """Size of one token."""
     link_bytes_per_second: float = float("inf")
-    """Of the connection over which it sends or receives keys and values."""
+    """Rate of the connection over which it sends or receives keys and values."""
     first_token_seconds: float = 0.0
     """From the end of computing a prompt to its first token, beside the link's time: nobody is busy with it."""
-    max_sequences: int = 256
     chunk_tokens: int = 2048
     """Tokens in one step, where a worker computes prompts beside decodes."""
     chunk_overhead_tokens: float = 0.0
@@ -100,9 +99,11 @@ class WorkerProfile:
 
 
 PREFILL_EFFICIENCY = 0.5
-"""Of the matrix rate. Assumed, not measured: what serving engines are commonly reported to reach on long prompts."""
+"""Share of the matrix rate. Assumed, not measured: what serving engines are commonly reported to reach on long
+prompts."""
 DECODE_EFFICIENCY = 0.65
-"""Of the memory's rate: SGLang decodes Qwen3-8B on an H200 at 187 tokens/s, where reading the weights allows 286."""
+"""Share of the memory's rate: SGLang decodes Qwen3-8B on an H200 at 187 tokens/s, where reading the weights allows
+286."""
 CHUNK_OVERHEAD_TOKENS = 128.0
 """Assumed, neither measured nor from a source: chunks of 512 tokens then take a quarter longer than their share of a
 whole prompt, and chunks of 2,048 hardly any longer.

@@ -45,7 +45,7 @@ class Failure:
     at: float
     role: Role
     index: int = 0
-    """Of the ready replicas."""
+    """Position among the ready replicas."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ class Answer:
     goal: float
     """Share of requests that must meet both targets."""
     price: float
-    """Of a GPU-hour."""
+    """Price of a GPU-hour."""
     requests: int
     seconds: float
     """From the first arrival to the last."""
@@ -36,7 +36,7 @@ class Answer:
     both_planner: tuple[Figures, Replay] | None = None
     """The planner with workers that do both, in the steps of `both`."""
     replicas: int = 0
-    """Of both sides of the comparison."""
+    """Replicas of both sides of the comparison."""
     rates: Sequence[Rate] = ()
 
 

@@ -15,11 +15,9 @@ from tandem_operator.scaling.contract import Target
 from tandem_sim.fleet import RolePool
 from tandem_sim.workers import Flight
 
-REVERSAL_SECONDS = 600.0
-
 
 class Targets(Protocol):
-    """Of a setting."""
+    """The targets of a setting."""
 
     @property
     def ttft(self) -> Target: ...
@@ -30,7 +28,7 @@ class Targets(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """By request, in the order of arrival, and by role."""
+    """What came of a replay, by request, in the order of arrival, and by role."""
 
     at: NDArray[np.float64]
     """Seconds of arrival."""
@@ -82,7 +80,7 @@ class Replay:
         return int((~self.attained[(self.at >= begin) & (self.at < end)]).sum())
 
     def reversals(self, windows: Sequence[tuple[float, float]]) -> int:
-        """Of the worst role and window: how often the replicas turned round. In a window the load is the same."""
+        """How often the replicas turned round in the worst role and window. In a window the load is the same."""
         return max(
             (count_reversals(orders, begin, end) for orders in self.orders.values() for begin, end in windows),
             default=0,

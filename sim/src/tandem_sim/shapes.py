@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, cos, pi
+from math import ceil
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,14 +67,6 @@ def build_bursts(
     times.append(count * every + every - last)
     values = (1.0, *(1.0, peak, peak, 1.0) * count, 1.0)
     return Shape(points=tuple(zip(times, values, strict=True)))
-
-
-def build_diurnal(*, peak: float = 4.0, day: float = 7200.0, days: int = 1) -> Shape:
-    """A cosine between 1 and `peak`, a day being so many seconds."""
-    points = tuple(
-        (day * step / 48, 1 + (peak - 1) * (1 - cos(2 * pi * step / 48)) / 2) for step in range(48 * days + 1)
-    )
-    return Shape(points=points)
 
 
 def build_constant(seconds: float, *, settle: float = 300.0) -> Shape:

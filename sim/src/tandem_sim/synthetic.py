@@ -86,7 +86,7 @@ def make_like_conversation(seconds: float, rate: float = 3.4, seed: int = 1) -> 
 
 
 _TURNS = 1.68
-"""Of a conversation, in the mean."""
+"""Turns of a conversation, in the mean."""
 
 
 def _draw_turns(chance: random.Random) -> int:

@@ -175,7 +175,7 @@ def _read_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _read_header(line: str) -> list[int]:
-    """Where Azure's columns are; empty where one is missing."""
+    """Find Azure's columns; empty where one is missing."""
     names = [name.strip() for name in next(csv.reader([line]))]
     return [names.index(name) for name in AZURE_COLUMNS] if set(AZURE_COLUMNS) <= set(names) else []
 

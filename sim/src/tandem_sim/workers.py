@@ -78,7 +78,7 @@ class Worker:
         """warming, ready, draining or gone."""
         self.busy_seconds: float = 0.0
         self.version: int = 0
-        """Of its next event; older ones are void."""
+        """Version of its next event; older ones are void."""
 
 
 class PromptQueue:
@@ -247,12 +247,12 @@ class DecodeWorker(Worker):
 
     @property
     def decode_seconds(self) -> float:
-        """Of a step now that only decodes."""
+        """Seconds of a step now that only decodes."""
         return self.profile.step(self.sequences, self.context)
 
     @property
     def step_seconds(self) -> float:
-        """Of a step now."""
+        """Seconds of a step now."""
         flight = self._current
         if flight is None:
             return self.decode_seconds
@@ -262,7 +262,7 @@ class DecodeWorker(Worker):
 
     @property
     def _growth(self) -> float:
-        """By how much a step is longer than the one before."""
+        """Seconds by which a step is longer than the one before."""
         profile, chunk = self.profile, self._chunk
         return profile.step_context_seconds * self.sequences + profile.prefill_pair_seconds * chunk * chunk
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from bench.gpu import report
-from bench.gpu.item import Phase, Setting, Stage, Status
+from bench.gpu.item import ItemStatus, Phase, Setting, Stage
 from bench.gpu.meter import Meter, parse
 from bench.gpu.run import run_stage
 from bench.gpu.stages import GPU_TESTS, STAGES
@@ -83,7 +83,7 @@ def test_a_later_phase_sees_what_failed(hard: tuple[dict[str, Any], list[str]]) 
 
 def test_a_lane_that_cannot_start_is_reported_and_the_next_runs() -> None:
     results, _ = run(phase("broken", "named b"))
-    assert results[f"{LANES}broken"]["status"] is Status.DIED
+    assert results[f"{LANES}broken"]["status"] is ItemStatus.DIED
     assert "a module is not there" in results[f"{LANES}broken"]["why"]
     assert results["item b"]["status"] == "passed"
 

@@ -434,11 +434,11 @@ async def test_a_worker_that_drains_says_so_first(start_linked: StartLinked, sta
 async def test_samples_come_by_themselves(start_linked: StartLinked, start_gateway: StartGateway) -> None:
     worker = await start_linked()
     running = await start_gateway(worker, link="Native")
-    await until(lambda: running.gateway.telemetry_reads["link"] >= 3, wait=WAIT)
-    sample, age = running.gateway.telemetry(worker.worker)
+    await until(lambda: running.server.telemetry.reads["link"] >= 3, wait=WAIT)
+    sample, age = running.server.telemetry.sample(worker.worker)
     assert sample == SAMPLE
     assert age < 5
-    assert set(running.gateway.telemetry_reads) == {"link"}
+    assert set(running.server.telemetry.reads) == {"link"}
 
 
 async def test_requests_of_a_worker_that_left_run_on(start_linked: StartLinked, start_gateway: StartGateway) -> None:

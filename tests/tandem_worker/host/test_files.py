@@ -15,7 +15,7 @@ from tandem_api.launch import FileSharing, ModelSource, WorkerConfig
 from tandem_worker.host.errors import AuthenticationError
 from tandem_worker.host.files.exchange import FileExchange
 from tandem_worker.host.files.layout import Layout, SharedFile
-from tandem_worker.host.files.share import Share
+from tandem_worker.host.files.share import SharedFiles
 from tandem_worker.host.files.wire import LENGTH
 from tandem_worker.host.runtime import open_runtime
 from tandem_worker.host.vitals import Vitals
@@ -35,7 +35,7 @@ def source(tmp_path: Path) -> Iterator[FileExchange]:
     keys = ring()
     exchange = FileExchange(FileSharing(enabled=True, port=0), [], lambda: keys, Vitals())
     exchange.open("127.0.0.1")
-    share = Share(LAYOUT, {0: tmp_path / "w"})
+    share = SharedFiles(LAYOUT, {0: tmp_path / "w"})
     share.add(0)
     share.add(1)
     exchange.offer(share)

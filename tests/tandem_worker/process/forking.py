@@ -27,7 +27,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
-_MAX_ORDER_BYTES = 1 << 16
 
 
 class Forked:

@@ -17,7 +17,7 @@ from tandem_api.keys import KeyRing, bearer_token, open_ring
 from tandem_api.link import FrameReader, Hello
 from tandem_worker.server.link.connection import MAX_UNSENT_BYTES, SLICE_BYTES
 from tandem_worker.server.link.listener import LinkListener
-from tandem_worker.server.link.stream import Stream
+from tandem_worker.server.link.stream import LinkStream
 
 WAITS = b"POST /wait HTTP/1.1\r\n\r\n"
 LONG = b"POST /long HTTP/1.1\r\n\r\n"
@@ -583,12 +583,12 @@ async def test_a_large_answer_is_not_copied_for_each_part_that_leaves() -> None:
     class Wire:
         blocked = False
 
-        def touch(self, stream: Stream) -> None: ...
+        def touch(self, stream: LinkStream) -> None: ...
 
         def put(self, frame: bytes) -> None: ...
 
     body = random.Random(3).randbytes(10 * link.WINDOW + 5)
-    stream = Stream(Wire(), 1, method=b"GET", body_follows=False)
+    stream = LinkStream(Wire(), 1, method=b"GET", body_follows=False)
     sending = asyncio.create_task(stream.send({"type": "http.response.body", "body": body}))
     received = b""
     while not sending.done():

@@ -43,8 +43,7 @@ NO_OPS: list[dict[str, Any]] = [
     {"skip_special_tokens": True}, {"spaces_between_special_tokens": True}, {"include_stop_str_in_output": False},
     {"guided_json": None}, {"structured_outputs": None}, {"structured_outputs": {"disable_fallback": True}},
     {"prompt_logprobs": None}, {"truncate_prompt_tokens": None}, {"best_of": 1}, {"include_reasoning": True},
-    {"separate_reasoning": True}, {"stream_reasoning": True}, {"return_hidden_states": False}, {"stop_regex": None},
-    {"stop_regex": []},
+    {"separate_reasoning": True}, {"stream_reasoning": True}, {"return_hidden_states": False}, {"stop_regex": []},
     {"regex": None}, {"ebnf": None}, {"lora_path": None}, {"kv_transfer_params": None}, {"no_stop_trim": False},
     {"return_tokens_as_token_ids": False}, {"custom_params": None}, {"logits_processors": None}, {"request_id": None},
     {"stream": True, "stream_options": {"continuous_usage_stats": True}}, {"truncation_side": "left"},
@@ -95,7 +94,11 @@ async def test_refused_in_chats(worker: Any) -> None:
         assert (await refusal(worker, CHAT, **fields))["param"] == param
 
 
-TAGS = {"structures": [{"begin": "<f>", "schema": {"type": "integer"}, "end": "</f>"}], "triggers": ["<f"]}
+def tagged(end: str, schema: Any) -> dict[str, Any]:
+    return {"structures": [{"begin": "<f>", "schema": schema, "end": end}], "triggers": ["<f"]}
+
+
+TAGS = tagged("</f>", {"type": "integer"})
 NESTED: Any = {"type": "string"}
 for _ in range(120):
     NESTED = {"type": "array", "items": NESTED}
@@ -129,17 +132,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"structural_tag": TAGS, "min_tokens": 2}, "min_tokens"),
     ({"structural_tag": TAGS, "bad_words": ["a"]}, "bad_words"),
     ({"structural_tag": TAGS, "ignore_eos": True}, "ignore_eos"),
-    ({"structural_tag": {"format": {"type": "regex", "pattern": "("}}}, "structural_tag"),
-    ({"structural_tag": {"format": {"type": "const_string", "value": "a<|im_end|>"}}}, "structural_tag"),
-    ({"structural_tag": {"format": {"type": "json_schema", "json_schema": {"not": {}}}}}, "structural_tag"),
-    ({"structural_tag": {"format": {"type": "json_schema", "json_schema": {"enum": [*range(30_000)]}}}},
-     "structural_tag"),
-    ({"structural_tag": {"format": {"type": "json_schema", "json_schema": NESTED}}}, "structural_tag"),
-    ({"stop_regex": ""}, "stop_regex[0]"), ({"stop_regex": 1}, "stop_regex"), ({"stop_regex": {}}, "stop_regex"),
-    ({"stop_regex": ["a", 1]}, "stop_regex[1]"), ({"stop_regex": [None]}, "stop_regex[0]"),
-    ({"stop_regex": ["a"] * 1000}, "stop_regex"), ({"stop_regex": ["a", "(" * 2000]}, "stop_regex[1]"),
-    ({"stop_regex": ["a", "("]}, "stop_regex[1]"), ({"stop_regex": ["a", "b*"]}, "stop_regex[1]"),
-    ({"stop_regex": r"(a)\1"}, "stop_regex[0]"), ({"stop_regex": ["a{100}"] * 3}, "stop_regex[2]"),
+    ({"structural_tag": {"format": {"type": "regex", "pattern": "("}}}, "structural_tag.format.type"),
+    ({"structural_tag": tagged("<|im_end|>", {})}, "structural_tag"),
+    ({"structural_tag": tagged("</f>", {"not": {}})}, "structural_tag"),
+    ({"structural_tag": tagged("</f>", {"enum": [*range(30_000)]})}, "structural_tag"),
+    ({"structural_tag": tagged("</f>", NESTED)}, "structural_tag"),
     ({"logit_bias": {"": 1}}, "logit_bias"), ({"logit_bias": {"01": 1}}, "logit_bias"),
     ({"logit_bias": {"-1": 1}}, "logit_bias"), ({"logit_bias": {"x" * 65: 1}}, "logit_bias"),
     ({"logit_bias": {"one two three": 1}}, "logit_bias"), ({"logit_bias": {"a": 101}}, "logit_bias.a"),
@@ -395,7 +392,7 @@ async def test_structural_tags(worker: Any, path: str) -> None:
     for fields in (
         {"response_format": whole}, {"structural_tag": TAGS}, {"structural_tag": json.dumps(whole)},
         {"structured_outputs": {"structural_tag": json.dumps(whole)}}, {"structural_tag": TAGS, "n": 3, "stream": True},
-        {"structural_tag": TAGS, "stop_regex": "x", "logprobs": True if path == CHAT else 2},
+        {"structural_tag": TAGS, "stop": "x", "logprobs": True if path == CHAT else 2},
     ):  # fmt: skip
         await post(worker, path, **fields)
         grammar = worker.engine.requests[-1].sampling.grammar.new()
@@ -431,90 +428,20 @@ async def test_structural_tags_in_the_responses_api(worker: Any) -> None:
     assert (response.status_code, response.json()["error"]["param"]) == (400, "text.format.format")
 
 
-@pytest.mark.parametrize("path", [CHAT, TEXT])
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("option", ["include_stop_str_in_output", "no_stop_trim", None])
-async def test_a_regex_ends_an_answer(worker: Any, path: str, stream: bool, option: str | None) -> None:
-    worker.says("one 12 twelve 123 more")
-    fields = {} if option is None else {option: True}
-    patterns = [r"\d{3}", "never"]
-    response = await post(worker, path, max_tokens=50, stop_regex=patterns, stop=["mo"], stream=stream, n=2, **fields)
-    events = events_of(response) if stream else [response.json()]
-    choices = [choice for event in events for choice in event["choices"]]
-    for index in range(2):
-        mine = [{"choices": [choice]} for choice in choices if choice["index"] == index]
-        text = "".join(text_of(each, path) for each in mine)
-        assert text == ("one 12 twelve " if option is None else "one 12 twelve 123")
-        last = mine[-1]["choices"][0]
-        assert (last["finish_reason"], last["stop_reason"], last["matched_stop"]) == ("stop", patterns[0], patterns[0])
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_regex_may_wait_for_what_comes_after_it(worker: Any, stream: bool) -> None:
-    """And the answer's end is no word's continuation."""
-    for said, left in (("the bend, the end, more", "the bend, the "), ("the end", "the ")):
-        worker.says(said)
-        response = await post(worker, TEXT, max_tokens=50, stop_regex=r"\bend\b", stream=stream)
-        events = events_of(response) if stream else [response.json()]
-        assert "".join(text_of(event, TEXT) for event in events) == left
-        assert events[-1]["choices"][0]["matched_stop"] == r"\bend\b"
-
-
-async def test_logprobs_end_where_a_regex_begins_to_match(worker: Any) -> None:
-    worker.says("ab12c")
-    fields = {"max_tokens": 50, "stop_regex": "[0-9]+c", "logprobs": 1}
-    choice = (await post(worker, TEXT, **fields)).json()["choices"][0]
-    assert choice["logprobs"]["tokens"] == ["a", "b"]
-    events = events_of(await post(worker, TEXT, stream=True, **fields))
-    tokens = [token for event in events for token in (event["choices"][0]["logprobs"] or {}).get("tokens", [])]
-    assert tokens == ["a", "b"]
-
-
-async def test_a_regex_sees_no_tokens_before_min_tokens(worker: Any) -> None:
-    worker.says("1a2b3c")
-    choice = (await post(worker, TEXT, max_tokens=50, stop_regex="[0-9]", min_tokens=3)).json()["choices"][0]
-    assert (choice["text"], choice["matched_stop"]) == ("1a2b", "[0-9]")
-
-
-async def test_an_echoed_prompt_is_not_searched(worker: Any) -> None:
-    worker.says("ab1c")
-    fields = {"prompt": "x1", "echo": True, "stop_regex": "(?m)^[0-9]|[0-9]", "max_tokens": 20}
-    assert (await post(worker, TEXT, **fields)).json()["choices"][0]["text"] == "x1ab"
-
-
-async def test_a_regex_within_reasoning_and_around_calls(worker: Any) -> None:
-    """As stop strings do, it sees the text as the model writes it."""
-    worker.says("<think>hm 42</think>yes")
-    choice = (await post(worker, CHAT, max_tokens=60, stop_regex=r"\d\d")).json()["choices"][0]
-    assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == ("hm ", "")
-    worker.says("<think>hm</think>yes 42 no")
-    choice = (await post(worker, CHAT, max_tokens=60, stop_regex=r"\s\d\d")).json()["choices"][0]
-    assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == ("hm", "yes")
-
-
-@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
-async def test_a_regex_ends_the_answers_of_the_other_apis(worker: Any, path: str) -> None:
-    worker.says("yes 42 no")
-    fields = {"input": "x"} if path == "/v1/responses" else {"messages": USER, "max_tokens": 20}
-    response = await worker.http.post(path, json={"model": "tiny", "stop_regex": r"\d+\s", **fields})
-    assert response.status_code == 200, response.text
-    answer = response.json()
-    if path == "/v1/responses":
-        assert answer["output"][0]["content"][0]["text"] == "yes "
-    else:
-        assert (answer["content"][0]["text"], answer["stop_reason"]) == ("yes ", "stop_sequence")
-        assert answer["stop_sequence"] == r"\d+\s"
-    response = await worker.http.post(path, json={"model": "tiny", "stop_regex": "(", **fields})
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "stop_regex[0]")
-
-
-async def test_a_regex_through_the_client(worker: Any) -> None:
-    worker.says("one 🙂🙂 two")
-    answer = await worker.client.chat.completions.create(
-        model="tiny", messages=USER, extra_body={"stop_regex": ["🙂+"], "no_stop_trim": True}
-    )
-    assert answer.choices[0].message.content == "one 🙂"
-    assert answer.choices[0].model_extra["matched_stop"] == "🙂+"
+@pytest.mark.parametrize("path", [CHAT, TEXT, "/v1/responses", "/v1/messages"])
+async def test_stop_regexes_are_refused_by_name(worker: Any, path: str) -> None:
+    others = {"/v1/responses": {"input": "x"}, "/v1/messages": {"messages": USER, "max_tokens": 20}}
+    fields = {"model": "tiny", **others.get(path, body(path))}
+    for value in ("a", ["a", "b"], "(", "", 1, {}):
+        response = await worker.http.post(path, json={**fields, "stop_regex": value})
+        error = response.json()["error"]
+        assert (response.status_code, error["param"], error["code"]) == (400, "stop_regex", "unsupported_parameter")
+        assert "use 'stop'" in error["message"]
+    assert worker.engine.requests == []
+    worker.says("a")
+    for value in (None, []):
+        response = await worker.http.post(path, json={**fields, "stop_regex": value})
+        assert response.status_code == 200, response.text
 
 
 async def test_stop_tokens_are_told(worker: Any) -> None:

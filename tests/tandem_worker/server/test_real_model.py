@@ -272,17 +272,6 @@ async def test_logprobs_of_a_prompt_are_those_of_its_echo(client: openai.AsyncOp
     assert len(chat.model_extra["prompt_logprobs"]) == chat.usage.prompt_tokens
 
 
-async def test_a_regex_ends_an_answer(client: openai.AsyncOpenAI) -> None:
-    arguments: dict[str, Any] = {"model": "smollm2", "messages": QUESTION, "max_tokens": 16}
-    extra = {"stop_regex": [r"\b(?i:PARIS)\b", "never"], **SAYS_IT}
-    answer = await client.chat.completions.create(**arguments, extra_body=extra)
-    assert answer.choices[0].message.content == "The capital of France is "
-    assert answer.choices[0].model_extra["matched_stop"] == extra["stop_regex"][0]
-    stream = await client.chat.completions.create(**arguments, stream=True, extra_body={**extra, "no_stop_trim": True})
-    said = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
-    assert said == "The capital of France is Paris"
-
-
 async def test_structural_tags_hold_what_a_trigger_begins(client: openai.AsyncOpenAI, real: Real) -> None:
     schema = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"],
               "additionalProperties": False}  # fmt: skip

@@ -34,7 +34,6 @@ from tandem_worker.server.responses.encoder import ResponsesEncoder
 from tandem_worker.server.resuming import open_journal, take_up
 from tandem_worker.server.text.choice import Choice
 from tandem_worker.server.text.output import Usage
-from tandem_worker.server.text.patterns import compile_patterns
 from tandem_worker.server.text.reasoning import ReasoningParser
 from tandem_worker.server.tools.formats import HERMES_FORMAT
 
@@ -51,17 +50,14 @@ VISIBLE = frozenset(map(TOKENIZER.backend_tokenizer.token_to_id, ["<think>", "</
 Units = list[tuple[bytes, bytes]]
 
 
-def make_plan(api: str, *, logprobs: bool, stops: tuple[str, ...] = ("stop it",), regex: str | None = None) -> Plan:
+def make_plan(api: str, *, logprobs: bool, stops: tuple[str, ...] = ("stop it",)) -> Plan:
     """As two workers make it of one request."""
     head = AnswerHead(
         id=f"{api}_0123456789abcdef", created=1, model="m", fingerprint="f", service_tier=None, include_usage=False,
         return_token_ids=False, tokens_as_ids=False, with_logprobs=logprobs,
     )  # fmt: skip
     parser = ReasoningParser(HERMES_FORMAT.new_parser(ToolOptions(mode="auto")), inside=False)
-    patterns = None if regex is None else compile_patterns((regex,))
-    choice = Choice(
-        0, TABLE.new(visible=VISIBLE), stops=stops, stop_patterns=patterns, parser=parser, answer_id=head.id
-    )
+    choice = Choice(0, TABLE.new(visible=VISIBLE), stops=stops, parser=parser, answer_id=head.id)
     encoder = ResponsesEncoder(head, TABLE, echo=b'{"tools":[]}') if api == "resp" else MessagesEncoder(head, TABLE)
     request = GenerationRequest(
         request_id="r", prompt_token_ids=(1, 2, 3), sampling=SamplingParams(max_tokens=2000, seed=1)
@@ -199,14 +195,11 @@ def test_what_going_on_costs_grows_with_the_stream_alone(api: str) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 30])
-@pytest.mark.parametrize(
-    ("regex", "logprobs"), [("some (words )*never", False), (None, True)], ids=["regex", "logprobs"]
-)
-def test_going_on_takes_turns_however_much_one_line_says(regex: str | None, logprobs: bool, size: int) -> None:
+def test_going_on_takes_turns_however_much_one_line_says(size: int) -> None:
     """A client that reads slowly, or an engine that has several tokens in a step, makes lines of many tokens."""
 
     def cost(num_tokens: int) -> int:
-        plan = make_plan("resp", logprobs=logprobs, regex=regex)
+        plan = make_plan("resp", logprobs=True)
         opening = begin(plan)
         text = "some words " * num_tokens
         tokens = TOKENIZER.encode(text, add_special_tokens=False)[:num_tokens]
@@ -216,14 +209,12 @@ def test_going_on_takes_turns_however_much_one_line_says(regex: str | None, logp
                 request_id="r",
                 choice=0,
                 token_ids=tuple(part),
-                logprobs=tuple(TokenLogprob(token_id=token, logprob=-1.0, top=top) for token in part)
-                if logprobs
-                else None,
+                logprobs=tuple(TokenLogprob(token_id=token, logprob=-1.0, top=top) for token in part),
             )
             for part in (tokens[start : start + size] for start in range(0, num_tokens, size))
         ]
         lines = [opening[1], *(line for _, line in go_on(plan, deltas))]
-        second = make_plan("resp", logprobs=logprobs, regex=regex)
+        second = make_plan("resp", logprobs=True)
         turns = Turns(take_up(second, read(second, lines), vocab_size=len(TOKENIZER)))
         asyncio.run(turns.run())
         return max(turns.costs)

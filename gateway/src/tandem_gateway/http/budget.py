@@ -14,7 +14,8 @@ from tandem_gateway.fairness import Sources
 FREE_BYTES = 64 * 1024
 """A connection that holds no more is small: large ones leave the last eighth to those."""
 UNCOUNTED_BYTES = 4 * 1024
-"""Of a connection: as much as it costs by itself, and bounded with the number of connections."""
+"""Bytes of a connection that are not counted: as much as it costs by itself, and bounded with the number of
+connections."""
 MOST_AT_ONCE = 64
 """Connections that give up what they hold for one that wants more."""
 

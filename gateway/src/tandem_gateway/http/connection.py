@@ -38,7 +38,7 @@ SLICE_BYTES = 16 * 1024
 """Read at a time: the smallest requests are a few hundred to a slice."""
 TURN_COST = 64
 SLICE_COST = 8
-"""Of one turn of the event loop, in requests answered."""
+"""What a slice takes of one turn of the event loop, in requests answered."""
 MAX_UNREAD_BYTES = 64 * 1024
 """Kept of what a client sends between requests; the rest stays in the socket."""
 

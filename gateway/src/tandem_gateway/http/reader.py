@@ -22,8 +22,8 @@ from tandem_gateway.http.request import (
 )
 
 FRAMING_BYTES = 256 * 1024
-"""Of chunk headers, extensions and trailers, beyond a quarter of the body: chunks of a byte each would cost us more
-than they cost their sender."""
+"""Bytes of chunk headers, extensions and trailers, beyond a quarter of the body: chunks of a byte each would cost us
+more than they cost their sender."""
 _VERSIONS = frozenset(("1.0", "1.1"))
 
 # What is being read. Plain numbers: members of an enumeration are slow to get at.
@@ -44,17 +44,17 @@ class RequestReader:
         self._parser = httptools.HttpRequestParser(self)
         self._fields: list[tuple[bytes, bytes]] = []
         self._request: Request | None = None
-        """Whose body is being read."""
+        """The request whose body is being read."""
         self._body: list[bytes] = []
         self._read_bytes = 0
-        """Of an unfinished header, by earlier reads: a single field without end never reaches `on_header`."""
+        """Bytes of an unfinished header, by earlier reads: a single field without end never reaches `on_header`."""
         self._trailer_bytes = self._trailers = 0
         self._framed = 0
         """Bytes that arrived since the header was complete."""
         self._upgrading = False
         self._messages = 0
         self._size = 0
-        """Of this read."""
+        """Bytes of this read."""
         self.phase = IDLE
         self.steps = 0
         """Grows whenever `phase` is entered anew: a message begins, its header is complete, it ends."""
@@ -65,7 +65,7 @@ class RequestReader:
         self.body_bytes = 0
         """Held of the body that is being read."""
         self.refused_origin: bytes | None = None
-        """Whose request was refused, for what browsers are to be told."""
+        """The origin of the page whose request was refused, for what browsers are to be told."""
 
     @property
     def missing_bytes(self) -> int:
@@ -140,8 +140,8 @@ class RequestReader:
         self._request = None
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Of the header, or of trailers: those are counted and dropped, for nothing in a request may be changed after
-        it was judged."""
+        """A field of the header, or of trailers: those are counted and dropped, for nothing in a request may be changed
+        after it was judged."""
         request = self._request
         if request is None:
             self._fields.append((name, value))

@@ -56,7 +56,7 @@ class Request:
     query: str = ""
     """What follows the path's question mark."""
     cost: int = 1
-    """Of answering it, in small answers; whoever answers it here may find that it is more."""
+    """What answering it takes, in small answers; whoever answers it here may find that it is more."""
     answer_fields: bytes = b""
     """Lines for the header of its answer, whoever gives it; each after a line break."""
 

@@ -15,7 +15,7 @@ LAST_CHUNK = b"0\r\n\r\n"
 STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 _REQUEST_ID = HEADER_REQUEST_ID.encode()
 _OWN = frozenset((_REQUEST_ID, HEADER_RESUME.encode()))
-"""Of a worker's header, what it says to the gateway alone or the gateway says itself."""
+"""Fields of a worker's header that it says to the gateway alone or the gateway says itself."""
 _REQUEST_ID_LINE = _REQUEST_ID + b": "
 
 

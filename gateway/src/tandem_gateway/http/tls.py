@@ -61,9 +61,10 @@ class Certificate:
         self._seen: _Fingerprint | None = None
         self._looked_at = 0.0
         self.loads: Counter[str] = Counter()
-        """Of changed files, by `ok` or `failed`."""
+        """Times that changed files were read, by `ok` or `failed`."""
         self.handshakes: Counter[str] = Counter()
-        """By how they ended: `ok`, `failed`, `unfinished`, or `plain` for a client that does not speak TLS."""
+        """Those of clients, by how they ended: `ok`, `failed`, `unfinished`, or `plain` for a client that does not
+        speak TLS."""
         try:
             self._seen = self._look()
             self.context, self.expires_at = self._load()
@@ -437,7 +438,7 @@ class TLSConnection(asyncio.Protocol, asyncio.Transport):
 
 
 _NOTHING = ssl.MemoryBIO()
-"""Of connections without an engine. Nothing is written to it."""
+"""For connections without an engine. Nothing is written to it."""
 
 
 def protocol_factory(handler: Handler, certificate: Certificate) -> Callable[[], TLSConnection]:

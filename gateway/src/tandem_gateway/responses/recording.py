@@ -32,7 +32,7 @@ _FAILS = frozenset(("failed", "cancelled"))
 
 
 class Recording:
-    """Of one request. `hold` and `close` frame it."""
+    """Records the response to one request. `hold` and `close` frame it."""
 
     __slots__ = ("_clock", "_given", "_id", "_kept", "_parent", "_previous", "_store", "_tenant")
 

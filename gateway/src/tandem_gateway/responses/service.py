@@ -38,7 +38,7 @@ from tandem_gateway.responses.store import ResponseStore, StoredResponse, Turn
 log = logging.getLogger(__name__)
 ONE, ITEMS, CANCEL = f"{RESPONSES}/{{id}}", f"{RESPONSES}/{{id}}/input_items", f"{RESPONSES}/{{id}}/cancel"
 BYTES_PER_COST = 4096
-"""Of a stored response, read and written in as long as a small answer takes."""
+"""Bytes of a stored response that are read and written in as long as a small answer takes."""
 _OFF = (
     "responses are not stored here: send the whole conversation in 'input'. Who runs the model turns a store on with "
     "'spec.gateway.responseStore' of the InferenceModel (--response-store of a gateway without Kubernetes)"
@@ -129,7 +129,7 @@ class Responses:
             )
 
     def _name_tenant(self, request: Request) -> bytes:
-        """Whose responses a request sees: those of the same Authorization header, which is not kept."""
+        """Tell whose responses a request sees: those of the same Authorization header, which is not kept."""
         return blake2b(request.headers.get(b"authorization", b""), digest_size=16, key=self._secret).digest()
 
     # requests for a response

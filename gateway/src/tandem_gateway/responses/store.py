@@ -22,7 +22,8 @@ from tandem_gateway.http.budget import Budget
 from tandem_gateway.prompt import Said, bound_nodes
 
 ENTRY_BYTES = 1400
-"""Of Python, for one response with a turn and perhaps a tenant of its own, besides the bytes of their JSON."""
+"""Bytes of Python's objects for one response with a turn and perhaps a tenant of its own, besides the bytes of their
+JSON."""
 MAX_RESPONSES = 100_000
 ENTRY_SHARE = 8
 """One response may take the n-th part of the room that there is for all."""
@@ -41,7 +42,7 @@ class Turn:
         self.output = output
         self.parent = parent
         self.uses = 0
-        """By its response, by turns that follow, and by requests under way."""
+        """References to it: by its response, by turns that follow, and by requests under way."""
         self.depth = 1 if parent is None else parent.depth + 1
         before = 0 if parent is None or not parent.total else parent.total + 1
         own = len(given.items) + len(output) + (1 if given.items and output else 0)
@@ -234,7 +235,7 @@ class ResponseStore:
         return True
 
     def _find_largest(self) -> Tenant:
-        """Of those that have a response, of which there is one."""
+        """The largest of those that have a response, of which there is one."""
         heap = self._largest
         while True:
             size, tenant = heap[0]

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 DEFAULT_BYTES_PER_TOKEN = 4.0
 DEFAULT_OUTPUT_TOKENS = 128.0
 _WEIGHT = 0.05
-"""Of one new observation in the moving averages: about the last forty requests count."""
+"""Weight of one new observation in the moving averages: about the last forty requests count."""
 
 MOST_TOKENS = 10**9
-"""Of one answer that can be."""
+"""The longest that one answer can be."""
 MIN_UNSEEN = 512
 """Tokens: chunks and the ends of prompts are not known better."""
 
@@ -44,9 +44,8 @@ class Estimator:
         self.bytes_per_token = DEFAULT_BYTES_PER_TOKEN
         self.output_tokens = DEFAULT_OUTPUT_TOKENS
         self.unseen_hits = 0.0
-        """Of the tokens that seemed uncached to this gateway, the share that were cached all the same: what other
-        gateways have sent there. 0 where there are none.
-        """
+        """The share that were cached all the same of the tokens that seemed uncached to this gateway: what other
+        gateways have sent there. 0 where there are none."""
 
     def prompt_tokens(self, num_bytes: int) -> int:
         return int(num_bytes / self.bytes_per_token) + 1

@@ -23,12 +23,12 @@ DECODE_WEIGHT = 0.25
 """Cost of one outstanding output token in prefill tokens: decoding is batched with the prompt chunks and slows them,
 but each token only a little. A power of two, so that sums stay exact."""
 DEFAULT_KV_TOKENS = 1 << 20
-"""Of a worker that nobody told about."""
+"""Assumed for a worker that nobody told about."""
 LONGEST_GAP = 15.0
 _GAP_DECAY = 0.9
 """With every sign of life."""
 _MOST_DONE = 0.9
-"""Of the outstanding prompts can be taken for computed: the first token alone tells."""
+"""The most of the outstanding prompts that can be taken for computed: the first token alone tells."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ class Candidates(Protocol):
 
     @property
     def members(self) -> Mapping[int, Endpoint]:
-        """By serial, also those that may not be chosen now."""
+        """Endpoints by serial, also those that may not be chosen now."""
         ...
 
     def admit(self, endpoint: Endpoint) -> None:
@@ -105,7 +105,7 @@ class Wait(Protocol):
 
     @property
     def holder(self) -> object:
-        """Whose it is."""
+        """The request that it belongs to."""
         ...
 
 
@@ -163,7 +163,7 @@ class Endpoint:
         """Discovery no longer reports it. Its requests may still finish."""
         self.pool: Candidates | None = None
         self.level = -1
-        """Of its load in the pool; -1: it may not be chosen now."""
+        """Level of its load in the pool; -1: it may not be chosen now."""
         self.level_from = self.level_below = 0
         """The loads of that level."""
 

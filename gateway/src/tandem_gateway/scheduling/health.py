@@ -111,7 +111,7 @@ class Health:
         self.until = 0.0
         """When the pause ends."""
         self.reason: Outcome | None = None
-        """Of the last pause."""
+        """Why the last pause was made."""
         self.probe: object | None = None
         """While half open: the request that tries, or `WANTED`."""
         self.probe_until = 0.0

@@ -45,7 +45,7 @@ class Reservation:
         self._owing = True
         self.since = now
         self.holder: object = None
-        """Whose it is."""
+        """The request that it belongs to."""
         self.copy: Holding | None = None
         """What the decode endpoint holds of the prompt, in use until the request ends."""
         self.work = prefill_tokens + (prefill.backlog(now) if prefill.prefill_tokens else prefill.load)

@@ -21,9 +21,9 @@ from tandem_gateway.scheduling.endpoint import Endpoint
 from tandem_gateway.scheduling.pool import Pool
 
 SLACK = 0.25
-"""Of the pool's mean load."""
+"""Share of the pool's mean load."""
 OWN_SLACK = 0.1
-"""Of the request's own work: its first token comes that much later at most."""
+"""Share of the request's own work: its first token comes that much later at most."""
 SLACK_TOKENS = 64
 """What nobody notices, loaded or not."""
 RECOMPUTE_WEIGHT = 1.5
@@ -42,7 +42,7 @@ _NO_COSTS: Mapping[Endpoint, float] = {}
 
 @dataclass(slots=True)
 class Choice:
-    """Where a request goes. `prefill` is empty where the decode endpoint computes the prompt itself."""
+    """The endpoints that a request goes to. `prefill` is empty where the decode endpoint computes the prompt itself."""
 
     decode: Endpoint
     prefill: list[Endpoint]
@@ -60,7 +60,7 @@ class Choice:
     measured: float = 0.0
     """Seconds that its first token took; 0 where that is not seen, as in an answer in one piece."""
     status: int = 0
-    """Of the answer; 0 while there is none, or where another attempt gave it."""
+    """Status of the answer; 0 while there is none, or where another attempt gave it."""
 
 
 @dataclass(slots=True)

@@ -41,7 +41,7 @@ class Pool:
 
     def __init__(self) -> None:
         self.members: dict[int, Endpoint] = {}
-        """By serial, also those that may not be chosen now."""
+        """Endpoints by serial, also those that may not be chosen now."""
         self.ring = Ring()
         self.available = 0
         """How many may be chosen."""

@@ -26,13 +26,13 @@ MAX_MATCHES = 4
 """Endpoints that `match` finds: more would only cost time."""
 MIN_ENTRIES = 10_922
 MAX_ENTRIES = 699_050
-"""Of one generation; both are about 110 MB then."""
+"""Entries of one generation; both are about 110 MB then."""
 BRANCHES = 8
 """Prompts that part after an entry make it a shared one: the end of a system prompt, say."""
 MAX_SHARED_CHUNKS = 64
 _MAX_BRANCHES = 4096
 MAX_SESSIONS = 8192
-"""Of short prompts, about 4 MB."""
+"""Sessions of short prompts, about 4 MB."""
 
 
 class Holding:

@@ -148,7 +148,7 @@ class Ramp:
     def __init__(self) -> None:
         self._windows: dict[Endpoint, _Window] = {}
         self._presumed: deque[Slot] = deque()
-        """Of answers in one piece, the oldest first."""
+        """Slots of answers in one piece, the oldest first."""
         self.full: set[str] = set()
         """Names of workers that are given no more for now."""
 

@@ -1,4 +1,4 @@
-"""Where sessions are at home: a consistent-hash ring, the same in every gateway process without any talk.
+"""The homes of sessions: a consistent-hash ring, the same in every gateway process without any talk.
 
 Every endpoint owns a fixed number of points that follow from its name; a session's homes are the owners of the points
 that come next after its own. When an endpoint leaves, only its own sessions move. Joining costs O(points log n), a look
@@ -18,7 +18,7 @@ from tandem_gateway.scheduling.endpoint import Endpoint
 POINTS = 64
 """Per endpoint: shares of the ring differ by about 1/sqrt(64), which bounded load evens out."""
 MAX_HOMES = 2
-"""Of a session: where it belongs, and where it goes when that has too much to do."""
+"""Homes of a session: where it belongs, and where it goes when that has too much to do."""
 MAX_STEPS = 64
 """Points looked at for one session, so that a ring of which most endpoints are out is no scan."""
 MAX_REMEMBERED = 4096
@@ -40,7 +40,7 @@ class Ring:
         self._points: list[int] = []
         self._owners: list[Endpoint] = []
         self._homes: dict[int, list[Endpoint]] = {}
-        """Of sessions, if everybody may be chosen; forgotten when the ring changes."""
+        """The homes of sessions, if everybody may be chosen; forgotten when the ring changes."""
 
     def add(self, endpoints: list[Endpoint]) -> None:
         self._homes.clear()

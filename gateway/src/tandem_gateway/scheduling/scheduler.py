@@ -40,7 +40,7 @@ LONG_PROMPT = 4096
 """Uncached tokens that a decode worker would rather not compute itself."""
 RETRY_SHARE = 0.3
 RETRY_BURST = 50.0
-"""Of all requests, this share may be tried again because of 429 and 5xx, and so many at once: no storm of retries."""
+"""This share of all requests may be tried again because of 429 and 5xx, and so many at once: no storm of retries."""
 MOST_OTHERS = 1 << 40
 """Tokens of others in a worker's queue: no worker means more, and sums of loads stay exact."""
 _NOBODY: frozenset[str] = frozenset()
@@ -67,7 +67,7 @@ class Scheduler:
         self._split = Split(0.0)
         self._turn = 0
         self._groups: tuple[_Groups, _Groups] = ({}, {})
-        """By revision and engine, so that no pair has workers of two: everybody's but the canary's, and the
+        """Pools by revision and engine, so that no pair has workers of two: everybody's but the canary's, and the
         canary's."""
         self._out: list[tuple[float, int, Endpoint]] = []
         """Who is left out, by the end of the pause. Entries of the past are skipped."""

@@ -7,7 +7,7 @@ takes.
 from __future__ import annotations
 
 _DECAY = 0.95
-"""Of older observations with every new one: about the last twenty count."""
+"""Weight kept of older observations with every new one: about the last twenty count."""
 _SETTLED = 20
 """Observations of which the mean has that decay."""
 MIN_SAMPLES = 4

@@ -41,7 +41,7 @@ class ResponseHead:
     rewrite: Callable[[bytes], bytes] | None = None
     """What the client gets of an answer in one piece; None: the answer itself."""
     usage: dict[str, Any] | None = None
-    """Of a stream that the client does not see it in."""
+    """The usage of a stream that the client does not see it in."""
 
 
 class Sink(Protocol):
@@ -63,7 +63,7 @@ class Call(Protocol):
 
     @property
     def held_bytes(self) -> int:
-        """Of the answer, kept because the client is slow."""
+        """Bytes of the answer, kept because the client is slow."""
         ...
 
     @property

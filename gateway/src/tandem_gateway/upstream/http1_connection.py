@@ -20,7 +20,7 @@ WRITE_JOIN_BYTES = 64 * 1024
 """Head and body up to this size leave in one write; copying larger ones would cost more than a second one."""
 MAX_HEAD_BYTES = 64 * 1024
 RECEIVE_BYTES = 64 * 1024
-"""Of an answer in the kernel, which takes twice as much: a hundred times what a step of the engine writes."""
+"""Bytes of an answer in the kernel, which takes twice as much: a hundred times what a step of the engine writes."""
 KEEPALIVE_SECONDS = 5
 UNANSWERED_SECONDS = 15.0
 """A machine that acknowledges nothing for this long has gone: neither what was sent to it, nor a look whether it is

@@ -62,7 +62,7 @@ class NativeLink:
         self._connect_seconds = connect_seconds
         self._watcher = watcher
         self._connection: LinkConnection | None = None
-        """That carries new calls."""
+        """The one that carries new calls."""
         self._former: set[LinkConnection] = set()
         """Others, until their last calls have ended."""
         self._outdated = False

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from tandem_api.launch import ModelSource
 
-from e2e.mirror.server import Handler, MirrorServer
+from e2e.mirror.server import HubHandler, MirrorServer
 
 
-class FaultyHandler(Handler):
+class FaultyHandler(HubHandler):
     """Notes downloads; the first `server.corruptions` downloads of the file `server.corrupt` arrive damaged.
 
     `server.lies` are fields that every answer to a question about a revision has instead of the true ones, and

@@ -25,7 +25,7 @@ def test_byte_level_equals_decode_for_any_tokens(tokenizer: Any, ids: list[int])
 
 
 @settings(max_examples=200, deadline=None)
-@given(text=st.text(max_size=40))
+@given(text=st.text(max_size=40).filter(lambda text: "<|" not in text))  # special tokens, which are no text
 def test_no_piece_has_half_a_character(tokenizer: Any, text: str) -> None:
     pieces = stream(TokenTable(tokenizer), tokenizer.encode(text))
     assert "".join(pieces) == text

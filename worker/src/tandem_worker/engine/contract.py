@@ -68,9 +68,9 @@ class RemotePrefill:
     """`prefix_cache.name_prompt` of the prompt: what the prefill end must have computed. It is not told, and has none
     here."""
     trace: RequestTrace | None = None
-    """Where the times of the request that it is for are noted, at either end; None: it is not traced."""
+    """Takes the times of the request that it is for are noted, at either end; None: it is not traced."""
     hop: Hop | None = None
-    """Of the endpoint that is tried; its context alone is told to the prefill end."""
+    """Span of the endpoint that is tried; its context alone is told to the prefill end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

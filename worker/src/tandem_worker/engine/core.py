@@ -101,7 +101,7 @@ class EngineCore:
         self.vitals = vitals or Vitals()
         self.thread: threading.Thread | None = None
         self.turn_began = 0.0
-        """By the monotonic clock, when the present turn of the step loop began; 0 while there is nothing to do."""
+        """When the present turn of the step loop began, by the monotonic clock; 0 while there is nothing to do."""
         self._next_recording = 0.0
         self._stats = build_stats(self._runner.lanes, self._runner.work, num_pending=0)
 

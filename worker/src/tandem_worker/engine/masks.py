@@ -14,11 +14,11 @@ from tandem_worker.engine.errors import RequestError
 from tandem_worker.engine.sample.state import SamplingState
 
 CREDIT_SECONDS = 0.05
-"""Of grammars that are not quick, between two steps."""
+"""Time of grammars that are not quick, between two steps."""
 OVERDRAFT_SECONDS = 0.025
 """Beyond it, for those that were quicker until now than the slowest of this step. Whatever comes then loses."""
 REFILL = 0.5
-"""Of the time between steps: slow grammars together take a third of a busy engine's time at most."""
+"""Share of the time between steps: slow grammars together take a third of a busy engine's time at most."""
 QUICK_SECONDS = 0.00025
 """Who takes less per token costs no credit."""
 _NEWCOMER_SECONDS = 0.001

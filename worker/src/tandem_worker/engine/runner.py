@@ -76,7 +76,7 @@ class StepRunner:
         self.deltas: list[TokenDelta] = []
         self.meter = SpeedMeter()
         self.work = WorkMeter()
-        """Of what `step` has done."""
+        """Measures what `step` has done."""
         self.totals = Totals()
         self.latest = StepPlan()
         """What was planned last."""

@@ -14,7 +14,7 @@ _FIELDS = tuple(field.name for field in fields(EngineStats))
 _LARGEST = frozenset(
     {"kv_eviction_horizon", "kv_blocks_touched", "decode_step_seconds", "mixed_step_seconds", "steps_total"}
 )
-"""Of several lanes the largest figure counts, not the sum."""
+"""The largest figure of several lanes counts, not the sum."""
 _SHARED = frozenset(
     {
         "kv_block_size", "prefill_tokens_per_second", "busy_seconds_total", "prefill_seconds_total",

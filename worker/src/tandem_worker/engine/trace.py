@@ -20,7 +20,7 @@ class Hop:
     """One order at one prefill worker. The decode end's, which the prefill end continues by its context."""
 
     context: TraceContext
-    """Of the span that the order is."""
+    """Context of the span that the order is."""
     endpoint: str = ""
     ordered: float = 0.0
     ended: float = 0.0
@@ -49,7 +49,7 @@ class RequestTrace:
     """One request of the engine."""
 
     context: TraceContext
-    """Of the span that its phases stand under."""
+    """Context of the span that its phases stand under."""
     arrived: float = 0.0
     admitted: float = 0.0
     """It has had its blocks: it computes, or was ordered from a prefill worker."""

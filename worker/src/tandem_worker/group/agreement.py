@@ -19,7 +19,7 @@ class RankReport(Wire):
     """Digest of the whole model."""
     dtype: str
     endpoint: str
-    """Where the rank takes KV connections, where its role does."""
+    """The address where the rank takes KV connections, where its role does."""
     shard: KVShard
     """Its part of every block."""
     share: KVLayout

@@ -36,7 +36,7 @@ class GroupSeat:
     shape: GroupShape
     model: ModelConfig
     endpoint: str
-    """Where rank 0 takes KV connections, where its role does."""
+    """The address where rank 0 takes KV connections, where its role does."""
     plan: GroupPlan | None = None
     """Once it is announced."""
     _reports: list[RankReport] = field(default_factory=list)

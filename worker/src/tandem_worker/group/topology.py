@@ -35,7 +35,7 @@ class NodePlace:
 
 
 def plan_node(group: GroupConfig, pod: str) -> NodePlace:
-    """Where the pod named `pod` stands. Raises StartupError for shapes that no group can have."""
+    """Tell where the pod named `pod` stands. Raises StartupError for shapes that no group can have."""
     _check_shape(group)
     share = group.ranks_per_node
     if group.num_nodes == 1:

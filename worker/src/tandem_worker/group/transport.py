@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def rank_endpoint(config: WorkerConfig, pod: PodFacts, local_rank: int) -> str:
-    """Where a rank takes connections, `host:port`."""
+    """The address where a rank takes connections, `host:port`."""
     host = f"[{pod.pod_ip}]" if ":" in pod.pod_ip else pod.pod_ip
     return f"{host}:{config.kv.port + local_rank}"
 

@@ -20,7 +20,7 @@ _SLOWED = 8 | 32 | 64 | 128
 """Reasons for which clocks are lowered against the GPU's wish: hardware slowdown, thermal slowdown by software and by
 hardware, power brake. Neither idleness nor the power cap, at which a busy GPU always is."""
 _MOST_EVENTS = 16
-"""Of one reading."""
+"""Events of one reading."""
 _MIN_RATE_SECONDS = 0.5
 """Rates over less than this are noise; the one before is reported again."""
 
@@ -36,7 +36,7 @@ class GpuSample:
     nvlink_tx_bytes_per_second: float | None = None
     nvlink_rx_bytes_per_second: float | None = None
     nvlink_bytes_per_second_limit: int | None = None
-    """That all links of the GPU carry one way."""
+    """What all links of the GPU carry one way."""
     active: float | None = None
     """Share of the time in which a kernel ran on it."""
     slowed: bool | None = None

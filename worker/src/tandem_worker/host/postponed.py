@@ -147,7 +147,7 @@ def postpone_imports(environment: Mapping[str, str]) -> bool:
 
 
 def _observe_release() -> str | None:
-    """Of the torch that would be imported, for example `2.15`. Its metadata would take longer to find."""
+    """Release of the torch that would be imported, for example `2.15`. Its metadata would take longer to find."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return None

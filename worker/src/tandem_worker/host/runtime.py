@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Ring = Callable[[], KeyRing]
+ReadRing = Callable[[], KeyRing]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runtime:
     host: str
     """Address that every port of the process is opened at."""
-    peers: Ring
+    peers: ReadRing
     """Keys that workers prove to each other, as they are now."""
-    api: Ring
+    api: ReadRing
     """Keys that requests show, as they are now."""
     vitals: Vitals
     tracer: Tracer = field(default_factory=lambda: Tracer("tandem-worker", {}))
-    """Of this process's requests; by default none are traced."""
+    """Traces this process's requests; by default none are traced."""
     files: FileExchange | None = None
     """The model's files, from and for other workers; None where they are not exchanged."""
 
@@ -65,7 +65,7 @@ def _shares_files(config: WorkerConfig) -> bool:
     return sharing is not None and sharing.enabled and config.model.uri.startswith("hf://")
 
 
-def _open_keys(path: Path) -> Ring:
+def _open_keys(path: Path) -> ReadRing:
     try:
         return KeyFile(path).ring
     except (OSError, ValueError) as error:

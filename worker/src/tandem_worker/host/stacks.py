@@ -1,4 +1,4 @@
-"""Where the threads of this process are, and how long they waited for a core."""
+"""Tells where the threads of this process are, and how long they waited for a core."""
 
 from __future__ import annotations
 
@@ -29,6 +29,6 @@ def find_place(thread: threading.Thread | None) -> str:
 
 
 def dump_stacks() -> None:
-    """Where every thread of this process is, to the log as plain text: for whoever has to find a hang."""
+    """Write to the log where every thread of this process is, as plain text: for whoever has to find a hang."""
     sys.stderr.flush()
     faulthandler.dump_traceback(file=sys.stderr, all_threads=True)

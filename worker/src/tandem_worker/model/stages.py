@@ -1,4 +1,4 @@
-"""Where to cut a model's layers into pipeline stages, from what the layers cost."""
+"""Decides where to cut a model's layers into pipeline stages, from what the layers cost."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class StageCosts:
 def plan_stages(
     path: Path, shape: GroupShape, *, device: torch.device, dtype: torch.dtype | None
 ) -> tuple[int, ...] | None:
-    """Where the stages of the model at `path` end; None when there is one stage."""
+    """Decide where the stages of the model at `path` end; None when there is one stage."""
     if shape.pp == 1:
         return None
     # With expert ranks no rank can compute a layer alone: it holds some of the experts only.

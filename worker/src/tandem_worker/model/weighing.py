@@ -30,7 +30,7 @@ def count_weight_bytes(model: object) -> int:
 
 
 def _observe(tensor: torch.Tensor) -> tuple[int, int]:
-    """Where a tensor's memory begins, and its bytes."""
+    """The address of a tensor's memory, and its bytes."""
     if tensor.layout is torch.strided:
         storage = tensor.untyped_storage()
         return storage.data_ptr(), storage.nbytes()

@@ -1,4 +1,4 @@
-"""Where one process stands inside a model replica.
+"""The place of one process inside a model replica.
 
 A replica is a grid of `pp_size x ep_size x tp_size` processes. Tensor-parallel ranks share every token and split every
 matrix; pipeline ranks split the layers; expert ranks split the routed experts and each runs a batch of its own (data

@@ -16,7 +16,7 @@ AXES = ("tp", "ep", "pp", "dp")
 
 
 class Coordinates(NamedTuple):
-    """Where a rank stands along each axis."""
+    """The place of a rank along each axis."""
 
     tp: int
     ep: int
@@ -49,7 +49,7 @@ class GroupShape:
         return self.ep * self.dp
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Where a global rank stands along each axis."""
+        """The place of a global rank along each axis."""
         tp, rest = rank % self.tp, rank // self.tp
         ep, rest = rest % self.ep, rest // self.ep
         return Coordinates(tp, ep, rest % self.pp, rest // self.pp)

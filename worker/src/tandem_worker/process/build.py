@@ -235,8 +235,8 @@ class _Start:
         return model
 
     def _open_grammars(self, tokenizer: Any, model: CausalLM, generation: Generation) -> GrammarCompiler:
-        """Where answers are generated its process is there before the first request is, but not of one that was woken:
-        somebody waits, for an answer without a grammar more likely than not."""
+        """Start its process before the first request is there where answers are generated, but not in one that was
+        woken: somebody waits, for an answer without a grammar more likely than not."""
         from tandem_worker.server.structured.compiler import GrammarCompiler
 
         grammars = GrammarCompiler(tokenizer, model.vocab_size, generation.end_tokens)

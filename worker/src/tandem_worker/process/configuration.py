@@ -30,12 +30,12 @@ def read_step_seconds(path: Path, config: WorkerConfig) -> float | None:
 
 
 def read_ttft_target(path: Path, config: WorkerConfig) -> TTFTDeadline | None:
-    """By what prompts are ordered, as it is written now (see `WorkerConfig.ttft_target`)."""
+    """The target by which prompts are ordered, as it is written now (see `WorkerConfig.ttft_target`)."""
     return _read_again(path, config, "prompts are ordered").ttft_target
 
 
 def read_tracing(path: Path, config: WorkerConfig) -> TracingConfig | None:
-    """Where spans go, as it is written now (see `WorkerConfig.tracing`)."""
+    """The collector that spans go to, as it is written now (see `WorkerConfig.tracing`)."""
     return _read_again(path, config, "requests are traced").tracing
 
 

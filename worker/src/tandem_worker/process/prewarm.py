@@ -23,17 +23,17 @@ from tandem_worker.process.progress import StartProgress
 
 logger = logging.getLogger(__name__)
 
-Part = Literal["files", "weights"]
-_STEPS: dict[Part, frozenset[str]] = {
+StartPart = Literal["files", "weights"]
+_STEPS: dict[StartPart, frozenset[str]] = {
     "files": frozenset({"fetch", "tokenizer"}),
     "weights": frozenset(
         {"fetch", "tokenizer", "libraries", "device", "hashing", "digest", "seat", "prepared", "memory", "weights"}
     ),
 }
-"""Of a start's steps, those that each part takes."""
+"""Those of a start's steps that each part takes."""
 
 
-def prewarm(config: WorkerConfig, pod: PodFacts, part: Part) -> None:
+def prewarm(config: WorkerConfig, pod: PodFacts, part: StartPart) -> None:
     """Fill the cache folder of `config`: with the verified files and the tokenizer, or with the weights too.
 
     Blocks until it is done. Raises StartupError as a start does. Weights for which there is no room, or which these

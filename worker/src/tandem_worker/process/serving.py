@@ -130,7 +130,7 @@ class ServingProcess:
         logger.info("ended")
 
     def _refusals(self, gate: TokenGate, link: LinkListener | None, group: LeadingPod | None) -> dict[str, Refusals]:
-        """Of every port that strangers may knock at, by its name."""
+        """Counts of refusals at every port that strangers may knock at, by its name."""
         refusals: dict[str, Refusals] = {"http": lambda: gate.refusals}
         if link is not None:
             refusals["link"] = lambda: link.refusals

@@ -19,7 +19,7 @@ from tandem_worker.host.stacks import dump_stacks, find_place, read_waited_secon
 from tandem_worker.host.vitals import Vitals
 
 DEFAULT_SECONDS = 15.0
-"""Where the configuration does not say. A step takes up to 0.5 s by plan on a CPU, and less on a GPU."""
+"""Limit where the configuration does not say. A step takes up to 0.5 s by plan on a CPU, and less on a GPU."""
 LEARNED_FACTOR = 3.0
 """A step may take this many times what the longest one before took: kernels are compiled, contexts grow."""
 LEARNED_MAX_SECONDS = 300.0
@@ -57,7 +57,7 @@ class TurnAge:
     tick_seconds: float = _TICK_SECONDS
     seconds: float = 0.0
     longest: float = 0.0
-    """Of the turns that have ended."""
+    """The longest of the turns that have ended."""
     _began: float = 0.0
     _looked: float | None = None
     _waited: float = 0.0

@@ -45,13 +45,13 @@ class Plan:
     score_only: bool = False
     """Nothing is generated: the answer is complete with the first delta."""
     journal: Journal | None = None
-    """Of a stream: tells in marks between its events how another worker can go on."""
+    """For a stream: tells in marks between its events how another worker can go on."""
     begun: Mapping[int, int] = field(default_factory=dict[int, int])
     """Cached tokens of the requests (by position) whose events began elsewhere."""
 
 
 @dataclass(slots=True)
-class Progress:
+class AnswerProgress:
     """What has come back of a plan so far."""
 
     plan: Plan
@@ -148,7 +148,7 @@ class Answerer:
         """Answer the request. Raises, before the response began, RequestError, EngineStoppedError, ServiceError;
         at any time ClientGoneError.
         """
-        progress = Progress(plan)
+        progress = AnswerProgress(plan)
         async with Flight(self._engine, self._hub, plan.requests, receive) as flight:
             # Headers wait for the first delta: it names the pod that prefilled, or carries the failure.
             begun, touched = ([], []) if progress.finished else await _advance(progress, flight)
@@ -165,7 +165,7 @@ class Answerer:
                 await self._whole(progress, flight, send, all_headers)
             return progress.usage()
 
-    async def _whole(self, progress: Progress, flight: Flight, send: Send, headers: Mapping[str, str]) -> None:
+    async def _whole(self, progress: AnswerProgress, flight: Flight, send: Send, headers: Mapping[str, str]) -> None:
         plan = progress.plan
         while not progress.finished:
             await _advance(progress, flight)
@@ -175,7 +175,7 @@ class Answerer:
 
     async def _stream(
         self,
-        progress: Progress,
+        progress: AnswerProgress,
         flight: Flight,
         send: Send,
         headers: Mapping[str, str],
@@ -215,7 +215,7 @@ class Answerer:
         await send({"type": "http.response.body", "body": events})
 
 
-async def _advance(progress: Progress, flight: Flight) -> tuple[list[int], list[Choice]]:
+async def _advance(progress: AnswerProgress, flight: Flight) -> tuple[list[int], list[Choice]]:
     """Take in what has come. A choice that ended here (a stop string) ends in the engine too, alone and at once."""
     begun, touched = progress.feed(await flight.receive())
     for choice in touched:
@@ -224,7 +224,7 @@ async def _advance(progress: Progress, flight: Flight) -> tuple[list[int], list[
     return begun, touched
 
 
-async def _events(progress: Progress, begun: Sequence[int], touched: Sequence[Choice]) -> bytes:
+async def _events(progress: AnswerProgress, begun: Sequence[int], touched: Sequence[Choice]) -> bytes:
     encoder, journal = progress.plan.encoder, progress.plan.journal
     continuous = progress.plan.continuous_usage
     if continuous:

@@ -201,7 +201,8 @@ async def _plan_message(
 
 
 _BuildPlan = Callable[[Any, ServedModel, tuple[str, ...], StreamHead | None], Awaitable[Plan]]
-"""Of a prepared request, for the prefill workers that it may ask, and with the beginning of what it continues."""
+"""Makes the plan of a prepared request, for the prefill workers that it may ask, and with the beginning of what it
+continues."""
 
 
 class _Api:

@@ -18,7 +18,7 @@ BODY_SECONDS = 60.0
 """A client must have sent its complete body within this time of its header."""
 
 
-class Intake:
+class BodyIntake:
     """Bytes of large bodies that are being received, or held until their request is prepared. On the event loop."""
 
     def __init__(self) -> None:

@@ -50,7 +50,7 @@ Withheld = tuple[int, TokenLogprob]
 _MAX_BYTES = MAX_JOURNAL_BYTES + 64 * 1024
 _MAX_TOKEN = 2**31 - 1
 _SLICE_BYTES = 8 * 1024
-"""Of reading: a few milliseconds, whether it is tokens, a line for each, or logprobs."""
+"""Bytes of reading at a time: a few milliseconds, whether it is tokens, a line for each, or logprobs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class StreamHead:
     fingerprint: str
     seed: int
     digest: str
-    """Of the prompts' tokens and of how much may follow: another worker must come to the same."""
+    """Digest of the prompts' tokens and of how much may follow: another worker must come to the same."""
 
     def to_json(self) -> str:
         """A JSON object of the fields."""
@@ -70,7 +70,7 @@ class StreamHead:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class ToldLine:
     """What one line says of an update whose events are to be written once more."""
 
     end: int
@@ -86,8 +86,8 @@ class ChoiceRecord:
 
     token_ids: list[int] = field(default_factory=list[int])
     waiting: tuple[Withheld, ...] = ()
-    told: list[Told] = field(default_factory=list[Told])
-    """Where the encoder has a state."""
+    told: list[ToldLine] = field(default_factory=list[ToldLine])
+    """What its client was told, where the encoder has a state."""
     ended: tuple[int, int] | None = None
     """Tokens, and those of them that were reasoning."""
 
@@ -100,7 +100,7 @@ class Resume:
     cached: dict[int, int] = field(default_factory=dict[int, int])
     """Cached tokens of the prompts whose answers have begun, by position."""
     check: int | None = None
-    """Of the events with which the answer began, where the encoder has a state."""
+    """Checksum of the events with which the answer began, where the encoder has a state."""
     choices: dict[int, ChoiceRecord] = field(default_factory=dict[int, ChoiceRecord])
 
     def get(self, index: int) -> ChoiceRecord:
@@ -247,7 +247,7 @@ def _read_line(resume: Resume, line: bytes) -> None:
             record = _read_ids(resume, index, ids)
             withheld, told = map(orjson.loads, logprobs) if logprobs else ((), ())
             record.told.append(
-                Told(
+                ToldLine(
                     end=len(record.token_ids),
                     check=None if check == b"-" else int(check),
                     waiting=tuple(map(_read_withheld, withheld)),

@@ -20,7 +20,6 @@ from tandem_worker.server.preparation.preparing import PreparedChat, PreparedCom
 from tandem_worker.server.served_model import ServedModel
 from tandem_worker.server.text.choice import Choice
 from tandem_worker.server.text.detokenizer import TokenTable
-from tandem_worker.server.text.patterns import compile_patterns
 from tandem_worker.server.text.shaping import shape_answer, shape_completion
 from tandem_worker.server.text.words import resolve_bias
 
@@ -202,7 +201,6 @@ def _ends(options: CommonOptions) -> dict[str, Any]:
     """Arguments of a choice: what ends it, and what is told of that."""
     return {
         "stops": options.stop,
-        "stop_patterns": compile_patterns(options.stop_regex) if options.stop_regex else None,
         "stop_token_ids": options.stop_token_ids,
         "include_stop": options.include_stop,
         "min_tokens": options.min_tokens,

@@ -15,10 +15,10 @@ from tandem_worker.server.answer import Plan
 from tandem_worker.server.journal import ChoiceRecord, Journal, Resume, StreamHead, digest_requests
 from tandem_worker.server.openai.logprobs import SLICE_TOKENS
 from tandem_worker.server.pacing import Steps, pace
-from tandem_worker.server.text.choice import Choice
+from tandem_worker.server.text.choice import REPLAY_TOKENS, Choice
 
 _SLICE_LINES = 128
-"""Of events that are written once more, without their tokens and logprobs."""
+"""Lines of events that are written once more, without their tokens and logprobs."""
 
 
 def open_journal(plan: Plan) -> Journal:
@@ -109,7 +109,7 @@ def _repeat_events(plan: Plan, choice: Choice, record: ChoiceRecord) -> Steps[No
         if told.check is not None:
             _compare(plan, events, told.check)
         # A line is a token, or everything that came while a client read nothing.
-        work += (told.end - start) / choice.slice_tokens + len(told.logprobs) / SLICE_TOKENS + 1 / _SLICE_LINES
+        work += (told.end - start) / REPLAY_TOKENS + len(told.logprobs) / SLICE_TOKENS + 1 / _SLICE_LINES
         start = told.end
         if work >= 1:
             yield

@@ -55,7 +55,7 @@ class ServedModel:
         self.name = config.served_name
         """As it was at start. Answers carry the name that the request gave: names change while workers run."""
         self.root = config.model.uri
-        """Where the weights come from."""
+        """The URI that the weights come from."""
         self.fingerprint = f"fp_{config.revision}"
         self.embedding = embedding
         """None: the model generates text."""

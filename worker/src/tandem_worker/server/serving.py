@@ -20,8 +20,8 @@ HEADER_TIMEOUT_SECONDS = 10.0
 """A client must have sent its complete header within this time."""
 MAX_HEADER_BYTES = 32 * 1024
 MAX_HEADERS = 128
-"""Of a request, trailers included, as the gateway takes them. Kept as Python's objects, `a: b` takes forty times as
-much memory as it has bytes, and nobody has shown a key yet."""
+"""Fields of a request, trailers included, as the gateway takes them. Kept as Python's objects, `a: b` takes forty times
+as much memory as it has bytes, and nobody has shown a key yet."""
 KEEP_ALIVE_SECONDS = 75
 MAX_CONNECTIONS = 4096
 
@@ -42,8 +42,8 @@ class WorkerProtocol(HttpToolsProtocol):
     """This server's connections, the least recently used first. Each server has its own."""
     limit = MAX_CONNECTIONS
     busy_give_way = False
-    """Where none gives way otherwise, the one that was answered first does: for short answers, which can be had again.
-    A probe then gets in whatever others do."""
+    """The one that was answered first gives way where none does otherwise: for short answers, which can be had again. A
+    probe then gets in whatever others do."""
     _deadline: asyncio.TimerHandle | None = None
     _head_bytes = 0
     """Received since the last header, piece of a body or message that was complete."""

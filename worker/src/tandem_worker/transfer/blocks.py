@@ -38,7 +38,7 @@ class BlockWriter(Protocol):
     """One receiver's view of the block space; used by one thread."""
 
     def views(self, layer: int, block_ids: Sequence[int]) -> Views:
-        """Where the bytes of these blocks go, valid until `commit`."""
+        """The memory that the bytes of these blocks go to, valid until `commit`."""
         ...
 
     def commit(self, layer: int, block_ids: Sequence[int], good: Sequence[bool]) -> None:
@@ -69,7 +69,7 @@ class BlockSpace:
         return (self._layers[0].shape[0] - 1) * self.layout.block_size
 
     def locate(self, slices: Slices) -> dict[int, Piece]:
-        """Where these slices lie in this rank's blocks."""
+        """Find where these slices lie in this rank's blocks."""
         return locate(self.layout, self.shard, slices)
 
     def fence(self) -> object:

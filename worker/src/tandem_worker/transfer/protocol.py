@@ -61,7 +61,7 @@ MAX_HELLO_BYTES = 16384
 MAX_TEXT_BYTES = 1024
 """The longest reason, request id or cache salt."""
 TRACE_BYTES = 55
-"""Of a `traceparent`."""
+"""Length of a `traceparent`."""
 MAX_PAYLOAD_BYTES = 4 << 20
 """Payload of one BLOCKS frame; a single block may be larger (up to MAX_BLOCK_BYTES) and then travels alone."""
 MAX_BLOCK_BYTES = 64 << 20

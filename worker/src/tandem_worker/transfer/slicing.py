@@ -46,7 +46,7 @@ def _choose(holders: Sequence[int], target: KVShard, layer: int, what: str) -> i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Where a slice of a layer lies in the blocks of one rank. Its bytes travel run by run."""
+    """The place of a slice of a layer in the blocks of one rank. Its bytes travel run by run."""
 
     layer: int
     """Among the rank's own layers."""
@@ -59,14 +59,15 @@ class Piece:
     narrow: tuple[int, int, int] | None
     """Axis of the block's shape, first head (of this rank), number of heads; None for the whole block."""
     num_bytes: int = field(init=False)
-    """Of all runs: asked for with every frame."""
+    """Bytes of all runs: asked for with every frame."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_bytes", sum(end - start for start, end in self.runs))
 
 
 def locate(layout: KVLayout, shard: KVShard, slices: Slices) -> dict[int, Piece]:
-    """Where `slices` of blocks of `layout` lie in the blocks of the rank that holds `shard`, by layer of the model."""
+    """Find where `slices` of blocks of `layout` lie in the blocks of the rank that holds `shard`, by layer of the
+    model."""
     share = layout.share(shard)
     return {layer: _locate(layout, shard, share, layer, heads) for layer, heads in slices.items()}
 

@@ -10,7 +10,8 @@ from tandem_gateway.upstream.engines.vllm import VLLM
 from tandem_gateway.upstream.http1 import IDLE_SECONDS
 
 IDLE_SHARE = 0.6
-"""Of the time after which an engine closes an idle connection, this gateway keeps one: news takes its time."""
+"""Share of the time after which an engine closes an idle connection that this gateway keeps one: news takes its
+time."""
 
 
 def build_engines(host: Host, *, worker_model: str) -> dict[str, Engine]:

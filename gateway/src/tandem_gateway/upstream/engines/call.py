@@ -23,7 +23,7 @@ HELP_SHARE = 0.5
 """A prefill worker may take this share of the time that is left for a first token; then another one is asked. So the
 time is never over because of prefill workers alone, for which the decode worker would be blamed."""
 MAX_HELP_BYTES = 4 * 1024 * 1024
-"""Of a prefill worker's answer: one token, and the names of its blocks."""
+"""The most of a prefill worker's answer: one token, and the names of its blocks."""
 _OWN = b"x-tandem-"
 _FORWARDED = (b"accept", b"traceparent", b"tracestate")
 _HEAD = b"%b %b HTTP/1.1\r\nhost: %b\r\n%b" + HEADER_REQUEST_ID.encode() + b": %b\r\ncontent-length: %d\r\n\r\n"

@@ -26,7 +26,7 @@ class Order:
     method: bytes
     path: str
     headers: Mapping[bytes, bytes]
-    """Of the client's request."""
+    """Header fields of the client's request."""
     body: bytes
     request_id: bytes
     choice: Choice

@@ -76,7 +76,7 @@ def _refuse_unpaired(path: str, fields: Fields) -> None:
 
 
 def build_meeting(prompts: int | None, address: str) -> dict[str, Any]:
-    """Where both workers meet: at the prefill worker's bootstrap server, in a room for each prompt."""
+    """Fields that say where both workers meet: at the prefill worker's bootstrap server, in a room for each prompt."""
     host, _, port = address.rpartition(":")
     if prompts is None:
         return {"bootstrap_host": host, "bootstrap_port": int(port), "bootstrap_room": random.randrange(ROOMS)}

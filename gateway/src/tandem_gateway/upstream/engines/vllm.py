@@ -128,7 +128,7 @@ class _VLLMCall(ForeignCall):
 
 
 def _read_params(body: bytes) -> tuple[Fields, int] | None:
-    """Where the blocks are and how many tokens of the prompt were cached; None: the answer does not say."""
+    """Read where the blocks are and how many tokens of the prompt were cached; None: the answer does not say."""
     try:
         parsed: Any = orjson.loads(body)
     except ValueError:

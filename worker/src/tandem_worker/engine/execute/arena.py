@@ -93,7 +93,7 @@ class AllocationCounter(TorchDispatchMode):
         self.peak = 0
         self._held = 0
         self._users: dict[int, list[int]] = {}
-        """By a storage's address: its bytes, and the tensors over it that are alive."""
+        """Users by a storage's address: its bytes, and the tensors over it that are alive."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -40,7 +40,7 @@ class LogitsLayout:
     """Which rows of the logits belong to whom. Decodes come first, in `sequences` order."""
 
     sequences: list[Sequence]
-    """Whose next token is to be chosen."""
+    """Those whose next token is to be chosen."""
     rows: list[int] | None
     """Logits row of each of `sequences`; None: row i belongs to sequence i."""
     scored: list[tuple[Chunk, int]]

@@ -198,7 +198,7 @@ class ModelExecutor:
 
 
 class ExecutorBuilder(Protocol):
-    """Where a worker consists of several ranks: what they agree on, and the executor that makes all of them compute."""
+    """For a worker of several ranks: what they agree on, and the executor that makes all of them compute."""
 
     @property
     def num_lanes(self) -> int:

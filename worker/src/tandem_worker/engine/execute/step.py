@@ -25,7 +25,7 @@ class StepOutput(NamedTuple):
     logits: torch.Tensor
     """`[N, vocab]`, float32."""
     layout: LogitsLayout
-    """Whose rows those are."""
+    """Tells whose rows those are."""
 
 
 @dataclass(slots=True, eq=False)

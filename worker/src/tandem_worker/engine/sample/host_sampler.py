@@ -31,7 +31,7 @@ _EQUALS_SLACK = 1e-3
 
 
 class HostSampler:
-    """By torch's operations: the sampler of CPUs."""
+    """The sampler of CPUs, by torch's operations."""
 
     def __init__(self) -> None:
         self._credit = MaskCredit()
@@ -226,7 +226,7 @@ def _apply_min_p(probs: torch.Tensor, min_p: list[float]) -> torch.Tensor:
 
 
 def _invert(probs: torch.Tensor, draws: list[float]) -> torch.Tensor:
-    """Where each draw falls in the cumulated probabilities of its row; never where the probability is 0."""
+    """Find where each draw falls in the cumulated probabilities of its row; never where the probability is 0."""
     cumulated = probs.double().cumsum(dim=-1)
     total = cumulated[:, -1]
     target = torch.tensor(draws, dtype=torch.float64, device=probs.device) * total

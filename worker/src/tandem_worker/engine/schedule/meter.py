@@ -12,7 +12,7 @@ _MIN_PREFILL_TOKENS = 32
 _UNMEASURED_TOKENS = 256
 _MIN_STEP_TOKENS = 64
 _MEMORY_SECONDS = 60.0
-"""Of computing prompts: the velocity is a mean over about so long."""
+"""Seconds of computing prompts: the velocity is a mean over about so long."""
 _LEAST_SECONDS = 1.0
 """Fewer tell no velocity."""
 
@@ -24,7 +24,7 @@ class SpeedMeter:
         self.prefill_tokens_per_second: float | None = None
         self.decode_step_seconds: float | None = None
         self.mixed_step_seconds: float | None = None
-        """Of steps that compute prompts beside answers."""
+        """Mean of steps that compute prompts beside answers."""
 
     def record(self, *, num_prefill_tokens: int, num_decodes: int, seconds: float) -> None:
         """A step took `seconds`. A mixed one counts as prefill by its share of tokens; short prompts say nothing."""
@@ -59,11 +59,11 @@ class WorkMeter:
         """Forget everything: what was computed so far was not work, such as warming up."""
         self.busy_seconds = 0.0
         self.prefill_seconds = 0.0
-        """Of those, the prompts' share."""
+        """The prompts' share of those."""
         self.prefill_tokens = 0
         self._last_end = 0.0
         self._recent_tokens = self._recent_seconds = 0.0
-        """Of prompts, older ones fading."""
+        """Sums over prompts, older ones fading."""
 
     @property
     def velocity(self) -> float | None:

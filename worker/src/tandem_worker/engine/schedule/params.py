@@ -108,7 +108,7 @@ class GenerationRequest:
     """The request began elsewhere: of each choice the tokens that it has, None where it has ended. Some choice is open.
     What is delivered begins after these tokens and is what would have followed them there."""
     trace: RequestTrace | None = None
-    """Where its times are noted; None: it is not traced."""
+    """Takes its times; None: it is not traced."""
 
 
 class FinishReason(StrEnum):
@@ -125,7 +125,8 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
     """The likeliest tokens with their logprobs, best first."""
     rank: int = 0
-    """Of the token among all, from 1; 0 where nobody needs it. Of equally likely tokens the lowest ids rank first."""
+    """Rank of the token among all, from 1; 0 where nobody needs it. Of equally likely tokens the lowest ids rank
+    first."""
 
 
 @dataclass(slots=True, kw_only=True)

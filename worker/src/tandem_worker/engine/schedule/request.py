@@ -75,7 +75,7 @@ class Request:
     resumed: tuple[tuple[int, ...] | None, ...] | None = None
     """As in `GenerationRequest`."""
     grammars: tuple[Grammar | None, ...] = ()
-    """Of a resumed request's choices, which have accepted their tokens."""
+    """Grammars of a resumed request's choices, which have accepted their tokens."""
     trace: RequestTrace | None = None
     """As in `GenerationRequest`."""
     choices: list[Sequence] = field(default_factory=list["Sequence"])
@@ -158,7 +158,7 @@ class Sequence:
         """The host must see each token of this sequence before the next one can be chosen."""
         self.block_ids: list[int] = []
         self.host_blocks: list[int] = []
-        """Where this sequence's KV is while it waits after a preemption that moved it."""
+        """Blocks that hold this sequence's KV while it waits after a preemption that moved it."""
         self.num_saved = 0
         """Tokens whose KV is in `host_blocks`."""
         self.chain: list[bytes] = request.prompt_chain

@@ -85,7 +85,7 @@ class Scheduler:
         # Decodes always fit into the budget and leave room for one block of prefill.
         self.max_running = min(limits.max_running, limits.max_batch_tokens - blocks.block_size)
         self.running: list[Sequence] = []
-        """By key."""
+        """In the order of their keys."""
         self.rows: list[Sequence] = []
         """The same sequences; `rows[s.row] is s`. A sequence that leaves is replaced by the last one."""
         self.receiving: set[Sequence] = set()

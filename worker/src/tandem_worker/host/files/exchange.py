@@ -24,9 +24,9 @@ from tandem_api.names import Role
 
 from tandem_worker.host.errors import ThreadStartError
 from tandem_worker.host.files.layout import Layout
-from tandem_worker.host.files.server import Answer, FileServer
-from tandem_worker.host.files.share import Share
-from tandem_worker.host.files.wire import MAX_PEERS, Header, Question, pack_news
+from tandem_worker.host.files.server import FileAnswer, FileServer
+from tandem_worker.host.files.share import SharedFiles
+from tandem_worker.host.files.wire import MAX_PEERS, PeerQuestion, ReplyHeader, pack_news
 from tandem_worker.host.peers.dial import resolve
 from tandem_worker.host.vitals import Vitals
 
@@ -60,10 +60,10 @@ class FileExchange:
         self._sharing, self._services = sharing, tuple(services)
         self.ring, self._vitals = ring, vitals
         self.id = secrets.token_hex(8)
-        """Of this process, so that it knows itself among its peers."""
+        """Id of this process, so that it knows itself among its peers."""
         self.received, self.faults = Counter({"peer": 0, "hub": 0}), Counter({"wrong": 0, "slow": 0, "lost": 0})
         """As in `FileSample`; whoever downloads counts."""
-        self._share: Share | None = None
+        self._share: SharedFiles | None = None
         self._server: FileServer | None = None
         self._heard: dict[Address, float] = {}
         self.num_heard = 0
@@ -98,7 +98,7 @@ class FileExchange:
         """One that may end whenever it likes. Raises ThreadStartError."""
         self._vitals.start_thread(name, target, *arguments)
 
-    def offer(self, share: Share) -> None:
+    def offer(self, share: SharedFiles) -> None:
         """From now on. The one before is offered no more."""
         self._share = share
 
@@ -143,7 +143,7 @@ class FileExchange:
             return found | set(self._heard)
 
     def hear(self, peers: Iterable[str]) -> None:
-        """Of others, as a peer told them: `ADDRESS PORT`."""
+        """Take note of others, as a peer told them: `ADDRESS PORT`."""
         for text in peers:
             host, _, port = text.partition(" ")
             if port.isdigit() and 0 < int(port) < 1 << 16:
@@ -159,16 +159,16 @@ class FileExchange:
 
     # The server's thread.
 
-    def _answer(self, question: Question, host: str) -> Answer:
+    def _answer(self, question: PeerQuestion, host: str) -> FileAnswer:
         if question.port is not None and question.asker != self.id:
             self._remember((host.removeprefix("::ffff:"), question.port))
         share = self._share
         if share is None or share.layout.fingerprint != question.layout:
-            return Answer(Header(known=False, source=self.id))
+            return FileAnswer(ReplyHeader(known=False, source=self.id))
         if question.kind == "chunk":
             return self._answer_chunk(share, question.chunk)
         version, changes = share.news(question.since)
-        header = Header(
+        header = ReplyHeader(
             source=self.id,
             version=version,
             starting=share.starting,
@@ -176,9 +176,9 @@ class FileExchange:
             in_flight=share.in_flight,
             peers=[f"{host} {port}" for host, port in list(self._heard)],
         )
-        return Answer(header, pack_news(changes))
+        return FileAnswer(header, pack_news(changes))
 
-    def _answer_chunk(self, share: Share, index: int) -> Answer:
+    def _answer_chunk(self, share: SharedFiles, index: int) -> FileAnswer:
         found = None
         try:
             if index < share.layout.num_chunks:
@@ -186,9 +186,9 @@ class FileExchange:
         except OSError as error:
             logger.warning("a part of the model cannot be given to another worker: %s", error)
         if found is None:
-            return Answer(Header(known=False, source=self.id))
-        header = Header(source=self.id, sum=found.sum.hex())
-        return Answer(header, fd=found.fd, offset=found.offset, size=found.size)
+            return FileAnswer(ReplyHeader(known=False, source=self.id))
+        header = ReplyHeader(source=self.id, sum=found.sum.hex())
+        return FileAnswer(header, fd=found.fd, offset=found.offset, size=found.size)
 
 
 def plan_exchange(config: WorkerConfig, ring: Callable[[], KeyRing], vitals: Vitals) -> FileExchange:

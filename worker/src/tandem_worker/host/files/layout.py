@@ -14,7 +14,7 @@ from dataclasses import dataclass
 _MIN_CHUNK = 1 << 20
 _MAX_CHUNK = 8 << 20
 _CHUNKS_WANTED = 256
-"""Of a small model, so that several starters have something to do."""
+"""Chunks of a small model, so that several starters have something to do."""
 _GROUPS_WANTED = 128
 _MAX_GROUP = 8
 """64 MiB at most in one request: its round trips are few, and what dies with a connection is little."""
@@ -30,7 +30,7 @@ class SharedFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class FileChunk:
     index: int
     file: int
     offset: int
@@ -51,15 +51,15 @@ class Layout:
         self.num_chunks = self._first[-1]
         self.fingerprint = self._fingerprint(repository, commit)
         self.groups = tuple(self._groups())
-        """Of each group its chunks' numbers."""
+        """The chunks' numbers of each group."""
 
-    def chunk(self, index: int) -> Chunk:
+    def chunk(self, index: int) -> FileChunk:
         """Raises IndexError when there is no such chunk."""
         if not 0 <= index < self.num_chunks:
             raise IndexError(index)
         file = bisect.bisect_right(self._first, index) - 1
         offset = (index - self._first[file]) * self.chunk_bytes
-        return Chunk(index, file, offset, min(self.chunk_bytes, self.files[file].size - offset))
+        return FileChunk(index, file, offset, min(self.chunk_bytes, self.files[file].size - offset))
 
     def chunks_of(self, file: int) -> range:
         """The numbers of a file's chunks; an empty file has none."""

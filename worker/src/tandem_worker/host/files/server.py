@@ -21,7 +21,15 @@ from dataclasses import dataclass, field
 from tandem_api.keys import KeyRing
 
 from tandem_worker.host.files.limit import ByteBucket
-from tandem_worker.host.files.wire import LENGTH, MAX_QUESTION, Header, Question, WireError, decode_question, encode
+from tandem_worker.host.files.wire import (
+    LENGTH,
+    MAX_QUESTION,
+    PeerQuestion,
+    ReplyHeader,
+    WireError,
+    decode_question,
+    encode,
+)
 from tandem_worker.host.peers.door import Door
 from tandem_worker.host.peers.handshake import Purpose
 from tandem_worker.host.vitals import Vitals
@@ -38,10 +46,10 @@ _NICENESS = 10
 
 
 @dataclass(slots=True)
-class Answer:
+class FileAnswer:
     """What to send: a header with its payload, then a piece of a file."""
 
-    header: Header
+    header: ReplyHeader
     payload: bytes = b""
     fd: int = -1
     offset: int = 0
@@ -74,7 +82,7 @@ class FileServer:
         *,
         ring: Callable[[], KeyRing],
         vitals: Vitals,
-        answer: Callable[[Question, str], Answer],
+        answer: Callable[[PeerQuestion, str], FileAnswer],
         rate: Callable[[], float],
     ) -> None:
         """`answer` gets a question and the asker's address, on the server's thread; it may raise OSError."""
@@ -90,7 +98,7 @@ class FileServer:
         self._closed = False
         self._thread: threading.Thread | None = None
         self.bytes_sent = 0
-        """Of files. Grows only; read by metrics."""
+        """Bytes of files. Grows only; read by metrics."""
         self.door = Door(listener, ring=ring, purpose=Purpose.FILES, admit=self._admit, vitals=vitals)
 
     def start(self) -> None:
@@ -186,7 +194,7 @@ class FileServer:
             received.clear()
             self._reply(connection, self._answer(question, connection.name.rpartition(":")[0]))
 
-    def _reply(self, connection: _Connection, answer: Answer) -> None:
+    def _reply(self, connection: _Connection, answer: FileAnswer) -> None:
         header = answer.header.model_copy(update={"payload": len(answer.payload) + answer.size})
         connection.unsent = memoryview(encode(header) + answer.payload)
         connection.fd, connection.offset, connection.left = answer.fd, answer.offset, answer.size

@@ -16,7 +16,7 @@ from tandem_worker.host.files.wire import GONE, MAX_IN_FLIGHT, UNKNOWN
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """Where a chunk lies, and the XXH3-128 of its bytes when they were last known to be right."""
+    """The place of a chunk, and the XXH3-128 of its bytes when they were last known to be right."""
 
     fd: int
     offset: int
@@ -24,7 +24,7 @@ class Offered:
     sum: bytes
 
 
-class Share:
+class SharedFiles:
     """Any thread. Descriptors stay open for the life of the process, and so outlive a file's renaming."""
 
     def __init__(self, layout: Layout, paths: Mapping[int, Path]) -> None:

@@ -31,28 +31,28 @@ MAX_PEERS = 64
 MAX_CHUNKS = 1 << 20
 """8 TiB of the largest chunks."""
 
-Identity = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+PeerId = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 Fingerprint = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Port = Annotated[int, Field(ge=1, le=65535)]
 
 
-class Question(BaseModel):
+class PeerQuestion(BaseModel):
     kind: Literal["news", "chunk"]
     layout: Fingerprint
-    asker: Identity
+    asker: PeerId
     port: Port | None = None
-    """Where the asker itself serves."""
+    """The port where the asker itself serves."""
     since: int = Field(default=0, ge=0)
     """`version` of the last news."""
     chunk: int = Field(default=0, ge=0, lt=MAX_CHUNKS)
 
 
-class Header(BaseModel):
+class ReplyHeader(BaseModel):
     payload: int = Field(default=0, ge=0, le=MAX_CHUNKS * NEWS.size)
     """Bytes that follow."""
     known: bool = True
     """Whether the source has, or fetches, this layout; of a chunk, whether it has it."""
-    source: Identity = "0" * 16
+    source: PeerId = "0" * 16
     version: int = Field(default=0, ge=0)
     starting: bool = False
     """It fetches the model itself."""
@@ -63,7 +63,7 @@ class Header(BaseModel):
     peers: list[Annotated[str, Field(max_length=64)]] = Field(default=[], max_length=MAX_PEERS)
     """`ADDRESS PORT` of others that it has heard of."""
     sum: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")] = UNKNOWN.hex()
-    """Of the chunk."""
+    """Checksum of the chunk."""
 
 
 M = TypeVar("M", bound=BaseModel)
@@ -73,20 +73,20 @@ class WireError(Exception):
     """What arrived is not what the protocol says."""
 
 
-def encode(message: Question | Header) -> bytes:
+def encode(message: PeerQuestion | ReplyHeader) -> bytes:
     """With its length in front; fields that say the default are left out."""
     text = message.model_dump_json(exclude_defaults=True).encode()
     return LENGTH.pack(len(text)) + text
 
 
-def decode_question(text: bytes | bytearray) -> Question:
+def decode_question(text: bytes | bytearray) -> PeerQuestion:
     """Raises WireError."""
-    return _decode(Question, text)
+    return _decode(PeerQuestion, text)
 
 
-def decode_header(text: bytes | bytearray) -> Header:
+def decode_header(text: bytes | bytearray) -> ReplyHeader:
     """Raises WireError."""
-    return _decode(Header, text)
+    return _decode(ReplyHeader, text)
 
 
 def _decode(kind: type[M], text: bytes | bytearray) -> M:

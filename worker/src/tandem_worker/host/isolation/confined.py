@@ -29,13 +29,13 @@ from dataclasses import dataclass
 import orjson
 
 from tandem_worker.host.isolation.contract import (
+    AnswerStatus,
     FunctionError,
     IsolationError,
     LimitError,
     Limits,
     PeerGoneError,
     QueueFullError,
-    Status,
     UnavailableError,
     read_frame,
     write_frame,
@@ -54,7 +54,7 @@ _MOST_SILENT = 3
 
 
 @dataclass(slots=True)
-class Counts:
+class CallCounts:
     """Since the start."""
 
     calls: int = 0
@@ -140,7 +140,7 @@ class Confined:
         """`parallel` jobs run at a time, `queue` more may wait; `name` is for logs and messages."""
         self.name = name
         self.limits = limits
-        self.counts = Counts()
+        self.counts = CallCounts()
         order = orjson.dumps({"setup": setup, "limits": dataclasses.asdict(limits), "niceness": niceness})
         self._keeper = Keeper(name, order, payload)
         self._most_pending = parallel + queue
@@ -342,8 +342,8 @@ class Confined:
                 self._num_silent = 0
             with contextlib.suppress(ConnectionError):  # it ended before it read everything: its notice says why
                 head = SECONDS.pack(deadline - time.monotonic()) + function.encode()
-                write_frame(sock, Status.DONE, head, deadline)
-                write_frame(sock, Status.DONE, request, deadline)
+                write_frame(sock, AnswerStatus.DONE, head, deadline)
+                write_frame(sock, AnswerStatus.DONE, request, deadline)
             status, answer = read_frame(sock, self.limits.answer_bytes, deadline)
         except PeerGoneError:
             if call.given_up:
@@ -355,11 +355,11 @@ class Confined:
             self._note_silence()
             raise UnavailableError(f"the process for {self.name} did not begin with this call in time") from None
         match status:
-            case Status.DONE:
+            case AnswerStatus.DONE:
                 return answer
-            case Status.OUT_OF_MEMORY:
+            case AnswerStatus.OUT_OF_MEMORY:
                 raise LimitError("memory_bytes", f"takes more than {self.limits.memory_bytes >> 20} MiB of memory")
-            case Status.RAISED:
+            case AnswerStatus.RAISED:
                 raise FunctionError(answer.decode(errors="replace"))
 
     def _read_notice(self, notice: int) -> IsolationError | LostError:

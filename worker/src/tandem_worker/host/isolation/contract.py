@@ -13,15 +13,13 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 
 from tandem_worker.host.errors import WorkerError
 
 Function = Callable[[bytes], bytes]
-Setup = Callable[[bytes], Mapping[str, Function]]
-"""Runs once in the process that all jobs are forked from: loads what they need, and must leave no thread running."""
 
 _HEAD = struct.Struct("<BQ")
 _SMALL_BYTES = 4096
@@ -80,7 +78,7 @@ class Limits:
                 return LimitError("crash", f"ended its process with signal {number}")
 
 
-class Status(IntEnum):
+class AnswerStatus(IntEnum):
     """First byte of an answer."""
 
     DONE = 0
@@ -92,7 +90,7 @@ class PeerGoneError(Exception):
     """The other end closed in the middle of a frame, or before it."""
 
 
-def write_frame(sock: socket.socket, status: Status, body: bytes, deadline: float | None = None) -> None:
+def write_frame(sock: socket.socket, status: AnswerStatus, body: bytes, deadline: float | None = None) -> None:
     """Raises OSError, TimeoutError."""
     _set_timeout(sock, deadline)
     head = _HEAD.pack(status, len(body))
@@ -103,12 +101,12 @@ def write_frame(sock: socket.socket, status: Status, body: bytes, deadline: floa
         sock.sendall(body)
 
 
-def read_frame(sock: socket.socket, most: int, deadline: float | None = None) -> tuple[Status, bytes]:
+def read_frame(sock: socket.socket, most: int, deadline: float | None = None) -> tuple[AnswerStatus, bytes]:
     """`deadline` is on the monotonic clock, `most` counts bytes. Raises PeerGoneError, TimeoutError, LimitError."""
     status, size = _HEAD.unpack(_read(sock, _HEAD.size, deadline))
     if size > most:
         raise LimitError("answer_bytes", f"makes more than {most >> 20} MiB")
-    return Status(status), bytes(_read(sock, size, deadline))
+    return AnswerStatus(status), bytes(_read(sock, size, deadline))
 
 
 def _read(sock: socket.socket, size: int, deadline: float | None) -> bytearray:

@@ -12,9 +12,9 @@ import threading
 import time
 
 from tandem_worker.host.isolation.contract import (
+    AnswerStatus,
     IsolationError,
     PeerGoneError,
-    Status,
     UnavailableError,
     read_frame,
     write_frame,
@@ -179,13 +179,13 @@ class Keeper:
 
     def _prepare(self, start: socket.socket) -> None:
         deadline = time.monotonic() + START_SECONDS
-        write_frame(start, Status.DONE, self._order, deadline)
-        write_frame(start, Status.DONE, self._payload, deadline)
+        write_frame(start, AnswerStatus.DONE, self._order, deadline)
+        write_frame(start, AnswerStatus.DONE, self._payload, deadline)
         try:
             status, answer = read_frame(start, 1 << 16, deadline)
         except TimeoutError as error:
             raise UnavailableError(f"it was not ready after {START_SECONDS:g} s") from error
-        if status is not Status.DONE:
+        if status is not AnswerStatus.DONE:
             raise _SetupError(answer.decode(errors="replace"))
 
 

@@ -27,7 +27,7 @@ from collections.abc import Mapping
 
 import orjson
 
-from tandem_worker.host.isolation.contract import Function, Limits, PeerGoneError, Status, read_frame, write_frame
+from tandem_worker.host.isolation.contract import AnswerStatus, Function, Limits, PeerGoneError, read_frame, write_frame
 
 SECONDS = struct.Struct("<d")
 MAX_SETUP_BYTES = 1 << 30
@@ -51,12 +51,12 @@ def main() -> None:
     try:
         functions = _prepare(settings["setup"], payload)
     except BaseException as error:
-        write_frame(start, Status.RAISED, _describe(error))
+        write_frame(start, AnswerStatus.RAISED, _describe(error))
         raise
     del payload, order
     gc.collect()
     gc.freeze()  # jobs must not copy pages for the sake of the collector's marks
-    write_frame(start, Status.DONE, b"")
+    write_frame(start, AnswerStatus.DONE, b"")
     start.close()
     _Spawner(control, functions, Limits(**settings["limits"])).serve()
     os._exit(0)  # nothing is left to be tidied, and jobs that end now must not find half of an interpreter
@@ -72,7 +72,7 @@ def _prepare(setup: str, payload: bytes) -> Mapping[str, Function]:
 
 
 def _give_way(niceness: int) -> None:
-    """Where the container runs out of memory this process is the one to go."""
+    """Let this process be the one to go where the container runs out of memory."""
     os.nice(niceness)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # Not every sandbox has the file; the worker is then as likely to go as its child.
@@ -154,7 +154,7 @@ def _run_job(descriptor: int, functions: Mapping[str, Function], limits: Limits)
         sock = socket.socket(fileno=descriptor)
         if "warm" in functions:
             functions["warm"](b"")
-        write_frame(sock, Status.DONE, b"")  # it has begun: from here on time is the input's fault
+        write_frame(sock, AnswerStatus.DONE, b"")  # it has begun: from here on time is the input's fault
         while True:
             _serve_call(sock, functions, limits)
     except PeerGoneError:
@@ -170,11 +170,11 @@ def _serve_call(sock: socket.socket, functions: Mapping[str, Function], limits: 
     signal.setitimer(signal.ITIMER_PROF, limits.cpu_seconds)
     _, request = read_frame(sock, MAX_REQUEST_BYTES)
     try:
-        status, answer = Status.DONE, functions[head[SECONDS.size :].decode()](request)
+        status, answer = AnswerStatus.DONE, functions[head[SECONDS.size :].decode()](request)
     except MemoryError:
-        status, answer = Status.OUT_OF_MEMORY, b""
+        status, answer = AnswerStatus.OUT_OF_MEMORY, b""
     except BaseException as error:  # a panic of an extension in Rust is no Exception
-        status, answer = Status.RAISED, _describe(error)
+        status, answer = AnswerStatus.RAISED, _describe(error)
     write_frame(sock, status, answer)
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.setitimer(signal.ITIMER_PROF, 0)

@@ -299,7 +299,8 @@ class Door:
 
 
 def _source_of(host: str) -> str:
-    """Whose share a connection counts to. Of IPv6, whoever has one address has all that share its first 64 bits."""
+    """Tell whose share a connection counts to. Of IPv6, whoever has one address has all that share its first 64
+    bits."""
     address = ipaddress.ip_address(host.partition("%")[0])
     if address.version == 4:
         return str(address)

@@ -20,7 +20,7 @@ class Stored:
     """A matrix `[rows, columns]` in a file that is mapped, or in memory."""
 
     address: int
-    """Of the first row; the others follow without gaps."""
+    """Address of the first row; the others follow without gaps."""
     kind: int
     """GGML's number of the type."""
     rows: int

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 LAYOUT = 1
 _PLACE = re.compile(r"[A-Za-z0-9_-]{1,128}/[A-Za-z0-9_.+-]{1,200}")
-"""Of a file: a folder of Triton's, and a name in it."""
+"""Place of a file: a folder of Triton's, and a name in it."""
 _UNFINISHED = ".tandem-"
 
 

@@ -21,7 +21,7 @@ def map_memory(size: int) -> mmap.mmap:
 
 
 def address_of(memory: mmap.mmap) -> int:
-    """Where the first byte lies."""
+    """The address of the first byte."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 

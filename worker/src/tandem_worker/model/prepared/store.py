@@ -29,9 +29,9 @@ logger = logging.getLogger(__name__)
 FOLDER = ".prepared"
 """Within the folder of models."""
 MOST_BYTES = 64 << 30
-"""Of all entries together, unless the store is told otherwise."""
+"""Bytes of all entries together, unless the store is told otherwise."""
 FREE_SHARE = 0.5
-"""Of what is free on the disk, at most so much goes into one entry."""
+"""So much of what is free on the disk goes into one entry at most."""
 _SMALL = 256 << 20
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,199}")
 _UNFINISHED = ".unfinished-"

@@ -1,1 +1,1 @@
-"""Where weights come from: a contract (`contract`) and one module per URI scheme; `resolve` is the way in."""
+"""Sources of weights: a contract (`contract`) and one module per URI scheme; `resolve` is the way in."""

@@ -42,7 +42,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 """Git's SHA-1, or the SHA-256 of newer repositories."""
 _GIT_BLOB = re.compile(r"[0-9a-f]{40}")
 _INTERNAL = Path(".cache", "huggingface", "download")
-"""Where huggingface_hub keeps partial files inside a download folder."""
+"""The folder where huggingface_hub keeps partial files inside a download folder."""
 _MAX_ATTEMPTS = 2
 _LOG_SECONDS = 5.0
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _FORMAT = 1
-"""Of what is kept. Another one is another name."""
+"""Format of what is kept. Another one is another name."""
 _WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".onnx")
 _LARGEST = 256 << 20
 """Bytes of a file that says something about a tokenizer."""
@@ -39,7 +39,7 @@ _REFUSED = 3
 
 
 class PreparedFiles(Protocol):
-    """Where results are kept between starts. Neither method fails: without it a start only takes longer."""
+    """Keeps results between starts. Neither method fails: without it a start only takes longer."""
 
     def read(self, name: str) -> bytes | None:
         """What was written under `name`, whole and undamaged, or None."""
@@ -107,7 +107,7 @@ def adopt(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
 
 
 def _name(path: Path, gguf: Path | None, metadata_bytes: int) -> str:
-    """Of everything that the result depends on: the files, and the libraries."""
+    """A hash of everything that the result depends on: the files, and the libraries."""
     found = xxh3_128(f"{_FORMAT} {version('transformers')} {version('tokenizers')}".encode())
     folder = path if gguf is None else gguf.parent
     if gguf is not None:

@@ -28,7 +28,7 @@ AS_THEY_ARE = ("PreTrainedTokenizerFast", "TokenizersBackend")
 MODEL_TYPES = (
     None, "llama", "qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss", "llama4", "llama4_text", "mistral", "mixtral",
 )  # fmt: skip
-"""Of `config.json`; transformers corrects the class for some others."""
+"""Those of `config.json`; transformers corrects the class for some others."""
 IGNORED = frozenset({
     "tokenizer_class", "add_bos_token", "add_eos_token", "add_prefix_space", "backend", "clean_up_tokenization_spaces",
     "errors", "is_local", "legacy", "local_files_only", "max_length", "model_input_names", "padding_side",

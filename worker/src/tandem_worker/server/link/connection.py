@@ -21,7 +21,7 @@ from tandem_api.keys import KeyRing, admits
 from tandem_api.link import Frame, FrameReader, Goodbye, LinkError
 from tandem_api.openai import error_body
 
-from tandem_worker.server.link.stream import Scope, Stream, build_scope
+from tandem_worker.server.link.stream import LinkStream, Scope, build_scope
 from tandem_worker.server.serving import MAX_HEADER_BYTES, MAX_HEADERS
 
 MAX_UNSENT_BYTES = 256 * 1024
@@ -35,7 +35,7 @@ _FAREWELL_SECONDS = 1.0
 _log = logging.getLogger(__name__)
 
 
-class Owner(Protocol):
+class LinkOwner(Protocol):
     """The listener that a link belongs to."""
 
     app: ASGIApp
@@ -76,19 +76,19 @@ class GatewayLink(asyncio.Protocol):
 
     transport: asyncio.Transport
 
-    def __init__(self, owner: Owner) -> None:
+    def __init__(self, owner: LinkOwner) -> None:
         self._owner = owner
         self._loop = asyncio.get_running_loop()
         self._reader = FrameReader(link.FROM_GATEWAY)
-        self.streams: dict[int, Stream] = {}
-        self.unfinished: dict[int, Stream] = {}
+        self.streams: dict[int, LinkStream] = {}
+        self.unfinished: dict[int, LinkStream] = {}
         """Those whose requests have not come to their end, oldest first."""
         self.blocked = False
         self.greeted = False
         self.name = ""
         """The gateway's."""
         self._token: str | None = None
-        """That it has shown."""
+        """The one that it has shown."""
         self.withdrawn_at: float | None = None
         """When its key had ceased to be good."""
         self.telemetry_seconds = link.TELEMETRY_SECONDS
@@ -99,7 +99,7 @@ class GatewayLink(asyncio.Protocol):
         """What came and waits for its turn."""
         self._paused = False
         self._out: list[bytes | memoryview] = []
-        self._touched: list[Stream] = []
+        self._touched: list[LinkStream] = []
         self._flushing = False
         self._ended = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -212,7 +212,7 @@ class GatewayLink(asyncio.Protocol):
             self._close()
             self.transport.close()
 
-    def _find(self, number: int) -> Stream | None:
+    def _find(self, number: int) -> LinkStream | None:
         """None: it has ended here, which the gateway may not know yet. Raises LinkError."""
         if number > self._newest:
             raise LinkError(f"stream {number} has not begun")
@@ -242,7 +242,7 @@ class GatewayLink(asyncio.Protocol):
         if reason is not None:
             self._refuse(number, reason)
             return
-        stream = Stream(self, number, method=method, body_follows=body_follows)
+        stream = LinkStream(self, number, method=method, body_follows=body_follows)
         self.streams[number] = stream
         if body_follows:
             self.unfinished[number] = stream
@@ -274,10 +274,10 @@ class GatewayLink(asyncio.Protocol):
         found = self.transport.get_extra_info(side)
         return found[:2] if found else None
 
-    async def _run(self, stream: Stream, scope: Scope) -> None:
+    async def _run(self, stream: LinkStream, scope: Scope) -> None:
         await self._owner.app(scope, stream.receive, stream.send)
 
-    async def _conclude(self, stream: Stream, run: Coroutine[Any, Any, None]) -> None:
+    async def _conclude(self, stream: LinkStream, run: Coroutine[Any, Any, None]) -> None:
         reason = "the answer broke off"
         try:
             await run
@@ -325,7 +325,7 @@ class GatewayLink(asyncio.Protocol):
         self._out.append(frame)
         self._schedule()
 
-    def touch(self, stream: Stream) -> None:
+    def touch(self, stream: LinkStream) -> None:
         """Send what the stream has at the end of this turn."""
         self._touched.append(stream)
         self._schedule()
@@ -378,7 +378,7 @@ class GatewayLink(asyncio.Protocol):
         self.transport.abort()
 
 
-async def _refuse_headers(stream: Stream) -> None:
+async def _refuse_headers(stream: LinkStream) -> None:
     text = f"The request header is too large: at most {MAX_HEADER_BYTES} bytes and {MAX_HEADERS} fields are read."
     body = orjson.dumps(error_body(text, kind="invalid_request_error", code="headers_too_large"))
     await stream.send(

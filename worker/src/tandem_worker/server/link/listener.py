@@ -69,7 +69,7 @@ class LinkListener:
 
     @property
     def port(self) -> int:
-        """That it listens on."""
+        """The port that it listens on."""
         assert self._server is not None
         return self._server.sockets[0].getsockname()[1]
 

@@ -13,13 +13,13 @@ from tandem_api.link import Fields
 Scope = dict[str, Any]
 
 
-class Wire(Protocol):
+class StreamLink(Protocol):
     """The link that a stream is on."""
 
     blocked: bool
     """Its gateway takes nothing: more has been written than the socket holds."""
 
-    def touch(self, stream: Stream) -> None:
+    def touch(self, stream: LinkStream) -> None:
         """It has something to send; at the end of this turn of the event loop it is asked for it."""
         ...
 
@@ -28,7 +28,7 @@ class Wire(Protocol):
         ...
 
 
-class Stream:
+class LinkStream:
     """A conversation of ASGI. What the application sends within one turn of the event loop leaves as one frame."""
 
     __slots__ = (
@@ -36,7 +36,7 @@ class Stream:
         "_waiters", "_wire", "answering", "gone", "number",
     )  # fmt: skip
 
-    def __init__(self, wire: Wire, number: int, *, method: bytes, body_follows: bool) -> None:
+    def __init__(self, wire: StreamLink, number: int, *, method: bytes, body_follows: bool) -> None:
         self._wire = wire
         self.number = number
         self.gone = False

@@ -16,7 +16,7 @@ from tandem_worker.server.pacing import Steps
 from tandem_worker.server.text.detokenizer import TokenTable
 from tandem_worker.server.text.output import ToolDelta, Update, Usage, split_tools
 
-Kind = Literal["text", "thinking", "tool_use"]
+BlockKind = Literal["text", "thinking", "tool_use"]
 _ERRORS = {"server_error": "api_error"}
 """Kinds of errors that have another name there."""
 
@@ -28,7 +28,7 @@ def to_error(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class MessagesEncoder:
-    """Of one answer; its blocks come in order, so there is a state."""
+    """Writes one answer; its blocks come in order, so there is a state."""
 
     done = b""
     """The last event says by itself that it is the last."""
@@ -38,7 +38,7 @@ class MessagesEncoder:
     def __init__(self, head: AnswerHead, table: TokenTable) -> None:
         self.head = head
         self._index = -1
-        self._kind: Kind | None = None
+        self._kind: BlockKind | None = None
         self._stop: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
 
     # -- streams -------------------------------------------------------------------------------------------------------
@@ -108,10 +108,10 @@ class MessagesEncoder:
             "stop_sequence": None,
         }
 
-    def _enter(self, kind: Kind) -> bytes:
+    def _enter(self, kind: BlockKind) -> bytes:
         return b"" if self._kind == kind else self._close() + self._begin(kind, None)
 
-    def _begin(self, kind: Kind, tool: ToolDelta | None) -> bytes:
+    def _begin(self, kind: BlockKind, tool: ToolDelta | None) -> bytes:
         self._index += 1
         self._kind = kind
         block: dict[str, Any] = {"type": kind}

@@ -47,7 +47,7 @@ class ChatRequest:
     documents: list[Any] | None = None
     """For templates that print them."""
     add_special_tokens: bool = False
-    """Of the tokenizer, beside those that the template writes."""
+    """Those of the tokenizer, beside those that the template writes."""
 
 
 def parse_chat(

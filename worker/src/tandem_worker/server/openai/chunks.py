@@ -81,7 +81,7 @@ class Encoder(Protocol):
 
     @property
     def repeated_logprobs(self) -> Sequence[TokenLogprob] | None:
-        """Of one that has a state: those in what it wrote last which may be written again; None where there are others
+        """For one that has a state: those in what it wrote last which may be written again; None where there are others
         too."""
         ...
 
@@ -272,7 +272,7 @@ class Echo:
     token_ids: Sequence[int]
     logprobs: Sequence[TokenLogprob | None] | None
     num_top: int
-    """Of the likeliest tokens that are known for each, so many are told."""
+    """So many are told of the likeliest tokens that are known for each."""
 
 
 class CompletionEncoder:
@@ -402,7 +402,7 @@ def prompt_pieces(table: TokenTable, token_ids: Sequence[int], *, special: bool 
 
 
 def prompt_offsets(table: TokenTable, token_ids: Sequence[int], text: str) -> Steps[list[int]]:
-    """Where in the text of the prompt each of its tokens begins, in characters.
+    """Tell where in the text of the prompt each of its tokens begins, in characters.
 
     `text` has a special token's text where the client wrote it, and not where the tokenizer put the token, nor where
     the prompt came as tokens.

@@ -30,7 +30,7 @@ class CompletionRequest:
     echo: bool
     response_format: ResponseFormat = TEXT
     add_special_tokens: bool = True
-    """Of the tokenizer, to prompts that are text."""
+    """Those of the tokenizer, to prompts that are text."""
 
 
 def parse_completion(

@@ -13,7 +13,6 @@ from tandem_worker.engine.errors import RequestError
 from tandem_worker.engine.schedule.params import GrammarFactory, SamplingParams
 from tandem_worker.server.openai.defaults import API_DEFAULTS, LIMITS, SamplingDefaults
 from tandem_worker.server.openai.fields import Fields, check_integer, check_number, check_text, refuse, wrong_type
-from tandem_worker.server.text.patterns import PatternError, compile_patterns
 
 MAX_CHOICES = 16
 """Upper limit of `n`."""
@@ -21,7 +20,6 @@ _ALL_TOKENS = 2**30
 """More than any vocabulary has; samplers hold `top_k` in 32 bits."""
 MAX_STOPS = 4
 MAX_STOP_LENGTH = 1024
-MAX_STOP_REGEXES = 16
 MAX_STOP_TOKENS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_BIAS_LENGTH = 64
@@ -54,7 +52,6 @@ class CommonOptions:
     """Biases whose keys are texts."""
     seed: int
     stop: tuple[str, ...]
-    stop_regex: tuple[str, ...]
     stop_token_ids: frozenset[int]
     min_tokens: int
     ignore_eos: bool
@@ -107,8 +104,7 @@ def parse_common(fields: Fields, vocab_size: int, defaults: SamplingDefaults = A
         logit_bias=logit_bias,
         text_bias=text_bias,
         seed=secrets.randbits(63) if seed is None else seed,
-        stop=_texts(fields, "stop", MAX_STOPS),
-        stop_regex=_stop_regex(fields),
+        stop=_stops(fields),
         stop_token_ids=_stop_token_ids(fields, vocab_size),
         min_tokens=fields.integer("min_tokens", minimum=0) or 0,
         ignore_eos=fields.boolean("ignore_eos"),
@@ -214,28 +210,18 @@ def _top_k(fields: Fields, default: int) -> int:
     return default if value is None else 0 if value == -1 else min(value, _ALL_TOKENS)
 
 
-def _texts(fields: Fields, key: str, most: int) -> tuple[str, ...]:
-    """A string or several."""
-    value = fields.take(key)
+def _stops(fields: Fields) -> tuple[str, ...]:
+    value = fields.take("stop")
     if value is None:
         return ()
     if isinstance(value, str):
         value = [value]
     if not isinstance(value, list):
-        wrong_type(key, "a string or an array of strings", value)
-    if len(value) > most:
-        refuse(key, f"Invalid '{key}': at most {most} sequences, but there are {len(value)}.", "array_above_max_length")
-    return tuple(check_text(item, f"{key}[{index}]", MAX_STOP_LENGTH) for index, item in enumerate(value))
-
-
-def _stop_regex(fields: Fields) -> tuple[str, ...]:
-    patterns = _texts(fields, "stop_regex", MAX_STOP_REGEXES)
-    try:
-        compile_patterns(patterns)
-    except PatternError as error:
-        path = f"stop_regex[{error.number}]"
-        refuse(path, f"'{path}' {error}.", "invalid_regex")
-    return patterns
+        wrong_type("stop", "a string or an array of strings", value)
+    if len(value) > MAX_STOPS:
+        sentence = f"Invalid 'stop': at most {MAX_STOPS} sequences, but there are {len(value)}."
+        refuse("stop", sentence, "array_above_max_length")
+    return tuple(check_text(item, f"stop[{index}]", MAX_STOP_LENGTH) for index, item in enumerate(value))
 
 
 def _stop_token_ids(fields: Fields, vocab_size: int) -> frozenset[int]:
@@ -273,7 +259,7 @@ def _bad_words(fields: Fields) -> tuple[str, ...]:
 
 
 def _logit_bias(fields: Fields, vocab_size: int) -> tuple[dict[int, float], dict[str, float]]:
-    """By token id, and those that are named by a text."""
+    """Biases by token id, and those that are named by a text."""
     value = fields.raw_object("logit_bias") or {}
     if len(value) > MAX_LOGIT_BIAS:
         refuse("logit_bias", f"At most {MAX_LOGIT_BIAS} biases are supported.", "object_above_max_properties")

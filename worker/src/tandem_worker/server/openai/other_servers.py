@@ -40,11 +40,12 @@ _REFUSED: Mapping[str, tuple[str, Sequence[object]]] = {
     "mm_payload": ("this model reads text only: remove it", ["tensors", "none"]),
     "return_mm_kwargs": ("this model reads text only: remove it", [False, True]),
     "ec_transfer_params": ("this model reads text only: remove it", [{}]),
-    "repetition_detection": ("repetitions end no answer: use 'stop_regex', 'max_tokens' or 'frequency_penalty'", []),
+    "repetition_detection": ("repetitions end no answer: use 'stop', 'max_tokens' or 'frequency_penalty'", []),
     "stream_interval": ("chunks are sent as tokens come: leave it out or 1", [1]),
     # SGLang
     "separate_reasoning": ("reasoning is always told apart, as 'reasoning_content': leave it out or true", [True]),
     "stream_reasoning": ("reasoning is streamed as the answer is: leave it out or true", [True]),
+    "stop_regex": ("regexes end no answer: use 'stop' or 'stop_token_ids'", [[]]),
     "return_hidden_states": ("hidden states are not told: leave it out or false", [False]),
     "return_routed_experts": ("experts are not told: leave it out or false", [False]),
     "session_params": ("answers do not go on from earlier ones: send the whole conversation", [{}]),

@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 from tandem_worker.engine.errors import RequestError
 from tandem_worker.server.openai.fields import Fields, check_text, read_json, refuse, wrong_type
-from tandem_worker.server.openai.structural_tags import Format, parse_structural_tag
+from tandem_worker.server.openai.structural_tags import StructuralTag, parse_structural_tag
 
 MAX_ALTERNATIVES = 1024
-"""Of `guided_choice`."""
+"""Texts of `guided_choice`."""
 _META = re.compile(r"[\\.+*?()|\[\]{}^$#&~\-]")
 _STRUCTURED = {
     "json": "guided_json", "regex": "guided_regex", "choice": "guided_choice", "grammar": "guided_grammar",
@@ -29,14 +29,14 @@ class ResponseFormat:
     kind: Literal["text", "json_object", "json_schema", "regex", "lark", "gbnf", "structural_tag"] = "text"
     schema: dict[str, Any] | None = None
     """With `json_schema`; an absent one allows any JSON value. Of a structural tag, all that was given."""
-    tags: Format | None = None
-    """Of a structural tag."""
+    tags: tuple[StructuralTag, ...] | None = None
+    """Those of a structural tag."""
     definition: str = ""
     """The text of a regex, or of a grammar in Lark or GBNF."""
     path: str = "response_format"
-    """Of the field that says which kind it is."""
+    """Path of the field that says which kind it is."""
     content_path: str = "response_format"
-    """Of the schema or the definition."""
+    """Path of the schema or the definition."""
 
     @property
     def name(self) -> str:

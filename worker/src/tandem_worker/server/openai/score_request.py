@@ -22,7 +22,7 @@ class ScoreRequest:
     """One, which every document is compared with, or as many as there are documents."""
     documents: tuple[str, ...]
     paths: tuple[str, ...]
-    """Where each of the queries, and then of the documents, stands in the body."""
+    """Paths in the body of each of the queries, and then of the documents."""
     ranks: bool
     """The best come first."""
     top_n: int | None

@@ -74,7 +74,7 @@ def _parts(step: Mapping[str, Any] | None, key: str) -> Sequence[Mapping[str, An
 
 
 def _shrinking(normalizers: Sequence[Mapping[str, Any]]) -> float | None:
-    """By what factor they shorten a text at most, in bytes; None when that is not known."""
+    """The factor by which they shorten a text at most, in bytes; None when that is not known."""
     factor = 1.0
     for part in normalizers:
         match part["type"]:

@@ -29,7 +29,7 @@ from tandem_worker.host.isolation.confined import Confined
 from tandem_worker.host.isolation.contract import FunctionError, LimitError, Limits, QueueFullError, UnavailableError
 from tandem_worker.server.deltas import ClientGoneError
 from tandem_worker.server.http import MAX_BODY_BYTES, TOO_MANY_LARGE_REQUESTS, ServiceError, header
-from tandem_worker.server.intake import SMALL_BODY_BYTES, Intake
+from tandem_worker.server.intake import SMALL_BODY_BYTES, BodyIntake
 from tandem_worker.server.preparation.job import SETUP, job_name, unpack
 from tandem_worker.server.preparation.preparing import NotHereError, Prepared, Preparer
 from tandem_worker.server.request_metrics import PreparationCounts
@@ -67,7 +67,7 @@ class Preparation:
 
     def __init__(self, preparer: Preparer, pack: Callable[[], bytes]) -> None:
         """`pack` makes what the process is set up with."""
-        self.intake = Intake()
+        self.intake = BodyIntake()
         self.counts = PreparationCounts()
         self._preparer = preparer
         self._pack = pack

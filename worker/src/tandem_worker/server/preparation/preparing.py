@@ -182,7 +182,7 @@ class PreparedEmbedding:
 class PreparedScore:
     request: ScoreRequest
     tokens: Sequence[Tokens]
-    """Of the queries, then of the documents."""
+    """Tokens of the queries, then of the documents."""
 
 
 Prepared = PreparedChat | PreparedCompletion | PreparedEmbedding | PreparedScore | bytes

@@ -21,10 +21,10 @@ from tandem_worker.server.text.ids import derive_id
 from tandem_worker.server.text.output import ToolDelta, Update, Usage, split_tools
 
 MAX_REPEATED_BYTES = 1024 * 1024
-"""Of logprobs that a stream repeats. Each takes a kilobyte and more, and four events repeat all there are."""
-Kind = Literal["message", "reasoning", "function_call"]
-_PREFIX: Mapping[Kind, str] = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
-_DELTA: Mapping[Kind, str] = {
+"""Bytes of logprobs that a stream repeats. Each takes a kilobyte and more, and four events repeat all there are."""
+ItemKind = Literal["message", "reasoning", "function_call"]
+_PREFIX: Mapping[ItemKind, str] = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
+_DELTA: Mapping[ItemKind, str] = {
     "message": "response.output_text",
     "reasoning": "response.reasoning_text",
     "function_call": "response.function_call_arguments",
@@ -34,8 +34,8 @@ _DELTA: Mapping[Kind, str] = {
 class _Item:
     """One item of the output while it is written."""
 
-    def __init__(self, answer_id: str, kind: Kind, index: int, tool: ToolDelta | None = None) -> None:
-        self.kind: Kind = kind
+    def __init__(self, answer_id: str, kind: ItemKind, index: int, tool: ToolDelta | None = None) -> None:
+        self.kind: ItemKind = kind
         self.id = derive_id(_PREFIX[kind], answer_id, f"item {index}", size=16)
         self.index = index
         self.tool = tool
@@ -69,7 +69,7 @@ class _Item:
 
 
 class ResponsesEncoder:
-    """Of one answer; its parts come in order, so there is a state."""
+    """Writes one answer; its parts come in order, so there is a state."""
 
     done = b""
     """The last event says by itself that it is the last."""
@@ -87,7 +87,7 @@ class ResponsesEncoder:
         self._streams = True
         self._repeated_bytes = 0
         self._untold: list[TokenLogprob] = []
-        """Of tokens whose text is still to come."""
+        """Logprobs of tokens whose text is still to come."""
         self.repeated_logprobs: Sequence[TokenLogprob] | None = ()
 
     # -- streams -------------------------------------------------------------------------------------------------------
@@ -148,13 +148,13 @@ class ResponsesEncoder:
     def _status(self) -> str:
         return "incomplete" if self._finish == "length" else "completed"
 
-    def _enter(self, kind: Kind) -> bytes:
+    def _enter(self, kind: ItemKind) -> bytes:
         """Events that are due before text of this kind."""
         if self._open is not None and self._open.kind == kind:
             return b""
         return self._close("completed") + self._begin(kind, None)
 
-    def _begin(self, kind: Kind, tool: ToolDelta | None) -> bytes:
+    def _begin(self, kind: ItemKind, tool: ToolDelta | None) -> bytes:
         item = self._open = _Item(self.head.id, kind, len(self._closed), tool)
         fields = {"output_index": item.index, "item": item.to_json("in_progress")}
         added = self._event("response.output_item.added", fields)

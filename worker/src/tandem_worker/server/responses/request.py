@@ -42,7 +42,7 @@ RENAMED: Renaming = (
     (re.compile(r"^(tool_choice(?:\.tools\[\d+\])?)\.function"), r"\1"),
 )
 MAX_ECHO_BYTES = 2 * 1024 * 1024
-"""Of what an answer repeats of its request, as JSON: three events of a stream have it."""
+"""Bytes of what an answer repeats of its request, as JSON: three events of a stream have it."""
 
 
 def translate(body: object, sampling: SamplingDefaults = API_DEFAULTS) -> tuple[dict[str, Any], bytes, Places]:

@@ -25,7 +25,7 @@ class BadWords:
         self.row: Words = np.packbits(allowed, bitorder="little").view(np.uint32)
         """The mask without words of one token."""
         self.within: dict[int, list[tuple[tuple[int, ...], int]]] = {}
-        """Of longer words, by their last token but one: all tokens but the last, and that."""
+        """Longer words by their last token but one: all tokens but the last, and that."""
         for sequence in sorted(every):
             if len(sequence) > 1:
                 self.within.setdefault(sequence[-2], []).append((sequence[:-1], sequence[-1]))

@@ -274,7 +274,12 @@ class GrammarCompiler:
 
 def embed_json_schema(schema: Mapping[str, Any]) -> str:
     """A JSON schema as the right side of a Lark rule, with the white space that all JSON answers have."""
-    return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}})
+    return "%json " + json.dumps(bound_whitespace(schema))
+
+
+def bound_whitespace(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema with the white space that all JSON answers have."""
+    return {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
 
 
 def _remaining(deadline: float | None) -> float:

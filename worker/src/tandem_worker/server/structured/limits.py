@@ -69,8 +69,6 @@ class GrammarLimits:
     gbnf_bytes: int = 16 * 1024
     gbnf_rules: int = 100
     """Bringing them into Lark takes the square of their number: for these, ten milliseconds."""
-    fixed_texts: int = 2000
-    """Different ones of structural tags: what begins and what ends their parts."""
     values: int = 20_000
     """Keys and values of a schema."""
     depth: int = 100
@@ -133,12 +131,6 @@ class GrammarLimits:
         if num_rules > self.gbnf_rules:
             raise GrammarError(f"it has {num_rules} rules: at most {self.gbnf_rules} are allowed")
         self._check_brackets(grammar)
-
-    def check_fixed_texts(self, count: int, size: int) -> None:
-        """Check the texts of structural tags while they are written. Raises GrammarError."""
-        if count > self.fixed_texts:
-            raise GrammarError(f"it has too many texts that begin or end parts: at most {self.fixed_texts} are allowed")
-        self._check_bytes(size, self.text_bytes, "all of it together")
 
     def check_text(self, text: str) -> None:
         """Check a grammar as it is compiled, with all schemas inside. Raises GrammarError."""

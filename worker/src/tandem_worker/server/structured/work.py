@@ -17,9 +17,9 @@ from typing import Any
 from tandem_worker.server.structured.errors import GrammarError
 
 MOST_STATES = 20_000
-"""Of all steps of `multipleOf`: a tenth of a second."""
+"""States of all steps of `multipleOf`: a tenth of a second."""
 MOST_PAIRS = 20_000
-"""Of patterns with patterns and properties: a tenth of a second."""
+"""Pairs of patterns with patterns and properties: a tenth of a second."""
 MOST_COMBINED_PATTERNS = 10
 """They are compared again for every combination."""
 

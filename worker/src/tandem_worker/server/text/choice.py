@@ -14,12 +14,10 @@ from tandem_worker.server.pacing import Steps
 from tandem_worker.server.text.detokenizer import Detokenizer
 from tandem_worker.server.text.ids import derive_id
 from tandem_worker.server.text.output import Finish, Parsed, TextParser, ToolDelta, Update
-from tandem_worker.server.text.patterns import Patterns
 from tandem_worker.server.text.stops import StopMatcher
 
-_SLICE_TOKENS = 512
-"""Of a replay: a few milliseconds."""
-_SLICE_TOKENS_WITH_PATTERNS = 32
+REPLAY_TOKENS = 512
+"""So many are replayed before others have their turn: a few milliseconds."""
 
 
 class Choice:
@@ -51,7 +49,6 @@ class Choice:
         detokenizer: Detokenizer,
         *,
         stops: Sequence[str] = (),
-        stop_patterns: Patterns | None = None,
         stop_token_ids: Collection[int] = (),
         include_stop: bool = False,
         min_tokens: int = 0,
@@ -68,9 +65,7 @@ class Choice:
         self.completion_tokens = 0
         self.reasoning_tokens = 0
         self._detokenizer = detokenizer
-        self._stops: StopMatcher | None = None
-        if stops or stop_patterns is not None:
-            self._stops = StopMatcher(stops, stop_patterns, keep=include_stop)
+        self._stops = StopMatcher(stops, keep=include_stop) if stops else None
         self._stop_token_ids = stop_token_ids
         self._include_stop = include_stop
         self._min_tokens = min_tokens
@@ -107,21 +102,14 @@ class Choice:
         """Logprobs of withheld text with its offset: all that a choice has which its tokens do not tell."""
         return self._waiting
 
-    @property
-    def slice_tokens(self) -> int:
-        """So many are replayed before others have their turn."""
-        with_patterns = self._stops is not None and self._stops.has_patterns
-        return _SLICE_TOKENS_WITH_PATTERNS if with_patterns else _SLICE_TOKENS
-
     def replay(self, token_ids: Sequence[int], waiting: Iterable[tuple[int, TokenLogprob]]) -> Steps[Update]:
         """Stand where a choice stood elsewhere after these tokens more, with nothing to tell; `waiting` was its own.
         Returns what it had to tell of them, without logprobs.
         """
-        size = self.slice_tokens
-        for start in range(0, len(token_ids), size):
+        for start in range(0, len(token_ids), REPLAY_TOKENS):
             if start:
                 yield
-            for token_id in token_ids[start : start + size]:
+            for token_id in token_ids[start : start + REPLAY_TOKENS]:
                 if self.finish is None:
                     self._token(token_id, None)
         self._waiting = list(waiting)
@@ -146,12 +134,9 @@ class Choice:
             self._waiting.append((self._length, logprob))
         self._length += len(text)
         stopped = False
-        if self._stops is not None:
-            if self.completion_tokens > self._min_tokens:
-                text = self._stops.feed(text)
-                stopped = self._stops.stopped
-            else:
-                self._stops.skip(text)
+        if self._stops is not None and self.completion_tokens > self._min_tokens:
+            text = self._stops.feed(text)
+            stopped = self._stops.stopped
         self._release(text)
         parser = self._parser
         if parser is not None and parser.reasoning:
@@ -213,11 +198,11 @@ class Choice:
         self._length += len(rest)
         if self._stops is not None:
             rest = self._stops.feed(rest)
-            rest += self._stops.flush()
             if self._stops.stopped:
                 self._release(rest)
                 self._close("stop", ended_by_text=True)
                 return
+            rest += self._stops.flush()
         self._release(rest)
         self._close("length" if reason is FinishReason.LENGTH else "stop", ended_by_text=False)
 

@@ -71,7 +71,7 @@ class Update:
     tools: list[ToolDelta] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     logprob_offsets: list[int] = field(default_factory=list)
-    """Where in the text of the choice each of `logprobs` begins."""
+    """Offsets in the text of the choice at which each of `logprobs` begins."""
     token_ids: list[int] = field(default_factory=list)
     """Without `end_token`."""
     finish: Finish | None = None

@@ -22,7 +22,7 @@ from tandem_worker.server.structured.compiler import REQUEST_SECONDS, GrammarCom
 from tandem_worker.server.structured.errors import GrammarError, GrammarUnavailableError
 from tandem_worker.server.structured.grammar import AfterReasoningFactory, TokenGrammarFactory
 from tandem_worker.server.structured.limits import check_types
-from tandem_worker.server.structured.tags import write_structural_tag
+from tandem_worker.server.structured.tags import write_structural_tags
 from tandem_worker.server.text import reasoning
 from tandem_worker.server.text.output import TextParser
 from tandem_worker.server.text.words import bad_words
@@ -30,7 +30,7 @@ from tandem_worker.server.tools.formats import GENERIC_FORMAT, ToolFormat, build
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class AnswerShape:
     grammar: GrammarFactory | None
     new_parser: Callable[[], TextParser | None]
     visible: frozenset[int]
@@ -58,7 +58,7 @@ def _named_tokens(options: CommonOptions, model: ServedModel) -> GrammarFactory 
     return AllowedTokens(options.allowed_token_ids, model.vocab_size)
 
 
-async def shape_answer(request: ChatRequest, model: ServedModel, prompt: str) -> Shape:
+async def shape_answer(request: ChatRequest, model: ServedModel, prompt: str) -> AnswerShape:
     """`prompt` is the end of the rendered conversation, from the last message's header on. Raises RequestError."""
     tool_format = _tool_format(request, model)
     inside = model.reasons and prompt.rstrip().endswith(reasoning.BEGIN)
@@ -94,7 +94,7 @@ async def shape_answer(request: ChatRequest, model: ServedModel, prompt: str) ->
                 code="unsupported_parameter",
             )
         visible |= model.table.special_ids
-    return Shape(grammar=grammar, new_parser=new_parser, visible=visible)
+    return AnswerShape(grammar=grammar, new_parser=new_parser, visible=visible)
 
 
 def _tool_format(request: ChatRequest, model: ServedModel) -> ToolFormat | None:
@@ -183,7 +183,7 @@ def _write_free(answer: ResponseFormat, model: ServedModel, grammars: GrammarCom
     match answer.kind:
         case "structural_tag":
             assert answer.tags is not None
-            return write_structural_tag(answer.tags, grammars.limits, model.special_texts)
+            return write_structural_tags(answer.tags, model.special_texts)
         case "regex":
             return grammars.write_regex(answer.definition)
         case "lark":

@@ -54,7 +54,7 @@ def _stays_in_definitions(schema: Any) -> bool:
 
 
 class Size:
-    """Of a grammar while it is written: a few schemas that each parameter repeats are soon many megabytes."""
+    """Size of a grammar while it is written: a few schemas that each parameter repeats are soon many megabytes."""
 
     def __init__(self) -> None:
         self._bytes = 0

@@ -33,7 +33,7 @@ class Attempt:
     is_open: bool = True
     """False once withdrawn or ended: what still arrives is thrown away. Written under `landing`."""
     unverified: Sequence[memoryview] = ()
-    """Where bytes stand, or may stand, that nobody has checked. Written under `landing`."""
+    """Memory in which bytes stand, or may stand, that nobody has checked. Written under `landing`."""
     arrived: bool = False
     """The peer has sent everything; an order's blocks stay allocated there until `PrefillLink.release`."""
     resends: int = 0
@@ -41,7 +41,7 @@ class Attempt:
     started_at: float | None = None
     """When the peer began with the prompt."""
     overdue: bool = False
-    """That it did not begin has been told."""
+    """Whether it has been told that it did not begin."""
     last_progress: float = 0.0
 
     def close(self) -> bool:

@@ -35,9 +35,9 @@ class _Order:
     intake: Intake | None = None
     """What arrives from the endpoint that is being tried."""
     hop: Hop | None = None
-    """Where its times are noted, if the request is traced."""
+    """Takes its times, if the request is traced."""
     begun: bool = False
-    """That endpoint computes the prompt."""
+    """Whether that endpoint computes the prompt."""
     told_followers: bool = False
     """They receive from that endpoint too."""
     num_receiving: int = 0

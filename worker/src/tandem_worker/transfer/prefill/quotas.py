@@ -41,8 +41,8 @@ class Quotas:
     sessions_per_host: int = 64
     """From one address, of peers that have not said with a proof of the key who they are: all of them, without keys."""
     sessions_per_worker: int = 64
-    """Of one pod that has: it opens one per rank. Where its packets come from does not matter then: many pods may share
-    an address."""
+    """Connections of one pod that has: it opens one per rank. Where its packets come from does not matter then: many
+    pods may share an address."""
     orders: int = 4096
     """From order to release."""
     orders_per_session: int = 1024
@@ -55,8 +55,8 @@ class Quotas:
     """To orders of other ranks, from ATTACH to release."""
     attachments_per_session: int = 1024
     frames_per_second: float = 2000.0
-    """Of one pod (without keys: of one address), all its connections together; a frame counts again for every 4 KiB.
-    An order takes two frames, a thousand tokens of it another. Who sends more is not read from for a while."""
+    """Frames of one pod (without keys: of one address), all its connections together; a frame counts again for every 4
+    KiB. An order takes two frames, a thousand tokens of it another. Who sends more is not read from for a while."""
     frames_at_once: int = 4096
     """After silence. A pod that has just connected may send `FIRST_FRAMES`, so that coming again gains nothing."""
 
@@ -107,12 +107,12 @@ class Ledger:
         self._owners: Counter[tuple[str, str]] = Counter()
         self._tokens_of: Counter[tuple[str, str]] = Counter()
         self._tokens_at: Counter[str] = Counter()
-        """By address, whatever names are used there."""
+        """Tokens by address, whatever names are used there."""
         self._names_at: dict[str, Counter[str]] = {}
         """Connections by address and by the name of the pod."""
         self._urgent = Bucket(quotas.fair_tokens / URGENT_SECONDS, quotas.fair_tokens, quotas.fair_tokens, clock())
         self._buckets: dict[tuple[str, str], Bucket] = {}
-        """Of every owner of connections."""
+        """Buckets of every owner of connections."""
         self._orders = self._tokens = self._attachments = 0
         self._refusals: Counter[Quota] = Counter()
 
@@ -191,7 +191,7 @@ class Ledger:
 
     @property
     def refusals(self) -> dict[str, int]:
-        """By quota, since the start."""
+        """Counts by quota, since the start."""
         with self._lock:
             return {quota.value: self._refusals[quota] for quota in Quota}
 
@@ -254,7 +254,7 @@ class Account:
     def __init__(self, ledger: Ledger, owner: tuple[str, str], host: str, *, proven: bool) -> None:
         self.ledger, self.owner, self.host, self.proven = ledger, owner, host, proven
         self.name: str | None = None
-        """Of its pod, where that was proven."""
+        """The name of its pod, where that was proven."""
         self.orders = self.tokens = self.attachments = 0
 
     def identify(self, worker: str) -> None:

@@ -92,12 +92,12 @@ class Session:
         self._reported: deque[ReadyBlocks | Ended] = deque()
         self._gathered_since = 0.0
         self._gathered_bytes = 0
-        """Of blocks in `_reported` that nobody has woken this thread for."""
+        """Bytes of blocks in `_reported` that nobody has woken this thread for."""
         self._to_send: deque[ReadyBlocks] = deque()
         self._to_finish: deque[Outgoing] = deque()
         self._orders: dict[int, Outgoing] = {}
         self._transfers: dict[str, int] = {}
-        """By the engine's name of an order."""
+        """Numbers by the engine's name of an order."""
         self._begun: set[int] = set()
         """Transfers whose prompts the engine has begun with, and nobody has told the peer."""
         self._pieces: dict[int, Piece] = {}

@@ -106,7 +106,7 @@ def use_threads(count: int) -> None:
 
 
 def packed_address(packed: torch.Tensor, weight: torch.Tensor) -> int | None:
-    """Where oneDNN keeps `weight` `[N, K]`, if `packed` has the layout that the kernels read; else None.
+    """Find where oneDNN keeps `weight` `[N, K]`, if `packed` has the layout that the kernels read; else None.
 
     oneDNN chooses layouts by shape and type and does not promise them: the first and the last block are compared.
     """

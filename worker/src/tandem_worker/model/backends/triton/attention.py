@@ -75,7 +75,7 @@ class TritonStepAttention:
         return out.flatten(1)
 
     def _query_start_of_prompts(self) -> torch.Tensor:
-        """Where the sequences behind the decodes begin among their own tokens."""
+        """Beginnings of the sequences behind the decodes among their own tokens."""
         if self._prompt_query_start is None:
             count = self._num_decodes
             self._prompt_query_start = self._batch.query_start[count:] - count
@@ -155,7 +155,7 @@ def _plan_latents(batch: ForwardBatch, spec: LatentSpec) -> _LatentPlan:
 
 
 def _starts(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Where each run begins, and the end of the last, `[len(lengths) + 1]` int32."""
+    """Beginnings of the runs, and the end of the last, `[len(lengths) + 1]` int32."""
     return upload(np.cumsum([0, *lengths], dtype=np.int32), device)
 
 

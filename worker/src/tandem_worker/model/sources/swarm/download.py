@@ -19,8 +19,8 @@ from xxhash import xxh3_128_digest
 from tandem_worker.host.errors import AuthenticationError, StartupError
 from tandem_worker.host.files.exchange import Address, FileExchange
 from tandem_worker.host.files.layout import Layout
-from tandem_worker.host.files.share import Share
-from tandem_worker.host.files.wire import Header, WireError
+from tandem_worker.host.files.share import SharedFiles
+from tandem_worker.host.files.wire import ReplyHeader, WireError
 from tandem_worker.model.sources.swarm.hub import HubRanges, NoRangesError
 from tandem_worker.model.sources.swarm.parts import PartFiles
 from tandem_worker.model.sources.swarm.peer import PeerLink, WrongBytesError
@@ -40,7 +40,7 @@ _PAUSE_SECONDS = (1.0, 4.0, 15.0)
 _CHUNK_SECONDS = 10.0
 """A chunk may take this long from a peer, or four times what it takes from the hub."""
 _PATIENCE_SECONDS = 10.0
-"""Where what peers have would take longer than this from them, the hub helps."""
+"""The hub helps where what peers have would take longer than this from them."""
 _RATE_SECONDS = 3.0
 _HUB_FAILURES = 6
 _HUB_FAILED_SECONDS = 10.0
@@ -92,12 +92,12 @@ class SharedDownload:
         self._not_before: dict[Address, float] = {}
         self._banned: set[Address] = set()
         self._own: set[Address] = set()
-        """Where this process itself answers."""
+        """Addresses at which this process itself answers."""
         self._progressed = time.monotonic()
         self._started = time.monotonic()
         self.received: dict[str, int] = {"peer": 0, "hub": 0}
 
-    def run(self) -> Share:
+    def run(self) -> SharedFiles:
         """Block until every file is there and verified. What is offered to others then.
 
         Raises StartupError, HubFailedError, NoRangesError, OSError of the disk, ThreadStartError.
@@ -126,12 +126,12 @@ class SharedDownload:
                 self._changed.notify_all()
             self._parts.close()
 
-    def _resume(self) -> Share:
+    def _resume(self) -> SharedFiles:
         """What an earlier process has left. Raises OSError."""
         files = range(len(self._layout.files))
         self._sealed = {file for file in files if self._is_whole(file)}
         paths = {file: (self._parts.target if file in self._sealed else self._parts.part)(file) for file in files}
-        share, now = Share(self._layout, paths), time.monotonic()
+        share, now = SharedFiles(self._layout, paths), time.monotonic()
         for file in files:
             whole = file in self._sealed
             for index, digest in self._parts.sums_of_target(file) if whole else self._parts.resume(file):
@@ -391,7 +391,7 @@ class SharedDownload:
                 pause = _NEWS_SECONDS * max(1.0, len(self._active) / 8) * (1 if header.known else 4)
             self._fetch_until(time.monotonic() + pause, link, address, name, known=header.known)
 
-    def _take_in(self, header: Header, changes: list[tuple[int, bytes]], name: str) -> None:
+    def _take_in(self, header: ReplyHeader, changes: list[tuple[int, bytes]], name: str) -> None:
         with self._changed:
             honest = self._plan.observe(
                 name,

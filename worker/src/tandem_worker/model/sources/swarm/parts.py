@@ -36,7 +36,7 @@ class PartFiles:
         self._writers, self._closed = 0, False
 
     def target(self, file: int) -> Path:
-        """Where the file will be."""
+        """The file's path when it is complete."""
         return self._folder / self._layout.files[file].path
 
     def sums_of_target(self, file: int) -> Iterator[tuple[int, bytes]]:
@@ -47,7 +47,7 @@ class PartFiles:
                 yield index, xxh3_128_digest(source.read(self._layout.chunk(index).size))
 
     def part(self, file: int) -> Path:
-        """Where it is until it is complete."""
+        """Its path until it is complete."""
         return self._home / f"{_name(self._layout, file)}.part"
 
     def resume(self, file: int) -> Iterator[tuple[int, bytes]]:
@@ -114,7 +114,7 @@ def read_sums(layout: Layout, folder: Path, file: int) -> list[bytes] | None:
 
 
 def _name(layout: Layout, file: int) -> str:
-    """Of a part: files in folders, and of other digests, have others."""
+    """The name of a part: files in folders, and of other digests, have others."""
     entry = layout.files[file]
     text = f"{entry.path} {entry.size} {entry.digest} {layout.chunk_bytes}"
     return hashlib.sha256(text.encode()).hexdigest()[:32]

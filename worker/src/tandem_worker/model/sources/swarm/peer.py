@@ -15,8 +15,8 @@ from tandem_worker.host.files.wire import (
     MAX_HEADER,
     NEWS,
     UNKNOWN,
-    Header,
-    Question,
+    PeerQuestion,
+    ReplyHeader,
     WireError,
     decode_header,
     encode,
@@ -51,7 +51,7 @@ class PeerLink:
         """End the connection."""
         self._sock.close()
 
-    def news(self) -> tuple[Header, list[tuple[int, bytes]]]:
+    def news(self) -> tuple[ReplyHeader, list[tuple[int, bytes]]]:
         """What the peer is up to, and what became of its chunks since the last call."""
         header = self._ask("news", time.monotonic() + 2 * STALL_SECONDS, since=self._version)
         # Of every chunk at most one line.
@@ -76,8 +76,8 @@ class PeerLink:
             raise WrongBytesError(f"chunk {index} is not what its sum says")
         return data, digest
 
-    def _ask(self, kind: str, deadline: float, **fields: int) -> Header:
-        question = Question(kind=kind, layout=self._layout.fingerprint, asker=self._id, port=self._port, **fields)  # pyright: ignore[reportArgumentType]
+    def _ask(self, kind: str, deadline: float, **fields: int) -> ReplyHeader:
+        question = PeerQuestion(kind=kind, layout=self._layout.fingerprint, asker=self._id, port=self._port, **fields)  # pyright: ignore[reportArgumentType]
         self._sock.settimeout(STALL_SECONDS)
         self._sock.sendall(encode(question))
         length = self._read(LENGTH.size, deadline)
@@ -86,7 +86,7 @@ class PeerLink:
             raise WireError("its answer's header is too long")
         return decode_header(self._read(size, deadline))
 
-    def _payload(self, header: Header, most: int, deadline: float) -> bytearray:
+    def _payload(self, header: ReplyHeader, most: int, deadline: float) -> bytearray:
         if header.payload > most:
             raise WireError("it sends more than was asked for")
         return self._read(header.payload, deadline)

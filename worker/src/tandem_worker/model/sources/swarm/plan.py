@@ -53,7 +53,7 @@ class Plan:
         self.missing = set(range(layout.num_chunks))
         self.sums: dict[int, bytes] = {}
         self._sources: dict[int, str] = {}
-        """Of every chunk that is here: `HUB`, `DISK`, or the name of the peer that it came from."""
+        """Sources of the chunks that are here: `HUB`, `DISK`, or the name of the peer that it came from."""
         self._fetching: dict[int, str] = {}
         self._hub_since: dict[int, float] = {}
         self.hub_seconds: float | None = None
@@ -70,7 +70,7 @@ class Plan:
         self._idle_since: float | None = None
         self._ranked_for: frozenset[str] = frozenset()
         self._owners: list[list[str]] = []
-        """Of each group the starters, first whose it is."""
+        """The starters of each group, first whose it is."""
         self._orders: dict[str, list[int]] = {}
 
     # Peers.
@@ -235,7 +235,7 @@ class Plan:
         return set().union(*active)
 
     def _rank(self, now: float) -> None:
-        """Whose each group is, as every starter that knows the same others finds it."""
+        """Settle whose each group is, as every starter that knows the same others finds it."""
         starters = self._starters(now)
         if starters == self._ranked_for:
             return
@@ -340,5 +340,5 @@ class Plan:
         return frozenset(index for index, source in self._fetching.items() if source == HUB)
 
     def bytes_at_peers(self) -> int:
-        """Of what is missing here, what somebody has."""
+        """What somebody has of what is missing here."""
         return sum(self._layout.chunk(i).size for i in self.missing if self._num_holders[i] > 0)

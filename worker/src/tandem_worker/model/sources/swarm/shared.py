@@ -11,7 +11,7 @@ from typing import Any
 
 from tandem_worker.host.files.exchange import FileExchange
 from tandem_worker.host.files.layout import Layout, SharedFile
-from tandem_worker.host.files.share import Share
+from tandem_worker.host.files.share import SharedFiles
 from tandem_worker.host.files.wire import MAX_CHUNKS
 from tandem_worker.model.sources.digest import MANIFEST
 from tandem_worker.model.sources.selection import RepositoryFile
@@ -81,7 +81,7 @@ def offer_folder(exchange: FileExchange, folder: Path, repository: str, commit: 
     layout = Layout(repository, commit, found)
     if exchange.offers(layout):
         return
-    share = Share(layout, {number: folder / file.path for number, file in enumerate(layout.files)})
+    share = SharedFiles(layout, {number: folder / file.path for number, file in enumerate(layout.files)})
     for number in range(len(layout.files)):
         sums = read_sums(layout, folder, number)
         for place, index in enumerate(layout.chunks_of(number)):
