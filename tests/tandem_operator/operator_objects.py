@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 from tandem_api.inferencemodel import InferenceModel
-from tandem_operator.manifests import ChildKey, Manifest, child_key
-from tandem_operator.settings import Release
+from tandem_operator.objects.manifests import ChildKey, Manifest, child_key
+from tandem_operator.process.settings import Release
 from tandem_operator.workloads import Blueprint, build_children
 
 RELEASED = Path(__file__).parent / "released"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 from lupa.lua51 import LuaRuntime  # the language version that Argo CD runs
-from tandem_operator.observation import WAITS_FOR_A_WISH
+from tandem_operator.observe.roles import WAITS_FOR_A_WISH
 
 FOLDER = Path(__file__).parents[2] / "examples" / "argocd"
 HEALTH = (FOLDER / "health.lua").read_text()

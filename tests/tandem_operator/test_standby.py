@@ -13,14 +13,14 @@ from api_double import serving
 from kubernetes.aio.client import ApiClient, Configuration
 from operator_objects import blueprint, container, pod, raw_model
 from tandem_api.launch import WorkerConfig
-from tandem_operator.groups import is_on_standby
 from tandem_operator.kube.client import KubeClient
-from tandem_operator.manifests import Manifest, dig
-from tandem_operator.rollout import Replica, RolePlan, RoleView, State, plan_rollout
+from tandem_operator.objects.manifests import Manifest, dig
+from tandem_operator.observe.groups import is_on_standby
+from tandem_operator.rollout.replacement import Replica, RolePlan, RoleView, State, plan_rollout
 from tandem_operator.workloads import build_children
+from test_desired import PREFILL, OwningServer, look, scaling
 from test_kstatus import kstatus
 from test_reconciler import DECODE, GATEWAY, MODEL
-from test_replicas import PREFILL, OwningServer, look, scaling
 from test_scaler import SLO, D
 from test_sleeping import IDLE_AFTER, Sleeper
 

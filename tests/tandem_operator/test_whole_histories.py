@@ -19,19 +19,19 @@ import pytest
 from operator_objects import RELEASE, UID, container, pod
 from tandem_api.fleet import FleetReport, WorkerReport
 from tandem_api.names import Role
-from tandem_operator import reconciler as module
-from tandem_operator.commits import Answer, Question
-from tandem_operator.errors import APIError, ConflictError, IncompleteError, NotFoundError
-from tandem_operator.fleet import FleetWatch
-from tandem_operator.keeper import KeyKeeper
+from tandem_operator.gateways.fleet import FleetWatch
+from tandem_operator.keys.keeper import KeyKeeper
+from tandem_operator.keys.rotation import KeyPolicy
+from tandem_operator.kube.recorder import EventRecorder
 from tandem_operator.kube.store import ChildStore
-from tandem_operator.manifests import KIND_BY_NAME, Manifest, ModelKey, dig_list, labels_of
-from tandem_operator.reconciler import Reconciler
-from tandem_operator.recorder import EventRecorder
-from tandem_operator.revisions import digest_of
-from tandem_operator.rotation import KeyPolicy
-from tandem_operator.settings import HubPolicy
-from tandem_operator.turns import Turns
+from tandem_operator.objects.errors import APIError, ConflictError, IncompleteError, NotFoundError
+from tandem_operator.objects.manifests import KIND_BY_NAME, Manifest, ModelKey, dig_list, labels_of
+from tandem_operator.process.settings import HubPolicy
+from tandem_operator.reconcile import reconciler as module
+from tandem_operator.reconcile.reconciler import Reconciler
+from tandem_operator.rollout.queue import Turns
+from tandem_operator.rollout.revisions import digest_of
+from tandem_operator.weights.commits import Answer, Question
 from tandem_operator.workloads.blueprint import digest
 
 HISTORIES = int(os.environ.get("TANDEM_WHOLE_HISTORIES", "5"))

@@ -11,9 +11,9 @@ from collections.abc import Iterable
 
 from tandem_api.names import Role, workload_name
 
-from tandem_operator.causes import creation_failure
 from tandem_operator.kube.store import Kept
-from tandem_operator.manifests import STATEFUL_SET, Kind, Manifest, ModelKey, dig
+from tandem_operator.objects.manifests import STATEFUL_SET, Kind, Manifest, ModelKey, dig
+from tandem_operator.observe.causes import creation_failure
 
 CREATIONS = {"fieldSelector": f"involvedObject.kind={STATEFUL_SET.name}"}
 _REASONS = frozenset({"FailedCreate", "SuccessfulCreate"})

@@ -16,10 +16,8 @@ from dataclasses import dataclass
 
 from tandem_api import names
 
-from tandem_operator.causes import ENDED_BY_NODE
-from tandem_operator.groups import is_ready
 from tandem_operator.kube.ownership import updates
-from tandem_operator.manifests import (
+from tandem_operator.objects.manifests import (
     DEPLOYMENT,
     JOB,
     POD,
@@ -33,7 +31,9 @@ from tandem_operator.manifests import (
     dig,
     labels_of,
 )
-from tandem_operator.pace import Pace
+from tandem_operator.observe.causes import ENDED_BY_NODE
+from tandem_operator.observe.groups import is_ready
+from tandem_operator.runtime.turns import Pace
 
 _AT_ONCE = 25
 _POD_METADATA = (

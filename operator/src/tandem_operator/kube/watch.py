@@ -17,12 +17,12 @@ from typing import Protocol
 import aiohttp
 from tandem_api import names
 
-from tandem_operator import metrics
-from tandem_operator.errors import APIError, ExpiredError
 from tandem_operator.kube.client import KubeClient
 from tandem_operator.kube.store import Kept
-from tandem_operator.manifests import EVENT, Kind, Manifest, ModelKey
-from tandem_operator.pace import Pace
+from tandem_operator.objects.errors import APIError, ExpiredError
+from tandem_operator.objects.manifests import EVENT, Kind, Manifest, ModelKey
+from tandem_operator.runtime import metrics
+from tandem_operator.runtime.turns import Pace
 from tandem_operator.workloads.blueprint import COMPONENT_LABEL, HISTORY
 
 CHILDREN = {"labelSelector": f"{names.MANAGED_BY_LABEL}={names.MANAGED_BY},{names.LABEL_MODEL}"}

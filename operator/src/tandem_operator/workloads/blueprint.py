@@ -12,7 +12,7 @@ from tandem_api.engines import FOREIGN_ENGINES
 from tandem_api.inferencemodel import InferenceModel, WorkerRole
 from tandem_api.names import Role
 
-from tandem_operator.manifests import (
+from tandem_operator.objects.manifests import (
     CHILD_KINDS,
     DEPLOYMENT,
     SERVICE,
@@ -23,7 +23,7 @@ from tandem_operator.manifests import (
     dig,
     dig_list,
 )
-from tandem_operator.settings import Release
+from tandem_operator.process.settings import Release
 
 COMPONENT_LABEL = "app.kubernetes.io/component"
 HISTORY = "history"

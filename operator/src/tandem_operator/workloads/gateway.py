@@ -8,7 +8,7 @@ from tandem_api import names
 from tandem_api.inferencemodel import GatewayService, HTTPRoute, Resources
 from tandem_api.names import Role
 
-from tandem_operator.manifests import DEPLOYMENT, HTTP_ROUTE, SERVICE, Manifest, dig, dig_list
+from tandem_operator.objects.manifests import DEPLOYMENT, HTTP_ROUTE, SERVICE, Manifest, dig, dig_list
 from tandem_operator.workloads.blueprint import Blueprint, sign
 from tandem_operator.workloads.keys import keys_mount, keys_volume
 from tandem_operator.workloads.pods import http_probe, pod_template, resources_of, template_grace_seconds, thread_env

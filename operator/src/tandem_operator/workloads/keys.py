@@ -14,9 +14,9 @@ from datetime import UTC, datetime
 from tandem_api import names
 from tandem_api.keys import KeyRing, parse_key_ring
 
-from tandem_operator.errors import UnreadableKeysError
-from tandem_operator.manifests import SECRET, Manifest, annotations_of, dig, labels_of, parse_time
-from tandem_operator.rotation import KeyState, KeyStep
+from tandem_operator.keys.rotation import KeyState, KeyStep
+from tandem_operator.objects.errors import UnreadableKeysError
+from tandem_operator.objects.manifests import SECRET, Manifest, annotations_of, dig, labels_of, parse_time
 from tandem_operator.workloads.blueprint import Blueprint, digest
 
 KEY_FILES = (names.PEERS_KEY_FILE, names.API_KEY_FILE)

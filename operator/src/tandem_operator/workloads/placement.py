@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from tandem_api.inferencemodel import TopologySpreadConstraint, Workload
 from tandem_api.names import Role
 
-from tandem_operator.manifests import Manifest, dig
+from tandem_operator.objects.manifests import Manifest, dig
 from tandem_operator.workloads.blueprint import Blueprint, component_of
 
 _HOST, _ZONE = "kubernetes.io/hostname", "topology.kubernetes.io/zone"

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from tandem_api import names
 from tandem_api.names import Role
 
-from tandem_operator.manifests import NETWORK_POLICY, Manifest
+from tandem_operator.objects.manifests import NETWORK_POLICY, Manifest
 from tandem_operator.workloads.blueprint import Blueprint, component_of, shares_files
 from tandem_operator.workloads.configs import tracing
 from tandem_operator.workloads.engines import is_foreign

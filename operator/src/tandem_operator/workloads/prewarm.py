@@ -12,7 +12,7 @@ from tandem_api import names
 from tandem_api.inferencemodel import WorkerRole
 from tandem_api.launch import GroupConfig
 
-from tandem_operator.manifests import JOB, Manifest, annotations_of, dig_dict, dig_list, labels_of
+from tandem_operator.objects.manifests import JOB, Manifest, annotations_of, dig_dict, dig_list, labels_of
 from tandem_operator.workloads.blueprint import Blueprint, digest
 from tandem_operator.workloads.configs import CONFIG_FILE, worker_config
 from tandem_operator.workloads.pods import pod_template, thread_env

@@ -1,0 +1,422 @@
+"""Decides, again and again, how many replicas the roles of models with the mode `SLO` should have.
+
+The decisions are those of `tandem_operator.autoscale.plan`, which is pure; here are the clock, the reports of gateways
+and what is remembered between two decisions. Nothing is written here: a decision that moves something, or that says
+something new, causes a look at the model, which follows it and tells it.
+
+What is remembered is no more than measurements. A process that begins anew keeps the replicas that `status.scaling`
+has, and takes away none before it has watched for as long as `scaleDownStabilization` says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from tandem_api.names import Role
+
+from tandem_operator.autoscale.desired import Wish
+from tandem_operator.autoscale.observed import Scene
+from tandem_operator.autoscale.plan.allotment import Claim, allot
+from tandem_operator.autoscale.plan.contract import Decision, RoleDecision, ScalingSpec, Snapshot
+from tandem_operator.autoscale.plan.history import History
+from tandem_operator.autoscale.plan.planner import plan
+from tandem_operator.autoscale.plan.shares import Shares
+from tandem_operator.autoscale.plan.sleep import ASLEEP, SLEEP_LIMIT, WAKE_LIMIT, Rest, Sight, decide_rest, follow_quiet
+from tandem_operator.autoscale.plan.slo import WINDOW_SECONDS, Attainment, judge, measure
+from tandem_operator.autoscale.plan.snapshots import (
+    STALE_SECONDS,
+    Heard,
+    Totals,
+    add_up,
+    take_shares,
+    take_snapshot,
+    take_starts,
+)
+from tandem_operator.autoscale.plan.starts import Starts
+from tandem_operator.autoscale.plan.temper import only_grow, temper
+from tandem_operator.autoscale.plan.words import TOLD_AGAIN_SECONDS
+from tandem_operator.autoscale.quotas import NO_BUDGET, Budget, Pool
+from tandem_operator.gateways.fleet import FleetView, FleetWatch
+from tandem_operator.objects.manifests import ModelKey
+from tandem_operator.runtime import metrics
+from tandem_operator.runtime.turns import Pace
+
+PERIOD_SECONDS = 5.0
+_FRESH_SECONDS = 3 * PERIOD_SECONDS
+"""A decision that is older is not followed any more."""
+_NAMED = 3
+QUOTA_LIMIT = "GPU quota"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outlook:
+    """What was decided last about one model."""
+
+    generation: int
+    """Of the spec that it was decided for."""
+    decision: Decision | None
+    """None where no role of it has the mode `SLO`."""
+    attainment: Attainment
+    wishes: Mapping[Role, Wish] = field(default_factory=dict[Role, Wish])
+    """What is to be followed; empty in a dry run, and once it is too old."""
+    asleep: bool | None = None
+    """Whether the model is to sleep; None: as it does."""
+    starts: Starts = field(default_factory=Starts)
+    """What starts took."""
+
+
+@dataclass(slots=True)
+class _Model:
+    scene: Scene
+    totals: Totals
+    history: History
+    part: History | None = None
+    """What is known of demand while some gateways do not report: the others' part."""
+    shares: Shares = field(default_factory=Shares)
+    starts: Starts = field(default_factory=Starts)
+    window: deque[tuple[Snapshot, tuple[int, ...]]] = field(
+        default_factory=deque[tuple[Snapshot, tuple[int, ...]]]
+    )  # fmt: skip
+    outlook: Outlook | None = None
+    decided_at: float = 0.0
+    active_at: float = 0.0
+    """When a decision was last not held."""
+    quiet_since: float | None = None
+    """Since when it has served and nobody has used it; None: it does not serve."""
+    told: object = None
+    told_figures: object = None
+    told_at: float = 0.0
+    failed: bool = False
+    claim: Claim | None = None
+    """What it has and wants of the namespace's GPU quota; None: nothing."""
+
+
+class Scaler:
+    """Not thread-safe: it belongs to one event loop. It decides only while `run` runs, which is the leader's."""
+
+    def __init__(
+        self,
+        fleet: FleetWatch,
+        on_change: Callable[[ModelKey], None] = lambda key: None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        pace: Pace | None = None,
+        budget: Callable[[Pool], Budget] = lambda pool: NO_BUDGET,
+    ) -> None:
+        """`on_change` is called when a decision is to be followed or told; `budget` tells a namespace's GPUs."""
+        self._fleet = fleet
+        self._on_change = on_change
+        self._clock = clock
+        self._pace = pace or Pace()
+        self._budget = budget
+        self._models: dict[ModelKey, _Model] = {}
+
+    def present(self) -> dict[Pool, int]:
+        """What models take GPUs of that a quota may bound, and how many their pods take now."""
+        found: dict[Pool, int] = {}
+        for key, model in self._models.items():
+            if model.scene.gpu_resource and model.scene.circumstances.followed:
+                pool = Pool(key.namespace, model.scene.gpu_resource)
+                found[pool] = found.get(pool, 0) + _count_gpus(
+                    model.scene, {role: count.present for role, count in model.scene.counts.items()}
+                )
+        return found
+
+    def follow(self, key: ModelKey, scene: Scene | None) -> None:
+        """This is how a model was seen last; None: nothing of it is decided or measured."""
+        if scene is None:
+            self.forget(key)
+            return
+        model = self._models.get(key)
+        if model is None:
+            model = _Model(scene=scene, totals=Totals(since=self._clock()), history=History())
+            self._models[key] = model
+            metrics.SCALED_MODELS.set(len(self._models))
+        elif scene.circumstances.followed == model.scene.circumstances.followed:
+            model.scene = scene
+            return
+        model.scene, model.outlook, model.claim, model.active_at = scene, None, None, self._clock()
+        self._remember_present(model, model.active_at)
+
+    def forget(self, key: ModelKey) -> None:
+        """The model is gone, or has no targets."""
+        if self._models.pop(key, None) is not None:
+            metrics.SCALED_MODELS.set(len(self._models))
+            metrics.forget_replicas(key)
+
+    def follows(self, key: ModelKey) -> bool:
+        return key in self._models
+
+    def outlook(self, key: ModelKey, generation: int) -> Outlook | None:
+        """What was decided last for this generation of the spec; None before the first time."""
+        model = self._models.get(key)
+        if model is None or model.outlook is None or model.outlook.generation != generation:
+            return None
+        is_fresh = self._clock() - model.decided_at <= _FRESH_SECONDS
+        return model.outlook if is_fresh else replace(model.outlook, wishes={}, asleep=None)
+
+    async def run(self) -> None:
+        """Decide until cancelled."""
+        while True:
+            await asyncio.sleep(PERIOD_SECONDS)
+            await self.decide_all()
+
+    async def decide_all(self) -> None:
+        """One decision about every model, each in a turn of its own."""
+        for key in list(self._models):
+            await self._pace.turn()
+            self.decide(key)
+
+    def decide(self, key: ModelKey) -> None:
+        """One decision, now: also when a request waits for a model that sleeps."""
+        if (model := self._models.get(key)) is None:
+            return
+        try:
+            self._decide(key, model)
+            model.failed = False
+        except Exception as error:
+            # A defect met by one model must not stop the others. It moves nothing.
+            metrics.SCALING_DECISIONS.labels("error").inc()
+            if not model.failed:
+                log.exception("cannot decide about replicas; will try again", extra={"model": str(key)})
+                self._fail(key, model, error)
+            model.failed = True
+
+    def _decide(self, key: ModelKey, model: _Model) -> None:
+        now, scene = self._clock(), model.scene
+        heard = [Heard(report=report, age=age) for report, age in self._fleet.heard(key)]
+        model.totals = add_up(model.totals, heard, now=now)
+        model.shares = take_shares(model.shares, heard, now=now)
+        model.starts = take_starts(model.starts, heard, scene.counts)
+        snapshot = take_snapshot(heard, scene.counts, model.totals, model.shares, model.starts, now=now)
+        silent = _silent(self._fleet.view(key))
+        if snapshot is not None and silent:
+            # What the silent ones count meanwhile comes at once when they are back: it is no demand of that moment.
+            model.part = (model.part or model.history).observe(snapshot)
+        elif snapshot is not None:
+            model.part, model.history = None, model.history.observe(snapshot)
+            model.window.append((snapshot, model.totals.ttft_counts))
+        while model.window and model.window[0][0].at < now - WINDOW_SECONDS:
+            model.window.popleft()
+        decision, rest = None, None
+        if scene.circumstances.followed:
+            rest = _decide_rest(model, heard, silent, now)
+            if now - model.active_at > STALE_SECONDS:
+                self._remember_present(model, now)  # nobody knows what has been needed meanwhile
+            told = _tell_rest(scene, rest, now)
+            if told is not None:
+                model.claim = _claim(key, scene, None)
+            decision = told or self._plan(key, model, snapshot, silent, now)
+            model.history = model.history.record(decision)
+            if not decision.held and not silent:
+                model.active_at = now
+            _count(key, decision, dry_run=scene.dry_run, turns=rest.asleep != scene.asleep)
+        attainment = judge(scene.ttft, scene.tpot, measure(model.window))
+        if scene.asleep:
+            attainment = Attainment(met=None, reason=ASLEEP, message="the model sleeps, so nothing is measured")
+        asleep = None if rest is None or rest.asleep == scene.asleep or _is_dry(scene, rest) else rest.asleep
+        wishes = {} if decision is None or scene.dry_run or asleep is not None else _wishes(decision)
+        model.outlook = Outlook(
+            generation=scene.generation, decision=decision, attainment=attainment, wishes=wishes, asleep=asleep,
+            starts=model.starts,
+        )  # fmt: skip
+        model.decided_at = now
+        said, figures = _substance(decision, attainment), _figures(decision)
+        is_due = now - model.told_at >= TOLD_AGAIN_SECONDS and figures != model.told_figures
+        if wishes or asleep is not None or said != model.told or is_due:
+            model.told, model.told_figures, model.told_at = said, figures, now
+            self._on_change(key)
+
+    @staticmethod
+    def _remember_present(model: _Model, now: float) -> None:
+        """What is there counts as needed until now."""
+        present = {role: count.replicas for role, count in model.scene.counts.items()}
+        model.history = model.history.record(Decision(at=now, roles={}, needs=present))
+
+    def _fail(self, key: ModelKey, model: _Model, error: Exception) -> None:
+        text = f"the planner has failed ({type(error).__name__}: {error}); the operator's log has more"
+        decision = _held(self._clock(), "PlannerFailed", text) if model.scene.circumstances.followed else None
+        unknown = Attainment(met=None, reason="PlannerFailed", message=text)
+        model.outlook = Outlook(generation=model.scene.generation, decision=decision, attainment=unknown)
+        model.decided_at, model.told = 0.0, None
+        self._on_change(key)
+
+    def _plan(
+        self, key: ModelKey, model: _Model, snapshot: Snapshot | None, silent: Mapping[str, str], now: float
+    ) -> Decision:
+        scene = model.scene
+        model.claim = _claim(key, scene, None)
+        if scene.spec is None:
+            return _held(now, "CannotBeSized", scene.problem)
+        if silent and (snapshot is None or snapshot.counters is None):
+            return _held(now, "NoTelemetry", f"{_name_silent(silent)}, so demand is not known")
+        history = model.part if silent and model.part is not None else model.history
+        decision, spec = plan(scene.spec, snapshot, history, now), scene.spec
+        if not decision.held and scene.gpu_resource:
+            model.claim = _claim(key, scene, decision)
+            spec, said = self._limit(key, model, spec, decision)
+            if spec is not scene.spec:
+                decision = plan(spec, snapshot, history, now)
+            decision = replace(decision, sentence=f"{decision.sentence}{said}")
+        decision = temper(spec, decision, scene.circumstances)
+        if not silent:
+            return decision
+        why = "demand is at least what the others tell, so replicas may come and none goes"
+        return only_grow(decision, f"{_name_silent(silent)}: {why}.")
+
+    def _limit(self, key: ModelKey, model: _Model, spec: ScalingSpec, decision: Decision) -> tuple[ScalingSpec, str]:
+        """The spec within what the namespace's GPU quota leaves this model, and a sentence about it. `decision`: what
+        was decided without the quota."""
+        resource = model.scene.gpu_resource
+        budget, claim = self._budget(Pool(key.namespace, resource)), model.claim
+        assert claim is not None, "it takes GPUs of a quota"
+        if budget.gpus is None:
+            return spec, f" The namespace's GPU quota is not known: {budget.problem}." if budget.problem else ""
+        claims = [
+            one.claim
+            for other, one in self._models.items()
+            if other.namespace == key.namespace and one.scene.gpu_resource == resource and one.claim is not None
+        ]
+        own = allot(claims, budget.gpus)[claim.name]
+        # What is granted now is not granted to another model before this one has asked for it.
+        model.claim = replace(claim, held=max(claim.held, min(own.granted, claim.wanted)))
+        least = sum(one.least for one in claims)
+        said = ""
+        if least > budget.gpus:
+            said = (
+                f" The namespace's models take {least} GPUs at least, by scaling.min or because they are held for now,"
+                f" and its quota leaves them {budget.gpus}: raise the quota, or lower scaling.min."
+            )
+        if own.granted >= claim.wanted:
+            return spec, said
+        later = f", {own.target} once others have let go of theirs" if own.target > own.granted else ""
+        said += (
+            f" Limited by the namespace's GPU quota: {own.granted} of {claim.wanted}{later}"
+            f" (priority {claim.priority}; the quota leaves models {budget.gpus})."
+        )
+        roles = {
+            role: replace(one, max=max(one.min, min(one.max, decision.replicas[role])), gpus=model.scene.gpus[role])
+            for role, one in spec.roles.items()
+        }
+        return replace(spec, roles=roles, gpu_budget=own.granted, budget_name=QUOTA_LIMIT), said
+
+
+def _decide_rest(model: _Model, heard: Sequence[Heard], silent: Mapping[str, str], now: float) -> Rest:
+    scene = model.scene
+    sight = Sight(
+        at=now,
+        asleep=scene.asleep,
+        woken=scene.woken,
+        reports=tuple(heard),
+        silent=silent,
+        serves=scene.spec is not None and all(count.ready for count in scene.counts.values()),
+        rolling=scene.circumstances.rolling,
+    )
+    model.quiet_since = follow_quiet(model.quiet_since, sight)
+    return decide_rest(scene.idle_after, sight, model.quiet_since)
+
+
+def _count_gpus(scene: Scene, replicas: Mapping[Role, int]) -> int:
+    if scene.spec is None:
+        return 0
+    return sum(count * scene.gpus[role] for role, count in replicas.items() if role in scene.gpus)
+
+
+def _claim(key: ModelKey, scene: Scene, decision: Decision | None) -> Claim | None:
+    """What a model has and wants of its namespace's quota. Without a decision, and in a dry run, what it has."""
+    if scene.spec is None or not scene.gpu_resource:
+        return None
+    counts = scene.counts
+    held = _count_gpus(scene, {role: count.replicas for role, count in counts.items()})
+    least = _count_gpus(scene, {role: own.min for role, own in scene.spec.roles.items()})
+    wanted = held
+    if decision is None or scene.dry_run:
+        least = held
+    else:
+        wanted = max(least, _count_gpus(scene, decision.replicas))
+    return Claim(
+        name=key.name,
+        priority=scene.priority,
+        least=least,
+        held=held,
+        present=_count_gpus(scene, {role: count.present for role, count in counts.items()}),
+        wanted=wanted,
+        step=min(scene.gpus.values()),
+    )
+
+
+def _is_dry(scene: Scene, rest: Rest) -> bool:
+    """A dry run puts nothing to sleep. It keeps no request waiting either."""
+    return scene.dry_run and rest.asleep
+
+
+def _tell_rest(scene: Scene, rest: Rest, now: float) -> Decision | None:
+    """What is told of a model that sleeps, falls asleep or wakes up; None: it is awake, and the planner decides."""
+    if not rest.asleep and not scene.asleep:
+        return None
+    if rest.unknown:
+        return Decision(at=now, roles={}, held=rest.unknown, reason="NoTelemetry", sentence=rest.sentence)
+    limit = SLEEP_LIMIT if rest.asleep else WAKE_LIMIT
+    roles = {
+        role: RoleDecision(
+            replicas=0 if rest.asleep else scene.fewest.get(role, 1),
+            observed=count.replicas,
+            required=0 if rest.asleep else 1,
+            limit=limit,
+        )
+        for role, count in scene.counts.items()
+        if role in scene.circumstances.followed
+    }
+    reason = "" if _is_dry(scene, rest) and not scene.asleep else ASLEEP if rest.asleep else "WakingUp"
+    return Decision(at=now, roles=roles, reason=reason, sentence=rest.sentence)
+
+
+def _silent(view: FleetView) -> dict[str, str]:
+    """Gateways that take requests and do not say how many."""
+    return {**view.silent, **dict.fromkeys(view.unable, "its release has no reports")}
+
+
+def _name_silent(silent: Mapping[str, str]) -> str:
+    named = "; ".join(f"{name}: {silent[name]}" for name in sorted(silent)[:_NAMED])
+    return f"{len(silent)} of the gateways do not report ({named})"
+
+
+def _held(now: float, reason: str, text: str) -> Decision:
+    return Decision(at=now, roles={}, held=text, reason=reason, sentence=f"Nothing moves: {text}.")
+
+
+def _wishes(decision: Decision) -> dict[Role, Wish]:
+    return {
+        role: Wish(observed=one.observed, replicas=one.replicas)
+        for role, one in decision.roles.items()
+        if one.replicas != one.observed
+    }
+
+
+def _substance(decision: Decision | None, attainment: Attainment) -> object:
+    """What is told at once when it changes."""
+    told = None if decision is None else (decision.reason, decision.replicas)
+    return told, attainment.status, attainment.reason
+
+
+def _figures(decision: Decision | None) -> object:
+    """What is told when it has changed, after a while."""
+    return None if decision is None else [(one.limit, one.required) for one in decision.roles.values()]
+
+
+def _count(key: ModelKey, decision: Decision, *, dry_run: bool, turns: bool = False) -> None:
+    ups = [one.replicas - one.observed for one in decision.roles.values()]
+    result = "held" if decision.held else "up" if max(ups, default=0) > 0 else "down" if min(ups, default=0) else "same"
+    result = "dry_run" if dry_run and result in ("up", "down") else result
+    if turns and result in ("up", "down"):
+        result = "wake" if result == "up" else "sleep"
+    metrics.SCALING_DECISIONS.labels(result).inc()
+    for role, one in decision.roles.items():
+        metrics.note_replicas(key, role.value, desired=one.replicas, required=one.required)

@@ -1,0 +1,404 @@
+"""Which revision the workers of a model get, and how far a canary has come. Pure; all that is remembered is in status.
+
+A change without a canary is given to all workers at once; how fast, `replacement` decides. With one, the workers are
+first brought to one revision (`Preparing`), then some get the new one and with it a part of the requests (`Canary`),
+step by step. It ends by promotion, which is a rollout like any other, or by `RolledBack`: the model then goes on with
+the revision before until the spec asks for something else, or somebody asks to try again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from tandem_api.inferencemodel import Canary, CanaryStatus, CanaryStep, RolloutStatus
+from tandem_api.launch import CanaryTraffic
+from tandem_api.names import ANNOTATION_RETRY_CANARY, Role
+from tandem_api.quantities import parse_duration
+
+from tandem_operator.objects.manifests import parse_time
+from tandem_operator.observe.causes import Problem
+from tandem_operator.rollout.figures import Judgement, Verdict
+
+CANARY_FAILED = "CanaryFailed"
+WAITING_FOR_TURN = "WaitingForTurn"
+_PAUSED = "spec.rollout.paused is true"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleFleet:
+    """The workers of one role, counted in replicas. New ones are those of the template that its StatefulSet has."""
+
+    wanted: int
+    surge: int = 0
+    new: int = 0
+    new_ready: int = 0
+    new_up: int = 0
+    """Of the new ones those that serve, or may."""
+    old: int = 0
+    old_up: int = 0
+    is_current: bool = True
+    """The StatefulSet has the template that it should have, and its controller has seen it."""
+    keeps_old: bool = False
+    """Its controller still knows another template, for replicas below the partition."""
+    is_tried: bool = True
+    """The revision on trial changes this role."""
+    trouble: Problem | None = None
+    """Why a new replica is not up, where that has lasted a while and waiting does not help."""
+    new_workers: tuple[str, ...] = ()
+    """The pods that lead the new replicas."""
+    old_workers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    """The workers of a model."""
+
+    roles: Mapping[Role, RoleFleet] = field(default_factory=dict[Role, RoleFleet])
+
+    @property
+    def is_current(self) -> bool:
+        return all(role.is_current for role in self.roles.values())
+
+    @property
+    def is_even(self) -> bool:
+        """All replicas are of one template, and a lost one would come back from it."""
+        return self.is_current and not any(role.old or role.keeps_old for role in self.roles.values())
+
+    @property
+    def is_complete(self) -> bool:
+        return (
+            bool(self.roles)
+            and self.is_even
+            and all(role.new == role.new_ready == role.wanted for role in self.roles.values())
+        )
+
+    @property
+    def num_old(self) -> int:
+        return sum(role.old for role in self.roles.values())
+
+    @property
+    def is_up(self) -> bool:
+        """Something decodes, or may."""
+        return any(role.new_up or role.old_up for role in self._decoding())
+
+    @property
+    def has_new_up(self) -> bool:
+        """Something decodes, or may, that has the template that all should have."""
+        return any(role.new_up for role in self._decoding())
+
+    @property
+    def serves_nothing(self) -> bool:
+        """Nothing is meant to decode."""
+        return not any(role.wanted for role in self._decoding())
+
+    @property
+    def is_mostly_old(self) -> bool:
+        return sum(role.old_up for role in self._decoding()) > sum(role.new_up for role in self._decoding())
+
+    @property
+    def trouble(self) -> Problem | None:
+        return next((role.trouble for role in self._tried() if role.trouble is not None), None)
+
+    @property
+    def has_lost_old(self) -> bool:
+        """Replicas of the revision before would come back as new ones: all were gone for a moment."""
+        return any(role.is_current and role.wanted and not role.keeps_old for role in self._tried())
+
+    def is_ready_for(self, weight: int) -> bool:
+        """The new replicas that this share of requests needs are ready."""
+        return self.is_current and all(role.new_ready >= replicas_for(role, weight) for role in self._tried())
+
+    def _decoding(self) -> list[RoleFleet]:
+        return [role for name, role in self.roles.items() if name is not Role.PREFILL]
+
+    def _tried(self) -> list[RoleFleet]:
+        return [role for role in self.roles.values() if role.is_tried]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What the spec asks for."""
+
+    revision: int
+    digest: str
+    canary: Canary | None = None
+    """None too where a canary cannot be, or is not meant."""
+    paused: bool = False
+    deadline_seconds: float = 3600.0
+    retry: str | None = None
+    """The wish to try again that the object carries."""
+    may_roll: bool = True
+    """Its turn has come."""
+
+
+def replicas_for(role: RoleFleet, weight: int) -> int:
+    """New replicas that this share of requests needs: that share of the role, and one of each revision at least."""
+    if not role.wanted:
+        return 0
+    return max(1, min(math.ceil(role.wanted * weight / 100), role.wanted + role.surge - 1))
+
+
+def limits(state: RolloutStatus | None, canary: Canary | None, fleet: Fleet) -> dict[Role, int]:
+    """How many replicas of each role there may be of the newest template; no entry: all."""
+    if state is None or state.phase != "Canary" or state.canary is None or canary is None:
+        return {}
+    weight = _step(canary, state.canary).weight
+    return {name: replicas_for(role, weight) for name, role in fleet.roles.items() if role.is_tried and role.wanted}
+
+
+def target_of(state: RolloutStatus) -> int:
+    """Number of the revision that the workers' templates have."""
+    if state.phase == "Canary" and state.canary is not None:
+        return state.canary.revision
+    return state.stable_revision
+
+
+def wants_turn(before: RolloutStatus | None, wish: Wish, fleet: Fleet) -> bool:
+    """Whether replicas are to be replaced. What goes back asks nobody."""
+    if before is None or wish.paused or fleet.serves_nothing:
+        return False
+    is_asked = _is_asked(before, wish)
+    if before.phase == "RolledBack" and not is_asked:
+        return False
+    if before.phase in ("Preparing", "Canary") or fleet.num_old > 0:
+        return True
+    # Nobody is outdated yet, and will be in a moment: the turn must not be given to another model in between.
+    is_written = before.phase == "Progressing" and before.complete_revision is not None and not fleet.is_current
+    return is_written or (is_asked and (wish.canary is not None or before.complete_revision is not None))
+
+
+def advance(
+    before: RolloutStatus | None, wish: Wish, fleet: Fleet, *, verdict: Verdict, now: datetime
+) -> RolloutStatus:
+    """The state after this look. `fleet` counts as new what has the template of `target_of(before)`."""
+    if before is None:
+        return RolloutStatus(
+            phase="Progressing",
+            revision=wish.revision,
+            digest=wish.digest,
+            stable_revision=wish.revision,
+            since=_text(now),
+            retry=wish.retry,
+        )
+    state = before
+    if _is_asked(before, wish):
+        state = _begin(before, wish, fleet, now)
+    elif wish.canary is None and (before.revision != before.stable_revision or before.phase in ("Preparing", "Canary")):
+        state = _roll(before, wish, now)
+    elif before.phase == "Preparing":
+        state = _prepare(before, wish, fleet, now)
+    elif before.phase == "Canary":
+        state = _try(before, wish, wish.canary, fleet, verdict, now)
+    elif before.phase != "RolledBack":
+        state = _follow(before, fleet, now)
+    return _with_turn(state, before, wish, fleet, now)
+
+
+def _is_asked(before: RolloutStatus, wish: Wish) -> bool:
+    """The spec asks for another revision, or somebody to try again."""
+    return wish.revision != before.revision or (before.phase == "RolledBack" and wish.retry != before.retry)
+
+
+def _with_turn(state: RolloutStatus, before: RolloutStatus, wish: Wish, fleet: Fleet, now: datetime) -> RolloutStatus:
+    waiting = not wish.may_roll and wants_turn(state, wish, fleet)
+    given = {"since": _text(now)} if before.waiting and wish.may_roll else {}
+    return state if waiting == state.waiting and not given else state.model_copy(update={"waiting": waiting} | given)
+
+
+def _begin(before: RolloutStatus, wish: Wish, fleet: Fleet, now: datetime) -> RolloutStatus:
+    """Another revision is asked for."""
+    never_served = before.complete_revision is None and not fleet.is_up
+    if wish.canary is None or wish.revision == before.stable_revision or never_served:
+        return _roll(before, wish, now)
+    state = _change(before, wish, phase="Preparing", since=now)
+    if before.phase == "Canary":
+        return state  # those of the canary before go back first
+    complete = before.complete_revision
+    if before.phase == "Progressing" and complete is not None and fleet.is_mostly_old:
+        state = state.model_copy(update={"stable_revision": complete})
+        if complete != before.stable_revision:
+            return state
+    return _prepare(state, wish, fleet, now)
+
+
+def _roll(before: RolloutStatus, wish: Wish, now: datetime) -> RolloutStatus:
+    """All workers get what is wanted."""
+    return _change(before, wish, phase="Progressing", since=now, stable_revision=wish.revision)
+
+
+def _prepare(state: RolloutStatus, wish: Wish, fleet: Fleet, now: datetime) -> RolloutStatus:
+    if not fleet.has_new_up:
+        # What is broken cannot be gone back to, whatever serves beside it. What starts, or is suspended, is waited for.
+        return _roll(state, wish, now) if fleet.is_current and fleet.trouble is not None else state
+    if not fleet.is_even or not wish.may_roll or fleet.serves_nothing:
+        return state
+    trial = CanaryStatus(revision=wish.revision, since=_text(now))
+    return state.model_copy(update={"phase": "Canary", "since": _text(now), "canary": trial})
+
+
+def _try(
+    state: RolloutStatus, wish: Wish, canary: Canary | None, fleet: Fleet, verdict: Verdict, now: datetime
+) -> RolloutStatus:
+    """One look at a canary."""
+    trial = state.canary
+    assert canary is not None
+    if trial is None or fleet.serves_nothing or fleet.has_lost_old:
+        return state.model_copy(update={"phase": "Preparing", "since": _text(now), "canary": None})
+    state = state.model_copy(update={"since": _not_ahead(state.since, now)})
+    trial = trial.model_copy(update={"step": min(trial.step, len(canary.steps)), "since": _not_ahead(trial.since, now)})
+    if (failure := _failure(canary, state, trial, wish, fleet, verdict, now)) is not None:
+        ended = trial.model_copy(
+            update={"weight": 0, "ready": False, "reason": failure.reason, "message": failure.message}
+        )
+        failed = {"phase": "RolledBack", "since": _text(now), "canary": ended, "retry": wish.retry}
+        return state.model_copy(update=failed)
+    step = _step(canary, trial)
+    ready = fleet.is_ready_for(step.weight)
+    was_paused = trial.message == _PAUSED and not wish.paused
+    if ready != trial.ready or (was_paused and not ready):
+        trial = trial.model_copy(update={"since": _text(now), "ready": ready})
+    is_over = ready and _seconds_since(trial.since, now) >= parse_duration(step.duration)
+    if is_over and not wish.paused and verdict.judgement is Judgement.GOOD:
+        if trial.step == len(canary.steps):
+            return _roll(state, wish, now)
+        trial = CanaryStatus(revision=trial.revision, step=trial.step + 1, since=_text(now))
+        ready = fleet.is_ready_for(_step(canary, trial).weight)
+        trial = trial.model_copy(update={"ready": ready})
+    reached = [s.weight for s in canary.steps[: trial.step] if fleet.is_ready_for(s.weight)]
+    update = {"weight": max(reached, default=0), "message": _waits_for(canary, trial, wish, verdict, now)}
+    return state.model_copy(update={"canary": trial.model_copy(update=update)})
+
+
+def _failure(
+    canary: Canary,
+    state: RolloutStatus,
+    trial: CanaryStatus,
+    wish: Wish,
+    fleet: Fleet,
+    verdict: Verdict,
+    now: datetime,
+) -> Problem | None:
+    """Why this canary ends."""
+    if fleet.is_current and (trouble := fleet.trouble) is not None:
+        return Problem(reason=trouble.reason, message=trouble.message)
+    if verdict.judgement is Judgement.BAD:
+        return Problem(reason=verdict.reason, message=verdict.text)
+    # Neither a pause nor the wait for a turn counts.
+    waited = min(_seconds_since(since, now) for since in (trial.since, state.since))
+    is_held = wish.paused or trial.message == _PAUSED or not wish.may_roll or state.waiting
+    is_late = not trial.ready and not fleet.is_ready_for(_step(canary, trial).weight)
+    if is_late and not is_held and waited >= wish.deadline_seconds:
+        text = f"its workers were not ready within {wish.deadline_seconds:g} s (spec.rollout.progressDeadline)"
+        return Problem(reason="ProgressDeadlineExceeded", message=text)
+    return None
+
+
+def _waits_for(canary: Canary, trial: CanaryStatus, wish: Wish, verdict: Verdict, now: datetime) -> str:
+    step = _step(canary, trial)
+    if wish.paused:
+        return _PAUSED
+    if not trial.ready:
+        return "its workers are starting"
+    if _seconds_since(trial.since, now) < parse_duration(step.duration):
+        return f"the step takes {step.duration}"
+    return verdict.text
+
+
+def _follow(state: RolloutStatus, fleet: Fleet, now: datetime) -> RolloutStatus:
+    """How far the workers are from what all of them should have."""
+    if fleet.is_complete and (state.phase != "Complete" or state.complete_revision != state.stable_revision):
+        update = {"phase": "Complete", "complete_revision": state.stable_revision, "since": _text(now)}
+        return state.model_copy(update=update)
+    if state.phase == "Complete" and fleet.num_old:
+        return state.model_copy(update={"phase": "Progressing", "since": _text(now)})
+    return state
+
+
+def _change(before: RolloutStatus, wish: Wish, *, phase: str, since: datetime, **update: Any) -> RolloutStatus:
+    named = {"revision": wish.revision, "digest": wish.digest, "retry": wish.retry, "canary": None}
+    return before.model_copy(update=named | {"phase": phase, "since": _text(since)} | update)
+
+
+def _step(canary: Canary, trial: CanaryStatus) -> CanaryStep:
+    return canary.steps[min(trial.step, len(canary.steps)) - 1]
+
+
+def _seconds_since(text: str, now: datetime) -> float:
+    began = parse_time(text)
+    return 0.0 if began is None else (now - began).total_seconds()
+
+
+def _not_ahead(text: str, now: datetime) -> str:
+    """A time that is written down; now where that has not come yet: the clock that told it was ahead of this one."""
+    return _text(now) if _seconds_since(text, now) < 0 else text
+
+
+def _text(time: datetime) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def canary_traffic(state: RolloutStatus | None, fleet: Fleet, before: CanaryTraffic | None) -> CanaryTraffic | None:
+    """What gateways are told of a canary. What was on trial and goes gets no requests any more."""
+    if state is None:
+        return None
+    on_trial = state.phase == "Canary" and state.canary is not None
+    if not fleet.is_current:
+        # Which workers are new is not known in this moment.
+        return before if before is None or on_trial else before.model_copy(update={"percent": 0.0})
+    if on_trial and state.canary is not None:
+        workers = _workers_on_trial(fleet, state.canary.weight)
+        return CanaryTraffic(percent=float(state.canary.weight), workers=workers) if workers else None
+    going = _going(fleet.roles.values(), before)
+    return CanaryTraffic(percent=0.0, workers=going) if going else None
+
+
+def _going(roles: Iterable[RoleFleet], before: CanaryTraffic | None) -> list[str]:
+    old = {worker for role in roles for worker in role.old_workers}
+    return [] if before is None else [worker for worker in before.workers if worker in old]
+
+
+def _workers_on_trial(fleet: Fleet, weight: int) -> list[str]:
+    """New workers, and of a role that the revision does not change a share, if there is one to spare: requests are
+    served by these alone."""
+    chosen: list[str] = []
+    for role in fleet.roles.values():
+        if role.is_tried:
+            chosen += role.new_workers
+        elif len(role.new_workers) > 1:
+            count = max(1, min(len(role.new_workers) - 1, replicas_for(role, weight)))
+            chosen += role.new_workers[-count:]
+    return sorted(chosen)
+
+
+def rollout_problem(state: RolloutStatus | None, canary: Canary | None, *, paused: bool) -> Problem | None:
+    """What the state of a canary, or the wait for a turn, means for the conditions."""
+    if state is None:
+        return None
+    trial = state.canary
+    if state.phase == "RolledBack" and trial is not None:
+        text = (
+            f"revision {trial.revision} failed its canary at step {trial.step}: {trial.reason}: {trial.message};"
+            f" revision {state.stable_revision} serves. Change the spec, or annotate the model with"
+            f" {ANNOTATION_RETRY_CANARY}"
+        )
+        return Problem(reason=CANARY_FAILED, message=text, stalled=True)
+    if state.waiting and not paused:
+        text = "as many models are being rolled as may at a time (rollouts.maxConcurrent of the chart)"
+        return Problem(reason=WAITING_FOR_TURN, message=text)
+    if state.phase == "Preparing":
+        reason = "PreparingCanary"
+        text = f"all workers are brought to revision {state.stable_revision} before revision {state.revision} is tried"
+    elif state.phase == "Canary" and trial is not None and canary is not None:
+        reason = "Canary"
+        text = f"revision {trial.revision}, step {trial.step} of {len(canary.steps)}, {trial.weight} % of requests"
+        if trial.message and not paused:
+            text = f"{text}: {trial.message}"
+    else:
+        return None
+    if paused:
+        return Problem(reason="RolloutPaused", message=f"{text}; {_PAUSED}, set it to false to go on", stalled=True)
+    return Problem(reason=reason, message=text)
