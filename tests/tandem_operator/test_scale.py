@@ -12,14 +12,15 @@ from operator_objects import UID, blueprint, settled
 from tandem_api.names import Role
 from tandem_operator.autoscale.observed import set_scene
 from tandem_operator.children.inherit import keep_what_runs
-from tandem_operator.children.plan import own_workloads, plan_children
+from tandem_operator.children.plan import plan_children
 from tandem_operator.gateways.admission import admission_condition, is_admission_open, plan_admissions
 from tandem_operator.gateways.fleet import FleetView, Standing
 from tandem_operator.kube.store import ChildStore
-from tandem_operator.objects.manifests import KIND_BY_NAME, ChildKey, Manifest, ModelKey
+from tandem_operator.objects.manifests import KIND_BY_NAME, ChildKey, Manifest, ModelKey, own_workloads
+from tandem_operator.observe.replica import Replica, State
 from tandem_operator.reconcile.status import build_status
 from tandem_operator.rollout.plan import decide, look_at
-from tandem_operator.rollout.replacement import Replica, RoleView, State, plan_rollout
+from tandem_operator.rollout.replacement import RoleView, plan_rollout
 from tandem_operator.rollout.statefulsets import plan_hurry, plan_rolling
 from tandem_operator.workloads import build_children
 

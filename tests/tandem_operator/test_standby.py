@@ -15,8 +15,9 @@ from operator_objects import blueprint, container, pod, raw_model
 from tandem_api.launch import WorkerConfig
 from tandem_operator.kube.client import KubeClient
 from tandem_operator.objects.manifests import Manifest, dig
-from tandem_operator.observe.groups import is_on_standby
-from tandem_operator.rollout.replacement import Replica, RolePlan, RoleView, State, plan_rollout
+from tandem_operator.objects.pods import is_on_standby
+from tandem_operator.observe.replica import Replica, State
+from tandem_operator.rollout.replacement import RolePlan, RoleView, plan_rollout
 from tandem_operator.workloads import build_children
 from test_desired import PREFILL, OwningServer, look, scaling
 from test_kstatus import kstatus

@@ -26,12 +26,12 @@ from tandem_operator.kube.recorder import EventRecorder
 from tandem_operator.kube.store import ChildStore
 from tandem_operator.objects.errors import APIError, ConflictError, IncompleteError, NotFoundError
 from tandem_operator.objects.manifests import KIND_BY_NAME, Manifest, ModelKey, dig_list, labels_of
-from tandem_operator.process.settings import HubPolicy
 from tandem_operator.reconcile import reconciler as module
 from tandem_operator.reconcile.reconciler import Reconciler
 from tandem_operator.rollout.queue import Turns
 from tandem_operator.rollout.revisions import digest_of
 from tandem_operator.weights.commits import Answer, Question
+from tandem_operator.weights.hub import HubPolicy
 from tandem_operator.workloads.blueprint import digest
 
 HISTORIES = int(os.environ.get("TANDEM_WHOLE_HISTORIES", "5"))

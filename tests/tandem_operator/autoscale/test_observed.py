@@ -10,9 +10,10 @@ from operator_objects import blueprint, container, pod, settled, stateful_set
 from tandem_api.inferencemodel import Condition, RolloutStatus
 from tandem_api.names import Role
 from tandem_operator.autoscale.accelerators import count_gpus
-from tandem_operator.autoscale.observed import Scene, is_rolling, set_scene
+from tandem_operator.autoscale.observed import Scene, set_scene
 from tandem_operator.autoscale.plan.snapshots import PodStart
 from tandem_operator.objects.manifests import ChildKey, Manifest
+from tandem_operator.rollout.plan import is_rolling
 
 P, D = Role.PREFILL, Role.DECODE
 SLO = {"ttft": {"percentile": 90, "seconds": 1, "secondsPerThousandTokens": 2}, "tpot": {"seconds": 0.05}}

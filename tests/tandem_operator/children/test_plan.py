@@ -8,8 +8,8 @@ from operator_objects import UID, blueprint, children, pod
 from tandem_operator.children.plan import Step, plan_children, plan_clearing, plan_step
 from tandem_operator.children.templates import WITHHELD
 from tandem_operator.objects.manifests import ChildKey, Manifest, child_key
-from tandem_operator.process.settings import NetworkSettings, Release
 from tandem_operator.workloads import build_children
+from tandem_operator.workloads.release import NetworkSettings, Release
 
 specs = st.fixed_dictionaries(
     {"prefill": st.none() | st.just({}), "decode": st.fixed_dictionaries({"replicas": st.integers(0, 3)})}

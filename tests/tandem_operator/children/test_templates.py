@@ -10,7 +10,7 @@ import pytest
 from operator_objects import UID, blueprint, settled
 from tandem_api.inferencemodel import RolloutStatus
 from tandem_operator.children.inherit import keep_what_runs
-from tandem_operator.children.plan import Step, own_workloads, plan_step
+from tandem_operator.children.plan import Step, plan_step
 from tandem_operator.children.templates import (
     ANSWER,
     FOREIGN_RESTART,
@@ -23,7 +23,7 @@ from tandem_operator.children.templates import (
     template_condition,
     with_answer,
 )
-from tandem_operator.objects.manifests import ChildKey, Manifest
+from tandem_operator.objects.manifests import ChildKey, Manifest, own_workloads
 from tandem_operator.rollout.statefulsets import ABOVE_ALL, Rolling, plan_rolling
 from tandem_operator.workloads import Blueprint, build_children
 

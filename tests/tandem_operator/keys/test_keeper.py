@@ -17,9 +17,9 @@ from operator_objects import UID, blueprint
 from tandem_api.keys import KeyRing, parse_key_ring
 from tandem_operator.keys.keeper import KeyKeeper, KeyLook
 from tandem_operator.keys.rotation import KeyPolicy
+from tandem_operator.keys.secret import rotation_request
 from tandem_operator.kube.client import KubeClient
 from tandem_operator.objects.errors import APIError, ConflictError
-from tandem_operator.workloads.keys import rotation_request
 
 SETTLE = 180.0
 COLLECTION = "/api/v1/namespaces/n/secrets"

@@ -13,8 +13,7 @@ from aiohttp import web
 from api_double import serving
 from kubernetes.aio.client import ApiClient, Configuration
 from tandem_operator.kube.client import KubeClient
-from tandem_operator.kube.leader import LeaderElection
-from tandem_operator.process.settings import LeaseSettings
+from tandem_operator.kube.leader import LeaderElection, LeaseSettings
 
 FAST = LeaseSettings(namespace="n", name="l", identity="a", duration_seconds=3, renew_seconds=0.1, give_up_seconds=1.5)
 

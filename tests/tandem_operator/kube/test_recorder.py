@@ -4,8 +4,8 @@ from typing import Any
 
 from tandem_operator.kube.recorder import EventRecorder
 from tandem_operator.objects.errors import ConflictError
+from tandem_operator.objects.happening import Happening
 from tandem_operator.objects.manifests import Manifest, ModelKey
-from tandem_operator.reconcile.transitions import Happening
 
 KEY = ModelKey("n", "m")
 

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 from operator_objects import READY, container, pod
-from tandem_operator.observe.causes import Problem, creation_failure, pod_problem, role_problem
+from tandem_operator.kube.events import creation_failure
+from tandem_operator.objects.problem import Problem
+from tandem_operator.observe.causes import pod_problem, role_problem
 
 
 def waiting(reason: str, message: str = "", **fields: Any) -> dict[str, Any]:

@@ -16,8 +16,10 @@ from aiohttp import web
 from api_double import api_client, serving
 from operator_objects import RELEASE, raw_model
 from tandem_operator.kube.client import Connections, KubeClient
+from tandem_operator.kube.leader import LeaseSettings
 from tandem_operator.process.app import Operator
-from tandem_operator.process.settings import HubPolicy, LeaseSettings, OperatorSettings
+from tandem_operator.process.settings import OperatorSettings
+from tandem_operator.weights.hub import HubPolicy
 
 NAMESPACES = tuple(f"n{number}" for number in range(10))
 MODEL = "/apis/tandem.dev/v1alpha1/namespaces/n3/inferencemodels/m"

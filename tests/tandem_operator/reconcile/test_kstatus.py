@@ -15,7 +15,7 @@ from operator_objects import READY, blueprint, container, settled
 from tandem_api.inferencemodel import InferenceModelStatus, ScalingStatus
 from tandem_api.schema import custom_resource_definition
 from tandem_operator.objects.manifests import ChildKey, Manifest
-from tandem_operator.observe.causes import Problem
+from tandem_operator.objects.problem import Problem
 from tandem_operator.reconcile.status import build_status, refused_status
 from tandem_operator.workloads import Blueprint
 

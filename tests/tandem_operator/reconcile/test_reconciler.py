@@ -30,13 +30,13 @@ from tandem_operator.kube.recorder import EventRecorder
 from tandem_operator.kube.store import ChildStore, Kept
 from tandem_operator.objects.errors import IncompleteError
 from tandem_operator.objects.manifests import EVENT, KIND_BY_NAME, ModelKey
-from tandem_operator.process.settings import HubPolicy, Release
 from tandem_operator.reconcile.reconciler import Reconciler
 from tandem_operator.rollout.queue import Turns
 from tandem_operator.rollout.revisions import digest_of
 from tandem_operator.rollout.statefulsets import ABOVE_ALL
 from tandem_operator.runtime import metrics
-from tandem_operator.weights.hub import Hub
+from tandem_operator.weights.hub import Hub, HubPolicy
+from tandem_operator.workloads.release import Release
 
 MODEL = "/apis/tandem.dev/v1alpha1/namespaces/n/inferencemodels/m"
 SECRET = "/api/v1/namespaces/n/secrets/m-keys"

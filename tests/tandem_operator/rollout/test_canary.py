@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tandem_api.inferencemodel import Canary, CanaryFigures, CanaryStatus, RolloutStatus
 from tandem_api.launch import CanaryTraffic
 from tandem_api.names import Role
-from tandem_operator.observe.causes import Problem
+from tandem_operator.objects.problem import Problem
 from tandem_operator.rollout.canary import (
     Fleet,
     RoleFleet,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tandem_api.fleet import TTFT_BOUNDS, FleetReport, WorkerReport
+from tandem_api.fleet import TTFT_BOUNDS, FleetReport, WorkerReport, percentile, percentile_bounds
 from tandem_api.inferencemodel import Canary, CanaryFigures
 from tandem_api.names import Role
 from tandem_operator.rollout.figures import (
@@ -15,8 +15,6 @@ from tandem_operator.rollout.figures import (
     Tally,
     add_figures,
     judge,
-    percentile,
-    percentile_bounds,
     take_differences,
 )
 

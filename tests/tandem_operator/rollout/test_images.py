@@ -9,8 +9,8 @@ import pytest
 from operator_objects import RELEASE, blueprint, settled
 from tandem_api.inferencemodel import ImagesStatus, InferenceModel, RolloutStatus
 from tandem_operator.objects.manifests import ChildKey, Manifest
-from tandem_operator.process.settings import Release
 from tandem_operator.rollout.images import ImagePlan, plan_images
+from tandem_operator.workloads.release import Release
 
 LATER = replace(RELEASE, worker_image="worker:2", gateway_image="gateway:2")
 FOLLOWED = replace(LATER, follow_images=True)

@@ -10,9 +10,9 @@ import pytest
 from operator_objects import UID, blueprint, settled
 from tandem_api.inferencemodel import InferenceModelStatus, RoleStatus
 from tandem_api.names import LABEL_ROLE, Role
-from tandem_operator.children.plan import own_workloads, plan_children
-from tandem_operator.objects.manifests import ChildKey, child_key, labels_of
-from tandem_operator.observe.groups import is_ready
+from tandem_operator.children.plan import plan_children
+from tandem_operator.objects.manifests import ChildKey, child_key, labels_of, own_workloads
+from tandem_operator.objects.pods import is_ready
 from tandem_operator.observe.roles import pods_of
 from tandem_operator.reconcile.status import build_status
 from tandem_operator.rollout.partners import needed_partners, with_ways

@@ -14,9 +14,9 @@ from operator_objects import UID, blueprint, container
 from tandem_api.inferencemodel import CanaryFigures, InferenceModelStatus, RolloutStatus
 from tandem_api.launch import CanaryTraffic
 from tandem_api.names import Role
-from tandem_operator.children.plan import Step, own_workloads, plan_step
+from tandem_operator.children.plan import Step, plan_step
 from tandem_operator.gateways.routing import plan_routing
-from tandem_operator.objects.manifests import Manifest, child_key, labels_of
+from tandem_operator.objects.manifests import Manifest, child_key, labels_of, own_workloads
 from tandem_operator.observe.roles import pods_of, workload_key
 from tandem_operator.rollout.plan import Course, decide, look_at, missing_revisions, with_traffic
 from tandem_operator.rollout.revisions import build_revision, highest_number, read_history

@@ -14,9 +14,10 @@ import pytest
 from operator_objects import READY, UID, blueprint, container, pod
 from tandem_api.names import Role
 from tandem_operator.children.inherit import keep_what_runs
-from tandem_operator.children.plan import Step, own_workloads, plan_step
-from tandem_operator.objects.manifests import ChildKey, Manifest, child_key, labels_of
-from tandem_operator.observe.groups import group_pods, is_ready
+from tandem_operator.children.plan import Step, plan_step
+from tandem_operator.objects.manifests import ChildKey, Manifest, child_key, labels_of, own_workloads
+from tandem_operator.objects.pods import is_ready
+from tandem_operator.observe.groups import group_pods
 from tandem_operator.observe.roles import pods_of, workload_key
 from tandem_operator.rollout.replacement import capacity_of
 from tandem_operator.rollout.statefulsets import plan_rolling

@@ -7,9 +7,8 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from operator_objects import READY, UID, blueprint, children, container, pod
-from tandem_operator.children.plan import own_workloads
 from tandem_operator.children.templates import RELEASED, WITHHELD
-from tandem_operator.objects.manifests import ChildKey, Manifest
+from tandem_operator.objects.manifests import ChildKey, Manifest, own_workloads
 from tandem_operator.rollout.statefulsets import ABOVE_ALL, Rolling, plan_hurry, plan_rolling
 from tandem_operator.workloads import Blueprint, build_children
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from operator_objects import blueprint, cases, raw_model, released, settled
 from tandem_api.inferencemodel import InferenceModel, InferenceModelStatus, ModelStatus
 from tandem_operator.objects.manifests import ChildKey
-from tandem_operator.observe.causes import Problem
+from tandem_operator.objects.problem import Problem
 from tandem_operator.weights.commits import (
     Answer,
     CommitPlan,

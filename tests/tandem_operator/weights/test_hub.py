@@ -15,9 +15,8 @@ from api_double import api_client, serving
 from tandem_api.inferencemodel import SecretKey
 from tandem_operator.kube.client import KubeClient
 from tandem_operator.objects.manifests import ModelKey
-from tandem_operator.process.settings import HubPolicy
 from tandem_operator.weights.commits import Answer, Question
-from tandem_operator.weights.hub import Hub
+from tandem_operator.weights.hub import Hub, HubPolicy
 
 from e2e.mirror.server import MirrorServer
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from operator_objects import RELEASE, UID, blueprint, children
 from tandem_operator.children.plan import plan_children
 from tandem_operator.objects.manifests import ChildKey, Manifest, child_key
-from tandem_operator.process.settings import Release
 from tandem_operator.workloads import Blueprint, build_children
+from tandem_operator.workloads.release import Release
 
 OTHER = Release(worker_image="worker:1", gateway_image="gateway:1", gateway_cluster_role="other-gateway")
 RELEASED = Path(__file__).parents[1] / "released" / "0.1.0"

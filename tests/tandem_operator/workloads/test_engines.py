@@ -12,10 +12,10 @@ from operator_objects import blueprint
 from tandem_api.engines import FOREIGN_ENGINES
 from tandem_api.names import LABEL_ENGINE
 from tandem_operator.objects.manifests import Manifest
-from tandem_operator.process.settings import Release
 from tandem_operator.workloads import build_children
 from tandem_operator.workloads.configs import gateway_config
 from tandem_operator.workloads.engines import DRAIN
+from tandem_operator.workloads.release import Release
 
 KINDS = pytest.mark.parametrize("kind", sorted(FOREIGN_ENGINES))
 PAIR: dict[str, Any] = {"prefill": {"replicas": 1}, "decode": {"replicas": 1}}

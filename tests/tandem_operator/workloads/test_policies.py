@@ -13,8 +13,8 @@ from operator_objects import RELEASE, blueprint
 from tandem_api import names
 from tandem_api.launch import TracingConfig
 from tandem_operator.objects.manifests import Manifest
-from tandem_operator.process.settings import NetworkSettings, Release
 from tandem_operator.workloads import Blueprint, build_children
+from tandem_operator.workloads.release import NetworkSettings, Release
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from tandem_api.launch import GatewayConfig, WorkerConfig
 from tandem_api.names import Role
 from tandem_operator.objects.errors import InvalidOverlayError
 from tandem_operator.objects.manifests import Manifest, child_key
-from tandem_operator.process.settings import Release
 from tandem_operator.workloads import Blueprint, build_children
 from tandem_operator.workloads.configs import gateway_config, worker_config
+from tandem_operator.workloads.release import Release
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 CASES = cases() | foreign_cases()

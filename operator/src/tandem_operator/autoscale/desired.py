@@ -26,8 +26,7 @@ from tandem_api.inferencemodel import (
 from tandem_api.names import Role
 
 from tandem_operator.autoscale.plan.contract import COMPONENTS
-from tandem_operator.children.plan import Children
-from tandem_operator.objects.manifests import DEPLOYMENT, STATEFUL_SET, ChildKey, dig
+from tandem_operator.objects.manifests import DEPLOYMENT, STATEFUL_SET, ChildKey, Children, dig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

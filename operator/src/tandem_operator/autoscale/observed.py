@@ -13,10 +13,11 @@ from tandem_operator.autoscale.accelerators import count_gpus
 from tandem_operator.autoscale.plan.contract import COMPONENTS, Behavior, RoleSpec, ScalingSpec, Target
 from tandem_operator.autoscale.plan.snapshots import LONGEST_START, PodStart, RoleCount
 from tandem_operator.autoscale.plan.temper import Circumstances
-from tandem_operator.children.plan import Children
-from tandem_operator.objects.manifests import Manifest, dig, dig_list, parse_time
-from tandem_operator.observe.groups import Group, group_pods, is_leaving, is_up
+from tandem_operator.objects.manifests import Children, Manifest, dig, dig_list, parse_time
+from tandem_operator.objects.pods import is_leaving, is_up
+from tandem_operator.observe.groups import Group, group_pods
 from tandem_operator.observe.roles import pods_of, workload_key
+from tandem_operator.rollout.plan import is_resting, is_rolling
 from tandem_operator.workloads.blueprint import Blueprint, component_of
 
 FALLING_SECONDS = 60.0
@@ -111,18 +112,6 @@ def _is_woken(pod: Manifest, blueprint: Blueprint) -> bool:
     """Whether a pod serves that came after the model fell asleep; those from before are on their way out."""
     made, since = parse_time(dig(pod, "metadata", "creationTimestamp")), parse_time(blueprint.asleep_since)
     return made is not None and since is not None and made > since and is_up(pod) and not is_leaving(pod)
-
-
-def is_rolling(state: RolloutStatus | None) -> bool:
-    """Whether replicas are being replaced, or tried."""
-    return state is None or state.phase not in ("Complete", "RolledBack")
-
-
-def is_resting(blueprint: Blueprint, state: RolloutStatus | None) -> bool:
-    """Whether a rollout that is not over moves nothing: it waits for its turn, is paused, or is stuck."""
-    model = blueprint.model
-    stalled = any(condition.type == "Stalled" for condition in model.status.conditions)
-    return model.spec.rollout.paused or stalled or (state is not None and state.waiting)
 
 
 def _scaling_spec(spec: InferenceModelSpec, *, ttft: Target, tpot: Target) -> ScalingSpec:

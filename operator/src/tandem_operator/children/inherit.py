@@ -15,13 +15,13 @@ from tandem_api import names
 from tandem_api.base import Wire
 from tandem_api.launch import GatewayConfig, WorkerConfig
 
-from tandem_operator.children.plan import Children
 from tandem_operator.children.templates import is_asked_for
 from tandem_operator.objects.manifests import (
     CONFIG_MAP,
     DEPLOYMENT,
     STATEFUL_SET,
     ChildKey,
+    Children,
     Manifest,
     child_key,
     dig,

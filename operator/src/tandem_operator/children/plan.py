@@ -22,6 +22,7 @@ from tandem_operator.objects.manifests import (
     ROLE_BINDING,
     WORKLOADS,
     ChildKey,
+    Children,
     Manifest,
     child_key,
     controller_of,
@@ -30,8 +31,6 @@ from tandem_operator.objects.manifests import (
     labels_of,
 )
 from tandem_operator.workloads.blueprint import COMPONENT_LABEL, config_hash
-
-Children = Mapping[ChildKey, Manifest]
 
 _ACCESS = (ROLE.name, ROLE_BINDING.name)
 
@@ -104,15 +103,6 @@ def plan_step(desired: Manifest, live: Manifest | None, *, owner_uid: str) -> St
     if dig(live, "metadata", "deletionTimestamp") is not None:
         return Step.WAIT
     return Step.KEEP if satisfies(live, as_answered(desired, live)) else Step.APPLY
-
-
-def own_workloads(live: Children, *, owner_uid: str) -> dict[ChildKey, Manifest]:
-    """`live` without the workloads of others: those have names like ours by chance, and their pods are none of ours."""
-    return {
-        key: child
-        for key, child in live.items()
-        if key.kind not in WORKLOADS or (controller_of(child) or {}).get("uid") == owner_uid
-    }
 
 
 def plan_clearing(desired: Manifest, live: Manifest | None) -> Manifest | None:

@@ -13,10 +13,10 @@ from typing import Literal
 from tandem_api.inferencemodel import Condition
 from tandem_api.names import CONDITION_ADMITTED, Role
 
-from tandem_operator.children.plan import Children
 from tandem_operator.gateways.fleet import REJECTED_SECONDS, FleetView
-from tandem_operator.objects.manifests import POD, ChildKey, Manifest, ModelKey, child_key, dig, dig_list
-from tandem_operator.observe.groups import Group, group_pods, is_leaving, is_ready, is_up
+from tandem_operator.objects.manifests import POD, ChildKey, Children, Manifest, ModelKey, child_key, dig, dig_list
+from tandem_operator.objects.pods import is_leaving, is_ready, is_up
+from tandem_operator.observe.groups import Group, group_pods
 from tandem_operator.observe.roles import pods_of, workload_key
 from tandem_operator.rollout.partners import partner_groups
 from tandem_operator.workloads.blueprint import Blueprint

@@ -14,16 +14,24 @@ from dataclasses import dataclass
 from tandem_api.keys import KEY_BYTES, MAX_KEY_ID
 
 from tandem_operator.children.plan import Step, plan_step
-from tandem_operator.keys.rotation import KeyPolicy, KeyState, NewKey, Rotation, plan_rotation
+from tandem_operator.keys.rotation import KeyPolicy, KeyState, KeyStep, NewKey, Rotation, plan_rotation
+from tandem_operator.keys.secret import build_keys, read_keys, write_keys
 from tandem_operator.kube.client import KubeClient, object_path
 from tandem_operator.objects.errors import ForbiddenError, NamespaceEndingError, RejectedError, UnreadableKeysError
+from tandem_operator.objects.happening import Happening
 from tandem_operator.objects.manifests import SECRET, ChildKey, Manifest, child_key
+from tandem_operator.objects.problem import Problem
 from tandem_operator.objects.refusals import refusal
-from tandem_operator.observe.causes import Problem
-from tandem_operator.reconcile.transitions import Happening, keys_happening
 from tandem_operator.runtime import metrics
 from tandem_operator.workloads.blueprint import Blueprint
-from tandem_operator.workloads.keys import KEY_FILES, build_keys, read_keys, write_keys
+from tandem_operator.workloads.keys import KEY_FILES
+
+_ROTATING = "RotatingKeys"
+_KEY_STEPS = {
+    KeyStep.ADDED: (_ROTATING, "1 of 3: new keys stand beside the old ones"),
+    KeyStep.PROMOTED: (_ROTATING, "2 of 3: pods speak with the new keys, the old ones are still accepted"),
+    KeyStep.RETIRED: ("KeysRotated", "3 of 3: the old keys are removed"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,3 +97,12 @@ class KeyKeeper:
         else:
             await self._client.replace(object_path(SECRET, secret), secret)
         metrics.WRITES.labels("create" if is_new else "replace", SECRET.name).inc()
+
+
+def keys_happening(secret: ChildKey, step: KeyStep, settle_seconds: float) -> Happening:
+    """The Event of one step that a model's keys took."""
+    if step is KeyStep.MADE:
+        return Happening(reason="KeysMade", message=f"made new keys in {secret}")
+    reason, text = _KEY_STEPS[step]
+    rest = "" if step is KeyStep.RETIRED else f"; the next step follows after {settle_seconds:g} s"
+    return Happening(reason=reason, message=f"{secret}: {text}{rest}")

@@ -13,7 +13,6 @@ from tandem_api.names import Role, workload_name
 
 from tandem_operator.kube.store import Kept
 from tandem_operator.objects.manifests import STATEFUL_SET, Kind, Manifest, ModelKey, dig
-from tandem_operator.observe.causes import creation_failure
 
 CREATIONS = {"fieldSelector": f"involvedObject.kind={STATEFUL_SET.name}"}
 _REASONS = frozenset({"FailedCreate", "SuccessfulCreate"})
@@ -75,3 +74,13 @@ def _model_of(event: Manifest) -> ModelKey | None:
     name = str(dig(event, "involvedObject", "name"))
     suffix = next((suffix for suffix in _SUFFIXES if name.endswith(suffix)), None)
     return None if suffix is None else ModelKey(event["metadata"]["namespace"], name.removesuffix(suffix))
+
+
+def creation_failure(events: Iterable[Manifest]) -> str | None:
+    """Why a workload could not create a pod, by the Events about it; None when it has since created one."""
+    outcomes = [event for event in events if event.get("reason") in ("FailedCreate", "SuccessfulCreate")]
+    # Times are whole seconds: of two in one, the failure is what is still open.
+    last = max(
+        outcomes, key=lambda event: (str(event.get("lastTimestamp")), event["reason"] == "FailedCreate"), default=None
+    )
+    return None if last is None or last["reason"] == "SuccessfulCreate" else str(last.get("message"))

@@ -19,10 +19,23 @@ import aiohttp
 from tandem_operator.kube.client import KubeClient
 from tandem_operator.objects.errors import APIError, ConflictError
 from tandem_operator.objects.manifests import LEASE, Manifest, dig
-from tandem_operator.process.settings import LeaseSettings
 from tandem_operator.runtime import metrics
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseSettings:
+    """The Lease that one operator replica holds while it works."""
+
+    name: str = "tandem-operator"
+    namespace: str
+    identity: str
+    duration_seconds: int = 15
+    """A lease that was not renewed for this long is free."""
+    renew_seconds: float = 3.0
+    give_up_seconds: float = 10.0
+    """A leader that could not renew for this long stops: shorter than the duration, so that two never work at once."""
 
 
 @dataclass(slots=True)

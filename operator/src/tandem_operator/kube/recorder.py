@@ -15,8 +15,8 @@ from tandem_api import names
 
 from tandem_operator.kube.client import KubeClient
 from tandem_operator.objects.errors import APIError, ConflictError
+from tandem_operator.objects.happening import Happening
 from tandem_operator.objects.manifests import EVENT, Manifest, ModelKey
-from tandem_operator.reconcile.transitions import Happening
 
 _MESSAGE_MAX = 1000
 """The API server refuses longer ones."""

@@ -31,8 +31,7 @@ from tandem_operator.objects.manifests import (
     dig,
     labels_of,
 )
-from tandem_operator.observe.causes import ENDED_BY_NODE
-from tandem_operator.observe.groups import is_ready
+from tandem_operator.objects.pods import ENDED_BY_NODE, is_ready
 from tandem_operator.runtime.turns import Pace
 
 _AT_ONCE = 25

@@ -5,6 +5,7 @@ Objects are JSON as the API server speaks it. Nothing here talks to a cluster.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, cast
@@ -93,6 +94,10 @@ class ChildKey:
         return f"{self.kind} {self.name}"
 
 
+Children = Mapping[ChildKey, Manifest]
+"""Live children of one model by their keys; pods are among them."""
+
+
 def child_key(manifest: Manifest) -> ChildKey:
     return ChildKey(manifest["kind"], manifest["metadata"]["name"])
 
@@ -144,3 +149,12 @@ def parse_time(text: object) -> datetime | None:
     except ValueError:
         return None
     return time if time.tzinfo is not None else None
+
+
+def own_workloads(live: Children, *, owner_uid: str) -> dict[ChildKey, Manifest]:
+    """`live` without the workloads of others: those have names like ours by chance, and their pods are none of ours."""
+    return {
+        key: child
+        for key, child in live.items()
+        if key.kind not in WORKLOADS or (controller_of(child) or {}).get("uid") == owner_uid
+    }

@@ -6,7 +6,7 @@ import re
 
 from tandem_operator.objects.errors import APIError, ConflictError, ForbiddenError, RejectedError
 from tandem_operator.objects.manifests import HTTP_ROUTE
-from tandem_operator.observe.causes import Problem
+from tandem_operator.objects.problem import Problem
 
 _MESSAGE_MAX = 500
 _WEBHOOK = re.compile(r'(?:admission|calling) webhook "([^"]+)"')

@@ -6,14 +6,15 @@ import json
 import re
 import signal
 from collections.abc import Iterable
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, cast
 
 from tandem_api.names import CONDITION_ADMITTED, REASON_GROUP_INCOMPLETE, REASON_GROUP_LOST, REASON_STEP_HUNG
 
 from tandem_operator.objects.manifests import Manifest, dig, dig_list, parse_time
-from tandem_operator.observe.groups import describe_pod, has_started, is_leaving, is_ready
+from tandem_operator.objects.pods import ENDED_BY_NODE, has_started, is_leaving, is_ready
+from tandem_operator.objects.problem import Problem
+from tandem_operator.observe.groups import describe_pod
 
 _IMAGE_REASONS = frozenset({"ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull", "RegistryUnavailable"})
 _CONFIG_REASONS = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunContainerError"})
@@ -30,19 +31,6 @@ _MESSAGE_MAX = 600
 _BACKOFF_RESET = timedelta(minutes=10)
 """A container that ran this long starts with a clean slate for the kubelet."""
 OUT_OF_MEMORY = "OutOfMemory"
-ENDED_BY_NODE = "EndedByNode"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
-    """Something that keeps the model from being ready."""
-
-    reason: str
-    message: str
-    stalled: bool = False
-    """It needs a person; waiting alone will not do."""
-    from_worker: bool = False
-    """The worker itself said so, or the hub: it is about the model rather than about Kubernetes."""
 
 
 def missing_certificate(secret: str, *, serving: bool) -> Problem:
@@ -274,16 +262,6 @@ def _exit_problem(name: str, status: Manifest, ended: Manifest, *, looping: bool
     last = f": {_short(_last_words(text))}" if text else ""
     sentence = f"{name}: container {container} ended with code {ended.get('exitCode')}{last}"
     return Problem(reason="CrashLoopBackOff" if looping else "ContainerRestarting", message=sentence, stalled=looping)
-
-
-def creation_failure(events: Iterable[Manifest]) -> str | None:
-    """Why a workload could not create a pod, by the Events about it; None when it has since created one."""
-    outcomes = [event for event in events if event.get("reason") in ("FailedCreate", "SuccessfulCreate")]
-    # Times are whole seconds: of two in one, the failure is what is still open.
-    last = max(
-        outcomes, key=lambda event: (str(event.get("lastTimestamp")), event["reason"] == "FailedCreate"), default=None
-    )
-    return None if last is None or last["reason"] == "SuccessfulCreate" else str(last.get("message"))
 
 
 def _worker_message(text: str) -> tuple[str, str] | None:

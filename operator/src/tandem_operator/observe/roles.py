@@ -15,13 +15,13 @@ from tandem_api.inferencemodel import RoleStatus
 from tandem_api.names import Role
 from tandem_api.quantities import parse_duration
 
-from tandem_operator.children.plan import Children
 from tandem_operator.children.templates import read_revisions
 from tandem_operator.objects.manifests import (
     DEPLOYMENT,
     POD,
     STATEFUL_SET,
     ChildKey,
+    Children,
     Manifest,
     controller_of,
     dig,
@@ -29,19 +29,12 @@ from tandem_operator.objects.manifests import (
     labels_of,
     parse_time,
 )
+from tandem_operator.objects.pods import has_started, is_leaving, is_on_standby, is_ready, revision_of
+from tandem_operator.objects.problem import Problem
 from tandem_operator.objects.refusals import advice
-from tandem_operator.observe.causes import Problem, pod_problem, role_problem
-from tandem_operator.observe.groups import (
-    Group,
-    group_pods,
-    group_size,
-    has_started,
-    is_leaving,
-    is_on_standby,
-    is_ready,
-    revision_of,
-)
-from tandem_operator.rollout.replacement import WHOLE, Replica, State
+from tandem_operator.observe.causes import pod_problem, role_problem
+from tandem_operator.observe.groups import Group, group_pods, group_size
+from tandem_operator.observe.replica import WHOLE, Replica, State
 from tandem_operator.workloads.blueprint import Blueprint, component_of
 
 WAITS_FOR_A_WISH = frozenset({"Suspended", "ScaledToZero", "RolloutPaused"})

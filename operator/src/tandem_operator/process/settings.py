@@ -16,62 +16,10 @@ from tandem_api.quantities import parse_duration
 from tandem_api.validation import check_collector
 
 from tandem_operator.keys.rotation import KeyPolicy
+from tandem_operator.kube.leader import LeaseSettings
 from tandem_operator.objects.errors import SettingsError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NetworkSettings:
-    """How NetworkPolicies are written."""
-
-    enabled: bool = True
-    egress: bool = True
-    """Also for what pods may connect to."""
-    api_server_ports: tuple[int, ...] = (443, 6443)
-    """Where the API server listens: of its Service, and behind it, where most networks look."""
-    operator_namespace: str | None = None
-    """Where the operator runs, which reads the reports of gateways; None: not in this cluster."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Release:
-    """What a release of Tandem brings for models that do not say otherwise."""
-
-    worker_image: str
-    gateway_image: str
-    image_pull_policy: str = "IfNotPresent"
-    hub_endpoint: str | None = None
-    """Base URL of the model hub; None is the public one."""
-    network: NetworkSettings = field(default_factory=NetworkSettings)
-    follow_images: bool = False
-    """Whether models that name no image, and do not say, get those of this release in place of an earlier one's."""
-    gateway_cluster_role: str = "tandem-gateway"
-    """What gateways may ask of the API server; the chart makes it."""
-    tracing: TracingConfig | None = None
-    """Where spans go of models that name no collector; None: nowhere."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HubPolicy:
-    """When the hub is asked which commit a branch or tag is."""
-
-    resolve: bool = True
-    """False: never, each worker does so for itself."""
-    poll_seconds: float = 600.0
-    """Between two questions whether a branch has moved."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseSettings:
-    """The Lease that one operator replica holds while it works."""
-
-    name: str = "tandem-operator"
-    namespace: str
-    identity: str
-    duration_seconds: int = 15
-    """A lease that was not renewed for this long is free."""
-    renew_seconds: float = 3.0
-    give_up_seconds: float = 10.0
-    """A leader that could not renew for this long stops: shorter than the duration, so that two never work at once."""
+from tandem_operator.weights.hub import HubPolicy
+from tandem_operator.workloads.release import NetworkSettings, Release
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,10 +27,10 @@ from tandem_api.inferencemodel import (
 from tandem_api.names import LABEL_MODEL, Role, keys_name
 
 from tandem_operator.autoscale.desired import Replicas, settle_replicas
-from tandem_operator.autoscale.observed import is_resting, is_rolling, set_scene
+from tandem_operator.autoscale.observed import set_scene
 from tandem_operator.autoscale.plan.words import tell_attainment, tell_scaling
 from tandem_operator.autoscale.scaler import Outlook, Scaler
-from tandem_operator.children.plan import Children, Plan, Step, own_workloads, plan_children, plan_clearing, plan_step
+from tandem_operator.children.plan import Plan, Step, plan_children, plan_clearing, plan_step
 from tandem_operator.children.templates import is_rewritten, template_condition, with_answer
 from tandem_operator.gateways.admission import (
     NO_REPORTS,
@@ -42,6 +42,7 @@ from tandem_operator.gateways.admission import (
 from tandem_operator.gateways.fleet import FleetWatch
 from tandem_operator.gateways.routing import seconds_left
 from tandem_operator.keys.keeper import KeyKeeper, KeyLook
+from tandem_operator.keys.secret import rotation_request
 from tandem_operator.kube.client import KubeClient, object_path
 from tandem_operator.kube.events import CreationEvents
 from tandem_operator.kube.ownership import HANDOVER_MANAGER, claim, holds_replicas, updates
@@ -55,6 +56,7 @@ from tandem_operator.objects.errors import (
     NamespaceEndingError,
     NotFoundError,
 )
+from tandem_operator.objects.happening import Happening
 from tandem_operator.objects.manifests import (
     CONTROLLER_REVISION,
     INFERENCE_MODEL,
@@ -64,17 +66,19 @@ from tandem_operator.objects.manifests import (
     STATEFUL_SET,
     WORKLOADS,
     ChildKey,
+    Children,
     Manifest,
     ModelKey,
     child_key,
     controller_of,
     dig,
+    own_workloads,
 )
 from tandem_operator.objects.parsing import parse_status, read_model, read_past
+from tandem_operator.objects.problem import Problem
 from tandem_operator.objects.refusals import refusal, unserved_problem
-from tandem_operator.observe.causes import Problem, missing_certificate
+from tandem_operator.observe.causes import missing_certificate
 from tandem_operator.observe.roles import workload_key
-from tandem_operator.process.settings import Release
 from tandem_operator.reconcile.claims import LOOK_SECONDS, Claims
 from tandem_operator.reconcile.contention import Fights, last_writer, soonest
 from tandem_operator.reconcile.status import (
@@ -87,10 +91,20 @@ from tandem_operator.reconcile.status import (
     true_conditions,
     understood_condition,
 )
-from tandem_operator.reconcile.transitions import Happening, apply_happenings, status_happenings
+from tandem_operator.reconcile.transitions import apply_happenings, status_happenings
 from tandem_operator.rollout.figures import Tally, take_differences
 from tandem_operator.rollout.images import ImagePlan, plan_images, with_images
-from tandem_operator.rollout.plan import Course, Look, decide, look_at, missing_revisions, retry_request, with_traffic
+from tandem_operator.rollout.plan import (
+    Course,
+    Look,
+    decide,
+    is_resting,
+    is_rolling,
+    look_at,
+    missing_revisions,
+    retry_request,
+    with_traffic,
+)
 from tandem_operator.rollout.queue import Turns, is_stalled
 from tandem_operator.rollout.revisions import highest_number, kept_content, read_history, revision_name
 from tandem_operator.rollout.statefulsets import Rolling, plan_hurry, plan_rolling
@@ -110,7 +124,7 @@ from tandem_operator.weights.hub import Hub
 from tandem_operator.weights.prewarm import PrewarmPlan, plan_prewarm
 from tandem_operator.workloads import Blueprint, Built
 from tandem_operator.workloads.blueprint import digest
-from tandem_operator.workloads.keys import rotation_request
+from tandem_operator.workloads.release import Release
 
 _SOON, _OFTEN, _RARELY = 1.0, 5.0, 15.0
 """Seconds after which to look again at what no watch reports: a removal, a refusal, a deadline."""

@@ -19,12 +19,11 @@ from tandem_api.quantities import parse_duration
 from tandem_api.version import VERSION
 
 from tandem_operator.autoscale.desired import scaling_memory, scaling_to_keep
-from tandem_operator.children.plan import Children
 from tandem_operator.gateways.routing import plan_routing
 from tandem_operator.objects.errors import InvalidSpecError
-from tandem_operator.objects.manifests import ChildKey, dig, parse_time
-from tandem_operator.observe.causes import Problem
-from tandem_operator.observe.groups import is_up
+from tandem_operator.objects.manifests import ChildKey, Children, dig, parse_time
+from tandem_operator.objects.pods import is_up
+from tandem_operator.objects.problem import Problem
 from tandem_operator.observe.roles import (
     WAITS_FOR_A_WISH,
     RoleState,

@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal
 
 from tandem_api.inferencemodel import Condition, InferenceModelStatus, ModelStatus, RolloutStatus
 
 from tandem_operator.autoscale.plan.words import rested_by, scaled_by
-from tandem_operator.children.plan import Children
-from tandem_operator.keys.rotation import KeyStep
-from tandem_operator.objects.manifests import ChildKey, Manifest, child_key, dig
+from tandem_operator.objects.happening import Happening
+from tandem_operator.objects.manifests import Children, Manifest, child_key, dig
 from tandem_operator.observe.roles import WAITS_FOR_A_WISH
 from tandem_operator.reconcile.contention import CONTESTED
 from tandem_operator.reconcile.status import UNDERSTOOD
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Happening:
-    """One Event to record on the model."""
-
-    kind: Literal["Normal", "Warning"] = "Normal"
-    reason: str
-    message: str
 
 
 def status_happenings(before: InferenceModelStatus, after: InferenceModelStatus) -> list[Happening]:
@@ -120,23 +108,6 @@ def apply_happenings(applied: Iterable[Manifest], live: Children) -> list[Happen
         elif (was := dig(before, "spec", "replicas")) != replicas:
             events.append(Happening(reason="Scaled", message=f"scaled {key} from {was} to {replicas} pods"))
     return [*([Happening(reason="Created", message=f"created {', '.join(created)}")] if created else []), *events]
-
-
-_ROTATING = "RotatingKeys"
-_KEY_STEPS = {
-    KeyStep.ADDED: (_ROTATING, "1 of 3: new keys stand beside the old ones"),
-    KeyStep.PROMOTED: (_ROTATING, "2 of 3: pods speak with the new keys, the old ones are still accepted"),
-    KeyStep.RETIRED: ("KeysRotated", "3 of 3: the old keys are removed"),
-}
-
-
-def keys_happening(secret: ChildKey, step: KeyStep, settle_seconds: float) -> Happening:
-    """The Event of one step that a model's keys took."""
-    if step is KeyStep.MADE:
-        return Happening(reason="KeysMade", message=f"made new keys in {secret}")
-    reason, text = _KEY_STEPS[step]
-    rest = "" if step is KeyStep.RETIRED else f"; the next step follows after {settle_seconds:g} s"
-    return Happening(reason=reason, message=f"{secret}: {text}{rest}")
 
 
 def _by_type(status: InferenceModelStatus) -> dict[str, Condition]:

@@ -20,7 +20,7 @@ from tandem_api.names import ANNOTATION_RETRY_CANARY, Role
 from tandem_api.quantities import parse_duration
 
 from tandem_operator.objects.manifests import parse_time
-from tandem_operator.observe.causes import Problem
+from tandem_operator.objects.problem import Problem
 from tandem_operator.rollout.figures import Judgement, Verdict
 
 CANARY_FAILED = "CanaryFailed"

@@ -6,11 +6,11 @@ The time to the first token is known by buckets only, so a canary counts as too 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from tandem_api.fleet import TTFT_BOUNDS, FleetReport, WorkerReport
+from tandem_api.fleet import TTFT_BOUNDS, FleetReport, WorkerReport, percentile, percentile_bounds
 from tandem_api.inferencemodel import Canary, CanaryFigures
 from tandem_api.names import Role
 from tandem_api.quantities import parse_duration
@@ -162,29 +162,3 @@ def _judge_ttft(canary: Canary, mine: CanaryFigures, others: CanaryFigures) -> V
         return None
     text = f"{name} is above {at_least:g} s, more than {limit.factor:g} times (maxTTFT) the others' {usual:.2g} s"
     return Verdict(judgement=Judgement.BAD, reason="TTFTExceeded", text=text)
-
-
-def percentile_bounds(counts: Sequence[int], share: float) -> tuple[float, float]:
-    """Between which seconds the percentile surely is. Above the last bound there is no end."""
-    _, index, _ = _bucket(counts, share)
-    low = TTFT_BOUNDS[index - 1] if index else 0.0
-    return low, TTFT_BOUNDS[index] if index < len(TTFT_BOUNDS) else float("inf")
-
-
-def percentile(counts: Sequence[int], share: float) -> float:
-    """The percentile in seconds, by a straight line through its bucket; of the last one its lower bound."""
-    below, index, rank = _bucket(counts, share)
-    low, high = percentile_bounds(counts, share)
-    if high == float("inf"):
-        return low
-    return low + (high - low) * (rank - below) / counts[index]
-
-
-def _bucket(counts: Sequence[int], share: float) -> tuple[int, int, float]:
-    """Requests below the bucket that the percentile is in, its index, and the rank that is looked for."""
-    rank, below = share * sum(counts), 0
-    for index, count in enumerate(counts):
-        if count and below + count >= rank:
-            return below, index, rank
-        below += count
-    raise ValueError("there is no percentile of nothing")

@@ -13,11 +13,10 @@ from tandem_api.engines import FOREIGN_ENGINES
 from tandem_api.inferencemodel import Condition, ImagesStatus, InferenceModel, RolloutStatus
 from tandem_api.names import Role, workload_name
 
-from tandem_operator.children.plan import Children
-from tandem_operator.objects.manifests import DEPLOYMENT, STATEFUL_SET, ChildKey, Manifest, dig, dig_list
-from tandem_operator.process.settings import Release
+from tandem_operator.objects.manifests import DEPLOYMENT, STATEFUL_SET, ChildKey, Children, Manifest, dig, dig_list
 from tandem_operator.rollout.revisions import History
 from tandem_operator.workloads.blueprint import Blueprint
+from tandem_operator.workloads.release import Release
 
 IMAGES_CURRENT = "ImagesCurrent"
 

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 from tandem_api.names import LABEL_ROLE, Role
 
-from tandem_operator.children.plan import Children
 from tandem_operator.objects.manifests import (
     NETWORK_POLICY,
     POD,
     STATEFUL_SET,
     ChildKey,
+    Children,
     Manifest,
     child_key,
     labels_of,

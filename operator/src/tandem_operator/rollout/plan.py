@@ -16,19 +16,19 @@ from tandem_api.names import ANNOTATION_RETRY_CANARY, LABEL_ROLE, Role
 from tandem_api.quantities import parse_duration
 
 from tandem_operator.children.inherit import keep_what_runs
-from tandem_operator.children.plan import Children
 from tandem_operator.objects.errors import UnreadableRevisionError
 from tandem_operator.objects.manifests import (
     CONFIG_MAP,
     NETWORK_POLICY,
     STATEFUL_SET,
     ChildKey,
+    Children,
     Manifest,
     annotations_of,
     child_key,
     labels_of,
 )
-from tandem_operator.observe.causes import Problem
+from tandem_operator.objects.problem import Problem
 from tandem_operator.rollout.canary import (
     Fleet,
     Wish,
@@ -351,3 +351,15 @@ def with_traffic(
     if routing is None:
         return status
     return status.model_copy(update={"routing": routing.model_copy(update={"canary": traffic})})
+
+
+def is_rolling(state: RolloutStatus | None) -> bool:
+    """Whether replicas are being replaced, or tried."""
+    return state is None or state.phase not in ("Complete", "RolledBack")
+
+
+def is_resting(blueprint: Blueprint, state: RolloutStatus | None) -> bool:
+    """Whether a rollout that is not over moves nothing: it waits for its turn, is paused, or is stuck."""
+    model = blueprint.model
+    stalled = any(condition.type == "Stalled" for condition in model.status.conditions)
+    return model.spec.rollout.paused or stalled or (state is not None and state.waiting)

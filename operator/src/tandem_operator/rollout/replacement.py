@@ -22,36 +22,11 @@ from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from enum import Enum
 from fractions import Fraction
 
 from tandem_api.names import Role
 
-
-class State(Enum):
-    """Whether a replica serves."""
-
-    READY = "ready"
-    UNSURE = "unsure"
-    DOWN = "down"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replica:
-    """One replica of a role, some of whose pods exist."""
-
-    index: int
-    build: str
-    """Its workers exchange blocks with those of the same build."""
-    state: State
-    is_outdated: bool
-    """Made from another template than the newest."""
-    is_leaving: bool = False
-    """All of its pods are on their way out."""
-    is_starting: bool = False
-    """It is not up, and may come up by itself."""
-    is_whole: bool = False
-    """It computes prompts too, so it serves without a partner: from before `spec.prefill` was added."""
+from tandem_operator.observe.replica import WHOLE, Replica, State
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -393,10 +368,6 @@ class _Serving:
     def _measure(self, *, sure: bool) -> tuple[Fraction, dict[Role, int]]:
         builds = self._builds[sure]
         return capacity_of(builds, self._wanted), {role: counts.total() for role, counts in builds.items()}
-
-
-WHOLE = "whole"
-"""Stands for the build of replicas that need no partner, whichever it is."""
 
 
 def capacity_of(ready: Mapping[Role, Mapping[str, int]], wanted: Mapping[Role, int]) -> Fraction:

@@ -13,9 +13,8 @@ from typing import Any, cast
 from pydantic import ValidationError
 from tandem_api.inferencemodel import InferenceModelSpec, RolloutStatus, WorkerRole
 
-from tandem_operator.children.plan import Children
 from tandem_operator.objects.errors import UnreadableRevisionError
-from tandem_operator.objects.manifests import CONTROLLER_REVISION, ChildKey, Manifest, controller_of, dig
+from tandem_operator.objects.manifests import CONTROLLER_REVISION, ChildKey, Children, Manifest, controller_of, dig
 from tandem_operator.objects.parsing import known_spec
 from tandem_operator.workloads.blueprint import HISTORY, Blueprint, digest
 

@@ -15,7 +15,7 @@ from datetime import datetime, timedelta
 
 from tandem_api.names import Role
 
-from tandem_operator.children.plan import Children, is_rolled_out
+from tandem_operator.children.plan import is_rolled_out
 from tandem_operator.children.templates import (
     ANSWER,
     RELEASED,
@@ -29,12 +29,23 @@ from tandem_operator.children.templates import (
     record_first,
     record_revisions,
 )
-from tandem_operator.objects.manifests import DEPLOYMENT, ChildKey, Manifest, annotations_of, child_key, dig, parse_time
+from tandem_operator.objects.manifests import (
+    DEPLOYMENT,
+    ChildKey,
+    Children,
+    Manifest,
+    annotations_of,
+    child_key,
+    dig,
+    parse_time,
+)
+from tandem_operator.objects.pods import is_leaving, is_up
 from tandem_operator.observe.causes import role_problem
-from tandem_operator.observe.groups import group_pods, is_leaving, is_up
+from tandem_operator.observe.groups import group_pods
+from tandem_operator.observe.replica import Replica, State
 from tandem_operator.observe.roles import observe_replicas, pods_of, workload_key
 from tandem_operator.rollout.canary import Fleet, RoleFleet
-from tandem_operator.rollout.replacement import Replica, RolePlan, RoleView, State, plan_rollout
+from tandem_operator.rollout.replacement import RolePlan, RoleView, plan_rollout
 from tandem_operator.workloads.blueprint import Blueprint
 from tandem_operator.workloads.pods import ROOM_TO_DRAIN_SECONDS, grace_seconds
 

@@ -15,10 +15,9 @@ from tandem_api.launch import WorkerConfig
 from tandem_api.names import GROUP
 
 from tandem_operator.children.inherit import config_name, keep_what_runs
-from tandem_operator.children.plan import Children
 from tandem_operator.children.templates import is_new_template
-from tandem_operator.objects.manifests import CONFIG_MAP, ChildKey, Manifest, annotations_of, child_key, dig
-from tandem_operator.observe.causes import Problem
+from tandem_operator.objects.manifests import CONFIG_MAP, ChildKey, Children, Manifest, annotations_of, child_key, dig
+from tandem_operator.objects.problem import Problem
 from tandem_operator.observe.roles import workload_key
 from tandem_operator.workloads import Blueprint, build_possible
 from tandem_operator.workloads.blueprint import digest

@@ -21,9 +21,8 @@ from tandem_api.inferencemodel import SecretKey
 from tandem_operator.kube.client import KubeClient
 from tandem_operator.objects.errors import APIError
 from tandem_operator.objects.manifests import SECRET, ModelKey, dig
+from tandem_operator.objects.problem import Problem
 from tandem_operator.objects.refusals import refusal
-from tandem_operator.observe.causes import Problem
-from tandem_operator.process.settings import HubPolicy
 from tandem_operator.runtime import metrics
 from tandem_operator.weights.commits import Answer, Question, is_commit
 
@@ -34,6 +33,16 @@ _AT_A_TIME = 8
 _FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 2.0, 60.0
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubPolicy:
+    """When the hub is asked which commit a branch or tag is."""
+
+    resolve: bool = True
+    """False: never, each worker does so for itself."""
+    poll_seconds: float = 600.0
+    """Between two questions whether a branch has moved."""
 
 
 @dataclass(slots=True)

@@ -26,7 +26,8 @@ from tandem_operator.objects.manifests import (
     dig_list,
     labels_of,
 )
-from tandem_operator.observe.causes import Problem, pod_problem
+from tandem_operator.objects.problem import Problem
+from tandem_operator.observe.causes import pod_problem
 from tandem_operator.workloads import Blueprint
 from tandem_operator.workloads.blueprint import COMPONENT_LABEL
 from tandem_operator.workloads.policies import build_prewarm_policy

@@ -23,7 +23,7 @@ from tandem_operator.objects.manifests import (
     dig,
     dig_list,
 )
-from tandem_operator.process.settings import Release
+from tandem_operator.workloads.release import Release
 
 COMPONENT_LABEL = "app.kubernetes.io/component"
 HISTORY = "history"

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from tandem_api.fleet import percentile_bounds
+
 from tandem_operator.autoscale.plan.contract import Snapshot, Target
-from tandem_operator.rollout.figures import percentile_bounds
 
 WINDOW_SECONDS = 120.0
 FEWEST_STREAMS = 20
