@@ -17,7 +17,7 @@ from tandem_operator.kube.client import KubeClient
 from tandem_operator.objects.manifests import Manifest, dig
 from tandem_operator.objects.pods import is_on_standby
 from tandem_operator.observe.replica import Replica, State
-from tandem_operator.rollout.replacement import RolePlan, RoleView, plan_rollout
+from tandem_operator.rollout.replacement import RolePlan, RoleView, plan_replacement
 from tandem_operator.workloads import build_children
 from test_desired import PREFILL, OwningServer, look, scaling
 from test_kstatus import kstatus
@@ -273,9 +273,9 @@ def test_plans_of_those_who_serve_nobody(standby: int, replicas: list[Replica], 
     view = RoleView(
         wanted=0, total=5, partition=0, replicas=replicas, surge=1, unavailable=0, is_even=even, standby=standby
     )
-    assert plan_rollout({D: view}) == {D: plan}
+    assert plan_replacement({D: view}) == {D: plan}
     held = RolePlan(total=standby, partition=standby or None)
-    assert plan_rollout({D: replace(view, is_withheld=True)}) == {D: plan if even else held}
+    assert plan_replacement({D: replace(view, is_withheld=True)}) == {D: plan if even else held}
 
 
 def manifests(**spec: Any) -> dict[tuple[str, str], Manifest]:

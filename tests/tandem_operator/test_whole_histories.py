@@ -28,7 +28,7 @@ from tandem_operator.objects.errors import APIError, ConflictError, IncompleteEr
 from tandem_operator.objects.manifests import KIND_BY_NAME, Manifest, ModelKey, dig_list, labels_of
 from tandem_operator.reconcile import reconciler as module
 from tandem_operator.reconcile.reconciler import Reconciler
-from tandem_operator.rollout.queue import Turns
+from tandem_operator.rollout.queue import RolloutQueue
 from tandem_operator.rollout.revisions import digest_of
 from tandem_operator.weights.commits import Answer, Question
 from tandem_operator.weights.hub import HubPolicy
@@ -103,7 +103,7 @@ class World:
         self.answers.clear()
         self.operator = Reconciler(
             client, self.store, RELEASE, KeyKeeper(client, KeyPolicy(), clock=self.unix),
-            EventRecorder(client, instance="test"), None, client, self.fleet, Turns(),
+            EventRecorder(client, instance="test"), None, client, self.fleet, RolloutQueue(),
         )  # fmt: skip
         self.due = self.seconds
 

@@ -18,7 +18,7 @@ from kubernetes.aio.client import ApiClient, Configuration
 from operator_objects import READY, blueprint, raw_model, stateful_set
 from tandem_api.inferencemodel import InferenceModel, ScalingStatus
 from tandem_api.names import Role
-from tandem_operator.autoscale.desired import Wish, settle_replicas
+from tandem_operator.autoscale.desired import Recommendation, settle_replicas
 from tandem_operator.kube.client import KubeClient
 from tandem_operator.objects.manifests import ChildKey, Manifest
 from tandem_operator.reconcile.status import is_same_memory
@@ -306,7 +306,8 @@ def model(status: dict[str, Any] | None = None, **decode: Any) -> InferenceModel
 @given(
     st.sampled_from(["Static", "SLO", "External"]), st.integers(0, 10), st.integers(0, 10) | st.none(),
     st.integers(1, 4), st.integers(0, 6), st.dictionaries(st.just(Role.DECODE), st.builds(
-        lambda observed, replicas: Wish(observed=observed, replicas=replicas), st.integers(0, 10), st.integers(-3, 20)
+        lambda observed, replicas: Recommendation(observed=observed, replicas=replicas),
+        st.integers(0, 10), st.integers(-3, 20),
     )),
     st.none() | st.builds(
         lambda mode, desired: {"decode": {"mode": mode, "desired": desired}},
@@ -319,20 +320,23 @@ def test_what_is_decided_stays_within_bounds_and_is_decided_once(
     present: int | None,
     least: int,
     more: int,
-    wishes: dict[Role, Wish],
+    recommendations: dict[Role, Recommendation],
     status: dict[str, Any] | None,
 ) -> None:
     asked = model(status, replicas=replicas, scaling={"mode": mode, "min": least, "max": least + more})
     children = {} if present is None else live(present)
-    found = settle_replicas(asked, children, wishes, now=NOW)
+    found = settle_replicas(asked, children, recommendations, now=NOW)
     count = found.model.spec.decode.replicas
-    assert found == settle_replicas(asked, children, wishes, now=NOW)
+    assert found == settle_replicas(asked, children, recommendations, now=NOW)
     if mode == "Static":
         assert (found.model, found.scaling) == (asked, None)
     if mode == "SLO":
         assert least <= count <= least + more
         after = asked.model_copy(update={"status": asked.status.model_copy(update={"scaling": found.scaling})})
-        stale = {role: Wish(observed=wish.observed + 20, replicas=wish.replicas) for role, wish in wishes.items()}
+        stale = {
+            role: Recommendation(observed=recommendation.observed + 20, replicas=recommendation.replicas)
+            for role, recommendation in recommendations.items()
+        }
         for again in ({}, stale):
             settled = settle_replicas(after, children, again, now=NOW)
             assert (settled.model.spec.decode.replicas, settled.moved) == (count, False)
@@ -353,9 +357,9 @@ def test_a_dry_run_moves_nothing() -> None:
     raw = raw_model(prefill={}, decode={"scaling": {"mode": "SLO", "min": 2, "max": 8}}, slo=SLO)
     raw["spec"]["autoscaling"] = {"dryRun": True}
     asked = InferenceModel.model_validate(raw)
-    wishes = {Role.DECODE: Wish(observed=1, replicas=5)}
+    recommendations = {Role.DECODE: Recommendation(observed=1, replicas=5)}
     for _ in range(2):
-        found = settle_replicas(asked, live(1), wishes, now=NOW)
+        found = settle_replicas(asked, live(1), recommendations, now=NOW)
         assert found.model.spec.decode.replicas == 1
         asked = asked.model_copy(update={"status": asked.status.model_copy(update={"scaling": found.scaling})})
 

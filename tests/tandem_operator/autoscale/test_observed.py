@@ -10,7 +10,7 @@ from operator_objects import blueprint, container, pod, settled, stateful_set
 from tandem_api.inferencemodel import Condition, RolloutStatus
 from tandem_api.names import Role
 from tandem_operator.autoscale.accelerators import count_gpus
-from tandem_operator.autoscale.observed import Scene, set_scene
+from tandem_operator.autoscale.observed import ObservedModel, observe_model
 from tandem_operator.autoscale.plan.snapshots import PodStart
 from tandem_operator.objects.manifests import ChildKey, Manifest
 from tandem_operator.rollout.plan import is_rolling
@@ -36,13 +36,13 @@ def live(*pods: Manifest) -> dict[ChildKey, Manifest]:
     return {ChildKey(one["kind"], one["metadata"]["name"]): one for one in found}
 
 
-def scene(*pods: Manifest, **spec: Any) -> Scene | None:
+def observed(*pods: Manifest, **spec: Any) -> ObservedModel | None:
     told = {"prefill": MODE, "decode": {"replicas": 3}, "slo": SLO} | spec
-    return set_scene(blueprint(**told), live(*pods), None)
+    return observe_model(blueprint(**told), live(*pods), None)
 
 
 def test_ready_replicas_are_counted_and_start_up_is_learned() -> None:
-    found = scene(worker(0), worker(1, took=50), worker(2, took=40, restarts=1), worker(3, ready=False))
+    found = observed(worker(0), worker(1, took=50), worker(2, took=40, restarts=1), worker(3, ready=False))
     assert found is not None
     count = found.counts[D]
     assert (count.replicas, count.ready) == (3, 3)
@@ -56,21 +56,21 @@ def test_ready_replicas_are_counted_and_start_up_is_learned() -> None:
 
 def test_what_came_before_a_container_is_no_part_of_its_own_start() -> None:
     started = {"state": {"running": {"startedAt": "2026-01-01T00:00:07Z"}}}
-    found = scene(worker(0, **started), worker(1, restarts=1, **started))
+    found = observed(worker(0, **started), worker(1, restarts=1, **started))
     assert found is not None
     assert [start.before for start in found.counts[D].starts.values()] == [7.0, 0.0]
 
 
 @pytest.mark.parametrize(("ready", "steady"), [([0, 1, 2], 3), ([0, 2], 1), ([1, 2], 0), ([], 0)])
 def test_replicas_are_steady_up_to_the_first_that_does_not_serve(ready: list[int], steady: int) -> None:
-    found = scene(*(worker(number, ready=number in ready) for number in range(3)))
+    found = observed(*(worker(number, ready=number in ready) for number in range(3)))
     assert found is not None
     assert found.circumstances.steady is not None
     assert found.circumstances.steady[D] == steady
 
 
 def test_a_role_that_somebody_else_sets_is_sized_along_as_it_is() -> None:
-    found = scene()
+    found = observed()
     assert found is not None
     assert found.spec is not None
     assert (found.spec.roles[D].min, found.spec.roles[D].max, found.spec.roles[P].max) == (3, 3, 4)
@@ -79,7 +79,7 @@ def test_a_role_that_somebody_else_sets_is_sized_along_as_it_is() -> None:
 
 
 def test_workers_that_do_both_are_sized_as_the_role_of_their_field() -> None:
-    found = scene(worker(0), worker(1), prefill=None, decode={"replicas": 2} | MODE)
+    found = observed(worker(0), worker(1), prefill=None, decode={"replicas": 2} | MODE)
     assert found is not None
     assert found.spec is not None
     assert (found.spec.roles.keys(), found.spec.prompt_role) == ({D}, D)
@@ -126,7 +126,7 @@ def test_what_pods_ask_for_tells_whether_a_quota_bounds_the_model(
     prefill: Any, decode: Any, resource: str, gpus: dict[Role, int]
 ) -> None:
     plan = blueprint(prefill=prefill, decode=decode, slo=SLO, autoscaling={"priority": 7})
-    found = set_scene(plan, settled(plan), None)
+    found = observe_model(plan, settled(plan), None)
     assert found is not None
     assert (found.gpu_resource, found.gpus) == (resource, gpus)
     assert found.priority == 7
@@ -134,7 +134,7 @@ def test_what_pods_ask_for_tells_whether_a_quota_bounds_the_model(
 
 def test_a_model_without_pods_yet_takes_no_gpus() -> None:
     plan = blueprint(prefill=role(), decode=role(), slo=SLO)
-    found = set_scene(plan, {}, None)
+    found = observe_model(plan, {}, None)
     assert found is not None
     assert found.gpu_resource == ""
 
@@ -150,16 +150,16 @@ def test_init_containers_take_theirs_before_the_others_and_sidecars_beside_them(
 
 
 def test_what_cannot_be_sized_is_told() -> None:
-    external = scene(decode={"replicas": 9, "scaling": {"mode": "External"}}, autoscaling={"gpuBudget": 4})
+    external = observed(decode={"replicas": 9, "scaling": {"mode": "External"}}, autoscaling={"gpuBudget": 4})
     assert external is not None
     assert external.spec is None
     assert "gpuBudget is 4: raise it to 10" in external.problem
 
 
 def test_without_targets_or_while_suspended_there_is_nothing_to_decide() -> None:
-    assert scene(prefill={}, slo=None) is None
-    assert scene(suspend=True) is None
-    measured = scene(prefill={})
+    assert observed(prefill={}, slo=None) is None
+    assert observed(suspend=True) is None
+    measured = observed(prefill={})
     assert measured is not None
     assert (measured.spec, measured.problem, measured.circumstances.followed) == (None, "", frozenset())
 
@@ -187,6 +187,6 @@ def test_only_what_is_in_motion_forbids_fewer_replicas(
     found = [Condition(type="Stalled", status="True", reason="ImagePullFailed", message="")] if stalled else []
     model = plan.model.model_copy(update={"status": plan.model.status.model_copy(update={"conditions": found})})
     state = RolloutStatus(phase="Progressing", revision=2, digest="", stable_revision=2, waiting=waiting)
-    seen = set_scene(replace(plan, model=model), live(), state)
+    seen = observe_model(replace(plan, model=model), live(), state)
     assert seen is not None
     assert seen.circumstances.rolling == forbids

@@ -11,7 +11,7 @@ from aiohttp import web
 from api_double import api_client, serving
 from tandem_api.fleet import FleetReport
 from tandem_api.names import Role
-from tandem_operator.autoscale.observed import Scene
+from tandem_operator.autoscale.observed import ObservedModel
 from tandem_operator.autoscale.plan.snapshots import PodStart, RoleCount
 from tandem_operator.autoscale.plan.temper import Circumstances
 from tandem_operator.autoscale.quotas import Budget, Limit, Pool, QuotaWatch, find_budget, read_limits
@@ -204,7 +204,7 @@ class Namespace:
             circumstances = Circumstances(followed=frozenset({P, D}), steady=self.counts[key])
             self.scaler.follow(
                 key,
-                Scene(
+                ObservedModel(
                     spec=SPEC, ttft=SPEC.ttft, tpot=SPEC.tpot, counts=counts, circumstances=circumstances,
                     priority=self.priorities[key], gpu_resource=self.resources[key],
                     gpus={P: self.each, D: self.each},
@@ -222,8 +222,8 @@ class Namespace:
             for key in self.counts:
                 outlook = self.scaler.outlook(key, 0)
                 assert outlook is not None
-                for role, wish in outlook.wishes.items():
-                    self.counts[key][role] = wish.replicas
+                for role, recommendation in outlook.recommendations.items():
+                    self.counts[key][role] = recommendation.replicas
             self.seen.append((self.gpus_of(LOW), self.gpus_of(HIGH)))
             self.follow()
 
@@ -281,7 +281,7 @@ async def test_a_model_that_is_scaled_no_longer_claims_nothing() -> None:
     await namespace.run(700, 3.5, 3.5)
     before, scaler = namespace.gpus_of(LOW), namespace.scaler
     assert "GPU quota" in namespace.told(LOW)[0]
-    static = Scene(spec=None, ttft=SPEC.ttft, tpot=SPEC.tpot, circumstances=Circumstances(followed=frozenset()))
+    static = ObservedModel(spec=None, ttft=SPEC.ttft, tpot=SPEC.tpot, circumstances=Circumstances(followed=frozenset()))
     scaler.follow(HIGH, static)
     assert scaler.present() == {Pool("n", GPU): before}, "its pods are another's now, in the quota's own count"
     for _ in range(30):
@@ -289,7 +289,9 @@ async def test_a_model_that_is_scaled_no_longer_claims_nothing() -> None:
         scaler.decide(LOW)
     outlook = scaler.outlook(LOW, 0)
     assert outlook is not None
-    assert {role: wish.replicas for role, wish in outlook.wishes.items()}, "there is room now"
+    assert {role: recommendation.replicas for role, recommendation in outlook.recommendations.items()}, (
+        "there is room now"
+    )
 
 
 async def test_equals_do_not_take_turns_under_steady_demand() -> None:

@@ -18,7 +18,7 @@ from prometheus_client import REGISTRY
 from tandem_api.fleet import TTFT_BOUNDS, FleetReport, Traffic, WorkerReport
 from tandem_api.names import Role
 from tandem_api.telemetry import WorkerTelemetry
-from tandem_operator.autoscale.observed import Scene
+from tandem_operator.autoscale.observed import ObservedModel
 from tandem_operator.autoscale.plan.contract import Behavior, RoleSpec, ScalingSpec, Target
 from tandem_operator.autoscale.plan.snapshots import PodStart, RoleCount
 from tandem_operator.autoscale.plan.temper import Circumstances
@@ -141,7 +141,7 @@ class Following:
         }
         self.scaler.follow(
             KEY,
-            Scene(
+            ObservedModel(
                 spec=self.spec, ttft=self.spec.ttft, tpot=self.spec.tpot, counts=counts, dry_run=self.dry_run,
                 circumstances=Circumstances(followed=BOTH, rolling=self.rolling, steady=self.counts),
             ),
@@ -155,10 +155,10 @@ class Following:
             await self.scaler.decide_all()
             outlook = self.scaler.outlook(KEY, 0)
             assert outlook is not None
-            for role, wish in outlook.wishes.items():
+            for role, recommendation in outlook.recommendations.items():
                 assert self.looks == [KEY], "what is decided is followed at once"
-                assert wish.observed == self.counts[role]
-                self.counts[role] = wish.replicas
+                assert recommendation.observed == self.counts[role]
+                self.counts[role] = recommendation.replicas
             self.steps.append(dict(self.counts))
             self.follow()
 
@@ -369,8 +369,8 @@ async def test_a_dry_run_decides_and_moves_nothing() -> None:
 async def test_garbage_about_one_model_stops_no_other() -> None:
     following = Following(Load())
     garbage = ModelKey("n", "garbage")
-    scene = Scene(spec=SPEC, ttft=SPEC.ttft, tpot=SPEC.tpot, circumstances=Circumstances(followed=BOTH))
-    following.scaler.follow(garbage, scene)
+    observed = ObservedModel(spec=SPEC, ttft=SPEC.ttft, tpot=SPEC.tpot, circumstances=Circumstances(followed=BOTH))
+    following.scaler.follow(garbage, observed)
     following.load.broken = object()
     following.load.rate = 3.5
     for _ in range(60):
@@ -379,10 +379,10 @@ async def test_garbage_about_one_model_stops_no_other() -> None:
     outlook, other = following.scaler.outlook(garbage, 0), following.scaler.outlook(KEY, 0)
     assert outlook is not None
     assert outlook.decision is not None
-    assert (outlook.decision.reason, dict(outlook.wishes)) == ("PlannerFailed", {})
+    assert (outlook.decision.reason, dict(outlook.recommendations)) == ("PlannerFailed", {})
     assert following.looks.count(garbage) == 1, "told once"
     assert other is not None
-    assert other.wishes[P].replicas > 1
+    assert other.recommendations[P].replicas > 1
     assert REGISTRY.get_sample_value("tandem_operator_scaled_models") == 2
     following.scaler.forget(garbage)
     assert REGISTRY.get_sample_value("tandem_operator_scaled_models") == 1
@@ -557,7 +557,7 @@ async def test_what_was_decided_for_another_spec_is_not_followed(cluster: Cluste
         await cluster.scaler.decide_all()
         outlook = cluster.scaler.outlook(KEY, cluster.server.kept[MODEL]["metadata"]["generation"])
         assert outlook is not None
-        if outlook.wishes:
+        if outlook.recommendations:
             break
     else:
         raise AssertionError("nothing was decided")

@@ -24,7 +24,7 @@ from tandem_operator.children.templates import (
     with_answer,
 )
 from tandem_operator.objects.manifests import ChildKey, Manifest, own_workloads
-from tandem_operator.rollout.statefulsets import ABOVE_ALL, Rolling, plan_rolling
+from tandem_operator.rollout.statefulsets import ABOVE_ALL, StatefulSetPlan, plan_stateful_sets
 from tandem_operator.workloads import Blueprint, build_children
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -32,11 +32,11 @@ DECODE = ChildKey("StatefulSet", "m-decode")
 Live = dict[ChildKey, Manifest]
 
 
-def rolled(plan: Blueprint, live: Live) -> Rolling:
-    return plan_rolling(plan, build_children(plan), own_workloads(live, owner_uid=UID), now=NOW)
+def rolled(plan: Blueprint, live: Live) -> StatefulSetPlan:
+    return plan_stateful_sets(plan, build_children(plan), own_workloads(live, owner_uid=UID), now=NOW)
 
 
-def decode_of(found: Rolling) -> Manifest:
+def decode_of(found: StatefulSetPlan) -> Manifest:
     return next(
         child for child in found.desired if child["metadata"]["name"] == DECODE.name and "template" in child["spec"]
     )
@@ -62,7 +62,7 @@ def write(live: Live, revision: str, **annotations: str) -> None:
     live[DECODE]["status"] |= {"observedGeneration": live[DECODE]["metadata"]["generation"], "updateRevision": revision}
 
 
-def partition_of(found: Rolling) -> int | None:
+def partition_of(found: StatefulSetPlan) -> int | None:
     return decode_of(found)["spec"]["updateStrategy"].get("rollingUpdate", {}).get("partition")
 
 

@@ -103,7 +103,7 @@ async def test_a_worker_that_any_gateway_admits_is_admitted(gateways: Gateways, 
     gateways.say("m-one", worker("a", "Ejected", "silent"), worker("b", "Ejected", "error"))
     gateways.say("m-two", worker("a"), worker("b", "Ejected", "error"))
     assert not watching.watch.view(KEY).asked or not watching.watch.view(KEY).reporting
-    watching.watch.follow(KEY, GATEWAYS, hurry=True)
+    watching.watch.follow(KEY, GATEWAYS, fast=True)
     view = await watching.until(lambda view: len(view.reporting) == 2)
     assert (view.asked, view.silent, view.unable) == (True, {}, frozenset())
     assert view.standings["a"].admitted
@@ -118,7 +118,7 @@ async def test_a_worker_that_any_gateway_admits_is_admitted(gateways: Gateways, 
 
 async def test_only_changes_of_admission_cause_a_look(gateways: Gateways, watching: Watching) -> None:
     gateways.say("m-one", worker("a"))
-    watching.watch.follow(KEY, {"m-one": ONE}, hurry=True)
+    watching.watch.follow(KEY, {"m-one": ONE}, fast=True)
     await watching.until(lambda view: view.reporting)
     await until_asked(gateways, ONE, 5)
     assert watching.changes == [KEY]
@@ -178,7 +178,7 @@ async def test_what_is_no_report_is_counted_and_told(
         gateways.answers[ONE] = answer
     gateways.say("m-two", worker("a"))
     before = FLEET_REPORTS.labels("error")._value.get()
-    watching.watch.follow(KEY, GATEWAYS, hurry=True)
+    watching.watch.follow(KEY, GATEWAYS, fast=True)
     view = await watching.until(lambda view: view.asked)
     assert words in view.silent["m-one"]
     assert view.standings["a"].admitted, "another gateway's report counts nevertheless"
@@ -189,14 +189,14 @@ async def test_what_is_no_report_is_counted_and_told(
 
 async def test_a_release_without_reports_is_told_apart(gateways: Gateways, watching: Watching) -> None:
     gateways.answers[ONE] = broken(status=404, text="try /metrics")
-    watching.watch.follow(KEY, {"m-one": ONE}, hurry=False)
+    watching.watch.follow(KEY, {"m-one": ONE}, fast=False)
     view = await watching.until(lambda view: view.asked)
     assert (view.unable, view.silent, view.reporting) == (frozenset({"m-one"}), {}, frozenset())
 
 
 async def test_a_report_goes_stale_and_a_gateway_that_left_says_nothing(gateways: Gateways, watching: Watching) -> None:
     gateways.say("m-one", worker("a"))
-    watching.watch.follow(KEY, {"m-one": ONE}, hurry=False)
+    watching.watch.follow(KEY, {"m-one": ONE}, fast=False)
     await watching.until(lambda view: view.reporting)
     gateways.answers[ONE] = broken(status=503)
     await until_asked(gateways, ONE, gateways.asked[ONE] + 2)
@@ -205,7 +205,7 @@ async def test_a_report_goes_stale_and_a_gateway_that_left_says_nothing(gateways
     view = watching.watch.view(KEY)
     assert (view.standings, view.reporting, watching.watch.reports(KEY)) == ({}, frozenset(), ())
     assert "answers 503" in view.silent["m-one"]
-    watching.watch.follow(KEY, {}, hurry=False)
+    watching.watch.follow(KEY, {}, fast=False)
     assert watching.watch.view(KEY).silent == {}
     watching.watch.forget(KEY)
     assert watching.watch.view(KEY) == FleetView()
@@ -213,12 +213,12 @@ async def test_a_report_goes_stale_and_a_gateway_that_left_says_nothing(gateways
 
 async def test_it_asks_often_only_while_something_is_under_way(gateways: Gateways, watching: Watching) -> None:
     gateways.say("m-one", worker("a"))
-    watching.watch.follow(KEY, {"m-one": ONE}, hurry=False)
+    watching.watch.follow(KEY, {"m-one": ONE}, fast=False)
     await watching.until(lambda view: view.reporting)
     began, seen = time.monotonic(), gateways.asked[ONE]
     await asyncio.sleep(4 * SLOW)
     assert gateways.asked[ONE] - seen <= (time.monotonic() - began) / SLOW + 1
-    watching.watch.follow(KEY, {"m-one": ONE}, hurry=True)
+    watching.watch.follow(KEY, {"m-one": ONE}, fast=True)
     began, seen = time.monotonic(), gateways.asked[ONE]
     await until_asked(gateways, ONE, seen + 10)
     assert time.monotonic() - began < 10 * SLOW, "faster than the slow pace"
@@ -228,7 +228,7 @@ async def test_gateways_that_hang_take_a_bounded_number_of_tasks(
     gateways: Gateways, watching: Watching, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in range(200):
-        watching.watch.follow(ModelKey("n", f"m{number}"), {"m-one": ONE, "m-two": TWO}, hurry=True)
+        watching.watch.follow(ModelKey("n", f"m{number}"), {"m-one": ONE, "m-two": TWO}, fast=True)
     await until_asked(gateways, ONE, fleet._POLLERS)
     await asyncio.sleep(0.2)
     assert gateways.asked[ONE] <= fleet._POLLERS
@@ -302,7 +302,7 @@ async def test_gateways_of_a_model_that_sleeps_are_asked_to_tell_of_a_request(ga
 
     gateways.handler = handle
     watch = FleetWatch(port=gateways.port, seconds=(FAST, SLOW), on_request=told.append)
-    watch.follow(KEY, GATEWAYS, hurry=False, asleep=True)
+    watch.follow(KEY, GATEWAYS, fast=False, asleep=True)
     running = asyncio.create_task(watch.run())
     try:
         await reach(lambda: asked == {"m-one": 1, "m-two": 1})
@@ -313,12 +313,12 @@ async def test_gateways_of_a_model_that_sleeps_are_asked_to_tell_of_a_request(ga
         assert set(told) == {KEY}
         heard = {found.gateway: found.traffic for found, _ in watch.heard(KEY)}
         assert heard["m-one"] in (waits, Traffic(idle_seconds=100.0))
-        watch.follow(KEY, GATEWAYS, hurry=True, asleep=False)
+        watch.follow(KEY, GATEWAYS, fast=True, asleep=False)
         told.clear()
         await asyncio.sleep(1.0)
         assert told == []
         count = asked["m-two"]
-        watch.follow(KEY, {"m-two": TWO}, hurry=False, asleep=True)
+        watch.follow(KEY, {"m-two": TWO}, fast=False, asleep=True)
         await reach(lambda: asked["m-two"] == count + 1)
         watch.forget(KEY)
         await asyncio.sleep(0.1)
@@ -345,7 +345,7 @@ async def test_a_gateway_that_cannot_tell_of_requests_is_asked_again(gateways: G
     gateways.handler = handle
     watch = FleetWatch(port=gateways.port, seconds=(FAST, SLOW), on_request=lambda _: pytest.fail("nobody asked"))
     running = asyncio.create_task(watch.run())
-    watch.follow(KEY, {"m-one": ONE}, hurry=False, asleep=True)
+    watch.follow(KEY, {"m-one": ONE}, fast=False, asleep=True)
     await reach(lambda: asked.count("/fleet/waiting") >= 4)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
@@ -363,7 +363,7 @@ async def test_two_hundred_models_that_sleep_cost_three_questions_a_minute_each(
     gateways.handler = handle
     watch = FleetWatch(port=gateways.port)
     for number in range(200):
-        watch.follow(ModelKey("n", f"m{number}"), {"m-one": ONE}, hurry=False, asleep=True)
+        watch.follow(ModelKey("n", f"m{number}"), {"m-one": ONE}, fast=False, asleep=True)
     running = asyncio.create_task(watch.run())
     await reach(lambda: asked == {"/fleet": 200, "/fleet/waiting": 200})
     await asyncio.sleep(1.0)

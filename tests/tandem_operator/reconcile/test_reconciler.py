@@ -31,7 +31,7 @@ from tandem_operator.kube.store import ChildStore, Kept
 from tandem_operator.objects.errors import IncompleteError
 from tandem_operator.objects.manifests import EVENT, KIND_BY_NAME, ModelKey
 from tandem_operator.reconcile.reconciler import Reconciler
-from tandem_operator.rollout.queue import Turns
+from tandem_operator.rollout.queue import RolloutQueue
 from tandem_operator.rollout.revisions import digest_of
 from tandem_operator.rollout.statefulsets import ABOVE_ALL
 from tandem_operator.runtime import metrics
@@ -191,7 +191,7 @@ class Operator:
         self.creations = CreationEvents()
         self.unserved: frozenset[str] = frozenset()
         recorder = EventRecorder(client, instance="test")
-        self.turns = Turns()
+        self.rollouts = RolloutQueue()
         self.gone: list[ModelKey] = []
         """Models that were found to be deleted."""
         self.late: set[str] = set()
@@ -206,7 +206,7 @@ class Operator:
             self.creations,
             hub,
             self.fleet,
-            self.turns,
+            self.rollouts,
             scaler,
             unserved=lambda: self.unserved,
             on_gone=self.gone.append,
@@ -1035,8 +1035,8 @@ async def test_workers_are_admitted_by_the_revision_that_they_have(server: Objec
 async def wait_for_turn(server: ObjectServer, operator: Operator) -> None:
     """The model has something to roll, and another one has the turn."""
     await serve(server, operator)
-    operator.turns.limit = 1
-    assert operator.turns.ask(ModelKey("n", "other"), since="2026")
+    operator.rollouts.limit = 1
+    assert operator.rollouts.request_slot(ModelKey("n", "other"), since="2026")
     server.change(engine={"image": "w:2"})
     await operator.look()
     server.settle()
@@ -1050,7 +1050,7 @@ async def test_one_model_waits_for_another(server: ObjectServer, operator: Opera
     assert server.kept[DECODE]["spec"]["updateStrategy"]["rollingUpdate"]["partition"] == ABOVE_ALL
     server.settle()
     server.kept[DECODE]["status"] |= {"updateRevision": "newer"}
-    operator.turns.give_back(ModelKey("n", "other"))
+    operator.rollouts.release_slot(ModelKey("n", "other"))
     await operator.look()
     assert server.conditions["Reconciling"]["reason"] != "WaitingForTurn"
     assert server.kept[DECODE]["spec"]["replicas"] == 2
@@ -1060,8 +1060,8 @@ async def test_a_spec_that_cannot_be_read_keeps_nobody_waiting(server: ObjectSer
     await wait_for_turn(server, operator)
     server.change(engine={"image": "w:2", "device": "TPU"})
     await operator.look()
-    operator.turns.give_back(ModelKey("n", "other"))
-    assert operator.turns.ask(ModelKey("n", "third"), since="2999")
+    operator.rollouts.release_slot(ModelKey("n", "other"))
+    assert operator.rollouts.request_slot(ModelKey("n", "third"), since="2999")
 
 
 async def test_suspension_holds_though_the_rest_cannot_be_read(server: ObjectServer, operator: Operator) -> None:

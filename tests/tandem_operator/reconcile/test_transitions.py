@@ -82,7 +82,7 @@ def rollout(phase: str, *, step: int | None = None, **more: int) -> RolloutStatu
 
 
 def test_steps_of_a_canary_are_told() -> None:
-    course = [
+    rollout_plan = [
         rollout("Complete"),
         rollout("Canary", step=1),
         rollout("Canary", step=1),
@@ -90,7 +90,7 @@ def test_steps_of_a_canary_are_told() -> None:
         rollout("Progressing", stableRevision=2),
         rollout("Complete", stableRevision=2, completeRevision=2),
     ]
-    told = [[h.message for h in rollout_happenings(*pair)] for pair in itertools.pairwise(course)]
+    told = [[h.message for h in rollout_happenings(*pair)] for pair in itertools.pairwise(rollout_plan)]
     assert told == [
         ["revision 2 is at step 1"],
         [],
@@ -98,5 +98,5 @@ def test_steps_of_a_canary_are_told() -> None:
         ["revision 2 is promoted"],
         ["all workers have revision 2"],
     ]
-    given_up = rollout_happenings(course[1], rollout("Progressing", revision=1))
+    given_up = rollout_happenings(rollout_plan[1], rollout("Progressing", revision=1))
     assert [h.message for h in given_up] == ["revision 2 is given up"]

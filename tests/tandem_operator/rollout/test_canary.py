@@ -15,13 +15,13 @@ from tandem_operator.objects.problem import Problem
 from tandem_operator.rollout.canary import (
     Fleet,
     RoleFleet,
-    Wish,
+    RolloutRequest,
     advance,
     canary_traffic,
     limits,
     replicas_for,
     rollout_problem,
-    wants_turn,
+    wants_slot,
 )
 from tandem_operator.rollout.figures import Judgement, Verdict
 
@@ -50,8 +50,8 @@ def trying(**fields: Any) -> RolloutStatus:
     return state("Canary", revision=2, canary=trial)
 
 
-def wish(revision: int = 2, **fields: Any) -> Wish:
-    return Wish(**({"revision": revision, "digest": "b", "canary": CANARY} | fields))
+def request(revision: int = 2, **fields: Any) -> RolloutRequest:
+    return RolloutRequest(**({"revision": revision, "digest": "b", "canary": CANARY} | fields))
 
 
 def role(wanted: int = 4, **fields: Any) -> RoleFleet:
@@ -70,13 +70,13 @@ def even(**fields: Any) -> Fleet:
 
 
 def after(
-    before: RolloutStatus | None, asked: Wish, fleet: Fleet, verdict: Verdict = GOOD, *, at: float = 0
+    before: RolloutStatus | None, asked: RolloutRequest, fleet: Fleet, verdict: Verdict = GOOD, *, at: float = 0
 ) -> RolloutStatus:
     return advance(before, asked, fleet, verdict=verdict, now=NOW + timedelta(seconds=at))
 
 
 def test_a_change_begins_a_canary_where_all_workers_are_of_one_revision() -> None:
-    found = after(state(), wish(), even())
+    found = after(state(), request(), even())
     assert (found.phase, found.revision, found.stable_revision) == ("Canary", 2, 1)
     assert found.canary is not None
     assert (found.canary.step, found.canary.weight, found.canary.ready) == (1, 0, False)
@@ -85,17 +85,21 @@ def test_a_change_begins_a_canary_where_all_workers_are_of_one_revision() -> Non
 @pytest.mark.parametrize(
     ("asked", "fleet", "phase"),
     [
-        (wish(canary=None), even(), "Progressing"),
-        (wish(), even(old=1, old_up=1), "Preparing"),
-        (wish(), even(is_current=False), "Preparing"),
-        (wish(), even(new_ready=0, new_up=0), "Preparing"),
-        (wish(), even(new_up=0, trouble=Problem(reason="CrashLoopBackOff", message="x", stalled=True)), "Progressing"),
-        (wish(), even(wanted=0), "Preparing"),
-        (wish(may_roll=False), even(), "Preparing"),
+        (request(canary=None), even(), "Progressing"),
+        (request(), even(old=1, old_up=1), "Preparing"),
+        (request(), even(is_current=False), "Preparing"),
+        (request(), even(new_ready=0, new_up=0), "Preparing"),
+        (
+            request(),
+            even(new_up=0, trouble=Problem(reason="CrashLoopBackOff", message="x", stalled=True)),
+            "Progressing",
+        ),
+        (request(), even(wanted=0), "Preparing"),
+        (request(may_roll=False), even(), "Preparing"),
     ],
     ids=["no canary", "in the middle", "not seen", "starting", "broken", "suspended", "no turn"],
 )
-def test_what_a_change_begins_with(asked: Wish, fleet: Fleet, phase: str) -> None:
+def test_what_a_change_begins_with(asked: RolloutRequest, fleet: Fleet, phase: str) -> None:
     found = after(state(), asked, fleet)
     assert found.phase == phase
     assert found.waiting == (not asked.may_roll)
@@ -104,10 +108,10 @@ def test_what_a_change_begins_with(asked: Wish, fleet: Fleet, phase: str) -> Non
 def test_a_clock_that_was_ahead_holds_no_step() -> None:
     """Another operator wrote down when the step began, or somebody has set the clock."""
     before = trying(since=text(7200)).model_copy(update={"since": text(7200)})
-    found = after(before, wish(), tried(1))
+    found = after(before, request(), tried(1))
     assert found.canary is not None
     assert (found.since, found.canary.since) == (text(), text())
-    found = after(found, wish(), tried(1), at=60)
+    found = after(found, request(), tried(1), at=60)
     assert found.canary is not None
     assert found.canary.step == 2
 
@@ -122,45 +126,45 @@ def test_nobody_waits_for_a_revision_that_cannot_come_up(complete: int | None) -
         trouble=Problem(reason="ImagePullFailed", message="x", stalled=True),
     )  # fmt: skip
     before = state("Preparing", revision=2, stableRevision=1, completeRevision=complete)
-    assert after(before, wish(digest="a"), stuck).phase == "Preparing"
-    found = after(before, wish(digest="a"), trouble)
+    assert after(before, request(digest="a"), stuck).phase == "Preparing"
+    found = after(before, request(digest="a"), trouble)
     assert (found.phase, found.stable_revision) == ("Progressing", 2)
 
 
 def test_a_model_that_never_served_has_nothing_to_protect() -> None:
-    assert after(state("Progressing", completeRevision=None), wish(), even(new_up=0)).phase == "Progressing"
+    assert after(state("Progressing", completeRevision=None), request(), even(new_up=0)).phase == "Progressing"
 
 
 def test_a_change_in_the_middle_of_a_rollout_that_does_not_come_up_goes_back_to_what_served() -> None:
     rolling = state("Progressing", revision=2, stableRevision=2, completeRevision=1)
     stuck = even(new=1, new_up=0, new_ready=0, old=3, old_up=3)
-    assert after(rolling, wish(3), stuck).stable_revision == 1
-    assert after(rolling, wish(3), even(new=3, new_up=3, old=1, old_up=1)).stable_revision == 2
+    assert after(rolling, request(3), stuck).stable_revision == 1
+    assert after(rolling, request(3), even(new=3, new_up=3, old=1, old_up=1)).stable_revision == 2
 
 
 def test_the_time_of_a_step_counts_while_its_workers_are_ready() -> None:
-    begun = after(trying(ready=False, weight=0), wish(), tried(1), at=30)
+    begun = after(trying(ready=False, weight=0), request(), tried(1), at=30)
     assert begun.canary is not None
     assert (begun.canary.ready, begun.canary.weight, begun.canary.since) == (True, 10, text(30))
-    assert after(begun, wish(), tried(1), at=80).canary == begun.canary
-    lost = after(begun, wish(), tried(0), at=80)
+    assert after(begun, request(), tried(1), at=80).canary == begun.canary
+    lost = after(begun, request(), tried(0), at=80)
     assert lost.canary is not None
     assert (lost.canary.ready, lost.canary.weight, lost.canary.since) == (False, 0, text(80))
-    over = after(begun, wish(), tried(1), at=90)
+    over = after(begun, request(), tried(1), at=90)
     assert over.canary is not None
     assert (over.canary.step, over.canary.weight, over.canary.ready) == (2, 10, False)
-    more = after(over, wish(), tried(2), at=95)
+    more = after(over, request(), tried(2), at=95)
     assert more.canary is not None
     assert (more.canary.weight, more.canary.ready) == (50, True)
-    assert after(more, wish(), tried(2), at=394).phase == "Canary"
-    done = after(more, wish(), tried(2), at=395)
+    assert after(more, request(), tried(2), at=394).phase == "Canary"
+    done = after(more, request(), tried(2), at=395)
     assert (done.phase, done.stable_revision, done.canary) == ("Progressing", 2, None)
-    assert after(done, wish(), even(), at=400).complete_revision == 2
+    assert after(done, request(), even(), at=400).complete_revision == 2
 
 
 @pytest.mark.parametrize("verdict", [UNKNOWN, BAD])
 def test_without_good_figures_no_step_ends_well(verdict: Verdict) -> None:
-    found = after(trying(), wish(), tried(1), verdict, at=1000)
+    found = after(trying(), request(), tried(1), verdict, at=1000)
     assert found.canary is not None
     assert found.canary.step == 1
     assert found.phase == ("RolledBack" if verdict is BAD else "Canary")
@@ -170,42 +174,42 @@ def test_without_good_figures_no_step_ends_well(verdict: Verdict) -> None:
 
 def test_a_canary_whose_workers_do_not_come_up_goes_back() -> None:
     starting = trying(ready=False, weight=0)
-    assert after(starting, wish(deadline_seconds=60), tried(0), at=59).phase == "Canary"
-    late = after(starting, wish(deadline_seconds=60), tried(0), at=60)
+    assert after(starting, request(deadline_seconds=60), tried(0), at=59).phase == "Canary"
+    late = after(starting, request(deadline_seconds=60), tried(0), at=60)
     assert late.canary is not None
     assert (late.phase, late.canary.reason) == ("RolledBack", "ProgressDeadlineExceeded")
-    assert after(starting, wish(deadline_seconds=60, paused=True), tried(0), at=600).phase == "Canary"
+    assert after(starting, request(deadline_seconds=60, paused=True), tried(0), at=600).phase == "Canary"
     looping = tried(0, trouble=Problem(reason="CrashLoopBackOff", message="Pod m-decode-3: x", stalled=True))
-    assert after(starting, wish(), looping).phase == "RolledBack"
+    assert after(starting, request(), looping).phase == "RolledBack"
 
 
 def test_the_deadline_begins_anew_after_a_pause() -> None:
-    paused = after(trying(ready=False, weight=0), wish(deadline_seconds=60, paused=True), tried(0), at=500)
-    on = after(paused, wish(deadline_seconds=60), tried(0), at=510)
+    paused = after(trying(ready=False, weight=0), request(deadline_seconds=60, paused=True), tried(0), at=500)
+    on = after(paused, request(deadline_seconds=60), tried(0), at=510)
     assert on.canary is not None
     assert (on.phase, on.canary.since) == ("Canary", text(510))
-    assert after(on, wish(deadline_seconds=60), tried(0), at=570).phase == "RolledBack"
+    assert after(on, request(deadline_seconds=60), tried(0), at=570).phase == "RolledBack"
     waiting = trying(ready=False, weight=0).model_copy(update={"waiting": True})
-    given = after(waiting, wish(deadline_seconds=60), tried(0), at=500)
+    given = after(waiting, request(deadline_seconds=60), tried(0), at=500)
     assert (given.phase, given.waiting) == ("Canary", False)
-    assert after(given, wish(deadline_seconds=60), tried(0), at=559).phase == "Canary"
+    assert after(given, request(deadline_seconds=60), tried(0), at=559).phase == "Canary"
 
 
 def test_what_failed_stays_failed_until_somebody_asks() -> None:
-    failed = after(trying(), wish(), tried(1), BAD)
-    assert after(failed, wish(), even(), at=10_000) == failed
-    assert after(failed, wish(retry="again"), even()).phase == "Canary"
-    early = after(trying(), wish(retry="too early"), tried(1), BAD)
-    assert after(early, wish(retry="too early"), even()) == early
-    assert after(failed, wish(3), even()).phase == "Canary"
-    assert after(failed, wish(1), even()).phase == "Progressing"
-    promoted = after(failed, wish(canary=None), even())
+    failed = after(trying(), request(), tried(1), BAD)
+    assert after(failed, request(), even(), at=10_000) == failed
+    assert after(failed, request(retry="again"), even()).phase == "Canary"
+    early = after(trying(), request(retry="too early"), tried(1), BAD)
+    assert after(early, request(retry="too early"), even()) == early
+    assert after(failed, request(3), even()).phase == "Canary"
+    assert after(failed, request(1), even()).phase == "Progressing"
+    promoted = after(failed, request(canary=None), even())
     assert (promoted.phase, promoted.stable_revision) == ("Progressing", 2)
 
 
 def test_old_workers_that_were_all_gone_end_a_canary() -> None:
-    assert after(trying(), wish(), tried(1, keeps_old=False)).phase == "Preparing"
-    assert after(trying(), wish(), tried(0, wanted=0)).phase == "Preparing"
+    assert after(trying(), request(), tried(1, keeps_old=False)).phase == "Preparing"
+    assert after(trying(), request(), tried(0, wanted=0)).phase == "Preparing"
 
 
 @given(wanted=st.integers(1, 20), surge=st.integers(0, 3), weight=st.integers(1, 99))
@@ -230,7 +234,7 @@ def test_traffic_names_the_workers_on_trial() -> None:
     assert traffic == CanaryTraffic(percent=10.0, workers=["m-decode-3"])
     unseen = tried(1, is_current=False)
     assert canary_traffic(trying(), unseen, traffic) == traffic
-    failed = after(trying(), wish(), fleet, BAD)
+    failed = after(trying(), request(), fleet, BAD)
     assert canary_traffic(failed, unseen, traffic) == CanaryTraffic(percent=0.0, workers=["m-decode-3"])
     going = Fleet(roles={Role.UNIFIED: role(old_workers=("m-decode-3",))})
     assert canary_traffic(failed, going, traffic) == CanaryTraffic(percent=0.0, workers=["m-decode-3"])
@@ -239,20 +243,20 @@ def test_traffic_names_the_workers_on_trial() -> None:
 
 
 def test_what_goes_back_asks_nobody_for_a_turn() -> None:
-    failed = after(trying(), wish(), tried(1), BAD)
-    assert not wants_turn(failed, wish(), tried(1))
-    assert wants_turn(failed, wish(retry="x"), tried(1))
-    assert wants_turn(state(), wish(), even())
-    assert not wants_turn(state(), wish(1), even())
-    assert not wants_turn(trying(), wish(paused=True), tried(1))
+    failed = after(trying(), request(), tried(1), BAD)
+    assert not wants_slot(failed, request(), tried(1))
+    assert wants_slot(failed, request(retry="x"), tried(1))
+    assert wants_slot(state(), request(), even())
+    assert not wants_slot(state(), request(1), even())
+    assert not wants_slot(trying(), request(paused=True), tried(1))
 
 
 def test_conditions_say_what_it_waits_for() -> None:
-    waiting = after(state(), wish(may_roll=False), even())
+    waiting = after(state(), request(may_roll=False), even())
     told = rollout_problem(waiting, CANARY, paused=False)
     assert told is not None
     assert (told.reason, told.stalled) == ("WaitingForTurn", False)
-    running = after(trying(), wish(), tried(1), UNKNOWN, at=100)
+    running = after(trying(), request(), tried(1), UNKNOWN, at=100)
     told = rollout_problem(running, CANARY, paused=False)
     assert told is not None
     assert told.message == "revision 2, step 1 of 2, 10 % of requests: no gateway has reported"
@@ -281,7 +285,7 @@ STATES = st.builds(
 def test_a_canary_of_a_status_that_cannot_be_is_rolled_out(phase: str) -> None:
     """Whoever edits a status must not stop the looks at a model."""
     edited = RolloutStatus(phase=phase, revision=1, digest="a", stable_revision=1, since="2026-01-01T00:00:00Z")  # type: ignore[arg-type]
-    assert after(edited, wish(1, canary=None), Fleet(), GOOD).phase == "Progressing"
+    assert after(edited, request(1, canary=None), Fleet(), GOOD).phase == "Progressing"
 
 
 FLEETS = st.builds(
@@ -306,7 +310,7 @@ def test_nothing_is_promoted_but_by_its_last_step(
     turn: bool,
     at: int,
 ) -> None:
-    told = wish(asked, canary=canary, paused=paused, may_roll=turn)
+    told = request(asked, canary=canary, paused=paused, may_roll=turn)
     found = after(before, told, fleet, verdict, at=at)
     assert found == after(before, told, fleet, verdict, at=at), "the same state has the same answer"
     if before.phase != "Canary" or asked != before.revision or canary is None:

@@ -34,9 +34,9 @@ class Shaped(Tried):
 
     def look(self, *, stale: bool = False) -> None:
         super().look(stale=stale)
-        assert self.course is not None
+        assert self.rollout_plan is not None
         ours = own_workloads(self.live, owner_uid=UID)
-        plan = plan_children(self.course.target.desired, ours, owner_uid=UID, keep=self.course.keep)
+        plan = plan_children(self.rollout_plan.target.desired, ours, owner_uid=UID, keep=self.rollout_plan.keep)
         for key in plan.delete:
             for found in pods_of(key, self.live) if key.kind == "StatefulSet" else []:
                 del self.live[child_key(found)]

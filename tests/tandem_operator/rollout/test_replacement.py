@@ -17,7 +17,7 @@ from operator_objects import blueprint
 from tandem_api.names import Role
 from tandem_operator.observe.replica import Replica, State
 from tandem_operator.rollout.canary import RoleFleet, replicas_for
-from tandem_operator.rollout.replacement import RolePlan, RoleView, capacity_of, plan_rollout
+from tandem_operator.rollout.replacement import RolePlan, RoleView, capacity_of, plan_replacement
 
 HISTORIES = int(os.environ.get("TANDEM_HISTORIES", "100"))
 
@@ -112,8 +112,8 @@ class Cluster:
 
     def plan(self, **more: bool) -> dict[Role, RolePlan]:
         views = {role: entry.view() for role, entry in self.sets.items()}
-        plan = plan_rollout(views, **more)
-        assert plan == plan_rollout(views, **more), "the same state has the same plan"
+        plan = plan_replacement(views, **more)
+        assert plan == plan_replacement(views, **more), "the same state has the same plan"
         return plan
 
     def execute(self, plan: dict[Role, RolePlan]) -> None:

@@ -18,9 +18,9 @@ from tandem_operator.children.plan import Step, plan_step
 from tandem_operator.gateways.routing import plan_routing
 from tandem_operator.objects.manifests import Manifest, child_key, labels_of, own_workloads
 from tandem_operator.observe.roles import pods_of, workload_key
-from tandem_operator.rollout.plan import Course, decide, look_at, missing_revisions, with_traffic
+from tandem_operator.rollout.plan import RolloutPlan, missing_revisions, plan_rollout, view_rollout, with_traffic
 from tandem_operator.rollout.revisions import build_revision, highest_number, read_history
-from tandem_operator.rollout.statefulsets import plan_rolling
+from tandem_operator.rollout.statefulsets import plan_stateful_sets
 from tandem_operator.workloads import Blueprint
 from test_statefulset_histories import BUDGETS, SHAPES, Cluster
 
@@ -39,7 +39,7 @@ class Tried(Cluster):
         self.spec = spec
         self.now = datetime(2026, 1, 1, tzinfo=UTC)
         self.status = InferenceModelStatus()
-        self.course: Course | None = None
+        self.rollout_plan: RolloutPlan | None = None
         self.added: Mapping[str, CanaryFigures] = {}
         self.may_roll = True
         self.request: str | None = None
@@ -69,21 +69,21 @@ class Tried(Cluster):
         history = read_history(cached, owner_uid=UID)
         known = read_history(self.live, owner_uid=UID)
         history |= {n: known[n] for n in missing_revisions(plan, history) if n in known}
-        seen = look_at(plan, history, ours, request=self.request, taken=highest_number(cached), now=self.now)
-        course = decide(seen, ours, may_roll=self.may_roll, added=self.added, fresh=True, now=self.now)
-        self.added, self.course = {}, course
+        seen = view_rollout(plan, history, ours, retry=self.request, taken=highest_number(cached), now=self.now)
+        rollout_plan = plan_rollout(seen, ours, may_roll=self.may_roll, added=self.added, fresh=True, now=self.now)
+        self.added, self.rollout_plan = {}, rollout_plan
         if seen.record is not None:
             self.live.setdefault(child_key(seen.record), seen.record)
-        for key in [k for k in self.live if k.kind == "ControllerRevision" and k not in course.keep]:
+        for key in [k for k in self.live if k.kind == "ControllerRevision" and k not in rollout_plan.keep]:
             if seen.record is None or key != child_key(seen.record):
                 del self.live[key]
-        routing = plan_routing(course.target.blueprint, now=self.now)
-        self.status = self.status.model_copy(update={"rollout": course.state, "routing": routing})
-        rolling = plan_rolling(
-            course.target.blueprint, course.target.desired, ours, now=self.now, limits=course.limits,
-            waiting=course.waiting,
+        routing = plan_routing(rollout_plan.target.blueprint, now=self.now)
+        self.status = self.status.model_copy(update={"rollout": rollout_plan.state, "routing": routing})
+        rolling = plan_stateful_sets(
+            rollout_plan.target.blueprint, rollout_plan.target.desired, ours, now=self.now, limits=rollout_plan.limits,
+            waiting=rollout_plan.waiting,
         )  # fmt: skip
-        if not course.hold:
+        if not rollout_plan.hold:
             for child in rolling.desired:
                 if plan_step(child, self.live.get(child_key(child)), owner_uid=UID) is Step.APPLY:
                     self.apply(copy.deepcopy(child))
@@ -91,7 +91,7 @@ class Tried(Cluster):
                 found = self.live.get(key)
                 if found is not None and found["metadata"]["uid"] == cached[key]["metadata"]["uid"]:
                     del self.live[key]
-        self.status = with_traffic(self.status, course, own_workloads(self.live, owner_uid=UID), now=self.now)
+        self.status = with_traffic(self.status, rollout_plan, own_workloads(self.live, owner_uid=UID), now=self.now)
 
     def _make(self, *args: Any) -> Manifest:
         made = super()._make(*args)
@@ -177,10 +177,10 @@ def test_a_canary_that_crashes_goes_back_by_itself_and_is_tried_again_when_asked
     assert made.rollout.phase == "RolledBack"
     assert made.rollout.canary is not None
     assert made.rollout.canary.reason == "CrashLoopBackOff"
-    assert made.course is not None
-    assert made.course.problem is not None
-    assert made.course.problem.stalled
-    assert "revision 2 failed its canary at step 1: CrashLoopBackOff" in made.course.problem.message
+    assert made.rollout_plan is not None
+    assert made.rollout_plan.problem is not None
+    assert made.rollout_plan.problem.stalled
+    assert "revision 2 failed its canary at step 1: CrashLoopBackOff" in made.rollout_plan.problem.message
     assert made.builds() == {stable}
     assert len(made.groups(Role.DECODE)) == 1
     assert made.traffic is None
@@ -201,8 +201,8 @@ def test_a_spec_that_goes_back_ends_a_failed_canary() -> None:
     made.change(engine={"image": "w:1"})
     made.run()
     assert (made.rollout.phase, made.rollout.revision, made.rollout.canary) == ("Complete", 1, None)
-    assert made.course is not None
-    assert made.course.problem is None
+    assert made.rollout_plan is not None
+    assert made.rollout_plan.problem is None
 
 
 def test_failed_requests_end_a_canary_and_its_workers_get_no_more_at_once() -> None:
@@ -257,10 +257,10 @@ def test_a_revision_that_is_not_kept_changes_nothing() -> None:
     before = copy.deepcopy(made.live)
     made.run()
     assert made.live == before
-    assert made.course is not None
-    assert made.course.problem is not None
-    assert made.course.problem.reason == "RevisionNotFound"
-    assert "kept: 1" in made.course.problem.message
+    assert made.rollout_plan is not None
+    assert made.rollout_plan.problem is not None
+    assert made.rollout_plan.problem.reason == "RevisionNotFound"
+    assert "kept: 1" in made.rollout_plan.problem.message
 
 
 def test_only_so_many_revisions_are_kept() -> None:
@@ -309,9 +309,9 @@ def test_a_pause_holds_the_step_and_all_that_is_there() -> None:
     assert made.rollout.canary is not None
     assert (made.rollout.canary.step, made.rollout.canary.weight) == (1, 20)
     assert {found["metadata"]["uid"] for found in made.pods()} == before
-    assert made.course is not None
-    assert made.course.problem is not None
-    assert (made.course.problem.reason, made.course.problem.stalled) == ("RolloutPaused", True)
+    assert made.rollout_plan is not None
+    assert made.rollout_plan.problem is not None
+    assert (made.rollout_plan.problem.reason, made.rollout_plan.problem.stalled) == ("RolloutPaused", True)
     made.change(rollout={"canary": STEPS})
     made.run(times=40)
     assert made.rollout.complete_revision == 2
@@ -325,9 +325,9 @@ def test_what_has_no_turn_replaces_nothing_that_serves() -> None:
     made.run(times=30)
     assert {found["metadata"]["uid"] for found in made.pods()} == before
     assert made.rollout.waiting
-    assert made.course is not None
-    assert made.course.problem is not None
-    assert made.course.problem.reason == "WaitingForTurn"
+    assert made.rollout_plan is not None
+    assert made.rollout_plan.problem is not None
+    assert made.rollout_plan.problem.reason == "WaitingForTurn"
     made.may_roll = True
     made.run()
     assert (made.rollout.complete_revision, made.rollout.waiting) == (2, False)
@@ -364,10 +364,10 @@ def test_the_other_workers_keep_what_they_start_from_and_may_connect_as_before()
     made.change(prefill={"replicas": 2})
     made.run(times=4)
     assert made.rollout.phase == "Canary"
-    assert made.course is not None
-    assert configs <= made.course.keep
+    assert made.rollout_plan is not None
+    assert configs <= made.rollout_plan.keep
     (policy,) = [
-        c for c in made.course.target.desired if child_key(c).name == "m-prefill" and c["kind"] == "NetworkPolicy"
+        c for c in made.rollout_plan.target.desired if child_key(c).name == "m-prefill" and c["kind"] == "NetworkPolicy"
     ]
     assert {port["port"] for rule in policy["spec"]["ingress"] for port in rule["ports"]} == before
 
@@ -397,9 +397,9 @@ def test_a_deleted_revision_stops_what_needs_it_and_is_named() -> None:
         del made.live[key]
     made.run(times=40)
     assert made.rollout.phase == "Canary", "never promoted: it could not go back"
-    assert made.course is not None
-    assert made.course.problem is not None
-    assert made.course.problem.reason == "RevisionNotFound"
+    assert made.rollout_plan is not None
+    assert made.rollout_plan.problem is not None
+    assert made.rollout_plan.problem.reason == "RevisionNotFound"
     made.change(rollout={})
     made.run()
     assert made.rollout.complete_revision == 2
@@ -435,7 +435,7 @@ def test_random_histories(shape: int) -> None:
         assert made.is_done, where
         assert made.traffic is None, where
         made.run(times=2)
-        assert made.builds() == ({made.course.target.blueprint.revision} if made.course else set()), where
+        assert made.builds() == ({made.rollout_plan.target.blueprint.revision} if made.rollout_plan else set()), where
 
 
 def happen(made: Tried, rng: random.Random, *, where: str) -> None:
@@ -455,9 +455,14 @@ def happen(made: Tried, rng: random.Random, *, where: str) -> None:
     made.is_overtaken = (made.has_released or has_surplus(made)) and (made.is_overtaken or happened)
     if event in ("look", "control") and builds <= 2 and not overtaken and not suspended:
         assert made.capacity() >= min(made.floor, before), f"{event}: {where}"
-    if event == "look" and made.course is not None and made.rollout.phase == "Canary" and not made.course.hold:
+    if (
+        event == "look"
+        and made.rollout_plan is not None
+        and made.rollout.phase == "Canary"
+        and not made.rollout_plan.hold
+    ):
         for role, count in num_new(made).items():
-            limit = made.course.limits.get(role)
+            limit = made.rollout_plan.limits.get(role)
             assert limit is None or count <= max(limit, tried.get(role, 0)), f"{role}: {where}"
 
 

@@ -20,7 +20,7 @@ from tandem_operator.objects.pods import is_ready
 from tandem_operator.observe.groups import group_pods
 from tandem_operator.observe.roles import pods_of, workload_key
 from tandem_operator.rollout.replacement import capacity_of
-from tandem_operator.rollout.statefulsets import plan_rolling
+from tandem_operator.rollout.statefulsets import plan_stateful_sets
 from tandem_operator.workloads import Blueprint, build_children
 from tandem_operator.workloads.blueprint import digest
 
@@ -49,7 +49,7 @@ class Cluster:
         self.cached = copy.deepcopy(self.live)
         ours = own_workloads(cached, owner_uid=UID)
         desired = keep_what_runs(self.plan, build_children(self.plan), ours)
-        rolling = plan_rolling(self.plan, desired, ours, now=NOW)
+        rolling = plan_stateful_sets(self.plan, desired, ours, now=NOW)
         for child in rolling.desired:
             if plan_step(child, self.live.get(child_key(child)), owner_uid=UID) is Step.APPLY:
                 self.apply(copy.deepcopy(child))

@@ -9,7 +9,7 @@ from typing import Any
 from operator_objects import READY, UID, blueprint, children, container, pod
 from tandem_operator.children.templates import RELEASED, WITHHELD
 from tandem_operator.objects.manifests import ChildKey, Manifest, own_workloads
-from tandem_operator.rollout.statefulsets import ABOVE_ALL, Rolling, plan_hurry, plan_rolling
+from tandem_operator.rollout.statefulsets import ABOVE_ALL, StatefulSetPlan, plan_drain_limits, plan_stateful_sets
 from tandem_operator.workloads import Blueprint, build_children
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -54,18 +54,18 @@ def lowered(live: dict[ChildKey, Manifest], partition: int, key: ChildKey = DECO
     live[key]["metadata"].setdefault("annotations", {})[RELEASED] = "new"
 
 
-def rolled(plan: Blueprint, live: dict[ChildKey, Manifest], *, now: datetime = NOW) -> Rolling:
-    return plan_rolling(plan, build_children(plan), own_workloads(live, owner_uid=UID), now=now)
+def rolled(plan: Blueprint, live: dict[ChildKey, Manifest], *, now: datetime = NOW) -> StatefulSetPlan:
+    return plan_stateful_sets(plan, build_children(plan), own_workloads(live, owner_uid=UID), now=now)
 
 
-def told(found: Rolling, name: str = "m-decode") -> tuple[int, int | None]:
+def told(found: StatefulSetPlan, name: str = "m-decode") -> tuple[int, int | None]:
     """Replicas and partition."""
     (workload,) = [c for c in found.desired if c["kind"] == "StatefulSet" and c["metadata"]["name"] == name]
     strategy = workload["spec"]["updateStrategy"]
     return workload["spec"]["replicas"], strategy.get("rollingUpdate", {}).get("partition")
 
 
-def names_of(found: Rolling) -> list[str]:
+def names_of(found: StatefulSetPlan) -> list[str]:
     return [key.name for key in found.replace]
 
 
@@ -249,16 +249,16 @@ def test_pods_of_anybody_elses_stateful_set_are_left_alone() -> None:
 def test_pods_on_their_way_out_get_what_the_spec_says() -> None:
     live = serving(blueprint(drain={"timeout": "20s"}))
     leaving = live[ChildKey("Pod", "m-decode-0")]["metadata"]
-    assert plan_hurry(blueprint(), live) == []
+    assert plan_drain_limits(blueprint(), live) == []
     leaving |= {"deletionTimestamp": "2026-01-01T00:00:00Z", "deletionGracePeriodSeconds": 600}
-    assert plan_hurry(blueprint(drain={"timeout": "20s"}), live) == [(ChildKey("Pod", "m-decode-0"), 35)]
+    assert plan_drain_limits(blueprint(drain={"timeout": "20s"}), live) == [(ChildKey("Pod", "m-decode-0"), 35)]
     leaving["deletionGracePeriodSeconds"] = 35
-    assert plan_hurry(blueprint(drain={"timeout": "20s"}), live) == []
+    assert plan_drain_limits(blueprint(drain={"timeout": "20s"}), live) == []
     leaving["deletionGracePeriodSeconds"] = 30  # of a podTemplate
-    assert plan_hurry(blueprint(drain={"timeout": "90s"}), live) == []
+    assert plan_drain_limits(blueprint(drain={"timeout": "90s"}), live) == []
 
 
-def strategy(found: Rolling) -> str:
+def strategy(found: StatefulSetPlan) -> str:
     (workload,) = [c for c in found.desired if c["kind"] == "StatefulSet"]
     return workload["spec"]["updateStrategy"]["type"]
 
@@ -272,8 +272,8 @@ def test_what_is_held_when_all_replicas_go_comes_back_as_it_was() -> None:
     lowered(live, 2)
     gone = {key: child for key, child in live.items() if key.kind != "Pod"}
     desired, own = build_children(asleep), own_workloads(live, owner_uid=UID)
-    assert strategy(plan_rolling(asleep, desired, own, now=NOW)) == "RollingUpdate", "what is in motion goes on"
-    found = plan_rolling(asleep, desired, own, now=NOW, resting=True)
+    assert strategy(plan_stateful_sets(asleep, desired, own, now=NOW)) == "RollingUpdate", "what is in motion goes on"
+    found = plan_stateful_sets(asleep, desired, own, now=NOW, resting=True)
     (workload,) = [c for c in found.desired if c["kind"] == "StatefulSet"]
     live[DECODE]["spec"] = workload["spec"]
     live[DECODE]["metadata"]["annotations"] = workload["metadata"]["annotations"]

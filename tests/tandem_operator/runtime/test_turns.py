@@ -3,15 +3,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from tandem_operator.runtime.turns import Pace
+from tandem_operator.runtime.turns import LoopTurns
 
 
 async def test_of_many_who_are_ready_one_goes_on_in_each_turn_of_the_loop() -> None:
-    pace, order, at_once = Pace(), list[int](), list[int]()
+    loop_turns, order, at_once = LoopTurns(), list[int](), list[int]()
 
     async def work(number: int) -> None:
         for _ in range(3):
-            await pace.turn()
+            await loop_turns.next()
             order.append(number)
 
     async def count() -> None:
@@ -28,12 +28,12 @@ async def test_of_many_who_are_ready_one_goes_on_in_each_turn_of_the_loop() -> N
 
 
 async def test_one_who_goes_away_holds_up_nobody() -> None:
-    pace = Pace()
-    tasks = [asyncio.create_task(pace.turn()) for _ in range(3)]
+    loop_turns = LoopTurns()
+    tasks = [asyncio.create_task(loop_turns.next()) for _ in range(3)]
     await asyncio.sleep(0)
     tasks[0].cancel()
     async with asyncio.timeout(30):
         with contextlib.suppress(asyncio.CancelledError):
             await tasks[0]
         await asyncio.gather(*tasks[1:])
-        await pace.turn()
+        await loop_turns.next()

@@ -30,8 +30,8 @@ from tandem_operator.objects.manifests import DEPLOYMENT, STATEFUL_SET, ChildKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
-    """A decision that waits to be followed."""
+class Recommendation:
+    """A decision of the scaler that waits to be followed."""
 
     observed: int
     """Replicas that it was made for: where the role has another number by now, it says nothing."""
@@ -39,7 +39,7 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replicas:
+class DesiredReplicas:
     """What the roles of a model have."""
 
     model: InferenceModel
@@ -57,10 +57,15 @@ class Replicas:
 
 
 def settle_replicas(
-    model: InferenceModel, live: Children, wishes: Mapping[Role, Wish], *, now: str, rest: bool | None = None
-) -> Replicas:
-    """The numbers in force. `live` has the model's own workloads, `wishes` is what was decided lately, and `rest`
-    whether the model should sleep, where that was."""
+    model: InferenceModel,
+    live: Children,
+    recommendations: Mapping[Role, Recommendation],
+    *,
+    now: str,
+    rest: bool | None = None,
+) -> DesiredReplicas:
+    """The numbers in force. `live` has the model's own workloads, `recommendations` is what was decided lately, and
+    `rest` whether the model should sleep, where that was."""
     model, left = _follow_gateways(model, live)
     before = model.status.scaling or ScalingStatus()
     asleep = _sleeps(model, before, rest)
@@ -75,14 +80,16 @@ def settle_replicas(
             was = was.model_copy(update={"desired": spec.scaling.min})  # it wakes up, whatever its mode is now
         present = _present(model, component, spec, live)
         if spec.scaling.mode == "SLO":
-            found = _asleep(was) if asleep else _decided(model, component, spec, was, present, wishes.get(role))
+            found = (
+                _asleep(was) if asleep else _decided(model, component, spec, was, present, recommendations.get(role))
+            )
         else:
             found, is_left = _followed(model, component, spec, was, present)
             left |= {component} if is_left else set()
         told[component] = found
         specs[component] = spec.model_copy(update={"replicas": found.desired})
     if not specs:
-        return Replicas(model=model, left=frozenset(left), scaling=None, moved=False)
+        return DesiredReplicas(model=model, left=frozenset(left), scaling=None, moved=False)
     moved = any(
         found.desired != was.desired
         for found, was in ((told[component], getattr(before, component)) for component in COMPONENTS)
@@ -90,7 +97,7 @@ def settle_replicas(
     )
     update: dict[str, Any] = dict(told) | ({"last_scale_time": now} if moved else {})
     update["asleep_since"] = (before.asleep_since or now) if asleep else None
-    return Replicas(
+    return DesiredReplicas(
         model=model.model_copy(update={"spec": model.spec.model_copy(update=specs)}),
         left=frozenset(left),
         scaling=before.model_copy(update=update),
@@ -129,13 +136,13 @@ def _decided(
     spec: WorkerRole,
     was: RoleScalingStatus | None,
     present: int | None,
-    wish: Wish | None,
+    recommendation: Recommendation | None,
 ) -> RoleScalingStatus:
     scaling, holds = spec.scaling, model.spec.autoscaling.dry_run or model.spec.suspend
     if was is not None and was.mode == "SLO":
         desired = was.desired
-        if wish is not None and wish.observed == desired and not holds:
-            desired = wish.replicas
+        if recommendation is not None and recommendation.observed == desired and not holds:
+            desired = recommendation.replicas
         kept = was
     else:
         desired = _first(model, component, spec, was, present)

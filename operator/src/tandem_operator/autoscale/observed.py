@@ -25,7 +25,7 @@ _STARTS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scene:
+class ObservedModel:
     """One model with targets."""
 
     generation: int = 0
@@ -53,9 +53,9 @@ class Scene:
     """How many of these a replica asks for."""
 
 
-def set_scene(
+def observe_model(
     blueprint: Blueprint, live: Children, rollout: RolloutStatus | None, *, asleep: bool = False
-) -> Scene | None:
+) -> ObservedModel | None:
     """What there is of a model, for decisions about its replicas; None where it has no targets, or is suspended.
 
     `blueprint` has the replicas that are in force, `live` the model's own workloads.
@@ -85,7 +85,7 @@ def set_scene(
             spec = _scaling_spec(model.spec, ttft=ttft, tpot=tpot)
         except ValueError as error:
             problem = str(error)
-    return Scene(
+    return ObservedModel(
         generation=model.metadata.generation,
         spec=spec,
         problem=problem,

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field, replace
 
 from tandem_api.names import Role
 
-from tandem_operator.autoscale.desired import Wish
-from tandem_operator.autoscale.observed import Scene
+from tandem_operator.autoscale.desired import Recommendation
+from tandem_operator.autoscale.observed import ObservedModel
 from tandem_operator.autoscale.plan.allotment import Claim, allot
 from tandem_operator.autoscale.plan.contract import Decision, RoleDecision, ScalingSpec, Snapshot
 from tandem_operator.autoscale.plan.history import History
@@ -44,7 +44,7 @@ from tandem_operator.autoscale.quotas import NO_BUDGET, Budget, Pool
 from tandem_operator.gateways.fleet import FleetView, FleetWatch
 from tandem_operator.objects.manifests import ModelKey
 from tandem_operator.runtime import metrics
-from tandem_operator.runtime.turns import Pace
+from tandem_operator.runtime.turns import LoopTurns
 
 PERIOD_SECONDS = 5.0
 _FRESH_SECONDS = 3 * PERIOD_SECONDS
@@ -64,7 +64,7 @@ class Outlook:
     decision: Decision | None
     """None where no role of it has the mode `SLO`."""
     attainment: Attainment
-    wishes: Mapping[Role, Wish] = field(default_factory=dict[Role, Wish])
+    recommendations: Mapping[Role, Recommendation] = field(default_factory=dict[Role, Recommendation])
     """What is to be followed; empty in a dry run, and once it is too old."""
     asleep: bool | None = None
     """Whether the model is to sleep; None: as it does."""
@@ -74,7 +74,7 @@ class Outlook:
 
 @dataclass(slots=True)
 class _Model:
-    scene: Scene
+    observed: ObservedModel
     totals: Totals
     history: History
     part: History | None = None
@@ -107,14 +107,14 @@ class Scaler:
         on_change: Callable[[ModelKey], None] = lambda key: None,
         *,
         clock: Callable[[], float] = time.monotonic,
-        pace: Pace | None = None,
+        loop_turns: LoopTurns | None = None,
         budget: Callable[[Pool], Budget] = lambda pool: NO_BUDGET,
     ) -> None:
         """`on_change` is called when a decision is to be followed or told; `budget` tells a namespace's GPUs."""
         self._fleet = fleet
         self._on_change = on_change
         self._clock = clock
-        self._pace = pace or Pace()
+        self._loop_turns = loop_turns or LoopTurns()
         self._budget = budget
         self._models: dict[ModelKey, _Model] = {}
 
@@ -122,27 +122,27 @@ class Scaler:
         """What models take GPUs of that a quota may bound, and how many their pods take now."""
         found: dict[Pool, int] = {}
         for key, model in self._models.items():
-            if model.scene.gpu_resource and model.scene.circumstances.followed:
-                pool = Pool(key.namespace, model.scene.gpu_resource)
+            if model.observed.gpu_resource and model.observed.circumstances.followed:
+                pool = Pool(key.namespace, model.observed.gpu_resource)
                 found[pool] = found.get(pool, 0) + _count_gpus(
-                    model.scene, {role: count.present for role, count in model.scene.counts.items()}
+                    model.observed, {role: count.present for role, count in model.observed.counts.items()}
                 )
         return found
 
-    def follow(self, key: ModelKey, scene: Scene | None) -> None:
+    def follow(self, key: ModelKey, observed: ObservedModel | None) -> None:
         """This is how a model was seen last; None: nothing of it is decided or measured."""
-        if scene is None:
+        if observed is None:
             self.forget(key)
             return
         model = self._models.get(key)
         if model is None:
-            model = _Model(scene=scene, totals=Totals(since=self._clock()), history=History())
+            model = _Model(observed=observed, totals=Totals(since=self._clock()), history=History())
             self._models[key] = model
             metrics.SCALED_MODELS.set(len(self._models))
-        elif scene.circumstances.followed == model.scene.circumstances.followed:
-            model.scene = scene
+        elif observed.circumstances.followed == model.observed.circumstances.followed:
+            model.observed = observed
             return
-        model.scene, model.outlook, model.claim, model.active_at = scene, None, None, self._clock()
+        model.observed, model.outlook, model.claim, model.active_at = observed, None, None, self._clock()
         self._remember_present(model, model.active_at)
 
     def forget(self, key: ModelKey) -> None:
@@ -160,7 +160,7 @@ class Scaler:
         if model is None or model.outlook is None or model.outlook.generation != generation:
             return None
         is_fresh = self._clock() - model.decided_at <= _FRESH_SECONDS
-        return model.outlook if is_fresh else replace(model.outlook, wishes={}, asleep=None)
+        return model.outlook if is_fresh else replace(model.outlook, recommendations={}, asleep=None)
 
     async def run(self) -> None:
         """Decide until cancelled."""
@@ -171,7 +171,7 @@ class Scaler:
     async def decide_all(self) -> None:
         """One decision about every model, each in a turn of its own."""
         for key in list(self._models):
-            await self._pace.turn()
+            await self._loop_turns.next()
             self.decide(key)
 
     def decide(self, key: ModelKey) -> None:
@@ -190,12 +190,12 @@ class Scaler:
             model.failed = True
 
     def _decide(self, key: ModelKey, model: _Model) -> None:
-        now, scene = self._clock(), model.scene
+        now, observed = self._clock(), model.observed
         heard = [Heard(report=report, age=age) for report, age in self._fleet.heard(key)]
         model.totals = add_up(model.totals, heard, now=now)
         model.shares = take_shares(model.shares, heard, now=now)
-        model.starts = take_starts(model.starts, heard, scene.counts)
-        snapshot = take_snapshot(heard, scene.counts, model.totals, model.shares, model.starts, now=now)
+        model.starts = take_starts(model.starts, heard, observed.counts)
+        snapshot = take_snapshot(heard, observed.counts, model.totals, model.shares, model.starts, now=now)
         silent = _silent(self._fleet.view(key))
         if snapshot is not None and silent:
             # What the silent ones count meanwhile comes at once when they are back: it is no demand of that moment.
@@ -206,66 +206,72 @@ class Scaler:
         while model.window and model.window[0][0].at < now - WINDOW_SECONDS:
             model.window.popleft()
         decision, rest = None, None
-        if scene.circumstances.followed:
+        if observed.circumstances.followed:
             rest = _decide_rest(model, heard, silent, now)
             if now - model.active_at > STALE_SECONDS:
                 self._remember_present(model, now)  # nobody knows what has been needed meanwhile
-            told = _tell_rest(scene, rest, now)
+            told = _tell_rest(observed, rest, now)
             if told is not None:
-                model.claim = _claim(key, scene, None)
+                model.claim = _claim(key, observed, None)
             decision = told or self._plan(key, model, snapshot, silent, now)
             model.history = model.history.record(decision)
             if not decision.held and not silent:
                 model.active_at = now
-            _count(key, decision, dry_run=scene.dry_run, turns=rest.asleep != scene.asleep)
-        attainment = judge(scene.ttft, scene.tpot, measure(model.window))
-        if scene.asleep:
+            _count(key, decision, dry_run=observed.dry_run, flips=rest.asleep != observed.asleep)
+        attainment = judge(observed.ttft, observed.tpot, measure(model.window))
+        if observed.asleep:
             attainment = Attainment(met=None, reason=ASLEEP, message="the model sleeps, so nothing is measured")
-        asleep = None if rest is None or rest.asleep == scene.asleep or _is_dry(scene, rest) else rest.asleep
-        wishes = {} if decision is None or scene.dry_run or asleep is not None else _wishes(decision)
+        asleep = None if rest is None or rest.asleep == observed.asleep or _is_dry(observed, rest) else rest.asleep
+        recommendations = (
+            {} if decision is None or observed.dry_run or asleep is not None else _recommendations(decision)
+        )
         model.outlook = Outlook(
-            generation=scene.generation, decision=decision, attainment=attainment, wishes=wishes, asleep=asleep,
+            generation=observed.generation,
+            decision=decision,
+            attainment=attainment,
+            recommendations=recommendations,
+            asleep=asleep,
             starts=model.starts,
-        )  # fmt: skip
+        )
         model.decided_at = now
         said, figures = _substance(decision, attainment), _figures(decision)
         is_due = now - model.told_at >= TOLD_AGAIN_SECONDS and figures != model.told_figures
-        if wishes or asleep is not None or said != model.told or is_due:
+        if recommendations or asleep is not None or said != model.told or is_due:
             model.told, model.told_figures, model.told_at = said, figures, now
             self._on_change(key)
 
     @staticmethod
     def _remember_present(model: _Model, now: float) -> None:
         """What is there counts as needed until now."""
-        present = {role: count.replicas for role, count in model.scene.counts.items()}
+        present = {role: count.replicas for role, count in model.observed.counts.items()}
         model.history = model.history.record(Decision(at=now, roles={}, needs=present))
 
     def _fail(self, key: ModelKey, model: _Model, error: Exception) -> None:
         text = f"the planner has failed ({type(error).__name__}: {error}); the operator's log has more"
-        decision = _held(self._clock(), "PlannerFailed", text) if model.scene.circumstances.followed else None
+        decision = _held(self._clock(), "PlannerFailed", text) if model.observed.circumstances.followed else None
         unknown = Attainment(met=None, reason="PlannerFailed", message=text)
-        model.outlook = Outlook(generation=model.scene.generation, decision=decision, attainment=unknown)
+        model.outlook = Outlook(generation=model.observed.generation, decision=decision, attainment=unknown)
         model.decided_at, model.told = 0.0, None
         self._on_change(key)
 
     def _plan(
         self, key: ModelKey, model: _Model, snapshot: Snapshot | None, silent: Mapping[str, str], now: float
     ) -> Decision:
-        scene = model.scene
-        model.claim = _claim(key, scene, None)
-        if scene.spec is None:
-            return _held(now, "CannotBeSized", scene.problem)
+        observed = model.observed
+        model.claim = _claim(key, observed, None)
+        if observed.spec is None:
+            return _held(now, "CannotBeSized", observed.problem)
         if silent and (snapshot is None or snapshot.counters is None):
             return _held(now, "NoTelemetry", f"{_name_silent(silent)}, so demand is not known")
         history = model.part if silent and model.part is not None else model.history
-        decision, spec = plan(scene.spec, snapshot, history, now), scene.spec
-        if not decision.held and scene.gpu_resource:
-            model.claim = _claim(key, scene, decision)
+        decision, spec = plan(observed.spec, snapshot, history, now), observed.spec
+        if not decision.held and observed.gpu_resource:
+            model.claim = _claim(key, observed, decision)
             spec, said = self._limit(key, model, spec, decision)
-            if spec is not scene.spec:
+            if spec is not observed.spec:
                 decision = plan(spec, snapshot, history, now)
             decision = replace(decision, sentence=f"{decision.sentence}{said}")
-        decision = temper(spec, decision, scene.circumstances)
+        decision = temper(spec, decision, observed.circumstances)
         if not silent:
             return decision
         why = "demand is at least what the others tell, so replicas may come and none goes"
@@ -274,7 +280,7 @@ class Scaler:
     def _limit(self, key: ModelKey, model: _Model, spec: ScalingSpec, decision: Decision) -> tuple[ScalingSpec, str]:
         """The spec within what the namespace's GPU quota leaves this model, and a sentence about it. `decision`: what
         was decided without the quota."""
-        resource = model.scene.gpu_resource
+        resource = model.observed.gpu_resource
         budget, claim = self._budget(Pool(key.namespace, resource)), model.claim
         assert claim is not None, "it takes GPUs of a quota"
         if budget.gpus is None:
@@ -282,7 +288,7 @@ class Scaler:
         claims = [
             one.claim
             for other, one in self._models.items()
-            if other.namespace == key.namespace and one.scene.gpu_resource == resource and one.claim is not None
+            if other.namespace == key.namespace and one.observed.gpu_resource == resource and one.claim is not None
         ]
         own = allot(claims, budget.gpus)[claim.name]
         # What is granted now is not granted to another model before this one has asked for it.
@@ -302,79 +308,79 @@ class Scaler:
             f" (priority {claim.priority}; the quota leaves models {budget.gpus})."
         )
         roles = {
-            role: replace(one, max=max(one.min, min(one.max, decision.replicas[role])), gpus=model.scene.gpus[role])
+            role: replace(one, max=max(one.min, min(one.max, decision.replicas[role])), gpus=model.observed.gpus[role])
             for role, one in spec.roles.items()
         }
         return replace(spec, roles=roles, gpu_budget=own.granted, budget_name=QUOTA_LIMIT), said
 
 
 def _decide_rest(model: _Model, heard: Sequence[Heard], silent: Mapping[str, str], now: float) -> Rest:
-    scene = model.scene
+    observed = model.observed
     sight = Sight(
         at=now,
-        asleep=scene.asleep,
-        woken=scene.woken,
+        asleep=observed.asleep,
+        woken=observed.woken,
         reports=tuple(heard),
         silent=silent,
-        serves=scene.spec is not None and all(count.ready for count in scene.counts.values()),
-        rolling=scene.circumstances.rolling,
+        serves=observed.spec is not None and all(count.ready for count in observed.counts.values()),
+        rolling=observed.circumstances.rolling,
     )
     model.quiet_since = follow_quiet(model.quiet_since, sight)
-    return decide_rest(scene.idle_after, sight, model.quiet_since)
+    return decide_rest(observed.idle_after, sight, model.quiet_since)
 
 
-def _count_gpus(scene: Scene, replicas: Mapping[Role, int]) -> int:
-    if scene.spec is None:
+def _count_gpus(observed: ObservedModel, replicas: Mapping[Role, int]) -> int:
+    if observed.spec is None:
         return 0
-    return sum(count * scene.gpus[role] for role, count in replicas.items() if role in scene.gpus)
+    return sum(count * observed.gpus[role] for role, count in replicas.items() if role in observed.gpus)
 
 
-def _claim(key: ModelKey, scene: Scene, decision: Decision | None) -> Claim | None:
+def _claim(key: ModelKey, observed: ObservedModel, decision: Decision | None) -> Claim | None:
     """What a model has and wants of its namespace's quota. Without a decision, and in a dry run, what it has."""
-    if scene.spec is None or not scene.gpu_resource:
+    if observed.spec is None or not observed.gpu_resource:
         return None
-    counts = scene.counts
-    held = _count_gpus(scene, {role: count.replicas for role, count in counts.items()})
-    least = _count_gpus(scene, {role: own.min for role, own in scene.spec.roles.items()})
+    counts = observed.counts
+    held = _count_gpus(observed, {role: count.replicas for role, count in counts.items()})
+    least = _count_gpus(observed, {role: own.min for role, own in observed.spec.roles.items()})
     wanted = held
-    if decision is None or scene.dry_run:
+    if decision is None or observed.dry_run:
         least = held
     else:
-        wanted = max(least, _count_gpus(scene, decision.replicas))
+        wanted = max(least, _count_gpus(observed, decision.replicas))
     return Claim(
         name=key.name,
-        priority=scene.priority,
+        priority=observed.priority,
         least=least,
         held=held,
-        present=_count_gpus(scene, {role: count.present for role, count in counts.items()}),
+        present=_count_gpus(observed, {role: count.present for role, count in counts.items()}),
         wanted=wanted,
-        step=min(scene.gpus.values()),
+        step=min(observed.gpus.values()),
     )
 
 
-def _is_dry(scene: Scene, rest: Rest) -> bool:
+def _is_dry(observed: ObservedModel, rest: Rest) -> bool:
     """A dry run puts nothing to sleep. It keeps no request waiting either."""
-    return scene.dry_run and rest.asleep
+    return observed.dry_run and rest.asleep
 
 
-def _tell_rest(scene: Scene, rest: Rest, now: float) -> Decision | None:
+def _tell_rest(observed: ObservedModel, rest: Rest, now: float) -> Decision | None:
     """What is told of a model that sleeps, falls asleep or wakes up; None: it is awake, and the planner decides."""
-    if not rest.asleep and not scene.asleep:
+    if not rest.asleep and not observed.asleep:
         return None
     if rest.unknown:
         return Decision(at=now, roles={}, held=rest.unknown, reason="NoTelemetry", sentence=rest.sentence)
     limit = SLEEP_LIMIT if rest.asleep else WAKE_LIMIT
     roles = {
         role: RoleDecision(
-            replicas=0 if rest.asleep else scene.fewest.get(role, 1),
+            replicas=0 if rest.asleep else observed.fewest.get(role, 1),
             observed=count.replicas,
             required=0 if rest.asleep else 1,
             limit=limit,
         )
-        for role, count in scene.counts.items()
-        if role in scene.circumstances.followed
+        for role, count in observed.counts.items()
+        if role in observed.circumstances.followed
     }
-    reason = "" if _is_dry(scene, rest) and not scene.asleep else ASLEEP if rest.asleep else "WakingUp"
+    reason = "" if _is_dry(observed, rest) and not observed.asleep else ASLEEP if rest.asleep else "WakingUp"
     return Decision(at=now, roles=roles, reason=reason, sentence=rest.sentence)
 
 
@@ -392,9 +398,9 @@ def _held(now: float, reason: str, text: str) -> Decision:
     return Decision(at=now, roles={}, held=text, reason=reason, sentence=f"Nothing moves: {text}.")
 
 
-def _wishes(decision: Decision) -> dict[Role, Wish]:
+def _recommendations(decision: Decision) -> dict[Role, Recommendation]:
     return {
-        role: Wish(observed=one.observed, replicas=one.replicas)
+        role: Recommendation(observed=one.observed, replicas=one.replicas)
         for role, one in decision.roles.items()
         if one.replicas != one.observed
     }
@@ -411,11 +417,11 @@ def _figures(decision: Decision | None) -> object:
     return None if decision is None else [(one.limit, one.required) for one in decision.roles.values()]
 
 
-def _count(key: ModelKey, decision: Decision, *, dry_run: bool, turns: bool = False) -> None:
+def _count(key: ModelKey, decision: Decision, *, dry_run: bool, flips: bool = False) -> None:
     ups = [one.replicas - one.observed for one in decision.roles.values()]
     result = "held" if decision.held else "up" if max(ups, default=0) > 0 else "down" if min(ups, default=0) else "same"
     result = "dry_run" if dry_run and result in ("up", "down") else result
-    if turns and result in ("up", "down"):
+    if flips and result in ("up", "down"):
         result = "wake" if result == "up" else "sleep"
     metrics.SCALING_DECISIONS.labels(result).inc()
     for role, one in decision.roles.items():

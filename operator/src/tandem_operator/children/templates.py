@@ -130,12 +130,12 @@ def record_revisions(workload: Manifest, revisions: Revisions) -> str:
         return annotations_of(workload)[REVISIONS]
     first = [name for name in (revisions.newest, revisions.current) if name in revisions.alike]
     kept = [*dict.fromkeys(first), *sorted(revisions.alike - set(first))][:_MOST]
-    return " ".join([_wish_key(workload), *sorted(kept)])
+    return " ".join([_template_key(workload), *sorted(kept)])
 
 
 def record_first(workload: Manifest) -> Manifest:
     """A StatefulSet that is about to be made, with the record of its one revision."""
-    records = {REVISIONS: f"{_wish_key(workload)} {_FIRST}"}
+    records = {REVISIONS: f"{_template_key(workload)} {_FIRST}"}
     metadata = workload["metadata"] | {"annotations": annotations_of(workload) | records}
     return workload | {"metadata": metadata}
 
@@ -143,10 +143,10 @@ def record_first(workload: Manifest) -> Manifest:
 def _recorded(workload: Manifest) -> list[str] | None:
     """What is recorded of the present wish."""
     key, *known = (annotations_of(workload).get(REVISIONS) or "").split() or [""]
-    return known if key == _wish_key(workload) else None
+    return known if key == _template_key(workload) else None
 
 
-def _wish_key(workload: Manifest) -> str:
+def _template_key(workload: Manifest) -> str:
     """Names what is asked for: the operator's template, and a restart by hand."""
     restart = dig(workload, "spec", "template", "metadata", "annotations", FOREIGN_RESTART)
     signed = annotations_of(workload).get(TEMPLATE_HASH) or "unsigned"

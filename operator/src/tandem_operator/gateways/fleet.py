@@ -91,7 +91,7 @@ class _Gateway:
 @dataclass(slots=True)
 class _Model:
     gateways: dict[str, _Gateway] = field(default_factory=dict[str, _Gateway])
-    hurry: bool = True
+    fast: bool = True
     asleep: bool = False
     rejected_since: dict[tuple[str, str], float] = field(default_factory=dict[tuple[str, str], float])
     """By name and host of workers."""
@@ -125,11 +125,11 @@ class FleetWatch:
         self._models: dict[ModelKey, _Model] = {}
         self._queue = WorkQueue()
 
-    def follow(self, key: ModelKey, gateways: Mapping[str, str], *, hurry: bool, asleep: bool = False) -> None:
-        """The gateway pods of a model are these, by name with their addresses. `hurry`: something is under way;
+    def follow(self, key: ModelKey, gateways: Mapping[str, str], *, fast: bool, asleep: bool = False) -> None:
+        """The gateway pods of a model are these, by name with their addresses. `fast`: something is under way;
         `asleep`: a request wakes the model."""
         model = self._models.setdefault(key, _Model())
-        news = model.hurry < hurry
+        news = model.fast < fast
         for name in list(model.gateways):
             if gateways.get(name) != model.gateways[name].address:
                 model.gateways.pop(name).stop_waiting()
@@ -137,7 +137,7 @@ class FleetWatch:
             if name not in model.gateways:
                 model.gateways[name] = _Gateway(address)
                 news = True
-        model.hurry, model.asleep = hurry, asleep
+        model.fast, model.asleep = fast, asleep
         self._tend(key, model)
         if news:
             self._queue.add_later(key, 0.0 if any(not g.asked for g in model.gateways.values()) else self._fast)
@@ -220,7 +220,7 @@ class FleetWatch:
             finally:
                 self._queue.done(key)
             if (model := self._models.get(key)) is not None and model.gateways:
-                self._queue.add_later(key, self._fast if model.hurry else self._slow)
+                self._queue.add_later(key, self._fast if model.fast else self._slow)
 
     async def _wait_for_requests(
         self, session: aiohttp.ClientSession, key: ModelKey, name: str, gateway: _Gateway

@@ -32,7 +32,7 @@ from tandem_operator.objects.manifests import (
     labels_of,
 )
 from tandem_operator.objects.pods import ENDED_BY_NODE, is_ready
-from tandem_operator.runtime.turns import Pace
+from tandem_operator.runtime.turns import LoopTurns
 
 _AT_ONCE = 25
 _POD_METADATA = (
@@ -70,8 +70,8 @@ class Kept:
 class ChildStore:
     """Children by model. Not thread-safe: it belongs to one event loop."""
 
-    def __init__(self, pace: Pace | None = None) -> None:
-        self._pace = pace or Pace()
+    def __init__(self, loop_turns: LoopTurns | None = None) -> None:
+        self._loop_turns = loop_turns or LoopTurns()
         self._models: defaultdict[ModelKey, dict[ChildKey, bytes]] = defaultdict(dict)
         self._owners: dict[tuple[str, ChildKey], ModelKey] = {}
         """Models by namespace and child: labels change."""
@@ -89,7 +89,7 @@ class ChildStore:
         packed = list(self._models.get(model, {}).items())
         found: dict[ChildKey, Manifest] = {}
         for start in range(0, len(packed), _AT_ONCE):
-            await self._pace.turn()
+            await self._loop_turns.next()
             found |= {key: json.loads(zlib.decompress(data)) for key, data in packed[start : start + _AT_ONCE]}
         return found
 

@@ -37,7 +37,7 @@ from tandem_operator.observe.groups import Group, group_pods, group_size
 from tandem_operator.observe.replica import WHOLE, Replica, State
 from tandem_operator.workloads.blueprint import Blueprint, component_of
 
-WAITS_FOR_A_WISH = frozenset({"Suspended", "ScaledToZero", "RolloutPaused"})
+STALLED_BY_REQUEST = frozenset({"Suspended", "ScaledToZero", "RolloutPaused"})
 """Reasons to be stalled that somebody asked for: nothing is wrong."""
 WAITS_FOR_GATES = "ReadinessGatesNotReady"
 """The kubelet's reason for pods whose containers are ready."""
@@ -174,7 +174,7 @@ def _has_expired(blueprint: Blueprint, now: datetime | None) -> bool:
     """Whether a role has had its time to grow: from then on what the spec asks for is promised."""
     model = blueprint.model
     stalled = next((c for c in model.status.conditions if c.type == "Stalled"), None)
-    if stalled is None or stalled.reason in WAITS_FOR_A_WISH:
+    if stalled is None or stalled.reason in STALLED_BY_REQUEST:
         return False
     since = parse_time(stalled.last_transition_time)
     deadline = timedelta(seconds=parse_duration(model.spec.rollout.progress_deadline))

@@ -40,9 +40,9 @@ from tandem_operator.process import web
 from tandem_operator.process.settings import OperatorSettings
 from tandem_operator.reconcile.claims import Claims
 from tandem_operator.reconcile.reconciler import Reconciler
-from tandem_operator.rollout.queue import Turns
+from tandem_operator.rollout.queue import RolloutQueue
 from tandem_operator.runtime import metrics
-from tandem_operator.runtime.turns import Pace
+from tandem_operator.runtime.turns import LoopTurns
 from tandem_operator.runtime.workqueue import WorkQueue
 from tandem_operator.weights.hub import Hub
 
@@ -63,8 +63,8 @@ class Operator:
         self._client = client = connections.requests
         self._lease_client = connections.lease
         self._queue = WorkQueue()
-        self._pace = Pace()
-        self._store = ChildStore(self._pace)
+        self._loop_turns = LoopTurns()
+        self._store = ChildStore(self._loop_turns)
         recorder = EventRecorder(client, instance=settings.lease.identity)
         keeper = KeyKeeper(client, settings.keys)
         self._creations = CreationEvents()
@@ -81,8 +81,8 @@ class Operator:
         ]
         self._fleet = FleetWatch(self._on_child, on_request=self._on_request)
         self._quotas = QuotaWatch(client, self._count_present)
-        self._scaler = Scaler(self._fleet, self._queue.add, pace=self._pace, budget=self._quotas.budget)
-        self._turns = Turns(limit=settings.max_concurrent_rollouts)
+        self._scaler = Scaler(self._fleet, self._queue.add, loop_turns=self._loop_turns, budget=self._quotas.budget)
+        self._rollouts = RolloutQueue(limit=settings.max_concurrent_rollouts)
         self._hub = Hub(client, settings.hub, on_answer=self._queue.add)
         self._reconciler = Reconciler(
             client,
@@ -93,12 +93,12 @@ class Operator:
             self._creations,
             self._hub,
             self._fleet,
-            self._turns,
+            self._rollouts,
             self._scaler,
             Claims(client, f"{settings.lease.namespace}/{settings.lease.name}", managed_by=settings.managed_by),
             unserved=self._unserved,
             on_gone=self._on_missing,
-            pace=self._pace,
+            loop_turns=self._loop_turns,
         )
         self._models: set[ModelKey] = set()
         self._connected = False
@@ -154,7 +154,7 @@ class Operator:
                     namespace,
                     on_change=self._on_child,
                     selector=REVISIONS if kind is CONTROLLER_REVISION else CHILDREN,
-                    pace=self._pace,
+                    loop_turns=self._loop_turns,
                 )
                 for kind in WATCHED_KINDS
                 for namespace in self._settings.namespaces or (None,)
@@ -169,7 +169,7 @@ class Operator:
                     namespace,
                     on_change=self._on_creation,
                     selector=CREATIONS,
-                    pace=self._pace,
+                    loop_turns=self._loop_turns,
                 )
                 for namespace in self._settings.namespaces or (None,)
             ]
@@ -180,7 +180,7 @@ class Operator:
             )
             if not await _first(stopped, _first(held, synced)):
                 return 0
-            if not await _first(stopped, _first(held, self._remember_turns())):
+            if not await _first(stopped, _first(held, self._remember_rollouts())):
                 return 0
             tasks += [asyncio.create_task(self._work(), name="worker") for _ in range(self._settings.workers)]
             tasks.append(asyncio.create_task(self._resync(), name="resync"))
@@ -197,23 +197,23 @@ class Operator:
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._hub.close()
 
-    async def _remember_turns(self) -> None:
-        """Whose turn it was under the operator before. Without knowing that more would be rolled than may."""
+    async def _remember_rollouts(self) -> None:
+        """Which models had a slot to roll under the operator before: without knowing it, more would roll than may."""
         is_known = not self._settings.max_concurrent_rollouts
         while not is_known:
             try:
-                await self._read_turns()
+                await self._read_rollouts()
                 is_known = True
             except (APIError, aiohttp.ClientError, TimeoutError) as error:
                 log.warning("cannot read whose turn it is to roll; will try again", extra={"error": str(error)})
                 await asyncio.sleep(_API_POLL_SECONDS)
 
-    async def _read_turns(self) -> None:
+    async def _read_rollouts(self) -> None:
         for namespace in self._settings.namespaces or (None,):
             async for page in self._client.list_pages(INFERENCE_MODEL.path(namespace), selector={}):
                 for item in page["items"]:
                     key = ModelKey(item["metadata"]["namespace"], item["metadata"]["name"])
-                    self._turns.remember(key, parse_status(item))
+                    self._rollouts.remember(key, parse_status(item))
 
     async def _watch_models(self) -> None:
         """InferenceModels by kopf. Event handlers alone: kopf then writes neither annotations nor finalizers."""
@@ -305,7 +305,7 @@ class Operator:
                 log.exception("reconcile failed; will try again", extra=retry)
             finally:
                 if failed:
-                    self._turns.stop_waiting(key)
+                    self._rollouts.stop_waiting(key)
                 self._queue.done(key, failed=failed)
             metrics.RECONCILE_SECONDS.observe(time.monotonic() - started)
             metrics.RECONCILES.labels("error" if failed else "success").inc()

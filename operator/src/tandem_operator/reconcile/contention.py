@@ -35,7 +35,7 @@ class _Object:
     writer: str = ""
 
 
-class Fights:
+class Contention:
     """What was written of each object lately. Not thread-safe: it belongs to one event loop."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

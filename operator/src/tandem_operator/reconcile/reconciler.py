@@ -26,8 +26,8 @@ from tandem_api.inferencemodel import (
 )
 from tandem_api.names import LABEL_MODEL, Role, keys_name
 
-from tandem_operator.autoscale.desired import Replicas, settle_replicas
-from tandem_operator.autoscale.observed import set_scene
+from tandem_operator.autoscale.desired import DesiredReplicas, settle_replicas
+from tandem_operator.autoscale.observed import observe_model
 from tandem_operator.autoscale.plan.words import tell_attainment, tell_scaling
 from tandem_operator.autoscale.scaler import Outlook, Scaler
 from tandem_operator.children.plan import Plan, Step, plan_children, plan_clearing, plan_step
@@ -80,7 +80,7 @@ from tandem_operator.objects.refusals import refusal, unserved_problem
 from tandem_operator.observe.causes import missing_certificate
 from tandem_operator.observe.roles import workload_key
 from tandem_operator.reconcile.claims import LOOK_SECONDS, Claims
-from tandem_operator.reconcile.contention import Fights, last_writer, soonest
+from tandem_operator.reconcile.contention import Contention, last_writer, soonest
 from tandem_operator.reconcile.status import (
     build_status,
     held_status,
@@ -95,21 +95,21 @@ from tandem_operator.reconcile.transitions import apply_happenings, status_happe
 from tandem_operator.rollout.figures import Tally, take_differences
 from tandem_operator.rollout.images import ImagePlan, plan_images, with_images
 from tandem_operator.rollout.plan import (
-    Course,
-    Look,
-    decide,
+    RolloutPlan,
+    RolloutView,
     is_resting,
     is_rolling,
-    look_at,
     missing_revisions,
+    plan_rollout,
     retry_request,
+    view_rollout,
     with_traffic,
 )
-from tandem_operator.rollout.queue import Turns, is_stalled
+from tandem_operator.rollout.queue import RolloutQueue, is_stalled
 from tandem_operator.rollout.revisions import highest_number, kept_content, read_history, revision_name
-from tandem_operator.rollout.statefulsets import Rolling, plan_hurry, plan_rolling
+from tandem_operator.rollout.statefulsets import StatefulSetPlan, plan_drain_limits, plan_stateful_sets
 from tandem_operator.runtime import metrics
-from tandem_operator.runtime.turns import Pace
+from tandem_operator.runtime.turns import LoopTurns
 from tandem_operator.weights.commits import (
     CommitPlan,
     can_wait,
@@ -132,7 +132,7 @@ _SOON, _OFTEN, _RARELY = 1.0, 5.0, 15.0
 _STATUS_SECONDS = 1.0
 _STATUS = ChildKey(INFERENCE_MODEL.name, "status")
 _DELETED = "deleted"
-"""What is written of objects that are not wanted, and of the model itself, as `Fights` has it."""
+"""What is written of objects that are not wanted, and of the model itself, as `Contention` has it."""
 
 log = logging.getLogger(__name__)
 
@@ -197,14 +197,14 @@ class Reconciler:
         creations: CreationEvents | None = None,
         hub: Hub | None = None,
         fleet: FleetWatch | None = None,
-        turns: Turns | None = None,
+        rollouts: RolloutQueue | None = None,
         scaler: Scaler | None = None,
         claims: Claims | None = None,
         *,
         unserved: Callable[[], frozenset[str]] = frozenset,
         on_gone: Callable[[ModelKey], None] = lambda key: None,
         status_seconds: float = _STATUS_SECONDS,
-        pace: Pace | None = None,
+        loop_turns: LoopTurns | None = None,
     ) -> None:
         """Without `hub`, or where its policy says so, workers resolve branches for themselves. `on_gone` is told of a
         model that is not there any more, which a watch that was away does not tell. `unserved` names the kinds that the
@@ -219,14 +219,14 @@ class Reconciler:
         self._unserved = unserved
         self._on_gone = on_gone
         self._status_seconds = status_seconds
-        self._pace = pace or Pace()
+        self._loop_turns = loop_turns or LoopTurns()
         self._statuses: dict[ModelKey, _Written] = {}
         self._hub = hub
         self._fleet = fleet or FleetWatch()
-        self._turns = turns or Turns()
+        self._rollouts = rollouts or RolloutQueue()
         self._scaler = scaler or Scaler(self._fleet)
         self._claims = claims or Claims(client)
-        self._fights = Fights()
+        self._contention = Contention()
         self._foreign: dict[ModelKey, str] = {}
         """Of models whose status somebody else has written since it was written here: who."""
         self._tallies: dict[ModelKey, Tally] = {}
@@ -260,7 +260,7 @@ class Reconciler:
         replicas = settle_replicas(
             model,
             owned,
-            outlook.wishes if outlook is not None else {},
+            outlook.recommendations if outlook is not None else {},
             now=_now(),
             rest=outlook.asleep if outlook is not None else None,
         )
@@ -277,17 +277,17 @@ class Reconciler:
             return _RARELY  # the namespace's controller removes everything, this model too
         await self._check_certificate(blueprint, outcome)
         prewarm = self._plan_prewarm(blueprint, weights, outcome)
-        course = await self._steer(
+        rollout_plan = await self._steer(
             key, blueprint, raw, outcome, known=weights.problem is None and not prewarm.hold, images=images
         )
-        await self._execute(key, course, outcome, prewarm, hold=not keys.usable or weights.problem is not None)
+        await self._execute(key, rollout_plan, outcome, prewarm, hold=not keys.usable or weights.problem is not None)
         if outcome.ending:
             return _RARELY
-        await self._pace.turn()  # a look at a thousand pods is long
+        await self._loop_turns.next()  # a look at a thousand pods is long
         ours = own_workloads(outcome.children, owner_uid=model.metadata.uid)
-        blueprint = course.target.blueprint
+        blueprint = rollout_plan.target.blueprint
         admitted = await self._admit(key, blueprint, ours, outcome)
-        await self._pace.turn()
+        await self._loop_turns.next()
         scaling, scaled = self._tell_scaling(blueprint, replicas.scaling, outlook)
         status = build_status(
             blueprint,
@@ -296,30 +296,30 @@ class Reconciler:
             failures=outcome.failures,
             waiting=outcome.waiting,
             now=_now(),
-            rollout=course.state,
+            rollout=rollout_plan.state,
             scaling=scaling,
-            trial=course.problem,
+            trial=rollout_plan.problem,
             weights=weights,
             images=images.status,
             starting=self._fleet.view(key).starting,
             more=[
                 *([] if admitted is None else [admitted]),
                 *scaled,
-                *template_condition(course.target.desired, ours),
+                *template_condition(rollout_plan.target.desired, ours),
                 *images.condition,
                 *prewarm.condition,
                 *understood_condition(reading.unknown),
-                *self._fights.condition(key),
+                *self._contention.condition(key),
             ],
         )
-        await self._pace.turn()
-        status = with_traffic(status, course, ours, now=datetime.datetime.now(datetime.UTC))
-        self._turns.count(key, stalled=is_stalled(status))
+        await self._loop_turns.next()
+        status = with_traffic(status, rollout_plan, ours, now=datetime.datetime.now(datetime.UTC))
+        self._rollouts.set_stalled(key, stalled=is_stalled(status))
         happenings = apply_happenings(outcome.applied, outcome.before)
         happenings = happenings if keys.happening is None else [keys.happening, *happenings]
         moving = any(condition.type in ("Reconciling", "Stalled") for condition in status.conditions)
-        hurry = moving or (admitted is not None and admitted.status == "False")
-        self._follow(key, blueprint, ours, course.state, scaling=scaling, hurry=hurry)
+        fast = moving or (admitted is not None and admitted.status == "False")
+        self._follow(key, blueprint, ours, rollout_plan.state, scaling=scaling, fast=fast)
         tell_after = await self._report(key, raw, status, happenings)
         if outcome.failed:
             raise IncompleteError("; ".join(outcome.failed))
@@ -330,7 +330,7 @@ class Reconciler:
             keys.look_after_seconds,
             None if self._hub is None else self._hub.look_after(key),
             seconds_left(status.routing, now=datetime.datetime.now(datetime.UTC)),
-            _OFTEN if course.state is not None and course.state.phase == "Canary" else None,
+            _OFTEN if rollout_plan.state is not None and rollout_plan.state.phase == "Canary" else None,
         ]
         return min((seconds for seconds in again if seconds is not None), default=None)
 
@@ -342,13 +342,13 @@ class Reconciler:
         state: RolloutStatus | None,
         *,
         scaling: ScalingStatus | None,
-        hurry: bool,
+        fast: bool,
     ) -> None:
         """Tell those who decide and measure how this model was seen."""
         asleep = scaling is not None and scaling.asleep_since is not None and not blueprint.model.spec.suspend
-        self._scaler.follow(key, set_scene(blueprint, ours, state, asleep=asleep))
-        hurry = hurry or (not asleep and (self._scaler.follows(key) or is_admission_open(blueprint, ours)))
-        self._fleet.follow(key, gateway_addresses(blueprint, ours), hurry=hurry, asleep=asleep)
+        self._scaler.follow(key, observe_model(blueprint, ours, state, asleep=asleep))
+        fast = fast or (not asleep and (self._scaler.follows(key) or is_admission_open(blueprint, ours)))
+        self._fleet.follow(key, gateway_addresses(blueprint, ours), fast=fast, asleep=asleep)
 
     def _tell_scaling(
         self, blueprint: Blueprint, scaling: ScalingStatus | None, outlook: Outlook | None
@@ -378,7 +378,7 @@ class Reconciler:
         """Images of a model that names none. Those of a later release come when it is the model's turn."""
         history = read_history(owned, owner_uid=model.metadata.uid)
         images = plan_images(model, self._release, owned, history, may_follow=False)
-        if not images.waiting or not self._turns.ask(key, since=_now()):
+        if not images.waiting or not self._rollouts.request_slot(key, since=_now()):
             return images
         return plan_images(model, self._release, owned, history, may_follow=True)
 
@@ -452,7 +452,7 @@ class Reconciler:
             outcome.problems.append(Problem(reason=found.reason, message=found.message))
         return found
 
-    def _draw(self, replicas: Replicas) -> Blueprint:
+    def _draw(self, replicas: DesiredReplicas) -> Blueprint:
         return Blueprint(
             model=replicas.model, release=self._release, left=replicas.left, asleep_since=replicas.asleep_since
         )
@@ -461,8 +461,8 @@ class Reconciler:
         """The model is gone."""
         self._fleet.forget(key)
         self._scaler.forget(key)
-        self._turns.give_back(key)
-        self._fights.forget(key)
+        self._rollouts.release_slot(key)
+        self._contention.forget(key)
         self._foreign.pop(key, None)
         self._tallies.pop(key, None)
         self._statuses.pop(key, None)
@@ -497,8 +497,8 @@ class Reconciler:
         """What cannot be read stays as it is, but for `suspend`: somebody who pulls the brake means it. Pods that are
         made anew are admitted, so that what serves goes on serving."""
         problem = Problem(reason=error.reason, message=f"{error}; its pods stay as they are", stalled=True)
-        self._turns.count(key, stalled=True)
-        self._turns.stop_waiting(key)
+        self._rollouts.set_stalled(key, stalled=True)
+        self._rollouts.stop_waiting(key)
         suspended, uid = dig(raw, "spec", "suspend") is True, str(raw["metadata"]["uid"])
         ours = own_workloads(outcome.before, owner_uid=uid)
         if suspended:
@@ -514,7 +514,7 @@ class Reconciler:
         else:
             settled = settle_replicas(model, ours, {}, now=_now())
             blueprint = self._draw(settled)
-            self._fleet.follow(key, gateway_addresses(blueprint, ours), hurry=is_admission_open(blueprint, ours))
+            self._fleet.follow(key, gateway_addresses(blueprint, ours), fast=is_admission_open(blueprint, ours))
             admitted = await self._admit(key, blueprint, ours, outcome)
             failures, more = self._creation_failures(outcome), [] if admitted is None else [admitted]
             status = held_status(blueprint, ours, problem, failures=failures, now=_now(), more=more)
@@ -541,7 +541,7 @@ class Reconciler:
         *,
         known: bool,
         images: ImagePlan,
-    ) -> Course:
+    ) -> RolloutPlan:
         """Find out which revision the workers should have, and keep it before anything is made of it. `known`: so is
         the commit that they load."""
         uid, now = blueprint.model.metadata.uid, datetime.datetime.now(datetime.UTC)
@@ -556,30 +556,34 @@ class Reconciler:
                     history[kept[0]] = kept[1]
         ours = own_workloads(outcome.before, owner_uid=uid)
         taken, request = highest_number(outcome.before), retry_request(raw)
-        await self._pace.turn()
-        seen = look_at(blueprint, history, ours, request=request, taken=taken, now=now, known=known)
+        await self._loop_turns.next()
+        seen = view_rollout(blueprint, history, ours, retry=request, taken=taken, now=now, known=known)
         while seen.record is not None and not await self._keep(key, seen.record, outcome):
             if seen.record["revision"] <= taken:
                 break
             taken = seen.record["revision"]
-            seen = look_at(blueprint, history, ours, request=request, taken=taken, now=now, known=known)
-        await self._pace.turn()
+            seen = view_rollout(blueprint, history, ours, retry=request, taken=taken, now=now, known=known)
+        await self._loop_turns.next()
         added, fresh = self._count(key, seen.before, now=time.monotonic())
-        course = decide(seen, ours, may_roll=self._take_turn(key, seen, images), added=added, fresh=fresh, now=now)
-        await self._pace.turn()
-        phases = {seen.before and seen.before.phase, course.state and course.state.phase}
+        rollout_plan = plan_rollout(
+            seen, ours, may_roll=self._take_turn(key, seen, images), added=added, fresh=fresh, now=now
+        )
+        await self._loop_turns.next()
+        phases = {seen.before and seen.before.phase, rollout_plan.state and rollout_plan.state.phase}
         if seen.before is not None and "Canary" in phases and len(phases) > 1:
             # An operator that stops in this moment must not take the pods of one revision for those of the other.
-            await self._write_status(key, raw, parse_status(raw).model_copy(update={"rollout": course.state}))
-        return course
+            await self._write_status(key, raw, parse_status(raw).model_copy(update={"rollout": rollout_plan.state}))
+        return rollout_plan
 
-    def _take_turn(self, key: ModelKey, seen: Look, images: ImagePlan) -> bool:
-        if not seen.wants_turn:
+    def _take_turn(self, key: ModelKey, seen: RolloutView, images: ImagePlan) -> bool:
+        if not seen.wants_slot:
             if not images.waiting:
-                self._turns.give_back(key)
+                self._rollouts.release_slot(key)
             return True
         is_waiting = seen.before is not None and seen.before.waiting
-        return self._turns.ask(key, since=seen.before.since if seen.before is not None and is_waiting else _now())
+        return self._rollouts.request_slot(
+            key, since=seen.before.since if seen.before is not None and is_waiting else _now()
+        )
 
     def _count(
         self, key: ModelKey, state: RolloutStatus | None, *, now: float
@@ -607,36 +611,36 @@ class Reconciler:
         return True
 
     async def _execute(
-        self, key: ModelKey, course: Course, outcome: Outcome, prewarm: PrewarmPlan, *, hold: bool
+        self, key: ModelKey, rollout_plan: RolloutPlan, outcome: Outcome, prewarm: PrewarmPlan, *, hold: bool
     ) -> None:
         """Do all that can be done. What fails is collected, and nothing else waits for it.
 
         `hold`: pods made now would find no keys, or keys that are about to go, or no model: what runs is better left
         running.
         """
-        blueprint, built = course.target.blueprint, course.target.built
+        blueprint, built = rollout_plan.target.blueprint, rollout_plan.target.built
         uid = blueprint.model.metadata.uid
         outcome.problems += [Problem(reason=e.reason, message=str(e), stalled=True) for e in built.refused.values()]
         ours = own_workloads(outcome.before, owner_uid=uid)
         unserved = self._unserved()
         outcome.problems += [unserved_problem(kind) for kind in built.kinds & unserved]
-        rolling = plan_rolling(
+        rolling = plan_stateful_sets(
             blueprint,
-            [child for child in course.target.desired if child["kind"] not in unserved],
+            [child for child in rollout_plan.target.desired if child["kind"] not in unserved],
             ours,
             now=datetime.datetime.now(datetime.UTC),
-            limits=course.limits,
-            waiting=course.waiting,
-            resting=is_rolling(course.state) and is_resting(blueprint, course.state),
+            limits=rollout_plan.limits,
+            waiting=rollout_plan.waiting,
+            resting=is_rolling(rollout_plan.state) and is_resting(blueprint, rollout_plan.state),
         )
-        await self._pace.turn()
-        hold = (hold or course.hold) and not blueprint.model.spec.suspend
+        await self._loop_turns.next()
+        hold = (hold or rollout_plan.hold) and not blueprint.model.spec.suspend
         plan = plan_children(
             rolling.desired,
             outcome.before,
             owner_uid=uid,
             hold_workloads=hold,
-            keep=frozenset(built.refused) | course.keep | prewarm.own,
+            keep=frozenset(built.refused) | rollout_plan.keep | prewarm.own,
         )
         workloads = [manifest for manifest in plan.apply if manifest["kind"] in WORKLOADS]
         # Pods start when all they refer to is there.
@@ -646,19 +650,19 @@ class Reconciler:
                 outcome.add(part)
         self._note(plan, outcome)
         for child in plan.delete:
-            if (wait := self._fights.wait(key, child, _DELETED)) > 0:
+            if (wait := self._contention.wait(key, child, _DELETED)) > 0:
                 outcome.later.append(wait)
                 continue
             writer = last_writer(outcome.before.get(child))
             await self._delete(key, child, outcome, why="no longer wanted")
-            self._fights.note(key, child, _DELETED, writer=writer)
+            self._contention.note(key, child, _DELETED, writer=writer)
         if not hold:
             for child, pods in _scaling(blueprint, built, rolling, ours):
                 async with _collecting(outcome, str(child), doing="scale"):
                     await self._scale(key, child, pods, outcome)
             for pod in rolling.replace:
                 await self._delete(key, pod, outcome, why="made from an older template")
-        for pod, seconds in plan_hurry(blueprint, ours):
+        for pod, seconds in plan_drain_limits(blueprint, ours):
             async with _collecting(outcome, str(pod), doing="end"):
                 path = KIND_BY_NAME[pod.kind].path(key.namespace, pod.name)
                 await self._client.delete(path, uid=dig(ours[pod], "metadata", "uid"), grace_seconds=seconds)
@@ -670,16 +674,16 @@ class Reconciler:
         part = Outcome(before=outcome.before, children={})
         child, content = child_key(manifest), _brief(manifest)
         model = ModelKey(manifest["metadata"]["namespace"], str(manifest["metadata"]["labels"][LABEL_MODEL]))
-        if (wait := self._fights.wait(model, child, content)) > 0:
+        if (wait := self._contention.wait(model, child, content)) > 0:
             part.later.append(wait)
             return part
         async with _collecting(part, str(child)):
             writer = ""
-            if self._fights.is_contested(model, child):
+            if self._contention.is_contested(model, child):
                 writer = last_writer(await self._client.find(object_path(KIND_BY_NAME[child.kind], manifest)))
             await self._make(manifest, part, uid=uid)
             if part.applied:
-                self._fights.note(model, child, content, writer=writer)
+                self._contention.note(model, child, content, writer=writer)
         return part
 
     async def _make(self, manifest: Manifest, outcome: Outcome, *, uid: str) -> None:
@@ -780,14 +784,14 @@ class Reconciler:
             wait = written.at + self._status_seconds - time.monotonic()
         foreign = self._foreign.get(key)
         if status != before and foreign is not None:
-            wait = max(wait, self._fights.wait(key, _STATUS, _STATUS.name))
+            wait = max(wait, self._contention.wait(key, _STATUS, _STATUS.name))
         if wait > 0:
             status = before
         elif status != before:
             if not await self._write_status(key, raw, status):
                 return None
             if self._foreign.pop(key, None) is not None:
-                self._fights.note(key, _STATUS, _STATUS.name, writer=foreign or "")
+                self._contention.note(key, _STATUS, _STATUS.name, writer=foreign or "")
         told = (*happenings, *status_happenings(before, status))
         await asyncio.gather(*(self._recorder.record(key, uid, happening) for happening in told))
         return wait if wait > 0 else None
@@ -833,7 +837,7 @@ async def _collecting(outcome: Outcome, child: str, *, doing: str = "write") -> 
 
 
 def _scaling(
-    blueprint: Blueprint, built: Built, rolling: Rolling, live: Mapping[ChildKey, Manifest]
+    blueprint: Blueprint, built: Built, rolling: StatefulSetPlan, live: Mapping[ChildKey, Manifest]
 ) -> list[tuple[ChildKey, int]]:
     """Counts of the workloads whose template cannot be made: they are scaled and suspended nevertheless."""
     gateway = blueprint.replicas(blueprint.model.spec.gateway.replicas)

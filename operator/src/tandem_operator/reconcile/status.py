@@ -25,7 +25,7 @@ from tandem_operator.objects.manifests import ChildKey, Children, dig, parse_tim
 from tandem_operator.objects.pods import is_up
 from tandem_operator.objects.problem import Problem
 from tandem_operator.observe.roles import (
-    WAITS_FOR_A_WISH,
+    STALLED_BY_REQUEST,
     RoleState,
     last_progress,
     observe_role,
@@ -194,7 +194,7 @@ def true_conditions(status: InferenceModelStatus) -> set[str]:
     """Types of the conditions that hold, for figures; one more where a model sleeps, or is stalled because somebody
     asked."""
     held = {condition.type: condition.reason for condition in status.conditions if condition.status == "True"}
-    asked_for = held.get("Stalled") in WAITS_FOR_A_WISH
+    asked_for = held.get("Stalled") in STALLED_BY_REQUEST
     asleep = status.scaling is not None and status.scaling.asleep_since is not None and not asked_for
     return {*held, *([metrics.SUSPENDED] if asked_for else []), *([metrics.ASLEEP] if asleep else [])}
 

@@ -9,7 +9,7 @@ from tandem_api.inferencemodel import Condition, InferenceModelStatus, ModelStat
 from tandem_operator.autoscale.plan.words import rested_by, scaled_by
 from tandem_operator.objects.happening import Happening
 from tandem_operator.objects.manifests import Children, Manifest, child_key, dig
-from tandem_operator.observe.roles import WAITS_FOR_A_WISH
+from tandem_operator.observe.roles import STALLED_BY_REQUEST
 from tandem_operator.reconcile.contention import CONTESTED
 from tandem_operator.reconcile.status import UNDERSTOOD
 
@@ -19,10 +19,10 @@ def status_happenings(before: InferenceModelStatus, after: InferenceModelStatus)
     old, new = _by_type(before), _by_type(after)
     events: list[Happening] = []
     stalled = new.get("Stalled")
-    asked_for = stalled is not None and stalled.reason in WAITS_FOR_A_WISH
+    asked_for = stalled is not None and stalled.reason in STALLED_BY_REQUEST
     if stalled is not None and not asked_for and (stalled.reason, stalled.message) != _said(old.get("Stalled")):
         events.append(Happening(kind="Warning", reason=stalled.reason, message=stalled.message))
-    if stalled is None and "Stalled" in old and old["Stalled"].reason not in WAITS_FOR_A_WISH:
+    if stalled is None and "Stalled" in old and old["Stalled"].reason not in STALLED_BY_REQUEST:
         events.append(Happening(reason="Recovered", message=f"no longer stalled: {old['Stalled'].reason}"))
     unread, unread_before = new.get(UNDERSTOOD), old.get(UNDERSTOOD)
     if unread is not None and _said(unread) != _said(unread_before):

@@ -120,7 +120,7 @@ class Fleet:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class RolloutRequest:
     """What the spec asks for."""
 
     revision: int
@@ -157,64 +157,68 @@ def target_of(state: RolloutStatus) -> int:
     return state.stable_revision
 
 
-def wants_turn(before: RolloutStatus | None, wish: Wish, fleet: Fleet) -> bool:
+def wants_slot(before: RolloutStatus | None, request: RolloutRequest, fleet: Fleet) -> bool:
     """Whether replicas are to be replaced. What goes back asks nobody."""
-    if before is None or wish.paused or fleet.serves_nothing:
+    if before is None or request.paused or fleet.serves_nothing:
         return False
-    is_asked = _is_asked(before, wish)
+    is_asked = _is_asked(before, request)
     if before.phase == "RolledBack" and not is_asked:
         return False
     if before.phase in ("Preparing", "Canary") or fleet.num_old > 0:
         return True
     # Nobody is outdated yet, and will be in a moment: the turn must not be given to another model in between.
     is_written = before.phase == "Progressing" and before.complete_revision is not None and not fleet.is_current
-    return is_written or (is_asked and (wish.canary is not None or before.complete_revision is not None))
+    return is_written or (is_asked and (request.canary is not None or before.complete_revision is not None))
 
 
 def advance(
-    before: RolloutStatus | None, wish: Wish, fleet: Fleet, *, verdict: Verdict, now: datetime
+    before: RolloutStatus | None, request: RolloutRequest, fleet: Fleet, *, verdict: Verdict, now: datetime
 ) -> RolloutStatus:
     """The state after this look. `fleet` counts as new what has the template of `target_of(before)`."""
     if before is None:
         return RolloutStatus(
             phase="Progressing",
-            revision=wish.revision,
-            digest=wish.digest,
-            stable_revision=wish.revision,
+            revision=request.revision,
+            digest=request.digest,
+            stable_revision=request.revision,
             since=_text(now),
-            retry=wish.retry,
+            retry=request.retry,
         )
     state = before
-    if _is_asked(before, wish):
-        state = _begin(before, wish, fleet, now)
-    elif wish.canary is None and (before.revision != before.stable_revision or before.phase in ("Preparing", "Canary")):
-        state = _roll(before, wish, now)
+    if _is_asked(before, request):
+        state = _begin(before, request, fleet, now)
+    elif request.canary is None and (
+        before.revision != before.stable_revision or before.phase in ("Preparing", "Canary")
+    ):
+        state = _roll(before, request, now)
     elif before.phase == "Preparing":
-        state = _prepare(before, wish, fleet, now)
+        state = _prepare(before, request, fleet, now)
     elif before.phase == "Canary":
-        state = _try(before, wish, wish.canary, fleet, verdict, now)
+        state = _try(before, request, request.canary, fleet, verdict, now)
     elif before.phase != "RolledBack":
         state = _follow(before, fleet, now)
-    return _with_turn(state, before, wish, fleet, now)
+    return _with_slot(state, before, request, fleet, now)
 
 
-def _is_asked(before: RolloutStatus, wish: Wish) -> bool:
+def _is_asked(before: RolloutStatus, request: RolloutRequest) -> bool:
     """The spec asks for another revision, or somebody to try again."""
-    return wish.revision != before.revision or (before.phase == "RolledBack" and wish.retry != before.retry)
+    return request.revision != before.revision or (before.phase == "RolledBack" and request.retry != before.retry)
 
 
-def _with_turn(state: RolloutStatus, before: RolloutStatus, wish: Wish, fleet: Fleet, now: datetime) -> RolloutStatus:
-    waiting = not wish.may_roll and wants_turn(state, wish, fleet)
-    given = {"since": _text(now)} if before.waiting and wish.may_roll else {}
+def _with_slot(
+    state: RolloutStatus, before: RolloutStatus, request: RolloutRequest, fleet: Fleet, now: datetime
+) -> RolloutStatus:
+    waiting = not request.may_roll and wants_slot(state, request, fleet)
+    given = {"since": _text(now)} if before.waiting and request.may_roll else {}
     return state if waiting == state.waiting and not given else state.model_copy(update={"waiting": waiting} | given)
 
 
-def _begin(before: RolloutStatus, wish: Wish, fleet: Fleet, now: datetime) -> RolloutStatus:
+def _begin(before: RolloutStatus, request: RolloutRequest, fleet: Fleet, now: datetime) -> RolloutStatus:
     """Another revision is asked for."""
     never_served = before.complete_revision is None and not fleet.is_up
-    if wish.canary is None or wish.revision == before.stable_revision or never_served:
-        return _roll(before, wish, now)
-    state = _change(before, wish, phase="Preparing", since=now)
+    if request.canary is None or request.revision == before.stable_revision or never_served:
+        return _roll(before, request, now)
+    state = _change(before, request, phase="Preparing", since=now)
     if before.phase == "Canary":
         return state  # those of the canary before go back first
     complete = before.complete_revision
@@ -222,26 +226,26 @@ def _begin(before: RolloutStatus, wish: Wish, fleet: Fleet, now: datetime) -> Ro
         state = state.model_copy(update={"stable_revision": complete})
         if complete != before.stable_revision:
             return state
-    return _prepare(state, wish, fleet, now)
+    return _prepare(state, request, fleet, now)
 
 
-def _roll(before: RolloutStatus, wish: Wish, now: datetime) -> RolloutStatus:
+def _roll(before: RolloutStatus, request: RolloutRequest, now: datetime) -> RolloutStatus:
     """All workers get what is wanted."""
-    return _change(before, wish, phase="Progressing", since=now, stable_revision=wish.revision)
+    return _change(before, request, phase="Progressing", since=now, stable_revision=request.revision)
 
 
-def _prepare(state: RolloutStatus, wish: Wish, fleet: Fleet, now: datetime) -> RolloutStatus:
+def _prepare(state: RolloutStatus, request: RolloutRequest, fleet: Fleet, now: datetime) -> RolloutStatus:
     if not fleet.has_new_up:
         # What is broken cannot be gone back to, whatever serves beside it. What starts, or is suspended, is waited for.
-        return _roll(state, wish, now) if fleet.is_current and fleet.trouble is not None else state
-    if not fleet.is_even or not wish.may_roll or fleet.serves_nothing:
+        return _roll(state, request, now) if fleet.is_current and fleet.trouble is not None else state
+    if not fleet.is_even or not request.may_roll or fleet.serves_nothing:
         return state
-    trial = CanaryStatus(revision=wish.revision, since=_text(now))
+    trial = CanaryStatus(revision=request.revision, since=_text(now))
     return state.model_copy(update={"phase": "Canary", "since": _text(now), "canary": trial})
 
 
 def _try(
-    state: RolloutStatus, wish: Wish, canary: Canary | None, fleet: Fleet, verdict: Verdict, now: datetime
+    state: RolloutStatus, request: RolloutRequest, canary: Canary | None, fleet: Fleet, verdict: Verdict, now: datetime
 ) -> RolloutStatus:
     """One look at a canary."""
     trial = state.canary
@@ -250,26 +254,26 @@ def _try(
         return state.model_copy(update={"phase": "Preparing", "since": _text(now), "canary": None})
     state = state.model_copy(update={"since": _not_ahead(state.since, now)})
     trial = trial.model_copy(update={"step": min(trial.step, len(canary.steps)), "since": _not_ahead(trial.since, now)})
-    if (failure := _failure(canary, state, trial, wish, fleet, verdict, now)) is not None:
+    if (failure := _failure(canary, state, trial, request, fleet, verdict, now)) is not None:
         ended = trial.model_copy(
             update={"weight": 0, "ready": False, "reason": failure.reason, "message": failure.message}
         )
-        failed = {"phase": "RolledBack", "since": _text(now), "canary": ended, "retry": wish.retry}
+        failed = {"phase": "RolledBack", "since": _text(now), "canary": ended, "retry": request.retry}
         return state.model_copy(update=failed)
     step = _step(canary, trial)
     ready = fleet.is_ready_for(step.weight)
-    was_paused = trial.message == _PAUSED and not wish.paused
+    was_paused = trial.message == _PAUSED and not request.paused
     if ready != trial.ready or (was_paused and not ready):
         trial = trial.model_copy(update={"since": _text(now), "ready": ready})
     is_over = ready and _seconds_since(trial.since, now) >= parse_duration(step.duration)
-    if is_over and not wish.paused and verdict.judgement is Judgement.GOOD:
+    if is_over and not request.paused and verdict.judgement is Judgement.GOOD:
         if trial.step == len(canary.steps):
-            return _roll(state, wish, now)
+            return _roll(state, request, now)
         trial = CanaryStatus(revision=trial.revision, step=trial.step + 1, since=_text(now))
         ready = fleet.is_ready_for(_step(canary, trial).weight)
         trial = trial.model_copy(update={"ready": ready})
     reached = [s.weight for s in canary.steps[: trial.step] if fleet.is_ready_for(s.weight)]
-    update = {"weight": max(reached, default=0), "message": _waits_for(canary, trial, wish, verdict, now)}
+    update = {"weight": max(reached, default=0), "message": _waits_for(canary, trial, request, verdict, now)}
     return state.model_copy(update={"canary": trial.model_copy(update=update)})
 
 
@@ -277,7 +281,7 @@ def _failure(
     canary: Canary,
     state: RolloutStatus,
     trial: CanaryStatus,
-    wish: Wish,
+    request: RolloutRequest,
     fleet: Fleet,
     verdict: Verdict,
     now: datetime,
@@ -289,17 +293,17 @@ def _failure(
         return Problem(reason=verdict.reason, message=verdict.text)
     # Neither a pause nor the wait for a turn counts.
     waited = min(_seconds_since(since, now) for since in (trial.since, state.since))
-    is_held = wish.paused or trial.message == _PAUSED or not wish.may_roll or state.waiting
+    is_held = request.paused or trial.message == _PAUSED or not request.may_roll or state.waiting
     is_late = not trial.ready and not fleet.is_ready_for(_step(canary, trial).weight)
-    if is_late and not is_held and waited >= wish.deadline_seconds:
-        text = f"its workers were not ready within {wish.deadline_seconds:g} s (spec.rollout.progressDeadline)"
+    if is_late and not is_held and waited >= request.deadline_seconds:
+        text = f"its workers were not ready within {request.deadline_seconds:g} s (spec.rollout.progressDeadline)"
         return Problem(reason="ProgressDeadlineExceeded", message=text)
     return None
 
 
-def _waits_for(canary: Canary, trial: CanaryStatus, wish: Wish, verdict: Verdict, now: datetime) -> str:
+def _waits_for(canary: Canary, trial: CanaryStatus, request: RolloutRequest, verdict: Verdict, now: datetime) -> str:
     step = _step(canary, trial)
-    if wish.paused:
+    if request.paused:
         return _PAUSED
     if not trial.ready:
         return "its workers are starting"
@@ -318,8 +322,10 @@ def _follow(state: RolloutStatus, fleet: Fleet, now: datetime) -> RolloutStatus:
     return state
 
 
-def _change(before: RolloutStatus, wish: Wish, *, phase: str, since: datetime, **update: Any) -> RolloutStatus:
-    named = {"revision": wish.revision, "digest": wish.digest, "retry": wish.retry, "canary": None}
+def _change(
+    before: RolloutStatus, request: RolloutRequest, *, phase: str, since: datetime, **update: Any
+) -> RolloutStatus:
+    named = {"revision": request.revision, "digest": request.digest, "retry": request.retry, "canary": None}
     return before.model_copy(update=named | {"phase": phase, "since": _text(since)} | update)
 
 

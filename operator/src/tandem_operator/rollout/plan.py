@@ -1,7 +1,7 @@
 """From a model and what is there of it to what its workers should be at this moment. Pure.
 
-`look_at` finds out which revision is wanted and what there is; `decide` what follows from it. Between them stand a turn
-to roll and the gateways' figures, which somebody else has to ask for.
+`view_rollout` finds out which revision is wanted and what there is; `plan_rollout` what follows from it. Between them
+stand a slot to roll and the gateways' figures, which somebody else has to ask for.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from tandem_operator.objects.manifests import (
 from tandem_operator.objects.problem import Problem
 from tandem_operator.rollout.canary import (
     Fleet,
-    Wish,
+    RolloutRequest,
     advance,
     canary_traffic,
     limits,
     rollout_problem,
     target_of,
-    wants_turn,
+    wants_slot,
 )
 from tandem_operator.rollout.figures import add_figures, judge
 from tandem_operator.rollout.partners import needed_partners, with_rules, with_ways
@@ -70,7 +70,7 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
+class RolloutView:
     """What is wanted and what is there."""
 
     blueprint: Blueprint
@@ -78,7 +78,7 @@ class Look:
     specs: Mapping[int, InferenceModelSpec]
     """The revisions that are known, of those in question."""
     history: History
-    wish: Wish | None = None
+    request: RolloutRequest | None = None
     """None where it cannot be followed; then `problem` says why."""
     problem: Problem | None = None
     record: Manifest | None = None
@@ -92,12 +92,12 @@ class Look:
         return self.blueprint.model.status.rollout
 
     @property
-    def wants_turn(self) -> bool:
-        return self.wish is not None and wants_turn(self.before, self.wish, self.fleet)
+    def wants_slot(self) -> bool:
+        return self.request is not None and wants_slot(self.before, self.request, self.fleet)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Course:
+class RolloutPlan:
     """What the workers of a model should be now."""
 
     target: Target
@@ -128,17 +128,17 @@ def missing_revisions(blueprint: Blueprint, history: History) -> set[int]:
     return needed - history.keys()
 
 
-def look_at(
+def view_rollout(
     blueprint: Blueprint,
     history: History,
     live: Children,
     *,
-    request: str | None,
+    retry: str | None,
     taken: int,
     now: datetime,
     known: bool = True,
-) -> Look:
-    """`live` has the model's own children. `taken` is the highest number of any ControllerRevision there, `request` the
+) -> RolloutView:
+    """`live` has the model's own children. `taken` is the highest number of any ControllerRevision there, `retry` the
     wish to try again. Where it is not `known` yet which commit workers are to load, there is no revision to go to: what
     was decided last goes on."""
     model, before = blueprint.model, blueprint.model.status.rollout
@@ -151,21 +151,21 @@ def look_at(
         if needed is not None and needed not in specs:
             problem = problem or _not_found(needed, history)
     last = _make(blueprint, specs.get(target or wanted), live)
-    wish = record = None
+    request = record = None
     base = wanted if before is None else before.stable_revision
     if base not in specs and model.spec.rollout.canary is not None and pinned is None:
         text = f"revision {base} is not kept any more, so no canary can go back to it: remove spec.rollout.canary"
         problem = Problem(reason="RevisionNotFound", message=f"{text} to give all workers the new one", stalled=True)
     elif wanted in specs and (known or wanted != own):
         digest_wanted = digest_of(history.get(wanted, content))
-        wish = _wish(model.spec, specs, base=base, wanted=wanted, digest_wanted=digest_wanted, request=request)
+        request = _read_request(model.spec, specs, base=base, wanted=wanted, digest_wanted=digest_wanted, retry=retry)
         record = build_revision(blueprint, own, content) if wanted == own and own not in history else None
     fleet = Fleet()
     if target is None or target in specs:
         tried = _tried_roles(blueprint, specs, before)
         fleet = observe_fleet(last.blueprint, last.desired, live, tried=tried, now=now)
-    return Look(
-        blueprint=blueprint, specs=specs, history=history, wish=wish, problem=problem, record=record, target=last,
+    return RolloutView(
+        blueprint=blueprint, specs=specs, history=history, request=request, problem=problem, record=record, target=last,
         fleet=fleet,
     )  # fmt: skip
 
@@ -186,25 +186,25 @@ def _read_specs(
     return specs, problem
 
 
-def _wish(
+def _read_request(
     spec: InferenceModelSpec,
     specs: Mapping[int, InferenceModelSpec],
     *,
     base: int,
     wanted: int,
     digest_wanted: str,
-    request: str | None,
-) -> Wish:
+    retry: str | None,
+) -> RolloutRequest:
     """An undo has no canary: what it goes back to has served before."""
     rollout = spec.rollout
     may_try = rollout.revision is None and base in specs and same_shape(specs[base], specs[wanted])
-    return Wish(
+    return RolloutRequest(
         revision=wanted,
         digest=digest_wanted,
         canary=rollout.canary if may_try else None,
         paused=rollout.paused,
         deadline_seconds=parse_duration(rollout.progress_deadline),
-        retry=request,
+        retry=retry,
     )
 
 
@@ -253,20 +253,20 @@ def _templates(blueprint: Blueprint) -> dict[str | None, str | None]:
     }
 
 
-def decide(
-    seen: Look, live: Children, *, may_roll: bool, added: Mapping[str, CanaryFigures], fresh: bool, now: datetime
-) -> Course:
+def plan_rollout(
+    seen: RolloutView, live: Children, *, may_roll: bool, added: Mapping[str, CanaryFigures], fresh: bool, now: datetime
+) -> RolloutPlan:
     """What follows. `added` is what gateways have counted of each worker since the last look; `fresh` that they have
     told lately."""
     spec, state = seen.blueprint.model.spec, seen.before
-    if seen.wish is not None:
-        wish = dataclasses.replace(seen.wish, may_roll=may_roll)
+    if seen.request is not None:
+        request = dataclasses.replace(seen.request, may_roll=may_roll)
         state = _with_figures(state, seen.fleet, added)
         trial = None if state is None else state.canary
-        verdict = judge(wish.canary, trial and trial.figures, trial and trial.stable_figures, fresh=fresh)
-        state = advance(state, wish, seen.fleet, verdict=verdict, now=now)
+        verdict = judge(request.canary, trial and trial.figures, trial and trial.stable_figures, fresh=fresh)
+        state = advance(state, request, seen.fleet, verdict=verdict, now=now)
         if _changes_nothing(seen, state):
-            state = _adopted(state, wish)
+            state = _adopted(state, request)
     number = None if state is None else target_of(state)
     told = None if number is None else seen.specs.get(number)
     is_same = seen.before is None or number == target_of(seen.before)
@@ -278,7 +278,7 @@ def decide(
     target = dataclasses.replace(target, desired=with_ways(target.desired, partners, live))
     problem = seen.problem or (None if told is not None or number is None else _not_found(number, seen.history))
     used = numbers_in_use(state) | _pinned(spec)
-    return Course(
+    return RolloutPlan(
         target=target,
         state=state,
         limits=limits(state, spec.rollout.canary, seen.fleet),
@@ -305,7 +305,7 @@ def _beside(target: Target, other: Target) -> tuple[Target, frozenset[ChildKey]]
     return dataclasses.replace(target, desired=desired), configs
 
 
-def _changes_nothing(seen: Look, state: RolloutStatus) -> bool:
+def _changes_nothing(seen: RolloutView, state: RolloutStatus) -> bool:
     """A revision whose pods are the same as those of the one before needs no trial."""
     is_new = state.phase == "Preparing" or (
         state.phase == "Canary" and (seen.before is None or seen.before.phase != "Canary")
@@ -316,8 +316,8 @@ def _changes_nothing(seen: Look, state: RolloutStatus) -> bool:
     return old == new
 
 
-def _adopted(state: RolloutStatus, wish: Wish) -> RolloutStatus:
-    return state.model_copy(update={"phase": "Progressing", "stable_revision": wish.revision, "canary": None})
+def _adopted(state: RolloutStatus, request: RolloutRequest) -> RolloutStatus:
+    return state.model_copy(update={"phase": "Progressing", "stable_revision": request.revision, "canary": None})
 
 
 def _with_figures(
@@ -338,14 +338,14 @@ def _with_figures(
 
 
 def with_traffic(
-    status: InferenceModelStatus, course: Course, live: Children, *, now: datetime
+    status: InferenceModelStatus, rollout_plan: RolloutPlan, live: Children, *, now: datetime
 ) -> InferenceModelStatus:
     """The status with what gateways are told of a canary."""
-    blueprint, state = course.target.blueprint, course.state
+    blueprint, state = rollout_plan.target.blueprint, rollout_plan.state
     before = None if blueprint.model.status.routing is None else blueprint.model.status.routing.canary
     traffic = None
     if before is not None or (state is not None and state.phase == "Canary"):
-        fleet = observe_fleet(blueprint, course.target.desired, live, tried=course.tried, now=now)
+        fleet = observe_fleet(blueprint, rollout_plan.target.desired, live, tried=rollout_plan.tried, now=now)
         traffic = canary_traffic(state, fleet, before)
     routing = status.routing
     if routing is None:

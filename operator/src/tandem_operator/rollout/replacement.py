@@ -70,7 +70,7 @@ class RolePlan:
     """Replicas that may be replaced, in order."""
 
 
-def plan_rollout(
+def plan_replacement(
     roles: Mapping[Role, RoleView], *, paused: bool = False, only_down: bool = False
 ) -> dict[Role, RolePlan]:
     """One step of a rollout. With `only_down` nothing that serves is replaced, and nothing is put on trial."""

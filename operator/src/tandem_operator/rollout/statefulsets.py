@@ -45,7 +45,7 @@ from tandem_operator.observe.groups import group_pods
 from tandem_operator.observe.replica import Replica, State
 from tandem_operator.observe.roles import observe_replicas, pods_of, workload_key
 from tandem_operator.rollout.canary import Fleet, RoleFleet
-from tandem_operator.rollout.replacement import RolePlan, RoleView, plan_rollout
+from tandem_operator.rollout.replacement import RolePlan, RoleView, plan_replacement
 from tandem_operator.workloads.blueprint import Blueprint
 from tandem_operator.workloads.pods import ROOM_TO_DRAIN_SECONDS, grace_seconds
 
@@ -56,7 +56,7 @@ TROUBLE_AGE = timedelta(seconds=30)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rolling:
+class StatefulSetPlan:
     """What the workers' StatefulSets should say, and which of their pods to delete."""
 
     desired: list[Manifest]
@@ -65,7 +65,7 @@ class Rolling:
     replace: tuple[ChildKey, ...] = ()
 
 
-def plan_rolling(
+def plan_stateful_sets(
     blueprint: Blueprint,
     desired: Sequence[Manifest],
     live: Children,
@@ -74,7 +74,7 @@ def plan_rolling(
     limits: Mapping[Role, int] | None = None,
     waiting: bool = False,
     resting: bool = False,
-) -> Rolling:
+) -> StatefulSetPlan:
     """`desired` with strategies and counts for this moment of a rollout. During a canary there may be as many replicas
     of the newest template as `limits` says. What waits for its turn replaces nothing that serves. A rollout that is
     `resting`, for it waits, is paused or stuck, stays so where all replicas go now: they come back as they were.
@@ -108,7 +108,7 @@ def plan_rolling(
     only_down = waiting or not all(map(is_rolled_out, gateways))
     # What one role is about to become is not known while it is held: the other one waits for it.
     plans = held | (
-        plan_rollout(views, paused=rollout.paused, only_down=only_down)
+        plan_replacement(views, paused=rollout.paused, only_down=only_down)
         if not held
         else {role: _hold(view, is_new=False) for role, view in views.items()}
     )
@@ -123,7 +123,7 @@ def plan_rolling(
         if role in views:
             replace += _pods_to_delete(blueprint, role, views[role], plan, live)
             replace += _pods_to_rest(blueprint, role, live)
-    return Rolling(desired=list(by_key.values()), scale=scale, replace=tuple(sorted(set(replace))))
+    return StatefulSetPlan(desired=list(by_key.values()), scale=scale, replace=tuple(sorted(set(replace))))
 
 
 def _view(
@@ -319,7 +319,7 @@ def _pods_to_rest(blueprint: Blueprint, role: Role, live: Children) -> list[Chil
     ]
 
 
-def plan_hurry(blueprint: Blueprint, live: Children) -> list[tuple[ChildKey, int]]:
+def plan_drain_limits(blueprint: Blueprint, live: Children) -> list[tuple[ChildKey, int]]:
     """Workers on their way out that would be given longer than `spec.drain` says, and the seconds they should get: pod
     templates leave room, so that another time to drain needs no new pods."""
     seconds = grace_seconds(blueprint)

@@ -10,14 +10,14 @@ import asyncio
 from collections import deque
 
 
-class Pace:
-    """Those who wait go on in order of arrival, each in a turn of its own. It belongs to one event loop."""
+class LoopTurns:
+    """A queue for turns of one event loop: those who wait go on in order of arrival, each in a turn of its own."""
 
     def __init__(self) -> None:
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._running = False
 
-    async def turn(self) -> None:
+    async def next(self) -> None:
         """Wait for a turn. What is computed then should take a few milliseconds, until the next wait for anything."""
         loop = asyncio.get_running_loop()
         waiter = loop.create_future()
