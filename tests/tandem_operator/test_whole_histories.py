@@ -12,7 +12,6 @@ import functools
 import os
 import random
 from collections.abc import Callable, Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +25,6 @@ from tandem_operator.kube.recorder import EventRecorder
 from tandem_operator.kube.store import ChildStore
 from tandem_operator.objects.errors import APIError, ConflictError, IncompleteError, NotFoundError
 from tandem_operator.objects.manifests import KIND_BY_NAME, Manifest, ModelKey, dig_list, labels_of
-from tandem_operator.reconcile import reconciler as module
 from tandem_operator.reconcile.reconciler import Reconciler
 from tandem_operator.rollout.queue import RolloutQueue
 from tandem_operator.rollout.revisions import digest_of
@@ -104,6 +102,7 @@ class World:
         self.operator = Reconciler(
             client, self.store, RELEASE, KeyKeeper(client, KeyPolicy(), clock=self.unix),
             EventRecorder(client, instance="test"), None, client, self.fleet, RolloutQueue(),
+            clock=lambda: self.now,
         )  # fmt: skip
         self.due = self.seconds
 
@@ -473,19 +472,6 @@ def set_condition(p: Manifest, kind: str, status: str, now: str, reason: str = "
     conditions[:] = [*(c for c in conditions if c["type"] != kind), new]
 
 
-@pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> Any:
-    def make(rng: random.Random, spec: Manifest) -> World:
-        made = World(rng, spec)
-        clock = SimpleNamespace(
-            datetime=SimpleNamespace(now=lambda tz: made.now), UTC=real.UTC, timedelta=real.timedelta
-        )
-        monkeypatch.setattr(module, "datetime", clock)
-        return made
-
-    return make
-
-
 async def settle(made: World, *, where: str, within: int = 900) -> None:
     """From now on nothing fails. What the conditions say that only a person can do, is done."""
     made.fails = made.dies = 0.0
@@ -507,10 +493,10 @@ HF: Mapping[str, Any] = {"model": {"uri": "hf://org/repo"}}
 
 
 @pytest.mark.timeout(max(120, 20 * HISTORIES))
-async def test_a_moved_branch_is_followed(world: Any) -> None:
+async def test_a_moved_branch_is_followed() -> None:
     for seed in range(FIRST, FIRST + HISTORIES):
         rng = random.Random(seed)
-        made = world(rng, copy.deepcopy(dict(HF)))
+        made = World(rng, copy.deepcopy(dict(HF)))
         await settle(made, where=f"seed {seed} first")
         made.tip = "b" * 40
         made.fails, made.dies = rng.choice([(0.0, 0.0), (0.1, 0.0), (0.1, 0.05)])
@@ -609,11 +595,11 @@ def ask_for(made: World, roles: Manifest, said: list[str]) -> None:
 
 
 @pytest.mark.timeout(max(120, 20 * HISTORIES))
-async def test_whatever_happens_the_last_wish_is_followed(world: Any) -> None:
+async def test_whatever_happens_the_last_wish_is_followed() -> None:
     for seed in range(FIRST, FIRST + HISTORIES):
         rng = random.Random(seed)
         roles = rng.choice(ROLES)
-        made = world(rng, copy.deepcopy(dict(HF)) | copy.deepcopy(roles) | {"rollout": {"canary": STEPS}})
+        made = World(rng, copy.deepcopy(dict(HF)) | copy.deepcopy(roles) | {"rollout": {"canary": STEPS}})
         made.bad = {BAD}
         await settle(made, where=f"seed {seed} first")
         said: list[str] = []

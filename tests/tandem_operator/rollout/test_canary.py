@@ -12,18 +12,9 @@ from tandem_api.inferencemodel import Canary, CanaryFigures, CanaryStatus, Rollo
 from tandem_api.launch import CanaryTraffic
 from tandem_api.names import Role
 from tandem_operator.objects.problem import Problem
-from tandem_operator.rollout.canary import (
-    Fleet,
-    RoleFleet,
-    RolloutRequest,
-    advance,
-    canary_traffic,
-    limits,
-    replicas_for,
-    rollout_problem,
-    wants_slot,
-)
+from tandem_operator.rollout.canary import RolloutRequest, advance, canary_traffic, limits, rollout_problem, wants_slot
 from tandem_operator.rollout.figures import Judgement, Verdict
+from tandem_operator.rollout.trial import Fleet, RoleFleet, replicas_for
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 CANARY = Canary.model_validate(

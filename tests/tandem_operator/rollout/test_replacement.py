@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from operator_objects import blueprint
 from tandem_api.names import Role
 from tandem_operator.observe.replica import Replica, State
-from tandem_operator.rollout.canary import RoleFleet, replicas_for
 from tandem_operator.rollout.replacement import RolePlan, RoleView, capacity_of, plan_replacement
+from tandem_operator.rollout.trial import RoleFleet, replicas_for
 
 HISTORIES = int(os.environ.get("TANDEM_HISTORIES", "100"))
 

@@ -16,7 +16,8 @@ from tandem_api.quantities import parse_quantity
 from tandem_operator.objects.manifests import Manifest, dig, dig_dict, dig_list
 
 _NAMES = re.compile(r"nvidia\.com/(gpu|gpu\.shared|mig-.+)|amd\.com/gpu|gpu\.intel\.com/(i915|xe)")
-"""Of Intel's other names some are memory or thousandths of the same GPUs, and some do no more than look at them."""
+"""Names of GPUs as extended resources. Some of Intel's other names are memory or thousandths of the same GPUs, and some
+do no more than look at them."""
 _REQUESTS = "requests."
 
 
@@ -50,6 +51,6 @@ def count_gpus(template: Manifest) -> Mapping[str, int]:
 
 
 def _asked(container: Manifest) -> Counter[str]:
-    """Of extended resources limits are requests too."""
+    """GPUs of one container. Limits of extended resources are requests too."""
     limits = dig_dict(container, "resources", "limits")
     return Counter({name: floor(parse_quantity(str(amount))) for name, amount in limits.items() if is_gpu(name)})

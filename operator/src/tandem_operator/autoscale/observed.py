@@ -10,10 +10,11 @@ from tandem_api.names import Role
 from tandem_api.quantities import parse_duration
 
 from tandem_operator.autoscale.accelerators import count_gpus
-from tandem_operator.autoscale.plan.contract import COMPONENTS, Behavior, RoleSpec, ScalingSpec, Target
+from tandem_operator.autoscale.plan.allotment import Claim
+from tandem_operator.autoscale.plan.contract import COMPONENTS, Behavior, Decision, RoleSpec, ScalingSpec, Target
 from tandem_operator.autoscale.plan.snapshots import LONGEST_START, PodStart, RoleCount
 from tandem_operator.autoscale.plan.temper import Circumstances
-from tandem_operator.objects.manifests import Children, Manifest, dig, dig_list, parse_time
+from tandem_operator.objects.manifests import Children, Manifest, ModelKey, dig, dig_list, parse_time
 from tandem_operator.objects.pods import is_leaving, is_up
 from tandem_operator.observe.groups import Group, group_pods
 from tandem_operator.observe.roles import pods_of, workload_key
@@ -29,7 +30,7 @@ class ObservedModel:
     """One model with targets."""
 
     generation: int = 0
-    """Of the spec that it was seen with."""
+    """The spec's, as it was seen."""
     spec: ScalingSpec | None
     """None where the planner cannot size this model; `problem` says why."""
     problem: str = ""
@@ -200,3 +201,32 @@ def _steady(groups: list[Group]) -> int:
             break
         count += 1
     return count
+
+
+def count_model_gpus(observed: ObservedModel, replicas: Mapping[Role, int]) -> int:
+    if observed.spec is None:
+        return 0
+    return sum(count * observed.gpus[role] for role, count in replicas.items() if role in observed.gpus)
+
+
+def claim_gpus(key: ModelKey, observed: ObservedModel, decision: Decision | None) -> Claim | None:
+    """What a model has and wants of its namespace's quota. Without a decision, and in a dry run, what it has."""
+    if observed.spec is None or not observed.gpu_resource:
+        return None
+    counts = observed.counts
+    held = count_model_gpus(observed, {role: count.replicas for role, count in counts.items()})
+    least = count_model_gpus(observed, {role: own.min for role, own in observed.spec.roles.items()})
+    wanted = held
+    if decision is None or observed.dry_run:
+        least = held
+    else:
+        wanted = max(least, count_model_gpus(observed, decision.replicas))
+    return Claim(
+        name=key.name,
+        priority=observed.priority,
+        least=least,
+        held=held,
+        present=count_model_gpus(observed, {role: count.present for role, count in counts.items()}),
+        wanted=wanted,
+        step=min(observed.gpus.values()),
+    )

@@ -31,7 +31,7 @@ _SETTLED_LOOKS = 3
 one moment: a pod that has just been made, or has just gone, would pass for another owner's, and a model would drain a
 replica for it."""
 _MOST_QUOTAS = 100
-"""Of one namespace."""
+"""Quotas that are read of one namespace."""
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Of one ResourceQuota, in GPUs."""
+    """What one ResourceQuota says, in GPUs."""
 
     hard: int
     used: int
@@ -67,7 +67,7 @@ NO_BUDGET = Budget()
 
 
 def read_limits(quota: Manifest) -> dict[str, Limit]:
-    """Of a ResourceQuota, by GPU resource; empty where it says nothing about any, or holds for some pods only.
+    """What a ResourceQuota says, by GPU resource; empty where it says nothing about any, or holds for some pods only.
 
     Raises:
         ValueError: a figure is none.

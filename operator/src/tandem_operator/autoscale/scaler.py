@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from tandem_api.names import Role
 
 from tandem_operator.autoscale.desired import Recommendation
-from tandem_operator.autoscale.observed import ObservedModel
+from tandem_operator.autoscale.observed import ObservedModel, claim_gpus, count_model_gpus
 from tandem_operator.autoscale.plan.allotment import Claim, allot
 from tandem_operator.autoscale.plan.contract import Decision, RoleDecision, ScalingSpec, Snapshot
 from tandem_operator.autoscale.plan.history import History
@@ -60,7 +60,7 @@ class Outlook:
     """What was decided last about one model."""
 
     generation: int
-    """Of the spec that it was decided for."""
+    """The spec's, for which it was decided."""
     decision: Decision | None
     """None where no role of it has the mode `SLO`."""
     attainment: Attainment
@@ -124,7 +124,7 @@ class Scaler:
         for key, model in self._models.items():
             if model.observed.gpu_resource and model.observed.circumstances.followed:
                 pool = Pool(key.namespace, model.observed.gpu_resource)
-                found[pool] = found.get(pool, 0) + _count_gpus(
+                found[pool] = found.get(pool, 0) + count_model_gpus(
                     model.observed, {role: count.present for role, count in model.observed.counts.items()}
                 )
         return found
@@ -212,7 +212,7 @@ class Scaler:
                 self._remember_present(model, now)  # nobody knows what has been needed meanwhile
             told = _tell_rest(observed, rest, now)
             if told is not None:
-                model.claim = _claim(key, observed, None)
+                model.claim = claim_gpus(key, observed, None)
             decision = told or self._plan(key, model, snapshot, silent, now)
             model.history = model.history.record(decision)
             if not decision.held and not silent:
@@ -258,7 +258,7 @@ class Scaler:
         self, key: ModelKey, model: _Model, snapshot: Snapshot | None, silent: Mapping[str, str], now: float
     ) -> Decision:
         observed = model.observed
-        model.claim = _claim(key, observed, None)
+        model.claim = claim_gpus(key, observed, None)
         if observed.spec is None:
             return _held(now, "CannotBeSized", observed.problem)
         if silent and (snapshot is None or snapshot.counters is None):
@@ -266,7 +266,7 @@ class Scaler:
         history = model.part if silent and model.part is not None else model.history
         decision, spec = plan(observed.spec, snapshot, history, now), observed.spec
         if not decision.held and observed.gpu_resource:
-            model.claim = _claim(key, observed, decision)
+            model.claim = claim_gpus(key, observed, decision)
             spec, said = self._limit(key, model, spec, decision)
             if spec is not observed.spec:
                 decision = plan(spec, snapshot, history, now)
@@ -327,35 +327,6 @@ def _decide_rest(model: _Model, heard: Sequence[Heard], silent: Mapping[str, str
     )
     model.quiet_since = follow_quiet(model.quiet_since, sight)
     return decide_rest(observed.idle_after, sight, model.quiet_since)
-
-
-def _count_gpus(observed: ObservedModel, replicas: Mapping[Role, int]) -> int:
-    if observed.spec is None:
-        return 0
-    return sum(count * observed.gpus[role] for role, count in replicas.items() if role in observed.gpus)
-
-
-def _claim(key: ModelKey, observed: ObservedModel, decision: Decision | None) -> Claim | None:
-    """What a model has and wants of its namespace's quota. Without a decision, and in a dry run, what it has."""
-    if observed.spec is None or not observed.gpu_resource:
-        return None
-    counts = observed.counts
-    held = _count_gpus(observed, {role: count.replicas for role, count in counts.items()})
-    least = _count_gpus(observed, {role: own.min for role, own in observed.spec.roles.items()})
-    wanted = held
-    if decision is None or observed.dry_run:
-        least = held
-    else:
-        wanted = max(least, _count_gpus(observed, decision.replicas))
-    return Claim(
-        name=key.name,
-        priority=observed.priority,
-        least=least,
-        held=held,
-        present=_count_gpus(observed, {role: count.present for role, count in counts.items()}),
-        wanted=wanted,
-        step=min(observed.gpus.values()),
-    )
 
 
 def _is_dry(observed: ObservedModel, rest: Rest) -> bool:

@@ -26,7 +26,7 @@ from tandem_operator.runtime.workqueue import WorkQueue
 
 FAST_SECONDS, SLOW_SECONDS = 2.0, STALE_SECONDS / 3
 MAX_BYTES = 4 * 1024 * 1024
-"""Of one report: some three thousand workers with their telemetry."""
+"""Size of one report at most: some three thousand workers with their telemetry."""
 ANSWER_SECONDS = 3.0
 _POLLERS = 16
 """Models that are asked about at a time; the gateways of one are asked together."""
@@ -46,7 +46,7 @@ class Standing:
     host: str
     """The pod's address: another pod of the same name has another one."""
     admitted: bool
-    """By at least one."""
+    """At least one has admitted it."""
     reason: str | None = None
     """Why no gateway has."""
     rejected_seconds: float = 0.0
@@ -58,7 +58,7 @@ class FleetView:
     """What is known of one model from its gateways, now."""
 
     standings: Mapping[str, Standing] = field(default_factory=dict[str, Standing])
-    """By the name of the pod."""
+    """Workers by the name of the pod."""
     reporting: frozenset[str] = frozenset()
     """Gateways with a fresh report."""
     unable: frozenset[str] = frozenset()
@@ -94,7 +94,7 @@ class _Model:
     fast: bool = True
     asleep: bool = False
     rejected_since: dict[tuple[str, str], float] = field(default_factory=dict[tuple[str, str], float])
-    """By name and host of workers."""
+    """Times by name and host of workers."""
     admitted: set[tuple[str, str]] = field(default_factory=set[tuple[str, str]])
     """Those that some gateway has admitted, as long as they are reported."""
     told: object = None

@@ -10,7 +10,7 @@ from datetime import datetime, timedelta
 
 from tandem_api.launch import CanaryTraffic, GatewayRouting
 
-from tandem_operator.objects.manifests import parse_time
+from tandem_operator.objects.manifests import format_time, parse_time
 from tandem_operator.workloads.blueprint import Blueprint
 from tandem_operator.workloads.configs import gateway_cors, gateway_queue, gateway_store, gateway_timeouts, tracing
 from tandem_operator.workloads.pods import drain_seconds
@@ -34,7 +34,7 @@ def plan_routing(blueprint: Blueprint, *, now: datetime, canary: CanaryTraffic |
         until = None if until is None else min(until, latest)  # a clock that was ahead serves a name no longer
     return GatewayRouting(
         served_names=[name, *former],
-        former_until=until.strftime("%Y-%m-%dT%H:%M:%SZ") if former and until is not None else None,
+        former_until=format_time(until) if former and until is not None else None,
         canary=canary,
         timeouts=gateway_timeouts(blueprint),
         queue=gateway_queue(blueprint),

@@ -40,7 +40,7 @@ class KeyState:
     """What is known of a model's keys."""
 
     rings: Mapping[str, KeyRing]
-    """By the file that holds them."""
+    """Rings by the file that holds them."""
     step: KeyStep | None
     since: float | None
     """Unix time of the last step; None where it cannot be read."""

@@ -70,7 +70,7 @@ class CreationEvents:
 
 
 def _model_of(event: Manifest) -> ModelKey | None:
-    """By the name of the StatefulSet; whether it is the model's own shows its uid."""
+    """The model that the name of the StatefulSet tells; whether it is the model's own shows its uid."""
     name = str(dig(event, "involvedObject", "name"))
     suffix = next((suffix for suffix in _SUFFIXES if name.endswith(suffix)), None)
     return None if suffix is None else ModelKey(event["metadata"]["namespace"], name.removesuffix(suffix))

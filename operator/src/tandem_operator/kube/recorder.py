@@ -16,7 +16,7 @@ from tandem_api import names
 from tandem_operator.kube.client import KubeClient
 from tandem_operator.objects.errors import APIError, ConflictError
 from tandem_operator.objects.happening import Happening
-from tandem_operator.objects.manifests import EVENT, Manifest, ModelKey
+from tandem_operator.objects.manifests import EVENT, Manifest, ModelKey, format_time
 
 _MESSAGE_MAX = 1000
 """The API server refuses longer ones."""
@@ -46,7 +46,7 @@ class EventRecorder:
     def _build(self, key: ModelKey, uid: str, happening: Happening) -> Manifest:
         said = f"{uid} {happening.kind} {happening.reason} {happening.message}"
         name = f"{key.name}.{hashlib.sha256(said.encode()).hexdigest()[:16]}"
-        now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        now = format_time(datetime.datetime.now(datetime.UTC))
         return {
             "apiVersion": EVENT.api_version,
             "kind": EVENT.name,

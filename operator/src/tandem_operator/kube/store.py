@@ -40,7 +40,7 @@ _POD_METADATA = (
     "deletionGracePeriodSeconds",
 )  # fmt: skip
 _LEFT_OUT = ("managedFields", "resourceVersion")
-"""Of every kind: what is not read, and would make news of every change."""
+"""Fields of every kind: what is not read, and would make news of every change."""
 _WITH_STATUS = (STATEFUL_SET, DEPLOYMENT, JOB, POD)
 _POD_SPEC = ("readinessGates", "nodeName")
 _POD_STATUS = (
@@ -148,7 +148,7 @@ class ChildStore:
             self._ends.pop(model, None)
 
     def _forget_ends(self, model: ModelKey, owner: Manifest, *, replicas: int) -> None:
-        """Of pods that this StatefulSet makes no more."""
+        """Drop how pods have ended that this StatefulSet makes no more."""
         uid, ends = owner["metadata"].get("uid"), self._ends.get(model, {})
         for name, ended in list(ends.items()):
             ordinal = name.rpartition("-")[2]

@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 
 class Store(Protocol):
-    """Where objects are kept. Each method says which models an object or its absence is about."""
+    """A place where objects are kept. Each method says which models an object or its absence is about."""
 
     def put(self, kind: Kind, manifest: Manifest) -> Kept | None: ...
 

@@ -59,7 +59,7 @@ CHILD_KINDS = (
 """What the operator makes by applying, in the order of making: pods start when all they refer to is there. The Secret
 with their keys comes before all of them (`keeper`)."""
 OPTIONAL_KINDS = (HTTP_ROUTE,)
-"""Of those, kinds that the API server may not have."""
+"""Those kinds of children that the API server may not have."""
 FORMER_KINDS = (ROLE,)
 """What earlier releases made, and this one only deletes."""
 WATCHED_KINDS = (
@@ -149,6 +149,11 @@ def parse_time(text: object) -> datetime | None:
     except ValueError:
         return None
     return time if time.tzinfo is not None else None
+
+
+def format_time(time: datetime) -> str:
+    """A time of UTC as Kubernetes writes it, to the second."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def own_workloads(live: Children, *, owner_uid: str) -> dict[ChildKey, Manifest]:

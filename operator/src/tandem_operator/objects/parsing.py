@@ -51,8 +51,8 @@ def read_model(raw: Manifest) -> Reading:
 
 
 def read_past(raw: Manifest) -> InferenceModel | None:
-    """Of an object that has values which cannot be read: what it says else, to look at what runs by, and to make
-    nothing from. None where too little is left."""
+    """What an object says besides values that cannot be read: to look at what runs by, and to make nothing from. None
+    where too little is left."""
     found = copy.deepcopy(without_unknown(InferenceModel, raw | {"status": parse_status(raw)})[0])
     for _ in range(_TRIES):
         try:

@@ -50,7 +50,7 @@ _API_POLL_SECONDS = 2.0
 _CHILDREN_SECONDS = 0.2
 """How long changes of children are gathered: one pod alone changes four times until it is ready."""
 _MODELS_AT_ONCE = 20
-"""Of the first list: parsing it is what holds the event loop."""
+"""Models of a page of the first list: parsing it is what holds the event loop."""
 
 log = logging.getLogger(__name__)
 

@@ -38,7 +38,7 @@ class _Sighting:
 
 
 class Claims:
-    """Of one operator. Not thread-safe: it belongs to one event loop."""
+    """The claims of one operator. Not thread-safe: it belongs to one event loop."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Claims:
         return OperatorClaim(lease=self.identity, managed_by=self.managed_by) if self.identity else None
 
     async def find_other(self, raw: Manifest) -> str | None:
-        """Whose this model is, in words; None: this operator's."""
+        """The operator that serves this model, in words; None: this one."""
         wanted = dig(raw, "spec", "managedBy")
         if wanted != self.managed_by:
             return "an operator without managedBy" if wanted is None else f"the operator with managedBy {wanted}"

@@ -8,9 +8,8 @@ the revision before until the spec asks for something else, or somebody asks to 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
@@ -19,104 +18,14 @@ from tandem_api.launch import CanaryTraffic
 from tandem_api.names import ANNOTATION_RETRY_CANARY, Role
 from tandem_api.quantities import parse_duration
 
-from tandem_operator.objects.manifests import parse_time
+from tandem_operator.objects.manifests import format_time, parse_time
 from tandem_operator.objects.problem import Problem
 from tandem_operator.rollout.figures import Judgement, Verdict
+from tandem_operator.rollout.trial import Fleet, RoleFleet, replicas_for
 
 CANARY_FAILED = "CanaryFailed"
 WAITING_FOR_TURN = "WaitingForTurn"
 _PAUSED = "spec.rollout.paused is true"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoleFleet:
-    """The workers of one role, counted in replicas. New ones are those of the template that its StatefulSet has."""
-
-    wanted: int
-    surge: int = 0
-    new: int = 0
-    new_ready: int = 0
-    new_up: int = 0
-    """Of the new ones those that serve, or may."""
-    old: int = 0
-    old_up: int = 0
-    is_current: bool = True
-    """The StatefulSet has the template that it should have, and its controller has seen it."""
-    keeps_old: bool = False
-    """Its controller still knows another template, for replicas below the partition."""
-    is_tried: bool = True
-    """The revision on trial changes this role."""
-    trouble: Problem | None = None
-    """Why a new replica is not up, where that has lasted a while and waiting does not help."""
-    new_workers: tuple[str, ...] = ()
-    """The pods that lead the new replicas."""
-    old_workers: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fleet:
-    """The workers of a model."""
-
-    roles: Mapping[Role, RoleFleet] = field(default_factory=dict[Role, RoleFleet])
-
-    @property
-    def is_current(self) -> bool:
-        return all(role.is_current for role in self.roles.values())
-
-    @property
-    def is_even(self) -> bool:
-        """All replicas are of one template, and a lost one would come back from it."""
-        return self.is_current and not any(role.old or role.keeps_old for role in self.roles.values())
-
-    @property
-    def is_complete(self) -> bool:
-        return (
-            bool(self.roles)
-            and self.is_even
-            and all(role.new == role.new_ready == role.wanted for role in self.roles.values())
-        )
-
-    @property
-    def num_old(self) -> int:
-        return sum(role.old for role in self.roles.values())
-
-    @property
-    def is_up(self) -> bool:
-        """Something decodes, or may."""
-        return any(role.new_up or role.old_up for role in self._decoding())
-
-    @property
-    def has_new_up(self) -> bool:
-        """Something decodes, or may, that has the template that all should have."""
-        return any(role.new_up for role in self._decoding())
-
-    @property
-    def serves_nothing(self) -> bool:
-        """Nothing is meant to decode."""
-        return not any(role.wanted for role in self._decoding())
-
-    @property
-    def is_mostly_old(self) -> bool:
-        return sum(role.old_up for role in self._decoding()) > sum(role.new_up for role in self._decoding())
-
-    @property
-    def trouble(self) -> Problem | None:
-        return next((role.trouble for role in self._tried() if role.trouble is not None), None)
-
-    @property
-    def has_lost_old(self) -> bool:
-        """Replicas of the revision before would come back as new ones: all were gone for a moment."""
-        return any(role.is_current and role.wanted and not role.keeps_old for role in self._tried())
-
-    def is_ready_for(self, weight: int) -> bool:
-        """The new replicas that this share of requests needs are ready."""
-        return self.is_current and all(role.new_ready >= replicas_for(role, weight) for role in self._tried())
-
-    def _decoding(self) -> list[RoleFleet]:
-        return [role for name, role in self.roles.items() if name is not Role.PREFILL]
-
-    def _tried(self) -> list[RoleFleet]:
-        return [role for role in self.roles.values() if role.is_tried]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,13 +42,6 @@ class RolloutRequest:
     """The wish to try again that the object carries."""
     may_roll: bool = True
     """Its turn has come."""
-
-
-def replicas_for(role: RoleFleet, weight: int) -> int:
-    """New replicas that this share of requests needs: that share of the role, and one of each revision at least."""
-    if not role.wanted:
-        return 0
-    return max(1, min(math.ceil(role.wanted * weight / 100), role.wanted + role.surge - 1))
 
 
 def limits(state: RolloutStatus | None, canary: Canary | None, fleet: Fleet) -> dict[Role, int]:
@@ -181,7 +83,7 @@ def advance(
             revision=request.revision,
             digest=request.digest,
             stable_revision=request.revision,
-            since=_text(now),
+            since=format_time(now),
             retry=request.retry,
         )
     state = before
@@ -209,7 +111,7 @@ def _with_slot(
     state: RolloutStatus, before: RolloutStatus, request: RolloutRequest, fleet: Fleet, now: datetime
 ) -> RolloutStatus:
     waiting = not request.may_roll and wants_slot(state, request, fleet)
-    given = {"since": _text(now)} if before.waiting and request.may_roll else {}
+    given = {"since": format_time(now)} if before.waiting and request.may_roll else {}
     return state if waiting == state.waiting and not given else state.model_copy(update={"waiting": waiting} | given)
 
 
@@ -240,8 +142,8 @@ def _prepare(state: RolloutStatus, request: RolloutRequest, fleet: Fleet, now: d
         return _roll(state, request, now) if fleet.is_current and fleet.trouble is not None else state
     if not fleet.is_even or not request.may_roll or fleet.serves_nothing:
         return state
-    trial = CanaryStatus(revision=request.revision, since=_text(now))
-    return state.model_copy(update={"phase": "Canary", "since": _text(now), "canary": trial})
+    trial = CanaryStatus(revision=request.revision, since=format_time(now))
+    return state.model_copy(update={"phase": "Canary", "since": format_time(now), "canary": trial})
 
 
 def _try(
@@ -251,25 +153,25 @@ def _try(
     trial = state.canary
     assert canary is not None
     if trial is None or fleet.serves_nothing or fleet.has_lost_old:
-        return state.model_copy(update={"phase": "Preparing", "since": _text(now), "canary": None})
+        return state.model_copy(update={"phase": "Preparing", "since": format_time(now), "canary": None})
     state = state.model_copy(update={"since": _not_ahead(state.since, now)})
     trial = trial.model_copy(update={"step": min(trial.step, len(canary.steps)), "since": _not_ahead(trial.since, now)})
     if (failure := _failure(canary, state, trial, request, fleet, verdict, now)) is not None:
         ended = trial.model_copy(
             update={"weight": 0, "ready": False, "reason": failure.reason, "message": failure.message}
         )
-        failed = {"phase": "RolledBack", "since": _text(now), "canary": ended, "retry": request.retry}
+        failed = {"phase": "RolledBack", "since": format_time(now), "canary": ended, "retry": request.retry}
         return state.model_copy(update=failed)
     step = _step(canary, trial)
     ready = fleet.is_ready_for(step.weight)
     was_paused = trial.message == _PAUSED and not request.paused
     if ready != trial.ready or (was_paused and not ready):
-        trial = trial.model_copy(update={"since": _text(now), "ready": ready})
+        trial = trial.model_copy(update={"since": format_time(now), "ready": ready})
     is_over = ready and _seconds_since(trial.since, now) >= parse_duration(step.duration)
     if is_over and not request.paused and verdict.judgement is Judgement.GOOD:
         if trial.step == len(canary.steps):
             return _roll(state, request, now)
-        trial = CanaryStatus(revision=trial.revision, step=trial.step + 1, since=_text(now))
+        trial = CanaryStatus(revision=trial.revision, step=trial.step + 1, since=format_time(now))
         ready = fleet.is_ready_for(_step(canary, trial).weight)
         trial = trial.model_copy(update={"ready": ready})
     reached = [s.weight for s in canary.steps[: trial.step] if fleet.is_ready_for(s.weight)]
@@ -315,10 +217,10 @@ def _waits_for(canary: Canary, trial: CanaryStatus, request: RolloutRequest, ver
 def _follow(state: RolloutStatus, fleet: Fleet, now: datetime) -> RolloutStatus:
     """How far the workers are from what all of them should have."""
     if fleet.is_complete and (state.phase != "Complete" or state.complete_revision != state.stable_revision):
-        update = {"phase": "Complete", "complete_revision": state.stable_revision, "since": _text(now)}
+        update = {"phase": "Complete", "complete_revision": state.stable_revision, "since": format_time(now)}
         return state.model_copy(update=update)
     if state.phase == "Complete" and fleet.num_old:
-        return state.model_copy(update={"phase": "Progressing", "since": _text(now)})
+        return state.model_copy(update={"phase": "Progressing", "since": format_time(now)})
     return state
 
 
@@ -326,7 +228,7 @@ def _change(
     before: RolloutStatus, request: RolloutRequest, *, phase: str, since: datetime, **update: Any
 ) -> RolloutStatus:
     named = {"revision": request.revision, "digest": request.digest, "retry": request.retry, "canary": None}
-    return before.model_copy(update=named | {"phase": phase, "since": _text(since)} | update)
+    return before.model_copy(update=named | {"phase": phase, "since": format_time(since)} | update)
 
 
 def _step(canary: Canary, trial: CanaryStatus) -> CanaryStep:
@@ -340,11 +242,7 @@ def _seconds_since(text: str, now: datetime) -> float:
 
 def _not_ahead(text: str, now: datetime) -> str:
     """A time that is written down; now where that has not come yet: the clock that told it was ahead of this one."""
-    return _text(now) if _seconds_since(text, now) < 0 else text
-
-
-def _text(time: datetime) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ")
+    return format_time(now) if _seconds_since(text, now) < 0 else text
 
 
 def canary_traffic(state: RolloutStatus | None, fleet: Fleet, before: CanaryTraffic | None) -> CanaryTraffic | None:

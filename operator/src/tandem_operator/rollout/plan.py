@@ -30,7 +30,6 @@ from tandem_operator.objects.manifests import (
 )
 from tandem_operator.objects.problem import Problem
 from tandem_operator.rollout.canary import (
-    Fleet,
     RolloutRequest,
     advance,
     canary_traffic,
@@ -53,6 +52,7 @@ from tandem_operator.rollout.revisions import (
     with_content,
 )
 from tandem_operator.rollout.statefulsets import observe_fleet
+from tandem_operator.rollout.trial import Fleet
 from tandem_operator.workloads import Blueprint, Built, build_possible
 from tandem_operator.workloads.blueprint import TEMPLATE_HASH, digest
 

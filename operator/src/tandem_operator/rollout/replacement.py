@@ -228,7 +228,7 @@ def _queues(view: RoleView, released: set[int]) -> _Queues:
 def _next(
     roles: Mapping[Role, RoleView], serving: _Serving, queues: Mapping[Role, _Queues]
 ) -> tuple[Role, Replica] | None:
-    """Whose turn it is: of the role that has more old replicas left, so that builds stay in proportion."""
+    """The one that goes next: of the role that has more old replicas left, so that builds stay in proportion."""
 
     def share_left(role: Role) -> Fraction:
         left = sum(len(waiting) for builds in queues[role].values() for waiting in builds.values())

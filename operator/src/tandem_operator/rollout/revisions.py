@@ -21,7 +21,7 @@ from tandem_operator.workloads.blueprint import HISTORY, Blueprint, digest
 _FIELDS = ("model", "prefill", "decode", "engine", "kv")
 _ROLES = ("prefill", "decode")
 _COUNTS = ("replicas", "scaling")
-"""Of a role: how many there are, and who says so, is no part of what they are."""
+"""Fields of a role: how many there are, and who says so, is no part of what they are."""
 
 History = Mapping[int, Manifest]
 """Contents by number."""

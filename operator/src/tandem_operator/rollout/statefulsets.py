@@ -44,8 +44,8 @@ from tandem_operator.observe.causes import role_problem
 from tandem_operator.observe.groups import group_pods
 from tandem_operator.observe.replica import Replica, State
 from tandem_operator.observe.roles import observe_replicas, pods_of, workload_key
-from tandem_operator.rollout.canary import Fleet, RoleFleet
 from tandem_operator.rollout.replacement import RolePlan, RoleView, plan_replacement
+from tandem_operator.rollout.trial import Fleet, RoleFleet
 from tandem_operator.workloads.blueprint import Blueprint
 from tandem_operator.workloads.pods import ROOM_TO_DRAIN_SECONDS, grace_seconds
 
