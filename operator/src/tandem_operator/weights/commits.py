@@ -58,7 +58,7 @@ class CommitPlan:
     """What workers load; None: each resolves the revision for itself."""
     status: ModelStatus | None = None
     finding: tuple[bool | None, str, str] | None = None
-    """Of the condition `ModelResolved`: whether it holds, None for unknown, its reason and sentence."""
+    """What the condition `ModelResolved` says: whether it holds, None for unknown, its reason and sentence."""
     problem: Problem | None = None
     """Why workers cannot be made."""
 

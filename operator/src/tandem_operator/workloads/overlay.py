@@ -28,7 +28,7 @@ _HANDLERS = frozenset({"exec", "httpGet", "tcpSocket", "grpc", "sleep"})
 _ALTERNATIVES = {"env": frozenset({"value", "valueFrom"})} | dict.fromkeys(
     ("livenessProbe", "readinessProbe", "startupProbe", "preStop", "postStart"), _HANDLERS
 )
-"""By field: what excludes each other in it, or in its items."""
+"""What excludes each other in it, or in its items."""
 _RESERVED_LABELS = (f"{GROUP}/", "app.kubernetes.io/")
 
 

@@ -1,4 +1,5 @@
-"""Where pods run and what they run with: the fields of a workload that say so, and the spread that is the default.
+"""Placement: where pods run and what they run with: the fields of a workload that say so, and the spread that is the
+default.
 
 The order of precedence is generated, then these fields, then the podTemplate: `pods.pod_template` merges it over all.
 """

@@ -56,7 +56,7 @@ def _uses_devices(worker: WorkerRole) -> bool:
 
 
 def prewarm_name(blueprint: Blueprint) -> str:
-    """Of the Job: another one for whatever else workers find in the claim."""
+    """The name of the Job: another one for whatever else workers find in the claim."""
     spec, role = blueprint.model.spec, blueprint.decode_role
     assert spec.model.cache is not None
     parts = [spec.model.uri, blueprint.weights_revision, spec.model.cache.persistent_volume_claim]

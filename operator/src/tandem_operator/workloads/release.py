@@ -15,9 +15,9 @@ class NetworkSettings:
     egress: bool = True
     """Also for what pods may connect to."""
     api_server_ports: tuple[int, ...] = (443, 6443)
-    """Where the API server listens: of its Service, and behind it, where most networks look."""
+    """Ports where the API server listens: of its Service, and behind it, where most networks look."""
     operator_namespace: str | None = None
-    """Where the operator runs, which reads the reports of gateways; None: not in this cluster."""
+    """The namespace where the operator runs, which reads the reports of gateways; None: not in this cluster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,4 +35,4 @@ class Release:
     gateway_cluster_role: str = "tandem-gateway"
     """What gateways may ask of the API server; the chart makes it."""
     tracing: TracingConfig | None = None
-    """Where spans go of models that name no collector; None: nowhere."""
+    """The collector that spans go to of models that name no collector; None: nowhere."""

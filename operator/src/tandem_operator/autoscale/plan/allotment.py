@@ -19,7 +19,7 @@ class Claim:
     """What one model has and wants, in GPUs."""
 
     name: str
-    """Of equal claims the first by name is served first."""
+    """The first by name of equal claims is served first."""
     priority: int
     """A higher one goes first."""
     least: int
@@ -39,13 +39,14 @@ class Allotment:
     """What one model may have, in GPUs."""
 
     target: int
-    """By the budget and the claims of all."""
+    """What the budget and the claims of all come to."""
     granted: int
-    """Of that, what it may have now: others that hold the rest have to let it go first."""
+    """The part of it that it may have now: others that hold the rest have to let it go first."""
 
 
 def allot(claims: Sequence[Claim], budget: int) -> dict[str, Allotment]:
-    """By name. Together the targets take no more than `budget`, unless the minimums do: then each has its minimum."""
+    """Allotments by name. Together the targets take no more than `budget`, unless the minimums do: then each has its
+    minimum."""
     targets = share_out(claims, budget)
     free = budget - sum(max(claim.held, claim.present) for claim in claims)
     allotments: dict[str, Allotment] = {}

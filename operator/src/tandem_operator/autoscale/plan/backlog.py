@@ -16,9 +16,9 @@ from tandem_operator.autoscale.plan.sizing import MOST_REPLICAS
 DRAIN_SECONDS = 20.0
 """In which a backlog is worked off once all replicas are there, at least."""
 DRAIN_SHARE = 0.4
-"""Of a start, in which it is worked off where that is longer."""
+"""The part of a start in which it is worked off where that is longer."""
 MOST_SHARE = 2.0
-"""Of the replicas that do for what arrives: no more are ordered, however large the backlog is."""
+"""Times the replicas that do for what arrives: no more are ordered, however large the backlog is."""
 
 
 def foresee_backlog(

@@ -20,18 +20,18 @@ CALM_SECONDS = 120.0
 LEAST_CALM_SECONDS = 60.0
 LONGEST_SECONDS = 1200.0
 RISE_SHARE = 1.5
-"""Of the rate before: less is no burst."""
+"""Times the rate before: less is no burst."""
 RISE_DEVIATIONS = 4.0
-"""Of square roots of counts, as for jumps (`rates.find_jump`)."""
+"""Square roots of counts, as for jumps (`rates.find_jump`)."""
 LAST = 3
 """Bursts by which the next one is judged, and `LEAST` of them at least."""
 LEAST = 2
 ALIKE = 0.5
-"""Of the growth of the present burst: lower ones before it tell nothing of it."""
+"""Share of the growth of the present burst: lower ones before it tell nothing of it."""
 OVERDUE = 1.5
 """A burst that has lasted so many times as long as the longest of the last ones is none like them."""
 WORTH = 0.25
-"""Of a start: a replica that would serve a burst for less is not worth it."""
+"""Share of a start: a replica that would serve a burst for less is not worth it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class Burst:
 
     begin: float
     end: float
-    """Of one that is not over, the time of the last count."""
+    """While it is not over, the time of the last count."""
     growth: float
     """Requests per second above those before it."""
     over: bool = True

@@ -37,7 +37,7 @@ class RoleSpec:
     min: int = 1
     max: int
     gpus: int = 1
-    """Of one replica."""
+    """What one replica takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,7 @@ class ScalingSpec:
 
     @property
     def prompt_role(self) -> Role:
-        """Whose replicas compute prompts."""
+        """The role whose replicas compute prompts."""
         return Role.PREFILL if Role.PREFILL in self.roles else Role.DECODE
 
 
@@ -140,7 +140,7 @@ class RoleState:
     decoding: int | None = None
     """How many replicas these are; None: all that are ready."""
     transfer_share: float | None = None
-    """Of the bandwidth of the busiest link for keys and values."""
+    """Share of the bandwidth of the busiest link for keys and values that is used."""
     starts: tuple[float, ...] = ()
     """Seconds that replicas took to become ready, the newest last."""
     gpus: Gpus = NO_GPUS
@@ -155,16 +155,16 @@ class Counters:
     requests: int
     """Arrived at gateways."""
     prompt_tokens: int
-    """Of those requests."""
+    """Tokens of those requests' prompts."""
     prompt_squares: float
     """Sum of the squares of their prompt tokens: tells how unequal they are."""
     computed_prompt_tokens: int
-    """Of prompts that workers have computed, cached tokens included."""
+    """Tokens of prompts that workers have computed, cached ones included."""
     computed_tokens: int
-    """Of those, what was not cached."""
+    """Those that were not cached."""
     finished: int
     output_tokens: int
-    """Of the finished."""
+    """Tokens of the finished answers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

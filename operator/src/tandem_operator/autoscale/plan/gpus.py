@@ -13,14 +13,14 @@ VRAM_FULL = 0.98
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpus:
-    """Of one role."""
+    """The GPUs of one role."""
 
     vram_share: float | None = None
-    """Of the memory that is in use, on the GPU where it is largest. None: nobody tells."""
+    """Share of the memory that is in use, on the GPU where it is largest. None: nobody tells."""
     vram_rank: str = ""
     """Which one that is."""
     link_share: float | None = None
-    """Of what its NVLinks carry one way, what they take in, on the GPU where it is largest."""
+    """Share that its NVLinks take in of what they carry one way, on the GPU where it is largest."""
     link_rank: str = ""
     unwell: tuple[str, ...] = ()
     """GPUs that report critical errors, or whose clocks are lowered, in words."""
@@ -34,7 +34,7 @@ NO_GPUS = Gpus()
 
 
 def read_gpus(samples: Iterable[WorkerTelemetry]) -> Gpus:
-    """Of these workers, which tell of all of their ranks."""
+    """The GPUs of these workers, which tell of all of their ranks."""
     ranks = [(f"{sample.pod} rank {one.rank}", one) for sample in samples for one in sample.ranks]
     vram = max(_shares(ranks, "vram_used_bytes", "vram_total_bytes"), default=None)
     links = max(_shares(ranks, "nvlink_rx_bytes_per_second", "nvlink_bytes_per_second_limit"), default=None)

@@ -84,7 +84,8 @@ class History:
         return max((state.kv_tokens_used / max(1, state.decoding or state.ready) for state in states), default=0.0)
 
     def link_share(self, role: Role, seconds: float) -> float | None:
-        """Of what NVLinks of the busiest GPU carry, in the mean over the last so many seconds. None: nobody tells."""
+        """Share of what NVLinks of the busiest GPU can carry, in the mean over the last so many seconds. None: nobody
+        tells."""
         end = self.snapshots[-1].at if self.snapshots else 0.0
         lately = takewhile(lambda one: end - one.at < seconds, reversed(self.snapshots))
         shares = [one.roles[role].gpus.link_share for one in lately if role in one.roles]

@@ -12,7 +12,7 @@ MOST_APART = 4.0
 """Times the median, or parts of it, that replicas of a role can be apart: an empty one's steps take less than a full
 one's, and a cold GPU is a little faster."""
 _FEWEST_PEERS = 3
-"""Of two that differ nobody knows which is right."""
+"""Nobody knows which of two that differ is right."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,13 +22,13 @@ class Agreed:
     value: float | None
     """Mean of those that most agree with."""
     mean: float | None
-    """Of all."""
+    """The mean of all."""
     odd: frozenset[str]
     """Those left out, by pod."""
 
 
 def agree(told: Mapping[str, float | None]) -> Agreed:
-    """Of those that are measured. What no machine does is not measured."""
+    """What those agree on that are measured. What no machine does is not measured."""
     known = {name: value for name, value in told.items() if value is not None and _LEAST <= value <= _MOST}
     if not known:
         return Agreed(value=None, mean=None, odd=frozenset())

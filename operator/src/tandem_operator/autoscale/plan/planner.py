@@ -53,7 +53,7 @@ from tandem_operator.autoscale.plan.sizing import (
 DOWN_DEVIATIONS = 1.0
 """Standard deviations that scaling down adds to those of scaling up."""
 CANCEL_SHARE = 0.25
-"""Of a start, for which replicas on their way are kept that nothing asks for any more."""
+"""The part of a start for which replicas on their way are kept that nothing asks for any more."""
 BACKLOG = "backlog"
 NOTHING_MEASURED = "NothingMeasured"
 
@@ -149,7 +149,7 @@ def _keep_coming(
 def _plan_shared(
     spec: ScalingSpec, fleet: Snapshot, history: History, load: Load, replica: SharedReplica, now: float
 ) -> Decision:
-    """Where decode replicas compute prompts too."""
+    """One decision about a model whose decode replicas compute prompts too."""
     state = fleet.roles[Role.DECODE]
     z = spec.tuning.deviations
     speed = _prompt_speed(state, load, replica)
@@ -193,7 +193,7 @@ def _held_each(state: RoleState) -> float:
 
 
 def _prompt_speed(state: RoleState, load: Load, replica: SharedReplica) -> float:
-    """Of a replica now; at least a tenth of what it would have without answers."""
+    """Tokens per second of a replica now; at least a tenth of what it would have without answers."""
     held = _held_each(state)
     speed = replica.prompt_speed(held / load.answers.context, replica.steps.base + replica.steps.slope * held)
     return max(0.1 * replica.velocity, speed)

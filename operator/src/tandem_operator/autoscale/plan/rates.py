@@ -22,18 +22,18 @@ STEADY_SECONDS = (240.0, 480.0, 900.0)
 STEADY_DEVIATIONS = 3.0
 TREND_SECONDS = 240.0
 LONGEST_TREND_SECONDS = 600.0
-"""Where a start takes longer than `TREND_SECONDS`, a trend is looked for over as long, up to this."""
+"""A trend is looked for over as long as a start takes, where that is more than `TREND_SECONDS`, up to this."""
 JUMP_SECONDS = (10.0, 20.0, 40.0)
 """Windows in which a jump is looked for: a large one shows at once, a small one a little later."""
 JUMP_WATCHED = 0.1
-"""Of a start, for which a jump is watched at least: a replica that was ordered by mistake costs all of it."""
+"""The part of a start for which a jump is watched at least: a replica that was ordered by mistake costs all of it."""
 JUMP_DEVIATIONS = 4.0
 HALF_DEVIATIONS = 0.5
 """Either half of the window shows the jump: what came at one moment and is over is none."""
 JUMP_AHEAD = 2.5
 """A jump that still grows is taken to go on growing for so many times what its second half has more than the first."""
 GROWTH_DEVIATIONS = 0.5
-"""Of the difference of two halves, that are put down to chance."""
+"""Deviations of the difference of two halves that are put down to chance."""
 RISE = 2.0
 """Halves of a steady rise are as much above one another as twice what the first is above the mean before."""
 JUMP_SHARE = 1.3
@@ -45,7 +45,7 @@ STEP_LEAD_SECONDS = 120.0
 """A step that is taken for a trend is dear where replicas are ordered for longer ahead than this: both are compared."""
 FALL_DEVIATIONS = 4.0
 FALL_SHARE = 0.35
-"""Of the mean, in `TREND_SECONDS`: replicas go sooner only where demand falls for good."""
+"""Share of the mean, in `TREND_SECONDS`: replicas go sooner only where demand falls for good."""
 
 Point = tuple[float, float]
 """A time and a total up to it."""
@@ -53,7 +53,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
-    """Of something that is counted, per second."""
+    """The rate of something that is counted, per second."""
 
     now: float
     """Expected at present."""
@@ -89,8 +89,8 @@ def estimate_rate(points: Sequence[Point], diffusion: float, lead: float, tuning
 def _follow(
     points: Sequence[Point], mean: float, covered: float, diffusion: float, lead: float, tuning: Tuning
 ) -> Rate:  # fmt: skip
-    """Where nothing jumps: along the longest trend that there is, and no further ahead than it has been seen; else the
-    mean."""
+    """The rate ahead where nothing jumps: along the longest trend that there is, and no further ahead than it has been
+    seen; else the mean."""
     end = points[-1][0]
     found = None
     if tuning.trend:
@@ -166,7 +166,7 @@ class Jump:
 
     rate: float
     growth: float
-    """Of the rate from the first half of the window to the second, as far as chance does not explain it."""
+    """Growth of the rate from the first half of the window to the second, as far as chance does not explain it."""
     seconds: float
     """In which it was seen."""
 

@@ -16,7 +16,7 @@ _NAMED = 3
 
 
 def busiest_link(decode: RoleState, history: History) -> tuple[float | None, str]:
-    """Of decode replicas: the share of the busiest, and its name. Keys and values come over one or the other: a
+    """The share of the busiest link of decode replicas, and its name. Keys and values come over one or the other: a
     transfer is timed from end to end, and NVLinks tell bytes."""
     nvlink = history.link_share(Role.DECODE, SHARE_SECONDS)
     if nvlink is None or (decode.transfer_share is not None and decode.transfer_share >= nvlink):
@@ -75,7 +75,7 @@ def say_roles(roles: Mapping[Role, RoleDecision]) -> str:
 
 
 def say_odd(fleet: Snapshot) -> str:
-    """Whose figures were not believed, for people."""
+    """Names, for people, those whose figures were not believed."""
     odd = [name for state in fleet.roles.values() for name in state.odd]
     if not odd:
         return ""

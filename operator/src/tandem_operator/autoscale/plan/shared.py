@@ -34,14 +34,14 @@ class SharedReplica:
     """What a replica that does both can do."""
 
     steps: StepModel
-    """Of steps that only decode."""
+    """The time of steps that only decode."""
     extra: float = inf
     """Seconds by which a step that computes prompts too is longer; inf, where that is not measured: answers are taken
     to stand still in it."""
     velocity: float
     """Tokens per second of a mixed step, those of answers counted."""
     kv_tokens: float
-    """That fit into its blocks."""
+    """Tokens that fit into its blocks."""
 
     def prompt_speed(self, sequences: float, step: float) -> float:
         """Prompt tokens per second while prompts are computed, beside so many answers with decode steps of so long."""

@@ -28,7 +28,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Of workers, by pod. Immutable: every look makes a new one."""
+    """Shares of time of workers, by pod. Immutable: every look makes a new one."""
 
     marks: Mapping[str, tuple[Mark, ...]] = field(default_factory=dict[str, tuple[Mark, ...]])
     """The oldest first."""
@@ -48,7 +48,7 @@ class Shares:
         return max(self._tell(names, lambda mark: mark.received), default=None)
 
     def _tell(self, names: Iterable[str], read: Callable[[Mark], float | None]) -> list[float]:
-        """Of those that tell."""
+        """The mean of those that tell."""
         found: list[float] = []
         for name in names:
             known = [(mark.at, total) for mark in self.marks.get(name, ()) if (total := read(mark)) is not None]

@@ -9,9 +9,9 @@ from math import ceil, exp, sqrt
 from tandem_operator.autoscale.plan.contract import Target
 
 TPOT_MARGIN = 0.85
-"""Of the target for a token: steps are planned for this, because replicas of one role are never equally full."""
+"""Share of the target for a token: steps are planned for this, because replicas of one role are never equally full."""
 KV_MARGIN = 0.85
-"""Of a replica's blocks: above it requests begin to wait for memory."""
+"""Share of a replica's blocks: above it requests begin to wait for memory."""
 MOST_REPLICAS = 4096
 VRAM = "VRAM"
 
@@ -144,7 +144,8 @@ def find_room(model: StepModel, kv_tokens: float, target: Target) -> DecodeRoom:
 
 
 def bound_room(room: DecodeRoom, model: StepModel, held: float) -> DecodeRoom:
-    """Where the GPUs' memory is full: no more than a replica has held at most, since nobody knows that more fits."""
+    """The room where the GPUs' memory is full: no more than a replica has held at most, since nobody knows that more
+    fits."""
     if held <= 0 or held >= room.context:
         return room
     return DecodeRoom(context=held, step=model.base + model.slope * held, limit=VRAM)

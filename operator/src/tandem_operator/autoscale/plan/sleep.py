@@ -28,13 +28,13 @@ class Sight:
     at: float
     asleep: bool
     reports: tuple[Heard, ...] = ()
-    """Of gateways that take requests."""
+    """Those of gateways that take requests."""
     silent: Mapping[str, str] = field(default_factory=dict[str, str])
     """Gateways that take requests and do not report, and why."""
     serves: bool = True
-    """Of every role a replica is ready."""
+    """A replica of every role is ready."""
     woken: bool = False
-    """Of a model that sleeps a worker serves: one that was on standby, and that a gateway has woken."""
+    """A worker serves though the model sleeps: one that was on standby, and that a gateway has woken."""
     rolling: bool = False
     """Replicas are being replaced, or tried. A rollout that waits, is paused or is stuck moves nothing."""
 

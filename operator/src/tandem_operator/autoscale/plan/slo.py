@@ -22,7 +22,7 @@ FEWEST_STREAMS = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Of the last `WINDOW_SECONDS`."""
+    """What the last `WINDOW_SECONDS` measured."""
 
     ttft_counts: Sequence[int] = ()
     """Streams by seconds to the first token, in the buckets of the gateways' reports."""

@@ -28,7 +28,7 @@ STALE_SECONDS = 30.0
 LONGEST_START = 6 * 3600.0
 """Seconds: nothing starts longer."""
 _BLOCK_TOKENS = KVConfig().block_size
-"""Of a worker that does not say."""
+"""What a worker has that does not say."""
 _MOST_SQUARES = 1e30
 _KEPT = 256
 """Gateways, and workers of each, whose last counts are kept: enough for those that come back."""
@@ -87,7 +87,7 @@ class Totals:
     """What all gateways have counted since the beginning."""
 
     since: float
-    """By the clock of `add_up`: of a gateway that is older, the first report is where counting begins."""
+    """On the clock of `add_up`: counting begins with the first report of a gateway that is older."""
     counters: Counters = _NO_TRAFFIC
     ttft_counts: tuple[int, ...] = ()
     """Streams by seconds to the first token, in the buckets of the gateways' reports."""
