@@ -37,6 +37,7 @@ from tandem_operator.objects.manifests import (
 )
 from tandem_operator.objects.parsing import parse_status
 from tandem_operator.process import web
+from tandem_operator.process.registry import ModelRegistry
 from tandem_operator.process.settings import OperatorSettings
 from tandem_operator.reconcile.claims import Claims
 from tandem_operator.reconcile.reconciler import Reconciler
@@ -47,8 +48,6 @@ from tandem_operator.runtime.workqueue import WorkQueue
 from tandem_operator.weights.hub import Hub
 
 _API_POLL_SECONDS = 2.0
-_CHILDREN_SECONDS = 0.2
-"""How long changes of children are gathered: one pod alone changes four times until it is ready."""
 _MODELS_AT_ONCE = 20
 """Models of a page of the first list: parsing it is what holds the event loop."""
 
@@ -63,6 +62,8 @@ class Operator:
         self._client = client = connections.requests
         self._lease_client = connections.lease
         self._queue = WorkQueue()
+        self._hub = Hub(client, settings.hub, on_answer=self._queue.add)
+        self._models = ModelRegistry(self._queue, self._hub)
         self._loop_turns = LoopTurns()
         self._store = ChildStore(self._loop_turns)
         recorder = EventRecorder(client, instance=settings.lease.identity)
@@ -74,16 +75,15 @@ class Operator:
                 self._store,
                 kind,
                 settings.namespaces or (None,),
-                on_change=self._on_child,
-                on_served=self._look_at_all,
+                on_change=self._models.on_child,
+                on_served=self._models.look_at_all,
             )
             for kind in OPTIONAL_KINDS
         ]
-        self._fleet = FleetWatch(self._on_child, on_request=self._on_request)
+        self._fleet = FleetWatch(self._models.on_child, on_request=self._on_request)
         self._quotas = QuotaWatch(client, self._count_present)
         self._scaler = Scaler(self._fleet, self._queue.add, loop_turns=self._loop_turns, budget=self._quotas.budget)
         self._rollouts = RolloutQueue(limit=settings.max_concurrent_rollouts)
-        self._hub = Hub(client, settings.hub, on_answer=self._queue.add)
         self._reconciler = Reconciler(
             client,
             self._store,
@@ -97,10 +97,9 @@ class Operator:
             self._scaler,
             Claims(client, f"{settings.lease.namespace}/{settings.lease.name}", managed_by=settings.managed_by),
             unserved=self._unserved,
-            on_gone=self._on_missing,
+            on_gone=self._models.on_missing,
             loop_turns=self._loop_turns,
         )
-        self._models: set[ModelKey] = set()
         self._connected = False
 
     @property
@@ -152,7 +151,7 @@ class Operator:
                     self._store,
                     kind,
                     namespace,
-                    on_change=self._on_child,
+                    on_change=self._models.on_child,
                     selector=REVISIONS if kind is CONTROLLER_REVISION else CHILDREN,
                     loop_turns=self._loop_turns,
                 )
@@ -167,7 +166,7 @@ class Operator:
                     self._creations,
                     EVENT,
                     namespace,
-                    on_change=self._on_creation,
+                    on_change=self._models.on_creation,
                     selector=CREATIONS,
                     loop_turns=self._loop_turns,
                 )
@@ -183,7 +182,7 @@ class Operator:
             if not await _first(stopped, _first(held, self._remember_rollouts())):
                 return 0
             tasks += [asyncio.create_task(self._work(), name="worker") for _ in range(self._settings.workers)]
-            tasks.append(asyncio.create_task(self._resync(), name="resync"))
+            tasks.append(asyncio.create_task(self._models.resync(self._settings.resync_seconds), name="resync"))
             tasks.append(asyncio.create_task(self._fleet.run(), name="fleet"))
             tasks.append(asyncio.create_task(self._scaler.run(), name="scaler"))
             tasks.append(asyncio.create_task(self._quotas.run(), name="quotas"))
@@ -239,48 +238,19 @@ class Operator:
         assert namespace is not None  # InferenceModels are namespaced
         key = ModelKey(namespace, name)
         if type == "DELETED":
-            self._on_gone(key)
+            self._models.on_gone(key)
             self._queue.forget(key)
             self._reconciler.forget(key)
         else:
             self._models.add(key)
             if not self._reconciler.has_written(key, str(meta.get("resourceVersion"))):
                 self._queue.add(key)
-        metrics.MODELS.set(len(self._models))
-
-    def _on_gone(self, key: ModelKey) -> None:
-        """A model is not there any more."""
-        self._models.discard(key)
-        metrics.forget_model(key)
-        self._hub.forget(key)
-        metrics.MODELS.set(len(self._models))
-
-    def _on_missing(self, key: ModelKey) -> None:
-        """A look has not found a model: its deletion was missed, unless one of that name was made since."""
-        if not self._queue.is_due(key):
-            self._on_gone(key)
-
-    def _on_child(self, key: ModelKey) -> None:
-        self._queue.add_later(key, _CHILDREN_SECONDS)
 
     def _on_request(self, key: ModelKey) -> None:
         self._scaler.decide(key)
 
     def _count_present(self) -> dict[Pool, int]:
         return self._scaler.present()
-
-    def _on_creation(self, key: ModelKey) -> None:
-        if key in self._models:  # Events name StatefulSets of anybody
-            self._on_child(key)
-
-    async def _resync(self) -> None:
-        while True:
-            await asyncio.sleep(self._settings.resync_seconds)
-            self._look_at_all()
-
-    def _look_at_all(self) -> None:
-        for key in self._models:
-            self._queue.add(key)
 
     def _unserved(self) -> frozenset[str]:
         return frozenset(watch.kind.name for watch in self._optional if not watch.is_served)
