@@ -156,7 +156,7 @@ def main() -> None:
     parser.add_argument("package", nargs="+", help="a package; or: entered PACKAGE TEST")
     parser.add_argument("--root", type=Path, default=ROOT, help="another checkout")
     parser.add_argument("--under", default="", help="with `entered`: count from the first call of this function on")
-    given = parser.parse_args()
+    given = parser.parse_intermixed_args()
     if given.package[0] == "entered":
         _, package, test = given.package
         found = list_entered(given.root.resolve(), package, under=given.under, test=test)
