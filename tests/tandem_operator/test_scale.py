@@ -17,7 +17,7 @@ from tandem_operator.gateways.admission import admission_condition, is_admission
 from tandem_operator.gateways.fleet import FleetView, Standing
 from tandem_operator.kube.store import ChildStore
 from tandem_operator.objects.manifests import KIND_BY_NAME, ChildKey, Manifest, ModelKey, own_workloads
-from tandem_operator.observe.replica import Replica, State
+from tandem_operator.observe.replica import ObservedReplica, ReplicaState
 from tandem_operator.reconcile.status import build_status
 from tandem_operator.rollout.plan import plan_rollout, view_rollout
 from tandem_operator.rollout.replacement import RoleView, plan_replacement
@@ -77,7 +77,9 @@ def test_each_part_of_a_look_at_a_thousand_pods_is_short() -> None:
 
 def test_a_plan_that_takes_all_replicas_costs_as_many_times_as_there_are() -> None:
     def view(wanted: int) -> RoleView:
-        replicas = [Replica(index=i, build="old", state=State.READY, is_outdated=True) for i in range(wanted)]
+        replicas = [
+            ObservedReplica(index=i, build="old", state=ReplicaState.READY, is_outdated=True) for i in range(wanted)
+        ]
         return RoleView(wanted=wanted, total=wanted, partition=wanted, replicas=replicas, surge=0, unavailable=wanted)
 
     def roles(size: int) -> dict[Role, RoleView]:

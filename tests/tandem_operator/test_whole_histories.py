@@ -28,7 +28,7 @@ from tandem_operator.objects.manifests import KIND_BY_NAME, Manifest, ModelKey, 
 from tandem_operator.reconcile.reconciler import Reconciler
 from tandem_operator.rollout.queue import RolloutQueue
 from tandem_operator.rollout.revisions import digest_of
-from tandem_operator.weights.commits import Answer, Question
+from tandem_operator.weights.commits import CommitAnswer, CommitQuestion
 from tandem_operator.weights.hub import HubPolicy
 from tandem_operator.workloads.blueprint import digest
 
@@ -63,7 +63,7 @@ class World:
         """The watch of the model is away in between."""
         self.tip = "a" * 40
         self.policy = HubPolicy(resolve=True)
-        self.answers: dict[ModelKey, tuple[Question, Answer | None]] = {}
+        self.answers: dict[ModelKey, tuple[CommitQuestion, CommitAnswer | None]] = {}
         self.bad: set[str] = set()
         """Images whose workers never start."""
         self.due = 0.0
@@ -140,7 +140,7 @@ class World:
 
     # the hub
 
-    def ask(self, key: ModelKey, question: Question, *, can_wait: bool = False) -> Answer | None:
+    def ask(self, key: ModelKey, question: CommitQuestion, *, can_wait: bool = False) -> CommitAnswer | None:
         known = self.answers.get(key)
         if known is None or known[0] != question:
             self.answers[key] = known = (question, None)
@@ -154,7 +154,7 @@ class World:
 
     def answer(self) -> None:
         for key, (question, before) in list(self.answers.items()):
-            told = Answer(commit=self.tip)
+            told = CommitAnswer(commit=self.tip)
             if told != before:
                 self.answers[key] = question, told
                 self._wake(key)

@@ -14,7 +14,7 @@ from tandem_api.names import Role
 from tandem_operator.autoscale.observed import ObservedModel
 from tandem_operator.autoscale.plan.snapshots import PodStart, RoleCount
 from tandem_operator.autoscale.plan.temper import Circumstances
-from tandem_operator.autoscale.quotas import Budget, Limit, Pool, QuotaWatch, find_budget, read_limits
+from tandem_operator.autoscale.quotas import GPUBudget, GPUPool, Limit, QuotaWatch, find_budget, read_limits
 from tandem_operator.autoscale.scaler import PERIOD_SECONDS, Scaler
 from tandem_operator.gateways.fleet import FleetView, FleetWatch
 from tandem_operator.kube.client import KubeClient
@@ -23,7 +23,7 @@ from test_scaler import SPEC, D, Load, P
 
 GPU = "nvidia.com/gpu"
 RESOURCE = f"requests.{GPU}"
-A, B = Pool("a", GPU), Pool("b", GPU)
+A, B = GPUPool("a", GPU), GPUPool("b", GPU)
 
 
 def quota(hard: Any = "8", used: Any = "0", **spec: Any) -> dict[str, Any]:
@@ -87,14 +87,14 @@ async def test_only_namespaces_of_models_are_read_and_the_last_answer_is_kept_fo
     api, client = server
     now, present = 0.0, {A: 3}
     watch = QuotaWatch(client, lambda: present, clock=lambda: now)
-    assert watch.budget(A) == Budget()
+    assert watch.budget(A) == GPUBudget()
     api.items = [quota("8", "5"), {"spec": {"hard": {"pods": "5"}}}]
     await watch.read_all()
     assert api.asked == ["/api/v1/namespaces/a/resourcequotas"]
-    assert (watch.budget(A), watch.budget(B)) == (Budget(gpus=6), Budget())
+    assert (watch.budget(A), watch.budget(B)) == (GPUBudget(gpus=6), GPUBudget())
     api.status = 403
     await watch.read_all()
-    assert watch.budget(A) == Budget(gpus=6)
+    assert watch.budget(A) == GPUBudget(gpus=6)
     now = 61.0
     assert watch.budget(A).gpus is None
     assert "forbidden" in watch.budget(A).problem
@@ -103,7 +103,7 @@ async def test_only_namespaces_of_models_are_read_and_the_last_answer_is_kept_fo
     assert "many" in watch.budget(A).problem, "what cannot be read is told and not taken for no quota"
     api.items = []
     await watch.read_all()
-    assert watch.budget(A) == Budget()
+    assert watch.budget(A) == GPUBudget()
     present = {}
     await watch.read_all()
     assert len(api.asked) == 4, "nobody asks for it any more"
@@ -123,7 +123,7 @@ async def test_pods_that_the_quota_counts_sooner_or_later_than_the_operator_take
     assert budgets == [8, 8, 8, 8, 8, 8, 8, 4], "a pod gone, one made; and others that use some for good"
     api.items = []
     await watch.read_all()
-    assert watch.budget(A) == Budget()
+    assert watch.budget(A) == GPUBudget()
     api.items = [quota("6", "8")]
     await watch.read_all()
     assert watch.budget(A).gpus == 6, "of a quota that is new, the first look counts"
@@ -184,7 +184,9 @@ class Namespace:
         now = self.loads[LOW]
         self.scaler = Scaler(
             Loads(self.loads), clock=lambda: now.now,
-            budget=lambda pool: Budget(gpus=self.gpus, problem=self.problem) if pool.namespace == "n" else Budget(),
+            budget=lambda pool: (
+                GPUBudget(gpus=self.gpus, problem=self.problem) if pool.namespace == "n" else GPUBudget()
+            ),
         )  # fmt: skip
         self.follow()
 
@@ -283,7 +285,7 @@ async def test_a_model_that_is_scaled_no_longer_claims_nothing() -> None:
     assert "GPU quota" in namespace.told(LOW)[0]
     static = ObservedModel(spec=None, ttft=SPEC.ttft, tpot=SPEC.tpot, circumstances=Circumstances(followed=frozenset()))
     scaler.follow(HIGH, static)
-    assert scaler.present() == {Pool("n", GPU): before}, "its pods are another's now, in the quota's own count"
+    assert scaler.present() == {GPUPool("n", GPU): before}, "its pods are another's now, in the quota's own count"
     for _ in range(30):
         namespace.loads[LOW].pass_time()
         scaler.decide(LOW)

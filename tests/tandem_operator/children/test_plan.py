@@ -5,7 +5,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 from operator_objects import UID, blueprint, children, pod
-from tandem_operator.children.plan import Step, plan_children, plan_clearing, plan_step
+from tandem_operator.children.plan import ChildStep, plan_children, plan_clearing, plan_step
 from tandem_operator.children.templates import WITHHELD
 from tandem_operator.objects.manifests import ChildKey, Manifest, child_key
 from tandem_operator.workloads import build_children
@@ -21,7 +21,7 @@ def owned(**changes: Any) -> Manifest:
     return service | {"metadata": service["metadata"] | changes}
 
 
-def step(live: Manifest | None) -> Step:
+def step(live: Manifest | None) -> ChildStep:
     return plan_step(owned(), live, owner_uid=UID)
 
 
@@ -44,28 +44,28 @@ def test_one_plan_reaches_the_goal(old: dict[str, Any], new: dict[str, Any]) -> 
 
 
 def test_missing_children_are_made() -> None:
-    assert step(None) is Step.APPLY
+    assert step(None) is ChildStep.APPLY
 
 
 def test_drift_is_corrected() -> None:
     live = owned() | {"spec": owned()["spec"] | {"selector": {"app": "other"}}}
-    assert step(live) is Step.APPLY
+    assert step(live) is ChildStep.APPLY
 
 
 def test_objects_of_others_are_not_touched() -> None:
-    assert step(owned(ownerReferences=[], labels={})) is Step.TAKEN
+    assert step(owned(ownerReferences=[], labels={})) is ChildStep.TAKEN
     other = {"kind": "Deployment", "name": "other", "uid": "x", "controller": True}
-    assert step(owned(ownerReferences=[other])) is Step.TAKEN
+    assert step(owned(ownerReferences=[other])) is ChildStep.TAKEN
 
 
 def test_orphans_of_ours_are_adopted() -> None:
-    assert step(owned(ownerReferences=[])) is Step.APPLY
+    assert step(owned(ownerReferences=[])) is ChildStep.APPLY
 
 
 def test_children_of_an_earlier_object_of_this_name_are_waited_for() -> None:
     earlier = {"kind": "InferenceModel", "name": "m", "uid": "earlier", "controller": True}
-    assert step(owned(ownerReferences=[earlier])) is Step.WAIT
-    assert step(owned(deletionTimestamp="2026-01-01T00:00:00Z")) is Step.WAIT
+    assert step(owned(ownerReferences=[earlier])) is ChildStep.WAIT
+    assert step(owned(deletionTimestamp="2026-01-01T00:00:00Z")) is ChildStep.WAIT
 
 
 def test_only_owned_children_are_pruned() -> None:

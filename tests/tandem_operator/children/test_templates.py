@@ -10,7 +10,7 @@ import pytest
 from operator_objects import UID, blueprint, settled
 from tandem_api.inferencemodel import RolloutStatus
 from tandem_operator.children.inherit import keep_what_runs
-from tandem_operator.children.plan import Step, plan_step
+from tandem_operator.children.plan import ChildStep, plan_step
 from tandem_operator.children.templates import (
     ANSWER,
     FOREIGN_RESTART,
@@ -70,7 +70,7 @@ def test_at_rest_the_partition_is_above_all_pods() -> None:
     plan, live = at_rest()
     found = rolled(plan, live)
     assert (partition_of(found), found.replace) == (ABOVE_ALL, ())
-    assert plan_step(decode_of(found), live[DECODE], owner_uid=UID) is Step.KEEP
+    assert plan_step(decode_of(found), live[DECODE], owner_uid=UID) is ChildStep.KEEP
 
 
 def test_a_restart_by_hand_releases_one_after_another() -> None:
@@ -147,7 +147,7 @@ def test_what_the_api_server_answers_is_the_template_from_then_on() -> None:
     answer["metadata"]["annotations"] = with_answer(told, answer)["metadata"]["annotations"]
     assert not is_new_template(told, answer)
     assert not is_rewritten(told, answer)
-    assert plan_step(told, answer, owner_uid=UID) is Step.KEEP, "it is not written again and again"
+    assert plan_step(told, answer, owner_uid=UID) is ChildStep.KEEP, "it is not written again and again"
     assert differences(told, answer) == [
         "spec.containers[worker].env[CLUSTER] is added",
         "spec.containers[worker].image is mirror/worker:1 instead of worker:1",

@@ -15,7 +15,7 @@ from operator_objects import pod
 from tandem_operator.kube.client import KubeClient
 from tandem_operator.kube.events import CREATIONS, CreationEvents
 from tandem_operator.kube.store import ChildStore
-from tandem_operator.kube.watch import Watcher
+from tandem_operator.kube.watch import KindWatcher
 from tandem_operator.objects.manifests import EVENT, POD, ModelKey
 
 M = ModelKey("n", "m")
@@ -71,7 +71,7 @@ async def client(server: WatchServer) -> AsyncIterator[KubeClient]:
     await made.close()
 
 
-async def run(watcher: Watcher, *, seconds: float) -> None:
+async def run(watcher: KindWatcher, *, seconds: float) -> None:
     with suppress(TimeoutError):
         await asyncio.wait_for(watcher.run(), seconds)
 
@@ -90,7 +90,7 @@ async def until(holds: Any) -> None:
 
 async def test_watches_that_end_at_once_are_asked_for_less_and_less(server: WatchServer, client: KubeClient) -> None:
     server.stay.set()
-    watcher = Watcher(client, ChildStore(), POD, "n", on_change=lambda _: None, backoff_seconds=BACKOFF)
+    watcher = KindWatcher(client, ChildStore(), POD, "n", on_change=lambda _: None, backoff_seconds=BACKOFF)
     await run(watcher, seconds=1.0)
     assert server.lists == 1, "a watch that ended well goes on from where it was"
     assert 2 <= server.watches <= 10
@@ -99,7 +99,7 @@ async def test_watches_that_end_at_once_are_asked_for_less_and_less(server: Watc
 async def test_versions_that_are_gone_are_listed_anew_with_pauses(server: WatchServer, client: KubeClient) -> None:
     server.stay.set()
     server.says = [[{"type": "ERROR", "object": {"code": 410, "message": "too old"}}] for _ in range(1000)]
-    watcher = Watcher(client, ChildStore(), POD, "n", on_change=lambda _: None, backoff_seconds=BACKOFF)
+    watcher = KindWatcher(client, ChildStore(), POD, "n", on_change=lambda _: None, backoff_seconds=BACKOFF)
     await run(watcher, seconds=1.0)
     assert 2 <= server.lists <= 10
     assert server.watches == server.lists
@@ -112,7 +112,7 @@ async def test_what_changes_reaches_the_store_and_a_new_list_removes_what_vanish
     server.items = [watched("m-decode-0")]
     gone = {"type": "ERROR", "object": {"code": 410, "message": "too old"}}
     server.says = [[{"type": "ADDED", "object": watched("m-decode-1")}, gone]]
-    watcher = Watcher(client, store, POD, "n", on_change=changed.append, backoff_seconds=(0.05,))
+    watcher = KindWatcher(client, store, POD, "n", on_change=changed.append, backoff_seconds=(0.05,))
     task = asyncio.create_task(watcher.run())
     await until(lambda: server.watches == 2)
     await until(lambda: [key.name for key in store.children(M)] == ["m-decode-0"])
@@ -124,7 +124,7 @@ async def test_what_a_list_brought_before_it_broke_off_is_looked_at(server: Watc
     """The next list brings it again, when it is no news any more."""
     store, changed = ChildStore(), list[ModelKey]()
     server.items, server.breaks = [watched("m-decode-0")], 1
-    watcher = Watcher(client, store, POD, "n", on_change=changed.append, backoff_seconds=(0.05,))
+    watcher = KindWatcher(client, store, POD, "n", on_change=changed.append, backoff_seconds=(0.05,))
     task = asyncio.create_task(watcher.run())
     await until(watcher.synced.is_set)
     task.cancel()
@@ -138,7 +138,7 @@ async def test_a_watch_that_says_nothing_is_asked_again_from_its_last_event(
     last = watched("m-decode-1")
     last["metadata"]["resourceVersion"] = "7"
     server.says = [[{"type": "ADDED", "object": last}]]
-    watcher = Watcher(
+    watcher = KindWatcher(
         client, ChildStore(), POD, "n", on_change=lambda _: None, backoff_seconds=(0.05,), silence_seconds=0.2
     )
     task = asyncio.create_task(watcher.run())
@@ -155,7 +155,7 @@ async def test_a_change_that_nobody_reads_is_no_reason_to_look(server: WatchServ
     touched["metadata"]["resourceVersion"], ready["status"] = "2", {"phase": "Running"}
     gone = {"type": "ERROR", "object": {"code": 410, "message": "too old"}}
     server.says = [[{"type": "MODIFIED", "object": touched}, gone], [{"type": "MODIFIED", "object": ready}]]
-    watcher = Watcher(client, store, POD, "n", on_change=changed.append, backoff_seconds=(0.05,))
+    watcher = KindWatcher(client, store, POD, "n", on_change=changed.append, backoff_seconds=(0.05,))
     task = asyncio.create_task(watcher.run())
     await until(lambda: len(changed) == 2)
     assert server.lists == 2
@@ -166,7 +166,7 @@ async def test_a_change_that_nobody_reads_is_no_reason_to_look(server: WatchServ
 async def test_a_hundred_watches_leave_room_for_everything_else(server: WatchServer, client: KubeClient) -> None:
     """Ten namespaces and ten kinds, with four connections for requests."""
     store = ChildStore()
-    watchers = [Watcher(client, store, POD, f"n{number}", on_change=lambda _: None) for number in range(100)]
+    watchers = [KindWatcher(client, store, POD, f"n{number}", on_change=lambda _: None) for number in range(100)]
     tasks = [asyncio.create_task(watcher.run()) for watcher in watchers]
     await until(lambda: server.open == 100)
     async with asyncio.timeout(20):
@@ -187,7 +187,9 @@ def creation(name: str, reason: str, *, of: str = "m-decode", uid: str = "u") ->
 async def test_events_about_creating_pods_are_watched_by_their_object(server: WatchServer, client: KubeClient) -> None:
     events, changed = CreationEvents(), list[ModelKey]()
     server.items = [creation("a", "FailedCreate"), creation("b", "FailedCreate", of="web"), creation("c", "Killing")]
-    watcher = Watcher(client, events, EVENT, "n", on_change=changed.append, selector=CREATIONS, backoff_seconds=(0.05,))
+    watcher = KindWatcher(
+        client, events, EVENT, "n", on_change=changed.append, selector=CREATIONS, backoff_seconds=(0.05,)
+    )
     task = asyncio.create_task(watcher.run())
     await until(lambda: events.failure("u") is not None)
     assert changed == [M]

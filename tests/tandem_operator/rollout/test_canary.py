@@ -14,7 +14,7 @@ from tandem_api.names import Role
 from tandem_operator.objects.problem import Problem
 from tandem_operator.rollout.canary import RolloutRequest, advance, canary_traffic, limits, rollout_problem, wants_slot
 from tandem_operator.rollout.figures import Judgement, Verdict
-from tandem_operator.rollout.trial import Fleet, RoleFleet, replicas_for
+from tandem_operator.rollout.trial import RoleFleet, TrialFleet, replicas_for
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 CANARY = Canary.model_validate(
@@ -49,19 +49,19 @@ def role(wanted: int = 4, **fields: Any) -> RoleFleet:
     return RoleFleet(**({"wanted": wanted, "new": wanted, "new_ready": wanted, "new_up": wanted} | fields))
 
 
-def tried(ready: int = 1, wanted: int = 4, **fields: Any) -> Fleet:
+def tried(ready: int = 1, wanted: int = 4, **fields: Any) -> TrialFleet:
     """A fleet with new workers, and old ones beside them."""
     old = wanted - ready
     one = role(wanted, new=ready, new_ready=ready, new_up=ready, old=old, old_up=old, keeps_old=True)
-    return Fleet(roles={Role.UNIFIED: RoleFleet(**{f: getattr(one, f) for f in one.__slots__} | fields)})
+    return TrialFleet(roles={Role.UNIFIED: RoleFleet(**{f: getattr(one, f) for f in one.__slots__} | fields)})
 
 
-def even(**fields: Any) -> Fleet:
-    return Fleet(roles={Role.UNIFIED: role(**fields)})
+def even(**fields: Any) -> TrialFleet:
+    return TrialFleet(roles={Role.UNIFIED: role(**fields)})
 
 
 def after(
-    before: RolloutStatus | None, asked: RolloutRequest, fleet: Fleet, verdict: Verdict = GOOD, *, at: float = 0
+    before: RolloutStatus | None, asked: RolloutRequest, fleet: TrialFleet, verdict: Verdict = GOOD, *, at: float = 0
 ) -> RolloutStatus:
     return advance(before, asked, fleet, verdict=verdict, now=NOW + timedelta(seconds=at))
 
@@ -90,7 +90,7 @@ def test_a_change_begins_a_canary_where_all_workers_are_of_one_revision() -> Non
     ],
     ids=["no canary", "in the middle", "not seen", "starting", "broken", "suspended", "no turn"],
 )
-def test_what_a_change_begins_with(asked: RolloutRequest, fleet: Fleet, phase: str) -> None:
+def test_what_a_change_begins_with(asked: RolloutRequest, fleet: TrialFleet, phase: str) -> None:
     found = after(state(), asked, fleet)
     assert found.phase == phase
     assert found.waiting == (not asked.may_roll)
@@ -213,7 +213,7 @@ def test_replicas_of_a_step_leave_one_of_each_revision(wanted: int, surge: int, 
 
 
 def test_limits_are_those_of_the_step() -> None:
-    fleet = Fleet(roles={Role.PREFILL: role(2), Role.DECODE: role(8), Role.UNIFIED: role(3, is_tried=False)})
+    fleet = TrialFleet(roles={Role.PREFILL: role(2), Role.DECODE: role(8), Role.UNIFIED: role(3, is_tried=False)})
     assert limits(trying(), CANARY, fleet) == {Role.PREFILL: 1, Role.DECODE: 1}
     assert limits(trying(step=2), CANARY, fleet) == {Role.PREFILL: 1, Role.DECODE: 4}
     assert limits(state(), CANARY, fleet) == {}
@@ -227,7 +227,7 @@ def test_traffic_names_the_workers_on_trial() -> None:
     assert canary_traffic(trying(), unseen, traffic) == traffic
     failed = after(trying(), request(), fleet, BAD)
     assert canary_traffic(failed, unseen, traffic) == CanaryTraffic(percent=0.0, workers=["m-decode-3"])
-    going = Fleet(roles={Role.UNIFIED: role(old_workers=("m-decode-3",))})
+    going = TrialFleet(roles={Role.UNIFIED: role(old_workers=("m-decode-3",))})
     assert canary_traffic(failed, going, traffic) == CanaryTraffic(percent=0.0, workers=["m-decode-3"])
     assert canary_traffic(failed, even(new_workers=("m-decode-3",)), traffic) is None
     assert canary_traffic(state("Progressing"), going, None) is None, "a rollout like any other takes nothing away"
@@ -276,11 +276,11 @@ STATES = st.builds(
 def test_a_canary_of_a_status_that_cannot_be_is_rolled_out(phase: str) -> None:
     """Whoever edits a status must not stop the looks at a model."""
     edited = RolloutStatus(phase=phase, revision=1, digest="a", stable_revision=1, since="2026-01-01T00:00:00Z")  # type: ignore[arg-type]
-    assert after(edited, request(1, canary=None), Fleet(), GOOD).phase == "Progressing"
+    assert after(edited, request(1, canary=None), TrialFleet(), GOOD).phase == "Progressing"
 
 
 FLEETS = st.builds(
-    lambda **fields: Fleet(roles={Role.UNIFIED: RoleFleet(**fields)}),
+    lambda **fields: TrialFleet(roles={Role.UNIFIED: RoleFleet(**fields)}),
     wanted=st.integers(0, 4), surge=st.integers(0, 1), new=st.integers(0, 4), new_ready=st.integers(0, 4),
     new_up=st.integers(0, 4), old=st.integers(0, 4), old_up=st.integers(0, 4), is_current=st.booleans(),
     keeps_old=st.booleans(),
@@ -295,7 +295,7 @@ def test_nothing_is_promoted_but_by_its_last_step(
     before: RolloutStatus,
     asked: int,
     canary: Canary | None,
-    fleet: Fleet,
+    fleet: TrialFleet,
     verdict: Verdict,
     paused: bool,
     turn: bool,

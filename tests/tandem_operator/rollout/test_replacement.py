@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from operator_objects import blueprint
 from tandem_api.names import Role
-from tandem_operator.observe.replica import Replica, State
+from tandem_operator.observe.replica import ObservedReplica, ReplicaState
 from tandem_operator.rollout.replacement import RolePlan, RoleView, capacity_of, plan_replacement
 from tandem_operator.rollout.trial import RoleFleet, replicas_for
 
@@ -25,7 +25,7 @@ HISTORIES = int(os.environ.get("TANDEM_HISTORIES", "100"))
 @dataclass
 class Pod:
     template: int
-    state: State = State.DOWN
+    state: ReplicaState = ReplicaState.DOWN
     broken: bool = False
     """It has ended, and does not come up by itself."""
 
@@ -65,9 +65,9 @@ class Set:
 
     def view(self) -> RoleView:
         replicas = [
-            Replica(
+            ObservedReplica(
                 index=i, build=str(p.template), state=p.state, is_outdated=p.template != self.newest,
-                is_starting=p.state is State.DOWN and not p.broken,
+                is_starting=p.state is ReplicaState.DOWN and not p.broken,
             )
             for i, p in sorted(self.pods.items())
         ]  # fmt: skip
@@ -89,9 +89,9 @@ class Set:
                 if index >= self.partition and self.pods[index].template != self.newest:
                     del self.pods[index]
                     return
-                if self.pods[index].state is not State.READY:
+                if self.pods[index].state is not ReplicaState.READY:
                     break
-            if all(p.template == self.newest and p.state is State.READY for p in self.pods.values()):
+            if all(p.template == self.newest and p.state is ReplicaState.READY for p in self.pods.values()):
                 self.current = self.newest
 
 
@@ -101,7 +101,7 @@ class Cluster:
 
     def capacity(self) -> Fraction:
         ready = {
-            role: Counter(str(p.template) for p in entry.pods.values() if p.state is State.READY)
+            role: Counter(str(p.template) for p in entry.pods.values() if p.state is ReplicaState.READY)
             for role, entry in self.sets.items()
         }
         return capacity_of(ready, {role: entry.wanted for role, entry in self.sets.items()})
@@ -171,13 +171,13 @@ class Cluster:
     def start_all(self) -> None:
         for entry in self.sets.values():
             for pod in entry.pods.values():
-                pod.state = State.READY
+                pod.state = ReplicaState.READY
 
     @property
     def is_done(self) -> bool:
         return all(
             len(entry.pods) == entry.wanted == entry.total
-            and all(p.template == entry.newest and p.state is State.READY for p in entry.pods.values())
+            and all(p.template == entry.newest and p.state is ReplicaState.READY for p in entry.pods.values())
             for entry in self.sets.values()
         )
 
@@ -186,7 +186,9 @@ def cluster(*shapes: tuple[int, int, int]) -> Cluster:
     """Sets of (wanted, surge, unavailable): prefill and decode, or decode alone; all of it serves."""
     roles = (Role.PREFILL, Role.DECODE) if len(shapes) == 2 else (Role.UNIFIED,)
     sets = {
-        role: Set(wanted=n, surge=surge, unavailable=gone, total=n, pods={i: Pod(0, State.READY) for i in range(n)})
+        role: Set(
+            wanted=n, surge=surge, unavailable=gone, total=n, pods={i: Pod(0, ReplicaState.READY) for i in range(n)}
+        )
         for role, (n, surge, gone) in zip(roles, shapes, strict=True)
     }
     return Cluster(sets)
@@ -272,7 +274,7 @@ def test_a_rollout_takes_few_load_times(
 def test_a_mending_template_reaches_workers_that_run_but_are_not_ready() -> None:
     made = cluster((3, 0, 1))
     for index in (0, 1):
-        made.sets[Role.UNIFIED].pods[index] = Pod(0, State.DOWN, broken=True)
+        made.sets[Role.UNIFIED].pods[index] = Pod(0, ReplicaState.DOWN, broken=True)
     made.new_template()
     plan = made.plan()[Role.UNIFIED]
     assert plan.replace == (0, 1)
@@ -284,7 +286,7 @@ def test_what_may_be_serving_is_kept_in_either_case() -> None:
     """A node that is out of reach: its replicas look unready and may all be serving."""
     made = cluster((4, 0, 1))
     for index in range(3):
-        made.sets[Role.UNIFIED].pods[index].state = State.UNSURE
+        made.sets[Role.UNIFIED].pods[index].state = ReplicaState.UNSURE
     made.new_template()
     assert made.plan()[Role.UNIFIED].replace == (2,), "one, as if all four served; never the one that surely does"
     made.sets[Role.UNIFIED].pods.pop(2)
@@ -294,7 +296,7 @@ def test_what_may_be_serving_is_kept_in_either_case() -> None:
 def test_a_paused_rollout_stays_where_it_is_and_scales() -> None:
     made = cluster((4, 0, 1))
     made.new_template()
-    made.sets[Role.UNIFIED].pods[3] = Pod(1, State.READY)
+    made.sets[Role.UNIFIED].pods[3] = Pod(1, ReplicaState.READY)
     made.sets[Role.UNIFIED].partition, made.sets[Role.UNIFIED].released = 3, 1
     assert made.plan(paused=True)[Role.UNIFIED] == RolePlan(total=4, partition=3)
     made.sets[Role.UNIFIED].wanted = 6
@@ -304,16 +306,16 @@ def test_a_paused_rollout_stays_where_it_is_and_scales() -> None:
 def test_a_pause_takes_no_replica_that_is_needed() -> None:
     made = cluster((2, 1, 0))
     entry = made.sets[Role.UNIFIED]
-    entry.wanted, entry.pods[0].state = 1, State.DOWN
+    entry.wanted, entry.pods[0].state = 1, ReplicaState.DOWN
     assert made.plan(paused=True)[Role.UNIFIED].total == 2
-    entry.pods[0].state = State.READY
+    entry.pods[0].state = ReplicaState.READY
     assert made.plan(paused=True)[Role.UNIFIED].total == 1
 
 
 def test_workers_that_serve_wait_for_the_gateways() -> None:
     made = cluster((2, 1, 0))
     made.new_template()
-    made.sets[Role.UNIFIED].pods[0] = Pod(0, State.DOWN, broken=True)
+    made.sets[Role.UNIFIED].pods[0] = Pod(0, ReplicaState.DOWN, broken=True)
     plan = made.plan(only_down=True)[Role.UNIFIED]
     assert (plan.total, plan.replace) == (2, (0,))
 
@@ -352,9 +354,9 @@ def test_what_is_added_to_a_template_that_does_not_come_up_is_of_the_one_before(
         made.execute(made.plan())
         entry.control()
         for pod in entry.pods.values():
-            pod.state = State.READY if pod.template == 0 else State.DOWN
+            pod.state = ReplicaState.READY if pod.template == 0 else ReplicaState.DOWN
     assert entry.num_new <= most
-    assert sum(p.state is State.READY for p in entry.pods.values()) >= 12 - shape[2]
+    assert sum(p.state is ReplicaState.READY for p in entry.pods.values()) >= 12 - shape[2]
     roll(made)
 
 
@@ -385,7 +387,7 @@ def test_a_surge_comes_only_while_something_that_serves_is_replaced() -> None:
     assert made.plan()[Role.UNIFIED] == RolePlan(total=1, partition=1)
     made.new_template()
     assert made.plan()[Role.UNIFIED] == RolePlan(total=2, partition=1)
-    made.sets[Role.UNIFIED].pods[0].state = State.DOWN
+    made.sets[Role.UNIFIED].pods[0].state = ReplicaState.DOWN
     assert made.plan()[Role.UNIFIED] == RolePlan(total=1, partition=0, replace=(0,))
 
 
@@ -401,7 +403,7 @@ def test_three_builds_whose_shares_do_not_add_up_come_to_an_end() -> None:
     made = cluster((4, 1, 0), (5, 1, 0))
     for role, templates in ((Role.PREFILL, [0, 2, 1, 2, 2]), (Role.DECODE, [0, 2, 1, 2, 2, 2])):
         entry = made.sets[role]
-        entry.pods = {index: Pod(template, State.READY) for index, template in enumerate(templates)}
+        entry.pods = {index: Pod(template, ReplicaState.READY) for index, template in enumerate(templates)}
         entry.total = entry.partition = len(templates)
         entry.newest = 2
     assert roll(made) > Fraction(3, 4)
@@ -468,7 +470,7 @@ def test_one_of_the_revision_before_stays_though_none_serves(shape: tuple[int, i
     if lost:
         try_out(made)
     for index, pod in list(entry.pods.items()):
-        pod.state = State.DOWN if not lost else pod.state
+        pod.state = ReplicaState.DOWN if not lost else pod.state
         if index in lost:
             del entry.pods[index]
     try_out(made)
@@ -525,7 +527,7 @@ def happen(made: Cluster, event: str, data: st.DataObject) -> None:
         _WISHES[event](made, data)
     elif entry.pods:
         index = data.draw(st.sampled_from(sorted(entry.pods)))
-        states = {"start": State.READY, "crash": State.DOWN, "blink": State.UNSURE}
+        states = {"start": ReplicaState.READY, "crash": ReplicaState.DOWN, "blink": ReplicaState.UNSURE}
         entry.pods[index].broken = event == "crash"
         if event == "evict":
             del entry.pods[index]
@@ -614,4 +616,4 @@ def builds_of(made: Cluster) -> set[int]:
 
 
 def ready_counts(made: Cluster) -> dict[Role, int]:
-    return {role: sum(p.state is State.READY for p in s.pods.values()) for role, s in made.sets.items()}
+    return {role: sum(p.state is ReplicaState.READY for p in s.pods.values()) for role, s in made.sets.items()}

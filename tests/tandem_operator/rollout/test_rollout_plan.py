@@ -14,7 +14,7 @@ from operator_objects import UID, blueprint, container
 from tandem_api.inferencemodel import CanaryFigures, InferenceModelStatus, RolloutStatus
 from tandem_api.launch import CanaryTraffic
 from tandem_api.names import Role
-from tandem_operator.children.plan import Step, plan_step
+from tandem_operator.children.plan import ChildStep, plan_step
 from tandem_operator.gateways.routing import plan_routing
 from tandem_operator.objects.manifests import Manifest, child_key, labels_of, own_workloads
 from tandem_operator.observe.roles import pods_of, workload_key
@@ -85,7 +85,7 @@ class Tried(Cluster):
         )  # fmt: skip
         if not rollout_plan.hold:
             for child in rolling.desired:
-                if plan_step(child, self.live.get(child_key(child)), owner_uid=UID) is Step.APPLY:
+                if plan_step(child, self.live.get(child_key(child)), owner_uid=UID) is ChildStep.APPLY:
                     self.apply(copy.deepcopy(child))
             for key in rolling.replace:
                 found = self.live.get(key)

@@ -14,7 +14,7 @@ import pytest
 from operator_objects import READY, UID, blueprint, container, pod
 from tandem_api.names import Role
 from tandem_operator.children.inherit import keep_what_runs
-from tandem_operator.children.plan import Step, plan_step
+from tandem_operator.children.plan import ChildStep, plan_step
 from tandem_operator.objects.manifests import ChildKey, Manifest, child_key, labels_of, own_workloads
 from tandem_operator.objects.pods import is_ready
 from tandem_operator.observe.groups import group_pods
@@ -51,7 +51,7 @@ class Cluster:
         desired = keep_what_runs(self.plan, build_children(self.plan), ours)
         rolling = plan_stateful_sets(self.plan, desired, ours, now=NOW)
         for child in rolling.desired:
-            if plan_step(child, self.live.get(child_key(child)), owner_uid=UID) is Step.APPLY:
+            if plan_step(child, self.live.get(child_key(child)), owner_uid=UID) is ChildStep.APPLY:
                 self.apply(copy.deepcopy(child))
         for key in rolling.replace:
             found = self.live.get(key)

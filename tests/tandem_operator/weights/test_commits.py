@@ -13,7 +13,7 @@ from tandem_api.inferencemodel import InferenceModel, InferenceModelStatus, Mode
 from tandem_operator.objects.manifests import ChildKey
 from tandem_operator.objects.problem import Problem
 from tandem_operator.weights.commits import (
-    Answer,
+    CommitAnswer,
     CommitPlan,
     can_wait,
     is_resolved,
@@ -24,7 +24,7 @@ from tandem_operator.weights.commits import (
 from tandem_operator.workloads.configs import worker_config
 
 A, B, C = "a" * 40, "b" * 40, "c" * 40
-DOWN = Answer(problem=Problem(reason="HubUnreachable", message="cannot ask the hub"))
+DOWN = CommitAnswer(problem=Problem(reason="HubUnreachable", message="cannot ask the hub"))
 NOW, LATER = "2026-01-01T00:00:00Z", "2026-01-02T00:00:00Z"
 
 
@@ -35,7 +35,7 @@ def known(commit: str | None = A, **fields: Any) -> ModelStatus:
 
 def plan(
     before: ModelStatus | None = None,
-    answer: Answer | None = None,
+    answer: CommitAnswer | None = None,
     *,
     asks: bool = True,
     request: str | None = None,
@@ -54,7 +54,7 @@ def test_a_new_model_waits_for_its_commit_and_gets_it() -> None:
     assert (waiting.commit, waiting.status) == (None, None)
     assert waiting.problem is not None
     assert (waiting.problem.reason, waiting.problem.stalled) == ("ResolvingRevision", False)
-    made = plan(None, Answer(commit=A), needed=True)
+    made = plan(None, CommitAnswer(commit=A), needed=True)
     assert (made.commit, made.problem) == (A, None)
     assert made.status == known(A, resolved_at=LATER)
     assert made.finding == (True, "Resolved", f"main was commit {A} at {LATER}")
@@ -68,32 +68,32 @@ def test_while_the_hub_is_away_nothing_is_made_and_the_reason_is_told() -> None:
     assert plan(other, DOWN, needed=True).status == other, "what runs is what the status goes on to say"
 
 
-@pytest.mark.parametrize("answer", [None, DOWN, Answer(commit=B)])
-def test_workers_of_an_earlier_release_are_left_as_they_are(answer: Answer | None) -> None:
+@pytest.mark.parametrize("answer", [None, DOWN, CommitAnswer(commit=B)])
+def test_workers_of_an_earlier_release_are_left_as_they_are(answer: CommitAnswer | None) -> None:
     found = plan(None, answer)
     assert (found.commit, found.problem) == (None, None)
     assert found.status == known(None, latest_commit=B if answer is not None and answer.commit else None)
     assert found.finding is not None
     assert found.finding[:2] == (None, "NotResolved")
-    assert plan(found.status, Answer(commit=B), needed=True).commit == B, "until they are replaced anyway"
-    assert plan(found.status, Answer(commit=B), followRevision=True).commit == B, "or until somebody asks for it"
-    assert plan(found.status, Answer(commit=B), request="now").commit == B
+    assert plan(found.status, CommitAnswer(commit=B), needed=True).commit == B, "until they are replaced anyway"
+    assert plan(found.status, CommitAnswer(commit=B), followRevision=True).commit == B, "or until somebody asks for it"
+    assert plan(found.status, CommitAnswer(commit=B), request="now").commit == B
 
 
 def test_a_branch_that_moves_is_told_and_followed_only_when_somebody_wants_it() -> None:
-    moved = plan(known(A), Answer(commit=B))
+    moved = plan(known(A), CommitAnswer(commit=B))
     assert (moved.commit, moved.status) == (A, known(A, latest_commit=B))
     assert moved.finding is not None
     assert moved.finding[:2] == (True, "RevisionMoved")
     assert plan(moved.status, DOWN).status == moved.status, "what is known stays known"
-    assert plan(moved.status, Answer(commit=A)).status == known(A), "it may move back"
-    followed = plan(moved.status, Answer(commit=B), followRevision=True)
+    assert plan(moved.status, CommitAnswer(commit=A)).status == known(A), "it may move back"
+    followed = plan(moved.status, CommitAnswer(commit=B), followRevision=True)
     assert (followed.commit, followed.status) == (B, known(B, resolved_at=LATER))
-    asked = plan(moved.status, Answer(commit=B), request="now")
+    asked = plan(moved.status, CommitAnswer(commit=B), request="now")
     assert (asked.commit, asked.status) == (B, known(B, resolved_at=LATER, request="now"))
-    assert plan(asked.status, Answer(commit=C), request="now").commit == B, "one wish is granted once"
-    assert plan(asked.status, Answer(commit=C), request="again").commit == C
-    assert plan(asked.status, Answer(commit=C), request=None).commit == B
+    assert plan(asked.status, CommitAnswer(commit=C), request="now").commit == B, "one wish is granted once"
+    assert plan(asked.status, CommitAnswer(commit=C), request="again").commit == C
+    assert plan(asked.status, CommitAnswer(commit=C), request=None).commit == B
 
 
 @pytest.mark.parametrize("wish", [{"request": "now"}, {"followRevision": True}])
@@ -131,13 +131,13 @@ def test_a_commit_needs_no_question_and_other_sources_have_none() -> None:
 
 def test_a_suspended_model_waits_for_nobody() -> None:
     assert plan(None, DOWN, needed=True, spec={"suspend": True}).problem is None
-    assert plan(None, Answer(commit=A), needed=True, spec={"suspend": True}).commit == A
+    assert plan(None, CommitAnswer(commit=A), needed=True, spec={"suspend": True}).commit == A
 
 
 def test_another_source_is_another_question() -> None:
     for spec in ({"revision": "v2"}, {"uri": "hf://org/other"}):
         assert plan(known(A), None, needed=True, **spec).problem is not None
-        assert plan(known(A), Answer(commit=B), needed=True, **spec).commit == B
+        assert plan(known(A), CommitAnswer(commit=B), needed=True, **spec).commit == B
     model = InferenceModel.model_validate(raw_model(model={"uri": "hf://org/repo", "revision": "v2"}))
     assert not is_resolved(model.model_copy(update={"status": InferenceModelStatus(model=known(A))}))
 
@@ -163,7 +163,7 @@ def test_what_hangs_on_an_answer(
 
 history = st.lists(
     st.tuples(
-        st.sampled_from([None, DOWN, Answer(commit=A), Answer(commit=B), Answer(commit=C)]),
+        st.sampled_from([None, DOWN, CommitAnswer(commit=A), CommitAnswer(commit=B), CommitAnswer(commit=C)]),
         st.sampled_from([None, "x", "y"]), st.booleans(), st.booleans(), st.booleans(),
     ),
     max_size=20,

@@ -15,7 +15,7 @@ from api_double import api_client, serving
 from tandem_api.inferencemodel import SecretKey
 from tandem_operator.kube.client import KubeClient
 from tandem_operator.objects.manifests import ModelKey
-from tandem_operator.weights.commits import Answer, Question
+from tandem_operator.weights.commits import CommitAnswer, CommitQuestion
 from tandem_operator.weights.hub import Hub, HubPolicy
 
 from e2e.mirror.server import MirrorServer
@@ -45,7 +45,7 @@ class Asker:
     def keep_token(self, token: str, key: str = "token") -> None:
         self.secret = {"data": {key: base64.b64encode(token.encode()).decode()}}
 
-    async def ask(self, question: Question) -> Answer:
+    async def ask(self, question: CommitQuestion) -> CommitAnswer:
         """What is known once the hub has been asked."""
         self.answered.clear()
         if self.hub.ask(KEY, question) is None:
@@ -55,7 +55,7 @@ class Asker:
         assert answer is not None
         return answer
 
-    async def fail(self, question: Question) -> tuple[str, bool, str]:
+    async def fail(self, question: CommitQuestion) -> tuple[str, bool, str]:
         answer = await self.ask(question)
         assert answer.commit is None
         assert answer.problem is not None
@@ -91,8 +91,8 @@ def mirror(tmp_path: Path) -> Iterator[tuple[str, MirrorServer]]:
     server.server_close()
 
 
-def about(endpoint: str, repository: str = "org/public", **fields: Any) -> Question:
-    return Question(endpoint=endpoint, repository=repository, **{"revision": "main"} | fields)
+def about(endpoint: str, repository: str = "org/public", **fields: Any) -> CommitQuestion:
+    return CommitQuestion(endpoint=endpoint, repository=repository, **{"revision": "main"} | fields)
 
 
 async def test_a_branch_is_resolved_and_its_move_is_seen_when_it_is_time(
@@ -187,7 +187,7 @@ Reply = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @pytest.fixture
-async def answering(asker: Asker) -> AsyncIterator[Callable[[Reply], Awaitable[Answer]]]:
+async def answering(asker: Asker) -> AsyncIterator[Callable[[Reply], Awaitable[CommitAnswer]]]:
     """Asks a hub that answers as a function says."""
     reply: list[Reply] = []
 
@@ -196,7 +196,7 @@ async def answering(asker: Asker) -> AsyncIterator[Callable[[Reply], Awaitable[A
 
     async with serving(handle) as url:
 
-        async def ask(how: Reply) -> Answer:
+        async def ask(how: Reply) -> CommitAnswer:
             reply.append(how)
             asker.hub.forget(KEY)
             return await asker.ask(about(url, revision="feature/x"))
@@ -205,7 +205,7 @@ async def answering(asker: Asker) -> AsyncIterator[Callable[[Reply], Awaitable[A
 
 
 async def test_the_question_is_quoted_and_wants_the_commit_alone(
-    answering: Callable[[Reply], Awaitable[Answer]],
+    answering: Callable[[Reply], Awaitable[CommitAnswer]],
 ) -> None:
     asked: list[str] = []
 
@@ -222,7 +222,7 @@ async def test_the_question_is_quoted_and_wants_the_commit_alone(
     "body", [b"{", b"[]", b'{"sha": "main"}', b'{"sha": null}', b"<html>", b'{"sha": "' + b"a" * 5_000_000 + b'"}']
 )
 async def test_nonsense_is_told_and_never_believed(
-    answering: Callable[[Reply], Awaitable[Answer]], body: bytes
+    answering: Callable[[Reply], Awaitable[CommitAnswer]], body: bytes
 ) -> None:
     async def reply(_: web.Request) -> web.Response:
         return web.Response(body=body)
@@ -235,7 +235,7 @@ async def test_nonsense_is_told_and_never_believed(
 
 @pytest.mark.parametrize("status", [429, 500, 503])
 async def test_a_hub_in_trouble_is_one_that_is_away(
-    answering: Callable[[Reply], Awaitable[Answer]], status: int
+    answering: Callable[[Reply], Awaitable[CommitAnswer]], status: int
 ) -> None:
     async def reply(_: web.Request) -> web.Response:
         return web.Response(status=status)

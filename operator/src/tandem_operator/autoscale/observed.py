@@ -16,7 +16,7 @@ from tandem_operator.autoscale.plan.snapshots import LONGEST_START, PodStart, Ro
 from tandem_operator.autoscale.plan.temper import Circumstances
 from tandem_operator.objects.manifests import Children, Manifest, ModelKey, dig, dig_list, parse_time
 from tandem_operator.objects.pods import is_leaving, is_up
-from tandem_operator.observe.groups import Group, group_pods
+from tandem_operator.observe.groups import PodGroup, group_pods
 from tandem_operator.observe.roles import pods_of, workload_key
 from tandem_operator.rollout.plan import is_resting, is_rolling
 from tandem_operator.workloads.blueprint import Blueprint, component_of
@@ -152,11 +152,11 @@ def _find_gpus(blueprint: Blueprint, planned: Mapping[Role, Role], live: Childre
     return (kind, found) if kind else ("", {})
 
 
-def _groups(blueprint: Blueprint, role: Role, live: Children) -> list[Group]:
+def _groups(blueprint: Blueprint, role: Role, live: Children) -> list[PodGroup]:
     return group_pods(pods_of(workload_key(blueprint, role), live), blueprint.worker_spec(role).nodes_per_replica)
 
 
-def _count(blueprint: Blueprint, role: Role, groups: list[Group]) -> RoleCount:
+def _count(blueprint: Blueprint, role: Role, groups: list[PodGroup]) -> RoleCount:
     ready = [group.pods[0] for group in groups if group.is_ready]
     newest = sorted(ready, key=lambda pod: str(dig(pod, "metadata", "creationTimestamp")))[-_STARTS:]
     return RoleCount(
@@ -193,7 +193,7 @@ def _start_seconds(pod: Manifest) -> float | None:
     return seconds if 0 < seconds <= LONGEST_START else None
 
 
-def _steady(groups: list[Group]) -> int:
+def _steady(groups: list[PodGroup]) -> int:
     """How many replicas, from the first on, are ready without a gap."""
     count = 0
     for group in groups:

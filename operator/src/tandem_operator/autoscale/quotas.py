@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
+class GPUPool:
     """GPUs of one kind in one namespace."""
 
     namespace: str
@@ -54,7 +54,7 @@ class Limit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Budget:
+class GPUBudget:
     """What a namespace has for its models."""
 
     gpus: int | None = None
@@ -63,7 +63,7 @@ class Budget:
     """Why it is not known."""
 
 
-NO_BUDGET = Budget()
+NO_BUDGET = GPUBudget()
 
 
 def read_limits(quota: Manifest) -> dict[str, Limit]:
@@ -94,7 +94,7 @@ class QuotaWatch:
     def __init__(
         self,
         client: KubeClient,
-        present: Callable[[], Mapping[Pool, int]],
+        present: Callable[[], Mapping[GPUPool, int]],
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -102,15 +102,15 @@ class QuotaWatch:
         self._client = client
         self._present = present
         self._clock = clock
-        self._known: dict[Pool, tuple[float, Budget]] = {}
-        self._lately: dict[Pool, deque[int]] = {}
+        self._known: dict[GPUPool, tuple[float, GPUBudget]] = {}
+        self._lately: dict[GPUPool, deque[int]] = {}
         self._problems: dict[str, str] = {}
 
-    def budget(self, pool: Pool) -> Budget:
+    def budget(self, pool: GPUPool) -> GPUBudget:
         """As it was read last."""
         at, known = self._known.get(pool, (0.0, NO_BUDGET))
         if (problem := self._problems.get(pool.namespace)) and self._clock() - at > _KEPT_SECONDS:
-            return Budget(problem=problem)
+            return GPUBudget(problem=problem)
         return known
 
     async def run(self) -> None:
@@ -154,11 +154,11 @@ class QuotaWatch:
             if pool.namespace == namespace:
                 self._keep(pool, find_budget(limits.get(pool.resource, ()), present))
 
-    def _keep(self, pool: Pool, gpus: int | None) -> None:
+    def _keep(self, pool: GPUPool, gpus: int | None) -> None:
         if gpus is None:
             self._lately.pop(pool, None)
         else:
             looks = self._lately.setdefault(pool, deque(maxlen=_SETTLED_LOOKS))
             looks.append(gpus)
             gpus = max(looks)
-        self._known[pool] = self._clock(), Budget(gpus=gpus)
+        self._known[pool] = self._clock(), GPUBudget(gpus=gpus)

@@ -40,7 +40,7 @@ from tandem_operator.autoscale.plan.snapshots import (
 from tandem_operator.autoscale.plan.starts import Starts
 from tandem_operator.autoscale.plan.temper import only_grow, temper
 from tandem_operator.autoscale.plan.words import TOLD_AGAIN_SECONDS
-from tandem_operator.autoscale.quotas import NO_BUDGET, Budget, Pool
+from tandem_operator.autoscale.quotas import NO_BUDGET, GPUBudget, GPUPool
 from tandem_operator.gateways.fleet import FleetView, FleetWatch
 from tandem_operator.objects.manifests import ModelKey
 from tandem_operator.runtime import metrics
@@ -73,7 +73,7 @@ class Outlook:
 
 
 @dataclass(slots=True)
-class _Model:
+class _ScaledModel:
     observed: ObservedModel
     totals: Totals
     history: History
@@ -108,7 +108,7 @@ class Scaler:
         *,
         clock: Callable[[], float] = time.monotonic,
         loop_turns: LoopTurns | None = None,
-        budget: Callable[[Pool], Budget] = lambda pool: NO_BUDGET,
+        budget: Callable[[GPUPool], GPUBudget] = lambda pool: NO_BUDGET,
     ) -> None:
         """`on_change` is called when a decision is to be followed or told; `budget` tells a namespace's GPUs."""
         self._fleet = fleet
@@ -116,14 +116,14 @@ class Scaler:
         self._clock = clock
         self._loop_turns = loop_turns or LoopTurns()
         self._budget = budget
-        self._models: dict[ModelKey, _Model] = {}
+        self._models: dict[ModelKey, _ScaledModel] = {}
 
-    def present(self) -> dict[Pool, int]:
+    def present(self) -> dict[GPUPool, int]:
         """What models take GPUs of that a quota may bound, and how many their pods take now."""
-        found: dict[Pool, int] = {}
+        found: dict[GPUPool, int] = {}
         for key, model in self._models.items():
             if model.observed.gpu_resource and model.observed.circumstances.followed:
-                pool = Pool(key.namespace, model.observed.gpu_resource)
+                pool = GPUPool(key.namespace, model.observed.gpu_resource)
                 found[pool] = found.get(pool, 0) + count_model_gpus(
                     model.observed, {role: count.present for role, count in model.observed.counts.items()}
                 )
@@ -136,7 +136,7 @@ class Scaler:
             return
         model = self._models.get(key)
         if model is None:
-            model = _Model(observed=observed, totals=Totals(since=self._clock()), history=History())
+            model = _ScaledModel(observed=observed, totals=Totals(since=self._clock()), history=History())
             self._models[key] = model
             metrics.SCALED_MODELS.set(len(self._models))
         elif observed.circumstances.followed == model.observed.circumstances.followed:
@@ -189,7 +189,7 @@ class Scaler:
                 self._fail(key, model, error)
             model.failed = True
 
-    def _decide(self, key: ModelKey, model: _Model) -> None:
+    def _decide(self, key: ModelKey, model: _ScaledModel) -> None:
         now, observed = self._clock(), model.observed
         heard = [Heard(report=report, age=age) for report, age in self._fleet.heard(key)]
         model.totals = add_up(model.totals, heard, now=now)
@@ -241,12 +241,12 @@ class Scaler:
             self._on_change(key)
 
     @staticmethod
-    def _remember_present(model: _Model, now: float) -> None:
+    def _remember_present(model: _ScaledModel, now: float) -> None:
         """What is there counts as needed until now."""
         present = {role: count.replicas for role, count in model.observed.counts.items()}
         model.history = model.history.record(Decision(at=now, roles={}, needs=present))
 
-    def _fail(self, key: ModelKey, model: _Model, error: Exception) -> None:
+    def _fail(self, key: ModelKey, model: _ScaledModel, error: Exception) -> None:
         text = f"the planner has failed ({type(error).__name__}: {error}); the operator's log has more"
         decision = _held(self._clock(), "PlannerFailed", text) if model.observed.circumstances.followed else None
         unknown = Attainment(met=None, reason="PlannerFailed", message=text)
@@ -255,7 +255,7 @@ class Scaler:
         self._on_change(key)
 
     def _plan(
-        self, key: ModelKey, model: _Model, snapshot: Snapshot | None, silent: Mapping[str, str], now: float
+        self, key: ModelKey, model: _ScaledModel, snapshot: Snapshot | None, silent: Mapping[str, str], now: float
     ) -> Decision:
         observed = model.observed
         model.claim = claim_gpus(key, observed, None)
@@ -277,11 +277,13 @@ class Scaler:
         why = "demand is at least what the others tell, so replicas may come and none goes"
         return only_grow(decision, f"{_name_silent(silent)}: {why}.")
 
-    def _limit(self, key: ModelKey, model: _Model, spec: ScalingSpec, decision: Decision) -> tuple[ScalingSpec, str]:
+    def _limit(
+        self, key: ModelKey, model: _ScaledModel, spec: ScalingSpec, decision: Decision
+    ) -> tuple[ScalingSpec, str]:
         """The spec within what the namespace's GPU quota leaves this model, and a sentence about it. `decision`: what
         was decided without the quota."""
         resource = model.observed.gpu_resource
-        budget, claim = self._budget(Pool(key.namespace, resource)), model.claim
+        budget, claim = self._budget(GPUPool(key.namespace, resource)), model.claim
         assert claim is not None, "it takes GPUs of a quota"
         if budget.gpus is None:
             return spec, f" The namespace's GPU quota is not known: {budget.problem}." if budget.problem else ""
@@ -314,7 +316,7 @@ class Scaler:
         return replace(spec, roles=roles, gpu_budget=own.granted, budget_name=QUOTA_LIMIT), said
 
 
-def _decide_rest(model: _Model, heard: Sequence[Heard], silent: Mapping[str, str], now: float) -> Rest:
+def _decide_rest(model: _ScaledModel, heard: Sequence[Heard], silent: Mapping[str, str], now: float) -> Rest:
     observed = model.observed
     sight = Sight(
         at=now,

@@ -35,7 +35,7 @@ from tandem_operator.workloads.blueprint import COMPONENT_LABEL, config_hash
 _ACCESS = (ROLE.name, ROLE_BINDING.name)
 
 
-class Step(Enum):
+class ChildStep(Enum):
     """What to do about one desired child."""
 
     KEEP = "keep"
@@ -47,7 +47,7 @@ class Step(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class ChildPlan:
     """Everything to do for one model, in order."""
 
     apply: tuple[Manifest, ...] = ()
@@ -63,7 +63,7 @@ def plan_children(
     owner_uid: str,
     hold_workloads: bool = False,
     keep: frozenset[ChildKey] = frozenset(),
-) -> Plan:
+) -> ChildPlan:
     """The plan that turns `live` into `desired`, but for workloads where those have to wait. What is in `keep` stays as
     it is, though it is not desired.
 
@@ -73,36 +73,36 @@ def plan_children(
         child_key(child): (child, plan_step(child, live.get(child_key(child)), owner_uid=owner_uid))
         for child in desired
     }
-    return Plan(
+    return ChildPlan(
         apply=tuple(
             child
             for key, (child, step) in steps.items()
-            if step is Step.APPLY and not (hold_workloads and key.kind in WORKLOADS)
+            if step is ChildStep.APPLY and not (hold_workloads and key.kind in WORKLOADS)
         ),
-        waiting=tuple(key for key, (_, step) in steps.items() if step is Step.WAIT),
-        taken=tuple(key for key, (_, step) in steps.items() if step is Step.TAKEN),
+        waiting=tuple(key for key, (_, step) in steps.items() if step is ChildStep.WAIT),
+        taken=tuple(key for key, (_, step) in steps.items() if step is ChildStep.TAKEN),
         delete=tuple(sorted(_surplus(steps, live, owner_uid=owner_uid, keep=keep))),
     )
 
 
-def plan_step(desired: Manifest, live: Manifest | None, *, owner_uid: str) -> Step:
+def plan_step(desired: Manifest, live: Manifest | None, *, owner_uid: str) -> ChildStep:
     """What to do about one desired child, given the object of that name."""
     if live is None:
-        return Step.APPLY
+        return ChildStep.APPLY
     owner = controller_of(live)
     if owner is None:
         # An orphan of ours, for example after `kubectl delete --cascade=orphan`, is adopted; anything else is not ours.
         labels, wanted = labels_of(live), labels_of(desired)
         ours = all(labels.get(key) == wanted[key] for key in (MANAGED_BY_LABEL, names.LABEL_MODEL))
         if not ours:
-            return Step.TAKEN
+            return ChildStep.TAKEN
     elif owner.get("uid") != owner_uid:
         reference = dig_list(desired, "metadata", "ownerReferences")[0]
         earlier = owner.get("kind") == reference["kind"] and owner.get("name") == reference["name"]
-        return Step.WAIT if earlier else Step.TAKEN
+        return ChildStep.WAIT if earlier else ChildStep.TAKEN
     if dig(live, "metadata", "deletionTimestamp") is not None:
-        return Step.WAIT
-    return Step.KEEP if satisfies(live, as_answered(desired, live)) else Step.APPLY
+        return ChildStep.WAIT
+    return ChildStep.KEEP if satisfies(live, as_answered(desired, live)) else ChildStep.APPLY
 
 
 def plan_clearing(desired: Manifest, live: Manifest | None) -> Manifest | None:
@@ -118,16 +118,16 @@ def plan_clearing(desired: Manifest, live: Manifest | None) -> Manifest | None:
 
 
 def _surplus(
-    steps: Mapping[ChildKey, tuple[Manifest, Step]], live: Children, *, owner_uid: str, keep: frozenset[ChildKey]
+    steps: Mapping[ChildKey, tuple[Manifest, ChildStep]], live: Children, *, owner_uid: str, keep: frozenset[ChildKey]
 ) -> Iterable[ChildKey]:
     """Owned children that are no longer desired. A configuration stays while a pod may start from it, and what gives
     gateways their rights until what is to give them from now on has been seen to be there."""
-    is_bound = all(step is Step.KEEP for key, (_, step) in steps.items() if key.kind == ROLE_BINDING.name)
+    is_bound = all(step is ChildStep.KEEP for key, (_, step) in steps.items() if key.kind == ROLE_BINDING.name)
     in_use = {config_hash(child) for key, child in live.items() if key.kind == POD.name}
     rolling = {
         labels_of(child).get(COMPONENT_LABEL)
         for key, (child, step) in steps.items()
-        if key.kind in WORKLOADS and (step is not Step.KEEP or not is_rolled_out(live[key]))
+        if key.kind in WORKLOADS and (step is not ChildStep.KEEP or not is_rolled_out(live[key]))
     }
     rolling |= {labels_of(live[key]).get(COMPONENT_LABEL) for key in keep if key in live}
     for key, child in live.items():

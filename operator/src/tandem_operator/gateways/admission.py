@@ -16,7 +16,7 @@ from tandem_api.names import CONDITION_ADMITTED, Role
 from tandem_operator.gateways.fleet import REJECTED_SECONDS, FleetView
 from tandem_operator.objects.manifests import POD, ChildKey, Children, Manifest, ModelKey, child_key, dig, dig_list
 from tandem_operator.objects.pods import is_leaving, is_ready, is_up
-from tandem_operator.observe.groups import Group, group_pods
+from tandem_operator.observe.groups import PodGroup, group_pods
 from tandem_operator.observe.roles import pods_of, workload_key
 from tandem_operator.rollout.partners import partner_groups
 from tandem_operator.workloads.blueprint import Blueprint
@@ -80,7 +80,7 @@ def plan_admissions(blueprint: Blueprint, live: Children, view: FleetView) -> li
     return found
 
 
-def _decide(blueprint: Blueprint, group: Group, view: FleetView) -> tuple[Literal["True", "False"], str, str] | None:
+def _decide(blueprint: Blueprint, group: PodGroup, view: FleetView) -> tuple[Literal["True", "False"], str, str] | None:
     """The gate of a replica's pods: that of its leader. None: as it is."""
     if not any(has_gate(pod) for pod in group.pods):
         return None
@@ -142,7 +142,7 @@ def admission_condition(
     return _condition("True", "Admitted", "gateways send requests to every worker that is up")
 
 
-def _standing(group: Group, view: FleetView) -> tuple[bool, str] | None:
+def _standing(group: PodGroup, view: FleetView) -> tuple[bool, str] | None:
     """Whether a replica gets requests, and why not; None where no gateway knows it. Moments do not count."""
     leader = group.pods[0]
     found = view.standings.get(leader["metadata"]["name"])
@@ -160,7 +160,7 @@ def is_admission_open(blueprint: Blueprint, live: Children) -> bool:
     )
 
 
-def _groups(blueprint: Blueprint, live: Children) -> list[Group]:
+def _groups(blueprint: Blueprint, live: Children) -> list[PodGroup]:
     return [
         group
         for role in blueprint.worker_roles

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from tandem_api.keys import KEY_BYTES, MAX_KEY_ID
 
-from tandem_operator.children.plan import Step, plan_step
-from tandem_operator.keys.rotation import KeyPolicy, KeyState, KeyStep, NewKey, Rotation, plan_rotation
+from tandem_operator.children.plan import ChildStep, plan_step
+from tandem_operator.keys.rotation import KeyPolicy, KeyRotation, KeyState, KeyStep, NewKey, plan_rotation
 from tandem_operator.keys.secret import build_keys, read_keys, write_keys
 from tandem_operator.kube.client import KubeClient, object_path
 from tandem_operator.objects.errors import ForbiddenError, NamespaceEndingError, RejectedError, UnreadableKeysError
@@ -67,13 +67,13 @@ class KeyKeeper:
         try:
             live = await self._client.find(path)
             step = plan_step(desired, live, owner_uid=blueprint.model.metadata.uid)
-            if step is Step.WAIT:
+            if step is ChildStep.WAIT:
                 return KeyLook(waiting=(key,), usable=False)
-            if step is Step.TAKEN:
+            if step is ChildStep.TAKEN:
                 return KeyLook(taken=(key,), usable=False)
             state = None if live is None else read_keys(live)
             rotation = self._plan(state, request)
-            if (write := rotation.write or (state if step is Step.APPLY else None)) is not None:
+            if (write := rotation.write or (state if step is ChildStep.APPLY else None)) is not None:
                 await self._write(write_keys(desired, live, write), is_new=live is None)
         except UnreadableKeysError as error:
             return KeyLook(problem=Problem(reason="KeysUnreadable", message=str(error), stalled=True), usable=False)
@@ -84,7 +84,7 @@ class KeyKeeper:
         happening = None if rotation.step is None else keys_happening(key, rotation.step, self._policy.settle_seconds)
         return KeyLook(happening=happening, look_after_seconds=rotation.look_after_seconds)
 
-    def _plan(self, state: KeyState | None, request: str | None) -> Rotation:
+    def _plan(self, state: KeyState | None, request: str | None) -> KeyRotation:
         fresh = {
             file: NewKey(name=secrets.token_hex(MAX_KEY_ID // 2), key=secrets.token_bytes(KEY_BYTES))
             for file in KEY_FILES

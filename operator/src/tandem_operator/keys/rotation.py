@@ -57,7 +57,7 @@ class NewKey:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rotation:
+class KeyRotation:
     """What to do about the keys now."""
 
     step: KeyStep | None = None
@@ -70,7 +70,7 @@ class Rotation:
 
 def plan_rotation(
     state: KeyState | None, *, request: str | None, now: float, fresh: Mapping[str, NewKey], policy: KeyPolicy
-) -> Rotation:
+) -> KeyRotation:
     """What to do about the keys now.
 
     `state` is None where no keys are. `request` is the wish to rotate as it is written now, None without one; one that
@@ -79,19 +79,19 @@ def plan_rotation(
     if state is None:
         rings = {file: KeyRing(primary=new.name, keys={new.name: new.key}) for file, new in fresh.items()}
         made = KeyState(rings=rings, step=KeyStep.MADE, since=now, request=request)
-        return Rotation(step=KeyStep.MADE, write=made, look_after_seconds=policy.rotate_after_seconds)
+        return KeyRotation(step=KeyStep.MADE, write=made, look_after_seconds=policy.rotate_after_seconds)
     if state.since is None or state.since > now:
         # Nobody can tell how long every pod has had these rings: that counts from now.
-        return Rotation(write=replace(state, since=now), look_after_seconds=policy.settle_seconds)
+        return KeyRotation(write=replace(state, since=now), look_after_seconds=policy.settle_seconds)
     step = _next_step(state, request=request, age=now - state.since, policy=policy)
     if step is None:
-        return Rotation(look_after_seconds=_until(policy.rotate_after_seconds, now - state.since))
+        return KeyRotation(look_after_seconds=_until(policy.rotate_after_seconds, now - state.since))
     if now - state.since < policy.settle_seconds:
-        return Rotation(look_after_seconds=policy.settle_seconds - (now - state.since))
+        return KeyRotation(look_after_seconds=policy.settle_seconds - (now - state.since))
     rings = {file: _STEPS[step](ring, fresh[file]) for file, ring in state.rings.items()}
     answered = request if step is KeyStep.ADDED and request is not None else state.request
     written = KeyState(rings=rings, step=step, since=now, request=answered)
-    return Rotation(step=step, write=written, look_after_seconds=policy.settle_seconds)
+    return KeyRotation(step=step, write=written, look_after_seconds=policy.settle_seconds)
 
 
 def _next_step(state: KeyState, *, request: str | None, age: float, policy: KeyPolicy) -> KeyStep | None:

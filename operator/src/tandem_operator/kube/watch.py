@@ -51,7 +51,7 @@ class Store(Protocol):
     def retain(self, kind: Kind, namespace: str | None, present: Iterable[tuple[ModelKey, str]]) -> set[ModelKey]: ...
 
 
-class Watcher:
+class KindWatcher:
     """Watches one kind in one namespace, or in all (None)."""
 
     def __init__(

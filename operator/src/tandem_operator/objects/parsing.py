@@ -23,7 +23,7 @@ _Step = int | str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class ModelReading:
     """An InferenceModel as far as this release knows it."""
 
     model: InferenceModel
@@ -31,7 +31,7 @@ class Reading:
     """Paths of the fields that it does not know, such as `spec.engine.lookahead`."""
 
 
-def read_model(raw: Manifest) -> Reading:
+def read_model(raw: Manifest) -> ModelReading:
     """The typed object, without the fields that this release does not know.
 
     Raises:
@@ -40,11 +40,11 @@ def read_model(raw: Manifest) -> Reading:
     """
     found = raw | {"status": parse_status(raw)}
     try:
-        return Reading(model=InferenceModel.model_validate(found))
+        return ModelReading(model=InferenceModel.model_validate(found))
     except ValidationError as error:
         known, unknown = _drop_unknown(found, error)
     try:
-        return Reading(model=InferenceModel.model_validate(known), unknown=unknown)
+        return ModelReading(model=InferenceModel.model_validate(known), unknown=unknown)
     except ValidationError as error:
         problems = [f"{_path(item['loc'])}: {item['msg'].removeprefix('Value error, ')}" for item in error.errors()]
         raise InvalidSpecError("; ".join([*problems, *(f"{path}: not known" for path in unknown)])) from error

@@ -17,7 +17,7 @@ from tandem_operator.objects.pods import has_started, is_leaving, is_ready, revi
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class PodGroup:
     """The present pods of one replica."""
 
     index: int
@@ -54,13 +54,13 @@ def group_size(labels: dict[str, str]) -> int:
     return int(text) if text.isascii() and text.isdigit() and int(text) > 0 else 1
 
 
-def group_pods(pods: Iterable[Manifest], size: int) -> list[Group]:
+def group_pods(pods: Iterable[Manifest], size: int) -> list[PodGroup]:
     """The groups of which any pod is there, in order. What has no ordinal is no StatefulSet's pod and left out."""
     by_ordinal = {ordinal: pod for pod in pods if (ordinal := _ordinal(pod)) is not None}
     found: dict[int, list[Manifest]] = {}
     for ordinal, pod in sorted(by_ordinal.items()):
         found.setdefault(ordinal // size, []).append(pod)
-    return [Group(index=index, size=size, pods=tuple(members)) for index, members in found.items()]
+    return [PodGroup(index=index, size=size, pods=tuple(members)) for index, members in found.items()]
 
 
 def _ordinal(pod: Manifest) -> int | None:

@@ -9,7 +9,7 @@ WHOLE = "whole"
 """Stands for the build of replicas that need no partner, whichever it is."""
 
 
-class State(Enum):
+class ReplicaState(Enum):
     """Whether a replica serves."""
 
     READY = "ready"
@@ -18,13 +18,13 @@ class State(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replica:
+class ObservedReplica:
     """One replica of a role, some of whose pods exist."""
 
     index: int
     build: str
     """Its workers exchange blocks with those of the same build."""
-    state: State
+    state: ReplicaState
     is_outdated: bool
     """Made from another template than the newest."""
     is_leaving: bool = False

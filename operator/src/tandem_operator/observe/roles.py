@@ -33,8 +33,8 @@ from tandem_operator.objects.pods import has_started, is_leaving, is_on_standby,
 from tandem_operator.objects.problem import Problem
 from tandem_operator.objects.refusals import advice
 from tandem_operator.observe.causes import pod_problem, role_problem
-from tandem_operator.observe.groups import Group, group_pods, group_size
-from tandem_operator.observe.replica import WHOLE, Replica, State
+from tandem_operator.observe.groups import PodGroup, group_pods, group_size
+from tandem_operator.observe.replica import WHOLE, ObservedReplica, ReplicaState
 from tandem_operator.workloads.blueprint import Blueprint, component_of
 
 STALLED_BY_REQUEST = frozenset({"Suspended", "ScaledToZero", "RolloutPaused"})
@@ -52,7 +52,7 @@ UNREACHABLE = timedelta(minutes=5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoleState:
+class ObservedRole:
     """One role as it is, counted in replicas."""
 
     role: Role
@@ -109,7 +109,7 @@ def workload_key(blueprint: Blueprint, role: Role) -> ChildKey:
 
 def observe_role(
     blueprint: Blueprint, role: Role, live: Children, failures: Mapping[ChildKey, str], *, now: datetime | None = None
-) -> RoleState:
+) -> ObservedRole:
     """One role's state. `failures` has, by workload, why its controller could not create pods. Without `now`, what only
     time tells is left out."""
     key = workload_key(blueprint, role)
@@ -142,7 +142,7 @@ def observe_role(
         problem = Problem(reason="PodsNotCreated", message=text, stalled=True)
     generation = dig(workload, "metadata", "generation")
     before = None if _has_expired(blueprint, now) else _status_before(blueprint, role)
-    return RoleState(
+    return ObservedRole(
         role=role,
         desired=desired,
         promised=_promise(desired, counts[1], before, is_added=_is_added(blueprint, role)),
@@ -221,12 +221,12 @@ def replica_failure(workload: Manifest) -> str | None:
 
 
 def observe_replicas(
-    groups: Sequence[Group], *, alike: Collection[str], now: datetime, rests: bool = False
-) -> list[Replica]:
+    groups: Sequence[PodGroup], *, alike: Collection[str], now: datetime, rests: bool = False
+) -> list[ObservedReplica]:
     """Replicas as the planner of rollouts sees them. `alike` are the revisions that count as the newest template;
     `rests`: some may be on standby, and wake up."""
     return [
-        Replica(
+        ObservedReplica(
             index=group.index,
             build=build_of(group),
             state=state_of(group, alike=alike, now=now),
@@ -239,17 +239,17 @@ def observe_replicas(
     ]
 
 
-def build_of(group: Group) -> str:
+def build_of(group: PodGroup) -> str:
     """The build whose blocks the replica takes: that of its leader."""
     return labels_of(group.pods[0]).get(names.LABEL_REVISION, "")
 
 
-def is_whole(group: Group) -> bool:
+def is_whole(group: PodGroup) -> bool:
     """Whether the replica computes prompts and answers alike."""
     return labels_of(group.pods[0]).get(names.LABEL_ROLE) == Role.UNIFIED.value
 
 
-def _without_lone(blueprint: Blueprint, ready: Sequence[Group], live: Children) -> list[Group]:
+def _without_lone(blueprint: Blueprint, ready: Sequence[PodGroup], live: Children) -> list[PodGroup]:
     """Without decode workers of engines whose decode workers compute no prompts, where no prefill worker of their build
     is ready: nothing is promised of a role that comes or goes, so its own count does not tell."""
     pairs = any(labels_of(group.pods[0]).get(names.LABEL_ROLE) == Role.DECODE.value for group in ready)
@@ -259,13 +259,13 @@ def _without_lone(blueprint: Blueprint, ready: Sequence[Group], live: Children) 
     return [group for group in ready if is_whole(group) or build_of(group) in fed]
 
 
-def prefill_groups(blueprint: Blueprint, live: Children) -> list[Group]:
+def prefill_groups(blueprint: Blueprint, live: Children) -> list[PodGroup]:
     """The replicas of the prefill role that there are, whether the spec has one or not."""
     pods = pods_of(workload_key(blueprint, Role.PREFILL), live)
     return group_pods(pods, group_size(labels_of(pods[0])) if pods else 1)
 
 
-def _is_starting(group: Group, *, rests: bool) -> bool:
+def _is_starting(group: PodGroup, *, rests: bool) -> bool:
     """Whether what is not up may come up by itself: nothing has ended or been refused."""
     restarts = (s.get("restartCount") or 0 for pod in group.pods for s in dig_list(pod, "status", "containerStatuses"))
     problems = (pod_problem(pod) for pod in group.pods)
@@ -273,15 +273,15 @@ def _is_starting(group: Group, *, rests: bool) -> bool:
     return waits and not any(problem is not None and problem.stalled for problem in problems)
 
 
-def state_of(group: Group, *, alike: Collection[str], now: datetime) -> State:
+def state_of(group: PodGroup, *, alike: Collection[str], now: datetime) -> ReplicaState:
     """Whether a replica serves. Pods of two templates do not form one."""
     templates = {None if (found := revision_of(pod)) in alike else found for pod in group.pods}
     if group.is_broken or len(templates) > 1:
-        return State.DOWN
+        return ReplicaState.DOWN
     if group.is_ready:
-        return State.READY
+        return ReplicaState.READY
     unready = [pod for pod in group.pods if not is_ready(pod)]
-    return State.UNSURE if all(_may_serve(pod, now=now) for pod in unready) else State.DOWN
+    return ReplicaState.UNSURE if all(_may_serve(pod, now=now) for pod in unready) else ReplicaState.DOWN
 
 
 def _may_serve(pod: Manifest, *, now: datetime) -> bool:

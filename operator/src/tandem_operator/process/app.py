@@ -15,7 +15,7 @@ import aiohttp
 import kopf
 from tandem_api import names
 
-from tandem_operator.autoscale.quotas import Pool, QuotaWatch
+from tandem_operator.autoscale.quotas import GPUPool, QuotaWatch
 from tandem_operator.autoscale.scaler import Scaler
 from tandem_operator.gateways.fleet import FleetWatch
 from tandem_operator.keys.keeper import KeyKeeper
@@ -25,7 +25,7 @@ from tandem_operator.kube.leader import LeaderElection
 from tandem_operator.kube.optional import OptionalWatch
 from tandem_operator.kube.recorder import EventRecorder
 from tandem_operator.kube.store import ChildStore
-from tandem_operator.kube.watch import CHILDREN, REVISIONS, Watcher
+from tandem_operator.kube.watch import CHILDREN, REVISIONS, KindWatcher
 from tandem_operator.objects.errors import APIError, IncompleteError
 from tandem_operator.objects.manifests import (
     CONTROLLER_REVISION,
@@ -146,7 +146,7 @@ class Operator:
         tasks: list[asyncio.Task[Any]] = [held]
         try:
             watchers = [
-                Watcher(
+                KindWatcher(
                     self._client,
                     self._store,
                     kind,
@@ -161,7 +161,7 @@ class Operator:
             tasks += [asyncio.create_task(watcher.run(), name=f"watch {watcher}") for watcher in watchers]
             # What they say is worth knowing, and not worth waiting for.
             creations = [
-                Watcher(
+                KindWatcher(
                     self._client,
                     self._creations,
                     EVENT,
@@ -249,7 +249,7 @@ class Operator:
     def _on_request(self, key: ModelKey) -> None:
         self._scaler.decide(key)
 
-    def _count_present(self) -> dict[Pool, int]:
+    def _count_present(self) -> dict[GPUPool, int]:
         return self._scaler.present()
 
     def _unserved(self) -> frozenset[str]:

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tandem_operator.children.plan import Plan, Step, plan_clearing, plan_step
+from tandem_operator.children.plan import ChildPlan, ChildStep, plan_clearing, plan_step
 from tandem_operator.children.templates import is_rewritten, with_answer
 from tandem_operator.gateways.admission import Admission
 from tandem_operator.kube.client import KubeClient, object_path
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 class Actions:
     """All there is to do, in this order."""
 
-    children: Plan
+    children: ChildPlan
     scale: Sequence[tuple[ChildKey, int]] = ()
     """Counts of workloads whose template cannot be made: they are scaled and suspended nevertheless."""
     replace: Sequence[ChildKey] = ()
@@ -161,11 +161,11 @@ class Executor:
                 look.applied.append(manifest)
                 return
             step = plan_step(manifest, live, owner_uid=look.uid)
-            if step is Step.WAIT or step is Step.TAKEN:
-                look.note_blocked(Plan(waiting=(key,)) if step is Step.WAIT else Plan(taken=(key,)))
+            if step is ChildStep.WAIT or step is ChildStep.TAKEN:
+                look.note_blocked(ChildPlan(waiting=(key,)) if step is ChildStep.WAIT else ChildPlan(taken=(key,)))
                 return
             look.children[key] = live
-            if step is Step.KEEP:
+            if step is ChildStep.KEEP:
                 return  # the cache is late
         await self._apply(look, manifest, live)
 

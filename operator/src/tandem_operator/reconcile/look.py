@@ -10,7 +10,7 @@ import aiohttp
 
 from tandem_operator.autoscale.desired import DesiredReplicas
 from tandem_operator.autoscale.scaler import Outlook
-from tandem_operator.children.plan import Plan
+from tandem_operator.children.plan import ChildPlan
 from tandem_operator.keys.keeper import KeyLook
 from tandem_operator.objects.errors import APIError, NamespaceEndingError
 from tandem_operator.objects.manifests import ChildKey, Children, Manifest, ModelKey, own_workloads
@@ -86,7 +86,7 @@ class Look:
         if problem is not None:
             self.problems.append(problem)
 
-    def note_blocked(self, plan: Plan) -> None:
+    def note_blocked(self, plan: ChildPlan) -> None:
         """Tell which children cannot be made because of other objects that have their names."""
         self.waiting += [str(key) for key in plan.waiting]
         for key in plan.taken:

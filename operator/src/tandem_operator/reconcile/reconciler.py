@@ -3,8 +3,8 @@
 Level-triggered: nothing is remembered between two looks, so a restart, a lost event and a repeated one are the same.
 Children come from the cache; the InferenceModel itself is read anew each time, so that a deleted one is never rebuilt.
 
-The steps are numbered where they happen, in `Reconciler.reconcile`, `_decide` and
-`Reporter.report`. What is decided there is decided in the rooms below, by pure functions.
+Its fifteen steps are numbered where they happen, in `Reconciler.reconcile`, `_decide` and `Reporter.report`, each with
+the reason for its place. What they decide is decided by pure functions of the rooms below.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tandem_api.names import Role, keys_name
 
 from tandem_operator.autoscale.desired import DesiredReplicas, settle_replicas
 from tandem_operator.autoscale.scaler import Outlook, Scaler
-from tandem_operator.children.plan import Plan, plan_children
+from tandem_operator.children.plan import ChildPlan, plan_children
 from tandem_operator.gateways.fleet import FleetWatch
 from tandem_operator.keys.keeper import KeyKeeper, KeyLook
 from tandem_operator.keys.secret import rotation_request
@@ -38,7 +38,7 @@ from tandem_operator.objects.manifests import (
     dig,
     format_time,
 )
-from tandem_operator.objects.parsing import Reading, parse_status, read_model, read_past
+from tandem_operator.objects.parsing import ModelReading, parse_status, read_model, read_past
 from tandem_operator.objects.problem import Problem
 from tandem_operator.objects.refusals import unserved_problem
 from tandem_operator.observe.causes import missing_certificate
@@ -163,7 +163,7 @@ class Reconciler:
         # 12. to 15. What is told of it, to workers, people and the other parts.
         return await self._reporter.report(look, reading, decided)
 
-    async def _decide(self, look: Look, reading: Reading) -> Decisions | None:
+    async def _decide(self, look: Look, reading: ModelReading) -> Decisions | None:
         """Steps 4 to 10. None where the namespace is about to go."""
         # 4. Replicas come first: everything after goes by the number in force, whoever has set it.
         outlook, replicas = await self._settle_replicas(look, reading)
@@ -188,7 +188,7 @@ class Reconciler:
             rollout=rollout,
         )  # fmt: skip
 
-    async def _settle_replicas(self, look: Look, reading: Reading) -> tuple[Outlook | None, DesiredReplicas]:
+    async def _settle_replicas(self, look: Look, reading: ModelReading) -> tuple[Outlook | None, DesiredReplicas]:
         model = reading.model
         outlook = self._scaler.outlook(look.key, model.metadata.generation)
         replicas = settle_replicas(
@@ -225,7 +225,7 @@ class Reconciler:
         async with look.collecting(f"Secret {keys_name(blueprint.name)}"):
             keys = await self._keeper.ensure(blueprint, rotation_request(look.raw))
         look.note(keys.problem)
-        look.note_blocked(Plan(waiting=keys.waiting, taken=keys.taken))
+        look.note_blocked(ChildPlan(waiting=keys.waiting, taken=keys.taken))
         return keys
 
     async def _check_certificate(self, look: Look, blueprint: Blueprint) -> None:

@@ -22,7 +22,7 @@ from tandem_operator.gateways.fleet import FleetWatch
 from tandem_operator.gateways.routing import seconds_left
 from tandem_operator.objects.errors import IncompleteError
 from tandem_operator.objects.manifests import Children, format_time
-from tandem_operator.objects.parsing import Reading
+from tandem_operator.objects.parsing import ModelReading
 from tandem_operator.objects.problem import Problem
 from tandem_operator.reconcile.contention import Contention, soonest
 from tandem_operator.reconcile.executor import Executor
@@ -62,7 +62,7 @@ class Reporter:
         self._loop_turns = loop_turns
         self._clock = clock
 
-    async def report(self, look: Look, reading: Reading, decided: Decisions) -> float | None:
+    async def report(self, look: Look, reading: ModelReading, decided: Decisions) -> float | None:
         """Steps 12 to 15 of a look. Returns seconds until the next one, if events will not tell.
 
         Raises:
@@ -95,7 +95,7 @@ class Reporter:
         )
 
     def _build_status(
-        self, look: Look, reading: Reading, decided: Decisions, ours: Children, admitted: Condition | None
+        self, look: Look, reading: ModelReading, decided: Decisions, ours: Children, admitted: Condition | None
     ) -> InferenceModelStatus:
         now, rollout = self._clock(), decided.rollout
         scaling, scaled = _scaling_status(decided.blueprint, decided.replicas.scaling, decided.outlook, now=now)

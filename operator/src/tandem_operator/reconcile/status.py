@@ -21,7 +21,7 @@ from tandem_operator.objects.pods import is_up
 from tandem_operator.objects.problem import Problem
 from tandem_operator.observe.roles import (
     STALLED_BY_REQUEST,
-    RoleState,
+    ObservedRole,
     observe_role,
     pods_of,
     workload_key,
@@ -231,7 +231,7 @@ def _resolved_condition(weights: CommitPlan) -> list[Condition]:
     ]
 
 
-def _model_condition(blueprint: Blueprint, workers: Sequence[RoleState], unresolved: Problem | None) -> Condition:
+def _model_condition(blueprint: Blueprint, workers: Sequence[ObservedRole], unresolved: Problem | None) -> Condition:
     """Whether the weights are where they should be: a worker is ready only after it has computed a token with them."""
     uri = blueprint.model.spec.model.uri
     problems = [unresolved, *(state.problem for state in workers)]
@@ -248,7 +248,7 @@ def _model_condition(blueprint: Blueprint, workers: Sequence[RoleState], unresol
     return build_condition("ModelReady", "Unknown", "Loading", f"no worker has loaded {uri} yet")
 
 
-def _role_condition(blueprint: Blueprint, state: RoleState) -> Condition:
+def _role_condition(blueprint: Blueprint, state: ObservedRole) -> Condition:
     kind = f"{state.component.capitalize()}Ready"
     if state.problem is not None:
         return build_condition(kind, "False", state.problem.reason, state.problem.message)

@@ -18,7 +18,7 @@ from tandem_api.quantities import parse_duration
 from tandem_operator.objects.errors import InvalidSpecError
 from tandem_operator.objects.manifests import Children, parse_time
 from tandem_operator.objects.problem import Problem
-from tandem_operator.observe.roles import RoleState, last_progress
+from tandem_operator.observe.roles import ObservedRole, last_progress
 from tandem_operator.rollout.canary import WAITING_FOR_TURN
 from tandem_operator.rollout.replacement import capacity_of
 from tandem_operator.runtime import metrics
@@ -32,11 +32,11 @@ _NOT_OVERDUE = frozenset({"Suspended", _ASLEEP, WAITING_FOR_TURN, "Canary", PREW
 INVALID_SPEC = InvalidSpecError.reason
 _NOT_FOLLOWED = frozenset({"RevisionNotFound", "RevisionUnreadable", INVALID_SPEC})
 """The spec is not followed before somebody acts. To be told before what ails pods: the spec may be what heals them."""
-State = Literal["True", "False", "Unknown"]
+ConditionState = Literal["True", "False", "Unknown"]
 _SLEEPS = "no worker serves because nobody uses the model; the next request waits in a gateway and wakes it"
 
 
-def build_condition(kind: str, state: State, reason: str, message: str) -> Condition:
+def build_condition(kind: str, state: ConditionState, reason: str, message: str) -> Condition:
     return Condition(type=kind, status=state, reason=reason, message=message)
 
 
@@ -46,7 +46,7 @@ def stalled_condition(problem: Problem) -> Condition:
 
 def summarize(
     blueprint: Blueprint,
-    states: Mapping[Role, RoleState],
+    states: Mapping[Role, ObservedRole],
     live: Children,
     *,
     problems: Sequence[Problem],
@@ -100,20 +100,20 @@ def summarize(
     )
 
 
-def _tell_standby(states: Mapping[Role, RoleState]) -> str:
+def _tell_standby(states: Mapping[Role, ObservedRole]) -> str:
     """How many workers are on standby; nothing where none is to be."""
     told = [f"{state.component} {state.standby}/{state.resting}" for state in states.values() if state.resting]
     return f"; on standby: {', '.join(told)}" if told else ""
 
 
-def _wakes(blueprint: Blueprint, states: Mapping[Role, RoleState]) -> bool:
+def _wakes(blueprint: Blueprint, states: Mapping[Role, ObservedRole]) -> bool:
     """A model that slept gets its workers, and gateways hold what comes meanwhile."""
     was = next((condition for condition in blueprint.model.status.conditions if condition.type == "Ready"), None)
     is_held = states[Role.GATEWAY].ready >= states[Role.GATEWAY].promised
     return is_held and was is not None and was.status == "True" and was.reason in (_ASLEEP, _WAKING)
 
 
-def _zero(blueprint: Blueprint, states: Mapping[Role, RoleState]) -> Problem | None:
+def _zero(blueprint: Blueprint, states: Mapping[Role, ObservedRole]) -> Problem | None:
     """Why nothing is meant to be served."""
     if blueprint.model.spec.suspend:
         return Problem(reason="Suspended", message="spec.suspend is true; set it to false to resume", stalled=True)
@@ -130,7 +130,7 @@ def _moving(
     waiting: Sequence[str],
     troubles: Sequence[Problem],
     zero: Problem | None,
-    states: Mapping[Role, RoleState],
+    states: Mapping[Role, ObservedRole],
     trial: Problem | None,
     *,
     asleep: bool,
@@ -150,7 +150,7 @@ def _moving(
     return next(iter(troubles), None) or trial or Problem(reason="Progressing", message=f"{counts}{doing}")
 
 
-def _paused(blueprint: Blueprint, states: Mapping[Role, RoleState], counts: str) -> Problem | None:
+def _paused(blueprint: Blueprint, states: Mapping[Role, ObservedRole], counts: str) -> Problem | None:
     """A rollout that is held, once all else is done."""
     if not blueprint.model.spec.rollout.paused:
         return None
@@ -186,7 +186,7 @@ def _overdue(blueprint: Blueprint, live: Children, moving: Problem, *, now: str)
     return Problem(reason=_OVERDUE, message=text, stalled=True)
 
 
-def _lacking(blueprint: Blueprint, states: Mapping[Role, RoleState], counts: str) -> Problem | None:
+def _lacking(blueprint: Blueprint, states: Mapping[Role, ObservedRole], counts: str) -> Problem | None:
     """What is missing of what the spec promises: ready replicas of each role, and pairs of one build among them."""
     short = Problem(reason="Progressing", message=counts)
     workers = {role: state for role, state in states.items() if role is not Role.GATEWAY}
@@ -215,7 +215,7 @@ def _lacking(blueprint: Blueprint, states: Mapping[Role, RoleState], counts: str
     return None
 
 
-def _available(states: Mapping[Role, RoleState], counts: str) -> Condition:
+def _available(states: Mapping[Role, ObservedRole], counts: str) -> Condition:
     decode = next(state for role, state in states.items() if role in (Role.DECODE, Role.UNIFIED))
     if sum(decode.partners.values()) and states[Role.GATEWAY].ready:
         return build_condition("Available", "True", "Serving", counts)

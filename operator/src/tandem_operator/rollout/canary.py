@@ -21,7 +21,7 @@ from tandem_api.quantities import parse_duration
 from tandem_operator.objects.manifests import format_time, parse_time
 from tandem_operator.objects.problem import Problem
 from tandem_operator.rollout.figures import Judgement, Verdict
-from tandem_operator.rollout.trial import Fleet, RoleFleet, replicas_for
+from tandem_operator.rollout.trial import RoleFleet, TrialFleet, replicas_for
 
 CANARY_FAILED = "CanaryFailed"
 WAITING_FOR_TURN = "WaitingForTurn"
@@ -44,7 +44,7 @@ class RolloutRequest:
     """Its turn has come."""
 
 
-def limits(state: RolloutStatus | None, canary: Canary | None, fleet: Fleet) -> dict[Role, int]:
+def limits(state: RolloutStatus | None, canary: Canary | None, fleet: TrialFleet) -> dict[Role, int]:
     """How many replicas of each role there may be of the newest template; no entry: all."""
     if state is None or state.phase != "Canary" or state.canary is None or canary is None:
         return {}
@@ -59,7 +59,7 @@ def target_of(state: RolloutStatus) -> int:
     return state.stable_revision
 
 
-def wants_slot(before: RolloutStatus | None, request: RolloutRequest, fleet: Fleet) -> bool:
+def wants_slot(before: RolloutStatus | None, request: RolloutRequest, fleet: TrialFleet) -> bool:
     """Whether replicas are to be replaced. What goes back asks nobody."""
     if before is None or request.paused or fleet.serves_nothing:
         return False
@@ -74,7 +74,7 @@ def wants_slot(before: RolloutStatus | None, request: RolloutRequest, fleet: Fle
 
 
 def advance(
-    before: RolloutStatus | None, request: RolloutRequest, fleet: Fleet, *, verdict: Verdict, now: datetime
+    before: RolloutStatus | None, request: RolloutRequest, fleet: TrialFleet, *, verdict: Verdict, now: datetime
 ) -> RolloutStatus:
     """The state after this look. `fleet` counts as new what has the template of `target_of(before)`."""
     if before is None:
@@ -108,14 +108,14 @@ def _is_asked(before: RolloutStatus, request: RolloutRequest) -> bool:
 
 
 def _with_slot(
-    state: RolloutStatus, before: RolloutStatus, request: RolloutRequest, fleet: Fleet, now: datetime
+    state: RolloutStatus, before: RolloutStatus, request: RolloutRequest, fleet: TrialFleet, now: datetime
 ) -> RolloutStatus:
     waiting = not request.may_roll and wants_slot(state, request, fleet)
     given = {"since": format_time(now)} if before.waiting and request.may_roll else {}
     return state if waiting == state.waiting and not given else state.model_copy(update={"waiting": waiting} | given)
 
 
-def _begin(before: RolloutStatus, request: RolloutRequest, fleet: Fleet, now: datetime) -> RolloutStatus:
+def _begin(before: RolloutStatus, request: RolloutRequest, fleet: TrialFleet, now: datetime) -> RolloutStatus:
     """Another revision is asked for."""
     never_served = before.complete_revision is None and not fleet.is_up
     if request.canary is None or request.revision == before.stable_revision or never_served:
@@ -136,7 +136,7 @@ def _roll(before: RolloutStatus, request: RolloutRequest, now: datetime) -> Roll
     return _change(before, request, phase="Progressing", since=now, stable_revision=request.revision)
 
 
-def _prepare(state: RolloutStatus, request: RolloutRequest, fleet: Fleet, now: datetime) -> RolloutStatus:
+def _prepare(state: RolloutStatus, request: RolloutRequest, fleet: TrialFleet, now: datetime) -> RolloutStatus:
     if not fleet.has_new_up:
         # What is broken cannot be gone back to, whatever serves beside it. What starts, or is suspended, is waited for.
         return _roll(state, request, now) if fleet.is_current and fleet.trouble is not None else state
@@ -147,7 +147,12 @@ def _prepare(state: RolloutStatus, request: RolloutRequest, fleet: Fleet, now: d
 
 
 def _try(
-    state: RolloutStatus, request: RolloutRequest, canary: Canary | None, fleet: Fleet, verdict: Verdict, now: datetime
+    state: RolloutStatus,
+    request: RolloutRequest,
+    canary: Canary | None,
+    fleet: TrialFleet,
+    verdict: Verdict,
+    now: datetime,
 ) -> RolloutStatus:
     """One look at a canary."""
     trial = state.canary
@@ -184,7 +189,7 @@ def _failure(
     state: RolloutStatus,
     trial: CanaryStatus,
     request: RolloutRequest,
-    fleet: Fleet,
+    fleet: TrialFleet,
     verdict: Verdict,
     now: datetime,
 ) -> Problem | None:
@@ -214,7 +219,7 @@ def _waits_for(canary: Canary, trial: CanaryStatus, request: RolloutRequest, ver
     return verdict.text
 
 
-def _follow(state: RolloutStatus, fleet: Fleet, now: datetime) -> RolloutStatus:
+def _follow(state: RolloutStatus, fleet: TrialFleet, now: datetime) -> RolloutStatus:
     """How far the workers are from what all of them should have."""
     if fleet.is_complete and (state.phase != "Complete" or state.complete_revision != state.stable_revision):
         update = {"phase": "Complete", "complete_revision": state.stable_revision, "since": format_time(now)}
@@ -245,7 +250,9 @@ def _not_ahead(text: str, now: datetime) -> str:
     return format_time(now) if _seconds_since(text, now) < 0 else text
 
 
-def canary_traffic(state: RolloutStatus | None, fleet: Fleet, before: CanaryTraffic | None) -> CanaryTraffic | None:
+def canary_traffic(
+    state: RolloutStatus | None, fleet: TrialFleet, before: CanaryTraffic | None
+) -> CanaryTraffic | None:
     """What gateways are told of a canary. What was on trial and goes gets no requests any more."""
     if state is None:
         return None
@@ -265,7 +272,7 @@ def _going(roles: Iterable[RoleFleet], before: CanaryTraffic | None) -> list[str
     return [] if before is None else [worker for worker in before.workers if worker in old]
 
 
-def _workers_on_trial(fleet: Fleet, weight: int) -> list[str]:
+def _workers_on_trial(fleet: TrialFleet, weight: int) -> list[str]:
     """New workers, and of a role that the revision does not change a share, if there is one to spare: requests are
     served by these alone."""
     chosen: list[str] = []

@@ -20,7 +20,7 @@ from tandem_operator.objects.manifests import (
     child_key,
     labels_of,
 )
-from tandem_operator.observe.groups import Group
+from tandem_operator.observe.groups import PodGroup
 from tandem_operator.observe.roles import pods_of, prefill_groups, workload_key
 from tandem_operator.workloads.blueprint import COMPONENT_LABEL, Blueprint, component_of, sign
 
@@ -43,7 +43,7 @@ def needed_partners(blueprint: Blueprint, live: Children) -> frozenset[ChildKey]
     )
 
 
-def partner_groups(blueprint: Blueprint, live: Children) -> list[Group]:
+def partner_groups(blueprint: Blueprint, live: Children) -> list[PodGroup]:
     """The replicas of the prefill role that stay though they are not desired."""
     return prefill_groups(blueprint, live) if needed_partners(blueprint, live) else []
 

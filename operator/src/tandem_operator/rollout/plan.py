@@ -52,7 +52,7 @@ from tandem_operator.rollout.revisions import (
     with_content,
 )
 from tandem_operator.rollout.statefulsets import observe_fleet
-from tandem_operator.rollout.trial import Fleet
+from tandem_operator.rollout.trial import TrialFleet
 from tandem_operator.workloads import Blueprint, Built, build_possible
 from tandem_operator.workloads.blueprint import TEMPLATE_HASH, digest
 
@@ -60,7 +60,7 @@ _RETRY_MAX = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class RolloutTarget:
     """What is to be made, for one revision of the workers."""
 
     blueprint: Blueprint
@@ -83,9 +83,9 @@ class RolloutView:
     problem: Problem | None = None
     record: Manifest | None = None
     """A ControllerRevision that has to be made."""
-    target: Target
+    target: RolloutTarget
     """What was decided last."""
-    fleet: Fleet = field(default_factory=Fleet)
+    fleet: TrialFleet = field(default_factory=TrialFleet)
 
     @property
     def before(self) -> RolloutStatus | None:
@@ -100,7 +100,7 @@ class RolloutView:
 class RolloutPlan:
     """What the workers of a model should be now."""
 
-    target: Target
+    target: RolloutTarget
     state: RolloutStatus | None
     limits: Mapping[Role, int]
     tried: frozenset[Role]
@@ -160,7 +160,7 @@ def view_rollout(
         digest_wanted = digest_of(history.get(wanted, content))
         request = _read_request(model.spec, specs, base=base, wanted=wanted, digest_wanted=digest_wanted, retry=retry)
         record = build_revision(blueprint, own, content) if wanted == own and own not in history else None
-    fleet = Fleet()
+    fleet = TrialFleet()
     if target is None or target in specs:
         tried = _tried_roles(blueprint, specs, before)
         fleet = observe_fleet(last.blueprint, last.desired, live, tried=tried, now=now)
@@ -220,11 +220,11 @@ def _not_found(number: int, history: History) -> Problem:
     return Problem(reason="RevisionNotFound", message=text, stalled=True)
 
 
-def _make(blueprint: Blueprint, spec: InferenceModelSpec | None, live: Children) -> Target:
+def _make(blueprint: Blueprint, spec: InferenceModelSpec | None, live: Children) -> RolloutTarget:
     if spec is not None:
         blueprint = _with_spec(blueprint, spec)
     built = build_possible(blueprint)
-    return Target(blueprint=blueprint, built=built, desired=keep_what_runs(blueprint, built.children, live))
+    return RolloutTarget(blueprint=blueprint, built=built, desired=keep_what_runs(blueprint, built.children, live))
 
 
 def _with_spec(blueprint: Blueprint, spec: InferenceModelSpec) -> Blueprint:
@@ -291,7 +291,7 @@ def plan_rollout(
     )
 
 
-def _beside(target: Target, other: Target) -> tuple[Target, frozenset[ChildKey]]:
+def _beside(target: RolloutTarget, other: RolloutTarget) -> tuple[RolloutTarget, frozenset[ChildKey]]:
     """What is tried, with what the workers of the revision before need beside it: their configuration, if one of them
     is lost, and connections."""
     before = {child_key(child): child for child in other.desired}
@@ -321,7 +321,7 @@ def _adopted(state: RolloutStatus, request: RolloutRequest) -> RolloutStatus:
 
 
 def _with_figures(
-    state: RolloutStatus | None, fleet: Fleet, added: Mapping[str, CanaryFigures]
+    state: RolloutStatus | None, fleet: TrialFleet, added: Mapping[str, CanaryFigures]
 ) -> RolloutStatus | None:
     """The state with what was counted since, of the workers on trial and of those that they are compared with."""
     if state is None or state.phase != "Canary" or state.canary is None or not fleet.is_current:

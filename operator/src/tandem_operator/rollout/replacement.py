@@ -26,7 +26,7 @@ from fractions import Fraction
 
 from tandem_api.names import Role
 
-from tandem_operator.observe.replica import WHOLE, Replica, State
+from tandem_operator.observe.replica import WHOLE, ObservedReplica, ReplicaState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class RoleView:
     partition: int | None
     """At and above this index pods are made from the newest template, and were released to be replaced by it; None: all
     are made so, and no controller replaces any."""
-    replicas: Sequence[Replica]
+    replicas: Sequence[ObservedReplica]
     surge: int
     """Replicas that there may be beyond the wanted ones while some are replaced."""
     unavailable: int
@@ -121,7 +121,7 @@ def _limited_partition(role: Role, view: RoleView, serving: _Serving, total: int
             was_new = view.partition is None or view.partition <= index < view.total
             if room <= 0 or (hold and not (found is None and was_new)):
                 break
-            if found is not None and found.state is not State.DOWN:
+            if found is not None and found.state is not ReplicaState.DOWN:
                 if not serving.can_spare(role, found):
                     break
                 serving.remove(role, found)
@@ -150,7 +150,7 @@ def _plan_serving(roles: Mapping[Role, RoleView], *, paused: bool, only_down: bo
 
 def _down_to_release(view: RoleView, *, only_down: bool) -> set[int]:
     """What serves nobody goes at once, but for what is coming up by itself while the newest template is not trusted."""
-    down = [r for r in _outdated(view) if r.state is State.DOWN]
+    down = [r for r in _outdated(view) if r.state is ReplicaState.DOWN]
     starting = [r for r in down if r.is_starting and _keeps_old(view, only_down=only_down)]
     kept = starting[_room(view, set(), only_down=only_down) :]
     return {r.index for r in down if r not in kept}
@@ -160,9 +160,9 @@ def _keeps_old(view: RoleView, *, only_down: bool) -> bool:
     """Whether replicas that are added, or come back, are better of the older template: it serves, and the newest one
     has not shown that it does, or its turn has not come."""
     newest = [r for r in view.replicas if not r.is_outdated and not r.is_leaving]
-    up = sum(r.state is State.READY for r in newest)
+    up = sum(r.state is ReplicaState.READY for r in newest)
     is_proven = 0 < up >= len(newest) - up
-    serves = view.is_withheld or any(r.state is not State.DOWN for r in _outdated(view))
+    serves = view.is_withheld or any(r.state is not ReplicaState.DOWN for r in _outdated(view))
     return serves and (only_down or not is_proven)
 
 
@@ -170,7 +170,7 @@ def _room(view: RoleView, released: set[int], *, only_down: bool) -> int:
     """How many more replicas may be put on the newest template before it has shown that it serves."""
     if only_down or view.is_withheld:
         return 0
-    unproven = {r.index for r in view.replicas if not r.is_outdated and r.state is not State.READY}
+    unproven = {r.index for r in view.replicas if not r.is_outdated and r.state is not ReplicaState.READY}
     return max(0, max(1, view.surge + view.unavailable) - len(unproven | released))
 
 
@@ -185,13 +185,13 @@ def _coming_back(view: RoleView, released: set[int], total: int, *, only_down: b
     return set(missing[_room(view, released | on_the_way, only_down=only_down) :])
 
 
-def _outdated(view: RoleView) -> list[Replica]:
+def _outdated(view: RoleView) -> list[ObservedReplica]:
     """What a plan may release, the last first."""
     found = [replica for replica in view.replicas if replica.is_outdated and not replica.is_leaving]
     return sorted(found, key=lambda replica: -replica.index)
 
 
-def _in_motion(view: RoleView) -> list[Replica]:
+def _in_motion(view: RoleView) -> list[ObservedReplica]:
     """Released by an earlier plan: the controller may be replacing them in this moment."""
     return [r for r in _outdated(view) if view.partition is not None and r.index >= view.partition]
 
@@ -213,12 +213,12 @@ def _release_serving(roles: Mapping[Role, RoleView], serving: _Serving, released
         released[role].add(replica.index)
 
 
-_Queues = dict[State, dict[str, list[Replica]]]
+_Queues = dict[ReplicaState, dict[str, list[ObservedReplica]]]
 
 
 def _queues(view: RoleView, released: set[int]) -> _Queues:
     """What is left to release, by state and build; the last replicas at the end."""
-    queues: _Queues = {State.UNSURE: {}, State.READY: {}}
+    queues: _Queues = {ReplicaState.UNSURE: {}, ReplicaState.READY: {}}
     for replica in reversed(_outdated(view)):
         if replica.state in queues and replica.index not in released:
             queues[replica.state].setdefault(replica.build, []).append(replica)
@@ -227,14 +227,14 @@ def _queues(view: RoleView, released: set[int]) -> _Queues:
 
 def _next(
     roles: Mapping[Role, RoleView], serving: _Serving, queues: Mapping[Role, _Queues]
-) -> tuple[Role, Replica] | None:
+) -> tuple[Role, ObservedReplica] | None:
     """The one that goes next: of the role that has more old replicas left, so that builds stay in proportion."""
 
     def share_left(role: Role) -> Fraction:
         left = sum(len(waiting) for builds in queues[role].values() for waiting in builds.values())
         return Fraction(left, max(1, roles[role].wanted))
 
-    for state in (State.UNSURE, State.READY):
+    for state in (ReplicaState.UNSURE, ReplicaState.READY):
         for role in sorted(roles, key=share_left, reverse=True):
             # The last of each build: its others are worth the same. A build that has no partner left costs nothing.
             lasts = [waiting[-1] for waiting in queues[role][state].values() if waiting]
@@ -249,7 +249,7 @@ def _is_stuck(roles: Mapping[Role, RoleView], released: Mapping[Role, set[int]])
     builds or more, whose shares need not add up: then the promise is out of reach, and what costs least has to go."""
     everything_up = all(
         len(view.replicas) >= view.total >= view.wanted + (view.surge if view.is_rolling else 0)
-        and all(r.state is State.READY and not r.is_leaving for r in view.replicas)
+        and all(r.state is ReplicaState.READY and not r.is_leaving for r in view.replicas)
         for view in roles.values()
     )
     builds = {replica.build for view in roles.values() for replica in view.replicas}
@@ -279,7 +279,7 @@ def _total(role: Role, view: RoleView, serving: _Serving, *, may_surge: bool, pa
 def _needs_surge(view: RoleView) -> bool:
     """Something that may be serving is to be replaced, and is not in motion yet."""
     moving = _in_motion(view)
-    return any(r.index < view.wanted and r.state is not State.DOWN and r not in moving for r in _outdated(view))
+    return any(r.index < view.wanted and r.state is not ReplicaState.DOWN and r not in moving for r in _outdated(view))
 
 
 def _role_plan(view: RoleView, released: set[int], total: int, *, paused: bool, only_down: bool) -> RolePlan:
@@ -322,38 +322,38 @@ class _Serving:
         )
         self._before = {sure: self._measure(sure=sure) for sure in (True, False)}
 
-    def can_spare(self, role: Role, replica: Replica) -> bool:
+    def can_spare(self, role: Role, replica: ObservedReplica) -> bool:
         """Whether the promises hold without it, or are no further broken than they were."""
         with self._without(role, replica):
             return all(self._holds(sure=sure) for sure in (True, False))
 
-    def cost(self, role: Role, replica: Replica) -> tuple[Fraction, int]:
+    def cost(self, role: Role, replica: ObservedReplica) -> tuple[Fraction, int]:
         """Capacity that goes with it, and its place: of equals the last goes."""
         with self._without(role, replica):
             return self._before[True][0] - self._measure(sure=True)[0], -replica.index
 
-    def remove(self, role: Role, replica: Replica) -> None:
+    def remove(self, role: Role, replica: ObservedReplica) -> None:
         self._change(role, replica, -1)
         self._gone.add((role, replica.index))
 
-    def has_gone(self, role: Role, replica: Replica) -> bool:
-        return (role, replica.index) in self._gone or replica.state is State.DOWN or replica.is_leaving
+    def has_gone(self, role: Role, replica: ObservedReplica) -> bool:
+        return (role, replica.index) in self._gone or replica.state is ReplicaState.DOWN or replica.is_leaving
 
-    def _build(self, replica: Replica) -> str:
+    def _build(self, replica: ObservedReplica) -> str:
         return WHOLE if replica.is_whole and len(self._roles) > 1 else replica.build
 
-    def _counts(self, role: Role, replica: Replica, *, sure: bool) -> bool:
+    def _counts(self, role: Role, replica: ObservedReplica, *, sure: bool) -> bool:
         if self.has_gone(role, replica):
             return False
-        return replica.state is State.READY or not sure
+        return replica.state is ReplicaState.READY or not sure
 
     @contextmanager
-    def _without(self, role: Role, replica: Replica) -> Generator[None]:
+    def _without(self, role: Role, replica: ObservedReplica) -> Generator[None]:
         self._change(role, replica, -1)
         yield
         self._change(role, replica, +1)
 
-    def _change(self, role: Role, replica: Replica, by: int) -> None:
+    def _change(self, role: Role, replica: ObservedReplica, by: int) -> None:
         for sure, builds in self._builds.items():
             if self._counts(role, replica, sure=sure):
                 builds[role][self._build(replica)] += by

@@ -42,10 +42,10 @@ from tandem_operator.objects.manifests import (
 from tandem_operator.objects.pods import is_leaving, is_up
 from tandem_operator.observe.causes import role_problem
 from tandem_operator.observe.groups import group_pods
-from tandem_operator.observe.replica import Replica, State
+from tandem_operator.observe.replica import ObservedReplica, ReplicaState
 from tandem_operator.observe.roles import observe_replicas, pods_of, workload_key
 from tandem_operator.rollout.replacement import RolePlan, RoleView, plan_replacement
-from tandem_operator.rollout.trial import Fleet, RoleFleet
+from tandem_operator.rollout.trial import RoleFleet, TrialFleet
 from tandem_operator.workloads.blueprint import Blueprint
 from tandem_operator.workloads.pods import ROOM_TO_DRAIN_SECONDS, grace_seconds
 
@@ -93,7 +93,9 @@ def plan_stateful_sets(
                 by_key[key] = record_first(_with_partition(by_key[key], ABOVE_ALL))
             continue
         view = _view(blueprint, role, key, live, now=now, limit=(limits or {}).get(role))
-        serves = any(replica.state is State.READY for replica in view.replicas) if view.standby else view.total > 0
+        serves = (
+            any(replica.state is ReplicaState.READY for replica in view.replicas) if view.standby else view.total > 0
+        )
         if rollout.paused or (resting and serves):
             view = dataclasses.replace(view, is_withheld=view.is_withheld or view.wanted == 0)
         is_new = key in by_key and is_new_template(by_key[key], present)
@@ -153,7 +155,7 @@ def _view(
 def _is_withheld(view: RoleView, workload: Manifest, revisions: Revisions) -> bool:
     if revisions.is_even or annotations_of(workload).get(WITHHELD) != revisions.newest:
         return False
-    ready = sum(replica.state is State.READY and not replica.is_leaving for replica in view.replicas)
+    ready = sum(replica.state is ReplicaState.READY and not replica.is_leaving for replica in view.replicas)
     return view.wanted == 0 or ready < view.wanted - view.unavailable
 
 
@@ -176,7 +178,7 @@ def _is_loose(blueprint: Blueprint, role: Role, key: ChildKey, live: Children) -
 
 def observe_fleet(
     blueprint: Blueprint, desired: Sequence[Manifest], live: Children, *, tried: Collection[Role], now: datetime
-) -> Fleet:
+) -> TrialFleet:
     """The workers as a canary is decided by them. `desired` has the StatefulSets as they should be, and `tried` are the
     roles that the revision on trial changes."""
     by_key = {child_key(child): child for child in desired}
@@ -190,7 +192,7 @@ def observe_fleet(
             continue
         is_current = _is_seen(present) and wish is not None and not is_new_template(wish, present)
         roles[role] = _role_fleet(blueprint, role, live, is_current=is_current, is_tried=role in tried, now=now)
-    return Fleet(roles=roles)
+    return TrialFleet(roles=roles)
 
 
 def _role_fleet(
@@ -207,17 +209,17 @@ def _role_fleet(
     settled = [pod for r in new for pod in groups[r.index].pods if _is_older(pod, TROUBLE_AGE, now=now)]
     trouble = role_problem(settled)
 
-    def leaders(replicas: Sequence[Replica]) -> tuple[str, ...]:
+    def leaders(replicas: Sequence[ObservedReplica]) -> tuple[str, ...]:
         return tuple(str(groups[replica.index].pods[0]["metadata"]["name"]) for replica in replicas)
 
     return RoleFleet(
         wanted=view.wanted,
         surge=view.surge,
         new=len(new),
-        new_ready=sum(r.state is State.READY for r in new),
-        new_up=sum(r.state is not State.DOWN for r in new),
+        new_ready=sum(r.state is ReplicaState.READY for r in new),
+        new_up=sum(r.state is not ReplicaState.DOWN for r in new),
         old=len(old),
-        old_up=sum(r.state is not State.DOWN for r in old),
+        old_up=sum(r.state is not ReplicaState.DOWN for r in old),
         is_current=is_current,
         keeps_old=revisions.current is not None and not revisions.is_even,
         is_tried=is_tried,

@@ -37,7 +37,7 @@ class RoleFleet:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fleet:
+class TrialFleet:
     """The workers of a model."""
 
     roles: Mapping[Role, RoleFleet] = field(default_factory=dict[Role, RoleFleet])

@@ -32,7 +32,7 @@ _SCHEME = "hf://"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class CommitQuestion:
     """What to ask the hub. One with another `request` wants an answer of its own."""
 
     endpoint: str
@@ -43,7 +43,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class CommitAnswer:
     """A commit, or why there is none."""
 
     commit: str | None = None
@@ -68,12 +68,12 @@ def is_commit(revision: str) -> bool:
     return _COMMIT.fullmatch(revision) is not None
 
 
-def read_question(blueprint: Blueprint, request: str | None) -> Question | None:
+def read_question(blueprint: Blueprint, request: str | None) -> CommitQuestion | None:
     """What to ask about a model; None where there is nothing to ask."""
     source = blueprint.model.spec.model
     if not source.uri.startswith(_SCHEME) or is_commit(source.revision):
         return None
-    return Question(
+    return CommitQuestion(
         endpoint=(blueprint.release.hub_endpoint or PUBLIC_HUB).rstrip("/"),
         repository=source.uri.removeprefix(_SCHEME),
         revision=source.revision,
@@ -139,7 +139,7 @@ def recover(blueprint: Blueprint, live: Children, *, request: str | None, now: s
 
 
 def plan_commit(
-    model: InferenceModel, answer: Answer | None, *, asks: bool, request: str | None, needed: bool, now: str
+    model: InferenceModel, answer: CommitAnswer | None, *, asks: bool, request: str | None, needed: bool, now: str
 ) -> CommitPlan:
     """The commit to load. `answer` is the latest one of the hub to this question, None while there is none; `asks` says
     whether it may be asked at all, `needed` whether worker pods are about to be made."""
@@ -187,7 +187,7 @@ def _known(model: InferenceModel) -> ModelStatus | None:
 
 
 def _keep_or_follow(
-    known: ModelStatus, answer: Answer | None, *, asks: bool, wanted: bool, request: str | None, now: str
+    known: ModelStatus, answer: CommitAnswer | None, *, asks: bool, wanted: bool, request: str | None, now: str
 ) -> CommitPlan:
     latest = None if answer is None else answer.commit
     if wanted and asks and latest is not None:

@@ -24,7 +24,7 @@ from tandem_operator.objects.manifests import SECRET, ModelKey, dig
 from tandem_operator.objects.problem import Problem
 from tandem_operator.objects.refusals import refusal
 from tandem_operator.runtime import metrics
-from tandem_operator.weights.commits import Answer, Question, is_commit
+from tandem_operator.weights.commits import CommitAnswer, CommitQuestion, is_commit
 
 _LIMITS = aiohttp.ClientTimeout(total=20, sock_connect=5, sock_read=10)
 _MAX_ANSWER_BYTES = 4 * 1024 * 1024
@@ -49,8 +49,8 @@ class HubPolicy:
 class _Asked:
     """One model's question and what came of it."""
 
-    question: Question
-    answer: Answer | None = None
+    question: CommitQuestion
+    answer: CommitAnswer | None = None
     at: float = 0.0
     """When it was last answered, by the clock."""
     failures: int = 0
@@ -76,7 +76,7 @@ class Hub:
         self._places = asyncio.Semaphore(_AT_A_TIME)
         self._session: aiohttp.ClientSession | None = None
 
-    def ask(self, key: ModelKey, question: Question, *, can_wait: bool = False) -> Answer | None:
+    def ask(self, key: ModelKey, question: CommitQuestion, *, can_wait: bool = False) -> CommitAnswer | None:
         """The latest answer; None before the first. Where it is old, or was none, the hub is asked again meanwhile;
         after failures ever later, up to a minute, or where it `can_wait` up to the time between two questions."""
         asked = self._asked.get(key)
@@ -125,21 +125,21 @@ class Hub:
             log.warning("the hub does not name a commit", extra={"model": str(key), "error": answer.problem.message})
         self._on_answer(key)
 
-    async def _answer(self, key: ModelKey, question: Question) -> Answer:
+    async def _answer(self, key: ModelKey, question: CommitQuestion) -> CommitAnswer:
         token: str | None = None
         try:
             if question.secret is not None:
                 token = await self._read_token(key, question.secret)
             return await self._fetch(question, token)
         except _RefusedError as error:
-            return Answer(problem=error.problem)
+            return CommitAnswer(problem=error.problem)
         except (APIError, aiohttp.ClientError, TimeoutError, ValueError) as error:
             said = str(error) or type(error).__name__
-            return Answer(problem=_unreachable(question, said))
+            return CommitAnswer(problem=_unreachable(question, said))
         except Exception as error:
             # A defect met by one model must not leave it without an answer for ever.
             log.exception("asking the hub failed", extra={"model": str(key)})
-            return Answer(problem=_unreachable(question, repr(error)))
+            return CommitAnswer(problem=_unreachable(question, repr(error)))
 
     async def _read_token(self, key: ModelKey, secret: SecretKey) -> str:
         try:
@@ -160,7 +160,7 @@ class Hub:
             raise _refused("SecretNotFound", f"{what} holds no access token under {secret.key!r}: correct it")
         return token
 
-    async def _fetch(self, question: Question, token: str | None) -> Answer:
+    async def _fetch(self, question: CommitQuestion, token: str | None) -> CommitAnswer:
         session = self._session = self._session or aiohttp.ClientSession(timeout=_LIMITS, trust_env=True)
         # The name of the commit alone: repositories list thousands of files otherwise.
         path = f"/api/models/{quote(question.repository)}/revision/{quote(question.revision, safe='')}?expand=sha"
@@ -172,7 +172,7 @@ class Hub:
             text = b""
             while len(text) < _MAX_ANSWER_BYTES and (part := await response.content.readany()):
                 text += part
-        return Answer(commit=_read_commit(question, text))
+        return CommitAnswer(commit=_read_commit(question, text))
 
 
 class _RefusedError(Exception):
@@ -185,14 +185,14 @@ def _refused(reason: str, message: str) -> _RefusedError:
     return _RefusedError(Problem(reason=reason, message=message, stalled=True, from_worker=True))
 
 
-def _unreachable(question: Question, said: str) -> Problem:
+def _unreachable(question: CommitQuestion, said: str) -> Problem:
     text = f"the operator cannot ask the hub {question.endpoint} which commit {question.revision} of"
     advice = "trying again; let the operator connect to it, or have each worker resolve it by hub.resolve=false"
     message = f"{text} {question.repository} is: {' '.join(said.split())[:300]}; {advice}"
     return Problem(reason="HubUnreachable", message=message, from_worker=True)
 
 
-def _explain(question: Question, response: aiohttp.ClientResponse, *, has_token: bool) -> _RefusedError:
+def _explain(question: CommitQuestion, response: aiohttp.ClientResponse, *, has_token: bool) -> _RefusedError:
     repository, endpoint = question.repository, question.endpoint
     code = response.headers.get("X-Error-Code", "")
     if code == "RevisionNotFound":
@@ -209,7 +209,7 @@ def _explain(question: Question, response: aiohttp.ClientResponse, *, has_token:
     return _RefusedError(_unreachable(question, f"it answered with status {response.status}"))
 
 
-def _read_commit(question: Question, text: bytes) -> str:
+def _read_commit(question: CommitQuestion, text: bytes) -> str:
     said = f"{question.endpoint} does not say which commit {question.revision} of {question.repository} is"
     try:
         commit = dig(json.loads(text[:_MAX_ANSWER_BYTES]), "sha")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from tandem_api.inferencemodel import Condition
 
-from tandem_operator.children.plan import Step, plan_step
+from tandem_operator.children.plan import ChildStep, plan_step
 from tandem_operator.objects.errors import InvalidOverlayError
 from tandem_operator.objects.manifests import (
     JOB,
@@ -72,7 +72,9 @@ def plan_prewarm(blueprint: Blueprint, live: Mapping[ChildKey, Manifest], *, kno
     steps = {child_key(each): plan_step(each, live.get(child_key(each)), owner_uid=uid) for each in wanted}
     # A Job is never changed.
     make = [each for each in wanted if child_key(each) not in live]
-    make += [each for each in wanted if each is policy and each not in make and steps[child_key(each)] is Step.APPLY]
+    make += [
+        each for each in wanted if each is policy and each not in make and steps[child_key(each)] is ChildStep.APPLY
+    ]
     state = _obstacle(steps) or _judge(blueprint, job, live)
     # A revision that somebody goes back to has been served from this claim.
     hold = state is not None and spec.rollout.revision is None
@@ -92,13 +94,13 @@ def _is_part(key: ChildKey, child: Manifest) -> bool:
     )
 
 
-def _obstacle(steps: Mapping[ChildKey, Step]) -> Problem | None:
+def _obstacle(steps: Mapping[ChildKey, ChildStep]) -> Problem | None:
     """An object that is in the way."""
     for key, step in steps.items():
-        if step is Step.TAKEN:
+        if step is ChildStep.TAKEN:
             text = f"{key} exists and belongs to somebody else: rename this model, or delete that object"
             return Problem(reason="ChildNameTaken", message=text, stalled=True)
-        if step is Step.WAIT:
+        if step is ChildStep.WAIT:
             return Problem(reason=PREWARMING, message=f"waiting for the removal of an earlier object: {key}")
     return None
 
