@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tandem_api.fleet import TTFT_BOUNDS, FleetReport, WorkerReport, percentile, percentile_bounds
+from tandem_api.fleet import TTFT_BOUNDS, FleetReport, WorkerReport
 from tandem_api.inferencemodel import Canary, CanaryFigures
 from tandem_api.names import Role
 from tandem_operator.rollout.figures import (
@@ -146,15 +146,6 @@ def test_times_in_buckets_of_another_release_are_no_times(number: int) -> None:
         for mine, others in ((counts, buckets(b2=100)), (buckets(b2=100), counts)):
             figures = [CanaryFigures(requests=100, ttft_counts=found) for found in (mine, others)]
             assert judge(told(maxTTFT=limit), *figures, fresh=True).judgement is not Judgement.BAD
-
-
-@given(
-    st.lists(st.integers(0, 50), min_size=len(TTFT_BOUNDS) + 1, max_size=len(TTFT_BOUNDS) + 1).filter(any),
-    st.integers(50, 99),
-)
-def test_a_percentile_lies_within_its_bounds(counts: list[int], percent: int) -> None:
-    low, high = percentile_bounds(counts, percent / 100)
-    assert low <= percentile(counts, percent / 100) <= high
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=6))

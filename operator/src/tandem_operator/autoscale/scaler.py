@@ -39,7 +39,7 @@ from tandem_operator.autoscale.plan.snapshots import (
 )
 from tandem_operator.autoscale.plan.starts import Starts
 from tandem_operator.autoscale.plan.temper import only_grow, temper
-from tandem_operator.autoscale.plan.words import TOLD_AGAIN_SECONDS
+from tandem_operator.autoscale.plan.words import REPORTED_AGAIN_SECONDS
 from tandem_operator.autoscale.quotas import NO_BUDGET, GPUBudget, GPUPool
 from tandem_operator.gateways.fleet import FleetView, FleetWatch
 from tandem_operator.objects.manifests import ModelKey
@@ -90,9 +90,9 @@ class _ScaledModel:
     """When a decision was last not held."""
     quiet_since: float | None = None
     """Since when it has served and nobody has used it; None: it does not serve."""
-    told: object = None
-    told_figures: object = None
-    told_at: float = 0.0
+    reported: object = None
+    reported_figures: object = None
+    reported_at: float = 0.0
     failed: bool = False
     claim: Claim | None = None
     """What it has and wants of the namespace's GPU quota; None: nothing."""
@@ -210,10 +210,10 @@ class Scaler:
             rest = _decide_rest(model, heard, silent, now)
             if now - model.active_at > STALE_SECONDS:
                 self._remember_present(model, now)  # nobody knows what has been needed meanwhile
-            told = _tell_rest(observed, rest, now)
-            if told is not None:
+            resting = _decision_at_rest(observed, rest, now)
+            if resting is not None:
                 model.claim = claim_gpus(key, observed, None)
-            decision = told or self._plan(key, model, snapshot, silent, now)
+            decision = resting or self._plan(key, model, snapshot, silent, now)
             model.history = model.history.record(decision)
             if not decision.held and not silent:
                 model.active_at = now
@@ -222,9 +222,8 @@ class Scaler:
         if observed.asleep:
             attainment = Attainment(met=None, reason=ASLEEP, message="the model sleeps, so nothing is measured")
         asleep = None if rest is None or rest.asleep == observed.asleep or _is_dry(observed, rest) else rest.asleep
-        recommendations = (
-            {} if decision is None or observed.dry_run or asleep is not None else _recommendations(decision)
-        )
+        is_followed = not observed.dry_run and asleep is None
+        recommendations = _recommendations(decision) if decision is not None and is_followed else {}
         model.outlook = Outlook(
             generation=observed.generation,
             decision=decision,
@@ -235,9 +234,9 @@ class Scaler:
         )
         model.decided_at = now
         said, figures = _substance(decision, attainment), _figures(decision)
-        is_due = now - model.told_at >= TOLD_AGAIN_SECONDS and figures != model.told_figures
-        if recommendations or asleep is not None or said != model.told or is_due:
-            model.told, model.told_figures, model.told_at = said, figures, now
+        is_due = now - model.reported_at >= REPORTED_AGAIN_SECONDS and figures != model.reported_figures
+        if recommendations or asleep is not None or said != model.reported or is_due:
+            model.reported, model.reported_figures, model.reported_at = said, figures, now
             self._on_change(key)
 
     @staticmethod
@@ -251,7 +250,7 @@ class Scaler:
         decision = _held(self._clock(), "PlannerFailed", text) if model.observed.circumstances.followed else None
         unknown = Attainment(met=None, reason="PlannerFailed", message=text)
         model.outlook = Outlook(generation=model.observed.generation, decision=decision, attainment=unknown)
-        model.decided_at, model.told = 0.0, None
+        model.decided_at, model.reported = 0.0, None
         self._on_change(key)
 
     def _plan(
@@ -336,7 +335,7 @@ def _is_dry(observed: ObservedModel, rest: Rest) -> bool:
     return observed.dry_run and rest.asleep
 
 
-def _tell_rest(observed: ObservedModel, rest: Rest, now: float) -> Decision | None:
+def _decision_at_rest(observed: ObservedModel, rest: Rest, now: float) -> Decision | None:
     """What is told of a model that sleeps, falls asleep or wakes up; None: it is awake, and the planner decides."""
     if not rest.asleep and not observed.asleep:
         return None
@@ -381,8 +380,8 @@ def _recommendations(decision: Decision) -> dict[Role, Recommendation]:
 
 def _substance(decision: Decision | None, attainment: Attainment) -> object:
     """What is told at once when it changes."""
-    told = None if decision is None else (decision.reason, decision.replicas)
-    return told, attainment.status, attainment.reason
+    moved = None if decision is None else (decision.reason, decision.replicas)
+    return moved, attainment.status, attainment.reason
 
 
 def _figures(decision: Decision | None) -> object:

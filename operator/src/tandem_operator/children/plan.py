@@ -98,10 +98,11 @@ def plan_step(desired: Manifest, live: Manifest | None, *, owner_uid: str) -> Ch
             return ChildStep.TAKEN
     elif owner.get("uid") != owner_uid:
         reference = dig_list(desired, "metadata", "ownerReferences")[0]
+        # The same name under another uid is a model from before: the garbage collector is about to remove its children.
         earlier = owner.get("kind") == reference["kind"] and owner.get("name") == reference["name"]
         return ChildStep.WAIT if earlier else ChildStep.TAKEN
     if dig(live, "metadata", "deletionTimestamp") is not None:
-        return ChildStep.WAIT
+        return ChildStep.WAIT  # what is applied to it now would go with it
     return ChildStep.KEEP if satisfies(live, as_answered(desired, live)) else ChildStep.APPLY
 
 

@@ -145,37 +145,13 @@ class Operator:
         held = asyncio.create_task(election.hold(), name="lease")
         tasks: list[asyncio.Task[Any]] = [held]
         try:
-            watchers = [
-                KindWatcher(
-                    self._client,
-                    self._store,
-                    kind,
-                    namespace,
-                    on_change=self._models.on_child,
-                    selector=REVISIONS if kind is CONTROLLER_REVISION else CHILDREN,
-                    loop_turns=self._loop_turns,
-                )
-                for kind in WATCHED_KINDS
-                for namespace in self._settings.namespaces or (None,)
-            ]
-            tasks += [asyncio.create_task(watcher.run(), name=f"watch {watcher}") for watcher in watchers]
-            # What they say is worth knowing, and not worth waiting for.
-            creations = [
-                KindWatcher(
-                    self._client,
-                    self._creations,
-                    EVENT,
-                    namespace,
-                    on_change=self._models.on_creation,
-                    selector=CREATIONS,
-                    loop_turns=self._loop_turns,
-                )
-                for namespace in self._settings.namespaces or (None,)
-            ]
-            tasks += [asyncio.create_task(watcher.run(), name=f"watch {watcher}") for watcher in creations]
+            # Events of creations are worth knowing, and not worth waiting for.
+            children, creations = self._build_watchers()
+            tasks += [asyncio.create_task(each.run(), name=f"watch {each}") for each in (*children, *creations)]
             tasks += [asyncio.create_task(watch.run(), name=f"look for {watch}") for watch in self._optional]
+            # A look goes by what the cache has: with half of it, it would make anew what is there.
             synced = asyncio.gather(
-                *(watcher.synced.wait() for watcher in watchers), *(watch.looked.wait() for watch in self._optional)
+                *(watcher.synced.wait() for watcher in children), *(watch.looked.wait() for watch in self._optional)
             )
             if not await _first(stopped, _first(held, synced)):
                 return 0
@@ -195,6 +171,36 @@ class Operator:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._hub.close()
+
+    def _build_watchers(self) -> tuple[list[KindWatcher], list[KindWatcher]]:
+        """Watchers of children, and of the Events that tell why pods could not be created."""
+        namespaces = self._settings.namespaces or (None,)
+        children = [
+            KindWatcher(
+                self._client,
+                self._store,
+                kind,
+                namespace,
+                on_change=self._models.on_child,
+                selector=REVISIONS if kind is CONTROLLER_REVISION else CHILDREN,
+                loop_turns=self._loop_turns,
+            )
+            for kind in WATCHED_KINDS
+            for namespace in namespaces
+        ]
+        creations = [
+            KindWatcher(
+                self._client,
+                self._creations,
+                EVENT,
+                namespace,
+                on_change=self._models.on_creation,
+                selector=CREATIONS,
+                loop_turns=self._loop_turns,
+            )
+            for namespace in namespaces
+        ]
+        return children, creations
 
     async def _remember_rollouts(self) -> None:
         """Which models had a slot to roll under the operator before: without knowing it, more would roll than may."""

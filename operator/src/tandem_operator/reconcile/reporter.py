@@ -8,7 +8,7 @@ from datetime import datetime
 from tandem_api.inferencemodel import Condition, InferenceModelStatus, ScalingStatus
 
 from tandem_operator.autoscale.observed import observe_model
-from tandem_operator.autoscale.plan.words import tell_attainment, tell_scaling
+from tandem_operator.autoscale.plan.words import report_attainment, report_scaling
 from tandem_operator.autoscale.scaler import Outlook, Scaler
 from tandem_operator.children.templates import template_condition
 from tandem_operator.gateways.admission import (
@@ -172,7 +172,7 @@ def _scaling_status(
     spec, before = blueprint.model.spec, blueprint.model.status
     found: list[Condition] = []
     if scaling is not None:
-        scaling, found = tell_scaling(
+        scaling, found = report_scaling(
             scaling,
             None if outlook is None else outlook.decision,
             before=before.scaling,
@@ -187,4 +187,4 @@ def _scaling_status(
         return scaling, found
     again = scaling is not None and (before.scaling is None or scaling.decided_at != before.scaling.decided_at)
     attained = None if outlook is None else outlook.attainment
-    return scaling, [*found, *tell_attainment(attained, before.conditions, again=again)]
+    return scaling, [*found, *report_attainment(attained, before.conditions, again=again)]

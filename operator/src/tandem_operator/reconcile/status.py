@@ -64,7 +64,7 @@ def build_status(
     asleep = scaling is not None and scaling.asleep_since is not None and not model.spec.suspend
     if asleep and trial is not None and not trial.stalled:
         trial = None  # a canary begins when there is somebody to try it with
-    doing = _tell_starting(blueprint, live, starting or {})
+    doing = _describe_starting(blueprint, live, starting or {})
     conditions = summarize(
         blueprint, states, live, problems=problems, waiting=waiting, trial=trial, now=now, asleep=asleep, doing=doing
     )
@@ -209,7 +209,7 @@ def _cut(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 
 
-def _tell_starting(blueprint: Blueprint, live: Children, starting: Mapping[str, tuple[str, str]]) -> str:
+def _describe_starting(blueprint: Blueprint, live: Children, starting: Mapping[str, tuple[str, str]]) -> str:
     """What pods say that they are doing, as far as these are the pods that are there."""
     told: list[str] = []
     for role in blueprint.worker_roles:

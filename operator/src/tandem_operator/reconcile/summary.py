@@ -83,7 +83,7 @@ def summarize(
         why = stalled or next(iter(troubles), None) or moving or lacking
         ready = build_condition("Ready", "False", why.reason, why.message)
     elif asleep:
-        ready = build_condition("Ready", "True", _ASLEEP, f"{_SLEEPS}: {counts}{_tell_standby(states)}")
+        ready = build_condition("Ready", "True", _ASLEEP, f"{_SLEEPS}: {counts}{_describe_standby(states)}")
     else:
         ready = build_condition("Ready", "True", "AllReplicasReady" if settled else "Serving", counts)
     available = _available(states, counts)
@@ -100,7 +100,7 @@ def summarize(
     )
 
 
-def _tell_standby(states: Mapping[Role, ObservedRole]) -> str:
+def _describe_standby(states: Mapping[Role, ObservedRole]) -> str:
     """How many workers are on standby; nothing where none is to be."""
     told = [f"{state.component} {state.standby}/{state.resting}" for state in states.values() if state.resting]
     return f"; on standby: {', '.join(told)}" if told else ""
@@ -145,7 +145,7 @@ def _moving(
         text = f"waiting for the removal of an earlier object: {', '.join(waiting)}"
         return Problem(reason="WaitingForRemoval", message=text)
     if zero is not None or (asleep and not troubles and trial is None):
-        text = f"pods are leaving, or go on standby: {counts}{_tell_standby(states)}"
+        text = f"pods are leaving, or go on standby: {counts}{_describe_standby(states)}"
         return Problem(reason=_ASLEEP if zero is None else zero.reason, message=text)
     return next(iter(troubles), None) or trial or Problem(reason="Progressing", message=f"{counts}{doing}")
 

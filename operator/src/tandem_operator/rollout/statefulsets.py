@@ -81,36 +81,26 @@ def plan_stateful_sets(
 
     A StatefulSet that is not desired, because its template cannot be made, is looked at as it is and not changed.
     """
-    rollout = blueprint.model.spec.rollout
+    by_key = {child_key(child): child for child in desired}
     views: dict[Role, RoleView] = {}
     held: dict[Role, RolePlan] = {}
-    by_key = {child_key(child): child for child in desired}
     for role in blueprint.worker_roles:
         key = workload_key(blueprint, role)
-        present = live.get(key)
-        if present is None:
-            if key in by_key:
-                by_key[key] = record_first(_with_partition(by_key[key], ABOVE_ALL))
-            continue
-        view = _view(blueprint, role, key, live, now=now, limit=(limits or {}).get(role))
-        serves = (
-            any(replica.state is ReplicaState.READY for replica in view.replicas) if view.standby else view.total > 0
-        )
-        if rollout.paused or (resting and serves):
-            view = dataclasses.replace(view, is_withheld=view.is_withheld or view.wanted == 0)
-        is_new = key in by_key and is_new_template(by_key[key], present)
-        if not _is_seen(present) or is_new:
-            held[role] = _hold(view, is_new=is_new)
-        elif _is_loose(blueprint, role, key, live):
-            held[role] = _hold(view, is_new=True)
-        else:
-            views[role] = view
+        if key in live:
+            view = _view(blueprint, role, key, live, now=now, limit=(limits or {}).get(role))
+            view = _withheld(blueprint, view, resting=resting)
+            held_plan = _hold_unseen(blueprint, role, view, by_key.get(key), live)
+            views |= {role: view} if held_plan is None else {}
+            held |= {role: held_plan} if held_plan is not None else {}
+        elif key in by_key:
+            # A new one is at rest from the start: whoever writes another template into it replaces nothing by that.
+            by_key[key] = record_first(_with_partition(by_key[key], ABOVE_ALL))
     gateways = [child for key, child in live.items() if key.kind == DEPLOYMENT.name]
     # Gateways know how to ask the workers of the release before theirs, and not what those of the next one want.
     only_down = waiting or not all(map(is_rolled_out, gateways))
     # What one role is about to become is not known while it is held: the other one waits for it.
     plans = held | (
-        plan_replacement(views, paused=rollout.paused, only_down=only_down)
+        plan_replacement(views, paused=blueprint.model.spec.rollout.paused, only_down=only_down)
         if not held
         else {role: _hold(view, is_new=False) for role, view in views.items()}
     )
@@ -126,6 +116,27 @@ def plan_stateful_sets(
             replace += _pods_to_delete(blueprint, role, views[role], plan, live)
             replace += _pods_to_rest(blueprint, role, live)
     return StatefulSetPlan(desired=list(by_key.values()), scale=scale, replace=tuple(sorted(set(replace))))
+
+
+def _withheld(blueprint: Blueprint, view: RoleView, *, resting: bool) -> RoleView:
+    """`view` where a rollout is paused or rests: replicas of which all go now come back as they were."""
+    serves = any(replica.state is ReplicaState.READY for replica in view.replicas) if view.standby else view.total > 0
+    if not blueprint.model.spec.rollout.paused and not (resting and serves):
+        return view
+    return dataclasses.replace(view, is_withheld=view.is_withheld or view.wanted == 0)
+
+
+def _hold_unseen(
+    blueprint: Blueprint, role: Role, view: RoleView, wanted: Manifest | None, live: Children
+) -> RolePlan | None:
+    """A plan that replaces nothing, where a role cannot be planned yet; None where it can."""
+    key = workload_key(blueprint, role)
+    is_new = wanted is not None and is_new_template(wanted, live[key])
+    # Status speaks of the template before this one until its controller has seen it: who is outdated is not known.
+    if is_new or not _is_seen(live[key]):
+        return _hold(view, is_new=is_new)
+    # A controller that replaces by itself is stopped first; what is left then is planned in the next look.
+    return _hold(view, is_new=True) if _is_loose(blueprint, role, key, live) else None
 
 
 def _view(
@@ -185,12 +196,12 @@ def observe_fleet(
     roles: dict[Role, RoleFleet] = {}
     for role in blueprint.worker_roles:
         key = workload_key(blueprint, role)
-        present, wish = live.get(key), by_key.get(key)
+        present, wanted = live.get(key), by_key.get(key)
         if present is None:
             spec = blueprint.worker_spec(role)
             roles[role] = RoleFleet(wanted=blueprint.replicas(spec.replicas), is_current=False, is_tried=role in tried)
             continue
-        is_current = _is_seen(present) and wish is not None and not is_new_template(wish, present)
+        is_current = _is_seen(present) and wanted is not None and not is_new_template(wanted, present)
         roles[role] = _role_fleet(blueprint, role, live, is_current=is_current, is_tried=role in tried, now=now)
     return TrialFleet(roles=roles)
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tandem_api.names import Role
 from tandem_operator.autoscale.plan.contract import RoleSpec, ScalingSpec, Target, Tuning
-from tandem_operator.autoscale.plan.joint import Wish, limit_budget, limit_ratio
+from tandem_operator.autoscale.plan.joint import Proposal, limit_budget, limit_ratio
 from tandem_operator.autoscale.plan.rates import estimate_rate
 from tandem_operator.autoscale.plan.sizing import Prompts, StepModel, find_room, fit_steps, size_decode, size_prefill
 
@@ -100,8 +100,8 @@ def test_steady_demand_has_no_trend_and_no_jump() -> None:
         assert rate.ahead == pytest.approx(100, abs=12)
 
 
-def wish(prefill: int, decode: int) -> dict[Role, Wish]:
-    return {P: Wish(replicas=prefill, limit=""), D: Wish(replicas=decode, limit="")}
+def proposal(prefill: int, decode: int) -> dict[Role, Proposal]:
+    return {P: Proposal(replicas=prefill, limit=""), D: Proposal(replicas=decode, limit="")}
 
 
 def spec(budget: int | None = None, *, low: float = 0.0, high: float = float("inf"), gpus: int = 1) -> ScalingSpec:
@@ -118,14 +118,14 @@ def spec(budget: int | None = None, *, low: float = 0.0, high: float = float("in
 def test_a_budget_is_shared_in_proportion(
     wanted: tuple[int, int], budget: int, gpus: int, got: tuple[int, int]
 ) -> None:
-    result = limit_budget(wish(*wanted), spec(budget, gpus=gpus))
+    result = limit_budget(proposal(*wanted), spec(budget, gpus=gpus))
     assert (result[P].replicas, result[D].replicas) == got
 
 
 def test_a_ratio_raises_the_scarce_role() -> None:
-    result = limit_ratio(wish(9, 2), spec(high=3.0))
+    result = limit_ratio(proposal(9, 2), spec(high=3.0))
     assert (result[P].replicas, result[D].replicas, result[D].limit) == (9, 3, "role ratio")
-    result = limit_ratio(wish(1, 4), spec(low=0.5))
+    result = limit_ratio(proposal(1, 4), spec(low=0.5))
     assert (result[P].replicas, result[D].replicas) == (2, 4)
 
 

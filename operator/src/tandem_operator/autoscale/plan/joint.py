@@ -18,24 +18,24 @@ NVLINK = "NVLink"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class Proposal:
     """Replicas of a role, and what asks for so many."""
 
     replicas: int
     limit: str
 
 
-def bound(wishes: Mapping[Role, Wish], spec: ScalingSpec) -> dict[Role, Wish]:
+def bound(proposals: Mapping[Role, Proposal], spec: ScalingSpec) -> dict[Role, Proposal]:
     """Within min and max of each role."""
-    bounded: dict[Role, Wish] = {}
-    for role, wish in wishes.items():
+    bounded: dict[Role, Proposal] = {}
+    for role, proposal in proposals.items():
         own = spec.roles[role]
-        if wish.replicas < own.min:
-            bounded[role] = Wish(replicas=own.min, limit="minimum")
-        elif wish.replicas > own.max:
-            bounded[role] = Wish(replicas=own.max, limit="maximum")
+        if proposal.replicas < own.min:
+            bounded[role] = Proposal(replicas=own.min, limit="minimum")
+        elif proposal.replicas > own.max:
+            bounded[role] = Proposal(replicas=own.max, limit="maximum")
         else:
-            bounded[role] = wish
+            bounded[role] = proposal
     return bounded
 
 
@@ -46,7 +46,7 @@ def count_links(share: float | None, decodes: float) -> int:
 
 
 def limit_transfer(
-    wishes: Mapping[Role, Wish],
+    proposals: Mapping[Role, Proposal],
     *,
     share: float | None,
     computing: float,
@@ -54,33 +54,33 @@ def limit_transfer(
     present: int,
     decodes: float,
     limit: str = TRANSFER,
-) -> dict[Role, Wish]:
+) -> dict[Role, Proposal]:
     """No more prefill replicas than decode replicas' links take in, where those are full; the `present` ones stay.
 
     `share` is that of the busiest link while `computing` prefill replicas, without a pause, fed `decodes`; `planned` of
     them are to. More decode replicas bring more links. `limit` is the name of what is full.
     """
-    result = dict(wishes)
+    result = dict(proposals)
     if share is None or share < SATURATED or not decodes or computing <= 0:
         return result
-    prefill, decode = wishes[Role.PREFILL].replicas, wishes[Role.DECODE].replicas
+    prefill, decode = proposals[Role.PREFILL].replicas, proposals[Role.DECODE].replicas
     taken = computing / share * decode / decodes
     if planned > taken:
         useful = max(present, floor(prefill * taken / planned))
         if prefill > useful:
-            result[Role.PREFILL] = Wish(replicas=useful, limit=limit)
+            result[Role.PREFILL] = Proposal(replicas=useful, limit=limit)
         links = ceil(min(MOST_REPLICAS, share * decodes * planned / computing / SATURATED))
         if links > decode:
-            result[Role.DECODE] = Wish(replicas=links, limit=limit)
+            result[Role.DECODE] = Proposal(replicas=links, limit=limit)
     return result
 
 
-def limit_ratio(wishes: Mapping[Role, Wish], spec: ScalingSpec) -> dict[Role, Wish]:
+def limit_ratio(proposals: Mapping[Role, Proposal], spec: ScalingSpec) -> dict[Role, Proposal]:
     """Raise the scarce role as far as its maximum, then cut the other one."""
-    result = dict(wishes)
-    if Role.PREFILL not in wishes or Role.DECODE not in wishes:
+    result = dict(proposals)
+    if Role.PREFILL not in proposals or Role.DECODE not in proposals:
         return result
-    prefill, decode = wishes[Role.PREFILL].replicas, wishes[Role.DECODE].replicas
+    prefill, decode = proposals[Role.PREFILL].replicas, proposals[Role.DECODE].replicas
     if prefill > spec.max_ratio * decode:
         raised = min(spec.roles[Role.DECODE].max, ceil(prefill / spec.max_ratio))
         cut = max(spec.roles[Role.PREFILL].min, min(prefill, floor(spec.max_ratio * raised)))
@@ -94,37 +94,39 @@ def limit_ratio(wishes: Mapping[Role, Wish], spec: ScalingSpec) -> dict[Role, Wi
     return result
 
 
-def limit_budget(wishes: Mapping[Role, Wish], spec: ScalingSpec) -> dict[Role, Wish]:
+def limit_budget(proposals: Mapping[Role, Proposal], spec: ScalingSpec) -> dict[Role, Proposal]:
     """Within the budget, both roles decided together: as large a share of what each wants as the scarcer one can get.
 
     Of equal shares the one with more GPUs, then the one with more decode replicas, is taken. A role that is alone gets
     what fits.
     """
     budget = spec.gpu_budget
-    cost = sum(wish.replicas * spec.roles[role].gpus for role, wish in wishes.items())
+    cost = sum(proposal.replicas * spec.roles[role].gpus for role, proposal in proposals.items())
     if budget is None or cost <= budget:
-        return dict(wishes)
-    roles = sorted(wishes, key=lambda role: role.value)
+        return dict(proposals)
+    roles = sorted(proposals, key=lambda role: role.value)
     if len(roles) == 1:
         role = roles[0]
-        return {role: Wish(replicas=max(spec.roles[role].min, budget // spec.roles[role].gpus), limit=spec.budget_name)}
+        return {
+            role: Proposal(replicas=max(spec.roles[role].min, budget // spec.roles[role].gpus), limit=spec.budget_name)
+        }
     first, second = Role.PREFILL, Role.DECODE
     own, other = spec.roles[first], spec.roles[second]
     best: tuple[tuple[float, int, int], int, int] | None = None
-    for count in range(own.min, wishes[first].replicas + 1):
-        rest = min(wishes[second].replicas, (budget - count * own.gpus) // other.gpus)
+    for count in range(own.min, proposals[first].replicas + 1):
+        rest = min(proposals[second].replicas, (budget - count * own.gpus) // other.gpus)
         if rest < other.min:
             break
-        share = min(count / wishes[first].replicas, rest / wishes[second].replicas)
+        share = min(count / proposals[first].replicas, rest / proposals[second].replicas)
         key = share, count * own.gpus + rest * other.gpus, rest
         if best is None or key > best[0]:
             best = key, count, rest
     assert best is not None, "the minimums fit into the budget: the spec was checked"
-    return _changed(dict(wishes), best[1], best[2], spec.budget_name)
+    return _changed(dict(proposals), best[1], best[2], spec.budget_name)
 
 
-def _changed(wishes: dict[Role, Wish], prefill: int, decode: int, limit: str) -> dict[Role, Wish]:
+def _changed(proposals: dict[Role, Proposal], prefill: int, decode: int, limit: str) -> dict[Role, Proposal]:
     for role, count in ((Role.PREFILL, prefill), (Role.DECODE, decode)):
-        if wishes[role].replicas != count:
-            wishes[role] = Wish(replicas=count, limit=limit)
-    return wishes
+        if proposals[role].replicas != count:
+            proposals[role] = Proposal(replicas=count, limit=limit)
+    return proposals

@@ -22,19 +22,19 @@ from tandem_operator.autoscale.plan.contract import (
     Snapshot,
 )
 from tandem_operator.autoscale.plan.history import History
-from tandem_operator.autoscale.plan.joint import Wish, bound, count_links, limit_budget, limit_ratio, limit_transfer
+from tandem_operator.autoscale.plan.joint import Proposal, bound, count_links, limit_budget, limit_ratio, limit_transfer
 from tandem_operator.autoscale.plan.load import FEWEST_REQUESTS, Load, learn_start, read_load
 from tandem_operator.autoscale.plan.rates import LONG_SECONDS
 from tandem_operator.autoscale.plan.sentences import (
     busiest_link,
     explain,
     explain_shared,
+    report_demand,
+    report_gpus,
     say_gpus,
     say_odd,
     say_passing,
     say_roles,
-    tell_demand,
-    tell_gpus,
 )
 from tandem_operator.autoscale.plan.shared import SharedDemand, SharedReplica, size_shared
 from tandem_operator.autoscale.plan.sizing import (
@@ -85,53 +85,55 @@ def plan(spec: ScalingSpec, fleet: Snapshot | None, history: History, now: float
     share, link = busiest_link(decode, history)
     up = _size(spec, fleet, history, load, velocity, room, deviations=z, ahead=True)
     down = _size(spec, fleet, history, load, velocity, room, deviations=z + DOWN_DEVIATIONS, ahead=False)
-    wishes, needs = _keep(spec, fleet, history, load, up, down, now)
-    wishes = limit_transfer(
-        bound(wishes, spec),  # links of decode replicas that there may not be take nothing in
+    proposals, needs = _keep(spec, fleet, history, load, up, down, now)
+    proposals = limit_transfer(
+        bound(proposals, spec),  # links of decode replicas that there may not be take nothing in
         share=share,
         limit=link,
         computing=history.mean_ready(Role.PREFILL, SHARE_SECONDS) * (1.0 if prefill.busy is None else prefill.busy),
-        planned=_plan_computing(wishes[Role.PREFILL], load, velocity, deviations=z),
+        planned=_plan_computing(proposals[Role.PREFILL], load, velocity, deviations=z),
         present=prefill.replicas,
         decodes=history.mean_ready(Role.DECODE, SHARE_SECONDS),
     )
-    wishes = _within_limits(wishes, spec)
-    inputs = tell_demand(load) | {
+    proposals = _within_limits(proposals, spec)
+    inputs = report_demand(load) | {
         "prefill_tokens_per_second": round(velocity, 1),
         "queued_tokens": float(prefill.queued_tokens),
         "requests_per_second": round(load.requests.now, 3),
         "output_tokens": round(load.answers.output, 1),
         "decode_tokens_per_second": round(room.tokens_per_second(load.answers.context), 1),
         "kv_share": round(decode.kv_tokens_used / max(1, decode.kv_tokens_total), 3),
-        **tell_gpus(decode, history),
+        **report_gpus(decode, history),
     }
-    roles = _decide(wishes, fleet, required={role: wish.replicas for role, wish in up.items()})
+    roles = _decide(proposals, fleet, required={role: proposal.replicas for role, proposal in up.items()})
     sentence = explain(roles, inputs) + say_passing(load) + say_gpus(fleet, history) + say_odd(fleet)
     return Decision(at=now, roles=roles, inputs=inputs, sentence=sentence, needs=needs)
 
 
 def _keep(
-    spec: ScalingSpec, fleet: Snapshot, history: History, load: Load, up: Mapping[Role, Wish],
-    down: Mapping[Role, Wish], now: float,
-) -> tuple[dict[Role, Wish], dict[Role, int]]:  # fmt: skip
+    spec: ScalingSpec, fleet: Snapshot, history: History, load: Load, up: Mapping[Role, Proposal],
+    down: Mapping[Role, Proposal], now: float,
+) -> tuple[dict[Role, Proposal], dict[Role, int]]:  # fmt: skip
     """What is wished, with the patience of scaling down; and below how many replicas a target would be missed."""
     needs = {role: max(up[role].replicas, down[role].replicas) for role in up}
     falls = load.tokens.falls or load.requests.falls
     since = now - (spec.behavior.falling_seconds if falls else spec.behavior.scale_down_seconds)
-    wishes: dict[Role, Wish] = {}
-    for role, wish in up.items():
+    proposals: dict[Role, Proposal] = {}
+    for role, proposal in up.items():
         present = fleet.roles[role].replicas
         floor = max(needs[role], history.most_needed(role, since))
         if (state := fleet.roles[role]).warming:
             floor = min(floor, _keep_coming(spec, state, history, role, needs[role], now))
-        if wish.replicas > present:
-            wishes[role] = wish
+        if proposal.replicas > present:
+            proposals[role] = proposal
         elif floor < present:
             limit = "stabilization" if floor > needs[role] else down[role].limit
-            wishes[role] = Wish(replicas=max(wish.replicas, floor), limit=limit)
+            proposals[role] = Proposal(replicas=max(proposal.replicas, floor), limit=limit)
         else:
-            wishes[role] = Wish(replicas=present, limit="stabilization" if needs[role] < present else wish.limit)
-    return wishes, needs
+            proposals[role] = Proposal(
+                replicas=present, limit="stabilization" if needs[role] < present else proposal.limit
+            )
+    return proposals, needs
 
 
 def _keep_coming(
@@ -155,8 +157,8 @@ def _plan_shared(
     speed = _prompt_speed(state, load, replica)
     up = _size_shared(spec, fleet, history, load, replica, speed, deviations=z, ahead=True)
     down = _size_shared(spec, fleet, history, load, replica, speed, deviations=z + DOWN_DEVIATIONS, ahead=False)
-    wishes, needs = _keep(spec, fleet, history, load, up, down, now)
-    inputs = tell_demand(load) | {
+    proposals, needs = _keep(spec, fleet, history, load, up, down, now)
+    inputs = report_demand(load) | {
         "prompt_tokens_per_second_per_replica": round(speed, 1),
         "queued_tokens": float(state.queued_tokens),
         "requests_per_second": round(load.requests.now, 3),
@@ -166,7 +168,9 @@ def _plan_shared(
         "prompt_share": round(load.tokens.now / speed / max(1, state.ready), 3),
         "kv_share": round(state.kv_tokens_used / max(1, state.kv_tokens_total), 3),
     }
-    roles = _decide(_within_limits(wishes, spec), fleet, required={role: wish.replicas for role, wish in up.items()})
+    roles = _decide(
+        _within_limits(proposals, spec), fleet, required={role: proposal.replicas for role, proposal in up.items()}
+    )
     sentence = explain_shared(roles, inputs) + say_passing(load) + say_gpus(fleet, history) + say_odd(fleet)
     return Decision(at=now, roles=roles, inputs=inputs, sentence=sentence, needs=needs)
 
@@ -202,7 +206,7 @@ def _prompt_speed(state: RoleState, load: Load, replica: SharedReplica) -> float
 def _size_shared(
     spec: ScalingSpec, fleet: Snapshot, history: History, load: Load, replica: SharedReplica, speed: float,
     *, deviations: float, ahead: bool,
-) -> dict[Role, Wish]:  # fmt: skip
+) -> dict[Role, Proposal]:  # fmt: skip
     """What demand asks for, with so many standard deviations of it on top. `speed`: of a replica's prompts now."""
     state, tokens, requests = fleet.roles[Role.DECODE], load.tokens, load.requests
     demand = SharedDemand(
@@ -214,36 +218,36 @@ def _size_shared(
         held=0.0 if ahead and load.passing else float(state.kv_tokens_used),
     )
     count, limit = size_shared(demand, replica, spec.ttft, spec.tpot)
-    wish = Wish(replicas=count, limit=limit)
+    proposal = Proposal(replicas=count, limit=limit)
     if spec.tuning.backlog:
         waited = history.waited(Role.DECODE)
         backlog = foresee_backlog(spec, state, load, speed, waited)
         clearing = count_clearing(spec, state, load, speed, backlog, waited, enough=count)
         if clearing > count:
-            wish = Wish(replicas=clearing, limit=BACKLOG)
-    return {Role.DECODE: wish}
+            proposal = Proposal(replicas=clearing, limit=BACKLOG)
+    return {Role.DECODE: proposal}
 
 
 def _size(
     spec: ScalingSpec, fleet: Snapshot, history: History, load: Load, velocity: float, room: DecodeRoom,
     *, deviations: float, ahead: bool,
-) -> dict[Role, Wish]:  # fmt: skip
+) -> dict[Role, Proposal]:  # fmt: skip
     """What demand asks of each role, with so many standard deviations of it on top."""
     prefill, decode = fleet.roles[Role.PREFILL], fleet.roles[Role.DECODE]
     rate = (load.tokens.ahead if ahead else load.tokens.now) + deviations * load.tokens.deviation
-    wish = Wish(replicas=size_prefill(rate, load.prompts, velocity, spec.ttft), limit="TTFT target")
+    proposal = Proposal(replicas=size_prefill(rate, load.prompts, velocity, spec.ttft), limit="TTFT target")
     backlog = 0.0
     if spec.tuning.backlog:
         waited = history.waited(Role.PREFILL)
         backlog = foresee_backlog(spec, prefill, load, velocity, waited)
-        clearing = count_clearing(spec, prefill, load, velocity, backlog, waited, enough=wish.replicas)
-        if clearing > wish.replicas:
-            wish = Wish(replicas=clearing, limit=BACKLOG)
+        clearing = count_clearing(spec, prefill, load, velocity, backlog, waited, enough=proposal.replicas)
+        if clearing > proposal.replicas:
+            proposal = Proposal(replicas=clearing, limit=BACKLOG)
     requests = (load.requests.ahead if ahead else load.requests.now) + deviations * load.requests.deviation
     limit = room.limit
     if spec.tuning.joint and backlog > 0:
         own = spec.roles[Role.PREFILL]
-        outflow = min(wish.replicas, own.max) * velocity / max(1.0, load.prompts.uncached)
+        outflow = min(proposal.replicas, own.max) * velocity / max(1.0, load.prompts.uncached)
         if outflow > requests:
             requests, limit = outflow, "prefill's outflow"
     # What a replica held at most has its deviation in it.
@@ -255,14 +259,14 @@ def _size(
     links = count_links(share, history.mean_ready(Role.DECODE, SHARE_SECONDS))
     if links > needed:
         needed, limit = links, link
-    return {Role.PREFILL: wish, Role.DECODE: Wish(replicas=needed, limit=limit)}
+    return {Role.PREFILL: proposal, Role.DECODE: Proposal(replicas=needed, limit=limit)}
 
 
-def _plan_computing(wish: Wish, load: Load, velocity: float, *, deviations: float) -> float:
+def _plan_computing(proposal: Proposal, load: Load, velocity: float, *, deviations: float) -> float:
     """How many of the prefill replicas would compute at a time."""
-    if wish.limit == BACKLOG:
-        return wish.replicas
-    return min(wish.replicas, (load.tokens.ahead + deviations * load.tokens.deviation) / velocity)
+    if proposal.limit == BACKLOG:
+        return proposal.replicas
+    return min(proposal.replicas, (load.tokens.ahead + deviations * load.tokens.deviation) / velocity)
 
 
 def _read_steps(fleet: Snapshot, history: History) -> StepModel | None:
@@ -305,27 +309,32 @@ def _plan_idle(spec: ScalingSpec, fleet: Snapshot, history: History, now: float)
         held = min(decode.replicas, size_decode(float(decode.kv_tokens_used), room))
         needs[Role.DECODE] = max(needs[Role.DECODE], held)
     since = now - spec.behavior.scale_down_seconds
-    wishes: dict[Role, Wish] = {}
+    proposals: dict[Role, Proposal] = {}
     for role, need in needs.items():
         present = fleet.roles[role].replicas
         count = min(present, max(need, history.most_needed(role, since)))
-        wishes[role] = Wish(replicas=count, limit="stabilization" if count > need else "idle")
-    roles = _decide(_within_limits(wishes, spec), fleet, required=needs)
+        proposals[role] = Proposal(replicas=count, limit="stabilization" if count > need else "idle")
+    roles = _decide(_within_limits(proposals, spec), fleet, required=needs)
     sentence = f"{say_roles(roles)}. Fewer than {FEWEST_REQUESTS} requests have come in {2 * LONG_SECONDS:.0f} s."
     return Decision(at=now, roles=roles, sentence=sentence, needs=needs)
 
 
-def _within_limits(wishes: Mapping[Role, Wish], spec: ScalingSpec) -> dict[Role, Wish]:
+def _within_limits(proposals: Mapping[Role, Proposal], spec: ScalingSpec) -> dict[Role, Proposal]:
     """Bounds, ratio and budget; what the ratio asks for keeps to the bounds too."""
-    return limit_budget(bound(limit_ratio(bound(wishes, spec), spec), spec), spec)
+    return limit_budget(bound(limit_ratio(bound(proposals, spec), spec), spec), spec)
 
 
-def _decide(wishes: Mapping[Role, Wish], fleet: Snapshot, *, required: Mapping[Role, int]) -> dict[Role, RoleDecision]:
+def _decide(
+    proposals: Mapping[Role, Proposal], fleet: Snapshot, *, required: Mapping[Role, int]
+) -> dict[Role, RoleDecision]:
     return {
         role: RoleDecision(
-            replicas=wish.replicas, observed=fleet.roles[role].replicas, required=required[role], limit=wish.limit
+            replicas=proposal.replicas,
+            observed=fleet.roles[role].replicas,
+            required=required[role],
+            limit=proposal.limit,
         )
-        for role, wish in wishes.items()
+        for role, proposal in proposals.items()
     }
 
 

@@ -24,7 +24,7 @@ def busiest_link(decode: RoleState, history: History) -> tuple[float | None, str
     return nvlink, NVLINK
 
 
-def tell_gpus(decode: RoleState, history: History) -> dict[str, float]:
+def report_gpus(decode: RoleState, history: History) -> dict[str, float]:
     """What is measured of GPUs beside what the planner has of its own: blocks, and the time of transfers."""
     told = {
         "vram_share": decode.gpus.vram_share,
@@ -109,7 +109,7 @@ def explain_shared(roles: dict[Role, RoleDecision], inputs: dict[str, float]) ->
     )
 
 
-def tell_demand(load: Load) -> dict[str, float]:
+def report_demand(load: Load) -> dict[str, float]:
     return {
         "prompt_tokens_per_second": round(load.tokens.now, 1),
         "prompt_tokens_per_second_ahead": round(load.tokens.ahead, 1),

@@ -1,7 +1,7 @@
 """What a decision about replicas means for the status of a model: pure.
 
 A decision is made every few seconds and its figures always differ a little. What it says in substance is told at once;
-figures, and which bound it was, are told again every `TOLD_AGAIN_SECONDS` at most.
+figures, and which bound it was, are told again every `REPORTED_AGAIN_SECONDS` at most.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from tandem_operator.autoscale.plan.slo import Attainment
 from tandem_operator.autoscale.plan.temper import PARTLY_KNOWN
 
 ACTIVE, SLO_MET = "ScalingActive", "SLOMet"
-TOLD_AGAIN_SECONDS = 30.0
+REPORTED_AGAIN_SECONDS = 30.0
 
 
-def tell_scaling(
+def report_scaling(
     scaling: ScalingStatus,
     decision: Decision | None,
     *,
@@ -57,7 +57,9 @@ def tell_scaling(
     return scaling, [Condition(type=ACTIVE, status=state, reason=reason, message=sentence)]
 
 
-def tell_attainment(attainment: Attainment | None, conditions: Sequence[Condition], *, again: bool) -> list[Condition]:
+def report_attainment(
+    attainment: Attainment | None, conditions: Sequence[Condition], *, again: bool
+) -> list[Condition]:
     """Whether targets are met. `again`: figures are told anew."""
     known = next((condition for condition in conditions if condition.type == SLO_MET), None)
     if attainment is None:
@@ -136,7 +138,7 @@ def _is_due(before: ScalingStatus, decision: Decision | None, now: datetime) -> 
         since = datetime.fromisoformat(before.decided_at or "")
     except ValueError:
         return True
-    return since.tzinfo is None or (now - since).total_seconds() >= TOLD_AGAIN_SECONDS
+    return since.tzinfo is None or (now - since).total_seconds() >= REPORTED_AGAIN_SECONDS
 
 
 def _with_decision(role: RoleScalingStatus | None, one: RoleDecision | None) -> RoleScalingStatus | None:
